@@ -1,0 +1,1 @@
+"""Which gradients travel together (a pure plan), and the flat storage they live in."""

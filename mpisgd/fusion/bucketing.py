@@ -1,0 +1,203 @@
+"""Which gradients travel together: a plan as plain data, the same on every rank.
+
+Hundreds of small messages cost far more than a few large ones, so gradients are packed into buckets.
+Every rank must cut the same buckets and launch them in the same order, or the job sums unrelated
+numbers. Hence the plan is a pure function of sizes, types and an order, and it has a hash that ranks
+can compare.
+
+Backward yields gradients in roughly the reverse of the order in which parameters were registered.
+With two types the buckets of one type fill up while those of the other are open:
+
+    taken    a(f32)  b(bf16)  c(f32)  d(f32) | cap of f32 passed  e(f32)  f(bf16)
+    buckets  [a, c, d] f32 complete at d       [e] f32 at e       [b, f] bf16 at f
+
+They are launched as they become complete: nothing that is ready waits for something that is not.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from mpisgd.errors import InvalidArgument
+
+__all__ = ["Bucket", "Item", "launch_order", "plan_buckets", "plan_hash"]
+
+
+@dataclass(frozen=True)
+class Item:
+    """One parameter, as far as packing is concerned.
+
+    Attributes:
+        index: its place in the optimizer's parameter list.
+        numel: elements, 0 or more.
+        itemsize: bytes per element.
+        key: what may share a bucket: dtype and device, such as "float32:cpu".
+    """
+
+    index: int
+    numel: int
+    itemsize: int
+    key: str
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters whose gradients travel as one message.
+
+    Attributes:
+        key: the `Item.key` they share.
+        indices: the parameters, in launch order.
+        offsets: where each begins in the bucket's flat storage, in elements, ascending.
+        numel: elements from the start of the storage to the end of the last item, the padding between
+            items included.
+    """
+
+    key: str
+    indices: tuple[int, ...]
+    offsets: tuple[int, ...]
+    numel: int
+
+
+@dataclass
+class _Open:
+    """A bucket that still takes items; `completed_at` is the position in the order of its last one."""
+
+    key: str
+    itemsize: int
+    indices: list[int] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    numel: int = 0
+    completed_at: int = -1
+
+    def next_offset(self, align_bytes: int) -> int:
+        # The smallest step that is a whole number of elements and of alignment units: an itemsize that
+        # does not divide `align_bytes` must not break either promise.
+        step = math.lcm(align_bytes, self.itemsize) // self.itemsize
+        return -(-self.numel // step) * step
+
+    def has_room(self, item: Item, cap_bytes: int, align_bytes: int) -> bool:
+        end = self.next_offset(align_bytes) + item.numel
+        return not self.indices or end * self.itemsize <= cap_bytes
+
+    def add(self, item: Item, position: int, align_bytes: int) -> None:
+        offset = self.next_offset(align_bytes)
+        self.indices.append(item.index)
+        self.offsets.append(offset)
+        self.numel = offset + item.numel
+        self.completed_at = position
+
+    def freeze(self) -> Bucket:
+        return Bucket(self.key, tuple(self.indices), tuple(self.offsets), self.numel)
+
+
+def plan_buckets(
+    items: Sequence[Item],
+    *,
+    cap_bytes: int,
+    order: Sequence[int] | None = None,
+    align_bytes: int = 64,
+) -> tuple[Bucket, ...]:
+    """Cut `items` into buckets of at most `cap_bytes`, in the order in which they will be complete.
+
+    Items are taken in `order`; each key has one bucket open at a time, which is closed when the next item
+    of that key would pass the cap. An item larger than the cap is alone in its bucket.
+
+    Args:
+        items: the parameters that have gradients, in any sequence; indices may have gaps.
+        cap_bytes: most bytes of one bucket, padding included.
+        order: every item's `index` once, in the order gradients are expected; default: descending.
+        align_bytes: every item begins at a multiple of this, so that vector loads, and the ranges that
+            ranks own in shared memory, do not straddle two items' cache lines.
+
+    Raises:
+        InvalidArgument: a size that is impossible, an index given twice, two element sizes under one key, or
+            an `order` that is not a permutation of the indices.
+    """
+    _check_limits(cap_bytes, align_bytes)
+    by_index = _by_index(items)
+    taken = sorted(by_index, reverse=True) if order is None else list(order)
+    _check_permutation(taken, by_index)
+    done: list[_Open] = []
+    open_by_key: dict[str, _Open] = {}
+    for position, index in enumerate(taken):
+        item = by_index[index]
+        bucket = open_by_key.get(item.key)
+        if bucket is None or not bucket.has_room(item, cap_bytes, align_bytes):
+            bucket = open_by_key[item.key] = _Open(item.key, item.itemsize)
+            done.append(bucket)
+        bucket.add(item, position, align_bytes)
+    return tuple(bucket.freeze() for bucket in sorted(done, key=lambda bucket: bucket.completed_at))
+
+
+def plan_hash(buckets: Iterable[Bucket]) -> int:
+    """Return a 64-bit number, 0 <= hash < 2**64, that differs when anything in the plan differs.
+
+    Ranks compare it, so it must not depend on the process or the Python version (as `hash()` does).
+    """
+    plan = [[bucket.key, bucket.indices, bucket.offsets, bucket.numel] for bucket in buckets]
+    digest = hashlib.blake2b(json.dumps(plan).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big")
+
+
+def launch_order(num_items: int, observed: Sequence[int]) -> tuple[int, ...]:
+    """Return all of `range(num_items)`: first as `observed`, then the never observed, descending.
+
+    A parameter that got no gradient when the order was observed is likely to get none again. At the end
+    it delays nobody.
+
+    Raises:
+        InvalidArgument: `observed` names an index twice, or one outside `range(num_items)`.
+    """
+    seen = set(observed)
+    _check_once(observed, "observed")
+    if outside := sorted(seen.difference(range(num_items))):
+        raise InvalidArgument(f"observed order has index {outside[0]}; there are {num_items} items")
+    return (*observed, *(index for index in reversed(range(num_items)) if index not in seen))
+
+
+def _check_limits(cap_bytes: int, align_bytes: int) -> None:
+    if cap_bytes <= 0:
+        raise InvalidArgument(f"cap_bytes must be positive, got {cap_bytes}")
+    if align_bytes <= 0:
+        raise InvalidArgument(f"align_bytes must be positive, got {align_bytes}")
+
+
+def _by_index(items: Sequence[Item]) -> dict[int, Item]:
+    _check_once([item.index for item in items], "item")
+    itemsizes: dict[str, int] = {}
+    for item in items:
+        _check_item(item)
+        known = itemsizes.setdefault(item.key, item.itemsize)
+        if known != item.itemsize:
+            raise InvalidArgument(
+                f"item {item.index}: itemsize {item.itemsize} under key {item.key!r}, whose other items "
+                f"have {known}; a key names one dtype"
+            )
+    return {item.index: item for item in items}
+
+
+def _check_item(item: Item) -> None:
+    if item.numel < 0:
+        raise InvalidArgument(f"item {item.index}: numel must not be negative, got {item.numel}")
+    if item.itemsize <= 0:
+        raise InvalidArgument(f"item {item.index}: itemsize must be positive, got {item.itemsize}")
+
+
+def _check_permutation(order: Sequence[int], by_index: dict[int, Item]) -> None:
+    _check_once(order, "order")
+    if unknown := [index for index in order if index not in by_index]:
+        raise InvalidArgument(f"order has index {unknown[0]}, which no item has")
+    if missing := by_index.keys() - set(order):
+        raise InvalidArgument(
+            f"order lacks index {min(missing)}: {len(order)} given for {len(by_index)} items"
+        )
+
+
+def _check_once(indices: Sequence[int], what: str) -> None:
+    seen: set[int] = set()
+    for index in indices:
+        if index in seen:
+            raise InvalidArgument(f"{what} index {index} occurs twice")
+        seen.add(index)
