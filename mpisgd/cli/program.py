@@ -1,0 +1,118 @@
+"""Run a Typer application as one program spread over the ranks of a job.
+
+Under `mpirun -n 8` a mistyped option would be reported eight times, and `--help` printed eight times.
+Here the first rank speaks for all, as the launcher numbers them: the command line is read long before MPI
+starts. A launcher ends the whole job as soon as one process fails, so the others, who fail at the same
+moment, first give the speaker time to be heard.
+"""
+
+import contextlib
+import io
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import typer
+
+from mpisgd.config import launcher_rank
+from mpisgd.errors import JobError
+
+__all__ = ["run_program"]
+
+# How long the other ranks wait before they fail too. The first rank may be slower to load its libraries;
+# where the launcher ends the job with its first failure, as mpirun does, nobody waits this long.
+SPEAKER_TIME_S = 10.0
+
+# Typer stopped building on click, so the class is reached in the way that both have in common.
+UsageError: type[Any] = next(cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "ClickException")
+
+
+def run_program(app: typer.Typer, *, prog_name: str | None = None) -> None:
+    """Run `app` on this rank with the arguments of the command line.
+
+    Returns when the command is done. A usage error, `--help` and the like appear once for the whole job,
+    and every rank exits with the code they ask for (2 for a usage error). A `JobError` is left to the hook
+    that `mpisgd.init()` installed; without `init()` it is printed here, as one line, and ends the program
+    with its exit code. Anything else passes through.
+
+    Args:
+        app: the application; with one command, or several.
+        prog_name: what messages call the program; default: the file's name.
+    """
+    prog_name = prog_name or Path(sys.argv[0]).name
+    command = typer.main.get_command(app)
+    if not _is_speaker():
+        _parse_in_silence(command)
+    try:
+        with command.make_context(prog_name, sys.argv[1:]) as context:
+            command.invoke(context)
+    except typer.Exit as exc:
+        sys.exit(exc.exit_code)
+    except typer.Abort:
+        _end(prog_name, JobError("aborted", exit_code=1), same_everywhere=True)
+    except UsageError as exc:
+        _end(prog_name, _as_job_error(exc), same_everywhere=True)
+    except JobError as exc:
+        _end(prog_name, exc, same_everywhere=False)
+
+
+def _is_speaker() -> bool:
+    return launcher_rank() in (None, 0)
+
+
+def _parse_in_silence(command: Any) -> None:
+    """Let `command` and all below it print nothing while they read their arguments.
+
+    That is where `--help`, and `--version` as programs have it, are printed.
+    """
+    command.parse_args = _silent(command.parse_args)
+    for below in getattr(command, "commands", {}).values():
+        _parse_in_silence(below)
+
+
+def _silent(parse_args: Callable[..., list[str]]) -> Callable[..., list[str]]:
+    def parse(*args: Any) -> list[str]:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            return parse_args(*args)
+
+    return parse
+
+
+def _as_job_error(error: Any) -> JobError:
+    """Return a usage error as one line; lists of choices come over several."""
+    text = " ".join(error.format_message().split())
+    if type(error).__name__ == "NoArgsIsHelpError":  # its text is the help page
+        text = "missing command or arguments"
+    return JobError(f"{text.rstrip('.')}; see --help", exit_code=error.exit_code)
+
+
+def _end(prog_name: str, error: JobError, *, same_everywhere: bool) -> NoReturn:
+    """Report `error` once for the job and exit with its code.
+
+    Args:
+        prog_name: what the message begins with.
+        error: what ends the program.
+        same_everywhere: every rank has met it. Otherwise this rank may be the only one, and then it
+            speaks too once the first has had its time.
+    """
+    if _in_job():
+        raise error
+    if not _is_speaker():
+        time.sleep(SPEAKER_TIME_S)
+    if _is_speaker():
+        _print_error(f"{prog_name}: error: {error}")
+    elif not same_everywhere:
+        _print_error(f"{prog_name}: error on rank {launcher_rank()}: {error}")
+    sys.exit(error.exit_code)
+
+
+def _in_job() -> bool:
+    # Where nothing has imported it there is no job, and to import it here would load torch for an error.
+    job = sys.modules.get("mpisgd.comm.job")
+    return job is not None and bool(job.is_initialized())
+
+
+def _print_error(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
