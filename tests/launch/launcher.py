@@ -1,0 +1,43 @@
+"""Start programs as users do: alone, or under the `mpirun` that belongs to this Python."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+TIMEOUT_S = 60.0
+
+# More ranks than cores, and root in a container, said in the environment: MPICH's mpirun has no such options.
+ENVIRONMENT = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+}
+
+
+def mpirun() -> str:
+    """The launcher installed beside this Python, else the first on the PATH."""
+    beside = Path(sys.executable).with_name("mpirun")
+    found = str(beside) if beside.exists() else shutil.which("mpirun")
+    assert found, "no mpirun beside this Python or on the PATH"
+    return found
+
+
+def run_python(
+    *args: str,
+    num_ranks: int | None = None,
+    options: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run `python ARGS`, under `mpirun -n num_ranks OPTIONS` where a number is given; a hang is a failure."""
+    prefix = [] if num_ranks is None else [mpirun(), "-n", str(num_ranks), *options]
+    return subprocess.run(
+        [*prefix, sys.executable, *args],
+        env={**os.environ, **ENVIRONMENT, **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
