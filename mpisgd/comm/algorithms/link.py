@@ -1,0 +1,73 @@
+"""What an algorithm sees of a communicator: exchanges of contiguous memory with a time limit."""
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from mpisgd.comm.waiting import Patience
+from mpisgd.errors import CollectiveTimeout
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from mpisgd.comm.mpi import Wire
+
+__all__ = ["Link", "split_evenly"]
+
+TAG = 64  # above the handshake's; the lane runs one operation at a time, so one tag is enough
+
+
+class Link:
+    """The lane's communicator during one operation.
+
+    Attributes:
+        rank: this rank in the group.
+        size: number of ranks.
+    """
+
+    def __init__(self, wire: "Wire", name: str, timeout_s: float) -> None:
+        self.rank = wire.rank
+        self.size = wire.size
+        self._wire = wire
+        self._name = name
+        self._timeout_s = timeout_s
+
+    def send(self, tensor: Tensor, dst: int) -> None:
+        """Send `tensor` to `dst` and return when it may be changed again."""
+        self.transfer(sends=[(dst, tensor)])
+
+    def recv(self, tensor: Tensor, src: int) -> None:
+        """Receive `tensor` from `src`."""
+        self.transfer(receives=[(src, tensor)])
+
+    def exchange(self, mine: Tensor, dst: int, theirs: Tensor, src: int) -> None:
+        """Send `mine` to `dst` while `theirs` comes from `src`."""
+        self.transfer(sends=[(dst, mine)], receives=[(src, theirs)])
+
+    def transfer(
+        self, sends: list[tuple[int, Tensor]] | None = None, receives: list[tuple[int, Tensor]] | None = None
+    ) -> None:
+        """Do several sends and receives at once; empty tensors are not sent.
+
+        Raises:
+            CollectiveTimeout: a partner stopped in the middle of the operation.
+        """
+        sends, receives = _without_empty(sends or []), _without_empty(receives or [])
+        requests: list[MPI.Request] = [self._wire.irecv(tensor, src, TAG) for src, tensor in receives]
+        requests += [self._wire.isend(tensor, dst, TAG) for dst, tensor in sends]
+        patience = Patience(self._timeout_s)
+        if not patience.wait_for(lambda: self._wire.poll(requests)):
+            partners = sorted({rank for rank, _ in sends + receives})
+            raise CollectiveTimeout(
+                f"{self._name}: rank {self.rank} of {self.size} has waited {patience.waited_s:.1f} s in the "
+                f"middle of the operation for one of the ranks {partners}"
+            )
+
+
+def _without_empty(transfers: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
+    return [(rank, tensor) for rank, tensor in transfers if tensor.numel()]
+
+
+def split_evenly(total: int, parts: int) -> list[tuple[int, int]]:
+    """Return `parts` consecutive (start, stop) that cover range(total); sizes differ by at most one."""
+    return [(total * i // parts, total * (i + 1) // parts) for i in range(parts)]

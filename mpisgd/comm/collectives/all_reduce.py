@@ -1,0 +1,84 @@
+"""`all_reduce` and its algorithms."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from mpisgd.comm.algorithms import ALGORITHMS
+from mpisgd.comm.buffers import Landing, check_output
+from mpisgd.comm.collectives.common import link_of, operation_on
+from mpisgd.comm.dtypes import HALF_TYPES, ReduceOp, check_op, for_mpi, for_torch
+from mpisgd.comm.group import Group
+from mpisgd.comm.job import group_or_world
+from mpisgd.comm.work import Work
+from mpisgd.errors import InvalidArgument
+
+__all__ = ["all_reduce", "choose_algorithm", "reduce_flat"]
+
+CHOICES: Sequence[str] = ("auto", "mpi", *ALGORITHMS)
+
+
+def all_reduce(
+    tensor: Tensor,
+    op: ReduceOp = ReduceOp.SUM,
+    group: Group | None = None,
+    async_op: bool = False,
+    *,
+    algorithm: str = "auto",
+) -> Work | None:
+    """Combine `tensor` over the group, in place; every rank ends with the same bits.
+
+    Collective: all ranks of `group` call it in the same order.
+
+    Args:
+        tensor: any dense CPU tensor of the same shape and dtype on every rank; overwritten.
+        op: elementwise combination; AVG is SUM divided by `group.size`.
+        group: defaults to all processes of the job.
+        async_op: return at once with a `Work`; leave the tensor alone until its `wait()`.
+        algorithm: `mpi` (MPI_Allreduce), `ring`, `halving_doubling`, `reduce_broadcast`, `all_to_all`, or
+            `auto`. float16 and bfloat16 are summed in float32 by all of them; `all_to_all` sends the
+            halves themselves, the others send float32.
+
+    Raises:
+        UnsupportedTensor, UnsupportedOp, InvalidArgument: found locally, before anything is sent.
+        CollectiveMismatch: a rank called something else; raised on every rank, `tensor` is unchanged.
+
+    Cost: see the functions in `mpisgd.comm.algorithms`.
+    """
+    group = group_or_world(group)
+    check_output("all_reduce", tensor)
+    op = check_op("all_reduce", op, tensor.dtype)
+    algorithm = choose_algorithm(algorithm, tensor)
+    landing = Landing(tensor, keep=True)
+
+    def action() -> None:
+        reduce_flat(group, landing.flat, op, algorithm)
+        landing.settle()
+
+    operation = operation_on("all_reduce", tensor, op=op, extra=f"algorithm={algorithm}")
+    return group.lane.run(operation, action, tensors=[tensor], async_op=async_op)
+
+
+def choose_algorithm(algorithm: str, tensor: Tensor) -> str:
+    """Return the algorithm to use: the same on every rank for the same dtype."""
+    if algorithm not in CHOICES:
+        raise InvalidArgument(f"all_reduce: algorithm={algorithm!r}; expected one of {', '.join(CHOICES)}")
+    if algorithm != "auto":
+        return algorithm
+    return "all_to_all" if tensor.dtype in HALF_TYPES else "mpi"
+
+
+def reduce_flat(group: Group, flat: Tensor, op: ReduceOp, algorithm: str) -> None:
+    """Combine contiguous `flat` [n] over the ranks in place; runs inside the lane."""
+    if algorithm == "mpi":
+        work, name, finish = for_mpi(flat, op, group.size)
+        group.lane.wire.all_reduce(work, name)
+    elif algorithm == "all_to_all":  # sees all pieces at once, so it can add any dtype by itself
+        ALGORITHMS[algorithm](link_of(group, "all_reduce"), flat, op)
+        return
+    else:
+        work, arithmetic, finish = for_torch(flat, op, group.size)
+        ALGORITHMS[algorithm](link_of(group, "all_reduce"), work, arithmetic)
+    result = finish(work)
+    if result.data_ptr() != flat.data_ptr():
+        flat.copy_(result)

@@ -1,0 +1,86 @@
+"""`send`, `recv`, `isend`, `irecv`: from one rank to another, outside the order of the collectives."""
+
+from torch import Tensor
+
+from mpisgd.comm.buffers import Landing, check_output, check_tensor, readable
+from mpisgd.comm.group import Group
+from mpisgd.comm.job import group_or_world
+from mpisgd.comm.mailbox import MessageWork
+from mpisgd.errors import InvalidArgument, InvalidRank, ShapeMismatch
+
+__all__ = ["irecv", "isend", "recv", "send"]
+
+
+def isend(tensor: Tensor, dst: int, group: Group | None = None, tag: int = 0) -> MessageWork:
+    """Start sending `tensor` to rank `dst`.
+
+    Args:
+        tensor: any dense CPU tensor; leave it alone until the work's `wait()`.
+        dst: global rank of the receiver.
+        group: defaults to all processes of the job; sender and receiver name the same group.
+        tag: messages of equal tag between two ranks arrive in order.
+
+    Raises:
+        UnsupportedTensor, InvalidRank, InvalidArgument: before anything is sent.
+    """
+    group = group_or_world(group)
+    check_tensor("isend", tensor)
+    _check_tag("isend", tag, group)
+    return group.mailbox.send("send", readable(tensor), group.group_rank("isend", "dst", dst), tag, [tensor])
+
+
+def irecv(tensor: Tensor, src: int | None = None, group: Group | None = None, tag: int = 0) -> MessageWork:
+    """Start receiving into `tensor` from rank `src`.
+
+    Args:
+        tensor: of the size that is sent; leave it alone until the work's `wait()`.
+        src: global rank of the sender; None takes a message from any rank, see the work's `source`.
+        group: defaults to all processes of the job; sender and receiver name the same group.
+        tag: only a message of this tag is taken.
+
+    Raises:
+        UnsupportedTensor, InvalidRank, InvalidArgument: at once.
+        ShapeMismatch: from `wait()`, when the message has another size; the tensor is then undefined.
+    """
+    group = group_or_world(group)
+    check_output("irecv", tensor)
+    _check_tag("irecv", tag, group)
+    root = None if src is None else group.group_rank("irecv", "src", src)
+    landing = Landing(tensor, keep=False)
+
+    def arrived(nbytes: int) -> None:
+        expected = tensor.numel() * tensor.element_size()
+        if nbytes != expected:
+            raise ShapeMismatch(f"recv: got {nbytes} bytes, the tensor has {expected} ({list(tensor.shape)})")
+        landing.settle()
+
+    return group.mailbox.receive("recv", landing.flat, root, tag, [tensor], arrived)
+
+
+def send(tensor: Tensor, dst: int, group: Group | None = None, tag: int = 0) -> None:
+    """Send `tensor` to rank `dst`, and return when it may be changed again; see `isend`."""
+    _refuse_self("send", "dst", dst, group)
+    isend(tensor, dst, group, tag).wait()
+
+
+def recv(tensor: Tensor, src: int | None = None, group: Group | None = None, tag: int = 0) -> int:
+    """Receive `tensor` from rank `src`, and return the global rank that sent it; see `irecv`."""
+    _refuse_self("recv", "src", src, group)
+    work = irecv(tensor, src, group, tag)
+    work.wait()
+    assert work.source is not None
+    return group_or_world(group).ranks[work.source]
+
+
+def _refuse_self(name: str, what: str, peer: int | None, group: Group | None) -> None:
+    members = group_or_world(group)
+    if members.rank >= 0 and peer == members.ranks[members.rank]:
+        raise InvalidRank(
+            f"{name}: {what}={peer} is this rank itself, which would wait for ever; use i{name}"
+        )
+
+
+def _check_tag(name: str, tag: int, group: Group) -> None:
+    limit = group.mailbox.wire.tag_limit
+    if not isinstance(tag, int) or not 0 <= tag <= limit:
+        raise InvalidArgument(f"{name}: tag={tag!r}; expected an integer from 0 to {limit}")

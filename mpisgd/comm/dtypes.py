@@ -1,0 +1,157 @@
+"""Which reductions exist for which dtype, and the arithmetic behind them.
+
+Two forms of a tensor are reduced: the form MPI adds (its own element types), and the form torch adds
+(torch has no arithmetic for uint16 to uint64, so those are mapped onto signed integers of the same width).
+Half types are summed in float32 and rounded once, whoever adds.
+"""
+
+import enum
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from mpisgd.errors import UnsupportedOp
+
+__all__ = ["ReduceOp", "check_op", "combine", "combine_in_rank_order", "for_mpi", "for_torch"]
+
+
+class ReduceOp(enum.Enum):
+    """How elements of several ranks become one; the names are torch.distributed's.
+
+    bool: SUM and MAX are OR, PRODUCT and MIN are AND. AVG is SUM divided by the number of ranks, for
+    floating and complex dtypes only. BAND, BOR and BXOR are for integers and bool.
+    """
+
+    SUM = "SUM"
+    AVG = "AVG"
+    PRODUCT = "PRODUCT"
+    MIN = "MIN"
+    MAX = "MAX"
+    BAND = "BAND"
+    BOR = "BOR"
+    BXOR = "BXOR"
+
+    def __repr__(self) -> str:
+        return f"ReduceOp.{self.name}"
+
+
+HALF_TYPES = (torch.float16, torch.bfloat16)
+UNSIGNED_AS_SIGNED = {
+    torch.uint16: torch.int16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+}
+FLOATING = (*HALF_TYPES, torch.float32, torch.float64)
+COMPLEX = (torch.complex64, torch.complex128)
+INTEGER = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *UNSIGNED_AS_SIGNED)
+REDUCIBLE = (*FLOATING, *COMPLEX, *INTEGER, torch.bool)
+
+BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
+ORDERED = (ReduceOp.MIN, ReduceOp.MAX)
+
+COMBINE: dict[ReduceOp, Callable[..., Tensor]] = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.AVG: torch.add,
+    ReduceOp.PRODUCT: torch.mul,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.BAND: torch.bitwise_and,
+    ReduceOp.BOR: torch.bitwise_or,
+    ReduceOp.BXOR: torch.bitwise_xor,
+}
+# bool travels as bytes of 0 and 1, where OR is the maximum and AND the minimum.
+BOOL_OPS = {
+    ReduceOp.SUM: ReduceOp.MAX,
+    ReduceOp.PRODUCT: ReduceOp.MIN,
+    ReduceOp.BOR: ReduceOp.MAX,
+    ReduceOp.BAND: ReduceOp.MIN,
+}
+
+Finish = Callable[[Tensor], Tensor]
+
+
+def check_op(name: str, op: object, dtype: torch.dtype) -> ReduceOp:
+    """Return `op` as ours (torch.distributed's are taken too), or raise where the dtype does not have it."""
+    ours = _as_ours(name, op)
+    if dtype not in REDUCIBLE:
+        raise UnsupportedOp(f"{name}: {dtype} has no reduction; convert the tensor, or send it as it is")
+    if ours is ReduceOp.AVG and dtype not in FLOATING + COMPLEX:
+        raise UnsupportedOp(f"{name}: AVG of {dtype} is not defined; use SUM and divide as you need it")
+    if ours in BITWISE and dtype not in (*INTEGER, torch.bool):
+        raise UnsupportedOp(f"{name}: {ours.name} needs an integer or bool tensor, got {dtype}")
+    if ours in ORDERED and dtype in COMPLEX:
+        raise UnsupportedOp(f"{name}: {ours.name} of {dtype} is not defined: complex numbers have no order")
+    return ours
+
+
+def _as_ours(name: str, op: object) -> ReduceOp:
+    if isinstance(op, ReduceOp):
+        return op
+    text = str(op).rpartition(".")[2]  # torch's own prints as RedOpType.SUM
+    if "RedOpType" in str(op) and text in ReduceOp.__members__:
+        return ReduceOp[text]
+    raise UnsupportedOp(f"{name}: op={op!r}; expected one of " + ", ".join(ReduceOp.__members__))
+
+
+def for_mpi(flat: Tensor, op: ReduceOp, size: int) -> tuple[Tensor, str, Finish]:
+    """Return (`flat` in a form MPI adds, MPI's operation, what makes the result of it).
+
+    The first shares memory with `flat` where MPI knows the dtype.
+    """
+    if flat.dtype is torch.bool:
+        return flat.view(torch.uint8), BOOL_OPS.get(op, op).name, _as_bool
+    work = flat.float() if flat.dtype in HALF_TYPES else flat
+    return work, "SUM" if op is ReduceOp.AVG else op.name, _finish_average(op, size, flat.dtype)
+
+
+def for_torch(flat: Tensor, op: ReduceOp, size: int) -> tuple[Tensor, ReduceOp, Finish]:
+    """Return (`flat` in a form torch adds, the operation on it, what makes the result of it).
+
+    The first may share memory with `flat`.
+    """
+    if flat.dtype is torch.bool:
+        return flat.view(torch.uint8), BOOL_OPS.get(op, op), _as_bool
+    if flat.dtype in UNSIGNED_AS_SIGNED:
+        return _unsigned(flat, op)
+    work = flat.float() if flat.dtype in HALF_TYPES else flat
+    return work, ReduceOp.SUM if op is ReduceOp.AVG else op, _finish_average(op, size, flat.dtype)
+
+
+def _as_bool(work: Tensor) -> Tensor:
+    return work.view(torch.bool)
+
+
+def _finish_average(op: ReduceOp, size: int, dtype: torch.dtype) -> Finish:
+    def finish(work: Tensor) -> Tensor:
+        return (work.div_(size) if op is ReduceOp.AVG else work).to(dtype)
+
+    return finish
+
+
+def _unsigned(flat: Tensor, op: ReduceOp) -> tuple[Tensor, ReduceOp, Finish]:
+    """Sums, products and bit operations wrap alike; for the order of numbers the sign bit is flipped."""
+    signed = flat.view(UNSIGNED_AS_SIGNED[flat.dtype])
+    if op not in ORDERED:
+        return signed, op, lambda work: work.view(flat.dtype)
+    sign_bit = torch.iinfo(signed.dtype).min
+    return signed ^ sign_bit, op, lambda work: (work ^ sign_bit).view(flat.dtype)
+
+
+def combine(op: ReduceOp, into: Tensor, other: Tensor) -> None:
+    """`into` becomes `into` op `other`, element by element; both in `for_torch`'s form."""
+    COMBINE[op](into, other, out=into)
+
+
+def combine_in_rank_order(pieces: Sequence[Tensor], op: ReduceOp) -> Tensor:
+    """Return the combination of one piece per rank, in rank order: the oracle of every fast reduction.
+
+    Args:
+        pieces: one [n] tensor per rank, of any reducible dtype; unchanged.
+        op: AVG divides by the number of pieces before a half type is rounded.
+    """
+    total, arithmetic, finish = for_torch(pieces[0], op, len(pieces))
+    total = total.clone() if total.data_ptr() == pieces[0].data_ptr() else total
+    for piece in pieces[1:]:
+        combine(arithmetic, total, for_torch(piece, op, len(pieces))[0])
+    return finish(total)
