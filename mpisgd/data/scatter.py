@@ -1,0 +1,249 @@
+"""Hand out a data set that only one rank has, each rank its own piece.
+
+The source may hold more than half of its memory in data, so nothing is sent as a whole: rows travel in
+rounds, and the source needs room for one round beside its data. What goes wrong on the source, in reading
+an item say, is sent in place of the data, so that nobody waits for a rank that has given up.
+"""
+
+import io
+import math
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Subset, TensorDataset
+
+from mpisgd.comm.buffers import check_tensor
+from mpisgd.comm.collectives.gather import scatter
+from mpisgd.comm.collectives.objects import broadcast_object, scatter_object
+from mpisgd.comm.group import Group
+from mpisgd.comm.job import group_or_world
+from mpisgd.data.partition import length_of, split_evenly
+from mpisgd.errors import InvalidArgument, MpisgdError
+
+__all__ = ["ItemDataset", "scatter_dataset"]
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+NAME = "scatter_dataset"
+ROUND_BYTES = 32 * 2**20  # tensors of one round, all ranks together
+ROUND_ITEMS = 64  # pickled items of one round, per rank: their size is not known beforehand
+
+
+class ItemDataset(Dataset[T_co]):
+    """A map-style data set of the items in a list."""
+
+    def __init__(self, items: Sequence[T_co]) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> T_co:
+        return self.items[index]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What all ranks need to know; `columns`: dtype and row shape of each tensor, None for pickled items."""
+
+    total: int
+    columns: tuple[tuple[torch.dtype, tuple[int, ...]], ...] | None
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What went wrong on the source, on its way to the others."""
+
+    text: str
+
+
+class _Source:
+    """The data on the rank that has them: item i of the whole is `base[rows[i]]`."""
+
+    def __init__(self, dataset: "Dataset[Any] | None", shuffle: bool, seed: int) -> None:
+        if dataset is None:
+            raise InvalidArgument("the data set is None on the rank that should have it; is src right?")
+        self.base, self.rows = _flattened(dataset)
+        if shuffle:
+            generator = torch.Generator().manual_seed(seed)
+            self.rows = self.rows[torch.randperm(len(self.rows), generator=generator)]
+        self.tensors = [tensor.detach() for tensor in _columns(self.base)]
+
+    @property
+    def plan(self) -> _Plan:
+        columns = tuple((tensor.dtype, tuple(tensor.shape[1:])) for tensor in self.tensors)
+        return _Plan(len(self.rows), columns or None)
+
+    def tensor_rows(self, column: int, start: int, stop: int) -> Tensor:
+        """Return rows `start` to `stop` of one tensor; past the end, the last one again."""
+        wanted = torch.arange(start, stop).clamp(max=len(self.rows) - 1)
+        return self.tensors[column][self.rows[wanted]]
+
+    def pickled_items(self, start: int, stop: int) -> bytes:
+        """Return a pickled list of the items `start` to `stop`."""
+        return _pickled([self._item(row) for row in self.rows[start:stop].tolist()])
+
+    def _item(self, row: int) -> Any:
+        try:
+            return self.base[row]
+        except Exception as exc:
+            raise InvalidArgument(f"item {row} cannot be read: {type(exc).__name__}: {exc}") from exc
+
+
+def _flattened(dataset: "Dataset[Any]") -> "tuple[Dataset[Any], Tensor]":
+    """Return what lies under any number of subsets, and the rows of it that they select."""
+    # Exactly this class: one derived from it may do more with an item than look it up.
+    if type(dataset) is not Subset:
+        return dataset, torch.arange(length_of(dataset, NAME))
+    base, rows = _flattened(dataset.dataset)
+    return base, rows[torch.as_tensor(dataset.indices, dtype=torch.int64)]
+
+
+def _columns(dataset: "Dataset[Any]") -> Sequence[Tensor]:
+    if type(dataset) is not TensorDataset:
+        return ()
+    return [check_tensor(NAME, tensor, f"tensor {i}") for i, tensor in enumerate(dataset.tensors)]
+
+
+class _ItemPickler(pickle.Pickler):
+    """Pickles tensors as long as they look: torch sends the whole memory that a slice is a part of."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is Tensor and obj.layout is torch.strided and _is_part(obj):
+            whole: Any = obj.detach().clone()
+            return whole.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return NotImplemented
+
+
+def _is_part(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
+
+
+def _pickled(obj: Any) -> bytes:
+    file = io.BytesIO()
+    _ItemPickler(file, pickle.HIGHEST_PROTOCOL).dump(obj)
+    return file.getvalue()
+
+
+def _attempt(make: Callable[[], T]) -> "tuple[T | _Failure, Exception | None]":
+    """Return what `make` returns, or a failure to be sent in its place, with its cause."""
+    try:
+        return make(), None
+    except Exception as exc:
+        text = str(exc) if isinstance(exc, MpisgdError) else f"{type(exc).__name__}: {exc}"
+        return _Failure(text.removeprefix(f"{NAME}: ")), exc
+
+
+def _succeeded(outcome: "T | _Failure", src: int, cause: Exception | None) -> T:
+    """Return the outcome of the source's attempt, or raise what every rank raises."""
+    if isinstance(outcome, _Failure):
+        error = InvalidArgument(f"{NAME}: rank {src}: {outcome.text}")
+        error.on_every_rank = True
+        raise error from cause
+    return outcome
+
+
+def scatter_dataset(
+    dataset: "Dataset[T_co] | None",
+    src: int = 0,
+    *,
+    shuffle: bool = False,
+    seed: int = 0,
+    group: Group | None = None,
+) -> "Dataset[T_co]":
+    """Hand each rank its shard of a data set that only rank `src` has.
+
+    Collective: all ranks of `group` call it in the same order. Shards are consecutive pieces in rank order,
+    nothing is lost or given twice, and sizes differ by at most one, the larger first; with fewer items
+    than ranks the last ranks get an empty one.
+
+    Args:
+        dataset: map-style, with a length; looked at on `src` only, where it is unchanged.
+        src: global rank of the one that has it.
+        shuffle: cut a shuffled order, chosen by `seed`, instead of the data set's own.
+        seed: as above; looked at on `src` only.
+        group: defaults to all processes of the job.
+
+    Returns:
+        A `TensorDataset` in memory of its own, where `dataset` is one or a subset of one: its tensors travel
+        as tensors. Otherwise an `ItemDataset` of the items, which `src` has read, pickled and sent.
+
+    Raises:
+        InvalidRank: found locally, before anything is sent.
+        InvalidArgument: on every rank, when `src` has no data set, one without a length, one of tensors
+            that cannot travel, or when it cannot read or pickle an item.
+
+    Cost: every item is sent once. Beside the data and its own shard, `src` needs memory for one round: a
+    few times 32 MiB (more if a single row per rank is larger), or 64 pickled items per rank.
+    """
+    group = group_or_world(group)
+    is_src = group.rank == group.group_rank(NAME, "src", src)
+    source, cause = _attempt(lambda: _Source(dataset, shuffle, seed) if is_src else None)
+    offer = source.plan if isinstance(source, _Source) else source
+    plan = _succeeded(broadcast_object(offer, src=src, group=group), src, cause)
+    assert not isinstance(source, _Failure)
+    return _HandOut(plan, source, src, group).receive()
+
+
+class _HandOut:
+    """The rounds in which the shards reach their ranks; `source` is None where there is none."""
+
+    def __init__(self, plan: _Plan, source: _Source | None, src: int, group: Group) -> None:
+        self.plan = plan
+        self._source = source
+        self._src = src
+        self._group = group
+        sizes = split_evenly(plan.total, group.size)
+        self._longest = sizes[0]
+        self._size = sizes[group.rank]
+        self._starts = [end - size for size, end in zip(sizes, accumulate(sizes), strict=True)]
+        self._ends = list(accumulate(sizes))
+
+    def receive(self) -> "Dataset[Any]":
+        """Return this rank's shard."""
+        if self.plan.columns is None:
+            return ItemDataset(self._items())
+        return TensorDataset(*(self._column(i, *spec) for i, spec in enumerate(self.plan.columns)))
+
+    def _column(self, column: int, dtype: torch.dtype, row_shape: tuple[int, ...]) -> Tensor:
+        """Receive this rank's rows of one tensor.
+
+        Every rank gets as many rows as the longest shard has, since the pieces of a scatter are alike; a
+        shorter shard leaves the last one out.
+        """
+        rows = torch.empty(self._longest, *row_shape, dtype=dtype)
+        row_bytes = math.prod(row_shape) * dtype.itemsize * self._group.size
+        step = max(1, ROUND_BYTES // max(1, row_bytes))
+        for begin in range(0, self._longest, step):
+            part = rows[begin : begin + step]
+            scatter(part, self._pieces(column, begin, len(part)), src=self._src, group=self._group)
+        return rows[: self._size]
+
+    def _pieces(self, column: int, begin: int, count: int) -> list[Tensor] | None:
+        if self._source is None:
+            return None
+        places = [start + begin for start in self._starts]
+        return [self._source.tensor_rows(column, place, place + count) for place in places]
+
+    def _items(self) -> list[Any]:
+        """Receive this rank's items."""
+        mine: list[Any] = []
+        for begin in range(0, self._longest, ROUND_ITEMS):
+            outcome, cause = _attempt(partial(self._payloads, begin))
+            payloads = [outcome] * self._group.size if isinstance(outcome, _Failure) else outcome
+            payload = scatter_object(payloads, src=self._src, group=self._group)
+            mine += pickle.loads(_succeeded(payload, self._src, cause))
+        return mine
+
+    def _payloads(self, begin: int) -> list[bytes] | None:
+        if self._source is None:
+            return None
+        places = [(start + begin, end) for start, end in zip(self._starts, self._ends, strict=True)]
+        return [self._source.pickled_items(place, min(place + ROUND_ITEMS, end)) for place, end in places]
