@@ -49,7 +49,7 @@ def run_program(app: typer.Typer, *, prog_name: str | None = None) -> None:
         with command.make_context(prog_name, sys.argv[1:]) as context:
             command.invoke(context)
     except typer.Exit as exc:
-        sys.exit(exc.exit_code)
+        _exit(exc.exit_code)
     except typer.Abort:
         _end(prog_name, JobError("aborted", exit_code=1), same_everywhere=True)
     except UsageError as exc:
@@ -99,13 +99,20 @@ def _end(prog_name: str, error: JobError, *, same_everywhere: bool) -> NoReturn:
     """
     if _in_job():
         raise error
-    if not _is_speaker():
-        time.sleep(SPEAKER_TIME_S)
     if _is_speaker():
         _print_error(f"{prog_name}: error: {error}")
     elif not same_everywhere:
+        time.sleep(SPEAKER_TIME_S)
         _print_error(f"{prog_name}: error on rank {launcher_rank()}: {error}")
-    sys.exit(error.exit_code)
+        sys.exit(error.exit_code)
+    _exit(error.exit_code)
+
+
+def _exit(code: int) -> NoReturn:
+    """Exit with `code`; where that would cut the speaker short, after it has had its time."""
+    if code != 0 and not _is_speaker() and not _in_job():
+        time.sleep(SPEAKER_TIME_S)
+    sys.exit(code)
 
 
 def _in_job() -> bool:

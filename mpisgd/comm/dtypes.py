@@ -47,6 +47,9 @@ COMPLEX = (torch.complex64, torch.complex128)
 INTEGER = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *UNSIGNED_AS_SIGNED)
 REDUCIBLE = (*FLOATING, *COMPLEX, *INTEGER, torch.bool)
 
+# Integers of the same width, whose order floating numbers can be given.
+ORDER_KEYS = {torch.float32: torch.int32, torch.float64: torch.int64}
+
 BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 ORDERED = (ReduceOp.MIN, ReduceOp.MAX)
 
@@ -97,11 +100,13 @@ def _as_ours(name: str, op: object) -> ReduceOp:
 def for_mpi(flat: Tensor, op: ReduceOp, size: int) -> tuple[Tensor, str, Finish]:
     """Return (`flat` in a form MPI adds, MPI's operation, what makes the result of it).
 
-    The first shares memory with `flat` where MPI knows the dtype.
+    The first may share memory with `flat`.
     """
     if flat.dtype is torch.bool:
         return flat.view(torch.uint8), BOOL_OPS.get(op, op).name, _as_bool
     work = flat.float() if flat.dtype in HALF_TYPES else flat
+    if op in ORDERED and work.dtype in ORDER_KEYS:
+        return _order_keys(work, op), op.name, lambda keys: _from_order_keys(keys, work.dtype).to(flat.dtype)
     return work, "SUM" if op is ReduceOp.AVG else op.name, _finish_average(op, size, flat.dtype)
 
 
@@ -120,6 +125,27 @@ def for_torch(flat: Tensor, op: ReduceOp, size: int) -> tuple[Tensor, ReduceOp, 
 
 def _as_bool(work: Tensor) -> Tensor:
     return work.view(torch.bool)
+
+
+def _order_keys(work: Tensor, op: ReduceOp) -> Tensor:
+    """Return integers ordered as the floating numbers are, with NaN beyond all of them.
+
+    MPI compares with `a > b ? a : b`: whether NaN wins then depends on who holds it, and ranks may even
+    end with different results. As integers NaN always wins, as in torch, and -0 is less than +0.
+    """
+    kind = ORDER_KEYS[work.dtype]
+    limits, keys = torch.iinfo(kind), _fold_sign(work.view(kind))
+    return keys.masked_fill_(work.isnan(), limits.max if op is ReduceOp.MAX else limits.min)
+
+
+def _from_order_keys(keys: Tensor, dtype: torch.dtype) -> Tensor:
+    return _fold_sign(keys).view(dtype)
+
+
+def _fold_sign(bits: Tensor) -> Tensor:
+    """Reverse the order of the negative ones: floats are sign and magnitude. Its own inverse."""
+    limits = torch.iinfo(bits.dtype)
+    return bits ^ ((bits >> (limits.bits - 1)) & limits.max)
 
 
 def _finish_average(op: ReduceOp, size: int, dtype: torch.dtype) -> Finish:

@@ -90,7 +90,7 @@ class Handshake:
         Args:
             operation: what this rank is about to do.
             site: tells where the program called it; asked for only when something is wrong.
-            detail: tells more about this rank's view when the ranks disagree.
+            detail: tells more when the ranks disagree, in lines; those that differ are shown.
 
         Raises:
             CollectiveMismatch: on every rank, when one of them is about to do something else. The group
@@ -120,10 +120,19 @@ class Handshake:
         groups: dict[tuple[int, str, str], list[int]] = defaultdict(list)
         for rank, view in enumerate(self.wire.all_gather_object((self.number, mine, detail))):
             groups[view].append(rank)
+        common = set.intersection(*(set(more.splitlines()) for _, _, more in groups))
         lines = [f"the ranks of group '{self.name}' do not agree on what comes next:"]
         for (number, text, more), ranks in sorted(groups.items(), key=lambda item: item[1]):
-            lines.append(f"  {_ranks(ranks)}: operation {number}, {text}{f'; {more}' if more else ''}")
+            lines.append(f"  {_ranks(ranks)}: operation {number}, {text}")
+            lines += [f"      {line}" for line in _only_here(more, common)]
         return "\n".join(lines)
+
+
+def _only_here(detail: str, common: set[str]) -> list[str]:
+    """Return the lines of `detail` that not all ranks have; the first few of many."""
+    lines = [line for line in detail.splitlines() if line not in common]
+    more = [f"... and {len(lines) - 5} more"] if len(lines) > 5 else []
+    return lines[:5] + more
 
 
 class Exchange:

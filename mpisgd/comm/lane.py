@@ -13,6 +13,8 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from mpisgd.comm.handshake import Handshake, Operation
 from mpisgd.comm.work import LaneWork
 from mpisgd.errors import CollectiveTimeout, MpiFailed, MpisgdError
@@ -24,13 +26,17 @@ if TYPE_CHECKING:
 
 __all__ = ["Lane", "call_site"]
 
-PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+# A call site is a line of the program: not ours, and not torch's, which calls us at the end of backward.
+NOT_THE_PROGRAM = (
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
+    os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
+)
 
 
 def call_site() -> Callable[[], str]:
     """Return what tells, when asked, the line of the program that called into mpisgd."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
+    while frame is not None and frame.f_code.co_filename.startswith(NOT_THE_PROGRAM):
         frame = frame.f_back
     if frame is None:
         return lambda: "unknown place"

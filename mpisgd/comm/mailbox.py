@@ -172,7 +172,8 @@ class MessageWork(Work):
             wire = self._mailbox.wire
             raise CollectiveTimeout(
                 f"{self.name}: rank {wire.rank} of {wire.size} has waited {patience.waited_s:.1f} s; the "
-                "other side has not called its part (same tag?). Raise MPISGD_TIMEOUT_S if ranks may be that far apart"
+                "other side has not called its part (same tag?). Raise MPISGD_TIMEOUT_S if ranks may be "
+                "that far apart"
             )
         if self._error is not None:
             raise self._error

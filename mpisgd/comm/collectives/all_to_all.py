@@ -137,8 +137,8 @@ def _split_sizes(tensor: Tensor, sizes: Sequence[int] | None, parts: int, what: 
     if sizes is None:
         if rows % parts:
             raise ShapeMismatch(
-                f"all_to_all_single: {what} has {rows} rows, which {parts} ranks cannot share equally; pad it "
-                f"or give {what}_split_sizes"
+                f"all_to_all_single: {what} has {rows} rows, which {parts} ranks cannot share equally; pad "
+                f"it or give {what}_split_sizes"
             )
         sizes = [rows // parts] * parts
     if len(sizes) != parts or sum(sizes) != rows or min(sizes) < 0:

@@ -1,0 +1,53 @@
+"""`python -m mpisgd info`: one page about the software, the machine and the job, printed by rank 0."""
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+import mpisgd
+from mpisgd.config import launcher_rank
+
+if TYPE_CHECKING:
+    from mpisgd.cli.facts import RankFacts
+
+__all__ = ["info"]
+
+
+def info(
+    as_json: bool = typer.Option(False, "--json", help="For machines: everything every rank knows."),
+) -> None:
+    """Show what mpisgd finds here: alone, or for a whole job under mpirun."""
+    # Here, since they load torch: seconds that `--help` need not take.
+    from mpisgd.cli.facts import mpi_facts, rank_facts, settings
+
+    before = settings()
+    try:
+        mpisgd.init()
+    except mpisgd.MpiNotFound as exc:
+        _print([rank_facts(before, None)], as_json, no_mpi=str(exc.__cause__ or exc))
+        raise typer.Exit(1) from exc
+    ranks: list[Any] = [None] * mpisgd.size()
+    mpisgd.all_gather_object(ranks, rank_facts(before, mpi_facts()))
+    if mpisgd.rank() == 0:
+        _print(ranks, as_json)
+
+
+def _print(ranks: "list[RankFacts]", as_json: bool, no_mpi: str = "") -> None:
+    from mpisgd.cli.report import as_text
+
+    # By the launcher's count: under another MPI's mpirun every process is rank 0 of a world of one.
+    if launcher_rank() in (None, 0):
+        print(_as_json(ranks, no_mpi) if as_json else as_text(ranks, no_mpi), flush=True)
+
+
+def _as_json(ranks: "list[RankFacts]", no_mpi: str) -> str:
+    from mpisgd.cli.report import uses
+
+    page = {
+        "ranks": [dataclasses.asdict(rank) for rank in ranks],
+        "uses": {} if no_mpi else uses(ranks),
+        "no_mpi": no_mpi or None,
+    }
+    return json.dumps(page, indent=2)

@@ -1,0 +1,1 @@
+"""Models, gradients and optimizers over the ranks of a job."""

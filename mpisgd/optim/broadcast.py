@@ -1,0 +1,146 @@
+"""One rank's parameters and optimizer state become everyone's: how ranks start equal."""
+
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpisgd.comm.collectives.broadcast import broadcast
+from mpisgd.comm.collectives.coalesced import broadcast_coalesced
+from mpisgd.comm.collectives.objects import broadcast_object
+from mpisgd.comm.group import Group
+from mpisgd.comm.job import group_or_world
+from mpisgd.errors import InvalidArgument
+from mpisgd.optim.names import agree_on
+
+__all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
+
+# Small tensors travel together, packed up to this many bytes; larger ones travel from where they are.
+PACK_BYTES = 4 * 2**20
+
+Parameters = torch.nn.Module | Mapping[str, Any] | Iterable[tuple[str, Any]]
+
+
+def broadcast_parameters(params: Parameters, src: int = 0, group: Group | None = None) -> None:
+    """Copy the parameters of rank `src`, and the module's buffers, into everyone's.
+
+    Collective: all ranks of `group` call it for the same model.
+
+    Args:
+        params: a module (its parameters and all its buffers, BatchNorm's statistics among them), a state
+            dict, or (name, tensor) pairs. Tensors are overwritten in place; what is no tensor in a state
+            dict is replaced there.
+        src: global rank of the one that has the values.
+        group: defaults to all processes of the job.
+
+    Raises:
+        InvalidRank, InvalidArgument, UnsupportedTensor: found locally, before anything is sent.
+        CollectiveMismatch: names, shapes or dtypes differ between ranks; raised on every rank, names what
+            differs, nothing was copied.
+    """
+    group = group_or_world(group)
+    root = group.group_rank("broadcast_parameters", "src", src)
+    named = _named(params)
+    agree_on("broadcast_parameters", named, group, root=root)
+    _broadcast_tensors([value for _, value in named if isinstance(value, Tensor)], src, group)
+    others = {name: value for name, value in named if not isinstance(value, Tensor)}
+    if others:
+        assert isinstance(params, MutableMapping)
+        params.update(broadcast_object(others, src, group))
+
+
+def _named(params: Parameters) -> list[tuple[str, Any]]:
+    if isinstance(params, torch.nn.Module):
+        return [*params.named_parameters(), *params.named_buffers()]
+    if isinstance(params, Mapping):
+        return list(params.items())
+    named = list(params)
+    for entry in named:
+        if not isinstance(entry, tuple) or len(entry) != 2 or not isinstance(entry[1], Tensor):
+            raise InvalidArgument(
+                "broadcast_parameters: expected a module, a state dict or (name, tensor) pairs, got a list "
+                f"with {type(entry).__name__}; pass model.named_parameters() rather than model.parameters()"
+            )
+    return named
+
+
+def _broadcast_tensors(tensors: list[Tensor], src: int, group: Group) -> None:
+    """Broadcast many tensors, the small ones packed."""
+    pack: list[Tensor] = []
+    packed_bytes = 0
+    for tensor in tensors:
+        nbytes = tensor.numel() * tensor.element_size()
+        if nbytes >= PACK_BYTES:
+            broadcast(tensor, src, group)
+            continue
+        if packed_bytes + nbytes > PACK_BYTES:
+            broadcast_coalesced(pack, src, group)
+            pack, packed_bytes = [], 0
+        pack.append(tensor)
+        packed_bytes += nbytes
+    if pack:
+        broadcast_coalesced(pack, src, group)
+
+
+class _Outline(NamedTuple):
+    """What travels in a tensor's place: enough to make room for it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def room(self) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype)
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, src: int = 0, group: Group | None = None
+) -> None:
+    """Give everyone the optimizer state of rank `src`: momenta, step counts, learning rates.
+
+    Collective: all ranks of `group` call it for the same optimizer. The others may have no state yet, or
+    an older one, as when only `src` has read a checkpoint.
+
+    Args:
+        optimizer: unchanged on `src`; on the others its state is replaced, as by `load_state_dict`.
+        src: global rank of the one that has the state.
+        group: defaults to all processes of the job.
+
+    Raises:
+        InvalidRank: found locally, before anything is sent.
+        CollectiveMismatch: the optimizers have different kinds or parameters; raised on every rank.
+    """
+    group = group_or_world(group)
+    root = group.group_rank("broadcast_optimizer_state", "src", src)
+    params = [(f"group {i}", p) for i, g in enumerate(optimizer.param_groups) for p in g["params"]]
+    agree_on("broadcast_optimizer_state", params, group, root=root)
+    mine = optimizer.state_dict() if group.rank == root else None
+    tensors: list[Tensor] = []
+    outline = broadcast_object(_replace(mine, Tensor, lambda tensor: _take_out(tensor, tensors)), src, group)
+    state = mine
+    if group.rank != root:
+        state = _replace(outline, _Outline, lambda entry: _make_room(entry, tensors))
+    _broadcast_tensors(tensors, src, group)
+    if group.rank != root:
+        optimizer.load_state_dict(state)  # type: ignore[arg-type]  # it is what src's state_dict() gave
+
+
+def _take_out(tensor: Tensor, tensors: list[Tensor]) -> _Outline:
+    tensors.append(tensor)
+    return _Outline(tuple(tensor.shape), tensor.dtype)
+
+
+def _make_room(outline: _Outline, tensors: list[Tensor]) -> Tensor:
+    tensors.append(outline.room())
+    return tensors[-1]
+
+
+def _replace(tree: Any, kind: type, by: Callable[[Any], Any]) -> Any:
+    """Return a copy of nested dicts, lists and tuples in which every leaf of `kind` is replaced."""
+    if isinstance(tree, kind):
+        return by(tree)
+    if isinstance(tree, dict):
+        return {key: _replace(value, kind, by) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_replace(value, kind, by) for value in tree)
+    return tree

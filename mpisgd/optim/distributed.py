@@ -1,0 +1,170 @@
+"""`DistributedOptimizer`: any torch optimizer, trained by all ranks together.
+
+The optimizer that is passed in stays the same object and becomes an instance of a class made of this one and
+its own, so schedulers, GradScaler and checkpoints that know it go on working. Its own `step` is not touched:
+by the time it runs, `backward()` has returned with the gradients reduced.
+"""
+
+import contextlib
+import copyreg
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpisgd.comm.dtypes import ReduceOp
+from mpisgd.comm.group import Group
+from mpisgd.comm.job import group_or_world
+from mpisgd.compress.cast import Compression, Compressor
+from mpisgd.errors import InvalidArgument
+from mpisgd.optim.names import agree_on, name_parameters
+from mpisgd.optim.reducer import Recipe, check_recipe
+from mpisgd.optim.window import Window
+
+__all__ = ["DEFAULT_BUCKET_CAP_BYTES", "DistributedOptimizer"]
+
+DEFAULT_BUCKET_CAP_BYTES = 25 * 2**20
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """Wrap `optimizer` so that every step uses the gradients of all ranks.
+
+    Collective: all ranks of `group` wrap the same optimizer over the same parameters. Start them equal with
+    `broadcast_parameters` and `broadcast_optimizer_state`.
+
+    `backward()` returns with the gradients reduced, so clipping, GradScaler and anything else that looks at
+    them sees the same numbers on every rank. A parameter that no rank used keeps `grad = None`; one that
+    some ranks used counts as zero on the others. `step(closure)` gives the closure's loss averaged over the
+    ranks to the optimizer. A copy or a pickle of the result is a plain optimizer of the wrapped class.
+
+    Args:
+        optimizer: any torch optimizer; it is changed in place and returned.
+        named_parameters: names for messages, usually `model.named_parameters()`.
+        op: AVG, the gradient of the mean loss over ranks (equal to one process on the joined batch when the
+            ranks have equal shares), or SUM.
+        compression: `Compression.fp16` or `.bf16` halve what dense float gradients cost on the wire.
+        backward_passes_per_step: gradients are accumulated locally for this many `backward()`s and reduced
+            at the last one. A window that is not full is reduced by `step()`; where something looks at the
+            gradients before (clipping, GradScaler), call `synchronize()` first.
+        gradient_predivide_factor: with AVG, divide by this before the sum and by size / factor after it.
+        bucket_cap_bytes: gradients travel together in buckets of at most this many bytes.
+        group: the ranks that train together, all of the job by default.
+
+    Raises:
+        InvalidArgument, UnsupportedTensor: found locally, before anything is sent.
+        CollectiveMismatch: the ranks' parameters differ; raised on every rank, names what differs. From
+            `backward()` or `step()`: ranks are at different steps, or have frozen different parameters.
+    """
+
+    def __new__(cls, optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> "DistributedOptimizer":
+        """Turn `optimizer` itself into an instance of this class and of its own."""
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            kind = type(optimizer).__name__
+            raise InvalidArgument(f"DistributedOptimizer: optimizer is a {kind}; expected a torch optimizer")
+        if isinstance(optimizer, DistributedOptimizer):
+            raise InvalidArgument("DistributedOptimizer: this optimizer is distributed already")
+        optimizer.__class__ = _distributed(type(optimizer))
+        return optimizer  # type: ignore[return-value]  # it is one now
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+        *,
+        op: ReduceOp = ReduceOp.AVG,
+        compression: Compressor | None = None,
+        backward_passes_per_step: int = 1,
+        gradient_predivide_factor: float = 1.0,
+        bucket_cap_bytes: int = DEFAULT_BUCKET_CAP_BYTES,
+        group: Group | None = None,
+    ) -> None:
+        try:
+            recipe = Recipe(op, compression or Compression.none, gradient_predivide_factor, bucket_cap_bytes)
+            check_recipe(recipe)
+            named = name_parameters(optimizer, named_parameters)
+            members = group_or_world(group)
+            agree_on("DistributedOptimizer", named, members, extra=_options(recipe, backward_passes_per_step))
+            self._window = Window([param for _, param in named], members, recipe, backward_passes_per_step)
+        except BaseException:
+            optimizer.__class__ = _wrapped(type(optimizer))
+            raise
+        self.register_step_pre_hook(_before_step)
+        self.register_step_post_hook(_after_step)
+
+    def synchronize(self) -> None:
+        """Reduce now what was accumulated and not reduced yet; nothing if nothing was. Collective."""
+        self._window.flush()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients, as the wrapped optimizer does, and begin a new accumulation window."""
+        super().zero_grad(set_to_none)
+        self._window.restart()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters later. Collective: all ranks add the same ones."""
+        super().add_param_group(param_group)
+        named = name_parameters(self, None)
+        agree_on("add_param_group", named, self._window.reducer.group)
+        self._window.cover([param for _, param in named])
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let `backward()` accumulate locally and send nothing; the next one outside reduces everything."""
+        with self._window.muted():
+            yield
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Let `step()` take the gradients as they are, after `synchronize()` or for a step of one's own."""
+        with self._window.skipping():
+            yield
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copy and pickle as the wrapped optimizer: a copy belongs to no job."""
+        return copyreg.__newobj__, (_wrapped(type(self)),), self.__getstate__()  # type: ignore[attr-defined]
+
+
+_classes: dict[type, type[torch.optim.Optimizer]] = {}
+
+
+def _distributed(wrapped: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """Return the class of a distributed `wrapped`."""
+    if wrapped not in _classes:
+        body = {"__doc__": wrapped.__doc__, "__module__": wrapped.__module__}
+        _classes[wrapped] = type(f"Distributed{wrapped.__name__}", (DistributedOptimizer, wrapped), body)
+    return _classes[wrapped]
+
+
+def _wrapped(distributed: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """Return the class that `distributed` was made from."""
+    wrapped: type[torch.optim.Optimizer] = distributed.__bases__[1]
+    return wrapped
+
+
+def _before_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Reduce what is left to reduce: now, or, where there is a closure, whenever it has run."""
+    assert isinstance(optimizer, DistributedOptimizer)
+    window = optimizer._window
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        window.flush_before_step()
+        return None
+    if len(args) > 1:
+        return (args[0], window.around(closure), *args[2:]), kwargs
+    return args, {**kwargs, "closure": window.around(closure)}
+
+
+def _after_step(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
+    assert isinstance(optimizer, DistributedOptimizer)
+    optimizer._window.end_step()
+
+
+def _options(recipe: Recipe, passes: int) -> str:
+    """Say what all ranks must have chosen alike."""
+    return (
+        f"op={recipe.op.name}, compression={recipe.compression.name}, backward_passes_per_step={passes}, "
+        f"gradient_predivide_factor={recipe.predivide_factor}, bucket_cap_bytes={recipe.bucket_cap_bytes}"
+    )

@@ -1,0 +1,93 @@
+"""What the parameters of an optimizer are called, and whether all ranks have the same ones."""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpisgd.comm.buffers import dtype_name
+from mpisgd.comm.group import Group
+from mpisgd.comm.handshake import Operation
+from mpisgd.errors import InvalidArgument, UnsupportedTensor
+
+__all__ = ["agree_on", "name_parameters"]
+
+
+def name_parameters(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None
+) -> list[tuple[str, Tensor]]:
+    """Return (name, parameter) of every parameter of `optimizer`, in the order of its groups.
+
+    Args:
+        optimizer: any torch optimizer.
+        named_parameters: usually `model.named_parameters()`; None: the names the optimizer itself was
+            given, else `group 0, parameter 3`.
+
+    Raises:
+        InvalidArgument: a name twice, or a parameter that has none.
+        UnsupportedTensor: a parameter that is not on the CPU.
+    """
+    given = None if named_parameters is None else _by_identity(named_parameters)
+    named = []
+    for number, group in enumerate(optimizer.param_groups):
+        for place, param in enumerate(group["params"]):
+            own = group.get("param_names", ())
+            name = own[place] if place < len(own) else f"group {number}, parameter {place}"
+            named.append((_name_of(param, given, name), _check(param, name)))
+    return named
+
+
+def _by_identity(named_parameters: Iterable[tuple[str, Tensor]]) -> dict[int, str]:
+    names: dict[int, str] = {}
+    seen: set[str] = set()
+    for name, param in named_parameters:
+        if name in seen:
+            raise InvalidArgument(f"DistributedOptimizer: named_parameters has the name {name!r} twice")
+        seen.add(name)
+        names.setdefault(id(param), name)  # tied weights keep their first name
+    return names
+
+
+def _name_of(param: Tensor, given: dict[int, str] | None, fallback: str) -> str:
+    if given is None:
+        return fallback
+    if id(param) not in given:
+        raise InvalidArgument(
+            f"DistributedOptimizer: {fallback} of the optimizer, {list(param.shape)}, is not among the "
+            "named_parameters; pass those of every model the optimizer trains, or leave them out"
+        )
+    return given[id(param)]
+
+
+def _check(param: Any, name: str) -> Tensor:
+    if not isinstance(param, Tensor) or param.device.type != "cpu":
+        raise UnsupportedTensor(
+            f"DistributedOptimizer: {name} is on {getattr(param, 'device', type(param))}; this version "
+            "trains on CPU"
+        )
+    return param
+
+
+def agree_on(
+    kind: str, named: Sequence[tuple[str, Any]], group: Group, *, root: int = -1, extra: str = ""
+) -> None:
+    """Make sure that all ranks have the same names, shapes, layouts and dtypes in the same order. Collective.
+
+    Raises:
+        CollectiveMismatch: they have not; raised on every rank, and it shows what differs.
+    """
+    lines = [_describe(name, value) for name, value in named]
+    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
+    summary = f"{len(lines)} entries, hash {digest}" + (f", {extra}" if extra else "")
+    group.lane.run(Operation(kind, root=root, extra=summary), lambda: None, detail=lambda: "\n".join(lines))
+
+
+def _describe(name: str, value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return f"{name}: {type(value).__name__}"
+    layout = (
+        "" if value.is_contiguous() or value.layout is not torch.strided else f" strides {value.stride()}"
+    )
+    return f"{name}: {dtype_name(value.dtype)} {list(value.shape)}{layout}"

@@ -1,0 +1,143 @@
+"""`Window`: when gradients are reduced.
+
+A window is what lies between two steps: backward passes, some of them muted, and one reduction, at the end of
+the pass that fills it or in `step()` if none did.
+
+    backward   backward   (k = 2)     backward                (a partial last window)
+    local      reduce                 local
+                          step()                  step()
+                          as it is                reduce
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpisgd.comm.collectives.all_reduce import all_reduce
+from mpisgd.comm.dtypes import ReduceOp
+from mpisgd.comm.group import Group
+from mpisgd.errors import InvalidArgument
+from mpisgd.optim.backward import BackwardWatch
+from mpisgd.optim.reducer import GradientReducer, Recipe
+
+__all__ = ["Window"]
+
+
+class Window:
+    """Counts backward passes over `params` and has them reduced at the right moment.
+
+    Attributes:
+        reducer: does the work.
+    """
+
+    def __init__(self, params: list[Tensor], group: Group, recipe: Recipe, passes_per_step: int) -> None:
+        if not isinstance(passes_per_step, int) or passes_per_step < 1:
+            raise InvalidArgument(f"backward_passes_per_step={passes_per_step!r}; expected 1 or more")
+        self.reducer = GradientReducer(params, group, recipe)
+        self._passes_per_step = passes_per_step
+        self._watch = BackwardWatch(self._touched, self._backward_ended)
+        self._watch.watch(params)
+        self._steps = 0
+        self._reductions = 0  # since the last step or zero_grad
+        self._passes = 0  # since the last reduction
+        self._pending = False  # something was accumulated and not reduced
+        self._fresh = False  # zero_grad() was called since the last step
+        self._muted = 0
+        self._skipping = 0
+
+    def cover(self, params: list[Tensor]) -> None:
+        """Take over a longer list of parameters."""
+        self._watch.remove()
+        self.reducer.cover(params)
+        self._watch.watch(params)
+
+    # -- what backward tells ------------------------------------------------------------------------
+
+    def _touched(self) -> None:
+        self._pending = True
+        self._watch.watch(self.reducer.params)  # those that were frozen until now
+
+    def _backward_ended(self) -> None:
+        if self._muted:
+            return
+        self._passes += 1
+        if self._passes >= self._passes_per_step:
+            self._reduce()
+
+    def _reduce(self) -> None:
+        if self._reductions and self.reducer.recipe.op is ReduceOp.SUM and self.reducer.holds_reduced():
+            raise InvalidArgument(
+                "DistributedOptimizer: with op=SUM, gradients that were reduced already would be summed once "
+                "more; call optimizer.zero_grad() before, accumulate inside no_sync(), or set "
+                "backward_passes_per_step"
+            )
+        self.reducer.reduce(f"step {self._steps}, reduction {self._reductions}", self._watch.observed)
+        self._reductions += 1
+        self._passes = 0
+        self._pending = False
+
+    # -- what the program asks for ------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Reduce what is pending. Where nothing is, take part if other ranks may have something."""
+        if self._pending or (not self._reductions and self._has_nothing()):
+            self._reduce()
+
+    def _has_nothing(self) -> bool:
+        """Return whether this rank's gradients are those of a window in which nothing happened here."""
+        return self._fresh or all(param.grad is None for param in self.reducer.params)
+
+    def flush_before_step(self) -> None:
+        """Do what `step()` needs: everything reduced, unless the program said otherwise."""
+        if not self._skipping and not self._muted:
+            self.flush()
+
+    def restart(self) -> None:
+        """Begin a new window: the gradients were reset."""
+        self._reductions = self._passes = 0
+        self._pending = False
+        self._fresh = True
+
+    def end_step(self) -> None:
+        """Begin a new window after a step."""
+        self._steps += 1
+        self._reductions = self._passes = 0
+        self._pending = self._fresh = False
+
+    def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return the closure as one process would see it: all gradients reduced, and everyone's loss."""
+
+        def everyones() -> Any:
+            loss = closure()
+            self.flush_before_step()
+            return loss if self._skipping or self._muted else self._combined(loss)
+
+        return everyones
+
+    def _combined(self, loss: Any) -> Any:
+        if loss is None:
+            return None
+        total = torch.as_tensor(loss).detach().clone()
+        all_reduce(total, self.reducer.recipe.op, self.reducer.group)
+        return total if isinstance(loss, Tensor) else total.item()
+
+    @contextlib.contextmanager
+    def muted(self) -> Iterator[None]:
+        """Send nothing inside."""
+        self._muted += 1
+        try:
+            yield
+        finally:
+            self._muted -= 1
+
+    @contextlib.contextmanager
+    def skipping(self) -> Iterator[None]:
+        """Let step() reduce nothing inside."""
+        self._skipping += 1
+        try:
+            yield
+        finally:
+            self._skipping -= 1
