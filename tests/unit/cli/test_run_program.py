@@ -173,6 +173,7 @@ def test_a_usage_error_found_within_a_job_becomes_a_job_error(run, rank):
 @ranks
 def test_the_exit_code_a_command_asks_for_is_every_ranks(run, rank):
     assert run(one_command(), "--fail", "exit", rank=rank)[0] == 4
+    assert bool(run.slept) == (rank not in (None, 0))
 
 
 def test_aborting_exits_with_1(run):
