@@ -1,0 +1,437 @@
+"""Train an image classifier on every rank of an MPI job: the program to copy.
+
+    python scripts/train.py                                                      alone
+    mpirun -np 8 -hostfile hostfiles/localhost-8 python scripts/train.py         eight ranks, the same curve
+
+Every rank holds the whole model and works on its share of each batch; the gradients are averaged over the
+ranks while they are computed. What makes a program data parallel is marked (1) to (5) below. Two rules
+keep the result independent of the number of ranks: the batch size is that of the whole job, and nothing in
+the model depends on how a batch was divided (BatchNorm does, and dropout draws differently on every rank).
+
+Only rank 0 touches files, so they need to be on its host alone.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import torch
+import typer
+from image_data import DataError, ImageData, load
+from records import (
+    CheckpointError,
+    Epoch,
+    append_metrics,
+    check_writable,
+    counted,
+    load_checkpoint,
+    progress_bar,
+    save_checkpoint,
+    save_plot,
+)
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
+
+import mpisgd
+from mpisgd.cli.program import run_program
+
+T = TypeVar("T")
+Batch = tuple[Tensor, Tensor]
+
+
+class ModelName(str, Enum):
+    """What --model takes."""
+
+    linear = "linear"
+    mlp = "mlp"
+    cnn = "cnn"
+
+
+class OptimizerName(str, Enum):
+    """What --optimizer takes."""
+
+    sgd = "sgd"
+    adam = "adam"
+    adamw = "adamw"
+    rmsprop = "rmsprop"
+    adagrad = "adagrad"
+
+
+class DtypeName(str, Enum):
+    """What --dtype takes."""
+
+    float32 = "float32"
+    float64 = "float64"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that the curve depends on beside the images."""
+
+    model: ModelName
+    optimizer: OptimizerName
+    lr: float
+    warmup_epochs: int
+    batch_size: int
+    seed: int
+    dtype: DtypeName
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype of the parameters and the images."""
+        return torch.float64 if self.dtype is DtypeName.float64 else torch.float32
+
+
+# --- the model and the optimizer, as one process would have them --------------------------------------
+
+
+def build_model(name: ModelName, image_shape: tuple[int, int, int], num_classes: int) -> nn.Module:
+    """A classifier of images [n, channels, height, width].
+
+    All of it is smooth. At the kink of a ReLU, or where two pixels tie in a max pooling, rounding in the
+    seventh digit selects another gradient: float32 curves at different numbers of ranks then part for good.
+    """
+    channels, height, width = image_shape
+    num_pixels = channels * height * width
+    if name is ModelName.linear:
+        return nn.Sequential(nn.Flatten(), nn.Linear(num_pixels, num_classes))
+    if name is ModelName.mlp:
+        return nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(num_pixels, 128),
+            nn.GELU(),
+            nn.Linear(128, 128),
+            nn.GELU(),
+            nn.Linear(128, num_classes),
+        )
+    return nn.Sequential(
+        nn.Conv2d(channels, 16, kernel_size=3, padding=1),
+        nn.GELU(),
+        nn.Conv2d(16, 32, kernel_size=3, padding=1),
+        nn.GELU(),
+        nn.AvgPool2d(2, ceil_mode=True),
+        nn.Flatten(),
+        nn.Linear(32 * math.ceil(height / 2) * math.ceil(width / 2), num_classes),
+    )
+
+
+DEFAULT_LR = {
+    OptimizerName.sgd: 0.1,
+    OptimizerName.adam: 2e-3,
+    OptimizerName.adamw: 2e-3,
+    OptimizerName.rmsprop: 1e-3,
+    OptimizerName.adagrad: 2e-2,
+}
+REFERENCE_BATCH = 48  # divides by 1, 2, 3, 4, 6 and 8 ranks
+
+
+def build_optimizer(name: OptimizerName, model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    """Any torch optimizer would do."""
+    if name is OptimizerName.sgd:
+        return torch.optim.SGD(model.parameters(), lr, momentum=0.9, nesterov=True)
+    others = {
+        OptimizerName.adam: torch.optim.Adam,
+        OptimizerName.adamw: torch.optim.AdamW,
+        OptimizerName.rmsprop: torch.optim.RMSprop,
+        OptimizerName.adagrad: torch.optim.Adagrad,
+    }
+    return others[name](model.parameters(), lr)
+
+
+def scaled_lr(lr: float, batch_size: int) -> float:
+    """The linear scaling rule: of twice the batch there are half the steps, so each goes twice as far.
+
+    `lr` is the one for a batch of REFERENCE_BATCH images.
+
+    Source: Goyal et al. 2017, "Accurate, Large Minibatch SGD"; they warm up for the same reason.
+    """
+    return lr * batch_size / REFERENCE_BATCH
+
+
+def warm_up(optimizer: torch.optim.Optimizer, num_steps: int) -> LambdaLR:
+    """Raise the learning rate evenly over the first `num_steps` steps, then keep it."""
+    return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / (num_steps + 1)))
+
+
+# --- the data, divided among the ranks ----------------------------------------------------------------
+
+
+def train_batches(data: TensorDataset, batch_size: int, seed: int) -> DataLoader[Batch]:
+    """(2) This rank's part of every batch: the same permutation everywhere, dealt out to the ranks.
+
+    An incomplete last batch is dropped: it would not divide by the ranks.
+    """
+    rank, size = mpisgd.rank(), mpisgd.size()
+    sampler = DistributedSampler(data, size, rank, seed=seed, drop_last=True)
+    return DataLoader(data, batch_size // size, sampler=sampler, drop_last=True)
+
+
+def test_batches(data: TensorDataset) -> DataLoader[Batch]:
+    """This rank's share of the test images; shares differ by one image where they must."""
+    return DataLoader(Subset(data, range(mpisgd.rank(), len(data), mpisgd.size())), batch_size=512)
+
+
+def check_batch_size(batch_size: int, num_images: int) -> None:
+    """The ranks share each batch evenly, and there must be a whole one."""
+    size = mpisgd.size()
+    if batch_size % size:
+        smaller = batch_size // size * size
+        fitting = [str(count) for count in (smaller, smaller + size) if count]
+        raise mpisgd.JobError(
+            f"--batch-size {batch_size} is for the whole job and must divide by its {size} ranks; "
+            f"{' or '.join(fitting)} would"
+        )
+    if batch_size > num_images:
+        raise mpisgd.JobError(f"--batch-size {batch_size} is more than the {num_images} training images")
+
+
+# --- training -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Training:
+    """What is trained, what trains it, and how it went so far."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: LambdaLR
+    history: list[Epoch] = field(default_factory=list)
+
+
+def build_training(settings: Settings, images: ImageData, num_steps: int, *, sync: bool) -> Training:
+    """The model, its optimizer and the schedule of its learning rate, for epochs of `num_steps` steps."""
+    torch.manual_seed(settings.seed)
+    model = build_model(settings.model, images.image_shape, images.num_classes)
+    model.to(settings.torch_dtype)
+    optimizer = build_optimizer(settings.optimizer, model, scaled_lr(settings.lr, settings.batch_size))
+    if sync:  # (3) from here on backward() averages the gradients over the ranks
+        optimizer = mpisgd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    return Training(model, optimizer, warm_up(optimizer, settings.warmup_epochs * num_steps))
+
+
+def train_epoch(training: Training, batches: Iterable[Batch]) -> float:
+    """One pass over the training images; the mean loss, over all ranks."""
+    training.model.train()
+    total_and_count = torch.zeros(2, dtype=torch.float64)
+    for images, labels in batches:
+        training.optimizer.zero_grad()
+        loss = cross_entropy(training.model(images), labels)
+        loss.backward()
+        training.optimizer.step()
+        training.scheduler.step()
+        total_and_count += torch.tensor([loss.item() * len(labels), len(labels)], dtype=torch.float64)
+    return mean_over_ranks(total_and_count)
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, batches: Iterable[Batch]) -> float:
+    """The fraction of the test images, over all ranks, that the model gets right."""
+    model.eval()
+    total_and_count = torch.zeros(2, dtype=torch.float64)
+    for images, labels in batches:
+        num_right = (model(images).argmax(dim=1) == labels).sum()
+        total_and_count += torch.tensor([num_right, len(labels)], dtype=torch.float64)
+    return mean_over_ranks(total_and_count)
+
+
+def run_epochs(
+    training: Training,
+    train_loader: DataLoader[Batch],
+    test_loader: DataLoader[Batch],
+    num_epochs: int,
+    count_step: Callable[[], object],
+) -> Iterator[Epoch]:
+    """Train until the history has `num_epochs` epochs, and give out the figures of each."""
+    for number in range(len(training.history) + 1, num_epochs + 1):
+        train_loader.sampler.set_epoch(number)  # type: ignore[attr-defined]  # another permutation
+        lr = training.scheduler.get_last_lr()[0]
+        start = time.perf_counter()
+        loss = train_epoch(training, counted(train_loader, count_step))
+        seconds = time.perf_counter() - start
+        num_images = len(train_loader) * train_loader.batch_size * mpisgd.size()  # type: ignore[operator]
+        epoch = Epoch(number, loss, accuracy(training.model, test_loader), num_images / seconds, lr)
+        training.history.append(epoch)
+        yield epoch
+
+
+def mean_over_ranks(total_and_count: Tensor) -> float:
+    """(5) The mean of all that the ranks have added up and counted; their shares may differ in size."""
+    mpisgd.all_reduce(total_and_count)
+    total, count = total_and_count.tolist()
+    return float(total / count)
+
+
+# --- files, which only rank 0 reads and writes --------------------------------------------------------
+
+
+def on_rank_0(action: Callable[[], T]) -> T:
+    """What `action` returns on rank 0, on every rank; where it cannot use a file, the end of the job."""
+    result, problem = None, None
+    if mpisgd.rank() == 0:
+        try:
+            result = action()
+        except (CheckpointError, DataError) as error:
+            problem = str(error)
+        except OSError as error:
+            problem = f"cannot write {error.filename}: {error.strerror}"
+    result, problem = mpisgd.broadcast_object((result, problem))
+    if problem:
+        raise mpisgd.JobError(problem)
+    return result
+
+
+def identity(settings: Settings, images: ImageData) -> dict[str, Any]:
+    """What a checkpoint must have in common with the run that goes on from it."""
+    shape = [len(images.train), *images.image_shape]
+    return {
+        **{
+            f"--{name.replace('_', '-')}": getattr(value, "value", value)
+            for name, value in asdict(settings).items()
+        },
+        "--classes": images.num_classes,
+        "training images": " x ".join(map(str, shape)),
+    }
+
+
+def write_checkpoint(path: Path, training: Training, identity: dict[str, Any]) -> None:
+    """Write all that `resume_from` needs."""
+    state = {
+        "identity": identity,
+        "model": training.model.state_dict(),
+        "optimizer": training.optimizer.state_dict(),
+        "scheduler": training.scheduler.state_dict(),
+        "history": [asdict(epoch) for epoch in training.history],
+    }
+    on_rank_0(lambda: save_checkpoint(path, state))
+
+
+def resume_from(path: Path, training: Training, identity: dict[str, Any]) -> None:
+    """Go on where the run that wrote `path` was; it may have had another number of ranks."""
+
+    def read() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        state = load_checkpoint(path, identity)
+        training.model.load_state_dict(state["model"])
+        training.optimizer.load_state_dict(state["optimizer"])
+        return state["scheduler"], state["history"]
+
+    scheduler, history = on_rank_0(read)
+    mpisgd.broadcast_optimizer_state(training.optimizer)
+    training.scheduler.load_state_dict(scheduler)
+    training.history = [Epoch(**epoch) for epoch in history]
+
+
+def check_outputs(plot: Path | None, *others: Path | None) -> None:
+    """Find out now, not after hours of training, that a result could not be written."""
+    if plot and not importlib.util.find_spec("matplotlib"):
+        raise mpisgd.JobError("--plot needs matplotlib: pip install matplotlib")
+    if plot and plot.suffix not in (".png", ".svg", ".pdf"):
+        raise mpisgd.JobError(f"--plot {plot}: the name must end in .png, .svg or .pdf")
+    on_rank_0(lambda: [check_writable(path) for path in (plot, *others) if path])
+
+
+# --- the program --------------------------------------------------------------------------------------
+
+app = typer.Typer(add_completion=False)
+
+
+def describe(settings: Settings, images: ImageData, model: nn.Module) -> str:
+    """The line above the epochs."""
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    return (
+        f"{settings.model.value} with {num_parameters:,} parameters, {settings.dtype.value}; "
+        f"{len(images.train):,} training and {len(images.test):,} test images; {describe_job(settings)}"
+    )
+
+
+def describe_job(settings: Settings) -> str:
+    """For example: 4 ranks on 1 host, batch 48 = 4 x 12."""
+    size, num_nodes = mpisgd.size(), mpisgd.num_nodes()
+    return (
+        f"{size} rank{'s' * (size > 1)} on {num_nodes} host{'s' * (num_nodes > 1)}, "
+        f"batch {settings.batch_size} = {size} x {settings.batch_size // size}"
+    )
+
+
+@app.command()
+def main(
+    data: Annotated[
+        Path | None, typer.Option(help="A folder of MNIST-format files, or an .npz file; default: digits.")
+    ] = None,
+    classes: Annotated[int, typer.Option(min=2, help="Labels are 0 to CLASSES - 1.")] = 10,
+    model: Annotated[ModelName, typer.Option()] = ModelName.cnn,
+    optimizer: Annotated[OptimizerName, typer.Option()] = OptimizerName.sgd,
+    lr: Annotated[
+        float | None, typer.Option(min=0, help=f"For a batch of {REFERENCE_BATCH}: scaled with --batch-size.")
+    ] = None,
+    warmup_epochs: Annotated[int, typer.Option(min=0, help="Raise the rate over so many epochs.")] = 1,
+    batch_size: Annotated[
+        int, typer.Option(min=1, help="Images per step of the whole job.")
+    ] = REFERENCE_BATCH,
+    epochs: Annotated[int, typer.Option(min=1, help="In all, those before --resume included.")] = 20,
+    seed: Annotated[int, typer.Option(min=0, help="Of the first weights and of the images' order.")] = 0,
+    dtype: Annotated[DtypeName, typer.Option()] = DtypeName.float32,
+    checkpoint: Annotated[Path | None, typer.Option(help="Write the run's state here every epoch.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Go on from a --checkpoint.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw loss and accuracy: FILE.png, .svg, .pdf.")] = None,
+    metrics: Annotated[Path | None, typer.Option(help="Write a line of JSON here every epoch.")] = None,
+    sync: Annotated[
+        bool, typer.Option(" /--no-sync", help="Train every rank alone, to see what communication buys.")
+    ] = True,
+) -> None:
+    """Train an image classifier on all ranks of the job (mpirun -np N ...), or alone."""
+    mpisgd.init()  # (1)
+    check_outputs(plot, metrics, checkpoint)
+    images = on_rank_0(lambda: load(data, num_classes=classes))
+    check_batch_size(batch_size, len(images.train))
+    lr = DEFAULT_LR[optimizer] if lr is None else lr
+    settings = Settings(model, optimizer, lr, warmup_epochs, batch_size, seed, dtype)
+    train_loader = train_batches(images.train.dataset(settings.torch_dtype), batch_size, seed)
+    test_loader = test_batches(images.test.dataset(settings.torch_dtype))
+    training = build_training(settings, images, len(train_loader), sync=sync)
+    if resume:
+        resume_from(resume, training, identity(settings, images))
+    mpisgd.broadcast_parameters(training.model)  # (4) rank 0's weights to all
+    if metrics:
+        on_rank_0(lambda: append_metrics(metrics, training.history, afresh=True))
+
+    with progress_bar(visible=mpisgd.rank() == 0) as bar:
+
+        def say(line: str) -> None:
+            if mpisgd.rank() == 0:
+                bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+        say(describe(settings, images, training.model))
+        num_done = len(training.history)
+        step = bar.add_task(
+            "training", completed=num_done * len(train_loader), total=epochs * len(train_loader)
+        )
+        start = time.perf_counter()
+        for epoch in run_epochs(training, train_loader, test_loader, epochs, lambda: bar.advance(step)):
+            say(
+                f"epoch {epoch.epoch:>3}/{epochs}  loss {epoch.loss:.4f}  "
+                f"test accuracy {epoch.test_accuracy:7.2%}  {epoch.images_per_s:>9,.0f} images/s"
+            )
+            if metrics:
+                on_rank_0(lambda epoch=epoch: append_metrics(metrics, [epoch]))
+            if checkpoint:
+                write_checkpoint(checkpoint, training, identity(settings, images))
+        last, seconds = training.history[-1], time.perf_counter() - start
+        say(f"test accuracy {last.test_accuracy:.2%} after {last.epoch} epochs ({seconds:.1f} s)")
+        if plot:
+            on_rank_0(lambda: save_plot(plot, training.history, f"{model.value}, {describe_job(settings)}"))
+            say(f"loss curve: {plot}")
+        if metrics:
+            say(f"metrics: {metrics}")
+
+
+if __name__ == "__main__":
+    run_program(app)
