@@ -47,6 +47,8 @@ COMPLEX = (torch.complex64, torch.complex128)
 INTEGER = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *UNSIGNED_AS_SIGNED)
 REDUCIBLE = (*FLOATING, *COMPLEX, *INTEGER, torch.bool)
 
+# Open MPI's vector instructions saturate where sums of these should wrap around (its issue 8045).
+NARROW = (torch.uint8, torch.int8, torch.uint16, torch.int16)
 # Integers of the same width, whose order floating numbers can be given.
 ORDER_KEYS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
@@ -104,6 +106,11 @@ def for_mpi(flat: Tensor, op: ReduceOp, size: int) -> tuple[Tensor, str, Finish]
     """
     if flat.dtype is torch.bool:
         return flat.view(torch.uint8), BOOL_OPS.get(op, op).name, _as_bool
+    if flat.dtype in NARROW and op not in BITWISE:
+        return flat.to(torch.int32), op.name, lambda work: work.to(flat.dtype)
+    if flat.dtype in UNSIGNED_AS_SIGNED and op in ORDERED:  # wrong in Open MPI 4.1 (its issue 10648)
+        work, _, finish = _unsigned(flat, op)
+        return work, op.name, finish
     work = flat.float() if flat.dtype in HALF_TYPES else flat
     if op in ORDERED and work.dtype in ORDER_KEYS:
         return _order_keys(work, op), op.name, lambda keys: _from_order_keys(keys, work.dtype).to(flat.dtype)

@@ -1,0 +1,110 @@
+"""Inputs as a formula of rank and element, and what collectives must make of them, worked out locally.
+
+The arithmetic is numpy's, which shares nothing with what is tested.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mpisgd import ReduceOp
+
+HALF_TYPES = [torch.float16, torch.bfloat16]
+FLOATS = [*HALF_TYPES, torch.float32, torch.float64]
+COMPLEX = [torch.complex64, torch.complex128]
+UNSIGNED = [torch.uint8, torch.uint16, torch.uint32, torch.uint64]
+SIGNED = [torch.int8, torch.int16, torch.int32, torch.int64]
+INTEGERS = [*UNSIGNED, *SIGNED]
+DTYPES = [*FLOATS, *COMPLEX, *INTEGERS, torch.bool]
+
+# Relative error that a sum or product of a few numbers may have.
+TOLERANCE = {
+    torch.float32: 1e-6,
+    torch.float64: 1e-14,
+    torch.complex64: 1e-6,
+    torch.complex128: 1e-14,
+}
+
+NUMPY_OPS: dict[ReduceOp, Callable[..., np.ndarray]] = {
+    ReduceOp.SUM: np.add,
+    ReduceOp.AVG: np.add,
+    ReduceOp.PRODUCT: np.multiply,
+    ReduceOp.MIN: np.minimum,
+    ReduceOp.MAX: np.maximum,
+    ReduceOp.BAND: np.bitwise_and,
+    ReduceOp.BOR: np.bitwise_or,
+    ReduceOp.BXOR: np.bitwise_xor,
+}
+BITWISE = [ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR]
+
+
+def given(rank: int, dtype: torch.dtype, shape: Sequence[int] = (131,)) -> Tensor:
+    """What rank `rank` puts in: different for every rank and every element."""
+    place = np.arange(math.prod(shape), dtype=np.int64)
+    if dtype is torch.bool:
+        values = torch.from_numpy((place + rank) % 3 == 0)
+    elif dtype in COMPLEX:
+        real, imag = (place * 7 + rank * 13) % 19 - 9, (place * 5 + rank * 11) % 17 - 8
+        values = torch.from_numpy(real / 7 + imag / 9 * 1j).to(dtype)
+    elif dtype in FLOATS:
+        values = torch.from_numpy(((place * 7 + rank * 13) % 101 - 50) / 7).to(dtype)
+    else:
+        values = torch.from_numpy(_integers(place, rank, dtype))
+    return values.reshape(tuple(shape))
+
+
+def _integers(place: np.ndarray, rank: int, dtype: torch.dtype) -> np.ndarray:
+    """Small and very large numbers in turn: sums wrap around, and the order needs the sign bit."""
+    kind = np.dtype(str(dtype).removeprefix("torch."))
+    small = ((place * 5 + rank * 3) % 11 + 1).astype(kind)
+    large = np.array(np.iinfo(kind).max, dtype=kind) - small
+    return np.where((place + rank) % 2 == 0, small, large).astype(kind)
+
+
+def supports(op: ReduceOp, dtype: torch.dtype) -> bool:
+    """Whether torch.distributed's rules give `dtype` this op."""
+    if op is ReduceOp.AVG:
+        return dtype in FLOATS + COMPLEX
+    if op in BITWISE:
+        return dtype in [*INTEGERS, torch.bool]
+    return dtype not in COMPLEX or op not in (ReduceOp.MIN, ReduceOp.MAX)
+
+
+def ops_of(dtype: torch.dtype) -> list[ReduceOp]:
+    return [op for op in ReduceOp if supports(op, dtype)]
+
+
+def combined(inputs: Sequence[Tensor], op: ReduceOp) -> Tensor:
+    """The combination of one tensor per rank, in rank order."""
+    dtype = inputs[0].dtype
+    if dtype in HALF_TYPES:
+        return combined([tensor.float() for tensor in inputs], op).to(dtype)
+    arrays = [tensor.numpy() for tensor in inputs]
+    if dtype is torch.bool and op is ReduceOp.BXOR:
+        total = functools.reduce(np.logical_xor, arrays)
+    else:
+        total = functools.reduce(NUMPY_OPS[op], arrays)
+    if op is ReduceOp.AVG:
+        total = total / arrays[0].dtype.type(len(arrays))
+    return torch.from_numpy(np.asarray(total)).reshape(inputs[0].shape)
+
+
+def assert_equal(got: Tensor, wanted: Tensor) -> None:
+    """Equal in every bit that counts."""
+    assert got.dtype == wanted.dtype
+    assert torch.equal(got, wanted), f"{got} is not {wanted}"
+
+
+def assert_near(got: Tensor, wanted: Tensor) -> None:
+    """Equal, up to the order of floating-point sums. Half types are exact: float32, one rounding."""
+    if got.dtype in TOLERANCE:
+        tolerance = TOLERANCE[got.dtype]
+        torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance * 10)
+    else:
+        assert_equal(got, wanted)

@@ -1,0 +1,92 @@
+"""Every test here runs on all ranks at once: one job, groups to run it on, one verdict per test."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+from verdicts import referee
+
+from mpisgd import config as mpisgd_config
+
+if TYPE_CHECKING:
+    from mpisgd import Group
+
+TIMEOUT_S = 30.0
+GROUPS = ("world", "duplicate", "half", "reversed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """pytest-mpi starts MPI long before `mpisgd.init()` could set its defaults."""
+    if config.getoption("--with-mpi"):
+        mpisgd_config.set_mpi_defaults()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "tests/mpi" in item.path.as_posix() and not item.get_closest_marker("mpi"):
+            item.add_marker("mpi")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Give all ranks the same outcome of each phase, so that none goes on alone."""
+    report: pytest.TestReport = yield  # type: ignore[assignment]
+    if not item.config.getoption("--with-mpi"):
+        return report
+    outcomes = referee().allgather((report.outcome, str(report.longrepr) if report.failed else ""))
+    failed = {rank: text for rank, (outcome, text) in enumerate(outcomes) if outcome == "failed"}
+    alike = report.when == "call" or len({outcome for outcome, _ in outcomes}) == 1
+    if (failed or not alike) and not report.failed:
+        report.outcome = "failed"
+        report.longrepr = "\n".join(
+            [f"{report.when}: {[outcome for outcome, _ in outcomes]} on the ranks", *failed.values()]
+        )
+    if failed and any(referee().allgather(_world_is_broken())):
+        item.session.shouldstop = "the world cannot be used any more"
+    return report
+
+
+def _world_is_broken() -> bool:
+    from mpisgd.comm import job
+
+    return job.is_initialized() and job.world().lane.broken is not None
+
+
+@pytest.fixture(scope="session", autouse=True)
+def job(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The job's world, with a time limit that makes a hang a failure."""
+    if not request.config.getoption("--with-mpi"):
+        yield
+        return
+    import mpisgd
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # MPI runs already, our defaults are set above
+        mpisgd.init(timeout_s=TIMEOUT_S)
+    yield
+
+
+@pytest.fixture(scope="session")
+def groups(job: None) -> dict[str, Group]:
+    """The groups that a test body can run on; of the halves, the one this rank is in."""
+    import mpisgd
+    from mpisgd.comm.job import world
+
+    size = mpisgd.size()
+    halves = [mpisgd.new_group(range(start, size, 2)) for start in range(min(2, size))]
+    return {
+        "world": world(),
+        "duplicate": mpisgd.new_group(),
+        "half": next(half for half in halves if half.rank >= 0),
+        "reversed": mpisgd.new_group(range(size)[::-1]),
+    }
+
+
+@pytest.fixture(params=GROUPS)
+def group(request: pytest.FixtureRequest, groups: dict[str, Group]) -> Group:
+    """A group that this rank is in; every rank is in one of the kind."""
+    return groups[request.param]
