@@ -147,7 +147,8 @@ class Lane:
             if self.broken is not None:
                 raise self.broken
             self.handshake.agree(job.operation, job.site, job.detail)
-            job.action()
+            with torch.inference_mode():  # else tensors made in that mode could not be written to here
+                job.action()
         except (CollectiveTimeout, MpiFailed) as exc:
             self.broken = error = exc
         except BaseException as exc:  # it belongs to whoever waits for the work
