@@ -49,9 +49,9 @@ def all_reduce(
     check_output("all_reduce", tensor)
     op = check_op("all_reduce", op, tensor.dtype)
     algorithm = choose_algorithm(algorithm, tensor)
-    landing = Landing(tensor, keep=True)
 
     def action() -> None:
+        landing = Landing(tensor, keep=True)  # not before it is our turn: another operation may write it
         reduce_flat(group, landing.flat, op, algorithm)
         landing.settle()
 
