@@ -37,7 +37,8 @@ def all_to_all(
     Collective: all ranks of `group` call it in the same order.
 
     Args:
-        output_tensor_list: one tensor per rank, of the sizes that the others send; overwritten.
+        output_tensor_list: one tensor per rank, of the sizes that the others send; overwritten. They may
+            overlap the inputs.
         input_tensor_list: one tensor per rank, any sizes, one dtype; unchanged.
         group: defaults to all processes of the job.
         async_op: return at once with a `Work`; leave all tensors alone until its `wait()`.
@@ -60,7 +61,8 @@ def all_to_all(
 
     def action() -> None:
         landings = [Landing(output, keep=False) for output in outputs]
-        _deal(group, "all_to_all", [landing.flat for landing in landings], list(map(readable, inputs)))
+        places = [landing.flat for landing in landings]
+        _deal(group, "all_to_all", places, [_apart(readable(tensor), places) for tensor in inputs])
         for landing in landings:
             landing.settle()
 
@@ -106,8 +108,7 @@ def all_to_all_single(
 
     def action() -> None:
         landing = Landing(output, keep=False)
-        source = readable(input)
-        source = source.clone() if overlap(source, landing.flat) else source
+        source = _apart(readable(input), [landing.flat])
         _deal(group, "all_to_all_single", cut_by(landing.flat, takes), cut_by(source, gives))
         landing.settle()
 
@@ -121,14 +122,18 @@ def _equal_parts(group: Group, output: Tensor, tensor: Tensor, async_op: bool) -
 
     def action() -> None:
         landing = Landing(output, keep=False)
-        source = readable(tensor)
-        source = source.clone() if overlap(source, landing.flat) else source
+        source = _apart(readable(tensor), [landing.flat])
         group.lane.wire.all_to_all(landing.flat, source)
         landing.settle()
 
     return group.lane.run(
         operation_on("all_to_all_single", tensor), action, tensors=[output], async_op=async_op
     )
+
+
+def _apart(source: Tensor, places: list[Tensor]) -> Tensor:
+    """Return `source`, copied if results will arrive in its memory."""
+    return source.clone() if any(overlap(source, place) for place in places) else source
 
 
 def _split_sizes(tensor: Tensor, sizes: Sequence[int] | None, parts: int, what: str) -> list[int]:
