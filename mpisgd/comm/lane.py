@@ -17,7 +17,7 @@ import torch
 
 from mpisgd.comm.handshake import Handshake, Operation
 from mpisgd.comm.work import LaneWork
-from mpisgd.errors import CollectiveTimeout, MpiFailed, MpisgdError
+from mpisgd.errors import CollectiveMismatch, MpiFailed, MpisgdError
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -149,11 +149,17 @@ class Lane:
             self.handshake.agree(job.operation, job.site, job.detail)
             with torch.inference_mode():  # else tensors made in that mode could not be written to here
                 job.action()
-        except (CollectiveTimeout, MpiFailed) as exc:
-            self.broken = error = exc
-        except BaseException as exc:  # it belongs to whoever waits for the work
+        except CollectiveMismatch as exc:  # the ranks found out together, and go on together
             error = exc
+        except BaseException as exc:  # it belongs to whoever waits; the other ranks may be left in the middle
+            error = exc
+            self.broken = self.broken or self._as_broken(job, exc)
         job.work.complete(error)
+
+    def _as_broken(self, job: _Job, exc: BaseException) -> MpisgdError:
+        if isinstance(exc, MpisgdError):
+            return exc
+        return MpiFailed(f"group '{self.name}' cannot be used any more: {job.operation} failed with {exc!r}")
 
     def _enqueue(self, job: _Job) -> None:
         with self._changed:
