@@ -25,7 +25,7 @@ def test_one_report_covers_the_job(num_ranks):
     ):
         assert done.stdout.count(once) == 1
     assert ("Job: 3 ranks on 1 host" if num_ranks else "Job: 1 rank on 1 host") in done.stdout
-    assert "unknown" not in done.stdout
+    assert "unknown (" not in done.stdout
 
 
 def test_json_holds_what_every_rank_knows():
