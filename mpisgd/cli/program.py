@@ -35,7 +35,8 @@ def run_program(app: typer.Typer, *, prog_name: str | None = None) -> None:
     Returns when the command is done. A usage error, `--help` and the like appear once for the whole job,
     and every rank exits with the code they ask for (2 for a usage error). A `JobError` is left to the hook
     that `mpisgd.init()` installed; without `init()` it is printed here, as one line, and ends the program
-    with its exit code. Anything else passes through.
+    with its exit code; under a launcher that does not end the job then (MPICH's, as long as MPI has not
+    started) the ranks that met it too repeat it some seconds later. Anything else passes through.
 
     Args:
         app: the application; with one command, or several.
