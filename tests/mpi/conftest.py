@@ -40,11 +40,13 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     outcomes = referee().allgather((report.outcome, str(report.longrepr) if report.failed else ""))
     failed = {rank: text for rank, (outcome, text) in enumerate(outcomes) if outcome == "failed"}
     alike = report.when == "call" or len({outcome for outcome, _ in outcomes}) == 1
-    if (failed or not alike) and not report.failed:
-        report.outcome = "failed"
-        report.longrepr = "\n".join(
-            [f"{report.when}: {[outcome for outcome, _ in outcomes]} on the ranks", *failed.values()]
-        )
+    if failed or not alike:
+        said = [f"{report.when}: {[outcome for outcome, _ in outcomes]} on the ranks"]
+        said += [f"--- rank {rank}:\n{text}" for rank, text in failed.items()]
+        if report.failed:
+            report.sections.append(("all ranks", "\n".join(said)))
+        else:
+            report.outcome, report.longrepr = "failed", "\n".join(said)
     if failed and any(referee().allgather(_world_is_broken())):
         item.session.shouldstop = "the world cannot be used any more"
     return report
