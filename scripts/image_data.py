@@ -123,7 +123,8 @@ def read_mnist(folder: Path) -> tuple[Images, Images]:
 
 def read_npz(path: Path) -> tuple[Images, Images]:
     """The two sets of an archive; see the top of this file for the names and shapes."""
-    with described(path), np.load(path, allow_pickle=False) as archive:
+    with described(path), path.open("rb") as file:
+        archive = np.load(file, allow_pickle=False)
         if not isinstance(archive, np.lib.npyio.NpzFile):
             raise DataError("a single array, where an .npz archive was expected")
         if {"x_train", "y_train", "x_test", "y_test"} <= set(archive):

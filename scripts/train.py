@@ -340,7 +340,7 @@ def check_outputs(plot: Path | None, *others: Path | None) -> None:
 
 # --- the program --------------------------------------------------------------------------------------
 
-app = typer.Typer(add_completion=False)
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
 def describe(settings: Settings, images: ImageData, model: nn.Module) -> str:
@@ -383,9 +383,9 @@ def main(
     resume: Annotated[Path | None, typer.Option(help="Go on from a --checkpoint.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw loss and accuracy: FILE.png, .svg, .pdf.")] = None,
     metrics: Annotated[Path | None, typer.Option(help="Write a line of JSON here every epoch.")] = None,
-    sync: Annotated[
-        bool, typer.Option(" /--no-sync", help="Train every rank alone, to see what communication buys.")
-    ] = True,
+    no_sync: Annotated[
+        bool, typer.Option("--no-sync", help="Train every rank alone, to see what communication buys.")
+    ] = False,
 ) -> None:
     """Train an image classifier on all ranks of the job (mpirun -np N ...), or alone."""
     mpisgd.init()  # (1)
@@ -396,7 +396,7 @@ def main(
     settings = Settings(model, optimizer, lr, warmup_epochs, batch_size, seed, dtype)
     train_loader = train_batches(images.train.dataset(settings.torch_dtype), batch_size, seed)
     test_loader = test_batches(images.test.dataset(settings.torch_dtype))
-    training = build_training(settings, images, len(train_loader), sync=sync)
+    training = build_training(settings, images, len(train_loader), sync=not no_sync)
     if resume:
         resume_from(resume, training, identity(settings, images))
     mpisgd.broadcast_parameters(training.model)  # (4) rank 0's weights to all
