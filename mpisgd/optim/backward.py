@@ -4,6 +4,7 @@ torch has no hook for the end of backward, but an engine callback that may be qu
 the first gradient that becomes ready queues it. A hook per parameter costs half a microsecond.
 """
 
+import collections
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -23,10 +24,12 @@ class BackwardWatch:
 
     Attributes:
         observed: indices of the watched parameters in the order in which the latest backward reached them.
+        num_ready: how often each of them was reached; counts until someone clears it.
     """
 
     def __init__(self, on_touch: Callable[[], None], on_end: Callable[[], None]) -> None:
         self.observed: list[int] = []
+        self.num_ready: collections.Counter[int] = collections.Counter()
         # Weak, so that a forgotten optimizer is gone at once and reduces nothing any more.
         self._on_touch = weakref.WeakMethod(on_touch)
         self._on_end = weakref.WeakMethod(on_end)
@@ -34,11 +37,10 @@ class BackwardWatch:
         self._hooks: dict[int, Any] = {}
 
     def watch(self, params: Sequence[Tensor]) -> None:
-        """Watch those of `params` that require a gradient and are not watched yet."""
+        """Watch those of `params` that can ever have a gradient, frozen ones too."""
         for index, param in enumerate(params):
-            if index not in self._hooks and param.requires_grad:
-                hook = _hook(weakref.ref(self), index)
-                self._hooks[index] = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            if param.is_floating_point() or param.is_complex():
+                self._hooks[index] = _register(param, _hook(weakref.ref(self), index))
 
     def remove(self) -> None:
         """Watch nothing any more."""
@@ -53,6 +55,7 @@ class BackwardWatch:
         if graph_task != self._graph_task:
             self._begin(graph_task)
         self.observed.append(index)
+        self.num_ready[index] += 1
 
     def _begin(self, graph_task: int) -> None:
         if (on_touch := self._on_touch()) is not None:
@@ -77,6 +80,16 @@ def _hook(watch: "weakref.ref[BackwardWatch]", index: int) -> Callable[[Tensor],
             alive.ready(index)
 
     return hook
+
+
+def _register(param: Tensor, hook: Callable[[Tensor], None]) -> Any:
+    """Register `hook` on `param`, also if it is frozen: torch refuses that, but keeps what is there."""
+    trainable = param.requires_grad
+    param.requires_grad_(True)
+    try:
+        return param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    finally:
+        param.requires_grad_(trainable)
 
 
 def _backward_depth() -> int:

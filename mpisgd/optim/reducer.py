@@ -5,7 +5,7 @@ fusion buffer where the last reduction left it, a fresh tensor of autograd's or 
 every gradient that exists on some rank is a view of the fusion buffer, and the others are None.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -74,6 +74,7 @@ class GradientReducer:
         self._buffers: list[FusionBuffer] = []
         self._covered: tuple[int, ...] | None = None
         self._sparse: set[int] = set()
+        self._marks: dict[int, int] = {}
         self._plan = ""
 
     @torch.no_grad()
@@ -110,6 +111,23 @@ class GradientReducer:
     def holds_reduced(self) -> bool:
         """Return whether some gradient is still the one that the last reduction left, or adds to it."""
         return any(self.params[index].grad is view for index, view in self.views.items())
+
+    def mark(self) -> None:
+        """Remember the state of the gradients for `kept_since_mark`."""
+        self._marks = {index: view._version for index, view in self.views.items()}
+
+    def kept_since_mark(self, num_added: Mapping[int, int]) -> bool:
+        """Return whether some gradient has been kept since `mark()`: not replaced, not set to zero.
+
+        Args:
+            num_added: how often backward has added to the gradient of each parameter since. Whatever else
+                was done to it counts as a reset.
+        """
+        return any(
+            self.params[index].grad is view
+            and view._version - self._marks.get(index, -1) == num_added.get(index, 0)
+            for index, view in self.views.items()
+        )
 
     def _fits_no_more(self) -> bool:
         """Return whether a parameter has changed its dtype or shape since the plan was made."""

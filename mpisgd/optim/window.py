@@ -44,7 +44,6 @@ class Window:
         self._reductions = 0  # since the last step or zero_grad
         self._passes = 0  # since the last reduction
         self._pending = False  # something was accumulated and not reduced
-        self._fresh = False  # zero_grad() was called since the last step
         self._muted = 0
         self._skipping = 0
 
@@ -58,7 +57,6 @@ class Window:
 
     def _touched(self) -> None:
         self._pending = True
-        self._watch.watch(self.reducer.params)  # those that were frozen until now
 
     def _backward_ended(self) -> None:
         if self._muted:
@@ -68,7 +66,7 @@ class Window:
             self._reduce()
 
     def _reduce(self) -> None:
-        if self._reductions and self.reducer.recipe.op is ReduceOp.SUM and self.reducer.holds_reduced():
+        if self._would_sum_twice():
             raise InvalidArgument(
                 "DistributedOptimizer: with op=SUM, gradients that were reduced already would be summed once "
                 "more; call optimizer.zero_grad() before, accumulate inside no_sync(), or set "
@@ -79,16 +77,25 @@ class Window:
         self._passes = 0
         self._pending = False
 
+    def _would_sum_twice(self) -> bool:
+        """Return whether a sum over the ranks would be summed over them once more; a mean may be."""
+        if self.reducer.recipe.op is not ReduceOp.SUM:
+            return False
+        return self.reducer.holds_reduced() if self._reductions else self._kept_since_step()
+
+    def _kept_since_step(self) -> bool:
+        return self.reducer.kept_since_mark(self._watch.num_ready)
+
     # -- what the program asks for ------------------------------------------------------------------
 
     def flush(self) -> None:
-        """Reduce what is pending. Where nothing is, take part if other ranks may have something."""
-        if self._pending or (not self._reductions and self._has_nothing()):
-            self._reduce()
+        """Reduce what is pending. Where nothing is, take part: other ranks may have something.
 
-    def _has_nothing(self) -> bool:
-        """Return whether this rank's gradients are those of a window in which nothing happened here."""
-        return self._fresh or all(param.grad is None for param in self.reducer.params)
+        A second `step()` on the same gradients gives their mean again, which is what they are. Only a sum
+        must be left alone then.
+        """
+        if self._pending or (not self._reductions and not self._would_sum_twice()):
+            self._reduce()
 
     def flush_before_step(self) -> None:
         """Do what `step()` needs: everything reduced, unless the program said otherwise."""
@@ -99,13 +106,14 @@ class Window:
         """Begin a new window: the gradients were reset."""
         self._reductions = self._passes = 0
         self._pending = False
-        self._fresh = True
 
     def end_step(self) -> None:
         """Begin a new window after a step."""
         self._steps += 1
-        self._reductions = self._passes = 0
-        self._pending = self._fresh = False
+        self.restart()
+        if self.reducer.recipe.op is ReduceOp.SUM:
+            self.reducer.mark()
+            self._watch.num_ready.clear()
 
     def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return the closure as one process would see it: all gradients reduced, and everyone's loss."""

@@ -1,0 +1,215 @@
+"""The test of everything: a run on N ranks equals the run of one process on the joined batch.
+
+Every rank computes both. A test describes one step as a function of a `Run`, which is called for the plain
+model and optimizer with everyone's data and for the distributed ones with this rank's; after each step all
+parameters are compared, and all ranks must have the same bits.
+
+    body(plain, step)  body(ours, step)  compare      body(plain, step + 1) ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from verdicts import referee
+
+import mpisgd
+
+STEPS = 20
+BATCH = 12  # 1, 2, 3 and 4 ranks divide it
+FEATURES = 4
+
+# What mere order of summation makes of 20 steps in float64 (see DESIGN.md).
+SGD_DRIFT, ADAM_DRIFT, RMSPROP_DRIFT, ADAGRAD_DRIFT, LBFGS_DRIFT = 1e-11, 1e-10, 1e-9, 1e-7, 1e-6
+
+Loss = Callable[[nn.Module, Tensor, Tensor, int, int], Tensor | None]
+
+
+def mlp() -> nn.Module:
+    """A small smooth model."""
+    return nn.Sequential(
+        nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, 3, bias=False), nn.Tanh(), nn.Linear(3, 2)
+    )
+
+
+def batch(step: int, micro: int = 0) -> tuple[Tensor, Tensor]:
+    """The joined batch of one pass: differs by step and pass, by row and by element."""
+    draw = torch.Generator().manual_seed(7919 * step + 104729 * micro + 1)
+    inputs = torch.randn(BATCH, FEATURES, generator=draw, dtype=torch.float64)
+    return inputs, torch.randn(BATCH, 2, generator=draw, dtype=torch.float64)
+
+
+def share(tensor: Tensor, rank: int, size: int) -> Tensor:
+    """The rows of one rank."""
+    return tensor.chunk(size)[rank]
+
+
+def mse(model: nn.Module, inputs: Tensor, targets: Tensor, rank: int = 0, step: int = 0) -> Tensor:
+    return nn.functional.mse_loss(model(inputs), targets)
+
+
+class Run:
+    """One of the two runs that are compared.
+
+    Attributes:
+        model, opt: the plain ones or the distributed ones.
+        distributed: which of the two.
+        rank, size: the share of the data that this run trains on: all of it, or that of one rank.
+        memory: for whatever the body wants to keep.
+    """
+
+    def __init__(
+        self, model: nn.Module, opt: torch.optim.Optimizer, loss: Loss, distributed: bool, by_rank: bool
+    ) -> None:
+        self.model, self.opt, self.distributed = model, opt, distributed
+        self.rank, self.size = mpisgd.rank(), mpisgd.size()
+        self.memory: dict[str, Any] = {}
+        self.op_sum = False
+        self._loss, self._by_rank = loss, by_rank
+
+    def loss_of(self, rank: int, step: int, micro: int = 0) -> Tensor | None:
+        """The loss of one rank's rows."""
+        inputs, targets = (share(tensor, rank, self.size) for tensor in batch(step, micro))
+        return self._loss(self.model, inputs, targets, rank, step)
+
+    def loss(self, step: int, micro: int = 0) -> Tensor | None:
+        """This rank's loss, or that of the joined batch."""
+        if self.distributed:
+            return self.loss_of(self.rank, step, micro)
+        if not self._by_rank:
+            return self._loss(self.model, *batch(step, micro), 0, step)
+        losses = [self.loss_of(rank, step, micro) for rank in range(self.size)]
+        exist = [loss for loss in losses if loss is not None]
+        if not exist:
+            return None
+        return torch.stack(exist).sum() / (1 if self.op_sum else self.size)
+
+    def backward(self, step: int, micro: int = 0) -> Tensor | None:
+        loss = self.loss(step, micro)
+        if loss is not None:
+            loss.backward()
+        return loss
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        return self.opt.no_sync() if self.distributed else contextlib.nullcontext()
+
+    def synchronize(self) -> None:
+        if self.distributed:
+            self.opt.synchronize()
+
+
+Comparison = tuple[str, float, str]
+Body = Callable[[Run, int], Any]
+
+
+def plain_step(run: Run, step: int) -> None:
+    run.opt.zero_grad()
+    run.backward(step)
+    run.opt.step()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def pair(
+    *,
+    model: Callable[[], nn.Module] = mlp,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] = sgd,
+    loss: Loss = mse,
+    by_rank: bool = False,
+    double: bool = True,
+    prepare: Callable[[nn.Module], nn.Module] | None = None,
+    **options: Any,
+) -> tuple[Run, Run]:
+    """Return (the run of one process, the distributed one), equal at the start.
+
+    Args:
+        model, optimizer: make them; the models of the ranks begin differently and are made equal.
+        loss: of one rank's rows, None where the rank has none.
+        by_rank: the ranks do different things, so the joined loss is the mean of theirs.
+        double: turn the models into float64.
+        prepare: what is done to the model before the optimizer is made, compiling for instance.
+        options: of DistributedOptimizer.
+    """
+    runs = []
+    for distributed in (False, True):
+        torch.manual_seed(100 + (mpisgd.rank() if distributed else 0))
+        net = model().double() if double else model()
+        net = net if prepare is None else prepare(net)
+        opt = optimizer(net)
+        if distributed:
+            mpisgd.broadcast_parameters(net)
+            options.setdefault("named_parameters", net.named_parameters())
+            opt = mpisgd.DistributedOptimizer(opt, **options)
+        runs.append(Run(net, opt, loss, distributed, by_rank))
+        runs[-1].op_sum = options.get("op") is mpisgd.ReduceOp.SUM
+    return runs[0], runs[1]
+
+
+def check_equal_runs(
+    body: Body = plain_step, *, tol: float = SGD_DRIFT, steps: int = STEPS, **how: Any
+) -> tuple[Run, Run]:
+    """Run `body` both ways and compare after each step; `how`: see `pair`. Return both runs."""
+    plain, ours = pair(**how)
+    seen = []
+    for step in range(steps):
+        body(plain, step)
+        body(ours, step)
+        seen.append(compare(plain, ours))
+    judge(seen, tol)
+    return plain, ours
+
+
+def compare(plain: Run, ours: Run) -> Comparison:
+    """Return (the bits of this rank's parameters, the largest difference to the plain ones, whose it is)."""
+    off, name = max(
+        (drift(a, b), name)
+        for (name, a), b in zip(plain.model.named_parameters(), ours.model.parameters(), strict=True)
+    )
+    return digest(ours.model.parameters()), off, name
+
+
+def judge(seen: list[Comparison], tol: float) -> None:
+    """Fail on all ranks unless at every step the runs were equal and all ranks had the same bits."""
+    for step, views in enumerate(zip(*referee().allgather(seen), strict=True)):
+        if len({bits for bits, _, _ in views}) > 1:
+            pytest.fail(f"step {step}: the ranks have different bits")
+        _, off, name = max(views, key=lambda view: view[1])
+        if off > tol:
+            pytest.fail(f"step {step}: {name} is off by {off:.3g}, tolerated {tol:.3g}")
+
+
+def drift(a: Tensor, b: Tensor) -> float:
+    """The largest difference; inf where one of them is not finite."""
+    if a.numel() == 0:
+        return 0.0
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    difference = (a.detach().to(wide) - b.detach().to(wide)).abs().max().item()
+    return difference if difference == difference else float("inf")
+
+
+def digest(tensors: Iterable[Tensor | None]) -> str:
+    """A hash of the bits of tensors, None and sparse ones included."""
+    told = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        if tensor is None:
+            told.update(b"none")
+            continue
+        parts = [tensor.detach()]
+        if tensor.is_sparse:
+            parts = [tensor.coalesce().indices(), tensor.coalesce().values()]
+        for part in parts:
+            told.update(f"{part.dtype}{list(part.shape)}".encode())
+            told.update(part.contiguous().view(-1).view(torch.uint8).numpy())
+    return told.hexdigest()
+
+
+def gradients(model: nn.Module) -> list[Tensor | None]:
+    return [param.grad for param in model.parameters()]
