@@ -128,7 +128,10 @@ class Window:
     def _combined(self, loss: Any) -> Any:
         if loss is None:
             return None
-        total = torch.as_tensor(loss).detach().clone()
+        if isinstance(loss, Tensor):
+            total = loss.detach().clone()
+        else:  # a Python float has 64 bits, and a line search uses them
+            total = torch.tensor(loss, dtype=torch.float64)
         all_reduce(total, self.reducer.recipe.op, self.reducer.group)
         return total if isinstance(loss, Tensor) else total.item()
 
