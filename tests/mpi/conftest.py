@@ -25,8 +25,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
+        if item.get_closest_marker("big") and "big" not in config.getoption("-m"):
+            item.add_marker(pytest.mark.skip(reason="needs gigabytes; run by scripts/test --big"))
         if "tests/mpi" in item.path.as_posix() and not item.get_closest_marker("mpi"):
             item.add_marker("mpi")
 
