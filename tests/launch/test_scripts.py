@@ -195,7 +195,7 @@ def test_a_suite_without_a_test_under_mpi_is_seen():
 
 
 def test_plan_covers_every_size_and_the_second_mpi():
-    stages = plan(quick=False, mpi="mpich")
+    stages = plan()
     assert [stage.size for stage in stages if stage.path == "tests/mpi" and stage.venv == ".venv"] == [
         1,
         2,
