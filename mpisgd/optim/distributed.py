@@ -122,7 +122,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy and pickle as the wrapped optimizer: a copy belongs to no job."""
-        return copyreg.__newobj__, (_wrapped(type(self)),), self.__getstate__()  # type: ignore[attr-defined]
+        state = self.__getstate__()
+        return copyreg._reconstructor, (_wrapped(type(self)), object, None), state  # type: ignore[attr-defined]
 
 
 _classes: dict[type, type[torch.optim.Optimizer]] = {}
