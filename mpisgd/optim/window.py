@@ -72,7 +72,7 @@ class Window:
                 "more; call optimizer.zero_grad() before, accumulate inside no_sync(), or set "
                 "backward_passes_per_step"
             )
-        self.reducer.reduce(f"step {self._steps}, reduction {self._reductions}", self._watch.observed)
+        self.reducer.reduce(f"step {self._steps}, reduction {self._reductions}", list(self._watch.observed))
         self._reductions += 1
         self._passes = 0
         self._pending = False
@@ -128,10 +128,9 @@ class Window:
     def _combined(self, loss: Any) -> Any:
         if loss is None:
             return None
-        if isinstance(loss, Tensor):
-            total = loss.detach().clone()
-        else:  # a Python float has 64 bits, and a line search uses them
-            total = torch.tensor(loss, dtype=torch.float64)
+        # A Python float has 64 bits, and a line search uses them.
+        known = loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64)
+        total = known.clone()
         all_reduce(total, self.reducer.recipe.op, self.reducer.group)
         return total if isinstance(loss, Tensor) else total.item()
 
