@@ -7,6 +7,7 @@ by the time it runs, `backward()` has returned with the gradients reduced.
 
 import contextlib
 import copyreg
+import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -57,13 +58,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
             `backward()` or `step()`: ranks are at different steps, or have frozen different parameters.
     """
 
-    def __new__(cls, optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> "DistributedOptimizer":
+    def __new__(cls, optimizer: torch.optim.Optimizer, *args: Any, **options: Any) -> "DistributedOptimizer":
         """Turn `optimizer` itself into an instance of this class and of its own."""
         if not isinstance(optimizer, torch.optim.Optimizer):
             kind = type(optimizer).__name__
             raise InvalidArgument(f"DistributedOptimizer: optimizer is a {kind}; expected a torch optimizer")
         if isinstance(optimizer, DistributedOptimizer):
             raise InvalidArgument("DistributedOptimizer: this optimizer is distributed already")
+        # Python calls __init__ next, which can undo this, but is never entered with arguments it has not.
+        inspect.signature(cls.__init__).bind(optimizer, optimizer, *args, **options)
         optimizer.__class__ = _distributed(type(optimizer))
         return optimizer  # type: ignore[return-value]  # it is one now
 
