@@ -42,12 +42,23 @@ def name_parameters(
 def _by_identity(named_parameters: Iterable[tuple[str, Tensor]]) -> dict[int, str]:
     names: dict[int, str] = {}
     seen: set[str] = set()
-    for name, param in named_parameters:
+    for name, param in _pairs(named_parameters):
         if name in seen:
             raise InvalidArgument(f"DistributedOptimizer: named_parameters has the name {name!r} twice")
         seen.add(name)
         names.setdefault(id(param), name)  # tied weights keep their first name
     return names
+
+
+def _pairs(named_parameters: Any) -> list[tuple[str, Tensor]]:
+    pairs = list(named_parameters) if isinstance(named_parameters, Iterable) else [named_parameters]
+    for pair in pairs:
+        if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str):
+            raise InvalidArgument(
+                f"DistributedOptimizer: named_parameters has a {type(pair).__name__}; expected (name, "
+                "parameter) pairs such as model.named_parameters()"
+            )
+    return pairs
 
 
 def _name_of(param: Tensor, given: dict[int, str] | None, fallback: str) -> str:
@@ -78,7 +89,8 @@ def agree_on(
     Raises:
         CollectiveMismatch: they have not; raised on every rank, and it shows what differs.
     """
-    lines = [_describe(name, value) for name, value in named]
+    # Numbered, so that entries in another order show as lines that differ.
+    lines = [f"#{place} {_describe(name, value)}" for place, (name, value) in enumerate(named)]
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
     summary = f"{len(lines)} entries, hash {digest}" + (f", {extra}" if extra else "")
     group.lane.run(Operation(kind, root=root, extra=summary), lambda: None, detail=lambda: "\n".join(lines))
