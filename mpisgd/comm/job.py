@@ -279,23 +279,36 @@ def shutdown() -> None:
 
     Raises:
         CollectiveMismatch: another rank is not leaving but in the middle of an operation.
-        CollectiveTimeout: another rank did not come.
+        CollectiveTimeout: another rank did not come, now or at an earlier operation.
     """
     global _job
-    job, _job = _job, None
+    job = _job
     if job is None:
         return
     members = [group for group in job.groups if group.rank >= 0]
     try:
-        for group in members:
-            group.lane.drain()
-        _part([group for group in members if group.lane.broken is None], job.timeout_s)
-        if not any(group.lane.broken for group in members):
-            for group in reversed(members):
-                group.close()
-            job.hooks.close()
-    finally:
-        job.hooks.remove()
+        _end_operations(members, job.timeout_s)
+    except MpisgdError as exc:
+        for group in members:  # nothing can be used any more; the end of the process ends the job
+            group.lane.broken = group.lane.broken or exc
+        raise
+    for group in reversed(members):
+        group.close()
+    job.hooks.close()
+    job.hooks.remove()
+    _job = None
+
+
+def _end_operations(groups: list[Group], timeout_s: float) -> None:
+    """Return when nothing is under way any more, here and on all other ranks."""
+    for group in groups:
+        group.lane.drain()
+    _part([group for group in groups if group.lane.broken is None], timeout_s)
+    for group in groups:
+        if group.lane.broken is not None:  # MPI would wait for ever for what was given up
+            raise group.lane.broken
+    for group in groups:
+        group.mailbox.drain()
 
 
 def _part(groups: list[Group], timeout_s: float) -> None:
@@ -325,10 +338,7 @@ def _leave() -> None:
     job = _job
     if job is None or job.world.pid != os.getpid():
         return
-    broken = next((g.lane.broken for g in job.groups if g.rank >= 0 and g.lane.broken is not None), None)
     try:
         shutdown()
-    except MpisgdError as exc:
-        broken = exc
-    if broken is not None:  # MPI's own finalize would wait for ever for what is still under way
-        job.hooks.fail(broken)
+    except MpisgdError as exc:  # MPI's own finalize would wait for ever for what is still under way
+        job.hooks.fail(exc)
