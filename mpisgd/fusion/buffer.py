@@ -43,7 +43,7 @@ class FusionBuffer:
         """
         exists = [grad is not None and not grad.is_sparse for grad in grads]
         moving = [
-            (view, grad)
+            (view, self._apart(grad))
             for view, grad, here in zip(self.views, grads, exists, strict=True)
             if here and grad is not None and grad is not view
         ]
@@ -56,6 +56,14 @@ class FusionBuffer:
         torch._foreach_zero_([view for view, here in zip(self.views, exists, strict=True) if not here])
         self._dense.copy_(torch.tensor(exists))
         self._sparse.copy_(torch.tensor([grad is not None and grad.is_sparse for grad in grads]))
+
+    def _apart(self, grad: Tensor) -> Tensor:
+        """Return `grad`, or a copy of one that the program has put together from `flat`, as `p.grad.T` is.
+
+        It must be read as a whole before anything is written there.
+        """
+        inside = grad.data_ptr() - self.flat.data_ptr()
+        return grad.clone() if 0 <= inside < self.flat.nbytes else grad
 
     def dense_somewhere(self) -> list[bool]:
         """Return, after the reduction, for each parameter whether any rank had a dense gradient."""
