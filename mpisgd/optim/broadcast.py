@@ -55,14 +55,21 @@ def _named(params: Parameters) -> list[tuple[str, Any]]:
         return [*params.named_parameters(), *params.named_buffers()]
     if isinstance(params, Mapping):
         return list(params.items())
-    named = list(params)
+    named = list(params) if isinstance(params, Iterable) else [params]
     for entry in named:
         if not isinstance(entry, tuple) or len(entry) != 2 or not isinstance(entry[1], Tensor):
             raise InvalidArgument(
-                "broadcast_parameters: expected a module, a state dict or (name, tensor) pairs, got a list "
-                f"with {type(entry).__name__}; pass model.named_parameters() rather than model.parameters()"
+                "broadcast_parameters: expected a module, a state dict or (name, tensor) pairs, got a "
+                f"{type(params).__name__} with {_kind(entry)}; pass model.named_parameters() rather than "
+                "model.parameters()"
             )
     return named
+
+
+def _kind(entry: Any) -> str:
+    if not isinstance(entry, tuple):
+        return type(entry).__name__
+    return "(" + ", ".join(type(part).__name__ for part in entry) + ")"
 
 
 def _broadcast_tensors(tensors: list[Tensor], src: int, group: Group) -> None:
@@ -122,7 +129,21 @@ def broadcast_optimizer_state(
         state = _replace(outline, _Outline, lambda entry: _make_room(entry, tensors))
     _broadcast_tensors(tensors, src, group)
     if group.rank != root:
-        optimizer.load_state_dict(state)  # type: ignore[arg-type]  # it is what src's state_dict() gave
+        assert state is not None
+        optimizer.load_state_dict(state)
+        _undo_casts(optimizer, state["state"])
+
+
+def _undo_casts(optimizer: torch.optim.Optimizer, sent: dict[Any, Any]) -> None:
+    """Put back what `load_state_dict` has cast to its parameter's dtype: float32 state of bfloat16, say."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for index, entries in sent.items():
+        if not isinstance(index, int):
+            continue
+        loaded = optimizer.state[params[index]]
+        for key, value in entries.items():
+            if isinstance(value, Tensor) and loaded[key].dtype != value.dtype:
+                loaded[key] = value
 
 
 def _take_out(tensor: Tensor, tensors: list[Tensor]) -> _Outline:
