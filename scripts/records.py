@@ -111,12 +111,13 @@ def load_checkpoint(path: Path, identity: dict[str, Any]) -> dict[str, Any]:
 # --- files for people ---------------------------------------------------------------------------------
 
 
-def check_writable(path: Path) -> None:
-    """Raise OSError now rather than after hours of training where `path` cannot be written."""
-    existed = path.exists()
-    path.open("ab").close()
-    if not existed:
-        path.unlink()
+def check_writable(*paths: Path) -> None:
+    """Raise OSError where one of `paths` cannot be written; leave all as they are."""
+    for path in paths:
+        existed = path.exists()
+        path.open("ab").close()
+        if not existed:
+            path.unlink()
 
 
 def append_metrics(path: Path, epochs: Iterable[Epoch], *, afresh: bool = False) -> None:

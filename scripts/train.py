@@ -94,7 +94,7 @@ class Settings:
 # --- the model and the optimizer, as one process would have them --------------------------------------
 
 
-def build_model(name: ModelName, image_shape: tuple[int, int, int], num_classes: int) -> nn.Module:
+def build_model(name: ModelName, image_shape: tuple[int, ...], num_classes: int) -> nn.Module:
     """A classifier of images [n, channels, height, width].
 
     All of it is smooth. At the kink of a ReLU, or where two pixels tie in a max pooling, rounding in the
@@ -252,12 +252,12 @@ def run_epochs(
 ) -> Iterator[Epoch]:
     """Train until the history has `num_epochs` epochs, and give out the figures of each."""
     for number in range(len(training.history) + 1, num_epochs + 1):
-        train_loader.sampler.set_epoch(number)  # type: ignore[attr-defined]  # another permutation
+        train_loader.sampler.set_epoch(number)  # another permutation
         lr = training.scheduler.get_last_lr()[0]
         start = time.perf_counter()
         loss = train_epoch(training, counted(train_loader, count_step))
         seconds = time.perf_counter() - start
-        num_images = len(train_loader) * train_loader.batch_size * mpisgd.size()  # type: ignore[operator]
+        num_images = len(train_loader) * train_loader.batch_size * mpisgd.size()
         epoch = Epoch(number, loss, accuracy(training.model, test_loader), num_images / seconds, lr)
         training.history.append(epoch)
         yield epoch
@@ -279,7 +279,7 @@ def on_rank_0(action: Callable[[], T]) -> T:
     if mpisgd.rank() == 0:
         try:
             result = action()
-        except (CheckpointError, DataError) as error:
+        except (CheckpointError, DataError, mpisgd.JobError) as error:
             problem = str(error)
         except OSError as error:
             problem = f"cannot write {error.filename}: {error.strerror}"
@@ -335,7 +335,7 @@ def check_outputs(plot: Path | None, *others: Path | None) -> None:
         raise mpisgd.JobError("--plot needs matplotlib: pip install matplotlib")
     if plot and plot.suffix not in (".png", ".svg", ".pdf"):
         raise mpisgd.JobError(f"--plot {plot}: the name must end in .png, .svg or .pdf")
-    on_rank_0(lambda: [check_writable(path) for path in (plot, *others) if path])
+    check_writable(*filter(None, (plot, *others)))
 
 
 # --- the program --------------------------------------------------------------------------------------
@@ -389,7 +389,7 @@ def main(
 ) -> None:
     """Train an image classifier on all ranks of the job (mpirun -np N ...), or alone."""
     mpisgd.init()  # (1)
-    check_outputs(plot, metrics, checkpoint)
+    on_rank_0(lambda: check_outputs(plot, metrics, checkpoint))
     images = on_rank_0(lambda: load(data, num_classes=classes))
     check_batch_size(batch_size, len(images.train))
     lr = DEFAULT_LR[optimizer] if lr is None else lr
@@ -421,7 +421,7 @@ def main(
                 f"test accuracy {epoch.test_accuracy:7.2%}  {epoch.images_per_s:>9,.0f} images/s"
             )
             if metrics:
-                on_rank_0(lambda epoch=epoch: append_metrics(metrics, [epoch]))
+                on_rank_0(lambda: append_metrics(metrics, training.history[-1:]))
             if checkpoint:
                 write_checkpoint(checkpoint, training, identity(settings, images))
         last, seconds = training.history[-1], time.perf_counter() - start
