@@ -122,6 +122,7 @@ class Wire:
         sent_bytes: payload handed to MPI's point-to-point sends by this rank.
         sent_messages: number of those sends.
         calls: how often each of MPI's own collectives was called.
+        abandoned: requests that were given up, with their memory, which MPI may still write to.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -131,6 +132,7 @@ class Wire:
         self.sent_bytes = 0
         self.sent_messages = 0
         self.calls: Counter[str] = Counter()
+        self.abandoned: list[Any] = []
         self.tag_limit: int = comm.Get_attr(MPI.TAG_UB) or 32767
 
     # -- life of the communicator -------------------------------------------------------------------

@@ -57,6 +57,7 @@ class Link:
         requests += [self._wire.isend(tensor, dst, TAG) for dst, tensor in sends]
         patience = Patience(self._timeout_s)
         if not patience.wait_for(lambda: self._wire.poll(requests)):
+            self._wire.abandoned.append((requests, sends, receives))
             partners = sorted({rank for rank, _ in sends + receives})
             raise CollectiveTimeout(
                 f"{self._name}: rank {self.rank} of {self.size} has waited {patience.waited_s:.1f} s in the "
