@@ -110,14 +110,14 @@ class Hooks:
 def _open_together(wire: "Wire") -> int | None:
     """Return a file that all ranks of this host have open and that has no name any more. Collective."""
     local = wire.same_host()
-    made, path = tempfile.mkstemp(prefix="mpisgd-") if local.rank == 0 else (-1, "")
+    floor: int | None = None
+    path = ""
+    with contextlib.suppress(OSError):  # nowhere to write: every rank speaks for itself
+        floor, path = tempfile.mkstemp(prefix="mpisgd-") if local.rank == 0 else (None, "")
     path = local.broadcast_object(path, 0)
-    floor: int | None = made
     if local.rank != 0:
-        try:
+        with contextlib.suppress(OSError):  # a private /tmp: this rank speaks for itself
             floor = os.open(path, os.O_RDWR)
-        except OSError:  # a private /tmp: this rank speaks for itself
-            floor = None
     local.barrier()
     if local.rank == 0:
         with contextlib.suppress(OSError):
