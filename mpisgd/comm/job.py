@@ -158,7 +158,7 @@ def _share_threads(wire: "Wire", where: Topology, num_threads: int | None) -> No
     wanted = num_threads or config.default_threads(
         torch.get_num_threads(), where.local_size, config.available_cores()
     )
-    shared = wanted if num_threads else min(wire.all_gather_object(wanted))
+    shared = min(wire.all_gather_object(wanted))
     if shared != torch.get_num_threads():
         torch.set_num_threads(shared)
 
