@@ -100,19 +100,19 @@ def test_resumed_run_continues_the_curve_exactly(tmp_path):
 # --- what a run says and leaves -----------------------------------------------------------------------
 
 
-def test_demo_reaches_its_accuracy_and_leaves_plot_and_metrics(tmp_path):
+def test_default_model_reaches_its_accuracy_and_leaves_plot_and_metrics(tmp_path):
     plot, metrics = tmp_path / "loss.png", tmp_path / "metrics.jsonl"
-    done = train("--plot", plot, "--metrics", metrics, num_ranks=4)
+    done = train("--epochs", 10, "--plot", plot, "--metrics", metrics, num_ranks=4)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
-    assert sum(line.startswith("epoch ") for line in lines) == len(lines) - 4 == 20
+    assert sum(line.startswith("epoch ") for line in lines) == len(lines) - 4 == 10
     assert lines[-2:] == [f"loss curve: {plot}", f"metrics: {metrics}"]
     assert "\x1b" not in done.stdout  # no bar: this is no terminal
 
     epochs = read_metrics(metrics)
-    assert [epoch["epoch"] for epoch in epochs] == list(range(1, 21))
+    assert [epoch["epoch"] for epoch in epochs] == list(range(1, 11))
     assert epochs[-1]["test_accuracy"] >= 0.97
-    assert f"test accuracy {epochs[-1]['test_accuracy']:.2%} after 20 epochs" in lines[-3]
+    assert f"test accuracy {epochs[-1]['test_accuracy']:.2%} after 10 epochs" in lines[-3]
     assert all(epoch["images_per_s"] > 0 for epoch in epochs)
     assert plot.read_bytes().startswith(b"\x89PNG\r\n")
     assert plot.stat().st_size > 10_000
