@@ -182,6 +182,7 @@ class Lane:
                 self._busy = threading.current_thread()
             self._perform(job)
             self._end_turn()
+            del job  # an idle thread must not keep the last operation's tensors alive
 
     def drain(self) -> None:
         """Let the queue run empty and end the thread. The lane can be used again.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
+import weakref
 
 import pytest
 import torch
@@ -217,8 +219,27 @@ def test_an_error_that_nobody_waits_for_is_warned_of(groups):
     group = groups["duplicate"]
     works = [mpisgd.all_reduce(torch.ones(3 + mpisgd.rank()), group=group, async_op=True)]
     mpisgd.barrier(group)
-    with pytest.warns(RuntimeWarning, match="nobody waited"):
+
+    def forget() -> None:
         works.clear()
+        gc.collect()  # the error's traceback refers to the work
+
+    with pytest.warns(RuntimeWarning, match="nobody waited"):
+        forget()
+
+
+def test_an_idle_lane_does_not_keep_the_last_tensors_alive(group):
+    x = torch.ones(10)
+    work = mpisgd.all_reduce(x, group=group, async_op=True)
+    work.wait()
+    alive = weakref.ref(x)
+    del x, work
+    for _ in range(100):
+        if alive() is None:
+            break
+        time.sleep(0.01)
+    assert alive() is None
+    mpisgd.barrier(group)
 
 
 def test_wait_with_a_time_limit_of_its_own(groups):
