@@ -43,8 +43,18 @@ RESETS = {
 }
 
 
-@pytest.mark.parametrize("reset", RESETS)
-@caps
+def reset_in_turn(run: Run, step: int) -> None:
+    """Another way after every step."""
+    list(RESETS.values())[step % len(RESETS)](run)
+
+
+# Each way of resetting, with the buckets alternating.
+resets = pytest.mark.parametrize(
+    ("reset", "cap"), [(reset, (SMALL, 2**20)[place % 2]) for place, reset in enumerate(RESETS)]
+)
+
+
+@resets
 def test_gradients_may_be_reset_in_every_way_or_not_at_all(reset, cap):
     def body(run: Run, step: int) -> None:
         RESETS[reset](run)
@@ -56,15 +66,15 @@ def test_gradients_may_be_reset_in_every_way_or_not_at_all(reset, cap):
     check_equal_runs(body, bucket_cap_bytes=cap)
 
 
-@pytest.mark.parametrize("reset", RESETS)
-def test_resets_may_alternate(reset):
+@caps
+def test_resets_may_alternate(cap):
     def body(run: Run, step: int) -> None:
-        (RESETS[reset] if step % 3 else RESETS["model to zero"])(run)
+        reset_in_turn(run, step)
         run.backward(step)
         nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
         run.opt.step()
 
-    check_equal_runs(body)
+    check_equal_runs(body, bucket_cap_bytes=cap)
 
 
 # -- looking at gradients -----------------------------------------------------------------------------
@@ -140,10 +150,9 @@ def _swapped(run: Run) -> None:
 
 
 @pytest.mark.parametrize("change", [_scaled, _in_place, _dropped, _swapped])
-@pytest.mark.parametrize("reset", ["optimizer to none", "model to zero", "nothing"])
-def test_the_program_may_replace_gradients_before_step(change, reset):
+def test_the_program_may_replace_gradients_before_step(change):
     def body(run: Run, step: int) -> None:
-        RESETS[reset](run)
+        reset_in_turn(run, step)
         run.backward(step)
         change(run)
         nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
@@ -169,10 +178,9 @@ def test_gradients_set_before_backward_are_added_to(kind):
     check_equal_runs(body)
 
 
-@pytest.mark.parametrize("reset", ["optimizer to none", "model to none", "model to zero", "nothing"])
-def test_gradients_computed_by_hand_are_reduced_by_step(reset):
+def test_gradients_computed_by_hand_are_reduced_by_step():
     def body(run: Run, step: int) -> None:
-        RESETS[reset](run)
+        reset_in_turn(run, step)
         params = list(run.model.parameters())
         for param, grad in zip(params, torch.autograd.grad(run.loss(step), params), strict=True):
             param.grad = grad
@@ -184,8 +192,7 @@ def test_gradients_computed_by_hand_are_reduced_by_step(reset):
 # -- several passes -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("passes", [2, 3])
-@caps
+@pytest.mark.parametrize(("passes", "cap"), [(2, SMALL), (3, 2**20)])
 def test_passes_are_accumulated(passes, cap):
     def body(run: Run, step: int) -> None:
         run.opt.zero_grad()
@@ -198,10 +205,9 @@ def test_passes_are_accumulated(passes, cap):
 
 
 @pytest.mark.parametrize("clipping", [False, True])
-@pytest.mark.parametrize("reset", ["optimizer to none", "model to none", "model to zero"])
-def test_the_last_window_may_be_partial(clipping, reset):
+def test_the_last_window_may_be_partial(clipping):
     def body(run: Run, step: int) -> None:
-        RESETS[reset](run)
+        reset_in_turn(run, step)
         for micro in range((3, 1, 3, 2)[step % 4]):
             run.backward(step, micro)
         if clipping:
@@ -318,8 +324,7 @@ def branched(model, inputs, targets, rank, step):
     return nn.functional.mse_loss(model(inputs, used_by(rank, step)), targets)
 
 
-@pytest.mark.parametrize("reset", RESETS)
-@caps
+@resets
 def test_parameters_may_be_unused_on_some_ranks_or_on_all(reset, cap):
     def body(run: Run, step: int) -> None:
         RESETS[reset](run)
@@ -333,8 +338,9 @@ def test_parameters_may_be_unused_on_some_ranks_or_on_all(reset, cap):
     everyone(plain.memory == ours.memory, f"{plain.memory} {ours.memory}")
 
 
-@pytest.mark.parametrize("passes", [1, 2])
-@pytest.mark.parametrize("reset", RESETS)
+@pytest.mark.parametrize(
+    ("passes", "reset"), [(1, "model to zero"), (1, "nothing"), (2, "optimizer to none"), (2, "by hand")]
+)
 def test_a_rank_may_use_no_parameter_at_all(passes, reset):
     def loss(model, inputs, targets, rank, step):
         return None if (step + rank) % 3 == 0 else mse(model, inputs, targets)
@@ -387,8 +393,7 @@ def _freeze(run: Run, layers: dict[int, bool]) -> None:
         run.model[place].requires_grad_(trainable)
 
 
-@pytest.mark.parametrize("reset", RESETS)
-@caps
+@resets
 def test_parameters_may_be_frozen_and_released_at_any_time(reset, cap):
     def body(run: Run, step: int) -> None:
         if step == 0:
@@ -407,7 +412,7 @@ def test_parameters_may_be_frozen_and_released_at_any_time(reset, cap):
     check_equal_runs(body, bucket_cap_bytes=cap)
 
 
-@pytest.mark.parametrize("reset", RESETS)
+@pytest.mark.parametrize("reset", ["optimizer to none", "model to zero", "nothing"])
 def test_what_was_frozen_when_wrapped_may_later_train_alone(reset):
     def optimizer(model):
         model[0].requires_grad_(False)
