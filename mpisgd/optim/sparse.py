@@ -74,7 +74,7 @@ def _reduce_one(
 def _nothing(param: Tensor, sparse_dim: int) -> Tensor:
     indices = torch.empty(sparse_dim, 0, dtype=torch.int64)
     values = torch.empty(0, *param.shape[sparse_dim:], dtype=param.dtype)
-    return torch.sparse_coo_tensor(indices, values, param.shape, is_coalesced=True)
+    return torch.sparse_coo_tensor(indices, values, param.shape, is_coalesced=True, check_invariants=False)
 
 
 def _sum_sparse(own: Tensor, sparse_dim: int, op: ReduceOp, group: Group) -> Tensor:
