@@ -32,9 +32,21 @@ class FusionBuffer:
         self.bucket = bucket
         count = len(params)
         self.flat = torch.zeros(bucket.numel + 2 * count, dtype=params[0].dtype, device=params[0].device)
-        self.views = [_window(self.flat, at, p) for at, p in zip(bucket.offsets, params, strict=True)]
+        self._layouts = [_layout_of(param) for param in params]
+        self.views = [
+            _window(self.flat, offset, *layout)
+            for offset, layout in zip(bucket.offsets, self._layouts, strict=True)
+        ]
+        self._addresses = [view.data_ptr() for view in self.views]
         self._dense = self.flat[bucket.numel : bucket.numel + count]
         self._sparse = self.flat[bucket.numel + count :]
+
+    def fits(self, params: Sequence[Tensor]) -> bool:
+        """Return whether `params` still have the dtype and the shapes that this was made for."""
+        return all(
+            param.dtype == self.flat.dtype and param.shape == shape
+            for param, (shape, _) in zip(params, self._layouts, strict=True)
+        )
 
     def absorb(self, grads: Sequence[Tensor | None]) -> None:
         """Bring this rank's gradients into `flat`, each unless it lies there already, and set the flags.
@@ -42,6 +54,7 @@ class FusionBuffer:
         A gradient that is missing, or sparse and travels apart, counts as zeros.
         """
         exists = [grad is not None and not grad.is_sparse for grad in grads]
+        self._renew_displaced()
         moving = [
             (view, self._apart(grad))
             for view, grad, here in zip(self.views, grads, exists, strict=True)
@@ -56,6 +69,15 @@ class FusionBuffer:
         torch._foreach_zero_([view for view, here in zip(self.views, exists, strict=True) if not here])
         self._dense.copy_(torch.tensor(exists))
         self._sparse.copy_(torch.tensor([grad is not None and grad.is_sparse for grad in grads]))
+
+    def _renew_displaced(self) -> None:
+        """Make a new view where the old one lies elsewhere by now.
+
+        `p.grad.data = other` does that, and so does `model.half()` or `model.to(memory_format=...)`.
+        """
+        for place, (view, address) in enumerate(zip(self.views, self._addresses, strict=True)):
+            if view.data_ptr() != address:
+                self.views[place] = _window(self.flat, self.bucket.offsets[place], *self._layouts[place])
 
     def _apart(self, grad: Tensor) -> Tensor:
         """Return `grad`, or a copy of one that the program has put together from `flat`, as `p.grad.T` is.
@@ -77,15 +99,20 @@ class FusionBuffer:
         return [place for place, flag in enumerate(self._sparse.tolist()) if flag]
 
 
-def _window(flat: Tensor, offset: int, like: Tensor) -> Tensor:
-    """Return a tensor of the shape and layout of `like` on the storage of `flat`.
+def _window(flat: Tensor, offset: int, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
+    """Return a tensor of this shape and layout on the storage of `flat`.
 
     It is a tensor of its own and not a slice: it has its own version counter, so that writing to one
     gradient is no write to the others as far as autograd can see.
     """
     own = torch.empty(0, dtype=flat.dtype, device=flat.device)
-    stride = like.stride() if _is_dense(like) else torch.empty(like.shape, device="meta").stride()
-    return own.set_(flat.untyped_storage(), flat.storage_offset() + offset, like.shape, stride)
+    return own.set_(flat.untyped_storage(), flat.storage_offset() + offset, shape, stride)
+
+
+def _layout_of(param: Tensor) -> tuple[torch.Size, tuple[int, ...]]:
+    """Return the shape of `param` and its strides, contiguous ones where it has gaps."""
+    stride = param.stride() if _is_dense(param) else torch.empty(param.shape, device="meta").stride()
+    return param.shape, stride
 
 
 def _is_dense(tensor: Tensor) -> bool:

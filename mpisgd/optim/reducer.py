@@ -70,7 +70,6 @@ class GradientReducer:
         self.params = params
         self.group = group
         self.recipe = recipe
-        self.views: dict[int, Tensor] = {}
         self._buffers: list[FusionBuffer] = []
         self._covered: tuple[int, ...] | None = None
         self._sparse: set[int] = set()
@@ -104,9 +103,18 @@ class GradientReducer:
     def cover(self, params: list[Tensor]) -> None:
         """Take over another list of parameters; the next reduction makes a new plan."""
         self.params = params
-        self.views = {}
+        self._buffers = []
         self._sparse = set()
         self._covered = None
+
+    @property
+    def views(self) -> dict[int, Tensor]:
+        """Where the gradient of each parameter lies in the fusion buffers, by the parameter's index."""
+        return {
+            index: view
+            for buffer in self._buffers
+            for index, view in zip(buffer.bucket.indices, buffer.views, strict=True)
+        }
 
     def holds_reduced(self) -> bool:
         """Return whether some gradient is still the one that the last reduction left, or adds to it."""
@@ -130,13 +138,14 @@ class GradientReducer:
         )
 
     def _fits_no_more(self) -> bool:
-        """Return whether a parameter has changed its dtype or shape since the plan was made."""
-        return any(
-            (grad := self.params[index].grad) is not None
-            and grad is not view
-            and (grad.dtype != view.dtype or grad.shape != view.shape)
-            for index, view in self.views.items()
-        )
+        """Return whether a parameter has changed its dtype or shape since the plan was made.
+
+        The parameters tell, not their gradients: those that exist differ by rank.
+        """
+        return not all(buffer.fits(self._params_of(buffer)) for buffer in self._buffers)
+
+    def _params_of(self, buffer: FusionBuffer) -> list[Tensor]:
+        return [self.params[index] for index in buffer.bucket.indices]
 
     # -- the plan -----------------------------------------------------------------------------------
 
@@ -158,11 +167,6 @@ class GradientReducer:
             order=order,
         )
         self._buffers = [FusionBuffer(bucket, [self.params[i] for i in bucket.indices]) for bucket in buckets]
-        self.views = {
-            index: view
-            for buffer in self._buffers
-            for index, view in zip(buffer.bucket.indices, buffer.views, strict=True)
-        }
         self._covered = covered
         self._plan = f"{plan_hash(buckets):016x}"
 
@@ -170,7 +174,7 @@ class GradientReducer:
 
     def _reduce_bucket(self, number: int, buffer: FusionBuffer, when: str) -> list[int]:
         """Reduce one bucket; return the parameters in it that turned out to be sparse on some rank."""
-        params = [self.params[i] for i in buffer.bucket.indices]
+        params = self._params_of(buffer)
         buffer.absorb([p.grad for p in params])
         operation = Operation(
             "gradients",

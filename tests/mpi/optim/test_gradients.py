@@ -149,7 +149,12 @@ def _swapped(run: Run) -> None:
         param.grad = param.grad.clone()
 
 
-@pytest.mark.parametrize("change", [_scaled, _in_place, _dropped, _swapped])
+def _other_data(run: Run) -> None:
+    for param in run.model.parameters():
+        param.grad.data = param.grad.data * 0.5
+
+
+@pytest.mark.parametrize("change", [_scaled, _in_place, _dropped, _swapped, _other_data])
 def test_the_program_may_replace_gradients_before_step(change):
     def body(run: Run, step: int) -> None:
         reset_in_turn(run, step)

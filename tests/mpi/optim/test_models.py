@@ -79,6 +79,23 @@ def test_dtypes_may_be_mixed(dtypes, tol, cap):
     )
 
 
+def test_the_dtype_of_a_model_may_change():
+    """Also where the parameters that have gradients at that moment differ by rank."""
+
+    def loss(model, inputs, targets, rank, step):
+        inputs = inputs.to(model[0].weight.dtype)
+        used = model if (rank + step) % 2 else model[:3]
+        return used(inputs)[:, :2].square().mean()
+
+    def body(run: Run, step: int) -> None:
+        if step == 5:
+            run.model.float()
+            run.opt.state.clear()
+        plain_step(run, step)
+
+    check_equal_runs(body, loss=loss, by_rank=True, tol=1e-4)
+
+
 class Convolutions(nn.Module):
     def __init__(self):
         super().__init__()
@@ -95,6 +112,18 @@ def test_channels_last():
         model=Convolutions, prepare=lambda model: model.to(memory_format=torch.channels_last)
     )
     everyone(ours.model.first.weight.grad.is_contiguous(memory_format=torch.channels_last))
+
+
+def test_the_layout_of_a_model_may_change():
+    def body(run: Run, step: int) -> None:
+        if step in (3, 9):
+            layout = torch.channels_last if step == 3 else torch.contiguous_format
+            run.model.to(memory_format=layout)
+        run.opt.zero_grad(set_to_none=step < 9)
+        run.backward(step)
+        run.opt.step()
+
+    check_equal_runs(body, model=Convolutions)
 
 
 class Odd(nn.Module):

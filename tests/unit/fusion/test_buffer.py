@@ -146,6 +146,30 @@ def test_gradients_may_have_changed_places_or_be_turned_inside_the_buffer():
     assert all(torch.equal(view, wanted) for view, wanted in zip(buffer.views, expected, strict=True))
 
 
+@pytest.mark.parametrize("attached", [True, False])
+def test_a_view_that_was_given_other_data_is_made_anew(attached):
+    params = [torch.zeros(2, 2), torch.zeros(3)]
+    items = [Item(i, param.numel(), 4, "k") for i, param in enumerate(params)]
+    (bucket,) = plan_buckets(items, cap_bytes=2**20, order=[0, 1])
+    buffer = FusionBuffer(bucket, params)
+    displaced, kept = buffer.views
+    displaced.data = torch.full((2, 2), 5.0)
+    buffer.absorb([displaced if attached else torch.full((2, 2), 5.0), kept])
+    assert buffer.views[0] is not displaced
+    assert buffer.views[1] is kept
+    assert buffer.flat[:4].tolist() == [5.0] * 4
+
+
+def test_a_buffer_fits_the_parameters_it_was_made_for_only():
+    params = [torch.zeros(2, 2), torch.zeros(3)]
+    items = [Item(i, param.numel(), 4, "k") for i, param in enumerate(params)]
+    (bucket,) = plan_buckets(items, cap_bytes=2**20, order=[0, 1])
+    buffer = FusionBuffer(bucket, params)
+    assert buffer.fits([torch.ones(2, 2), torch.ones(3)])
+    assert not buffer.fits([torch.ones(2, 2).double(), torch.ones(3)])
+    assert not buffer.fits([torch.ones(2, 2), torch.ones(3, 1)])
+
+
 def test_views_can_be_gradients():
     param = torch.nn.Parameter(torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last))
     (bucket,) = plan_buckets([Item(0, param.numel(), 4, "k")], cap_bytes=1)
