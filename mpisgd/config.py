@@ -16,6 +16,7 @@ __all__ = [
     "launcher_size",
     "mpi_defaults",
     "set_mpi_defaults",
+    "shared_memory",
     "timeout_s",
 ]
 
@@ -64,6 +65,14 @@ def timeout_s(env: Mapping[str, str] = os.environ) -> float:
     if not value > 0:
         raise InvalidArgument(f"MPISGD_TIMEOUT_S={text!r}: expected a positive number of seconds")
     return value
+
+
+def shared_memory(env: Mapping[str, str] = os.environ) -> bool:
+    """Return whether ranks of a host may use shared memory (MPISGD_SHARED_MEMORY, default 1)."""
+    text = env.get("MPISGD_SHARED_MEMORY", "1")
+    if text not in ("0", "1"):
+        raise InvalidArgument(f"MPISGD_SHARED_MEMORY={text!r}: expected 0 or 1")
+    return text == "1"
 
 
 def available_cores() -> int:

@@ -4,8 +4,11 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from mpisgd.comm.dissemination import Dissemination
 from mpisgd.comm.lane import Lane
 from mpisgd.comm.mailbox import Mailbox
+from mpisgd.comm.node.plane import NodePlane, open_plane
+from mpisgd.comm.node.spread import NodeSpread
 from mpisgd.comm.topology import Topology, discover
 from mpisgd.errors import InvalidRank, NotInGroup, NotInitialized
 
@@ -39,9 +42,12 @@ class Group:
         self._lane: Lane | None = None
         self._mailbox: Mailbox | None = None
         self._topology: Topology | None = None
+        self._plane: NodePlane | None = None
         if wire is not None:
             self._topology = discover(wire)
-            self._lane = Lane(wire, name=name, timeout_s=timeout_s, threads_allowed=threads)
+            self._plane = open_plane(wire, self._topology, name=name, timeout_s=timeout_s)
+            spread = Dissemination(wire) if self._plane is None else NodeSpread(self._plane.control)
+            self._lane = Lane(wire, spread, name=name, timeout_s=timeout_s, threads_allowed=threads)
             self._mailbox = Mailbox(wire.duplicate(), timeout_s=timeout_s, threads_allowed=threads)
 
     def __repr__(self) -> str:
@@ -67,6 +73,12 @@ class Group:
         self._need_membership()
         assert self._topology is not None
         return self._topology
+
+    @property
+    def plane(self) -> NodePlane | None:
+        """The shared memory of the group, None unless all its ranks share one host and can have it."""
+        self._need_membership()
+        return self._plane
 
     def _need_membership(self) -> None:
         if self._closed:

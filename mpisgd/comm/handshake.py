@@ -2,19 +2,16 @@
 
 MPI itself does not notice: two swapped calls of equal size give wrong sums in silence, a shorter tensor on
 one rank is an error there and a hang elsewhere. So every operation begins with an exchange of 16 bytes:
-each rank folds the operation's description into a running 64-bit hash, and the smallest and the largest
-hash of the group are found by dissemination (Hensel, Finkel and Manber 1988): in round k, rank r tells rank
-r + 2**k and hears from rank r - 2**k. After ceil(log2(size)) rounds everyone knows both; equal means that
-all ranks are here, at the same operation, with the same history. Only when they differ do descriptions and
-call sites travel, and every rank raises.
+each rank folds the operation's description into a running 64-bit hash, and everyone learns the smallest and
+the largest hash of the group (`Spread`). Equal means that all ranks are here, at the same operation, with
+the same history. Only when they differ do descriptions and call sites travel, and every rank raises.
 """
 
 import hashlib
-import struct
 from collections import defaultdict
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from mpisgd.comm.waiting import Patience
 from mpisgd.errors import CollectiveMismatch, CollectiveTimeout
@@ -22,11 +19,7 @@ from mpisgd.errors import CollectiveMismatch, CollectiveTimeout
 if TYPE_CHECKING:
     from mpisgd.comm.mpi import Wire
 
-__all__ = ["Exchange", "Handshake", "Operation"]
-
-# Tags of the lane's communicator: the handshake takes the first few, algorithms start at 64.
-FIRST_TAG = 0
-PAIR = struct.Struct("<QQ")
+__all__ = ["Exchange", "Handshake", "Operation", "Spread"]
 
 
 class Operation(NamedTuple):
@@ -66,6 +59,22 @@ def fold(history: bytes, operation: Operation) -> bytes:
     return hashlib.blake2b(history + _encoded(operation), digest_size=8).digest()
 
 
+class Spread(Protocol):
+    """How the ranks of a group learn the smallest and the largest of their digests. One at a time."""
+
+    def start(self, digest: int) -> None:
+        """Begin with this rank's digest."""
+
+    def advance(self) -> bool:
+        """Go as far as possible without waiting; return whether it is over."""
+
+    def extremes(self) -> tuple[int, int]:
+        """Return the smallest and the largest digest, once it is over."""
+
+    def missing(self) -> str:
+        """Say for whom this rank waits, while it is not over."""
+
+
 class Handshake:
     """The exchange at the beginning of a group's operations. One at a time, by one thread.
 
@@ -74,13 +83,13 @@ class Handshake:
         timeout_s: how long to wait for the other ranks.
     """
 
-    def __init__(self, wire: "Wire", name: str, timeout_s: float) -> None:
+    def __init__(self, wire: "Wire", spread: Spread, *, name: str, timeout_s: float) -> None:
         self.wire = wire
+        self.spread = spread
         self.name = name
         self.timeout_s = timeout_s
         self.number = 0
         self._history = b""
-        self.rounds = [_Round(wire, k) for k in range((wire.size - 1).bit_length())]
 
     def agree(
         self, operation: Operation, site: Callable[[], str], detail: Callable[[], str] | None = None
@@ -97,7 +106,7 @@ class Handshake:
                 can be used again: all ranks count the operation as done.
             CollectiveTimeout: other ranks did not come; the group cannot be used again.
 
-        Cost: ceil(log2(size)) messages of 16 bytes per rank.
+        Cost: what the spread costs.
         """
         exchange = self.begin(operation, site, detail)
         exchange.wait(Patience(self.timeout_s))
@@ -113,7 +122,7 @@ class Handshake:
 
     def resume_after(self, low: int, high: int) -> None:
         """Give all ranks the same history again after a disagreement."""
-        self._history = PAIR.pack(low, high)
+        self._history = low.to_bytes(8, "little") + high.to_bytes(8, "little")
 
     def compare(self, mine: str, detail: str) -> str:
         """Gather what every rank was about to do, and say who differs. Collective."""
@@ -136,7 +145,7 @@ def _only_here(detail: str, common: set[str]) -> list[str]:
 
 
 class Exchange:
-    """One handshake under way: from round to round, then the verdict."""
+    """One handshake under way, and the verdict at its end."""
 
     def __init__(
         self,
@@ -150,68 +159,29 @@ class Exchange:
         self._operation = operation
         self._site = site
         self._detail = detail
-        self._low = self._high = digest
-        self._rounds = iter(handshake.rounds)
-        self._round: _Round | None = None
-        self._next_round()
-
-    def _next_round(self) -> None:
-        self._round = next(self._rounds, None)
-        if self._round is not None:
-            self._round.start(self._low, self._high)
-
-    def advance(self) -> bool:
-        """Go as far as possible without waiting; return whether the exchange is over."""
-        while self._round is not None and self._round.done():
-            low, high = self._round.heard()
-            self._low, self._high = min(self._low, low), max(self._high, high)
-            self._next_round()
-        return self._round is None
+        self.advance = handshake.spread.advance
+        handshake.spread.start(digest)
 
     def wait(self, patience: Patience) -> None:
         """Go to the end, or raise CollectiveTimeout."""
-        if not patience.wait_for(self.advance):
+        if not self.advance() and not patience.wait_for(self.advance):
             raise CollectiveTimeout(self._who_is_missing(patience.waited_s))
 
     def verify(self) -> None:
         """Raise CollectiveMismatch if the ranks disagree. Call when the exchange is over."""
-        if self._low != self._high:
-            self._handshake.resume_after(self._low, self._high)
+        low, high = self._handshake.spread.extremes()
+        if low != high:
+            self._handshake.resume_after(low, high)
             detail = self._detail() if self._detail is not None else ""
             raise CollectiveMismatch(self._handshake.compare(f"{self._operation}  at {self._site()}", detail))
 
     def _who_is_missing(self, waited_s: float) -> str:
-        assert self._round is not None
         wire = self._handshake.wire
         return (
             f"{self._operation} at {self._site()}: rank {wire.rank} of {wire.size} (group "
             f"'{self._handshake.name}', operation {self._handshake.number}) has waited {waited_s:.1f} s "
-            f"for rank {self._round.src}, which has not come or waits for another rank itself. Raise "
-            "MPISGD_TIMEOUT_S if ranks may be that far apart"
+            f"for {self._handshake.spread.missing()}. Raise MPISGD_TIMEOUT_S if ranks may be that far apart"
         )
-
-
-class _Round:
-    """One round of the dissemination, prepared once."""
-
-    def __init__(self, wire: "Wire", k: int) -> None:
-        distance = 1 << k
-        self.src = (wire.rank - distance) % wire.size
-        self._mine = bytearray(PAIR.size)
-        self._theirs = bytearray(PAIR.size)
-        self._wire = wire
-        dst = (wire.rank + distance) % wire.size
-        self._requests = wire.persistent(self._mine, dst, self._theirs, self.src, FIRST_TAG + k)
-
-    def start(self, low: int, high: int) -> None:
-        PAIR.pack_into(self._mine, 0, low, high)
-        self._wire.start(self._requests)
-
-    def done(self) -> bool:
-        return self._wire.poll(self._requests)
-
-    def heard(self) -> tuple[int, int]:
-        return PAIR.unpack(self._theirs)
 
 
 def _ranks(ranks: list[int]) -> str:

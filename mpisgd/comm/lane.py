@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mpisgd.comm.handshake import Handshake, Operation
+from mpisgd.comm.handshake import Handshake, Operation, Spread
 from mpisgd.comm.work import LaneWork
 from mpisgd.errors import CollectiveMismatch, MpiFailed, MpisgdError
 
@@ -64,15 +64,18 @@ class Lane:
 
     Args:
         wire: the lane's own communicator.
+        spread: how its ranks compare what they are about to do.
         name: of the group, for messages.
         timeout_s: how long an operation waits for the other ranks.
         threads_allowed: whether MPI runs at THREAD_MULTIPLE, without which nothing can be asynchronous.
     """
 
-    def __init__(self, wire: "Wire", *, name: str, timeout_s: float, threads_allowed: bool) -> None:
+    def __init__(
+        self, wire: "Wire", spread: Spread, *, name: str, timeout_s: float, threads_allowed: bool
+    ) -> None:
         self.wire = wire
         self.name = name
-        self.handshake = Handshake(wire, name, timeout_s)
+        self.handshake = Handshake(wire, spread, name=name, timeout_s=timeout_s)
         self.broken: MpisgdError | None = None
         self._threads_allowed = threads_allowed
         self._queue: collections.deque[_Job] = collections.deque()

@@ -25,11 +25,13 @@ class Compressor:
     def __repr__(self) -> str:
         return f"Compression.{self.name}"
 
+    def changes(self, dtype: torch.dtype) -> bool:
+        """Return whether gradients of `dtype` travel as something else."""
+        return self.dtype is not None and dtype in (torch.float32, torch.float64)
+
     def compress(self, flat: Tensor) -> Tensor:
         """Return what travels instead of `flat`: `flat` itself, or a new tensor."""
-        if self.dtype is None or flat.dtype not in (torch.float32, torch.float64):
-            return flat
-        return flat.to(self.dtype)
+        return flat.to(self.dtype) if self.changes(flat.dtype) else flat
 
     def decompress(self, wire: Tensor, flat: Tensor) -> None:
         """Bring the sum of what travelled back into `flat`."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mpisgd.fusion.bucketing import Bucket
 
-__all__ = ["FusionBuffer"]
+__all__ = ["FusionBuffer", "num_elements"]
 
 
 class FusionBuffer:
@@ -23,15 +23,15 @@ class FusionBuffer:
 
     Attributes:
         bucket: the plan it follows.
-        flat: [numel + flags], what travels; owned by the buffer.
+        flat: [numel + flags], what travels.
         views: one tensor per parameter, of its shape, inside `flat`.
     """
 
-    def __init__(self, bucket: Bucket, params: Sequence[Tensor]) -> None:
-        """Allocate for `params`, the parameters of `bucket.indices` in that order."""
+    def __init__(self, bucket: Bucket, params: Sequence[Tensor], flat: Tensor) -> None:
+        """Lay out `flat`, of `num_elements(bucket)` elements, for the parameters of `bucket.indices`."""
         self.bucket = bucket
         count = len(params)
-        self.flat = torch.zeros(bucket.numel + 2 * count, dtype=params[0].dtype, device=params[0].device)
+        self.flat = flat.zero_()
         self._layouts = [_layout_of(param) for param in params]
         self.views = [
             _window(self.flat, offset, *layout)
@@ -97,6 +97,11 @@ class FusionBuffer:
         if not self._sparse.any():
             return []
         return [place for place, flag in enumerate(self._sparse.tolist()) if flag]
+
+
+def num_elements(bucket: Bucket) -> int:
+    """Return how many elements the flat storage of a bucket has, flags included."""
+    return bucket.numel + 2 * len(bucket.indices)
 
 
 def _window(flat: Tensor, offset: int, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:

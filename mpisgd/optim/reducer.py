@@ -16,10 +16,12 @@ from mpisgd.comm.collectives.all_reduce import choose_algorithm, reduce_flat
 from mpisgd.comm.dtypes import ReduceOp
 from mpisgd.comm.group import Group
 from mpisgd.comm.handshake import Operation
+from mpisgd.comm.node.region import Region
+from mpisgd.comm.node.segment import Segment
 from mpisgd.compress.cast import Compressor
 from mpisgd.errors import InvalidArgument
-from mpisgd.fusion.bucketing import Item, launch_order, plan_buckets, plan_hash
-from mpisgd.fusion.buffer import FusionBuffer
+from mpisgd.fusion.bucketing import Bucket, Item, launch_order, plan_buckets, plan_hash
+from mpisgd.fusion.buffer import FusionBuffer, num_elements
 from mpisgd.optim.sparse import reduce_sparse
 
 __all__ = ["GradientReducer", "Recipe", "check_recipe"]
@@ -71,6 +73,7 @@ class GradientReducer:
         self.group = group
         self.recipe = recipe
         self._buffers: list[FusionBuffer] = []
+        self._regions: list[Region | None] = []
         self._covered: tuple[int, ...] | None = None
         self._sparse: set[int] = set()
         self._marks: dict[int, int] = {}
@@ -166,9 +169,29 @@ class GradientReducer:
             cap_bytes=self.recipe.bucket_cap_bytes,
             order=order,
         )
-        self._buffers = [FusionBuffer(bucket, [self.params[i] for i in bucket.indices]) for bucket in buckets]
+        self._allocate(buckets)
         self._covered = covered
         self._plan = f"{plan_hash(buckets):016x}"
+
+    def _allocate(self, buckets: Sequence[Bucket]) -> None:
+        """Make room for the gradients: where the ranks share memory, there, to be reduced in place."""
+        self._buffers, self._regions = [], []
+        for bucket in buckets:
+            params = [self.params[i] for i in bucket.indices]
+            flat, region = self._room(num_elements(bucket), params[0].dtype)
+            self._buffers.append(FusionBuffer(bucket, params, flat))
+            self._regions.append(region)
+
+    def _room(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Region | None]:
+        plane = self.group.plane
+        made: list[Segment | None] = []
+        if plane is not None and not self.recipe.compression.changes(dtype):
+            operation = Operation("gradients", dtype=dtype_name(dtype), shape=(numel,), extra="allocation")
+            self.group.lane.run(operation, lambda: made.append(plane.open_segment(numel * dtype.itemsize)))
+            if (segment := made[0]) is not None:
+                region = plane.region(segment, numel, dtype)
+                return region.mine, region
+        return torch.empty(numel, dtype=dtype), None
 
     # -- dense gradients ----------------------------------------------------------------------------
 
@@ -183,7 +206,12 @@ class GradientReducer:
             shape=tuple(buffer.flat.shape),
             extra=f"bucket {number} of plan {self._plan}, {when}",
         )
-        self.group.lane.run(operation, lambda: self._combine(buffer.flat))
+        factor = self.recipe.predivide_factor
+        if factor != 1.0:
+            buffer.flat.div_(factor)  # before the others may look at it
+        self.group.lane.run(operation, lambda: self._combine(buffer.flat, self._regions[number]))
+        if factor != 1.0:
+            buffer.flat.mul_(factor / self.group.size)
         sparse = buffer.sparse_somewhere()
         for place, exists in enumerate(buffer.dense_somewhere()):
             view = buffer.views[place] if exists else None
@@ -191,17 +219,16 @@ class GradientReducer:
                 params[place].grad = view
         return [buffer.bucket.indices[place] for place in sparse]
 
-    def _combine(self, flat: Tensor) -> None:
-        """All-reduce `flat` as the recipe says; runs inside the lane."""
-        op, compression, factor, _ = self.recipe
-        if factor != 1.0:
-            flat.div_(factor)
-            op = ReduceOp.SUM
-        wire = compression.compress(flat)
-        reduce_flat(self.group, wire, op, choose_algorithm("auto", wire))
-        compression.decompress(wire, flat)
-        if factor != 1.0:
-            flat.mul_(factor / self.group.size)
+    def _combine(self, flat: Tensor, region: Region | None) -> None:
+        """All-reduce `flat`; runs inside the lane."""
+        op = self.recipe.op if self.recipe.predivide_factor == 1.0 else ReduceOp.SUM
+        if region is not None:
+            assert self.group.plane is not None
+            self.group.plane.all_reduce_region(region, op)
+            return
+        wire = self.recipe.compression.compress(flat)
+        reduce_flat(self.group, wire, op, choose_algorithm(self.group, "auto", wire))
+        self.recipe.compression.decompress(wire, flat)
 
     # -- the others ---------------------------------------------------------------------------------
 

@@ -15,7 +15,9 @@ from mpisgd.errors import InvalidArgument
 
 __all__ = ["all_reduce", "choose_algorithm", "reduce_flat"]
 
-CHOICES: Sequence[str] = ("auto", "mpi", *ALGORITHMS)
+CHOICES: Sequence[str] = ("auto", "mpi", "node", *ALGORITHMS)
+# Below this MPI's own all-reduce of a few microseconds wins over the copies and barriers of the node plane.
+NODE_BYTES = 16 * 2**10
 
 
 def all_reduce(
@@ -35,7 +37,7 @@ def all_reduce(
         op: elementwise combination; AVG is SUM divided by `group.size`.
         group: defaults to all processes of the job.
         async_op: return at once with a `Work`; leave the tensor alone until its `wait()`.
-        algorithm: `mpi` (MPI_Allreduce), `ring`, `halving_doubling`, `reduce_broadcast`, `all_to_all`, or
+        algorithm: `mpi` (MPI_Allreduce), `node` (shared memory, for ranks of one host), `ring`, `halving_doubling`, `reduce_broadcast`, `all_to_all`, or
             `auto`. float16 and bfloat16 are summed in float32 by all of them; `all_to_all` sends the
             halves themselves, the others send float32.
 
@@ -48,7 +50,7 @@ def all_reduce(
     group = group_or_world(group)
     check_output("all_reduce", tensor)
     op = check_op("all_reduce", op, tensor.dtype)
-    algorithm = choose_algorithm(algorithm, tensor)
+    algorithm = choose_algorithm(group, algorithm, tensor)
 
     def action() -> None:
         landing = Landing(tensor, keep=True)  # not before it is our turn: another operation may write it
@@ -59,12 +61,19 @@ def all_reduce(
     return group.lane.run(operation, action, tensors=[tensor], async_op=async_op)
 
 
-def choose_algorithm(algorithm: str, tensor: Tensor) -> str:
-    """Return the algorithm to use: the same on every rank for the same dtype."""
+def choose_algorithm(group: Group, algorithm: str, tensor: Tensor) -> str:
+    """Return the algorithm to use: the same on every rank for the same size and dtype."""
     if algorithm not in CHOICES:
         raise InvalidArgument(f"all_reduce: algorithm={algorithm!r}; expected one of {', '.join(CHOICES)}")
+    if algorithm == "node" and group.plane is None:
+        raise InvalidArgument(
+            f"all_reduce: algorithm='node' needs shared memory; the {group.size} ranks of group "
+            f"'{group.name}' are on {group.topology.num_nodes} host(s) or cannot have it"
+        )
     if algorithm != "auto":
         return algorithm
+    if group.plane is not None and (tensor.nbytes >= NODE_BYTES or tensor.dtype in HALF_TYPES):
+        return "node"
     return "all_to_all" if tensor.dtype in HALF_TYPES else "mpi"
 
 
@@ -73,6 +82,10 @@ def reduce_flat(group: Group, flat: Tensor, op: ReduceOp, algorithm: str) -> Non
     if algorithm == "mpi":
         work, name, finish = for_mpi(flat, op, group.size)
         group.lane.wire.all_reduce(work, name)
+    elif algorithm == "node":
+        assert group.plane is not None
+        group.plane.all_reduce(flat, op)
+        return
     elif algorithm == "all_to_all":  # sees all pieces at once, so it can add any dtype by itself
         ALGORITHMS[algorithm](link_of(group, "all_reduce"), flat, op)
         return

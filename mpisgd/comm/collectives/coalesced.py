@@ -55,7 +55,9 @@ def all_reduce_coalesced(
 
     def action() -> None:
         for same in _by_dtype(checked):
-            _through_one(same, lambda flat: reduce_flat(group, flat, op, choose_algorithm("auto", flat)))
+            _through_one(
+                same, lambda flat: reduce_flat(group, flat, op, choose_algorithm(group, "auto", flat))
+            )
 
     operation = Operation(name, op=getattr(op, "name", str(op)), extra=_signature(checked))
     return group.lane.run(operation, action, tensors=checked, async_op=async_op)

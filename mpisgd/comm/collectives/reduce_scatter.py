@@ -2,10 +2,19 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from mpisgd.comm.algorithms.direct import reduce_own_part
-from mpisgd.comm.buffers import Landing, check_output, check_same, check_tensor, check_tensors, readable
+from mpisgd.comm.buffers import (
+    Landing,
+    check_output,
+    check_same,
+    check_tensor,
+    check_tensors,
+    overlap,
+    readable,
+)
 from mpisgd.comm.collectives.common import link_of, operation_on
 from mpisgd.comm.dtypes import ReduceOp, check_op
 from mpisgd.comm.group import Group
@@ -103,5 +112,11 @@ def cut(tensor: Tensor, parts: int) -> list[Tensor]:
 
 def reduce_own(group: Group, output: Tensor, parts: list[Tensor], op: ReduceOp) -> None:
     """Combine everyone's part of this rank into `output`; runs inside the lane."""
-    result = reduce_own_part(link_of(group, "reduce_scatter"), parts, op)
-    Landing(output, keep=False).settle(result)
+    landing = Landing(output, keep=False)
+    if group.plane is None:
+        landing.settle(reduce_own_part(link_of(group, "reduce_scatter"), parts, op))
+        return
+    apart = not any(overlap(landing.flat, part) for part in parts)
+    result = landing.flat if apart else torch.empty_like(landing.flat)
+    group.plane.reduce_scatter(parts, op, result)
+    landing.settle(result)

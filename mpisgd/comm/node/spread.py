@@ -1,0 +1,32 @@
+"""`NodeSpread`: the handshake of ranks that share a host, through the control block: no message at all."""
+
+from mpisgd.comm.node.control import ControlBlock
+
+__all__ = ["NodeSpread"]
+
+
+class NodeSpread:
+    """The spread in shared memory: show the digest, arrive, and look at everyone's once all are here."""
+
+    def __init__(self, control: ControlBlock) -> None:
+        self._control = control
+        self._turn = 0
+
+    def start(self, digest: int) -> None:
+        """Begin with this rank's digest."""
+        self._turn += 1
+        self._control.show(digest, self._turn)
+        self._control.arrive()
+
+    def advance(self) -> bool:
+        """Return whether all ranks are here."""
+        return self._control.all_here()
+
+    def extremes(self) -> tuple[int, int]:
+        """Return the smallest and the largest digest."""
+        return self._control.extremes(self._turn)
+
+    def missing(self) -> str:
+        """Say for whom this rank waits."""
+        missing = self._control.missing()
+        return f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
