@@ -15,7 +15,7 @@ from mpisgd.comm.group import Group
 from mpisgd.comm.handshake import Exchange, Operation
 from mpisgd.comm.hooks import Hooks
 from mpisgd.comm.topology import Topology
-from mpisgd.comm.waiting import Patience
+from mpisgd.comm.waiting import Patience, set_crowded
 from mpisgd.errors import (
     AlreadyInitialized,
     InvalidArgument,
@@ -105,6 +105,7 @@ def init(
     group = Group("world", range(wire.size), wire, timeout_s=limit_s, threads=multiple)
     _job = _Job(comm, group, Hooks(wire, group.topology), limit_s, multiple, [group], defaults_set=defaults)
     _job.hooks.install()
+    set_crowded(group.topology.local_size > config.available_cores())
     _share_threads(wire, group.topology, num_threads)
     if was_running:
         _say_what_came_too_late(mpi.library_version(), defaults, wire.rank)

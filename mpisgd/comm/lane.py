@@ -7,11 +7,12 @@ one thread for two groups that ranks use in opposite order would deadlock.
 """
 
 import collections
+import contextlib
 import os
 import sys
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -33,6 +34,9 @@ NOT_THE_PROGRAM = (
 )
 
 
+_AS_IT_IS = contextlib.nullcontext()
+
+
 def call_site() -> Callable[[], str]:
     """Return what tells, when asked, the line of the program that called into mpisgd."""
     frame: FrameType | None = sys._getframe(1)
@@ -44,19 +48,21 @@ def call_site() -> Callable[[], str]:
     return lambda: f"{code.co_filename}:{line} in {code.co_name}"
 
 
-class _Job:
-    """One operation on its way through the lane."""
+def _mode_of(tensors: Any) -> contextlib.AbstractContextManager[Any]:
+    """Return torch's inference mode for tensors that were made in it; outside they cannot be written to."""
+    if tensors and any(tensor.is_inference() for tensor in tensors):
+        return torch.inference_mode()
+    return _AS_IT_IS
 
-    __slots__ = ("action", "detail", "operation", "site", "work")
 
-    def __init__(
-        self, operation: Operation, action: Callable[[], None], tensors: Any, detail: Callable[[], str] | None
-    ) -> None:
-        self.operation = operation
-        self.action = action
-        self.site = call_site()
-        self.detail = detail
-        self.work = LaneWork(operation.kind, tensors)
+class _Job(NamedTuple):
+    """One operation that waits for its turn."""
+
+    operation: Operation
+    action: Callable[[], None]
+    site: Callable[[], str]
+    detail: Callable[[], str] | None
+    work: LaneWork
 
 
 class Lane:
@@ -79,8 +85,9 @@ class Lane:
         self.broken: MpisgdError | None = None
         self._threads_allowed = threads_allowed
         self._queue: collections.deque[_Job] = collections.deque()
-        self._changed = threading.Condition()
-        self._busy: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._busy: int | None = None  # the thread whose turn it is
         self._thread: threading.Thread | None = None
         self._closing = False
 
@@ -102,35 +109,36 @@ class Lane:
             async_op: return at once with the Work.
             detail: tells more about this rank's view when the ranks disagree.
         """
-        job = _Job(operation, action, tensors, detail)
+        site = call_site()
+        # A callback of the operation that runs on this thread may call the next one: waiting for our own
+        # turn would be for ever, and all ranks come by here at the same point of the order.
+        inside = self._busy == threading.get_ident()
+        if not async_op and (inside or self._take_turn()):
+            try:
+                self._perform(operation, action, site, detail, tensors)
+            finally:
+                if not inside:
+                    self._end_turn()
+            return None
         if async_op:
             self._need_thread(operation)
-        if self._busy is threading.current_thread():
-            # A callback of the operation that runs on this thread: waiting for our own turn would be for
-            # ever, and all ranks come by here at the same point of the order.
-            self._perform(job)
-        elif async_op:
-            self._enqueue(job)
+        job = _Job(operation, action, site, detail, LaneWork(operation.kind, tensors))
+        if inside:
+            self._complete(job)
         else:
-            self._run_now(job)
+            self._enqueue(job)
         if async_op:
             return job.work
         job.work.wait()
         return None
 
-    def _run_now(self, job: _Job) -> None:
-        """Run on this thread if nothing is before us, else let the lane's thread do it in its order."""
-        with self._changed:
-            free = self._busy is None and not self._queue
-            if free:
-                self._busy = threading.current_thread()
-        if not free:
-            self._enqueue(job)
-            return
-        try:
-            self._perform(job)
-        finally:
-            self._end_turn()
+    def _take_turn(self) -> bool:
+        """Claim the lane for this thread, unless something is before us."""
+        with self._lock:
+            if self._busy is not None or self._queue:
+                return False
+            self._busy = threading.get_ident()
+            return True
 
     def _need_thread(self, operation: Operation) -> None:
         if not self._threads_allowed:
@@ -140,29 +148,45 @@ class Lane:
             )
 
     def _end_turn(self) -> None:
-        with self._changed:
+        with self._lock:
             self._busy = None
-            self._changed.notify_all()
+            if self._thread is not None:
+                self._changed.notify_all()
 
-    def _perform(self, job: _Job) -> None:
+    def _perform(
+        self,
+        operation: Operation,
+        action: Callable[[], None],
+        site: Callable[[], str],
+        detail: Callable[[], str] | None,
+        tensors: Any,
+    ) -> None:
+        """Agree and act. Whatever goes wrong leaves the other ranks in the middle, and the lane broken."""
+        if self.broken is not None:
+            raise self.broken
+        try:
+            self.handshake.agree(operation, site, detail)
+            with _mode_of(tensors):
+                action()
+        except CollectiveMismatch:  # the ranks found out together, and go on together
+            raise
+        except BaseException as exc:
+            self.broken = self._as_broken(operation, exc)
+            raise
+
+    def _complete(self, job: _Job) -> None:
+        """Perform a queued operation; an error belongs to whoever waits for it."""
         error: BaseException | None = None
         try:
-            if self.broken is not None:
-                raise self.broken
-            self.handshake.agree(job.operation, job.site, job.detail)
-            with torch.inference_mode():  # else tensors made in that mode could not be written to here
-                job.action()
-        except CollectiveMismatch as exc:  # the ranks found out together, and go on together
+            self._perform(job.operation, job.action, job.site, job.detail, job.work.tensors)
+        except BaseException as exc:
             error = exc
-        except BaseException as exc:  # it belongs to whoever waits; the other ranks may be left in the middle
-            error = exc
-            self.broken = self.broken or self._as_broken(job, exc)
         job.work.complete(error)
 
-    def _as_broken(self, job: _Job, exc: BaseException) -> MpisgdError:
+    def _as_broken(self, operation: Operation, exc: BaseException) -> MpisgdError:
         if isinstance(exc, MpisgdError):
             return exc
-        return MpiFailed(f"group '{self.name}' cannot be used any more: {job.operation} failed with {exc!r}")
+        return MpiFailed(f"group '{self.name}' cannot be used any more: {operation} failed with {exc!r}")
 
     def _enqueue(self, job: _Job) -> None:
         with self._changed:
@@ -182,8 +206,8 @@ class Lane:
                 if not self._queue:
                     return
                 job = self._queue.popleft()
-                self._busy = threading.current_thread()
-            self._perform(job)
+                self._busy = threading.get_ident()
+            self._complete(job)
             self._end_turn()
             del job  # an idle thread must not keep the last operation's tensors alive
 

@@ -8,10 +8,10 @@ frees and refills storages (FSDP does); an address has no such effect, but it ho
 whoever starts a transfer keeps the tensor until it is done.
 """
 
-import contextlib
+import functools
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from mpi4py import MPI
@@ -65,7 +65,11 @@ _KINDS: dict[int, type[MpisgdError]] = {
     },
 }
 
-BufferSpec = tuple[MPI.buffer, int, MPI.Datatype]
+BufferSpec = list[MPI.buffer | int | MPI.Datatype]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Method = Callable[Concatenate["Wire", P], R]
 
 
 def start() -> bool:
@@ -88,8 +92,9 @@ def thread_level() -> str:
     return THREAD_LEVELS[MPI.Query_thread()]
 
 
+@functools.lru_cache(maxsize=256)
 def _span(nbytes: int) -> MPI.Datatype:
-    """Return a committed datatype of exactly `nbytes` bytes; the caller frees it."""
+    """Return a committed datatype of exactly `nbytes` bytes, kept for the next time."""
     blocks, rest = divmod(nbytes, SPAN_BLOCK)
     block = MPI.BYTE.Create_contiguous(SPAN_BLOCK)
     body = block.Create_contiguous(blocks)
@@ -100,16 +105,34 @@ def _span(nbytes: int) -> MPI.Datatype:
 
 
 def _address(tensor: Tensor) -> MPI.buffer:
-    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
 
 
-@contextlib.contextmanager
-def _wrapped_errors(what: str) -> Iterator[None]:
-    """Turn mpi4py's exception into ours, once."""
-    try:
-        yield
-    except MPI.Exception as exc:
-        raise _KINDS.get(exc.Get_error_class(), MpiFailed)(f"{what}: {exc.Get_error_string()}") from exc
+def _spec(tensor: Tensor, parts: int = 1) -> BufferSpec:
+    """Describe a tensor to MPI as bytes; `parts`: how many equal pieces MPI will see in it."""
+    nbytes = tensor.nbytes
+    if nbytes <= MAX_COUNT:
+        return [_address(tensor), nbytes // parts, MPI.BYTE]
+    return [_address(tensor), 1, _span(nbytes // parts)]
+
+
+def _wrapped(what: str, *, collective: bool = False) -> Callable[[Method[P, R]], Method[P, R]]:
+    """Turn mpi4py's exceptions into ours, once; and count the calls of MPI's own collectives."""
+
+    def decorate(method: Method[P, R]) -> Method[P, R]:
+        def wrapped(self: "Wire", /, *args: P.args, **kwargs: P.kwargs) -> R:
+            if collective:
+                self.calls[what] += 1
+            try:
+                return method(self, *args, **kwargs)
+            except MPI.Exception as exc:
+                kind = _KINDS.get(exc.Get_error_class(), MpiFailed)
+                raise kind(f"MPI {what}: {exc.Get_error_string()}") from exc
+
+        functools.update_wrapper(wrapped, method)
+        return wrapped
+
+    return decorate
 
 
 class Wire:
@@ -160,54 +183,30 @@ class Wire:
         """End every process of the job."""
         self.comm.Abort(exit_code)
 
-    # -- memory -------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _bytes(self, *tensors: Tensor, pieces: int = 1) -> Iterator[list[BufferSpec]]:
-        """Describe the tensors to MPI as bytes; `pieces`: the equal parts MPI will see in the last one."""
-        spans: list[MPI.Datatype] = []
-        specs: list[BufferSpec] = []
-        for i, tensor in enumerate(tensors):
-            parts = pieces if i == len(tensors) - 1 else 1
-            nbytes = tensor.numel() * tensor.element_size()
-            if nbytes <= MAX_COUNT:
-                specs.append((_address(tensor), nbytes // parts, MPI.BYTE))
-            else:
-                spans.append(_span(nbytes // parts))
-                specs.append((_address(tensor), 1, spans[-1]))
-        try:
-            yield specs
-        finally:
-            for span in spans:
-                span.Free()  # MPI keeps it until pending transfers are done
-
     # -- point to point -----------------------------------------------------------------------------
 
+    @_wrapped("Isend")
     def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> MPI.Request:
         """Start sending `tensor` to `dst`."""
-        with _wrapped_errors(f"send to rank {dst}"), self._bytes(tensor) as (spec,):
-            self.sent_bytes += tensor.numel() * tensor.element_size()
-            self.sent_messages += 1
-            return self.comm.Isend(list(spec), dst, tag)
+        self.sent_bytes += tensor.nbytes
+        self.sent_messages += 1
+        return self.comm.Isend(_spec(tensor), dst, tag)
 
+    @_wrapped("Irecv")
     def irecv(self, tensor: Tensor, src: int | None, tag: int = 0) -> MPI.Request:
         """Start receiving into `tensor` from `src`, None for whoever sends first."""
-        source = MPI.ANY_SOURCE if src is None else src
-        with _wrapped_errors(f"receive from rank {src}"), self._bytes(tensor) as (spec,):
-            return self.comm.Irecv(list(spec), source, tag)
+        return self.comm.Irecv(_spec(tensor), MPI.ANY_SOURCE if src is None else src, tag)
 
+    @_wrapped("Testall")
     def poll(self, requests: Sequence[MPI.Request]) -> bool:
         """Return whether all of `requests` are complete, and let MPI make progress."""
-        with _wrapped_errors("waiting for a transfer"):
-            return MPI.Request.Testall(list(requests))
+        return MPI.Request.Testall(requests)
 
+    @_wrapped("Test")
     def poll_one(self, request: MPI.Request) -> tuple[int, int] | None:
         """Return (source rank, bytes received) once `request` is complete, None before."""
         status = MPI.Status()
-        with _wrapped_errors("waiting for a message"):
-            if not request.Test(status):
-                return None
-        return status.Get_source(), status.Get_elements(MPI.BYTE)
+        return (status.Get_source(), status.Get_elements(MPI.BYTE)) if request.Test(status) else None
 
     def cancel(self, request: MPI.Request) -> None:
         """Give up a receive that nobody answered."""
@@ -220,105 +219,81 @@ class Wire:
         """Prepare an exchange of two small fixed buffers that is started again and again."""
         return [self.comm.Recv_init(recv, src, tag), self.comm.Send_init(send, dst, tag)]
 
+    @_wrapped("Startall")
     def start(self, requests: list[MPI.Prequest]) -> None:
         """Start a prepared exchange."""
-        with _wrapped_errors("starting an exchange"):
-            MPI.Prequest.Startall(requests)
+        MPI.Prequest.Startall(requests)
 
     # -- MPI's own collectives ----------------------------------------------------------------------
 
+    @_wrapped("Barrier", collective=True)
     def barrier(self) -> None:
         """Wait inside MPI until every rank is here."""
-        with self._call("Barrier"):
-            self.comm.Barrier()
+        self.comm.Barrier()
 
+    @_wrapped("Bcast", collective=True)
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """Copy root's bytes into everyone's `tensor`."""
-        with self._call("Bcast"), self._bytes(tensor) as (spec,):
-            self.comm.Bcast(list(spec), root)
+        self.comm.Bcast(_spec(tensor), root)
 
+    @_wrapped("Allreduce", collective=True)
     def all_reduce(self, tensor: Tensor, op: str) -> None:
         """Combine `tensor` [n] over the ranks, in place."""
         mpi_op, mpi_type = _native(op, tensor.dtype)
-        with self._call("Allreduce"):
-            for piece in _pieces(tensor):
-                self.comm.Allreduce(MPI.IN_PLACE, [_address(piece), piece.numel(), mpi_type], mpi_op)
+        for piece in _pieces(tensor):
+            self.comm.Allreduce(MPI.IN_PLACE, [_address(piece), piece.numel(), mpi_type], mpi_op)
 
+    @_wrapped("Reduce", collective=True)
     def reduce(self, tensor: Tensor, op: str, root: int) -> None:
         """Combine `tensor` [n] over the ranks into root's; the others keep theirs."""
         mpi_op, mpi_type = _native(op, tensor.dtype)
-        with self._call("Reduce"):
-            for piece in _pieces(tensor):
-                spec = [_address(piece), piece.numel(), mpi_type]
-                if self.rank == root:
-                    self.comm.Reduce(MPI.IN_PLACE, spec, mpi_op, root)
-                else:
-                    self.comm.Reduce(spec, None, mpi_op, root)
+        for piece in _pieces(tensor):
+            spec = [_address(piece), piece.numel(), mpi_type]
+            if self.rank == root:
+                self.comm.Reduce(MPI.IN_PLACE, spec, mpi_op, root)
+            else:
+                self.comm.Reduce(spec, None, mpi_op, root)
 
+    @_wrapped("Allgather", collective=True)
     def all_gather(self, out: Tensor, tensor: Tensor | None) -> None:
         """Put everyone's `tensor` [n] into `out` [size * n]; None: mine is already in its place there."""
-        with self._call("Allgather"):
-            if tensor is None:
-                with self._bytes(out, pieces=self.size) as (spec,):
-                    self.comm.Allgather(MPI.IN_PLACE, list(spec))
-            else:
-                with self._bytes(tensor, out, pieces=self.size) as (mine, spec):
-                    self.comm.Allgather(list(mine), list(spec))
+        mine = MPI.IN_PLACE if tensor is None else _spec(tensor)
+        self.comm.Allgather(mine, _spec(out, self.size))
 
+    @_wrapped("Gather", collective=True)
     def gather(self, out: Tensor | None, tensor: Tensor, root: int) -> None:
         """Put everyone's `tensor` [n] into root's `out` [size * n]."""
-        with self._call("Gather"):
-            if out is None:
-                with self._bytes(tensor) as (mine,):
-                    self.comm.Gather(list(mine), None, root)
-            else:
-                with self._bytes(tensor, out, pieces=self.size) as (mine, spec):
-                    self.comm.Gather(list(mine), list(spec), root)
+        self.comm.Gather(_spec(tensor), None if out is None else _spec(out, self.size), root)
 
+    @_wrapped("Scatter", collective=True)
     def scatter(self, tensor: Tensor, source: Tensor | None, root: int) -> None:
         """Hand piece r of root's `source` [size * n] to rank r's `tensor` [n]."""
-        with self._call("Scatter"):
-            if source is None:
-                with self._bytes(tensor) as (mine,):
-                    self.comm.Scatter(None, list(mine), root)
-            else:
-                with self._bytes(tensor, source, pieces=self.size) as (mine, spec):
-                    self.comm.Scatter(list(spec), list(mine), root)
+        self.comm.Scatter(None if source is None else _spec(source, self.size), _spec(tensor), root)
 
+    @_wrapped("Alltoall", collective=True)
     def all_to_all(self, out: Tensor, tensor: Tensor) -> None:
         """Hand piece r of `tensor` [size * n] to rank r; piece s of `out` [size * n] comes from rank s."""
-        with (
-            self._call("Alltoall"),
-            self._bytes(tensor, pieces=self.size) as (give,),
-            self._bytes(out, pieces=self.size) as (take,),
-        ):
-            self.comm.Alltoall(list(give), list(take))
+        self.comm.Alltoall(_spec(tensor, self.size), _spec(out, self.size))
 
+    @_wrapped("bcast", collective=True)
     def broadcast_object(self, obj: Any, root: int) -> Any:
         """Return root's object, pickled on the way."""
-        with self._call("bcast"):
-            return self.comm.bcast(obj, root)
+        return self.comm.bcast(obj, root)
 
+    @_wrapped("allgather", collective=True)
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Return everyone's object, pickled on the way."""
-        with self._call("allgather"):
-            return self.comm.allgather(obj)
+        return self.comm.allgather(obj)
 
+    @_wrapped("gather", collective=True)
     def gather_object(self, obj: Any, root: int) -> list[Any] | None:
         """Return everyone's object on root, None elsewhere."""
-        with self._call("gather"):
-            return self.comm.gather(obj, root)
+        return self.comm.gather(obj, root)
 
+    @_wrapped("scatter", collective=True)
     def scatter_object(self, objs: Sequence[Any] | None, root: int) -> Any:
         """Return this rank's entry of root's list."""
-        with self._call("scatter"):
-            return self.comm.scatter(objs, root)
-
-    @contextlib.contextmanager
-    def _call(self, name: str) -> Iterator[None]:
-        self.calls[name] += 1
-        with _wrapped_errors(f"MPI {name}"):
-            yield
+        return self.comm.scatter(objs, root)
 
 
 def _pieces(tensor: Tensor) -> list[Tensor]:

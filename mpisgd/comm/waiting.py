@@ -8,11 +8,23 @@ import os
 import time
 from collections.abc import Callable
 
-__all__ = ["Patience"]
+__all__ = ["Patience", "set_crowded"]
 
 SPIN_S = 0.0005  # most partners arrive within this
 SHORT_SLEEP_S = 0.00005
 LONG_SLEEP_S = 0.005  # a long wait costs about one per cent of a core
+
+
+_crowded = True
+
+
+def set_crowded(crowded: bool) -> None:
+    """Say whether this host has more ranks than cores: then waiting ranks give up their core at once.
+
+    Where every rank has a core, giving it up only lets strangers in for a time slice.
+    """
+    global _crowded
+    _crowded = crowded
 
 
 class Patience:
@@ -33,10 +45,10 @@ class Patience:
             waited = self.waited_s
             if waited >= self.limit_s:
                 return False
-            if waited < SPIN_S:
-                os.sched_yield()
-            else:
+            if waited >= SPIN_S:
                 time.sleep(self._pause())
+            elif _crowded:
+                os.sched_yield()
         return True
 
     def _pause(self) -> float:

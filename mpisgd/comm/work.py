@@ -41,7 +41,7 @@ class LaneWork(Work):
 
     def __init__(self, name: str, tensors: Any) -> None:
         self.name = name
-        self._tensors = tensors
+        self.tensors = tensors
         self._done = threading.Event()
         self._lock = threading.Lock()
         self._error: BaseException | None = None
@@ -87,6 +87,6 @@ class LaneWork(Work):
     def _settle(self, future: "torch.futures.Future[Any]") -> None:
         self._told = True
         if self._error is None:
-            future.set_result(self._tensors)
+            future.set_result(self.tensors)
         else:
             future.set_exception(self._error)
