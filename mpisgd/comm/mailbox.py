@@ -38,7 +38,6 @@ class Mailbox:
     def __init__(self, wire: "Wire", *, timeout_s: float, threads_allowed: bool) -> None:
         self.wire = wire
         self.timeout_s = timeout_s
-        self.broken: MpisgdError | None = None
         self._threads_allowed = threads_allowed
         self._under_way: set[MessageWork] = set()
         self._watched: set[MessageWork] = set()
@@ -88,13 +87,9 @@ class Mailbox:
             threading.Thread(target=self._attend, name="mpisgd mailbox", daemon=True).start()
 
     def _attend(self) -> None:
-        """The thread: ask after the watched messages until none is left."""
-        patience = Patience(self.timeout_s)
-        while patience.wait_for(self._some_ended):
-            with self._lock:
-                if not self._watched:
-                    return
-            patience = Patience(self.timeout_s)
+        """The thread: ask after the watched messages until none is left, however long that takes."""
+        while self._watched:
+            Patience(self.timeout_s).wait_for(self._some_ended)
 
     def _some_ended(self) -> bool:
         with self._lock:

@@ -37,9 +37,10 @@ def all_reduce(
         op: elementwise combination; AVG is SUM divided by `group.size`.
         group: defaults to all processes of the job.
         async_op: return at once with a `Work`; leave the tensor alone until its `wait()`.
-        algorithm: `mpi` (MPI_Allreduce), `node` (shared memory, for ranks of one host), `ring`, `halving_doubling`, `reduce_broadcast`, `all_to_all`, or
-            `auto`. float16 and bfloat16 are summed in float32 by all of them; `all_to_all` sends the
-            halves themselves, the others send float32.
+        algorithm: `mpi` (MPI_Allreduce), `node` (shared memory, for ranks of one host), `ring`,
+            `halving_doubling`, `reduce_broadcast`, `all_to_all`, or `auto`. float16 and bfloat16 are summed
+            in float32 by all of them; `node` and `all_to_all` round once and move the halves themselves,
+            the others send float32.
 
     Raises:
         UnsupportedTensor, UnsupportedOp, InvalidArgument: found locally, before anything is sent.

@@ -97,8 +97,8 @@ class NodePlane:
         if not self.control.barrier(self._timeout_s):
             missing = ", ".join(map(str, self.control.missing()))
             raise CollectiveTimeout(
-                f"group '{self._name}': rank {self.rank} of {self.size} has waited {self._timeout_s:.1f} s in "
-                f"the middle of an operation for rank {missing}"
+                f"group '{self._name}': rank {self.rank} of {self.size} has waited {self._timeout_s:.1f} s "
+                f"in the middle of an operation for rank {missing}"
             )
 
     def _chunks(self, numel: int, itemsize: int, parts: int = 1) -> list[slice]:

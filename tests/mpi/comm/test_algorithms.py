@@ -12,8 +12,17 @@ from verdicts import same_on_all_ranks
 import mpisgd
 from mpisgd import ReduceOp
 
-NAMES = ["mpi", "ring", "halving_doubling", "reduce_broadcast", "all_to_all"]
+NAMES = ["mpi", "node", "ring", "halving_doubling", "reduce_broadcast", "all_to_all"]
 algorithms = pytest.mark.parametrize("algorithm", NAMES)
+
+
+@pytest.fixture(autouse=True)
+def skip_without_shared_memory(request, groups):
+    callspec = getattr(request.node, "callspec", None)
+    if callspec is not None and callspec.params.get("algorithm") == "node":
+        group = groups[callspec.params.get("group", "world")]
+        if group.plane is None:
+            pytest.skip(f"group '{group.name}' of {group.size} has no shared memory")
 
 
 def sizes(n: int) -> list[int]:
@@ -82,7 +91,7 @@ def test_every_kind_of_group(group, algorithm):
 
 def claimed(algorithm: str, rank: int, size: int, n: int) -> tuple[int, int]:
     """(elements, messages) that `rank` sends, by the docstrings; n is divisible by whatever is needed."""
-    if size == 1 or algorithm == "mpi":
+    if size == 1 or algorithm in ("mpi", "node"):
         return 0, 0
     if algorithm in ("ring", "all_to_all"):
         return 2 * (size - 1) * n // size, 2 * (size - 1)

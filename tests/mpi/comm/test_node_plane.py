@@ -1,0 +1,84 @@
+"""The shared memory of a host: who has it, what lies in it, and that it is gone afterwards."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from closed_form import assert_equal, combined, given
+from verdicts import everyone
+
+import mpisgd
+from mpisgd import ReduceOp
+from mpisgd.comm.collectives.all_reduce import NODE_BYTES, choose_algorithm
+from mpisgd.comm.handshake import Operation
+from mpisgd.comm.node.plane import HALF_BYTES
+
+
+@pytest.fixture
+def plane(groups):
+    """The world's plane."""
+    found = groups["world"].plane
+    if found is None:
+        pytest.skip("one rank, several hosts, or MPISGD_SHARED_MEMORY=0")
+    return found
+
+
+def run(group, action):
+    group.lane.run(Operation("test"), action)
+
+
+LENGTHS = (0, 1, 3, HALF_BYTES // 4 - 1, HALF_BYTES // 4, HALF_BYTES // 4 + 1, 3 * HALF_BYTES // 4 + 7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint16], ids=str)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_chunks_of_every_length_are_reduced(plane, dtype, length):
+    inputs = [given(rank, dtype, (length,)) for rank in range(mpisgd.size())]
+    mine = inputs[mpisgd.rank()].clone()
+    mpisgd.all_reduce(mine, algorithm="node")
+    assert_equal(mine, combined(inputs, ReduceOp.SUM))
+
+
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX, ReduceOp.PRODUCT], ids=str)
+def test_a_region_is_reduced_where_it_lies(plane, groups, op):
+    length, group = 100_003, groups["world"]
+    made = []
+    run(group, lambda: made.append(plane.open_segment(length * 8)))
+    region = plane.region(made[0], length, torch.float64)
+    for round_ in range(3):
+        inputs = [given(rank + round_, torch.float64, (length,)) for rank in range(group.size)]
+        region.mine.copy_(inputs[group.rank])
+        run(group, lambda: plane.all_reduce_region(region, op))
+        assert_equal(region.mine, combined(inputs, op))
+
+
+def test_operations_follow_each_other_without_a_race(plane):
+    """A fast rank must not overwrite what a slow one still reads: many sizes, no pause, late ranks."""
+    for round_ in range(60):
+        length = (17, NODE_BYTES, HALF_BYTES // 8 + 5)[round_ % 3]
+        inputs = [given(rank + round_, torch.float64, (length,)) for rank in range(mpisgd.size())]
+        mine = inputs[mpisgd.rank()].clone()
+        if round_ % mpisgd.size() == mpisgd.rank():
+            torch.randn(200, 200) @ torch.randn(200, 200)
+        mpisgd.all_reduce(mine, algorithm="node")
+        assert_equal(mine, combined(inputs, ReduceOp.SUM))
+
+
+def test_auto_takes_it_for_what_is_large_or_half(groups):
+    world = groups["world"]
+    large, half = torch.zeros(NODE_BYTES), torch.zeros(4, dtype=torch.bfloat16)
+    wanted = ("mpi", "all_to_all") if world.plane is None else ("node", "node")
+    assert (choose_algorithm(world, "auto", large), choose_algorithm(world, "auto", half)) == wanted
+    assert choose_algorithm(world, "auto", torch.zeros(4)) == "mpi"
+
+
+def test_node_is_refused_where_there_is_no_shared_memory():
+    alone = [mpisgd.new_group([rank]) for rank in range(mpisgd.size())][mpisgd.rank()]
+    with pytest.raises(mpisgd.InvalidArgument, match="shared memory"):
+        mpisgd.all_reduce(torch.zeros(1), group=alone, algorithm="node")
+
+
+def test_the_memory_has_no_name(plane):
+    everyone(not any("mpisgd" in name for name in os.listdir("/dev/shm")), "a name in /dev/shm")
