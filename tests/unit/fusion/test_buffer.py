@@ -9,11 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpisgd.fusion.bucketing import Item, plan_buckets
-from mpisgd.fusion.buffer import FusionBuffer
+from mpisgd.fusion.bucketing import Bucket, Item, plan_buckets
+from mpisgd.fusion.buffer import FusionBuffer, num_elements
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
 KINDS = ("none", "view", "fresh", "sparse", "alias")
+
+
+def buffer_of(bucket: Bucket, params: list[torch.Tensor]) -> FusionBuffer:
+    return FusionBuffer(bucket, params, torch.full((num_elements(bucket),), 7).to(params[0].dtype))
 
 
 def laid_out(shape: tuple[int, ...], order: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -37,7 +41,7 @@ def buffers(draw: st.DrawFn) -> tuple[FusionBuffer, list[torch.Tensor]]:
     items = [Item(i, param.numel(), param.element_size(), "k") for i, param in enumerate(params)]
     (bucket,) = plan_buckets(items, cap_bytes=2**30, align_bytes=draw(st.sampled_from([1, 64])))
     params = [params[index] for index in bucket.indices]
-    return FusionBuffer(bucket, params), params
+    return buffer_of(bucket, params), params
 
 
 def laid_out_like(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -126,7 +130,7 @@ def test_flags_add_up_over_ranks(made, ranks):
 
 def test_a_view_of_its_own_is_not_a_write_to_the_others():
     bucket = plan_buckets([Item(0, 4, 4, "k"), Item(1, 4, 4, "k")], cap_bytes=2**20)[0]
-    one, other = FusionBuffer(bucket, [torch.zeros(4), torch.zeros(4)]).views
+    one, other = buffer_of(bucket, [torch.zeros(4), torch.zeros(4)]).views
     version = other._version
     one.add_(1)
     assert other._version == version
@@ -137,7 +141,7 @@ def test_gradients_may_have_changed_places_or_be_turned_inside_the_buffer():
     params = [torch.zeros(2, 2), torch.zeros(2, 2), torch.zeros(3, 3)]
     items = [Item(i, param.numel(), 4, "k") for i, param in enumerate(params)]
     (bucket,) = plan_buckets(items, cap_bytes=2**20, order=[0, 1, 2])
-    buffer = FusionBuffer(bucket, params)
+    buffer = buffer_of(bucket, params)
     for place, view in enumerate(buffer.views):
         view.copy_(torch.arange(view.numel()).view_as(view) + 10 * place)
     one, other, square = buffer.views
@@ -151,7 +155,7 @@ def test_a_view_that_was_given_other_data_is_made_anew(attached):
     params = [torch.zeros(2, 2), torch.zeros(3)]
     items = [Item(i, param.numel(), 4, "k") for i, param in enumerate(params)]
     (bucket,) = plan_buckets(items, cap_bytes=2**20, order=[0, 1])
-    buffer = FusionBuffer(bucket, params)
+    buffer = buffer_of(bucket, params)
     displaced, kept = buffer.views
     displaced.data = torch.full((2, 2), 5.0)
     buffer.absorb([displaced if attached else torch.full((2, 2), 5.0), kept])
@@ -164,7 +168,7 @@ def test_a_buffer_fits_the_parameters_it_was_made_for_only():
     params = [torch.zeros(2, 2), torch.zeros(3)]
     items = [Item(i, param.numel(), 4, "k") for i, param in enumerate(params)]
     (bucket,) = plan_buckets(items, cap_bytes=2**20, order=[0, 1])
-    buffer = FusionBuffer(bucket, params)
+    buffer = buffer_of(bucket, params)
     assert buffer.fits([torch.ones(2, 2), torch.ones(3)])
     assert not buffer.fits([torch.ones(2, 2).double(), torch.ones(3)])
     assert not buffer.fits([torch.ones(2, 2), torch.ones(3, 1)])
@@ -173,7 +177,7 @@ def test_a_buffer_fits_the_parameters_it_was_made_for_only():
 def test_views_can_be_gradients():
     param = torch.nn.Parameter(torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last))
     (bucket,) = plan_buckets([Item(0, param.numel(), 4, "k")], cap_bytes=1)
-    buffer = FusionBuffer(bucket, [param])
+    buffer = buffer_of(bucket, [param])
     param.grad = buffer.views[0]
     (param * 2).sum().backward()
     assert param.grad is buffer.views[0]
@@ -185,12 +189,12 @@ def test_parameters_without_a_layout_of_their_own_get_a_contiguous_view():
     gappy = torch.zeros(4, 6)[:, ::2]
     items = [Item(0, 12, 4, "k"), Item(1, 12, 4, "k")]
     (bucket,) = plan_buckets(items, cap_bytes=2**20, order=[0, 1])
-    assert all(view.is_contiguous() for view in FusionBuffer(bucket, [expanded, gappy]).views)
+    assert all(view.is_contiguous() for view in buffer_of(bucket, [expanded, gappy]).views)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_new_buffer_says_that_nothing_exists(dtype):
     (bucket,) = plan_buckets([Item(0, 3, dtype.itemsize, "k")], cap_bytes=1)
-    buffer = FusionBuffer(bucket, [torch.zeros(3, dtype=dtype)])
+    buffer = buffer_of(bucket, [torch.zeros(3, dtype=dtype)])
     assert buffer.dense_somewhere() == [False]
     assert buffer.sparse_somewhere() == []
