@@ -33,7 +33,10 @@ exec python -m pytest "$@" --junitxml="$MPISGD_TEST_OUTPUT/rank-$rank.xml" \
 
 @dataclass(frozen=True)
 class Stage:
-    """One run of pytest: `size` ranks of the MPI in `venv`, or a single process without MPI (size 0)."""
+    """One run of pytest: `size` ranks of the MPI in `venv`, or a single process without MPI (size 0).
+
+    `options` are pytest's, `settings` go into the environment.
+    """
 
     name: str
     path: str
@@ -41,6 +44,7 @@ class Stage:
     venv: str = ".venv"
     limit_s: int = 420
     options: tuple[str, ...] = ()
+    settings: tuple[tuple[str, str], ...] = ()
 
     @property
     def output(self) -> Path:
@@ -59,6 +63,7 @@ def plan(*, quick: bool = False, mpi: str = "mpich", big: bool = False) -> list[
     stages += [Stage(f"mpi {size}", "tests/mpi", size) for size in ((2, 3) if quick else (1, 2, 3, 4))]
     if quick:
         return stages
+    stages += [Stage("messages 3", "tests/mpi/comm", 3, settings=(("MPISGD_SHARED_MEMORY", "0"),))]
     stages += [Stage(f"algorithms {size}", ALGORITHM_TESTS, size) for size in (5, 8)]
     stages += [Stage("launch", "tests/launch")]
     if mpi != "none":
@@ -80,6 +85,7 @@ def environment(stage: Stage) -> dict[str, str]:
     """The environment of a stage: its own MPI first, more ranks than cores allowed (Open MPI 5, 4)."""
     return {
         **os.environ,
+        **dict(stage.settings),
         "PATH": f"{ROOT / stage.venv / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "MPISGD_TEST_OUTPUT": str(stage.output),
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import mpisgd
+from mpisgd.comm.job import world
 from mpisgd.config import THREAD_VARIABLES, available_cores, launcher_rank, launcher_size
 
 __all__ = ["MpiFacts", "RankFacts", "Room", "mpi_facts", "rank_facts", "settings", "versions"]
@@ -72,6 +73,7 @@ class RankFacts:
         nccl: its version, or why there is none.
         set_by_mpisgd: environment settings that `mpisgd.init()` made.
         set_before: those that were there already.
+        node_plane: whether the ranks of the job reduce in shared memory.
     """
 
     rank: int
@@ -89,6 +91,7 @@ class RankFacts:
     nccl: str
     set_by_mpisgd: dict[str, str]
     set_before: dict[str, str]
+    node_plane: bool = False
 
 
 def rank_facts(before: dict[str, str], mpi: MpiFacts | None) -> RankFacts:
@@ -115,6 +118,7 @@ def rank_facts(before: dict[str, str], mpi: MpiFacts | None) -> RankFacts:
         nccl=_or_unknown(_nccl),
         set_by_mpisgd=added,
         set_before=before,
+        node_plane=mpi is not None and world().plane is not None,
     )
 
 

@@ -169,13 +169,22 @@ def uses(ranks: Sequence[RankFacts]) -> dict[str, str]:
     can = "yes" if level == "MULTIPLE" else "no"
     return {
         "async operations": f"{can}, thread level {level}",
-        "CPU tensors": "through MPI (no shared-memory plane in this version)",
+        "CPU tensors": _cpu_plane(ranks),
         "CUDA tensors": "refused (no device plane in this version)",
         "half types": "float16 and bfloat16 are summed in float32",
         "crowded hosts": _crowding(ranks),
         "time limit": f"operations wait {timeout_s():g} s for other ranks (MPISGD_TIMEOUT_S)",
         "a lost rank": "ends the job (no recovery in this version)",
     }
+
+
+def _cpu_plane(ranks: Sequence[RankFacts]) -> str:
+    if all(rank.node_plane for rank in ranks):
+        return "large ones are reduced in shared memory, the others travel through MPI"
+    if len(ranks) == 1:
+        return "one rank: nothing travels"
+    why = "several hosts" if len(hosts(ranks)) > 1 else "no shared memory between the ranks"
+    return f"through MPI ({why})"
 
 
 def _crowding(ranks: Sequence[RankFacts]) -> str:
