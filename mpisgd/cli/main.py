@@ -2,6 +2,7 @@
 
 import typer
 
+from mpisgd.cli.bench import bench
 from mpisgd.cli.info import info
 from mpisgd.cli.program import run_program
 
@@ -9,6 +10,7 @@ __all__ = ["main"]
 
 app = typer.Typer(add_completion=False)
 app.command()(info)
+app.add_typer(bench, name="bench")
 
 
 @app.callback()

@@ -1,0 +1,146 @@
+"""What can be measured: the collectives, their sizes in memory, and what bounds them.
+
+Sizes and bandwidths are those of nccl-tests: `nbytes` is the memory of the larger side of a rank (for
+all_gather its output, for reduce_scatter its input), algorithm bandwidth is `nbytes` / time, and bus
+bandwidth multiplies this by the share of `nbytes` that must pass a rank's link, so that it can be compared
+with the hardware whatever the number of ranks.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mpisgd.errors import JobError
+
+__all__ = ["COLLECTIVES", "ITEM_BYTES", "Case", "bus_factor", "link_bytes", "parse_bytes", "powers", "sizes"]
+
+ITEM_BYTES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "int32": 4, "int64": 8}
+
+# Which side of a rank holds one piece for every rank: the other one holds a single piece.
+PIECES: dict[str, tuple[int | str, int | str]] = {
+    "all_reduce": (1, 1),
+    "reduce": (1, 1),
+    "broadcast": (1, 1),
+    "reduce_scatter": ("size", 1),
+    "all_gather": (1, "size"),
+    "all_to_all": ("size", "size"),
+    "gather": (1, "size"),
+    "scatter": ("size", 1),
+}
+COLLECTIVES = tuple(PIECES)
+REDUCING = ("all_reduce", "reduce", "reduce_scatter")
+IN_PLACE = ("all_reduce", "reduce", "broadcast")
+
+UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+# MPI counts in a C int, and what is measured here is one call of it.
+MAX_BYTES = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Case:
+    """One collective on one size.
+
+    Attributes:
+        collective: one of COLLECTIVES.
+        dtype: one of ITEM_BYTES.
+        count: elements of one piece.
+        size: number of ranks.
+    """
+
+    collective: str
+    dtype: str
+    count: int
+    size: int
+
+    @property
+    def input_numel(self) -> int:
+        """Elements a rank gives."""
+        return self.count * self._pieces(0)
+
+    @property
+    def output_numel(self) -> int:
+        """Elements a rank gets."""
+        return self.count * self._pieces(1)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the larger side."""
+        return max(self.input_numel, self.output_numel) * ITEM_BYTES[self.dtype]
+
+    @property
+    def in_place(self) -> bool:
+        """Whether input and output are the same memory."""
+        return self.collective in IN_PLACE
+
+    @property
+    def reduces(self) -> bool:
+        """Whether elements are added, not only moved."""
+        return self.collective in REDUCING
+
+    def _pieces(self, side: int) -> int:
+        pieces = PIECES[self.collective][side]
+        return self.size if isinstance(pieces, str) else pieces
+
+
+def case_of(collective: str, dtype: str, nbytes: int, size: int) -> Case:
+    """Return the case whose larger side has `nbytes`, or the least more that divides into pieces."""
+    pieces = size if "size" in PIECES[collective] else 1
+    return Case(collective, dtype, max(1, nbytes // (pieces * ITEM_BYTES[dtype])), size)
+
+
+def bus_factor(collective: str, size: int) -> float:
+    """Return bus bandwidth / algorithm bandwidth, as nccl-tests define it."""
+    if collective in ("broadcast", "reduce"):
+        return 1.0
+    share = (size - 1) / size
+    return 2 * share if collective == "all_reduce" else share
+
+
+def link_bytes(case: Case, ranks_per_host: Sequence[int]) -> float:
+    """Return how many bytes must cross the busiest host's link in one direction, whatever the algorithm.
+
+    Args:
+        case: its `size` is the sum of `ranks_per_host`.
+        ranks_per_host: the root, where there is one, is on the first.
+    """
+    hosts, size, nbytes = len(ranks_per_host), case.size, case.nbytes
+    if hosts == 1:
+        return 0.0
+    if case.collective == "all_reduce":
+        return 2 * (hosts - 1) / hosts * nbytes
+    if case.in_place:
+        return float(nbytes)
+    if case.collective == "all_to_all":
+        return max(here * (size - here) / size for here in ranks_per_host) * nbytes
+    if case.collective in ("gather", "scatter"):
+        return (size - ranks_per_host[0]) / size * nbytes
+    return (size - min(ranks_per_host)) / size * nbytes
+
+
+def parse_bytes(text: str) -> int:
+    """Return the number of bytes of `4`, `64KiB` or `1 MiB`."""
+    found = re.fullmatch(r"\s*(\d+)\s*([a-z]*)\s*", text, re.IGNORECASE)
+    if found is None or found[2].lower() not in UNITS:
+        raise JobError(f"{text!r} is no size; expected for example 4, 64KiB or 16MiB")
+    nbytes = int(found[1]) * UNITS[found[2].lower()]
+    if not 0 < nbytes <= MAX_BYTES:
+        raise JobError(f"size {text!r}: expected 1 to {MAX_BYTES} bytes")
+    return nbytes
+
+
+def sizes(text: str) -> list[int]:
+    """Return the sizes of a list such as `4,1KiB,64MiB`, or of a range such as `4-256MiB`."""
+    first, dash, last = text.partition("-")
+    if dash:
+        return powers(parse_bytes(first), parse_bytes(last))
+    return [parse_bytes(part) for part in text.split(",")]
+
+
+def powers(first: int, last: int, factor: int = 4) -> list[int]:
+    """Return first, first * factor, ... up to last, which is always the end."""
+    if first > last:
+        raise JobError(f"sizes from {first} to {last}: the first is larger than the last")
+    found = [first]
+    while found[-1] * factor <= last:
+        found.append(found[-1] * factor)
+    return found if found[-1] == last else [*found, last]

@@ -1,0 +1,89 @@
+"""torch.distributed on gloo, in a process of its own beside each rank."""
+
+import datetime
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its type stubs forget it
+
+from mpisgd.bench.cases import Case
+from mpisgd.bench.measure import Timed, Unavailable, Variant
+from mpisgd.bench.network import Meeting
+from mpisgd.bench.payload import Payload
+from mpisgd.bench.training import StepTask, Training
+
+__all__ = ["Gloo"]
+
+
+class Gloo:
+    """See `Framework`."""
+
+    def __init__(self) -> None:
+        if not (dist.is_available() and dist.is_gloo_available()):
+            raise Unavailable("this torch is built without gloo")
+        self._store: TCPStore | None = None
+
+    def version(self) -> str:
+        """See `Framework`."""
+        return f"torch {torch.__version__}"
+
+    def host(self, address: str) -> int:
+        """See `Framework`."""
+        self._store = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+        return int(self._store.port)
+
+    def join(self, meeting: Meeting) -> None:
+        """See `Framework`."""
+        timeout = datetime.timedelta(seconds=meeting.timeout_s)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", meeting.interface)
+        store = self._store or TCPStore(meeting.address, meeting.port, is_master=False, timeout=timeout)
+        dist.init_process_group(
+            "gloo", store=store, rank=meeting.rank, world_size=meeting.size, timeout=timeout
+        )
+
+    def make(self, task: Any) -> Variant:
+        """See `Framework`."""
+        return _step(task) if isinstance(task, StepTask) else _collective(task)
+
+
+def _collective(case: Case) -> Variant:
+    payload = Payload(case, dist.get_rank())
+    return Timed(
+        "gloo",
+        _calls(payload)[case.collective],
+        reset=payload.reset,
+        verify=payload.verify,
+        start=dist.barrier,
+        clock=time.perf_counter,
+    )
+
+
+def _calls(payload: Payload) -> dict[str, Callable[[], Any]]:
+    """Return what does each collective on `payload`."""
+    given, out, size = payload.input, payload.output, dist.get_world_size()
+    mine = dist.get_rank() == 0
+    inputs = list(given.chunk(size)) if mine and payload.case.collective == "scatter" else None
+    outputs = list(out.chunk(size)) if mine and payload.case.collective == "gather" else None
+    return {
+        "all_reduce": lambda: dist.all_reduce(out),
+        "reduce": lambda: dist.reduce(out, 0),
+        "broadcast": lambda: dist.broadcast(out, 0),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(out, given),
+        "all_gather": lambda: dist.all_gather_into_tensor(out, given),
+        "all_to_all": lambda: dist.all_to_all_single(out, given),
+        "gather": lambda: dist.gather(given, outputs, 0),
+        "scatter": lambda: dist.scatter(out, inputs, 0),
+    }
+
+
+def _step(task: StepTask) -> Variant:
+    """Train with DDP; its buckets are `task.bucket_bytes`."""
+    training = Training(task, dist.get_rank())
+    model = torch.nn.parallel.DistributedDataParallel(
+        training.model, gradient_as_bucket_view=True, bucket_cap_mb=task.bucket_bytes / 2**20
+    )
+    return training.timed("DDP", forward=model, start=dist.barrier)

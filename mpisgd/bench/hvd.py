@@ -1,0 +1,103 @@
+"""Horovod, in a process of its own beside each rank, which meet through Horovod's own gloo.
+
+Not through MPI: these processes are no ranks of an MPI job. Horovod's operations on the CPU then are
+gloo's, below its own negotiation and fusion.
+"""
+
+import importlib
+import itertools
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from mpisgd.bench.cases import Case
+from mpisgd.bench.measure import Timed, Unavailable, Variant
+from mpisgd.bench.network import Meeting
+from mpisgd.bench.payload import Payload
+from mpisgd.bench.training import StepTask, Training
+
+__all__ = ["Horovod"]
+
+
+class Horovod:
+    """See `Framework`."""
+
+    def __init__(self) -> None:
+        hvd = importlib.import_module("horovod.torch")
+        if not hvd.gloo_built():
+            raise Unavailable("this Horovod is built without gloo")
+        self._hvd: Any = hvd
+        self._names = itertools.count()
+
+    def version(self) -> str:
+        """See `Framework`."""
+        return f"horovod {importlib.import_module('horovod').__version__}, over gloo"
+
+    def host(self, address: str) -> int:
+        """See `Framework`."""
+        self._server = importlib.import_module("horovod.runner.http.http_server").RendezvousServer(0)
+        port: int = self._server.start()
+        self._server.init([])
+        return port
+
+    def join(self, meeting: Meeting) -> None:
+        """See `Framework`."""
+        settings = {
+            "CONTROLLER": "gloo",
+            "CPU_OPERATIONS": "gloo",
+            "GLOO_RENDEZVOUS_ADDR": meeting.address,
+            "GLOO_RENDEZVOUS_PORT": meeting.port,
+            "GLOO_IFACE": meeting.interface,
+            "HOSTNAME": f"host-{meeting.node_rank}",
+            "RANK": meeting.rank,
+            "SIZE": meeting.size,
+            "LOCAL_RANK": meeting.local_rank,
+            "LOCAL_SIZE": meeting.local_size,
+            "CROSS_RANK": meeting.node_rank,
+            "CROSS_SIZE": meeting.num_nodes,
+        }
+        os.environ.update({f"HOROVOD_{name}": str(value) for name, value in settings.items()})
+        self._hvd.init()
+
+    def make(self, task: Any) -> Variant:
+        """See `Framework`."""
+        return self._step(task) if isinstance(task, StepTask) else self._collective(task)
+
+    def _collective(self, case: Case) -> Variant:
+        payload = Payload(case, self._hvd.rank())
+        calls = self._calls(payload)
+        if case.collective not in calls:
+            raise Unavailable(f"Horovod has no {case.collective}")
+        return Timed(
+            "Horovod",
+            calls[case.collective],
+            reset=payload.reset,
+            verify=payload.verify,
+            start=self._hvd.barrier,
+            clock=time.perf_counter,
+        )
+
+    def _calls(self, payload: Payload) -> dict[str, Callable[[], Any]]:
+        """Return what does each collective on `payload`; names are kept, so that Horovod's cache works."""
+        hvd, given, name = self._hvd, payload.input, f"bench {next(self._names)}"
+
+        def into_output(result: Any) -> None:
+            payload.output = result[0] if isinstance(result, tuple) else result
+
+        return {
+            "all_reduce": lambda: hvd.allreduce_(payload.output, name=name, op=hvd.Sum),
+            "broadcast": lambda: hvd.broadcast_(payload.output, 0, name=name),
+            "reduce_scatter": lambda: into_output(hvd.reducescatter(given, name=name, op=hvd.Sum)),
+            "all_gather": lambda: into_output(hvd.allgather(given, name=name)),
+            "all_to_all": lambda: into_output(hvd.alltoall(given, name=name)),
+        }
+
+    def _step(self, task: StepTask) -> Variant:
+        training = Training(task, self._hvd.rank())
+        training.optimizer = self._hvd.DistributedOptimizer(
+            training.optimizer, named_parameters=training.model.named_parameters()
+        )
+        return training.timed(
+            "Horovod", start=self._hvd.barrier, zero_grad=lambda: training.model.zero_grad(set_to_none=True)
+        )

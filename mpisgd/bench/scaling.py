@@ -1,0 +1,141 @@
+"""`bench scaling`: the training step over rank counts, each count a job of its own.
+
+The batch of a rank stays the same, so n ranks do n times the work of one: efficiency is the examples per
+second of n ranks over n times those of one rank that trains alone. On one host the ranks share cores and
+memory, which costs efficiency before anything is communicated; the step without communication, at the same
+number of ranks, tells how much.
+"""
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from mpisgd.errors import JobError
+
+__all__ = ["launch", "mpirun", "scaling_rows"]
+
+ALONE = "no communication"
+OURS = "mpisgd"
+
+
+def mpirun(launcher: str) -> list[str]:
+    """Return the launcher's words; by default that of this Python's environment, else the first on PATH."""
+    if launcher:
+        return shlex.split(launcher)
+    beside = Path(sys.executable).with_name("mpirun")
+    found = str(beside) if beside.exists() else shutil.which("mpirun")
+    if found is None:
+        raise JobError("no mpirun beside this Python or on the PATH; name one with --launcher")
+    return [found]
+
+
+def launch(
+    launcher: Sequence[str], num_ranks: int, arguments: Sequence[str], limit_s: float
+) -> dict[str, Any]:
+    """Run `python -m mpisgd bench ARGUMENTS` on some ranks; return its record.
+
+    Raises:
+        JobError: it failed, or did not end in time; with the last line it said.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "record.json"
+        command = [*launcher, "-n", str(num_ranks), sys.executable, "-m", "mpisgd", "bench", *arguments]
+        said, code = _run([*command, "--json", str(file)], limit_s)
+        if code != 0 or not file.exists():
+            last = next((line for line in reversed(said.splitlines()) if line.strip()), "it said nothing")
+            raise JobError(f"bench on {num_ranks} ranks ended with exit code {code}: {last.strip()}", 1)
+        record: dict[str, Any] = json.loads(file.read_text())
+        return record
+
+
+def _run(command: Sequence[str], limit_s: float) -> tuple[str, int]:
+    """Return what a job said on stderr, and its exit code; it is ended with all its processes in time."""
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            env={**OVERSUBSCRIBE, **os.environ},
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(limit_s)
+        except BaseException as exc:
+            _end(process)
+            if isinstance(exc, subprocess.TimeoutExpired):
+                raise JobError(f"{shlex.join(command)}: no end within {limit_s:.0f} s", 1) from exc
+            raise
+        errors.seek(0)
+        return errors.read().decode(errors="replace"), code
+
+
+# More ranks than cores are a fair question here. Open MPI 5, then 4; other launchers never refuse.
+OVERSUBSCRIBE = {
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+}
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """End a launcher and what it started; asked first, it takes its ranks along."""
+    process.terminate()
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def scaling_rows(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row for each model, variant and rank count.
+
+    Args:
+        records: of `bench step`, several for each rank count; one of them with a single rank.
+    """
+    seconds: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
+    batches: dict[str, int] = {}
+    for record in records:
+        for model, variant, row in _steps(record["rows"]):
+            seconds.setdefault((model, variant, record["size"]), []).append(row)
+            batches[model] = record["models"][model]["batch_per_rank"]
+    rows = []
+    for (model, variant, size), found in seconds.items():
+        median_s = statistics.median(row["median_s"] for row in found)
+        alone_s = statistics.median(row["median_s"] for row in seconds[model, ALONE, 1])
+        rows.append(
+            {
+                "model": model,
+                "variant": variant,
+                "ranks": size,
+                "median_s": median_s,
+                "min_s": min(row["min_s"] for row in found),
+                "max_s": max(row["max_s"] for row in found),
+                "examples_per_s": size * batches[model] / median_s,
+                "speed_up": size * alone_s / median_s,
+                "efficiency": alone_s / median_s,
+            }
+        )
+    return sorted(rows, key=lambda row: (row["model"], row["variant"] != ALONE, row["ranks"]))
+
+
+def _steps(rows: Iterable[dict[str, Any]]) -> Iterable[tuple[str, str, dict[str, Any]]]:
+    """Yield mpisgd's row of each model, and the faster one of those without communication."""
+    alone: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        model = row["model"]
+        if row["variant"] == OURS:
+            yield model, OURS, row
+        elif not row["communicates"] and row["median_s"] <= alone.get(model, row)["median_s"]:
+            alone[model] = row
+    for model, row in alone.items():
+        yield model, ALONE, row

@@ -1,0 +1,126 @@
+"""`bench step`: training steps with and without communication."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import mpisgd
+from mpisgd.bench.measure import Variant, measure
+from mpisgd.bench.peers import Peers, RemoteVariant
+from mpisgd.bench.schedule import Pace
+from mpisgd.bench.summary import step_rows
+from mpisgd.bench.training import BATCHES, MIB, StepTask, Training, build
+from mpisgd.comm.job import world
+
+if TYPE_CHECKING:
+    from mpisgd.comm.mpi import Wire
+
+__all__ = ["StepPlan", "run_steps"]
+
+# Both, since it depends on the model which is faster; the faster one is the reference.
+BASELINES = {"none, gradients dropped": True, "none, gradients zeroed": False}
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What to measure.
+
+    Attributes:
+        models: some of MODELS.
+        batch: examples of one rank; None: each model's own.
+        bucket_bytes: bucket sizes to try with DDP.
+        small: miniatures of the models.
+        pace: for each model.
+    """
+
+    models: Sequence[str]
+    batch: int | None
+    bucket_bytes: Sequence[int]
+    small: bool
+    pace: Pace
+
+    def task(self, model: str, size: int) -> StepTask:
+        """Return what to train."""
+        return StepTask(model, self.batch or BATCHES[model], size, self.small)
+
+
+def run_steps(plan: StepPlan, peers: Peers, report: Callable[[str, Any], None]) -> dict[str, Any]:
+    """Measure the models of `plan`; return rows, the models, and what was left out. Collective.
+
+    Args:
+        plan: the same on every rank.
+        peers: other frameworks.
+        report: called with each model and its rows.
+    """
+    wire = world().lane.wire.duplicate()
+    rows: list[dict[str, Any]] = []
+    models: dict[str, Any] = {}
+    left_out: list[dict[str, str]] = []
+    for model in plan.models:
+        task = plan.task(model, mpisgd.size())
+        found = measure([*_in_ranks(task, wire), *_remote(task, plan.bucket_bytes, peers)], plan.pace)
+        new = step_rows(model, found.seconds, list(BASELINES), task.batch * task.size)
+        report(model, new)
+        rows += new
+        models[model] = _describe(task)
+        left_out += [{"model": model, "variant": name, "reason": why} for name, why in found.left_out.items()]
+    wire.free()
+    return {"rows": rows, "models": models, "left_out": left_out}
+
+
+def _describe(task: StepTask) -> dict[str, Any]:
+    params = list(build(task).parameters())
+    return {
+        "parameters": sum(param.numel() for param in params),
+        "tensors": len(params),
+        "batch_per_rank": task.batch,
+    }
+
+
+def _in_ranks(task: StepTask, wire: "Wire") -> list[Variant]:
+    """Return the variants that run in the ranks themselves."""
+    return [
+        *(_alone(name, replace(task, set_to_none=to_none)) for name, to_none in BASELINES.items()),
+        _ours(task),
+        _by_hand(task, wire),
+    ]
+
+
+def _alone(name: str, task: StepTask) -> Variant:
+    return Training(task, mpisgd.rank()).timed(name, start=mpisgd.barrier, communicates=False)
+
+
+def _ours(task: StepTask) -> Variant:
+    training = Training(task, mpisgd.rank())
+    training.optimizer = mpisgd.DistributedOptimizer(
+        training.optimizer, named_parameters=training.model.named_parameters()
+    )
+    return training.timed("mpisgd", start=mpisgd.barrier, ours=True)
+
+
+def _by_hand(task: StepTask, wire: "Wire") -> Variant:
+    """Return what people write who have mpi4py only: one call for each tensor."""
+    from mpisgd.comm.mpi import MPI
+
+    training = Training(task, mpisgd.rank())
+    params, size = list(training.model.parameters()), mpisgd.size()
+
+    def average() -> None:
+        for param in params:
+            assert param.grad is not None
+            wire.comm.Allreduce(MPI.IN_PLACE, param.grad)
+            param.grad.div_(size)
+
+    return training.timed("MPI, a call per tensor", start=mpisgd.barrier, average=average)
+
+
+def _remote(task: StepTask, bucket_bytes: Sequence[int], peers: Peers) -> list[Variant]:
+    """Return the variants that run beside the ranks."""
+    variants: list[Variant] = []
+    if "gloo" in peers.children:
+        for nbytes in bucket_bytes:
+            name = f"DDP gloo, {nbytes / MIB:g} MiB buckets"
+            variants.append(RemoteVariant(name, peers.children["gloo"], replace(task, bucket_bytes=nbytes)))
+    if "horovod" in peers.children:
+        variants.append(RemoteVariant("Horovod", peers.children["horovod"], task))
+    return variants

@@ -1,0 +1,96 @@
+"""From measured seconds to rows: statistics, bandwidths and ratios."""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mpisgd.bench.cases import Case, bus_factor
+
+__all__ = ["Spread", "as_bytes", "as_time", "collective_rows", "ratio", "spread", "step_rows"]
+
+LIMIT = "limit"
+
+TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+BYTES = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Seconds of one call, over the rounds."""
+
+    median_s: float
+    min_s: float
+    max_s: float
+    rounds: int
+
+
+def spread(seconds: Sequence[float]) -> Spread:
+    """Return median and range of what the rounds took."""
+    return Spread(statistics.median(seconds), min(seconds), max(seconds), len(seconds))
+
+
+def ratio(value: float, reference: float | None) -> float | None:
+    """Return value / reference, None where there is none."""
+    return value / reference if reference else None
+
+
+def collective_rows(case: Case, seconds: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
+    """Return one row for each variant of one case, in the order given."""
+    spreads = {name: spread(values) for name, values in seconds.items() if values}
+    limit = spreads[LIMIT].median_s if LIMIT in spreads else None
+    return [
+        {
+            "collective": case.collective,
+            "dtype": case.dtype,
+            "bytes": case.nbytes,
+            "variant": name,
+            **vars(found),
+            "algbw_gb_s": case.nbytes / found.median_s / 1e9,
+            "busbw_gb_s": case.nbytes / found.median_s / 1e9 * bus_factor(case.collective, case.size),
+            "ratio_to_limit": ratio(found.median_s, limit),
+        }
+        for name, found in spreads.items()
+    ]
+
+
+def step_rows(
+    model: str, seconds: Mapping[str, Sequence[float]], baselines: Sequence[str], batch: int
+) -> list[dict[str, Any]]:
+    """Return one row for each variant of a training step.
+
+    Args:
+        model: its name.
+        seconds: of one step, by variant.
+        baselines: the variants without communication; the fastest is what the ratios refer to.
+        batch: examples of all ranks together.
+    """
+    spreads = {name: spread(values) for name, values in seconds.items() if values}
+    base = min((spreads[name].median_s for name in baselines if name in spreads), default=None)
+    return [
+        {
+            "model": model,
+            "variant": name,
+            "communicates": name not in baselines,
+            **vars(found),
+            "examples_per_s": batch / found.median_s,
+            "ratio_to_no_communication": ratio(found.median_s, base),
+        }
+        for name, found in spreads.items()
+    ]
+
+
+def as_time(seconds: float) -> str:
+    """Return `12.3 us`, `4.56 ms`, `1.20 s`."""
+    if not math.isfinite(seconds):
+        return "-"
+    scale, unit = next((pair for pair in TIMES if seconds >= pair[0]), TIMES[-1])
+    value = seconds / scale
+    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
+
+
+def as_bytes(nbytes: int) -> str:
+    """Return `4 B`, `64 KiB`, `1.5 MiB`."""
+    scale, unit = next(pair for pair in BYTES if nbytes >= pair[0] or pair[0] == 1)
+    return f"{nbytes / scale:.4g} {unit}"

@@ -1,0 +1,218 @@
+"""The training steps that are compared: three models, and one step of each, checked against one process.
+
+Every rank trains on a fixed batch of its own. After a step with averaged gradients the parameters must be
+those of one process that saw the batches of all ranks joined.
+"""
+
+import functools
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from mpisgd.bench.measure import Timed
+from mpisgd.bench.payload import WrongResult
+
+__all__ = ["MODELS", "StepTask", "Training"]
+
+MIB = 2**20
+LEARNING_RATE = 0.01
+NUM_CLASSES = 10
+SEQUENCE = 32
+# Of the length of a parameter's change (other summation order), and of the parameter's own (rounding).
+CHANGE_TOLERANCE = 0.02
+ROUNDING = 4e-7
+
+
+@dataclass(frozen=True)
+class StepTask:
+    """What to train.
+
+    Attributes:
+        model: one of MODELS.
+        batch: examples of one rank.
+        size: number of ranks.
+        small: a miniature of the model, for a quick look.
+        set_to_none: how gradients are reset.
+        bucket_bytes: for frameworks that are told.
+    """
+
+    model: str
+    batch: int
+    size: int
+    small: bool = False
+    set_to_none: bool = True
+    bucket_bytes: int = 25 * MIB
+
+    def common(self) -> "StepTask":
+        """Return the task without what does not change its result."""
+        return replace(self, set_to_none=True, bucket_bytes=25 * MIB)
+
+
+class DeepNarrow(nn.Module):
+    """Many small layers around a residual path: what counts is the number of tensors."""
+
+    def __init__(self, depth: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + 0.1 * torch.relu(layer(x))
+        return x[:, :NUM_CLASSES]
+
+
+class LanguageModel(nn.Module):
+    """A transformer encoder between an embedding and a projection back to tokens."""
+
+    def __init__(self, vocabulary: int, width: int, depth: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
+            for _ in range(depth)
+        )
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).flatten(0, 1)  # type: ignore[no-any-return]
+
+
+def _mlp(small: bool) -> nn.Module:
+    wide, inputs = (64, 32) if small else (3072, 1024)
+    widths = [inputs, wide, wide, wide]
+    hidden = [layer for a, b in itertools.pairwise(widths) for layer in (nn.Linear(a, b), nn.ReLU())]
+    return nn.Sequential(*hidden, nn.Linear(wide, NUM_CLASSES))
+
+
+def _deep(small: bool) -> nn.Module:
+    return DeepNarrow(20, 16) if small else DeepNarrow(302, 64)
+
+
+def _transformer(small: bool) -> nn.Module:
+    return LanguageModel(64, 16, 2) if small else LanguageModel(8192, 256, 6)
+
+
+MODELS = {"mlp": _mlp, "deep": _deep, "transformer": _transformer}
+# Per rank; enough work for a step that is not all communication.
+BATCHES = {"mlp": 32, "deep": 32, "transformer": 4}
+
+
+def build(task: StepTask) -> nn.Module:
+    """Return the model, the same in every process."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return MODELS[task.model](task.small)
+
+
+def examples(task: StepTask, rank: int) -> tuple[Tensor, Tensor]:
+    """Return the inputs and targets of one rank."""
+    generator = torch.Generator().manual_seed(1000 + rank)
+    model = build(task)
+    if isinstance(model, LanguageModel):
+        vocabulary = model.embedding.num_embeddings
+        tokens = torch.randint(vocabulary, (task.batch, SEQUENCE + 1), generator=generator)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].reshape(-1)
+    width = next(model.parameters()).shape[1]
+    targets = torch.randint(NUM_CLASSES, (task.batch,), generator=generator)
+    return torch.randn(task.batch, width, generator=generator), targets
+
+
+class Training:
+    """A model, its optimizer and the batch of one rank.
+
+    Attributes:
+        model: fresh.
+        optimizer: plain SGD, whose few passes over the parameters hide no communication.
+    """
+
+    def __init__(self, task: StepTask, rank: int) -> None:
+        self.task = task
+        self.model = build(task)
+        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE)
+        self._inputs, self._targets = examples(task, rank)
+
+    def join_batches(self) -> None:
+        """Train on the batches of all ranks instead."""
+        pairs = [examples(self.task, rank) for rank in range(self.task.size)]
+        self._inputs, self._targets = (torch.cat(tensors) for tensors in zip(*pairs, strict=True))
+
+    def step(
+        self,
+        forward: nn.Module | None = None,
+        average: Callable[[], None] | None = None,
+        zero_grad: Callable[[], None] | None = None,
+    ) -> None:
+        """Take one step.
+
+        Args:
+            forward: what wraps the model, if anything does.
+            average: called after backward, where nothing else averages the gradients.
+            zero_grad: instead of the optimizer's.
+        """
+        if zero_grad is None:
+            self.optimizer.zero_grad(set_to_none=self.task.set_to_none)
+        else:
+            zero_grad()
+        output = (forward or self.model)(self._inputs)
+        loss = nn.functional.cross_entropy(output, self._targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if average is not None:
+            average()
+        self.optimizer.step()
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Go back to the first parameters."""
+        for param, first in zip(self.model.parameters(), _reference(self.task.common())[0], strict=True):
+            param.copy_(first)
+
+    @torch.no_grad()
+    def verify(self) -> None:
+        """Raise WrongResult unless the parameters are what one process has after its first step."""
+        before, after = _reference(self.task.common())
+        for i, (param, first, wanted) in enumerate(zip(self.model.parameters(), before, after, strict=True)):
+            error, change = (param - wanted).norm(), (wanted - first).norm()
+            if not bool(error <= CHANGE_TOLERANCE * change + ROUNDING * wanted.norm()):
+                raise WrongResult(
+                    f"parameter {i} of {self.task.model} is off by {float(error):.3g} after one step, in "
+                    f"which it should have changed by {float(change):.3g}"
+                )
+
+    def timed(
+        self,
+        name: str,
+        *,
+        start: Callable[[], object],
+        forward: nn.Module | None = None,
+        average: Callable[[], None] | None = None,
+        zero_grad: Callable[[], None] | None = None,
+        communicates: bool = True,
+        ours: bool = False,
+    ) -> Timed:
+        """Return one step as a variant."""
+        return Timed(
+            name,
+            lambda: self.step(forward, average, zero_grad),
+            reset=self.reset,
+            verify=self.verify if communicates else lambda: None,
+            start=start,
+            clock=time.perf_counter,
+            ours=ours,
+        )
+
+
+@functools.lru_cache(maxsize=1)
+def _reference(task: StepTask) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the parameters before and after one step of one process on the joined batch."""
+    training = Training(task, 0)
+    training.join_batches()
+    before = [param.detach().clone() for param in training.model.parameters()]
+    training.step()
+    return before, [param.detach() for param in training.model.parameters()]
