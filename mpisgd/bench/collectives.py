@@ -118,19 +118,26 @@ def _ours(payload: Payload, algorithms: Iterable[str]) -> Iterator[Timed]:
 
 
 def _our_call(payload: Payload, algorithm: str) -> Call:
-    given, out, size = payload.input, payload.output, payload.case.size
-    is_root = payload.rank == 0
-    inputs = list(given.chunk(size)) if is_root and payload.case.collective == "scatter" else None
-    outputs = list(out.chunk(size)) if is_root and payload.case.collective == "gather" else None
+    given, out, next_root = payload.input, payload.output, payload.next_root
+    inputs, outputs = list(given.chunk(payload.case.size)), list(out.chunk(payload.case.size))
+
+    def gather() -> None:
+        root = next_root()
+        mpisgd.gather(given, outputs if root == payload.rank else None, root)
+
+    def scatter() -> None:
+        root = next_root()
+        mpisgd.scatter(out, inputs if root == payload.rank else None, root)
+
     calls: dict[str, Call] = {
         "all_reduce": lambda: mpisgd.all_reduce(out, algorithm=algorithm),
-        "reduce": lambda: mpisgd.reduce(out, 0),
-        "broadcast": lambda: mpisgd.broadcast(out, 0),
+        "reduce": lambda: mpisgd.reduce(out, next_root()),
+        "broadcast": lambda: mpisgd.broadcast(out, next_root()),
         "reduce_scatter": lambda: mpisgd.reduce_scatter_tensor(out, given),
         "all_gather": lambda: mpisgd.all_gather_into_tensor(out, given),
         "all_to_all": lambda: mpisgd.all_to_all_single(out, given),
-        "gather": lambda: mpisgd.gather(given, outputs, 0),
-        "scatter": lambda: mpisgd.scatter(out, inputs, 0),
+        "gather": gather,
+        "scatter": scatter,
     }
     return calls[payload.case.collective]
 
@@ -157,21 +164,35 @@ def _mpi_call(payload: Payload, wire: "Wire") -> Call:
             return [memory, tensor.numel(), ELEMENT_TYPES[tensor.dtype]]
         return [memory, tensor.nbytes // pieces, MPI.BYTE]
 
-    comm, size = wire.comm, payload.case.size
-    is_root = payload.rank == 0
+    comm, rank, size, next_root = wire.comm, payload.rank, payload.case.size, payload.next_root
     given, out = payload.input, payload.output
     whole, half = spec(out), spec(given)
     in_pieces, out_pieces = spec(given, size), spec(out, size)
     per_rank = [half[0], out.numel(), half[2]]
+
+    def reduce() -> None:
+        if (root := next_root()) == rank:
+            comm.Reduce(MPI.IN_PLACE, whole, root=root)
+        else:
+            comm.Reduce(whole, None, root=root)
+
+    def gather() -> None:
+        root = next_root()
+        comm.Gather(half, out_pieces if root == rank else None, root)
+
+    def scatter() -> None:
+        root = next_root()
+        comm.Scatter(in_pieces if root == rank else None, whole, root)
+
     calls: dict[str, Call] = {
         "all_reduce": lambda: comm.Allreduce(MPI.IN_PLACE, whole),
-        "reduce": lambda: comm.Reduce(MPI.IN_PLACE if is_root else whole, whole if is_root else None),
-        "broadcast": lambda: comm.Bcast(whole),
+        "reduce": reduce,
+        "broadcast": lambda: comm.Bcast(whole, next_root()),
         "reduce_scatter": lambda: comm.Reduce_scatter_block(per_rank, whole),
         "all_gather": lambda: comm.Allgather(half, out_pieces),
         "all_to_all": lambda: comm.Alltoall(in_pieces, out_pieces),
-        "gather": lambda: comm.Gather(half, out_pieces if is_root else None),
-        "scatter": lambda: comm.Scatter(in_pieces if is_root else None, whole),
+        "gather": gather,
+        "scatter": scatter,
     }
     return calls[payload.case.collective]
 

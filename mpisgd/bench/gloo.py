@@ -64,19 +64,26 @@ def _collective(case: Case) -> Variant:
 
 def _calls(payload: Payload) -> dict[str, Callable[[], Any]]:
     """Return what does each collective on `payload`."""
-    given, out, size = payload.input, payload.output, dist.get_world_size()
-    mine = dist.get_rank() == 0
-    inputs = list(given.chunk(size)) if mine and payload.case.collective == "scatter" else None
-    outputs = list(out.chunk(size)) if mine and payload.case.collective == "gather" else None
+    given, out, next_root = payload.input, payload.output, payload.next_root
+    inputs, outputs = list(given.chunk(payload.case.size)), list(out.chunk(payload.case.size))
+
+    def gather() -> None:
+        root = next_root()
+        dist.gather(given, outputs if root == payload.rank else None, root)
+
+    def scatter() -> None:
+        root = next_root()
+        dist.scatter(out, inputs if root == payload.rank else None, root)
+
     return {
         "all_reduce": lambda: dist.all_reduce(out),
-        "reduce": lambda: dist.reduce(out, 0),
-        "broadcast": lambda: dist.broadcast(out, 0),
+        "reduce": lambda: dist.reduce(out, next_root()),
+        "broadcast": lambda: dist.broadcast(out, next_root()),
         "reduce_scatter": lambda: dist.reduce_scatter_tensor(out, given),
         "all_gather": lambda: dist.all_gather_into_tensor(out, given),
         "all_to_all": lambda: dist.all_to_all_single(out, given),
-        "gather": lambda: dist.gather(given, outputs, 0),
-        "scatter": lambda: dist.scatter(out, inputs, 0),
+        "gather": gather,
+        "scatter": scatter,
     }
 
 

@@ -87,7 +87,7 @@ class Horovod:
 
         return {
             "all_reduce": lambda: hvd.allreduce_(payload.output, name=name, op=hvd.Sum),
-            "broadcast": lambda: hvd.broadcast_(payload.output, 0, name=name),
+            "broadcast": lambda: hvd.broadcast_(payload.output, payload.next_root(), name=name),
             "reduce_scatter": lambda: into_output(hvd.reducescatter(given, name=name, op=hvd.Sum)),
             "all_gather": lambda: into_output(hvd.allgather(given, name=name)),
             "all_to_all": lambda: into_output(hvd.alltoall(given, name=name)),

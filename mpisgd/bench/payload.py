@@ -31,9 +31,20 @@ class Payload:
         self.rank = rank
         self.input = given(case, rank)
         self.output = torch.zeros(case.output_numel, dtype=self.input.dtype)
+        self._turn = -1
+
+    def next_root(self) -> int:
+        """Return the root of the next call, 0 after `reset()`.
+
+        It goes round the ranks: with one root for all calls the others could run ahead of it, and a loop
+        would show how fast they can be sent, not how long one call takes.
+        """
+        self._turn += 1
+        return self._turn % self.case.size
 
     def reset(self) -> None:
         """Make everything ready for the next call."""
+        self._turn = -1
         if self.case.in_place:
             self.output.copy_(self.input)
         else:
@@ -59,7 +70,7 @@ def given(case: Case, rank: int) -> Tensor:
 
 
 def expected(case: Case, rank: int) -> Tensor | None:
-    """Return what `rank` gets out, None where only the root (rank 0) gets something."""
+    """Return what `rank` gets out from root 0, None where only the root gets something."""
     count, everyone = case.count, range(case.size)
     total = case.size * (case.size + 1) // 2
     if case.collective in ("reduce", "gather") and rank != 0:

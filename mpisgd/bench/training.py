@@ -209,6 +209,7 @@ class Training:
 
 
 @functools.lru_cache(maxsize=1)
+@torch.enable_grad()
 def _reference(task: StepTask) -> tuple[list[Tensor], list[Tensor]]:
     """Return the parameters before and after one step of one process on the joined batch."""
     training = Training(task, 0)

@@ -290,9 +290,11 @@ def _notes(record: dict[str, Any]) -> list[str]:
     from mpisgd.bench.summary import as_bytes
 
     absent = [f"left out: {name}: {why}" for name, why in record["peers_left_out"].items()]
+    where: dict[str, list[str]] = {}
     for entry in record["left_out"]:
-        where = entry.get("model") or (f"{entry['collective']} {entry['dtype']} {as_bytes(entry['bytes'])}")
-        absent.append(f"left out of {where}: {entry['variant']}: {entry['reason']}")
+        what = entry.get("model") or f"{entry['collective']} {entry['dtype']} {as_bytes(entry['bytes'])}"
+        where.setdefault(f"{entry['variant']}: {entry['reason']}", []).append(what)
+    absent += [f"left out: {why} ({', '.join(what)})" for why, what in where.items()]
     return [record["title"], *absent]
 
 
