@@ -83,7 +83,7 @@ class Case:
 
 
 def case_of(collective: str, dtype: str, nbytes: int, size: int) -> Case:
-    """Return the case whose larger side has `nbytes`, or the least more that divides into pieces."""
+    """Return the case whose larger side has `nbytes`, less what divides into no whole pieces."""
     pieces = size if "size" in PIECES[collective] else 1
     return Case(collective, dtype, max(1, nbytes // (pieces * ITEM_BYTES[dtype])), size)
 

@@ -46,9 +46,9 @@ def turns(variants: Sequence[T], round_number: int) -> list[T]:
 
 def calls_per_turn(seconds: float, pace: Pace) -> int:
     """Return how many calls of `seconds` each make up a turn."""
-    if seconds <= 0:
+    if seconds * pace.max_calls <= pace.turn_s:
         return pace.max_calls
-    return max(1, min(pace.max_calls, round(pace.turn_s / seconds)))
+    return max(1, round(pace.turn_s / seconds))
 
 
 def goes_on(rounds_done: int, used_s: float, pace: Pace) -> bool:

@@ -1,0 +1,134 @@
+"""`python -m mpisgd bench --quick`: the records hold what they promise. Nothing here looks at speed."""
+
+import json
+
+import pytest
+from launcher import run_python
+
+HEADER = {"kind", "command", "when", "size", "hosts", "machine", "peers", "peers_left_out", "ranks", "title"}
+SPREAD = {"median_s", "min_s", "max_s"}
+
+
+def bench(tmp_path, *args, num_ranks=None, env=None):
+    file, plot = tmp_path / "record.json", tmp_path / "plot.png"
+    done = run_python(
+        *("-m", "mpisgd", "bench", *args, "--quick", "--json", str(file), "--plot", str(plot)),
+        num_ranks=num_ranks,
+        env=env,
+    )
+    assert done.returncode == 0, done.stderr
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    return done, json.loads(file.read_text())
+
+
+def check_header(record, kind, num_ranks):
+    assert record.keys() >= HEADER
+    assert (record["kind"], record["size"], record["hosts"]) == (kind, num_ranks, 1)
+    assert record["command"].startswith(f"python -m mpisgd bench {kind} ")
+    assert record["machine"]["cores"] >= 1
+    assert [rank["rank"] for rank in record["ranks"]] == list(range(num_ranks))
+    assert record["ranks"][0]["versions"].keys() >= {"mpisgd", "Python", "torch", "mpi4py"}
+
+
+def check_spread(rows):
+    assert rows
+    for row in rows:
+        assert 0 < row["min_s"] <= row["median_s"] <= row["max_s"]
+
+
+def test_collectives_are_measured_beside_mpi_gloo_and_the_limit(tmp_path):
+    done, record = bench(tmp_path, "collectives", "--only", "all_reduce,gather", num_ranks=2)
+    check_header(record, "collectives", 2)
+    check_spread(record["rows"])
+    assert "gloo" in record["peers"]
+    measured = {(row["collective"], row["bytes"], row["variant"]) for row in record["rows"]}
+    sizes = {"all_reduce": (4, 65536), "gather": (8, 65536)}  # one element from each rank at least
+    assert measured == {
+        (collective, nbytes, variant)
+        for collective, both in sizes.items()
+        for nbytes in both
+        for variant in ("mpisgd", "MPI", "gloo", "limit")
+    }
+    for row in record["rows"]:
+        assert row["algbw_gb_s"] == pytest.approx(row["bytes"] / row["median_s"] / 1e9)
+        factor = 1.0 if row["collective"] == "all_reduce" else 0.5
+        assert row["busbw_gb_s"] == pytest.approx(factor * row["algbw_gb_s"])
+        assert (row["ratio_to_limit"] == 1.0) or row["variant"] != "limit"
+    for text in ("all_reduce, float32", "gather, float32", "64 KiB", "bus GB/s"):
+        assert done.stdout.count(text) >= 1
+
+
+def test_algorithms_and_what_mpi_cannot_add(tmp_path):
+    _, record = bench(
+        tmp_path,
+        *("collectives", "--only", "all_reduce", "--dtypes", "bfloat16", "--algorithms", "auto,ring"),
+        *("--peers", "none"),
+        num_ranks=3,
+    )
+    assert {row["variant"] for row in record["rows"]} == {"mpisgd", "mpisgd ring", "limit"}
+    assert {entry["variant"]: entry["reason"] for entry in record["left_out"]} == {
+        "MPI": "MPI has no arithmetic for bfloat16"
+    }
+
+
+def test_steps_are_measured_beside_no_communication_and_ddp(tmp_path):
+    _, record = bench(tmp_path, "step", "--models", "deep", num_ranks=2)
+    check_header(record, "step", 2)
+    check_spread(record["rows"])
+    assert record["models"]["deep"].keys() == {"parameters", "tensors", "batch_per_rank"}
+    ratios = {row["variant"]: row["ratio_to_no_communication"] for row in record["rows"]}
+    alone = [ratios.pop("none, gradients dropped"), ratios.pop("none, gradients zeroed")]
+    assert min(alone) == 1.0
+    assert ratios.keys() == {
+        "mpisgd",
+        "MPI, a call per tensor",
+        "DDP gloo, 25 MiB buckets",
+        "DDP gloo, 100 MiB buckets",
+    }
+
+
+def test_scaling_starts_a_job_for_each_count(tmp_path):
+    _, record = bench(tmp_path, "scaling", "--ranks", "2", "--models", "mlp")
+    assert record["kind"] == "scaling"
+    check_spread(record["rows"])
+    measured = [(row["variant"], row["ranks"]) for row in record["rows"]]
+    assert measured == [(name, n) for name in ("no communication", "mpisgd") for n in (1, 2)]
+    assert record["rows"][0]["efficiency"] == 1.0
+    assert [job["size"] for job in record["jobs"]] == [1, 2]
+
+
+def test_a_peer_that_cannot_be_had_is_named(tmp_path):
+    broken = tmp_path / "horovod"
+    broken.mkdir()
+    (broken / "__init__.py").write_text("raise ImportError('built for another torch')")
+    done, record = bench(
+        tmp_path,
+        *("collectives", "--only", "all_reduce", "--peers", "horovod"),
+        num_ranks=2,
+        env={"PYTHONPATH": str(tmp_path)},
+    )
+    assert record["peers_left_out"] == {"horovod": "ImportError: built for another torch"}
+    assert done.stdout.count("left out: horovod: ImportError: built for another torch") == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("collectives", "--only", "all_reduce,bcast"), "--only: 'bcast' is none of all_reduce"),
+        (("collectives", "--sizes", "4,many"), "'many' is no size"),
+        (("collectives", "--json", "/nowhere/all.json"), "cannot write /nowhere/all.json"),
+        (("step", "--models", "cnn"), "--models: 'cnn' is none of mlp"),
+        (("scaling", "--ranks", "two"), "--ranks: 'two'"),
+    ],
+)
+def test_mistakes_are_said_before_anything_is_measured(args, said):
+    done = run_python("-m", "mpisgd", "bench", *args)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_job_that_does_not_end_is_ended():
+    done = run_python("-m", "mpisgd", "bench", "collectives", "--time-limit", "3", num_ranks=2)
+    assert done.returncode != 0
+    assert "no end within 3 s" in done.stderr
