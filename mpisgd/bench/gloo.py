@@ -90,6 +90,8 @@ def _calls(payload: Payload) -> dict[str, Callable[[], Any]]:
 def _step(task: StepTask) -> Variant:
     """Train with DDP; its buckets are `task.bucket_bytes`."""
     training = Training(task, dist.get_rank())
+    if not task.communicates:
+        return training.timed("none", start=dist.barrier)
     model = torch.nn.parallel.DistributedDataParallel(
         training.model, gradient_as_bucket_view=True, bucket_cap_mb=task.bucket_bytes / 2**20
     )

@@ -73,7 +73,7 @@ def plot_steps(path: Path, record: dict[str, Any]) -> None:
     figure, axes = _figure(len(models), record)
     for ax, model in zip(axes, models, strict=False):
         here = [row for row in rows if row["model"] == model][::-1]
-        base = min(row["median_s"] for row in here if not row["communicates"])
+        base = here[0]["median_s"] / here[0]["ratio_to_no_communication"]
         ratios = [row["ratio_to_no_communication"] for row in here]
         low = [max(0.0, (row["median_s"] - row["min_s"]) / base) for row in here]
         high = [max(0.0, (row["max_s"] - row["median_s"]) / base) for row in here]

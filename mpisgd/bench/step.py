@@ -19,6 +19,8 @@ __all__ = ["StepPlan", "run_steps"]
 
 # Both, since it depends on the model which is faster; the faster one is the reference.
 BASELINES = {"none, gradients dropped": True, "none, gradients zeroed": False}
+# The same in the processes of another framework: shows whether these compute as fast as the ranks do.
+CONTROL = "none, in DDP's processes"
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ def run_steps(plan: StepPlan, peers: Peers, report: Callable[[str, Any], None]) 
     for model in plan.models:
         task = plan.task(model, mpisgd.size())
         found = measure([*_in_ranks(task, wire), *_remote(task, plan.bucket_bytes, peers)], plan.pace)
-        new = step_rows(model, found.seconds, list(BASELINES), task.batch * task.size)
+        new = step_rows(model, found.seconds, list(BASELINES), [CONTROL], task.batch * task.size)
         report(model, new)
         rows += new
         models[model] = _describe(task)
@@ -80,14 +82,17 @@ def _describe(task: StepTask) -> dict[str, Any]:
 def _in_ranks(task: StepTask, wire: "Wire") -> list[Variant]:
     """Return the variants that run in the ranks themselves."""
     return [
-        *(_alone(name, replace(task, set_to_none=to_none)) for name, to_none in BASELINES.items()),
+        *(
+            _alone(name, replace(task, set_to_none=to_none, communicates=False))
+            for name, to_none in BASELINES.items()
+        ),
         _ours(task),
         _by_hand(task, wire),
     ]
 
 
 def _alone(name: str, task: StepTask) -> Variant:
-    return Training(task, mpisgd.rank()).timed(name, start=mpisgd.barrier, communicates=False)
+    return Training(task, mpisgd.rank()).timed(name, start=mpisgd.barrier)
 
 
 def _ours(task: StepTask) -> Variant:
@@ -118,6 +123,8 @@ def _remote(task: StepTask, bucket_bytes: Sequence[int], peers: Peers) -> list[V
     """Return the variants that run beside the ranks."""
     variants: list[Variant] = []
     if "gloo" in peers.children:
+        alone = replace(task, communicates=False)
+        variants.append(RemoteVariant(CONTROL, peers.children["gloo"], alone))
         for nbytes in bucket_bytes:
             name = f"DDP gloo, {nbytes / MIB:g} MiB buckets"
             variants.append(RemoteVariant(name, peers.children["gloo"], replace(task, bucket_bytes=nbytes)))

@@ -56,7 +56,11 @@ def collective_rows(case: Case, seconds: Mapping[str, Sequence[float]]) -> list[
 
 
 def step_rows(
-    model: str, seconds: Mapping[str, Sequence[float]], baselines: Sequence[str], batch: int
+    model: str,
+    seconds: Mapping[str, Sequence[float]],
+    baselines: Sequence[str],
+    controls: Sequence[str],
+    batch: int,
 ) -> list[dict[str, Any]]:
     """Return one row for each variant of a training step.
 
@@ -64,6 +68,7 @@ def step_rows(
         model: its name.
         seconds: of one step, by variant.
         baselines: the variants without communication; the fastest is what the ratios refer to.
+        controls: other variants without communication.
         batch: examples of all ranks together.
     """
     spreads = {name: spread(values) for name, values in seconds.items() if values}
@@ -72,7 +77,7 @@ def step_rows(
         {
             "model": model,
             "variant": name,
-            "communicates": name not in baselines,
+            "communicates": name not in (*baselines, *controls),
             **vars(found),
             "examples_per_s": batch / found.median_s,
             "ratio_to_no_communication": ratio(found.median_s, base),

@@ -8,7 +8,7 @@ import functools
 import itertools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ class StepTask:
         small: a miniature of the model, for a quick look.
         set_to_none: how gradients are reset.
         bucket_bytes: for frameworks that are told.
+        communicates: whether gradients are averaged at all.
     """
 
     model: str
@@ -46,10 +47,11 @@ class StepTask:
     small: bool = False
     set_to_none: bool = True
     bucket_bytes: int = 25 * MIB
+    communicates: bool = True
 
     def common(self) -> "StepTask":
         """Return the task without what does not change its result."""
-        return replace(self, set_to_none=True, bucket_bytes=25 * MIB)
+        return StepTask(self.model, self.batch, self.size, self.small)
 
 
 class DeepNarrow(nn.Module):
@@ -193,7 +195,6 @@ class Training:
         forward: nn.Module | None = None,
         average: Callable[[], None] | None = None,
         zero_grad: Callable[[], None] | None = None,
-        communicates: bool = True,
         ours: bool = False,
     ) -> Timed:
         """Return one step as a variant."""
@@ -201,7 +202,7 @@ class Training:
             name,
             lambda: self.step(forward, average, zero_grad),
             reset=self.reset,
-            verify=self.verify if communicates else lambda: None,
+            verify=self.verify if self.task.communicates else lambda: None,
             start=start,
             clock=time.perf_counter,
             ours=ours,

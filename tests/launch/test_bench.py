@@ -80,6 +80,7 @@ def test_steps_are_measured_beside_no_communication_and_ddp(tmp_path):
     alone = [ratios.pop("none, gradients dropped"), ratios.pop("none, gradients zeroed")]
     assert min(alone) == 1.0
     assert ratios.keys() == {
+        "none, in DDP's processes",
         "mpisgd",
         "MPI, a call per tensor",
         "DDP gloo, 25 MiB buckets",

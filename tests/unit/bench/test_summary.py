@@ -27,15 +27,15 @@ def test_rows_are_relative_to_the_limit_and_leave_out_what_was_not_measured():
 
 
 def test_steps_are_relative_to_the_faster_one_without_communication():
-    seconds = {"dropped": [2.0, 2.0], "zeroed": [1.0], "mpisgd": [3.0]}
-    rows = step_rows("mlp", seconds, ["dropped", "zeroed"], batch=60)
-    assert [row["ratio_to_no_communication"] for row in rows] == [2.0, 1.0, 3.0]
-    assert [row["communicates"] for row in rows] == [False, False, True]
-    assert rows[2]["examples_per_s"] == 20
+    seconds = {"dropped": [2.0, 2.0], "zeroed": [1.0], "elsewhere": [0.5], "mpisgd": [3.0]}
+    rows = step_rows("mlp", seconds, ["dropped", "zeroed"], ["elsewhere"], batch=60)
+    assert [row["ratio_to_no_communication"] for row in rows] == [2.0, 1.0, 0.5, 3.0]
+    assert [row["communicates"] for row in rows] == [False, False, False, True]
+    assert rows[3]["examples_per_s"] == 20
 
 
 def record(size, alone, ours):
-    rows = step_rows("mlp", {"dropped": alone, "zeroed": [9.0], "mpisgd": ours}, ["dropped", "zeroed"], 1)
+    rows = step_rows("mlp", {"dropped": alone, "zeroed": [9.0], "mpisgd": ours}, ["dropped", "zeroed"], [], 1)
     return {"size": size, "rows": rows, "models": {"mlp": {"batch_per_rank": 10}}}
 
 
