@@ -70,6 +70,7 @@ def run_collectives(
     left_out: list[dict[str, Any]] = []
     for case in plan.cases(mpisgd.size()):
         found = _measure(case, plan, peers, wire)
+        peers.drop_broken()
         new = collective_rows(case, found.seconds)
         report(case, new)
         rows += new

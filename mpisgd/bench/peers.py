@@ -35,11 +35,14 @@ class Child:
 
     Raises from all methods but `close`: Unavailable, once it has failed or did not answer in time; after
     that it is gone.
+
+    Attributes:
+        broken: why it is gone, "" while it is there.
     """
 
     def __init__(self, framework: str) -> None:
         self.framework = framework
-        self._broken = ""
+        self.broken = ""
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the child
         self._connection, theirs = Pipe()
         command = [
@@ -62,8 +65,8 @@ class Child:
 
     def ask(self, method: str, *args: Any) -> Any:
         """Let it do something and return its answer."""
-        if self._broken:
-            raise Unavailable(self._broken)
+        if self.broken:
+            raise Unavailable(self.broken)
         try:
             self._connection.send((method, args))
         except OSError:
@@ -72,12 +75,12 @@ class Child:
 
     def pause(self) -> None:
         """Stop a restless one, which no other rank's child must be waiting for."""
-        if self.framework in RESTLESS and not self._broken:
+        if self.framework in RESTLESS and not self.broken:
             self._process.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
         """Let it run again."""
-        if self.framework in RESTLESS and not self._broken:
+        if self.framework in RESTLESS and not self.broken:
             self._process.send_signal(signal.SIGCONT)
 
     def _receive(self, limit_s: float) -> Any:
@@ -94,7 +97,7 @@ class Child:
         return value
 
     def _fail(self, reason: str) -> None:
-        self._broken = reason
+        self.broken = reason
         self.close()
         raise Unavailable(reason)
 
@@ -197,6 +200,18 @@ class Peers:
             self.children[framework] = child
             self.versions[framework] = version
             child.pause()
+
+    def drop_broken(self) -> None:
+        """Give up the frameworks whose child is gone on some rank: each try would cost its time limit.
+
+        Collective.
+        """
+        for framework, child in list(self.children.items()):
+            reasons: list[str] = [""] * mpisgd.size()
+            mpisgd.all_gather_object(reasons, child.broken)
+            if reason := next((text for text in reasons if text), ""):
+                self.left_out[framework] = reason
+                self.children.pop(framework).close()
 
     def close(self) -> None:
         """End the children."""

@@ -61,6 +61,7 @@ def run_steps(plan: StepPlan, peers: Peers, report: Callable[[str, Any], None]) 
     for model in plan.models:
         task = plan.task(model, mpisgd.size())
         found = measure([*_in_ranks(task, wire), *_remote(task, plan.bucket_bytes, peers)], plan.pace)
+        peers.drop_broken()
         new = step_rows(model, found.seconds, list(BASELINES), [CONTROL], task.batch * task.size)
         report(model, new)
         rows += new

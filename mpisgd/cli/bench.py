@@ -241,7 +241,7 @@ def _header(kind: str, others: "Peers") -> dict[str, Any]:
         "hosts": mpisgd.num_nodes(),
         "machine": {"architecture": platform.machine(), "processor": _processor(), "cores": os.cpu_count()},
         "peers": others.versions,
-        "peers_left_out": others.left_out,
+        "peers_left_out": others.left_out,  # grows while measuring
         "ranks": facts,
     }
     return {**header, "title": _title(kind, header)}
