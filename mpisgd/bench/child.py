@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from mpisgd.bench.measure import Variant
+from mpisgd.bench.measure import Unavailable, Variant
 from mpisgd.bench.network import Meeting
 from mpisgd.bench.payload import WrongResult
 
@@ -78,6 +78,8 @@ def reply(servant: Servant, method: str, args: tuple[Any, ...]) -> tuple[str, An
         return "done", servant.answer(method, *args)
     except WrongResult as exc:
         return "wrong", str(exc)
+    except Unavailable as exc:
+        return "failed", str(exc)
     except Exception as exc:  # whatever it is, the rank says it and goes on without
         return "failed", f"{type(exc).__name__}: {' '.join(str(exc).split())[:300]}"
 
