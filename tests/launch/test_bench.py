@@ -1,6 +1,8 @@
 """`python -m mpisgd bench --quick`: the records hold what they promise. Nothing here looks at speed."""
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 from launcher import run_python
@@ -106,10 +108,37 @@ def test_a_peer_that_cannot_be_had_is_named(tmp_path):
         tmp_path,
         *("collectives", "--only", "all_reduce", "--peers", "horovod"),
         num_ranks=2,
-        env={"PYTHONPATH": str(tmp_path)},
+        env={"PYTHONPATH": os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH", "")]))},
     )
     assert record["peers_left_out"] == {"horovod": "ImportError: built for another torch"}
     assert done.stdout.count("left out: horovod: ImportError: built for another torch") == 1
+
+
+def with_horovod():
+    paths = [str(Path(__file__).with_name("stand_in")), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def test_horovod_is_measured_where_it_imports_and_rests_in_between(tmp_path):
+    """The stand-in's thread never sleeps: the others could hardly be measured beside it."""
+    _, record = bench(
+        tmp_path,
+        *("collectives", "--only", "all_reduce,all_to_all,gather", "--peers", "horovod"),
+        num_ranks=2,
+        env=with_horovod(),
+    )
+    assert record["peers"] == {"horovod": "horovod stand-in, over gloo"}
+    measured = {row["collective"] for row in record["rows"] if row["variant"] == "horovod"}
+    assert measured == {"all_reduce", "all_to_all"}
+    reasons = {(entry["collective"], entry["reason"]) for entry in record["left_out"]}
+    assert reasons == {("gather", "Horovod has no gather")}
+
+
+def test_horovod_takes_training_steps_where_it_imports(tmp_path):
+    _, record = bench(
+        tmp_path, "step", "--models", "mlp", "--peers", "horovod", num_ranks=2, env=with_horovod()
+    )
+    assert "Horovod" in {row["variant"] for row in record["rows"]}
 
 
 @pytest.mark.parametrize(
