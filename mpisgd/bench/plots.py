@@ -95,7 +95,7 @@ def plot_scaling(path: Path, record: dict[str, Any]) -> None:
     """Draw examples per second over ranks, log-log, with the line of perfect scaling."""
     rows = record["rows"]
     models = list(dict.fromkeys(row["model"] for row in rows))
-    names = list(dict.fromkeys(row["variant"] for row in rows))
+    names = sorted({row["variant"] for row in rows}, key=lambda name: name != "mpisgd")
     figure, axes = _figure(len(models), record)
     for ax, model in zip(axes, models, strict=False):
         here = [row for row in rows if row["model"] == model]

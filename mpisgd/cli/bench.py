@@ -86,6 +86,7 @@ def collectives(
 def step(
     models: str = typer.Option("all", "--models", help="mlp, deep, transformer, separated by commas."),
     batch: int = typer.Option(0, "--batch", min=0, help="Examples of one rank; 0: each model's own."),
+    threads: int = typer.Option(0, "--threads", min=0, help="Of torch on each rank; 0: mpisgd's choice."),
     buckets: str = typer.Option("25MiB,100MiB", "--ddp-buckets", help="Bucket sizes to try with DDP."),
     peers: str = PEERS,
     rounds: int = ROUNDS,
@@ -108,7 +109,7 @@ def step(
     if quick:
         pace = Pace(min(rounds, 2), 1, budget_s, turn_s=0.01, max_calls=5)
     plan = StepPlan(_choice("--models", models, tuple(MODELS)), batch or None, sizes(buckets), quick, pace)
-    with _job(time_limit_s), open_peers(_peers(peers)) as others:
+    with _job(time_limit_s, threads), open_peers(_peers(peers)) as others:
         record = {**_header("step", others), **run_steps(plan, others, _tell)}
         if mpisgd.rank() == 0:
             tables.show([tables.step_table(record["rows"])], _notes(record))
@@ -120,6 +121,7 @@ def scaling(
     ranks: str = typer.Option("1,2,4", "--ranks", help="Rank counts; 1 is always among them."),
     models: str = typer.Option("all", "--models", help="mlp, deep, transformer, separated by commas."),
     batch: int = typer.Option(0, "--batch", min=0, help="Examples of one rank; 0: each model's own."),
+    threads: int = typer.Option(1, "--threads", min=1, help="Of torch on each rank, at every count."),
     launcher: str = typer.Option("", "--launcher", help='For example "mpirun -hostfile hosts".'),
     repeats: int = typer.Option(2, "--repeats", min=1, help="Times to go through all rank counts."),
     rounds: int = ROUNDS,
@@ -150,12 +152,20 @@ def scaling(
         "--rounds",
         str(rounds),
     ]
-    arguments += ["--budget", str(budget_s), "--time-limit", str(time_limit_s), *(["--quick"] * quick)]
+    arguments += [
+        "--threads",
+        str(threads),
+        "--budget",
+        str(budget_s),
+        "--time-limit",
+        str(time_limit_s),
+        *(["--quick"] * quick),
+    ]
     records = []
     for _ in range(1 if quick else repeats):
         for count in counts:
             records.append(launch(mpirun(launcher), count, arguments, time_limit_s))
-            _say(f"{count} ranks measured")
+            _say(f"{_ranks(count)} measured")
     record = {
         **records[-1],
         "kind": "scaling",
@@ -209,9 +219,9 @@ def _check_files(json_file: Path | None, plot_file: Path | None) -> None:
 
 
 @contextlib.contextmanager
-def _job(limit_s: float) -> Iterator[None]:
+def _job(limit_s: float, threads: int = 0) -> Iterator[None]:
     """Begin the job, and see that it ends: a peer, or MPI itself, might wait for ever."""
-    mpisgd.init()
+    mpisgd.init(num_threads=threads or None)
     timer = threading.Timer(limit_s, _give_up, [limit_s])
     timer.daemon = True
     timer.start()
@@ -256,10 +266,14 @@ def _title(kind: str, header: dict[str, Any]) -> str:
     """Return one line for tables and plots."""
     first = header["ranks"][0]
     return (
-        f"{kind}: {header['size']} ranks on {header['hosts']} host(s), {header['machine']['cores']} cores "
+        f"{kind}: {_ranks(header['size'])} on {header['hosts']} host(s), {header['machine']['cores']} cores "
         f"({header['machine']['processor']}), {first['num_threads']} torch thread(s) each, "
         f"torch {first['versions']['torch']}, {first['mpi']['library'].split(',')[0]}"
     )
+
+
+def _ranks(number: int) -> str:
+    return "1 rank" if number == 1 else f"{number} ranks"
 
 
 def _processor() -> str:
