@@ -1,0 +1,42 @@
+"""Run programs on a cluster of pretended hosts, as `./scripts/cluster` does, each with a time limit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from functools import lru_cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMAND = [sys.executable, str(ROOT / "scripts" / "virtual_cluster.py")]
+TIME_LIMIT_S = 90
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+@lru_cache(maxsize=1)
+def obstacle() -> str:
+    """Why there can be no cluster on this machine; empty if there can."""
+    done = subprocess.run([*COMMAND, "--check"], capture_output=True, text=True, timeout=30)
+    return done.stderr.strip() or "the check failed" if done.returncode else ""
+
+
+def run_on(
+    hosts: str, *program: str, options: str = "", rate: str = "1gbit", time_limit_s: float = TIME_LIMIT_S
+) -> subprocess.CompletedProcess[str]:
+    """Run a program on hosts such as "2,1"; `options` are mpirun's."""
+    settings = ["--hosts", hosts, "--rate", rate, "--time-limit", str(time_limit_s), "--mpirun", options]
+    return subprocess.run(
+        [*COMMAND, *settings, "--", *program],
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT,
+        cwd=ROOT,
+        timeout=time_limit_s + 10,
+    )
+
+
+def run_code(hosts: str, code: str, *, options: str = "") -> subprocess.CompletedProcess[str]:
+    """As `run_on`, for the text of a Python program."""
+    return run_on(hosts, sys.executable, "-c", textwrap.dedent(code), options=options)

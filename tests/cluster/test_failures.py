@@ -1,0 +1,79 @@
+"""What goes wrong on one host is known on all."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from clusters import run_code
+
+
+def test_an_uncaught_exception_on_the_second_host_ends_the_job_with_one_traceback():
+    code = """
+        import torch
+        import mpisgd
+        mpisgd.init()
+        mpisgd.barrier()
+        if mpisgd.rank() == 3:
+            raise ValueError("the wall is wet")
+        mpisgd.all_reduce(torch.ones(10))
+    """
+    started = time.monotonic()
+    done = run_code("2,2", code)
+    assert done.returncode not in (0, 124)
+    assert done.stderr.count("Traceback") == 1, done.stderr
+    assert done.stderr.count("ValueError: the wall is wet") == 1
+    assert "rank 3" in done.stderr
+    assert time.monotonic() - started < 60
+
+
+def test_a_job_error_on_the_second_host_is_said_once():
+    code = """
+        import mpisgd
+        mpisgd.init()
+        mpisgd.barrier()
+        if mpisgd.node_rank() == 1:
+            raise mpisgd.JobError("no such wall", exit_code=6)
+        mpisgd.barrier()
+    """
+    done = run_code("2,2", code)
+    assert (done.returncode, done.stderr.count("no such wall")) == (6, 1), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("hosts", ["2,2", "2,1", "1,1,1"])
+def test_a_disagreement_between_hosts_is_raised_on_every_rank(hosts):
+    """The ranks of a host agree with each other: only the exchange between hosts can find it."""
+    code = """
+        import torch
+        import mpisgd
+        mpisgd.init()
+        try:
+            mpisgd.all_reduce(torch.ones(1000 + 24 * mpisgd.node_rank()))
+        except mpisgd.CollectiveMismatch as error:
+            assert "shape=[1000]" in str(error) and "shape=[1024]" in str(error), error
+            print("mismatch", flush=True)
+        total = torch.tensor([float(mpisgd.rank() + 1)])
+        mpisgd.all_reduce(total)
+        assert total.item() == mpisgd.size() * (mpisgd.size() + 1) / 2
+        print("after", flush=True)
+    """
+    done = run_code(hosts, code)
+    assert done.returncode == 0, done.stderr
+    size = sum(map(int, hosts.split(",")))
+    assert sorted(done.stdout.split()) == ["after"] * size + ["mismatch"] * size
+
+
+def test_a_rank_of_another_host_that_does_not_come_is_named():
+    code = """
+        import time
+        import mpisgd
+        mpisgd.init(timeout_s=3)
+        mpisgd.barrier()
+        if mpisgd.rank() == 3:
+            time.sleep(1000)
+        mpisgd.barrier()
+    """
+    done = run_code("2,2", code)
+    assert done.returncode not in (0, 124), done.stderr
+    assert "CollectiveTimeout" in done.stderr

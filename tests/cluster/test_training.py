@@ -1,0 +1,50 @@
+"""The main job on several hosts: the curve of one process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clusters import ENVIRONMENT, ROOT, run_on
+
+TRAIN = [sys.executable, str(ROOT / "scripts" / "train.py"), "--dtype", "float64"]
+TRAIN += ["--model", "mlp", "--batch-size", "120", "--epochs", "3", "--metrics"]
+
+
+def losses(metrics: Path) -> list[Any]:
+    return [
+        value
+        for line in metrics.read_text().splitlines()
+        for name, value in json.loads(line).items()
+        if "loss" in name
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> list[Any]:
+    """The losses of one process without mpirun."""
+    metrics = tmp_path_factory.mktemp("alone") / "metrics.jsonl"
+    env = {**ENVIRONMENT, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*TRAIN, str(metrics)], env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return losses(metrics)
+
+
+@pytest.mark.parametrize("hosts", ["2,2", "1,1,1", "2,1"])
+def test_curve_equals_one_process(hosts, alone, tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    done = run_on(hosts, *TRAIN, str(metrics))
+    assert done.returncode == 0, done.stderr
+    assert len(alone) >= 3
+    assert losses(metrics) == pytest.approx(alone, rel=1e-10)
+
+
+def test_curve_differs_without_communication(alone, tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    done = run_on("2,1", *TRAIN, str(metrics), "--no-sync")
+    assert done.returncode == 0, done.stderr
+    assert losses(metrics) != pytest.approx(alone, rel=1e-4)
