@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 
@@ -23,7 +24,12 @@ def obstacle() -> str:
 
 
 def run_on(
-    hosts: str, *program: str, options: str = "", rate: str = "1gbit", time_limit_s: float = TIME_LIMIT_S
+    hosts: str,
+    *program: str,
+    options: str = "",
+    rate: str = "1gbit",
+    time_limit_s: float = TIME_LIMIT_S,
+    env: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run a program on hosts such as "2,1"; `options` are mpirun's."""
     settings = ["--hosts", hosts, "--rate", rate, "--time-limit", str(time_limit_s), "--mpirun", options]
@@ -31,7 +37,7 @@ def run_on(
         [*COMMAND, *settings, "--", *program],
         capture_output=True,
         text=True,
-        env=ENVIRONMENT,
+        env={**ENVIRONMENT, **(env or {})},
         cwd=ROOT,
         timeout=time_limit_s + 10,
     )
