@@ -1,0 +1,46 @@
+"""The tests of tests/mpi, where ranks are on several hosts.
+
+All of them would take minutes for each shape: of those that repeat one body for every dtype and group, a
+part runs here. What concerns a single host, or no other rank at all, is left to one host.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from clusters import run_on
+
+SELECTION = " or ".join(
+    [
+        "test_collectives and world and (float32 or bfloat16)",
+        "test_algorithms and float32",
+        "test_mismatches and (shape or root or order or skips or part)",
+        "test_groups and not topology",  # there they are on one host; here test_topology.py has it
+        "test_objects and world",
+        "test_optimizers",
+    ]
+)
+
+# Each rank is a pytest of its own and writes a log of its own.
+RANK = 'log=$1; shift; exec "$@" >"$log/rank-$OMPI_COMM_WORLD_RANK" 2>&1'
+
+
+def run_tests(hosts: str, logs: Path, *arguments: str) -> None:
+    """Run tests of tests/mpi on a cluster; where they fail, the first failing rank's log is the reason."""
+    pytest_command = [sys.executable, "-m", "pytest", "--with-mpi", "-q", "-p", "no:cacheprovider"]
+    done = run_on(hosts, "sh", "-c", RANK, "sh", str(logs), *pytest_command, *arguments, time_limit_s=110)
+    summaries = {path.name: path.read_text(errors="replace") for path in sorted(logs.iterdir())}
+    for name, text in summaries.items():
+        last = text.splitlines()[-1] if text else "nothing"
+        assert " passed" in last, f"{name} said {text[-3000:]}\n{done.stderr}"
+        assert "failed" not in last, f"{name} said {text[-3000:]}\n{done.stderr}"
+    assert done.returncode == 0, done.stderr
+    assert len(summaries) == sum(map(int, hosts.split(",")))
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("hosts", ["2,2", "1,1,1", "2,1"])
+def test_what_matters_of_the_suite_passes(hosts, tmp_path):
+    run_tests(hosts, tmp_path, "tests/mpi/comm", "tests/mpi/optim", "-k", SELECTION)
