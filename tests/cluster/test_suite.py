@@ -40,7 +40,10 @@ def run_tests(hosts: str, logs: Path, *arguments: str) -> None:
     assert len(summaries) == sum(map(int, hosts.split(",")))
 
 
+LONG = pytest.mark.long
+
+
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("hosts", ["2,2", "1,1,1", "2,1"])
+@pytest.mark.parametrize("hosts", [pytest.param("2,2", marks=LONG), pytest.param("1,1,1", marks=LONG), "2,1"])
 def test_what_matters_of_the_suite_passes(hosts, tmp_path):
     run_tests(hosts, tmp_path, "tests/mpi/comm", "tests/mpi/optim", "-k", SELECTION)

@@ -34,7 +34,14 @@ REPORT = """
 """
 
 
-@pytest.mark.parametrize("slots", [[2, 2], [1, 1, 1], [2, 1], [1, 2]], ids=str)
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    "slots",
+    [[2, 1], *(pytest.param(slots, marks=LONG) for slots in ([2, 2], [1, 1, 1], [1, 2]))],
+    ids=str,
+)
 def test_every_rank_knows_its_place(slots):
     done = run_code(",".join(map(str, slots)), REPORT)
     assert done.returncode == 0, done.stderr
@@ -47,7 +54,7 @@ def test_every_rank_knows_its_place(slots):
     assert hostnames == [f"node{node + 1}" for node in range(len(slots))]
 
 
-@pytest.mark.parametrize("hosts", ["2,2", "2,1"])
+@pytest.mark.parametrize("hosts", [pytest.param("2,2", marks=LONG), "2,1"])
 def test_only_ranks_of_one_host_share_memory(hosts):
     done = run_code(hosts, REPORT)
     assert done.returncode == 0, done.stderr

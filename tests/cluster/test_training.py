@@ -24,6 +24,9 @@ def losses(metrics: Path) -> list[Any]:
     ]
 
 
+LONG = pytest.mark.long
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> list[Any]:
     """The losses of one process without mpirun."""
@@ -34,7 +37,7 @@ def alone(tmp_path_factory) -> list[Any]:
     return losses(metrics)
 
 
-@pytest.mark.parametrize("hosts", ["2,2", "1,1,1", "2,1"])
+@pytest.mark.parametrize("hosts", ["2,2", pytest.param("1,1,1", marks=LONG), pytest.param("2,1", marks=LONG)])
 def test_curve_equals_one_process(hosts, alone, tmp_path):
     metrics = tmp_path / "metrics.jsonl"
     done = run_on(hosts, *TRAIN, str(metrics))
@@ -43,6 +46,7 @@ def test_curve_equals_one_process(hosts, alone, tmp_path):
     assert losses(metrics) == pytest.approx(alone, rel=1e-10)
 
 
+@LONG
 def test_curve_differs_without_communication(alone, tmp_path):
     metrics = tmp_path / "metrics.jsonl"
     done = run_on("2,1", *TRAIN, str(metrics), "--no-sync")

@@ -78,6 +78,7 @@ def wait_until(condition, limit_s: float = 20.0) -> bool:
     return condition()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_nothing_is_left_when_it_is_killed(number):
     """A namespace lives as long as its processes, its links, mounts and files as long as the namespace."""
@@ -93,6 +94,7 @@ def test_nothing_is_left_when_it_is_killed(number):
     assert "node1" not in subprocess.run(["ip", "link"], capture_output=True, text=True).stdout
 
 
+@pytest.mark.long
 def test_two_clusters_at_once_do_not_meet():
     command = [*COMMAND, "--hosts", "1,1", "--time-limit", "60", "--", "hostname"]
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
@@ -108,6 +110,7 @@ def test_usage_errors_are_said_at_once(arguments):
     assert "error: " in done.stderr
 
 
+@pytest.mark.long
 def test_links_carry_their_rate_and_no_more(tmp_path):
     """Mbit/s of payload; headers take 4 to 5 %, and a busy machine may take more, so the floor is low."""
     script = str(ROOT / "scripts" / "link_rate.py")

@@ -60,6 +60,7 @@ def test_collectives_are_measured_beside_mpi_gloo_and_the_limit(tmp_path):
         assert done.stdout.count(text) >= 1
 
 
+@pytest.mark.long
 def test_algorithms_and_what_mpi_cannot_add(tmp_path):
     _, record = bench(
         tmp_path,
@@ -100,6 +101,7 @@ def test_scaling_starts_a_job_for_each_count(tmp_path):
     assert [job["size"] for job in record["jobs"]] == [1, 2]
 
 
+@pytest.mark.long
 def test_a_peer_that_cannot_be_had_is_named(tmp_path):
     broken = tmp_path / "horovod"
     broken.mkdir()
@@ -119,6 +121,7 @@ def with_horovod():
     return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
+@pytest.mark.long
 def test_horovod_is_measured_where_it_imports_and_rests_in_between(tmp_path):
     """The stand-in's thread never sleeps: the others could hardly be measured beside it."""
     _, record = bench(
@@ -134,6 +137,7 @@ def test_horovod_is_measured_where_it_imports_and_rests_in_between(tmp_path):
     assert reasons == {("gather", "Horovod has no gather")}
 
 
+@pytest.mark.long
 def test_horovod_takes_training_steps_where_it_imports(tmp_path):
     _, record = bench(
         tmp_path, "step", "--models", "mlp", "--peers", "horovod", num_ranks=2, env=with_horovod()

@@ -179,7 +179,7 @@ def test_a_test_that_fails_on_one_rank_has_failed():
 
 
 def test_skipped_are_those_that_ran_nowhere():
-    two, three = Stage("mpi 2", "tests/mpi", 2), Stage("mpi 3", "tests/mpi", 3)
+    two, three = Stage("mpi 2", ("tests/mpi",), 2), Stage("mpi 3", ("tests/mpi",), 3)
     results = [
         (two, {"x": "passed", "needs three": "skipped", "never": "skipped"}),
         (three, {"x": "failed", "needs three": "passed", "never": "skipped"}),
@@ -188,7 +188,7 @@ def test_skipped_are_those_that_ran_nowhere():
 
 
 def test_a_suite_without_a_test_under_mpi_is_seen():
-    unit, alone, two = Stage("unit", ""), Stage("mpi 1", "", 1), Stage("mpi 2", "", 2)
+    unit, alone, two = Stage("unit", ()), Stage("mpi 1", (), 1), Stage("mpi 2", (), 2)
     passed, skipped = {"x": "passed"}, {"x": "skipped"}
     assert not ran_under_mpi([(unit, passed), (alone, passed), (two, skipped)])
     assert ran_under_mpi([(two, passed)])
@@ -196,15 +196,16 @@ def test_a_suite_without_a_test_under_mpi_is_seen():
 
 def test_plan_covers_every_size_and_the_second_mpi():
     stages = plan()
-    assert [stage.size for stage in stages if stage.path == "tests/mpi" and stage.venv == ".venv"] == [
-        1,
-        2,
-        3,
-        4,
-    ]
-    assert {stage.size for stage in stages if stage.path == run_tests.ALGORITHM_TESTS} == {5, 8}
+    whole = [stage for stage in stages if stage.paths == ("tests/mpi",) and stage.venv == ".venv"]
+    assert [stage.size for stage in whole] == [1, 2, 3, 4]
+    assert {stage.size for stage in stages if stage.paths == (run_tests.ALGORITHM_TESTS,)} == {5, 8}
     assert any(stage.venv == ".venv-mpich" for stage in stages)
-    assert all((ROOT / stage.path).exists() for stage in stages)
+    assert all((ROOT / path).exists() for stage in stages for path in stage.paths)
+
+
+def test_long_tests_are_left_out_unless_asked_for():
+    assert all("not long" in stage.options for stage in plan())
+    assert not any("not long" in stage.options for stage in plan(long=True))
 
 
 def stage_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, test: str) -> dict[str, str]:
@@ -212,13 +213,13 @@ def stage_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, test: str) -> dict
     monkeypatch.setattr(run_tests, "OUTPUT", tmp_path / "output")
     monkeypatch.setattr(run_tests, "ROOT", tmp_path)
     (tmp_path / "test_it.py").write_text(test)
-    return run_tests.run_stage(Stage("it", "test_it.py", limit_s=20))
+    return run_tests.run_stage(Stage("it", ("test_it.py",), limit_s=20))
 
 
 def test_stage_that_hangs_is_ended_and_counts_as_failed(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run_tests, "command", lambda stage: ["sleep", "60"])
     monkeypatch.setattr(run_tests, "OUTPUT", tmp_path)
-    found = run_tests.run_stage(Stage("it", "", limit_s=1))
+    found = run_tests.run_stage(Stage("it", (), limit_s=1))
     assert list(found.values()) == ["failed"]
     assert "no end within 1 s, 1 rank(s) left no report" in capsys.readouterr().out
 
