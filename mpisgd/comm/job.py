@@ -59,7 +59,6 @@ class _Job:
     threads_allowed: bool
     groups: list[Group] = field(default_factory=list)
     names: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
-    defaults_set: dict[str, str] = field(default_factory=dict)
 
 
 _job: _Job | None = None
@@ -103,7 +102,7 @@ def init(
     wire = mpi.Wire((comm or mpi.MPI.COMM_WORLD).Dup())
     multiple = mpi.thread_level() == "MULTIPLE"
     group = Group("world", range(wire.size), wire, timeout_s=limit_s, threads=multiple)
-    _job = _Job(comm, group, Hooks(wire, group.topology), limit_s, multiple, [group], defaults_set=defaults)
+    _job = _Job(comm, group, Hooks(wire, group.topology), limit_s, multiple, [group])
     _job.hooks.install()
     set_crowded(group.topology.local_size > config.available_cores())
     _share_threads(wire, group.topology, num_threads)
