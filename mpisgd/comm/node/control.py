@@ -7,6 +7,7 @@ and releasing a lock orders them, as POSIX demands of it.
 
 import platform
 import threading
+from collections.abc import Callable
 
 from mpisgd.comm.node.segment import PAGE, Segment
 from mpisgd.comm.waiting import Patience
@@ -24,12 +25,16 @@ _fence = threading.Lock()
 class ControlBlock:
     """This rank's view of the control words of its host.
 
+    `meanwhile` is called again and again while others are missing: they may be waiting for a message of this
+    rank, and MPI moves large ones only while somebody asks it to.
+
     Attributes:
         arrivals: how often this rank has arrived.
     """
 
-    def __init__(self, segment: Segment, rank: int, size: int) -> None:
+    def __init__(self, segment: Segment, rank: int, size: int, meanwhile: Callable[[], None]) -> None:
         self.rank = rank
+        self._meanwhile = meanwhile
         self.arrivals = 0
         self._words = memoryview(segment.memory).cast("Q")
         stride = segment.share_bytes // WORD_BYTES
@@ -48,6 +53,7 @@ class ControlBlock:
         words, mine = self._words, self.arrivals
         for other in self._others:
             if words[other + ARRIVALS] < mine:
+                self._meanwhile()
                 return False
         order_memory()
         return True

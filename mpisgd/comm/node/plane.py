@@ -56,7 +56,7 @@ def open_plane(wire: "Wire", topology: Topology, *, name: str, timeout_s: float)
                 stacklevel=2,
             )
         return None
-    control = ControlBlock(segment, wire.rank, wire.size)
+    control = ControlBlock(segment, wire.rank, wire.size, wire.progress)
     return NodePlane(wire, segment, control, name=name, timeout_s=timeout_s)
 
 
