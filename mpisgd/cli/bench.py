@@ -241,8 +241,10 @@ def _header(kind: str, others: "Peers") -> dict[str, Any]:
     """Return what one must know to repeat a measurement. Collective."""
     from mpisgd.cli.facts import mpi_facts, rank_facts, settings
 
+    mine = dataclasses.asdict(rank_facts(settings(), mpi_facts()))
+    mine["mpi"]["libmpi"] = Path(mine["mpi"]["libmpi"]).name  # where it lies concerns nobody else
     facts: list[Any] = [None] * mpisgd.size()
-    mpisgd.all_gather_object(facts, dataclasses.asdict(rank_facts(settings(), mpi_facts())))
+    mpisgd.all_gather_object(facts, mine)
     header = {
         "kind": kind,
         "command": _command(),
