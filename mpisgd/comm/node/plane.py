@@ -1,4 +1,4 @@
-"""`NodePlane`: the collectives of ranks that share a host, through staging memory that all of them see.
+"""`NodePlane`: the reductions of ranks that share a host, through staging memory that all of them see.
 
 A message goes through in chunks that stay in cache. Of each chunk, a rank copies its piece into its staging
 memory; when all have, it combines its own part of the chunk straight from everyone's memory; when all have,
@@ -154,21 +154,6 @@ class NodePlane:
                 other[chunk].copy_(total)
         self.barrier()
 
-    def reduce(self, flat: Tensor, op: ReduceOp, root: int, out: Tensor | None) -> None:
-        """Combine `flat` [n] over the ranks into root's `out` [n]; `out` is None on the others."""
-        for chunk in self._chunks(flat.numel(), flat.element_size()):
-            mine = flat[chunk]
-            staging = [half[: mine.numel()] for half in self._next_half(mine.dtype)]
-            parts = [slice(*part) for part in split_evenly(mine.numel(), self.size)]
-            staging[self.rank].copy_(mine)
-            self.barrier()
-            own = parts[self.rank]
-            staging[self.rank][own].copy_(combine_in_rank_order([half[own] for half in staging], op))
-            self.barrier()
-            if out is not None:
-                for rank, part in enumerate(parts):
-                    out[chunk][part].copy_(staging[rank][part])
-
     def reduce_scatter(self, parts: Sequence[Tensor], op: ReduceOp, out: Tensor) -> None:
         """Combine everyone's part number `rank` into `out` [n]; `parts`: one [n] tensor per rank."""
         for chunk in self._chunks(out.numel(), out.element_size(), self.size):
@@ -179,25 +164,3 @@ class NodePlane:
             self.barrier()
             own = slice(self.rank * length, (self.rank + 1) * length)
             combine_in_rank_order([half[own] for half in staging], op, out=out[chunk])
-
-    def all_gather(self, out: Tensor, tensor: Tensor) -> None:
-        """Put everyone's `tensor` [n] into `out` [size * n]; it may lie there already."""
-        places = list(out.view(self.size, -1))
-        for chunk in self._chunks(tensor.numel(), tensor.element_size()):
-            length = chunk.stop - chunk.start
-            staging = self._next_half(tensor.dtype)
-            staging[self.rank][:length].copy_(tensor[chunk])
-            self.barrier()
-            for place, half in zip(places, staging, strict=True):
-                place[chunk].copy_(half[:length])
-
-    def broadcast(self, flat: Tensor, root: int) -> None:
-        """Copy root's `flat` [n] into everyone's."""
-        for chunk in self._chunks(flat.numel(), flat.element_size()):
-            length = chunk.stop - chunk.start
-            staging = self._next_half(flat.dtype)
-            if self.rank == root:
-                staging[root][:length].copy_(flat[chunk])
-            self.barrier()
-            if self.rank != root:
-                flat[chunk].copy_(staging[root][:length])
