@@ -42,6 +42,7 @@ class Mailbox:
         self._under_way: set[MessageWork] = set()
         self._watched: set[MessageWork] = set()
         self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
 
     def send(self, name: str, memory: Tensor, dst: int, tag: int, tensors: Any) -> "MessageWork":
         """Start sending contiguous `memory` to group rank `dst`."""
@@ -84,7 +85,8 @@ class Mailbox:
             idle = not self._watched
             self._watched.add(work)
         if idle:
-            threading.Thread(target=self._attend, name="mpisgd mailbox", daemon=True).start()
+            self._thread = threading.Thread(target=self._attend, name="mpisgd mailbox", daemon=True)
+            self._thread.start()
 
     def _attend(self) -> None:
         """The thread: ask after the watched messages until none is left, however long that takes."""
@@ -106,6 +108,8 @@ class Mailbox:
                 work.cancel()
             else:
                 work.wait()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()  # a thread that lets go of a tensor while Python ends would abort the process
 
 
 class MessageWork(Work):
