@@ -109,7 +109,8 @@ class Mailbox:
             else:
                 work.wait()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()  # a thread that lets go of a tensor while Python ends would abort the process
+            # A thread that lets go of a tensor while Python ends would abort the process.
+            self._thread.join(self.timeout_s)
 
 
 class MessageWork(Work):
