@@ -9,25 +9,63 @@ from pathlib import Path
 from mpisgd.errors import InvalidArgument
 
 __all__ = [
+    "BUILT_IN_PROFILE",
+    "ENDED_NOTE",
+    "GPU_CHOICES",
+    "NOTES_VARIABLE",
+    "PREEMPTED",
     "available_cores",
+    "cache_folder",
     "default_threads",
+    "fault_tolerance",
+    "gpu",
     "launcher_local_size",
     "launcher_rank",
     "launcher_size",
     "mpi_defaults",
+    "note",
+    "profile",
+    "restart_count",
     "set_mpi_defaults",
     "shared_memory",
+    "stall_warning_s",
+    "timeline",
     "timeout_s",
 ]
 
 # Each launcher tells its processes who they are before MPI starts: Open MPI, then the PMI of MPICH and
 # Intel MPI, then Slurm's own srun.
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
 LOCAL_SIZE_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
+LAUNCHER_PREFIXES = ("OMPI_COMM_WORLD_", "PMIX_", "PMI_", "SLURM_")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
+LOCAL_RANK_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+# Slurm sets its variables in a batch script too, where nothing was started by rank; this one only in a step.
+SLURM_STEP_VARIABLE = "SLURM_STEP_NUM_TASKS"
+# Within a step its own number counts: salloc's shell is a step of one task and sees the allocation's too.
+SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", SLURM_STEP_VARIABLE, "SLURM_NTASKS")
+
 DEFAULT_TIMEOUT_S = 1800.0
+DEFAULT_STALL_WARNING_S = 60.0
+# A thread of MPI's own sends them, whatever the program does; a host is lost when none has come for the
+# time-out. Those who notice it tell the others, who could not agree on what to do otherwise.
+HEARTBEAT = {
+    "OMPI_MCA_mpi_ft_detector": "1",
+    "OMPI_MCA_mpi_ft_detector_thread": "1",
+    "OMPI_MCA_mpi_ft_detector_period": "1",
+    "OMPI_MCA_mpi_ft_detector_timeout": "10",
+    "OMPI_MCA_mpi_ft_propagator_with_rbcast": "1",
+}
+# At its end MPI meets all ranks that were ever started; now and then it waits for lost ones for ever.
+NO_MEETING_AT_THE_END = {"OMPI_MCA_async_mpi_finalize": "1"}
+BUILT_IN_PROFILE = "built-in"
+GPU_CHOICES = ("auto", "nccl", "mpi")
+# The exit code of a job that was told to stop and has saved its state, as HTCondor's manual has it. None of
+# Python's, mpirun's or the shell's own (143 is any process that SIGTERM has killed).
+PREEMPTED = 85
+NOTES_VARIABLE = "MPISGD_RUN_NOTES"
+ENDED_NOTE = "ended 0"  # the program did, whatever becomes of mpirun
 
 
 def _first_int(names: tuple[str, ...], env: Mapping[str, str]) -> int | None:
@@ -53,6 +91,24 @@ def launcher_local_size(env: Mapping[str, str] = os.environ) -> int | None:
     return _first_int(LOCAL_SIZE_VARIABLES, env)
 
 
+def torchrun_variables(env: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return what torchrun would set for this process; empty where no MPI launcher is to be seen."""
+    if _first_int(("OMPI_COMM_WORLD_RANK", "PMI_RANK"), env) is None and SLURM_STEP_VARIABLE not in env:
+        return {}
+    found = {
+        "RANK": launcher_rank(env),
+        "WORLD_SIZE": launcher_size(env),
+        "LOCAL_RANK": _first_int(LOCAL_RANK_VARIABLES, env),
+        "LOCAL_WORLD_SIZE": launcher_local_size(env),
+    }
+    return {name: str(value) for name, value in found.items() if value is not None}
+
+
+def torchrun_rank(env: Mapping[str, str] = os.environ) -> tuple[int | None, int | None]:
+    """Return RANK and WORLD_SIZE, each None where it is not set."""
+    return _first_int(("RANK",), env), _first_int(("WORLD_SIZE",), env)
+
+
 def timeout_s(env: Mapping[str, str] = os.environ) -> float:
     """Return how long to wait for other ranks, in seconds (MPISGD_TIMEOUT_S, default 1800)."""
     text = env.get("MPISGD_TIMEOUT_S")
@@ -67,12 +123,54 @@ def timeout_s(env: Mapping[str, str] = os.environ) -> float:
     return value
 
 
+def stall_warning_s(env: Mapping[str, str] = os.environ) -> float:
+    """Return when a wait is worth a warning, in seconds (MPISGD_STALL_WARNING_S, default 60, 0: never)."""
+    text = env.get("MPISGD_STALL_WARNING_S")
+    if text is None:
+        return DEFAULT_STALL_WARNING_S
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not value >= 0:
+        raise InvalidArgument(f"MPISGD_STALL_WARNING_S={text!r}: expected a number of seconds, 0 for never")
+    return value
+
+
 def shared_memory(env: Mapping[str, str] = os.environ) -> bool:
     """Return whether ranks of a host may use shared memory (MPISGD_SHARED_MEMORY, default 1)."""
     text = env.get("MPISGD_SHARED_MEMORY", "1")
     if text not in ("0", "1"):
         raise InvalidArgument(f"MPISGD_SHARED_MEMORY={text!r}: expected 0 or 1")
     return text == "1"
+
+
+def gpu(env: Mapping[str, str] = os.environ) -> str:
+    """Return how GPU tensors travel, MPISGD_GPU: auto (the default), nccl or mpi; see `mpisgd.init`."""
+    text = env.get("MPISGD_GPU") or "auto"
+    if text not in GPU_CHOICES:
+        raise InvalidArgument(f"MPISGD_GPU={text!r}: expected one of {', '.join(GPU_CHOICES)}")
+    return text
+
+
+def profile(env: Mapping[str, str] = os.environ) -> str | None:
+    """Return MPISGD_PROFILE: a file of measured costs, or BUILT_IN_PROFILE; None for the usual place."""
+    return env.get("MPISGD_PROFILE") or None
+
+
+def timeline(env: Mapping[str, str] = os.environ) -> str | None:
+    """Return MPISGD_TIMELINE: where to record what goes on; see `mpisgd.start_timeline`."""
+    return env.get("MPISGD_TIMELINE") or None
+
+
+def fault_tolerance(env: Mapping[str, str] = os.environ) -> bool:
+    """Return whether Open MPI was told to outlive lost ranks (`mpirun --with-ft ulfm`)."""
+    return env.get("OMPI_MCA_mpi_ft_enable", "").lower() in ("1", "true", "yes", "ulfm", "mpi")
+
+
+def cache_folder(env: Mapping[str, str] = os.environ) -> Path:
+    """Return where what was measured on this machine is kept."""
+    return Path(env.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "mpisgd"
 
 
 def available_cores() -> int:
@@ -104,13 +202,35 @@ def mpi_defaults(
     - More ranks than cores on a host: a waiting rank must give up its core. Open MPI's default of
       spinning made an all-reduce 15 times slower there.
     - One-sided windows must not be tried over UCX: every window would print an error line.
+    - Where losses are survived, hosts send each other heartbeats: of a dead one nobody else would tell. And
+      MPI's end meets nobody; ours has met those that are left.
+    - On one host Open MPI's TCP transport is of no use, but listens on every address of the host.
     """
     cores = available_cores() if cores is None else cores
     local_size = launcher_local_size(env) if local_size is None else local_size
     wanted = {"OMPI_MCA_osc": "^ucx"}
     if local_size is not None and local_size > cores:
         wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
+    if fault_tolerance(env):
+        wanted |= NO_MEETING_AT_THE_END
+    if fault_tolerance(env) and local_size != launcher_size(env):
+        wanted |= HEARTBEAT
+    if not _needs_network(env):
+        wanted["OMPI_MCA_btl"] = "^tcp"
     return {name: value for name, value in wanted.items() if name not in env}
+
+
+def _needs_network(env: Mapping[str, str]) -> bool:
+    """Return whether Open MPI's ranks may have to reach each other by TCP.
+
+    Only its own `mpirun` tells for certain that there is one host, and no launcher at all that there is one
+    process. With fault tolerance new processes may join later, and processes started later than others
+    reach them by TCP also on the same host.
+    """
+    if not any(name.startswith(LAUNCHER_PREFIXES) for name in env):
+        return False
+    size, local_size = (env.get(f"OMPI_COMM_WORLD_{name}") for name in ("SIZE", "LOCAL_SIZE"))
+    return size is None or size != local_size or fault_tolerance(env)
 
 
 def set_mpi_defaults(env: MutableMapping[str, str] = os.environ) -> dict[str, str]:
@@ -128,3 +248,17 @@ def default_threads(current: int, local_size: int, cores: int, env: Mapping[str,
     if any(name in env for name in THREAD_VARIABLES):
         return current
     return min(current, max(1, cores // local_size))
+
+
+def restart_count(env: Mapping[str, str] = os.environ) -> int:
+    """Return how often `python -m mpisgd run` has started this job again; 0 for the first time."""
+    return _first_int(("MPISGD_RESTART_COUNT",), env) or 0
+
+
+def note(line: str, env: Mapping[str, str] = os.environ) -> None:
+    """Tell `python -m mpisgd run`, if it has started this job, on this host, what it can say later."""
+    path = env.get(NOTES_VARIABLE)
+    if path:
+        with contextlib.suppress(OSError), open(path, "r+") as file:  # another host has no such file
+            file.seek(0, os.SEEK_END)
+            file.write(line + "\n")

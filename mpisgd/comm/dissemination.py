@@ -6,7 +6,7 @@ Source: Hensgen, Finkel and Manber 1988, "Two algorithms for barrier synchroniza
 """
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -20,17 +20,25 @@ PAIR = struct.Struct("<QQ")
 
 
 class Dissemination:
-    """The spread over messages, between any ranks. Cost: ceil(log2(size)) messages of 16 bytes per rank."""
+    """The spread over messages, between any ranks. Cost: ceil(log2(size)) messages of 16 bytes per rank.
 
-    def __init__(self, wire: "Wire") -> None:
-        self._rounds = [_Round(wire, k) for k in range((wire.size - 1).bit_length())]
+    Args:
+        wire: carries the messages.
+        ranks: those of its ranks that take part, this one among them; None: all.
+        tag: of the first round; as many follow as there are rounds.
+    """
+
+    def __init__(self, wire: "Wire", ranks: Sequence[int] | None = None, *, tag: int = FIRST_TAG) -> None:
+        ranks = range(wire.size) if ranks is None else ranks
+        self._wire = wire
+        self._rounds = [_Round(wire, ranks, k, tag) for k in range((len(ranks) - 1).bit_length())]
         self._ahead: Iterator[_Round] = iter(())
         self._round: _Round | None = None
         self._low = self._high = 0
 
-    def start(self, digest: int) -> None:
-        """Begin with this rank's digest."""
-        self._low = self._high = digest
+    def start(self, low: int, high: int) -> None:
+        """Begin with the extremes that this rank knows."""
+        self._low, self._high = low, high
         self._ahead = iter(self._rounds)
         self._next_round()
 
@@ -54,20 +62,21 @@ class Dissemination:
     def missing(self) -> str:
         """Say for whom this rank waits."""
         assert self._round is not None
-        return f"rank {self._round.src}, which has not come or waits for another rank itself"
+        src = self._wire.global_ranks[self._round.src]
+        return f"rank {src}, which has not come or waits for another rank itself"
 
 
 class _Round:
     """One round, prepared once."""
 
-    def __init__(self, wire: "Wire", k: int) -> None:
-        distance = 1 << k
-        self.src = (wire.rank - distance) % wire.size
+    def __init__(self, wire: "Wire", ranks: Sequence[int], k: int, tag: int) -> None:
+        me, distance = ranks.index(wire.rank), 1 << k
+        self.src = ranks[(me - distance) % len(ranks)]
         self._mine = bytearray(PAIR.size)
         self._theirs = bytearray(PAIR.size)
         self._wire = wire
-        dst = (wire.rank + distance) % wire.size
-        self._requests = wire.persistent(self._mine, dst, self._theirs, self.src, FIRST_TAG + k)
+        dst = ranks[(me + distance) % len(ranks)]
+        self._requests = wire.persistent(self._mine, dst, self._theirs, self.src, tag + k)
 
     def start(self, low: int, high: int) -> None:
         PAIR.pack_into(self._mine, 0, low, high)

@@ -1,18 +1,23 @@
 """`Group`: some ranks of the job, with communicators, an order and a time limit of their own."""
 
+import operator
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mpisgd.comm.dissemination import Dissemination
+from mpisgd.comm.arguments import shown
+from mpisgd.comm.costs import CostModel
+from mpisgd.comm.events import Track
+from mpisgd.comm.hosts.plane import HostsPlane
 from mpisgd.comm.lane import Lane
 from mpisgd.comm.mailbox import Mailbox
-from mpisgd.comm.node.plane import NodePlane, open_plane
-from mpisgd.comm.node.spread import NodeSpread
+from mpisgd.comm.node.plane import NodePlane
+from mpisgd.comm.planes import Planes, open_planes
 from mpisgd.comm.topology import Topology, discover
-from mpisgd.errors import InvalidRank, NotInGroup, NotInitialized
+from mpisgd.errors import InvalidRank, NotInGroup, NotInitialized, PeerLost
 
 if TYPE_CHECKING:
+    from mpisgd.comm.gpu.plane import DevicePlane
     from mpisgd.comm.mpi import Wire
 
 __all__ = ["Group"]
@@ -28,30 +33,58 @@ class Group:
         ranks: the members' global ranks; place i holds group rank i.
         rank: this process within the group, -1 when it is no member.
         size: number of members.
+        ordinal: among the groups of the same ranks, counted as they are made; the same on all members.
+        costs: predicts which algorithm is fastest among these ranks.
+        device: the way of tensors on a GPU; None before there were any.
     """
 
     def __init__(
-        self, name: str, ranks: Sequence[int], wire: "Wire | None", *, timeout_s: float, threads: bool
+        self,
+        name: str,
+        ranks: Sequence[int],
+        wire: "Wire | None",
+        *,
+        timeout_s: float,
+        threads: bool,
+        topology: Topology | None = None,
+        costs: CostModel | None = None,
     ):
         self.name = name
         self.ranks = tuple(ranks)
         self.size = len(self.ranks)
+        self.ordinal = 0
         self.rank = -1 if wire is None else wire.rank
         self.pid = os.getpid()
         self._closed = False
+        self._lost = ""
         self._lane: Lane | None = None
         self._mailbox: Mailbox | None = None
         self._topology: Topology | None = None
-        self._plane: NodePlane | None = None
+        self._planes: Planes | None = None
+        self.costs = costs or CostModel("none", ())
+        self.device: DevicePlane | None = None
         if wire is not None:
-            self._topology = discover(wire)
-            self._plane = open_plane(wire, self._topology, name=name, timeout_s=timeout_s)
-            spread = Dissemination(wire) if self._plane is None else NodeSpread(self._plane.control)
-            self._lane = Lane(wire, spread, name=name, timeout_s=timeout_s, threads_allowed=threads)
+            self._topology = topology or discover(wire)
+            self.costs = self.costs.at(self._topology.ranks_per_host)
+            self._planes = open_planes(wire, self._topology, self.costs, name=name, timeout_s=timeout_s)
+            self._lane = Lane(
+                wire, self._planes.spread, name=name, timeout_s=timeout_s, threads_allowed=threads
+            )
+            self._lane.track = Track(f"group {name}", self.ranks)
             self._mailbox = Mailbox(wire.duplicate(), timeout_s=timeout_s, threads_allowed=threads)
+            self._mailbox.group = (name, self.ranks)
 
     def __repr__(self) -> str:
         return f"Group('{self.name}', ranks={list(self.ranks)}, rank={self.rank})"
+
+    def __deepcopy__(self, memo: object) -> "Group":
+        """A copy of a model communicates with the same ranks."""
+        return self
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether this rank is a member and the group was not closed."""
+        return self.rank >= 0 and not self._closed
 
     @property
     def lane(self) -> Lane:
@@ -75,12 +108,31 @@ class Group:
         return self._topology
 
     @property
+    def known_topology(self) -> Topology:
+        """The same, also of a group that is no more."""
+        assert self._topology is not None
+        return self._topology
+
+    @property
+    def planes(self) -> Planes:
+        """What the group communicates through besides MPI itself."""
+        self._need_membership()
+        assert self._planes is not None
+        return self._planes
+
+    @property
     def plane(self) -> NodePlane | None:
         """The shared memory of the group, None unless all its ranks share one host and can have it."""
-        self._need_membership()
-        return self._plane
+        return self.planes.node
+
+    @property
+    def hosts(self) -> HostsPlane | None:
+        """The way between the group's hosts, None where there is one host only."""
+        return self.planes.hosts
 
     def _need_membership(self) -> None:
+        if self._lost:
+            raise PeerLost(f"group '{self.name}' is no more: {self._lost}")
         if self._closed:
             raise NotInitialized(f"group '{self.name}' was closed by mpisgd.shutdown()")
         if self.rank < 0:
@@ -96,17 +148,32 @@ class Group:
     def group_rank(self, name: str, what: str, global_rank: int) -> int:
         """Return the place of a global rank in this group; `name` and `what` go into the error."""
         try:
-            return self.ranks.index(global_rank)
-        except ValueError:
+            return self.ranks.index(operator.index(global_rank))
+        except (ValueError, TypeError):
             raise InvalidRank(
-                f"{name}: {what}={global_rank!r} is not in group '{self.name}', which has the ranks "
+                f"{name}: {what}={shown(global_rank)} is not in group '{self.name}', which has the ranks "
                 f"{_shortened(self.ranks)}"
             ) from None
 
+    def give_up(self, reason: str) -> None:
+        """Let this group be: a rank of the job was lost. Meets nobody; returns when its threads have ended.
+
+        All its communicators have been revoked, and nobody waits any more, so they end at once.
+        """
+        if self._lane is not None and self._mailbox is not None:
+            self._lane.broken = self._lane.broken or PeerLost(reason)
+            self._lane.drain()
+            self._mailbox.give_up()
+        self._lost = reason
+
     def close(self) -> None:
         """Free the communicators. Collective over the members."""
+        if self.device is not None:
+            self.device.close()
         if self._lane is not None and self._mailbox is not None:
             self._mailbox.wire.free()
+            if self._planes is not None and self._planes.local is not None:
+                self._planes.local.free()
             self._lane.wire.free()
         self._closed = True
 

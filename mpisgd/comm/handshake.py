@@ -9,7 +9,7 @@ the same history. Only when they differ do descriptions and call sites travel, a
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -19,7 +19,7 @@ from mpisgd.errors import CollectiveMismatch, CollectiveTimeout
 if TYPE_CHECKING:
     from mpisgd.comm.mpi import Wire
 
-__all__ = ["Exchange", "Handshake", "Operation", "Spread"]
+__all__ = ["Exchange", "Handshake", "Operation", "Spread", "ranks_text"]
 
 
 class Operation(NamedTuple):
@@ -32,6 +32,7 @@ class Operation(NamedTuple):
         shape: of the tensor, or whatever else must be equal.
         root: group rank of src or dst, or -1.
         extra: anything else that must be equal, as text.
+        device: `cuda` for tensors on a device, "" for those of the CPU.
     """
 
     kind: str
@@ -40,11 +41,13 @@ class Operation(NamedTuple):
     shape: tuple[int, ...] = ()
     root: int = -1
     extra: str = ""
+    device: str = ""
 
     def __str__(self) -> str:
         parts = [f"op={self.op}"] if self.op else []
         parts += [f"dtype={self.dtype}", f"shape={list(self.shape)}"] if self.dtype else []
         parts += [f"root={self.root}"] if self.root >= 0 else []
+        parts += [f"device={self.device}"] if self.device else []
         parts += [self.extra] if self.extra else []
         return f"{self.kind}({', '.join(parts)})"
 
@@ -71,6 +74,9 @@ class Spread(Protocol):
     def extremes(self) -> tuple[int, int]:
         """Return the smallest and the largest digest, once it is over."""
 
+    def doze(self, limit_s: float) -> bool:
+        """Sleep for so long, or until somebody wakes this rank; False where nobody would."""
+
     def missing(self) -> str:
         """Say for whom this rank waits, while it is not over."""
 
@@ -91,50 +97,77 @@ class Handshake:
         self.number = 0
         self._history = b""
 
-    def agree(
-        self, operation: Operation, site: Callable[[], str], detail: Callable[[], str] | None = None
-    ) -> None:
-        """Return once every rank of the group is at `operation`.
+    def begin(
+        self,
+        operation: Operation,
+        site: Callable[[], str],
+        detail: Callable[[], str] | None = None,
+        before: Callable[[], None] | None = None,
+    ) -> "Exchange":
+        """Start to find out whether every rank of the group is at `operation`; see `Exchange`.
 
         Args:
             operation: what this rank is about to do.
             site: tells where the program called it; asked for only when something is wrong.
             detail: tells more when the ranks disagree, in lines; those that differ are shown.
-
-        Raises:
-            CollectiveMismatch: on every rank, when one of them is about to do something else. The group
-                can be used again: all ranks count the operation as done.
-            CollectiveTimeout: other ranks did not come; the group cannot be used again.
+            before: called before this rank tells the others anything.
 
         Cost: what the spread costs.
         """
-        exchange = self.begin(operation, site, detail)
-        exchange.wait(Patience(self.timeout_s))
-        exchange.verify()
-
-    def begin(
-        self, operation: Operation, site: Callable[[], str], detail: Callable[[], str] | None = None
-    ) -> "Exchange":
-        """Start what `agree` does; the caller advances the exchange to its end."""
         self.number += 1
+        if before is not None:
+            before()
         self._history = fold(self._history, operation)
         return Exchange(self, operation, site, detail, int.from_bytes(self._history, "little"))
+
+    def note(self, operation: Operation) -> None:
+        """Count an operation that meets nobody; the next one that does will compare it, too."""
+        self.number += 1
+        self._history = fold(self._history, operation)
+
+    @property
+    def me(self) -> int:
+        """This rank, as messages call it."""
+        return self.wire.global_ranks[self.wire.rank]
+
+    def text_of(self, operation: Operation) -> str:
+        """Return what messages say of an operation: its root as a rank of the job."""
+        if operation.root < 0:
+            return str(operation)
+        return str(operation._replace(root=self.wire.global_ranks[operation.root]))
 
     def resume_after(self, low: int, high: int) -> None:
         """Give all ranks the same history again after a disagreement."""
         self._history = low.to_bytes(8, "little") + high.to_bytes(8, "little")
 
     def compare(self, mine: str, detail: str) -> str:
-        """Gather what every rank was about to do, and say who differs. Collective."""
+        """Gather what every rank was about to do, and say who differs. Collective.
+
+        Raises:
+            CollectiveTimeout: another rank gave up its operation earlier, so it has not come to compare.
+        """
+        self._meet_again(mine)
         groups: dict[tuple[int, str, str], list[int]] = defaultdict(list)
-        for rank, view in enumerate(self.wire.all_gather_object((self.number, mine, detail))):
+        views = self.wire.all_gather_object((self.number, mine, detail))
+        for rank, view in zip(self.wire.global_ranks, views, strict=True):
             groups[view].append(rank)
         common = set.intersection(*(set(more.splitlines()) for _, _, more in groups))
         lines = [f"the ranks of group '{self.name}' do not agree on what comes next:"]
         for (number, text, more), ranks in sorted(groups.items(), key=lambda item: item[1]):
-            lines.append(f"  {_ranks(ranks)}: operation {number}, {text}")
+            lines.append(f"  {ranks_text(ranks)}: operation {number}, {text}")
             lines += [f"      {line}" for line in _only_here(more, common)]
         return "\n".join(lines)
+
+    def _meet_again(self, mine: str) -> None:
+        """See that everyone is here: one that gave up waiting has left its digest, but does not compare."""
+        everyone_is_here = self.wire.barrier_request()
+        patience = Patience(self.timeout_s)
+        if not patience.wait_for(lambda: self.wire.poll([everyone_is_here])):
+            raise CollectiveTimeout(
+                f"{mine}: rank {self.me} (group '{self.name}', operation {self.number}) finds another rank "
+                f"at something else, which has given that up before: it did not come within "
+                f"{patience.waited_s:.1f} s to compare. What it raised tells more"
+            )
 
 
 def _only_here(detail: str, common: set[str]) -> list[str]:
@@ -163,26 +196,45 @@ class Exchange:
         handshake.spread.start(digest)
 
     def wait(self, patience: Patience) -> None:
-        """Go to the end, or raise CollectiveTimeout."""
-        if not self.advance() and not patience.wait_for(self.advance):
-            raise CollectiveTimeout(self._who_is_missing(patience.waited_s))
+        """Go to the end, where every rank has come.
+
+        Raises:
+            CollectiveTimeout: other ranks did not come; the group cannot be used again.
+        """
+        if not self.advance() and not patience.wait_for(self.advance, self._handshake.spread.doze):
+            raise CollectiveTimeout(self._who_is_missing(patience))
+
+    def differs(self) -> bool:
+        """Return whether it is over and the ranks are not about to do the same thing."""
+        low, high = self._handshake.spread.extremes() if self.advance() else (0, 0)
+        return low != high
 
     def verify(self) -> None:
-        """Raise CollectiveMismatch if the ranks disagree. Call when the exchange is over."""
+        """See that all ranks are about to do the same thing. Call when the exchange is over.
+
+        Raises:
+            CollectiveMismatch: on every rank, when one of them is about to do something else. The group
+                can be used again: all ranks count the operation as done.
+        """
         low, high = self._handshake.spread.extremes()
         if low != high:
             self._handshake.resume_after(low, high)
             detail = self._detail() if self._detail is not None else ""
-            raise CollectiveMismatch(self._handshake.compare(f"{self._operation}  at {self._site()}", detail))
+            raise CollectiveMismatch(self._handshake.compare(f"{self._what}  at {self._site()}", detail))
 
-    def _who_is_missing(self, waited_s: float) -> str:
-        wire = self._handshake.wire
+    @property
+    def _what(self) -> str:
+        return self._handshake.text_of(self._operation)
+
+    def _who_is_missing(self, patience: Patience) -> str:
+        shake, seen = self._handshake, f" ({patience.verdict})" if patience.verdict else ""
         return (
-            f"{self._operation} at {self._site()}: rank {wire.rank} of {wire.size} (group "
-            f"'{self._handshake.name}', operation {self._handshake.number}) has waited {waited_s:.1f} s "
-            f"for {self._handshake.spread.missing()}. Raise MPISGD_TIMEOUT_S if ranks may be that far apart"
+            f"{self._what} at {self._site()}: rank {shake.me} (group '{shake.name}', operation "
+            f"{shake.number}) has waited {patience.waited_s:.1f} s for {shake.spread.missing()}{seen}. Raise "
+            "MPISGD_TIMEOUT_S, or the group's own limit, if ranks may be that far apart"
         )
 
 
-def _ranks(ranks: list[int]) -> str:
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return "rank 3" or "ranks 0, 2"."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))

@@ -4,24 +4,25 @@ Without this, mpi4py lets a rank that raised leave quietly while the others wait
 all eight ranks make the same mistake, eight tracebacks come at once.
 """
 
-import contextlib
 import fcntl
+import io
 import os
 import sys
-import tempfile
 import time
 import traceback
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
+from mpisgd.comm import events
+from mpisgd.comm.memfd import open_shared
 from mpisgd.comm.topology import Topology
 from mpisgd.errors import JobError, MpisgdError
 
 if TYPE_CHECKING:
     from mpisgd.comm.mpi import Wire
 
-__all__ = ["Hooks"]
+__all__ = ["Hooks", "say_to_user"]
 
 # Give the rank that should speak this long to do so and to end the job; whoever outlives it speaks itself.
 PRECEDENCE_S = 0.5
@@ -69,13 +70,14 @@ class Hooks:
         """Say what went wrong, once, and end the whole job. Does not return."""
         self._give_precedence(exc)
         if self._claim():
-            print(self._report(exc), file=sys.stderr, flush=True)
+            print(self._report(exc), file=_unredirected(), flush=True)
         else:
             time.sleep(LAST_RESORT_S)  # the speaker ends us before that
         self.end_job(exc.exit_code if isinstance(exc, JobError) else 1)
 
     def end_job(self, exit_code: int) -> None:
         """End every process of the job. Does not return."""
+        events.flush()
         sys.stdout.flush()
         sys.stderr.flush()
         if self._wire.size > 1:
@@ -107,20 +109,27 @@ class Hooks:
         return report if self._wire.size == 1 else f"mpisgd: {who} on {host} raised, the job ends:\n{report}"
 
 
+def say_to_user(text: str) -> None:
+    """Print what the user should know about the job, in one piece."""
+    print(f"mpisgd: {text}", file=_unredirected(), flush=True)
+
+
+def _unredirected() -> TextIO:
+    """Return the standard error of the process: torch.distributed's hook collects what others print.
+
+    It would put its own mark in front of it after they return, and we do not.
+    """
+    collected = isinstance(sys.stderr, io.StringIO)
+    return sys.__stderr__ if collected and sys.__stderr__ is not None else sys.stderr
+
+
 def _open_together(wire: "Wire") -> int | None:
-    """Return a file that all ranks of this host have open and that has no name any more. Collective."""
+    """Return a file without a name that all ranks of this host have open. Collective.
+
+    None where it cannot be had, as in a container of its own: such a rank speaks for itself.
+    """
     local = wire.same_host()
-    floor: int | None = None
-    path = ""
-    with contextlib.suppress(OSError):  # nowhere to write: every rank speaks for itself
-        floor, path = tempfile.mkstemp(prefix="mpisgd-") if local.rank == 0 else (None, "")
-    path = local.broadcast_object(path, 0)
-    if local.rank != 0:
-        with contextlib.suppress(OSError):  # a private /tmp: this rank speaks for itself
-            floor = os.open(path, os.O_RDWR)
-    local.barrier()
-    if local.rank == 0:
-        with contextlib.suppress(OSError):
-            os.unlink(path)
+    floor = open_shared(local, 0)
+    local.barrier()  # the first rank's own must stay until the others have opened it
     local.free()
-    return floor
+    return floor if floor >= 0 else None

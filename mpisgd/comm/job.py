@@ -6,41 +6,58 @@ import multiprocessing
 import os
 import sys
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mpisgd import config
+from mpisgd.comm import events, waiting
+from mpisgd.comm.arguments import check_positive, shown
+from mpisgd.comm.costs.find import find_costs
+from mpisgd.comm.diagnosis.guard import limit_by_signal, within
+from mpisgd.comm.diagnosis.watch import Watch
+from mpisgd.comm.farewell import end_operations
+from mpisgd.comm.gpu.choice import agree_on_wanted
+from mpisgd.comm.gpu.runtime import runtime
 from mpisgd.comm.group import Group
-from mpisgd.comm.handshake import Exchange, Operation
-from mpisgd.comm.hooks import Hooks
-from mpisgd.comm.topology import Topology
-from mpisgd.comm.waiting import Patience, set_crowded
+from mpisgd.comm.handshake import Operation
+from mpisgd.comm.hooks import Hooks, say_to_user
+from mpisgd.comm.leftovers import leave_nothing
+from mpisgd.comm.stranded import end_bereft, end_stranded
+from mpisgd.comm.topology import Topology, discover
+from mpisgd.comm.waiting import set_crowded
+from mpisgd.comm.work import Work
 from mpisgd.errors import (
     AlreadyInitialized,
     InvalidArgument,
-    InvalidRank,
+    MpiFailed,
     MpiNotFound,
     MpisgdError,
     NotInitialized,
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from mpi4py import MPI
 
     from mpisgd.comm.mpi import Wire
+    from mpisgd.comm.sentinel import Sentinel
 
 __all__ = [
     "barrier",
+    "begin",
+    "current_job",
+    "give_up",
     "group_or_world",
     "init",
     "is_initialized",
     "local_rank",
     "local_size",
-    "new_group",
     "node_rank",
     "num_nodes",
+    "parent_wire",
     "rank",
+    "revoke_all",
     "shutdown",
     "size",
     "topology",
@@ -49,80 +66,216 @@ __all__ = [
 
 
 @dataclass
-class _Job:
-    """What `init()` has set up."""
+class Job:
+    """What `init()` has set up.
+
+    `wire`: the ranks, by the communicator that all else was made of. `watch`: tells what the other ranks are
+    doing. `at_end`: called by all ranks in `shutdown()`, once nothing is under way any more. `sentinel`:
+    notices the loss of a rank, where the job outlives that. `bereft`: ranks were lost before this world
+    was made. `stranded`: a host was lost, and MPI's own end
+    would wait for it.
+    """
 
     comm: "MPI.Intracomm | None"
+    wire: "Wire"
     world: Group
     hooks: Hooks
     timeout_s: float
     threads_allowed: bool
+    gpu: str
+    watch: Watch
     groups: list[Group] = field(default_factory=list)
     names: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
+    at_end: "list[Callable[[], None]]" = field(default_factory=list)
+    sentinel: "Sentinel | None" = None
+    bereft: bool = False
+    stranded: bool = False
 
 
-_job: _Job | None = None
+_job: Job | None = None
 _exit_registered = False
 
 
 def init(
-    comm: "MPI.Intracomm | None" = None, *, timeout_s: float | None = None, num_threads: int | None = None
+    comm: "MPI.Intracomm | None" = None,
+    *,
+    timeout_s: float | None = None,
+    num_threads: int | None = None,
+    gpu: str | None = None,
 ) -> None:
     """Start MPI (unless it runs) and make the job's world out of `comm`.
 
     Collective over `comm`. Without `mpirun` the world is this process alone. A second call does nothing;
     the first use of anything that needs the world calls it too. What it sets, and only where the user has
     set nothing: waiting ranks yield when there are more ranks than cores, no one-sided communication over
-    UCX, torch's threads = cores / ranks on this host. An exception that nobody catches ends the whole job
-    from then on, with one traceback.
+    UCX, torch's threads = cores / ranks on this host, and the current GPU = local rank, counted round. An
+    exception that nobody catches ends the whole job from then on, with one traceback.
 
     Args:
         comm: an mpi4py communicator of the ranks that take part, duplicated; default MPI.COMM_WORLD.
         timeout_s: how long any operation waits for other ranks; default MPISGD_TIMEOUT_S, else 1800 s.
         num_threads: torch threads on this rank, instead of the default above.
+        gpu: how tensors on GPUs travel, the same on all ranks: `auto`, by NCCL where every rank of a group
+            has a GPU of its own, else through host memory, with a warning; `nccl`, or an error; `mpi`, by a
+            CUDA-aware MPI where this one is, else through host memory. Default MPISGD_GPU, else auto.
 
     Raises:
-        AlreadyInitialized: called before with another communicator.
+        AlreadyInitialized: called before with another communicator or another `gpu`.
         MpiNotFound: there is no MPI library.
         NotInitialized: this is a child of a rank, such as a DataLoader's worker, which cannot be a rank.
-        InvalidArgument: `timeout_s` or `num_threads` is not positive.
+        InvalidArgument: `comm` is no communicator, `timeout_s` or `num_threads` is not positive,
+            MPISGD_PROFILE names no file, or the ranks give different `gpu`.
     """
-    global _job, _exit_registered
+    _check_arguments(comm, timeout_s, num_threads, gpu)
     if _job is not None:
-        _check_same(comm)
+        _check_same(comm, gpu)
         return
-    _check_arguments(timeout_s, num_threads)
     _refuse_in_child()
     limit_s = timeout_s if timeout_s is not None else config.timeout_s()
+    config.stall_warning_s()  # what is wrong with it should be known before MPI starts
+    with within(limit_s, "mpisgd.init()"):
+        try:
+            _start(comm, num_threads, limit_s, gpu or config.gpu())
+        except RuntimeError as exc:
+            _end_where_mpi_failed(exc)
+            raise
+
+
+def _end_where_mpi_failed(exc: RuntimeError) -> None:
+    """End the whole job if MPI has failed here: others may have met nothing and would wait for this rank."""
+    of_mpi = isinstance(exc, MpiFailed) or type(exc).__module__.startswith("mpi4py")
+    if of_mpi and (config.launcher_size() or 1) > 1:
+        say_to_user(f"rank {config.launcher_rank()}: MPI failed while the job was started, which ends: {exc}")
+        _load_mpi().MPI.COMM_WORLD.Abort(1)
+
+
+def _start(comm: "MPI.Intracomm | None", num_threads: int | None, limit_s: float, wanted_gpu: str) -> None:
+    """Do what `init` says."""
+    global _exit_registered
     was_running, defaults = _mpi_is_running(), config.mpi_defaults()
     if not was_running:
         defaults = config.set_mpi_defaults()
     mpi = _load_mpi()
     mpi.start()
     wire = mpi.Wire((comm or mpi.MPI.COMM_WORLD).Dup())
-    multiple = mpi.thread_level() == "MULTIPLE"
-    group = Group("world", range(wire.size), wire, timeout_s=limit_s, threads=multiple)
-    _job = _Job(comm, group, Hooks(wire, group.topology), limit_s, multiple, [group])
-    _job.hooks.install()
-    set_crowded(group.topology.local_size > config.available_cores())
-    _share_threads(wire, group.topology, num_threads)
+    wishes = wire.all_gather_object((wanted_gpu, config.timeline()))
+    wanted_gpu = agree_on_wanted([gpu for gpu, _ in wishes])
+    complaint = begin(wire, comm, limit_s, wanted_gpu)
+    assert _job is not None
+    leave_nothing(wire)
+    _share_threads(wire, _job.world.topology, num_threads)
+    runtime().take_device(_job.world.topology.local_rank)
     if was_running:
         _say_what_came_too_late(mpi.library_version(), defaults, wire.rank)
+    if (path := next((path for _, path in wishes if path), None)) is not None:
+        events.start_recorder(path, wire)  # by the first rank's wish: not every launcher hands it to all
+    if complaint:
+        warnings.warn(complaint, RuntimeWarning, stacklevel=3)
     if not _exit_registered:
         atexit.register(_leave)
         _exit_registered = True
 
 
-def _check_same(comm: "MPI.Intracomm | None") -> None:
+def begin(wire: "Wire", comm: "MPI.Intracomm | None", timeout_s: float, gpu: str) -> str:
+    """Make the job's world of the ranks of `wire`, which it owns from now on; return a complaint or "".
+
+    Collective.
+    """
+    global _job
+    mpi = _load_mpi()
+    multiple = mpi.thread_level() == "MULTIPLE"
+    sentinel = _post_sentinel(wire) if multiple and wire.size > 1 and mpi.survives_losses() else None
+    try:
+        here = discover(wire)
+        costs, complaint = find_costs(wire, here)
+        group = Group(
+            "world", range(wire.size), wire, timeout_s=timeout_s, threads=multiple, topology=here, costs=costs
+        )
+        hooks = Hooks(wire, group.topology)
+        watch = _open_watch(wire, here, timeout_s, threads_allowed=multiple)
+    except BaseException:
+        if sentinel is not None:
+            sentinel.dismiss()
+        raise
+    _job = Job(comm, wire, group, hooks, timeout_s, multiple, gpu, watch, [group], sentinel=sentinel)
+    hooks.install()
+    set_crowded(here.local_size > config.available_cores())
+    return complaint or ""
+
+
+def _open_watch(wire: "Wire", here: Topology, limit_s: float, *, threads_allowed: bool) -> Watch:
+    """Let this rank be asked what it does, and ask; collective."""
+    warning_s = config.stall_warning_s()
+    watch = Watch(
+        wire,
+        here,
+        _own_groups,
+        threads_allowed=threads_allowed,
+        limit_s=limit_s,
+        warning_s=warning_s,
+        say=say_to_user,
+    )
+    watch.stalls.give_up = lambda reason: _end_without_python(wire, threads_allowed)
+    return watch
+
+
+def _post_sentinel(wire: "Wire") -> "Sentinel":
+    from mpisgd.comm.sentinel import Sentinel  # it starts MPI
+
+    return Sentinel(wire)
+
+
+def give_up(reason: str) -> Job:
+    """Leave the world without meeting anyone, since a rank of it was lost; return what it was.
+
+    Its groups cannot be used any more: they raise `PeerLost`.
+    """
+    global _job
+    job = current_job()
+    if job.sentinel is not None:
+        job.sentinel.dismiss()
+    waiting.give_up(reason)
+    revoke_all()
+    job.watch.close()
+    for group in job.groups:
+        group.give_up(reason)
+    job.hooks.close()
+    job.hooks.remove()
+    events.abandon()
+    _job = None
+    return job
+
+
+def revoke_all() -> None:
+    """End whatever goes on between the ranks; see `mpisgd.comm.mpi`."""
+    _load_mpi().revoke_all()
+
+
+def parent_wire() -> "Wire | None":
+    """Return the way to the ranks that have spawned this process; None where `mpirun` has started it."""
+    wire: Wire | None = _load_mpi().parent()
+    return wire
+
+
+def _check_same(comm: "MPI.Intracomm | None", gpu: str | None) -> None:
     assert _job is not None
+    if gpu is not None and gpu != _job.gpu:
+        raise AlreadyInitialized(f"init: gpu={gpu!r}, but it was called before and chose {_job.gpu!r}")
     if comm is not None and comm != _job.comm:
         raise AlreadyInitialized("init: called before with another communicator; call shutdown() in between")
 
 
-def _check_arguments(timeout_s: float | None, num_threads: int | None) -> None:
-    for name, value in (("timeout_s", timeout_s), ("num_threads", num_threads)):
-        if value is not None and not value > 0:
-            raise InvalidArgument(f"init: {name}={value!r}; expected a positive number")
+def _check_arguments(comm: Any, timeout_s: Any, num_threads: Any, gpu: Any) -> None:
+    # Whoever has a communicator has loaded mpi4py.
+    loaded = sys.modules.get("mpi4py.MPI")
+    if comm is not None and (loaded is None or not isinstance(comm, loaded.Intracomm) or not comm):
+        raise InvalidArgument(f"init: comm={shown(comm)}; expected an intracommunicator of mpi4py")
+    if timeout_s is not None:
+        check_positive("init", "timeout_s", timeout_s)
+    if num_threads is not None:
+        check_positive("init", "num_threads", num_threads, whole=True)
+    if gpu is not None and not (isinstance(gpu, str) and gpu in config.GPU_CHOICES):
+        raise InvalidArgument(f"init: gpu={shown(gpu)}; expected one of {', '.join(config.GPU_CHOICES)}")
 
 
 def _refuse_in_child() -> None:
@@ -170,8 +323,21 @@ def _say_what_came_too_late(library: str, defaults: dict[str, str], rank: int) -
             f"MPI was started before mpisgd.init(), too late to set {settings}; call mpisgd.init() before "
             "mpi4py.MPI is imported, or set it in the environment",
             RuntimeWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
+
+
+def _own_groups() -> list[Group]:
+    """Return the groups that this rank is a member of."""
+    return [] if _job is None else [group for group in list(_job.groups) if group.is_open]
+
+
+def _end_without_python(wire: "Wire", threads_allowed: bool) -> None:
+    """End the job while the main thread is blocked inside MPI. Does not return."""
+    events.flush()
+    if threads_allowed:
+        wire.abort(1)
+    os._exit(1)  # the launcher ends the others when it sees that
 
 
 def is_initialized() -> bool:
@@ -179,7 +345,8 @@ def is_initialized() -> bool:
     return _job is not None
 
 
-def _current() -> _Job:
+def current_job() -> Job:
+    """Return what `init()` has set up; calls it if need be."""
     if _job is None:
         init()
     assert _job is not None
@@ -188,12 +355,18 @@ def _current() -> _Job:
 
 def world() -> Group:
     """Return the group of all ranks of the job; calls `init()` if need be."""
-    return _current().world
+    return current_job().world
 
 
 def group_or_world(group: Group | None) -> Group:
     """Return `group`, or the world for None."""
-    return world() if group is None else group
+    if group is None:
+        return world()
+    if not isinstance(group, Group):
+        raise InvalidArgument(
+            f"group is a {type(group).__name__}; expected one of mpisgd.new_group()'s, or None for all ranks"
+        )
+    return group
 
 
 def topology() -> Topology:
@@ -231,44 +404,24 @@ def num_nodes() -> int:
     return topology().num_nodes
 
 
-def new_group(ranks: Sequence[int] | None = None, *, name: str | None = None) -> Group:
-    """Make a group of some ranks of the job. Collective over the whole job, members or not.
+def barrier(
+    group: Group | None = None, async_op: bool = False, *, timeout_s: float | None = None
+) -> Work | None:
+    """Return once every rank of the group has called it. The agreement on it is the barrier itself.
 
     Args:
-        ranks: global ranks; their order is the order of the group's ranks. None: all.
-        name: for messages; by default the groups are counted.
-
-    Returns:
-        The group. On a rank that is no member its `rank` is -1 and using it raises NotInGroup.
+        group: defaults to all processes of the job.
+        async_op: return at once with a `Work`.
+        timeout_s: how long to wait for the others, instead of the group's limit.
 
     Raises:
-        InvalidRank: a rank twice, none at all, or one the job does not have; before anything is sent.
-        CollectiveMismatch: the ranks of the job asked for different groups.
+        CollectiveTimeout: names the ranks that did not come; the group cannot be used again.
+        InvalidArgument: `timeout_s` is not positive.
     """
-    job = _current()
-    members = _check_members(range(job.world.size) if ranks is None else ranks, job.world.size)
-    name = name or f"group {next(job.names)}"
-    made: list[Wire | None] = []
-    operation = Operation("new_group", extra=f"ranks={members}, name={name!r}")
-    job.world.lane.run(operation, lambda: made.append(job.world.lane.wire.subset(members)))
-    group = Group(name, members, made[0], timeout_s=job.timeout_s, threads=job.threads_allowed)
-    job.groups.append(group)
-    return group
-
-
-def _check_members(ranks: Sequence[int], size: int) -> list[int]:
-    members = list(ranks)
-    if not members or len(set(members)) != len(members):
-        raise InvalidRank(f"new_group: ranks={members}; expected at least one rank, and none twice")
-    for member in members:
-        if not isinstance(member, int) or not 0 <= member < size:
-            raise InvalidRank(f"new_group: ranks={members}; {member!r} is not a rank of a job of {size}")
-    return members
-
-
-def barrier(group: Group | None = None, async_op: bool = False) -> Any:
-    """Return once every rank of the group has called it. The agreement on it is the barrier itself."""
-    return group_or_world(group).lane.run(Operation("barrier"), lambda: None, async_op=async_op)
+    lane = group_or_world(group).lane
+    if timeout_s is not None:
+        check_positive("barrier", "timeout_s", timeout_s)
+    return lane.run(Operation("barrier"), lambda: None, async_op=async_op, timeout_s=timeout_s)
 
 
 def shutdown() -> None:
@@ -287,50 +440,23 @@ def shutdown() -> None:
         return
     members = [group for group in job.groups if group.rank >= 0]
     try:
-        _end_operations(members, job.timeout_s)
+        end_operations(members, job.timeout_s)
     except MpisgdError as exc:
         for group in members:  # nothing can be used any more; the end of the process ends the job
             group.lane.broken = group.lane.broken or exc
         raise
-    for group in reversed(members):
-        group.close()
+    for last_act in job.at_end:
+        last_act()
+    if job.sentinel is not None:
+        job.sentinel.dismiss()
+    job.watch.close()
+    with within(job.timeout_s, "mpisgd.shutdown()"):
+        job.watch.free()
+        for group in reversed(members):
+            group.close()
     job.hooks.close()
     job.hooks.remove()
     _job = None
-
-
-def _end_operations(groups: list[Group], timeout_s: float) -> None:
-    """Return when nothing is under way any more, here and on all other ranks."""
-    for group in groups:
-        group.lane.drain()
-    _part([group for group in groups if group.lane.broken is None], timeout_s)
-    for group in groups:
-        if group.lane.broken is not None:  # MPI would wait for ever for what was given up
-            raise group.lane.broken
-    for group in groups:
-        group.mailbox.drain()
-
-
-def _part(groups: list[Group], timeout_s: float) -> None:
-    """Agree with everyone, in all groups at once, that nothing comes any more."""
-    patience = Patience(timeout_s)
-    farewells = [
-        group.lane.handshake.begin(Operation("shutdown"), lambda: "the end of the program")
-        for group in groups
-    ]
-    patience.wait_for(lambda: _all_advanced(farewells))
-    for group, farewell in zip(groups, farewells, strict=True):
-        try:
-            farewell.wait(patience)
-            farewell.verify()
-        except MpisgdError as exc:
-            group.lane.broken = exc
-            raise
-
-
-def _all_advanced(farewells: list[Exchange]) -> bool:
-    """Move every one along; return whether all are over."""
-    return sum(farewell.advance() for farewell in farewells) == len(farewells)
 
 
 def _leave() -> None:
@@ -342,3 +468,11 @@ def _leave() -> None:
         shutdown()
     except MpisgdError as exc:  # MPI's own finalize would wait for ever for what is still under way
         job.hooks.fail(exc)
+    local_rank = job.world.known_topology.local_rank
+    if job.stranded:
+        end_stranded(local_rank)
+    heartbeats = config.fault_tolerance() and job.world.known_topology.num_nodes > 1
+    if job.bereft or heartbeats:
+        end_bereft(local_rank)
+    elif job.world.size > 1:
+        limit_by_signal(job.timeout_s)

@@ -11,21 +11,26 @@ import contextlib
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from mpisgd.comm.handshake import Handshake, Operation, Spread
-from mpisgd.comm.work import LaneWork
-from mpisgd.errors import CollectiveMismatch, MpiFailed, MpisgdError
+from mpisgd.comm import events
+from mpisgd.comm.arguments import check_flag
+from mpisgd.comm.diagnosis import waits
+from mpisgd.comm.handshake import Exchange, Handshake, Operation, Spread
+from mpisgd.comm.waiting import Patience
+from mpisgd.comm.work import LaneWork, Work
+from mpisgd.errors import CollectiveMismatch, Deadlock, MpiFailed, MpisgdError
 
 if TYPE_CHECKING:
     from types import FrameType
 
     from mpisgd.comm.mpi import Wire
 
-__all__ = ["Lane", "call_site"]
+__all__ = ["Lane", "Underway", "call_site", "mode_of"]
 
 # A call site is a line of the program: not ours, and not torch's, which calls us at the end of backward.
 NOT_THE_PROGRAM = (
@@ -33,6 +38,9 @@ NOT_THE_PROGRAM = (
     os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
 )
 
+# An eager lane waits so long for the others before it leaves an asynchronous operation to its thread. Waking
+# the thread takes about as long, and the cores have nothing to spare for it.
+EAGER_S = 0.0003
 
 _AS_IT_IS = contextlib.nullcontext()
 
@@ -48,7 +56,7 @@ def call_site() -> Callable[[], str]:
     return lambda: f"{code.co_filename}:{line} in {code.co_name}"
 
 
-def _mode_of(tensors: Any) -> contextlib.AbstractContextManager[Any]:
+def mode_of(tensors: Any) -> contextlib.AbstractContextManager[Any]:
     """Return torch's inference mode for tensors that were made in it; outside they cannot be written to."""
     if tensors and any(tensor.is_inference() for tensor in tensors):
         return torch.inference_mode()
@@ -56,13 +64,31 @@ def _mode_of(tensors: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 class _Job(NamedTuple):
-    """One operation that waits for its turn."""
+    """One operation and how to do it; see `Lane.run`.
+
+    `exchange` is the agreement on it, where that has begun; `meets`: whether there is one; `watch`: who
+    records it.
+    """
 
     operation: Operation
     action: Callable[[], None]
     site: Callable[[], str]
     detail: Callable[[], str] | None
-    work: LaneWork
+    before: Callable[[], None] | None
+    after: Work | None
+    tensors: Any
+    timeout_s: float | None
+    exchange: Exchange | None = None
+    meets: bool = True
+    watch: events.Observed | None = None
+
+
+class Underway(NamedTuple):
+    """What a lane is in the middle of, for those who ask: the operation, who called it where, on a thread."""
+
+    operation: Operation
+    site: Callable[[], str]
+    thread: int
 
 
 class Lane:
@@ -74,6 +100,16 @@ class Lane:
         name: of the group, for messages.
         timeout_s: how long an operation waits for the other ranks.
         threads_allowed: whether MPI runs at THREAD_MULTIPLE, without which nothing can be asynchronous.
+
+    Attributes:
+        broken: why the lane cannot be used any more.
+        underway: the operation that runs now, None in between.
+        track: what a recorder calls it.
+        after_mismatch: called on every rank when they have found out that they disagree.
+        eager: whether an asynchronous operation runs in its caller's thread when all ranks come to it at
+            about the same time. That is right where no core is idle, so that nothing can be won by a thread.
+            It waits for nothing but the other ranks' call of the same operation, and not for long, so a
+            program that is right without it is right with it.
     """
 
     def __init__(
@@ -81,10 +117,14 @@ class Lane:
     ) -> None:
         self.wire = wire
         self.name = name
+        self.track = events.Track(f"group {name}")
         self.handshake = Handshake(wire, spread, name=name, timeout_s=timeout_s)
         self.broken: MpisgdError | None = None
-        self._threads_allowed = threads_allowed
-        self._queue: collections.deque[_Job] = collections.deque()
+        self.underway: Underway | None = None
+        self.threads_allowed = threads_allowed
+        self.after_mismatch: Callable[[], None] = lambda: None
+        self.eager = False
+        self._queue: collections.deque[tuple[_Job, LaneWork]] = collections.deque()
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._busy: int | None = None  # the thread whose turn it is
@@ -99,6 +139,11 @@ class Lane:
         tensors: Any = None,
         async_op: bool = False,
         detail: Callable[[], str] | None = None,
+        before: Callable[[], None] | None = None,
+        after: Work | None = None,
+        timeout_s: float | None = None,
+        way: str = "-",
+        like: Any = None,
     ) -> LaneWork | None:
         """Run `action` after all ranks have agreed on `operation`, in this lane's order.
 
@@ -108,29 +153,59 @@ class Lane:
             tensors: what the Work's future holds; kept alive until done.
             async_op: return at once with the Work.
             detail: tells more about this rank's view when the ranks disagree.
+            before: called when the operation's turn has come, before the others hear of it.
+            after: an earlier operation without which this one makes no sense: it is dropped if that failed.
+                All ranks drop it: what fails without breaking the lane fails on all of them.
+            timeout_s: how long to wait for the other ranks, instead of the lane's limit.
+            way: what moves it, for who records it, unless the operation names an algorithm.
+            like: a tensor of the size that is moved, where there are no `tensors`.
         """
-        site = call_site()
+        if async_op is not True and async_op is not False:
+            async_op = check_flag(operation.kind, "async_op", async_op)
+        job = _Job(operation, action, call_site(), detail, before, after, tensors, timeout_s)
+        if events.sink is not None:
+            watch = events.Observed(events.sink, self.track, operation, tensors or like, way, async_op)
+            job = job._replace(watch=watch)
         # A callback of the operation that runs on this thread may call the next one: waiting for our own
         # turn would be for ever, and all ranks come by here at the same point of the order.
-        inside = self._busy == threading.get_ident()
+        thread = threading.get_ident()
+        waits.communicators.add(thread)
+        inside = self._busy == thread
         if not async_op and (inside or self._take_turn()):
             try:
-                self._perform(operation, action, site, detail, tensors)
+                self._perform(job)
             finally:
                 if not inside:
                     self._end_turn()
             return None
         if async_op:
             self._need_thread(operation)
-        job = _Job(operation, action, site, detail, LaneWork(operation.kind, tensors))
+        work = LaneWork(operation.kind, tensors)
         if inside:
-            self._complete(job)
+            self._complete(job, work)
+        elif async_op and self.eager and self._take_turn():
+            self._start_here(job, work)
         else:
-            self._enqueue(job)
+            self._enqueue(job, work)
         if async_op:
-            return job.work
-        job.work.wait()
+            return work
+        work.wait()
         return None
+
+    def note(self, operation: Operation) -> None:
+        """Give an operation that others carry out, such as NCCL, its place in the order. Meets nobody."""
+        if self.broken is not None:
+            raise self.broken
+        if events.sink is not None:
+            events.sink.instant(self.track, f"{operation} launched", time.monotonic_ns())
+        inside = self._busy == threading.get_ident()
+        if not inside and not self._take_turn():
+            job = _Job(operation, lambda: None, call_site(), None, None, None, None, None, meets=False)
+            self._enqueue(job, LaneWork(operation.kind, None))
+            return
+        self.handshake.note(operation)
+        if not inside:
+            self._end_turn()
 
     def _take_turn(self) -> bool:
         """Claim the lane for this thread, unless something is before us."""
@@ -141,7 +216,7 @@ class Lane:
             return True
 
     def _need_thread(self, operation: Operation) -> None:
-        if not self._threads_allowed:
+        if not self.threads_allowed:
             raise MpiFailed(
                 f"{operation.kind}: async_op=True needs an MPI that runs at thread level MULTIPLE; this one "
                 "does not (was MPI started elsewhere with less?)"
@@ -153,49 +228,121 @@ class Lane:
             if self._thread is not None:
                 self._changed.notify_all()
 
-    def _perform(
-        self,
-        operation: Operation,
-        action: Callable[[], None],
-        site: Callable[[], str],
-        detail: Callable[[], str] | None,
-        tensors: Any,
-    ) -> None:
+    def _perform(self, job: _Job) -> None:
         """Agree and act. Whatever goes wrong leaves the other ranks in the middle, and the lane broken."""
+        self._refuse_in_vain(job)
+        if not job.meets:
+            self.handshake.note(job.operation)
+            return
+        self.underway = Underway(job.operation, job.site, threading.get_ident())
+        try:
+            exchange = self._begin(job) if job.exchange is None else job.exchange
+            exchange.wait(Patience(job.timeout_s or self.handshake.timeout_s))
+            if job.watch is not None:
+                job.watch.met()
+            exchange.verify()
+            self._act(job)
+        except BaseException as exc:
+            self._note_failure(job, exc)
+            raise
+        finally:
+            self.underway = None
+        if job.watch is not None:
+            job.watch.ends()
+
+    def _act(self, job: _Job) -> None:
+        """Do the communication. What the ranks find out only now, such as sizes, is said with its place."""
+        try:
+            with mode_of(job.tensors):
+                job.action()
+        except Deadlock:
+            raise
+        except CollectiveMismatch as exc:
+            place = f"group '{self.name}', operation {self.handshake.number}, at {job.site()}"
+            raise CollectiveMismatch(f"{exc} ({place})") from None
+
+    def _start_here(self, job: _Job, work: LaneWork) -> None:
+        """Perform an asynchronous operation now if the others come to it, else leave it to the thread."""
+        try:
+            exchange = self._try_to_meet(job)
+        except BaseException as exc:
+            work.complete(exc)
+        else:
+            job = job._replace(exchange=exchange)
+            if exchange.advance():
+                self._complete(job, work)
+            else:
+                self._enqueue(job, work, first=True)
+        finally:
+            self._end_turn()
+
+    def _try_to_meet(self, job: _Job) -> Exchange:
+        """Begin the agreement and give the others a moment to join it."""
+        self._refuse_in_vain(job)
+        try:
+            exchange = self._begin(job)
+            exchange.advance() or Patience(EAGER_S).wait_for(exchange.advance)
+        except BaseException as exc:
+            self._note_failure(job, exc)
+            raise
+        return exchange
+
+    def _begin(self, job: _Job) -> Exchange:
+        if job.watch is None:
+            return self.handshake.begin(job.operation, job.site, job.detail, job.before)
+        return self._begin_watched(job, job.watch)
+
+    def _begin_watched(self, job: _Job, watch: events.Observed) -> Exchange:
+        def before() -> None:
+            if job.before is not None:
+                job.before()
+            watch.arrives(self.handshake.number)
+
+        watch.begins()
+        return self.handshake.begin(job.operation, job.site, job.detail, before)
+
+    def _refuse_in_vain(self, job: _Job) -> None:
+        """Raise where an earlier failure leaves no sense in this operation."""
         if self.broken is not None:
             raise self.broken
-        try:
-            self.handshake.agree(operation, site, detail)
-            with _mode_of(tensors):
-                action()
-        except CollectiveMismatch:  # the ranks found out together, and go on together
-            raise
-        except BaseException as exc:
-            self.broken = self._as_broken(operation, exc)
-            raise
+        if job.after is not None and (error := job.after.error) is not None:
+            raise error
 
-    def _complete(self, job: _Job) -> None:
+    def _note_failure(self, job: _Job, exc: BaseException) -> None:
+        if job.watch is not None:
+            job.watch.ends(exc)
+        if isinstance(exc, CollectiveMismatch) and not isinstance(
+            exc, Deadlock
+        ):  # that the ranks found out together, and go on together
+            self.after_mismatch()
+        else:
+            self.broken = self._as_broken(job.operation, exc)
+
+    def _complete(self, job: _Job, work: LaneWork) -> None:
         """Perform a queued operation; an error belongs to whoever waits for it."""
         error: BaseException | None = None
         try:
-            self._perform(job.operation, job.action, job.site, job.detail, job.work.tensors)
+            self._perform(job)
         except BaseException as exc:
             error = exc
-        job.work.complete(error)
+        work.complete(error)
 
     def _as_broken(self, operation: Operation, exc: BaseException) -> MpisgdError:
         if isinstance(exc, MpisgdError):
             return exc
         return MpiFailed(f"group '{self.name}' cannot be used any more: {operation} failed with {exc!r}")
 
-    def _enqueue(self, job: _Job) -> None:
+    def _enqueue(self, job: _Job, work: LaneWork, *, first: bool = False) -> None:
         with self._changed:
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._serve, name=f"mpisgd lane '{self.name}'", daemon=True
                 )
                 self._thread.start()
-            self._queue.append(job)
+            if first:
+                self._queue.appendleft((job, work))
+            else:
+                self._queue.append((job, work))
             self._changed.notify_all()
 
     def _serve(self) -> None:
@@ -205,11 +352,11 @@ class Lane:
                 self._changed.wait_for(lambda: self._busy is None and (self._queue or self._closing))
                 if not self._queue:
                     return
-                job = self._queue.popleft()
+                job, work = self._queue.popleft()
                 self._busy = threading.get_ident()
-            self._complete(job)
+            self._complete(job, work)
             self._end_turn()
-            del job  # an idle thread must not keep the last operation's tensors alive
+            del job, work  # an idle thread must not keep the last operation's tensors alive
 
     def drain(self) -> None:
         """Let the queue run empty and end the thread. The lane can be used again.

@@ -6,15 +6,20 @@ in `is_completed()`, or in the background once its future was asked for.
 
 import contextlib
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from mpisgd.comm.waiting import Patience
+from mpisgd.comm import events
+from mpisgd.comm.diagnosis import waits
+from mpisgd.comm.diagnosis.view import Message
+from mpisgd.comm.diagnosis.waits import Hint
+from mpisgd.comm.waiting import Patience, message_begins, message_ends
 from mpisgd.comm.work import Work
-from mpisgd.errors import CollectiveTimeout, MpiFailed, MpisgdError
+from mpisgd.errors import CollectiveMismatch, CollectiveTimeout, MpiFailed, MpisgdError, PeerLost
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -23,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Mailbox", "MessageWork"]
 
+UNRECEIVED_S = 3.0  # what was received in time has been acknowledged by then
 CROWDED = 64  # look for finished messages that nobody waited for once this many are under way
 
 
@@ -33,10 +39,16 @@ class Mailbox:
         wire: a communicator of its own.
         timeout_s: how long `wait()` waits by default.
         threads_allowed: whether futures, which need a thread, can be had.
+
+    Attributes:
+        num_ended: how many messages have ended.
+        group: name and global ranks of the group, for those who ask what this rank waits for.
     """
 
     def __init__(self, wire: "Wire", *, timeout_s: float, threads_allowed: bool) -> None:
         self.wire = wire
+        self.num_ended = 0
+        self.group: tuple[str, Sequence[int]] = ("", range(wire.size))
         self.timeout_s = timeout_s
         self._threads_allowed = threads_allowed
         self._under_way: set[MessageWork] = set()
@@ -47,7 +59,9 @@ class Mailbox:
     def send(self, name: str, memory: Tensor, dst: int, tag: int, tensors: Any) -> "MessageWork":
         """Start sending contiguous `memory` to group rank `dst`."""
         request = self.wire.isend(memory, dst, tag)
-        return self._keep(MessageWork(self, f"{name} to group rank {dst}", request, (memory, tensors), None))
+        name = f"{name} to rank {self.wire.global_ranks[dst]}"
+        about = Message(self.group[0], False, (self.wire.global_ranks[dst],), tag)
+        return self._keep(MessageWork(self, name, about, request, (memory, tensors), None))
 
     def receive(
         self,
@@ -60,13 +74,24 @@ class Mailbox:
     ) -> "MessageWork":
         """Start receiving into contiguous `memory`; `arrived(nbytes)` runs when the message is there."""
         request = self.wire.irecv(memory, src, tag)
-        whom = "any rank" if src is None else f"group rank {src}"
-        return self._keep(MessageWork(self, f"{name} from {whom}", request, (memory, tensors), arrived))
+        whom = "any rank" if src is None else f"rank {self.wire.global_ranks[src]}"
+        name = f"{name} from {whom}"
+        others = [rank for rank in range(self.wire.size) if rank != self.wire.rank or src == rank]
+        partners = tuple(self.wire.global_ranks[rank] for rank in (others if src is None else [src]))
+        about = Message(self.group[0], True, partners, tag)
+        return self._keep(MessageWork(self, name, about, request, (memory, tensors), arrived))
+
+    def under_way(self) -> list[Message]:
+        """Return what is known of the messages that are not through, for those who ask."""
+        with self._lock:
+            return [work.about for work in self._under_way]
 
     def _keep(self, work: "MessageWork") -> "MessageWork":
         """Hold the message (and its memory) until it is done, also if the caller forgets it."""
+        waits.communicators.add(threading.get_ident())
         with self._lock:
             self._under_way.add(work)
+            message_begins(work)
             crowd = list(self._under_way) if len(self._under_way) > CROWDED else []
         for other in crowd:
             other.is_completed()
@@ -75,7 +100,9 @@ class Mailbox:
     def release(self, work: "MessageWork") -> None:
         """Forget a message that is done."""
         with self._lock:
+            self.num_ended += 1
             self._under_way.discard(work)
+            message_ends(work)
 
     def watch(self, work: "MessageWork") -> None:
         """See to it that `work` ends without anyone waiting for it."""
@@ -91,7 +118,10 @@ class Mailbox:
     def _attend(self) -> None:
         """The thread: ask after the watched messages until none is left, however long that takes."""
         while self._watched:
-            Patience(self.timeout_s).wait_for(self._some_ended)
+            with contextlib.suppress(PeerLost):  # each watched message fails by itself
+                Patience(self.timeout_s, quiet=True).wait_for(
+                    self._some_ended, about=lambda: Hint("messages that a future is for", own=True)
+                )
 
     def _some_ended(self) -> bool:
         with self._lock:
@@ -101,9 +131,20 @@ class Mailbox:
             self._watched -= ended
             return bool(ended) or not self._watched
 
-    def drain(self) -> None:
-        """Wait for everything that was sent and never waited for; give up unanswered receives."""
-        for work in list(self._under_way):
+    def drain(self, everyones: Sequence[Sequence[Message]]) -> None:
+        """Wait for everything that was sent and never waited for; give up unanswered receives.
+
+        Args:
+            everyones: by group rank, what is under way there; nothing is going to be added.
+
+        Raises:
+            CollectiveMismatch: something was sent that nobody receives.
+        """
+        left = list(self._under_way)
+        for work in left:
+            if not work.is_receive and not work.is_answered(everyones):
+                self._wait_a_little(work)
+        for work in left:
             if work.is_receive:
                 work.cancel()
             else:
@@ -112,11 +153,27 @@ class Mailbox:
             # A thread that lets go of a tensor while Python ends would abort the process.
             self._thread.join(self.timeout_s)
 
+    def _wait_a_little(self, work: "MessageWork") -> None:
+        """Wait for a message that the other side has received, or never will."""
+        if not Patience(UNRECEIVED_S, quiet=True).wait_for(work.is_completed):
+            raise CollectiveMismatch(
+                f"{work.name} (group '{self.group[0]}', tag {work.about.tag}): both ranks are at the end of "
+                "their programs, and nobody has received it"
+            )
+
+    def give_up(self) -> None:
+        """Fail whatever is under way: its communicator has been revoked."""
+        for work in list(self._under_way):
+            work.fail(PeerLost(f"{work.name}: a rank of the job was lost"))
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(self.timeout_s)
+
 
 class MessageWork(Work):
     """One message under way.
 
     Attributes:
+        about: who is at the other end.
         source: group rank it came from, once it is done (None for a message sent).
     """
 
@@ -124,6 +181,7 @@ class MessageWork(Work):
         self,
         mailbox: Mailbox,
         name: str,
+        about: Message,
         request: "MPI.Request",
         memory: tuple[Tensor, Any],
         arrived: Callable[[int], None] | None,
@@ -131,6 +189,7 @@ class MessageWork(Work):
         self.name = name
         self.source: int | None = None
         self.is_receive = arrived is not None
+        self.about = about
         self._mailbox = mailbox
         self._request = request
         self._memory = memory
@@ -139,6 +198,12 @@ class MessageWork(Work):
         self._error: BaseException | None = None
         self._future: torch.futures.Future[Any] | None = None
         self._lock = threading.RLock()
+        self._started_ns = 0 if events.sink is None else time.monotonic_ns()
+
+    @property
+    def error(self) -> BaseException | None:
+        """What went wrong, None if nothing has (yet)."""
+        return self._error
 
     def is_completed(self) -> bool:
         """Return whether the message is through; asking moves it along."""
@@ -162,22 +227,45 @@ class MessageWork(Work):
     def _finish(self) -> None:
         self._done = True
         self._mailbox.release(self)
+        if self._started_ns:
+            self._record()
         if self._future is not None:
             self._settle(self._future)
 
+    def _record(self) -> None:
+        phase = (self.name, self._started_ns, time.monotonic_ns())
+        args = {"bytes": self._memory[0].nbytes}
+        if events.sink is not None:
+            events.sink.overlapping("message", f"message {id(self)}", [phase], args)
+
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until the message is through."""
-        patience = Patience(self._mailbox.timeout_s if timeout_s is None else timeout_s)
-        if not patience.wait_for(self.is_completed):
-            wire = self._mailbox.wire
+        patience = Patience(
+            self._mailbox.timeout_s if timeout_s is None else timeout_s, quiet=timeout_s is not None
+        )
+        with events.blocked(self.name):
+            through = patience.wait_for(self.is_completed, about=self._hint)
+        if not through:
+            wire, seen = self._mailbox.wire, f" ({patience.verdict})" if patience.verdict else ""
             raise CollectiveTimeout(
-                f"{self.name}: rank {wire.rank} of {wire.size} has waited {patience.waited_s:.1f} s; the "
-                "other side has not called its part (same tag?). Raise MPISGD_TIMEOUT_S if ranks may be "
-                "that far apart"
+                f"{self.name}: rank {wire.global_ranks[wire.rank]} has waited {patience.waited_s:.1f} s; the "
+                "other side has not called its part (same tag?). Raise MPISGD_TIMEOUT_S, or the group's own "
+                f"limit, if ranks may be that far apart{seen}"
             )
         if self._error is not None:
             raise self._error
         return True
+
+    def _hint(self) -> Hint:
+        whom = self.about.partners if len(self.about.partners) == 1 else ()
+        return Hint(self.name, self.about.group, whom, message=self.about)
+
+    def is_answered(self, everyones: Sequence[Sequence[Message]]) -> bool:
+        """Return whether the other side of a message sent has a receive for it; `everyones`: see `drain`."""
+        names, (dst,) = self._mailbox.wire.global_ranks, self.about.partners
+        me = names[self._mailbox.wire.rank]
+        theirs = everyones[names.index(dst)]
+        return any(m.receives and m.tag == self.about.tag and me in m.partners for m in theirs)
 
     def get_future(self) -> "torch.futures.Future[Any]":
         """Return a future of this message; from now on it makes progress by itself."""
@@ -195,6 +283,14 @@ class MessageWork(Work):
             future.set_result(self._memory[1])
         else:
             future.set_exception(self._error)
+
+    def fail(self, error: MpisgdError) -> None:
+        """End this message without its being through; MPI may still write to its memory, which is kept."""
+        with self._lock:
+            if not self._done:
+                self._mailbox.wire.abandoned.append((self._request, self._memory))
+                self._error = error
+                self._finish()
 
     def cancel(self) -> None:
         """Give up waiting for this message."""

@@ -8,18 +8,33 @@ frees and refills storages (FSDP does); an address has no such effect, but it ho
 whoever starts a transfer keeps the tensor until it is done.
 """
 
+import contextlib
 import functools
+import threading
+import time
+import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from mpisgd import config
+from mpisgd.comm.diagnosis.waits import inside
 from mpisgd.errors import MpiFailed, MpisgdError, PeerLost, ShapeMismatch, UnsupportedOp
 
-__all__ = ["MPI", "Wire", "library_version", "start", "thread_level"]
+__all__ = [
+    "MPI",
+    "Wire",
+    "library_version",
+    "parent",
+    "revoke_all",
+    "start",
+    "survives_losses",
+    "thread_level",
+]
 
 # MPI counts elements in a C int. Bytes beyond it travel as one element of a datatype that spans them all.
 MAX_COUNT = 2**31 - 1
@@ -82,6 +97,31 @@ def start() -> bool:
     return True
 
 
+def survives_losses() -> bool:
+    """Return whether this job outlives the loss of a rank: an MPI that can, started so that it does."""
+    try:
+        MPI.COMM_SELF.Get_failed().Free()
+    except (AttributeError, NotImplementedError, MPI.Exception):
+        return False
+    return not library_version().startswith("Open MPI") or config.fault_tolerance()
+
+
+def revoke_all() -> None:
+    """End whatever goes on over any wire, here and on all other ranks that it reaches; nothing waits for it.
+
+    Every rank that was lost may have left others in the middle of anything, on communicators that not all
+    of them have finished making.
+    """
+    for wire in list(_wires):
+        wire.revoke()
+
+
+def parent() -> "Wire | None":
+    """Return the way to the ranks that have spawned this process; None where `mpirun` has started it."""
+    comm = MPI.Comm.Get_parent()
+    return None if comm == MPI.COMM_NULL else Wire(comm)
+
+
 def library_version() -> str:
     """Return the first line of what the MPI library calls itself."""
     return MPI.Get_library_version().splitlines()[0].strip().rstrip("\0")
@@ -120,8 +160,13 @@ def _spec(tensor: Tensor, parts: int = 1) -> BufferSpec:
     return [_address(tensor), 1, _span(nbytes)]
 
 
-def _wrapped(what: str, *, collective: bool = False) -> Callable[[Method[P, R]], Method[P, R]]:
-    """Turn mpi4py's exceptions into ours, once; and count the calls of MPI's own collectives."""
+def _wrapped(
+    what: str, *, collective: bool = False, blocks: bool = False
+) -> Callable[[Method[P, R]], Method[P, R]]:
+    """Turn mpi4py's exceptions into ours, once; count the calls of MPI's own collectives.
+
+    Those that wait for other ranks inside MPI, where nobody can end that, are noted as long as they last.
+    """
 
     def decorate(method: Method[P, R]) -> Method[P, R]:
         def wrapped(self: "Wire", /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -133,10 +178,22 @@ def _wrapped(what: str, *, collective: bool = False) -> Callable[[Method[P, R]],
                 kind = _KINDS.get(exc.Get_error_class(), MpiFailed)
                 raise kind(f"MPI {what}: {exc.Get_error_string()}") from exc
 
-        functools.update_wrapper(wrapped, method)
-        return wrapped
+        def blocking(self: "Wire", /, *args: P.args, **kwargs: P.kwargs) -> R:
+            thread = threading.get_ident()
+            inside[thread] = (what, time.monotonic())
+            try:
+                return wrapped(self, *args, **kwargs)
+            finally:
+                inside.pop(thread, None)
+
+        outer = blocking if blocks else wrapped
+        functools.update_wrapper(outer, method)
+        return outer
 
     return decorate
+
+
+_wires: "weakref.WeakSet[Wire]" = weakref.WeakSet()
 
 
 class Wire:
@@ -150,10 +207,12 @@ class Wire:
         sent_messages: number of those sends.
         calls: how often each of MPI's own collectives was called.
         abandoned: requests that were given up, with their memory, which MPI may still write to.
+        global_ranks: what its ranks are called in messages: the job's ranks.
     """
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        self.comm = comm
+    def __init__(self, comm: Any, parent: "Wire | None" = None) -> None:
+        self.comm: MPI.Intracomm = comm
+        self.global_ranks = _global_ranks(comm, parent)
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
         self.sent_bytes = 0
@@ -161,31 +220,113 @@ class Wire:
         self.calls: Counter[str] = Counter()
         self.abandoned: list[Any] = []
         self.tag_limit: int = comm.Get_attr(MPI.TAG_UB) or 32767
+        _wires.add(self)
 
     # -- life of the communicator -------------------------------------------------------------------
 
+    @_wrapped("Comm_dup", blocks=True)
     def duplicate(self) -> "Wire":
         """Return a wire of its own over the same ranks. Collective."""
-        return Wire(_intra(self.comm.Dup()))
+        return Wire(_intra(self.comm.Dup()), self)
 
+    @_wrapped("Comm_split", blocks=True)
     def subset(self, ranks: Sequence[int]) -> "Wire | None":
         """Return a wire over `ranks` in the order given, None on the others. Collective over this wire."""
         color = 0 if self.rank in ranks else MPI.UNDEFINED
         key = ranks.index(self.rank) if self.rank in ranks else 0
         comm = self.comm.Split(color, key)
-        return None if comm == MPI.COMM_NULL else Wire(_intra(comm))
+        return None if comm == MPI.COMM_NULL else Wire(_intra(comm), self)
 
+    @_wrapped("Comm_create_group", blocks=True)
+    def among(self, ranks: Sequence[int], tag: int) -> "Wire":
+        """Return a wire over `ranks` in the order given. Collective over them alone.
+
+        Args:
+            ranks: of this wire, this one among them.
+            tag: keeps apart what threads or overlapping sets of ranks ask for at the same time.
+        """
+        members = self.comm.Get_group().Incl(list(ranks))
+        comm = self.comm.Create_group(members, tag)
+        members.Free()
+        return Wire(comm, self)
+
+    @_wrapped("Comm_split", blocks=True)
+    def split(self, color: int) -> "Wire":
+        """Return a wire over the ranks that give the same `color`, ordered as here. Collective."""
+        return Wire(_intra(self.comm.Split(color, self.rank)), self)
+
+    @_wrapped("Comm_split_type", blocks=True)
     def same_host(self) -> "Wire":
         """Return a wire over the ranks that share this rank's host. Collective."""
-        return Wire(_intra(self.comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank)))
+        return Wire(_intra(self.comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank)), self)
 
+    @_wrapped("Comm_free", blocks=True)
     def free(self) -> None:
         """Give the communicator back. Collective."""
+        _wires.discard(self)
         self.comm.Free()
 
     def abort(self, exit_code: int) -> None:
         """End every process of the job."""
         self.comm.Abort(exit_code)
+
+    # -- where a rank was lost (ULFM) ---------------------------------------------------------------
+
+    def lost(self) -> list[int]:
+        """Return the ranks of this wire that are known to be gone. Looking lets MPI notice it."""
+        with contextlib.suppress(MpisgdError):
+            self.progress()
+        failed = self.comm.Get_failed()
+        if not failed.size:
+            return []
+        return sorted(failed.Translate_ranks(range(failed.size), self.comm.Get_group()))
+
+    def revoke(self) -> None:
+        """End whatever goes on over this wire, on every rank."""
+        with contextlib.suppress(MPI.Exception):
+            self.comm.Revoke()
+
+    def is_revoked(self) -> bool:
+        """Return whether a rank has revoked it."""
+        return self.comm.Is_revoked()
+
+    @_wrapped("Shrink", blocks=True)
+    def shrink(self) -> "Wire":
+        """Return a wire over the ranks that are left, in their order. Collective over these."""
+        return Wire(self.comm.Shrink())
+
+    def agree(self, holds: bool) -> bool:
+        """Return, alike on all ranks that are left, whether it `holds` on each and no other has been lost."""
+        try:
+            return bool(self.comm.Agree(int(holds)))
+        except MPI.Exception:
+            return False
+
+    def acknowledge(self) -> None:
+        """Take note of the ranks known to be lost: the next `agree` need not tell of them again."""
+        self.comm.Ack_failed()
+
+    @_wrapped("Spawn", blocks=True)
+    def spawn(self, command: Sequence[str], number: int, env: Mapping[str, str]) -> "Wire":
+        """Start more processes and return the way to them. Collective; waits until they have started MPI."""
+        info = MPI.Info.Create()
+        info.Set("PMIX_ENVAR", "\n".join(f"{name}={value}" for name, value in env.items()))
+        comm = self.comm.Spawn(command[0], list(command[1:]), number, info, 0)
+        info.Free()
+        return Wire(comm)
+
+    @_wrapped("Intercomm_merge", blocks=True)
+    def merge(self, *, behind: bool) -> "Wire":
+        """Return a wire over both sides of this one, and give this one back. Collective.
+
+        Args:
+            behind: whether my side comes last.
+        """
+        comm: Any = self.comm
+        merged = Wire(comm.Merge(behind))
+        _wires.discard(self)
+        comm.Disconnect()  # else MPI's end crashes in Open MPI 5.0
+        return merged
 
     # -- point to point -----------------------------------------------------------------------------
 
@@ -212,20 +353,31 @@ class Wire:
         status = MPI.Status()
         return (status.Get_source(), status.Get_elements(MPI.BYTE)) if request.Test(status) else None
 
+    @_wrapped("Cancel")
     def cancel(self, request: MPI.Request) -> None:
         """Give up a receive that nobody answered."""
         request.Cancel()
         request.Free()
 
+    @_wrapped("Send_init")
     def persistent(
         self, send: bytearray, dst: int, recv: bytearray, src: int, tag: int
     ) -> list[MPI.Prequest]:
         """Prepare an exchange of two small fixed buffers that is started again and again."""
         return [self.comm.Recv_init(recv, src, tag), self.comm.Send_init(send, dst, tag)]
 
+    @_wrapped("Iprobe")
     def progress(self) -> None:
         """Let MPI move whatever is under way, on any communicator."""
         self.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+
+    @_wrapped("Iprobe")
+    def probe(self) -> tuple[int, int, int] | None:
+        """Return (source rank, tag, bytes) of a message that waits to be received, None if there is none."""
+        status = MPI.Status()
+        if not self.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
+            return None
+        return status.Get_source(), status.Get_tag(), status.Get_count(MPI.BYTE)
 
     @_wrapped("Startall")
     def start(self, requests: list[MPI.Prequest]) -> None:
@@ -234,24 +386,29 @@ class Wire:
 
     # -- MPI's own collectives ----------------------------------------------------------------------
 
-    @_wrapped("Barrier", collective=True)
+    @_wrapped("Barrier", collective=True, blocks=True)
     def barrier(self) -> None:
         """Wait inside MPI until every rank is here."""
         self.comm.Barrier()
 
-    @_wrapped("Bcast", collective=True)
+    @_wrapped("Ibarrier", collective=True)
+    def barrier_request(self) -> MPI.Request:
+        """Start a barrier, which is over on a rank once all ranks have started it."""
+        return self.comm.Ibarrier()
+
+    @_wrapped("Bcast", collective=True, blocks=True)
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """Copy root's bytes into everyone's `tensor`."""
         self.comm.Bcast(_spec(tensor), root)
 
-    @_wrapped("Allreduce", collective=True)
+    @_wrapped("Allreduce", collective=True, blocks=True)
     def all_reduce(self, tensor: Tensor, op: str) -> None:
         """Combine `tensor` [n] over the ranks, in place."""
         mpi_op, mpi_type = _native(op, tensor.dtype)
         for piece in _pieces(tensor):
             self.comm.Allreduce(MPI.IN_PLACE, [_address(piece), piece.numel(), mpi_type], mpi_op)
 
-    @_wrapped("Reduce", collective=True)
+    @_wrapped("Reduce", collective=True, blocks=True)
     def reduce(self, tensor: Tensor, op: str, root: int) -> None:
         """Combine `tensor` [n] over the ranks into root's; the others keep theirs."""
         mpi_op, mpi_type = _native(op, tensor.dtype)
@@ -262,43 +419,43 @@ class Wire:
             else:
                 self.comm.Reduce(spec, None, mpi_op, root)
 
-    @_wrapped("Allgather", collective=True)
+    @_wrapped("Allgather", collective=True, blocks=True)
     def all_gather(self, out: Tensor, tensor: Tensor | None) -> None:
         """Put everyone's `tensor` [n] into `out` [size * n]; None: mine is already in its place there."""
         mine = MPI.IN_PLACE if tensor is None else _spec(tensor)
         self.comm.Allgather(mine, _spec(out, self.size))
 
-    @_wrapped("Gather", collective=True)
+    @_wrapped("Gather", collective=True, blocks=True)
     def gather(self, out: Tensor | None, tensor: Tensor, root: int) -> None:
         """Put everyone's `tensor` [n] into root's `out` [size * n]."""
         self.comm.Gather(_spec(tensor), None if out is None else _spec(out, self.size), root)
 
-    @_wrapped("Scatter", collective=True)
+    @_wrapped("Scatter", collective=True, blocks=True)
     def scatter(self, tensor: Tensor, source: Tensor | None, root: int) -> None:
         """Hand piece r of root's `source` [size * n] to rank r's `tensor` [n]."""
         self.comm.Scatter(None if source is None else _spec(source, self.size), _spec(tensor), root)
 
-    @_wrapped("Alltoall", collective=True)
+    @_wrapped("Alltoall", collective=True, blocks=True)
     def all_to_all(self, out: Tensor, tensor: Tensor) -> None:
         """Hand piece r of `tensor` [size * n] to rank r; piece s of `out` [size * n] comes from rank s."""
         self.comm.Alltoall(_spec(tensor, self.size), _spec(out, self.size))
 
-    @_wrapped("bcast", collective=True)
+    @_wrapped("bcast", collective=True, blocks=True)
     def broadcast_object(self, obj: Any, root: int) -> Any:
         """Return root's object, pickled on the way."""
         return self.comm.bcast(obj, root)
 
-    @_wrapped("allgather", collective=True)
+    @_wrapped("allgather", collective=True, blocks=True)
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Return everyone's object, pickled on the way."""
         return self.comm.allgather(obj)
 
-    @_wrapped("gather", collective=True)
+    @_wrapped("gather", collective=True, blocks=True)
     def gather_object(self, obj: Any, root: int) -> list[Any] | None:
         """Return everyone's object on root, None elsewhere."""
         return self.comm.gather(obj, root)
 
-    @_wrapped("scatter", collective=True)
+    @_wrapped("scatter", collective=True, blocks=True)
     def scatter_object(self, objs: Sequence[Any] | None, root: int) -> Any:
         """Return this rank's entry of root's list."""
         return self.comm.scatter(objs, root)
@@ -309,6 +466,17 @@ def _pieces(tensor: Tensor) -> list[Tensor]:
     if tensor.numel() <= MAX_REDUCE_COUNT:
         return [tensor]
     return [tensor[start : start + MAX_REDUCE_COUNT] for start in range(0, tensor.numel(), MAX_REDUCE_COUNT)]
+
+
+def _global_ranks(comm: MPI.Intracomm, parent: Wire | None) -> tuple[int, ...]:
+    """Return the job's ranks that those of `comm` are, which was made of `parent`'s; None: the job's own."""
+    if parent is None:
+        return tuple(range(comm.Get_size()))
+    mine, theirs = comm.Get_group(), parent.comm.Get_group()
+    places = MPI.Group.Translate_ranks(mine, range(comm.Get_size()), theirs)
+    mine.Free()
+    theirs.Free()
+    return tuple(parent.global_ranks[place] for place in places)
 
 
 def _intra(comm: MPI.Comm) -> MPI.Intracomm:

@@ -25,6 +25,18 @@ class Topology:
     nodes: tuple[tuple[int, ...], ...]
     hostnames: tuple[str, ...]
 
+    def among(self, members: Sequence[int]) -> "Topology":
+        """Return the topology of a group of some of these ranks, this one among them.
+
+        Args:
+            members: their order is the order of the group's ranks.
+        """
+        host_of = {rank: host for host, ranks in enumerate(self.nodes) for rank in ranks}
+        first_on: dict[int, int] = {}
+        leaders = [first_on.setdefault(host_of[rank], i) for i, rank in enumerate(members)]
+        names = [self.hostnames[host_of[rank]] for rank in members]
+        return arrange(list(members).index(self.rank), leaders, names)
+
     @property
     def size(self) -> int:
         """Number of ranks."""
@@ -34,6 +46,11 @@ class Topology:
     def num_nodes(self) -> int:
         """Number of hosts."""
         return len(self.nodes)
+
+    @property
+    def ranks_per_host(self) -> tuple[int, ...]:
+        """Number of ranks of each host."""
+        return tuple(map(len, self.nodes))
 
     @property
     def node_rank(self) -> int:

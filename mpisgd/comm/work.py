@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from mpisgd.comm import events
+from mpisgd.comm.diagnosis.waits import Hint, waiting_for
 from mpisgd.errors import CollectiveTimeout
 
 __all__ = ["LaneWork", "Work"]
@@ -31,6 +33,11 @@ class Work(abc.ABC):
     def is_completed(self) -> bool:
         """Return whether `wait()` would return (or raise) at once."""
 
+    @property
+    @abc.abstractmethod
+    def error(self) -> BaseException | None:
+        """What went wrong, None if nothing has (yet)."""
+
     @abc.abstractmethod
     def get_future(self) -> "torch.futures.Future[Any]":
         """Return a future that holds the operation's tensors once it is done, or its error."""
@@ -50,12 +57,26 @@ class LaneWork(Work):
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until the lane has run this operation. The lane has the time limit on other ranks."""
-        if not self._done.wait(timeout_s):
+        done = self._done.is_set()
+        if not done:
+            with (
+                events.blocked(self.name),
+                waiting_for(Hint(f"{self.name} (asynchronous)", own=True), timeout_s),
+            ):
+                done = self._done.wait(timeout_s)
+        if not done:
             raise CollectiveTimeout(f"{self.name}: not done after {timeout_s} s")
         self._told = True
         if self._error is not None:
             raise self._error
+        if self._future is not None:
+            self._future.wait()  # it is completed right after the event is set
         return True
+
+    @property
+    def error(self) -> BaseException | None:
+        """What went wrong, None if nothing has (yet)."""
+        return self._error
 
     def is_completed(self) -> bool:
         """Return whether the lane has run this operation."""

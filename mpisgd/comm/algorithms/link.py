@@ -58,10 +58,11 @@ class Link:
         patience = Patience(self._timeout_s)
         if not patience.wait_for(lambda: self._wire.poll(requests)):
             self._wire.abandoned.append((requests, sends, receives))
-            partners = sorted({rank for rank, _ in sends + receives})
+            names, seen = self._wire.global_ranks, f": {patience.verdict}" if patience.verdict else ""
+            partners = sorted({names[rank] for rank, _ in sends + receives})
             raise CollectiveTimeout(
-                f"{self._name}: rank {self.rank} of {self.size} has waited {patience.waited_s:.1f} s in the "
-                f"middle of the operation for one of the ranks {partners}"
+                f"{self._name}: rank {names[self.rank]} has waited {patience.waited_s:.1f} s in the middle "
+                f"of the operation for one of the ranks {partners}{seen}"
             )
 
 

@@ -1,12 +1,13 @@
 """`all_gather`: everyone gets everyone's tensor, in a list or in one tensor."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from mpisgd.comm.buffers import (
     Landing,
+    apart,
     check_output,
     check_same,
     check_tensor,
@@ -14,12 +15,16 @@ from mpisgd.comm.buffers import (
     overlap,
     readable,
 )
-from mpisgd.comm.collectives.common import operation_on
+from mpisgd.comm.collectives.choice import node_plane
+from mpisgd.comm.collectives.common import direct_of, operation_on, run, run_in_steps
 from mpisgd.comm.group import Group
 from mpisgd.comm.job import group_or_world
+from mpisgd.comm.node import movement
+from mpisgd.comm.node.plane import NodePlane
+from mpisgd.comm.node.streams import Place, pieces_of, place_of
 from mpisgd.comm.work import Work
 
-__all__ = ["all_gather", "all_gather_into_tensor", "check_gathered", "gather_flat"]
+__all__ = ["all_gather", "all_gather_into_tensor", "check_gathered", "gather_flat", "gather_on_node"]
 
 
 def all_gather(
@@ -40,13 +45,20 @@ def all_gather(
         CollectiveMismatch: a rank gave another shape or dtype; raised on every rank. Pad the last batch, or
             use drop_last=True.
 
-    Cost: `group.size * tensor.numel()` elements of scratch memory.
+    Cost: on one host, through shared memory without any scratch; else MPI_Allgather and `group.size *
+        tensor.numel()` elements of scratch memory.
     """
     group = group_or_world(group)
     check_tensor("all_gather", tensor)
     outputs = check_tensors("all_gather", tensor_list, "tensor_list", count=group.size, output=True)
     for i, output in enumerate(outputs):
         check_same("all_gather", f"tensor_list[{i}]", output, tensor.numel(), tensor, "as `tensor`")
+    operation = operation_on("all_gather", tensor)
+    if (direct := direct_of(group, operation, tensor)) is not None:
+        return direct.all_gather(operation, outputs, tensor, async_op)
+    if (plane := node_plane(group, "all_gather", group.size * tensor.nbytes)) is not None:
+        steps = _list_on_node(plane, outputs, tensor)
+        return run_in_steps(group, plane, operation, steps, tensors=outputs, async_op=async_op)
 
     def action() -> None:
         gathered = torch.empty(group.size * tensor.numel(), dtype=tensor.dtype)
@@ -54,9 +66,18 @@ def all_gather(
         for output, piece in zip(
             outputs, gathered.chunk(group.size) if gathered.numel() else (), strict=False
         ):
-            output.detach().copy_(piece.view(output.shape))
+            Landing(output, keep=False).settle(piece)
 
-    return group.lane.run(operation_on("all_gather", tensor), action, tensors=outputs, async_op=async_op)
+    return run(group, operation, action, tensors=outputs, async_op=async_op, like=tensor)
+
+
+def _list_on_node(plane: NodePlane, outputs: Sequence[Tensor], tensor: Tensor) -> Iterator[None]:
+    landings = [Landing(output, keep=False) for output in outputs]
+    places = [landing.flat for landing in landings]
+    mine = apart(readable(tensor), places, own=plane.rank)
+    yield from movement.all_gather(plane, [place_of(place) for place in places], place_of(mine))
+    for landing in landings:
+        landing.settle()
 
 
 def all_gather_into_tensor(
@@ -78,15 +99,23 @@ def all_gather_into_tensor(
         UnsupportedTensor, ShapeMismatch: found locally, before anything is sent.
         CollectiveMismatch: a rank gave another shape or dtype; raised on every rank.
 
-    Source: MPI standard, MPI_Allgather.
+    Cost: on one host, through shared memory; else MPI_Allgather.
     """
     group = group_or_world(group)
     check_gathered("all_gather_into_tensor", output_tensor, input_tensor, group.size)
-    return group.lane.run(
-        operation_on("all_gather_into_tensor", input_tensor),
+    operation = operation_on("all_gather_into_tensor", input_tensor)
+    if (direct := direct_of(group, operation, input_tensor)) is not None:
+        return direct.all_gather_into(operation, [(output_tensor, input_tensor)], async_op)
+    if (plane := node_plane(group, "all_gather", output_tensor.nbytes)) is not None:
+        steps = gather_on_node(plane, output_tensor, input_tensor)
+        return run_in_steps(group, plane, operation, steps, tensors=[output_tensor], async_op=async_op)
+    return run(
+        group,
+        operation,
         lambda: gather_flat(group, output_tensor, input_tensor),
         tensors=[output_tensor],
         async_op=async_op,
+        like=input_tensor,
     )
 
 
@@ -100,14 +129,25 @@ def check_gathered(name: str, output: Tensor, tensor: Tensor, size: int) -> None
 
 
 def gather_flat(group: Group, output: Tensor, tensor: Tensor) -> None:
-    """Gather everyone's `tensor` into `output`; runs inside the lane."""
+    """Gather everyone's `tensor` into `output` by MPI; runs inside the lane."""
     landing = Landing(output, keep=False)
-    mine: Tensor | None = readable(tensor)
-    assert mine is not None
-    place = landing.flat[group.rank * mine.numel() : (group.rank + 1) * mine.numel()]
-    if mine.data_ptr() == place.data_ptr():
-        mine = None
-    elif overlap(mine, landing.flat):
-        mine = mine.clone()
-    group.lane.wire.all_gather(landing.flat, mine)
+    mine, places = _to_be_gathered(landing.flat, tensor, group)
+    in_place = place_of(mine) == places[group.rank]
+    group.lane.wire.all_gather(landing.flat, None if in_place else mine)
     landing.settle()
+
+
+def gather_on_node(plane: NodePlane, output: Tensor, tensor: Tensor) -> Iterator[None]:
+    """Gather everyone's `tensor` into `output` through the staging memory."""
+    landing = Landing(output, keep=False)
+    mine, places = _to_be_gathered(landing.flat, tensor, plane)
+    yield from movement.all_gather(plane, places, place_of(mine))
+    landing.settle()
+
+
+def _to_be_gathered(flat: Tensor, tensor: Tensor, members: Group | NodePlane) -> tuple[Tensor, list[Place]]:
+    """Return this rank's contiguous [n], which may lie in its own place in `flat`, and everyone's places."""
+    mine, places = readable(tensor), pieces_of(flat, members.size)
+    if place_of(mine) != places[members.rank] and overlap(mine, flat):
+        mine = mine.clone()
+    return mine, places

@@ -1,13 +1,19 @@
 """`all_gather_ragged`: everyone gets everyone's tensor, whose first dimension may differ by rank."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from mpisgd.comm.buffers import check_tensor, dtype_name, readable
-from mpisgd.comm.collectives.common import link_of
+from mpisgd.comm.collectives.choice import node_plane
+from mpisgd.comm.collectives.common import device_word, link_of, run, run_in_steps
 from mpisgd.comm.group import Group
 from mpisgd.comm.handshake import Operation
 from mpisgd.comm.job import group_or_world
+from mpisgd.comm.node import movement
+from mpisgd.comm.node.plane import NodePlane
+from mpisgd.comm.node.streams import pieces_of, place_of
 from mpisgd.errors import ShapeMismatch
 
 __all__ = ["all_gather_ragged"]
@@ -26,7 +32,8 @@ def all_gather_ragged(tensor: Tensor, group: Group | None = None) -> list[Tensor
         UnsupportedTensor, ShapeMismatch: found locally, before anything is sent.
         CollectiveMismatch: a rank gave another dtype or other trailing dimensions; raised on every rank.
 
-    Cost: sends the tensor (group.size - 1) times, after an all-gather of one integer.
+    Cost: after an all-gather of one integer, goes through shared memory on one host; else sends the tensor
+        (group.size - 1) times.
     """
     group = group_or_world(group)
     check_tensor("all_gather_ragged", tensor)
@@ -35,13 +42,20 @@ def all_gather_ragged(tensor: Tensor, group: Group | None = None) -> list[Tensor
             "all_gather_ragged: the tensor has no dimension that could differ; use all_gather"
         )
     row_shape = tuple(tensor.shape[1:])
+    operation = Operation(
+        "all_gather_ragged", dtype=dtype_name(tensor.dtype), shape=row_shape, device=device_word(tensor)
+    )
     pieces: list[Tensor] = []
+    if (plane := node_plane(group, "all_gather_ragged")) is not None:
+        steps = _on_node(plane, pieces, tensor)
+        run_in_steps(group, plane, operation, steps, tensors=[], async_op=False, like=tensor)
+        return [piece.to(tensor.device) for piece in pieces]
 
     def action() -> None:
         rows = torch.empty(group.size, dtype=torch.int64)
         group.lane.wire.all_gather(rows, torch.tensor([tensor.shape[0]]))
         mine = readable(tensor)
-        pieces.extend(torch.empty((num, *row_shape), dtype=tensor.dtype) for num in rows.tolist())
+        pieces.extend(_room(rows, tensor))
         pieces[group.rank].view(-1).copy_(mine)
         others = [rank for rank in range(group.size) if rank != group.rank]
         link_of(group, "all_gather_ragged").transfer(
@@ -49,5 +63,18 @@ def all_gather_ragged(tensor: Tensor, group: Group | None = None) -> list[Tensor
             receives=[(rank, pieces[rank].view(-1)) for rank in others],
         )
 
-    group.lane.run(Operation("all_gather_ragged", dtype=dtype_name(tensor.dtype), shape=row_shape), action)
-    return pieces
+    run(group, operation, action, tensors=[], async_op=False, like=tensor)
+    return [piece.to(tensor.device) for piece in pieces]
+
+
+def _on_node(plane: NodePlane, pieces: list[Tensor], tensor: Tensor) -> Iterator[None]:
+    rows, mine = torch.empty(plane.size, dtype=torch.int64), torch.tensor(tensor.shape[:1])
+    yield from movement.all_gather(plane, pieces_of(rows, plane.size), place_of(mine))
+    pieces.extend(_room(rows, tensor))
+    mine = readable(tensor)
+    yield from movement.all_gather(plane, [place_of(piece) for piece in pieces], place_of(mine))
+
+
+def _room(rows: Tensor, tensor: Tensor) -> list[Tensor]:
+    """Return uninitialized tensors like `tensor`, of as many rows as everyone has."""
+    return [torch.empty((num, *tensor.shape[1:]), dtype=tensor.dtype) for num in rows.tolist()]

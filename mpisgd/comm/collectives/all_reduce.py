@@ -1,23 +1,27 @@
 """`all_reduce` and its algorithms."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
 from mpisgd.comm.algorithms import ALGORITHMS
+from mpisgd.comm.arguments import shown
 from mpisgd.comm.buffers import Landing, check_output
-from mpisgd.comm.collectives.common import link_of, operation_on
+from mpisgd.comm.collectives.common import direct_of, link_of, operation_on, run, run_in_steps
 from mpisgd.comm.dtypes import HALF_TYPES, ReduceOp, check_op, for_mpi, for_torch
+from mpisgd.comm.gpu.pipeline import goes_in_chunks, reduce_in_chunks
 from mpisgd.comm.group import Group
+from mpisgd.comm.hosts.plane import HostsPlane
 from mpisgd.comm.job import group_or_world
+from mpisgd.comm.node import reduction
+from mpisgd.comm.node.plane import NodePlane
 from mpisgd.comm.work import Work
 from mpisgd.errors import InvalidArgument
 
-__all__ = ["all_reduce", "choose_algorithm", "reduce_flat"]
+__all__ = ["all_reduce", "choose_algorithm", "reduce_flat", "reduce_tensor"]
 
-CHOICES: Sequence[str] = ("auto", "mpi", "node", *ALGORITHMS)
-# Below this MPI's own all-reduce of a few microseconds wins over the copies and barriers of the node plane.
-NODE_BYTES = 512 * 2**10
+CHOICES: Sequence[str] = ("auto", "mpi", "node", "hierarchical", *ALGORITHMS)
+ALGORITHM_TEXT = {name: f"algorithm={name}" for name in CHOICES}
 
 
 def all_reduce(
@@ -33,14 +37,16 @@ def all_reduce(
     Collective: all ranks of `group` call it in the same order.
 
     Args:
-        tensor: any dense CPU tensor of the same shape and dtype on every rank; overwritten.
+        tensor: any dense tensor, of the CPU or a GPU, of the same shape and dtype on every rank; overwritten.
         op: elementwise combination; AVG is SUM divided by `group.size`.
         group: defaults to all processes of the job.
         async_op: return at once with a `Work`; leave the tensor alone until its `wait()`.
-        algorithm: `mpi` (MPI_Allreduce), `node` (shared memory, for ranks of one host), `ring`,
-            `halving_doubling`, `reduce_broadcast`, `all_to_all`, or `auto`. float16 and bfloat16 are summed
-            in float32 by all of them; `node` and `all_to_all` round once and move the halves themselves,
-            the others send float32.
+        algorithm: `mpi` (MPI_Allreduce), `node` (shared memory, for ranks of one host), `hierarchical`
+            (shared memory on each of several hosts, messages between them), `ring`, `halving_doubling`,
+            `reduce_broadcast`, `all_to_all`, or `auto`. float16 and bfloat16 are summed in float32 by all of
+            them and rounded once; `node` and `all_to_all` move the halves themselves, `hierarchical` float32
+            on the first half of the way between hosts, the others float32. For tensors on a GPU `auto` is
+            NCCL where there is one; any other goes through host memory.
 
     Raises:
         UnsupportedTensor, UnsupportedOp, InvalidArgument: found locally, before anything is sent.
@@ -51,31 +57,77 @@ def all_reduce(
     group = group_or_world(group)
     check_output("all_reduce", tensor)
     op = check_op("all_reduce", op, tensor.dtype)
-    algorithm = choose_algorithm(group, algorithm, tensor)
+    asked, algorithm = algorithm, choose_algorithm(group, algorithm, tensor)
+    operation = operation_on("all_reduce", tensor, op=op, extra=ALGORITHM_TEXT[algorithm])
+    if asked == "auto" and (direct := direct_of(group, operation, tensor, op=op)) is not None:
+        return direct.all_reduce(operation, tensor, op, async_op)
+    plane = {"node": group.plane, "hierarchical": group.hosts}.get(algorithm)
+    if plane is not None and not goes_in_chunks(tensor):
+        steps = _on_plane(plane, tensor, op)
+        return run_in_steps(group, plane, operation, steps, tensors=[tensor], async_op=async_op)
 
-    def action() -> None:
-        landing = Landing(tensor, keep=True)  # not before it is our turn: another operation may write it
-        reduce_flat(group, landing.flat, op, algorithm)
-        landing.settle()
+    return run(
+        group,
+        operation,
+        lambda: reduce_tensor(group, tensor, op, algorithm),
+        tensors=[tensor],
+        async_op=async_op,
+        like=tensor,
+    )
 
-    operation = operation_on("all_reduce", tensor, op=op, extra=f"algorithm={algorithm}")
-    return group.lane.run(operation, action, tensors=[tensor], async_op=async_op)
+
+def _on_plane(plane: NodePlane | HostsPlane, tensor: Tensor, op: ReduceOp) -> Iterator[None]:
+    landing = Landing(tensor, keep=True)  # made when it is our turn: another operation may write it before
+    if isinstance(plane, NodePlane):
+        yield from reduction.all_reduce(plane, landing.flat, op)
+    else:
+        yield from plane.all_reduce(landing.flat, op)
+    landing.settle()
 
 
 def choose_algorithm(group: Group, algorithm: str, tensor: Tensor) -> str:
     """Return the algorithm to use: the same on every rank for the same size and dtype."""
-    if algorithm not in CHOICES:
-        raise InvalidArgument(f"all_reduce: algorithm={algorithm!r}; expected one of {', '.join(CHOICES)}")
+    if not isinstance(algorithm, str) or algorithm not in CHOICES:
+        raise InvalidArgument(
+            f"all_reduce: algorithm={shown(algorithm)}; expected one of {', '.join(CHOICES)}"
+        )
     if algorithm == "node" and group.plane is None:
         raise InvalidArgument(
             f"all_reduce: algorithm='node' needs shared memory; the {group.size} ranks of group "
             f"'{group.name}' are on {group.topology.num_nodes} host(s) or cannot have it"
         )
+    if algorithm == "hierarchical" and group.hosts is None:
+        raise InvalidArgument(
+            f"all_reduce: algorithm='hierarchical' needs several hosts; group '{group.name}' has "
+            f"{group.topology.num_nodes}, or ranks on one host that cannot share memory"
+        )
     if algorithm != "auto":
         return algorithm
-    if group.plane is not None and (tensor.nbytes >= NODE_BYTES or tensor.dtype in HALF_TYPES):
-        return "node"
-    return "all_to_all" if tensor.dtype in HALF_TYPES else "mpi"
+    half = tensor.dtype in HALF_TYPES
+    return group.costs.choose(_candidates(group, half), tensor.nbytes, half)
+
+
+def _candidates(group: Group, half: bool) -> tuple[str, ...]:
+    """Return what `auto` may take, the best guess first where nothing was measured.
+
+    MPI would get half types as float32, so they go through what adds them by itself.
+    """
+    if group.plane is not None:
+        return ("node",) if half else ("node", "mpi")
+    if group.hosts is not None:
+        return ("hierarchical", "all_to_all") if half else ("hierarchical", "mpi")
+    return ("all_to_all",) if half else ("mpi",)
+
+
+def reduce_tensor(group: Group, tensor: Tensor, op: ReduceOp, algorithm: str) -> None:
+    """Combine any tensor over the ranks in place, through the CPU; runs inside the lane."""
+    in_chunks = goes_in_chunks(tensor)
+    landing = Landing(tensor, keep=True, at_home=in_chunks)
+    if in_chunks:
+        reduce_in_chunks(landing.flat, lambda chunk: reduce_flat(group, chunk, op, algorithm))
+    else:
+        reduce_flat(group, landing.flat, op, algorithm)
+    landing.settle()
 
 
 def reduce_flat(group: Group, flat: Tensor, op: ReduceOp, algorithm: str) -> None:
@@ -85,7 +137,11 @@ def reduce_flat(group: Group, flat: Tensor, op: ReduceOp, algorithm: str) -> Non
         group.lane.wire.all_reduce(work, name)
     elif algorithm == "node":
         assert group.plane is not None
-        group.plane.all_reduce(flat, op)
+        group.plane.go_on(reduction.all_reduce(group.plane, flat, op))
+        return
+    elif algorithm == "hierarchical":
+        assert group.hosts is not None
+        group.hosts.all_reduce_now(flat, op)
         return
     elif algorithm == "all_to_all":  # sees all pieces at once, so it can add any dtype by itself
         ALGORITHMS[algorithm](link_of(group, "all_reduce"), flat, op)

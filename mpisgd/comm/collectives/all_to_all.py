@@ -1,25 +1,37 @@
 """`all_to_all`: every rank has something for every rank."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from mpisgd.comm.arguments import shown
 from mpisgd.comm.buffers import (
     Landing,
+    apart,
     check_output,
     check_same,
     check_tensor,
     check_tensors,
     cut_by,
     dtype_name,
-    overlap,
     readable,
 )
-from mpisgd.comm.collectives.common import link_of, operation_on
+from mpisgd.comm.collectives.choice import node_plane
+from mpisgd.comm.collectives.common import (
+    device_word,
+    direct_of,
+    link_of,
+    operation_on,
+    run,
+    run_in_steps,
+)
 from mpisgd.comm.group import Group
 from mpisgd.comm.handshake import Operation
 from mpisgd.comm.job import group_or_world
+from mpisgd.comm.node import movement
+from mpisgd.comm.node.plane import NodePlane
+from mpisgd.comm.node.streams import pieces_of, place_of
 from mpisgd.comm.work import Work
 from mpisgd.errors import CollectiveMismatch, ShapeMismatch
 
@@ -48,7 +60,8 @@ def all_to_all(
         CollectiveMismatch: what a rank sends is not what another expects; raised on every rank, before any
             tensor travels.
 
-    Cost: sends every input but its own once, after an all-gather of 2 * group.size integers.
+    Cost: after an all-gather of 2 * group.size integers, goes through shared memory on one host; else sends
+        every input but its own once.
     """
     group = group_or_world(group)
     inputs = check_tensors("all_to_all", input_tensor_list, "input_tensor_list", count=group.size)
@@ -62,12 +75,30 @@ def all_to_all(
     def action() -> None:
         landings = [Landing(output, keep=False) for output in outputs]
         places = [landing.flat for landing in landings]
-        _deal(group, "all_to_all", places, [_apart(readable(tensor), places) for tensor in inputs])
+        _deal(group, "all_to_all", places, [apart(readable(tensor), places) for tensor in inputs])
         for landing in landings:
             landing.settle()
 
-    operation = Operation("all_to_all", dtype=dtype_name(inputs[0].dtype))
-    return group.lane.run(operation, action, tensors=outputs, async_op=async_op)
+    operation = Operation("all_to_all", dtype=dtype_name(inputs[0].dtype), device=device_word(inputs[0]))
+    if (direct := direct_of(group, operation, inputs[0])) is not None:
+        _agree_on_sizes(group, operation, [o.numel() for o in outputs], [t.numel() for t in inputs])
+        return direct.all_to_all(operation, outputs, inputs, async_op)
+    if (plane := node_plane(group, "all_to_all_of_any_sizes")) is not None:
+        steps = _lists_on_node(group, plane, outputs, inputs)
+        return run_in_steps(group, plane, operation, steps, tensors=outputs, async_op=async_op)
+    return run(group, operation, action, tensors=outputs, async_op=async_op, like=inputs[0])
+
+
+def _lists_on_node(
+    group: Group, plane: NodePlane, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> Iterator[None]:
+    landings = [Landing(output, keep=False) for output in outputs]
+    places = [landing.flat for landing in landings]
+    yield from _deal_on_node(
+        group, plane, "all_to_all", places, [apart(readable(tensor), places) for tensor in inputs]
+    )
+    for landing in landings:
+        landing.settle()
 
 
 def all_to_all_single(
@@ -95,7 +126,8 @@ def all_to_all_single(
         CollectiveMismatch: what a rank sends is not what another expects; raised on every rank, before any
             tensor travels.
 
-    Source: MPI standard, MPI_Alltoall; with sizes, pairwise messages after an all-gather of the sizes.
+    Cost: on one host, through shared memory; else MPI_Alltoall, or with sizes pairwise messages after an
+        all-gather of the sizes.
     """
     group = group_or_world(group)
     check_tensor("all_to_all_single", input, "input")
@@ -108,32 +140,60 @@ def all_to_all_single(
 
     def action() -> None:
         landing = Landing(output, keep=False)
-        source = _apart(readable(input), [landing.flat])
+        source = apart(readable(input), [landing.flat])
         _deal(group, "all_to_all_single", cut_by(landing.flat, takes), cut_by(source, gives))
         landing.settle()
 
-    operation = Operation("all_to_all_single", dtype=dtype_name(input.dtype), extra="with split sizes")
-    return group.lane.run(operation, action, tensors=[output], async_op=async_op)
+    operation = Operation(
+        "all_to_all_single",
+        dtype=dtype_name(input.dtype),
+        extra="with split sizes",
+        device=device_word(input),
+    )
+    if (direct := direct_of(group, operation, input)) is not None:
+        _agree_on_sizes(group, operation, takes, gives)
+        return direct.all_to_all_single(operation, output, input, takes, gives, async_op)
+    if (plane := node_plane(group, "all_to_all_of_any_sizes")) is not None:
+        steps = _split_on_node(group, plane, output, input, takes, gives)
+        return run_in_steps(group, plane, operation, steps, tensors=[output], async_op=async_op)
+    return run(group, operation, action, tensors=[output], async_op=async_op, like=output)
+
+
+def _split_on_node(
+    group: Group, plane: NodePlane, output: Tensor, tensor: Tensor, takes: list[int], gives: list[int]
+) -> Iterator[None]:
+    landing = Landing(output, keep=False)
+    source = apart(readable(tensor), [landing.flat])
+    yield from _deal_on_node(
+        group, plane, "all_to_all_single", cut_by(landing.flat, takes), cut_by(source, gives)
+    )
+    landing.settle()
 
 
 def _equal_parts(group: Group, output: Tensor, tensor: Tensor, async_op: bool) -> Work | None:
     check_same("all_to_all_single", "output", output, tensor.numel(), tensor, "as `input`")
-    _split_sizes(tensor, None, group.size, "input")
+    parts = _split_sizes(tensor, None, group.size, "input")
+    operation = operation_on("all_to_all_single", tensor)
+    if (direct := direct_of(group, operation, tensor)) is not None:
+        return direct.all_to_all_single(operation, output, tensor, parts, parts, async_op)
+    if (plane := node_plane(group, "all_to_all", tensor.nbytes)) is not None:
+        steps = _equal_parts_on_node(plane, output, tensor)
+        return run_in_steps(group, plane, operation, steps, tensors=[output], async_op=async_op)
 
     def action() -> None:
         landing = Landing(output, keep=False)
-        source = _apart(readable(tensor), [landing.flat])
+        source = apart(readable(tensor), [landing.flat])
         group.lane.wire.all_to_all(landing.flat, source)
         landing.settle()
 
-    return group.lane.run(
-        operation_on("all_to_all_single", tensor), action, tensors=[output], async_op=async_op
-    )
+    return run(group, operation, action, tensors=[output], async_op=async_op, like=output)
 
 
-def _apart(source: Tensor, places: list[Tensor]) -> Tensor:
-    """Return `source`, copied if results will arrive in its memory."""
-    return source.clone() if any(overlap(source, place) for place in places) else source
+def _equal_parts_on_node(plane: NodePlane, output: Tensor, tensor: Tensor) -> Iterator[None]:
+    landing = Landing(output, keep=False)
+    source = apart(readable(tensor), [landing.flat])
+    yield from movement.all_to_all_equal(plane, place_of(landing.flat), place_of(source))
+    landing.settle()
 
 
 def _split_sizes(tensor: Tensor, sizes: Sequence[int] | None, parts: int, what: str) -> list[int]:
@@ -146,17 +206,36 @@ def _split_sizes(tensor: Tensor, sizes: Sequence[int] | None, parts: int, what: 
                 f"it or give {what}_split_sizes"
             )
         sizes = [rows // parts] * parts
-    if len(sizes) != parts or sum(sizes) != rows or min(sizes) < 0:
+    if not _are_counts(sizes) or len(sizes) != parts or sum(sizes) != rows:
         raise ShapeMismatch(
-            f"all_to_all_single: {what}_split_sizes={list(sizes)}; expected {parts} sizes that add up to "
+            f"all_to_all_single: {what}_split_sizes={shown(sizes)}; expected {parts} sizes that add up to "
             f"{rows}, the rows of {what}"
         )
     return [size * (tensor.numel() // rows if rows else 0) for size in sizes]
 
 
+def _are_counts(sizes: object) -> bool:
+    listed = isinstance(sizes, Sequence) and not isinstance(sizes, (str, bytes))
+    return listed and all(isinstance(size, int) and size >= 0 for size in sizes)  # type: ignore[attr-defined]
+
+
+def _agree_on_sizes(group: Group, operation: Operation, takes: Sequence[int], gives: Sequence[int]) -> None:
+    """Compare what the ranks send with what others expect, where the tensors go another way. Collective."""
+    sizes = operation._replace(extra="sizes")
+    group.lane.run(sizes, lambda: _compare_sizes(group, operation.kind, takes, gives))
+
+
+def _compare_sizes(group: Group, name: str, takes: Sequence[int], gives: Sequence[int]) -> None:
+    """Raise, on all ranks, if what one sends is not what another expects; runs inside the lane."""
+    everyone = torch.empty(group.size, 2, group.size, dtype=torch.int64)
+    mine = torch.tensor([list(gives), list(takes)])
+    group.lane.wire.all_gather(everyone.view(-1), mine.view(-1))
+    _check_matrix(group, name, everyone)
+
+
 def _deal(group: Group, name: str, outputs: list[Tensor], inputs: list[Tensor]) -> None:
     """Send every piece its way; runs inside the lane."""
-    _check_matrix(group, name, [piece.numel() for piece in inputs], [piece.numel() for piece in outputs])
+    _compare_sizes(group, name, [piece.numel() for piece in outputs], [piece.numel() for piece in inputs])
     outputs[group.rank].copy_(inputs[group.rank])
     others = [rank for rank in range(group.size) if rank != group.rank]
     link_of(group, name).transfer(
@@ -165,15 +244,32 @@ def _deal(group: Group, name: str, outputs: list[Tensor], inputs: list[Tensor]) 
     )
 
 
-def _check_matrix(group: Group, name: str, gives: list[int], takes: list[int]) -> None:
-    """Let every rank see everyone's sizes, so that all of them raise if two do not fit."""
+def _deal_on_node(
+    group: Group, plane: NodePlane, name: str, outputs: list[Tensor], inputs: list[Tensor]
+) -> Iterator[None]:
+    """Bring every piece its way through the staging memory."""
     everyone = torch.empty(group.size, 2, group.size, dtype=torch.int64)
-    group.lane.wire.all_gather(everyone.view(-1), torch.tensor([gives, takes]).view(-1))
+    mine = torch.tensor([[piece.numel() for piece in pieces] for pieces in (inputs, outputs)])
+    yield from movement.all_gather(plane, pieces_of(everyone, plane.size), place_of(mine))
+    _check_matrix(group, name, everyone)
+    sizes = (everyone[:, 0] * inputs[0].element_size()).tolist()
+    takes, gives = [place_of(piece) for piece in outputs], [place_of(piece) for piece in inputs]
+    yield from movement.all_to_all(plane, takes, gives, sizes)
+
+
+def _check_matrix(group: Group, name: str, everyone: Tensor) -> None:
+    """Raise, on all ranks, if what one sends is not what another expects.
+
+    Args:
+        group: of the operation.
+        name: of the operation.
+        everyone: [size, 2, size]; what each rank sends to each, and what it expects from each.
+    """
     sent, expected = everyone[:, 0], everyone[:, 1].T
     wrong = (sent != expected).nonzero()
     if len(wrong):
         src, dst = wrong[0].tolist()
         raise CollectiveMismatch(
-            f"{name} (group '{group.name}'): rank {group.ranks[src]} sends {sent[src, dst]} elements to rank "
+            f"{name}: rank {group.ranks[src]} sends {sent[src, dst]} elements to rank "
             f"{group.ranks[dst]}, which expects {expected[src, dst]}"
         )

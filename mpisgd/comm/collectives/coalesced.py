@@ -1,19 +1,23 @@
 """Collectives on lists of tensors: one place in the order, one agreement, and few messages."""
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from mpisgd.comm.buffers import Landing, check_tensors, cut_by, dtype_name, readable
-from mpisgd.comm.collectives.all_gather import check_gathered, gather_flat
+from mpisgd.comm.buffers import ALONE_BYTES, Landing, as_one, check_tensors, cut_by, dtype_name, readable
+from mpisgd.comm.collectives.all_gather import check_gathered, gather_flat, gather_on_node
 from mpisgd.comm.collectives.all_reduce import choose_algorithm, reduce_flat
-from mpisgd.comm.collectives.reduce_scatter import check_scattered, cut, reduce_own
+from mpisgd.comm.collectives.choice import node_plane
+from mpisgd.comm.collectives.common import device_word, direct_of, run, run_in_steps
+from mpisgd.comm.collectives.reduce_scatter import check_scattered, cut, own_part_on_node, reduce_own
 from mpisgd.comm.dtypes import ReduceOp, check_op
 from mpisgd.comm.group import Group
 from mpisgd.comm.handshake import Operation
 from mpisgd.comm.job import group_or_world
+from mpisgd.comm.node import movement
+from mpisgd.comm.node.plane import NodePlane
+from mpisgd.comm.node.streams import place_of
 from mpisgd.comm.work import Work
 from mpisgd.errors import ShapeMismatch
 
@@ -31,12 +35,12 @@ def all_reduce_coalesced(
     group: Group | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Combine each of `tensors` over the group, in place; those of one dtype travel as one message.
+    """Combine each of `tensors` over the group, in place; small ones of one dtype travel as one message.
 
     Collective: all ranks of `group` call it in the same order, with the same shapes and dtypes.
 
     Args:
-        tensors: dense CPU tensors, dtypes may be mixed; overwritten.
+        tensors: dense tensors of one device, dtypes may be mixed; overwritten.
         op: see `all_reduce`; every dtype must have it.
         group: defaults to all processes of the job.
         async_op: return at once with a `Work`; leave the tensors alone until its `wait()`.
@@ -45,7 +49,7 @@ def all_reduce_coalesced(
         UnsupportedTensor, UnsupportedOp: found locally, before anything is sent.
         CollectiveMismatch: a rank called something else; raised on every rank.
 
-    Cost: one all-reduce per dtype, and one copy of everything in and out.
+    Cost: one all-reduce per large tensor, and one per dtype of small ones, which are copied in and out.
     """
     group = group_or_world(group)
     name = "all_reduce_coalesced"
@@ -54,24 +58,26 @@ def all_reduce_coalesced(
         op = check_op(name, op, tensor.dtype)
 
     def action() -> None:
-        for same in _by_dtype(checked):
+        for same in _messages(checked):
             _through_one(
                 same, lambda flat: reduce_flat(group, flat, op, choose_algorithm(group, "auto", flat))
             )
 
-    operation = Operation(name, op=getattr(op, "name", str(op)), extra=_signature(checked))
-    return group.lane.run(operation, action, tensors=checked, async_op=async_op)
+    operation = _operation(name, checked, op=getattr(op, "name", str(op)))
+    if checked and (direct := direct_of(group, operation, checked[0], op=op, dtypes=_dtypes(checked))):
+        return direct.all_reduce_coalesced(operation, _messages(checked), op, async_op)
+    return run(group, operation, action, tensors=checked, async_op=async_op, like=_first(checked))
 
 
 def broadcast_coalesced(
     tensors: Sequence[Tensor], src: int, group: Group | None = None, async_op: bool = False
 ) -> Work | None:
-    """Copy each of the tensors of rank `src` into everyone's; those of one dtype travel as one message.
+    """Copy each of the tensors of rank `src` into everyone's; small ones of one dtype travel as one message.
 
     Collective: all ranks of `group` call it in the same order, with the same shapes and dtypes.
 
     Args:
-        tensors: dense CPU tensors, dtypes may be mixed; overwritten except on `src`.
+        tensors: dense tensors of one device, dtypes may be mixed; overwritten except on `src`.
         src: global rank of the one that has the values.
         group: defaults to all processes of the job.
         async_op: return at once with a `Work`; leave the tensors alone until its `wait()`.
@@ -80,21 +86,38 @@ def broadcast_coalesced(
         UnsupportedTensor, InvalidRank: found locally, before anything is sent.
         CollectiveMismatch: a rank called something else; raised on every rank.
 
-    Cost: one broadcast per dtype, and one copy of everything in and out.
+    Cost: on one host, through shared memory as if they were one tensor; else one broadcast per large tensor,
+        and one per dtype of small ones, which are copied in and out.
     """
     group = group_or_world(group)
     checked = check_tensors("broadcast_coalesced", tensors, "tensors", output=True)
     root = group.group_rank("broadcast_coalesced", "src", src)
 
     def action() -> None:
-        for same in _by_dtype(checked):
+        for same in _messages(checked):
             if group.rank == root:
-                group.lane.wire.broadcast(torch.cat([readable(tensor) for tensor in same]), root)
+                group.lane.wire.broadcast(as_one([readable(tensor) for tensor in same]), root)
             else:
                 _through_one(same, lambda flat: group.lane.wire.broadcast(flat, root))
 
-    operation = Operation("broadcast_coalesced", root=root, extra=_signature(checked))
-    return group.lane.run(operation, action, tensors=checked, async_op=async_op)
+    operation = _operation("broadcast_coalesced", checked, root=root)
+    if checked and (direct := direct_of(group, operation, checked[0])) is not None:
+        return direct.broadcast_coalesced(operation, _messages(checked), root, async_op)
+    if (plane := node_plane(group, "coalesced")) is not None:
+        steps = _broadcast_on_node(plane, checked, root)
+        return run_in_steps(group, plane, operation, steps, tensors=checked, async_op=async_op)
+    return run(group, operation, action, tensors=checked, async_op=async_op, like=_first(checked))
+
+
+def _broadcast_on_node(plane: NodePlane, tensors: Sequence[Tensor], root: int) -> Iterator[None]:
+    if plane.rank == root:
+        sources = [readable(tensor) for tensor in tensors]
+        yield from movement.broadcast(plane, [place_of(source) for source in sources], root)
+        return
+    landings = [Landing(tensor, keep=False) for tensor in tensors]
+    yield from movement.broadcast(plane, [place_of(landing.flat) for landing in landings], root)
+    for landing in landings:
+        landing.settle()
 
 
 def all_gather_into_tensor_coalesced(
@@ -114,8 +137,14 @@ def all_gather_into_tensor_coalesced(
         for output, tensor in pairs:
             gather_flat(group, output, tensor)
 
-    operation = Operation(name, extra=_signature(input_tensors))
-    return group.lane.run(operation, action, tensors=list(output_tensors), async_op=async_op)
+    outputs = [output for output, _ in pairs]
+    operation = _operation(name, [tensor for _, tensor in pairs])
+    if pairs and (direct := direct_of(group, operation, outputs[0])) is not None:
+        return direct.all_gather_into(operation, pairs, async_op)
+    if (plane := node_plane(group, "coalesced")) is not None:
+        steps = _one_by_one([gather_on_node(plane, output, tensor) for output, tensor in pairs])
+        return run_in_steps(group, plane, operation, steps, tensors=outputs, async_op=async_op)
+    return run(group, operation, action, tensors=outputs, async_op=async_op, like=_first(outputs))
 
 
 def reduce_scatter_tensor_coalesced(
@@ -136,33 +165,69 @@ def reduce_scatter_tensor_coalesced(
         for output, tensor in pairs:
             reduce_own(group, output, cut(tensor, group.size), op)
 
-    operation = Operation(name, op=getattr(op, "name", str(op)), extra=_signature(output_tensors))
-    return group.lane.run(operation, action, tensors=list(output_tensors), async_op=async_op)
+    outputs = [output for output, _ in pairs]
+    operation = _operation(name, outputs, op=getattr(op, "name", str(op)))
+    if pairs and (direct := direct_of(group, operation, outputs[0], op=op, dtypes=_dtypes(outputs))):
+        return direct.reduce_scatter_from(operation, pairs, op, async_op)
+    if (plane := node_plane(group, "coalesced")) is not None:
+        steps = _one_by_one([own_part_on_node(plane, output, tensor, op) for output, tensor in pairs])
+        return run_in_steps(group, plane, operation, steps, tensors=outputs, async_op=async_op)
+    return run(group, operation, action, tensors=outputs, async_op=async_op, like=_first(outputs))
+
+
+def _one_by_one(operations: Sequence[Iterator[None]]) -> Iterator[None]:
+    """Do operations on the node plane in turn; see `run_in_steps`."""
+    if not operations:
+        yield
+    for steps in operations:
+        yield from steps
 
 
 def _pairs(name: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     checked_outputs = check_tensors(name, outputs, "output_tensors", output=True)
     checked_inputs = check_tensors(name, inputs, "input_tensors")
     if len(checked_outputs) != len(checked_inputs):
-        raise ShapeMismatch(f"{name}: {len(checked_outputs)} outputs for {len(checked_inputs)} inputs")
+        raise ShapeMismatch(
+            f"{name}: {len(checked_outputs)} output_tensors for {len(checked_inputs)} input_tensors"
+        )
     return list(zip(checked_outputs, checked_inputs, strict=True))
+
+
+def _operation(name: str, tensors: Sequence[Tensor], *, op: str = "", root: int = -1) -> Operation:
+    return Operation(name, op=op, root=root, extra=_signature(tensors), device=device_word(_first(tensors)))
+
+
+def _first(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return the tensor that stands for all: they are on one device."""
+    return tensors[0] if tensors else None
+
+
+def _dtypes(tensors: Sequence[Tensor]) -> list[torch.dtype]:
+    return [tensor.dtype for tensor in tensors]
 
 
 def _signature(tensors: Sequence[Tensor]) -> str:
     return " ".join(f"{dtype_name(tensor.dtype)}{list(tensor.shape)}" for tensor in tensors)
 
 
-def _by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+def _messages(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Cut into what travels as one: a large tensor by itself, the small ones of each dtype together."""
+    messages: list[list[Tensor]] = []
+    small: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
-        by_dtype[tensor.dtype].append(tensor)
-    return list(by_dtype.values())
+        if tensor.nbytes >= ALONE_BYTES:
+            messages.append([tensor])
+        elif tensor.dtype in small:
+            small[tensor.dtype].append(tensor)
+        else:
+            messages.append(small.setdefault(tensor.dtype, [tensor]))
+    return messages
 
 
-def _through_one(tensors: list[Tensor], communicate: Callable[[Tensor], None]) -> None:
-    """Copy tensors of one dtype into one, communicate it, and copy the results back."""
+def _through_one(tensors: Sequence[Tensor], communicate: Callable[[Tensor], None]) -> None:
+    """Communicate tensors of one dtype as one: copied together and back if there are several."""
     landings = [Landing(tensor, keep=True) for tensor in tensors]
-    whole = torch.cat([landing.flat for landing in landings])
+    whole = as_one([landing.flat for landing in landings])
     communicate(whole)
     pieces = cut_by(whole, [landing.flat.numel() for landing in landings])
     for landing, piece in zip(landings, pieces, strict=True):

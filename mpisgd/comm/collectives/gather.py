@@ -1,14 +1,26 @@
 """`gather` and `scatter`: from everyone to one rank, and from one rank to everyone."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from mpisgd.comm.buffers import Landing, check_output, check_same, check_tensor, check_tensors, readable
-from mpisgd.comm.collectives.common import operation_on
+from mpisgd.comm.buffers import (
+    Landing,
+    apart,
+    check_output,
+    check_same,
+    check_tensor,
+    check_tensors,
+    readable,
+)
+from mpisgd.comm.collectives.choice import node_plane
+from mpisgd.comm.collectives.common import direct_of, operation_on, run, run_in_steps
 from mpisgd.comm.group import Group
 from mpisgd.comm.job import group_or_world
+from mpisgd.comm.node import movement
+from mpisgd.comm.node.plane import NodePlane
+from mpisgd.comm.node.streams import place_of
 from mpisgd.comm.work import Work
 from mpisgd.errors import InvalidArgument
 
@@ -39,12 +51,19 @@ def gather(
             sent.
         CollectiveMismatch: a rank gave another shape, dtype or dst; raised on every rank.
 
-    Cost: `group.size * tensor.numel()` elements of scratch memory on `dst`.
+    Cost: on one host, through shared memory without any scratch; else MPI_Gather and `group.size *
+        tensor.numel()` elements of scratch memory on `dst`.
     """
     group = group_or_world(group)
     check_tensor("gather", tensor)
     root = group.group_rank("gather", "dst", dst)
     outputs = _check_list("gather", "gather_list", gather_list, tensor, group, root, output=True)
+    operation = operation_on("gather", tensor, root=root)
+    if (direct := direct_of(group, operation, tensor)) is not None:
+        return direct.gather(operation, outputs, tensor, root, async_op)
+    if (plane := node_plane(group, "gather", group.size * tensor.nbytes)) is not None:
+        steps = _gather_on_node(plane, outputs, tensor, root)
+        return run_in_steps(group, plane, operation, steps, tensors=outputs, async_op=async_op, like=tensor)
 
     def action() -> None:
         if group.rank != root:
@@ -53,11 +72,18 @@ def gather(
         gathered = torch.empty(group.size, tensor.numel(), dtype=tensor.dtype)
         group.lane.wire.gather(gathered, readable(tensor), root)
         for output, piece in zip(outputs, gathered, strict=True):
-            output.detach().copy_(piece.view(output.shape))
+            Landing(output, keep=False).settle(piece)
 
-    return group.lane.run(
-        operation_on("gather", tensor, root=root), action, tensors=outputs, async_op=async_op
-    )
+    return run(group, operation, action, tensors=outputs, async_op=async_op, like=tensor)
+
+
+def _gather_on_node(plane: NodePlane, outputs: Sequence[Tensor], tensor: Tensor, root: int) -> Iterator[None]:
+    landings = [Landing(output, keep=False) for output in outputs]
+    places = [landing.flat for landing in landings]
+    mine = apart(readable(tensor), places, own=root)
+    yield from movement.gather(plane, [place_of(place) for place in places], place_of(mine), root)
+    for landing in landings:
+        landing.settle()
 
 
 def scatter(
@@ -84,12 +110,19 @@ def scatter(
             sent.
         CollectiveMismatch: a rank gave another shape, dtype or src; raised on every rank.
 
-    Cost: `group.size * tensor.numel()` elements of scratch memory on `src`.
+    Cost: on one host, through shared memory without any scratch; else MPI_Scatter and `group.size *
+        tensor.numel()` elements of scratch memory on `src`.
     """
     group = group_or_world(group)
     check_output("scatter", tensor)
     root = group.group_rank("scatter", "src", src)
     inputs = _check_list("scatter", "scatter_list", scatter_list, tensor, group, root, output=False)
+    operation = operation_on("scatter", tensor, root=root)
+    if (direct := direct_of(group, operation, tensor)) is not None:
+        return direct.scatter(operation, tensor, inputs, root, async_op)
+    if (plane := node_plane(group, "scatter", group.size * tensor.nbytes)) is not None:
+        steps = _scatter_on_node(plane, tensor, inputs, root)
+        return run_in_steps(group, plane, operation, steps, tensors=[tensor], async_op=async_op)
 
     def action() -> None:
         landing = Landing(tensor, keep=False)
@@ -97,9 +130,14 @@ def scatter(
         group.lane.wire.scatter(landing.flat, source, root)
         landing.settle()
 
-    return group.lane.run(
-        operation_on("scatter", tensor, root=root), action, tensors=[tensor], async_op=async_op
-    )
+    return run(group, operation, action, tensors=[tensor], async_op=async_op, like=tensor)
+
+
+def _scatter_on_node(plane: NodePlane, tensor: Tensor, inputs: Sequence[Tensor], root: int) -> Iterator[None]:
+    landing, pieces = Landing(tensor, keep=False), [readable(piece) for piece in inputs]
+    places = [place_of(piece) for piece in pieces]
+    yield from movement.scatter(plane, place_of(landing.flat), places, root)
+    landing.settle()
 
 
 def _check_list(

@@ -4,10 +4,10 @@ import pickle
 from collections.abc import Sequence
 from typing import Any
 
+from mpisgd.comm.arguments import check_objects
 from mpisgd.comm.group import Group
 from mpisgd.comm.handshake import Operation
 from mpisgd.comm.job import group_or_world
-from mpisgd.errors import InvalidArgument, ShapeMismatch
 
 __all__ = ["all_gather_object", "broadcast_object", "gather_object", "scatter_object"]
 
@@ -52,10 +52,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Group | None = No
         CollectiveMismatch: a rank called something else; raised on every rank.
     """
     group = group_or_world(group)
-    if len(object_list) != group.size:
-        raise ShapeMismatch(
-            f"all_gather_object: object_list has {len(object_list)} entries; expected {group.size}"
-        )
+    check_objects("all_gather_object", "object_list", object_list, group.size, output=True)
     payload = pickle.dumps(obj)
     got: list[bytes] = []
     group.lane.run(
@@ -83,11 +80,8 @@ def gather_object(
     """
     group = group_or_world(group)
     root = group.group_rank("gather_object", "dst", dst)
-    if group.rank == root and len(object_gather_list or ()) != group.size:
-        raise ShapeMismatch(
-            f"gather_object: rank {dst} must pass object_gather_list, a list of {group.size} entries, got "
-            f"{object_gather_list!r}"
-        )
+    if group.rank == root:
+        check_objects("gather_object", "object_gather_list", object_gather_list, group.size, output=True)
     payload = pickle.dumps(obj)
     got: list[bytes] = []
     group.lane.run(
@@ -109,16 +103,15 @@ def scatter_object(objects: Sequence[Any] | None = None, src: int = 0, group: Gr
         group: defaults to all processes of the job.
 
     Raises:
-        InvalidRank, InvalidArgument: found locally, before anything is sent.
+        InvalidRank, ShapeMismatch: found locally, before anything is sent.
         CollectiveMismatch: a rank called something else; raised on every rank.
     """
     group = group_or_world(group)
     root = group.group_rank("scatter_object", "src", src)
     payloads: list[bytes] | None = None
     if group.rank == root:
-        if objects is None or len(objects) != group.size:
-            raise InvalidArgument(f"scatter_object: rank {src} must pass a list of {group.size} objects")
-        payloads = [pickle.dumps(obj) for obj in objects]
+        check_objects("scatter_object", "objects", objects, group.size)
+        payloads = [pickle.dumps(obj) for obj in objects or ()]
     got: list[bytes] = []
     group.lane.run(
         Operation("scatter_object", root=root),

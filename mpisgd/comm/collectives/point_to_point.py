@@ -1,8 +1,13 @@
 """`send`, `recv`, `isend`, `irecv`: from one rank to another, outside the order of the collectives."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 
+from mpisgd.comm.arguments import shown
 from mpisgd.comm.buffers import Landing, check_output, check_tensor, readable
+from mpisgd.comm.gpu.passage import Passage
+from mpisgd.comm.gpu.runtime import on_device, runtime
 from mpisgd.comm.group import Group
 from mpisgd.comm.job import group_or_world
 from mpisgd.comm.mailbox import MessageWork
@@ -15,7 +20,8 @@ def isend(tensor: Tensor, dst: int, group: Group | None = None, tag: int = 0) ->
     """Start sending `tensor` to rank `dst`.
 
     Args:
-        tensor: any dense CPU tensor; leave it alone until the work's `wait()`.
+        tensor: any dense tensor; leave it alone until the work's `wait()`. One on a GPU is copied to host
+            memory before this returns.
         dst: global rank of the receiver.
         group: defaults to all processes of the job; sender and receiver name the same group.
         tag: messages of equal tag between two ranks arrive in order.
@@ -47,14 +53,27 @@ def irecv(tensor: Tensor, src: int | None = None, group: Group | None = None, ta
     _check_tag("irecv", tag, group)
     root = None if src is None else group.group_rank("irecv", "src", src)
     landing = Landing(tensor, keep=False)
+    settle = _after_earlier_work(tensor, landing.settle)
 
     def arrived(nbytes: int) -> None:
         expected = tensor.numel() * tensor.element_size()
         if nbytes != expected:
             raise ShapeMismatch(f"recv: got {nbytes} bytes, the tensor has {expected} ({list(tensor.shape)})")
-        landing.settle()
+        settle()
 
     return group.mailbox.receive("recv", landing.flat, root, tag, [tensor], arrived)
+
+
+def _after_earlier_work(tensor: Tensor, settle: Callable[[], None]) -> Callable[[], None]:
+    """Return `settle` as any thread may call it: on a device what the caller's stream has to do comes first.
+
+    Messages go through host memory, also where there is NCCL: it has no tags, and lets two ranks that both
+    send before they receive wait for ever.
+    """
+    if not on_device(tensor):
+        return settle
+    stream = runtime().new_stream(tensor.device)
+    return Passage(tensor.device, stream, waits=True).to_its_end(settle)
 
 
 def send(tensor: Tensor, dst: int, group: Group | None = None, tag: int = 0) -> None:
@@ -74,7 +93,7 @@ def recv(tensor: Tensor, src: int | None = None, group: Group | None = None, tag
 
 def _refuse_self(name: str, what: str, peer: int | None, group: Group | None) -> None:
     members = group_or_world(group)
-    if members.rank >= 0 and peer == members.ranks[members.rank]:
+    if peer is not None and members.rank >= 0 and members.group_rank(name, what, peer) == members.rank:
         raise InvalidRank(
             f"{name}: {what}={peer} is this rank itself, which would wait for ever; use i{name}"
         )
@@ -83,4 +102,4 @@ def _refuse_self(name: str, what: str, peer: int | None, group: Group | None) ->
 def _check_tag(name: str, tag: int, group: Group) -> None:
     limit = group.mailbox.wire.tag_limit
     if not isinstance(tag, int) or not 0 <= tag <= limit:
-        raise InvalidArgument(f"{name}: tag={tag!r}; expected an integer from 0 to {limit}")
+        raise InvalidArgument(f"{name}: tag={shown(tag)}; expected an integer from 0 to {limit}")

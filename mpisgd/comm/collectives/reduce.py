@@ -1,12 +1,17 @@
 """`reduce`: everyone's tensor becomes one, on one rank."""
 
+from collections.abc import Iterator
+
 from torch import Tensor
 
 from mpisgd.comm.buffers import Landing, check_output, readable
-from mpisgd.comm.collectives.common import operation_on
+from mpisgd.comm.collectives.choice import node_plane
+from mpisgd.comm.collectives.common import direct_of, operation_on, run, run_in_steps
 from mpisgd.comm.dtypes import ReduceOp, check_op, for_mpi
 from mpisgd.comm.group import Group
 from mpisgd.comm.job import group_or_world
+from mpisgd.comm.node import reduction
+from mpisgd.comm.node.plane import NodePlane
 from mpisgd.comm.work import Work
 
 __all__ = ["reduce"]
@@ -34,12 +39,18 @@ def reduce(
         UnsupportedTensor, UnsupportedOp, InvalidRank: found locally, before anything is sent.
         CollectiveMismatch: a rank called something else; raised on every rank.
 
-    Source: MPI standard, MPI_Reduce.
+    Cost: on one host, through shared memory; else MPI_Reduce.
     """
     group = group_or_world(group)
     check_output("reduce", tensor)
     op = check_op("reduce", op, tensor.dtype)
     root = group.group_rank("reduce", "dst", dst)
+    operation = operation_on("reduce", tensor, op=op, root=root)
+    if (direct := direct_of(group, operation, tensor, op=op)) is not None:
+        return direct.reduce(operation, tensor, root, op, async_op)
+    if (plane := node_plane(group, "reduce", tensor.nbytes)) is not None:
+        steps = _on_node(plane, tensor, op, root)
+        return run_in_steps(group, plane, operation, steps, tensors=[tensor], async_op=async_op)
 
     def action() -> None:
         landing = Landing(tensor, keep=True) if group.rank == root else None
@@ -49,6 +60,13 @@ def reduce(
         if landing is not None:
             landing.settle(finish(work))
 
-    return group.lane.run(
-        operation_on("reduce", tensor, op=op, root=root), action, tensors=[tensor], async_op=async_op
-    )
+    return run(group, operation, action, tensors=[tensor], async_op=async_op, like=tensor)
+
+
+def _on_node(plane: NodePlane, tensor: Tensor, op: ReduceOp, root: int) -> Iterator[None]:
+    if plane.rank == root:
+        landing = Landing(tensor, keep=True)
+        yield from reduction.reduce(plane, landing.flat, op, root)
+        landing.settle()
+    else:
+        yield from reduction.reduce(plane, readable(tensor), op, root)

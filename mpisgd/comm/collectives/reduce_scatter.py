@@ -1,6 +1,6 @@
 """`reduce_scatter`: everyone's tensors are combined, and every rank keeps its own part of the result."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -15,13 +15,24 @@ from mpisgd.comm.buffers import (
     overlap,
     readable,
 )
-from mpisgd.comm.collectives.common import link_of, operation_on
+from mpisgd.comm.collectives.choice import node_plane
+from mpisgd.comm.collectives.common import direct_of, link_of, operation_on, run, run_in_steps
 from mpisgd.comm.dtypes import ReduceOp, check_op
 from mpisgd.comm.group import Group
 from mpisgd.comm.job import group_or_world
+from mpisgd.comm.node import reduction
+from mpisgd.comm.node.plane import NodePlane
+from mpisgd.comm.node.streams import pieces_of, place_of
 from mpisgd.comm.work import Work
 
-__all__ = ["check_scattered", "reduce_own", "reduce_scatter", "reduce_scatter_tensor"]
+__all__ = [
+    "check_scattered",
+    "cut",
+    "own_part_on_node",
+    "reduce_own",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+]
 
 
 def reduce_scatter(
@@ -46,7 +57,8 @@ def reduce_scatter(
         UnsupportedTensor, UnsupportedOp, ShapeMismatch: found locally, before anything is sent.
         CollectiveMismatch: a rank called something else; raised on every rank.
 
-    Cost: sends (group.size - 1) * output.numel() elements per rank; as much scratch memory.
+    Cost: on one host, through shared memory; else sends (group.size - 1) * output.numel() elements per rank,
+        with as much scratch memory.
     """
     group = group_or_world(group)
     check_output("reduce_scatter", output, "output")
@@ -54,11 +66,19 @@ def reduce_scatter(
     inputs = check_tensors("reduce_scatter", input_list, "input_list", count=group.size)
     for i, tensor in enumerate(inputs):
         check_same("reduce_scatter", f"input_list[{i}]", tensor, output.numel(), output, "as `output`")
-    return group.lane.run(
-        operation_on("reduce_scatter", output, op=op),
+    operation = operation_on("reduce_scatter", output, op=op)
+    if (direct := direct_of(group, operation, output, op=op)) is not None:
+        return direct.reduce_scatter(operation, output, inputs, op, async_op)
+    if (plane := node_plane(group, "reduce_scatter", group.size * output.nbytes)) is not None:
+        steps = _list_on_node(plane, output, inputs, op)
+        return run_in_steps(group, plane, operation, steps, tensors=[output], async_op=async_op)
+    return run(
+        group,
+        operation,
         lambda: reduce_own(group, output, [readable(tensor) for tensor in inputs], op),
         tensors=[output],
         async_op=async_op,
+        like=output,
     )
 
 
@@ -84,16 +104,24 @@ def reduce_scatter_tensor(
         UnsupportedTensor, UnsupportedOp, ShapeMismatch: found locally, before anything is sent.
         CollectiveMismatch: a rank called something else; raised on every rank.
 
-    Cost: sends (group.size - 1) * n elements per rank; as much scratch memory. The owner of a slice adds
-        in rank order, so the result does not depend on timing.
+    Cost: on one host, through shared memory; else sends (group.size - 1) * n elements per rank, with as much
+        scratch memory. The owner of a slice adds in rank order, so the result does not depend on timing.
     """
     group = group_or_world(group)
     op = check_scattered("reduce_scatter_tensor", output, input, op, group.size)
-    return group.lane.run(
-        operation_on("reduce_scatter_tensor", output, op=op),
+    operation = operation_on("reduce_scatter_tensor", output, op=op)
+    if (direct := direct_of(group, operation, output, op=op)) is not None:
+        return direct.reduce_scatter_from(operation, [(output, input)], op, async_op)
+    if (plane := node_plane(group, "reduce_scatter", input.nbytes)) is not None:
+        steps = own_part_on_node(plane, output, input, op)
+        return run_in_steps(group, plane, operation, steps, tensors=[output], async_op=async_op)
+    return run(
+        group,
+        operation,
         lambda: reduce_own(group, output, cut(input, group.size), op),
         tensors=[output],
         async_op=async_op,
+        like=output,
     )
 
 
@@ -111,12 +139,25 @@ def cut(tensor: Tensor, parts: int) -> list[Tensor]:
 
 
 def reduce_own(group: Group, output: Tensor, parts: list[Tensor], op: ReduceOp) -> None:
-    """Combine everyone's part of this rank into `output`; runs inside the lane."""
+    """Combine everyone's part of this rank into `output` by messages; runs inside the lane."""
     landing = Landing(output, keep=False)
-    if group.plane is None:
-        landing.settle(reduce_own_part(link_of(group, "reduce_scatter"), parts, op))
-        return
-    apart = not any(overlap(landing.flat, part) for part in parts)
-    result = landing.flat if apart else torch.empty_like(landing.flat)
-    group.plane.reduce_scatter(parts, op, result)
+    landing.settle(reduce_own_part(link_of(group, "reduce_scatter"), parts, op))
+
+
+def own_part_on_node(plane: NodePlane, output: Tensor, tensor: Tensor, op: ReduceOp) -> Iterator[None]:
+    """Combine everyone's piece of this rank of `tensor` into `output` through the staging memory."""
+    landing, flat = Landing(output, keep=False), readable(tensor)
+    length = landing.flat.numel()
+    own = flat[plane.rank * length : (plane.rank + 1) * length]
+    result = torch.empty_like(own) if overlap(landing.flat, flat) else landing.flat
+    yield from reduction.reduce_scatter(plane, pieces_of(flat, plane.size), own, op, result)
+    landing.settle(result)
+
+
+def _list_on_node(plane: NodePlane, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp) -> Iterator[None]:
+    landing, parts = Landing(output, keep=False), [readable(tensor) for tensor in inputs]
+    own = parts[plane.rank]
+    overlaps = any(overlap(landing.flat, part) for part in parts)
+    result = torch.empty_like(own) if overlaps else landing.flat
+    yield from reduction.reduce_scatter(plane, [place_of(part) for part in parts], own, op, result)
     landing.settle(result)

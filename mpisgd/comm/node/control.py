@@ -7,16 +7,19 @@ and releasing a lock orders them, as POSIX demands of it.
 
 import platform
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
+from mpisgd.comm.node.bell import Bell
 from mpisgd.comm.node.segment import PAGE, Segment
-from mpisgd.comm.waiting import Patience
+from mpisgd.comm.waiting import Patience, is_crowded
 
 __all__ = ["CONTROL_BYTES", "ControlBlock"]
 
 CONTROL_BYTES = PAGE  # at the beginning of every rank's share; a page of its own, so a cache line of its own
 WORD_BYTES = 8
-ARRIVALS, DIGESTS = 0, 8  # words: the count; then two digests, used in turn
+# Words, in cache lines of their own: the count of arrivals; two digests, used in turn; the count of what a
+# speaker has finished; the verdict of other hosts with the number of its turn.
+ARRIVALS, DIGESTS, FINISHED, VERDICT = 0, 8, 16, 24
 
 _STORES_IN_ORDER = platform.machine() in ("x86_64", "AMD64", "i686")
 _fence = threading.Lock()
@@ -30,13 +33,15 @@ class ControlBlock:
 
     Attributes:
         arrivals: how often this rank has arrived.
+        meanwhile: see above; may be replaced.
     """
 
     def __init__(self, segment: Segment, rank: int, size: int, meanwhile: Callable[[], None]) -> None:
         self.rank = rank
-        self._meanwhile = meanwhile
+        self.meanwhile = meanwhile
         self.arrivals = 0
         self._words = memoryview(segment.memory).cast("Q")
+        self._bell = Bell(segment)
         stride = segment.share_bytes // WORD_BYTES
         self._mine = rank * stride
         self._all = [other * stride for other in range(size)]
@@ -45,16 +50,21 @@ class ControlBlock:
     def arrive(self) -> None:
         """Count one arrival; all that this rank wrote before is visible to those who see it."""
         self.arrivals += 1
+        self._publish(self._mine + ARRIVALS, self.arrivals)
+
+    def _publish(self, word: int, value: int) -> None:
+        """Write a word that others wait for, after all that was written before."""
         order_memory()
-        self._words[self._mine + ARRIVALS] = self.arrivals
+        self._words[word] = value
+        if is_crowded() and self._bell.available:
+            self._bell.ring(word)
 
     def all_here(self) -> bool:
         """Return whether every rank has arrived as often as this one."""
         words, mine = self._words, self.arrivals
         for other in self._others:
             if words[other + ARRIVALS] < mine:
-                self._meanwhile()
-                return False
+                return self._not_yet()
         order_memory()
         return True
 
@@ -65,7 +75,28 @@ class ControlBlock:
     def barrier(self, limit_s: float) -> bool:
         """Arrive, and return True once all have; False when the time limit came first."""
         self.arrive()
-        return self.all_here() or Patience(limit_s).wait_for(self.all_here)
+        return self.all_here() or Patience(limit_s).wait_for(self.all_here, self.doze)
+
+    def doze(self, limit_s: float) -> bool:
+        """Sleep until one more rank has arrived; False where that cannot be had."""
+        late = (other + ARRIVALS for other in self._others)
+        return self._doze_on((word for word in late if self._words[word] < self.arrivals), limit_s)
+
+    def _not_yet(self) -> bool:
+        """Return False. One who is going to sleep does what is to be done meanwhile when it wakes in vain."""
+        if not (is_crowded() and self._bell.available):
+            self.meanwhile()
+        return False
+
+    def _doze_on(self, late: Iterator[int], limit_s: float) -> bool:
+        """Sleep until the first of the `late` words changes."""
+        word = next(late, None)
+        if word is not None and self._bell.available:
+            value = self._words[word]
+            self._bell.sleep(word, value, limit_s)
+            if self._words[word] == value:
+                self.meanwhile()
+        return self._bell.available
 
     def show(self, digest: int, turn: int) -> None:
         """Put a digest where the others will look; `turn` alternates, so a fast rank overwrites nothing."""
@@ -75,6 +106,47 @@ class ControlBlock:
         """Return the smallest and the largest digest that the ranks show."""
         seen = [self._words[at + DIGESTS + (turn & 1)] for at in self._all]
         return min(seen), max(seen)
+
+    # -- what only groups on several hosts need: the first ranks of a host speak for the others ---------
+
+    def finish(self, count: int) -> None:
+        """Say that this rank has put `count` results where the others find them, ever."""
+        self._publish(self._mine + FINISHED, count)
+
+    def have_finished(self, ranks: Iterable[int], count: int) -> bool:
+        """Return whether each of the local `ranks` has put down `count` results."""
+        if any(self._words[self._all[other] + FINISHED] < count for other in ranks):
+            return self._not_yet()
+        order_memory()
+        return True
+
+    def doze_until_finished(self, ranks: Iterable[int], count: int, limit_s: float) -> bool:
+        """Sleep until one more of `ranks` has put down results; False where that cannot be had."""
+        words = (self._all[other] + FINISHED for other in ranks)
+        return self._doze_on((word for word in words if self._words[word] < count), limit_s)
+
+    def give_verdict(self, low: int, high: int, turn: int) -> None:
+        """Tell the others of this host what the first rank has learned from other hosts."""
+        at = self._mine + VERDICT
+        self._words[at + 1], self._words[at + 2] = low, high
+        self._publish(at, turn)
+
+    def has_verdict(self, turn: int) -> bool:
+        """Return whether the first rank has told what it learned in this turn."""
+        if self._words[self._all[0] + VERDICT] < turn:
+            return self._not_yet()
+        order_memory()
+        return True
+
+    def doze_until_verdict(self, turn: int, limit_s: float) -> bool:
+        """Sleep until the first rank has told what it learned; False where that cannot be had."""
+        word = self._all[0] + VERDICT
+        return self._doze_on(iter([word] if self._words[word] < turn else []), limit_s)
+
+    def verdict(self) -> tuple[int, int]:
+        """Return the smallest and the largest digest of all hosts."""
+        at = self._all[0] + VERDICT
+        return self._words[at + 1], self._words[at + 2]
 
 
 def order_memory() -> None:

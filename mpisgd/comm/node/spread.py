@@ -1,16 +1,25 @@
 """`NodeSpread`: the handshake of ranks that share a host, through the control block: no message at all."""
 
+from collections.abc import Sequence
+
 from mpisgd.comm.node.control import ControlBlock
 
 __all__ = ["NodeSpread"]
 
 
 class NodeSpread:
-    """The spread in shared memory: show the digest, arrive, and look at everyone's once all are here."""
+    """The spread in shared memory: show the digest, arrive, and look at everyone's once all are here.
 
-    def __init__(self, control: ControlBlock) -> None:
+    Args:
+        control: of the host.
+        ranks: what its ranks are called in messages, by local rank.
+    """
+
+    def __init__(self, control: ControlBlock, ranks: Sequence[int]) -> None:
         self._control = control
+        self._ranks = ranks
         self._turn = 0
+        self.doze = control.doze
 
     def start(self, digest: int) -> None:
         """Begin with this rank's digest."""
@@ -28,5 +37,5 @@ class NodeSpread:
 
     def missing(self) -> str:
         """Say for whom this rank waits."""
-        missing = self._control.missing()
+        missing = [self._ranks[local] for local in self._control.missing()]
         return f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"

@@ -1,0 +1,76 @@
+"""Arguments of any public function, looked at before anything is sent."""
+
+import math
+import os
+import reprlib
+from collections.abc import MutableSequence, Sequence
+from pathlib import Path
+from typing import Any
+
+from mpisgd.errors import InvalidArgument, ShapeMismatch
+
+__all__ = [
+    "as_path",
+    "check_callable",
+    "check_flag",
+    "check_objects",
+    "check_positive",
+    "check_seed",
+    "check_text",
+    "shown",
+]
+
+
+def shown(value: Any) -> str:
+    """Return what a message says of a value: short, whatever was passed."""
+    return reprlib.repr(value)
+
+
+def as_path(name: str, what: str, value: Any) -> Path:
+    """Return `value` as a path, or raise InvalidArgument; an empty text is none."""
+    if not isinstance(value, (str, os.PathLike)) or not (text := os.fspath(value)):
+        raise InvalidArgument(f"{name}: {what}={shown(value)}; expected a path")
+    return Path(text)
+
+
+def check_callable(name: str, what: str, value: Any) -> None:
+    """Raise InvalidArgument unless `value` can be called."""
+    if not callable(value):
+        raise InvalidArgument(f"{name}: {what}={shown(value)}; expected a function")
+
+
+def check_flag(name: str, what: str, value: Any) -> bool:
+    """Return `value` as a bool, or raise InvalidArgument: a group or a tensor in its place is a mistake."""
+    if isinstance(value, bool) or (isinstance(value, int) and value in (0, 1)):
+        return bool(value)
+    raise InvalidArgument(f"{name}: {what}={shown(value)}; expected True or False")
+
+
+def check_objects(name: str, what: str, value: Any, count: int, *, output: bool = False) -> None:
+    """Raise ShapeMismatch unless `value` is a list of `count` objects; `output`: it will be written to."""
+    kind = MutableSequence if output else Sequence
+    if isinstance(value, (str, bytes)) or not isinstance(value, kind) or len(value) != count:
+        length = f" of {len(value)} entries" if isinstance(value, Sequence) else ""
+        raise ShapeMismatch(
+            f"{name}: {what} is a {type(value).__name__}{length}; expected a list of {count}, one per rank"
+        )
+
+
+def check_positive(name: str, what: str, value: Any, *, whole: bool = False) -> None:
+    """Raise InvalidArgument unless `value` is a positive number, `whole`: an integer."""
+    number = isinstance(value, int if whole else (int, float)) and not math.isnan(value) and value > 0
+    if not number:
+        expected = "a positive integer" if whole else "a positive number"
+        raise InvalidArgument(f"{name}: {what}={shown(value)}; expected {expected}")
+
+
+def check_text(name: str, what: str, value: Any) -> None:
+    """Raise InvalidArgument unless `value` is some text."""
+    if not isinstance(value, str) or not value:
+        raise InvalidArgument(f"{name}: {what}={shown(value)}; expected some text")
+
+
+def check_seed(name: str, value: Any) -> None:
+    """Raise InvalidArgument unless torch's generators take `value` as a seed."""
+    if not isinstance(value, int) or not -(2**63) <= value < 2**64:
+        raise InvalidArgument(f"{name}: seed={shown(value)}; expected an integer of 64 bits")

@@ -1,0 +1,5 @@
+"""What an all-reduce is predicted to cost, and so which algorithm and plane `auto` takes."""
+
+from mpisgd.comm.costs.model import CostModel, Curve, Measured
+
+__all__ = ["CostModel", "Curve", "Measured"]

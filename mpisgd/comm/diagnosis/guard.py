@@ -1,0 +1,68 @@
+"""Limits on what no watch can look at: the start of the job, and its end.
+
+Before the ranks know of each other nobody can be asked, and MPI's own start and end can neither be
+interrupted nor given up in order: what is left is to end this process, at which the launcher ends the job.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+
+from mpisgd import config
+from mpisgd.comm.diagnosis import waits
+from mpisgd.comm.diagnosis.look import WATCH_THREAD, stack_of
+from mpisgd.comm.hooks import say_to_user
+
+__all__ = ["limit_by_signal", "within"]
+
+LEAST_S = 60.0  # a job's start takes time of its own, however short the limit on operations is
+GRACE_S = 2.0  # by the signal it ends without a word, so our own comes first
+
+
+@contextlib.contextmanager
+def within(limit_s: float, what: str) -> Iterator[None]:
+    """End the process if this takes longer; only where a launcher has started several."""
+    if (config.launcher_size() or 1) == 1:
+        yield
+        return
+    limit_s = max(limit_s, LEAST_S)
+    over, alarm = threading.Event(), limit_by_signal(limit_s + GRACE_S)
+    guard = threading.Thread(target=_guard, args=(over, limit_s, what), name=WATCH_THREAD, daemon=True)
+    guard.start()
+    try:
+        yield
+    finally:
+        over.set()
+        guard.join()
+        if alarm:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _guard(over: threading.Event, limit_s: float, what: str) -> None:
+    if over.wait(limit_s):
+        return
+    main = threading.main_thread().ident or 0
+    call, _ = waits.inside_mpi().get(main, ("", 0.0))
+    inside = f", inside MPI's {call}" if call else ""
+    say_to_user(
+        f"rank {config.launcher_rank()} has been in {what} for {limit_s:g} s, which is the limit "
+        f"(MPISGD_TIMEOUT_S, a minute at least){inside}: another rank does not come, or its host "
+        "cannot be reached. The job ends. It is here (the innermost call last):\n"
+        f"{stack_of(sys._current_frames().get(main))}"
+    )
+    os._exit(1)
+
+
+def limit_by_signal(limit_s: float) -> bool:
+    """End the process by SIGALRM if it lives longer from now on; return whether that could be had.
+
+    For MPI's start, during which mpi4py keeps the interpreter's lock, and its end, which comes after the
+    interpreter's own: no thread of Python's can look on. A program that uses this signal itself keeps it.
+    """
+    if signal.getsignal(signal.SIGALRM) is not signal.SIG_DFL or any(signal.getitimer(signal.ITIMER_REAL)):
+        return False
+    signal.setitimer(signal.ITIMER_REAL, max(limit_s, LEAST_S))
+    return True

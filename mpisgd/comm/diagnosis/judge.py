@@ -1,0 +1,89 @@
+"""`Judge`: ends waits that can never end otherwise, on all ranks that have them, within seconds.
+
+A rank that has waited for a while asks what all others do; of the ranks of a host the lowest that waits does.
+When it finds ranks that can never go on, and the same ones unmoved a second later, it sends them the verdict:
+each ends its wait with a `Deadlock`. While all others are asked at different moments, nobody among those that
+are stuck can have moved, since only they could move each other.
+"""
+
+import json
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from mpisgd.comm.diagnosis import waits
+from mpisgd.comm.diagnosis.deadlock import describe_stuck, state_of, stuck_ranks
+from mpisgd.comm.diagnosis.view import WAITS, View
+from mpisgd.errors import Deadlock
+
+if TYPE_CHECKING:
+    from mpisgd.comm.diagnosis.watch import Watch
+
+__all__ = ["Judge"]
+
+FIRST_S = 2.0  # who has waited so long asks what the others do
+SURE_S = 1.0  # between the two times
+# Long waits are ordinary where one rank evaluates or saves: then it is asked less and less often.
+MORE = 1.5
+
+
+class Judge:
+    """The judge of one rank; works on the watch's thread, which comes by about once a second.
+
+    Args:
+        watch: asks the others.
+    """
+
+    def __init__(self, watch: "Watch") -> None:
+        self._watch = watch
+        self._since_s = 0.0  # when the wait began that is being looked at
+        self._next_s = FIRST_S
+        self._suspects: dict[int, tuple[object, ...]] = {}
+
+    def come_by(self) -> None:
+        """See whether it is time to ask, and what has been said by others."""
+        for text in self._watch.take_verdicts():
+            self._carry_out(text)
+        longest = next(iter(waits.noted()), None)
+        if longest is None:
+            return
+        if longest.since_s != self._since_s:
+            self._since_s, self._next_s, self._suspects = longest.since_s, FIRST_S, {}
+        waited_s = time.monotonic() - longest.since_s
+        if waited_s >= self._next_s and self._is_lowest():
+            self._next_s = max(waited_s + SURE_S, waited_s * MORE)
+            self._judge()
+
+    def _is_lowest(self) -> bool:
+        """Return whether no lower rank of this host waits, too."""
+        lower = [view for view in self._watch.ask_host() if view.rank < self._watch.rank]
+        return not any(view.state == WAITS for view in lower)
+
+    def _judge(self) -> None:
+        views = self._watch.ask()
+        stuck = stuck_ranks(views)
+        states = {view.rank: state_of(view) for view in views if view.rank in stuck}
+        before, self._suspects = self._suspects, states
+        if not stuck:
+            return
+        if any(before.get(rank) != states[rank] for rank in stuck):
+            self._next_s = time.monotonic() - self._since_s + SURE_S  # seen for the first time
+            return
+        self._pronounce(views, stuck)
+
+    def _pronounce(self, views: Sequence[View], stuck: set[int]) -> None:
+        meant = [(view.rank, _serials(view)) for view in views if view.rank in stuck]
+        text = json.dumps([describe_stuck(views, stuck), meant]).encode()
+        self._watch.give_verdict(text, stuck - {self._watch.rank})
+        self._carry_out(text)
+
+    def _carry_out(self, verdict: bytes) -> None:
+        """End this rank's waits, if they are those that the verdict is about."""
+        text, meant = json.loads(verdict)
+        if dict(meant).get(self._watch.rank) == _serials(self._watch.look(stacks=False)):
+            for waiter in waits.noted():
+                waits.condemned[waiter.thread] = waiter.since_s, Deadlock(text)
+
+
+def _serials(view: View) -> list[int]:
+    return sorted(wait.serial for wait in view.waits)

@@ -1,0 +1,135 @@
+"""What a rank does about its own long waits: a warning, in the end an error or the end of the job.
+
+A wait of ours ends at its limit by itself and asks here what to say (`at_limit`). A call that is blocked
+inside MPI cannot be ended: the watch thread sees it, says what everyone does, and gives the job up.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from mpisgd.comm.diagnosis import waits
+from mpisgd.comm.diagnosis.table import missing, place, ranks_text
+from mpisgd.comm.diagnosis.view import RUNS, WAITS, View, Wait
+from mpisgd.comm.diagnosis.voice import Voice, key_of
+
+if TYPE_CHECKING:
+    from mpisgd.comm.diagnosis.watch import Watch
+
+__all__ = ["Stalls"]
+
+WARNING, LIMIT = "warning", "limit"
+SHORT_S = 1.0  # waits up to this are looked at no closer
+SPEAK_S = 1.0  # after another rank has spoken, this one lets it finish
+
+
+class Stalls:
+    """The long waits of one rank.
+
+    Args:
+        watch: tells what this rank and the others do.
+        voice: speaks.
+        limit_s: how long a call may be blocked inside MPI, where its operation has no limit of its own.
+
+    Attributes:
+        warning_s: after how long the user is warned; 0: never.
+        end_s: after how long the job ends, whatever the wait's own limit; 0: by that alone.
+        give_up: ends the job, or what stands for that, where a rank is blocked inside MPI; gets the reason.
+    """
+
+    def __init__(self, watch: "Watch", voice: Voice, *, limit_s: float, warning_s: float) -> None:
+        self.warning_s = warning_s
+        self.end_s = 0.0
+        self.give_up: Callable[[str], None] = lambda reason: None
+        self._watch = watch
+        self._voice = voice
+        self._limit_s = limit_s
+        self._warned: set[int] = set()
+
+    def tend(self) -> None:
+        """Look whether something waits too long; called again and again by the watch thread."""
+        if self._oldest_s() < SHORT_S:
+            self._warned.clear()
+            return
+        for wait in self._watch.look(stacks=False).waits:
+            limit_s = wait.limit_s or self._limit_s
+            if 0 < self.end_s < wait.waited_s:
+                self._end(wait, self.end_s, f"longer than {self.end_s:g} s, after which the job ends")
+            elif wait.inside and wait.waited_s > limit_s:
+                self._end(wait, limit_s, _blocked(wait, limit_s))
+            elif wait.limit_s is not None or wait.inside:
+                self._warn(wait, limit_s)
+
+    def _oldest_s(self) -> float:
+        """Return for how long the oldest wait of this rank has lasted; cheap."""
+        since_s = [since_s for _, since_s in waits.inside_mpi().values()]
+        since_s += [waiter.since_s for waiter in waits.noted()]
+        return time.monotonic() - min(since_s) if since_s else 0.0
+
+    def _warn(self, wait: Wait, limit_s: float) -> None:
+        key = key_of(WARNING, wait, self._watch.rank)
+        if not 0 < self.warning_s < wait.waited_s or key in self._warned:
+            return
+        self._warned.add(key)
+        self._voice.tell(
+            WARNING,
+            wait,
+            self.warning_s,
+            lambda views: (
+                f"warning: {self._who(wait, views)}. It goes on waiting for {limit_s:g} s in all "
+                "(MPISGD_TIMEOUT_S; MPISGD_STALL_WARNING_S sets when this is said). What the ranks do:"
+            ),
+        )
+
+    def _end(self, wait: Wait, limit_s: float, reason: str) -> None:
+        """Give the job up, after one rank has said why."""
+        told = self._voice.tell(
+            LIMIT, wait, limit_s, lambda views: f"{self._who(wait, views)}: {reason}. What the ranks do:"
+        )
+        if not told:
+            time.sleep(SPEAK_S)
+        self.give_up(reason)
+
+    def at_limit(self) -> str:
+        """Say what everyone does, as this thread's wait is over without success; return who is missing.
+
+        Called before the wait is taken back, so that others, too, see that this rank waits.
+        """
+        everyone = self._watch.look(stacks=False).waits
+        mine = [wait for wait in everyone if wait.thread == threading.current_thread().name]
+        if not mine:
+            return ""
+        wait = mine[-1]
+        views = self._voice.tell(
+            LIMIT,
+            wait,
+            wait.limit_s or 0.0,
+            lambda views: f"{self._who(wait, views)}. That is the limit. What the ranks do:",
+        )
+        return self._verdict(wait, views)
+
+    def _who(self, wait: Wait, views: Sequence[View]) -> str:
+        late = [rank for rank in missing(wait, views) if rank != self._watch.rank]
+        whom = f" for {ranks_text(late)}" if late else ""
+        return f"rank {self._watch.rank} has waited {wait.waited_s:.1f} s{whom} in {place(wait)}"
+
+    def _verdict(self, wait: Wait, views: Sequence[View]) -> str:
+        """Say of the missing ranks what they do, in one line."""
+        if not views:
+            return ""
+        late = [views[rank] for rank in missing(wait, views) if rank != self._watch.rank]
+        return "; ".join(f"rank {view.rank} {_in_short(view)}" for view in late[:4])
+
+
+def _in_short(view: View) -> str:
+    if view.state == WAITS:
+        return f"waits in {place(view.waits[0])}"
+    return "is in code of its own" if view.state == RUNS else f"({view.note or view.state})"
+
+
+def _blocked(wait: Wait, limit_s: float) -> str:
+    return (
+        f"longer than its limit of {limit_s:g} s (MPISGD_TIMEOUT_S). It is blocked in there, where no error "
+        "can be raised, so the job ends"
+    )

@@ -1,0 +1,120 @@
+"""Who waits in this process, and for what: long waits note themselves here, so that short ones pay nothing.
+
+Threads other than the noted ones read this at any time; each entry is put and taken away in one step.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from mpisgd.comm.diagnosis.view import Message
+
+__all__ = [
+    "Hint",
+    "Waiter",
+    "communicators",
+    "condemned",
+    "forget",
+    "inside",
+    "inside_mpi",
+    "note",
+    "noted",
+    "say_nothing",
+    "waiting_for",
+]
+
+NO_LIMIT_S = float("inf")
+
+
+class Hint(NamedTuple):
+    """What a wait is for, where no operation of a lane tells it.
+
+    Attributes:
+        what: in words, `recv from rank 3`.
+        group: name of the group, or "".
+        whom: global ranks of whom each must do something before this wait ends; empty: not known.
+        members: global ranks of the group, where all of them must come; else empty.
+        number: of the operation among those of the group, where all must come.
+        ordinal: of the group among those of the same ranks.
+        own: whether the wait is for another thread of this process.
+        message: the one that is waited for, if it is one.
+    """
+
+    what: str
+    group: str = ""
+    whom: tuple[int, ...] = ()
+    members: tuple[int, ...] = ()
+    number: int = 0
+    ordinal: int = 0
+    own: bool = False
+    message: Message | None = None
+
+
+class Waiter(NamedTuple):
+    """A thread that waits.
+
+    Attributes:
+        thread: its identifier.
+        since_s: when the wait began, by `time.monotonic`.
+        limit_s: after how many seconds it ends with an error; infinite: the wait for a thread that has one.
+        about: tells what for; None where the operation on the thread's lane says it.
+    """
+
+    thread: int
+    since_s: float
+    limit_s: float
+    about: Callable[[], Hint] | None
+
+
+def say_nothing() -> str:
+    """Stand for `at_limit` where nobody watches."""
+    return ""
+
+
+# Called by a thread whose wait has come to its limit, before that is taken back; returns who is missing, and
+# may tell the user before.
+at_limit: Callable[[], str] = say_nothing
+_noted: dict[object, Waiter] = {}
+# By thread: the MPI call that it is blocked in, which cannot be interrupted, and since when.
+inside: dict[int, tuple[str, float]] = {}
+# The threads that have ever called an operation.
+communicators: set[int] = set()
+# By thread: what its wait that began then must end with.
+condemned: dict[int, tuple[float, Exception]] = {}
+
+
+def note(key: object, since_s: float, limit_s: float, about: Callable[[], Hint] | None = None) -> None:
+    """Say that this thread waits, until `forget(key)`."""
+    _noted[key] = Waiter(threading.get_ident(), since_s, limit_s, about)
+
+
+def forget(key: object) -> None:
+    """Take back `note`."""
+    _noted.pop(key, None)
+
+
+def noted() -> list[Waiter]:
+    """Return who waits now, the longest first."""
+    return sorted(_copy(_noted), key=lambda waiter: waiter.since_s)
+
+
+def inside_mpi() -> dict[int, tuple[str, float]]:
+    """Return which threads are blocked in which MPI call, since when."""
+    return dict(inside)
+
+
+@contextlib.contextmanager
+def waiting_for(hint: Hint, limit_s: float | None = None) -> Iterator[None]:
+    """Note that this thread waits meanwhile."""
+    key = object()
+    note(key, time.monotonic(), NO_LIMIT_S if limit_s is None else limit_s, lambda: hint)
+    try:
+        yield
+    finally:
+        forget(key)
+
+
+def _copy(entries: dict[object, Waiter]) -> list[Waiter]:
+    return list(entries.values())

@@ -1,0 +1,1 @@
+"""The node plane: ranks that share a host reduce in shared memory, with torch's arithmetic."""
