@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import Dataset, IterableDataset, Subset
 
+from mpisgd.comm.arguments import check_seed, shown
 from mpisgd.errors import InvalidArgument
 
 __all__ = ["apportion", "partition", "split_evenly"]
@@ -66,6 +67,7 @@ def partition(dataset: Dataset[T_co], fractions: Sequence[float], *, seed: int =
     Raises:
         InvalidArgument: a dataset without a length, or fractions that `apportion` refuses.
     """
+    check_seed("partition", seed)
     total = length_of(dataset, "partition")
     sizes = apportion(total, fractions)
     shuffled = torch.randperm(total, generator=torch.Generator().manual_seed(seed)).tolist()
@@ -79,18 +81,21 @@ def length_of(dataset: Dataset[Any], caller: str) -> int:
     Raises:
         InvalidArgument: it has none, or its items cannot be had by their index.
     """
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        name = type(dataset).__name__
+    kind = type(dataset)
+    by_index = hasattr(kind, "__len__") and hasattr(kind, "__getitem__")
+    if isinstance(dataset, IterableDataset) or not by_index:
         raise InvalidArgument(
-            f"{caller}: {name} has no length or no items by index; give a map-style data set, "
+            f"{caller}: {kind.__name__} has no length or no items by index; give as dataset a map-style one, "
             "which has __len__ and __getitem__"
         )
-    return len(dataset)
+    return len(dataset)  # type: ignore[arg-type]  # it has one
 
 
 def _check_fractions(fractions: Sequence[float]) -> None:
+    if isinstance(fractions, (str, bytes)) or not isinstance(fractions, Sequence):
+        raise InvalidArgument(f"fractions is a {type(fractions).__name__}; expected a list of numbers")
     for part, fraction in enumerate(fractions):
-        if not 0 <= fraction < math.inf:
-            raise InvalidArgument(f"fraction {part} is {fraction}; expected 0 to 1")
+        if not isinstance(fraction, (int, float, Fraction)) or not 0 <= fraction < math.inf:
+            raise InvalidArgument(f"fraction {part} is {shown(fraction)}; expected 0 to 1")
     if abs(math.fsum(fractions) - 1) > SUM_TOLERANCE:
         raise InvalidArgument(f"fractions {list(fractions)} sum to {math.fsum(fractions):.10g}, not to 1")

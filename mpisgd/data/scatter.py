@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
+from mpisgd.comm.arguments import check_flag, check_seed
 from mpisgd.comm.buffers import check_tensor
 from mpisgd.comm.collectives.gather import scatter
 from mpisgd.comm.collectives.objects import broadcast_object, scatter_object
@@ -40,6 +41,8 @@ class ItemDataset(Dataset[T_co]):
     """A map-style data set of the items in a list."""
 
     def __init__(self, items: Sequence[T_co]) -> None:
+        if not hasattr(type(items), "__len__") or not hasattr(type(items), "__getitem__"):
+            raise InvalidArgument(f"ItemDataset: items is a {type(items).__name__}; expected a list")
         self.items = items
 
     def __len__(self) -> int:
@@ -84,7 +87,7 @@ class _Source:
     def tensor_rows(self, column: int, start: int, stop: int) -> Tensor:
         """Return rows `start` to `stop` of one tensor; past the end, the last one again."""
         wanted = torch.arange(start, stop).clamp(max=len(self.rows) - 1)
-        return self.tensors[column][self.rows[wanted]]
+        return self.tensors[column][self.rows[wanted]].cpu()
 
     def pickled_items(self, start: int, stop: int) -> bytes:
         """Return a pickled list of the items `start` to `stop`."""
@@ -173,16 +176,19 @@ def scatter_dataset(
 
     Returns:
         A `TensorDataset` in memory of its own, where `dataset` is one or a subset of one: its tensors travel
-        as tensors. Otherwise an `ItemDataset` of the items, which `src` has read, pickled and sent.
+        as tensors, and arrive in the host's memory. Otherwise an `ItemDataset` of the items, which `src` has
+        read, pickled and sent.
 
     Raises:
-        InvalidRank: found locally, before anything is sent.
+        InvalidRank: found locally, before anything is sent; so is a wrong `shuffle` or `seed`.
         InvalidArgument: on every rank, when `src` has no data set, one without a length, one of tensors
             that cannot travel, or when it cannot read or pickle an item.
 
     Cost: every item is sent once. Beside the data and its own shard, `src` needs memory for one round: a
     few times 32 MiB (more if a single row per rank is larger), or 64 pickled items per rank.
     """
+    check_flag(NAME, "shuffle", shuffle)
+    check_seed(NAME, seed)
     group = group_or_world(group)
     is_src = group.rank == group.group_rank(NAME, "src", src)
     source, cause = _attempt(lambda: _Source(dataset, shuffle, seed) if is_src else None)

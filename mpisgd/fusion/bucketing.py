@@ -98,6 +98,7 @@ def plan_buckets(
     cap_bytes: int,
     order: Sequence[int] | None = None,
     align_bytes: int = 64,
+    alone_bytes: float = math.inf,
 ) -> tuple[Bucket, ...]:
     """Cut `items` into buckets of at most `cap_bytes`, in the order in which they will be complete.
 
@@ -110,6 +111,7 @@ def plan_buckets(
         order: every item's `index` once, in the order gradients are expected; default: descending.
         align_bytes: every item begins at a multiple of this, so that vector loads, and the ranges that
             ranks own in shared memory, do not straddle two items' cache lines.
+        alone_bytes: an item of at least this size is alone in its bucket, too.
 
     Raises:
         InvalidArgument: a size that is impossible, an index given twice, two element sizes under one key, or
@@ -123,6 +125,10 @@ def plan_buckets(
     open_by_key: dict[str, _Open] = {}
     for position, index in enumerate(taken):
         item = by_index[index]
+        if item.numel * item.itemsize >= alone_bytes:
+            done.append(_Open(item.key, item.itemsize))
+            done[-1].add(item, position, align_bytes)
+            continue
         bucket = open_by_key.get(item.key)
         if bucket is None or not bucket.has_room(item, cap_bytes, align_bytes):
             bucket = open_by_key[item.key] = _Open(item.key, item.itemsize)

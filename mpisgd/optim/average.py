@@ -8,6 +8,7 @@ from mpisgd.comm.dtypes import ReduceOp
 from mpisgd.comm.group import Group
 from mpisgd.comm.job import group_or_world
 from mpisgd.compress.cast import Compression
+from mpisgd.errors import InvalidArgument
 from mpisgd.optim.distributed import DEFAULT_BUCKET_CAP_BYTES
 from mpisgd.optim.names import agree_on
 from mpisgd.optim.reducer import GradientReducer, Recipe
@@ -23,23 +24,28 @@ def average_gradients(model: torch.nn.Module, group: Group | None = None) -> Non
     Collective: all ranks of `group` call it for the same model.
 
     Args:
-        model: its parameters' gradients become views of one fusion buffer, which lives as long as the model.
-            Where no rank has a gradient it stays None; where some have, the others count as zero.
+        model: its parameters' small gradients become views of one fusion buffer, which lives as long as the
+            model; large ones are reduced where they are. Where no rank has a gradient it stays None; where
+            some have, the others count as zero.
         group: defaults to all processes of the job.
 
     Raises:
-        UnsupportedTensor: a parameter that is not on the CPU; found locally, before anything is sent.
+        InvalidArgument: `model` is no module.
+        UnsupportedTensor: a parameter on a device whose tensors cannot be sent; found locally.
         CollectiveMismatch: the ranks' parameters differ; raised on every rank, names what differs.
 
     Cost: one all-reduce per 25 MiB of gradients.
     """
+    if not isinstance(model, torch.nn.Module):
+        raise InvalidArgument(f"average_gradients: model is a {type(model).__name__}; expected a module")
     group = group_or_world(group)
-    params: list[torch.Tensor] = list(model.parameters())
+    named = list(model.named_parameters())
+    params: list[torch.Tensor] = [param for _, param in named]
     reducer = _reducers.get(model)
     if reducer is None or reducer.group is not group or not _same(reducer.params, params):
-        agree_on("average_gradients", list(model.named_parameters()), group)
-        recipe = Recipe(ReduceOp.AVG, Compression.none, 1.0, DEFAULT_BUCKET_CAP_BYTES)
-        reducer = _reducers[model] = GradientReducer(params, group, recipe)
+        agree_on("average_gradients", named, group)
+        recipe = Recipe(ReduceOp.AVG, Compression.none, 1.0, DEFAULT_BUCKET_CAP_BYTES, overlap=False)
+        reducer = _reducers[model] = GradientReducer(named, group, recipe)
     reducer.reduce("average_gradients")
 
 

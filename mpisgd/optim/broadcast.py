@@ -14,7 +14,7 @@ from mpisgd.comm.job import group_or_world
 from mpisgd.errors import InvalidArgument
 from mpisgd.optim.names import agree_on
 
-__all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
+__all__ = ["broadcast_optimizer_state", "broadcast_parameters", "broadcast_tensors", "undo_casts"]
 
 # Small tensors travel together, packed up to this many bytes; larger ones travel from where they are.
 PACK_BYTES = 4 * 2**20
@@ -43,7 +43,7 @@ def broadcast_parameters(params: Parameters, src: int = 0, group: Group | None =
     root = group.group_rank("broadcast_parameters", "src", src)
     named = _named(params)
     agree_on("broadcast_parameters", named, group, root=root)
-    _broadcast_tensors([value for _, value in named if isinstance(value, Tensor)], src, group)
+    broadcast_tensors([value for _, value in named if isinstance(value, Tensor)], src, group)
     others = {name: value for name, value in named if not isinstance(value, Tensor)}
     if others:
         assert isinstance(params, MutableMapping)
@@ -55,11 +55,12 @@ def _named(params: Parameters) -> list[tuple[str, Any]]:
         return [*params.named_parameters(), *params.named_buffers()]
     if isinstance(params, Mapping):
         return list(params.items())
-    named = list(params) if isinstance(params, Iterable) else [params]
+    single = not isinstance(params, Iterable) or isinstance(params, (Tensor, str, bytes))
+    named: list[Any] = [params] if single else list(params)
     for entry in named:
         if not isinstance(entry, tuple) or len(entry) != 2 or not isinstance(entry[1], Tensor):
             raise InvalidArgument(
-                "broadcast_parameters: expected a module, a state dict or (name, tensor) pairs, got a "
+                "broadcast_parameters: expected a module, a state dict or (name, tensor) pairs, got params a "
                 f"{type(params).__name__} with {_kind(entry)}; pass model.named_parameters() rather than "
                 "model.parameters()"
             )
@@ -72,8 +73,16 @@ def _kind(entry: Any) -> str:
     return "(" + ", ".join(type(part).__name__ for part in entry) + ")"
 
 
-def _broadcast_tensors(tensors: list[Tensor], src: int, group: Group) -> None:
-    """Broadcast many tensors, the small ones packed."""
+def broadcast_tensors(tensors: list[Tensor], src: int, group: Group) -> None:
+    """Broadcast many tensors, the small ones packed; those of the CPU and those of each device apart."""
+    places: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        places.setdefault(tensor.device, []).append(tensor)
+    for alike in places.values():
+        _broadcast_packed(alike, src, group)
+
+
+def _broadcast_packed(tensors: list[Tensor], src: int, group: Group) -> None:
     pack: list[Tensor] = []
     packed_bytes = 0
     for tensor in tensors:
@@ -91,13 +100,14 @@ def _broadcast_tensors(tensors: list[Tensor], src: int, group: Group) -> None:
 
 
 class _Outline(NamedTuple):
-    """What travels in a tensor's place: enough to make room for it."""
+    """What travels in a tensor's place: enough to make room for it, on this rank's own device."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    device_type: str
 
     def room(self) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype)
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device_type)
 
 
 def broadcast_optimizer_state(
@@ -114,9 +124,12 @@ def broadcast_optimizer_state(
         group: defaults to all processes of the job.
 
     Raises:
-        InvalidRank: found locally, before anything is sent.
+        InvalidRank, InvalidArgument: found locally, before anything is sent.
         CollectiveMismatch: the optimizers have different kinds or parameters; raised on every rank.
     """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        kind = type(optimizer).__name__
+        raise InvalidArgument(f"broadcast_optimizer_state: optimizer is a {kind}; expected a torch optimizer")
     group = group_or_world(group)
     root = group.group_rank("broadcast_optimizer_state", "src", src)
     params = [(f"group {i}", p) for i, g in enumerate(optimizer.param_groups) for p in g["params"]]
@@ -127,14 +140,14 @@ def broadcast_optimizer_state(
     state = mine
     if group.rank != root:
         state = _replace(outline, _Outline, lambda entry: _make_room(entry, tensors))
-    _broadcast_tensors(tensors, src, group)
+    broadcast_tensors(tensors, src, group)
     if group.rank != root:
         assert state is not None
         optimizer.load_state_dict(state)
-        _undo_casts(optimizer, state["state"])
+        undo_casts(optimizer, state["state"])
 
 
-def _undo_casts(optimizer: torch.optim.Optimizer, sent: dict[Any, Any]) -> None:
+def undo_casts(optimizer: torch.optim.Optimizer, sent: dict[Any, Any]) -> None:
     """Put back what `load_state_dict` has cast to its parameter's dtype: float32 state of bfloat16, say."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for index, entries in sent.items():
@@ -143,12 +156,12 @@ def _undo_casts(optimizer: torch.optim.Optimizer, sent: dict[Any, Any]) -> None:
         loaded = optimizer.state[params[index]]
         for key, value in entries.items():
             if isinstance(value, Tensor) and loaded[key].dtype != value.dtype:
-                loaded[key] = value
+                loaded[key] = value.to(loaded[key].device)
 
 
 def _take_out(tensor: Tensor, tensors: list[Tensor]) -> _Outline:
     tensors.append(tensor)
-    return _Outline(tuple(tensor.shape), tensor.dtype)
+    return _Outline(tuple(tensor.shape), tensor.dtype, tensor.device.type)
 
 
 def _make_room(outline: _Outline, tensors: list[Tensor]) -> Tensor:

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpisgd.comm.arguments import check_flag, check_positive
 from mpisgd.comm.dtypes import ReduceOp
 from mpisgd.comm.group import Group
 from mpisgd.comm.job import group_or_world
 from mpisgd.compress.cast import Compression, Compressor
 from mpisgd.errors import InvalidArgument
+from mpisgd.optim.in_sync import check_tensors_in_sync
 from mpisgd.optim.names import agree_on, name_parameters
 from mpisgd.optim.reducer import Recipe, check_recipe
 from mpisgd.optim.window import Window
@@ -50,12 +52,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
             gradients before (clipping, GradScaler), call `synchronize()` first.
         gradient_predivide_factor: with AVG, divide by this before the sum and by size / factor after it.
         bucket_cap_bytes: gradients travel together in buckets of at most this many bytes.
+        overlap: whether buckets set out while backward still computes others; None: between hosts, where that
+            can win. Hooks on parameters that change gradients must then be registered before.
+        error_if_nonfinite: raise on every rank when a gradient is infinite or NaN, and say on which rank and
+            in which parameters, the first of backward first. Looks at what each rank has before it is
+            reduced, which takes one more pass. Not with GradScaler, which takes care of such steps.
+        check_in_sync_every: after every so many steps see that all ranks have the same parameters, to the
+            last bit; 0: never. See `mpisgd.check_in_sync`.
         group: the ranks that train together, all of the job by default.
 
     Raises:
         InvalidArgument, UnsupportedTensor: found locally, before anything is sent.
         CollectiveMismatch: the ranks' parameters differ; raised on every rank, names what differs. From
             `backward()` or `step()`: ranks are at different steps, or have frozen different parameters.
+        NonFiniteGradients: from `backward()` or `step()`; gradients are reduced.
+        OutOfSync: from `step()`, after it.
     """
 
     def __new__(cls, optimizer: torch.optim.Optimizer, *args: Any, **options: Any) -> "DistributedOptimizer":
@@ -80,20 +91,40 @@ class DistributedOptimizer(torch.optim.Optimizer):
         backward_passes_per_step: int = 1,
         gradient_predivide_factor: float = 1.0,
         bucket_cap_bytes: int = DEFAULT_BUCKET_CAP_BYTES,
+        overlap: bool | None = None,
+        error_if_nonfinite: bool = False,
+        check_in_sync_every: int = 0,
         group: Group | None = None,
     ) -> None:
         try:
-            recipe = Recipe(op, compression or Compression.none, gradient_predivide_factor, bucket_cap_bytes)
+            recipe = Recipe(
+                op,
+                Compression.none if compression is None else compression,
+                gradient_predivide_factor,
+                bucket_cap_bytes,
+                overlap,
+                check_flag("gradients", "error_if_nonfinite", error_if_nonfinite),
+            )
             check_recipe(recipe)
+            check_positive("gradients", "backward_passes_per_step", backward_passes_per_step, whole=True)
+            _check_period(check_in_sync_every)
             named = name_parameters(optimizer, named_parameters)
             members = group_or_world(group)
-            agree_on("DistributedOptimizer", named, members, extra=_options(recipe, backward_passes_per_step))
-            self._window = Window([param for _, param in named], members, recipe, backward_passes_per_step)
+            options = _options(recipe, backward_passes_per_step, check_in_sync_every)
+            agree_on("DistributedOptimizer", named, members, extra=options)
+            self._window = Window(named, members, recipe, backward_passes_per_step)
+            self._check_in_sync_every = check_in_sync_every
         except BaseException:
             optimizer.__class__ = _wrapped(type(optimizer))
             raise
+        self._options, self._spans_job = options, group is None
         self.register_step_pre_hook(_before_step)
         self.register_step_post_hook(_after_step)
+
+    @property
+    def spans_job(self) -> bool:
+        """Whether all ranks of the job train together: no group was chosen."""
+        return self._spans_job
 
     def synchronize(self) -> None:
         """Reduce now what was accumulated and not reduced yet; nothing if nothing was. Collective."""
@@ -107,9 +138,24 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters later. Collective: all ranks add the same ones."""
         super().add_param_group(param_group)
-        named = name_parameters(self, None)
-        agree_on("add_param_group", named, self._window.reducer.group)
-        self._window.cover([param for _, param in named])
+        reducer = self._window.reducer
+        named = [*reducer.named, *name_parameters(self, None)[len(reducer.named) :]]
+        agree_on("add_param_group", named, reducer.group)
+        self._window.cover(named)
+
+    def rebuild(self, group: Group | None = None) -> None:
+        """Train with other ranks from now on. Collective over `group`; gradients are dropped.
+
+        What `mpisgd.elastic` calls when the ranks have changed.
+
+        Args:
+            group: the ranks that train together, all of the job by default.
+        """
+        members = group_or_world(group)
+        agree_on("rebuild", self._window.reducer.named, members, extra=self._options)
+        self._spans_job = group is None
+        super().zero_grad(set_to_none=True)
+        self._window.move_to(members)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -164,11 +210,21 @@ def _before_step(
 def _after_step(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
     assert isinstance(optimizer, DistributedOptimizer)
     optimizer._window.end_step()
+    period = optimizer._check_in_sync_every
+    if period and optimizer._window.steps % period == 0:
+        reducer = optimizer._window.reducer
+        check_tensors_in_sync(reducer.named, reducer.group)
 
 
-def _options(recipe: Recipe, passes: int) -> str:
+def _check_period(steps: Any) -> None:
+    if not isinstance(steps, int) or steps < 0:
+        raise InvalidArgument(f"check_in_sync_every={steps!r}; expected a number of steps, or 0 for never")
+
+
+def _options(recipe: Recipe, passes: int, check_every: int) -> str:
     """Say what all ranks must have chosen alike."""
     return (
         f"op={recipe.op.name}, compression={recipe.compression.name}, backward_passes_per_step={passes}, "
-        f"gradient_predivide_factor={recipe.predivide_factor}, bucket_cap_bytes={recipe.bucket_cap_bytes}"
+        f"gradient_predivide_factor={recipe.predivide_factor}, bucket_cap_bytes={recipe.bucket_cap_bytes}, "
+        f"error_if_nonfinite={recipe.error_if_nonfinite}, check_in_sync_every={check_every}"
     )

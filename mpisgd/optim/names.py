@@ -1,13 +1,14 @@
 """What the parameters of an optimizer are called, and whether all ranks have the same ones."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mpisgd.comm.buffers import dtype_name
+from mpisgd.comm.gpu.runtime import on_device
 from mpisgd.comm.group import Group
 from mpisgd.comm.handshake import Operation
 from mpisgd.errors import InvalidArgument, UnsupportedTensor
@@ -27,7 +28,7 @@ def name_parameters(
 
     Raises:
         InvalidArgument: a name twice, or a parameter that has none.
-        UnsupportedTensor: a parameter that is not on the CPU.
+        UnsupportedTensor: a parameter on a device whose tensors cannot be sent.
     """
     given = None if named_parameters is None else _by_identity(named_parameters)
     named = []
@@ -51,7 +52,8 @@ def _by_identity(named_parameters: Iterable[tuple[str, Tensor]]) -> dict[int, st
 
 
 def _pairs(named_parameters: Any) -> list[tuple[str, Tensor]]:
-    pairs = list(named_parameters) if isinstance(named_parameters, Iterable) else [named_parameters]
+    listed = isinstance(named_parameters, Iterable) and not isinstance(named_parameters, Tensor)
+    pairs = list(named_parameters) if listed else [named_parameters]
     for pair in pairs:
         if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str):
             raise InvalidArgument(
@@ -73,18 +75,32 @@ def _name_of(param: Tensor, given: dict[int, str] | None, fallback: str) -> str:
 
 
 def _check(param: Any, name: str) -> Tensor:
-    if not isinstance(param, Tensor) or param.device.type != "cpu":
+    if not isinstance(param, Tensor) or not (param.is_cpu or on_device(param)):
         raise UnsupportedTensor(
-            f"DistributedOptimizer: {name} is on {getattr(param, 'device', type(param))}; this version "
-            "trains on CPU"
+            f"DistributedOptimizer: {name} is on {getattr(param, 'device', type(param))}; parameters on the "
+            "CPU and on CUDA devices can be trained"
         )
     return param
 
 
 def agree_on(
-    kind: str, named: Sequence[tuple[str, Any]], group: Group, *, root: int = -1, extra: str = ""
+    kind: str,
+    named: Sequence[tuple[str, Any]],
+    group: Group,
+    *,
+    root: int = -1,
+    extra: str = "",
+    action: Callable[[], None] = lambda: None,
 ) -> None:
     """Make sure that all ranks have the same names, shapes, layouts and dtypes in the same order. Collective.
+
+    Args:
+        kind: what they are for.
+        named: names with tensors, or with anything else, of which only the type counts.
+        group: the ranks.
+        root: group rank of one that has a part of its own, which must be the same everywhere, too.
+        extra: more of that kind.
+        action: what to do inside the lane once they agree.
 
     Raises:
         CollectiveMismatch: they have not; raised on every rank, and it shows what differs.
@@ -93,7 +109,7 @@ def agree_on(
     lines = [f"#{place} {_describe(name, value)}" for place, (name, value) in enumerate(named)]
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
     summary = f"{len(lines)} entries, hash {digest}" + (f", {extra}" if extra else "")
-    group.lane.run(Operation(kind, root=root, extra=summary), lambda: None, detail=lambda: "\n".join(lines))
+    group.lane.run(Operation(kind, root=root, extra=summary), action, detail=lambda: "\n".join(lines))
 
 
 def _describe(name: str, value: Any) -> str:

@@ -2,29 +2,45 @@
 
 It looks at `p.grad` at the moment it is called, whatever the program did before: None, the place in the
 fusion buffer where the last reduction left it, a fresh tensor of autograd's or of the user's. Afterwards
-every gradient that exists on some rank is a view of the fusion buffer, and the others are None.
+every gradient that exists on some rank is reduced, and the others are None.
+
+Between hosts the buckets set out while backward is still at work on others, in the order of the plan:
+
+    backward      ... | c, d ready |      b ready      |   a ready    | reduce: send the rest, wait
+    lane's thread     | [c d] .......... | [b] ............. | [a] ........... |
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from mpisgd.comm.arguments import check_flag, check_positive, shown
 from mpisgd.comm.buffers import dtype_name
-from mpisgd.comm.collectives.all_reduce import choose_algorithm, reduce_flat
+from mpisgd.comm.collectives.all_reduce import choose_algorithm, reduce_tensor
+from mpisgd.comm.collectives.common import device_word, direct_of, run
 from mpisgd.comm.dtypes import ReduceOp
+from mpisgd.comm.gpu.choice import NCCL
+from mpisgd.comm.gpu.runtime import on_device
 from mpisgd.comm.group import Group
 from mpisgd.comm.handshake import Operation
-from mpisgd.comm.node.region import Region
-from mpisgd.comm.node.segment import Segment
+from mpisgd.comm.work import Work
 from mpisgd.compress.cast import Compressor
 from mpisgd.errors import InvalidArgument
-from mpisgd.fusion.bucketing import Bucket, Item, launch_order, plan_buckets, plan_hash
-from mpisgd.fusion.buffer import FusionBuffer, num_elements
+from mpisgd.fusion.kinds import DENSE, NONFINITE, SPARSE
+from mpisgd.fusion.solo import not_twice
+from mpisgd.optim.finite import are_finite, marked, raise_for
+from mpisgd.optim.flight import Flight
+from mpisgd.optim.plan import Carrier, Plan, agree_on_plan
+from mpisgd.optim.presence import join_kinds
 from mpisgd.optim.sparse import reduce_sparse
 
 __all__ = ["GradientReducer", "Recipe", "check_recipe"]
+
+
+ALL_DENSE = bytes([DENSE])
 
 
 class Recipe(NamedTuple):
@@ -35,49 +51,117 @@ class Recipe(NamedTuple):
         compression: what travels.
         predivide_factor: divide by this before the sum, and by size / factor after it (AVG only).
         bucket_cap_bytes: gradients travel in buckets of at most this many bytes.
+        overlap: whether buckets set out during backward; None: where that can win, between hosts and where
+            the GPU sends by itself.
+        error_if_nonfinite: whether to look for infinities and NaNs in what this rank contributes.
     """
 
     op: ReduceOp
     compression: Compressor
     predivide_factor: float
     bucket_cap_bytes: int
+    overlap: bool | None
+    error_if_nonfinite: bool = False
 
 
 def check_recipe(recipe: Recipe) -> None:
     """Raise InvalidArgument where a recipe makes no sense."""
-    if recipe.op not in (ReduceOp.AVG, ReduceOp.SUM):
-        raise InvalidArgument(f"op={recipe.op!r}; gradients can be combined by AVG or SUM")
+    if not isinstance(recipe.op, ReduceOp) or recipe.op not in (ReduceOp.AVG, ReduceOp.SUM):
+        raise InvalidArgument(f"op={shown(recipe.op)}; gradients can be combined by AVG or SUM")
     if not isinstance(recipe.compression, Compressor):
-        raise InvalidArgument(f"compression={recipe.compression!r}; expected one of mpisgd.Compression's")
-    if not recipe.predivide_factor > 0:
         raise InvalidArgument(
-            f"gradient_predivide_factor={recipe.predivide_factor!r}; expected a positive one"
+            f"compression={shown(recipe.compression)}; expected one of mpisgd.Compression's"
         )
+    check_positive("gradients", "gradient_predivide_factor", recipe.predivide_factor)
+    if math.isinf(recipe.predivide_factor):
+        raise InvalidArgument("gradient_predivide_factor=inf; expected a finite one")
     if recipe.predivide_factor != 1.0 and recipe.op is not ReduceOp.AVG:
         raise InvalidArgument("gradient_predivide_factor goes with op=AVG")
-    if not recipe.bucket_cap_bytes > 0:
-        raise InvalidArgument(f"bucket_cap_bytes={recipe.bucket_cap_bytes!r}; expected a positive number")
+    check_positive("gradients", "bucket_cap_bytes", recipe.bucket_cap_bytes, whole=True)
+    if recipe.overlap is not None:
+        check_flag("gradients", "overlap", recipe.overlap)
 
 
 class GradientReducer:
-    """The fusion buffers of a list of parameters, and the plan they follow.
+    """Follows the plan for a list of parameters, and makes a new one when it no longer fits.
 
     Args:
-        params: all parameters that may ever have a gradient; the list may grow at its end.
+        named: all parameters that may ever have a gradient, with names; the list may grow at its end.
         group: the ranks that take part.
         recipe: how to reduce.
     """
 
-    def __init__(self, params: list[Tensor], group: Group, recipe: Recipe) -> None:
-        self.params = params
+    def __init__(self, named: Sequence[tuple[str, Tensor]], group: Group, recipe: Recipe) -> None:
+        self.named = named
+        self.params = [param for _, param in named]
         self.group = group
         self.recipe = recipe
-        self._buffers: list[FusionBuffer] = []
-        self._regions: list[Region | None] = []
-        self._covered: tuple[int, ...] | None = None
-        self._sparse: set[int] = set()
+        self._plan: Plan | None = None
+        self._known_sparse: frozenset[int] = frozenset()
         self._marks: dict[int, int] = {}
-        self._plan = ""
+        self._flight = Flight()
+
+    def cover(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        """Take over another list of parameters; the next reduction makes a new plan."""
+        self.named = named
+        self.params = [param for _, param in named]
+        self._plan = None
+        self._known_sparse = frozenset()
+
+    # -- while backward is at work ------------------------------------------------------------------
+
+    def begin(self, when: str) -> bool:
+        """Get ready to send buckets during the backward that begins; return whether any will be.
+
+        Args:
+            when: as for `reduce`, which must follow at its end.
+        """
+        self.abandon()
+        plan = self._plan
+        if plan is None or not self._overlaps() or not self._still_holds(plan):
+            return False
+        self._flight = Flight(plan, when, in_background=True)
+        return True
+
+    def _overlaps(self) -> bool:
+        if self.group.size == 1 or not self.group.lane.threads_allowed:
+            return False
+        if self.recipe.overlap is not None:
+            return self.recipe.overlap
+        return self.group.hosts is not None or self._gpu_sends()
+
+    def _gpu_sends(self) -> bool:
+        """Return whether gradients travel while the GPU computes, with nothing to do for the host."""
+        plane = self.group.device
+        return plane is not None and plane.verdict.way == NCCL and any(map(on_device, self.params))
+
+    @torch.no_grad()
+    def ready(self, index: int) -> None:
+        """Note that the gradient of a parameter is complete; send what now can be sent.
+
+        Raises:
+            InvalidArgument: it had been taken for complete before, and has been sent.
+        """
+        flight = self._flight
+        if flight.has_left(index):
+            raise InvalidArgument(
+                f"DistributedOptimizer: parameter {index} got a second gradient in one backward (reentrant "
+                "checkpointing does that) when its first was already on its way; pass overlap=False"
+            )
+        flight.complete(index)
+        while (carrier := flight.next_complete()) is not None:
+            self._launch(flight, carrier)
+
+    def abandon(self) -> None:
+        """Forget a backward that was left by an exception; return when what it had sent has arrived."""
+        flight, self._flight = self._flight, Flight()
+        flight.wait()
+
+    def hold(self) -> None:
+        """Send nothing more before `reduce`: gradients may become ready more than once from now on."""
+        self._flight.held = True
+
+    # -- when all gradients are there ---------------------------------------------------------------
 
     @torch.no_grad()
     def reduce(self, when: str, observed: Sequence[int] = ()) -> None:
@@ -90,42 +174,197 @@ class GradientReducer:
         Raises:
             CollectiveMismatch: ranks have different sets of trainable parameters, or are at different
                 steps; raised on every rank, gradients are unreduced.
+            NonFiniteGradients: where that is looked for; raised on every rank, gradients are reduced.
         """
         if self.group.size == 1:
             return
-        covered = tuple(i for i, p in enumerate(self.params) if p.requires_grad or p.grad is not None)
-        if covered != self._covered or self._fits_no_more():
-            self._agree_on_plan(covered, observed, when)
-        late: list[int] = []
-        for number, buffer in enumerate(self._buffers):
-            late += self._reduce_bucket(number, buffer, when)
-        apart = sorted(self._sparse.union(late))
-        if apart:
-            self._reduce_apart(apart, set(late))
+        if not self._flight.launched:
+            plan = self._plan
+            if plan is None or not self._still_holds(plan):
+                plan = self._new_plan(observed, when)
+            self._flight = Flight(plan, when, in_background=False)
+        flight, self._flight = self._flight, Flight()
+        try:
+            for carrier in flight.left_behind():
+                self._launch(flight, carrier)
+        finally:
+            flight.wait()
+        places = self._settle(flight)
+        if places is not None:
+            raise_for(places, observed, self.named, self.group, when)
 
-    def cover(self, params: list[Tensor]) -> None:
-        """Take over another list of parameters; the next reduction makes a new plan."""
-        self.params = params
-        self._buffers = []
-        self._sparse = set()
-        self._covered = None
+    def _still_holds(self, plan: Plan) -> bool:
+        return plan.covered == self._coverable() and plan.fits(self.params)
+
+    def _coverable(self) -> tuple[int, ...]:
+        return tuple(i for i, p in enumerate(self.params) if p.requires_grad or p.grad is not None)
+
+    def _new_plan(self, observed: Sequence[int], when: str) -> Plan:
+        self._plan = agree_on_plan(
+            self.params,
+            self._coverable(),
+            self._known_sparse,
+            observed,
+            group=self.group,
+            compression=self.recipe.compression,
+            cap_bytes=self.recipe.bucket_cap_bytes,
+            when=when,
+        )
+        self._known_sparse = self._plan.sparse
+        return self._plan
+
+    def _params_of(self, carrier: Carrier) -> list[Tensor]:
+        return [self.params[index] for index in carrier.bucket.indices]
+
+    def _launch(self, flight: Flight, carrier: Carrier) -> None:
+        """Load a carrier and send it: by the lane's thread during backward, by this one at its end."""
+        assert flight.plan is not None
+        grads = [p.grad for p in self._params_of(carrier)]
+        kinds = carrier.load.absorb(not_twice(carrier.load, grads, flight.addresses))
+        flat = carrier.load.flat
+        flight.kinds += marked(kinds, grads, flat) if self.recipe.error_if_nonfinite else kinds
+        operation = Operation(
+            "gradients",
+            op=self.recipe.op.name,
+            dtype=dtype_name(flat.dtype),
+            shape=tuple(flat.shape),
+            extra=f"bucket {len(flight.launched)} of plan {flight.plan.name}, {flight.when}",
+            device=device_word(flat),
+        )
+        if (factor := self.recipe.predivide_factor) != 1.0:
+            flat.div_(factor)  # before the others may look at it
+        work = self._send_direct(operation, flat) or self._send(operation, flat, carrier, flight)
+        flight.launched.append(work)
 
     @property
-    def views(self) -> dict[int, Tensor]:
-        """Where the gradient of each parameter lies in the fusion buffers, by the parameter's index."""
+    def _op(self) -> ReduceOp:
+        return self.recipe.op if self.recipe.predivide_factor == 1.0 else ReduceOp.SUM
+
+    def _send_direct(self, operation: Operation, flat: Tensor) -> Work | None:
+        """Begin to all-reduce from where it lies on a device; None where that cannot be.
+
+        The host goes on to the next one in any case.
+        """
+        compression = self.recipe.compression
+        dtype = compression.dtype if compression.changes(flat.dtype) else flat.dtype
+        direct = direct_of(self.group, operation, flat, op=self._op, dtypes=[dtype or flat.dtype])
+        if direct is None:
+            return None
+        wire = compression.compress(flat)
+
+        def arrived() -> None:
+            compression.decompress(wire, flat)
+            self._undo_predivision(flat)
+
+        return direct.all_reduce(operation, wire, self._op, async_op=True, then=arrived)
+
+    def _send(self, operation: Operation, flat: Tensor, carrier: Carrier, flight: Flight) -> Work | None:
+        return run(
+            self.group,
+            operation,
+            lambda: self._combine(flat, carrier),
+            tensors=None,
+            async_op=flight.in_background,
+            like=flat,
+            after=flight.latest,
+            way=self._way(carrier),
+        )
+
+    def _way(self, carrier: Carrier) -> str:
+        if carrier.region is None and not carrier.on_plane:
+            return "auto"
+        return "node" if self.group.plane is not None else "hierarchical"
+
+    def _combine(self, flat: Tensor, carrier: Carrier) -> None:
+        """All-reduce what a carrier holds; runs inside the lane."""
+        op, plane = self._op, self.group.plane or self.group.hosts
+        if carrier.region is not None and plane is not None:
+            plane.all_reduce_region(carrier.region, op)
+        elif carrier.on_plane and self.group.hosts is not None:
+            self.group.hosts.all_reduce_now(flat, op)  # to the other hosts' ranks it is the same
+        else:
+            wire = self.recipe.compression.compress(flat)
+            reduce_tensor(self.group, wire, op, choose_algorithm(self.group, "auto", wire))
+            self.recipe.compression.decompress(wire, flat)
+        self._undo_predivision(flat)
+
+    def _undo_predivision(self, flat: Tensor) -> None:
+        if (factor := self.recipe.predivide_factor) != 1.0:
+            flat.mul_(factor / self.group.size)
+
+    def _settle(self, flight: Flight) -> list[int] | None:
+        """Give every parameter what came out.
+
+        Returns:
+            Where this rank's gradients are not finite, None where those of all ranks are or nobody looks.
+        """
+        assert flight.plan is not None
+        sparse = sorted(flight.plan.sparse)
+        mine = flight.kinds + self._marks_of(sparse)
+        kinds = join_kinds(mine, self.group)
+        late: dict[int, Tensor | None] = {}
+        start = 0
+        for carrier in flight.plan.carriers:
+            indices = carrier.bucket.indices
+            here = kinds[start : start + len(indices)]
+            start += len(indices)
+            if here.strip(ALL_DENSE):
+                late |= {i: self.params[i].grad for i, k in zip(indices, here, strict=True) if k & SPARSE}
+            carrier.load.settle(self._params_of(carrier), [bool(kind & DENSE) for kind in here])
+        if sparse or late:
+            self._reduce_apart(sparse, late)
+        if not self.recipe.error_if_nonfinite or not any(kind & NONFINITE for kind in kinds):
+            return None
+        order = [i for c in flight.plan.carriers for i in c.bucket.indices] + sparse
+        return [index for index, kind in zip(order, mine, strict=True) if kind & NONFINITE]
+
+    def _marks_of(self, sparse: Sequence[int]) -> bytes:
+        """Return a byte for each of the gradients that travel apart, if somebody looks."""
+        if not self.recipe.error_if_nonfinite:
+            return b""
+        grads = [self.params[index].grad for index in sparse]
+        return bytes(NONFINITE * (grad is not None and not are_finite(grad)) for grad in grads)
+
+    # -- the others ---------------------------------------------------------------------------------
+
+    def _reduce_apart(self, sparse: Sequence[int], late: Mapping[int, Tensor | None]) -> None:
+        """Reduce what is sparse on some rank.
+
+        The `late` ones were planned as dense: their dense parts are reduced already, and only the sparse
+        parts, given here, are missing. The next plan knows them as sparse.
+        """
+        indices = sorted({*sparse, *late})
+        grads = [_sparse_or_none(late[i]) if i in late else self.params[i].grad for i in indices]
+        params = [self.params[i] for i in indices]
+        reduced = reduce_sparse(params, grads, self.recipe.op, self.group)
+        for index, param, total in zip(indices, params, reduced, strict=True):
+            if index in late and param.grad is not None:
+                param.grad = param.grad if total is None else param.grad.add_(total)
+            else:
+                param.grad = total
+        if late:
+            self._known_sparse = self._known_sparse.union(late)
+            self._plan = None
+
+    # -- what the last reduction left ---------------------------------------------------------------
+
+    def _left(self) -> dict[int, Tensor]:
+        """Return the tensors that still hold, or held, the gradients of the last reduction."""
+        carriers = () if self._plan is None else self._plan.carriers
         return {
-            index: view
-            for buffer in self._buffers
-            for index, view in zip(buffer.bucket.indices, buffer.views, strict=True)
+            index: tensor
+            for carrier in carriers
+            for place, index in enumerate(carrier.bucket.indices)
+            if (tensor := carrier.load.left(place)) is not None
         }
 
     def holds_reduced(self) -> bool:
         """Return whether some gradient is still the one that the last reduction left, or adds to it."""
-        return any(self.params[index].grad is view for index, view in self.views.items())
+        return any(self.params[index].grad is tensor for index, tensor in self._left().items())
 
     def mark(self) -> None:
         """Remember the state of the gradients for `kept_since_mark`."""
-        self._marks = {index: view._version for index, view in self.views.items()}
+        self._marks = {index: tensor._version for index, tensor in self._left().items()}
 
     def kept_since_mark(self, num_added: Mapping[int, int]) -> bool:
         """Return whether some gradient has been kept since `mark()`: not replaced, not set to zero.
@@ -135,138 +374,11 @@ class GradientReducer:
                 was done to it counts as a reset.
         """
         return any(
-            self.params[index].grad is view
-            and view._version - self._marks.get(index, -1) == num_added.get(index, 0)
-            for index, view in self.views.items()
+            self.params[index].grad is tensor
+            and tensor._version - self._marks.get(index, -1) == num_added.get(index, 0)
+            for index, tensor in self._left().items()
         )
 
-    def _fits_no_more(self) -> bool:
-        """Return whether a parameter has changed its dtype or shape since the plan was made.
 
-        The parameters tell, not their gradients: those that exist differ by rank.
-        """
-        return not all(buffer.fits(self._params_of(buffer)) for buffer in self._buffers)
-
-    def _params_of(self, buffer: FusionBuffer) -> list[Tensor]:
-        return [self.params[index] for index in buffer.bucket.indices]
-
-    # -- the plan -----------------------------------------------------------------------------------
-
-    def _agree_on_plan(self, covered: tuple[int, ...], observed: Sequence[int], when: str) -> None:
-        """Make the same plan on every rank: rank 0's order, and apart what is sparse on any rank."""
-        mine = [i for i in covered if (grad := self.params[i].grad) is not None and grad.is_sparse]
-        everyone: list[tuple[Sequence[int], list[int]]] = []
-        self.group.lane.run(
-            Operation("gradients", extra=f"new plan for {_describe(covered, len(self.params))}, {when}"),
-            lambda: everyone.extend(self.group.lane.wire.all_gather_object((observed, mine))),
-        )
-        self._sparse = {index for _, sparse in everyone for index in sparse}.union(self._sparse)
-        self._sparse.intersection_update(covered)
-        dense = set(covered) - self._sparse
-        order = [i for i in launch_order(len(self.params), everyone[0][0]) if i in dense]
-        buckets = plan_buckets(
-            [_item(i, self.params[i]) for i in sorted(dense)],
-            cap_bytes=self.recipe.bucket_cap_bytes,
-            order=order,
-        )
-        self._allocate(buckets)
-        self._covered = covered
-        self._plan = f"{plan_hash(buckets):016x}"
-
-    def _allocate(self, buckets: Sequence[Bucket]) -> None:
-        """Make room for the gradients: where the ranks share memory, there, to be reduced in place."""
-        self._buffers, self._regions = [], []
-        for bucket in buckets:
-            params = [self.params[i] for i in bucket.indices]
-            flat, region = self._room(num_elements(bucket), params[0].dtype)
-            self._buffers.append(FusionBuffer(bucket, params, flat))
-            self._regions.append(region)
-
-    def _room(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Region | None]:
-        plane = self.group.plane
-        made: list[Segment | None] = []
-        if plane is not None and not self.recipe.compression.changes(dtype):
-            operation = Operation("gradients", dtype=dtype_name(dtype), shape=(numel,), extra="allocation")
-            self.group.lane.run(operation, lambda: made.append(plane.open_segment(numel * dtype.itemsize)))
-            if (segment := made[0]) is not None:
-                region = plane.region(segment, numel, dtype)
-                return region.mine, region
-        return torch.empty(numel, dtype=dtype), None
-
-    # -- dense gradients ----------------------------------------------------------------------------
-
-    def _reduce_bucket(self, number: int, buffer: FusionBuffer, when: str) -> list[int]:
-        """Reduce one bucket; return the parameters in it that turned out to be sparse on some rank."""
-        params = self._params_of(buffer)
-        buffer.absorb([p.grad for p in params])
-        operation = Operation(
-            "gradients",
-            op=self.recipe.op.name,
-            dtype=dtype_name(buffer.flat.dtype),
-            shape=tuple(buffer.flat.shape),
-            extra=f"bucket {number} of plan {self._plan}, {when}",
-        )
-        factor = self.recipe.predivide_factor
-        if factor != 1.0:
-            buffer.flat.div_(factor)  # before the others may look at it
-        self.group.lane.run(operation, lambda: self._combine(buffer.flat, self._regions[number]))
-        if factor != 1.0:
-            buffer.flat.mul_(factor / self.group.size)
-        sparse = buffer.sparse_somewhere()
-        for place, exists in enumerate(buffer.dense_somewhere()):
-            view = buffer.views[place] if exists else None
-            if place not in sparse and params[place].grad is not view:
-                params[place].grad = view
-        return [buffer.bucket.indices[place] for place in sparse]
-
-    def _combine(self, flat: Tensor, region: Region | None) -> None:
-        """All-reduce `flat`; runs inside the lane."""
-        op = self.recipe.op if self.recipe.predivide_factor == 1.0 else ReduceOp.SUM
-        if region is not None:
-            assert self.group.plane is not None
-            self.group.plane.all_reduce_region(region, op)
-            return
-        wire = self.recipe.compression.compress(flat)
-        reduce_flat(self.group, wire, op, choose_algorithm(self.group, "auto", wire))
-        self.recipe.compression.decompress(wire, flat)
-
-    # -- the others ---------------------------------------------------------------------------------
-
-    def _reduce_apart(self, indices: list[int], late: set[int]) -> None:
-        """Reduce what is sparse on some rank.
-
-        The `late` ones were planned as dense: their dense parts are already summed in their views, and only
-        the sparse parts are missing. The next plan knows them as sparse.
-        """
-        params = [self.params[i] for i in indices]
-        grads = [
-            None if i in late and p.grad is not None and not p.grad.is_sparse else p.grad
-            for i, p in zip(indices, params, strict=True)
-        ]
-        reduced = reduce_sparse(params, grads, self.recipe.op, self.group)
-        for index, param, total in zip(indices, params, reduced, strict=True):
-            if index in late and self._was_dense_somewhere(index):
-                view = self.views[index]
-                param.grad = view if total is None else view.add_(total)
-            else:
-                param.grad = total
-        if late:
-            self._sparse |= late
-            self._covered = None  # plan anew
-
-    def _was_dense_somewhere(self, index: int) -> bool:
-        buffer = next(buffer for buffer in self._buffers if index in buffer.bucket.indices)
-        return buffer.dense_somewhere()[buffer.bucket.indices.index(index)]
-
-
-def _item(index: int, param: Tensor) -> Item:
-    return Item(index, param.numel(), param.element_size(), f"{dtype_name(param.dtype)}:{param.device.type}")
-
-
-def _describe(covered: tuple[int, ...], total: int) -> str:
-    """Say which of the parameters take part, shortly."""
-    missing = sorted(set(range(total)) - set(covered))
-    if not missing:
-        return f"all {total} parameters"
-    listed = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-    return f"{len(covered)} of {total} parameters (frozen: {listed})"
+def _sparse_or_none(grad: Tensor | None) -> Tensor | None:
+    return grad if grad is not None and grad.is_sparse else None

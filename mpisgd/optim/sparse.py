@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from mpisgd.comm.collectives.all_gather import all_gather_into_tensor
-from mpisgd.comm.collectives.all_gather_ragged import all_gather_ragged
 from mpisgd.comm.collectives.all_reduce import all_reduce
+from mpisgd.comm.collectives.sparse import all_reduce_sparse
 from mpisgd.comm.dtypes import ReduceOp
 from mpisgd.comm.group import Group
 
@@ -63,7 +63,7 @@ def _reduce_one(
     if SPARSE in present:
         sparse_dim = int(kinds[:, 1].max())
         own = grad if grad is not None and grad.is_sparse else _nothing(param, sparse_dim)
-        total = _sum_sparse(own, sparse_dim, op, group)
+        total = all_reduce_sparse(own, op, group)
     if DENSE in present:
         own = grad.clone() if grad is not None and not grad.is_sparse else torch.zeros_like(param)
         all_reduce(own, op, group)
@@ -72,15 +72,6 @@ def _reduce_one(
 
 
 def _nothing(param: Tensor, sparse_dim: int) -> Tensor:
-    indices = torch.empty(sparse_dim, 0, dtype=torch.int64)
-    values = torch.empty(0, *param.shape[sparse_dim:], dtype=param.dtype)
+    indices = torch.empty(sparse_dim, 0, dtype=torch.int64, device=param.device)
+    values = torch.empty(0, *param.shape[sparse_dim:], dtype=param.dtype, device=param.device)
     return torch.sparse_coo_tensor(indices, values, param.shape, is_coalesced=True, check_invariants=False)
-
-
-def _sum_sparse(own: Tensor, sparse_dim: int, op: ReduceOp, group: Group) -> Tensor:
-    own = own.coalesce()  # what occurs twice here need not travel twice
-    indices = torch.cat(all_gather_ragged(own.indices().T, group)).T
-    values = torch.cat(all_gather_ragged(own.values(), group))
-    if op is ReduceOp.AVG:
-        values /= group.size
-    return torch.sparse_coo_tensor(indices, values, own.shape, check_invariants=False).coalesce()

@@ -9,8 +9,9 @@ the pass that fills it or in `step()` if none did.
                           as it is                reduce
 """
 
+import collections
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,36 +28,64 @@ __all__ = ["Window"]
 
 
 class Window:
-    """Counts backward passes over `params` and has them reduced at the right moment.
+    """Counts backward passes over parameters and has them reduced at the right moment.
 
     Attributes:
         reducer: does the work.
+        steps: how many there have been.
     """
 
-    def __init__(self, params: list[Tensor], group: Group, recipe: Recipe, passes_per_step: int) -> None:
-        if not isinstance(passes_per_step, int) or passes_per_step < 1:
-            raise InvalidArgument(f"backward_passes_per_step={passes_per_step!r}; expected 1 or more")
-        self.reducer = GradientReducer(params, group, recipe)
+    def __init__(
+        self, named: Sequence[tuple[str, Tensor]], group: Group, recipe: Recipe, passes_per_step: int
+    ) -> None:
+        self.reducer = GradientReducer(named, group, recipe)
         self._passes_per_step = passes_per_step
-        self._watch = BackwardWatch(self._touched, self._backward_ended)
-        self._watch.watch(params)
-        self._steps = 0
+        self._watch = BackwardWatch(self._touched, self._became_ready, self._backward_ended)
+        self._watch.watch(self.reducer.params)
+        # A sum over the ranks must not be summed once more: only then it matters who has added to what.
+        self._sums = recipe.op is ReduceOp.SUM
+        self._num_ready: collections.Counter[int] = collections.Counter()
+        self.steps = 0
         self._reductions = 0  # since the last step or zero_grad
         self._passes = 0  # since the last reduction
         self._pending = False  # something was accumulated and not reduced
         self._muted = 0
         self._skipping = 0
 
-    def cover(self, params: list[Tensor]) -> None:
+    def cover(self, named: Sequence[tuple[str, Tensor]]) -> None:
         """Take over a longer list of parameters."""
         self._watch.remove()
-        self.reducer.cover(params)
-        self._watch.watch(params)
+        self.reducer.cover(named)
+        self._watch.watch(self.reducer.params)
+
+    def move_to(self, group: Group) -> None:
+        """Begin anew with other ranks; there are no gradients. What was on its way has failed."""
+        self.reducer = GradientReducer(self.reducer.named, group, self.reducer.recipe)
+        self._watch.remove()
+        self._watch.watch(self.reducer.params)
+        self.steps = self._reductions = self._passes = 0
+        self._pending = False
 
     # -- what backward tells ------------------------------------------------------------------------
 
-    def _touched(self) -> None:
+    def _touched(self, nested: bool) -> None:
+        """A backward has reached its first gradient."""
         self._pending = True
+        if nested:
+            self.reducer.hold()
+            return
+        reduces = not self._muted and self._passes + 1 >= self._passes_per_step
+        overlaps = reduces and not self._would_sum_twice() and self.reducer.begin(self._when)
+        self._watch.told_of_each = overlaps or self._sums
+
+    def _became_ready(self, index: int) -> None:
+        if self._sums:
+            self._num_ready[index] += 1
+        self.reducer.ready(index)
+
+    @property
+    def _when(self) -> str:
+        return f"step {self.steps}, reduction {self._reductions}"
 
     def _backward_ended(self) -> None:
         if self._muted:
@@ -72,19 +101,19 @@ class Window:
                 "more; call optimizer.zero_grad() before, accumulate inside no_sync(), or set "
                 "backward_passes_per_step"
             )
-        self.reducer.reduce(f"step {self._steps}, reduction {self._reductions}", list(self._watch.observed))
+        self.reducer.reduce(self._when, list(self._watch.observed))
         self._reductions += 1
         self._passes = 0
         self._pending = False
 
     def _would_sum_twice(self) -> bool:
         """Return whether a sum over the ranks would be summed over them once more; a mean may be."""
-        if self.reducer.recipe.op is not ReduceOp.SUM:
+        if not self._sums:
             return False
         return self.reducer.holds_reduced() if self._reductions else self._kept_since_step()
 
     def _kept_since_step(self) -> bool:
-        return self.reducer.kept_since_mark(self._watch.num_ready)
+        return self.reducer.kept_since_mark(self._num_ready)
 
     # -- what the program asks for ------------------------------------------------------------------
 
@@ -104,16 +133,17 @@ class Window:
 
     def restart(self) -> None:
         """Begin a new window: the gradients were reset."""
+        self.reducer.abandon()
         self._reductions = self._passes = 0
         self._pending = False
 
     def end_step(self) -> None:
         """Begin a new window after a step."""
-        self._steps += 1
+        self.steps += 1
         self.restart()
-        if self.reducer.recipe.op is ReduceOp.SUM:
+        if self._sums:
             self.reducer.mark()
-            self._watch.num_ready.clear()
+            self._num_ready.clear()
 
     def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return the closure as one process would see it: all gradients reduced, and everyone's loss."""

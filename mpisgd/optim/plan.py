@@ -1,0 +1,146 @@
+"""Which gradients travel together, and in what memory: agreed on by all ranks, followed every step."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpisgd.comm.buffers import ALONE_BYTES, dtype_name
+from mpisgd.comm.gpu.runtime import on_device
+from mpisgd.comm.group import Group
+from mpisgd.comm.handshake import Operation
+from mpisgd.comm.node.region import Region
+from mpisgd.comm.node.segment import Segment
+from mpisgd.compress.cast import Compressor
+from mpisgd.fusion.bucketing import Bucket, Item, launch_order, plan_buckets, plan_hash
+from mpisgd.fusion.buffer import FusionBuffer
+from mpisgd.fusion.solo import SoloGradient
+
+__all__ = ["Carrier", "Plan", "agree_on_plan", "describe"]
+
+
+class Carrier(NamedTuple):
+    """What brings the gradients of one bucket to the other ranks.
+
+    Attributes:
+        load: where they lie while they travel.
+        on_plane: whether they are reduced in the shared memory of hosts; the same on all ranks.
+        region: the shared memory that `load` uses then; None on a rank that is alone on its host.
+    """
+
+    load: FusionBuffer | SoloGradient
+    on_plane: bool = False
+    region: Region | None = None
+
+    @property
+    def bucket(self) -> Bucket:
+        """The plan of it."""
+        return self.load.bucket
+
+
+class Plan(NamedTuple):
+    """What every rank of a group does with the gradients of its parameters.
+
+    Attributes:
+        covered: indices of the parameters that take part.
+        carriers: in the order in which they set out.
+        sparse: indices of those whose gradients are sparse, which travel apart.
+        name: differs between plans that differ.
+    """
+
+    covered: tuple[int, ...]
+    carriers: tuple[Carrier, ...]
+    sparse: frozenset[int]
+    name: str
+
+    def fits(self, params: Sequence[Tensor]) -> bool:
+        """Return whether the parameters still have the dtypes and shapes that the plan was made for."""
+        return all(
+            carrier.load.fits([params[index] for index in carrier.bucket.indices])
+            for carrier in self.carriers
+        )
+
+
+def agree_on_plan(
+    params: Sequence[Tensor],
+    covered: tuple[int, ...],
+    known_sparse: frozenset[int],
+    observed: Sequence[int],
+    *,
+    group: Group,
+    compression: Compressor,
+    cap_bytes: int,
+    when: str,
+) -> Plan:
+    """Make the same plan on every rank: rank 0's order, and apart what is sparse on any rank. Collective."""
+    mine = [i for i in covered if (grad := params[i].grad) is not None and grad.is_sparse]
+    everyone: list[tuple[Sequence[int], list[int]]] = []
+    group.lane.run(
+        Operation("gradients", extra=f"new plan for {describe(covered, len(params))}, {when}"),
+        lambda: everyone.extend(group.lane.wire.all_gather_object((observed, mine))),
+    )
+    sparse = known_sparse.union(*(indices for _, indices in everyone)).intersection(covered)
+    dense = set(covered) - sparse
+    devices = name_devices([param.device for param in params])
+    buckets = plan_buckets(
+        [_item(i, params[i], devices) for i in sorted(dense)],
+        cap_bytes=cap_bytes,
+        order=[i for i in launch_order(len(params), everyone[0][0]) if i in dense],
+        alone_bytes=ALONE_BYTES,
+    )
+    carriers = [_carrier(b, [params[i] for i in b.indices], group, compression) for b in buckets]
+    return Plan(covered, tuple(carriers), sparse, f"{plan_hash(buckets):016x}")
+
+
+def describe(covered: tuple[int, ...], total: int) -> str:
+    """Say which of the parameters take part, shortly."""
+    missing = sorted(set(range(total)) - set(covered))
+    if not missing:
+        return f"all {total} parameters"
+    listed = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+    return f"{len(covered)} of {total} parameters (frozen: {listed})"
+
+
+def name_devices(devices: Sequence[torch.device]) -> dict[torch.device, str]:
+    """Return what to call devices, alike on all ranks: what is cuda:0 here may be cuda:1 elsewhere."""
+    names: dict[torch.device, str] = {}
+    for device in devices:
+        alike = sum(other.type == device.type for other in names)
+        names.setdefault(device, f"{device.type}#{alike}" if alike else device.type)
+    return names
+
+
+def _item(index: int, param: Tensor, devices: Mapping[torch.device, str]) -> Item:
+    key = f"{dtype_name(param.dtype)}:{devices[param.device]}"
+    return Item(index, param.numel(), param.element_size(), key)
+
+
+def _carrier(bucket: Bucket, params: Sequence[Tensor], group: Group, compression: Compressor) -> Carrier:
+    """Return the memory for a bucket: its gradient's own, or, where the ranks share memory, there.
+
+    What is on a device stays there.
+    """
+    dtype = params[0].dtype
+    if bucket.numel * dtype.itemsize >= ALONE_BYTES and len(params) == 1:
+        return Carrier(SoloGradient(bucket, params[0]))
+    if on_device(params[0]):
+        flat = torch.empty(bucket.numel, dtype=dtype, device=params[0].device)
+        return Carrier(FusionBuffer(bucket, params, flat))
+    has_plane = group.plane is not None or group.hosts is not None
+    on_plane = has_plane and bucket.numel > 0 and not compression.changes(dtype)
+    region = _shared(bucket.numel, dtype, group) if on_plane else None
+    flat = torch.empty(bucket.numel, dtype=dtype) if region is None else region.mine
+    return Carrier(FusionBuffer(bucket, params, flat), on_plane, region)
+
+
+def _shared(numel: int, dtype: torch.dtype, group: Group) -> Region | None:
+    """Return shared memory for this host's ranks. Collective, also over hosts where a rank is alone."""
+    memory, made = group.planes.memory, list[Segment | None]()
+    group.lane.run(
+        Operation("gradients", dtype=dtype_name(dtype), shape=(numel,), extra="allocation"),
+        lambda: made.append(None if memory is None else memory.open_segment(numel * dtype.itemsize)),
+    )
+    if memory is None or made[0] is None:
+        return None
+    return memory.region(made[0], numel, dtype)
