@@ -1,0 +1,1 @@
+"""Layers whose result depends on the data of all ranks."""

@@ -1,0 +1,220 @@
+"""`SyncBatchNorm`: BatchNorm over the batches of all ranks, on any device."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from mpisgd.comm.arguments import check_flag, shown
+from mpisgd.comm.collectives.all_reduce import all_reduce
+from mpisgd.comm.group import Group
+from mpisgd.comm.job import group_or_world
+from mpisgd.errors import InvalidArgument, ShapeMismatch
+from mpisgd.nn.moments import Moments, gather_moments
+from mpisgd.nn.normalize import normalize
+
+__all__ = ["SyncBatchNorm", "converted"]
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Batch normalization with the mean and variance of the joined batch of all ranks.
+
+    In training, N ranks compute what one process with BatchNorm computes on the joined batch, running
+    statistics included. Ranks may have batches of different sizes, or an empty one (no images, but the shape
+    of one). In evaluation, and in a group of one rank, it is torch's BatchNorm and sends nothing.
+
+    Collective in training: all ranks of the group call forward, and backward where the input needs a
+    gradient, in the same order. The gradients of weight and bias are this rank's own, to be averaged like all
+    others.
+
+    Args:
+        num_features: channels of the input, [batch, channels, ...].
+        eps, momentum, affine, track_running_stats, device, dtype, bias: as in torch.nn.SyncBatchNorm.
+        process_group: a Group, or a torch.distributed group of the backend "mpisgd"; by default all processes
+            of the job. With one of its own, from `mpisgd.new_group()`, the statistics do not queue behind
+            gradients that travel during backward.
+
+    Raises:
+        InvalidArgument: `process_group` is neither. In forward, as torch's: no channels, fewer than two
+            dimensions (before anything is sent), or one value per channel on all ranks together (on all).
+        ShapeMismatch: the input has not `num_features` channels; before anything is sent.
+
+    Cost: forward sends one all-gather of 2 * num_features + 1 float64, backward one all-reduce of
+        2 * num_features. On a GPU, the host waits for the first of them, as with torch's.
+    """
+
+    process_group: Group | None
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: Any = None,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        bias: bool = True,
+    ) -> None:
+        _check_numbers(num_features, eps, momentum)
+        for what, flag in (("affine", affine), ("track_running_stats", track_running_stats), ("bias", bias)):
+            check_flag("SyncBatchNorm", what, flag)
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
+        if not bias:  # older torch does not take it
+            self.register_parameter("bias", None)
+        self.process_group = _as_group(process_group)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return `input` normalized; in training, collective over the group."""
+        return self._synchronized(input) if self.training else super().forward(input)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # communication is nothing to trace
+    def _synchronized(self, input: Tensor) -> Tensor:
+        if self._num_ranks() == 1:
+            return super().forward(input)
+        self._check_input_dim(input)
+        moments = self._moments(input)
+        self._check_count(input, moments.count)
+        if self.track_running_stats:
+            self._track(moments)
+        return normalize(input, self.weight, self.bias, moments, self.eps, self._add_up())
+
+    # The three things that are said to other ranks; a subclass may have another way to say them.
+
+    def _num_ranks(self) -> int:
+        return group_or_world(self.process_group).size
+
+    def _moments(self, input: Tensor) -> Moments:
+        """Return the moments of everyone's `input`."""
+        return gather_moments(input, group_or_world(self.process_group))
+
+    def _add_up(self) -> Callable[[Tensor], object]:
+        """Return what replaces a tensor by its sum over the ranks; it is called in backward."""
+        return partial(all_reduce, group=group_or_world(self.process_group))
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        """Raise what can be known before anything is sent; `super().forward` calls it too."""
+        if input.dim() < 2:
+            raise InvalidArgument(f"expected at least 2D input (got {input.dim()}D input)")
+        if input.size(1) == 0:
+            raise InvalidArgument("SyncBatchNorm number of input channels should be non-zero")
+        if input.size(1) != self.num_features:
+            raise ShapeMismatch(
+                f"SyncBatchNorm: the input has {input.size(1)} channels, the layer num_features="
+                f"{self.num_features}"
+            )
+
+    def _check_count(self, input: Tensor, count: int) -> None:
+        if count == 1:
+            error = InvalidArgument(
+                "Expected more than 1 value per channel when training, got one on all ranks together; "
+                f"input size {tuple(input.shape)} on this one"
+            )
+            error.on_every_rank = True
+            raise error
+
+    @torch.no_grad()
+    def _track(self, moments: Moments) -> None:
+        """Fold the moments of this batch into the running ones; an empty batch counts and changes nothing."""
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        if moments.count == 0:
+            return
+        momentum = self.momentum
+        if momentum is None:
+            momentum = 1.0 / int(self.num_batches_tracked)
+        unbiased = moments.var * (moments.count / (moments.count - 1))
+        _fold(self.running_mean, moments.mean, momentum)
+        _fold(self.running_var, unbiased, momentum)
+
+    # Not `convert`: a torch program changes the class's name and nothing else.
+    @classmethod
+    def convert_sync_batchnorm(cls, module: nn.Module, process_group: Any = None) -> nn.Module:
+        """Replace every BatchNorm in `module`, torch.nn.SyncBatchNorm too, by one of this class.
+
+        Parameters and buffers stay the same objects, so optimizers made before still hold them. Hooks are
+        not taken over. A layer that is used in several places stays one.
+
+        Args:
+            module: changed in place, unless it is a BatchNorm itself.
+            process_group: of all new layers, also where one had its own; by default all processes of the job.
+
+        Returns:
+            `module`, or what has replaced it.
+
+        Raises:
+            InvalidArgument: `process_group` is no group of ours; a lazy BatchNorm does not know its channels.
+        """
+        return converted(module, cls, _as_group(process_group), {})
+
+
+def _check_numbers(num_features: Any, eps: Any, momentum: Any) -> None:
+    """Raise InvalidArgument where torch would fail later, or somewhere inside."""
+    if not isinstance(num_features, int) or not 0 <= num_features < 2**31:
+        raise InvalidArgument(
+            f"SyncBatchNorm: num_features={shown(num_features)}; expected a count of channels"
+        )
+    if not isinstance(eps, (int, float)) or not eps >= 0:
+        raise InvalidArgument(f"SyncBatchNorm: eps={shown(eps)}; expected a number from 0 on")
+    if momentum is not None and not isinstance(momentum, (int, float)):
+        raise InvalidArgument(f"SyncBatchNorm: momentum={shown(momentum)}; expected a number or None")
+
+
+def _as_group(process_group: object) -> Group | None:
+    """Return the group to communicate in, None for all processes of the job.
+
+    A torch.distributed group of our backend carries one of ours, which is asked for by name: the backend
+    knows models no more than this module knows the backend.
+    """
+    group = getattr(process_group, "mpisgd_group", process_group)
+    if group is None or isinstance(group, Group):
+        return group
+    raise InvalidArgument(
+        f"SyncBatchNorm: process_group is a {type(process_group).__name__}; expected what mpisgd.new_group() "
+        "returns, a torch.distributed group of the backend 'mpisgd', or None for all processes of the job"
+    )
+
+
+def _fold(running: Tensor | None, new: Tensor, momentum: float) -> None:
+    """Move `running` towards `new`, with one rounding."""
+    assert running is not None
+    running.copy_((1 - momentum) * running.double() + momentum * new)
+
+
+def converted(
+    module: nn.Module, cls: Callable[..., SyncBatchNorm], ranks: Any, done: dict[nn.Module, nn.Module]
+) -> nn.Module:
+    """Return `module` with its BatchNorms replaced; `done` knows what has become of those seen before.
+
+    Args:
+        cls: of the new layers.
+        ranks: which share the moments, as `cls` takes it.
+    """
+    if module in done:
+        return done[module]
+    out = done[module] = _twin(module, cls, ranks) if isinstance(module, _BatchNorm) else module
+    # Not named_children(), which leaves out a module's second name.
+    for name, child in list(module._modules.items()):
+        if child is not None:
+            out.add_module(name, converted(child, cls, ranks, done))
+    return out
+
+
+def _twin(norm: _BatchNorm, cls: Callable[..., SyncBatchNorm], ranks: Any) -> SyncBatchNorm:
+    """Return a layer of ours that holds the parameters and buffers of `norm`."""
+    if isinstance(norm, LazyModuleMixin):
+        raise InvalidArgument(
+            f"convert_sync_batchnorm: {type(norm).__name__} does not know its number of channels yet; send a "
+            "batch through the model first"
+        )
+    options = (norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats, ranks)
+    twin = cls(*options, device="meta")  # its own tensors are replaced at once
+    for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
+        setattr(twin, name, getattr(norm, name))
+    return twin.train(norm.training)
