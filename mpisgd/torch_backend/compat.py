@@ -1,0 +1,141 @@
+"""What differs between the versions of torch, and what torch has no public name for.
+
+Nothing else in this package knows a version of torch.
+"""
+
+import functools
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from mpisgd.comm.dtypes import ReduceOp
+from mpisgd.errors import UnsupportedTorch
+
+__all__ = [
+    "blocks",
+    "check_version",
+    "factor_of",
+    "keep_works_of_reducers",
+    "never_compiled",
+    "opt_out_of_flight_recorder",
+    "reduction_of",
+    "take_over_rendezvous",
+    "with_old_names",
+]
+
+# What torch 2.13 calls so, earlier versions call otherwise; both are looked up by attribute.
+OLD_NAMES = {
+    "all_gather_single": "_allgather_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+    "recv_anysource": "recvAnysource",
+}
+
+OLDEST = (2, 7)
+
+Meet = Callable[..., Iterator[tuple[Any, int, int]]]
+C = TypeVar("C", bound=type)
+
+
+def with_old_names(cls: C) -> C:
+    """Let a process group's methods be found under their earlier names too."""
+    for name, old in OLD_NAMES.items():
+        setattr(cls, old, getattr(cls, name))
+    return cls
+
+
+def blocks(opts: Any) -> bool:
+    """Return whether the caller is going to wait at once; earlier versions do not tell."""
+    return not getattr(opts, "asyncOp", True)
+
+
+def reduction_of(op: Any) -> ReduceOp:
+    """Return torch's reduction as ours; what is multiplied first is a sum then, see `factor_of`."""
+    kind = getattr(op, "op", op)
+    if kind == dist.ReduceOp.PREMUL_SUM:
+        return ReduceOp.SUM
+    return ReduceOp[str(kind).rpartition(".")[2]]
+
+
+def factor_of(op: Any) -> float | Tensor | None:
+    """Return what every rank's tensor is multiplied by before it is added, None for most reductions."""
+    if getattr(op, "op", op) != dist.ReduceOp.PREMUL_SUM:
+        return None
+    factor: float | Tensor = op.factor if hasattr(op, "factor") else op.__getstate__()[1]
+    return factor
+
+
+def check_version() -> None:
+    """Raise where torch is too old: it would lose our works between Python and C++, and wait for ever."""
+    found = torch.__version__.split("+")[0]
+    if tuple(map(int, found.split(".")[:2])) < OLDEST:
+        raise UnsupportedTorch(f"the backend 'mpisgd' needs torch 2.7 or newer; this is torch {found}")
+
+
+def opt_out_of_flight_recorder(backend: str) -> None:
+    """Keep torch (from 2.15 on) from attaching its recorder, which a group written in Python cannot have."""
+    by_themselves: set[str] = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+    by_themselves.add(backend)
+
+
+def never_compiled(cls: C) -> C:
+    """Let torch.compile leave the methods of a class, and what they call, as they are.
+
+    C++ calls them while a compiled model runs (DDP's reducer where it makes its buckets anew), and the
+    compiler would take them for a part of the program.
+    """
+    from torch._C._dynamo import eval_frame
+
+    if hasattr(eval_frame, "_FrameExecStrategy"):
+        skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+        for member in vars(cls).values():
+            if isinstance(member, types.FunctionType):
+                eval_frame.set_code_exec_strategy(member.__code__, skip)
+    return cls
+
+
+@functools.cache
+def keep_works_of_reducers() -> None:
+    """Let DDP's reducer keep the Python object of a work that it is handed.
+
+    It keeps the C++ object alone. Without its Python object a work of ours has lost its `wait()`, and the
+    reducer waits for ever: in DDP's `join(divide_by_initial_world_size=False)`.
+    """
+    reducers: Any = dist.Reducer  # type: ignore[attr-defined]  # torch exports it in silence
+    original = reducers._set_forward_pass_work_handle
+    works: weakref.WeakKeyDictionary[Any, dist.Work] = weakref.WeakKeyDictionary()
+
+    def set_and_keep(reducer: Any, work: dist.Work, use_static_world_size: bool) -> None:
+        works[reducer] = work
+        original(reducer, work, use_static_world_size)
+
+    reducers._set_forward_pass_work_handle = set_and_keep
+
+
+def take_over_rendezvous(scheme: str, backend: str, meet: Meet) -> None:
+    """Let `meet` serve the calls for `backend` that name no way to meet (torch takes env:// then)."""
+    # By this name, since torch.distributed has a function called like its module.
+    handlers = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
+    original = handlers[scheme]
+
+    def ours_or_original(url: str, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
+        return (meet if backend in _backend_asked_for() else original)(url, **kwargs)
+
+    handlers[scheme] = ours_or_original
+
+
+def _backend_asked_for() -> str:
+    """Return the argument of the call of init_process_group we are in; torch hands it to no rendezvous."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "init_process_group":
+        frame = frame.f_back  # type: ignore[assignment]
+    return "" if frame is None else str(frame.f_locals.get("backend") or "").lower()

@@ -1,0 +1,66 @@
+"""From what torch asks for to a process group: which ranks of the job its members are."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.constants import default_pg_timeout
+
+import mpisgd
+from mpisgd.comm.groups import open_group
+from mpisgd.errors import InvalidArgument
+from mpisgd.torch_backend import compat
+from mpisgd.torch_backend.process_group import ProcessGroupMpisgd
+
+__all__ = ["create"]
+
+
+def create(options: Any) -> ProcessGroupMpisgd:
+    """Make the process group that torch describes. Collective over its members.
+
+    Args:
+        options: torch's _DistributedBackendOptions; `global_ranks_in_group` is empty for the default group.
+
+    Raises:
+        UnsupportedTorch: torch is older than the backend can live with.
+        InvalidArgument: ranks that are not those of the job; on every rank that sees it.
+    """
+    compat.check_version()
+    mpisgd.init()
+    compat.keep_works_of_reducers()
+    members = list(options.global_ranks_in_group or ())
+    ranks = _job_ranks(members) if members else _agree_on_ranks(options.group_rank, options.group_size)
+    timeout_s = None if options.timeout == default_pg_timeout else options.timeout.total_seconds()
+    group = open_group(ranks, name=f"torch {options.group_id}", timeout_s=timeout_s, eager=True)
+    return ProcessGroupMpisgd(group, options.store)
+
+
+def _agree_on_ranks(rank: int, size: int) -> Sequence[int]:
+    """Return the job's rank of every rank that torch counts, which the program may have ordered anew."""
+    if size != mpisgd.size():
+        raise InvalidArgument(
+            f"init_process_group: world_size={size}, but this job has {mpisgd.size()} rank(s): start the "
+            f"program with mpirun -n {size}, or leave WORLD_SIZE and world_size to mpisgd"
+        )
+    claims: list[Any] = [None] * size
+    mpisgd.all_gather_object(claims, rank)
+    if sorted(claims) != list(range(size)):
+        raise InvalidArgument(
+            f"init_process_group: the {size} ranks of the job call themselves {claims}; give every process a "
+            "rank of its own, or leave RANK and rank to mpisgd"
+        )
+    return sorted(range(size), key=claims.__getitem__)
+
+
+def _job_ranks(members: Sequence[int]) -> Sequence[int]:
+    """Return the job's ranks of some of torch's."""
+    default = distributed_c10d._get_default_group()
+    if isinstance(default, ProcessGroupMpisgd):
+        return [default.mpisgd_group.ranks[member] for member in members]
+    if (dist.get_rank(), dist.get_world_size()) != (mpisgd.rank(), mpisgd.size()):
+        raise InvalidArgument(
+            f"new_group: the default group says rank {dist.get_rank()} of {dist.get_world_size()}, MPI says "
+            f"rank {mpisgd.rank()} of {mpisgd.size()}; make the default group with the backend 'mpisgd' too"
+        )
+    return members

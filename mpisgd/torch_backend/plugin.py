@@ -1,0 +1,64 @@
+"""What torch learns of mpisgd at its own import: a backend's name, two ways to meet, and the rank.
+
+An error here would be an error of `import torch`, in programs that never heard of mpisgd: nothing is raised.
+"""
+
+import os
+import warnings
+from collections.abc import Iterator, MutableMapping
+from typing import Any
+
+from mpisgd import config
+
+__all__ = ["BACKEND", "publish_rank", "register"]
+
+BACKEND = "mpisgd"
+
+
+def register() -> None:
+    """Make `init_process_group("mpisgd")` and `init_method="mpi://"` known; the entry point calls this.
+
+    Under mpirun it also sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE where they are not set, as
+    torchrun does, for programs that read them. Starts no MPI. A second call does nothing.
+    """
+    try:
+        publish_rank(os.environ)
+        _register()
+    except Exception as exc:
+        warnings.warn(f"mpisgd could not register its torch.distributed backend: {exc!r}", RuntimeWarning, 2)
+
+
+def publish_rank(env: MutableMapping[str, str]) -> None:
+    """Put the launcher's ranks where torchrun puts its own; where torchrun has been, they stay."""
+    found = config.torchrun_variables(env)
+    if all(env.get(name, value) == value for name, value in found.items()):
+        env.update(found)
+
+
+def _register() -> None:
+    import torch.distributed as dist
+
+    if not dist.is_available() or BACKEND in dist.Backend.backend_list:
+        return
+    from torch.distributed.rendezvous import register_rendezvous_handler
+
+    from mpisgd.torch_backend.compat import opt_out_of_flight_recorder, take_over_rendezvous
+
+    dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
+    register_rendezvous_handler("mpi", _meet)  # type: ignore[no-untyped-call]
+    opt_out_of_flight_recorder(BACKEND)
+    take_over_rendezvous("env", BACKEND, _meet)
+
+
+def _create(options: Any, _: Any) -> Any:
+    """Make a process group; torch calls this."""
+    from mpisgd.torch_backend.creation import create
+
+    return create(options)
+
+
+def _meet(url: str, **_: Any) -> "Iterator[tuple[Any, int, int]]":
+    """Meet the other ranks: yield (store, rank, world size); torch calls this."""
+    from mpisgd.torch_backend.rendezvous import meet
+
+    yield meet(url)

@@ -1,0 +1,355 @@
+"""`ProcessGroupMpisgd`: a `torch.distributed.ProcessGroup` on one of our groups.
+
+torch calls these methods from Python (`dist.all_reduce`) and from C++ (DDP's reducer, functional
+collectives). Ranks in their arguments are ranks of the group; ours take ranks of the job.
+"""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mpisgd.comm.collectives.all_gather import all_gather, all_gather_into_tensor
+from mpisgd.comm.collectives.all_reduce import all_reduce
+from mpisgd.comm.collectives.all_to_all import all_to_all, all_to_all_single
+from mpisgd.comm.collectives.broadcast import broadcast
+from mpisgd.comm.collectives.coalesced import (
+    all_gather_into_tensor_coalesced,
+    all_reduce_coalesced,
+    reduce_scatter_tensor_coalesced,
+)
+from mpisgd.comm.collectives.gather import gather, scatter
+from mpisgd.comm.collectives.point_to_point import irecv, isend
+from mpisgd.comm.collectives.reduce import reduce
+from mpisgd.comm.collectives.reduce_scatter import reduce_scatter, reduce_scatter_tensor
+from mpisgd.comm.collectives.sparse import all_reduce_sparse
+from mpisgd.comm.dtypes import ReduceOp
+from mpisgd.comm.group import Group
+from mpisgd.comm.groups import close_group
+from mpisgd.comm.job import barrier, current_job, is_initialized
+from mpisgd.comm.work import Work
+from mpisgd.errors import NotInitialized
+from mpisgd.torch_backend import compat
+from mpisgd.torch_backend.plugin import BACKEND
+from mpisgd.torch_backend.short_forms import with_short_forms
+from mpisgd.torch_backend.work import BackendWork
+
+__all__ = ["ProcessGroupMpisgd"]
+
+
+# Its methods are overloaded there in ways that only C++ knows how to write; see torch's own threaded group.
+_Base: Any = dist.ProcessGroup
+
+
+@compat.never_compiled
+@compat.with_old_names
+@with_short_forms
+class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
+    """The backend "mpisgd"; made by `init_process_group` and `new_group`, never directly.
+
+    Operations are issued in one order, in the group's lane: those that torch calls with `async_op=False` at
+    once, the others at once too where all ranks are there and share a host, else in the lane's thread.
+
+    Attributes:
+        mpisgd_group: what native calls take as `group=`.
+    """
+
+    def __init__(self, group: Group, store: Any) -> None:
+        super().__init__(group.rank, group.size)
+        self.mpisgd_group = group
+        self._store = store
+        self._name = ""
+        self._desc = ""
+        self._coalesced: list[BackendWork] | None = None
+
+    def __repr__(self) -> str:
+        return f"ProcessGroupMpisgd(name={self._name!r}, ranks={list(self.mpisgd_group.ranks)})"
+
+    # -- collectives on lists of tensors, of which torch passes one ------------------------------------
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
+        """Combine each tensor over the group, in place."""
+        opts = dist.AllreduceOptions() if opts is None else opts
+        op, factor = compat.reduction_of(opts.reduceOp), compat.factor_of(opts.reduceOp)
+        tensors = _listed(tensors)
+        if any(tensor.is_sparse for tensor in tensors):
+            return self._reduce_sparse(tensors, op)
+        _multiply(tensors, factor)
+        return self._issue(opts, tensors, [partial(all_reduce, t, op) for t in tensors])
+
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
+        """Combine all tensors over the group, in place, in few messages."""
+        opts = dist.AllreduceCoalescedOptions() if opts is None else opts
+        op, factor = compat.reduction_of(opts.reduceOp), compat.factor_of(opts.reduceOp)
+        _multiply(tensors, factor)
+        return self._issue(opts, tensors, [partial(all_reduce_coalesced, tensors, op)])
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> dist.Work:
+        """Copy the root's tensors into everyone's."""
+        opts = dist.BroadcastOptions() if opts is None else opts
+        root = self._job_rank(opts.rootRank)
+        tensors = _listed(tensors)
+        return self._issue(opts, tensors, [partial(broadcast, t, root) for t in tensors])
+
+    def reduce(self, tensors: Any, opts: Any = None) -> dist.Work:
+        """Combine each tensor over the group, into the root's."""
+        opts = dist.ReduceOptions() if opts is None else opts
+        root, op = self._job_rank(opts.rootRank), compat.reduction_of(opts.reduceOp)
+        tensors = _listed(tensors)
+        _multiply(tensors, compat.factor_of(opts.reduceOp))
+        return self._issue(opts, tensors, [partial(reduce, t, root, op) for t in tensors])
+
+    def allgather(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
+    ) -> dist.Work:
+        """Copy everyone's `inputs[i]` into `outputs[i]`, by rank."""
+        pairs = list(zip(outputs, inputs, strict=True))
+        result = list(outputs[0]) if len(pairs) == 1 else list(outputs)
+        return self._issue(opts, result, [partial(all_gather, o, t) for o, t in pairs])
+
+    def allgather_coalesced(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
+    ) -> dist.Work:
+        """Copy everyone's `inputs[i]` into `outputs[rank][i]`."""
+        return self.allgather(list(zip(*outputs, strict=True)), inputs, opts)
+
+    def reduce_scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
+    ) -> dist.Work:
+        """Combine `inputs[i]` over the group; rank r keeps the r-th of them in `outputs[i]`."""
+        opts = dist.ReduceScatterOptions() if opts is None else opts
+        op, factor = compat.reduction_of(opts.reduceOp), compat.factor_of(opts.reduceOp)
+        pairs = [(out, _multiplied(tensors, factor)) for out, tensors in zip(outputs, inputs, strict=True)]
+        return self._issue(opts, list(outputs), [partial(reduce_scatter, o, t, op) for o, t in pairs])
+
+    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
+        """Copy `inputs[r]` into the entry of this rank in rank r's outputs."""
+        return self._issue(opts, list(outputs), [partial(all_to_all, outputs, inputs)])
+
+    def gather(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
+    ) -> dist.Work:
+        """Copy everyone's `inputs[i]` into the root's `outputs[i]`, by rank."""
+        opts = dist.GatherOptions() if opts is None else opts
+        root = self._job_rank(opts.rootRank)
+        lists: Sequence[Any] = outputs or [None] * len(inputs)  # only the root has some
+        result = list(outputs[0]) if outputs else []
+        return self._issue(
+            opts, result, [partial(gather, t, o, root) for o, t in zip(lists, inputs, strict=True)]
+        )
+
+    def scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
+    ) -> dist.Work:
+        """Hand entry r of the root's `inputs[i]` to rank r's `outputs[i]`."""
+        opts = dist.ScatterOptions() if opts is None else opts
+        root = self._job_rank(opts.rootRank)
+        lists: Sequence[Any] = inputs or [None] * len(outputs)  # only the root has some
+        pairs = zip(outputs, lists, strict=True)
+        return self._issue(opts, list(outputs), [partial(scatter, o, t, root) for o, t in pairs])
+
+    # -- collectives on one tensor ---------------------------------------------------------------------
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        """Put everyone's `input` into everyone's `output`, in rank order."""
+        return self._issue(opts, [output], [partial(all_gather_into_tensor, output, input)])
+
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> dist.Work:
+        """Put everyone's `inputs[i]` into everyone's `outputs[i]`, in few messages."""
+        return self._issue(opts, list(outputs), [partial(all_gather_into_tensor_coalesced, outputs, inputs)])
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        """Combine `input` over the group; this rank keeps its slice in `output`."""
+        opts = dist.ReduceScatterOptions() if opts is None else opts
+        op = compat.reduction_of(opts.reduceOp)
+        (source,) = _multiplied([input], compat.factor_of(opts.reduceOp))
+        return self._issue(opts, [output], [partial(reduce_scatter_tensor, output, source, op)])
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> dist.Work:
+        """Combine `inputs[i]` over the group; this rank keeps its slices, in few messages."""
+        opts = dist.ReduceScatterOptions() if opts is None else opts
+        op = compat.reduction_of(opts.reduceOp)
+        sources = _multiplied(inputs, compat.factor_of(opts.reduceOp))
+        return self._issue(
+            opts, list(outputs), [partial(reduce_scatter_tensor_coalesced, outputs, sources, op)]
+        )
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Sequence[int] = (),
+        input_split_sizes: Sequence[int] = (),
+        opts: Any = None,
+    ) -> dist.Work:
+        """Hand piece r of `input` (along its first dimension) to rank r."""
+        sizes = (list(output_split_sizes) or None, list(input_split_sizes) or None)
+        return self._issue(opts, [output], [partial(all_to_all_single, output, input, *sizes)])
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        """Wait for every rank of the group."""
+        limit = getattr(opts, "timeout", None)
+        timeout_s = limit.total_seconds() if limit is not None and limit > timedelta(0) else None
+        return self._issue(opts, [], [partial(barrier, timeout_s=timeout_s)])
+
+    # -- point to point --------------------------------------------------------------------------------
+
+    def send(self, tensors: Any, dst: int, tag: int = 0) -> dist.Work:
+        """Start sending to a rank of the group."""
+        peer = self._job_rank(dst)
+        tensors = _listed(tensors)
+        return self._track([isend(tensor, peer, self.mpisgd_group, tag) for tensor in tensors], tensors)
+
+    def recv(self, tensors: Any, src: int, tag: int = 0) -> dist.Work:
+        """Start receiving from a rank of the group."""
+        peer = self._job_rank(src)
+        tensors = _listed(tensors)
+        return self._track([irecv(tensor, peer, self.mpisgd_group, tag) for tensor in tensors], tensors)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
+        """Start receiving from whichever rank sends; the work's `_source_rank()` tells which did."""
+        tensors = _listed(tensors)
+        return self._track([irecv(tensor, None, self.mpisgd_group, tag) for tensor in tensors], tensors)
+
+    # -- how operations are issued ---------------------------------------------------------------------
+
+    def _issue(self, opts: Any, result: Any, calls: Sequence[Callable[..., Work | None]]) -> dist.Work:
+        """Make each call in this group, and wait for it where torch is going to."""
+        async_op = not compat.blocks(opts)
+        works = [call(group=self.mpisgd_group, async_op=async_op) for call in calls]
+        return self._track([work for work in works if work is not None], result)
+
+    def _reduce_sparse(self, tensors: Sequence[Tensor], op: ReduceOp) -> dist.Work:
+        """Combine sparse tensors, in place; done when it returns."""
+        for tensor in tensors:
+            tensor.copy_(all_reduce_sparse(tensor, op, self.mpisgd_group))
+        return self._track([], tensors)
+
+    def _track(self, works: Sequence[Work], result: Any) -> dist.Work:
+        work = BackendWork(works, result)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Begin to collect the operations that one `Work` will stand for."""
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        """Return the `Work` of everything issued since `_start_coalescing`."""
+        collected, self._coalesced = self._coalesced or [], None
+        works = [inner for work in collected for inner in work.works]
+        return BackendWork(works, [work.result() for work in collected])
+
+    def _job_rank(self, group_rank: int) -> int:
+        return self.mpisgd_group.ranks[group_rank]
+
+    # -- what it is ------------------------------------------------------------------------------------
+
+    def name(self) -> str:
+        """Return the backend's name."""
+        return BACKEND
+
+    getBackendName = _get_backend_name = name
+
+    def get_group_store(self) -> Any:
+        """Return the store the ranks met through."""
+        return self._store
+
+    @property
+    def group_name(self) -> str:
+        """What torch calls this group."""
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        """What torch says the group is for."""
+        return self._desc
+
+    def getGroupName(self) -> str:
+        """Return what torch calls this group."""
+        return self._name
+
+    def getGroupDesc(self) -> str:
+        """Return what torch says the group is for."""
+        return self._desc
+
+    def setGroupName(self, name: str) -> None:
+        """Take torch's name for the group."""
+        self._name = name
+
+    def setGroupDesc(self, desc: str) -> None:
+        """Take what torch says the group is for."""
+        self._desc = desc
+
+    _set_group_name = setGroupName
+    _set_group_desc = setGroupDesc
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+        return [torch.device(device) for device in devices]
+
+    # torch asks the group for a backend per device; ours is the group itself, and these are its answers.
+
+    supports_splitting = False
+    supports_coalescing = False
+    supports_time_estimate = False
+    supports_shrinking = False
+
+    def _get_backend(self, device: torch.device) -> "ProcessGroupMpisgd":
+        return self
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Return False: tensors need no memory of a special kind."""
+        return False
+
+    # -- its limits and its end ------------------------------------------------------------------------
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Let operations wait this long for other ranks from now on."""
+        self.mpisgd_group.lane.handshake.timeout_s = timeout.total_seconds()
+        self.mpisgd_group.mailbox.timeout_s = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+    def shutdown(self) -> None:
+        """Give the group back; torch's `destroy_process_group` calls this. Collective over its members.
+
+        A group on which something failed is left as it is: the others cannot be relied on to come.
+        """
+        if not is_initialized() or self.mpisgd_group not in current_job().groups:
+            return  # mpisgd.shutdown() has closed it already
+        if self.mpisgd_group.lane.broken is None:
+            close_group(self.mpisgd_group)
+
+    def abort(self) -> None:
+        """Let every later operation of this rank raise."""
+        lane = self.mpisgd_group.lane
+        lane.broken = lane.broken or NotInitialized(f"{self!r} was aborted")
+
+
+def _listed(tensors: Any) -> list[Tensor]:
+    """Return a list of what may be one tensor."""
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def _multiply(tensors: Sequence[Tensor], factor: float | Tensor | None) -> None:
+    """Multiply in place, for what is a factor before a sum."""
+    if factor is not None:
+        with torch.no_grad():
+            for tensor in tensors:
+                tensor.mul_(factor)
+
+
+def _multiplied(tensors: Sequence[Tensor], factor: float | Tensor | None) -> list[Tensor]:
+    """Return the tensors as they are, or multiplied copies."""
+    return list(tensors) if factor is None else [tensor.detach() * factor for tensor in tensors]
