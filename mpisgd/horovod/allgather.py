@@ -1,0 +1,117 @@
+"""`allgather` in its forms: everyone's rows, one after the other.
+
+Gradient, as in Horovod: the average of everyone's gradients, of which a rank gets the rows that were its own.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpisgd.horovod import submission
+from mpisgd.horovod.allreduce import allreduce_async
+from mpisgd.horovod.arguments import as_tensor, as_tensors
+from mpisgd.horovod.engine.entry import Entry
+from mpisgd.horovod.handles import synchronize
+from mpisgd.horovod.ops import Average
+from mpisgd.horovod.process_sets import ProcessSet, global_process_set
+
+__all__ = [
+    "HorovodAllgather",
+    "HorovodGroupedAllgather",
+    "allgather",
+    "allgather_async",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "own_rows",
+]
+
+
+def allgather_async(
+    tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Start to gather everyone's `tensor`; the handle's result is [rows of all ranks, ...].
+
+    Args:
+        tensor: [rows of this rank, ...]; dtype and other dimensions are alike on all members.
+        name: under which the members' calls find each other; by default the calls are counted.
+        process_set: who takes part.
+
+    Raises:
+        ValueError: no dimension, a name that is pending, a process set this rank is not in.
+        HorovodInternalError: from `synchronize`: the members differ in dtype or in other dimensions.
+    """
+    return _start([as_tensor("allgather", tensor)], name, process_set, lambda gathered: gathered[0])
+
+
+def grouped_allgather_async(
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Start to gather several tensors, which run together; see `allgather_async`."""
+    return _start(as_tensors("allgather", tensors), name, process_set, list)
+
+
+def _start(tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet, finish: Any) -> int:
+    inputs = [tensor.detach() for tensor in tensors]
+    request = submission.described("allgather", name, inputs, process_set, ragged=True)
+    return submission.submit(Entry(request, inputs, finish=finish))
+
+
+def allgather(
+    tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
+    """Return everyone's rows, with a gradient; see `allgather_async`."""
+    gathered: Tensor = HorovodAllgather.apply(tensor, name, process_set)  # type: ignore[no-untyped-call]
+    return gathered
+
+
+def grouped_allgather(
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Tensor]:
+    """Return everyone's rows of several tensors, with gradients; see `allgather_async`."""
+    checked = as_tensors("allgather", tensors)
+    return list(HorovodGroupedAllgather.apply(name, process_set, *checked))  # type: ignore[no-untyped-call]
+
+
+class HorovodAllgather(torch.autograd.Function):
+    """`allgather` as a function that has a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, name: str | None, process_set: ProcessSet) -> Tensor:
+        """Gather."""
+        gathered: Tensor = synchronize(allgather_async(tensor, name, process_set))
+        ctx.rows, ctx.process_set = tensor.shape[0], process_set
+        return gathered
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Average the gradient, and take this rank's rows."""
+        return own_rows(grads[0], ctx.rows, ctx.process_set), None, None
+
+
+class HorovodGroupedAllgather(torch.autograd.Function):
+    """`grouped_allgather` as a function that has gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str | None, process_set: ProcessSet, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Gather."""
+        gathered = synchronize(grouped_allgather_async(tensors, name, process_set))
+        ctx.rows, ctx.process_set = [tensor.shape[0] for tensor in tensors], process_set
+        return tuple(gathered)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Average the gradients, and take this rank's rows."""
+        pairs = zip(grads, ctx.rows, strict=True)
+        return None, None, *[own_rows(grad, rows, ctx.process_set) for grad, rows in pairs]
+
+
+def own_rows(grad: Tensor, rows: int, process_set: ProcessSet) -> Tensor:
+    """Average `grad` over the members, and return the rows that a gathering has from this one."""
+    handle = allreduce_async(grad, op=Average, process_set=process_set)
+    everyones = synchronize(allgather_async(torch.tensor([rows]), process_set=process_set)).tolist()
+    averaged: Tensor = synchronize(handle)
+    mine = process_set.rank()
+    start = sum(everyones[:mine])
+    return averaged[start : start + rows]

@@ -1,0 +1,127 @@
+"""`alltoall`: every rank has rows for every rank. Gradient: what was received goes back."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpisgd.comm.arguments import shown
+from mpisgd.horovod import submission
+from mpisgd.horovod.arguments import as_tensor
+from mpisgd.horovod.engine.entry import Entry
+from mpisgd.horovod.handles import synchronize
+from mpisgd.horovod.process_sets import ProcessSet, global_process_set
+from mpisgd.horovod.state import engine
+
+__all__ = ["HorovodAlltoall", "alltoall", "alltoall_async"]
+
+Splits = Tensor | Sequence[int] | None
+
+
+def alltoall_async(
+    tensor: Tensor,
+    splits: Splits = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Start to hand rows of `tensor` to every member.
+
+    Args:
+        tensor: [rows, ...]; dtype and other dimensions are alike on all members.
+        splits: how many rows each member gets, in order of rank; default the same for all.
+        name: under which the members' calls find each other; by default the calls are counted.
+        process_set: who takes part.
+
+    Returns:
+        A handle of what was received, one member's rows after the other's; with `splits`, of the pair of that
+        and the numbers of rows received.
+
+    Raises:
+        ValueError: splits that do not fit, before anything is sent.
+        HorovodInternalError: from `synchronize`: the members differ in dtype or in other dimensions.
+    """
+    pair = splits is not None
+    return _start(tensor, splits, name, process_set, lambda result: result if pair else result[0])
+
+
+def _start(
+    tensor: Tensor, splits: Splits, name: str | None, process_set: ProcessSet, finish: Callable[..., Any]
+) -> int:
+    """Submit the exchange; `finish` makes the handle's result of the pair of rows and numbers of rows."""
+    own = as_tensor("alltoall", tensor).detach()
+    request = submission.described("alltoall", name, [own], process_set, ragged=True)
+    rows = _rows_for(own, splits, len(engine().members(request.set_id)))
+    device = splits.device if isinstance(splits, Tensor) else torch.device("cpu")
+    entry = Entry(request, [own], splits=rows, finish=lambda got: finish((got[0], got[1].to(device))))
+    return submission.submit(entry)
+
+
+def _rows_for(tensor: Tensor, splits: Splits, size: int) -> list[int]:
+    """Return how many rows each member gets."""
+    if splits is None:
+        if tensor.shape[0] % size:
+            raise ValueError(
+                "splits not provided, but first dimension of tensor is not an even multiple of the number of "
+                f"workers: {tensor.shape[0]} rows, {size} ranks"
+            )
+        return [tensor.shape[0] // size] * size
+    counts = splits if isinstance(splits, Tensor) else _as_counts(splits)
+    if counts.dim() != 1:
+        raise ValueError("alltoall expects a 1D splits tensor")
+    if counts.dtype not in (torch.int32, torch.int64) or counts.layout is not torch.strided or counts.is_meta:
+        raise ValueError("alltoall expects splits to contain 32-bit integer elements.")
+    rows = [int(count) for count in counts]
+    if len(rows) != size:
+        raise ValueError(f"Number of entries in splits does not equal number of workers: {len(rows)}, {size}")
+    if min(rows) < 0 or sum(rows) > tensor.shape[0]:
+        raise ValueError(
+            f"Sum of splits entries is greater than the first dimension of tensor: {rows}, {tensor.shape[0]}"
+        )
+    return rows
+
+
+def _as_counts(splits: object) -> Tensor:
+    listed = isinstance(splits, Sequence) and not isinstance(splits, str | bytes)
+    if not listed or not all(isinstance(count, int) for count in splits):  # type: ignore[attr-defined]
+        raise ValueError(f"alltoall: splits={shown(splits)}; expected one count of rows per rank")
+    return torch.tensor(splits, dtype=torch.int64)
+
+
+def alltoall(
+    tensor: Tensor,
+    splits: Splits = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Return the rows that every member has for this one, with a gradient; see `alltoall_async`.
+
+    Returns:
+        The rows; with `splits`, the pair of them and the numbers of rows received from each member.
+    """
+    received, counts = HorovodAlltoall.apply(tensor, splits, name, process_set)  # type: ignore[no-untyped-call]
+    return received if splits is None else (received, counts)
+
+
+class HorovodAlltoall(torch.autograd.Function):
+    """`alltoall` as a function that has a gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, splits: Splits, name: str | None, process_set: ProcessSet
+    ) -> tuple[Tensor, Tensor]:
+        """Exchange rows; the second result is how many came from each member."""
+        handle = _start(tensor, splits, name, process_set, lambda pair: pair)
+        received, counts = synchronize(handle)
+        ctx.counts, ctx.process_set, ctx.shape = counts, process_set, tensor.shape
+        ctx.mark_non_differentiable(counts)
+        return received, counts
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Send the rows' gradients back; rows that went nowhere have none."""
+        back, _ = synchronize(alltoall_async(grads[0], ctx.counts, process_set=ctx.process_set))
+        missing = ctx.shape[0] - back.shape[0]
+        if missing:
+            back = torch.cat([back, back.new_zeros(missing, *ctx.shape[1:])])
+        return back, None, None, None

@@ -1,0 +1,194 @@
+"""`init`, `shutdown`, who is who, and what this build can do."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mpisgd.comm import job
+from mpisgd.horovod import state
+from mpisgd.horovod.engine.entry import Entry
+from mpisgd.horovod.process_sets import ProcessSet, add_process_set, global_process_set
+from mpisgd.horovod.submission import described
+
+__all__ = [
+    "barrier",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "gloo_built",
+    "gloo_enabled",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "join",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rank",
+    "rocm_built",
+    "shutdown",
+    "size",
+]
+
+
+def init(comm: Any = None, process_sets: Any = None) -> None:
+    """Start MPI and Horovod's operations, unless they run. Collective over the job.
+
+    Args:
+        comm: an mpi4py communicator of the ranks that take part; default all that mpirun started.
+        process_sets: to be made at once. More can be made at any time, so "dynamic" changes nothing.
+
+    Raises:
+        ValueError: two process sets of the same ranks.
+    """
+    if isinstance(comm, list | tuple):
+        comm = _comm_of(comm)
+    state.start(comm)
+    for process_set in () if process_sets in (None, "dynamic") else process_sets:
+        add_process_set(process_set)
+
+
+def _comm_of(ranks: Sequence[int]) -> Any:
+    """Return the communicator of some of the processes that mpirun has started."""
+    if not ranks:
+        return None
+    from mpisgd.comm.mpi import MPI, start
+
+    start()
+    return MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.Get_group().Incl(list(ranks)))
+
+
+def shutdown() -> None:
+    """Let what was submitted run, and return when all ranks have called it. `init()` may be called again."""
+    state.stop()
+
+
+def is_initialized() -> bool:
+    """Return whether `init()` was called, and `shutdown()` not since."""
+    return state.is_running()
+
+
+def rank() -> int:
+    """Return this process's rank in the job."""
+    state.engine()
+    return job.rank()
+
+
+def size() -> int:
+    """Return the number of ranks."""
+    state.engine()
+    return job.size()
+
+
+def local_rank() -> int:
+    """Return this rank's place among those of its host."""
+    state.engine()
+    return job.local_rank()
+
+
+def local_size() -> int:
+    """Return how many ranks share this host."""
+    state.engine()
+    return job.local_size()
+
+
+def cross_rank() -> int:
+    """Return this rank's place among the ranks that have the same local rank on their hosts."""
+    return _cross().index(rank())
+
+
+def cross_size() -> int:
+    """Return how many hosts have a rank of this local rank."""
+    return len(_cross())
+
+
+def _cross() -> list[int]:
+    local = local_rank()
+    return [ranks[local] for ranks in job.topology().nodes if len(ranks) > local]
+
+
+def is_homogeneous() -> bool:
+    """Return whether all hosts have the same number of ranks."""
+    state.engine()
+    return len(set(job.topology().ranks_per_host)) == 1
+
+
+def join(device: int = -1) -> int:
+    """Take part in the others' operations, without data, until all ranks have joined.
+
+    For ranks whose data is used up: they give zeros to a sum, no rows to a gathering, and what changes
+    nothing to a minimum, maximum or product. A broadcast from a rank that has joined is an error.
+
+    Args:
+        device: taken for compatibility.
+
+    Returns:
+        The rank that joined last, the same on all of them.
+    """
+    return state.engine().join()
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Return once every member has called it."""
+    engine = state.engine()
+    engine.wait(engine.submit(Entry(described("barrier", "barrier", [], process_set))))
+
+
+def mpi_threads_supported() -> bool:
+    """Return whether MPI runs at THREAD_MULTIPLE."""
+    state.engine()
+    return job.current_job().threads_allowed
+
+
+def mpi_enabled() -> bool:
+    """Return True: everything is negotiated over MPI."""
+    return True
+
+
+def mpi_built() -> bool:
+    """Return True."""
+    return True
+
+
+def gloo_enabled() -> bool:
+    """Return False."""
+    return False
+
+
+def gloo_built() -> bool:
+    """Return False."""
+    return False
+
+
+def nccl_built() -> int:
+    """Return the version of the NCCL that torch brings, as one number; 0 without."""
+    if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
+        return 0
+    major, minor, patch = (*torch.cuda.nccl.version(), 0, 0)[:3]  # type: ignore[no-untyped-call]
+    return int(major * 10000 + minor * 100 + patch)
+
+
+def ddl_built() -> bool:
+    """Return False."""
+    return False
+
+
+def ccl_built() -> bool:
+    """Return False."""
+    return False
+
+
+def cuda_built() -> bool:
+    """Return whether torch was built for CUDA."""
+    return torch.version.cuda is not None
+
+
+def rocm_built() -> bool:
+    """Return whether torch was built for ROCm."""
+    return torch.version.hip is not None

@@ -1,0 +1,76 @@
+"""`hvd.elastic`: a training function that starts over from its last commit when an operation has failed.
+
+    state = hvd.elastic.TorchState(model, optimizer, epoch=0)
+
+    @hvd.elastic.run
+    def train(state):
+        while state.epoch < 10:
+            ...
+            state.epoch += 1
+            state.commit()
+
+    train(state)
+
+Under `mpirun --with-ft ulfm` a lost rank is such a failure too, and those that are left go on without it;
+elsewhere it ends the job. It is `mpisgd.elastic` under Horovod's names.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from mpisgd.comm import job as jobs
+from mpisgd.elastic.regrow import Terms, is_newcomer
+from mpisgd.horovod.elastic.common import ObjectState, State, run_fn
+from mpisgd.horovod.elastic.losses import end_together, join_the_others, start_over
+from mpisgd.horovod.elastic.sampler import ElasticSampler
+from mpisgd.horovod.elastic.state import TorchState
+
+__all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]
+
+Function = Callable[..., Any]
+
+
+def run(
+    func: Function | None = None,
+    *,
+    min_ranks: int = 1,
+    max_ranks: int | None = None,
+    regrow: bool = False,
+) -> Any:
+    """Let `func(state, ...)` start over when an operation fails or the ranks change.
+
+    Before every start the state is that of rank 0 on all ranks. After a `HorovodInternalError` it is first
+    put back to the last commit. Where that was the loss of a rank, those that are left are numbered anew, and
+    process sets of one's own are gone: a reset callback may add them again.
+
+    Args:
+        func: takes a `State` first.
+        min_ranks: with fewer left the job ends. This and what follows is beyond Horovod, whose `horovodrun`
+            has such options.
+        max_ranks: how many there may be when lost ones are replaced; as many as at first by default.
+        regrow: start a process in the place of each lost one; see `mpisgd.elastic.run`.
+
+    Raises:
+        HorovodInternalError: from the function made: the same failure came again and again with no commit in
+            between, or a rank is lost and this MPI does not outlive that.
+        JobError: likewise: too few ranks are left, or this part of a cut network must not go on.
+    """
+    if func is None:
+        return functools.partial(run, min_ranks=min_ranks, max_ranks=max_ranks, regrow=regrow)
+
+    def to_the_end(state: State, *args: Any, **options: Any) -> Any:
+        result = func(state, *args, **options)
+        end_together()
+        return result
+
+    @functools.wraps(func)
+    def survivor(state: State, *args: Any, **options: Any) -> Any:
+        if is_newcomer():
+            join_the_others()
+            state.on_reset()
+        size = jobs.size()
+        terms = Terms(min_ranks, size if max_ranks is None else min(size, max_ranks), regrow)
+        return run_fn(to_the_end, functools.partial(start_over, terms))(state, *args, **options)
+
+    return survivor

@@ -1,0 +1,181 @@
+"""What does not know torch: `State`, `ObjectState` and the loop that starts a function over."""
+
+import copy
+import functools
+import queue
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from mpisgd.errors import PeerLost
+from mpisgd.horovod.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+
+__all__ = ["ObjectState", "State", "run_fn"]
+
+REMOVED = 1  # of what `on_hosts_updated` is told: 1 removed, 2 added, 3 both
+MAX_VAIN_STARTS = 3
+
+
+class State:
+    """What a training function needs to start over.
+
+    Args:
+        bcast_object: returns rank 0's object on every rank, as `hvd.broadcast_object`.
+        get_rank: as `hvd.rank`.
+    """
+
+    def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int]) -> None:
+        self._bcast_object = bcast_object
+        self._rank = get_rank
+        self._messages: queue.SimpleQueue[tuple[float, int]] = queue.SimpleQueue()
+        self._updated_at: float = 0
+        self._reset_callbacks: list[Callable[[], Any]] = []
+        self._num_commits = 0
+
+    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
+        """Have functions called after every reset, before the state is made alike on all ranks."""
+        self._reset_callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """Adapt to the ranks that there are now."""
+        self._messages = queue.SimpleQueue()
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
+        """Take note that ranks come or go; the next check on rank 0 tells everyone. From any thread.
+
+        Args:
+            timestamp: what is not newer than the last one is ignored.
+            update_res: 1: some were removed, 2: added, 3: both.
+        """
+        self._messages.put((timestamp, update_res))
+
+    def commit(self) -> None:
+        """Save, then check whether ranks come or go. Collective.
+
+        Raises:
+            HostsUpdatedInterrupt: they do; on all ranks.
+        """
+        self.save()
+        self._num_commits += 1
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """Raise `HostsUpdatedInterrupt` on all ranks if rank 0 was told that ranks come or go. Collective."""
+        latest, results = self._updated_at, 0
+        while not self._messages.empty():
+            timestamp, result = self._messages.get()
+            if timestamp > latest:
+                latest, results = timestamp, results | result
+        before, self._updated_at, results = self._bcast_object((self._updated_at, latest, results))
+        if self._updated_at > before:
+            raise HostsUpdatedInterrupt(skip_sync=results == REMOVED)
+
+    def save(self) -> None:
+        """Remember everything as it is."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Put everything back to what was last saved."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Make everything that of rank 0, and save it. Collective."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Adapt what depends on the number of ranks."""
+
+
+class ObjectState(State):
+    """Python objects, which are attributes of the state and may be assigned and changed at will.
+
+    Args:
+        bcast_object, get_rank: as for `State`.
+        kwargs: the attributes and their first values; anything that can be copied and pickled.
+    """
+
+    def __init__(
+        self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int], **kwargs: Any
+    ) -> None:
+        super().__init__(bcast_object, get_rank)
+        self._saved_state = kwargs
+        self._assign(kwargs)
+        self._saved_state = copy.deepcopy(kwargs)
+
+    def save(self) -> None:
+        """Copy the attributes."""
+        self._saved_state = copy.deepcopy(self._current())
+
+    def restore(self) -> None:
+        """Give the attributes the values they were saved with."""
+        self._assign(copy.deepcopy(self._saved_state))
+
+    def sync(self) -> None:
+        """Give the attributes rank 0's values, and save them. Collective."""
+        if self._saved_state:
+            self._assign(self._bcast_object(self._current()))
+        ObjectState.save(self)
+
+    def _current(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._saved_state}
+
+    def _assign(self, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            setattr(self, name, value)
+
+
+def run_fn(func: Callable[..., Any], reset: Callable[[], Any]) -> Callable[..., Any]:
+    """Return a function that calls `func(state, ...)` until it returns.
+
+    Args:
+        func: what to call; it raises where it is to be called again.
+        reset: called in between, before the state's own `on_reset`.
+    """
+
+    @functools.wraps(func)
+    def started_over(state: State, *args: Any, **kwargs: Any) -> Any:
+        vain = _VainStarts(state)
+        skip_sync = False
+        while True:
+            try:
+                if not skip_sync:
+                    state.sync()
+                return func(state, *args, **kwargs)
+            except HorovodInternalError as exc:
+                vain.count(exc)
+                state.restore()
+                skip_sync = False
+            except HostsUpdatedInterrupt as exc:
+                skip_sync = exc.skip_sync
+            reset()
+            state.on_reset()
+
+    return started_over
+
+
+class _VainStarts:
+    """Tells a failure that passes from one that would come for ever."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._last: tuple[int, str] | None = None
+        self._number = 0
+
+    def count(self, failure: HorovodInternalError) -> None:
+        """Take note of a failure; raise it if it was here often enough and nothing was committed since.
+
+        A lost rank is none of these: each can be lost but once.
+        """
+        if isinstance(failure.__cause__, PeerLost):
+            return
+        this = (self._state._num_commits, str(failure))
+        self._number = self._number + 1 if this == self._last else 1
+        self._last = this
+        if self._number == MAX_VAIN_STARTS:
+            raise failure
+        if self._state._rank() == 0:
+            text = f"mpisgd.horovod: elastic: back to the last commit, since an operation failed: {failure}"
+            print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,87 @@
+"""From a failed operation to an engine that runs again: on the same ranks, or on those that are left.
+
+What has failed on all ranks leaves them together, so they end the engine together and start another. A lost
+rank leaves the others anywhere: each ends its own engine by itself, and mpisgd's recovery finds them together
+again, in a world of those that are left (see `mpisgd.elastic.recovery`).
+"""
+
+import sys
+import time
+
+from mpisgd.comm import job as jobs
+from mpisgd.comm import waiting
+from mpisgd.elastic.recovery import Recovered, recover
+from mpisgd.elastic.regrow import Terms, join
+from mpisgd.errors import JobError, MpisgdError, PeerLost
+from mpisgd.horovod import basics, state
+from mpisgd.horovod.exceptions import HorovodInternalError
+
+__all__ = ["end_together", "join_the_others", "start_over"]
+
+NOTICE_S = 0.5  # an error of MPI's may come before the loss has been noticed
+
+
+def start_over(terms: Terms) -> None:
+    """Make operations possible again. Collective over the ranks that are left.
+
+    Args:
+        terms: how many ranks there may be.
+
+    Raises:
+        HorovodInternalError: a rank is lost, or does not answer, and this MPI does not outlive that.
+        JobError: too few ranks are left, or this part of a cut network must not go on.
+    """
+    while True:
+        try:
+            if _is_lost():
+                state.abandon()
+                _tell(recover(waiting.vain() or "a rank of the job was lost", terms))
+            state.restart()
+        except MpisgdError as exc:
+            if isinstance(exc, JobError) or not _is_lost():
+                raise
+        else:
+            return
+
+
+def _is_lost() -> bool:
+    """Return whether a rank is gone and the others can go on without it."""
+    if not jobs.is_initialized() or jobs.current_job().sentinel is None:
+        return False
+    deadline = time.monotonic() + NOTICE_S
+    while state.is_broken() and not waiting.vain() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return bool(waiting.vain())
+
+
+def _tell(recovered: Recovered) -> None:
+    if jobs.rank() == 0:
+        lost = ", ".join(map(str, recovered.lost))
+        print(
+            f"mpisgd.horovod: elastic: lost {lost} of the ranks; {jobs.size()} go on from the last commit, "
+            f"{recovered.newcomers} of them new (recovered in {recovered.took_s:.2f} s)",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def join_the_others() -> None:
+    """Leave the world of newcomers for that of the job. Collective over newcomers and those who wait."""
+    state.stop()
+    join()
+    state.start()
+
+
+def end_together() -> None:
+    """Return when all ranks come here: one that had left could not help the others after a loss.
+
+    Raises:
+        HorovodInternalError: a rank was lost before.
+    """
+    job = jobs.current_job()
+    if job.sentinel is None:
+        return
+    basics.barrier()
+    if not job.wire.agree(True):
+        text = "a rank of the job was lost at the end of elastic.run"
+        raise HorovodInternalError(text) from PeerLost(text)

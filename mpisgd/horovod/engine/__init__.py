@@ -1,0 +1,1 @@
+"""Negotiation: operations run in any order of submission, once every member has submitted them."""

@@ -1,0 +1,112 @@
+r"""`Entry`: one submitted operation on this rank: its tensors, and what becomes of it.
+
+Tensors on a GPU are produced and used on the streams of those who submit and wait, and worked on in that of
+the thread that carries operations out:
+
+    submitting thread   produce .. * submit                     | take_result, use
+                                    \ ready                     / left
+    carrying thread                  | begin ... perform ... * complete
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from mpisgd.comm.gpu.runtime import on_device, runtime
+from mpisgd.errors import MpisgdError
+from mpisgd.horovod.engine.request import Request
+from mpisgd.horovod.exceptions import HorovodInternalError
+
+__all__ = ["Entry", "fail"]
+
+
+class Entry:
+    """An operation of this rank, from its submission until somebody has taken the result.
+
+    The tensors belong to it until it is done.
+
+    Args:
+        request: what the other ranks are told.
+        inputs: this rank's tensors; unchanged, except where they are outputs too.
+        outputs: where results go whose shape is known: the inputs themselves for what is done in place.
+        splits: rows for each member (alltoall).
+        finish: makes the result out of what the operation has left; runs on the thread that takes it.
+
+    Attributes:
+        result: what the operation has left, once it is done.
+        error: why it was not done.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        inputs: Sequence[Tensor] = (),
+        outputs: Sequence[Tensor] = (),
+        *,
+        splits: Sequence[int] | None = None,
+        finish: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self.request = request
+        self.inputs = inputs
+        self.outputs = outputs
+        self.splits = splits
+        self.finish = finish
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.done = threading.Event()
+        self._device = inputs[0].device if inputs and on_device(inputs[0]) else None
+        self._ready = self._point_in_stream()
+        self._left: Any = None
+
+    def _point_in_stream(self) -> Any:
+        """Return where this thread's stream is on the tensors' device; None where they are on the CPU."""
+        return None if self._device is None else runtime().current_stream(self._device).record_event()
+
+    def _wait_for(self, point: Any) -> None:
+        """Let what this thread does with the tensors come after a point in another stream."""
+        if self._device is not None and point is not None:
+            runtime().current_stream(self._device).wait_event(point)
+
+    def begin(self) -> None:
+        """Let what this thread does with the tensors come after what produces them."""
+        self._wait_for(self._ready)
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes this rank gives."""
+        return sum(tensor.nbytes for tensor in self.inputs)
+
+    def complete(self, result: Any = None, error: BaseException | None = None) -> None:
+        """Set the outcome, and wake who waits for it."""
+        self.result, self.error = result, error
+        self._left = self._point_in_stream()
+        self.inputs = self.outputs = ()
+        self.done.set()
+
+    def take_result(self) -> Any:
+        """Return what a finished operation has to give.
+
+        Raises:
+            MpisgdError: it was not done.
+        """
+        if self.error is not None:
+            raise self.error
+        self._wait_for(self._left)
+        result, finish = self.result, self.finish
+        return result if finish is None else finish(result)
+
+
+def fail(entries: Iterable[Entry], exc: BaseException) -> None:
+    """Complete operations that were not done because the engine has failed."""
+    for entry in entries:
+        entry.complete(error=_as_horovods(exc))
+
+
+def _as_horovods(exc: BaseException) -> HorovodInternalError:
+    if isinstance(exc, HorovodInternalError):
+        return exc
+    error = HorovodInternalError(str(exc) if isinstance(exc, MpisgdError) else f"the engine failed: {exc!r}")
+    error.__cause__ = exc
+    return error

@@ -1,0 +1,191 @@
+"""`Outbox`: what a rank has submitted: all of it until it is done, and what the others do not know of yet."""
+
+import threading
+import time
+from collections import Counter
+
+from mpisgd.horovod.engine.cycle import News
+from mpisgd.horovod.engine.entry import Entry
+from mpisgd.horovod.engine.record import Record
+from mpisgd.horovod.engine.request import Request
+from mpisgd.horovod.engine.settings import Settings
+from mpisgd.horovod.engine.table import WORLD
+from mpisgd.horovod.exceptions import HorovodInternalError
+
+__all__ = ["Outbox"]
+
+DUPLICATE = (
+    "Requested to allreduce, allgather, or broadcast a tensor with the same name as another tensor that is "
+    "currently being processed.  If you want to request another tensor, use a different tensor name."
+)
+SHORTEST_NAP_S = 0.001
+
+
+class Outbox:
+    """Any thread of the rank puts operations in; whoever runs a cycle takes out what is new.
+
+    Args:
+        settings: when it is time to tell the others.
+        record: told of each operation.
+
+    Attributes:
+        broken: why nothing can be submitted any more, None as long as it can.
+    """
+
+    def __init__(self, settings: Settings, record: Record) -> None:
+        self.broken: BaseException | None = None
+        self._settings = settings
+        self._record = record
+        self._lock = threading.Lock()
+        self._entries: dict[tuple[int, str], Entry] = {}
+        self._num_unnamed: Counter[int] = Counter()
+        self._new: list[Request] = []
+        self._new_nbytes = 0
+        self._new_since = 0.0
+        self._added_at = 0.0
+        self._looked_into_at = 0.0  # when the engine's thread wakes by itself; 0: it is awake
+        self._num_waiting = 0
+        self._join: Entry | None = None
+        self._join_told = False
+        self._leaving = self._leaving_told = False
+
+    # -- putting in ------------------------------------------------------------------------------------
+
+    def add(self, entry: Entry) -> bool:
+        """Take an operation; return whether the engine's thread must be woken to see to it.
+
+        One without a name is known by its number among those of its process set; what is refused, or belongs
+        to another set, does not count. So ranks agree on it as long as they submit such in the same order.
+
+        Raises:
+            ValueError: one of this name is pending.
+            HorovodInternalError: nothing can be submitted any more.
+        """
+        with self._lock:
+            self._refuse_if_over()
+            if not entry.request.name:
+                entry.request = self._numbered(entry.request)
+            key = entry.request.key
+            if key in self._entries:
+                raise ValueError(f"{entry.request.label!r}: {DUPLICATE}")
+            self._entries[key] = entry
+            now_s = time.monotonic()
+            if not self._new:
+                self._new_since = now_s
+            self._new.append(entry.request)
+            self._record.submitted(entry.request)
+            self._new_nbytes += entry.nbytes
+            self._added_at = now_s
+            return self._looked_into_at > now_s + self._settings.cycle_s or self._is_due(now_s)
+
+    def _numbered(self, request: Request) -> Request:
+        self._num_unnamed[request.set_id] += 1
+        return request._replace(name=f"{request.kind}.noname.{self._num_unnamed[request.set_id]}")
+
+    def join(self) -> Entry:
+        """Tell the others that this rank has no more data; the result is the rank that joined last."""
+        with self._lock:
+            self._refuse_if_over()
+            if self._join is not None:
+                raise ValueError("join: another thread of this rank has joined already")
+            self._join = Entry(Request("join", "join"))
+            return self._join
+
+    def leave(self) -> None:
+        """Tell the others that this rank submits nothing any more."""
+        with self._lock:
+            self._leaving = True
+
+    def _refuse_if_over(self) -> None:
+        if self.broken is not None:
+            raise HorovodInternalError(f"Horovod has been shut down: {self.broken}") from self.broken
+        if self._leaving:
+            raise HorovodInternalError("Horovod has been shut down by this rank")
+
+    # -- when to tell ----------------------------------------------------------------------------------
+
+    @property
+    def num_waiting(self) -> int:
+        """How many threads wait for results. What is in here then goes out at once."""
+        return self._num_waiting
+
+    def count_waiting(self, change: int) -> int:
+        """Count a thread that begins or ends to wait, and return how many do."""
+        with self._lock:
+            self._num_waiting += change
+            return self._num_waiting
+
+    def is_due(self) -> bool:
+        """Return whether what this rank has to tell should wait no longer."""
+        with self._lock:
+            return self._is_due(time.monotonic())
+
+    def _is_due(self, now_s: float) -> bool:
+        if (self._join is not None and not self._join_told) or (self._leaving and not self._leaving_told):
+            return True
+        if not self._new:
+            return False
+        full = self._new_nbytes >= self._settings.fusion_bytes
+        return full or self._num_waiting > 0 or now_s - self._new_since >= self._settings.cycle_s
+
+    def begin_nap(self, longest_s: float) -> float:
+        """Return how long the engine's thread may sleep: longer and longer as nothing is submitted.
+
+        While operations come one after the other it looks after them by itself, which costs less than to be
+        woken for each; most of them are waited for, and then it has nothing to do.
+        """
+        with self._lock:
+            now_s = time.monotonic()
+            if self._new and not self._num_waiting:
+                nap_s = max(0.0, self._new_since + self._settings.cycle_s - now_s)
+            else:
+                shortest_s = max(self._settings.cycle_s, SHORTEST_NAP_S)
+                nap_s = min(max(shortest_s, now_s - self._added_at), longest_s)
+            self._looked_into_at = now_s + nap_s
+            return nap_s
+
+    def end_nap(self) -> None:
+        """Note that the engine's thread is awake."""
+        self._looked_into_at = 0.0
+
+    # -- taking out ------------------------------------------------------------------------------------
+
+    def take_news(self, *, asks: bool) -> News:
+        """Return what the others do not know yet.
+
+        Args:
+            asks: whether this rank wants to know what everyone is doing.
+        """
+        with self._lock:
+            requests, self._new, self._new_nbytes = self._new, [], 0
+            joins = self._join is not None and not self._join_told
+            leaves = self._leaving and not self._leaving_told
+            self._join_told = self._join_told or joins
+            self._leaving_told = self._leaving_told or leaves
+        return News(requests, joins, leaves, asks)
+
+    def take(self, request: Request) -> Entry | None:
+        """Return this rank's part in an operation, which is carried out now; None if it has none."""
+        with self._lock:
+            return self._entries.pop(request.key, None)
+
+    def end_join(self, last: int | None = None, error: BaseException | None = None) -> None:
+        """Complete the join; operations without a name are counted anew: those with more data are ahead."""
+        with self._lock:
+            entry, self._join, self._join_told = self._join, None, False
+            self._num_unnamed[WORLD] = 0
+        if entry is not None:
+            entry.complete(last, error)
+
+    def close(self, why: BaseException) -> list[Entry]:
+        """Accept nothing any more; return what is left."""
+        with self._lock:
+            self.broken = why
+            left = [*self._entries.values(), *filter(None, [self._join])]
+            self._entries.clear()
+        return left
+
+    def pending(self) -> list[Request]:
+        """Return what was submitted and is not done."""
+        with self._lock:
+            return [entry.request for entry in self._entries.values()]

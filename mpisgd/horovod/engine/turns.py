@@ -1,0 +1,122 @@
+"""`Turns`: which thread of a rank runs the cycles, and when it sleeps.
+
+The engine has a thread of its own, so that none of it needs a rank's main thread. But a thread that waits for
+a result does the work meanwhile, and the engine's steps back: waking another would only cost time.
+"""
+
+import threading
+from typing import Protocol
+
+from mpisgd.comm import events
+from mpisgd.horovod.engine.doorbell import Doorbell
+from mpisgd.horovod.engine.entry import Entry
+from mpisgd.horovod.engine.outbox import Outbox
+
+__all__ = ["Cycles", "Turns"]
+
+
+class Cycles(Protocol):
+    """What is run in turns, by one thread at a time."""
+
+    def are_over(self) -> bool:
+        """Return whether there will be none any more."""
+
+    def are_wanted(self) -> bool:
+        """Return whether there is reason for one."""
+
+    def run_one(self) -> None:
+        """Run one, together with the other ranks."""
+
+    def look_around(self) -> None:
+        """Do what is to be done now and then."""
+
+    def look_again_s(self) -> float:
+        """Return how soon to do so again."""
+
+    def give_up(self, exc: BaseException) -> None:
+        """Run none any more."""
+
+
+class Turns:
+    """The engine's thread, and those that wait.
+
+    Args:
+        cycles: what is run.
+        outbox: what this rank has submitted.
+        bell: wakes those who sleep.
+
+    Attributes:
+        lock: held by whoever's turn it is.
+    """
+
+    def __init__(self, cycles: Cycles, outbox: Outbox, bell: Doorbell) -> None:
+        self.lock = threading.Lock()
+        self._cycles = cycles
+        self._outbox = outbox
+        self._bell = bell
+        self._thread = threading.Thread(target=self._serve, name="mpisgd horovod", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Return when the last cycle has run."""
+        self._bell.ring_own()
+        self._thread.join()
+
+    def _serve(self) -> None:
+        try:
+            while not self._cycles.are_over():
+                self._serve_or_sleep()
+        except BaseException as exc:
+            self._cycles.give_up(exc)
+
+    def _serve_or_sleep(self) -> None:
+        state = self._bell.state()
+        steps_back = self._outbox.num_waiting > 0
+        if not steps_back and self._take(None):
+            return
+        nap_s = self._outbox.begin_nap(self._cycles.look_again_s())
+        if steps_back and not self._outbox.num_waiting:
+            return
+        self._bell.sleep(state, nap_s)
+        self._outbox.end_nap()
+
+    def until(self, entry: Entry) -> None:
+        """Run cycles until an operation is done; what was submitted before goes out at once."""
+        self._outbox.count_waiting(1)
+        try:
+            with events.blocked(entry.request.label):
+                while not entry.done.is_set():
+                    state = self._bell.state()
+                    if not self._take(entry) and not entry.done.is_set():
+                        self._bell.sleep(state, self._cycles.look_again_s())
+        except BaseException as exc:
+            self._cycles.give_up(exc)
+        finally:
+            if not self._outbox.count_waiting(-1):
+                self._hand_back()
+
+    def _take(self, awaited: Entry | None) -> bool:
+        """Run a cycle if there is reason to, and return whether there was."""
+        with self.lock:
+            if awaited is not None and awaited.done.is_set():  # somebody else's cycle has seen to it
+                return True
+            if wanted := self._cycles.are_wanted():
+                self._cycles.run_one()
+            self._cycles.look_around()
+        if wanted and self._outbox.num_waiting > (awaited is not None):
+            self._bell.ring_own()  # others who wait may find theirs done
+        return wanted
+
+    def _hand_back(self) -> None:
+        """Wake the engine's thread if there is something to do that it has left to those who waited."""
+        if self.lock.acquire(blocking=False):
+            try:
+                wanted = self._cycles.are_wanted()
+            finally:
+                self.lock.release()
+            if not wanted:
+                return
+        self._bell.ring_own()

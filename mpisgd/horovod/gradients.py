@@ -1,0 +1,304 @@
+"""`GradientExchange`: the gradients of some parameters, which travel through the engine in buckets.
+
+On one host they set out together, in one negotiated operation, when somebody waits for them: no core is idle
+that could carry them during backward. Between hosts each bucket sets out when its last gradient is there:
+
+    one host     backward ................. | send all of them and wait
+    hosts        backward ...[c d]...[b]... | send the rest and wait
+
+Ranks may complete their buckets in any order, and one that has joined takes part with zeros. A gradient that
+is missing at the end counts as zero, as in Horovod. Sparse gradients travel by themselves.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpisgd.comm.gpu.runtime import on_device
+from mpisgd.fusion.kinds import SPARSE
+from mpisgd.fusion.solo import not_twice
+from mpisgd.horovod import handles, submission
+from mpisgd.horovod.allreduce import allreduce_async_
+from mpisgd.horovod.compression import Compressor
+from mpisgd.horovod.engine.entry import Entry
+from mpisgd.horovod.gradient_plan import make_plan
+from mpisgd.horovod.ops import Average, Sum, name_of
+from mpisgd.horovod.process_sets import ProcessSet
+from mpisgd.horovod.sparse import sparse_allreduce_async, sparse_dims_sent_by_others, without_rows
+from mpisgd.horovod.state import engine
+
+__all__ = ["GradientExchange", "Terms"]
+
+
+class Terms(NamedTuple):
+    """How gradients are combined.
+
+    Attributes:
+        op: Average or Sum.
+        compression: what travels.
+        predivide_factor: divide by this before the sum, and by size / factor after it (Average).
+        sparse_as_dense: whether sparse gradients travel as dense ones.
+        keep_none: whether a parameter without a gradient on any rank keeps None.
+        process_set: who takes part.
+    """
+
+    op: int
+    compression: type[Compressor]
+    predivide_factor: float
+    sparse_as_dense: bool
+    keep_none: bool
+    process_set: ProcessSet
+
+    @property
+    def factors(self) -> tuple[float, float]:
+        """What is multiplied before and after the reduction."""
+        if self.op != Average:
+            return 1.0, 1.0
+        return 1.0 / self.predivide_factor, self.predivide_factor
+
+
+class _Sent(NamedTuple):
+    """Buckets on their way: which, the handle, what travels, and what `decompress` needs for each."""
+
+    places: Sequence[int]
+    handle: int
+    wires: Sequence[Tensor]
+    contexts: Sequence[Any]
+
+
+class _Round:
+    """What has happened since the last `finish`.
+
+    Attributes:
+        num_ready: how many gradients are complete.
+        missing: how many each bucket waits for; None where none sets out before all are asked for.
+        sent: the buckets on their way.
+        sparse: the number of sparse dimensions and the handle of each sparse gradient on its way, by index.
+        exist: the handle of what tells which gradients exist, and where it will be.
+        addresses: of the gradients that travel from where they lie.
+    """
+
+    def __init__(self) -> None:
+        self.num_ready = 0
+        self.missing: list[int] | None = None
+        self.sent: list[_Sent] = []
+        self.sparse: dict[int, tuple[int, Any]] = {}
+        self.exist: tuple[int, Tensor] | None = None
+        self.addresses: set[int] = set()
+
+
+class GradientExchange:
+    """The gradients of some parameters, one round after the other.
+
+    Args:
+        label: what its operations are known by; of this exchange alone, and the same on all ranks.
+        params: of which some may never have a gradient.
+        names: theirs, which must be the same on all ranks too.
+        groups: lists of indices that travel together; what is in none is packed by size.
+        terms: how.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        params: Sequence[Tensor],
+        names: Sequence[str],
+        groups: Sequence[Sequence[int]],
+        terms: Terms,
+    ) -> None:
+        self._label = label
+        self._params = params
+        self._names = names
+        self._groups = groups
+        self._terms = terms
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """Know of no sparse gradients: after a join, since those who had joined have not seen any."""
+        self._plan = make_plan(self._params, self._names, self._groups, {})
+        self._num_rounds = 0
+        self._num_joins = engine().num_joins
+        self._round = _Round()
+
+    # -- during backward ---------------------------------------------------------------------------------
+
+    @property
+    def is_underway(self) -> bool:
+        """Whether gradients are complete that `finish` has not taken yet."""
+        return self._round.num_ready > 0 or bool(self._round.sent)
+
+    def ready(self, index: int) -> None:
+        """Note that a gradient is complete, and send its bucket if it was the last of it."""
+        if not self._round.num_ready:
+            self._begin_round()
+        now = self._round
+        now.num_ready += 1
+        if now.missing is not None and (place := self._plan.place_of.get(index)) is not None:
+            now.missing[place] -= 1
+            if now.missing[place] == 0:
+                self._send([place], f"{self._label}.{place}")
+
+    def _begin_round(self) -> None:
+        if engine().num_joins != self._num_joins:
+            self._begin_anew()
+        if self._sets_out_early():
+            self._round.missing = [len(load.bucket.indices) for load in self._plan.loads]
+
+    def _sets_out_early(self) -> bool:
+        """Return whether gradients can travel while backward goes on, without taking its time."""
+        set_id = self._terms.process_set.process_set_id
+        assert set_id is not None
+        return engine().spans_hosts(set_id) or any(map(on_device, self._params))
+
+    # -- at its end --------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def send(self) -> None:
+        """Send what has not been sent."""
+        if not self._round.num_ready:
+            self._begin_round()
+        for index, sparse_dim in self._plan.sparse_dims.items():
+            self._send_sparse(index, self._as_sparse(index, sparse_dim))
+        gone = {place for sent in self._round.sent for place in sent.places}
+        left = [place for place in range(len(self._plan.loads)) if place not in gone]
+        if self._round.missing is None:
+            self._send(left, self._label)
+        else:
+            for place in left:
+                self._send([place], f"{self._label}.{place}")
+        if self._terms.keep_none:
+            self._ask_which_exist()
+
+    @torch.no_grad()
+    def receive(self) -> None:
+        """Wait for everything that was sent, and give every parameter its gradient."""
+        exists = self._exist_somewhere()
+        for sent in self._round.sent:
+            self._take(sent)
+        self._take_part_in_sparse_ones()
+        for load in self._plan.loads:
+            indices = load.bucket.indices
+            load.settle([self._params[index] for index in indices], [exists[index] for index in indices])
+        for index in self._round.sparse:
+            self._settle_sparse(index, exists[index])
+        self._end_round()
+
+    def _end_round(self) -> None:
+        sparse_dims = {index: sparse_dim for index, (sparse_dim, _) in sorted(self._round.sparse.items())}
+        self._num_rounds += 1
+        self._round = _Round()
+        if sparse_dims != self._plan.sparse_dims:
+            self._plan = make_plan(self._params, self._names, self._groups, sparse_dims)
+
+    def forget(self) -> None:
+        """Leave what is on its way to itself: a step has failed, and the program starts over."""
+        for sent in self._round.sent:
+            handles.forget(sent.handle)
+        self._begin_anew()
+
+    # -- dense gradients ---------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _send(self, places: Sequence[int], name: str) -> None:
+        """Send buckets as one operation."""
+        if not places:
+            return
+        terms = self._terms
+        pairs = [terms.compression.compress(self._loaded(place)) for place in places]
+        wires = [wire for wire, _ in pairs]
+        prescale, postscale = terms.factors
+        request = submission.described(
+            "allreduce",
+            name,
+            wires,
+            terms.process_set,
+            in_place=True,
+            op=name_of(terms.op),
+            prescale=prescale,
+            postscale=postscale,
+            about=self._plan.about,
+        )
+        handle = submission.submit(Entry(request, wires, wires))
+        self._round.sent.append(_Sent(places, handle, wires, [context for _, context in pairs]))
+
+    def _loaded(self, place: int) -> Tensor:
+        """Bring this rank's gradients into a bucket, and return what travels."""
+        load = self._plan.loads[place]
+        grads = [self._params[index].grad for index in load.bucket.indices]
+        if self._terms.sparse_as_dense:
+            grads = [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in grads]
+        kinds = load.absorb(not_twice(load, grads, self._round.addresses))
+        if SPARSE in kinds:
+            for index, grad in zip(load.bucket.indices, grads, strict=True):
+                if grad is not None and grad.is_sparse:  # it sets out by itself
+                    self._send_sparse(index, grad)
+        return load.flat
+
+    def _take(self, sent: _Sent) -> None:
+        handles.synchronize(sent.handle)
+        for place, wire, context in zip(sent.places, sent.wires, sent.contexts, strict=True):
+            flat = self._plan.loads[place].flat
+            arrived = self._terms.compression.decompress(wire, context)
+            if arrived.data_ptr() != flat.data_ptr():
+                flat.copy_(arrived)
+
+    # -- which gradients there are -----------------------------------------------------------------------
+
+    def _ask_which_exist(self) -> None:
+        mine = torch.tensor([param.grad is not None for param in self._params])
+        name = f"{self._label}.exist"
+        handle = allreduce_async_(mine, None, name, Sum, process_set=self._terms.process_set)
+        self._round.exist = handle, mine
+
+    def _exist_somewhere(self) -> Sequence[bool]:
+        """Return which gradients some rank has, by index; where nobody asks, all of them."""
+        if self._round.exist is None:
+            return [True] * len(self._params)
+        handle, exist = self._round.exist
+        handles.synchronize(handle)
+        return exist.tolist()
+
+    # -- sparse gradients --------------------------------------------------------------------------------
+
+    def _sparse_name(self, index: int) -> str:
+        """Return what a sparse gradient is known by: in this round, since others may be in the next one."""
+        return f"{self._label}.{self._names[index]}.{self._num_rounds % 2}"
+
+    def _send_sparse(self, index: int, grad: Tensor) -> None:
+        name, terms = self._sparse_name(index), self._terms
+        handle = sparse_allreduce_async(grad, name, terms.op, terms.process_set)
+        self._round.sparse[index] = grad.sparse_dim(), handle
+
+    def _as_sparse(self, index: int, sparse_dim: int) -> Tensor:
+        """Return a gradient that was sparse on some rank before, in that form."""
+        grad = self._params[index].grad
+        if grad is None:
+            return without_rows(self._params[index], sparse_dim)
+        return grad if grad.is_sparse else grad.to_sparse(sparse_dim)
+
+    def _take_part_in_sparse_ones(self) -> None:
+        """Send an empty gradient of each parameter whose gradient is sparse elsewhere, but not here.
+
+        Others have submitted theirs before the buckets of these parameters, which have arrived.
+        """
+        sent_by_others = sparse_dims_sent_by_others(self._terms.process_set, f"{self._label}.")
+        if not sent_by_others:
+            return
+        for index, param in enumerate(self._params):
+            sparse_dim = sent_by_others.get(self._sparse_name(index))
+            if sparse_dim is not None and index not in self._round.sparse:
+                self._send_sparse(index, without_rows(param, sparse_dim))
+
+    def _settle_sparse(self, index: int, exists: bool) -> None:
+        """Give a parameter its sparse gradient, with what was dense on other ranks added."""
+        param = self._params[index]
+        total = handles.synchronize(self._round.sparse[index][1])
+        dense = param.grad if index in self._plan.place_of else None
+        if not exists:
+            param.grad = None
+        elif dense is not None and bool(dense.any()):
+            param.grad = dense.add_(total)
+        else:
+            param.grad = total

@@ -1,0 +1,67 @@
+"""Handles: numbers that stand for operations under way."""
+
+import itertools
+import threading
+from typing import Any
+
+from mpisgd.comm.arguments import shown
+from mpisgd.horovod import state
+from mpisgd.horovod.engine.entry import Entry
+
+__all__ = ["entry", "forget", "keep", "poll", "synchronize"]
+
+_numbers = itertools.count()
+_entries: dict[int, Entry] = {}
+_lock = threading.Lock()
+
+
+def keep(entry: Entry) -> int:
+    """Let the next number stand for an operation, and return it."""
+    with _lock:
+        handle = next(_numbers)
+        _entries[handle] = entry
+    return handle
+
+
+def entry(handle: int) -> Entry:
+    """Return what a number stands for."""
+    with _lock:
+        return _entries[handle]
+
+
+def forget(handle: int) -> None:
+    """Let a number stand for nothing any more."""
+    with _lock:
+        _entries.pop(handle, None)
+
+
+def poll(handle: int) -> bool:
+    """Return whether `synchronize` would return at once.
+
+    Raises:
+        ValueError: nobody knows this handle.
+    """
+    with _lock:
+        found = _entries.get(handle) if isinstance(handle, int) else None
+    if found is None:
+        raise ValueError(f"handle {shown(handle)} was not given out, or has been synchronized")
+    return found.done.is_set()
+
+
+def synchronize(handle: Any) -> Any:
+    """Wait for an operation and return its result; None for a handle that was synchronized before.
+
+    Args:
+        handle: what an `_async` function returned; that of `sparse_allreduce_async` is a function.
+
+    Raises:
+        HorovodInternalError: the operation failed, on all its ranks.
+        ValueError: this is no handle.
+    """
+    if callable(handle):
+        return handle()
+    if not isinstance(handle, int):
+        raise ValueError(f"synchronize: handle={shown(handle)}; expected what an _async function returned")
+    with _lock:
+        found = _entries.pop(handle, None)
+    return None if found is None else state.engine().wait(found)

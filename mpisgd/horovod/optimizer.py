@@ -1,0 +1,353 @@
+"""`DistributedOptimizer` with Horovod's arguments, methods and messages.
+
+The optimizer that is passed in stays the same object, with its state, and becomes an instance of a class made
+of `_DistributedOptimizer` and its own: schedulers and scalers that know it go on working.
+"""
+
+import contextlib
+import math
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpisgd.comm import job
+from mpisgd.comm.arguments import check_flag, shown
+from mpisgd.horovod.adasum_optimizer import adasum_optimizer
+from mpisgd.horovod.arguments import check_compression, check_optimizer
+from mpisgd.horovod.compression import Compression, Compressor
+from mpisgd.horovod.gradients import GradientExchange, Terms
+from mpisgd.horovod.ops import Adasum, Average, name_of
+from mpisgd.horovod.process_sets import ProcessSet, global_process_set
+
+__all__ = ["DistributedOptimizer", "begin_anew"]
+
+TOO_MANY = (
+    "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
+    "backward_passes_per_step to accumulate gradients locally."
+)
+ZEROED = (
+    "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
+    "optimizer.synchronize(). This is prohibited as it can cause a race condition."
+)
+TWICE = (
+    "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
+    "This can cause training slowdown. You may want to consider using optimizer.skip_synchronize() context "
+    "if you use optimizer.synchronize() in your code."
+)
+
+
+def DistributedOptimizer(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+    compression: type[Compressor] = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+    *,
+    keep_none: bool = False,
+) -> Any:
+    """Let `optimizer` step with the gradients of all ranks of a process set. Collective over them.
+
+    Buckets of gradients set out during backward; `step()` waits for them. A gradient that is missing counts
+    as zero.
+
+    Args:
+        optimizer: any torch optimizer; it is changed in place and returned.
+        named_parameters: names for messages, usually `model.named_parameters()`.
+        compression: what travels: `Compression.none`, `.fp16`, `.bf16` or one's own.
+        backward_passes_per_step: gradients are summed locally over so many `backward()`s.
+        op: Average, Sum or Adasum.
+        gradient_predivide_factor: with Average, divide by this before the sum and by size / factor after it.
+        num_groups: older spelling of `groups` as a number.
+        groups: lists of parameters whose gradients travel together, or into how many parts to cut them.
+        sparse_as_dense: let sparse gradients travel as dense ones.
+        process_set: who trains together.
+        keep_none: leave the gradient None of a parameter that no rank has used, as one process does. Beyond
+            Horovod, whose optimizers see zeros there.
+
+    Raises:
+        ValueError: arguments that make no sense; before anything is sent.
+    """
+    check_optimizer("DistributedOptimizer", optimizer)
+    check_compression("DistributedOptimizer", compression)
+    if not isinstance(process_set, ProcessSet):
+        raise ValueError(f"process_set={shown(process_set)}; expected an hvd.ProcessSet")
+    for what, flag in (("sparse_as_dense", sparse_as_dense), ("keep_none", keep_none)):
+        check_flag("DistributedOptimizer", what, flag)
+    named = _named(optimizer, named_parameters)
+    _check(backward_passes_per_step, op, gradient_predivide_factor)
+    if not isinstance(num_groups, int) or num_groups < 0:
+        raise ValueError(f"num_groups={shown(num_groups)}; expected 0 or more")
+    _indices(groups, [param for _, param in named])
+    if op == Adasum:
+        return adasum_optimizer(optimizer, named, compression, backward_passes_per_step, process_set)
+    if num_groups:
+        warnings.warn("Parameter `num_groups` has been replaced by `groups`", DeprecationWarning, 2)
+        groups = num_groups if groups is None else groups
+    terms = Terms(op, compression, gradient_predivide_factor, sparse_as_dense, keep_none, process_set)
+    kind = type(optimizer)
+    optimizer.__class__ = type(kind.__name__, (_DistributedOptimizer, kind), {})
+    assert isinstance(optimizer, _DistributedOptimizer)
+    optimizer._set_up(named, groups, backward_passes_per_step, terms)
+    return optimizer
+
+
+def _named(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None
+) -> list[tuple[str, Tensor]]:
+    """Return (name, parameter) of every parameter of the optimizer."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if named_parameters is None:
+        return [(f"noname.{index}", param) for index, param in enumerate(params)]
+    listed = isinstance(named_parameters, Iterable) and not isinstance(named_parameters, Tensor)
+    given: list[Any] = list(named_parameters) if listed else [named_parameters]
+    if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in given):
+        raise ValueError(
+            "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
+            "model.named_parameters()."
+        )
+    names = [name for name, _ in given]
+    if duplicates := sorted(name for name, times in Counter(names).items() if times > 1):
+        raise ValueError(
+            "Parameter names in named_parameters must be unique. Found duplicates: " + ", ".join(duplicates)
+        )
+    by_id = {id(param): name for name, param in given}
+    if unnamed := [param for param in params if id(param) not in by_id]:
+        raise ValueError(
+            "named_parameters was specified, but one or more model parameters were not named: "
+            + ", ".join(f"one of shape {list(param.shape)}" for param in unnamed)
+        )
+    return [(by_id[id(param)], param) for param in params]
+
+
+def _check(passes: int, op: int, factor: float) -> None:
+    if not isinstance(passes, int) or passes <= 0:
+        raise ValueError("backward_passes_per_step must be > 0")
+    if not isinstance(factor, int | float) or not 0 < factor < math.inf:
+        raise ValueError(f"gradient_predivide_factor={shown(factor)}; expected a positive number")
+    if factor != 1.0 and op != Average:
+        raise ValueError("gradient_predivide_factor not supported with op != Average")
+    name_of(op)
+
+
+class _Share(NamedTuple):
+    """Parameters that were added together, and how many passes the gradient of each still waits for."""
+
+    params: Sequence[Tensor]
+    exchange: GradientExchange
+    delays: list[int]
+
+    def hook(self, index: int) -> Callable[[Tensor], None]:
+        """Return what is called whenever backward has added to a gradient."""
+        delays, ready = self.delays, self.exchange.ready
+
+        def hook(_: Tensor) -> None:  # hundreds of them run in a step
+            left = delays[index] - 1
+            if left < 0:
+                raise AssertionError(TOO_MANY)
+            delays[index] = left
+            if not left:
+                ready(index)
+
+        return hook
+
+
+class _DistributedOptimizer(torch.optim.Optimizer):
+    """What `DistributedOptimizer` adds to the wrapped class."""
+
+    def _set_up(
+        self,
+        named: list[tuple[str, Tensor]],
+        groups: int | Sequence[Sequence[Tensor]] | None,
+        passes: int,
+        terms: Terms,
+    ) -> None:
+        self._parameter_names = {param: name for name, param in named}
+        self._groups, self._terms = groups, terms
+        self._label = f"gradients.{_number_in(terms.process_set)}"
+        self.backward_passes_per_step = passes
+        self._synchronized = self._synchronized_for_scaler = False
+        self._should_synchronize = True
+        self._shares: list[_Share] = []
+        self.register_step_pre_hook(_before_step)
+        self._cover_new_ones()
+
+    def _cover_new_ones(self) -> None:
+        """Exchange the gradients of those parameters that are trained and not covered yet."""
+        if not self._terms.process_set.included() or job.size() == 1:
+            return
+        covered = {id(param) for share in self._shares for param in share.params}
+        params = [param for group in self.param_groups for param in group["params"]]
+        new = [param for param in params if param.requires_grad and id(param) not in covered]
+        if not new:
+            return
+        names = [self._parameter_names[param] for param in new]
+        label = self._label + f".{len(self._shares)}" * bool(self._shares)
+        exchange = GradientExchange(label, new, names, _indices(self._groups, new), self._terms)
+        self._shares.append(share := _Share(new, exchange, [self.backward_passes_per_step] * len(new)))
+        for index, param in enumerate(new):
+            param.register_post_accumulate_grad_hook(share.hook(index))
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Sum gradients locally over so many `backward()`s from now on."""
+        if passes <= 0:
+            raise ValueError("backward_passes_per_step must be > 0")
+        self.backward_passes_per_step = passes
+        self._count_passes_anew()
+
+    def _count_passes_anew(self) -> None:
+        for share in self._shares:
+            share.delays[:] = [self.backward_passes_per_step] * len(share.delays)
+
+    @property
+    def _is_underway(self) -> bool:
+        return any(share.exchange.is_underway for share in self._shares)
+
+    def synchronize(self) -> None:
+        """Wait until every gradient is that of all ranks; send those that have not been sent."""
+        for share in self._shares:
+            share.exchange.send()
+        for share in self._shares:
+            share.exchange.receive()
+        self._count_passes_anew()
+        self._synchronized = True
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What `GradScaler.step` asks for before it looks whether the gradients are finite.
+
+        So they are made those of all ranks then: else one rank would leave out a step that the others take.
+        """
+        known = self._synchronized or (self._synchronized_for_scaler and not self._is_underway)
+        if self._should_synchronize and not known:
+            self.synchronize()
+            self._synchronized, self._synchronized_for_scaler = False, True
+        return bool(self.__dict__.get("_step_supports_amp_scaling", False))
+
+    @contextlib.contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Let `step()` take the gradients as they are, after `synchronize()`."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients, as the wrapped optimizer does."""
+        if self._is_underway:
+            raise AssertionError(ZEROED)
+        self._synchronized_for_scaler = False
+        super().zero_grad(set_to_none)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state; what is left of a step that has failed is forgotten."""
+        self._forget_step()
+        super().load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters later. All ranks add the same ones."""
+        super().add_param_group(param_group)
+        if not hasattr(self, "_parameter_names"):
+            return
+        params = [param for group in self.param_groups for param in group["params"]]
+        for index, param in enumerate(params):
+            self._parameter_names.setdefault(param, f"noname.{index}")
+        self._cover_new_ones()
+
+    def _forget_step(self) -> None:
+        for share in self._shares:
+            share.exchange.forget()
+        self._count_passes_anew()
+        self._end_step()
+
+    def _before_step(self) -> None:
+        """Wait for the gradients, unless the program or the scaler has seen to it."""
+        if self._should_synchronize and (not self._synchronized_for_scaler or self._is_underway):
+            if self._synchronized:
+                warnings.warn(TWICE, UserWarning, 4)
+            self.synchronize()
+        self._end_step()
+
+    def _end_step(self) -> None:
+        self._synchronized = self._synchronized_for_scaler = False
+
+
+def begin_anew(optimizer: torch.optim.Optimizer) -> None:
+    """Let a distributed optimizer go on with the ranks that there are now; what is under way is forgotten.
+
+    One that was made where its rank was alone has exchanged nothing until now.
+    """
+    if isinstance(optimizer, _DistributedOptimizer):
+        optimizer._forget_step()
+        optimizer._cover_new_ones()
+
+
+_numbers: "Counter[tuple[int, ...]]" = Counter()
+
+
+def _number_in(process_set: ProcessSet) -> int:
+    """Return how many optimizers this process has made for the members before.
+
+    Two of them may have gradients under way at once, of parameters of the same names and shapes.
+    """
+    members = tuple(process_set.members())
+    _numbers[members] += 1
+    return _numbers[members] - 1
+
+
+def _before_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Wait for the gradients: now, or, where there is a closure, whenever it has run."""
+    assert isinstance(optimizer, _DistributedOptimizer)
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        optimizer._before_step()
+        return None
+
+    def synchronized() -> Any:
+        loss = closure()
+        if optimizer._should_synchronize:
+            optimizer.synchronize()
+            optimizer._end_step()
+        return loss
+
+    if len(args) > 1:
+        return (args[0], synchronized, *args[2:]), kwargs
+    return args, {**kwargs, "closure": synchronized}
+
+
+def _indices(groups: int | Sequence[Sequence[Tensor]] | None, params: Sequence[Tensor]) -> list[list[int]]:
+    """Return the groups as places in `params`."""
+    if groups is None:
+        return []
+    if not _are_groups(groups):
+        raise ValueError("groups should be a non-negative integer or a list of list of torch.Tensor.")
+    if not groups:
+        return []
+    if isinstance(groups, int):
+        cuts = torch.arange(len(params)).tensor_split(min(groups, max(len(params), 1)))
+        return [cut.tolist() for cut in cuts]
+    place = {id(param): index for index, param in enumerate(params)}
+    listed = [[place[id(param)] for param in group if id(param) in place] for group in groups]
+    flat = [index for group in listed for index in group]
+    if len(set(flat)) < len(flat):
+        raise ValueError("A parameter can only appear once in groups.")
+    return [group for group in listed if group]
+
+
+def _are_groups(groups: object) -> bool:
+    if isinstance(groups, int):
+        return groups >= 0
+    return isinstance(groups, Sequence) and all(
+        isinstance(group, Sequence) and all(isinstance(param, Tensor) for param in group) for group in groups
+    )

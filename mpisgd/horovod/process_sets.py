@@ -1,0 +1,172 @@
+"""Process sets: some ranks of the job with operations of their own, in the one order of all sets."""
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from mpisgd.comm import job
+from mpisgd.comm.arguments import shown
+from mpisgd.horovod import state
+
+__all__ = [
+    "ProcessSet",
+    "add_process_set",
+    "global_process_set",
+    "remove_process_set",
+]
+
+
+class ProcessSet:
+    """Some ranks of the job; what operations take as `process_set=`.
+
+    Args:
+        ranks_or_comm: global ranks, or an mpi4py communicator of them.
+
+    Attributes:
+        process_set_id: its number, None until it is added.
+        ranks: its global ranks, ascending.
+        mpi_comm: the communicator it was made of, if any.
+    """
+
+    process_set_id: int | None = None
+
+    def __init__(self, ranks_or_comm: Any) -> None:
+        self.mpi_comm: Any = None
+        self.ranks: list[int] | None = None
+        if isinstance(ranks_or_comm, Sequence) and not isinstance(ranks_or_comm, str | bytes):
+            self.ranks = sorted(map(_as_rank, ranks_or_comm))
+        elif hasattr(type(ranks_or_comm), "Get_group"):
+            self.mpi_comm = ranks_or_comm
+        else:
+            raise ValueError(
+                f"ProcessSet: ranks_or_comm={shown(ranks_or_comm)}; expected a list of ranks, or an mpi4py "
+                "communicator"
+            )
+
+    def __repr__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
+
+    def __str__(self) -> str:
+        return repr(self)
+
+    def __deepcopy__(self, memo: object) -> "ProcessSet":
+        return self  # a copied layer talks to the same ranks
+
+    def size(self) -> int:
+        """Return the number of its ranks."""
+        return len(self.members())
+
+    def rank(self) -> int:
+        """Return this rank's place in it.
+
+        Raises:
+            ValueError: this rank is not in it.
+        """
+        members = self.members()
+        if job.rank() not in members:
+            raise ValueError(f"rank {job.rank()} is not in {self!r}")
+        return members.index(job.rank())
+
+    def included(self) -> bool:
+        """Return whether this rank is in it."""
+        return job.rank() in self.members()
+
+    def members(self) -> list[int]:
+        """Return its ranks, once it was added."""
+        if self.process_set_id is None or self.ranks is None:
+            raise ValueError(f"{self!r} has not been added; use hvd.add_process_set()")
+        return self.ranks
+
+    def settle(self, set_id: int | None, ranks: Sequence[int]) -> None:
+        """Take number and ranks; None: it was removed."""
+        self.process_set_id, self.ranks = set_id, list(ranks)
+
+
+def _as_rank(rank: object) -> int:
+    try:
+        return operator.index(rank)  # type: ignore[arg-type]
+    except TypeError:
+        raise ValueError(f"ProcessSet: ranks_or_comm has {shown(rank)} in it; expected ranks") from None
+
+
+class _GlobalProcessSet(ProcessSet):
+    """All ranks; known before `init()`, whose ranks it then has."""
+
+    process_set_id = 0
+
+    def __init__(self) -> None:
+        super().__init__([])
+
+    def members(self) -> list[int]:
+        """Return all ranks."""
+        state.engine()
+        return list(range(job.size()))
+
+    def __reduce__(self) -> str:
+        return "global_process_set"  # a saved layer finds that of the job it is loaded in
+
+
+global_process_set = _GlobalProcessSet()
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Make operations on some ranks possible. Collective over all ranks, in the same order, at any time.
+
+    Args:
+        process_set: of what it consists; an mpi4py communicator counts too. Communicators may differ by rank,
+            as `Split` makes them: each rank then gets the set that it is in.
+
+    Raises:
+        ValueError: there is one of these ranks, or a rank that the job does not have.
+        HorovodInternalError: the ranks asked for different sets; on all of them.
+    """
+    added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    if added.mpi_comm is not None:
+        return _add_those_of_communicators(added)
+    ranks = _checked(added.ranks or [])
+    if state.engine().find_set(ranks) is not None:
+        raise ValueError(f"Attempted to add a duplicate process set: {ranks}")
+    added.settle(state.engine().add_set(ranks), ranks)
+    return added
+
+
+def _checked(ranks: list[int]) -> list[int]:
+    if not ranks or ranks[0] < 0 or ranks[-1] >= job.size() or len(set(ranks)) < len(ranks):
+        raise ValueError(f"add_process_set: ranks {ranks}; the job has the ranks 0 to {job.size() - 1}")
+    return ranks
+
+
+def _add_those_of_communicators(added: ProcessSet) -> ProcessSet:
+    """Add the sets of all ranks' communicators that there are not yet. Collective."""
+    from mpisgd.horovod.objects import allgather_object  # which has process sets itself
+
+    mine = _ranks_of(added.mpi_comm)
+    everyones = [ranks for ranks in allgather_object(mine, "process sets of communicators") if ranks]
+    for ranks in everyones:
+        if state.engine().find_set(ranks) is None:
+            state.engine().add_set(_checked(ranks))
+    if not everyones:
+        raise ValueError("add_process_set: no rank is in its communicator")
+    ranks = mine or everyones[0]  # a rank that is in none of them knows the first one
+    added.settle(state.engine().find_set(ranks), ranks)
+    return added
+
+
+def _ranks_of(comm: Any) -> list[int]:
+    """Return a communicator's ranks of the job, which it counts its own way. Not collective."""
+    if not comm:
+        return []
+    theirs, world = comm.Get_group(), job.world().lane.wire.comm.Get_group()
+    return sorted(theirs.Translate_ranks(list(range(theirs.Get_size())), world))
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Give a process set back; False if it is not there or is the global one. Collective over all ranks."""
+    set_id = process_set.process_set_id
+    if set_id in (None, 0) or process_set.ranks is None:
+        return False
+    if state.engine().find_set(process_set.ranks) is None:
+        return False
+    state.engine().remove_set(set_id, process_set.ranks)
+    process_set.settle(None, process_set.ranks)
+    return True

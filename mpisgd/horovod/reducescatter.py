@@ -1,0 +1,168 @@
+"""`reducescatter` in its forms: the combination of everyone's tensors, of which each rank gets some rows.
+
+Gradient, as in Horovod: everyone's gradients, one after the other; times the number of members for a sum.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpisgd.horovod import submission
+from mpisgd.horovod.allgather import allgather_async
+from mpisgd.horovod.arguments import as_tensor, as_tensors, check_compression
+from mpisgd.horovod.compression import Compression, Compressor
+from mpisgd.horovod.engine.entry import Entry
+from mpisgd.horovod.exceptions import HorovodInternalError
+from mpisgd.horovod.handles import synchronize
+from mpisgd.horovod.ops import Average, Sum, name_of, reduction_for
+from mpisgd.horovod.process_sets import ProcessSet, global_process_set
+
+__all__ = [
+    "HorovodGroupedReducescatter",
+    "HorovodReducescatter",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "reducescatter",
+    "reducescatter_async",
+]
+
+
+def _start(
+    tensors: Sequence[Tensor],
+    name: str | None,
+    op: int,
+    process_set: ProcessSet,
+    factors: tuple[float, float],
+    finish: Any,
+) -> int:
+    if name_of(op) not in ("Average", "Sum"):
+        raise HorovodInternalError("Reducescatter currently only supports AVERAGE and SUM.")
+    inputs = [tensor.detach() for tensor in tensors]
+    request = submission.described(
+        "reducescatter",
+        name,
+        inputs,
+        process_set,
+        op=reduction_for(op, None, inputs[0].dtype),
+        prescale=factors[0],
+        postscale=factors[1],
+    )
+    if any(tensor.dim() == 0 for tensor in inputs):
+        raise ValueError("reducescatter: the tensor has no dimension; expected at least one")
+    return submission.submit(Entry(request, inputs, finish=finish))
+
+
+def reducescatter_async(
+    tensor: Tensor,
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Start to combine `tensor` over the members; the handle's result is this rank's rows of it.
+
+    Args:
+        tensor: [rows, ...], of the same shape and dtype on all members. Where the rows cannot be shared
+            equally, the first ranks get one more.
+        name: under which the members' calls find each other; by default the calls are counted.
+        op: Average or Sum.
+        process_set: who takes part.
+        prescale_factor: multiplied before the reduction.
+        postscale_factor: multiplied after it.
+
+    Raises:
+        ValueError: no dimension, a name that is pending, a process set this rank is not in.
+        HorovodInternalError: another op; from `synchronize`: the members gave different shapes or options.
+    """
+    factors = (prescale_factor, postscale_factor)
+    return _start([as_tensor("reducescatter", tensor)], name, op, process_set, factors, lambda rows: rows[0])
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Start to reduce and scatter several tensors, which run together; see `reducescatter_async`."""
+    factors = (prescale_factor, postscale_factor)
+    return _start(as_tensors("reducescatter", tensors), name, op, process_set, factors, list)
+
+
+def reducescatter(
+    tensor: Tensor,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Tensor:
+    """Return this rank's rows of the combination, with a gradient; see `reducescatter_async`."""
+    check_compression("reducescatter", compression)
+    smaller, ctx = compression.compress(as_tensor("reducescatter", tensor))
+    options = (name, op, process_set, prescale_factor, postscale_factor)
+    rows: Tensor = HorovodReducescatter.apply(smaller, *options)  # type: ignore[no-untyped-call]
+    return compression.decompress(rows, ctx)
+
+
+def grouped_reducescatter(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Tensor]:
+    """Return this rank's rows of several combinations, with gradients; see `reducescatter_async`."""
+    check_compression("reducescatter", compression)
+    pairs = [compression.compress(tensor) for tensor in as_tensors("reducescatter", tensors)]
+    options = (name, op, process_set, prescale_factor, postscale_factor)
+    rows = HorovodGroupedReducescatter.apply(*options, *[tensor for tensor, _ in pairs])  # type: ignore[no-untyped-call]
+    return [compression.decompress(r, ctx) for r, (_, ctx) in zip(rows, pairs, strict=True)]
+
+
+def _gathered(grad: Tensor, options: Any) -> Tensor:
+    """Return everyone's gradient, scaled as the reduction was."""
+    op, process_set, prescale, postscale = options
+    factor = prescale * postscale * (process_set.size() if op == Sum else 1)
+    gathered: Tensor = synchronize(allgather_async(grad, process_set=process_set))
+    gathered.mul_(factor)
+    return gathered
+
+
+class HorovodReducescatter(torch.autograd.Function):
+    """`reducescatter` as a function that has a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, *options: Any) -> Tensor:
+        """Reduce and scatter; `options` as of `reducescatter_async`."""
+        ctx.options = options[1:]
+        rows: Tensor = synchronize(reducescatter_async(tensor, *options))
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Gather the gradients."""
+        return _gathered(grads[0], ctx.options), *[None] * 5
+
+
+class HorovodGroupedReducescatter(torch.autograd.Function):
+    """`grouped_reducescatter` as a function that has gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        """Reduce and scatter; five options as of `reducescatter_async`, then the tensors."""
+        ctx.options = arguments[1:5]
+        return tuple(synchronize(grouped_reducescatter_async(arguments[5:], *arguments[:5])))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Gather the gradients."""
+        return *[None] * 5, *[_gathered(grad, ctx.options) for grad in grads]

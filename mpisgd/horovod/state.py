@@ -1,0 +1,93 @@
+"""The one engine of this process, its process sets, and its start and end."""
+
+import atexit
+import sys
+from typing import Any
+
+from mpisgd.comm import job
+from mpisgd.errors import PeerLost
+from mpisgd.horovod.engine.engine import Engine
+from mpisgd.horovod.engine.entry import Entry
+from mpisgd.horovod.engine.recording import requested
+from mpisgd.horovod.engine.settings import read_settings
+from mpisgd.horovod.exceptions import HorovodInternalError
+
+__all__ = ["abandon", "engine", "is_broken", "is_running", "restart", "start", "stop"]
+
+_engine: Engine | None = None
+_registered = False
+
+
+def start(comm: Any = None) -> None:
+    """Start the job's world and the engine, unless they run. Collective."""
+    global _engine, _registered
+    if _engine is not None:
+        return
+    job.init(comm)
+    _engine = Engine(read_settings(), _say)
+    if (request := requested()) is not None:
+        _engine.wait(_engine.submit(Entry(request)))
+    if not _registered:
+        atexit.register(_leave)  # before the job's own end, which was registered earlier
+        _registered = True
+
+
+def stop() -> None:
+    """Let what was submitted run, and end the engine when all ranks do. Collective."""
+    global _engine
+    running, _engine = _engine, None
+    if running is not None:
+        running.close()
+
+
+def abandon() -> None:
+    """End the engine without meeting anyone, since a rank was lost."""
+    global _engine
+    running, _engine = _engine, None
+    if running is not None:
+        running.abandon(PeerLost("a rank of the job was lost"))
+
+
+def is_broken() -> bool:
+    """Return whether the engine has failed."""
+    return _engine is not None and _engine.broken is not None
+
+
+def restart() -> None:
+    """End the engine, if one runs, and start another on the ranks that there are. Collective.
+
+    Raises:
+        HorovodInternalError: a rank is lost, or does not answer; there is no way on without it.
+    """
+    if _engine is not None and (broken := _engine.broken) is not None:
+        raise HorovodInternalError(
+            f"the ranks cannot start over, since one of them is lost: {broken}; start the job again, from a "
+            "checkpoint, or with `mpirun --with-ft ulfm`, where the others go on"
+        ) from broken
+    stop()
+    start()
+
+
+def _leave() -> None:
+    if job.is_initialized() and not job.world().lane.broken:
+        stop()
+
+
+def _say(text: str) -> None:
+    print(f"mpisgd.horovod: {text}", file=sys.stderr, flush=True)
+
+
+def is_running() -> bool:
+    """Return whether `init()` was called, and `shutdown()` not since."""
+    return _engine is not None
+
+
+def engine() -> Engine:
+    """Return the engine.
+
+    Raises:
+        ValueError: it does not run.
+    """
+    if _engine is None:
+        raise ValueError("Horovod has not been initialized; use hvd.init().")
+    return _engine
