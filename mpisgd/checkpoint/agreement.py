@@ -1,0 +1,74 @@
+"""What one rank finds out, all ranks raise: nobody goes on alone, and nobody waits for who has given up."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from mpisgd.comm.group import Group
+from mpisgd.comm.handshake import Operation
+from mpisgd.errors import CheckpointError
+
+__all__ = ["agree", "at_root", "gather_at_root"]
+
+T = TypeVar("T")
+ROOT = 0  # the rank of the group that has the files
+
+
+def gather_at_root(group: Group, operation: Operation, obj: Any) -> list[Any] | None:
+    """Return everyone's object on the root, None elsewhere. Collective."""
+    got: list[list[Any] | None] = []
+    group.lane.run(operation, lambda: got.append(group.lane.wire.gather_object(obj, ROOT)))
+    return got[0]
+
+
+def at_root(group: Group, operation: Operation, action: Callable[[], T]) -> T:
+    """Return on every rank what `action` returns on the root. Collective.
+
+    Raises:
+        CheckpointError: the action raised that, or anything else; on every rank.
+    """
+    result: Any = None
+    failure: CheckpointError | None = None
+    if group.rank == ROOT:
+        try:
+            result = action()
+        except CheckpointError as exc:
+            failure = exc
+        except OSError as exc:
+            failure = _caused_by(exc, f"{operation.kind}: {exc}")
+        except Exception as exc:  # whatever it is, the others wait to be told
+            failure = _caused_by(exc, f"{operation.kind}: {type(exc).__name__}: {exc}")
+    told: list[Any] = []
+    mine = (result, failure and (type(failure), str(failure)))
+    group.lane.run(operation, lambda: told.append(group.lane.wire.broadcast_object(mine, ROOT)))
+    if failure is not None:
+        raise failure
+    theirs, problem = told[0]
+    if problem is not None:
+        raise problem[0](problem[1])
+    return cast(T, result if group.rank == ROOT else theirs)
+
+
+def _caused_by(cause: Exception, text: str) -> CheckpointError:
+    failure = CheckpointError(text)
+    failure.__cause__ = cause
+    return failure
+
+
+def agree(group: Group, operation: Operation, problem: str | None, kind: type[CheckpointError]) -> None:
+    """Raise `kind` on every rank where one of them has a problem. Collective."""
+    got: list[Any] = []
+    group.lane.run(operation, lambda: got.extend(group.lane.wire.all_gather_object(problem)))
+    said = said_by(group, got)
+    if said:
+        raise kind(f"{operation.kind}: {said}")
+
+
+def said_by(group: Group, problems: list[str | None]) -> str:
+    """Return the problems, with the ranks that have them where it is not all of them; "" for none."""
+    ranks: dict[str, list[int]] = {}
+    for rank, problem in zip(group.ranks, problems, strict=True):
+        if problem is not None:
+            ranks.setdefault(problem, []).append(rank)
+    if len(ranks) == 1 and len(next(iter(ranks.values()))) == group.size:
+        return next(iter(ranks))
+    return "; ".join(f"rank {', '.join(map(str, whose))}: {problem}" for problem, whose in ranks.items())

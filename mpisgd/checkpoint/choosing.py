@@ -1,0 +1,79 @@
+"""Which checkpoint of a folder is the newest whole one."""
+
+import sys
+from collections.abc import Collection
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+
+from mpisgd.checkpoint import files, format
+from mpisgd.checkpoint.agreement import ROOT, gather_at_root
+from mpisgd.comm.group import Group
+from mpisgd.comm.handshake import Operation
+from mpisgd.errors import CheckpointDamaged, CheckpointError
+
+__all__ = ["Found", "newest_seen", "newest_whole"]
+
+
+class Found(NamedTuple):
+    """A checkpoint that was read and is whole."""
+
+    path: Path
+    document: format.Document
+    tensors: dict[str, Tensor]
+
+
+class Seen(NamedTuple):
+    """The newest checkpoint, damaged or not, that a host sees; of step -1 where there is none."""
+
+    host: str
+    step: int
+
+
+def newest_seen(group: Group, kind: str, folder: Path) -> list[Seen] | None:
+    """Return what each host sees in the folder, on the root; None elsewhere. Collective."""
+    where = group.topology
+    step = -1
+    if where.local_rank == 0:
+        try:
+            step = max(map(files.step_of, files.checkpoints_in(folder)), default=-1)
+        except OSError:
+            step = -1  # the root says what is wrong
+    seen = Seen(where.hostnames[where.node_rank], step)
+    return gather_at_root(group, Operation(kind, root=ROOT, extra="looks"), seen)
+
+
+def newest_whole(folder: Path, seen: list[Seen], objects: Collection[str]) -> Found | None:
+    """Read the newest whole checkpoint; say which ones were passed over, and why. On the root.
+
+    Args:
+        folder: with checkpoints, or not there yet.
+        seen: by the hosts of the job.
+        objects: as for `format.read`.
+
+    Raises:
+        CheckpointError: another host sees a newer one, so this is not the same folder everywhere.
+        OSError: the folder cannot be read.
+    """
+    _check_shared(folder, seen)
+    for path in files.checkpoints_in(folder):
+        try:
+            return Found(path, *format.read(path, objects))
+        except CheckpointDamaged as exc:
+            reason = str(exc)
+        except OSError as exc:
+            reason = f"{path} cannot be read: {exc.strerror or exc}"
+        print(f"mpisgd: checkpoint passed over: {reason}", file=sys.stderr, flush=True)
+    return None
+
+
+def _check_shared(folder: Path, seen: list[Seen]) -> None:
+    here, newest = seen[ROOT], max(seen, key=lambda one: one.step)
+    if newest.step > here.step:
+        ours = f"none newer than step {here.step}" if here.step >= 0 else "none"
+        raise CheckpointError(
+            f"{folder} on {newest.host} has a checkpoint of step {newest.step}, on {here.host}, where rank 0 "
+            f"is now, {ours}: each host has a folder of its own there. Use one that all share, or start "
+            "rank 0 where the checkpoints are"
+        )

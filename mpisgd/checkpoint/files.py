@@ -1,0 +1,112 @@
+"""The folder of checkpoints: names, files that appear whole or not at all, and the end of old ones.
+
+runs/a/step-00000200.safetensors
+runs/a/step-00000300.safetensors
+runs/a/.step-00000400.safetensors.4711.tmp      being written, and locked by who writes it
+"""
+
+import contextlib
+import fcntl
+import os
+import re
+import socket
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+from mpisgd import config
+
+__all__ = ["checkpoints_in", "path_of", "prepare", "remove_older", "sweep", "write_whole"]
+
+NAME = re.compile(r"step-(\d{8,})\.safetensors")
+UNFINISHED = re.compile(r"\.step-\d{8,}\.safetensors\..*\.tmp")
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Return where the checkpoint of a step is."""
+    return folder / f"step-{step:08d}.safetensors"
+
+
+def step_of(path: Path) -> int:
+    """Return the step of a checkpoint, -1 for any other file."""
+    found = NAME.fullmatch(path.name)
+    return int(found[1]) if found else -1
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Return the checkpoints of a folder, the newest first; none where there is no folder.
+
+    Raises:
+        OSError: the folder cannot be read.
+    """
+    try:
+        found = [path for path in folder.iterdir() if step_of(path) >= 0]
+    except FileNotFoundError:
+        return []
+    return sorted(found, key=step_of, reverse=True)
+
+
+def write_whole(path: Path, write: Callable[[BinaryIO], None]) -> None:
+    """Let `write` write a file that is at `path` once it is whole and on the disk, and not before.
+
+    Whenever the machine stops, there is the old file or the new one.
+
+    Raises:
+        OSError: it could not be written; what was there is still there.
+    """
+    temporary = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
+    try:
+        with temporary.open("xb", buffering=0) as file:
+            _lock(file)
+            write(file)
+            os.fsync(file.fileno())  # the bytes first, then the name
+            temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    _sync_folder(path.parent)
+    config.note(f"checkpoint {path}")
+
+
+def _lock(file: BinaryIO) -> None:
+    """Tell `sweep` that somebody is at work on this file; the lock ends with the process."""
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _sync_folder(folder: Path) -> None:
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def prepare(folder: Path) -> None:
+    """Make a folder; find out that it can be written to.
+
+    Raises:
+        OSError: it cannot.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
+def sweep(folder: Path) -> None:
+    """Remove unfinished files whose writers are gone."""
+    for path in folder.iterdir():
+        if UNFINISHED.fullmatch(path.name):
+            with contextlib.suppress(OSError), path.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while somebody writes
+                path.unlink()
+
+
+def remove_older(newest: Path, keep_last: int) -> None:
+    """Remove all but `keep_last` of the checkpoints up to and including `newest`.
+
+    Those of later steps are no business of this run, which has begun anew before them.
+    """
+    upto = [path for path in checkpoints_in(newest.parent) if step_of(path) <= step_of(newest)]
+    for path in upto[keep_last:]:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,251 @@
+"""The file of a checkpoint: a safetensors file, which any reader of that format opens, with checksums inside.
+
+    8 bytes          length of the header, little endian
+    header           {"__metadata__": {"header_crc32": "89abcdef", "mpisgd": DOCUMENT},
+                      NAME: {"dtype": "F32", "shape": [3, 4], "data_offsets": [BEGIN, END]}, ...}
+    data             the tensors, one after the other without gaps, widest elements first
+
+DOCUMENT is JSON: {"version": 1, "step": 300, "ranks": 4, "crc32": {NAME: ...}, "state": {...}, "rng": [...]};
+see `mpisgd.checkpoint.tree` for what stands in "state". The checksum of the header is that of the header with
+eight zeros in its own place. So every byte of the file is covered, and a reader needs no pickle.
+"""
+
+import json
+import math
+import os
+import struct
+import zlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpisgd.checkpoint.tree import tensor_names
+from mpisgd.errors import CheckpointDamaged
+
+__all__ = ["DTYPES", "Document", "bytes_of", "read", "write"]
+
+VERSION = 1
+CHUNK_BYTES = 16 * 2**20
+MAX_HEADER_BYTES = 2**30
+# Where the header's own checksum is: at one place in every file.
+CRC_BEFORE = b'{"__metadata__":{"header_crc32":"'
+CRC_DIGITS = slice(len(CRC_BEFORE), len(CRC_BEFORE) + 8)
+
+DTYPES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+    torch.complex128: "C128",  # ours: safetensors has none
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+_DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
+
+
+class Document(NamedTuple):
+    """What is in a file beside the tensors.
+
+    Attributes:
+        step: the caller's number of it.
+        ranks: how many there were.
+        state: name to tree; see `tree.encode`.
+        kinds: name to "object", for what has a `load_state_dict`, or "value".
+        rng: one tree per rank; empty where none was saved.
+    """
+
+    step: int
+    ranks: int
+    state: dict[str, Any]
+    kinds: dict[str, str]
+    rng: list[Any]
+
+
+class _Entry(NamedTuple):
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return the memory of a contiguous tensor as bytes."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    array: Any = bytes_of(tensor).numpy()
+    return memoryview(array)
+
+
+# --- writing ------------------------------------------------------------------------------------------
+
+
+def write(file: BinaryIO, document: Document, tensors: Mapping[str, Tensor]) -> None:
+    """Write a checkpoint into a file opened without a buffer.
+
+    Args:
+        file: at its beginning.
+        document: what stands beside the tensors.
+        tensors: of the CPU, contiguous.
+    """
+    ordered = sorted(tensors.items(), key=lambda pair: -pair[1].element_size())
+    header = _header(document, ordered)
+    _write_all(file, memoryview(struct.pack("<Q", len(header)) + header))
+    for _, tensor in ordered:
+        _write_all(file, _memory(tensor))
+
+
+def _write_all(file: BinaryIO, memory: memoryview) -> None:
+    done = 0
+    while done < len(memory):
+        done += file.write(memory[done : done + CHUNK_BYTES])
+
+
+def _header(document: Document, ordered: Sequence[tuple[str, Tensor]]) -> bytes:
+    entries: dict[str, Any] = {}
+    end = 0
+    for name, tensor in ordered:
+        begin, end = end, end + tensor.nbytes
+        entries[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    crc32 = {name: zlib.crc32(_memory(tensor)) for name, tensor in ordered}
+    told = json.dumps({"version": VERSION, **document._asdict(), "crc32": crc32}, allow_nan=False)
+    metadata = {"header_crc32": "0" * 8, "mpisgd": told}
+    text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 64)  # the tensors begin at a multiple of their elements' size
+    return _with_crc(text, zlib.crc32(text))
+
+
+def _with_crc(header: bytes, crc32: int) -> bytes:
+    return header[: CRC_DIGITS.start] + b"%08x" % crc32 + header[CRC_DIGITS.stop :]
+
+
+# --- reading ------------------------------------------------------------------------------------------
+
+
+def read(path: Path, objects: Collection[str] = ()) -> tuple[Document, dict[str, Tensor]]:
+    """Return what is in a checkpoint, after every byte of it was checked.
+
+    Args:
+        path: the file.
+        objects: of which the tensors are wanted; those of plain values and of the generators always are.
+
+    Raises:
+        CheckpointDamaged: it is not what was written; says what is wrong.
+        OSError: it cannot be read.
+    """
+    with path.open("rb", buffering=0) as file:
+        try:
+            document, entries, crc32 = _read_header(file, path)
+            wanted = set(_wanted(document, objects))
+        except (KeyError, TypeError, ValueError) as exc:
+            raise CheckpointDamaged(
+                f"{path} is no checkpoint of mpisgd: {type(exc).__name__}, {exc}"
+            ) from exc
+        tensors = {}
+        for entry in entries:
+            tensor = _read_tensor(file, path, entry, crc32[entry.name], keep=entry.name in wanted)
+            if tensor is not None:
+                tensors[entry.name] = tensor
+    return document, tensors
+
+
+def _wanted(document: Document, objects: Collection[str]) -> Iterator[str]:
+    """Return the names of the tensors to keep."""
+    for name, tree in document.state.items():
+        if document.kinds[name] == "value" or name in objects:
+            yield from tensor_names(tree)
+    for tree in document.rng:
+        yield from tensor_names(tree)
+
+
+def _read_header(file: BinaryIO, path: Path) -> tuple[Document, list[_Entry], dict[str, int]]:
+    size = os.fstat(file.fileno()).st_size
+    length = int.from_bytes(file.read(8), "little")
+    if not len(CRC_BEFORE) + 8 < length <= min(size - 8, MAX_HEADER_BYTES):
+        raise CheckpointDamaged(f"{path} is cut short or no checkpoint: {size} bytes, header of {length}")
+    header = bytearray(length)
+    _read_into(file, memoryview(header))
+    if not header.startswith(CRC_BEFORE):
+        raise CheckpointDamaged(f"{path} is no checkpoint of mpisgd, or its header is damaged")
+    found = b"%08x" % zlib.crc32(_with_crc(bytes(header), 0))
+    if found != header[CRC_DIGITS]:
+        raise CheckpointDamaged(
+            f"{path} is damaged: its header does not have the checksum that is written in it"
+        )
+    content = json.loads(bytes(header))
+    told = json.loads(content.pop("__metadata__")["mpisgd"])
+    if told.pop("version") != VERSION:
+        raise CheckpointDamaged(
+            f"{path} was written by another version of mpisgd, which this one cannot read"
+        )
+    crc32 = told.pop("crc32")
+    entries = _entries(content)
+    end = 8 + length + sum(entry.nbytes for entry in entries)
+    if end != size:
+        raise CheckpointDamaged(f"{path} is cut short or damaged: {size} bytes instead of {end}")
+    return Document(**told), entries, crc32
+
+
+def _entries(content: Mapping[str, Any]) -> list[_Entry]:
+    """Return what lies in the data, in its order."""
+    entries = []
+    end = 0
+    for name, entry in sorted(content.items(), key=lambda pair: pair[1]["data_offsets"]):
+        dtype, shape = _DTYPE_OF[entry["dtype"]], tuple(entry["shape"])
+        nbytes = math.prod(shape) * dtype.itemsize
+        begin, end = end, end + nbytes
+        if entry["data_offsets"] != [begin, end]:
+            raise ValueError(f"{name} is not where it should be")
+        entries.append(_Entry(name, dtype, shape, nbytes))
+    return entries
+
+
+def _read_tensor(file: BinaryIO, path: Path, entry: _Entry, crc32: int, *, keep: bool) -> Tensor | None:
+    """Read one tensor and check it; return None unless it is to be kept."""
+    if keep:
+        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        _read_into(file, _memory(tensor))
+        found = zlib.crc32(_memory(tensor))
+    else:
+        tensor, found = None, _skim(file, entry.nbytes)
+    if found != crc32:
+        raise CheckpointDamaged(f"{path} is damaged: {entry.name} has checksum {found:08x}, not {crc32:08x}")
+    return tensor
+
+
+def _skim(file: BinaryIO, nbytes: int) -> int:
+    """Return the checksum of the next bytes."""
+    buffer = memoryview(bytearray(min(nbytes, CHUNK_BYTES)))
+    crc32 = 0
+    for begin in range(0, nbytes, CHUNK_BYTES):
+        part = buffer[: min(CHUNK_BYTES, nbytes - begin)]
+        _read_into(file, part)
+        crc32 = zlib.crc32(part, crc32)
+    return crc32
+
+
+def _read_into(file: BinaryIO, memory: memoryview) -> None:
+    done = 0
+    while done < len(memory):
+        count = file.readinto(memory[done : done + CHUNK_BYTES])  # type: ignore[attr-defined]
+        if not count:
+            raise CheckpointDamaged(f"{file.name} ends too early: somebody else is writing it")
+        done += count

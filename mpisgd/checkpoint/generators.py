@@ -1,0 +1,62 @@
+"""The random number generators of a rank: torch's, numpy's and Python's own.
+
+A job of more ranks than the one that was saved has ranks with no state to go on from. Their generators are
+seeded by the state of rank `rank % ranks` and their own number: the same every time, and unlike any other's.
+"""
+
+import hashlib
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["capture", "restore"]
+
+
+def capture() -> dict[str, Any]:
+    """Return the states of this rank's generators, as copies."""
+    version, words, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "numpy": np.random.get_state(legacy=False),
+        "python": (version, torch.tensor(words), gauss),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore(states: Sequence[dict[str, Any]], rank: int) -> None:
+    """Go on where the generators of this rank were.
+
+    Args:
+        states: what `capture` has returned on each of the ranks that were there.
+        rank: of those that are here now.
+    """
+    if rank < len(states):
+        _resume(states[rank])
+    else:
+        _seed(_derived_seed(states[rank % len(states)]["torch"], rank))
+
+
+def _resume(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    np.random.set_state(state["numpy"])
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _derived_seed(state: Tensor, rank: int) -> int:
+    digest = hashlib.blake2b(state.numpy().tobytes() + rank.to_bytes(8, "little"), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)

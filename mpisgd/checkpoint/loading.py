@@ -1,0 +1,241 @@
+"""`load` and `latest`: one rank reads and checks, everyone gets what it asks for."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpisgd.checkpoint import format, generators
+from mpisgd.checkpoint.agreement import ROOT, agree, at_root
+from mpisgd.checkpoint.choosing import Found, newest_seen, newest_whole
+from mpisgd.checkpoint.saving import is_object
+from mpisgd.checkpoint.tree import decode
+from mpisgd.comm.arguments import as_path, check_flag
+from mpisgd.comm.group import Group
+from mpisgd.comm.handshake import Operation
+from mpisgd.comm.job import group_or_world
+from mpisgd.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, InvalidArgument
+from mpisgd.optim.broadcast import broadcast_tensors, undo_casts
+
+__all__ = ["Loaded", "latest", "load"]
+
+MAX_LINES = 5  # of what does not fit
+
+
+class Loaded(Mapping[str, Any]):
+    """The plain values of a checkpoint, by name.
+
+    Attributes:
+        path: of the file, on the host of the first rank.
+        step: that it was saved with.
+        ranks: how many there were then.
+    """
+
+    def __init__(self, path: Path, step: int, ranks: int, values: dict[str, Any]) -> None:
+        self.path, self.step, self.ranks = path, step, ranks
+        self._values = values
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        return f"Loaded({str(self.path)!r}, step={self.step}, ranks={self.ranks}, {self._values!r})"
+
+
+def latest(folder: str | os.PathLike[str], *, group: Group | None = None) -> Path | None:
+    """Return the newest whole checkpoint of a folder, the same on every rank; None where there is none.
+
+    Collective. The first rank reads it through and compares the checksums. Files that are damaged are passed
+    over, with a line on stderr for each. A folder that is not there has none.
+
+    Args:
+        folder: what `save` was given.
+        group: defaults to all processes of the job.
+
+    Raises:
+        CheckpointError: the folder cannot be read, or is another one on each host; on every rank.
+    """
+    group, folder = group_or_world(group), as_path("checkpoint.latest", "folder", folder)
+    seen = newest_seen(group, "checkpoint.latest", folder)
+
+    def choose() -> Path | None:
+        found = newest_whole(folder, seen or [], ())
+        return None if found is None else found.path
+
+    return at_root(group, Operation("checkpoint.latest", root=ROOT), choose)
+
+
+def load(
+    path: str | os.PathLike[str], *, rng: bool = True, group: Group | None = None, **objects: Any
+) -> Loaded:
+    """Load a checkpoint into objects; return the plain values in it.
+
+    Collective: all ranks of `group` call it with the same names. The first rank reads; the others need no
+    access to the file. There may be another number of them than when it was saved. Nothing in the file is
+    executed.
+
+    Args:
+        path: a checkpoint, or a folder of them, of which the newest whole one is taken; see `latest`.
+        rng: also let the random number generators of each rank go on where they were, if they were saved.
+            Ranks that there were not then get generators seeded by the saved states and their own number.
+        group: defaults to all processes of the job.
+        objects: by the name they were saved under; those left out are not loaded.
+
+    Raises:
+        InvalidArgument: something without `load_state_dict`; found locally, before anything is sent.
+        CheckpointError: no such file, none that is whole in the folder, or an object refused what it was
+            given; this and the next two on every rank.
+        CheckpointDamaged: the file is not what was written. Nothing was loaded.
+        CheckpointMismatch: names, parameters or shapes are not those of the objects. Nothing was loaded.
+
+    Cost: the bytes that are wanted once over the links, and for a moment twice in memory.
+    """
+    path = as_path("checkpoint.load", "path", path)
+    check_flag("checkpoint.load", "rng", rng)
+    for name, value in objects.items():
+        if not is_object(value):
+            raise InvalidArgument(
+                f"checkpoint.load: {name} is a {type(value).__name__}, without load_state_dict(); plain "
+                "values are in what load returns"
+            )
+    group = group_or_world(group)
+    found = _fetch(group, path, objects)
+    state, values, states = _decoded(found, objects)
+    _check_fit(group, found.path, state, objects)
+    _fill(group, state, objects)
+    if rng and states:
+        generators.restore(states, group.rank)
+    return Loaded(found.path, found.document.step, found.document.ranks, values)
+
+
+# --- from the file to all ranks -----------------------------------------------------------------------
+
+
+def _fetch(group: Group, path: Path, objects: Mapping[str, Any]) -> Found:
+    """Return the same checkpoint on every rank. Collective."""
+    seen = newest_seen(group, "checkpoint.load", path)
+    here: list[Found] = []
+
+    def read() -> tuple[Path, format.Document, list[tuple[str, torch.dtype, tuple[int, ...]]]]:
+        found = _read(path, seen or [], objects)
+        here.append(found)
+        outlines = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in found.tensors.items()]
+        return found.path, found.document, outlines
+
+    asked = Operation("checkpoint.load", root=ROOT, extra=", ".join(objects))
+    chosen, document, outlines = at_root(group, asked, read)
+    tensors = here[0].tensors if here else _rooms(outlines)
+    broadcast_tensors([format.bytes_of(tensor) for tensor in tensors.values()], group.ranks[ROOT], group)
+    return Found(chosen, document, tensors)
+
+
+def _rooms(outlines: list[tuple[str, torch.dtype, tuple[int, ...]]]) -> dict[str, Tensor]:
+    return {name: torch.empty(shape, dtype=dtype) for name, dtype, shape in outlines}
+
+
+def _read(path: Path, seen: list[Any], objects: Mapping[str, Any]) -> Found:
+    """Read the file, or the newest whole one of the folder. On the root."""
+    if path.is_file():
+        found: Found | None = Found(path, *format.read(path, objects))
+    else:
+        found = newest_whole(path, seen, objects)
+    if found is None:
+        raise CheckpointError(f"checkpoint.load: {path} holds no whole checkpoint")
+    names = found.document.state
+    missing = [name for name in objects if name not in names]
+    if missing:
+        raise CheckpointMismatch(
+            f"checkpoint.load: {found.path} has no {', '.join(missing)}; it has {', '.join(names)}"
+        )
+    values = [name for name in objects if found.document.kinds[name] == "value"]
+    if values:
+        raise CheckpointMismatch(
+            f"checkpoint.load: {', '.join(values)} was saved as plain data: it is in what load returns"
+        )
+    return found
+
+
+def _decoded(found: Found, objects: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
+    """Return the states of the objects, the plain values, and the generators of all ranks."""
+    document, tensors = found.document, found.tensors
+    values = [name for name, kind in document.kinds.items() if kind == "value"]
+    try:
+        return (
+            {name: decode(document.state[name], tensors) for name in objects},
+            {name: decode(document.state[name], tensors) for name in values},
+            [decode(tree, tensors) for tree in document.rng],
+        )
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as exc:  # on every rank alike
+        raise CheckpointDamaged(
+            f"{found.path} is no checkpoint of mpisgd: {type(exc).__name__}, {exc}"
+        ) from exc
+
+
+# --- from the state to the objects --------------------------------------------------------------------
+
+
+def _check_fit(group: Group, path: Path, state: Mapping[str, Any], objects: Mapping[str, Any]) -> None:
+    """Raise on every rank, before anything is loaded, where a state is another model's. Collective."""
+    problems = [line for name, value in objects.items() for line in _misfits(name, value, state[name])]
+    told = f"{path} does not fit: {'; '.join(problems)}" if problems else None
+    agree(group, Operation("checkpoint.load", extra="fits"), told, CheckpointMismatch)
+
+
+def _misfits(name: str, value: Any, saved: Any) -> list[str]:
+    if isinstance(value, nn.Module):
+        return _shortened([f"{name}.{line}" for line in _differences(saved, value.state_dict())])
+    if isinstance(value, torch.optim.Optimizer):
+        theirs = [len(group["params"]) for group in saved["param_groups"]]
+        ours = [len(group["params"]) for group in value.param_groups]
+        return [f"{name} has {ours} parameters in its groups, not {theirs}"] if ours != theirs else []
+    return []
+
+
+def _differences(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+    lines = [f"{name} is not in it" for name in ours if name not in saved]
+    lines += [f"{name} is not in the model" for name in saved if name not in ours]
+    for name in ours:
+        here, there = (getattr(state.get(name), "shape", None) for state in (ours, saved))
+        if name in saved and here != there:
+            lines.append(f"{name} is {_shape(here)}, not {_shape(there)} as in it")
+    return lines
+
+
+def _shortened(lines: list[str]) -> list[str]:
+    more = len(lines) - MAX_LINES
+    return lines if more <= 0 else [*lines[:MAX_LINES], f"and {more} more"]
+
+
+def _shape(shape: torch.Size | None) -> str:
+    return "no tensor" if shape is None else str(list(shape))
+
+
+def _fill(group: Group, state: Mapping[str, Any], objects: Mapping[str, Any]) -> None:
+    """Load every object, and raise on every rank where one refuses. Collective."""
+    problem = None
+    for name, value in objects.items():
+        problem = problem or _attempt(name, lambda value=value, name=name: _load_into(value, state[name]))  # type: ignore[misc]
+    agree(group, Operation("checkpoint.load", extra="loaded"), problem, CheckpointError)
+
+
+def _attempt(name: str, action: Callable[[], None]) -> str | None:
+    try:
+        action()
+    except Exception as exc:
+        return f"{name}.load_state_dict() raised {type(exc).__name__}: {exc}"
+    return None
+
+
+def _load_into(value: Any, state: Any) -> None:
+    value.load_state_dict(state)
+    if isinstance(value, torch.optim.Optimizer):
+        undo_casts(value, state["state"])

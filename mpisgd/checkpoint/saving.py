@@ -1,0 +1,186 @@
+"""From objects on all ranks to what one of them writes: the collective part of `save`."""
+
+import hashlib
+import operator
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from mpisgd.checkpoint import files, format, generators
+from mpisgd.checkpoint.agreement import ROOT, at_root, gather_at_root, said_by
+from mpisgd.checkpoint.tree import Encoded, encode
+from mpisgd.comm.arguments import as_path, check_flag, shown
+from mpisgd.comm.group import Group
+from mpisgd.comm.handshake import Operation
+from mpisgd.comm.job import group_or_world
+from mpisgd.errors import CheckpointError, InvalidArgument
+
+__all__ = ["Content", "check_arguments", "collect", "is_object", "save", "to_disk"]
+
+KIND = "checkpoint.save"
+
+
+class Content(NamedTuple):
+    """What goes into a file; the tensors are still those of the program."""
+
+    document: format.Document
+    tensors: dict[str, Tensor]
+
+
+def save(
+    folder: str | os.PathLike[str],
+    step: int,
+    *,
+    keep_last: int | None = None,
+    rng: bool = True,
+    group: Group | None = None,
+    **state: Any,
+) -> Path:
+    """Write a checkpoint; when this returns it is whole and on the disk.
+
+    Collective: all ranks of `group` call it with the same step and the same names. The state is that of the
+    first rank, which alone touches the folder; the random number generators are everyone's.
+
+    Args:
+        folder: made if need be; the file in it is `step-00000300.safetensors`.
+        step: its number, of which the largest is the newest; an older file of the same step is replaced.
+        keep_last: remove all but so many of the checkpoints up to this step, after it is written.
+        rng: also the states of torch's, numpy's and Python's random number generators of each rank.
+        group: defaults to all processes of the job.
+        state: by name, objects that have `state_dict()` and `load_state_dict()`, or plain data: numbers,
+            strings, None, tensors, arrays, and lists, tuples, sets and dicts of them.
+
+    Returns:
+        The file, on every rank.
+
+    Raises:
+        InvalidArgument: an argument makes no sense; found locally, before anything is sent.
+        CheckpointError: a value that would need pickle, or is divided among ranks; the folder cannot be
+            written, or the disk is full. On every rank; older checkpoints are as they were.
+        CollectiveMismatch: ranks have different steps, names, or tensors of other names, shapes or dtypes.
+
+    Cost: the bytes of the state once through the checksum (several GB/s) and to the disk.
+    """
+    group = group_or_world(group)
+    check_flag(KIND, "rng", rng)
+    folder = check_arguments(KIND, folder, step, keep_last, state)
+    content = collect(group, step, state, rng=rng)
+    operation = Operation(KIND, root=ROOT, extra="written")
+    return at_root(group, operation, lambda: to_disk(folder, content, keep_last))
+
+
+def check_arguments(
+    kind: str, folder: object, step: object, keep_last: object, state: Mapping[str, Any]
+) -> Path:
+    """Return the folder, or raise InvalidArgument."""
+    path = as_path(kind, "folder", folder)
+    if isinstance(step, bool) or not _is_count(step):
+        raise InvalidArgument(f"{kind}: step={shown(step)}; expected a number, 0 or more")
+    if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
+        raise InvalidArgument(
+            f"{kind}: keep_last={shown(keep_last)}; expected 1 or more, or None to keep all"
+        )
+    if not state:
+        raise InvalidArgument(f"{kind}: nothing to save; give it model=model and the like")
+    return path
+
+
+def _is_count(step: Any) -> bool:
+    try:
+        return operator.index(step) >= 0
+    except TypeError:
+        return False
+
+
+def is_object(value: Any) -> bool:
+    """Return whether a value is saved by its own methods."""
+    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def collect(group: Group, step: int, state: Mapping[str, Any], *, rng: bool) -> Content | None:
+    """Return what is to be written on the root, None elsewhere. Collective.
+
+    Args:
+        group: of the ranks that save.
+        step: of this checkpoint.
+        state: by name.
+        rng: whether to gather the states of everyone's generators.
+    """
+    step = operator.index(step)
+    encoded = _encode(state)
+    report = ("; ".join(encoded.problems) or None, generators.capture() if rng else None)
+    asked = Operation(KIND, root=ROOT, extra=f"step {step}, {', '.join(state)}")
+    reports = gather_at_root(group, asked, report)
+    at_root(group, Operation(KIND, root=ROOT, extra="checked"), lambda: _judge(group, reports))
+    _agree_on_structure(group, encoded)
+    if reports is None:
+        return None
+    kinds = {name: "object" if is_object(value) else "value" for name, value in state.items()}
+    states = encode({"rng": [mine for _, mine in reports]}) if rng else Encoded({"rng": ["list"]}, {}, [])
+    document = format.Document(step, group.size, encoded.tree, kinds, states.tree["rng"][1:])
+    return Content(document, {**encoded.tensors, **states.tensors})
+
+
+def _encode(state: Mapping[str, Any]) -> Encoded:
+    values, problems = {}, []
+    for name, value in state.items():
+        try:
+            values[name] = value.state_dict() if is_object(value) else value
+        except Exception as exc:
+            problems.append(f"{name}.state_dict() raised {type(exc).__name__}: {exc}{_hint(value)}")
+    encoded = encode(values)
+    unknown = [
+        f"{name} is a tensor of {tensor.dtype}"
+        for name, tensor in encoded.tensors.items()
+        if tensor.dtype not in format.DTYPES
+    ]
+    return encoded._replace(problems=[*problems, *encoded.problems, *unknown])
+
+
+def _hint(value: Any) -> str:
+    divided = any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(value).__mro__)
+    return "; it is divided among ranks: use torch.distributed.checkpoint" if divided else ""
+
+
+def _judge(group: Group, reports: list[Any] | None) -> None:
+    """Raise what is to be raised everywhere. On the root."""
+    assert reports is not None
+    said = said_by(group, [problem for problem, _ in reports])
+    if said:
+        raise CheckpointError(
+            f"{KIND}: cannot be saved without pickle: {said}. Save plain data, or an object with "
+            "state_dict() and load_state_dict()"
+        )
+
+
+def _agree_on_structure(group: Group, encoded: Encoded) -> None:
+    """Make sure that the tensors of all ranks are alike: the file has those of one. Collective."""
+    lines = [f"{name}: {tensor.dtype} {list(tensor.shape)}" for name, tensor in encoded.tensors.items()]
+    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
+    operation = Operation(KIND, extra=f"{len(lines)} tensors, hash {digest}")
+    group.lane.run(operation, lambda: None, detail=lambda: "\n".join(lines))
+
+
+def to_disk(folder: Path, content: Content | None, keep_last: int | None) -> Path:
+    """Write a checkpoint and remove what it makes superfluous. On the root.
+
+    Raises:
+        OSError: nothing was written.
+    """
+    assert content is not None
+    folder.mkdir(parents=True, exist_ok=True)
+    files.sweep(folder)
+    path = files.path_of(folder, content.document.step)
+    plain = {name: _plain(tensor) for name, tensor in content.tensors.items()}
+    files.write_whole(path, lambda file: format.write(file, content.document, plain))
+    if keep_last is not None:
+        files.remove_older(path, keep_last)
+    return path
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Return a tensor as contiguous memory of the CPU: itself, where it is that already."""
+    return tensor.resolve_conj().resolve_neg().cpu().contiguous()

@@ -1,0 +1,246 @@
+"""Nested values as JSON and a list of tensors, and back: what a checkpoint can hold without pickle.
+
+Numbers, strings and None stand for themselves. Everything else is a list that begins with its kind:
+
+    {"lr": 0.1, 3: (tensor, nan)}  ->  ["dict", "lr", 0.1, 3, ["tuple", ["tensor", "name"], ["float", "nan"]]]
+
+so that keys of any plain type, tuples and infinities survive, and a reader needs no code of the writer.
+"""
+
+import base64
+import collections
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Encoded", "decode", "encode", "tensor_names"]
+
+# What else torch calls a tensor: divided among ranks, fake, of another library. None of them is plain memory.
+PLAIN_TENSORS: tuple[type, ...] = (Tensor, nn.Parameter, getattr(nn, "Buffer", Tensor))
+
+
+class Encoded(NamedTuple):
+    """A value taken apart.
+
+    Attributes:
+        tree: JSON.
+        tensors: by the name that stands for each in `tree`; not copied, so they may change under our hands.
+        problems: what cannot be saved, one line each; in the tree None stands in its place.
+    """
+
+    tree: Any
+    tensors: dict[str, Tensor]
+    problems: list[str]
+
+
+def encode(values: Mapping[str, Any]) -> Encoded:
+    """Take named values apart; a tensor that is there twice is kept once."""
+    encoder = _Encoder()
+    tree = {name: encoder.encode(value, (name,)) for name, value in values.items()}
+    return Encoded(tree, encoder.tensors, encoder.problems)
+
+
+def decode(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Put one value together again.
+
+    Raises:
+        KeyError, TypeError, ValueError: `tree` is nothing that `encode` makes.
+    """
+    if not isinstance(tree, list):
+        return tree
+    return _DECODERS[tree[0]](tree[1:], tensors)
+
+
+def tensor_names(tree: Any) -> Iterator[str]:
+    """Return the names of the tensors in a tree."""
+    if not isinstance(tree, list) or not tree:
+        return
+    if tree[0] in ("tensor", "numpy", "numpy_scalar"):
+        yield tree[1]
+    else:
+        for part in tree:
+            yield from tensor_names(part)
+
+
+Path = tuple[Any, ...]
+
+
+class _Encoder:
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.problems: list[str] = []
+        self._known: dict[Any, str] = {}
+
+    def encode(self, value: Any, path: Path) -> Any:
+        if value is None or type(value) in (bool, int, str):
+            return value
+        if type(value) is float:
+            return value if math.isfinite(value) else ["float", repr(value)]
+        if isinstance(value, Tensor):
+            return self._tensor(value, path)
+        if isinstance(value, dict):
+            return self._dict(value, path)
+        encoder = _ENCODERS.get(type(value))
+        if encoder is not None:
+            return encoder(self, value, path)
+        if isinstance(value, np.generic):
+            return ["numpy_scalar", *self._array(np.asarray(value), path)[1:]]
+        return self._refuse(value, path)
+
+    def items(self, values: Iterable[Any], path: Path) -> list[Any]:
+        return [self.encode(value, (*path, place)) for place, value in enumerate(values)]
+
+    def _dict(self, value: dict[Any, Any], path: Path) -> Any:
+        if type(value) not in _DICTS:
+            return self._refuse(value, path)
+        parts = []
+        for key, entry in value.items():
+            parts += [self.encode(key, path), self.encode(entry, (*path, key))]
+        versions = getattr(value, "_metadata", None)  # torch keeps the versions of modules there
+        if versions is not None:
+            return ["module", self.encode(dict(versions), (*path, "_metadata")), *parts]
+        return [_DICTS[type(value)], *parts]
+
+    def _tensor(self, tensor: Tensor, path: Path) -> Any:
+        problem = _why_not(tensor)
+        if problem is not None:
+            self.problems.append(f"{_dotted(path)} {problem}")
+            return None
+        where = (
+            tensor.data_ptr(),
+            tensor.device,
+            tensor.dtype,
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+        if tensor.numel() and where in self._known:
+            return ["tensor", self._known[where]]
+        self._known[where] = self._name(path)
+        return ["tensor", self._keep(tensor.detach(), self._known[where])]
+
+    def _array(self, array: "np.ndarray[Any, Any]", path: Path) -> Any:
+        try:
+            tensor = torch.from_numpy(np.array(array))  # a copy: arrays may be read-only or reversed
+        except (TypeError, ValueError):
+            return self._refuse(array, path, f"an array of {array.dtype}")
+        return ["numpy", self._keep(tensor, self._name(path))]
+
+    def _keep(self, tensor: Tensor, name: str) -> str:
+        self.tensors[name] = tensor
+        return name
+
+    def _name(self, path: Path) -> str:
+        """Return a readable name of its own: keys may have dots of their own."""
+        name = _dotted(path)
+        while name in self.tensors:
+            name += "~"
+        return name
+
+    def _refuse(self, value: Any, path: Path, what: str = "") -> None:
+        self.problems.append(f"{_dotted(path)} is {what or _described(value)}")
+
+
+def _why_not(tensor: Tensor) -> str | None:
+    kind = type(tensor)
+    if kind.__module__.startswith("torch.distributed"):
+        return f"is a {kind.__name__}, divided among ranks: use torch.distributed.checkpoint"
+    if kind not in PLAIN_TENSORS or tensor.device.type == "meta":
+        return f"is a {kind.__name__} on {tensor.device}: not plain memory"
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        return (
+            f"has layout {tensor.layout}{', quantized' * tensor.is_quantized}; only dense ones can be saved"
+        )
+    return None
+
+
+def _dotted(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+def _described(value: Any) -> str:
+    kind = type(value)
+    named = f" {value.__qualname__}" if callable(value) and hasattr(value, "__qualname__") else ""
+    return (
+        f"a {kind.__name__}{named}"
+        if kind.__module__ == "builtins"
+        else f"a {kind.__module__}.{kind.__name__}"
+    )
+
+
+def _array_parts(encoder: _Encoder, value: Any, path: Path) -> Any:
+    return encoder._array(value, path)
+
+
+_DICTS = {
+    dict: "dict",
+    collections.OrderedDict: "ordered",
+    collections.defaultdict: "dict",  # its factory is code; who loads it has one
+    collections.Counter: "counter",
+}
+_ENCODERS: dict[type, Callable[[_Encoder, Any, Path], Any]] = {
+    list: lambda encoder, value, path: ["list", *encoder.items(value, path)],
+    tuple: lambda encoder, value, path: ["tuple", *encoder.items(value, path)],
+    set: lambda encoder, value, path: ["set", *encoder.items(value, path)],
+    frozenset: lambda encoder, value, path: ["frozenset", *encoder.items(value, path)],
+    collections.deque: lambda encoder, value, path: ["deque", value.maxlen, *encoder.items(value, path)],
+    torch.Size: lambda encoder, value, path: ["size", *value],
+    bytes: lambda encoder, value, path: ["bytes", base64.b64encode(value).decode()],
+    complex: lambda encoder, value, path: ["complex", repr(value)],
+    torch.dtype: lambda encoder, value, path: ["dtype", str(value).removeprefix("torch.")],
+    torch.device: lambda encoder, value, path: ["device", str(value)],
+    np.ndarray: _array_parts,
+}
+
+Parts = list[Any]
+Tensors = Mapping[str, Tensor]
+
+
+def _items(parts: Parts, tensors: Tensors) -> list[Any]:
+    return [decode(part, tensors) for part in parts]
+
+
+def _pairs(parts: Parts, tensors: Tensors) -> Iterator[tuple[Any, Any]]:
+    items = iter(_items(parts, tensors))
+    return zip(items, items, strict=True)
+
+
+def _module_state(parts: Parts, tensors: Tensors) -> "collections.OrderedDict[str, Any]":
+    state: collections.OrderedDict[str, Any] = collections.OrderedDict(_pairs(parts[1:], tensors))
+    versions = collections.OrderedDict(decode(parts[0], tensors))
+    state._metadata = versions  # type: ignore[attr-defined]
+    return state
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"torch.{name} is no dtype")
+    return found
+
+
+_DECODERS: dict[str, Callable[[Parts, Tensors], Any]] = {
+    "tensor": lambda parts, tensors: tensors[parts[0]],
+    "numpy": lambda parts, tensors: tensors[parts[0]].numpy(),
+    "numpy_scalar": lambda parts, tensors: tensors[parts[0]].numpy()[()],
+    "float": lambda parts, tensors: float(parts[0]),
+    "dict": lambda parts, tensors: dict(_pairs(parts, tensors)),
+    "ordered": lambda parts, tensors: collections.OrderedDict(_pairs(parts, tensors)),
+    "counter": lambda parts, tensors: collections.Counter(dict(_pairs(parts, tensors))),
+    "module": _module_state,
+    "list": _items,
+    "tuple": lambda parts, tensors: tuple(_items(parts, tensors)),
+    "set": lambda parts, tensors: set(_items(parts, tensors)),
+    "frozenset": lambda parts, tensors: frozenset(_items(parts, tensors)),
+    "deque": lambda parts, tensors: collections.deque(_items(parts[1:], tensors), maxlen=parts[0]),
+    "size": lambda parts, tensors: torch.Size(parts),
+    "bytes": lambda parts, tensors: base64.b64decode(parts[0], validate=True),
+    "complex": lambda parts, tensors: complex(parts[0]),
+    "dtype": lambda parts, tensors: _dtype(parts[0]),
+    "device": lambda parts, tensors: torch.device(parts[0]),
+}

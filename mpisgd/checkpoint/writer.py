@@ -1,0 +1,156 @@
+"""`Writer`: checkpoints of one run, written while it goes on."""
+
+import operator
+import os
+import sys
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from mpisgd.checkpoint import files
+from mpisgd.checkpoint.agreement import ROOT, at_root
+from mpisgd.checkpoint.saving import Content, check_arguments, collect, to_disk
+from mpisgd.checkpoint.snapshot import Snapshot
+from mpisgd.comm.arguments import check_flag, shown
+from mpisgd.comm.group import Group
+from mpisgd.comm.handshake import Operation
+from mpisgd.comm.job import group_or_world
+from mpisgd.errors import CheckpointError, InvalidArgument
+
+__all__ = ["Writer"]
+
+WHEN_BUSY = ("wait", "skip")
+
+
+class Writer:
+    """Writes checkpoints into a folder by a thread of the first rank, one at a time. Made by all ranks.
+
+        with checkpoint.Writer("runs/a", keep_last=3) as writer:
+            for step in range(start, 10_000):
+                ...
+                if (step + 1) % 500 == 0:
+                    writer.save(step + 1, model=model, optimizer=optimizer)
+
+    `save` copies the state and returns; the thread computes the checksums and writes. The memory of the copy,
+    as much as the state, is kept for the next one. What goes wrong meanwhile is printed by the thread at once
+    and raised by the next `save` or `wait`, on every rank. A program that ends waits for the thread.
+
+    Args:
+        folder: as for `checkpoint.save`.
+        keep_last: as for `checkpoint.save`.
+        when_busy: what `save` does while an earlier one is still being written: `wait` for it, or `skip` this
+            one, on all ranks alike.
+        rng: as for `checkpoint.save`.
+        group: defaults to all processes of the job there are when `save` is called.
+
+    Raises:
+        InvalidArgument: an argument makes no sense; found locally, before anything is sent.
+        CheckpointError: the folder cannot be made, or written to; on every rank.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        keep_last: int | None = None,
+        when_busy: str = "wait",
+        rng: bool = True,
+        group: Group | None = None,
+    ) -> None:
+        self.folder = check_arguments("checkpoint.Writer", folder, 0, keep_last, {"nothing": None})
+        check_flag("checkpoint.Writer", "rng", rng)
+        if not isinstance(when_busy, str) or when_busy not in WHEN_BUSY:
+            raise InvalidArgument(f"checkpoint.Writer: when_busy={shown(when_busy)}; expected wait or skip")
+        self.keep_last = keep_last
+        self.when_busy = when_busy
+        self._rng = rng
+        self._group = group
+        self._snapshot = Snapshot()
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+        self._newest: Path | None = None
+        probe = Operation("checkpoint.Writer", root=ROOT)
+        at_root(group_or_world(group), probe, lambda: files.prepare(self.folder))
+
+    def save(self, step: int, **state: Any) -> bool:
+        """Copy the state, and have it written. Collective.
+
+        Args:
+            step: as for `checkpoint.save`.
+            state: as for `checkpoint.save`; free to change when this returns.
+
+        Returns:
+            Whether it will be written: False where this one is skipped.
+
+        Raises:
+            CheckpointError: also where an earlier one could not be written; then this one is not, either.
+            InvalidArgument, CollectiveMismatch: as for `checkpoint.save`.
+
+        Cost: one copy of the state in memory, on the first rank.
+        """
+        check_arguments("checkpoint.save", self.folder, step, self.keep_last, state)
+        group = group_or_world(self._group)
+        asked = Operation("checkpoint.save", root=ROOT, extra=f"may begin, step {operator.index(step)}")
+        if not at_root(group, asked, self._may_begin):
+            return False
+        content = collect(group, step, state, rng=self._rng)
+        if content is not None:
+            self._begin(content)
+        return True
+
+    def wait(self) -> Path | None:
+        """Return when nothing is being written any more: the newest file, None if there is none. Collective.
+
+        Raises:
+            CheckpointError: it could not be written; on every rank.
+        """
+        group = group_or_world(self._group)
+
+        def newest() -> Path | None:
+            self._join()
+            return self._newest
+
+        return at_root(group, Operation("checkpoint.wait", root=ROOT), newest)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint is being written, as far as this rank knows: the first one does."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def _may_begin(self) -> bool:
+        if self.when_busy == "skip" and self.busy:
+            return False
+        self._join()
+        return True
+
+    def _join(self) -> None:
+        """Wait for the thread; raise what it has met, once."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise CheckpointError(f"an earlier checkpoint could not be written: {failure}") from failure
+
+    def _begin(self, content: Content) -> None:
+        held = content._replace(tensors=self._snapshot.take(content.tensors))
+        self._thread = threading.Thread(target=self._write, args=(held,), name="mpisgd checkpoint")
+        self._thread.start()
+
+    def _write(self, content: Content) -> None:
+        try:
+            self._newest = to_disk(self.folder, content, self.keep_last)
+        except Exception as exc:
+            self._failure = exc
+            text = f"mpisgd: the checkpoint of step {content.document.step} could not be written: {exc}"
+            print(text, file=sys.stderr, flush=True)
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if exc is None:  # else the other ranks may be elsewhere, and the thread ends by itself
+            self.wait()
