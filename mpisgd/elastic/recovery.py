@@ -1,0 +1,143 @@
+"""After a loss: the ranks that are left make a world of their own, with new ones if that was asked for.
+
+    a rank is gone         everyone's waits end (comm/sentinel.py)
+    give up the old world  threads end, communicators are revoked
+    shrink                 the ranks that are left, in their order; waits for all of them
+    vote                   may we go on, or are we the smaller half of a cut network?
+    grow                   new processes, where wanted
+    begin                  communicators, shared memory, hooks
+    agree                  has it worked on every rank? otherwise from `shrink` on
+
+Source: Bland, Bouteiller, Herault, Bosilca and Dongarra 2013, "Post-failure recovery of MPI communication
+capability".
+"""
+
+import os
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+from mpisgd.comm import job as jobs
+from mpisgd.comm import waiting
+from mpisgd.comm.diagnosis.guard import within
+from mpisgd.elastic.quorum import goes_on, silent_hosts
+from mpisgd.elastic.regrow import Terms, grow
+from mpisgd.errors import JobError, MpisgdError
+
+if TYPE_CHECKING:
+    from mpisgd.comm.mpi import Wire
+    from mpisgd.comm.topology import Topology
+
+__all__ = ["Recovered", "recover"]
+
+MINORITY_EXIT_CODE = 75  # as sysexits.h has it for what may work another time
+
+
+class Recovered(NamedTuple):
+    """What became of a loss.
+
+    Attributes:
+        lost: ranks of the old world that are gone.
+        newcomers: how many ranks are new.
+        took_s: seconds from this rank's giving up the old world to its being in the new one.
+    """
+
+    lost: tuple[int, ...]
+    newcomers: int
+    took_s: float
+
+
+def recover(reason: str, terms: Terms) -> Recovered:
+    """Leave a world that has lost ranks for one of those that are left. Collective over these.
+
+    Args:
+        reason: what the groups of the old world say from now on.
+        terms: how many ranks there may be, and whether new ones come.
+
+    Raises:
+        JobError: too few are left, or others may go on without us; on all ranks that are left, which are then
+            in a world of their own.
+    """
+    started = time.monotonic()
+    old = jobs.give_up(reason)
+    before, old_wire = old.world.known_topology, old.wire
+    with within(2 * old.timeout_s, "the recovery from the loss of a rank"):  # the shrinking has its own limit
+        while True:
+            waiting.take_back()
+            left_wire = _shrink(old_wire, old.timeout_s)
+            old_wire.acknowledge()
+            outcome = _try_to_begin(old, left_wire, before, terms)
+            if old_wire.agree(outcome is not None):
+                break
+            if outcome is not None:
+                jobs.give_up("another rank was lost meanwhile")
+    assert outcome is not None
+    left, newcomers = outcome
+    lost = tuple(sorted({rank for ranks in before.nodes for rank in ranks} - set(left)))
+    if silent_hosts(before.nodes, left):
+        jobs.current_job().stranded = True
+    recovered = Recovered(lost, newcomers, time.monotonic() - started)
+    _judge(before, left, terms)
+    return recovered
+
+
+def _shrink(old_wire: "Wire", limit_s: float) -> "Wire":
+    """Wait for all that are left, inside MPI, where nothing but the end of the process ends a wait."""
+    watchdog = threading.Timer(limit_s, _end_alone, [old_wire.rank, limit_s])
+    watchdog.daemon = True
+    watchdog.start()
+    try:
+        return old_wire.shrink()
+    finally:
+        watchdog.cancel()
+
+
+def _end_alone(rank: int, limit_s: float) -> None:
+    print(
+        f"mpisgd: elastic: rank {rank} has waited {limit_s:g} s for the others that are left to agree on who "
+        "is; it ends",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(MINORITY_EXIT_CODE)
+
+
+def _try_to_begin(
+    old: jobs.Job, left_wire: "Wire", before: "Topology", terms: Terms
+) -> tuple[list[int], int] | None:
+    """Make the new world; None where it did not work since one more rank was lost.
+
+    Returns:
+        The old ranks of those that are left, and the number of newcomers.
+    """
+    try:
+        left = left_wire.all_gather_object(before.rank)
+        fit = goes_on(before.nodes, left) and len(left) >= terms.min_ranks
+        wire, newcomers = grow(left_wire, terms) if fit else (left_wire, 0)
+        jobs.begin(wire, old.comm, old.timeout_s, old.gpu)
+    except MpisgdError as exc:
+        print(f"mpisgd: elastic: {exc}; once more", file=sys.stderr, flush=True)
+        jobs.revoke_all()
+        return None
+    new = jobs.current_job()
+    new.bereft, new.stranded = True, old.stranded
+    return left, newcomers
+
+
+def _judge(before: "Topology", left: list[int], terms: Terms) -> None:
+    """Raise where these ranks must not go on."""
+    who = f"{len(left)} of {before.size} ranks are left (of the world before: {_listed(left)})"
+    if not goes_on(before.nodes, left):
+        hosts = ", ".join(before.hostnames[host] for host in silent_hosts(before.nodes, left))
+        raise JobError(
+            f"elastic: {who}, and the others, on {hosts}, may be at work behind a cut network: these end, as "
+            "the smaller part (of two equal ones: the one without the lowest rank) must",
+            MINORITY_EXIT_CODE,
+        )
+    if len(left) < terms.min_ranks:
+        raise JobError(f"elastic: {who}; min_ranks={terms.min_ranks}", MINORITY_EXIT_CODE)
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")

@@ -1,0 +1,78 @@
+"""`ElasticSampler`: a shard of the data set for each rank, and shards of the rest when the ranks change."""
+
+import itertools
+import random
+from collections.abc import Iterator, Sized
+from typing import Any
+
+from torch.utils.data import Sampler
+
+from mpisgd.comm import job
+from mpisgd.comm.arguments import check_flag, check_seed
+from mpisgd.errors import InvalidArgument
+
+__all__ = ["ElasticSampler"]
+
+
+class ElasticSampler(Sampler[int]):
+    """Shares the indices of a data set out over the ranks, round robin, without those recorded as processed.
+
+    All ranks get the same number: the first indices come again where the last ones do not go round. Put it
+    into the `State`, call `record_batch` after each batch, and `set_epoch` at the end of an epoch.
+
+    Args:
+        dataset: of which only the length matters.
+        shuffle: whether each epoch has an order of its own, the same on all ranks.
+        seed: of the orders.
+    """
+
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
+        if not hasattr(type(dataset), "__len__"):
+            kind = type(dataset).__name__
+            raise InvalidArgument(f"ElasticSampler: dataset is a {kind}; expected one with a length")
+        check_flag("ElasticSampler", "shuffle", shuffle)
+        check_seed("ElasticSampler", seed)
+        self.dataset = dataset
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+        self.processed_num = 0
+        self.reset()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch: nothing of it is processed. At the end of the one before, not after a restore."""
+        self.epoch = epoch
+        self.processed_num = 0
+        self.reset()
+
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:
+        """Take note that every rank has processed a batch of `batch_size`; in any order."""
+        self.processed_num += batch_size * self.num_replicas
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the epoch and how much of it is processed."""
+        return {"epoch": self.epoch, "processed_num": self.processed_num}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where another sampler was, on any number of ranks."""
+        self.epoch = state_dict["epoch"]
+        self.processed_num = state_dict["processed_num"]
+        self.reset()
+
+    def reset(self) -> None:
+        """Share out what is left over the ranks that there are now."""
+        self.num_replicas, self.rank = job.size(), job.rank()
+        order = list(range(len(self.dataset)))
+        if self.shuffle:
+            random.Random(self.seed + self.epoch).shuffle(order)
+        self.remaining_indices = order[self.processed_num :]
+        self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
+        self.total_size = self.num_samples * self.num_replicas
+
+    def __iter__(self) -> Iterator[int]:
+        again = itertools.cycle(self.remaining_indices)
+        everyones = list(itertools.islice(again, self.total_size))
+        return iter(everyones[self.rank :: self.num_replicas])
+
+    def __len__(self) -> int:
+        return self.num_samples
