@@ -38,13 +38,13 @@ if TYPE_CHECKING:
     from mpisgd.comm.collectives.reduce_scatter import reduce_scatter, reduce_scatter_tensor
     from mpisgd.comm.dtypes import ReduceOp
     from mpisgd.comm.group import Group
+    from mpisgd.comm.groups import new_group
     from mpisgd.comm.job import (
         barrier,
         init,
         is_initialized,
         local_rank,
         local_size,
-        new_group,
         node_rank,
         num_nodes,
         rank,
@@ -55,28 +55,42 @@ if TYPE_CHECKING:
     from mpisgd.compress.cast import Compression
     from mpisgd.errors import (
         AlreadyInitialized,
+        CheckpointDamaged,
+        CheckpointError,
+        CheckpointMismatch,
         CollectiveMismatch,
         CollectiveTimeout,
+        Deadlock,
         InvalidArgument,
         InvalidRank,
         JobError,
         MpiFailed,
         MpiNotFound,
         MpisgdError,
+        NcclFailed,
+        NonFiniteGradients,
         NotInGroup,
         NotInitialized,
+        OutOfSync,
         PeerLost,
         ShapeMismatch,
+        Unreachable,
         UnsupportedOp,
         UnsupportedTensor,
+        UnsupportedTorch,
     )
+    from mpisgd.nn.sync_batch_norm import SyncBatchNorm
     from mpisgd.optim.average import average_gradients
     from mpisgd.optim.broadcast import broadcast_optimizer_state, broadcast_parameters
     from mpisgd.optim.distributed import DistributedOptimizer
+    from mpisgd.optim.in_sync import check_in_sync
+    from mpisgd.timeline.session import start_timeline, stop_timeline
 
 __version__ = "0.1.0.dev0"
 
 # One line per module: where each public name lives. A test compares it with the imports above.
+_PARTS = ("data", "elastic")  # found without an import of their own
+
 _HOMES = {
     "mpisgd.comm.collectives.all_gather": ("all_gather", "all_gather_into_tensor"),
     "mpisgd.comm.collectives.all_reduce": ("all_reduce",),
@@ -100,13 +114,13 @@ _HOMES = {
     "mpisgd.comm.collectives.reduce_scatter": ("reduce_scatter", "reduce_scatter_tensor"),
     "mpisgd.comm.dtypes": ("ReduceOp",),
     "mpisgd.comm.group": ("Group",),
+    "mpisgd.comm.groups": ("new_group",),
     "mpisgd.comm.job": (
         "barrier",
         "init",
         "is_initialized",
         "local_rank",
         "local_size",
-        "new_group",
         "node_rank",
         "num_nodes",
         "rank",
@@ -117,32 +131,48 @@ _HOMES = {
     "mpisgd.compress.cast": ("Compression",),
     "mpisgd.errors": (
         "AlreadyInitialized",
+        "CheckpointDamaged",
+        "CheckpointError",
+        "CheckpointMismatch",
         "CollectiveMismatch",
         "CollectiveTimeout",
+        "Deadlock",
         "InvalidArgument",
         "InvalidRank",
         "JobError",
         "MpiFailed",
         "MpiNotFound",
         "MpisgdError",
+        "NcclFailed",
+        "NonFiniteGradients",
         "NotInGroup",
         "NotInitialized",
+        "OutOfSync",
         "PeerLost",
         "ShapeMismatch",
+        "Unreachable",
         "UnsupportedOp",
         "UnsupportedTensor",
+        "UnsupportedTorch",
     ),
+    "mpisgd.nn.sync_batch_norm": ("SyncBatchNorm",),
     "mpisgd.optim.average": ("average_gradients",),
     "mpisgd.optim.broadcast": ("broadcast_optimizer_state", "broadcast_parameters"),
     "mpisgd.optim.distributed": ("DistributedOptimizer",),
+    "mpisgd.optim.in_sync": ("check_in_sync",),
+    "mpisgd.timeline.session": ("start_timeline", "stop_timeline"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
     "AlreadyInitialized",
+    "CheckpointDamaged",
+    "CheckpointError",
+    "CheckpointMismatch",
     "CollectiveMismatch",
     "CollectiveTimeout",
     "Compression",
+    "Deadlock",
     "DistributedOptimizer",
     "Group",
     "InvalidArgument",
@@ -151,13 +181,19 @@ __all__ = [
     "MpiFailed",
     "MpiNotFound",
     "MpisgdError",
+    "NcclFailed",
+    "NonFiniteGradients",
     "NotInGroup",
     "NotInitialized",
+    "OutOfSync",
     "PeerLost",
     "ReduceOp",
     "ShapeMismatch",
+    "SyncBatchNorm",
+    "Unreachable",
     "UnsupportedOp",
     "UnsupportedTensor",
+    "UnsupportedTorch",
     "Work",
     "all_gather",
     "all_gather_into_tensor",
@@ -174,6 +210,7 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "check_in_sync",
     "gather",
     "gather_object",
     "init",
@@ -196,11 +233,15 @@ __all__ = [
     "send",
     "shutdown",
     "size",
+    "start_timeline",
+    "stop_timeline",
 ]
 
 
 def __getattr__(name: str) -> Any:
     """Look up a public name on first use."""
+    if name in _PARTS:
+        return importlib.import_module(f"mpisgd.{name}")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'mpisgd' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME_OF[name]), name)
@@ -209,4 +250,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted({*globals(), *__all__, *_PARTS})

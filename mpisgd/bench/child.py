@@ -1,14 +1,18 @@
-"""The program that runs another framework beside a rank: `python -m mpisgd.bench.child FD FRAMEWORK THREADS`.
+"""The program that runs another framework beside a rank.
 
-It obeys the rank over a pair of sockets: (method, arguments) come, ("done", value), ("wrong", text) or
-("failed", text) go back. It sleeps between commands and ends with the rank, however that ends. The end is
-abrupt on purpose: torch's gloo sometimes aborts in its own clean-up.
+    python -m mpisgd.bench.child WHERE FRAMEWORK THREADS
+
+WHERE is the number of an open socket, or a folder in which each rank has a socket for the process that is
+the same rank of a second job. The rank is obeyed over it: (method, arguments) come, ("done", value),
+("wrong", text) or ("failed", text) go back. Between commands this program sleeps, and it ends with the rank,
+however that ends. The end is abrupt on purpose: torch's gloo sometimes aborts in its own clean-up.
 """
 
 import contextlib
 import ctypes
 import os
 import signal
+import socket
 import sys
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
@@ -18,6 +22,7 @@ import torch
 from mpisgd.bench.measure import Unavailable, Variant
 from mpisgd.bench.network import Meeting
 from mpisgd.bench.payload import WrongResult
+from mpisgd.config import launcher_rank
 
 __all__ = ["Framework", "Servant"]
 
@@ -84,12 +89,21 @@ def reply(servant: Servant, method: str, args: tuple[Any, ...]) -> tuple[str, An
         return "failed", f"{type(exc).__name__}: {' '.join(str(exc).split())[:300]}"
 
 
-def main(fd: int, name: str, num_threads: int) -> None:
+def meet(where: str) -> Connection:
+    """Return the connection to this process's rank."""
+    if where.isdigit():
+        return Connection(int(where))
+    meeting = socket.socket(socket.AF_UNIX)
+    meeting.connect(f"{where}/rank-{launcher_rank() or 0}")
+    return Connection(meeting.detach())
+
+
+def main(where: str, name: str, num_threads: int) -> None:
     """Serve until the rank hangs up."""
     _die_with_parent()
     os.dup2(2, 1)  # what libraries print must not reach the terminal
     torch.set_num_threads(num_threads)
-    with Connection(fd) as connection, contextlib.suppress(EOFError, OSError):
+    with meet(where) as connection, contextlib.suppress(EOFError, OSError):
         try:
             servant = Servant(load(name))
         except Exception as exc:
@@ -108,6 +122,6 @@ def _die_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
     sys.stderr.flush()
     os._exit(0)

@@ -1,6 +1,5 @@
 """`bench collectives`: mpisgd's beside MPI's own calls, other frameworks, and what memory or link allow."""
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -8,13 +7,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import mpisgd
-from mpisgd.bench.cases import Case, case_of, link_bytes
-from mpisgd.bench.measure import Measured, Timed, Unavailable, Variant, measure
+from mpisgd.bench.cases import Case, case_of
+from mpisgd.bench.limits import bounds, in_rank, settle
+from mpisgd.bench.measure import Timed, Unavailable, Variant, measure
 from mpisgd.bench.payload import Payload
 from mpisgd.bench.peers import Peers, RemoteVariant
+from mpisgd.bench.ring import open_ring
 from mpisgd.bench.schedule import Pace
-from mpisgd.bench.summary import LIMIT, collective_rows
-from mpisgd.comm.job import topology, world
+from mpisgd.bench.summary import collective_rows
+from mpisgd.comm.job import world
 
 if TYPE_CHECKING:
     from mpisgd.comm.mpi import Wire
@@ -68,13 +69,15 @@ def run_collectives(
     wire = world().lane.wire.duplicate()
     rows: list[dict[str, Any]] = []
     left_out: list[dict[str, Any]] = []
-    for case in plan.cases(mpisgd.size()):
-        found = _measure(case, plan, peers, wire)
-        peers.drop_broken()
-        new = collective_rows(case, found.seconds)
-        report(case, new)
-        rows += new
-        left_out += [_left_out(case, name, reason) for name, reason in found.left_out.items()]
+    with open_ring() as ring:
+        for case in plan.cases(mpisgd.size()):
+            found = measure([*_contestants(case, plan, peers, wire), *bounds(case, wire, ring)], plan.pace)
+            settle(found.seconds)
+            peers.drop_broken()
+            new = collective_rows(case, found.seconds)
+            report(case, new)
+            rows += new
+            left_out += [_left_out(case, name, reason) for name, reason in found.left_out.items()]
     wire.free()
     return {"rows": rows, "left_out": left_out}
 
@@ -84,28 +87,12 @@ def _left_out(case: Case, variant: str, reason: str) -> dict[str, Any]:
     return {**where, "variant": variant, "reason": reason}
 
 
-def _measure(case: Case, plan: CollectivesPlan, peers: Peers, wire: "Wire") -> Measured:
+def _contestants(case: Case, plan: CollectivesPlan, peers: Peers, wire: "Wire") -> list[Variant]:
+    """Return all ways of doing the collective."""
     payload = Payload(case, mpisgd.rank())
     algorithms = plan.algorithms if case.collective == "all_reduce" else ["auto"]
-    variants: list[Variant] = [*_ours(payload, algorithms), _mpis(payload, wire)]
-    for framework, child in peers.children.items():
-        variants.append(RemoteVariant(framework, child, case))
-    return measure([*variants, _limit(case, wire)], plan.pace)
-
-
-def _in_rank(
-    name: str, call: Call, payload: Payload | None, *, ours: bool = False, start: Call = mpisgd.barrier
-) -> Timed:
-    """Return a variant of this process; one without a payload has no result to check."""
-    return Timed(
-        name,
-        call,
-        reset=payload.reset if payload else lambda: None,
-        verify=payload.verify if payload else lambda: None,
-        start=start,
-        clock=time.perf_counter,
-        ours=ours,
-    )
+    remote = [RemoteVariant(framework, child, case) for framework, child in peers.children.items()]
+    return [*_ours(payload, algorithms), _mpis(payload, wire), *remote]
 
 
 # -- mpisgd --------------------------------------------------------------------------------------------
@@ -115,7 +102,7 @@ def _ours(payload: Payload, algorithms: Iterable[str]) -> Iterator[Timed]:
     """Yield mpisgd's collective, with each algorithm."""
     for algorithm in algorithms:
         name = "mpisgd" if algorithm == "auto" else f"mpisgd {algorithm}"
-        yield _in_rank(name, _our_call(payload, algorithm), payload, ours=True)
+        yield in_rank(name, _our_call(payload, algorithm), payload, ours=True)
 
 
 def _our_call(payload: Payload, algorithm: str) -> Call:
@@ -153,7 +140,7 @@ def _mpis(payload: Payload, wire: "Wire") -> Variant:
     case = payload.case
     if case.reduces and payload.input.dtype not in ELEMENT_TYPES:
         return Missing(MPI_NAME, f"MPI has no arithmetic for {case.dtype}")
-    return _in_rank(MPI_NAME, _mpi_call(payload, wire), payload)
+    return in_rank(MPI_NAME, _mpi_call(payload, wire), payload)
 
 
 def _mpi_call(payload: Payload, wire: "Wire") -> Call:
@@ -217,41 +204,3 @@ class Missing:
 
     def release(self) -> None:
         """See `Variant`."""
-
-
-# -- the limit -----------------------------------------------------------------------------------------
-
-
-def _limit(case: Case, wire: "Wire") -> Timed:
-    """Return what bounds a case: on one host copying its bytes, between hosts passing them over the link."""
-    if mpisgd.num_nodes() == 1:
-        return _in_rank(LIMIT, _memcpy(case), None)
-    nbytes = round(link_bytes(case, [len(ranks) for ranks in topology().nodes]))
-    return _in_rank(LIMIT, _exchange(max(1, nbytes), wire), None)
-
-
-def _memcpy(case: Case) -> Call:
-    """Return a copy of the case's bytes; all ranks copy at once."""
-    source = torch.ones(case.nbytes, dtype=torch.uint8)
-    target = torch.zeros_like(source)
-    return lambda: target.copy_(source)
-
-
-def _exchange(nbytes: int, wire: "Wire") -> Call:
-    """Return what sends the bytes that must leave a host to the next one, while as many come in.
-
-    One rank of each host does it; the others have nothing to do.
-    """
-    from mpisgd.comm.mpi import MPI
-
-    nodes, here = topology().nodes, topology()
-    if here.local_rank != 0:
-        return lambda: None
-    sent, got = torch.ones(nbytes, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
-    give, take = ([MPI.buffer.fromaddress(t.data_ptr(), nbytes), nbytes, MPI.BYTE] for t in (sent, got))
-    to, source = (nodes[(here.node_rank + step) % here.num_nodes][0] for step in (1, -1))
-
-    def call(keep: tuple[torch.Tensor, torch.Tensor] = (sent, got)) -> None:
-        wire.comm.Sendrecv(give, to, recvbuf=take, source=source)
-
-    return call

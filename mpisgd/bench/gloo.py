@@ -13,8 +13,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its type
 from mpisgd.bench.cases import Case
 from mpisgd.bench.measure import Timed, Unavailable, Variant
 from mpisgd.bench.network import Meeting
+from mpisgd.bench.parallel import torch_step
 from mpisgd.bench.payload import Payload
-from mpisgd.bench.training import StepTask, Training
+from mpisgd.bench.training import StepTask
 
 __all__ = ["Gloo"]
 
@@ -47,7 +48,7 @@ class Gloo:
 
     def make(self, task: Any) -> Variant:
         """See `Framework`."""
-        return _step(task) if isinstance(task, StepTask) else _collective(task)
+        return torch_step("torch", task) if isinstance(task, StepTask) else _collective(task)
 
 
 def _collective(case: Case) -> Variant:
@@ -85,14 +86,3 @@ def _calls(payload: Payload) -> dict[str, Callable[[], Any]]:
         "gather": gather,
         "scatter": scatter,
     }
-
-
-def _step(task: StepTask) -> Variant:
-    """Train with DDP; its buckets are `task.bucket_bytes`."""
-    training = Training(task, dist.get_rank())
-    if not task.communicates:
-        return training.timed("none", start=dist.barrier)
-    model = torch.nn.parallel.DistributedDataParallel(
-        training.model, gradient_as_bucket_view=True, bucket_cap_mb=task.bucket_bytes / 2**20
-    )
-    return training.timed("DDP", forward=model, start=dist.barrier)

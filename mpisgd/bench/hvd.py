@@ -1,7 +1,7 @@
-"""Horovod, in a process of its own beside each rank, which meet through Horovod's own gloo.
+"""Horovod, in a process of its own beside each rank.
 
-Not through MPI: these processes are no ranks of an MPI job. Horovod's operations on the CPU then are
-gloo's, below its own negotiation and fusion.
+As the ranks of a second job they use MPI; otherwise they meet through Horovod's own gloo. Either lies below
+Horovod's negotiation and fusion.
 """
 
 import importlib
@@ -16,6 +16,7 @@ from mpisgd.bench.measure import Timed, Unavailable, Variant
 from mpisgd.bench.network import Meeting
 from mpisgd.bench.payload import Payload
 from mpisgd.bench.training import StepTask, Training
+from mpisgd.config import launcher_rank, set_mpi_defaults
 
 __all__ = ["Horovod"]
 
@@ -25,17 +26,20 @@ class Horovod:
 
     def __init__(self) -> None:
         hvd = importlib.import_module("horovod.torch")
-        if not hvd.gloo_built():
-            raise Unavailable("this Horovod is built without gloo")
+        self._library = "gloo" if launcher_rank() is None else "MPI"
+        if not (hvd.gloo_built() if self._library == "gloo" else hvd.mpi_built()):
+            raise Unavailable(f"this Horovod is built without {self._library}")
         self._hvd: Any = hvd
         self._names = itertools.count()
 
     def version(self) -> str:
         """See `Framework`."""
-        return f"horovod {importlib.import_module('horovod').__version__}, over gloo"
+        return f"horovod {importlib.import_module('horovod').__version__}, over {self._library}"
 
     def host(self, address: str) -> int:
         """See `Framework`."""
+        if self._library == "MPI":
+            return 0
         self._server = importlib.import_module("horovod.runner.http.http_server").RendezvousServer(0)
         port: int = self._server.start()
         self._server.init([])
@@ -43,22 +47,14 @@ class Horovod:
 
     def join(self, meeting: Meeting) -> None:
         """See `Framework`."""
-        settings = {
-            "CONTROLLER": "gloo",
-            "CPU_OPERATIONS": "gloo",
-            "GLOO_RENDEZVOUS_ADDR": meeting.address,
-            "GLOO_RENDEZVOUS_PORT": meeting.port,
-            "GLOO_IFACE": meeting.interface,
-            "HOSTNAME": f"host-{meeting.node_rank}",
-            "RANK": meeting.rank,
-            "SIZE": meeting.size,
-            "LOCAL_RANK": meeting.local_rank,
-            "LOCAL_SIZE": meeting.local_size,
-            "CROSS_RANK": meeting.node_rank,
-            "CROSS_SIZE": meeting.num_nodes,
-        }
-        os.environ.update({f"HOROVOD_{name}": str(value) for name, value in settings.items()})
+        settings = {"CONTROLLER": self._library.lower(), "CPU_OPERATIONS": self._library.lower()}
+        if self._library == "MPI":
+            set_mpi_defaults()  # those that mpisgd gives itself
+        else:
+            settings.update(_gloo_settings(meeting))
+        os.environ.update({f"HOROVOD_{name}": value for name, value in settings.items()})
         self._hvd.init()
+        assert (self._hvd.rank(), self._hvd.size()) == (meeting.rank, meeting.size)
 
     def make(self, task: Any) -> Variant:
         """See `Framework`."""
@@ -101,3 +97,20 @@ class Horovod:
         return training.timed(
             "Horovod", start=self._hvd.barrier, zero_grad=lambda: training.model.zero_grad(set_to_none=True)
         )
+
+
+def _gloo_settings(meeting: Meeting) -> dict[str, str]:
+    """Return what Horovod's launcher would say, less the prefix of the names."""
+    settings = {
+        "GLOO_RENDEZVOUS_ADDR": meeting.address,
+        "GLOO_RENDEZVOUS_PORT": meeting.port,
+        "GLOO_IFACE": meeting.interface,
+        "HOSTNAME": f"host-{meeting.node_rank}",
+        "RANK": meeting.rank,
+        "SIZE": meeting.size,
+        "LOCAL_RANK": meeting.local_rank,
+        "LOCAL_SIZE": meeting.local_size,
+        "CROSS_RANK": meeting.node_rank,
+        "CROSS_SIZE": meeting.num_nodes,
+    }
+    return {name: str(value) for name, value in settings.items()}

@@ -1,33 +1,32 @@
 """Other frameworks as seen from a rank: one child process each, and variants that live there."""
 
 import contextlib
-import os
+import importlib.util
 import signal
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator, Sequence
-from multiprocessing import Pipe
-from typing import Any
-
-import torch
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import mpisgd
 from mpisgd.bench.measure import Unavailable
 from mpisgd.bench.network import Interface, Meeting, interfaces, meeting_place
 from mpisgd.bench.payload import WrongResult
+from mpisgd.bench.processes import Process, start_beside, start_in_job
 
-__all__ = ["FRAMEWORKS", "Child", "Peers", "RemoteVariant", "open_peers"]
+T = TypeVar("T")
+
+__all__ = ["FRAMEWORKS", "Child", "Peers", "RemoteVariant", "open_peers", "places"]
 
 FRAMEWORKS = ("gloo", "horovod")
 # They keep a thread busy even while nobody asks them for anything.
 RESTLESS = ("horovod",)
 
+# At their best as the ranks of a job.
+IN_JOB = ("horovod",)
+
 START_LIMIT_S = 120.0
 ANSWER_LIMIT_S = 90.0
 # Children wait this much less for each other, so that they say themselves what did not come.
 MARGIN_S = 20.0
-LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDI_", "MPI_LOCAL")
 
 
 class Child:
@@ -36,28 +35,18 @@ class Child:
     Raises from all methods but `close`: Unavailable, once it has failed or did not answer in time; after
     that it is gone.
 
+    Args:
+        framework: one of FRAMEWORKS.
+        process: in which it runs.
+
     Attributes:
         broken: why it is gone, "" while it is there.
     """
 
-    def __init__(self, framework: str) -> None:
+    def __init__(self, framework: str, process: Process) -> None:
         self.framework = framework
         self.broken = ""
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the child
-        self._connection, theirs = Pipe()
-        command = [
-            *(sys.executable, "-m", "mpisgd.bench.child"),
-            *(str(theirs.fileno()), framework, str(torch.get_num_threads())),
-        ]
-        self._process = subprocess.Popen(
-            command,
-            env={k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)},
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=self._errors,
-        )
-        theirs.close()
+        self._process = process
 
     def ready(self) -> None:
         """Wait until it has loaded its framework."""
@@ -68,9 +57,9 @@ class Child:
         if self.broken:
             raise Unavailable(self.broken)
         try:
-            self._connection.send((method, args))
+            self._process.connection.send((method, args))
         except OSError:
-            self._fail(f"its process is gone: {self._last_words()}")
+            self._fail(f"its process is gone: {self._process.last_words()}")
         return self._receive(ANSWER_LIMIT_S)
 
     def pause(self) -> None:
@@ -85,11 +74,11 @@ class Child:
 
     def _receive(self, limit_s: float) -> Any:
         try:
-            if not self._connection.poll(limit_s):
+            if not self._process.connection.poll(limit_s):
                 self._fail(f"no answer within {limit_s:.0f} s")
-            kind, value = self._connection.recv()
+            kind, value = self._process.connection.recv()
         except (EOFError, OSError):
-            self._fail(f"its process ended: {self._last_words()}")
+            self._fail(f"its process ended: {self._process.last_words()}")
         if kind == "wrong":
             raise WrongResult(value)
         if kind == "failed":
@@ -101,24 +90,9 @@ class Child:
         self.close()
         raise Unavailable(reason)
 
-    def _last_words(self) -> str:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(5)
-        self._errors.seek(0)
-        lines = self._errors.read().decode(errors="replace").split("\n")
-        said = next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
-        return f"exit code {self._process.returncode}, {said}"
-
     def close(self) -> None:
         """Hang up, and see that it ends."""
-        self._connection.close()
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGCONT)
-        try:
-            self._process.wait(5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._process.end()
 
 
 class RemoteVariant:
@@ -186,20 +160,31 @@ class Peers:
 
     def open(self, framework: str) -> None:
         """Start one framework on all ranks, or note why it cannot be had. Collective."""
-        child = Child(framework)
-        place = _places()
+        for start in _ways(framework):
+            reason = self._try(framework, start)
+            if not reason:
+                self.left_out.pop(framework, None)
+                return
+            self.left_out[framework] = reason
+
+    def _try(self, framework: str, start: Callable[[str], Process]) -> str:
+        """Start a framework in one way and keep it, or return why it cannot be had so. Collective."""
+        place = places()
+        reason, process = _first_reason(lambda: start(framework))
+        if process is None:
+            return reason
+        child = Child(framework, process)
         reason, version = _first_reason(lambda: _load(child))
         if not reason and place is None:
             reason = "the hosts of the job have no network in common that can be seen"
         if not reason and place is not None:
             reason, _ = _first_reason(lambda: _meet(child, place))
         if reason:
-            self.left_out[framework] = reason
             child.close()
-        else:
-            self.children[framework] = child
-            self.versions[framework] = version
-            child.pause()
+            return reason
+        self.children[framework], self.versions[framework] = child, version or ""
+        child.pause()
+        return ""
 
     def drop_broken(self) -> None:
         """Give up the frameworks whose child is gone on some rank: each try would cost its time limit.
@@ -229,6 +214,17 @@ def open_peers(wanted: Sequence[str]) -> Iterator[Peers]:
         yield peers
     finally:
         peers.close()
+
+
+def _ways(framework: str) -> list[Callable[[str], Process]]:
+    """Return the ways of starting a framework, the best first. Collective.
+
+    The second job that Horovod needs for MPI is asked for on one host only: how to start one on several
+    is known to the user's mpirun alone.
+    """
+    if framework in IN_JOB and mpisgd.num_nodes() == 1 and importlib.util.find_spec(framework):
+        return [start_in_job, start_beside]
+    return [start_beside]
 
 
 def _load(child: Child) -> str:
@@ -265,15 +261,16 @@ def _meet(child: Child, place: Sequence[Interface]) -> str:
     return ""
 
 
-def _places() -> list[Interface] | None:
+def places() -> list[Interface] | None:
+    """Return each rank's interface on a network that all are on, None if there is none. Collective."""
     everyones: list[list[Interface]] = [[]] * mpisgd.size()
     mpisgd.all_gather_object(everyones, interfaces())
     return meeting_place(everyones, mpisgd.num_nodes())
 
 
-def _first_reason(action: Any) -> tuple[str, str]:
+def _first_reason(action: Callable[[], T]) -> tuple[str, T | None]:
     """Return why `action` failed on some rank ("" where it did on none), and its value here."""
-    reason, value = "", ""
+    reason, value = "", None
     try:
         value = action()
     except Unavailable as exc:

@@ -1,22 +1,23 @@
 """Measured rows as PNG files."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpisgd.bench.summary import LIMIT, as_bytes
+from mpisgd.bench.summary import COMPUTE, LIMIT, PING_PONG, as_bytes
 from mpisgd.errors import JobError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["need_matplotlib", "plot_collectives", "plot_scaling", "plot_steps"]
+__all__ = ["PLOTS", "need_matplotlib"]
 
 NUM_COLUMNS = 4
 # Ours stand out, and a variant has the same colour in every panel.
 COLOURS = ("#0b6e4f", "#c8553d", "#3d6fb4", "#8a5a9e", "#d99a2b", "#5f6b73", "#2aa7a1", "#a23b72")
 GREY = "#4a4a4a"
+BOUNDS = {LIMIT: "--", PING_PONG: ":"}
 
 
 def need_matplotlib() -> None:
@@ -32,11 +33,11 @@ def plot_collectives(path: Path, record: dict[str, Any]) -> None:
     """Draw time over size for each collective, the limit dashed."""
     rows = record["rows"]
     panels = list(dict.fromkeys((row["collective"], row["dtype"]) for row in rows))
-    names = list(dict.fromkeys(row["variant"] for row in rows if row["variant"] != LIMIT))
+    names = list(dict.fromkeys(row["variant"] for row in rows if row["variant"] not in BOUNDS))
     figure, axes = _figure(len(panels), record)
     for ax, (collective, dtype) in zip(axes, panels, strict=False):
         here = [row for row in rows if (row["collective"], row["dtype"]) == (collective, dtype)]
-        for name in [*names, LIMIT]:
+        for name in [*names, *BOUNDS]:
             _draw_line(ax, name, names, [row for row in here if row["variant"] == name])
         _label_sizes(ax, sorted({row["bytes"] for row in here}))
         ax.set(title=f"{collective}, {dtype}", yscale="log", ylabel="microseconds (median, range)")
@@ -49,8 +50,8 @@ def _draw_line(ax: "Axes", name: str, names: Sequence[str], rows: Sequence[dict[
         return
     x = [row["bytes"] for row in rows]
     y, low, high = ([row[key] * 1e6 for row in rows] for key in ("median_s", "min_s", "max_s"))
-    if name == LIMIT:
-        ax.plot(x, y, "--", color="black", linewidth=1.2, label=LIMIT, zorder=1)
+    if name in BOUNDS:
+        ax.plot(x, y, BOUNDS[name], color="black", linewidth=1.2, label=name, zorder=1)
         return
     colour = COLOURS[names.index(name) % len(COLOURS)]
     width = 2.2 if name == "mpisgd" else 1.4
@@ -72,23 +73,59 @@ def plot_steps(path: Path, record: dict[str, Any]) -> None:
     models = list(dict.fromkeys(row["model"] for row in rows))
     figure, axes = _figure(len(models), record)
     for ax, model in zip(axes, models, strict=False):
-        here = [row for row in rows if row["model"] == model][::-1]
+        here = [row for row in rows if row["model"] == model]
         base = here[0]["median_s"] / here[0]["ratio_to_no_communication"]
-        ratios = [row["ratio_to_no_communication"] for row in here]
-        low = [max(0.0, (row["median_s"] - row["min_s"]) / base) for row in here]
-        high = [max(0.0, (row["max_s"] - row["median_s"]) / base) for row in here]
-        colours = [_step_colour(row) for row in here]
-        ax.barh([row["variant"] for row in here], ratios, xerr=[low, high], color=colours, ecolor=GREY)
-        ax.axvline(1.0, color="black", linestyle="--", linewidth=1.2)
-        for place, value in enumerate(ratios):
-            ax.text(0.02, place, f"{value:.2f}", va="center", color="white", fontsize=8)
+        _draw_bars(ax, here, "s", base)
         ax.set(title=f"{model} ({base * 1e3:.3g} ms alone)", xlabel="x no communication (median, range)")
-        ax.tick_params(axis="y", labelsize=7)
     _finish(figure, axes, path, legend=False)
 
 
-def _step_colour(row: dict[str, Any]) -> str:
-    return COLOURS[0] if row["variant"] == "mpisgd" else COLOURS[2] if row["communicates"] else COLOURS[5]
+def plot_memory(path: Path, record: dict[str, Any]) -> None:
+    """Draw each variant's peak as a multiple of that without mpisgd."""
+    rows = record["rows"]
+    trainings = list(dict.fromkeys(row["training"] for row in rows))
+    figure, axes = _figure(len(trainings), record)
+    for ax, training in zip(axes, trainings, strict=False):
+        here = [row for row in rows if row["training"] == training]
+        base = here[0]["median_bytes"]
+        _draw_bars(ax, here, "bytes", base)
+        ax.set(title=f"{training} ({as_bytes(base)} without)", xlabel="x none (median, range)")
+    _finish(figure, axes, path, legend=False)
+
+
+def plot_overlap(path: Path, record: dict[str, Any]) -> None:
+    """Draw steps and their parts as multiples of the larger of link and compute."""
+    rows = record["rows"]
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    figure, axes = _figure(len(models), record)
+    for ax, model in zip(axes, models, strict=False):
+        here = [row for row in rows if row["model"] == model]
+        base = max(row["median_s"] for row in here if row["variant"] in (LIMIT, COMPUTE))
+        _draw_bars(ax, here, "s", base)
+        ax.set(title=model, xlabel=f"x larger of limit and compute, {base * 1e3:.3g} ms (median, range)")
+    _finish(figure, axes, path, legend=False)
+
+
+def _draw_bars(ax: "Axes", rows: Sequence[dict[str, Any]], unit: str, base: float) -> None:
+    """Draw a bar for each row, the first on top: its median over `base`, and its range."""
+    rows = rows[::-1]
+    middle, low, high = (
+        [row[f"{which}_{unit}"] / base for row in rows] for which in ("median", "min", "max")
+    )
+    errors = [
+        [max(0.0, value - least) for value, least in zip(middle, low, strict=True)],
+        [max(0.0, most - value) for value, most in zip(middle, high, strict=True)],
+    ]
+    colours = [_bar_colour(row) for row in rows]
+    ax.barh([row["variant"] for row in rows], middle, xerr=errors, color=colours, ecolor=GREY)
+    ax.axvline(1.0, color="black", linestyle="--", linewidth=1.2)
+    for place, value in enumerate(middle):
+        ax.text(0.02, place, f"{value:.2f}", va="center", color="white", fontsize=8)
+    ax.tick_params(axis="y", labelsize=7)
+
+
+def _bar_colour(row: dict[str, Any]) -> str:
+    return COLOURS[0] if row["variant"] == "mpisgd" else COLOURS[2] if row.get("communicates") else COLOURS[5]
 
 
 def plot_scaling(path: Path, record: dict[str, Any]) -> None:
@@ -140,3 +177,13 @@ def _finish(figure: "Figure", axes: Sequence["Axes"], path: Path, *, legend: boo
         )
     figure.savefig(path, dpi=110, format="png")
     pyplot.close(figure)
+
+
+# By the kind of record.
+PLOTS: dict[str, Callable[[Path, dict[str, Any]], None]] = {
+    "collectives": plot_collectives,
+    "step": plot_steps,
+    "scaling": plot_scaling,
+    "memory": plot_memory,
+    "overlap": plot_overlap,
+}

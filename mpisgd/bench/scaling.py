@@ -7,35 +7,18 @@ number of ranks, tells how much.
 """
 
 import json
-import os
-import shlex
-import shutil
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpisgd.errors import JobError
+from mpisgd.bench.jobs import run_job
 
-__all__ = ["launch", "mpirun", "scaling_rows"]
+__all__ = ["launch", "scaling_rows"]
 
 ALONE = "no communication"
 OURS = "mpisgd"
-
-
-def mpirun(launcher: str) -> list[str]:
-    """Return the launcher's words; by default that of this Python's environment, else the first on PATH."""
-    if launcher:
-        return shlex.split(launcher)
-    beside = Path(sys.executable).with_name("mpirun")
-    found = str(beside) if beside.exists() else shutil.which("mpirun")
-    if found is None:
-        raise JobError("no mpirun beside this Python or on the PATH; name one with --launcher")
-    return [found]
 
 
 def launch(
@@ -48,52 +31,9 @@ def launch(
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "record.json"
-        command = [*launcher, "-n", str(num_ranks), sys.executable, "-m", "mpisgd", "bench", *arguments]
-        said, code = _run([*command, "--json", str(file)], limit_s)
-        if code != 0 or not file.exists():
-            last = next((line for line in reversed(said.splitlines()) if line.strip()), "it said nothing")
-            raise JobError(f"bench on {num_ranks} ranks ended with exit code {code}: {last.strip()}", 1)
+        run_job(launcher, num_ranks, ["mpisgd", "bench", *arguments, "--json", str(file)], limit_s)
         record: dict[str, Any] = json.loads(file.read_text())
         return record
-
-
-def _run(command: Sequence[str], limit_s: float) -> tuple[str, int]:
-    """Return what a job said on stderr, and its exit code; it is ended with all its processes in time."""
-    with tempfile.TemporaryFile() as errors:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=errors,
-            env={**OVERSUBSCRIBE, **os.environ},
-            start_new_session=True,
-        )
-        try:
-            code = process.wait(limit_s)
-        except BaseException as exc:
-            _end(process)
-            if isinstance(exc, subprocess.TimeoutExpired):
-                raise JobError(f"{shlex.join(command)}: no end within {limit_s:.0f} s", 1) from exc
-            raise
-        errors.seek(0)
-        return errors.read().decode(errors="replace"), code
-
-
-# More ranks than cores are a fair question here. Open MPI 5, then 4; other launchers never refuse.
-OVERSUBSCRIBE = {
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-    "OMPI_MCA_rmaps_base_oversubscribe": "1",
-}
-
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    """End a launcher and what it started; asked first, it takes its ranks along."""
-    process.terminate()
-    try:
-        process.wait(10)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def scaling_rows(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

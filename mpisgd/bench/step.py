@@ -5,17 +5,20 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import mpisgd
+import mpisgd.horovod as hvd
 from mpisgd.bench.measure import Variant, measure
+from mpisgd.bench.parallel import group_on_mpisgd, torch_step
 from mpisgd.bench.peers import Peers, RemoteVariant
 from mpisgd.bench.schedule import Pace
 from mpisgd.bench.summary import step_rows
-from mpisgd.bench.training import BATCHES, MIB, StepTask, Training, build
+from mpisgd.bench.training import MIB, StepTask, Training, build
+from mpisgd.bench.trial import BATCHES
 from mpisgd.comm.job import world
 
 if TYPE_CHECKING:
     from mpisgd.comm.mpi import Wire
 
-__all__ = ["StepPlan", "run_steps"]
+__all__ = ["StepPlan", "ours", "remote", "run_steps"]
 
 # Both, since it depends on the model which is faster; the faster one is the reference.
 BASELINES = {"none, gradients dropped": True, "none, gradients zeroed": False}
@@ -58,15 +61,25 @@ def run_steps(plan: StepPlan, peers: Peers, report: Callable[[str, Any], None]) 
     rows: list[dict[str, Any]] = []
     models: dict[str, Any] = {}
     left_out: list[dict[str, str]] = []
-    for model in plan.models:
-        task = plan.task(model, mpisgd.size())
-        found = measure([*_in_ranks(task, wire), *_remote(task, plan.bucket_bytes, peers)], plan.pace)
-        peers.drop_broken()
-        new = step_rows(model, found.seconds, list(BASELINES), [CONTROL], task.batch * task.size)
-        report(model, new)
-        rows += new
-        models[model] = _describe(task)
-        left_out += [{"model": model, "variant": name, "reason": why} for name, why in found.left_out.items()]
+    with group_on_mpisgd(wanted="gloo" in {*peers.children, *peers.left_out}) as reason:
+        for model in plan.models:
+            task = plan.task(model, mpisgd.size())
+            variants = [
+                *_in_ranks(task, wire),
+                *([] if reason else _in_torch(task, plan.bucket_bytes)),
+                *_control(task, peers),
+                *remote(task, plan.bucket_bytes, peers),
+                *_sharded_remote(task, peers),
+            ]
+            found = measure(variants, plan.pace)
+            peers.drop_broken()
+            new = step_rows(model, found.seconds, list(BASELINES), [CONTROL], task.batch * task.size)
+            report(model, new)
+            rows += new
+            models[model] = _describe(task)
+            left_out += [
+                {"model": model, "variant": name, "reason": why} for name, why in found.left_out.items()
+            ]
     wire.free()
     return {"rows": rows, "models": models, "left_out": left_out}
 
@@ -87,7 +100,8 @@ def _in_ranks(task: StepTask, wire: "Wire") -> list[Variant]:
             _alone(name, replace(task, set_to_none=to_none, communicates=False))
             for name, to_none in BASELINES.items()
         ),
-        _ours(task),
+        ours(task),
+        _as_horovod(task),
         _by_hand(task, wire),
     ]
 
@@ -96,12 +110,23 @@ def _alone(name: str, task: StepTask) -> Variant:
     return Training(task, mpisgd.rank()).timed(name, start=mpisgd.barrier)
 
 
-def _ours(task: StepTask) -> Variant:
+def ours(task: StepTask) -> Variant:
+    """Return the step with mpisgd's optimizer."""
     training = Training(task, mpisgd.rank())
     training.optimizer = mpisgd.DistributedOptimizer(
         training.optimizer, named_parameters=training.model.named_parameters()
     )
     return training.timed("mpisgd", start=mpisgd.barrier, ours=True)
+
+
+def _as_horovod(task: StepTask) -> Variant:
+    """Return the step of a program written for Horovod, on mpisgd."""
+    hvd.init()
+    training = Training(task, hvd.rank())
+    training.optimizer = hvd.DistributedOptimizer(
+        training.optimizer, named_parameters=training.model.named_parameters()
+    )
+    return training.timed("mpisgd.horovod", start=mpisgd.barrier, ours=True)
 
 
 def _by_hand(task: StepTask, wire: "Wire") -> Variant:
@@ -120,15 +145,40 @@ def _by_hand(task: StepTask, wire: "Wire") -> Variant:
     return training.timed("MPI, a call per tensor", start=mpisgd.barrier, average=average)
 
 
-def _remote(task: StepTask, bucket_bytes: Sequence[int], peers: Peers) -> list[Variant]:
-    """Return the variants that run beside the ranks."""
+def _in_torch(task: StepTask, bucket_bytes: Sequence[int]) -> list[Variant]:
+    """Return torch's own ways over mpisgd."""
+    return [
+        *(
+            torch_step(_ddp("mpisgd", nbytes), replace(task, bucket_bytes=nbytes), ours=True)
+            for nbytes in bucket_bytes
+        ),
+        torch_step("FSDP2 mpisgd", replace(task, sharded=True), ours=True),
+    ]
+
+
+def _sharded_remote(task: StepTask, peers: Peers) -> list[Variant]:
+    if "gloo" not in peers.children:
+        return []
+    return [RemoteVariant("FSDP2 gloo", peers.children["gloo"], replace(task, sharded=True))]
+
+
+def _ddp(backend: str, nbytes: int) -> str:
+    return f"DDP {backend}, {nbytes / MIB:g} MiB buckets"
+
+
+def _control(task: StepTask, peers: Peers) -> list[Variant]:
+    if "gloo" not in peers.children:
+        return []
+    return [RemoteVariant(CONTROL, peers.children["gloo"], replace(task, communicates=False))]
+
+
+def remote(task: StepTask, bucket_bytes: Sequence[int], peers: Peers) -> list[Variant]:
+    """Return the trainings that run beside the ranks."""
     variants: list[Variant] = []
     if "gloo" in peers.children:
-        alone = replace(task, communicates=False)
-        variants.append(RemoteVariant(CONTROL, peers.children["gloo"], alone))
         for nbytes in bucket_bytes:
-            name = f"DDP gloo, {nbytes / MIB:g} MiB buckets"
-            variants.append(RemoteVariant(name, peers.children["gloo"], replace(task, bucket_bytes=nbytes)))
+            child, part = peers.children["gloo"], replace(task, bucket_bytes=nbytes)
+            variants.append(RemoteVariant(_ddp("gloo", nbytes), child, part))
     if "horovod" in peers.children:
         variants.append(RemoteVariant("Horovod", peers.children["horovod"], task))
     return variants

@@ -7,10 +7,32 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpisgd.bench.cases import Case, bus_factor
+from mpisgd.bench.pss import Share
 
-__all__ = ["Spread", "as_bytes", "as_time", "collective_rows", "ratio", "spread", "step_rows"]
+__all__ = [
+    "ALLOWED_FACTOR",
+    "ALLOWED_PER_RANK",
+    "BOUND",
+    "COMPUTE",
+    "LIMIT",
+    "PING_PONG",
+    "Spread",
+    "as_bytes",
+    "as_time",
+    "collective_rows",
+    "memory_rows",
+    "overlap_rows",
+    "ratio",
+    "spread",
+    "step_rows",
+    "timed_rows",
+]
 
-LIMIT = "limit"
+LIMIT, PING_PONG = "limit", "ping-pong"
+COMPUTE, BOUND = "compute alone", "bound"
+
+# What a training with mpisgd may take: this much of the one without, and this much more for each rank.
+ALLOWED_FACTOR, ALLOWED_PER_RANK = 1.05, 16 * 2**20
 
 TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 BYTES = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
@@ -39,7 +61,7 @@ def ratio(value: float, reference: float | None) -> float | None:
 def collective_rows(case: Case, seconds: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
     """Return one row for each variant of one case, in the order given."""
     spreads = {name: spread(values) for name, values in seconds.items() if values}
-    limit = spreads[LIMIT].median_s if LIMIT in spreads else None
+    limit, ping_pong = (spreads[name].median_s if name in spreads else None for name in (LIMIT, PING_PONG))
     return [
         {
             "collective": case.collective,
@@ -50,6 +72,7 @@ def collective_rows(case: Case, seconds: Mapping[str, Sequence[float]]) -> list[
             "algbw_gb_s": case.nbytes / found.median_s / 1e9,
             "busbw_gb_s": case.nbytes / found.median_s / 1e9 * bus_factor(case.collective, case.size),
             "ratio_to_limit": ratio(found.median_s, limit),
+            "ratio_to_ping_pong": ratio(found.median_s, ping_pong),
         }
         for name, found in spreads.items()
     ]
@@ -84,6 +107,72 @@ def step_rows(
         }
         for name, found in spreads.items()
     ]
+
+
+def overlap_rows(name: str, batch: int, seconds: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
+    """Return one row for each variant of a step between hosts, and for each of its parts.
+
+    Args:
+        name: of model and batch.
+        batch: examples of one rank.
+        seconds: by variant; those of the link, of compute and of the bound are among them.
+    """
+    link, compute, bound = (statistics.median(seconds[part]) for part in (LIMIT, COMPUTE, BOUND))
+    bases = {"link": link, "larger": max(link, compute), "bound": bound}
+    return timed_rows({"model": name, "batch_per_rank": batch}, seconds, bases)
+
+
+def timed_rows(
+    what: Mapping[str, Any], seconds: Mapping[str, Sequence[float]], bases: Mapping[str, float]
+) -> list[dict[str, Any]]:
+    """Return one row for each variant, in the order given.
+
+    Args:
+        what: the same in all rows.
+        seconds: by variant.
+        bases: what medians are compared with; each gives a `ratio_to_` of its name.
+    """
+    spreads = {name: spread(values) for name, values in seconds.items() if values}
+    return [
+        {
+            **what,
+            "variant": name,
+            **vars(found),
+            **{f"ratio_to_{base}": found.median_s / base_s for base, base_s in bases.items()},
+        }
+        for name, found in spreads.items()
+    ]
+
+
+def memory_rows(training: str, peaks: Mapping[str, Sequence[Share]], ranks: int) -> list[dict[str, Any]]:
+    """Return one row for each variant of one training; all are compared with the first.
+
+    Args:
+        training: its name.
+        peaks: of the host, one for each repeat.
+        ranks: on the host.
+    """
+    totals = {name: [share.total for share in shares] for name, shares in peaks.items()}
+    base = statistics.median(next(iter(totals.values())))
+    rows = []
+    for name, values in totals.items():
+        median = statistics.median(values)
+        middle = min(peaks[name], key=lambda share: abs(share.total - median))
+        rows.append(
+            {
+                "training": training,
+                "variant": name,
+                "median_bytes": median,
+                "min_bytes": min(values),
+                "max_bytes": max(values),
+                "repeats": len(values),
+                **{f"{part}_bytes": value for part, value in vars(middle).items()},
+                "ratio_to_none": median / base,
+                "extra_bytes_per_rank": (median - base) / ranks,
+                "ratio_to_allowed": median / (ALLOWED_FACTOR * base + ALLOWED_PER_RANK * ranks),
+            }
+        )
+    return rows
 
 
 def as_time(seconds: float) -> str:

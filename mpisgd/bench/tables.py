@@ -1,6 +1,6 @@
 """Measured rows as tables for a terminal."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -9,24 +9,41 @@ from rich.table import Table
 
 from mpisgd.bench.summary import as_bytes, as_time
 
-__all__ = ["collective_tables", "one_line", "scaling_table", "show", "step_table"]
+__all__ = [
+    "checks_table",
+    "collective_tables",
+    "memory_table",
+    "one_line",
+    "overlap_table",
+    "scaling_table",
+    "show",
+    "step_table",
+    "timed_table",
+]
 
 WIDTH = 116
 
 
 def collective_tables(rows: Iterable[dict[str, Any]]) -> list[Table]:
     """Return a table for each collective and dtype."""
-    tables = []
-    for (collective, dtype), group in groupby(rows, lambda row: (row["collective"], row["dtype"])):
-        table = _table(f"{collective}, {dtype}", ["size"], *_times("GB/s", "bus GB/s", "x limit"))
-        for nbytes, variants in groupby(group, lambda row: row["bytes"]):
-            for place, row in enumerate(variants):
-                size = as_bytes(nbytes) if place == 0 else ""
-                rates = (_rate(row["algbw_gb_s"]), _rate(row["busbw_gb_s"]))
-                table.add_row(size, row["variant"], *_spread(row), *rates, _ratio(row["ratio_to_limit"]))
-            table.add_section()
-        tables.append(table)
-    return tables
+    groups = groupby(rows, lambda row: (row["collective"], row["dtype"]))
+    return [_collective_table(f"{name}, {dtype}", list(group)) for (name, dtype), group in groups]
+
+
+def _collective_table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
+    """Return one table; with what a ping-pong says where one was played."""
+    relative = {"ratio_to_limit": "x limit"}
+    if any(row["ratio_to_ping_pong"] for row in rows):
+        relative["ratio_to_ping_pong"] = "x ping-pong"
+    table = _table(title, ["size"], *_times("GB/s", "bus GB/s", *relative.values()))
+    for nbytes, variants in groupby(rows, lambda row: row["bytes"]):
+        for place, row in enumerate(variants):
+            size = as_bytes(nbytes) if place == 0 else ""
+            rates = (_rate(row["algbw_gb_s"]), _rate(row["busbw_gb_s"]))
+            ratios = (_ratio(row[name]) for name in relative)
+            table.add_row(size, row["variant"], *_spread(row), *rates, *ratios)
+        table.add_section()
+    return table
 
 
 def step_table(rows: Iterable[dict[str, Any]]) -> Table:
@@ -52,9 +69,63 @@ def scaling_table(rows: Iterable[dict[str, Any]]) -> Table:
     return table
 
 
+def overlap_table(rows: Iterable[dict[str, Any]]) -> Table:
+    """Return the steps between hosts, and their parts."""
+    relative = {"ratio_to_link": "x limit", "ratio_to_larger": "x max", "ratio_to_bound": "x bound"}
+    return timed_table("a training step between hosts", "model", rows, relative)
+
+
+def checks_table(rows: Iterable[dict[str, Any]]) -> Table:
+    """Return the steps with and without checks, and what all checks of a step come to."""
+    table = _table("checks", ["model"], *_times("x unchecked", "operations", "checks alone"))
+    for model, variants in groupby(rows, lambda row: row["model"]):
+        for place, row in enumerate(variants):
+            part = "" if row["part_of_step"] is None else f"{row['part_of_step']:.2%}"
+            numbers = (_ratio(row["ratio_to_bare"]), str(row["operations"]), part)
+            table.add_row(model if place == 0 else "", row["variant"], *_spread(row), *numbers)
+        table.add_section()
+    return table
+
+
+def timed_table(title: str, first: str, rows: Iterable[dict[str, Any]], relative: Mapping[str, str]) -> Table:
+    """Return a table of times.
+
+    Args:
+        title: above it.
+        first: the field that says what was timed.
+        rows: of `timed_rows`.
+        relative: fields that follow the times, and what stands above them.
+    """
+    table = _table(title, [first], *_times(*relative.values()))
+    for name, variants in groupby(rows, lambda row: row[first]):
+        for place, row in enumerate(variants):
+            ratios = (_ratio(row[field]) for field in relative)
+            table.add_row(name if place == 0 else "", row["variant"], *_spread(row), *ratios)
+        table.add_section()
+    return table
+
+
+def memory_table(rows: Iterable[dict[str, Any]]) -> Table:
+    """Return the host's peaks."""
+    numbers = ("peak", "min", "max", "x none", "more per rank", "x allowed")
+    table = _table("memory of the host, all ranks together", ["training"], *numbers)
+    for training, variants in groupby(rows, lambda row: row["training"]):
+        for place, row in enumerate(variants):
+            peaks = [as_bytes(row[f"{which}_bytes"]) for which in ("median", "min", "max")]
+            more = f"{row['extra_bytes_per_rank'] / 2**20:.1f} MiB"
+            ratios = (_ratio(row["ratio_to_none"]), more, _ratio(row["ratio_to_allowed"]))
+            table.add_row(training if place == 0 else "", row["variant"], *peaks, *ratios)
+        table.add_section()
+    return table
+
+
 def one_line(what: str, rows: Iterable[dict[str, Any]]) -> str:
     """Return the medians of one case, to be said as soon as they are known."""
-    return f"{what}: " + ", ".join(f"{row['variant']} {as_time(row['median_s'])}" for row in rows)
+    return f"{what}: " + ", ".join(f"{row['variant']} {_median(row)}" for row in rows)
+
+
+def _median(row: dict[str, Any]) -> str:
+    return as_time(row["median_s"]) if "median_s" in row else as_bytes(row["median_bytes"])
 
 
 def show(tables: Sequence[Table], notes: Iterable[str]) -> None:

@@ -9,6 +9,7 @@ import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,7 @@ class StepTask:
         set_to_none: how gradients are reset.
         bucket_bytes: for frameworks that are told.
         communicates: whether gradients are averaged at all.
+        sharded: whether each rank keeps a part of each parameter only; for torch.
     """
 
     model: str
@@ -48,6 +50,7 @@ class StepTask:
     set_to_none: bool = True
     bucket_bytes: int = 25 * MIB
     communicates: bool = True
+    sharded: bool = False
 
     def common(self) -> "StepTask":
         """Return the task without what does not change its result."""
@@ -102,8 +105,6 @@ def _transformer(small: bool) -> nn.Module:
 
 
 MODELS = {"mlp": _mlp, "deep": _deep, "transformer": _transformer}
-# Per rank; enough work for a step that is not all communication.
-BATCHES = {"mlp": 32, "deep": 32, "transformer": 4}
 
 
 def build(task: StepTask) -> nn.Module:
@@ -116,7 +117,8 @@ def build(task: StepTask) -> nn.Module:
 def examples(task: StepTask, rank: int) -> tuple[Tensor, Tensor]:
     """Return the inputs and targets of one rank."""
     generator = torch.Generator().manual_seed(1000 + rank)
-    model = build(task)
+    with torch.device("meta"):  # only its shape is asked for
+        model = MODELS[task.model](task.small)
     if isinstance(model, LanguageModel):
         vocabulary = model.embedding.num_embeddings
         tokens = torch.randint(vocabulary, (task.batch, SEQUENCE + 1), generator=generator)
@@ -173,14 +175,14 @@ class Training:
     def reset(self) -> None:
         """Go back to the first parameters."""
         for param, first in zip(self.model.parameters(), _reference(self.task.common())[0], strict=True):
-            param.copy_(first)
+            param.copy_(_like(param, first))
 
     @torch.no_grad()
     def verify(self) -> None:
         """Raise WrongResult unless the parameters are what one process has after its first step."""
         before, after = _reference(self.task.common())
         for i, (param, first, wanted) in enumerate(zip(self.model.parameters(), before, after, strict=True)):
-            error, change = (param - wanted).norm(), (wanted - first).norm()
+            error, change = (_whole(param) - wanted).norm(), (wanted - first).norm()
             if not bool(error <= CHANGE_TOLERANCE * change + ROUNDING * wanted.norm()):
                 raise WrongResult(
                     f"parameter {i} of {self.task.model} is off by {float(error):.3g} after one step, in "
@@ -207,6 +209,21 @@ class Training:
             clock=time.perf_counter,
             ours=ours,
         )
+
+
+def _whole(param: Any) -> Any:
+    """Return all of a parameter, of which this rank may have a shard. Collective, then."""
+    return param.full_tensor() if hasattr(param, "full_tensor") else param
+
+
+def _like(param: Any, value: Tensor) -> Tensor:
+    """Return this rank's part of `value`, if that is what it has of `param`."""
+    if not hasattr(param, "full_tensor"):
+        return value
+    # Imported here only: it takes memory, which `bench memory` measures.
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
 
 
 @functools.lru_cache(maxsize=1)

@@ -2,66 +2,81 @@
 
 mpirun -np 2 python -m mpisgd bench collectives --json all.json --plot all.png
 mpirun -np 2 python -m mpisgd bench step
-python -m mpisgd bench scaling --ranks 1,2,4          # starts mpirun itself
+mpirun -np 2 python -m mpisgd bench checks
+mpirun -np 2 -hostfile hosts python -m mpisgd bench overlap
+python -m mpisgd bench scaling --ranks 1,2,4          # these two start mpirun themselves
+python -m mpisgd bench memory --ranks 2
 """
 
-import contextlib
-import dataclasses
-import datetime
-import json
-import os
-import platform
-import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import mpisgd
-from mpisgd.config import launcher_rank
+from mpisgd.cli.origin import origin
+from mpisgd.cli.record import Output, measure_in_job, num_ranks, say, tell, tell_alone, title
+from mpisgd.config import available_cores, launcher_rank
 
 if TYPE_CHECKING:
-    from mpisgd.bench.peers import Peers
+    from mpisgd.bench.cases import Case
 
 __all__ = ["bench"]
 
 bench = typer.Typer(add_completion=False, help="Measure collectives and training steps beside their peers.")
 
-JSON = typer.Option(None, "--json", help="Write everything measured here, with machine and versions.")
-PLOT = typer.Option(None, "--plot", help="Draw it into this PNG file.")
-QUICK = typer.Option(False, "--quick", help="A few seconds, to see that it works; the numbers mean little.")
-PEERS = typer.Option(
-    "gloo,horovod", "--peers", help="Other frameworks to measure beside; those not there are left out."
-)
-ROUNDS = typer.Option(20, "--rounds", min=1, help="Rounds that count, unless the budget ends them before.")
-LIMIT = typer.Option(3600.0, "--time-limit", min=1.0, help="Seconds after which the whole job is ended.")
+Json = Annotated[
+    Path | None,
+    typer.Option("--json", readable=False, help="Write everything measured here, with machine and versions."),
+]
+Plot = Annotated[Path | None, typer.Option("--plot", readable=False, help="Draw it into this PNG file.")]
+Quick = Annotated[
+    bool, typer.Option("--quick", help="A few seconds, to see that it works; the numbers mean little.")
+]
+Frameworks = Annotated[
+    str, typer.Option("--peers", help="Other frameworks to measure beside; those not there are left out.")
+]
+Rounds = Annotated[
+    int, typer.Option("--rounds", min=1, help="Rounds that count, unless the budget ends them before.")
+]
+Budget = Annotated[float, typer.Option("--budget", min=0.0, help="Seconds for each case.")]
+TimeLimit = Annotated[
+    float, typer.Option("--time-limit", min=1.0, help="Seconds after which a job is ended.")
+]
+Models = Annotated[str, typer.Option("--models", help="mlp, deep, transformer, separated by commas.")]
+Batch = Annotated[int, typer.Option("--batch", min=0, help="Examples of one rank; 0: each model's own.")]
+Threads = Annotated[int, typer.Option("--threads", min=0, help="Of torch on each rank; 0: mpisgd's choice.")]
+DdpBuckets = Annotated[str, typer.Option("--ddp-buckets", help="Bucket sizes to try with DDP.")]
+Launcher = Annotated[str, typer.Option("--launcher", help='For example "mpirun -hostfile hosts".')]
+ALL_PEERS = "gloo,horovod"
 
 
 @bench.command()
 def collectives(
-    only: str = typer.Option("all", "--only", help="Collectives, separated by commas."),
-    sizes: str = typer.Option("4-256MiB", "--sizes", help="A range (times 4), or a list: 4,64KiB,1MiB."),
-    dtypes: str = typer.Option("float32", "--dtypes", help="Separated by commas."),
-    algorithms: str = typer.Option("auto", "--algorithms", help="Of mpisgd.all_reduce: auto,mpi,ring,..."),
-    peers: str = PEERS,
-    rounds: int = ROUNDS,
-    budget_s: float = typer.Option(4.0, "--budget", min=0.0, help="Seconds for each size of a collective."),
-    json_file: Path | None = JSON,
-    plot_file: Path | None = PLOT,
-    quick: bool = QUICK,
-    time_limit_s: float = LIMIT,
+    only: Annotated[str, typer.Option("--only", help="Collectives, separated by commas.")] = "all",
+    sizes: Annotated[
+        str, typer.Option("--sizes", help="A range (times 4), or a list: 4,64KiB,1MiB.")
+    ] = "4-256MiB",
+    dtypes: Annotated[str, typer.Option("--dtypes", help="Separated by commas.")] = "float32",
+    algorithms: Annotated[
+        str, typer.Option("--algorithms", help="Of mpisgd.all_reduce: auto,mpi,ring,...")
+    ] = "auto",
+    peers: Frameworks = ALL_PEERS,
+    rounds: Rounds = 20,
+    budget_s: Budget = 4.0,
+    json_file: Json = None,
+    plot_file: Plot = None,
+    quick: Quick = False,
+    time_limit_s: TimeLimit = 3600.0,
 ) -> None:
     """Time each collective beside MPI's own, gloo's, Horovod's, and what memory or link allow."""
     from mpisgd.bench import cases, tables
     from mpisgd.bench.collectives import CollectivesPlan, run_collectives
-    from mpisgd.bench.peers import open_peers
     from mpisgd.bench.schedule import Pace
-    from mpisgd.bench.summary import as_bytes
     from mpisgd.comm.collectives.all_reduce import CHOICES
 
-    _check_files(json_file, plot_file)
+    output = _output(json_file, plot_file)
     if quick:
         only, sizes, rounds = "all_reduce,broadcast" if only == "all" else only, "4,64KiB", min(rounds, 3)
     plan = CollectivesPlan(
@@ -71,111 +86,218 @@ def collectives(
         _choice("--algorithms", algorithms, CHOICES),
         Pace(rounds, min(rounds, 3), budget_s, turn_s=0.004, max_calls=100),
     )
-
-    def tell(case: cases.Case, rows: list[dict[str, Any]]) -> None:
-        _tell(f"{case.collective} {case.dtype} {as_bytes(case.nbytes)}", rows)
-
-    with _job(time_limit_s), open_peers(_peers(peers)) as others:
-        record = {**_header("collectives", others), **run_collectives(plan, others, tell)}
-        if mpisgd.rank() == 0:
-            tables.show(tables.collective_tables(record["rows"]), _notes(record))
-        _write(record, json_file, plot_file)
+    measure_in_job(
+        "collectives",
+        _peers(peers),
+        lambda others: run_collectives(plan, others, _tell_case),
+        tables.collective_tables,
+        output,
+        limit_s=time_limit_s,
+    )
 
 
 @bench.command()
 def step(
-    models: str = typer.Option("all", "--models", help="mlp, deep, transformer, separated by commas."),
-    batch: int = typer.Option(0, "--batch", min=0, help="Examples of one rank; 0: each model's own."),
-    threads: int = typer.Option(0, "--threads", min=0, help="Of torch on each rank; 0: mpisgd's choice."),
-    buckets: str = typer.Option("25MiB,100MiB", "--ddp-buckets", help="Bucket sizes to try with DDP."),
-    peers: str = PEERS,
-    rounds: int = ROUNDS,
-    budget_s: float = typer.Option(60.0, "--budget", min=0.0, help="Seconds for each model."),
-    json_file: Path | None = JSON,
-    plot_file: Path | None = PLOT,
-    quick: bool = QUICK,
-    time_limit_s: float = LIMIT,
+    models: Models = "all",
+    batch: Batch = 0,
+    threads: Threads = 0,
+    buckets: DdpBuckets = "25MiB,100MiB",
+    peers: Frameworks = ALL_PEERS,
+    rounds: Rounds = 20,
+    budget_s: Budget = 60.0,
+    json_file: Json = None,
+    plot_file: Plot = None,
+    quick: Quick = False,
+    time_limit_s: TimeLimit = 3600.0,
 ) -> None:
-    """Time training steps beside the same step without communication, DDP, MPI by hand and Horovod."""
+    """Time training steps beside those without communication, DDP and FSDP2, MPI by hand and Horovod."""
     from mpisgd.bench import tables
     from mpisgd.bench.cases import sizes
-    from mpisgd.bench.peers import open_peers
     from mpisgd.bench.schedule import Pace
     from mpisgd.bench.step import StepPlan, run_steps
     from mpisgd.bench.training import MODELS
 
-    _check_files(json_file, plot_file)
+    output = _output(json_file, plot_file)
     pace = Pace(rounds, min(rounds, 3), budget_s, turn_s=0.25, max_calls=20)
     if quick:
         pace = Pace(min(rounds, 2), 1, budget_s, turn_s=0.01, max_calls=5)
     plan = StepPlan(_choice("--models", models, tuple(MODELS)), batch or None, sizes(buckets), quick, pace)
-    with _job(time_limit_s, threads), open_peers(_peers(peers)) as others:
-        record = {**_header("step", others), **run_steps(plan, others, _tell)}
-        if mpisgd.rank() == 0:
-            tables.show([tables.step_table(record["rows"])], _notes(record))
-        _write(record, json_file, plot_file)
+    measure_in_job(
+        "step",
+        _peers(peers),
+        lambda others: run_steps(plan, others, tell),
+        lambda rows: [tables.step_table(rows)],
+        output,
+        limit_s=time_limit_s,
+        threads=threads,
+    )
+
+
+@bench.command()
+def overlap(
+    model: Annotated[str, typer.Option("--model", help="mlp, deep or transformer.")] = "mlp",
+    batch: Annotated[
+        int, typer.Option("--batch", min=0, help="Examples of one rank; 0: found, see --share.")
+    ] = 0,
+    share: Annotated[
+        float, typer.Option("--share", min=0.0, help="Of the link's time that compute shall take.")
+    ] = 0.25,
+    factor: Annotated[
+        int, typer.Option("--factor", min=2, help="The second batch is so many times the first.")
+    ] = 4,
+    threads: Threads = 0,
+    buckets: DdpBuckets = "25MiB",
+    peers: Frameworks = "gloo",
+    rounds: Rounds = 20,
+    budget_s: Budget = 60.0,
+    json_file: Json = None,
+    plot_file: Plot = None,
+    quick: Quick = False,
+    time_limit_s: TimeLimit = 3600.0,
+) -> None:
+    """Compare a step between hosts with its parts: compute, link, all-reduce. Needs several hosts."""
+    from mpisgd.bench import tables
+    from mpisgd.bench.cases import sizes
+    from mpisgd.bench.overlap import OverlapPlan, run_overlap
+    from mpisgd.bench.schedule import Pace
+    from mpisgd.bench.trial import BATCHES
+
+    output = _output(json_file, plot_file)
+    (name,) = _choice("--model", model, tuple(BATCHES))
+    pace = Pace(min(rounds, 2) if quick else rounds, min(rounds, 2), budget_s, turn_s=0.0, max_calls=1)
+    plan = OverlapPlan(name, batch or None, share, factor, sizes(buckets), quick, pace)
+    measure_in_job(
+        "overlap",
+        _peers(peers),
+        lambda others: run_overlap(plan, others, tell),
+        lambda rows: [tables.overlap_table(rows)],
+        output,
+        limit_s=time_limit_s,
+        threads=threads,
+        min_hosts=2,
+    )
+
+
+@bench.command()
+def checks(
+    models: Models = "all",
+    batch: Batch = 0,
+    threads: Threads = 0,
+    rounds: Rounds = 20,
+    budget_s: Budget = 60.0,
+    json_file: Json = None,
+    quick: Quick = False,
+    time_limit_s: TimeLimit = 3600.0,
+) -> None:
+    """Time training steps beside those in which the ranks meet without comparing what they do."""
+    from mpisgd.bench import tables
+    from mpisgd.bench.checks import ChecksPlan, run_checks
+    from mpisgd.bench.schedule import Pace
+    from mpisgd.bench.training import MODELS
+
+    output = _output(json_file, None)
+    pace = Pace(rounds, min(rounds, 3), budget_s, turn_s=0.25, max_calls=20)
+    if quick:
+        pace = Pace(min(rounds, 2), 1, budget_s, turn_s=0.01, max_calls=5)
+    plan = ChecksPlan(
+        _choice("--models", models, tuple(MODELS)), batch or None, quick, pace, 50 if quick else 2000
+    )
+    measure_in_job(
+        "checks",
+        [],
+        lambda _: run_checks(plan, tell),
+        lambda rows: [tables.checks_table(rows)],
+        output,
+        limit_s=time_limit_s,
+        threads=threads,
+    )
 
 
 @bench.command()
 def scaling(
-    ranks: str = typer.Option("1,2,4", "--ranks", help="Rank counts; 1 is always among them."),
-    models: str = typer.Option("all", "--models", help="mlp, deep, transformer, separated by commas."),
-    batch: int = typer.Option(0, "--batch", min=0, help="Examples of one rank; 0: each model's own."),
-    threads: int = typer.Option(1, "--threads", min=1, help="Of torch on each rank, at every count."),
-    launcher: str = typer.Option("", "--launcher", help='For example "mpirun -hostfile hosts".'),
-    repeats: int = typer.Option(2, "--repeats", min=1, help="Times to go through all rank counts."),
-    rounds: int = ROUNDS,
-    budget_s: float = typer.Option(20.0, "--budget", min=0.0, help="Seconds for each model of each job."),
-    json_file: Path | None = JSON,
-    plot_file: Path | None = PLOT,
-    quick: bool = QUICK,
-    time_limit_s: float = typer.Option(1200.0, "--time-limit", min=1.0, help="Seconds for each job."),
+    ranks: Annotated[str, typer.Option("--ranks", help="Rank counts; 1 is always among them.")] = "1,2,4",
+    models: Models = "all",
+    batch: Batch = 0,
+    threads: Annotated[
+        int, typer.Option("--threads", min=1, help="Of torch on each rank, at every count.")
+    ] = 1,
+    launcher: Launcher = "",
+    repeats: Annotated[
+        int, typer.Option("--repeats", min=1, help="Times to go through all rank counts.")
+    ] = 2,
+    rounds: Rounds = 20,
+    budget_s: Budget = 20.0,
+    json_file: Json = None,
+    plot_file: Plot = None,
+    quick: Quick = False,
+    time_limit_s: TimeLimit = 1200.0,
 ) -> None:
     """Time training steps over rank counts. Run it without mpirun: it starts one for each count."""
     from mpisgd.bench import tables
-    from mpisgd.bench.scaling import launch, mpirun, scaling_rows
+    from mpisgd.bench.jobs import mpirun
+    from mpisgd.bench.scaling import launch, scaling_rows
     from mpisgd.bench.training import MODELS
 
-    if launcher_rank() is not None:
-        raise mpisgd.JobError("bench scaling starts mpirun itself; run it without")
-    _check_files(json_file, plot_file)
+    _refuse_under_mpirun("scaling")
+    output = _output(json_file, plot_file)
     counts = sorted({1, *_counts(ranks)})
-    chosen = ",".join(_choice("--models", models, tuple(MODELS)))
-    arguments = [
-        "step",
-        "--models",
-        chosen,
-        "--batch",
-        str(batch),
-        "--peers",
-        "none",
-        "--rounds",
-        str(rounds),
-    ]
-    arguments += [
-        "--threads",
-        str(threads),
-        "--budget",
-        str(budget_s),
-        "--time-limit",
-        str(time_limit_s),
-        *(["--quick"] * quick),
-    ]
+    options = {
+        "--models": ",".join(_choice("--models", models, tuple(MODELS))),
+        "--batch": batch,
+        "--peers": "none",
+        "--rounds": rounds,
+        "--threads": threads,
+        "--budget": budget_s,
+        "--time-limit": time_limit_s,
+    }
+    words = [str(word) for option in options.items() for word in option] + ["--quick"] * quick
     records = []
     for _ in range(1 if quick else repeats):
         for count in counts:
-            records.append(launch(mpirun(launcher), count, arguments, time_limit_s))
-            _say(f"{_ranks(count)} measured")
-    record = {
-        **records[-1],
-        "kind": "scaling",
-        "command": _command(),
-        "title": _title("scaling", records[-1]),
-        "rows": scaling_rows(records),
-        "jobs": records,
-    }
-    tables.show([tables.scaling_table(record["rows"])], [])
-    _write_files(record, json_file, plot_file)
+            records.append(launch(mpirun(launcher), count, ["step", *words], time_limit_s))
+            say(f"{num_ranks(count)} measured")
+    record = {**records[-1], **origin("scaling"), "rows": scaling_rows(records), "jobs": records}
+    record["title"] = record["title"].replace("step: ", "scaling: ", 1)
+    output.put(record, [tables.scaling_table(record["rows"])])
+
+
+@bench.command()
+def memory(
+    ranks: Annotated[int, typer.Option("--ranks", min=1, help="All of them on this host.")] = 2,
+    models: Models = "all",
+    threads: Annotated[
+        int, typer.Option("--threads", min=0, help="Of torch on each rank; 0: cores / ranks.")
+    ] = 0,
+    launcher: Launcher = "",
+    steps: Annotated[int, typer.Option("--steps", min=2, help="Of each training.")] = 8,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Of each training.")] = 3,
+    json_file: Json = None,
+    plot_file: Plot = None,
+    quick: Quick = False,
+    time_limit_s: TimeLimit = 300.0,
+) -> None:
+    """Compare the peak memory of trainings with and without mpisgd. Run it without mpirun."""
+    from mpisgd.bench import tables
+    from mpisgd.bench.jobs import mpirun
+    from mpisgd.bench.memory import OPTIMIZERS, MemoryPlan, run_memory
+    from mpisgd.bench.trial import BATCHES
+
+    _refuse_under_mpirun("memory")
+    output = _output(json_file, plot_file)
+    plan = MemoryPlan(
+        _choice("--models", models, tuple(BATCHES)),
+        list(OPTIMIZERS)[:1] if quick else list(OPTIMIZERS),
+        ranks=ranks,
+        threads=threads or max(1, available_cores() // ranks),
+        steps=2 if quick else steps,
+        repeats=1 if quick else repeats,
+        small=quick,
+        limit_s=time_limit_s,
+    )
+    record = {**origin("memory"), "size": ranks, **run_memory(plan, mpirun(launcher), tell_alone)}
+    library = record["library"]
+    record["title"] = title("memory", size=ranks, hosts=1, threads=plan.threads, library=library)
+    output.put(record, [tables.memory_table(record["rows"])])
 
 
 # -- what was asked for --------------------------------------------------------------------------------
@@ -204,130 +326,19 @@ def _peers(text: str) -> list[str]:
     return [] if text in ("", "none") else _choice("--peers", text, FRAMEWORKS)
 
 
-def _check_files(json_file: Path | None, plot_file: Path | None) -> None:
-    """Raise now rather than after minutes of measuring."""
-    from mpisgd.bench.plots import need_matplotlib
-
-    for path in (json_file, plot_file):
-        if path is not None and not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
-            raise mpisgd.JobError(f"cannot write {path}: {path.parent} is no folder that can be written to")
-    if plot_file is not None:
-        need_matplotlib()
+def _output(json_file: Path | None, plot_file: Path | None) -> Output:
+    """Return where the record goes, once that is known to be possible."""
+    output = Output(json_file, plot_file)
+    output.check()
+    return output
 
 
-# -- the job -------------------------------------------------------------------------------------------
+def _refuse_under_mpirun(command: str) -> None:
+    if launcher_rank() is not None:
+        raise mpisgd.JobError(f"bench {command} starts mpirun itself; run it without")
 
 
-@contextlib.contextmanager
-def _job(limit_s: float, threads: int = 0) -> Iterator[None]:
-    """Begin the job, and see that it ends: a peer, or MPI itself, might wait for ever."""
-    mpisgd.init(num_threads=threads or None)
-    timer = threading.Timer(limit_s, _give_up, [limit_s])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def _give_up(limit_s: float) -> None:
-    if launcher_rank() in (None, 0):
-        _say(f"bench: no end within {limit_s:.0f} s (--time-limit); the job ends")
-    os._exit(124)
-
-
-def _header(kind: str, others: "Peers") -> dict[str, Any]:
-    """Return what one must know to repeat a measurement. Collective."""
-    from mpisgd.cli.facts import mpi_facts, rank_facts, settings
-
-    mine = dataclasses.asdict(rank_facts(settings(), mpi_facts()))
-    mine["mpi"]["libmpi"] = Path(mine["mpi"]["libmpi"]).name  # where it lies concerns nobody else
-    facts: list[Any] = [None] * mpisgd.size()
-    mpisgd.all_gather_object(facts, mine)
-    header = {
-        "kind": kind,
-        "command": _command(),
-        "when": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "size": mpisgd.size(),
-        "hosts": mpisgd.num_nodes(),
-        "machine": {"architecture": platform.machine(), "processor": _processor(), "cores": os.cpu_count()},
-        "peers": others.versions,
-        "peers_left_out": others.left_out,  # grows while measuring
-        "ranks": facts,
-    }
-    return {**header, "title": _title(kind, header)}
-
-
-def _command() -> str:
-    """Return the command line, as one would type it under mpirun."""
-    return " ".join(["python -m mpisgd", *sys.argv[1:]])
-
-
-def _title(kind: str, header: dict[str, Any]) -> str:
-    """Return one line for tables and plots."""
-    first = header["ranks"][0]
-    return (
-        f"{kind}: {_ranks(header['size'])} on {header['hosts']} host(s), {header['machine']['cores']} cores "
-        f"({header['machine']['processor']}), {first['num_threads']} torch thread(s) each, "
-        f"torch {first['versions']['torch']}, {first['mpi']['library'].split(',')[0]}"
-    )
-
-
-def _ranks(number: int) -> str:
-    return "1 rank" if number == 1 else f"{number} ranks"
-
-
-def _processor() -> str:
-    """Return the processor's name as Linux knows it."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or "unknown"
-
-
-# -- what came out -------------------------------------------------------------------------------------
-
-
-def _tell(what: str, rows: list[dict[str, Any]]) -> None:
-    from mpisgd.bench.tables import one_line
-
-    if mpisgd.rank() == 0:
-        _say(one_line(what, rows))
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def _notes(record: dict[str, Any]) -> list[str]:
-    """Return the lines below the tables."""
+def _tell_case(case: "Case", rows: list[dict[str, Any]]) -> None:
     from mpisgd.bench.summary import as_bytes
 
-    absent = [f"left out: {name}: {why}" for name, why in record["peers_left_out"].items()]
-    where: dict[str, list[str]] = {}
-    for entry in record["left_out"]:
-        what = entry.get("model") or f"{entry['collective']} {entry['dtype']} {as_bytes(entry['bytes'])}"
-        where.setdefault(f"{entry['variant']}: {entry['reason']}", []).append(what)
-    absent += [f"left out: {why} ({', '.join(what)})" for why, what in where.items()]
-    return [record["title"], *absent]
-
-
-def _write(record: dict[str, Any], json_file: Path | None, plot_file: Path | None) -> None:
-    if mpisgd.rank() == 0:
-        _write_files(record, json_file, plot_file)
-
-
-def _write_files(record: dict[str, Any], json_file: Path | None, plot_file: Path | None) -> None:
-    from mpisgd.bench import plots
-
-    if json_file is not None:
-        json_file.write_text(json.dumps(record, indent=1) + "\n")
-    if plot_file is not None:
-        draw = {
-            "collectives": plots.plot_collectives,
-            "step": plots.plot_steps,
-            "scaling": plots.plot_scaling,
-        }
-        draw[record["kind"]](plot_file, record)
+    tell(f"{case.collective} {case.dtype} {as_bytes(case.nbytes)}", rows)

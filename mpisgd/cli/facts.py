@@ -11,13 +11,14 @@ import re
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import mpisgd
-from mpisgd.comm.job import world
+from mpisgd.comm.gpu.aware import is_cuda_aware, libmpi
+from mpisgd.comm.gpu.runtime import runtime
+from mpisgd.comm.job import current_job, world
 from mpisgd.config import THREAD_VARIABLES, available_cores, launcher_rank, launcher_size
 
 __all__ = ["MpiFacts", "RankFacts", "Room", "mpi_facts", "rank_facts", "settings", "versions"]
@@ -71,9 +72,14 @@ class RankFacts:
         shared_memory: room in /dev/shm, or why that is unknown.
         gpus: what torch sees, or why it sees none.
         nccl: its version, or why there is none.
+        own_gpu: what tells the GPU this rank works on from the others of its host; "" for none.
+        has_nccl: whether torch has it.
+        cuda_aware: whether the MPI library takes addresses on a GPU.
+        gpu_wanted: how GPU tensors are to travel.
         set_by_mpisgd: environment settings that `mpisgd.init()` made.
         set_before: those that were there already.
         node_plane: whether the ranks of the job reduce in shared memory.
+        costs: the profile that algorithms are chosen by, or "built-in".
     """
 
     rank: int
@@ -92,6 +98,11 @@ class RankFacts:
     set_by_mpisgd: dict[str, str]
     set_before: dict[str, str]
     node_plane: bool = False
+    costs: str = "built-in"
+    own_gpu: str = ""
+    has_nccl: bool = False
+    cuda_aware: bool = False
+    gpu_wanted: str = "auto"
 
 
 def rank_facts(before: dict[str, str], mpi: MpiFacts | None) -> RankFacts:
@@ -119,6 +130,11 @@ def rank_facts(before: dict[str, str], mpi: MpiFacts | None) -> RankFacts:
         set_by_mpisgd=added,
         set_before=before,
         node_plane=mpi is not None and world().plane is not None,
+        costs=world().costs.source if mpi else "unknown (no MPI)",
+        own_gpu=_or_unknown(_own_gpu),
+        has_nccl=runtime().has_nccl(),
+        cuda_aware=mpi is not None and is_cuda_aware(),
+        gpu_wanted=current_job().gpu if mpi else "auto",
     )
 
 
@@ -148,23 +164,13 @@ def mpi_facts() -> MpiFacts:
     """Return what is known of the MPI library; only after `mpisgd.init()`, since looking starts MPI."""
     from mpisgd.comm import mpi
 
-    libmpi = _libmpi()
-    library = mpi.library_version()
+    file, library = libmpi(), mpi.library_version()
     return MpiFacts(
         library=library,
-        libmpi=libmpi or "unknown (no such file among those this process has mapped)",
+        libmpi=file or "unknown (no such file among those this process has mapped)",
         thread_level=mpi.thread_level(),
-        fault_tolerance=_fault_tolerance(library, libmpi),
+        fault_tolerance=_fault_tolerance(library, file),
     )
-
-
-def _libmpi() -> str | None:
-    """Return the file of the MPI library in use, which need not be the one that was expected."""
-    try:
-        found = re.search(r"/\S*/libmpi(?:ch)?\.so\S*", Path("/proc/self/maps").read_text())
-    except OSError:
-        return None
-    return found[0] if found else None
 
 
 def _fault_tolerance(library: str, libmpi: str | None) -> str:
@@ -206,6 +212,12 @@ def _gpus() -> str:
         return f"none (this torch is built for CUDA {torch.version.cuda} and sees no device)"
     names = [torch.cuda.get_device_name(device) for device in range(torch.cuda.device_count())]
     return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+
+
+def _own_gpu() -> str:
+    if not torch.cuda.is_available():
+        return ""
+    return runtime().identity(torch.device("cuda", torch.cuda.current_device()))
 
 
 def _nccl() -> str:

@@ -5,11 +5,18 @@ import typer
 from mpisgd.cli.bench import bench
 from mpisgd.cli.info import info
 from mpisgd.cli.program import run_program
+from mpisgd.cli.run import run
+from mpisgd.cli.trace import trace
+from mpisgd.cli.tune import tune
 
 __all__ = ["main"]
 
 app = typer.Typer(add_completion=False)
 app.command()(info)
+app.command()(tune)
+app.command()(trace)
+# What comes after the program belongs to the program.
+app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})(run)
 app.add_typer(bench, name="bench")
 
 

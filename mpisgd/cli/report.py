@@ -4,7 +4,9 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 
 from mpisgd.cli.facts import RankFacts, Room
+from mpisgd.comm.gpu.choice import Seat, choose
 from mpisgd.config import timeout_s
+from mpisgd.errors import InvalidArgument
 
 __all__ = ["as_text", "uses"]
 
@@ -120,6 +122,9 @@ def host_rows(ranks: Sequence[RankFacts]) -> Rows:
         rows += [(f"host {here[0].host}", _host(here)), ("  binding", _binding(here))]
     rows.append(("shared memory", _shared_memory(ranks)))
     rows.append(("GPUs", common(ranks, lambda rank: rank.gpus)))
+    if any(rank.own_gpu for rank in ranks):
+        own = [f"rank {rank.rank}: {rank.own_gpu or 'none'}" for rank in ranks]
+        rows.append(("  by rank", as_lines(own)))
     rows.append(("NCCL", common(ranks, lambda rank: rank.nccl)))
     return rows
 
@@ -170,7 +175,8 @@ def uses(ranks: Sequence[RankFacts]) -> dict[str, str]:
     return {
         "async operations": f"{can}, thread level {level}",
         "CPU tensors": _cpu_plane(ranks),
-        "CUDA tensors": "refused (no device plane in this version)",
+        "all_reduce": _costs(ranks),
+        "GPU tensors": _device_plane(ranks),
         "half types": "float16 and bfloat16 are summed in float32",
         "crowded hosts": _crowding(ranks),
         "time limit": f"operations wait {timeout_s():g} s for other ranks (MPISGD_TIMEOUT_S)",
@@ -185,6 +191,26 @@ def _cpu_plane(ranks: Sequence[RankFacts]) -> str:
         return "one rank: nothing travels"
     why = "several hosts" if len(hosts(ranks)) > 1 else "no shared memory between the ranks"
     return f"through MPI ({why})"
+
+
+def _device_plane(ranks: Sequence[RankFacts]) -> str:
+    if not any(rank.own_gpu for rank in ranks):
+        return "no rank has a GPU"
+    seats = [Seat(rank.host, rank.node, rank.own_gpu, rank.has_nccl, rank.cuda_aware) for rank in ranks]
+    wanted = ranks[0].gpu_wanted
+    try:
+        verdict = choose(wanted, seats, [rank.rank for rank in ranks])
+    except InvalidArgument as exc:
+        return f"an error: {exc}"
+    why = f": {verdict.reason}" if verdict.reason else ""
+    return f"through {verdict.way} (gpu={wanted!r}){why}"
+
+
+def _costs(ranks: Sequence[RankFacts]) -> str:
+    source = common(ranks, lambda rank: rank.costs)
+    if source == "built-in":
+        return "chooses by built-in costs (python -m mpisgd tune measures those here)"
+    return f"chooses by the profile {source}"
 
 
 def _crowding(ranks: Sequence[RankFacts]) -> str:

@@ -1,0 +1,172 @@
+"""`bench checks`: what it costs that every operation is checked.
+
+Two answers. A training step with and without: in the experiment the ranks still meet at the beginning of each
+operation, but describe, hash and compare nothing. And, since that difference drowns in the noise of steps,
+the time on a core that one check takes by itself, times the number of operations that a step has.
+"""
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mpisgd
+from mpisgd.bench.measure import measure
+from mpisgd.bench.schedule import Pace
+from mpisgd.bench.summary import spread, timed_rows
+from mpisgd.bench.training import StepTask, Training
+from mpisgd.bench.trial import BATCHES
+from mpisgd.comm import lane as lane_module
+from mpisgd.comm.group import Group
+from mpisgd.comm.handshake import Exchange, Handshake, Operation, fold
+from mpisgd.comm.job import world
+
+__all__ = ["ChecksPlan", "run_checks"]
+
+CHECKED, BARE = "mpisgd", "ranks meet, nothing is checked"
+
+
+@dataclass(frozen=True)
+class ChecksPlan:
+    """What to measure.
+
+    Attributes:
+        models: some of MODELS.
+        batch: examples of one rank; None: each model's own.
+        small: miniatures of the models.
+        pace: for each model.
+        num_operations: in a row, for the cost of one.
+    """
+
+    models: Sequence[str]
+    batch: int | None
+    small: bool
+    pace: Pace
+    num_operations: int
+
+
+class _BareExchange(Exchange):
+    """One at whose end nothing is compared."""
+
+    def verify(self) -> None:
+        """See nothing."""
+
+
+class _BareHandshake(Handshake):
+    """One that lets the ranks meet, and that is all."""
+
+    def begin(
+        self,
+        operation: Operation,
+        site: Callable[[], str],
+        detail: Callable[[], str] | None = None,
+        before: Callable[[], None] | None = None,
+    ) -> Exchange:
+        """Start to meet."""
+        self.number += 1
+        if before is not None:
+            before()
+        return _BareExchange(self, operation, site, None, 0)
+
+
+class _Switch:
+    """Switches the checks of a group off and on again; all ranks at the same point of their order."""
+
+    def __init__(self, group: Group) -> None:
+        self._lane = group.lane
+        full = group.lane.handshake
+        bare = _BareHandshake(full.wire, full.spread, name=full.name, timeout_s=full.timeout_s)
+        self._ways = {True: (full, lane_module.call_site), False: (bare, lambda: _nowhere)}
+
+    def turn(self, on: bool) -> None:
+        number = self._lane.handshake.number
+        self._lane.handshake, lane_module.call_site = self._ways[on]
+        self._lane.handshake.number = number
+
+
+def _nowhere() -> str:
+    return "nowhere"
+
+
+def run_checks(plan: ChecksPlan, report: Callable[[str, Any], None]) -> dict[str, Any]:
+    """Measure the models of `plan`; return rows and the cost of one check. Collective.
+
+    Args:
+        plan: the same on every rank.
+        report: called with each model and its rows.
+    """
+    switch = _Switch(world())
+    one = _one_check(plan)
+    rows: list[dict[str, Any]] = []
+    for model in plan.models:
+        task = StepTask(model, plan.batch or BATCHES[model], mpisgd.size(), plan.small)
+        new = _rows(task, plan, switch, one["median_s"])
+        report(model, new)
+        rows += new
+    switch.turn(True)
+    notes = [
+        f"one check: {one['median_s'] * 1e6:.1f} us (rounds from {one['min_s'] * 1e6:.1f} to "
+        f"{one['max_s'] * 1e6:.1f}), the slowest rank's; x operations is their part in the step"
+    ]
+    return {"rows": rows, "one_check": one, "notes": notes}
+
+
+def _rows(task: StepTask, plan: ChecksPlan, switch: _Switch, check_s: float) -> list[dict[str, Any]]:
+    variants, operations = [], 0
+    for name, on in ((CHECKED, True), (BARE, False)):
+        training = Training(task, mpisgd.rank())
+        training.optimizer = mpisgd.DistributedOptimizer(
+            training.optimizer, named_parameters=training.model.named_parameters()
+        )
+        operations = _operations(training)
+        variants.append(training.timed(name, start=functools.partial(_start, switch, on), ours=True))
+    found = measure(variants, plan.pace)
+    switch.turn(True)
+    pairs = zip(found.seconds[CHECKED], found.seconds[BARE], strict=True)
+    paired = spread([with_s / without_s for with_s, without_s in pairs])
+    rows = timed_rows({"model": task.model}, found.seconds, {})
+    for row in rows:
+        row["operations"] = operations
+        row["ratio_to_bare"] = paired.median_s if row["variant"] == CHECKED else None
+        row["part_of_step"] = operations * check_s / row["median_s"] if row["variant"] == CHECKED else None
+    return rows
+
+
+def _start(switch: _Switch, on: bool) -> None:
+    switch.turn(on)
+    mpisgd.barrier()
+
+
+def _operations(training: Training) -> int:
+    """Return how many operations a step has, once there is a plan."""
+    training.step()
+    before = world().lane.handshake.number
+    training.step()
+    return world().lane.handshake.number - before
+
+
+def _one_check(plan: ChecksPlan) -> dict[str, Any]:
+    """Return the cost of one check on the slowest rank."""
+    rounds = [_slowest(_checks_in_a_row(plan.num_operations)) for _ in range(plan.pace.rounds)]
+    return vars(spread(rounds))
+
+
+def _checks_in_a_row(count: int) -> float:
+    """Return the seconds on a core of what a check adds to a meeting of the ranks, described as in a step."""
+    spread_of_world, history, differences = world().lane.handshake.spread, b"", 0
+    started_s = time.thread_time()
+    for number in range(count):
+        described = f"bucket {number % 8} of plan 0123456789abcdef, step {number // 8}, reduction 0"
+        operation = Operation("gradients", op="AVG", dtype="float32", shape=(6553600,), extra=described)
+        lane_module.call_site()
+        history = fold(history, operation)
+        low, high = spread_of_world.extremes()
+        differences += low != high
+    return (time.thread_time() - started_s) / count
+
+
+def _slowest(seconds: float) -> float:
+    everyone: list[float] = [0.0] * mpisgd.size()
+    mpisgd.all_gather_object(everyone, seconds)
+    return max(everyone)

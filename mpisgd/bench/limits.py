@@ -1,0 +1,211 @@
+"""What bounds a collective: copying its bytes on one host, between hosts the link and a ping-pong over it."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import mpisgd
+from mpisgd.bench.cases import Case, link_bytes
+from mpisgd.bench.measure import Timed, Variant
+from mpisgd.bench.payload import Payload
+from mpisgd.bench.summary import LIMIT, PING_PONG
+from mpisgd.comm.job import topology
+
+if TYPE_CHECKING:
+    from mpisgd.bench.ring import Ring
+    from mpisgd.comm.mpi import Wire
+
+__all__ = ["bounds", "in_rank", "limits", "settle"]
+
+# Beyond this the link's rate counts, not how long the way is.
+MAX_PING_BYTES = 64 * 2**10
+NAP_S = 0.001
+# What crosses the links, in two ways: the faster one is the limit.
+OVER_MPI, OVER_TCP = "limit, MPI", "limit, TCP"
+
+Call = Callable[[], Any]
+
+
+def in_rank(
+    name: str, call: Call, payload: Payload | None, *, ours: bool = False, start: Call = mpisgd.barrier
+) -> Timed:
+    """Return a variant of this process; one without a payload has no result to check."""
+    return Timed(
+        name,
+        call,
+        reset=payload.reset if payload else lambda: None,
+        verify=payload.verify if payload else lambda: None,
+        start=start,
+        clock=time.perf_counter,
+        ours=ours,
+    )
+
+
+def bounds(case: Case, wire: "Wire", ring: "Ring | None") -> list[Variant]:
+    """Return the limit, and for few bytes between hosts a ping-pong."""
+    found = limits(case, wire, ring)
+    if mpisgd.num_nodes() > 1 and case.nbytes <= MAX_PING_BYTES:
+        found.append(_ping_pong(case.nbytes, wire))
+    return found
+
+
+def limits(case: Case, wire: "Wire", ring: "Ring | None") -> list[Variant]:
+    """Return what no algorithm can beat: copying, or passing over the link, the bytes of a case.
+
+    Collective. `settle` makes one of them out of several.
+    """
+    if mpisgd.num_nodes() == 1:
+        return [in_rank(LIMIT, _memcpy(case), None)]
+    nbytes = max(1, round(link_bytes(case, [len(ranks) for ranks in topology().nodes])))
+    over_tcp = [_over_tcp(nbytes, wire, ring)] if _all_leaders_have(ring) else []
+    return [_over_mpi(nbytes, wire), *over_tcp]
+
+
+def settle(seconds: dict[str, list[float]]) -> None:
+    """Keep the faster of the ways over the link, as the limit."""
+    ways = [seconds.pop(name) for name in (OVER_MPI, OVER_TCP) if name in seconds]
+    if ways:
+        seconds[LIMIT] = min(ways, key=statistics.median)
+
+
+def _all_leaders_have(ring: "Ring | None") -> bool:
+    has: list[bool] = [False] * mpisgd.size()
+    mpisgd.all_gather_object(has, ring is not None)
+    return all(has[ranks[0]] for ranks in topology().nodes)
+
+
+def _memcpy(case: Case) -> Call:
+    """Return a copy of the case's bytes; all ranks copy at once."""
+    source = torch.ones(case.nbytes, dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    return lambda: target.copy_(source)
+
+
+# -- between hosts: some ranks speak, the others sleep --------------------------------------------------
+
+
+class Asleep:
+    """A variant as seen from a rank that has no part in it, and leaves its core to those who have.
+
+    Args:
+        name: in tables.
+        wire: on which it is woken.
+        waker: the rank that wakes it.
+    """
+
+    ours = False
+
+    def __init__(self, name: str, wire: "Wire", waker: int) -> None:
+        self.name = name
+        self._comm, self._waker = wire.comm, waker
+
+    def check(self) -> None:
+        """See `Variant`."""
+
+    def time(self, calls: int) -> float:
+        """See `Variant`; what others take does not count here."""
+        mpisgd.barrier()
+        request = self._comm.Irecv(bytearray(1), self._waker)
+        while not request.Test():
+            time.sleep(NAP_S)
+        return 0.0
+
+    def release(self) -> None:
+        """See `Variant`."""
+
+
+class Waking(Timed):
+    """A variant of a rank that wakes others when it is done.
+
+    Args:
+        name: in tables.
+        call: does it once.
+        wire: on which the others sleep.
+        sleepers: their ranks.
+    """
+
+    def __init__(self, name: str, call: Call, wire: "Wire", sleepers: Sequence[int]) -> None:
+        super().__init__(
+            name,
+            call,
+            reset=lambda: None,
+            verify=lambda: None,
+            start=mpisgd.barrier,
+            clock=time.perf_counter,
+        )
+        self._comm, self._sleepers = wire.comm, sleepers
+
+    def time(self, calls: int) -> float:
+        """See `Variant`."""
+        seconds = super().time(calls)
+        for rank in self._sleepers:
+            self._comm.Send(b"!", rank)
+        return seconds
+
+
+def _spoken(name: str, speakers: Sequence[int], call: Callable[[int], Call], wire: "Wire") -> Variant:
+    """Return a variant in which only some ranks speak.
+
+    Args:
+        name: in tables.
+        speakers: their ranks; the first wakes the others.
+        call: returns what the speaker with this place does.
+        wire: to speak over.
+    """
+    rank = mpisgd.rank()
+    if rank not in speakers:
+        return Asleep(name, wire, speakers[0])
+    sleepers = [other for other in range(mpisgd.size()) if other not in speakers]
+    place = speakers.index(rank)
+    return Waking(name, call(place), wire, sleepers if place == 0 else [])
+
+
+def _over_mpi(nbytes: int, wire: "Wire") -> Variant:
+    """Return what sends the bytes that must leave a host to the next one, while as many come in."""
+    leaders = [ranks[0] for ranks in topology().nodes]
+
+    def call(place: int) -> Call:
+        give, take = _bytes(nbytes), _bytes(nbytes)
+        after, before = leaders[(place + 1) % len(leaders)], leaders[place - 1]
+        return lambda: wire.comm.Sendrecv(give, after, recvbuf=take, source=before)
+
+    return _spoken(OVER_MPI, leaders, call, wire)
+
+
+def _over_tcp(nbytes: int, wire: "Wire", ring: "Ring | None") -> Variant:
+    """Return the same without MPI."""
+
+    def call(_: int) -> Call:
+        assert ring is not None
+        give, take = memoryview(_bytes(nbytes)), memoryview(_bytes(nbytes))
+        return lambda: ring.pass_on(give, take)
+
+    return _spoken(OVER_TCP, [ranks[0] for ranks in topology().nodes], call, wire)
+
+
+def _ping_pong(nbytes: int, wire: "Wire") -> Variant:
+    """Return a message from the first host to the second, and one back."""
+    pair = [ranks[0] for ranks in topology().nodes[:2]]
+
+    def call(place: int) -> Call:
+        ball, other = _bytes(nbytes), pair[1 - place]
+
+        def serve() -> None:
+            wire.comm.Send(ball, other)
+            wire.comm.Recv(ball, other)
+
+        def answer() -> None:
+            wire.comm.Recv(ball, other)
+            wire.comm.Send(ball, other)
+
+        return answer if place else serve
+
+    return _spoken(PING_PONG, pair, call, wire)
+
+
+def _bytes(nbytes: int) -> bytearray:
+    """Return memory that MPI takes as bytes, touched, so that its pages are there."""
+    return bytearray(b"\1") * nbytes

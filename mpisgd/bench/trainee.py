@@ -1,0 +1,99 @@
+"""The program whose memory is measured: `python -m mpisgd.bench.trainee FOLDER TRIAL`, on every rank.
+
+It trains for some steps, with mpisgd or without, and leaves in FOLDER `rank-R.pid` at its start and
+`rank-R.json` at its end: its memory where that is largest (gradients are all there, the optimizer has made
+its state), and what its parameters add up to, which tells whether the ranks did train together. Without
+mpisgd it loads no MPI at all.
+"""
+
+import dataclasses
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import mpisgd
+from mpisgd.bench.pss import Share, read_share
+from mpisgd.bench.training import LEARNING_RATE, StepTask, Training
+from mpisgd.bench.trial import BATCHES, NONE, OURS, STARTED, Trial
+from mpisgd.config import launcher_rank, launcher_size, set_mpi_defaults
+
+__all__ = ["train"]
+
+MOMENTUM = 0.9
+
+
+def _alone(training: Training) -> str:
+    return ""
+
+
+def _with_mpi(training: Training) -> str:
+    set_mpi_defaults()
+    from mpisgd.comm import mpi
+
+    mpi.start()
+    mpi.MPI.COMM_WORLD.Barrier()
+    return mpi.library_version()
+
+
+def _with_mpisgd(training: Training) -> str:
+    mpisgd.init(num_threads=torch.get_num_threads())
+    mpisgd.broadcast_parameters(training.model)
+    training.optimizer = mpisgd.DistributedOptimizer(
+        training.optimizer, named_parameters=training.model.named_parameters()
+    )
+    from mpisgd.comm import mpi
+
+    return mpi.library_version()
+
+
+# What each does before it trains; returns the MPI library's name.
+PREPARATIONS: dict[str, Callable[[Training], str]] = {NONE: _alone, STARTED: _with_mpi, OURS: _with_mpisgd}
+
+
+class Diary:
+    """What a process took, at the points where that is largest."""
+
+    def __init__(self) -> None:
+        self.points: dict[str, Share] = {}
+
+    def note(self, point: str) -> None:
+        """Write down the memory of now."""
+        if share := read_share():
+            self.points[point] = share
+
+
+def train(trial: Trial, rank: int, size: int) -> dict[str, Any]:
+    """Train; return what is to be known of it."""
+    torch.set_num_threads(trial.threads)
+    diary = Diary()
+    training = Training(StepTask(trial.model, BATCHES[trial.model], size, trial.small), rank)
+    training.optimizer = torch.optim.SGD(
+        training.model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM if trial.momentum else 0.0
+    )
+    library = PREPARATIONS[trial.variant](training)
+    for number in range(trial.steps):
+        training.step(average=functools.partial(diary.note, f"backward {number}"))
+        diary.note(f"step {number}")
+    return {
+        "library": library,
+        "checksum": sum(float(param.detach().double().sum()) for param in training.model.parameters()),
+        "points": {point: dataclasses.asdict(share) for point, share in diary.points.items()},
+    }
+
+
+def main(folder: Path, trial: Trial) -> None:
+    """Train, and leave what was found."""
+    rank, size = launcher_rank() or 0, launcher_size() or 1
+    (folder / f"rank-{rank}.pid").write_text(str(os.getpid()))
+    result = train(trial, rank, size)
+    (folder / f"rank-{rank}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Trial(**json.loads(sys.argv[2])))

@@ -1,0 +1,208 @@
+"""`tune`: what all_reduce takes with each algorithm, on the ranks of this job and on parts of them.
+
+Groups use the job's profile, so the kinds of groups that a program may make are measured too: the ranks of
+one host, and one rank of each host. The hosts' groups run at the same time.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+import mpisgd
+from mpisgd.bench.cases import case_of, powers
+from mpisgd.bench.limits import in_rank
+from mpisgd.bench.measure import Timed, measure
+from mpisgd.bench.payload import Payload
+from mpisgd.bench.schedule import Pace
+from mpisgd.bench.summary import spread
+from mpisgd.comm.costs import Curve, Measured
+from mpisgd.comm.costs.line import FREE_POINTS, fit
+from mpisgd.comm.group import Group
+from mpisgd.comm.job import topology, world
+
+__all__ = ["Arena", "Way", "arenas", "contenders", "tune", "ways"]
+
+DTYPES = {False: "float32", True: "bfloat16"}
+FIRST_BYTES, FACTOR = 256, 2
+LEAST_BYTES = FIRST_BYTES * FACTOR ** (FREE_POINTS - 1)  # so much that there are points for a line
+TURN_S, MAX_CALLS, ROUNDS, MIN_ROUNDS = 0.004, 50, 60, 3
+# Of a long call in one size: one whose result is checked, one that tells how many make a turn, the rounds.
+LEAST_CALLS = 2 + MIN_ROUNDS
+SETTLED_BYTES, HOPELESS = 2**16, 2.0
+
+
+@dataclass(frozen=True)
+class Way:
+    """One curve to be: an algorithm, for a kind of dtype, with a number of speakers."""
+
+    algorithm: str
+    half: bool
+    speakers: int = 1
+
+    @property
+    def name(self) -> str:
+        """In tables."""
+        return self.algorithm if self.speakers == 1 else f"{self.algorithm} ({self.speakers} speakers)"
+
+
+@dataclass(frozen=True)
+class Arena:
+    """Ranks to measure on.
+
+    Attributes:
+        ranks_per_host: of the group.
+        group: None on ranks that only watch.
+    """
+
+    ranks_per_host: tuple[int, ...]
+    group: Group | None
+
+
+Best = dict[Way, dict[int, float]]  # seconds by bytes
+Tell = Callable[[Arena, int, dict[Way, float]], None]
+
+
+def arenas() -> list[Arena]:
+    """Return the sets of ranks of this job, by kind. Collective."""
+    nodes, here = topology().nodes, topology()
+    found = [Arena(here.ranks_per_host, world())]
+    most = max(here.ranks_per_host)
+    if here.num_nodes > 1 and most > 1:
+        hosts = [mpisgd.new_group(ranks) for ranks in nodes if len(ranks) == most]
+        found.append(Arena((most,), _mine(hosts)))
+        firsts = mpisgd.new_group([ranks[0] for ranks in nodes])
+        found.append(Arena((1,) * here.num_nodes, _mine([firsts])))
+    return found
+
+
+def _mine(groups: Sequence[Group]) -> Group | None:
+    return next((group for group in groups if group.rank >= 0), None)
+
+
+def ways(ranks_per_host: Sequence[int], *, plane: bool) -> list[Way]:
+    """Return what is worth measuring there; `plane`: whether the ranks of a host share memory."""
+    names = ["mpi", "all_to_all"]
+    if len(ranks_per_host) > 1:
+        names += ["ring", "halving_doubling"]
+        ours = [("hierarchical", speakers) for speakers in sorted({1, min(ranks_per_host)})]
+    else:
+        ours = [("node", 1)]
+    known = [*(ours if plane else []), *((name, 1) for name in names)]
+    return [Way(name, half, speakers) for half in DTYPES for name, speakers in known]
+
+
+def tune(budget_s: float, last_bytes: int, passes: int, tell: Tell) -> list[Measured]:
+    """Measure and fit. Collective.
+
+    The median of a size's rounds passes over what disturbs some of them. A machine may be busy for longer:
+    everything is measured in several passes, and the best median counts.
+
+    Args:
+        budget_s: seconds for everything; larger sizes are left out where it does not suffice.
+        last_bytes: the largest size.
+        passes: how often to go through everything.
+        tell: called with what was measured where: ranks, bytes and medians.
+    """
+    places = arenas()
+    best: list[Best] = [{} for _ in places]
+    for _ in range(passes):
+        for place, found in zip(places, best, strict=True):
+            _pass(place, budget_s / len(places) / passes, last_bytes, found, tell)
+    return [
+        Measured(place.ranks_per_host, tuple(_curve(way, points) for way, points in found.items()))
+        for place, found in zip(places, best, strict=True)
+    ]
+
+
+def _curve(way: Way, seconds: dict[int, float]) -> Curve:
+    points = [(float(nbytes), seconds[nbytes]) for nbytes in sorted(seconds)]
+    return Curve(way.algorithm, way.half, fit(points), way.speakers, tuple(points))
+
+
+def _pass(place: Arena, budget_s: float, last_bytes: int, best: Best, tell: Tell) -> None:
+    """Go through the sizes once, as far as the time suffices; put better medians into `best`."""
+    wanted = ways(place.ranks_per_host, plane=_everywhere(_has_plane(place.group)))
+    sizes = powers(FIRST_BYTES, max(last_bytes, LEAST_BYTES), FACTOR)
+    used_s = 0.0
+    for done, nbytes in enumerate(sizes):
+        started = time.perf_counter()
+        medians = _medians(place, wanted, nbytes, (budget_s - used_s) / (len(sizes) - done))
+        for way, seconds in medians.items():
+            points = best.setdefault(way, {})
+            points[nbytes] = min(seconds, points.get(nbytes, seconds))
+        tell(place, nbytes, medians)
+        wanted = contenders(wanted, best, nbytes)
+        used_s += _slowest(time.perf_counter() - started)
+        next_s = FACTOR * LEAST_CALLS * sum(medians[way] for way in wanted)
+        if nbytes >= LEAST_BYTES and used_s + next_s > budget_s:
+            return
+
+
+def contenders(wanted: Sequence[Way], best: Best, nbytes: int) -> list[Way]:
+    """Return the ways that may still win at sizes above `nbytes`: the time is better spent on those.
+
+    Who takes HOPELESS times as long as the best of its kind of dtype, at this size and the one before, and
+    neither is small, is out.
+    """
+    sizes = [size for size in (nbytes // FACTOR, nbytes) if size >= SETTLED_BYTES]
+    if len(sizes) < 2:
+        return list(wanted)
+    return [
+        way
+        for way in wanted
+        if any(best[way][size] < HOPELESS * _fastest(wanted, best, size, way.half) for size in sizes)
+    ]
+
+
+def _fastest(wanted: Sequence[Way], best: Best, nbytes: int, half: bool) -> float:
+    return min(best[way][nbytes] for way in wanted if way.half == half)
+
+
+def _has_plane(group: Group | None) -> bool:
+    return group is None or group.plane is not None or group.hosts is not None
+
+
+def _everywhere(condition: bool) -> bool:
+    """Return whether `condition` holds on all ranks of the job. Collective."""
+    said: list[bool] = [False] * mpisgd.size()
+    mpisgd.all_gather_object(said, condition)
+    return all(said)
+
+
+def _slowest(seconds: float) -> float:
+    clock = torch.tensor(seconds, dtype=torch.float64)
+    mpisgd.all_reduce(clock, mpisgd.ReduceOp.MAX)
+    return float(clock)
+
+
+def _medians(place: Arena, wanted: Sequence[Way], nbytes: int, budget_s: float) -> dict[Way, float]:
+    """Return the seconds of a call by way, those of a dtype in turns. Collective."""
+    found: dict[Way, float] = {}
+    for half, dtype in DTYPES.items():
+        case = case_of("all_reduce", dtype, nbytes, sum(place.ranks_per_host))
+        payload = None if place.group is None else Payload(case, place.group.rank)
+        alike = [way for way in wanted if way.half == half]
+        variants = [_timed(way, place.group, payload) for way in alike]
+        seconds = measure(variants, Pace(ROUNDS, MIN_ROUNDS, budget_s / 2, TURN_S, MAX_CALLS)).seconds
+        found |= {way: spread(seconds[way.name]).median_s for way in alike}
+    return found
+
+
+def _timed(way: Way, group: Group | None, payload: Payload | None) -> Timed:
+    """Return a way as a variant; on a rank outside the group one that does nothing."""
+    if group is None or payload is None:
+        return in_rank(way.name, _nothing, None, ours=True)
+    hosts = group.hosts
+
+    def call() -> None:
+        if hosts is not None:
+            hosts.best_speakers = lambda nbytes, half: way.speakers
+        mpisgd.all_reduce(payload.output, group=group, algorithm=way.algorithm)
+
+    return in_rank(way.name, call, payload, ours=True)
+
+
+def _nothing() -> None:
+    """Stand in on ranks that only watch."""

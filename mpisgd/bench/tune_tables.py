@@ -1,0 +1,87 @@
+"""What `tune` found, for a terminal."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+
+from rich.table import Table
+
+from mpisgd.bench.summary import as_bytes, as_time
+from mpisgd.bench.tune import DTYPES, Way
+from mpisgd.comm.costs import CostModel, Curve, Measured
+from mpisgd.comm.costs.line import agreement
+from mpisgd.comm.costs.profile import topology_name
+
+__all__ = ["cost_table", "crossovers", "doubts", "one_line"]
+
+POOR = 0.95  # an R² below it
+# Sizes at which the choice is looked up for people: 1, 1.5, 2, 3, 4, 6 ... KiB, as one would say them.
+LOOKED_AT = [2**power * part // 2 for power in range(8, 30) for part in (2, 3)]
+COLUMNS = ("up to", "latency", "GB/s", "R²")
+
+
+def one_line(ranks_per_host: Sequence[int], nbytes: int, medians: Mapping[Way, float]) -> str:
+    """Return the medians of one size, to be said as soon as they are known."""
+    said = (f"{_dtype(way.half)} {way.name} {as_time(seconds)}" for way, seconds in medians.items())
+    return f"{_where(ranks_per_host)}, {as_bytes(nbytes)}: " + ", ".join(said)
+
+
+def cost_table(measured: Measured) -> Table:
+    """Return the lines of one set of ranks."""
+    table = Table(
+        "dtype", "algorithm", title=f"all_reduce, {_where(measured.ranks_per_host)}", title_justify="left"
+    )
+    for column in COLUMNS:
+        table.add_column(column, justify="right", no_wrap=True)
+    for half in DTYPES:
+        for cells in (row for curve in measured.curves if curve.half == half for row in _rows(curve)):
+            table.add_row(*cells)
+        table.add_section()
+    return table
+
+
+def _rows(curve: Curve) -> Iterator[tuple[str, ...]]:
+    """Yield a row for each segment; what the rows share stands in the first."""
+    head = (_dtype(curve.half), Way(curve.algorithm, curve.half, curve.speakers).name)
+    good = f"{agreement(curve.line, curve.points):.3f}"
+    for piece in curve.line.segments:
+        end = "" if math.isinf(piece.up_to_bytes) else as_bytes(round(piece.up_to_bytes))
+        rate = f"{1e-9 / piece.beta_s_per_byte:.3g}" if piece.beta_s_per_byte else "-"
+        yield (*head, end, as_time(piece.alpha_s) if piece.alpha_s else "-", rate, good)
+        head, good = ("", ""), ""
+
+
+def crossovers(model: CostModel, measured: Measured) -> Iterator[str]:
+    """Yield for each kind of dtype which algorithm is chosen from which size on."""
+    here = model.at(measured.ranks_per_host)
+    for half in sorted({curve.half for curve in measured.curves}):
+        names = list(dict.fromkeys(curve.algorithm for curve in measured.curves if curve.half == half))
+        chosen = [(nbytes, _choice(here, names, nbytes, half)) for nbytes in LOOKED_AT]
+        runs = [(name, next(run)[0]) for name, run in groupby(chosen, key=lambda pair: pair[1])]
+        said = [runs[0][0], *(f"{name} from {as_bytes(nbytes)} on" for name, nbytes in runs[1:])]
+        yield f"{_where(measured.ranks_per_host)}, {_dtype(half)}: {', '.join(said)}"
+
+
+def doubts(measured: Sequence[Measured]) -> Iterator[str]:
+    """Yield what should make one measure again."""
+    lines = [curve for one in measured for curve in one.curves]
+    poor = sum(agreement(curve.line, curve.points) < POOR for curve in lines)
+    if poor:
+        yield f"{poor} of {len(lines)} fits are poor (R² below {POOR}): was the machine busy?"
+
+
+def _choice(model: CostModel, names: Sequence[str], nbytes: int, half: bool) -> str:
+    name = model.choose(tuple(names), nbytes, half)
+    speakers = model.speakers(nbytes, half) if name == "hierarchical" else 1
+    return Way(name, half, speakers).name
+
+
+def _where(ranks_per_host: Sequence[int]) -> str:
+    """Return `2 ranks on one host`, `2+2 ranks on 2 hosts`."""
+    if len(ranks_per_host) == 1:
+        return f"{ranks_per_host[0]} ranks on one host"
+    return f"{topology_name(ranks_per_host)} ranks on {len(ranks_per_host)} hosts"
+
+
+def _dtype(half: bool) -> str:
+    return "half types" if half else "float32"

@@ -1,0 +1,42 @@
+"""Where a measurement comes from: the command, the time and the machine, as its file tells them."""
+
+import contextlib
+import datetime
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+__all__ = ["command", "machine", "now", "origin"]
+
+
+def command() -> str:
+    """Return the command line, as one would type it under mpirun."""
+    program = Path(sys.argv[0]).name
+    name = "-m mpisgd" if program == "__main__.py" else f"scripts/{program}"
+    return " ".join(["python", name, *sys.argv[1:]])
+
+
+def now() -> str:
+    """Return date and time, UTC."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def machine() -> dict[str, Any]:
+    """Return what kind of machine this is."""
+    return {"architecture": platform.machine(), "processor": _processor(), "cores": os.cpu_count()}
+
+
+def origin(kind: str) -> dict[str, Any]:
+    """Return the part of a record that needs no job: what was asked, when and where."""
+    return {"kind": kind, "command": command(), "when": now(), "machine": machine()}
+
+
+def _processor() -> str:
+    """Return the processor's name as Linux knows it."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or "unknown"

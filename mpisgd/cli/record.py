@@ -1,0 +1,180 @@
+"""What `python -m mpisgd bench` leaves behind: a job that ends, a record of it, tables, files."""
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import mpisgd
+from mpisgd.cli.origin import machine, origin
+from mpisgd.config import launcher_rank
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from mpisgd.bench.peers import Peers
+
+__all__ = ["Output", "measure_in_job", "num_ranks", "say", "tell", "tell_alone", "title"]
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where a record goes besides the terminal.
+
+    Attributes:
+        json_file: all of it, as data.
+        plot_file: a picture of it.
+    """
+
+    json_file: Path | None
+    plot_file: Path | None
+
+    def check(self) -> None:
+        """Raise now rather than after minutes of measuring."""
+        from mpisgd.bench.plots import need_matplotlib
+
+        for path in (self.json_file, self.plot_file):
+            if path is not None and not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
+                raise mpisgd.JobError(
+                    f"cannot write {path}: {path.parent} is no folder that can be written to"
+                )
+        if self.plot_file is not None:
+            need_matplotlib()
+
+    def put(self, record: dict[str, Any], tables: "Sequence[Table]") -> None:
+        """Print the tables and write the files."""
+        from mpisgd.bench import tables as as_tables
+        from mpisgd.bench.plots import PLOTS
+
+        as_tables.show(tables, _notes(record))
+        if self.json_file is not None:
+            self.json_file.write_text(json.dumps(record, indent=1) + "\n")
+        if self.plot_file is not None:
+            PLOTS[record["kind"]](self.plot_file, record)
+
+
+def measure_in_job(
+    kind: str,
+    frameworks: Sequence[str],
+    run: "Callable[[Peers], dict[str, Any]]",
+    tables: "Callable[[list[dict[str, Any]]], Sequence[Table]]",
+    output: Output,
+    *,
+    limit_s: float,
+    threads: int = 0,
+    min_hosts: int = 1,
+) -> None:
+    """Measure on all ranks; rank 0 says what came out. Collective.
+
+    Args:
+        kind: the command.
+        frameworks: peers to measure beside.
+        run: returns the record's rows and whatever else belongs to it.
+        tables: of the rows.
+        output: where it goes.
+        limit_s: when to give up.
+        threads: of torch; 0: mpisgd's choice.
+        min_hosts: how many there must be.
+    """
+    from mpisgd.bench.peers import open_peers
+
+    with _job(limit_s, threads, min_hosts), open_peers(frameworks) as peers:
+        record = {**_header(kind, peers), **run(peers)}
+        if mpisgd.rank() == 0:
+            output.put(record, tables(record["rows"]))
+
+
+@contextlib.contextmanager
+def _job(limit_s: float, threads: int, min_hosts: int) -> Iterator[None]:
+    """Begin the job, and see that it ends: a peer, or MPI itself, might wait for ever."""
+    mpisgd.init(num_threads=threads or None)
+    if mpisgd.num_nodes() < min_hosts:
+        found = mpisgd.num_nodes()
+        raise mpisgd.JobError(f"expected ranks on {min_hosts} hosts or more, found {found}", exit_code=2)
+    timer = threading.Timer(limit_s, _give_up, [limit_s])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _give_up(limit_s: float) -> None:
+    if launcher_rank() in (None, 0):
+        say(f"bench: no end within {limit_s:.0f} s (--time-limit); the job ends")
+    os._exit(124)
+
+
+def _header(kind: str, peers: "Peers") -> dict[str, Any]:
+    """Return what one must know to repeat a measurement. Collective."""
+    from mpisgd.cli.facts import mpi_facts, rank_facts, settings
+
+    mine = dataclasses.asdict(rank_facts(settings(), mpi_facts()))
+    mine["mpi"]["libmpi"] = Path(mine["mpi"]["libmpi"]).name  # where it lies concerns nobody else
+    facts: list[Any] = [None] * mpisgd.size()
+    mpisgd.all_gather_object(facts, mine)
+    size, hosts = mpisgd.size(), mpisgd.num_nodes()
+    threads, library = mine["num_threads"], mine["mpi"]["library"]
+    return {
+        **origin(kind),
+        "title": title(kind, size=size, hosts=hosts, threads=threads, library=library),
+        "size": size,
+        "hosts": hosts,
+        "peers": peers.versions,
+        "peers_left_out": peers.left_out,  # grows while measuring
+        "ranks": facts,
+    }
+
+
+def title(kind: str, *, size: int, hosts: int, threads: int, library: str) -> str:
+    """Return one line for tables and plots."""
+    here = machine()
+    return (
+        f"{kind}: {num_ranks(size)} on {hosts} host(s), {here['cores']} cores ({here['processor']}), "
+        f"{threads} torch thread(s) each, torch {importlib.metadata.version('torch')}, "
+        f"{library.split(',')[0]}"
+    )
+
+
+def num_ranks(number: int) -> str:
+    """Return `1 rank`, `2 ranks`."""
+    return "1 rank" if number == 1 else f"{number} ranks"
+
+
+def tell(what: str, rows: list[dict[str, Any]]) -> None:
+    """Say what was found for one case, on rank 0."""
+    if mpisgd.rank() == 0:
+        tell_alone(what, rows)
+
+
+def tell_alone(what: str, rows: list[dict[str, Any]]) -> None:
+    """Say what was found for one case, in a process that is no rank."""
+    from mpisgd.bench.tables import one_line
+
+    say(one_line(what, rows))
+
+
+def say(line: str) -> None:
+    """Print a line at once, where tables do not go."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def _notes(record: dict[str, Any]) -> list[str]:
+    """Return the lines below the tables."""
+    from mpisgd.bench.summary import as_bytes
+
+    absent = [f"left out: {name}: {why}" for name, why in record.get("peers_left_out", {}).items()]
+    where: dict[str, list[str]] = {}
+    for entry in record.get("left_out", []):
+        what = entry.get("model") or f"{entry['collective']} {entry['dtype']} {as_bytes(entry['bytes'])}"
+        where.setdefault(f"{entry['variant']}: {entry['reason']}", []).append(what)
+    absent += [f"left out: {why} ({', '.join(what)})" for why, what in where.items()]
+    return [record["title"], *record.get("notes", []), *absent]

@@ -1,0 +1,177 @@
+"""`python -m mpisgd run`: start a program under mpirun, and again from its last checkpoint when it fails.
+
+python -m mpisgd run -n 4 train.py --lr 0.1
+python -m mpisgd run -n 16 --hostfile hosts --restarts 3 train.py --resume
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import typer
+
+from mpisgd.bench.jobs import mpirun
+from mpisgd.cli.supervision import Supervisor
+from mpisgd.config import ENDED_NOTE, NOTES_VARIABLE, PREEMPTED, available_cores, launcher_rank
+from mpisgd.errors import JobError
+
+__all__ = ["run"]
+
+USAGE_ERROR = 2
+SIGNALLED = 128  # codes above tell of a signal
+MAX_PAUSE_S = 60.0
+ALLOCATIONS = (
+    "SLURM_JOB_ID",
+    "PBS_NODEFILE",
+    "LSB_HOSTS",
+    "PE_HOSTFILE",
+)  # mpirun learns of slots from these
+
+
+# mpirun ends a job when it notices that it has lost a host's daemon: it must not look.
+WITH_FAULT_TOLERANCE = ("--with-ft", "ulfm", "--prtemca", "oob_tcp_keepalive_time", "0")
+
+
+class Attempt(NamedTuple):
+    """How one start of the program ended."""
+
+    code: int
+    seconds: float
+    checkpoint: str
+
+
+def run(
+    command: list[str] = typer.Argument(..., metavar="PROGRAM [ARGS]...", help="A .py file, or any command."),
+    num_ranks: int | None = typer.Option(
+        None, "-n", "--ranks", min=1, help="Processes; default: mpirun's own, all slots that there are."
+    ),
+    hostfile: Path | None = typer.Option(None, "--hostfile", help="Hosts and slots; see hostfiles/."),
+    restarts: int = typer.Option(0, "--restarts", min=0, help="Start again so often after a failure."),
+    pause_s: float = typer.Option(
+        1.0,
+        "--pause",
+        min=0.0,
+        help=f"Seconds before the first; twice as long each time, up to {MAX_PAUSE_S:.0f}.",
+    ),
+    module: bool = typer.Option(False, "--module", "-m", help="PROGRAM is a Python module."),
+    elastic: bool = typer.Option(
+        False, "--elastic", help="Let mpisgd.elastic survive lost ranks and hosts (Open MPI 5)."
+    ),
+    launcher: str = typer.Option(
+        "", "--launcher", help='For example "mpirun --with-ft ulfm"; default: mpirun beside this Python.'
+    ),
+) -> None:
+    """Start PROGRAM under mpirun; with --restarts again when it fails. Ends with the program's exit code.
+
+    The program finds MPISGD_RESTART_COUNT in its environment. It is not started again after a usage error
+    (exit code 2), after a signal that asks for its end, or when it has saved its state and left because of
+    one (exit code 85).
+    """
+    if launcher_rank() is not None:
+        raise JobError("run starts mpirun itself: leave out the mpirun before it")
+    words = [*_launcher(mpirun(launcher), num_ranks, hostfile, elastic), *_program(command, module)]
+    with tempfile.NamedTemporaryFile("r", prefix="mpisgd-run-") as notes:
+        code = _run_all(words, notes.name, restarts, pause_s)
+    raise typer.Exit(code)
+
+
+def _run_all(words: Sequence[str], notes: str, restarts: int, pause_s: float) -> int:
+    supervisor = Supervisor()
+    for count in range(restarts + 1):
+        attempt = _attempt(supervisor, words, notes, count)
+        if not attempt.code:
+            return 0
+        again = count < restarts and attempt.code not in (USAGE_ERROR, PREEMPTED)
+        if supervisor.stopped_by is not None or not again:
+            break
+        pause = min(pause_s * 2**count, MAX_PAUSE_S)
+        _say(f"{_ended(attempt)}; restart {count + 1} of {restarts} in {pause:g} s, {_from(attempt)}")
+        supervisor.pause(pause)
+    if supervisor.stopped_by is not None:
+        _say(f"{_ended(attempt)} after {supervisor.stopped_by.name}, {_from(attempt)}")
+    elif restarts:
+        _say(f"{_ended(attempt)}; not started again, {_from(attempt)}")
+    return attempt.code
+
+
+def _attempt(supervisor: Supervisor, words: Sequence[str], notes: str, count: int) -> Attempt:
+    env = {**os.environ, "MPISGD_RESTART_COUNT": str(count), NOTES_VARIABLE: notes}
+    start = time.monotonic()
+    try:
+        code = supervisor.run(words, env)
+    except OSError as exc:
+        raise JobError(f"cannot start {words[0]}: {exc.strerror or exc}", 127) from exc
+    lines = Path(notes).read_text().splitlines()
+    if ENDED_NOTE in lines and code > SIGNALLED:  # that was mpirun's end, or of ranks that were survived
+        code = 0
+    said = [line for line in lines if line.startswith("checkpoint ")]
+    return Attempt(code, time.monotonic() - start, said[-1].partition(" ")[2] if said else "")
+
+
+def _ended(attempt: Attempt) -> str:
+    return f"exit code {attempt.code} after {attempt.seconds:.1f} s"
+
+
+def _from(attempt: Attempt) -> str:
+    return (
+        f"newest checkpoint: {attempt.checkpoint}"
+        if attempt.checkpoint
+        else "no checkpoint that is known here"
+    )
+
+
+def _say(line: str) -> None:
+    print(f"mpisgd run: {line}", file=sys.stderr, flush=True)
+
+
+# --- the command line ---------------------------------------------------------------------------------
+
+
+def _program(command: Sequence[str], module: bool) -> list[str]:
+    if module:
+        return [sys.executable, "-m", *command]
+    if not command[0].endswith(".py"):
+        return list(command)
+    if not Path(command[0]).is_file():
+        raise JobError(f"no such file: {command[0]}")
+    return [sys.executable, *command]
+
+
+def _launcher(words: Sequence[str], num_ranks: int | None, hostfile: Path | None, elastic: bool) -> list[str]:
+    """Return the launcher with what it should be told."""
+    options = [] if num_ranks is None else ["-n", str(num_ranks)]
+    if hostfile is not None:
+        if not hostfile.is_file():
+            raise JobError(f"no such host file: {hostfile}")
+        options += ["-hostfile", str(hostfile)]
+    is_open_mpi = _is_open_mpi(words[0])
+    if elastic and not is_open_mpi:
+        raise JobError(
+            f"--elastic needs Open MPI 5, whose jobs outlive lost ranks; {words[0]} is another MPI"
+        )
+    if elastic:
+        options += WITH_FAULT_TOLERANCE
+    if is_open_mpi:
+        options += ["-x", "MPISGD_RESTART_COUNT"]  # to other hosts, too
+        if hostfile is None and _is_crowded(num_ranks):
+            options += ["--oversubscribe", "--bind-to", "none"]
+    return [*words, *options]
+
+
+def _is_open_mpi(program: str) -> bool:
+    if shutil.which(program) is None:
+        raise JobError(f"no such launcher: {program}", 127)
+    said = subprocess.run([program, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    return "Open MPI" in said.stdout
+
+
+def _is_crowded(num_ranks: int | None) -> bool:
+    """Whether there are more ranks than cores, on a machine where nobody else decides on that."""
+    alone = not any(name in os.environ for name in ALLOCATIONS)
+    return alone and num_ranks is not None and num_ranks > available_cores()

@@ -1,0 +1,105 @@
+"""A launcher as a child: signals go through to it, and nothing it has started outlives it.
+
+mpirun gives the ranks half a second between SIGTERM and SIGKILL, too short to save anything. So the first
+SIGTERM reaches the ranks as SIGUSR1, which `mpisgd.checkpoint.on_preemption` takes for the same; a program
+that does not is ended by it. The second one is passed on as it is.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+
+__all__ = ["Supervisor"]
+
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+LEFTOVERS_LIMIT_S = 5.0
+
+
+class Supervisor:
+    """Runs one command at a time. Makes the process's signals its own; for the main thread.
+
+    Attributes:
+        stopped_by: the first signal that asked for the end of it all, None as long as there was none.
+    """
+
+    def __init__(self) -> None:
+        self.stopped_by: signal.Signals | None = None
+        self._child: subprocess.Popen[bytes] | None = None
+        for number in FORWARDED:
+            signal.signal(number, self._forward)
+
+    def run(self, command: Sequence[str], env: Mapping[str, str]) -> int:
+        """Return the exit code of a command, as a shell would give it (128 + n for signal n).
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        child = subprocess.Popen(command, env=dict(env), start_new_session=True, preexec_fn=_tied_to_parent())
+        self._child = child
+        if self.stopped_by is not None:  # it came a moment before there was anyone to tell
+            child.send_signal(signal.SIGTERM)
+        try:
+            code = child.wait()
+        finally:
+            self._child = None
+            _end_session(child.pid)
+        return code if code >= 0 else 128 - code
+
+    def pause(self, seconds: float) -> None:
+        """Sleep, but no longer than until a signal that asks for the end."""
+        until = time.monotonic() + seconds
+        while self.stopped_by is None and time.monotonic() < until:
+            time.sleep(0.05)
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        first = self.stopped_by is None
+        if first and number in STOPPING:
+            self.stopped_by = signal.Signals(number)
+        if self._child is not None:
+            self._child.send_signal(_as_sent(signal.Signals(number), first=first))
+
+
+def _as_sent(number: signal.Signals, *, first: bool) -> signal.Signals:
+    if number == signal.SIGTERM and first:
+        return signal.SIGUSR1
+    return signal.SIGTERM if number == signal.SIGHUP else number
+
+
+def _tied_to_parent() -> Callable[[], None] | None:
+    """Return what makes a child end with this process, whatever ends that; None where nothing does."""
+    if not sys.platform.startswith("linux"):
+        return None
+    prctl = ctypes.CDLL(None).prctl
+    return lambda: prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+def _end_session(session: int) -> None:
+    """End the processes that a launcher has left: its ranks have groups of their own, but one session."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        until = time.monotonic() + LEFTOVERS_LIMIT_S
+        left = list(_members(session))
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        while left and time.monotonic() < until:
+            time.sleep(0.02)
+            left = list(_members(session))
+        if not left:
+            return
+
+
+def _members(session: int) -> Iterator[int]:
+    """Return the processes of a session that still run."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            state, _, _, found = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+            if int(found) == session and state != "Z":
+                yield int(folder.name)

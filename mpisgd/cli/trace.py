@@ -1,0 +1,128 @@
+"""`python -m mpisgd trace FILES`: merge the timelines of ranks, and say in numbers what is in them."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from textwrap import shorten
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from mpisgd.errors import InvalidArgument, JobError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from mpisgd.timeline.summary import Summary
+
+__all__ = ["trace"]
+
+LONGEST_NAME = 60
+
+
+def trace(
+    files: list[Path] = typer.Argument(..., help="Timelines of ranks, or of all; or folders of them."),
+    out: Path | None = typer.Option(None, "--out", help="Write one file of all of them for Perfetto."),
+    top: int = typer.Option(15, "--top", min=1, help="The kinds of operations that took longest."),
+) -> None:
+    """Merge timelines, and sum them up: time per operation, who came last, what was hidden."""
+    from mpisgd.bench.tables import show
+    from mpisgd.timeline.files import merge
+    from mpisgd.timeline.summary import summarise
+
+    try:
+        events = _read(_all_files(files))
+        if out is not None:
+            merge(events, out)
+    except InvalidArgument as exc:
+        raise JobError(str(exc)) from exc
+    except OSError as exc:
+        raise JobError(f"{out}: {exc.strerror}") from exc
+    summary = summarise(events)
+    show(_tables(summary, top), _notes(summary))
+
+
+def _all_files(given: Iterable[Path]) -> list[Path]:
+    return [file for path in given for file in (sorted(path.glob("*.json")) if path.is_dir() else [path])]
+
+
+def _read(files: list[Path]) -> list[dict[str, Any]]:
+    """Return the events of all files.
+
+    Raises:
+        InvalidArgument: no file, not a timeline, or a rank in two of them.
+    """
+    from mpisgd.timeline.files import read_events
+
+    events: list[dict[str, Any]] = []
+    of_rank: dict[int, Path] = {}
+    for file in files:
+        for event in read_events(file):
+            if event["name"] == "mpisgd" and of_rank.setdefault(event["pid"], file) != file:
+                raise InvalidArgument(f"rank {event['pid']} is in {of_rank[event['pid']]} and in {file}")
+            events.append(event)
+    if not of_rank:
+        raise InvalidArgument("no timeline in " + (", ".join(map(str, files)) or "these folders"))
+    return events
+
+
+def _tables(summary: "Summary", top: int) -> "list[Table]":
+    return [_operations(summary, top), _stragglers(summary), _hidden(summary)]
+
+
+def _table(title: str, first: list[str], numbers: list[str]) -> "Table":
+    from rich.table import Table
+
+    table = Table(*first, title=title, title_justify="left")
+    for column in numbers:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _operations(summary: "Summary", top: int) -> "Table":
+    from mpisgd.bench.summary import as_bytes, as_time
+
+    numbers = ["count", "total", "median", "waiting", "bytes", "GB/s"]
+    table = _table("operations, of an average rank", ["operation", "where", "way"], numbers)
+    for row in summary.rows[:top]:
+        times = [as_time(value / 1e6) for value in (row.total_us, row.median_us, row.wait_us)]
+        rate = f"{row.bytes_per_s / 1e9:.3g}" if row.nbytes else "-"
+        table.add_row(row.kind, row.where, row.way, str(row.num), *times, as_bytes(int(row.nbytes)), rate)
+    return table
+
+
+def _stragglers(summary: "Summary") -> "Table":
+    from mpisgd.bench.summary import as_time
+
+    numbers = ["came last", "share", "total", "median", "worst"]
+    table = _table("stragglers: how long others waited for one rank", ["rank"], numbers)
+    table.add_column("worst at")
+    for late in summary.late:
+        share = f"{late.times / summary.num_common:.0%}"
+        times = [as_time(value / 1e6) for value in (late.total_us, late.median_us, late.worst_us)]
+        table.add_row(str(late.rank), str(late.times), share, *times, shorten(late.worst, LONGEST_NAME))
+    return table
+
+
+def _hidden(summary: "Summary") -> "Table":
+    from mpisgd.bench.summary import as_time
+
+    table = _table("overlap", ["rank"], ["communication", "hidden", "share"])
+    for each in summary.overlaps:
+        times = [as_time(value / 1e6) for value in (each.communication_us, each.hidden_us)]
+        table.add_row(str(each.rank), *times, f"{each.share:.0%}")
+    return table
+
+
+def _notes(summary: "Summary") -> list[str]:
+    from mpisgd.bench.summary import as_time
+
+    notes = [
+        f"{len(summary.ranks)} ranks, {as_time(summary.duration_us / 1e6)}.",
+        "total, median: without the time for the other ranks, which is `waiting` (hvd: the negotiation).",
+        "hidden: communication during which the program did not wait for it.",
+    ]
+    if summary.clock_error_us:
+        notes.append(f"Clocks of different hosts may differ by {as_time(summary.clock_error_us / 1e6)}.")
+    if summary.lost:
+        notes.append(f"{summary.lost} notes were lost: more came than were kept until they could be written.")
+    return notes

@@ -1,0 +1,80 @@
+"""`python -m mpisgd tune`: measure what the algorithms of all_reduce take here, for `auto` to choose by.
+
+mpirun -np 2 python -m mpisgd tune
+mpirun -np 4 -hostfile hosts python -m mpisgd tune --budget 60
+"""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+import mpisgd
+from mpisgd.cli.origin import command, machine, now
+
+if TYPE_CHECKING:
+    from mpisgd.bench.tune import Arena, Way
+    from mpisgd.comm.costs import Measured
+
+__all__ = ["tune"]
+
+
+def tune(
+    budget_s: float = typer.Option(30.0, "--budget", min=0.0, help="Seconds; more of them, larger sizes."),
+    last: str = typer.Option("64MiB", "--max-size", help="The largest size, if the budget suffices."),
+    passes: int = typer.Option(2, "--passes", min=1, help="Times to measure; the best counts."),
+    out: Path | None = typer.Option(
+        None, "--out", readable=False, help="Write here, not where mpisgd looks by itself."
+    ),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Show what was measured and write nothing."),
+) -> None:
+    """Measure the algorithms of all_reduce on these ranks, and keep it as the profile `auto` chooses by."""
+    # Here, since they load torch: seconds that `--help` need not take.
+    from mpisgd.bench.cases import parse_bytes
+    from mpisgd.bench.tables import show
+    from mpisgd.bench.tune import tune as measure_all
+    from mpisgd.bench.tune_tables import cost_table, crossovers, doubts
+    from mpisgd.comm.costs import CostModel
+
+    last_bytes = parse_bytes(last)
+    mpisgd.init()
+    if mpisgd.size() == 1:
+        raise mpisgd.JobError("tune measures what goes on between ranks: mpirun -np 2 python -m mpisgd tune")
+    measured = measure_all(budget_s, last_bytes, passes, _tell)
+    if mpisgd.rank() != 0:
+        return
+    model = CostModel("measured now", tuple(measured))
+    chosen = [line for one in measured for line in crossovers(model, one)]
+    show([cost_table(one) for one in measured], [*chosen, *doubts(measured)])
+    if not dry_run:
+        _write(out, measured)
+
+
+def _tell(place: "Arena", nbytes: int, medians: "dict[Way, float]") -> None:
+    """Say what is known so far, since it takes a while."""
+    from mpisgd.bench.tune_tables import one_line
+
+    if mpisgd.rank() == 0:
+        print(one_line(place.ranks_per_host, nbytes, medians), file=sys.stderr, flush=True)
+
+
+def _write(out: Path | None, measured: "list[Measured]") -> None:
+    """Keep it; on rank 0."""
+    from mpisgd.comm.costs.profile import as_profile, default_path, write
+    from mpisgd.comm.job import topology
+
+    path = out or default_path(topology().ranks_per_host)
+    try:
+        write(path, as_profile(measured, _header()))
+    except OSError as exc:
+        raise mpisgd.JobError(f"cannot write the profile {path}: {exc.strerror}") from exc
+    print(f"written to {path}{f'; MPISGD_PROFILE={out} makes jobs use it' if out else ''}", flush=True)
+
+
+def _header() -> dict[str, Any]:
+    """Return what one must know to repeat the measurement."""
+    from mpisgd.cli.facts import mpi_facts, versions
+
+    library = {"MPI": mpi_facts().library.split(",")[0]}
+    return {"command": command(), "when": now(), "machine": machine(), "versions": {**versions(), **library}}
