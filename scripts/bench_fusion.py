@@ -2,31 +2,32 @@
 
     mpirun -np 2 python scripts/bench_fusion.py --json fusion.json
 
-All variants run interleaved in the same processes, so a busy machine slows all of them alike: read the
-ratios.
+Only the averaging is timed; `python -m mpisgd bench step --models deep` times whole training steps of as many
+gradients. Measured as that does: interleaved, every result checked first; read the ratios.
 """
 
 import json
-import os
-import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
 
 import mpisgd
+from mpisgd.bench import tables
+from mpisgd.bench.measure import Timed, measure
+from mpisgd.bench.payload import WrongResult
+from mpisgd.bench.schedule import Pace
+from mpisgd.bench.summary import timed_rows
+from mpisgd.cli.origin import origin
 from mpisgd.cli.program import run_program
 
 app = typer.Typer(add_completion=False)
 
-Variant = Callable[[], None]
+FUSED = "mpisgd, fused"
 
 
 class Gradients:
@@ -36,7 +37,8 @@ class Gradients:
         shapes = [(width, width) if i % 2 == 0 else (width,) for i in range(num)]
         self.params = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
         self.values = [torch.full(shape, float(mpisgd.rank() + i)) for i, shape in enumerate(shapes)]
-        self.nbytes = sum(value.nbytes for value in self.values)
+        self.model = torch.nn.Module()
+        self.model.params = torch.nn.ParameterList(self.params)
 
     def put(self) -> None:
         """Leave fresh gradients behind, as backward does."""
@@ -48,113 +50,58 @@ class Gradients:
         mean = (mpisgd.size() - 1) / 2
         for i, param in enumerate(self.params):
             if param.grad is None or not torch.allclose(param.grad, torch.full_like(param, mean + i)):
-                raise mpisgd.JobError(f"gradient {i} is not the mean over the ranks")
+                raise WrongResult(f"gradient {i} is not the mean over the ranks")
 
 
-def variants(gradients: Gradients) -> dict[str, Variant]:
-    """Return what is compared; each averages all gradients over the ranks."""
-    model = torch.nn.Module()
-    model.params = torch.nn.ParameterList(gradients.params)
-    comm = mpi_world()
+def by_hand(params: list[torch.nn.Parameter]) -> Callable[[], None]:
+    """Return what people write who have mpi4py only."""
+    from mpi4py import MPI  # which mpisgd.init() has started, with its own settings
 
-    def by_hand() -> None:
-        for param in gradients.params:
-            comm.Allreduce(mpi_in_place(), param.grad)
+    def average() -> None:
+        for param in params:
+            MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, param.grad)
             param.grad /= mpisgd.size()
 
-    def one_call_each() -> None:
-        for param in gradients.params:
+    return average
+
+
+def one_call_each(params: list[torch.nn.Parameter]) -> Callable[[], None]:
+    """Return the same with mpisgd's own all-reduce."""
+
+    def average() -> None:
+        for param in params:
             mpisgd.all_reduce(param.grad, mpisgd.ReduceOp.AVG)
 
-    return {
-        "mpisgd, fused": lambda: mpisgd.average_gradients(model),
-        "mpisgd.all_reduce, one call each": one_call_each,
-        "comm.Allreduce, one call each": by_hand,
-    }
+    return average
 
 
-def mpi_world() -> Any:
-    """Return mpi4py's world, which mpisgd.init() has started."""
-    from mpi4py import MPI
-
-    return MPI.COMM_WORLD
-
-
-def mpi_in_place() -> Any:
-    """Return MPI.IN_PLACE."""
-    from mpi4py import MPI
-
-    return MPI.IN_PLACE
-
-
-def measure(gradients: Gradients, repeats: int) -> dict[str, list[float]]:
-    """Return the seconds that each variant took, interleaved; the first round is not counted."""
-    compared = variants(gradients)
+def memcpy(gradients: Gradients) -> Callable[[], None]:
+    """Return a copy of all bytes."""
     source = torch.cat([value.view(-1) for value in gradients.values])
     target = torch.empty_like(source)
-    seconds: dict[str, list[float]] = {name: [] for name in ["one memcpy of all bytes", *compared]}
-    for round_ in range(repeats + 1):
-        taken = {"one memcpy of all bytes": timed(lambda: target.copy_(source))}
-        for name, variant in compared.items():
-            gradients.put()
-            taken[name] = timed(variant)
-            if round_ == 0:
-                gradients.check()
-        if round_:
-            for name, value in taken.items():
-                seconds[name].append(value)
-    return seconds
+    return lambda: target.copy_(source)
 
 
-def timed(action: Callable[[], Any]) -> float:
-    """Return how long `action` took on the slowest rank, all starting together."""
-    mpisgd.barrier()
-    started = time.perf_counter()
-    action()
-    slowest = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
-    mpisgd.all_reduce(slowest, mpisgd.ReduceOp.MAX)
-    return float(slowest)
+def variants(gradients: Gradients) -> list[Timed]:
+    """Return what is compared."""
 
+    def timed(name: str, call: Callable[[], object], check: Callable[[], None] = gradients.check) -> Timed:
+        return Timed(
+            name,
+            call,
+            reset=gradients.put,
+            verify=check,
+            start=mpisgd.barrier,
+            clock=time.perf_counter,
+            ours=True,
+        )
 
-def report(seconds: dict[str, list[float]], gradients: Gradients) -> dict[str, Any]:
-    """Return the result as data, with what one must know to repeat it."""
-    fused = statistics.median(seconds["mpisgd, fused"])
-    return {
-        "command": " ".join(sys.argv),
-        "ranks": mpisgd.size(),
-        "hosts": mpisgd.num_nodes(),
-        "cores": os.cpu_count(),
-        "machine": platform.machine(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "tensors": len(gradients.params),
-        "bytes": gradients.nbytes,
-        "rows": [
-            {
-                "variant": name,
-                "median_ms": statistics.median(values) * 1e3,
-                "min_ms": min(values) * 1e3,
-                "max_ms": max(values) * 1e3,
-                "ratio_to_fused": statistics.median(values) / fused,
-            }
-            for name, values in seconds.items()
-        ],
-    }
-
-
-def show(result: dict[str, Any]) -> None:
-    """Print the table."""
-    title = (
-        f"{result['tensors']} gradients, {result['bytes'] / 2**20:.1f} MiB, {result['ranks']} ranks on "
-        f"{result['hosts']} host(s), torch {result['torch']}"
-    )
-    table = Table("variant", title=title)
-    for column in ("median ms", "min", "max", "x fused"):
-        table.add_column(column, justify="right")
-    for row in result["rows"]:
-        numbers = (row["median_ms"], row["min_ms"], row["max_ms"], row["ratio_to_fused"])
-        table.add_row(row["variant"], *(f"{number:.2f}" for number in numbers))
-    Console().print(table)
+    return [
+        timed(FUSED, lambda: mpisgd.average_gradients(gradients.model)),
+        timed("mpisgd.all_reduce, one call each", one_call_each(gradients.params)),
+        timed("comm.Allreduce, one call each", by_hand(gradients.params)),
+        timed("one memcpy of all bytes", memcpy(gradients), lambda: None),
+    ]
 
 
 @app.command()
@@ -162,16 +109,24 @@ def main(
     tensors: Annotated[int, typer.Option(min=1, help="number of gradients")] = 604,
     width: Annotated[int, typer.Option(min=1, help="every other one is width x width")] = 64,
     repeats: Annotated[int, typer.Option(min=1, help="rounds that count")] = 30,
-    json_file: Annotated[Path | None, typer.Option("--json", help="write the result here")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", readable=False, help="write the result here")
+    ] = None,
 ) -> None:
     """Measure fused against unfused averaging of many small gradients."""
     mpisgd.init()
     gradients = Gradients(tensors, width)
-    result = report(measure(gradients, repeats), gradients)
+    # One call in each turn, since every call wants fresh gradients.
+    seconds = measure(variants(gradients), Pace(repeats, repeats, 0.0, turn_s=0.0, max_calls=1)).seconds
+    nbytes = sum(value.nbytes for value in gradients.values)
+    what = f"{tensors} gradients, {nbytes / 2**20:.1f} MiB"
+    rows = timed_rows({"gradients": what}, seconds, {"fused": statistics.median(seconds[FUSED])})
     if mpisgd.rank() == 0:
-        show(result)
+        title = f"{mpisgd.size()} ranks on {mpisgd.num_nodes()} host(s), torch {torch.__version__}"
+        tables.show([tables.timed_table(title, "gradients", rows, {"ratio_to_fused": "x fused"})], [])
         if json_file is not None:
-            json_file.write_text(json.dumps(result, indent=2) + "\n")
+            record = {**origin("fusion"), "title": title, "size": mpisgd.size(), "rows": rows}
+            json_file.write_text(json.dumps(record, indent=2) + "\n")
 
 
 if __name__ == "__main__":

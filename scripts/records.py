@@ -1,4 +1,4 @@
-"""What a training run leaves behind: checkpoints, a metrics file, a plot, and lines on the terminal.
+"""What a training run leaves behind: a metrics file, a plot, and lines on the terminal.
 
 Nothing here knows of ranks; the programs call it on rank 0.
 """
@@ -7,36 +7,25 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import sys
-import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any
 
-import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from mpisgd import CheckpointError
 from mpisgd.config import launcher_rank
 
 __all__ = [
-    "CheckpointError",
     "Epoch",
     "append_metrics",
+    "check_identity",
     "check_writable",
-    "counted",
-    "load_checkpoint",
     "progress_bar",
-    "save_checkpoint",
     "save_plot",
 ]
-
-T = TypeVar("T")
-
-
-class CheckpointError(ValueError):
-    """A checkpoint cannot be read, or belongs to another run."""
 
 
 @dataclass(frozen=True)
@@ -50,62 +39,18 @@ class Epoch:
     lr: float
 
 
-# --- checkpoints --------------------------------------------------------------------------------------
+# --- which run it was ---------------------------------------------------------------------------------
 
 
-def write_atomically(path: Path, write: Callable[[BinaryIO], None]) -> None:
-    """Replace `path` by what `write` writes: whenever the program is killed, the old or the new is whole."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())  # the bytes first, then the name
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    """Write `state`: tensors, numbers, strings, lists and dicts; `state["identity"]` says of which run."""
-    write_atomically(path, lambda file: torch.save(state, file))
-
-
-def load_checkpoint(path: Path, identity: dict[str, Any]) -> dict[str, Any]:
-    """Read what `save_checkpoint` wrote, for a run of the same identity.
-
-    Raises:
-        CheckpointError: no such file, a damaged one, another program's, or another run's.
-    """
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise CheckpointError(f"cannot read checkpoint {path}: {error.strerror or error}") from error
-    except (
-        EOFError,
-        KeyError,
-        RuntimeError,
-        ValueError,
-        pickle.UnpicklingError,
-        zipfile.BadZipFile,
-    ) as error:
-        raise CheckpointError(f"{path} is damaged or no checkpoint of this program") from error
-    if not isinstance(state, dict) or not isinstance(state.get("identity"), dict):
+def check_identity(path: Path, theirs: Any, ours: dict[str, Any]) -> None:
+    """Raise CheckpointError, with the differences, where `path` is another run's."""
+    if not isinstance(theirs, dict):
         raise CheckpointError(f"{path} is no checkpoint of this program")
-    theirs = state["identity"]
     others = [
-        f"{name} {theirs.get(name)} (here {ours})"
-        for name, ours in identity.items()
-        if theirs.get(name) != ours
+        f"{name} {theirs.get(name)} (here {here})" for name, here in ours.items() if theirs.get(name) != here
     ]
     if others:
         raise CheckpointError(f"{path} is of a run with {', '.join(others)}")
-    return state
 
 
 # --- files for people ---------------------------------------------------------------------------------
@@ -120,10 +65,10 @@ def check_writable(*paths: Path) -> None:
             path.unlink()
 
 
-def append_metrics(path: Path, epochs: Iterable[Epoch], *, afresh: bool = False) -> None:
-    """Add one line of JSON for each epoch; they are in the file when this returns."""
+def append_metrics(path: Path, figures: Iterable[Any], *, afresh: bool = False) -> None:
+    """Add one line of JSON for each of these dataclasses; they are in the file when this returns."""
     with path.open("w" if afresh else "a") as file:
-        file.writelines(json.dumps(asdict(epoch)) + "\n" for epoch in epochs)
+        file.writelines(json.dumps(asdict(figure)) + "\n" for figure in figures)
 
 
 def save_plot(path: Path, history: Sequence[Epoch], title: str) -> None:
@@ -181,10 +126,3 @@ def progress_bar(*, visible: bool) -> Progress:
         transient=True,
         disable=not (visible and is_watched()),
     )
-
-
-def counted(items: Iterable[T], count: Callable[[], object]) -> Iterator[T]:
-    """Pass `items` on and call `count` after each has been dealt with."""
-    for item in items:
-        yield item
-        count()

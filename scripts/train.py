@@ -8,7 +8,9 @@ ranks while they are computed. What makes a program data parallel is marked (1) 
 keep the result independent of the number of ranks: the batch size is that of the whole job, and nothing in
 the model depends on how a batch was divided (BatchNorm does, and dropout draws differently on every rank).
 
-Only rank 0 touches files, so they need to be on its host alone.
+With --checkpoint-folder and --resume the same command goes on where the run was stopped, by a failure or by a
+batch system (SIGTERM): `python -m mpisgd run -n 8 --restarts 3 scripts/train.py --checkpoint-folder runs/a
+--resume`. Only rank 0 touches files, so they need to be on its host alone.
 """
 
 from __future__ import annotations
@@ -19,32 +21,24 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from enum import Enum
+from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import torch
 import typer
-from image_data import DataError, ImageData, load
-from records import (
-    CheckpointError,
-    Epoch,
-    append_metrics,
-    check_writable,
-    counted,
-    load_checkpoint,
-    progress_bar,
-    save_checkpoint,
-    save_plot,
-)
+from image_data import ImageData, load
+from ranks import mean_over_ranks, on_rank_0
+from records import Epoch, append_metrics, check_writable, progress_bar, save_plot
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
+from train_state import Keeper, resume_from
 
 import mpisgd
 from mpisgd.cli.program import run_program
 
-T = TypeVar("T")
 Batch = tuple[Tensor, Tensor]
 
 
@@ -165,14 +159,43 @@ def warm_up(optimizer: torch.optim.Optimizer, num_steps: int) -> LambdaLR:
 # --- the data, divided among the ranks ----------------------------------------------------------------
 
 
+class Order(DistributedSampler[Batch]):
+    """(2) This rank's images: the same permutation everywhere, dealt out to the ranks.
+
+    Attributes:
+        seen: how many images of this epoch all ranks together have trained on; it begins after them.
+    """
+
+    seen = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return islice(super().__iter__(), self.seen // self.num_replicas, None)
+
+    def begin(self, epoch: int) -> None:
+        """Shuffle anew, unless a checkpoint has left off in this epoch."""
+        if epoch != self.epoch:
+            self.set_epoch(epoch)
+            self.seen = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Nothing in it depends on the number of ranks."""
+        return {"epoch": self.epoch, "seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on where another one was."""
+        self.epoch, self.seen = state["epoch"], state["seen"]
+
+
 def train_batches(data: TensorDataset, batch_size: int, seed: int) -> DataLoader[Batch]:
-    """(2) This rank's part of every batch: the same permutation everywhere, dealt out to the ranks.
+    """This rank's part of every batch.
 
     An incomplete last batch is dropped: it would not divide by the ranks.
     """
-    rank, size = mpisgd.rank(), mpisgd.size()
-    sampler = DistributedSampler(data, size, rank, seed=seed, drop_last=True)
-    return DataLoader(data, batch_size // size, sampler=sampler, drop_last=True)
+    size = mpisgd.size()
+    order = Order(data, size, mpisgd.rank(), seed=seed, drop_last=True)
+    # A generator of its own: each new loader draws a number, which the model's generator would be short of
+    # after a resume in the middle of an epoch.
+    return DataLoader(data, batch_size // size, sampler=order, drop_last=True, generator=torch.Generator())
 
 
 def test_batches(data: TensorDataset) -> DataLoader[Batch]:
@@ -199,37 +222,53 @@ def check_batch_size(batch_size: int, num_images: int) -> None:
 
 @dataclass
 class Training:
-    """What is trained, what trains it, and how it went so far."""
+    """What is trained, what trains it, on what, and how it went so far.
+
+    Attributes:
+        step: how many there were.
+        total_and_count: of this epoch's losses, on this rank.
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scheduler: LambdaLR
+    batches: DataLoader[Batch]
+    step: int = 0
+    total_and_count: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64))
     history: list[Epoch] = field(default_factory=list)
 
 
-def build_training(settings: Settings, images: ImageData, num_steps: int, *, sync: bool) -> Training:
-    """The model, its optimizer and the schedule of its learning rate, for epochs of `num_steps` steps."""
+def build_training(
+    settings: Settings, images: ImageData, batches: DataLoader[Batch], *, sync: bool
+) -> Training:
+    """The model, its optimizer and the schedule of its learning rate."""
     torch.manual_seed(settings.seed)
     model = build_model(settings.model, images.image_shape, images.num_classes)
     model.to(settings.torch_dtype)
     optimizer = build_optimizer(settings.optimizer, model, scaled_lr(settings.lr, settings.batch_size))
     if sync:  # (3) from here on backward() averages the gradients over the ranks
         optimizer = mpisgd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
-    return Training(model, optimizer, warm_up(optimizer, settings.warmup_epochs * num_steps))
+    scheduler = warm_up(optimizer, settings.warmup_epochs * len(batches))
+    return Training(model, optimizer, scheduler, batches)
 
 
-def train_epoch(training: Training, batches: Iterable[Batch]) -> float:
-    """One pass over the training images; the mean loss, over all ranks."""
+def train_epoch(training: Training, after_step: Callable[[], object]) -> float:
+    """One pass over the training images, or the rest of one; its mean loss, over all ranks."""
     training.model.train()
-    total_and_count = torch.zeros(2, dtype=torch.float64)
-    for images, labels in batches:
+    for images, labels in training.batches:
         training.optimizer.zero_grad()
         loss = cross_entropy(training.model(images), labels)
         loss.backward()
         training.optimizer.step()
         training.scheduler.step()
-        total_and_count += torch.tensor([loss.item() * len(labels), len(labels)], dtype=torch.float64)
-    return mean_over_ranks(total_and_count)
+        added = [loss.item() * len(labels), len(labels)]
+        training.total_and_count += torch.tensor(added, dtype=torch.float64)
+        training.batches.sampler.seen += len(labels) * mpisgd.size()
+        training.step += 1
+        after_step()
+    mean = mean_over_ranks(training.total_and_count)  # (5) what one rank has seen is only its share
+    training.total_and_count.zero_()
+    return mean
 
 
 @torch.no_grad()
@@ -245,48 +284,24 @@ def accuracy(model: nn.Module, batches: Iterable[Batch]) -> float:
 
 def run_epochs(
     training: Training,
-    train_loader: DataLoader[Batch],
     test_loader: DataLoader[Batch],
     num_epochs: int,
-    count_step: Callable[[], object],
+    after_step: Callable[[], object],
 ) -> Iterator[Epoch]:
     """Train until the history has `num_epochs` epochs, and give out the figures of each."""
+    order = training.batches.sampler
     for number in range(len(training.history) + 1, num_epochs + 1):
-        train_loader.sampler.set_epoch(number)  # another permutation
+        order.begin(number)
+        seen_before, start = order.seen, time.perf_counter()
         lr = training.scheduler.get_last_lr()[0]
-        start = time.perf_counter()
-        loss = train_epoch(training, counted(train_loader, count_step))
-        seconds = time.perf_counter() - start
-        num_images = len(train_loader) * train_loader.batch_size * mpisgd.size()
-        epoch = Epoch(number, loss, accuracy(training.model, test_loader), num_images / seconds, lr)
+        loss = train_epoch(training, after_step)
+        rate = (order.seen - seen_before) / (time.perf_counter() - start)
+        epoch = Epoch(number, loss, accuracy(training.model, test_loader), rate, lr)
         training.history.append(epoch)
         yield epoch
 
 
-def mean_over_ranks(total_and_count: Tensor) -> float:
-    """(5) The mean of all that the ranks have added up and counted; their shares may differ in size."""
-    mpisgd.all_reduce(total_and_count)
-    total, count = total_and_count.tolist()
-    return float(total / count)
-
-
-# --- files, which only rank 0 reads and writes --------------------------------------------------------
-
-
-def on_rank_0(action: Callable[[], T]) -> T:
-    """What `action` returns on rank 0, on every rank; where it cannot use a file, the end of the job."""
-    result, problem = None, None
-    if mpisgd.rank() == 0:
-        try:
-            result = action()
-        except (CheckpointError, DataError, mpisgd.JobError) as error:
-            problem = str(error)
-        except OSError as error:
-            problem = f"cannot write {error.filename}: {error.strerror}"
-    result, problem = mpisgd.broadcast_object((result, problem))
-    if problem:
-        raise mpisgd.JobError(problem)
-    return result
+# --- files --------------------------------------------------------------------------------------------
 
 
 def identity(settings: Settings, images: ImageData) -> dict[str, Any]:
@@ -300,33 +315,6 @@ def identity(settings: Settings, images: ImageData) -> dict[str, Any]:
         "--classes": images.num_classes,
         "training images": " x ".join(map(str, shape)),
     }
-
-
-def write_checkpoint(path: Path, training: Training, identity: dict[str, Any]) -> None:
-    """Write all that `resume_from` needs."""
-    state = {
-        "identity": identity,
-        "model": training.model.state_dict(),
-        "optimizer": training.optimizer.state_dict(),
-        "scheduler": training.scheduler.state_dict(),
-        "history": [asdict(epoch) for epoch in training.history],
-    }
-    on_rank_0(lambda: save_checkpoint(path, state))
-
-
-def resume_from(path: Path, training: Training, identity: dict[str, Any]) -> None:
-    """Go on where the run that wrote `path` was; it may have had another number of ranks."""
-
-    def read() -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        state = load_checkpoint(path, identity)
-        training.model.load_state_dict(state["model"])
-        training.optimizer.load_state_dict(state["optimizer"])
-        return state["scheduler"], state["history"]
-
-    scheduler, history = on_rank_0(read)
-    mpisgd.broadcast_optimizer_state(training.optimizer)
-    training.scheduler.load_state_dict(scheduler)
-    training.history = [Epoch(**epoch) for epoch in history]
 
 
 def check_outputs(plot: Path | None, *others: Path | None) -> None:
@@ -376,29 +364,42 @@ def main(
     batch_size: Annotated[
         int, typer.Option(min=1, help="Images per step of the whole job.")
     ] = REFERENCE_BATCH,
-    epochs: Annotated[int, typer.Option(min=1, help="In all, those before --resume included.")] = 20,
+    epochs: Annotated[int, typer.Option(min=1, help="In all, those before a resume included.")] = 20,
     seed: Annotated[int, typer.Option(min=0, help="Of the first weights and of the images' order.")] = 0,
     dtype: Annotated[DtypeName, typer.Option()] = DtypeName.float32,
-    checkpoint: Annotated[Path | None, typer.Option(help="Write the run's state here every epoch.")] = None,
-    resume: Annotated[Path | None, typer.Option(help="Go on from a --checkpoint.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw loss and accuracy: FILE.png, .svg, .pdf.")] = None,
-    metrics: Annotated[Path | None, typer.Option(help="Write a line of JSON here every epoch.")] = None,
+    checkpoint_folder: Annotated[
+        Path | None, typer.Option(help="Keep checkpoints here: the last three, one per epoch.")
+    ] = None,
+    checkpoint_every: Annotated[int, typer.Option(min=0, help="Also every so many steps.")] = 0,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest of them, if there is one.")
+    ] = False,
+    plot: Annotated[
+        Path | None, typer.Option(readable=False, help="Draw loss and accuracy: FILE.png, .svg, .pdf.")
+    ] = None,
+    metrics: Annotated[
+        Path | None, typer.Option(readable=False, help="Write a line of JSON here every epoch.")
+    ] = None,
     no_sync: Annotated[
         bool, typer.Option("--no-sync", help="Train every rank alone, to see what communication buys.")
     ] = False,
 ) -> None:
     """Train an image classifier on all ranks of the job (mpirun -np N ...), or alone."""
     mpisgd.init()  # (1)
-    on_rank_0(lambda: check_outputs(plot, metrics, checkpoint))
+    if checkpoint_folder is None and (resume or checkpoint_every):
+        raise mpisgd.JobError("--resume and --checkpoint-every need --checkpoint-folder")
+    on_rank_0(lambda: check_outputs(plot, metrics))
     images = on_rank_0(lambda: load(data, num_classes=classes))
     check_batch_size(batch_size, len(images.train))
     lr = DEFAULT_LR[optimizer] if lr is None else lr
     settings = Settings(model, optimizer, lr, warmup_epochs, batch_size, seed, dtype)
     train_loader = train_batches(images.train.dataset(settings.torch_dtype), batch_size, seed)
     test_loader = test_batches(images.test.dataset(settings.torch_dtype))
-    training = build_training(settings, images, len(train_loader), sync=not no_sync)
-    if resume:
-        resume_from(resume, training, identity(settings, images))
+    training = build_training(settings, images, train_loader, sync=not no_sync)
+    keeper, resumed = None, False
+    if checkpoint_folder:
+        keeper = Keeper(checkpoint_folder, checkpoint_every, identity(settings, images), training)
+        resumed = resume and resume_from(checkpoint_folder, training, keeper.identity)
     mpisgd.broadcast_parameters(training.model)  # (4) rank 0's weights to all
     if metrics:
         on_rank_0(lambda: append_metrics(metrics, training.history, afresh=True))
@@ -410,20 +411,27 @@ def main(
                 bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
         say(describe(settings, images, training.model))
-        num_done = len(training.history)
-        step = bar.add_task(
-            "training", completed=num_done * len(train_loader), total=epochs * len(train_loader)
-        )
+        if resume:
+            say(f"goes on after step {training.step}" if resumed else f"no checkpoint in {checkpoint_folder}")
+        steps = bar.add_task("training", completed=training.step, total=epochs * len(train_loader))
+
+        def after_step() -> None:
+            bar.advance(steps)
+            if keeper:
+                keeper.after_step()
+
         start = time.perf_counter()
-        for epoch in run_epochs(training, train_loader, test_loader, epochs, lambda: bar.advance(step)):
+        for epoch in run_epochs(training, test_loader, epochs, after_step):
             say(
                 f"epoch {epoch.epoch:>3}/{epochs}  loss {epoch.loss:.4f}  "
                 f"test accuracy {epoch.test_accuracy:7.2%}  {epoch.images_per_s:>9,.0f} images/s"
             )
             if metrics:
                 on_rank_0(lambda: append_metrics(metrics, training.history[-1:]))
-            if checkpoint:
-                write_checkpoint(checkpoint, training, identity(settings, images))
+            if keeper:
+                keeper.save()
+        if keeper:
+            keeper.finish()
         last, seconds = training.history[-1], time.perf_counter() - start
         say(f"test accuracy {last.test_accuracy:.2%} after {last.epoch} epochs ({seconds:.1f} s)")
         if plot:

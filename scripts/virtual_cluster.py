@@ -52,12 +52,13 @@ UNAVAILABLE = 69  # as sysexits.h has it
 BURST_BYTES = 128 * 1024
 QUEUE = "20ms"  # what waits longer than this in front of a link is dropped, as a switch would
 
-# What ssh would do: a login on the host, which knows nothing of the shell in which mpirun was started.
+# What ssh would do: a login on the host, which knows nothing of the shell in which mpirun was started, and
+# does not come back when the host is cut off and what it had started there dies.
 AGENT_PROGRAM = f"""#!/bin/sh
 host=$1
 shift
-exec {STAGE}/$host/enter env -i HOME="$HOME" SHELL=/bin/sh PATH=/usr/local/bin:/usr/bin:/bin \\
-    TMPDIR={STAGE}/$host/tmp sh -c "$*"
+{STAGE}/$host/enter env -i HOME="$HOME" SHELL=/bin/sh PATH=/usr/local/bin:/usr/bin:/bin \\
+    TMPDIR={STAGE}/$host/tmp sh -c "$*" || sleep infinity
 """
 # What a shell on the first host has, and mpirun hands on to the programs.
 FORWARDED = ("PATH", "PYTHONPATH")

@@ -1,0 +1,161 @@
+"""What a checkpoint costs beside a training step, and beside what the disk takes for as many bytes.
+
+    mpirun -np 2 python scripts/bench_checkpoint.py --folder /scratch/me
+
+The 22 million parameter MLP of `python -m mpisgd bench step`, trained by SGD with momentum. In each round a
+few steps without a checkpoint, a few while the writer's thread writes one, one that is waited for, and the
+same bytes written by plain calls. `Preemption.agreed()` belongs to every step; `State.commit()` keeps the
+state in memory, for the ranks that are left when one is lost.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+import mpisgd
+from mpisgd import checkpoint, elastic
+from mpisgd.bench.training import StepTask, Training
+from mpisgd.cli.program import run_program
+
+TEMPORARY = Path(tempfile.gettempdir())
+
+app = typer.Typer(add_completion=False)
+Times = dict[str, list[float]]
+
+
+class Trained(Training):
+    """The model, with a momentum, so that there is a state to save."""
+
+    def __init__(self, batch: int) -> None:
+        super().__init__(StepTask("mlp", batch, mpisgd.size()), mpisgd.rank())
+        plain = torch.optim.SGD(self.model.parameters(), lr=0.001, momentum=0.9)
+        self.optimizer = mpisgd.DistributedOptimizer(plain, named_parameters=self.model.named_parameters())
+
+    @property
+    def state(self) -> dict[str, object]:
+        """What is saved."""
+        return {"model": self.model, "optimizer": self.optimizer}
+
+
+def timed(times: Times, name: str, action: Callable[[], object], count: int = 1) -> None:
+    """Take the time of an action on the slowest rank, per one of `count`."""
+    mpisgd.barrier()
+    start = time.perf_counter()
+    action()
+    seconds = torch.tensor([time.perf_counter() - start])
+    mpisgd.all_reduce(seconds, mpisgd.ReduceOp.MAX)
+    times[name].append(seconds.item() / count)
+
+
+def write_plainly(path: Path, content: bytes) -> None:
+    """Write to the disk, on one rank."""
+    if mpisgd.rank() == 0:
+        with path.open("wb", buffering=0) as file:
+            file.write(content)
+            os.fsync(file.fileno())
+        path.unlink()
+    mpisgd.barrier()
+
+
+def measure(trained: Trained, folder: Path, rounds: int, steps: int) -> tuple[Times, int]:
+    """Return the times of each round, by what was timed, and the bytes of a checkpoint."""
+    times: Times = defaultdict(list)
+    writer = checkpoint.Writer(folder / "async", keep_last=1)
+    preemption = checkpoint.on_preemption()
+    kept = elastic.State(**trained.state)
+    kept.commit()
+    kept.commit()  # now the memory of both is there
+
+    def train() -> None:
+        for _ in range(steps):
+            trained.step()
+
+    def train_until_written() -> int:
+        count = 0
+        while not all_written(writer):
+            trained.step()
+            count += 1
+        return count
+
+    train()
+    path = checkpoint.save(folder, 0, **trained.state, keep_last=1)
+    num_bytes = mpisgd.broadcast_object(path.stat().st_size if mpisgd.rank() == 0 else None)
+    content = os.urandom(num_bytes) if mpisgd.rank() == 0 else b""
+    for number in range(1, rounds + 1):
+        timed(times, "step", train, steps)
+        timed(times, "State.commit()", kept.commit)
+        timed(times, "save() of a Writer", lambda number=number: writer.save(number, **trained.state))
+        start = time.perf_counter()
+        count = train_until_written()
+        times["until it is on the disk"].append(time.perf_counter() - start)
+        if count:
+            times["step meanwhile"].append((time.perf_counter() - start) / count)
+        writer.wait()
+        timed(
+            times,
+            "checkpoint.save()",
+            lambda number=number: checkpoint.save(folder, number, **trained.state, keep_last=1),
+        )
+        timed(times, "plain write and fsync", lambda: write_plainly(folder / "plain", content))
+        timed(times, "Preemption.agreed()", lambda: [preemption.agreed() for _ in range(100)], 100)
+    return times, num_bytes
+
+
+def all_written(writer: checkpoint.Writer) -> bool:
+    """Whether the writer has nothing to do, as its own rank knows."""
+    busy = writer.busy if mpisgd.rank() == 0 else None
+    return not mpisgd.broadcast_object(busy)
+
+
+def table(times: Times, num_bytes: int) -> str:
+    """Return the medians, their quartiles, and what they are in steps."""
+    step = statistics.median(times["step"])
+    lines = [f"{'':26} {'median':>10} {'quartiles':>21} {'steps':>8} {'MB/s':>8}"]
+    for name, seconds in times.items():
+        low, median, high = quartiles(seconds)
+        writes = name in ("until it is on the disk", "checkpoint.save()", "plain write and fsync")
+        rate = f"{num_bytes / median / 1e6:8.0f}" if writes else ""
+        spread = f"{low * 1e3:.2f} to {high * 1e3:.2f}"
+        lines.append(f"{name:26} {median * 1e3:7.2f} ms {spread:>21} {median / step:8.3f} {rate}")
+    return "\n".join(lines)
+
+
+def quartiles(values: list[float]) -> tuple[float, float, float]:
+    """Return the first quartile, the median and the third."""
+    if len(values) < 2:
+        return values[0], values[0], values[0]
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, median, high
+
+
+@app.command()
+def main(
+    folder: Annotated[Path, typer.Option(help="On the disk to measure.")] = TEMPORARY,
+    rounds: Annotated[int, typer.Option(min=1)] = 10,
+    steps: Annotated[int, typer.Option(min=1, help="In each round, without a checkpoint.")] = 5,
+    batch: Annotated[int, typer.Option(min=1, help="Examples of one rank.")] = 64,
+) -> None:
+    """Compare saving with training."""
+    mpisgd.init()
+    own = tempfile.TemporaryDirectory(dir=folder) if mpisgd.rank() == 0 else None
+    times, num_bytes = measure(Trained(batch), Path(mpisgd.broadcast_object(own and own.name)), rounds, steps)
+    if own is not None:
+        own.cleanup()
+        where = f"{mpisgd.size()} ranks, {torch.get_num_threads()} threads each, {os.cpu_count()} cores"
+        print(f"{platform.machine()}, torch {torch.__version__}, {where}; {num_bytes / 1e6:.0f} MB, {folder}")
+        print(table(times, num_bytes))
+
+
+if __name__ == "__main__":
+    run_program(app)

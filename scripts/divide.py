@@ -1,0 +1,93 @@
+"""From a model for one process to this rank's part of it, with torch's own tools.
+
+The order matters: first the layers of this stage are picked, then each layer is split, then what is left is
+shared out among the data-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+from layout import Layout
+from text_model import GPT
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["divide", "reduces_gradients"]
+
+
+def divide(model: GPT, layout: Layout, mesh: DeviceMesh) -> nn.Module:
+    """This rank's part of `model`; backward() averages its gradients over dp. Collective."""
+    if layout.pp > 1:
+        keep_stage(model, mesh.get_local_rank("pp"), layout.pp)
+    if layout.tp > 1:
+        split_layers(model, mesh["tp"])
+    return share(model, layout, mesh) if layout.dp > 1 else model
+
+
+def keep_stage(model: GPT, stage: int, num_stages: int) -> None:
+    """Pipeline parallel: drop all but the layers of one stage; the first embeds, the last has the head."""
+    names = list(model.blocks)
+    first, end = (len(names) * bound // num_stages for bound in (stage, stage + 1))
+    for name in [*names[:first], *names[end:]]:
+        del model.blocks[name]
+    if stage > 0:
+        model.embedding = None
+    if stage < num_stages - 1:
+        model.head = None
+
+
+def split_layers(model: GPT, mesh: DeviceMesh) -> None:
+    """Tensor parallel: each rank has some of the heads and hidden columns.
+
+    Two all-reduces per block, where outputs are added up, and two in backward, where gradients are. Embedding
+    and head stay whole: of 256 bytes there is little to divide. Norms do the same work on all ranks.
+
+    Source: Shoeybi et al. 2019, "Megatron-LM".
+    """
+    # One input for three projections: their gradients are added before they are all-reduced.
+    same = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
+    plan = {
+        "attention": same,
+        "attention.query": ColwiseParallel(),
+        "attention.key": ColwiseParallel(),
+        "attention.value": ColwiseParallel(),
+        "attention.out": RowwiseParallel(),
+        "feed_forward.up": ColwiseParallel(),
+        "feed_forward.down": RowwiseParallel(),
+    }
+    for block in model.blocks.values():
+        parallelize_module(block, mesh, plan)
+
+
+def share(model: GPT, layout: Layout, mesh: DeviceMesh) -> nn.Module:
+    """Data parallel: every rank has its own share of the batch.
+
+    DDP where there is no other axis: ZeRO-1 needs it, and it takes less time than `fully_shard`. But it
+    does not know parameters that tensor parallelism has divided, and in a pipeline with as many pieces as
+    stages it fails (torch 2.13, every backend). `fully_shard` goes with all; over a "shard" axis of length
+    1 all that it does is average gradients.
+    """
+    if layout.zero != 3 and layout.tp == layout.pp == 1:
+        return DistributedDataParallel(model, process_group=mesh.get_group("replicate"))
+    for module in (*model.blocks.values(), model):
+        fully_shard(module, mesh=mesh["replicate", "shard"])
+    return model
+
+
+def reduces_gradients(model: nn.Module, wanted: bool) -> AbstractContextManager[None]:
+    """Inside, backward() averages gradients over dp, or where not wanted lets them pile up."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(wanted)
+    elif isinstance(model, DistributedDataParallel) and not wanted:
+        return model.no_sync()
+    return nullcontext()

@@ -1,0 +1,117 @@
+"""A process beside a rank that does to it what a plan says, and writes down when.
+
+It is forked before MPI and torch are there, and ends when the rank does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from fault_plan import Fault, read
+
+__all__ = ["Journal", "Victim"]
+
+
+class Journal:
+    """What a process has to tell: lines of JSON with the time, in a file of its own."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._file = os.open(folder / f"{name}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    def write(self, event: str, **facts: object) -> None:
+        """Add a line. The clock is the machine's, the same for all of its processes."""
+        line = json.dumps({"event": event, "t": time.monotonic(), "pid": os.getpid(), **facts})
+        os.write(self._file, line.encode() + b"\n")
+
+
+class Victim:
+    """A rank to which faults are done. Make it before anything else is imported.
+
+    Args:
+        folder: with `plan.json`; what happens is written into it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._plan = read(folder / "plan.json")
+        self._orders = -1
+        if self._plan:
+            reading, self._orders = os.pipe()
+            rank = os.getpid()
+            if os.fork() == 0:
+                os.close(self._orders)
+                _serve(reading, rank, folder)
+            os.close(reading)
+
+    @contextlib.contextmanager
+    def at(self, moment: str, step: int, rank: int) -> Iterator[None]:
+        """Say that this rank comes to a moment of a step."""
+        for number, fault in enumerate(self._plan):
+            if (fault.moment, fault.step, fault.rank) == (moment, step, rank) and self._is_first(number):
+                os.write(self._orders, f"{number}\n".encode())
+        yield
+
+    def _is_first(self, number: int) -> bool:
+        """Whether this fault has not been done yet: after a recovery steps come again."""
+        try:
+            os.close(os.open(self._folder / f"done-{number}", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        return True
+
+
+def _serve(orders: int, rank: int, folder: Path) -> None:
+    """Do what is ordered until the rank is gone. Does not return."""
+    journal, plan = Journal(folder, f"executioner-{os.getpid()}"), read(folder / "plan.json")
+    with os.fdopen(orders) as lines:
+        for line in lines:
+            fault = plan[int(line)]
+            time.sleep(fault.delay_s)
+            journal.write("fault", number=int(line), **asdict(fault))
+            with contextlib.suppress(ProcessLookupError):
+                _perform(fault, rank, folder)
+    os._exit(0)
+
+
+def _perform(fault: Fault, rank: int, folder: Path) -> None:
+    if fault.kind == "kill":
+        os.kill(rank, signal.SIGKILL)
+    elif fault.kind == "stop":
+        os.kill(rank, signal.SIGSTOP)
+        if fault.lasts_s:
+            time.sleep(fault.lasts_s)
+            os.kill(rank, signal.SIGCONT)
+    elif fault.kind == "link-down":
+        _system("ip", "link", "set", "eth0", "down")
+    elif fault.kind == "link-slow":
+        before = "1gbit"
+        _system(*LIMIT, fault.rate)
+        time.sleep(fault.lasts_s)
+        _system(*LIMIT, before)
+    elif fault.kind == "fill-disk":
+        filler = folder / "checkpoints" / "filler"
+        _fill(filler)
+        time.sleep(fault.lasts_s)
+        filler.unlink()
+
+
+def _fill(filler: Path) -> None:
+    """Write until the disk is full."""
+    with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(1024))
+
+
+LIMIT = ("tc", "qdisc", "change", "dev", "eth0", "root", "tbf", "burst", "131072", "latency", "20ms", "rate")
+
+
+def _system(*command: str) -> None:
+    subprocess.run(command, check=True, stdin=subprocess.DEVNULL)

@@ -1,0 +1,121 @@
+"""Start a job to which faults are done, and end it within its time, whatever has become of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Ended", "mpirun", "on_hosts", "program", "run_job"]
+
+ROOT = Path(__file__).resolve().parent.parent
+GRACE_S = 5.0
+ENVIRONMENT = {
+    "MPISGD_PROFILE": "built-in",
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a job ended.
+
+    Attributes:
+        code: its exit code; None: it had to be killed, since its time was over.
+        seconds: what it took.
+        at: when that was, by the machine's clock.
+        output: what it printed, errors too.
+        left: processes of it that did not end with it, and had to be killed.
+    """
+
+    code: int | None
+    seconds: float
+    at: float
+    output: str
+    left: tuple[int, ...] = ()
+
+
+def program(*arguments: str) -> list[str]:
+    """The command of one rank."""
+    return [sys.executable, str(ROOT / "scripts" / "fault_program.py"), *arguments]
+
+
+def mpirun(num_ranks: int, *options: str) -> list[str]:
+    """The launcher installed beside this Python, else the first on the PATH."""
+    beside = Path(sys.executable).with_name("mpirun")
+    found = str(beside) if beside.exists() else shutil.which("mpirun") or "mpirun"
+    return [found, "-n", str(num_ranks), *options]
+
+
+def on_hosts(hosts: str, options: str) -> list[str]:
+    """What stands before a command to run it on several hosts that this machine pretends to have."""
+    cluster = [sys.executable, str(ROOT / "scripts" / "virtual_cluster.py"), "--hosts", hosts]
+    return [*cluster, "--rate", "1gbit", f"--mpirun={options}", "--"]
+
+
+def run_job(command: Sequence[str], limit_s: float, env: Mapping[str, str] | None = None) -> Ended:
+    """Run a command and whatever it starts; nothing of it is left when this returns."""
+    started = time.monotonic()
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path, **(env or {})},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    left: tuple[int, ...]
+    code, at, left = None, started, ()
+    try:
+        output, _ = process.communicate(timeout=limit_s)
+        code, at = process.returncode, time.monotonic()
+        left = _outlive(process.pid)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # mpirun takes its ranks along
+        output = _last_words(process)
+    finally:
+        _end_session(process.pid)
+    return Ended(code, time.monotonic() - started, at, output, left)
+
+
+def _outlive(session: int) -> tuple[int, ...]:
+    """The processes of a session that do not end soon."""
+    until = time.monotonic() + GRACE_S
+    while (left := tuple(_members(session))) and time.monotonic() < until:
+        time.sleep(0.02)
+    return left
+
+
+def _last_words(process: subprocess.Popen[str]) -> str:
+    try:
+        return process.communicate(timeout=5)[0]
+    except subprocess.TimeoutExpired:
+        _end_session(process.pid)
+        return process.communicate()[0]
+
+
+def _end_session(session: int) -> None:
+    for pid in _members(session):
+        for number in (signal.SIGKILL, signal.SIGCONT):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+def _members(session: int) -> Iterator[int]:
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            state, _, _, found = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+            if int(found) == session and state != "Z":
+                yield int(folder.name)

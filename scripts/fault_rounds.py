@@ -1,0 +1,91 @@
+"""Do faults to training runs and count what came of it: the work behind `./scripts/faults`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from fault_kinds import KINDS, Outcome, Round, obstacle
+
+HEADER = ("kind", "faults", "as promised", "steps lost", "recovery s (median)", "(max)")
+
+
+def rounds(kinds: Sequence[str], count: int, seed: int, in_a_row: int) -> Iterable[Outcome]:
+    """Try each kind so often; the outcomes as they come. The same seed is the same faults."""
+    for kind in kinds:
+        for number in range(count):
+            with tempfile.TemporaryDirectory(prefix="mpisgd-faults-") as folder:
+                turn = Round(random.Random(f"{seed} {kind} {number}"), Path(folder), in_a_row)
+                yield KINDS[kind](turn)
+
+
+def row(kind: str, outcomes: Sequence[Outcome]) -> tuple[str, ...]:
+    """What the table says of a kind."""
+    lost = [steps for outcome in outcomes for steps in outcome.steps_lost]
+    recovery_s = [seconds for outcome in outcomes for seconds in outcome.recovery_s]
+    return (
+        kind,
+        str(sum(outcome.faults for outcome in outcomes)),
+        f"{sum(not outcome.wrong for outcome in outcomes)} of {len(outcomes)}",
+        str(sum(lost)) if lost else "-",
+        f"{statistics.median(recovery_s):.2f}" if recovery_s else "-",
+        f"{max(recovery_s):.2f}" if recovery_s else "-",
+    )
+
+
+def table(rows: Sequence[tuple[str, ...]]) -> str:
+    """Rows under each other, the header among them."""
+    widths = [max(len(cells[i]) for cells in rows) for i in range(len(HEADER))]
+    return "\n".join("  ".join(map(str.ljust, cells, widths)).rstrip() for cells in rows)
+
+
+def parse() -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(
+        prog="scripts/faults", description="Do faults to training runs, and count what came of it."
+    )
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="runs of each kind (default: 3)")
+    parser.add_argument("--kind", nargs="+", choices=KINDS, default=list(KINDS), help="default: all")
+    parser.add_argument("--seed", type=int, default=0, help="another one is other faults (default: 0)")
+    parser.add_argument(
+        "--in-a-row", type=int, default=5, metavar="N", help="faults of a run of kill-in-a-row (default: 5)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all outcomes there")
+    parser.add_argument("--list", action="store_true", help="only say which kinds there are")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Do the rounds; the exit code."""
+    options = parse()
+    if options.list:
+        print(*(f"{kind:<20}{function.__doc__}" for kind, function in KINDS.items()), sep="\n")
+        return 0
+    possible = [kind for kind in options.kind if not (reason := obstacle(kind)) or _left_out(kind, reason)]
+    outcomes: list[Outcome] = []
+    for outcome in rounds(possible, options.rounds, options.seed, options.in_a_row):
+        outcomes.append(outcome)
+        state = "; ".join(outcome.wrong) or "as promised"
+        print(f"{outcome.kind:<20}{outcome.seconds:6.1f} s  {outcome.what[:90]}: {state}", flush=True)
+    of_kind = {kind: [outcome for outcome in outcomes if outcome.kind == kind] for kind in possible}
+    print("", table([HEADER, *(row(kind, found) for kind, found in of_kind.items())]), sep="\n")
+    if options.json is not None:
+        kept = [{**asdict(outcome), "said": outcome.said if outcome.wrong else ""} for outcome in outcomes]
+        options.json.write_text(json.dumps(kept, indent=1) + "\n")
+    return int(any(outcome.wrong for outcome in outcomes))
+
+
+def _left_out(kind: str, reason: str) -> bool:
+    print(f"{kind:<20}left out: {reason}")
+    return False
+
+
+if __name__ == "__main__":
+    sys.exit(main())

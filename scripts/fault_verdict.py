@@ -1,0 +1,116 @@
+"""What became of a run to which faults were done, judged by what its ranks have written down."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Verdict", "judge", "read_events"]
+
+TOLERANCE = 1e-6
+Event = dict[str, Any]
+
+
+@dataclass
+class Verdict:
+    """How a run went.
+
+    Attributes:
+        faults: how many were done.
+        finished: whether the last step was done.
+        ended: how many ranks came to their end.
+        wrong: what is not as it must be; empty if all is.
+        steps_lost: of each fault, how many steps had to be done again.
+        recovery_s: of each fault, the time from it to the next step that was finished.
+        sizes: how many ranks there were, one after the other.
+    """
+
+    faults: int
+    finished: bool
+    ended: int = 0
+    wrong: list[str] = field(default_factory=list)
+    steps_lost: list[int] = field(default_factory=list)
+    recovery_s: list[float] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+
+
+def read_events(folder: Path) -> list[Event]:
+    """What all processes have written, in the order of time. A line that is not whole is left out."""
+    found = []
+    for path in folder.glob("*.jsonl"):
+        for line in path.read_text().splitlines():
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                continue
+    return sorted(found, key=lambda event: event["t"])
+
+
+def judge(events: Sequence[Event], expected: Sequence[float]) -> Verdict:
+    """Compare a run with one without faults.
+
+    Args:
+        events: of all ranks and executioners.
+        expected: the loss of every step of the run without faults.
+    """
+    faults = [event for event in events if event["event"] == "fault"]
+    steps = [event for event in events if event["event"] == "step"]
+    verdict = Verdict(len(faults), any(event["step"] == len(expected) - 1 for event in steps))
+    verdict.wrong += [text for event in steps if (text := _wrong_loss(event, expected))]
+    verdict.sizes = _sizes(events)
+    verdict.ended = sum(event["event"] == "end" for event in events)
+    for number, fault in enumerate(faults):
+        until = faults[number + 1]["t"] if number + 1 < len(faults) else math.inf
+        _judge_fault(verdict, fault, [event for event in events if event["t"] < until])
+    return verdict
+
+
+def _wrong_loss(event: Event, expected: Sequence[float]) -> str:
+    want = expected[event["step"]]
+    if math.isclose(event["loss"], want, rel_tol=TOLERANCE, abs_tol=TOLERANCE):
+        return ""
+    return f"step {event['step']} on {event['size']} ranks: loss {event['loss']!r}, without faults {want!r}"
+
+
+def _sizes(events: Sequence[Event]) -> list[int]:
+    sizes = [event["size"] for event in events if event["event"] in ("begin", "step")]
+    return [size for i, size in enumerate(sizes) if i == 0 or size != sizes[i - 1]]
+
+
+def _judge_fault(verdict: Verdict, fault: Event, events: Sequence[Event]) -> None:
+    """Add what one fault has cost; `events` end before the next one."""
+    after = [event for event in events if event["t"] > fault["t"]]
+    again = [event for event in after if event["event"] == "begin"]
+    if not again:  # a process that slept, a slow link, the last moment of the run
+        verdict.steps_lost.append(0)
+        verdict.recovery_s += _time_to_a_step(after, fault["t"])
+        return
+    before = [event for event in events if event["t"] < again[0]["t"]]
+    done = 1 + max((event["step"] for event in before if event["event"] == "step"), default=-1)
+    resumed = min(event["step"] for event in again)
+    verdict.steps_lost.append(max(0, done - resumed))
+    verdict.recovery_s += _time_to_a_step(
+        [event for event in after if event["t"] > again[-1]["t"]], fault["t"]
+    )
+    kept = _kept([event for event in before if event["t"] < fault["t"]], {event["pid"] for event in again})
+    if resumed < kept:
+        verdict.wrong.append(f"went on from step {resumed}, although step {kept} was kept")
+
+
+def _time_to_a_step(events: Sequence[Event], since: float) -> list[float]:
+    return [event["t"] - since for event in events if event["event"] == "step"][:1]
+
+
+def _kept(before: Sequence[Event], survivors: set[int]) -> int:
+    """The last step that must not be lost: committed on every rank that goes on, or else saved by any."""
+    known = survivors & {event["pid"] for event in before}
+    last: dict[int, int] = defaultdict(int)
+    for event in before:
+        if event["event"] == ("committed" if known else "saved"):
+            last[event["pid"]] = max(last[event["pid"]], event["step"])
+    return min(last[pid] for pid in known) if known else max(last.values(), default=0)

@@ -1,0 +1,72 @@
+"""How a batch goes through the model, in pieces: one after the other, or several at once in a pipeline.
+
+Both kinds of passes add the gradients of the mean loss of the pieces to the parameters, and give the sum of
+the pieces' losses.
+"""
+
+from __future__ import annotations
+
+import torch
+from divide import reduces_gradients
+from text_model import mean_loss
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+__all__ = ["Pipelined", "Whole"]
+
+
+class Whole:
+    """Every rank has all layers (or a part of each); pieces bound the memory that activations take."""
+
+    def __init__(self, model: nn.Module, num_pieces: int) -> None:
+        self.model = model
+        self.num_pieces = num_pieces
+
+    def backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Forward and backward; the mean loss."""
+        total = torch.zeros(())
+        pieces = zip(inputs.chunk(self.num_pieces), targets.chunk(self.num_pieces), strict=True)
+        for number, (piece, expected) in enumerate(pieces, start=1):
+            with reduces_gradients(self.model, wanted=number == self.num_pieces):
+                loss = mean_loss(self.model(piece), expected) / self.num_pieces
+                loss.backward()
+            total += loss.detach()
+        return total
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Forward alone, of [1, context] bytes."""
+        return self.model(tokens)
+
+
+class Pipelined:
+    """This rank has some of the layers; pieces follow each other, so that every stage has work."""
+
+    def __init__(self, model: nn.Module, num_pieces: int, group: ProcessGroup) -> None:
+        self.num_pieces = num_pieces
+        self.stage = self._stage(model, group)
+        # Each piece's loss counts for its part of the mean, so there is nothing left to scale.
+        self.schedule = Schedule1F1B(
+            self.stage,
+            num_pieces,
+            loss_fn=lambda output, target: mean_loss(output, target) / num_pieces,
+            scale_grads=False,
+        )
+        self.forward_only = ScheduleGPipe(self._stage(model, group), 1)
+
+    @staticmethod
+    def _stage(model: nn.Module, group: ProcessGroup) -> PipelineStage:
+        return PipelineStage(model, group.rank(), group.size(), torch.device("cpu"), group=group)
+
+    def backward(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
+        """Forward and backward; the mean loss on the last stage, None on the others."""
+        losses: list[Tensor] = []
+        if self.stage.is_last:
+            self.schedule.step(target=targets, losses=losses, return_outputs=False)
+            return torch.stack(losses).sum().detach()
+        self.schedule.step(*([inputs] if self.stage.is_first else []))
+        return None
+
+    def logits(self, tokens: Tensor) -> Tensor | None:
+        """Forward alone, of [1, context] bytes; on the last stage, None on the others."""
+        return self.forward_only.eval(*([tokens] if self.stage.is_first else []))

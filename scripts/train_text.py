@@ -1,0 +1,363 @@
+"""Train a GPT on the bytes of any text, divided among the ranks of an MPI job in any of torch's ways.
+
+    python scripts/train_text.py                                                 alone
+    mpirun -np 4 python scripts/train_text.py                                    each its share of a batch
+    mpirun -np 4 python scripts/train_text.py --zero 3                           and its share of the model
+    mpirun -np 8 python scripts/train_text.py --parallel dp=2,tp=2,pp=2          three ways at once
+
+All of it is torch's own (DDP, fully_shard, parallelize_module, pipelining, distributed checkpoints), and runs
+over MPI by the name of a backend, at (1). The loss is the same in every layout. How a model is divided at (3)
+is in divide.py, how a batch goes through it in passes.py.
+
+Only rank 0 reads text; checkpoints are written by all ranks, into a folder that all hosts share.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+from divide import divide
+from layout import Layout, check_fit, parse_layout
+from passes import Pipelined, Whole
+from ranks import mean_over_ranks, on_rank_0
+from records import append_metrics, check_writable, progress_bar
+from text_data import load, random_pieces
+from text_model import GPT, ModelSize, build_model
+from text_state import read_run, read_state, write_checkpoint
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+import mpisgd
+from mpisgd.cli.program import run_program
+
+BATCH_SIZE = 48  # divides by 1, 2, 3, 4, 6 and 8 ranks
+
+
+class Zero(str, Enum):
+    """What --zero takes."""
+
+    nothing = "0"
+    optimizer = "1"
+    parameters = "3"
+
+
+class Precision(str, Enum):
+    """What --precision takes."""
+
+    float32 = "float32"
+    bf16 = "bf16"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that the curve depends on beside the text."""
+
+    layers: int
+    heads: int
+    dim: int
+    context: int
+    batch_size: int
+    lr: float
+    warmup_steps: int
+    seed: int
+    precision: Precision
+
+    @property
+    def model_size(self) -> ModelSize:
+        """The part that decides shapes."""
+        return ModelSize(self.layers, self.heads, self.dim, self.context)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Matrices are multiplied in bfloat16 inside; parameters, gradients and sums stay float32."""
+        return torch.autocast("cpu", torch.bfloat16, enabled=self.precision is Precision.bf16)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """How training went since the figures before, over all ranks."""
+
+    step: int
+    loss: float
+    bytes_per_s: float
+    lr: float
+
+
+@dataclass
+class Training:
+    """This rank's part of what is trained, and how it went so far."""
+
+    model: nn.Module
+    passes: Whole | Pipelined
+    optimizer: torch.optim.Optimizer
+    batch_slice: slice
+    step: int = 0
+    history: list[Figures] = field(default_factory=list)
+
+
+# --- training -----------------------------------------------------------------------------------------
+
+
+def build_training(whole: GPT, settings: Settings, layout: Layout, num_pieces: int) -> Training:
+    """This rank's part of the model and of every batch. Collective."""
+    mesh = layout.mesh()  # (2) the ranks as a grid
+    model = divide(whole, layout, mesh)  # (3)
+    pipelined = layout.pp > 1
+    passes = Pipelined(model, num_pieces, mesh.get_group("pp")) if pipelined else Whole(model, num_pieces)
+    share = settings.batch_size // layout.dp
+    place = mesh.get_local_rank("replicate") + mesh.get_local_rank("shard")  # one of them is 0
+    batch_slice = slice(place * share, (place + 1) * share)
+    return Training(model, passes, build_optimizer(settings, layout, model, mesh), batch_slice)
+
+
+def build_optimizer(
+    settings: Settings, layout: Layout, model: nn.Module, mesh: DeviceMesh
+) -> torch.optim.Optimizer:
+    """AdamW; with --zero 1 each data-parallel rank keeps its state for a share of the parameters."""
+    if layout.zero == 1:
+        group = mesh.get_group("replicate")
+        return ZeroRedundancyOptimizer(
+            model.parameters(), torch.optim.AdamW, process_group=group, lr=settings.lr
+        )
+    return torch.optim.AdamW(model.parameters(), lr=settings.lr)
+
+
+def train_step(training: Training, settings: Settings, pieces: Tensor) -> Tensor | None:
+    """One step; the mean loss of this rank's share, None on stages of a pipeline that do not see it."""
+    share = pieces[training.batch_slice]
+    for group in training.optimizer.param_groups:
+        group["lr"] = lr_at(training.step, settings)
+    training.optimizer.zero_grad()
+    with settings.autocast():
+        loss = training.passes.backward(share[:, :-1], share[:, 1:])
+    training.optimizer.step()
+    training.step += 1
+    return loss
+
+
+def lr_at(step: int, settings: Settings) -> float:
+    """Raised evenly over the first steps, then kept."""
+    return settings.lr * min(1.0, (step + 1) / (settings.warmup_steps + 1))
+
+
+def run_steps(
+    training: Training, settings: Settings, text: Tensor, num_steps: int, log_every: int
+) -> Iterator[Figures | None]:
+    """Train until `num_steps` steps are done; after each give the figures, or None where none are due."""
+    total_and_count, start, first = torch.zeros(2, dtype=torch.float64), time.perf_counter(), training.step
+    while training.step < num_steps:
+        pieces = random_pieces(
+            text, settings.batch_size, settings.context + 1, seed=settings.seed, step=training.step
+        )
+        loss = train_step(training, settings, pieces)
+        if loss is not None:
+            total_and_count += torch.tensor([loss.item(), 1.0])
+        if training.step % log_every and training.step < num_steps:
+            yield None
+            continue
+        num_bytes = (training.step - first) * settings.batch_size * settings.context
+        loss_of_all = mean_over_ranks(total_and_count)
+        speed = num_bytes / (time.perf_counter() - start)
+        training.history.append(
+            Figures(training.step, loss_of_all, speed, lr_at(training.step - 1, settings))
+        )
+        yield training.history[-1]
+        total_and_count, start, first = torch.zeros_like(total_and_count), time.perf_counter(), training.step
+
+
+# --- writing --------------------------------------------------------------------------------------------
+
+TEMPERATURE = 0.8  # below 1: rather what is likely
+
+
+@torch.no_grad()
+def write_text(training: Training, settings: Settings, prompt: bytes, num_bytes: int) -> bytes:
+    """What the model thinks comes after `prompt`, which is included. Collective: each byte takes all."""
+    text = list(prompt)
+    generator = torch.Generator().manual_seed(settings.seed)
+    for _ in range(num_bytes):
+        seen = text[-settings.context :]
+        tokens = torch.zeros(1, settings.context, dtype=torch.int64)  # of one length, as pipelines want it
+        tokens[0, : len(seen)] = torch.tensor(seen)
+        with settings.autocast():
+            logits = training.passes.logits(tokens)
+        byte = torch.zeros(1, dtype=torch.int64)
+        if logits is not None:
+            likely = (logits[0, len(seen) - 1].float() / TEMPERATURE).softmax(dim=0)
+            byte = torch.multinomial(likely, 1, generator=generator)
+        mpisgd.broadcast(byte, src=mpisgd.size() - 1)  # the last rank is on the last stage
+        text.append(int(byte))
+    return bytes(text)
+
+
+# --- files ----------------------------------------------------------------------------------------------
+
+
+def load_text(source: Path | None, context: int) -> Tensor:
+    """The text that rank 0 reads, on every rank; long enough for one piece at least. Collective."""
+    text = None
+
+    def read() -> int:
+        nonlocal text
+        text = load(source)
+        if len(text) <= context:
+            raise mpisgd.JobError(f"{source}: {len(text)} bytes, too few for --context {context}")
+        return len(text)
+
+    num_bytes = on_rank_0(read)
+    if text is None:
+        text = torch.empty(num_bytes, dtype=torch.uint8)
+    mpisgd.broadcast(text, src=0)
+    return text
+
+
+def identity(settings: Settings, text: Tensor) -> dict[str, Any]:
+    """What a checkpoint must have in common with the run that goes on from it; the layout is not in it."""
+    options = {
+        f"--{name.replace('_', '-')}": getattr(value, "value", value)
+        for name, value in asdict(settings).items()
+    }
+    return {**options, "bytes of text": len(text)}
+
+
+def resume(folder: Path, training: Training, identity: dict[str, Any]) -> None:
+    """Go on where the run that wrote `folder` was, in whatever layout. Collective."""
+    path, run = on_rank_0(lambda: read_run(folder, identity))
+    read_state(path, training.model, training.optimizer)
+    training.step = run["step"]
+    training.history = [Figures(**figures) for figures in run["history"]]
+
+
+def save(folder: Path, training: Training, identity: dict[str, Any]) -> None:
+    """Write all that `resume` needs. Collective."""
+    history = [asdict(figures) for figures in training.history]
+    run = {"identity": identity, "step": training.step, "history": history}
+    write_checkpoint(folder, training.model, training.optimizer, run)
+
+
+def check_outputs(save: Path | None, metrics: Path | None) -> None:
+    """Find out now, not after hours of training, that a result could not be written."""
+    if save:
+        save.mkdir(parents=True, exist_ok=True)
+    check_writable(*([save / "probe"] if save else []), *([metrics] if metrics else []))
+
+
+# --- the program ----------------------------------------------------------------------------------------
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+
+def describe(settings: Settings, layout: Layout, num_pieces: int, model: nn.Module, text: Tensor) -> str:
+    """The line above the steps; `model` is the whole one."""
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    piece = settings.batch_size // layout.dp // num_pieces
+    return (
+        f"GPT with {num_parameters:,} parameters, {settings.precision.value}; {len(text):,} bytes of text; "
+        f"{layout}, zero {layout.zero}; batch {settings.batch_size} = {layout.dp} x {num_pieces} x {piece}"
+    )
+
+
+@app.command()
+def main(
+    data: Annotated[
+        Path | None, typer.Option(help="A file or a folder of text; default: Python's standard library.")
+    ] = None,
+    parallel: Annotated[
+        str | None, typer.Option(help="Ranks along each axis, as dp=2,tp=2,pp=2; default: all along dp.")
+    ] = None,
+    zero: Annotated[
+        Zero, typer.Option(help="Divide among dp nothing, the optimizer's state (1), or everything (3).")
+    ] = Zero.nothing,
+    precision: Annotated[Precision, typer.Option(help="bf16: matrices multiplied in it.")] = (
+        Precision.float32
+    ),
+    checkpoint_activations: Annotated[
+        bool, typer.Option("--checkpoint-activations", help="Compute layers twice rather than keep them.")
+    ] = False,
+    accumulate: Annotated[
+        int | None, typer.Option(min=1, help="Pieces of a rank's share of a batch; default: 1, or 2 x pp.")
+    ] = None,
+    layers: Annotated[int, typer.Option(min=1)] = 4,
+    heads: Annotated[int, typer.Option(min=1)] = 4,
+    dim: Annotated[int, typer.Option(min=1, help="Of what goes from layer to layer.")] = 128,
+    context: Annotated[int, typer.Option(min=1, help="Bytes that the model looks at.")] = 128,
+    batch_size: Annotated[
+        int, typer.Option(min=1, help="Pieces of text per step of the whole job.")
+    ] = BATCH_SIZE,
+    steps: Annotated[int, typer.Option(min=1, help="In all, those before --resume included.")] = 500,
+    lr: Annotated[float, typer.Option(min=0)] = 2e-3,
+    warmup_steps: Annotated[int, typer.Option(min=0, help="Raise the rate over so many steps.")] = 20,
+    seed: Annotated[int, typer.Option(min=0, help="Of the first weights and of the text's order.")] = 0,
+    save_to: Annotated[
+        Path | None, typer.Option("--save", help="Write checkpoints into this folder, the last at the end.")
+    ] = None,
+    save_every: Annotated[int | None, typer.Option(min=1, help="Steps between checkpoints.")] = None,
+    resume_from: Annotated[
+        Path | None, typer.Option("--resume", help="Go on from what --save has written, in any layout.")
+    ] = None,
+    sample: Annotated[int, typer.Option(min=0, help="Bytes for the model to write at the end.")] = 200,
+    prompt: Annotated[str, typer.Option(help="What they come after.")] = "def ",
+    log_every: Annotated[int, typer.Option(min=1, help="Steps between lines.")] = 20,
+    metrics: Annotated[
+        Path | None, typer.Option(readable=False, help="Write each line's figures here, as JSON.")
+    ] = None,
+) -> None:
+    """Train a GPT on text, on all ranks of the job (mpirun -np N ...), or alone."""
+    mpisgd.init()
+    layout = parse_layout(parallel, int(zero.value), mpisgd.size())
+    num_pieces = accumulate or (2 * layout.pp if layout.pp > 1 else 1)
+    settings = Settings(layers, heads, dim, context, batch_size, lr, warmup_steps, seed, precision)
+    check_fit(layout, settings.model_size, batch_size, num_pieces)
+    on_rank_0(lambda: check_outputs(save_to, metrics))
+    text = load_text(data, context)
+    run_identity = identity(settings, text)
+
+    dist.init_process_group("mpisgd")  # (1)
+    model = build_model(settings.model_size, seed)
+    headline = describe(settings, layout, num_pieces, model, text)
+    for block in model.blocks.values():
+        block.checkpointed = checkpoint_activations
+    training = build_training(model, settings, layout, num_pieces)
+    if resume_from:
+        resume(resume_from, training, run_identity)
+    if metrics:
+        on_rank_0(lambda: append_metrics(metrics, training.history, afresh=True))
+
+    with progress_bar(visible=mpisgd.rank() == 0) as bar:
+
+        def say(line: str) -> None:
+            if mpisgd.rank() == 0:
+                bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+        say(headline)
+        progress = bar.add_task("training", completed=training.step, total=steps)
+        for figures in run_steps(training, settings, text, steps, log_every):
+            bar.advance(progress)
+            if figures:
+                say(
+                    f"step {figures.step:>5}/{steps}  loss {figures.loss:.4f}  "
+                    f"{figures.bytes_per_s:>9,.0f} bytes/s"
+                )
+                if metrics:
+                    on_rank_0(lambda: append_metrics(metrics, training.history[-1:]))
+            if save_to and (training.step == steps or (save_every and training.step % save_every == 0)):
+                save(save_to, training, run_identity)
+        if sample:
+            written = write_text(training, settings, (prompt or "\n").encode(), sample)
+            say(f"a sample:\n{written.decode(errors='replace')}")
+        if save_to:
+            say(f"checkpoint: {save_to}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run_program(app)
