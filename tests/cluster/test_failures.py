@@ -67,16 +67,42 @@ def test_a_disagreement_between_hosts_is_raised_on_every_rank(hosts):
     assert sorted(done.stdout.split()) == ["after"] * size + ["mismatch"] * size
 
 
-def test_a_rank_of_another_host_that_does_not_come_is_named():
+def test_ranks_of_another_host_that_do_not_come_are_named_with_what_they_do_instead():
+    """One is stopped, and its host's other rank, in its own code, tells of both."""
     code = """
-        import time
+        import os, signal, time
         import mpisgd
         mpisgd.init(timeout_s=3)
         mpisgd.barrier()
-        if mpisgd.rank() == 3:
+        def reading_data():
             time.sleep(1000)
+        if mpisgd.rank() == 2:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if mpisgd.rank() == 3:
+            reading_data()
         mpisgd.barrier()
     """
     done = run_code("2,2", code)
     assert done.returncode not in (0, 124), done.stderr
     assert "CollectiveTimeout" in done.stderr
+    assert done.stderr.count("what they do") == 1, done.stderr
+    table = done.stderr.partition("what they do")[2]
+    assert "0, 1   node1" in table
+    assert "waits for ranks 2, 3: barrier(), operation 2 of group 'world'" in table
+    assert "its process is stopped by a signal" in table
+    assert "in code of its own, has not come to operation 2 of group 'world'" in table
+    assert "in reading_data" in table
+
+
+def test_a_job_with_heartbeats_between_its_hosts_that_loses_nobody_ends_well():
+    code = """
+        import torch
+        import mpisgd
+        mpisgd.init()
+        mpisgd.all_reduce(torch.ones(10))
+        print("done", flush=True)
+    """
+    started = time.monotonic()
+    done = run_code("1,1", code, options="--with-ft ulfm")
+    assert (done.returncode, done.stdout.split()) == (0, ["done"] * 2), done.stderr
+    assert time.monotonic() - started < 60

@@ -20,6 +20,27 @@ SELECTION = " or ".join(
         "test_groups and not topology",  # there they are on one host; here test_topology.py has it
         "test_objects and world",
         "test_optimizers",
+        "test_horovod_names",
+        "test_horovod_process_sets",
+        "test_horovod_join",
+        "test_horovod_engine",
+        "test_horovod_movement",
+        "test_horovod_training and test_arguments",
+    ]
+)
+
+# Of torch's own programs, one of each kind.
+TORCH_SELECTION = " or ".join(
+    [
+        "test_dist_messages",
+        "test_each_way_of_ddp_equals_one_process",
+        "test_training_equals_one_process_and_the_state_is_shared_out",
+        "test_trains_as_one_process",
+        "test_copies_of_shards_train_as_one_process",
+        "test_a_transformer_trains_as_in_one_process",
+        "test_a_schedule_equals_one_process",
+        "test_stage_outputs_of_several_mebibytes",
+        "test_what_some_ranks_saved_others_load",
     ]
 )
 
@@ -46,4 +67,11 @@ LONG = pytest.mark.long
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("hosts", [pytest.param("2,2", marks=LONG), pytest.param("1,1,1", marks=LONG), "2,1"])
 def test_what_matters_of_the_suite_passes(hosts, tmp_path):
-    run_tests(hosts, tmp_path, "tests/mpi/comm", "tests/mpi/optim", "-k", SELECTION)
+    folders = [f"tests/mpi/{folder}" for folder in ("comm", "optim", "horovod")]
+    run_tests(hosts, tmp_path, *folders, "-k", SELECTION)
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize("hosts", [pytest.param("2,2", marks=LONG), "2,1"])
+def test_programs_of_torch_run(hosts, tmp_path):
+    run_tests(hosts, tmp_path, "tests/mpi/torch_backend", "-k", TORCH_SELECTION)

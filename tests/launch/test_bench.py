@@ -85,12 +85,18 @@ def test_steps_are_measured_beside_no_communication_and_ddp(tmp_path):
     assert ratios.keys() == {
         "none, in DDP's processes",
         "mpisgd",
+        "mpisgd.horovod",
         "MPI, a call per tensor",
         "DDP gloo, 25 MiB buckets",
         "DDP gloo, 100 MiB buckets",
+        "DDP mpisgd, 25 MiB buckets",
+        "DDP mpisgd, 100 MiB buckets",
+        "FSDP2 gloo",
+        "FSDP2 mpisgd",
     }
 
 
+@pytest.mark.long
 def test_scaling_starts_a_job_for_each_count(tmp_path):
     _, record = bench(tmp_path, "scaling", "--ranks", "2", "--models", "mlp")
     assert record["kind"] == "scaling"
@@ -99,6 +105,42 @@ def test_scaling_starts_a_job_for_each_count(tmp_path):
     assert measured == [(name, n) for name in ("no communication", "mpisgd") for n in (1, 2)]
     assert record["rows"][0]["efficiency"] == 1.0
     assert [job["size"] for job in record["jobs"]] == [1, 2]
+
+
+@pytest.mark.long
+def test_memory_is_compared_with_the_same_training_without(tmp_path):
+    done, record = bench(tmp_path, "memory", "--models", "deep", "--ranks", "2")
+    assert record["kind"] == "memory"
+    assert [row["variant"] for row in record["rows"]] == ["none", "none, MPI started", "mpisgd"]
+    for row in record["rows"]:
+        assert 2**26 < row["min_bytes"] <= row["median_bytes"] <= row["max_bytes"]
+    none, started, _ = record["rows"]
+    # MPI's libraries are files, and the baseline must not have loaded them.
+    assert started["files_bytes"] > none["files_bytes"]
+    assert "without mpisgd, MPI or mpi4py" in done.stdout
+
+
+def test_fusion_is_measured_beside_one_call_each(tmp_path):
+    script = Path(__file__).resolve().parents[2] / "scripts" / "bench_fusion.py"
+    options = ("--tensors", "5", "--width", "8", "--repeats", "2", "--json", str(tmp_path / "fusion.json"))
+    done = run_python(str(script), *options, num_ranks=3)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "fusion.json").read_text())
+    assert (record["size"], record["command"]) == (3, " ".join(["python scripts/bench_fusion.py", *options]))
+    check_spread(record["rows"])
+    ratios = {row["variant"]: row["ratio_to_fused"] for row in record["rows"]}
+    assert ratios.pop("mpisgd, fused") == 1.0
+    assert ratios.keys() == {
+        "mpisgd.all_reduce, one call each",
+        "comm.Allreduce, one call each",
+        "one memcpy of all bytes",
+    }
+
+
+def test_overlap_wants_several_hosts():
+    done = run_python("-m", "mpisgd", "bench", "overlap", "--quick", num_ranks=2)
+    assert done.returncode == 2
+    assert "expected ranks on 2 hosts or more, found 1" in done.stderr
 
 
 @pytest.mark.long
@@ -116,21 +158,23 @@ def test_a_peer_that_cannot_be_had_is_named(tmp_path):
     assert done.stdout.count("left out: horovod: ImportError: built for another torch") == 1
 
 
-def with_horovod():
+def with_horovod(**more):
     paths = [str(Path(__file__).with_name("stand_in")), os.environ.get("PYTHONPATH", "")]
-    return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths)), **more}
 
 
 @pytest.mark.long
-def test_horovod_is_measured_where_it_imports_and_rests_in_between(tmp_path):
+@pytest.mark.parametrize(("env", "library"), [({}, "gloo"), ({"STAND_IN_MPI": "1"}, "MPI")])
+def test_horovod_is_measured_where_it_imports_and_rests_in_between(env, library, tmp_path):
     """The stand-in's thread never sleeps: the others could hardly be measured beside it."""
     _, record = bench(
         tmp_path,
         *("collectives", "--only", "all_reduce,all_to_all,gather", "--peers", "horovod"),
-        num_ranks=2,
-        env=with_horovod(),
+        num_ranks=3,
+        env=with_horovod(**env),
     )
-    assert record["peers"] == {"horovod": "horovod stand-in, over gloo"}
+    assert record["peers"] == {"horovod": f"horovod stand-in, over {library}"}
+    assert record["peers_left_out"] == {}
     measured = {row["collective"] for row in record["rows"] if row["variant"] == "horovod"}
     assert measured == {"all_reduce", "all_to_all"}
     reasons = {(entry["collective"], entry["reason"]) for entry in record["left_out"]}
@@ -153,6 +197,7 @@ def test_horovod_takes_training_steps_where_it_imports(tmp_path):
         (("collectives", "--json", "/nowhere/all.json"), "cannot write /nowhere/all.json"),
         (("step", "--models", "cnn"), "--models: 'cnn' is none of mlp"),
         (("scaling", "--ranks", "two"), "--ranks: 'two'"),
+        (("memory", "--models", "cnn"), "--models: 'cnn' is none of mlp"),
     ],
 )
 def test_mistakes_are_said_before_anything_is_measured(args, said):
@@ -166,3 +211,20 @@ def test_a_job_that_does_not_end_is_ended():
     done = run_python("-m", "mpisgd", "bench", "collectives", "--time-limit", "3", num_ranks=2)
     assert done.returncode != 0
     assert "no end within 3 s" in done.stderr
+
+
+@pytest.mark.long
+def test_checks_are_measured_with_and_without(tmp_path):
+    file = tmp_path / "record.json"
+    options = ("--models", "deep,mlp", "--quick", "--json", str(file))
+    done = run_python("-m", "mpisgd", "bench", "checks", *options, num_ranks=2)
+    assert done.returncode == 0, done.stderr
+    record = json.loads(file.read_text())
+    assert [row["model"] for row in record["rows"]] == ["deep", "deep", "mlp", "mlp"]
+    for checked, bare in zip(record["rows"][::2], record["rows"][1::2], strict=True):
+        assert (checked["variant"], checked["operations"]) == ("mpisgd", bare["operations"])
+        assert checked["ratio_to_bare"] > 0
+        assert checked["part_of_step"] == pytest.approx(
+            checked["operations"] * record["one_check"]["median_s"] / checked["median_s"]
+        )
+    assert record["one_check"]["min_s"] > 0

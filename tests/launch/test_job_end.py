@@ -134,13 +134,14 @@ def test_a_mismatch_is_reported_once_by_the_lowest_rank(job):
     assert "prog.py" in done.stderr
 
 
-@pytest.mark.parametrize("leaver", [0, 1])
-def test_a_rank_that_exits_early_ends_the_others_with_an_error_that_says_so(job, leaver):
+@pytest.mark.parametrize(("leaver", "group"), [(0, "None"), (1, "mpisgd.new_group()")])
+def test_a_rank_that_exits_early_ends_the_others_with_an_error_that_says_so(job, leaver, group):
     done = job(
         f"""
+        group = {group}
         if rank == {leaver}:
             sys.exit(3)
-        {EVERYONE_WAITS}
+        mpisgd.all_reduce(torch.ones(3), group=group)
         """,
         3,
     )
@@ -198,11 +199,17 @@ def test_a_group_whose_rank_did_not_come_refuses_from_then_on(job):
                 except mpisgd.CollectiveTimeout as exc:
                     print("refused:", "rank 1" in str(exc))
         mpisgd.barrier()
+        if rank == 1:
+            try:
+                mpisgd.all_reduce(torch.ones(3), group=group)
+            except mpisgd.CollectiveTimeout as exc:
+                print("came in vain:", "given that up" in str(exc))
         print("the world goes on")
         """,
         2,
     )
     assert done.stdout.count("refused: True") == 2
+    assert done.stdout.count("came in vain: True") == 1
     assert done.stdout.count("the world goes on") == 2
     assert done.returncode == 1  # what was started in the group never ended: no clean exit
     assert done.seconds < 20
@@ -229,8 +236,9 @@ def test_shutdown_after_a_rank_did_not_come_does_not_hang(job):
     assert done.seconds < 20
 
 
-@pytest.mark.parametrize("num_ranks", [None, 1, 2, 4])
-@pytest.mark.parametrize("last", ["", "mpisgd.shutdown()"], ids=["end", "shutdown"])
+@pytest.mark.parametrize(
+    ("num_ranks", "last"), [(None, ""), (1, "mpisgd.shutdown()"), (2, ""), (4, "mpisgd.shutdown()")]
+)
 def test_a_clean_end_is_silent(job, num_ranks, last):
     done = job(
         f"""

@@ -43,6 +43,39 @@ def test_without_mpirun_the_world_is_one_process(start):
     assert said(done) == ["0 1 1 1 [1.0, 1.0]"]
 
 
+def test_the_way_of_gpu_tensors_is_the_same_on_all_ranks(start):
+    """By argument or by environment; a rank that differs ends the job, and every rank knows why."""
+    done = start(
+        """
+        import os, mpisgd
+        from mpisgd.comm.job import current_job
+        mpisgd.init(gpu="nccl" if os.environ["MPISGD_GPU"] == "auto" else None)
+        mpisgd.init()
+        try:
+            mpisgd.init(gpu="mpi")
+        except mpisgd.AlreadyInitialized:
+            print(current_job().gpu)
+        """,
+        2,
+        MPISGD_GPU="auto",
+    )
+    assert said(done) == ["nccl"] * 2
+    done = start(
+        """
+        import os, mpisgd
+        from mpisgd import config
+        try:
+            mpisgd.init(gpu="auto" if config.launcher_rank() else None)
+        except mpisgd.InvalidArgument as error:
+            print(error)
+        """,
+        2,
+        MPISGD_GPU="mpi",
+    )
+    why = "the ranks of the job want different ways for GPU tensors: rank 0 gpu='mpi', rank 1 gpu='auto'"
+    assert said(done) == [f"init: {why}"] * 2
+
+
 def test_init_twice_and_again_after_shutdown(start):
     done = start(
         """
@@ -194,3 +227,26 @@ def test_a_temporary_directory_that_cannot_be_written_to_is_no_obstacle(start):
         2,
     )
     assert said(done) == ["ready", "ready"]
+
+
+def test_a_rank_on_which_mpi_fails_at_the_start_ends_the_job(tmp_path):
+    """With fault tolerance mpirun lets the others wait for a rank that has left with a traceback."""
+    program = tmp_path / "prog.py"
+    program.write_text(
+        textwrap.dedent("""
+        import os
+        import mpisgd
+        from mpisgd.comm import job
+
+        def broken(wire):
+            from mpi4py import MPI
+            raise MPI.Exception(MPI.ERR_OTHER)
+
+        if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+            job.discover = broken
+        mpisgd.init()
+        """)
+    )
+    done = run_python(str(program), num_ranks=2, options=("--with-ft", "ulfm"))
+    assert done.returncode == 1
+    assert done.stderr.count("rank 1: MPI failed while the job was started") == 1

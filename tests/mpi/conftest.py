@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
-from verdicts import referee
+from verdicts import shared_report
 
 from mpisgd import config as mpisgd_config
 
@@ -19,9 +20,13 @@ GROUPS = ("world", "duplicate", "half", "reversed")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """pytest-mpi starts MPI long before `mpisgd.init()` could set its defaults."""
+    """pytest-mpi starts MPI long before `mpisgd.init()` could set its defaults.
+
+    And what is tested must not depend on what someone has measured on this machine.
+    """
     if config.getoption("--with-mpi"):
         mpisgd_config.set_mpi_defaults()
+        os.environ["MPISGD_PROFILE"] = mpisgd_config.BUILT_IN_PROFILE
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -37,27 +42,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     """Give all ranks the same outcome of each phase, so that none goes on alone."""
     report: pytest.TestReport = yield  # type: ignore[assignment]
-    if not item.config.getoption("--with-mpi"):
-        return report
-    outcomes = referee().allgather((report.outcome, str(report.longrepr) if report.failed else ""))
-    failed = {rank: text for rank, (outcome, text) in enumerate(outcomes) if outcome == "failed"}
-    alike = report.when == "call" or len({outcome for outcome, _ in outcomes}) == 1
-    if failed or not alike:
-        said = [f"{report.when}: {[outcome for outcome, _ in outcomes]} on the ranks"]
-        said += [f"--- rank {rank}:\n{text}" for rank, text in failed.items()]
-        if report.failed:
-            report.sections.append(("all ranks", "\n".join(said)))
-        else:
-            report.outcome, report.longrepr = "failed", "\n".join(said)
-    if failed and any(referee().allgather(_world_is_broken())):
-        item.session.shouldstop = "the world cannot be used any more"
-    return report
-
-
-def _world_is_broken() -> bool:
-    from mpisgd.comm import job
-
-    return job.is_initialized() and job.world().lane.broken is not None
+    return shared_report(item, report) if item.config.getoption("--with-mpi") else report
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -55,3 +55,30 @@ def raises_everywhere(kind: type[Exception]) -> Iterator[Caught]:
     except Exception as exc:
         caught.error = exc
     everyone(isinstance(caught.error, kind), f"expected {kind.__name__}, got {caught.error!r}")
+
+
+def shared_report(item: pytest.Item, report: pytest.TestReport) -> pytest.TestReport:
+    """The report of one phase of a test, failed on all ranks where it failed on one."""
+    outcomes = referee().allgather((report.outcome, str(report.longrepr) if report.failed else ""))
+    failed = {rank: text for rank, (outcome, text) in enumerate(outcomes) if outcome == "failed"}
+    alike = report.when == "call" or len({outcome for outcome, _ in outcomes}) == 1
+    if failed or not alike:
+        said = [f"{report.when}: {[outcome for outcome, _ in outcomes]} on the ranks"]
+        said += [f"--- rank {rank}:\n{text}" for rank, text in failed.items()]
+        if report.failed:
+            report.sections.append(("all ranks", "\n".join(said)))
+        else:
+            report.outcome, report.longrepr = "failed", "\n".join(said)
+    if failed and any(referee().allgather(_world_is_broken())):
+        item.session.shouldstop = "the world cannot be used any more"
+    return report
+
+
+def _world_is_broken() -> bool:
+    """Return whether a group that is the same for all tests is of no use any more."""
+    from mpisgd.comm import job
+
+    if not job.is_initialized():
+        return False
+    whole = [group for group in job.current_job().groups if group.size == job.size()]
+    return any(group.lane.broken is not None for group in whole)

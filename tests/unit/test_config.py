@@ -22,6 +22,45 @@ def test_each_launcher_is_understood(env, wanted):
     assert got == wanted
 
 
+# What each launcher tells a rank, and what torchrun would.
+OPEN_MPI_RANK = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+HYDRA_RANK = {**MPICH, "MPI_LOCALRANKID": "0"}
+SLURM_BATCH = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "6", "SLURM_NTASKS_PER_NODE": "3"}
+SLURM_STEP = {**SLURM, "SLURM_LOCALID": "2", "SLURM_STEP_NUM_TASKS": "6"}
+
+
+@pytest.mark.parametrize(
+    ("env", "wanted"),
+    [
+        (OPEN_MPI_RANK, ("3", "8", "1", "4")),
+        (HYDRA_RANK, ("1", "2", "0", "2")),  # MPICH and Intel MPI
+        (SLURM_STEP, ("5", "6", "2", "3")),
+        ({**SLURM_BATCH, **HYDRA_RANK}, ("1", "2", "0", "2")),
+        ({**SLURM_STEP, **OPEN_MPI_RANK}, ("3", "8", "1", "4")),
+    ],
+    ids=["Open MPI", "Hydra", "Slurm step", "Hydra in a batch script", "Open MPI in a step"],
+)
+def test_each_launcher_is_understood_as_torchrun(env, wanted):
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    assert config.torchrun_variables(env) == dict(zip(names, wanted, strict=True))
+
+
+def test_an_interactive_shell_in_an_allocation_of_many_is_a_world_of_one():
+    """salloc's shell is a step of one task, in an environment that knows the allocation's number."""
+    env = {**SLURM_BATCH, "SLURM_STEP_NUM_TASKS": "1"}
+    assert config.torchrun_variables(env)["WORLD_SIZE"] == "1"
+
+
+@pytest.mark.parametrize("env", [{}, SLURM_BATCH, {"RANK": "3"}], ids=["none", "batch script", "torchrun"])
+def test_where_no_launcher_started_ranks_there_is_nothing_to_publish(env):
+    assert config.torchrun_variables(env) == {}
+
+
+def test_what_torchrun_has_set_is_read():
+    assert config.torchrun_rank({"RANK": "3", "WORLD_SIZE": "8"}) == (3, 8)
+    assert config.torchrun_rank({"RANK": "", "WORLD_SIZE": "x"}) == (None, None)
+
+
 def test_mpirun_inside_a_slurm_job_goes_first():
     assert config.launcher_rank({**SLURM, **OPEN_MPI}) == 3
 
@@ -52,11 +91,39 @@ def test_ranks_yield_when_there_are_more_than_cores(local_size, yields):
 
 
 def test_settings_of_the_user_stand():
-    env = {"OMPI_MCA_osc": "ucx", "OMPI_MCA_mpi_yield_when_idle": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "100000"}
+    env = {
+        "OMPI_MCA_osc": "ucx",
+        "OMPI_MCA_mpi_yield_when_idle": "0",
+        "OMPI_MCA_btl": "self,tcp",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "100000",
+        "OMPI_COMM_WORLD_SIZE": "100000",
+    }
     before = dict(env)
     assert config.mpi_defaults(env, cores=1) == {}
     assert config.set_mpi_defaults(env) == {}
     assert env == before
+
+
+@pytest.mark.parametrize(
+    ("env", "listens"),
+    [
+        ({}, False),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, False),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, True),
+        ({"PMIX_RANK": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS_PER_NODE": "4"}, True),
+        (
+            {
+                "OMPI_COMM_WORLD_SIZE": "4",
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+                "OMPI_MCA_mpi_ft_enable": "1",
+            },
+            True,
+        ),
+    ],
+    ids=["alone", "one host", "two hosts", "slurm", "fault tolerance"],
+)
+def test_open_mpi_listens_where_it_may_need_to(env, listens):
+    assert (config.mpi_defaults(env, cores=8).get("OMPI_MCA_btl") != "^tcp") == listens
 
 
 def test_set_mpi_defaults_tells_what_it_set():
@@ -80,3 +147,35 @@ def test_threads_that_the_user_chose_stand(name):
 
 def test_there_is_at_least_one_core():
     assert config.available_cores() >= 1
+
+
+@pytest.mark.parametrize(
+    ("env", "wanted"),
+    [({}, None), ({"MPISGD_PROFILE": ""}, None), ({"MPISGD_PROFILE": "mine.json"}, "mine.json")],
+)
+def test_a_profile_is_named_or_looked_for(env, wanted):
+    assert config.profile(env) == wanted
+
+
+@pytest.mark.parametrize(
+    ("env", "wanted"), [({}, "auto"), ({"MPISGD_GPU": ""}, "auto"), ({"MPISGD_GPU": "mpi"}, "mpi")]
+)
+def test_the_way_of_gpu_tensors_is_chosen(env, wanted):
+    assert config.gpu(env) == wanted
+
+
+def test_a_way_that_there_is_not_is_an_error():
+    with pytest.raises(InvalidArgument, match="MPISGD_GPU='gloo': expected one of auto, nccl, mpi"):
+        config.gpu({"MPISGD_GPU": "gloo"})
+
+
+def test_what_was_measured_is_kept_in_the_users_cache(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert str(config.cache_folder({"XDG_CACHE_HOME": "/caches"})) == "/caches/mpisgd"
+    assert str(config.cache_folder({})) == "/home/someone/.cache/mpisgd"
+
+
+def test_where_losses_are_survived_mpis_end_does_not_wait_for_the_lost():
+    name = "OMPI_MCA_async_mpi_finalize"
+    assert config.mpi_defaults({"OMPI_MCA_mpi_ft_enable": "1"}, cores=4, local_size=4)[name] == "1"
+    assert name not in config.mpi_defaults({}, cores=4, local_size=4)

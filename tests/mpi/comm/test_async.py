@@ -13,6 +13,8 @@ from closed_form import assert_equal, assert_near, combined, given
 
 import mpisgd
 from mpisgd import Group, ReduceOp
+from mpisgd.comm.handshake import Operation
+from mpisgd.comm.work import LaneWork
 
 DTYPE = torch.float64
 
@@ -275,3 +277,20 @@ def test_many_threads_of_one_rank_use_a_group_of_their_own(groups):
         thread.join()
     for result in results:
         assert_equal(result, torch.full((100,), float(mpisgd.size()), dtype=DTYPE))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_what_makes_no_sense_after_a_failure_is_dropped_on_all_ranks():
+    """Ranks disagree on the first of a chain of operations; the rest must not pass for what comes next."""
+    lane = mpisgd.new_group().lane
+    ran: list[int] = []
+    works: list[LaneWork] = []
+    for i in range(3 + mpisgd.rank()):  # not everybody has got as far
+        operation = Operation("chain", shape=(mpisgd.rank() if i == 0 else i,))
+        after = works[-1] if works else None
+        works.append(lane.run(operation, lambda i=i: ran.append(i), async_op=True, after=after))
+    for work in works:
+        with pytest.raises(mpisgd.CollectiveMismatch, match="chain"):
+            work.wait()
+    lane.run(Operation("the next"), lambda: ran.append(99))
+    assert ran == [99]

@@ -152,7 +152,5 @@ def test_init_with_another_communicator_is_refused():
 
 @pytest.mark.parametrize("arguments", [{"timeout_s": 0}, {"timeout_s": -1.0}, {"num_threads": 0}], ids=str)
 def test_arguments_of_init_are_checked(arguments):
-    from mpisgd.comm import job
-
     with raises_everywhere(mpisgd.InvalidArgument):
-        job._check_arguments(arguments.get("timeout_s"), arguments.get("num_threads"))
+        mpisgd.init(**arguments)

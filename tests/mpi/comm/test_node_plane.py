@@ -11,9 +11,9 @@ from verdicts import everyone
 
 import mpisgd
 from mpisgd import ReduceOp
-from mpisgd.comm.collectives.all_reduce import NODE_BYTES, choose_algorithm
 from mpisgd.comm.handshake import Operation
-from mpisgd.comm.node.plane import HALF_BYTES
+from mpisgd.comm.node.reduction import AT_ONCE_BYTES
+from mpisgd.comm.node.segment import HALF_BYTES
 
 
 @pytest.fixture
@@ -57,21 +57,13 @@ def test_a_region_is_reduced_where_it_lies(plane, groups, op):
 def test_operations_follow_each_other_without_a_race(plane):
     """A fast rank must not overwrite what a slow one still reads: many sizes, no pause, late ranks."""
     for round_ in range(60):
-        length = (17, NODE_BYTES, HALF_BYTES // 8 + 5)[round_ % 3]
+        length = (17, AT_ONCE_BYTES, HALF_BYTES // 8 + 5)[round_ % 3]
         inputs = [given(rank + round_, torch.float64, (length,)) for rank in range(mpisgd.size())]
         mine = inputs[mpisgd.rank()].clone()
         if round_ % mpisgd.size() == mpisgd.rank():
             torch.randn(200, 200) @ torch.randn(200, 200)
         mpisgd.all_reduce(mine, algorithm="node")
         assert_equal(mine, combined(inputs, ReduceOp.SUM))
-
-
-def test_auto_takes_it_for_what_is_large_or_half(groups):
-    world = groups["world"]
-    large, half = torch.zeros(NODE_BYTES), torch.zeros(4, dtype=torch.bfloat16)
-    wanted = ("mpi", "all_to_all") if world.plane is None else ("node", "node")
-    assert (choose_algorithm(world, "auto", large), choose_algorithm(world, "auto", half)) == wanted
-    assert choose_algorithm(world, "auto", torch.zeros(4)) == "mpi"
 
 
 def test_node_is_refused_where_there_is_no_shared_memory():

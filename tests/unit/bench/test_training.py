@@ -3,7 +3,8 @@
 import pytest
 
 from mpisgd.bench.payload import WrongResult
-from mpisgd.bench.training import BATCHES, MODELS, StepTask, Training, build
+from mpisgd.bench.training import MODELS, StepTask, Training, build
+from mpisgd.bench.trial import BATCHES
 
 
 @pytest.mark.parametrize(

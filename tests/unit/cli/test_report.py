@@ -50,6 +50,19 @@ def test_one_host_fits_on_a_page_of_aligned_lines():
     assert all(row[19] == " " and row[20] != " " for row in rows)
 
 
+def test_it_says_which_way_gpu_tensors_take_and_why():
+    assert line(page(), "GPU tensors") == "no rank has a GPU"
+    own = page(lambda rank: {"own_gpu": f"GPU-{rank}", "has_nccl": True})
+    assert line(own, "GPU tensors") == "through nccl (gpu='auto')"
+    assert line(own, "rank 2:") == "GPU-2"
+    shared = line(page(lambda rank: {"own_gpu": "GPU-0", "has_nccl": True}), "GPU tensors")
+    assert shared.startswith(
+        "through pinned host memory (gpu='auto'): ranks 0, 1, 2, 3 share one GPU of host"
+    )
+    asked = line(page(lambda rank: {"own_gpu": f"GPU-{rank}", "gpu_wanted": "nccl"}), "GPU tensors")
+    assert asked.startswith("an error: gpu='nccl' cannot be: the torch of ranks 0, 1, 2, 3 has no NCCL")
+
+
 def test_what_all_ranks_share_is_said_once():
     text = page()
     assert text.count("3.12.1") == 1
@@ -150,3 +163,9 @@ def test_settings_are_what_users_set_and_not_what_mpirun_adds():
         "HOME": "/root",
     }
     assert settings(env) == {"MPISGD_TIMEOUT_S": "3", "OMPI_MCA_btl": "self", "OMP_NUM_THREADS": "1"}
+
+
+def test_it_says_what_all_reduce_chooses_by():
+    assert line(page(), "all_reduce").startswith("chooses by built-in costs")
+    text = page(lambda rank: {"costs": "/caches/profile-4.json"})
+    assert line(text, "all_reduce") == "chooses by the profile /caches/profile-4.json"

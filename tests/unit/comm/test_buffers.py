@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
 
 from mpisgd.comm.algorithms.link import split_evenly
-from mpisgd.comm.buffers import Landing, check_output, check_tensor, check_tensors, cut_by, overlap, readable
+from mpisgd.comm.buffers import (
+    Landing,
+    check_output,
+    check_same,
+    check_tensor,
+    check_tensors,
+    cut_by,
+    overlap,
+    readable,
+)
+from mpisgd.comm.gpu import runtime
 from mpisgd.errors import ShapeMismatch, UnsupportedTensor
 
 VALUES = torch.arange(24.0).reshape(2, 3, 4)
@@ -132,3 +144,17 @@ def test_lists_are_counted():
             check_tensors("gather", wrong, "outputs")
     with pytest.raises(UnsupportedTensor, match=r"outputs\[1\]"):
         check_tensors("gather", [torch.zeros(1), 3], "outputs")
+
+
+def test_one_operations_tensors_are_on_one_device(monkeypatch):
+    """A tensor on torch's meta device plays one on a GPU."""
+    here, there = torch.ones(3), torch.ones(3, device="meta")
+    with pytest.raises(UnsupportedTensor, match="gather: tensor is on meta; tensors of the CPU and of CUDA"):
+        check_tensor("gather", there)
+    monkeypatch.setattr(runtime, "_stand_in", SimpleNamespace(holds=lambda tensor: tensor.is_meta))
+    assert check_tensors("gather", [there, there], "gather_list") == [there, there]
+    for mixed in ([here, there], [there, here]):
+        with pytest.raises(UnsupportedTensor, match=r"list\[1\] is on .*list\[0\] on .* all on one device"):
+            check_tensors("gather", mixed, "gather_list")
+    with pytest.raises(UnsupportedTensor, match="all on one device"):
+        check_same("gather", "output", here, 3, there, "as `tensor`")

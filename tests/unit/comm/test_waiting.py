@@ -3,8 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
-from mpisgd.comm.waiting import Patience
+import pytest
+
+from mpisgd.comm.waiting import (
+    LONG_SLEEP_S,
+    SHORT_SLEEP_S,
+    YIELD_S,
+    Patience,
+    _pause,
+    is_crowded,
+    message_begins,
+    message_ends,
+    set_crowded,
+)
 
 
 def test_what_is_ready_is_not_waited_for():
@@ -36,7 +49,44 @@ def test_a_long_wait_costs_little_cpu():
 
 
 def test_pauses_grow_with_the_wait():
-    patience = Patience(100.0)
-    short = patience._pause()
-    patience.started -= 10
-    assert short < patience._pause() <= 0.005
+    assert _pause(0.0, SHORT_SLEEP_S) < _pause(0.05, SHORT_SLEEP_S) <= 0.01
+    assert _pause(1000.0, SHORT_SLEEP_S) == LONG_SLEEP_S
+
+
+def test_pauses_are_short_while_messages_are_under_way():
+    usual = _pause(0.2, 0.0)
+    messages = [object(), object()]
+    for message in messages:
+        message_begins(message)
+    for message in messages:
+        assert _pause(0.2, 0.0) <= usual / 20
+        message_ends(message)
+    assert _pause(0.2, 0.0) == usual
+
+
+@pytest.fixture
+def crowd() -> Iterator[None]:
+    before = is_crowded()
+    set_crowded(True)
+    yield
+    set_crowded(before)
+
+
+@pytest.mark.usefixtures("crowd")
+@pytest.mark.parametrize("wakes", [True, False])
+def test_where_cores_are_scarce_it_dozes_if_somebody_would_wake_it(wakes):
+    dozed: list[float] = []
+
+    def doze(limit_s: float) -> bool:
+        dozed.append(limit_s)
+        return wakes
+
+    patience = Patience(5.0)
+    assert patience.wait_for(lambda: len(dozed) >= 5, doze)
+    assert patience.waited_s >= YIELD_S  # before that it only gives up its core
+    assert all(0 < limit_s <= LONG_SLEEP_S for limit_s in dozed)
+
+
+@pytest.mark.usefixtures("crowd")
+def test_a_doze_does_not_hide_the_time_limit():
+    assert not Patience(0.05).wait_for(lambda: False, lambda limit_s: True)

@@ -1,4 +1,4 @@
-"""`FusionBuffer` as data: views lie apart, hold what was absorbed, and the flags tell what exists."""
+"""`FusionBuffer` as data: views lie apart, hold what was absorbed, and become the gradients that exist."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpisgd.fusion.bucketing import Bucket, Item, plan_buckets
-from mpisgd.fusion.buffer import FusionBuffer, num_elements
+from mpisgd.fusion.buffer import FusionBuffer
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
 KINDS = ("none", "view", "fresh", "sparse", "alias")
 
 
 def buffer_of(bucket: Bucket, params: list[torch.Tensor]) -> FusionBuffer:
-    return FusionBuffer(bucket, params, torch.full((num_elements(bucket),), 7).to(params[0].dtype))
+    return FusionBuffer(bucket, params, torch.full((bucket.numel,), 7).to(params[0].dtype))
 
 
 def laid_out(shape: tuple[int, ...], order: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -103,29 +103,19 @@ def test_absorb_moves_what_exists_and_zeroes_what_does_not(made, data):
     buffer.absorb(grads)
     for view, grad, here in zip(buffer.views, before, dense, strict=True):
         assert torch.equal(view, grad if here else torch.zeros_like(view))
-    assert buffer.dense_somewhere() == dense
-    assert buffer.sparse_somewhere() == [i for i, g in enumerate(grads) if g is not None and g.is_sparse]
 
 
 @settings(deadline=None)
-@given(buffers(), st.lists(st.lists(st.sampled_from(("none", "fresh", "sparse"))), min_size=1, max_size=4))
-def test_flags_add_up_over_ranks(made, ranks):
-    """Summed as they travel, and averaged too, they tell what exists on any rank."""
-    buffer, params = made
-    total = torch.zeros_like(buffer.flat)
-    exists = [set() for _ in params]
-    for kinds in ranks:
-        own = [kinds[i] if i < len(kinds) else "none" for i in range(len(params))]
-        grads = [
-            gradient(kind, view, i) for i, (kind, view) in enumerate(zip(own, buffer.views, strict=True))
-        ]
-        for i, grad in enumerate(grads):
-            exists[i].add("none" if grad is None else "sparse" if grad.is_sparse else "dense")
-        buffer.absorb(grads)
-        total += buffer.flat
-    buffer.flat.copy_(total / len(ranks))
-    assert buffer.dense_somewhere() == ["dense" in kinds for kinds in exists]
-    assert buffer.sparse_somewhere() == [i for i, kinds in enumerate(exists) if "sparse" in kinds]
+@given(buffers(), st.data())
+def test_what_exists_becomes_the_gradient_and_the_rest_none(made, data):
+    buffer, shapes = made
+    params = [torch.nn.Parameter(torch.empty_like(shape)) for shape in shapes]
+    exists = data.draw(st.lists(st.booleans(), min_size=len(params), max_size=len(params)))
+    for param, odd in zip(params, itertools.cycle([True, False]), strict=False):
+        param.grad = torch.zeros_like(param) if odd else None
+    buffer.settle(params, exists)
+    for param, view, here in zip(params, buffer.views, exists, strict=True):
+        assert param.grad is (view if here else None)
 
 
 def test_a_view_of_its_own_is_not_a_write_to_the_others():
@@ -190,11 +180,3 @@ def test_parameters_without_a_layout_of_their_own_get_a_contiguous_view():
     items = [Item(0, 12, 4, "k"), Item(1, 12, 4, "k")]
     (bucket,) = plan_buckets(items, cap_bytes=2**20, order=[0, 1])
     assert all(view.is_contiguous() for view in buffer_of(bucket, [expanded, gappy]).views)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_new_buffer_says_that_nothing_exists(dtype):
-    (bucket,) = plan_buckets([Item(0, 3, dtype.itemsize, "k")], cap_bytes=1)
-    buffer = buffer_of(bucket, [torch.zeros(3, dtype=dtype)])
-    assert buffer.dense_somewhere() == [False]
-    assert buffer.sparse_somewhere() == []

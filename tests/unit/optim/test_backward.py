@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import _thread
 import gc
+import queue
 import weakref
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from mpisgd.optim.backward import BackwardWatch
+from mpisgd.optim.backward import BackwardWatch, _backward_depth
 
 
 class Diary:
@@ -18,13 +20,19 @@ class Diary:
 
     def __init__(self, model: nn.Module) -> None:
         self.params = list(model.parameters())
-        self.watch = BackwardWatch(self.touched, self.ended)
+        self.watch = BackwardWatch(self.touched, self.became_ready, self.ended)
         self.watch.watch(self.params)
         self.num_touched = 0
+        self.num_nested = 0
+        self.ready: list[int] = []
         self.ends: list[list[int]] = []
 
-    def touched(self) -> None:
+    def touched(self, nested: bool) -> None:
         self.num_touched += 1
+        self.num_nested += nested
+
+    def became_ready(self, index: int) -> None:
+        self.ready.append(index)
 
     def ended(self) -> None:
         self.ends.append([i for i, param in enumerate(self.params) if param.grad is not None])
@@ -55,7 +63,16 @@ def test_the_order_is_that_of_the_latest_backward(model):
     model[0].requires_grad_(False)
     loss_of(model).backward()
     assert list(diary.watch.observed) == [2]
-    assert diary.watch.num_ready == {0: 1, 1: 1, 2: 2}
+
+
+def test_it_tells_of_each_gradient_if_asked_to(model):
+    diary = Diary(model)
+    loss_of(model).backward()
+    assert diary.ready == []
+    diary.watch.told_of_each = True
+    for _ in range(2):
+        loss_of(model).backward()
+    assert sorted(diary.ready) == [0, 0, 1, 1, 2, 2]
 
 
 def test_a_backward_that_reaches_nothing_is_not_told(model):
@@ -141,3 +158,22 @@ def test_parameters_that_can_have_no_gradient_are_let_be():
     module[1].sum().backward()
     assert diary.ends == [[1]]
     assert not number.requires_grad
+
+
+def _engine_run_backward(work):
+    """What torch calls the function in which a backward runs."""
+    return work()
+
+
+def test_a_thread_of_the_engine_is_inside_a_backward_that_it_has_not_called():
+    """What lies on a GPU is computed there; a thread that Python has not started stands for it."""
+    assert _backward_depth() == 0
+    assert _engine_run_backward(_backward_depth) == 1
+    depths: queue.Queue[int] = queue.Queue()
+
+    def compute() -> None:
+        depths.put(_backward_depth())
+        depths.put(_engine_run_backward(_backward_depth))  # a checkpoint's, inside it
+
+    _thread.start_new_thread(compute, ())
+    assert [depths.get(timeout=10), depths.get(timeout=10)] == [1, 2]

@@ -13,13 +13,35 @@ def gloo_built():
     return True
 
 
+def mpi_built():
+    return "STAND_IN_MPI" in os.environ
+
+
 def init():
-    setting = {name: os.environ[f"HOROVOD_{name}"] for name in ("CONTROLLER", "RANK", "SIZE", "LOCAL_RANK")}
-    assert setting["CONTROLLER"] == "gloo"
-    address, port = (os.environ[f"HOROVOD_GLOO_RENDEZVOUS_{name}"] for name in ("ADDR", "PORT"))
+    if os.environ["HOROVOD_CONTROLLER"] == "mpi":
+        rank, size, address, port = meet_over_mpi()
+    else:
+        assert os.environ["HOROVOD_CONTROLLER"] == "gloo"
+        rank, size = (int(os.environ[f"HOROVOD_{name}"]) for name in ("RANK", "SIZE"))
+        address, port = (os.environ[f"HOROVOD_GLOO_RENDEZVOUS_{name}"] for name in ("ADDR", "PORT"))
     store = dist.TCPStore(address, int(port), is_master=False)
-    dist.init_process_group("gloo", store=store, rank=int(setting["RANK"]), world_size=int(setting["SIZE"]))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     threading.Thread(target=be_busy, daemon=True).start()
+
+
+def meet_over_mpi():
+    from mpi4py import MPI
+
+    global server
+    comm = MPI.COMM_WORLD
+    if comm.rank == 0:
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    port = comm.bcast(server.port if comm.rank == 0 else None)
+    return comm.rank, comm.size, "127.0.0.1", port
+
+
+def size():
+    return dist.get_world_size()
 
 
 def be_busy():

@@ -1,0 +1,52 @@
+"""The mistakes of tests/launch/programs/mistakes.py, made by ranks on several hosts."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from clusters import ROOT, run_on
+
+PROGRAM = str(ROOT / "tests" / "launch" / "programs" / "mistakes.py")
+LIMIT_S = 10.0
+LONG = pytest.mark.long
+HOSTS = [pytest.param("1,1", marks=LONG), "2,1", pytest.param("2,2", marks=LONG)]
+
+
+def check(hosts: str, *options: str, time_limit_s: float) -> None:
+    done = run_on(hosts, sys.executable, PROGRAM, *options, time_limit_s=time_limit_s)
+    reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    wrong = [
+        f"{report['mistake']}, rank {rank}: {problem or f'took {seconds:.1f} s'}"
+        for report in reports
+        for rank, (_, problem, seconds) in enumerate(report["ranks"])
+        if problem or seconds > LIMIT_S
+    ]
+    assert not wrong, "\n".join(wrong)
+    assert done.returncode == 0, done.stderr
+    assert len(reports) >= 50
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("hosts", HOSTS)
+def test_every_mistake_ends_in_the_right_error_on_all_ranks(hosts):
+    check(hosts, "fast", time_limit_s=180)
+
+
+@LONG
+@pytest.mark.timeout(320)
+@pytest.mark.parametrize("hosts", ["1,1", "2,1", "2,2"])
+def test_at_the_pace_of_a_job(hosts):
+    check(hosts, time_limit_s=300)
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+@pytest.mark.parametrize(
+    ("how", "what"), [("returns", "recv"), pytest.param("exits", "all_reduce of a group", marks=LONG)]
+)
+def test_a_rank_that_leaves_early_ends_the_job_with_one_error(hosts, how, what):
+    done = run_on(hosts, sys.executable, PROGRAM, how, what)
+    assert done.returncode not in (0, 124), done.stderr
+    assert done.stderr.count("Traceback") == 1, done.stderr
+    assert "shutdown" in done.stderr, done.stderr

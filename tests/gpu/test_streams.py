@@ -1,0 +1,84 @@
+"""An operation comes after what produces its tensors, and before what uses them, on whatever streams."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+import mpisgd
+
+N = 1000
+CYCLES = 200_000_000  # about 0.1 s
+
+
+@pytest.fixture
+def side() -> torch.cuda.Stream:
+    return torch.cuda.Stream()
+
+
+def late_ones(stream: torch.cuda.Stream) -> torch.Tensor:
+    """A tensor that is filled long after this has returned; no stream but `stream` knows when."""
+    tensor = torch.zeros(N, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(CYCLES)
+        tensor.fill_(mpisgd.rank() + 1.0)
+    return tensor
+
+
+def total() -> float:
+    return mpisgd.size() * (mpisgd.size() + 1) / 2
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "mpi"])
+def test_a_blocking_operation_on_a_side_stream(side, algorithm):
+    tensor = late_ones(side)
+    with torch.cuda.stream(side):
+        mpisgd.all_reduce(tensor, algorithm=algorithm)
+        doubled = tensor * 2
+    other = torch.cuda.Stream()
+    other.wait_stream(side)
+    with torch.cuda.stream(other):
+        seen = doubled + 1
+    other.synchronize()
+    assert (seen == 2 * total() + 1).all()
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "mpi"])
+def test_an_asynchronous_operation_is_used_on_another_stream(side, algorithm):
+    tensor = late_ones(side)
+    with torch.cuda.stream(side):
+        work = mpisgd.all_reduce(tensor, async_op=True, algorithm=algorithm)
+    other = torch.cuda.Stream()
+    with torch.cuda.stream(other):
+        work.wait()
+        seen = tensor * 3
+    other.synchronize()
+    assert (seen == 3 * total()).all()
+
+
+def test_nobody_waits_for_the_whole_device(side):
+    """A kernel that has nothing to do with it is still at work when the operation is over."""
+    tensor = torch.full((N,), mpisgd.rank() + 1.0, device="cuda")
+    mpisgd.all_reduce(torch.zeros(1, device="cuda"))  # what is opened at the first time may take its time
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(40 * CYCLES)
+    mpisgd.all_reduce(tensor, algorithm="mpi")
+    assert not side.query()
+    side.synchronize()
+    assert (tensor == total()).all()
+
+
+def test_nccl_returns_before_the_gpu_is_there(side, expected_way):
+    if expected_way != "nccl":
+        pytest.skip("through host memory the host has to wait")
+    tensor = late_ones(side)
+    started = time.monotonic()
+    with torch.cuda.stream(side):
+        mpisgd.all_reduce(tensor)
+    assert not side.query(), f"returned after {time.monotonic() - started} s"
+    side.synchronize()
+    assert (tensor == total()).all()

@@ -1,0 +1,49 @@
+"""What costs a start of Python and torch on several ranks, and says little more than its neighbour."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+import pytest
+
+# Run with --long only; the first of each kind stays.
+LONG = (
+    "test_bench.py::test_mistakes_are_said_before_anything_is_measured[[]args[1-5]*",
+    "test_horovod_programs.py::*[[]changed]",
+    "test_job_end.py::test_a_clean_end_is_silent[[]None-]",
+    "test_job_end.py::test_a_clean_end_is_silent[[]2-]",
+    "test_job_end.py::test_a_job_error_in_a_world_of_one[[]1]",
+    "test_job_end.py::test_a_job_error_is_one_line[[]True]",
+    "test_job_end.py::test_an_exception_on_one_rank_ends_the_job_with_its_traceback_once[[]2]",
+    "test_program.py::test_a_program_runs[[]None]",
+    "test_program.py::test_help_appears_once[[]None]",
+    "test_program.py::test_what_every_rank_meets_is_said_once[[]args[12]*",
+    "test_program.py::test_what_one_rank_meets_ends_the_job_and_is_said_once[[]2]",
+    "test_train.py::test_batch_larger_than_the_data_is_refused",
+    "test_train.py::test_batch_that_does_not_divide_is_refused",
+    "test_train.py::test_every_number_of_ranks_gives_the_same_curve[[]float32-*-[23]]",
+    "test_train.py::test_mistyped_option_is_refused_once[[]None]",
+    "test_train.py::test_unknown_kind_of_plot_is_refused_before_training",
+    "test_train.py::test_without_communication_the_curves_differ[[][23]]",
+    "test_train_text.py::test_bf16_is_used_and_learns[[]bf16 alone]",
+    "test_train_text.py::test_bf16_is_used_and_learns[[]bf16 dp=2]",
+    "test_train_text.py::test_bf16_is_used_and_learns[[]bf16 zero 3]",
+    "test_train_text.py::test_every_layout_gives_the_curve_of_one_process[[]?p=2]",
+    "test_train_text.py::test_every_layout_gives_the_curve_of_one_process[[]dp=2,pp=2]",
+    "test_train_text.py::test_every_layout_gives_the_curve_of_one_process[[]tp=2,pp=2]",
+    "test_train_text.py::test_every_layout_gives_the_curve_of_one_process[[]zero [13]]",
+    "test_train_text.py::test_every_layout_gives_the_curve_of_one_process[[]accumulation]",
+    "test_train_text.py::test_every_layout_gives_the_curve_of_one_process[[]activation checkpointing]",
+    "test_train_text.py::test_every_layout_gives_the_curve_of_one_process[[]*to zero 1]",
+    "test_train_text.py::test_every_layout_gives_the_curve_of_one_process[[]*to alone]",
+    "test_tune.py::test_mistakes_are_said_once_and_in_one_line[[]args[12]*",
+    "test_waiting_ranks.py::test_the_making_of_a_group_has_the_limit_too",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark them, where they are among what was collected."""
+    for item in items:
+        name = item.nodeid.rpartition("tests/launch/")[2]
+        if any(fnmatchcase(name, pattern) for pattern in LONG):
+            item.add_marker(pytest.mark.long)

@@ -1,0 +1,158 @@
+"""Ranks are lost, and the training goes on as if the others had begun at the last commit by themselves."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from launcher import run_python
+
+PROGRAMS = Path(__file__).parent / "programs"
+sys.path.insert(0, str(PROGRAMS))
+import elastic_training as program  # noqa: E402
+
+WITH_FT = ("--with-ft", "ulfm")
+
+
+def train(folder: Path, num_ranks: int, options=WITH_FT, **env: str):
+    """Run the program; what it said, and the lines it wrote."""
+    path = folder / "lines"
+    done = run_python(
+        str(PROGRAMS / "elastic_training.py"), str(path), num_ranks=num_ranks, options=options, env=env
+    )
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return done, lines
+
+
+class OneProcess:
+    """The same training in this process, for any number of ranks."""
+
+    def __init__(self) -> None:
+        self.model, self.data = program.make_model(), program.make_data()
+        self.optimizer = program.make_optimizer(self.model)
+        self.epoch = self.processed = self.step = 0
+        self.commit()
+
+    def commit(self) -> None:
+        state = (self.model.state_dict(), self.optimizer.state_dict())
+        self.kept = (
+            [json.dumps(None), *map(copied, state)],
+            (self.epoch, self.processed, self.step),
+        )
+
+    def restore(self) -> None:
+        (_, model, optimizer), (self.epoch, self.processed, self.step) = self.kept
+        self.model.load_state_dict(copied(model))
+        self.optimizer.load_state_dict(copied(optimizer))
+
+    def share_out(self, size: int) -> None:
+        """Share out what is left of the epoch, as after a start of the training function."""
+        order = list(range(len(self.data)))
+        random.Random(self.epoch).shuffle(order)
+        left = order[self.processed :]
+        whole = [left[i % len(left)] for i in range(-(-len(left) // size) * size)]
+        self.shards = [whole[rank::size] for rank in range(size)]
+        self.first_step = self.step
+
+    def take_step(self, size: int) -> float:
+        at = (self.step - self.first_step) * program.BATCH
+        losses = [
+            program.loss_of(self.model, self.data, shard[at : at + program.BATCH]) for shard in self.shards
+        ]
+        loss = torch.stack(losses).mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.processed += program.BATCH * size
+        self.step += 1
+        return loss.item()
+
+    def finish_step(self) -> None:
+        """Commit where the program does, and begin a new epoch where one is over."""
+        if self.step % program.STEPS_BETWEEN_COMMITS == 0:
+            self.commit()
+        if (self.step - self.first_step) * program.BATCH >= len(self.shards[0]):
+            self.epoch += 1
+            self.processed = 0
+            self.share_out(len(self.shards))
+            self.commit()
+
+
+def copied(tree):
+    return torch.utils._pytree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, tree)
+
+
+def check_curve(lines, sizes: list[int]) -> None:
+    """See that every loss is that of one process which went back to the last commit at each loss of ranks."""
+    alone, worst = OneProcess(), 0.0
+    alone.share_out(lines[0]["size"])
+    seen = [lines[0]["size"]]
+    for line in lines:
+        if line["size"] != seen[-1] or line["step"] != alone.step + 1:
+            alone.restore()
+            alone.share_out(line["size"])
+            seen.append(line["size"])
+        assert line["step"] == alone.step + 1  # nothing that was committed is done twice, nothing left out
+        worst = max(worst, abs(alone.take_step(line["size"]) - line["loss"]))
+        alone.finish_step()
+    print(f"worst difference {worst:.1e}")
+    assert worst < 1e-12
+    assert seen == sizes
+
+
+def test_two_losses_leave_the_curve_of_the_remaining_ranks(tmp_path):
+    done, lines = train(tmp_path, 4, KILLS="7:2,13:0")
+    assert done.returncode == 0, done.stderr
+    *steps, end = lines
+    check_curve(steps, [4, 3, 2])
+    assert end["resets"] == [3, 2]
+    # at the second loss the pieces were those of three ranks, one of which had taken over a lost one's
+    assert sorted(end["shared_out"]) == ["0", "1", "2"]
+    assert end["tickets"][0] == 0 + 1 + 2 + 3  # which came from its guardian: it had no other copy
+    told = [line for line in done.stderr.splitlines() if "mpisgd" in line]
+    assert len(told) == 2
+    assert "rank 2 is lost; 3 ranks go on" in told[0]
+    assert "rank 0 is lost" in told[1]
+
+
+def train_by_run(folder: Path, num_ranks: int, **env: str):
+    """As `train`, by our own launcher, which knows how a program ended that had replaced ranks."""
+    path = folder / "lines"
+    options = ("--elastic", "-n", str(num_ranks), str(PROGRAMS / "elastic_training.py"), str(path))
+    done = run_python("-m", "mpisgd", "run", *options, env=env, timeout_s=300)
+    return done, [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_lost_ranks_are_replaced(tmp_path):
+    done, lines = train_by_run(tmp_path, 3, KILLS="6:0", REGROW="1")
+    assert done.returncode == 0, done.stderr
+    *steps, end = lines
+    check_curve(steps, [3, 3])
+    assert "1 of them new" in done.stderr
+    assert end["tickets"][0] == 0 + 1 + 2
+
+
+def test_too_few_ranks_end_the_job(tmp_path):
+    done, lines = train(tmp_path, 3, KILLS="6:1", MIN_RANKS="3")
+    assert done.returncode == 75
+    assert done.stderr.count("2 of 3 ranks are left (of the world before: 0, 2); min_ranks=3") == 1
+    assert lines[-1]["step"] == 6
+
+
+def test_without_fault_tolerance_it_says_so_and_trains(tmp_path):
+    done, lines = train(tmp_path, 2, options=())
+    assert done.returncode == 0, done.stderr
+    check_curve(lines[:-1], [2])
+    assert done.stderr.count("mpirun --with-ft ulfm") == 1
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_replacements_may_be_lost_too(tmp_path):
+    done, lines = train_by_run(tmp_path, 4, KILLS="1:3,2:0,3:3,4:1,6:2,8:3,9:2", REGROW="1")
+    assert done.returncode == 0, done.stderr
+    check_curve(lines[:-1], [4] * 8)

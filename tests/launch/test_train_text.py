@@ -1,0 +1,202 @@
+"""A GPT on text: one loss curve in every layout, checkpoints that any layout loads, and users' mistakes."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from launcher import run_python
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+PROGRAM = SCRIPTS / "train_text.py"
+TINY = ("--data", PROGRAM, "--layers", 2, "--heads", 2, "--dim", 16, "--context", 16, "--batch-size", 8)
+SHORT = (*TINY, "--steps", 20, "--log-every", 1, "--lr", 0.01, "--sample", 4)
+SAVED_STEP = 8
+
+# Starting a job costs far more than the training: one job per number of ranks makes all runs.
+RUNS = {
+    4: {
+        "dp=2,tp=2": ("--parallel", "dp=2,tp=2"),
+        "dp=2,pp=2": ("--parallel", "dp=2,pp=2", "--accumulate", 2),  # DDP fails there, see divide.py
+        "tp=2,pp=2": ("--parallel", "tp=2,pp=2"),
+        "dp=2,tp=2 zero 3": ("--parallel", "dp=2,tp=2", "--zero", 3, "--checkpoint-activations"),
+    },
+    2: {
+        "dp=2": ("--parallel", "dp=2"),
+        "tp=2": ("--parallel", "tp=2"),
+        "pp=2": ("--parallel", "pp=2"),
+        "zero 1": ("--zero", 1),
+        "zero 3": ("--zero", 3),
+        "accumulation": ("--accumulate", 4),
+        "zero 3 with accumulation": ("--zero", 3, "--accumulate", 2),
+        "activation checkpointing": ("--checkpoint-activations",),
+        "pp=2 with activation checkpointing": ("--parallel", "pp=2", "--checkpoint-activations"),
+        "bf16 dp=2": ("--precision", "bf16"),
+        "bf16 tp=2": ("--precision", "bf16", "--parallel", "tp=2"),
+        "bf16 zero 3": ("--precision", "bf16", "--zero", 3),
+        "without communication": ("--parallel", "dp=2"),
+    },
+    1: {
+        "alone": (),
+        "another seed": ("--seed", 1),
+        "bf16 alone": ("--precision", "bf16"),
+    },
+}
+# Those that leave a checkpoint, and those that go on from it: number of ranks, from which, options.
+SAVED = ("dp=2,tp=2", "zero 1")
+RESUMED = {
+    "dp=2,tp=2 to pp=2": (2, "dp=2,tp=2", ("--parallel", "pp=2")),
+    "dp=2,tp=2 to zero 1": (2, "dp=2,tp=2", ("--zero", 1)),
+    "zero 1 to zero 3": (2, "zero 1", ("--zero", 3)),
+    "dp=2,tp=2 to alone": (1, "dp=2,tp=2", ()),
+    "zero 1 to alone": (1, "zero 1", ()),
+}
+WITH_EIGHT = {
+    "dp=2,tp=2,pp=2": ("--parallel", "dp=2,tp=2,pp=2"),
+    "dp=2,tp=2,pp=2 zero 3": ("--parallel", "dp=2,tp=2,pp=2", "--zero", 3),
+}
+EQUAL = [
+    name
+    for name in (*RUNS[4], *RUNS[2], *RESUMED)
+    if not name.startswith("bf16") and name != "without communication"
+]
+
+DRIVER = """
+import json, sys
+import divide, train_text, typer
+command, share = typer.main.get_command(train_text.app), divide.share
+for name, args in json.loads(sys.argv[1]):
+    divide.share = (lambda model, *_: model) if name == "without communication" else share
+    command.main(args, standalone_mode=False)
+"""
+
+pytestmark = pytest.mark.timeout(400)  # the first test waits for all jobs
+
+
+def train_text(*args, num_ranks=None):
+    return run_python(str(PROGRAM), *map(str, args), num_ranks=num_ranks)
+
+
+def train_all(runs, num_ranks: int) -> None:
+    """Make several runs in one job."""
+    path = os.pathsep.join(filter(None, [str(SCRIPTS), os.environ.get("PYTHONPATH")]))
+    args = json.dumps([(name, [*map(str, options)]) for name, options in runs.items()])
+    done = run_python("-c", DRIVER, args, num_ranks=num_ranks, env={"PYTHONPATH": path}, timeout_s=180)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+
+
+def losses(path: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in path.read_text().splitlines()]
+
+
+def max_difference(ours: list[float], theirs: list[float]) -> float:
+    """Relative, and said where pytest shows it."""
+    difference = max(abs(a / b - 1) for a, b in zip(ours, theirs, strict=True))
+    print(f"max difference {difference:.1e}")
+    return difference
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Where the runs of this file leave their metrics, `NAME`, and their checkpoints, `NAME.saved`."""
+    return tmp_path_factory.mktemp("runs")
+
+
+def all_runs(folder: Path, num_ranks: int) -> dict[str, tuple[object, ...]]:
+    """The options of everything that a job of so many ranks trains."""
+    runs = {
+        name: (*SHORT, *options, "--metrics", folder / name)
+        + (("--save", saved_by(folder, name), "--save-every", SAVED_STEP) if name in SAVED else ())
+        for name, options in RUNS[num_ranks].items()
+    }
+    for name, (wanted, source, options) in RESUMED.items():
+        if wanted == num_ranks:
+            saved = saved_by(folder, source) / f"step-{SAVED_STEP:08d}"
+            runs[name] = (*SHORT, *options, "--metrics", folder / name, "--resume", saved)
+    return runs
+
+
+def saved_by(folder: Path, name: str) -> Path:
+    return folder / f"{name}.saved"
+
+
+@pytest.fixture(scope="module")
+def curves(folder) -> dict[str, list[float]]:
+    """The losses, step by step, of every run."""
+    for num_ranks in RUNS:
+        train_all(all_runs(folder, num_ranks), num_ranks)
+    return {name: losses(folder / name) for runs in (*RUNS.values(), RESUMED) for name in runs}
+
+
+# --- the curve ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_every_layout_gives_the_curve_of_one_process(curves, name):
+    alone = curves["alone"]
+    assert alone[-1] < alone[0] - 1  # something was learnt, so that there is something to compare
+    assert max_difference(curves[name], alone) < 1e-5  # float32; measured: 2e-7
+
+
+def test_without_communication_the_curve_differs(curves):
+    assert max_difference(curves["without communication"], curves["alone"]) > 1e-3
+
+
+def test_seed_decides_the_curve(curves):
+    assert max_difference(curves["another seed"], curves["alone"]) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["bf16 alone", "bf16 dp=2", "bf16 tp=2", "bf16 zero 3"])
+def test_bf16_is_used_and_learns(curves, name):
+    assert 5e-6 < max_difference(curves[name], curves["alone"]) < 1e-2
+
+
+@pytest.mark.long
+def test_eight_ranks_in_three_axes_give_the_curve_of_one_process(curves, folder):
+    train_all(
+        {name: (*SHORT, *options, "--metrics", folder / name) for name, options in WITH_EIGHT.items()}, 8
+    )
+    for name in WITH_EIGHT:
+        assert max_difference(losses(folder / name), curves["alone"]) < 1e-5
+
+
+# --- what a run says and leaves -----------------------------------------------------------------------
+
+
+def test_newest_complete_checkpoint_is_resumed_and_a_sample_is_written(curves, folder, tmp_path):
+    saved = saved_by(folder, "dp=2,tp=2")
+    assert sorted(path.name for path in saved.iterdir()) == [f"step-{step:08d}" for step in (8, 16, 20)]
+    (saved / "step-00000020" / ".metadata").rename(tmp_path / ".metadata")  # as if killed while saving
+    done = train_text(*SHORT, "--resume", saved, "--steps", 18, "--prompt", "import ")
+    assert (done.returncode, done.stderr) == (0, "")
+    steps = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("step ")]
+    assert steps == ["17/18", "18/18"]
+    assert done.stdout.count("a sample:\nimport ") == 1
+    assert "\x1b" not in done.stdout  # no bar: this is no terminal
+
+
+# --- users' mistakes: one line, from one rank, exit code 2 --------------------------------------------
+
+
+def assert_refused(done, *said: str) -> None:
+    """Exit code 2 and one line of ours that says `said`; the launcher may add lines of its own."""
+    assert done.returncode == 2, done.stderr
+    ours = [line for line in done.stderr.splitlines() if "train_text.py" in line]
+    assert len(ours) == 1, done.stderr
+    assert [text for text in said if text not in ours[0]] == []
+    assert "Traceback" not in done.stderr
+    assert "step " not in done.stdout
+
+
+def test_layout_for_another_number_of_ranks_is_refused_once():
+    done = train_text(*TINY, "--parallel", "dp=2,pp=2", num_ranks=2)
+    assert_refused(done, "--parallel dp=2,pp=2", "2 x 1 x 2 = 4 ranks", "this job has 2")
+
+
+def test_damaged_checkpoint_is_refused(curves, folder):
+    damaged = saved_by(folder, "zero 1") / "step-00000016" / "__0_0.distcp"
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    done = train_text(*SHORT, "--resume", damaged.parent)
+    assert_refused(done, "cannot load checkpoint", "step-00000016")

@@ -1,0 +1,125 @@
+"""`op=Adasum`, for tensors and for the steps of an optimizer, against the formula."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from closed_form import given
+from reductions import everyones, near
+from torch import nn
+from verdicts import everyone, raises_everywhere
+
+import mpisgd
+import mpisgd.horovod as hvd
+from mpisgd.horovod.engine.adasum import adasum
+
+F64 = torch.float64
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, F64])
+def test_each_tensor_by_itself(dtype):
+    """Together they would be one long gradient, with other scalar products."""
+    shapes = [(5,), (3, 4), ()]
+    handles = [hvd.allreduce_async(given(hvd.rank(), dtype, s), name=f"{s}", op=hvd.Adasum) for s in shapes]
+    grouped = hvd.grouped_allreduce([given(hvd.rank(), dtype, s) for s in shapes], op=hvd.Adasum)
+    for shape, handle, member in zip(shapes, handles, grouped, strict=True):
+        right = adasum(everyones(dtype, shape))
+        near(hvd.synchronize(handle), right)
+        near(member, right)
+
+
+def test_orthogonal_and_parallel_gradients():
+    eye = torch.eye(hvd.size(), dtype=F64)
+    assert hvd.allreduce(eye[hvd.rank()], op=hvd.Adasum).tolist() == [1.0] * hvd.size()
+    if hvd.size() != 3:  # three are combined in two steps, the first two count half
+        x = given(0, F64)
+        near(hvd.allreduce(x, op=hvd.Adasum), x)
+
+
+def test_in_place_with_factors_strided_and_in_a_process_set():
+    x = given(hvd.rank(), F64, (4, 6)).t()
+    hvd.allreduce_(x, op=hvd.Adasum, prescale_factor=0.5, postscale_factor=4.0)
+    near(x.contiguous(), adasum([t.t() * 0.5 for t in everyones(F64, (4, 6))]).contiguous() * 4.0)
+    if hvd.size() > 2:
+        some = hvd.add_process_set([0, hvd.size() - 1])
+        if some.included():
+            right = adasum([given(0, F64), given(hvd.size() - 1, F64)])
+            near(hvd.allreduce(given(hvd.rank(), F64), op=hvd.Adasum, process_set=some), right)
+        hvd.remove_process_set(some)
+
+
+def test_integers_have_none():
+    with raises_everywhere(mpisgd.UnsupportedOp):
+        hvd.allreduce(torch.ones(2, dtype=torch.int32), op=hvd.Adasum)
+
+
+# --- the optimizer ------------------------------------------------------------------------------------
+
+
+def model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+
+def train(net: nn.Module, opt: torch.optim.Optimizer, rank: int, step: int, passes: int) -> None:
+    opt.zero_grad()
+    for part in range(passes):
+        inputs = given(17 * rank + 5 * step + part, F64, (4, 3)) / 5
+        net(inputs).square().sum().backward()
+    opt.step()
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_every_rank_steps_by_itself_and_the_steps_are_combined(passes):
+    """All ranks' models are simulated on each; momentum stays with its rank."""
+    ours = model()
+    opt = hvd.DistributedOptimizer(
+        torch.optim.SGD(ours.parameters(), lr=0.05, momentum=0.9),
+        ours.named_parameters(),
+        op=hvd.Adasum,
+        backward_passes_per_step=passes,
+    )
+    nets = [model() for _ in range(hvd.size())]
+    opts = [torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9) for net in nets]
+    for step in range(3):
+        start = copy.deepcopy(list(nets[0].parameters()))
+        train(ours, opt, hvd.rank(), step, passes)
+        for rank, net in enumerate(nets):
+            train(net, opts[rank], rank, step, passes)
+        with torch.no_grad():
+            for begun, *theirs in zip(start, *(net.parameters() for net in nets), strict=True):
+                whole = adasum([param - begun for param in theirs])
+                for param in theirs:
+                    param.copy_(begun + whole)
+        worst = max(
+            (a - b).abs().max().item() for a, b in zip(ours.parameters(), nets[0].parameters(), strict=True)
+        )
+        everyone(worst < 1e-12, f"step {step}: off by {worst}")
+
+
+def test_what_scripts_call_beside_step():
+    net = model()
+    opt = hvd.DistributedOptimizer(torch.optim.Adam(net.parameters()), net.named_parameters(), op=hvd.Adasum)
+    assert isinstance(opt, torch.optim.Adam)
+    net(torch.ones(1, 3, dtype=F64)).sum().backward()
+    opt.synchronize()
+    opt.set_backward_passes_per_step(2)
+    with pytest.raises(AssertionError, match="not supported when using Adasum"), opt.skip_synchronize():
+        pass
+    opt.step()
+
+
+def test_compressed_steps_and_frozen_parameters():
+    net = model()
+    net[0].weight.requires_grad_(False)
+    before = copy.deepcopy(net)
+    opt = hvd.DistributedOptimizer(
+        torch.optim.SGD(net.parameters(), lr=0.5), op=hvd.Adasum, compression=hvd.Compression.fp16
+    )
+    train(net, opt, hvd.rank(), 0, 1)
+    assert torch.equal(net[0].weight, before[0].weight)
+    assert not torch.equal(net[2].weight, before[2].weight)
+    everyones = hvd.allgather_object([param.tolist() for param in net.parameters()])
+    assert everyones[1:] == everyones[:-1]

@@ -1,0 +1,60 @@
+"""Training on several hosts, some of them with a single rank, pretended on one machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+from harness import check_equal_runs
+
+import mpisgd
+from mpisgd import config
+from mpisgd.comm.costs import CostModel, Curve, Measured
+from mpisgd.comm.costs.line import Line, Segment
+from mpisgd.comm.group import Group
+from mpisgd.comm.job import world
+from mpisgd.comm.topology import arrange
+
+pytestmark = [
+    pytest.mark.mpi(min_size=2),
+    pytest.mark.skipif(not config.shared_memory(), reason="several ranks of a host without shared memory"),
+]
+
+# For each number of ranks, the first rank of every rank's host.
+UNEVEN = {2: [0, 1], 3: [0, 0, 2], 4: [0, 1, 1, 1]}
+
+
+def mpi_is_fastest() -> CostModel:
+    """What `auto` would take then must not matter to ranks that reduce in shared memory."""
+    curves = (Curve("mpi", False, Line((Segment(math.inf, 0.0, 0.0),))),)
+    return CostModel("test", tuple(Measured(ranks, curves) for ranks in ((1, 1), (2, 2))))
+
+
+@pytest.fixture
+def hosts() -> Iterator[Group]:
+    leaders = UNEVEN[mpisgd.size()]
+    where = arrange(mpisgd.rank(), leaders, [f"host{leader}" for leader in leaders])
+    wire = world().lane.wire.duplicate()
+    made = Group(
+        "hosts",
+        range(mpisgd.size()),
+        wire,
+        timeout_s=20,
+        threads=True,
+        topology=where,
+        costs=mpi_is_fastest(),
+    )
+    yield made
+    made.lane.drain()
+    made.close()
+
+
+@pytest.mark.parametrize("bucket_cap_bytes", [1, 2**20])
+def test_a_rank_that_is_alone_on_its_host_goes_along(hosts, bucket_cap_bytes):
+    """It has no shared memory, and must not choose another way than those who have."""
+    check_equal_runs(group=hosts, bucket_cap_bytes=bucket_cap_bytes)
+
+
+def test_halves_on_the_wire(hosts):
+    check_equal_runs(group=hosts, compression=mpisgd.Compression.bf16, tol=0.05)

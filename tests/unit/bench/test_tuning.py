@@ -1,0 +1,117 @@
+"""What `tune` measures, when it gives up on an algorithm, and how it says what it found."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from mpisgd.bench.tune import SETTLED_BYTES, Way, contenders, ways
+from mpisgd.bench.tune_tables import cost_table, crossovers, doubts, one_line
+from mpisgd.comm.collectives.all_reduce import CHOICES
+from mpisgd.comm.costs import CostModel, Curve, Measured
+from mpisgd.comm.costs.line import Line, Segment
+
+FAST, SLOW, OTHER = Way("node", False), Way("ring", False), Way("mpi", True)
+
+
+def names(ranks, *, plane, half):
+    return {(way.algorithm, way.speakers) for way in ways(ranks, plane=plane) if way.half == half}
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_every_algorithm_that_may_win_is_measured(half):
+    hosts = {("mpi", 1), ("all_to_all", 1), ("ring", 1), ("halving_doubling", 1)}
+    assert names([4], plane=True, half=half) == {("node", 1), ("mpi", 1), ("all_to_all", 1)}
+    assert names([4], plane=False, half=half) == {("mpi", 1), ("all_to_all", 1)}
+    assert names([4, 3], plane=True, half=half) == hosts | {("hierarchical", 1), ("hierarchical", 3)}
+    assert names([1, 1], plane=True, half=half) == hosts | {("hierarchical", 1)}
+    assert names([2, 2], plane=False, half=half) == hosts
+
+
+def test_what_is_measured_is_what_all_reduce_has():
+    assert {way.algorithm for ranks in ([2], [2, 2]) for way in ways(ranks, plane=True)} <= set(CHOICES)
+
+
+@pytest.mark.parametrize(
+    ("before_s", "now_s", "stays"),
+    [(3.0, 3.0, False), (1.5, 3.0, True), (3.0, 1.5, True), (1.5, 1.5, True), (2.0, 2.0, False)],
+)
+def test_who_was_hopeless_twice_is_out(before_s, now_s, stays):
+    nbytes = 2 * SETTLED_BYTES
+    best = {
+        FAST: {SETTLED_BYTES: 1.0, nbytes: 1.0},
+        SLOW: {SETTLED_BYTES: before_s, nbytes: now_s},
+        OTHER: {SETTLED_BYTES: 100.0, nbytes: 100.0},  # of another kind: nobody to compare with
+    }
+    left = contenders([FAST, SLOW, OTHER], best, nbytes)
+    assert left == ([FAST, SLOW, OTHER] if stays else [FAST, OTHER])
+
+
+def test_small_messages_put_nobody_out():
+    best = {FAST: {}, SLOW: {}}
+    for nbytes in (SETTLED_BYTES // 2, SETTLED_BYTES):
+        best[FAST][nbytes], best[SLOW][nbytes] = 1.0, 100.0
+        assert contenders([FAST, SLOW], best, nbytes) == [FAST, SLOW]
+
+
+def straight(alpha_s, beta_s_per_byte):
+    return Line((Segment(math.inf, alpha_s, beta_s_per_byte),))
+
+
+def points(line, factor=1.0):
+    return tuple((4.0**i, line.seconds(4.0**i) * (factor if i % 2 else 1.0)) for i in range(4, 13))
+
+
+NODE, MPI = straight(10e-6, 1e-10), straight(1e-6, 4e-10)  # they meet at 30,000 bytes
+MEASURED = Measured(
+    (2,),
+    (
+        Curve("node", False, NODE, points=points(NODE)),
+        Curve("mpi", False, MPI, points=points(MPI)),
+        Curve("node", True, NODE, points=points(NODE)),
+    ),
+)
+HOSTS = Measured(
+    (2, 2),
+    (
+        Curve("hierarchical", False, NODE, 1, points(NODE)),
+        Curve("hierarchical", False, MPI, 2, points(MPI)),
+    ),
+)
+MODEL = CostModel("test", (MEASURED, HOSTS))
+
+
+def test_crossovers_are_said_in_round_sizes():
+    assert list(crossovers(MODEL, MEASURED)) == [
+        "2 ranks on one host, float32: mpi, node from 32 KiB on",
+        "2 ranks on one host, half types: node",
+    ]
+
+
+def test_speakers_are_part_of_what_is_chosen():
+    (said,) = crossovers(MODEL, HOSTS)
+    assert said == "2+2 ranks on 2 hosts, float32: hierarchical (2 speakers), hierarchical from 32 KiB on"
+
+
+def test_the_table_has_a_row_for_each_segment():
+    table = cost_table(MEASURED)
+    assert table.title == "all_reduce, 2 ranks on one host"
+    columns = {column.header: list(column.cells) for column in table.columns}
+    assert columns["algorithm"] == ["node", "mpi", "node"]
+    assert columns["latency"] == ["10.0 us", "1.00 us", "10.0 us"]
+    assert columns["GB/s"] == ["10", "2.5", "10"]
+    assert columns["R²"] == ["1.000"] * 3
+
+
+def test_poor_fits_are_owned_up_to():
+    assert list(doubts([MEASURED, HOSTS])) == []
+    poor = Measured((2,), (*MEASURED.curves, Curve("ring", False, MPI, points=points(MPI, factor=20.0))))
+    (said,) = doubts([poor])
+    assert said.startswith("1 of 4 fits are poor")
+
+
+def test_a_size_is_one_line():
+    assert one_line([2], 4096, {FAST: 1e-5, OTHER: 2e-3}) == (
+        "2 ranks on one host, 4 KiB: float32 node 10.0 us, half types mpi 2.00 ms"
+    )

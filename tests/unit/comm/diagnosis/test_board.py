@@ -1,0 +1,68 @@
+"""Question and answer on a host: who asks is answered by its stamp; who has told what is known to all."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+
+from mpisgd.comm.diagnosis.board import SHARE_BYTES, Board
+from mpisgd.comm.node.segment import Segment
+
+PAGES = -(-SHARE_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def boards(size: int) -> list[Board]:
+    segment = Segment(-1, PAGES, size)
+    return [Board(segment, rank, size) for rank in range(size)]
+
+
+def test_an_answer_counts_for_what_was_asked_before_it():
+    mine, other = boards(2)
+    before = mine.ask([1])
+    assert mine.answer_of(1, before) is None
+    asked = other.asked()
+    assert asked >= before
+    other.answer(b"all is well", asked)
+    assert mine.answer_of(1, before) == b"all is well"
+    later = mine.ask([1])
+    assert mine.answer_of(1, later) is None
+    other.answer(b"not any more", other.asked())
+    assert mine.answer_of(1, later) == b"not any more"
+
+
+def test_an_answer_that_is_half_written_is_not_taken():
+    mine, other = boards(2)
+    stamp = mine.ask([1])
+    other.answer(b"x" * 100, stamp)
+    other._bytes[other._room(1)] = ord("y")
+    assert mine.answer_of(1, stamp) is None
+
+
+def test_who_sleeps_is_woken_by_a_question():
+    mine, other = boards(2)
+    asked, woken = other.asked(), threading.Event()
+
+    def sleep() -> None:
+        while other.asked() == asked:
+            other.sleep(asked, 20.0)
+        woken.set()
+
+    thread = threading.Thread(target=sleep)
+    thread.start()
+    mine.ask([1])
+    assert woken.wait(5.0)
+    thread.join()
+
+
+def test_what_one_has_told_all_know_the_last_of_it_at_least():
+    first, second = boards(2)
+    for key in range(1, 101):
+        first.note_told(key)
+    assert second.is_told(100)
+    assert second.is_told(50)
+    assert not second.is_told(101)
+    assert second.told() == []
+    assert 100 in first.told()
+    first.leave()
+    assert second.has_left(0)
+    assert not second.has_left(1)
