@@ -8,14 +8,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from torch import Tensor
+
 from mpisgd.checkpoint import files
 from mpisgd.checkpoint.agreement import ROOT, at_root
 from mpisgd.checkpoint.saving import Content, check_arguments, collect, to_disk
-from mpisgd.checkpoint.snapshot import Snapshot
 from mpisgd.comm.arguments import check_flag, shown
 from mpisgd.comm.group import Group
 from mpisgd.comm.handshake import Operation
 from mpisgd.comm.job import group_or_world
+from mpisgd.comm.snapshot import copy_tree
 from mpisgd.errors import CheckpointError, InvalidArgument
 
 __all__ = ["Writer"]
@@ -66,7 +68,7 @@ class Writer:
         self.when_busy = when_busy
         self._rng = rng
         self._group = group
-        self._snapshot = Snapshot()
+        self._snapshot: dict[str, Tensor] = {}  # whose memory is used again
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
         self._newest: Path | None = None
@@ -134,7 +136,8 @@ class Writer:
             raise CheckpointError(f"an earlier checkpoint could not be written: {failure}") from failure
 
     def _begin(self, content: Content) -> None:
-        held = content._replace(tensors=self._snapshot.take(content.tensors))
+        self._snapshot = copy_tree(content.tensors, self._snapshot)
+        held = content._replace(tensors=self._snapshot)
         self._thread = threading.Thread(target=self._write, args=(held,), name="mpisgd checkpoint")
         self._thread.start()
 

@@ -1,15 +1,19 @@
 """Arguments of any public function, looked at before anything is sent."""
 
 import math
+import operator
 import os
 import reprlib
 from collections.abc import MutableSequence, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from mpisgd.errors import InvalidArgument, ShapeMismatch
 
 __all__ = [
+    "as_index",
     "as_path",
     "check_callable",
     "check_flag",
@@ -24,6 +28,18 @@ __all__ = [
 def shown(value: Any) -> str:
     """Return what a message says of a value: short, whatever was passed."""
     return reprlib.repr(value)
+
+
+def as_index(value: Any) -> int:
+    """Return `value`, which names a rank, as an int; of numpy and torch too.
+
+    Raises:
+        TypeError: it is none. Nor is True: whoever passes it has mixed up arguments.
+    """
+    unfit = isinstance(value, torch.Tensor) and (value.dtype == torch.bool or value.is_meta)
+    if isinstance(value, bool) or unfit:
+        raise TypeError(f"{shown(value)} is no rank")
+    return operator.index(value)
 
 
 def as_path(name: str, what: str, value: Any) -> Path:

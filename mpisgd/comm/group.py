@@ -1,11 +1,10 @@
 """`Group`: some ranks of the job, with communicators, an order and a time limit of their own."""
 
-import operator
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mpisgd.comm.arguments import shown
+from mpisgd.comm.arguments import as_index, shown
 from mpisgd.comm.costs import CostModel
 from mpisgd.comm.events import Track
 from mpisgd.comm.hosts.plane import HostsPlane
@@ -148,7 +147,7 @@ class Group:
     def group_rank(self, name: str, what: str, global_rank: int) -> int:
         """Return the place of a global rank in this group; `name` and `what` go into the error."""
         try:
-            return self.ranks.index(operator.index(global_rank))
+            return self.ranks.index(as_index(global_rank))
         except (ValueError, TypeError):
             raise InvalidRank(
                 f"{name}: {what}={shown(global_rank)} is not in group '{self.name}', which has the ranks "

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from mpisgd.comm.arguments import check_text, shown
+from mpisgd.comm.arguments import as_index, check_text, shown
 from mpisgd.comm.diagnosis.waits import Hint, waiting_for
 from mpisgd.comm.dissemination import Dissemination
 from mpisgd.comm.farewell import end_operations
@@ -140,12 +140,17 @@ def close_group(group: Group) -> None:
 def _check_members(ranks: Sequence[int], size: int) -> list[int]:
     if not isinstance(ranks, Iterable) or isinstance(ranks, (str, bytes, Set, Tensor)):
         raise InvalidRank(f"new_group: ranks={shown(ranks)}; expected a list of ranks, whose order counts")
-    members = list(ranks)
-    for member in members:
-        if not isinstance(member, int) or not 0 <= member < size:
-            raise InvalidRank(
-                f"new_group: ranks={shown(members)}; {shown(member)} is not a rank of a job of {size}"
-            )
+    members = [_as_member(rank, size) for rank in ranks]
     if not members or len(set(members)) != len(members):
         raise InvalidRank(f"new_group: ranks={shown(members)}; expected at least one rank, and none twice")
     return members
+
+
+def _as_member(rank: object, size: int) -> int:
+    try:
+        member = as_index(rank)
+    except TypeError:
+        member = -1
+    if not 0 <= member < size:
+        raise InvalidRank(f"new_group: ranks has {shown(rank)} in it, which is not a rank of a job of {size}")
+    return member

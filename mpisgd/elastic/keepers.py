@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 
 from mpisgd.comm.collectives.objects import broadcast_object
-from mpisgd.elastic.snapshot import copy_tree
+from mpisgd.comm.snapshot import copy_tree
 from mpisgd.optim.broadcast import broadcast_optimizer_state, broadcast_parameters
 from mpisgd.optim.distributed import DistributedOptimizer
 

@@ -1,17 +1,18 @@
 """Arguments of Horovod's functions, looked at before anything is sent: what is wrong is named."""
 
-import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mpisgd.comm.arguments import shown
+from mpisgd.comm.arguments import as_index, shown
 from mpisgd.errors import UnsupportedTensor
 
 __all__ = [
     "as_number",
     "as_rank",
+    "as_ranks",
     "as_tensor",
     "as_tensors",
     "check_compression",
@@ -42,9 +43,21 @@ def as_tensors(kind: str, value: Any) -> list[Tensor]:
 def as_rank(kind: str, value: Any) -> int:
     """Return `value` as an integer, or raise ValueError."""
     try:
-        return operator.index(value)
+        return as_index(value)
     except TypeError:
         raise ValueError(f"{kind}: root_rank={shown(value)}; expected a rank of the job") from None
+
+
+def as_ranks(kind: str, what: str, values: Iterable[Any]) -> list[int]:
+    """Return the ranks in a list as integers, or raise ValueError."""
+    return [_in_list(kind, what, value) for value in values]
+
+
+def _in_list(kind: str, what: str, value: Any) -> int:
+    try:
+        return as_index(value)
+    except TypeError:
+        raise ValueError(f"{kind}: {what} has {shown(value)} in it; expected ranks") from None
 
 
 def as_number(kind: str, what: str, value: Any) -> float:

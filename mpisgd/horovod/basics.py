@@ -1,12 +1,12 @@
 """`init`, `shutdown`, who is who, and what this build can do."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from mpisgd.comm import job
 from mpisgd.horovod import state
+from mpisgd.horovod.arguments import as_ranks
 from mpisgd.horovod.engine.entry import Entry
 from mpisgd.horovod.process_sets import ProcessSet, add_process_set, global_process_set
 from mpisgd.horovod.submission import described
@@ -45,23 +45,23 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         process_sets: to be made at once. More can be made at any time, so "dynamic" changes nothing.
 
     Raises:
-        ValueError: two process sets of the same ranks.
+        ValueError: two process sets of the same ranks, or `comm` is a list with something else in it.
     """
     if isinstance(comm, list | tuple):
-        comm = _comm_of(comm)
+        comm = _comm_of(as_ranks("init", "comm", comm))
     state.start(comm)
     for process_set in () if process_sets in (None, "dynamic") else process_sets:
         add_process_set(process_set)
 
 
-def _comm_of(ranks: Sequence[int]) -> Any:
+def _comm_of(ranks: list[int]) -> Any:
     """Return the communicator of some of the processes that mpirun has started."""
     if not ranks:
         return None
     from mpisgd.comm.mpi import MPI, start
 
     start()
-    return MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.Get_group().Incl(list(ranks)))
+    return MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.Get_group().Incl(ranks))
 
 
 def shutdown() -> None:

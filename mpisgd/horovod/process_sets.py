@@ -1,12 +1,12 @@
 """Process sets: some ranks of the job with operations of their own, in the one order of all sets."""
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
 from mpisgd.comm import job
 from mpisgd.comm.arguments import shown
 from mpisgd.horovod import state
+from mpisgd.horovod.arguments import as_ranks
 
 __all__ = [
     "ProcessSet",
@@ -34,7 +34,7 @@ class ProcessSet:
         self.mpi_comm: Any = None
         self.ranks: list[int] | None = None
         if isinstance(ranks_or_comm, Sequence) and not isinstance(ranks_or_comm, str | bytes):
-            self.ranks = sorted(map(_as_rank, ranks_or_comm))
+            self.ranks = sorted(as_ranks("ProcessSet", "ranks_or_comm", ranks_or_comm))
         elif hasattr(type(ranks_or_comm), "Get_group"):
             self.mpi_comm = ranks_or_comm
         else:
@@ -80,13 +80,6 @@ class ProcessSet:
     def settle(self, set_id: int | None, ranks: Sequence[int]) -> None:
         """Take number and ranks; None: it was removed."""
         self.process_set_id, self.ranks = set_id, list(ranks)
-
-
-def _as_rank(rank: object) -> int:
-    try:
-        return operator.index(rank)  # type: ignore[arg-type]
-    except TypeError:
-        raise ValueError(f"ProcessSet: ranks_or_comm has {shown(rank)} in it; expected ranks") from None
 
 
 class _GlobalProcessSet(ProcessSet):

@@ -49,7 +49,7 @@ def check_in_sync(state: State, group: Group | None = None) -> None:
         CollectiveMismatch: names, shapes or dtypes differ between ranks.
         UnsupportedTensor: a tensor that has no values, or is on a device that is not known; found locally.
 
-    Cost: one pass over the tensors, 5 GB/s on one core of a CPU, and one small exchange.
+    Cost: one pass over the tensors, at best 4 GB/s on one core (AMD EPYC), and one small exchange.
     """
     check_tensors_in_sync(_entries(state), group_or_world(group))
 

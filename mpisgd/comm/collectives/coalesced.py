@@ -40,7 +40,8 @@ def all_reduce_coalesced(
     Collective: all ranks of `group` call it in the same order, with the same shapes and dtypes.
 
     Args:
-        tensors: dense tensors of one device, dtypes may be mixed; overwritten.
+        tensors: dense tensors of one device, dtypes may be mixed; overwritten. None at all on any rank, as of
+            a model without parameters, is nothing to send.
         op: see `all_reduce`; every dtype must have it.
         group: defaults to all processes of the job.
         async_op: return at once with a `Work`; leave the tensors alone until its `wait()`.
@@ -126,7 +127,10 @@ def all_gather_into_tensor_coalesced(
     group: Group | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Do `all_gather_into_tensor` for each pair of an output and an input; see there."""
+    """Do `all_gather_into_tensor` for each pair of an output and an input; see there.
+
+    No pairs at all, as of a model without parameters, are nothing to send; all ranks must have none.
+    """
     group = group_or_world(group)
     name = "all_gather_into_tensor_coalesced"
     pairs = _pairs(name, output_tensors, input_tensors)
@@ -154,7 +158,10 @@ def reduce_scatter_tensor_coalesced(
     group: Group | None = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Do `reduce_scatter_tensor` for each pair of an output and an input; see there."""
+    """Do `reduce_scatter_tensor` for each pair of an output and an input; see there.
+
+    No pairs at all are nothing to send; all ranks must have none.
+    """
     group = group_or_world(group)
     name = "reduce_scatter_tensor_coalesced"
     pairs = _pairs(name, output_tensors, input_tensors)

@@ -24,7 +24,7 @@ USUAL: dict[str, Predicate] = {
     "prescale_factor": lambda value: number(value),
     "postscale_factor": lambda value: number(value),
     "process_set": lambda value: False,
-    "root_rank": lambda value: isinstance(value, int) and 0 <= value < mpisgd.size(),
+    "root_rank": lambda value: junk.rank_of(mpisgd.size())(value),
     "obj": junk.anything,
     "splits": lambda value: value is None or counts(value),
     "mark_cycles": flag,

@@ -49,6 +49,7 @@ SAMPLES: dict[str, Callable[[], Any]] = {
     "bytes": lambda: b"nonsense",
     "empty list": list,
     "list of None": lambda: [None],
+    "list of True": lambda: [True],
     "list of floats": lambda: [0.5, math.nan],
     "list of lists": lambda: [[0]],
     "list of tensors": lambda: [torch.ones(7)],
@@ -108,7 +109,7 @@ def flag(value: Any) -> bool:
 
 
 def rank_of(size: int) -> Predicate:
-    return lambda value: isinstance(value, int) and 0 <= value < size
+    return lambda value: integer(value) and not isinstance(value, bool) and 0 <= value < size
 
 
 def positive(value: Any) -> bool:
@@ -153,6 +154,10 @@ def tensor_like(numel: int, dtype: torch.dtype, *, output: bool = False) -> Pred
 
 def either(*predicates: Predicate) -> Predicate:
     return lambda value: any(predicate(value) for predicate in predicates)
+
+
+def empty_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and not value
 
 
 def anything(value: Any) -> bool:

@@ -21,6 +21,7 @@ import mpisgd.data
 from mpisgd import checkpoint, elastic
 
 NUMEL = 4
+NO_SUCH = "no_such_argument"
 FLOAT = torch.float32
 
 
@@ -34,6 +35,7 @@ class Call:
         takes: of an argument, whether a value that looks like junk is none.
         said_as: of an argument, what else an error may call it: the part that was wrong.
         together: arguments whose junk all ranks find out together, so that one rank alone would wait.
+        none_at_all: arguments that are right where all of them are empty lists.
         min_size: ranks without which there are no right arguments.
     """
 
@@ -42,6 +44,7 @@ class Call:
     takes: Mapping[str, Predicate] = field(default_factory=dict)
     said_as: Mapping[str, str] = field(default_factory=dict)
     together: tuple[str, ...] = ()
+    none_at_all: tuple[str, ...] = ()
     min_size: int = 1
 
     def is_right(self, name: str, value: Any) -> bool:
@@ -49,6 +52,16 @@ class Call:
         takes = self.takes.get(name) or USUAL.get(name)
         assert takes is not None, f"say in the table what {self.function.__name__}({name}=) takes"
         return takes(value)
+
+    def mistakes(self, drawn: Mapping[str, Any]) -> dict[str, Any]:
+        """What of some arguments is wrong; a name that there is not always is."""
+        none = all(name in drawn and junk.empty_list(drawn[name]) for name in self.none_at_all)
+        right = self.none_at_all if none else ()
+        return {
+            name: value
+            for name, value in drawn.items()
+            if name == NO_SUCH or (name not in right and not self.is_right(name, value))
+        }
 
 
 # What an argument of this name takes, unless the function has more to say.
@@ -186,6 +199,7 @@ CALLS: dict[str, Call] = {
         lambda: {"output_tensors": [joined()], "input_tensors": [ones()]},
         {"output_tensors": lambda _: False, "input_tensors": lambda _: False},
         {"input_tensors": "output_tensor", "output_tensors": "output_tensor"},
+        none_at_all=("output_tensors", "input_tensors"),
     ),
     "reduce_scatter": Call(
         mpisgd.reduce_scatter,
@@ -204,6 +218,7 @@ CALLS: dict[str, Call] = {
         lambda: {"output_tensors": [ones()], "input_tensors": [joined()]},
         {"output_tensors": lambda _: False, "input_tensors": lambda _: False},
         {"input_tensors": "input", "output_tensors": "input"},
+        none_at_all=("output_tensors", "input_tensors"),
     ),
     "all_to_all": Call(
         mpisgd.all_to_all,
@@ -343,8 +358,14 @@ CALLS: dict[str, Call] = {
         checkpoint.save,
         lambda: {"folder": nowhere(), "step": 1, "x": 1},
         {"folder": junk.text, "step": junk.natural, "keep_last": either(nothing, positive_int), "rng": flag},
+        said_as={NO_SUCH: nowhere()},  # the name of one more value: only the folder is wrong
     ),
-    "load": Call(checkpoint.load, lambda: {"path": nowhere()}, {"path": junk.text, "rng": flag}),
+    "load": Call(
+        checkpoint.load,
+        lambda: {"path": nowhere()},
+        {"path": junk.text, "rng": flag},
+        said_as={NO_SUCH: nowhere()},  # the name of one more object
+    ),
     "latest": Call(checkpoint.latest, lambda: {"folder": nowhere()}, {"folder": junk.text}),
     "Writer": Call(
         checkpoint.Writer,

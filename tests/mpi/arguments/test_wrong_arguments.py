@@ -14,7 +14,7 @@ from horovod_calls import CALLS as HOROVOD_CALLS
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from public_calls import CALLS as OWN_CALLS
-from public_calls import NOT_CALLED, WITHOUT_ARGUMENTS, Call
+from public_calls import NO_SUCH, NOT_CALLED, WITHOUT_ARGUMENTS, Call
 from verdicts import everyone, same_on_all_ranks
 
 import mpisgd
@@ -24,7 +24,6 @@ import mpisgd.elastic
 import mpisgd.horovod as hvd
 
 CALLS = {**OWN_CALLS, **HOROVOD_CALLS}
-NO_SUCH = "no_such_argument"
 
 # Every rank draws the same: no clock, no memory of earlier runs, and no shrinking, which follows outcomes.
 ALIKE = settings(
@@ -34,6 +33,14 @@ ALIKE = settings(
     phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
+
+
+@pytest.fixture(autouse=True)
+def working_folder(tmp_path, monkeypatch):
+    """Junk that was taken for the name of a file would leave it here."""
+    monkeypatch.chdir(tmp_path)
+    yield
+    assert not list(tmp_path.iterdir())
 
 
 def complaint(call: Call, wrong: dict[str, Any]) -> str | None:
@@ -117,9 +124,7 @@ def test_any_junk_in_any_arguments(call, num_examples):
     @settings(ALIKE, max_examples=num_examples)
     @given(st.dictionaries(st.sampled_from([*arguments(call), NO_SUCH]), junk.random_junk(), min_size=1))
     def try_out(drawn: dict[str, Any]) -> None:
-        wrong = {
-            arg: value for arg, value in drawn.items() if arg == NO_SUCH or not call.is_right(arg, value)
-        }
+        wrong = call.mistakes(drawn)
         drawn_here.update(repr(sorted(wrong)).encode())
         if wrong and (answer := complaint(call, wrong)):
             complaints.append(answer)

@@ -63,7 +63,7 @@ def test_the_next_save_waits_and_uses_the_memory_again(folder: Path, held: threa
         rooms = []
         for step in range(4):
             assert writer.save(step, model=model, rest={"step": torch.tensor(step)})
-            rooms.append({name: room.data_ptr() for name, room in writer._snapshot._room.items()})
+            rooms.append({name: room.data_ptr() for name, room in writer._snapshot.items()})
     assert rooms[0] == rooms[3]
     assert (rooms[0] != {}) == (mpisgd.rank() == 0)
     assert names(folder) == ["step-00000002.safetensors", "step-00000003.safetensors"]

@@ -6,7 +6,7 @@ import collections
 
 import torch
 
-from mpisgd.elastic.snapshot import copy_tree
+from mpisgd.comm.snapshot import copy_tree
 
 
 def nested():
