@@ -8,7 +8,7 @@ import importlib
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -17,7 +17,17 @@ if TYPE_CHECKING:
     from mpisgd.comm.handshake import Operation
     from mpisgd.comm.mpi import Wire
 
-__all__ = ["Observed", "Sink", "Track", "abandon", "blocked", "flush", "purpose", "start_recorder"]
+__all__ = [
+    "Observed",
+    "Sink",
+    "Track",
+    "abandon",
+    "blocked",
+    "flush",
+    "holding",
+    "purpose",
+    "start_recorder",
+]
 
 # A plug-in, found by its name: it is made of what is in here, and lies above it.
 RECORDER = "mpisgd.timeline.session"
@@ -92,6 +102,20 @@ def _with_purpose(cat: str, name: str) -> Iterator[None]:
         _purpose.given = DIRECT
 
 
+def holding(contents: Callable[[], Mapping[str, Any]]) -> contextlib.AbstractContextManager[None]:
+    """Record this thread's operations with further arguments: what is in the tensors that they move."""
+    return contextlib.nullcontext() if sink is None else _with_contents(contents())
+
+
+@contextlib.contextmanager
+def _with_contents(contents: Mapping[str, Any]) -> Iterator[None]:
+    _purpose.contents = contents
+    try:
+        yield
+    finally:
+        _purpose.contents = {}
+
+
 def blocked(name: str) -> contextlib.AbstractContextManager[None]:
     """Note that the program waits for `name` meanwhile, and does nothing else."""
     if sink is None or threading.current_thread().name.startswith(OUR_THREADS):
@@ -136,6 +160,7 @@ class Observed:
             "bytes": _nbytes(tensors, operation),
             "way": way if algorithm == operation.extra else algorithm,
             "async": async_op,
+            **getattr(_purpose, "contents", {}),
         }
 
     def begins(self) -> None:

@@ -68,12 +68,17 @@ def _launchers_folder(env: Mapping[str, str]) -> Path | None:
 
 
 def mark(folder: Path) -> None:
-    """Write into a launcher's folder whose it is; nothing if that is not possible."""
+    """Write into a launcher's folder whose it is; nothing if that is not possible.
+
+    Other jobs may read it at any moment, so the mark is there as a whole or not at all.
+    """
     pid = folder.name.removeprefix(FOLDER)
+    draft = folder / f"{MARK}.{os.getpid()}"
     with contextlib.suppress(OSError):
-        descriptor = os.open(folder / MARK, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with open(descriptor, "w") as file:
             file.write(f"{_machine()}\n{_start_of(pid)}\n")
+        draft.replace(folder / MARK)
 
 
 def sweep(parent: Path) -> None:
@@ -91,8 +96,9 @@ def _is_ours(folder: Path) -> bool:
 
 def _is_abandoned(folder: Path) -> bool:
     """Return whether the launcher that a mark names has ended: one of this machine, that is."""
-    machine, start = (folder / MARK).read_text().splitlines()
-    return machine == _machine() and start != _start_of(folder.name.removeprefix(FOLDER))
+    machine, _, start = (folder / MARK).read_text(errors="replace").partition("\n")
+    whole = start.endswith("\n")  # what is not was being written when its job was killed, or is none of ours
+    return whole and machine == _machine() and start.strip() != _start_of(folder.name.removeprefix(FOLDER))
 
 
 def _machine() -> str:

@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mpisgd.comm import events
 from mpisgd.comm.gpu.runtime import on_device
+from mpisgd.fusion.contents import contents
 from mpisgd.fusion.kinds import SPARSE
 from mpisgd.fusion.solo import not_twice
 from mpisgd.horovod import handles, submission
@@ -220,8 +222,14 @@ class GradientExchange:
             postscale=postscale,
             about=self._plan.about,
         )
-        handle = submission.submit(Entry(request, wires, wires))
+        told = None if events.sink is None else self._contents(places)
+        handle = submission.submit(Entry(request, wires, wires, contents=told))
         self._round.sent.append(_Sent(places, handle, wires, [context for _, context in pairs]))
+
+    def _contents(self, places: Sequence[int]) -> dict[str, Any]:
+        """Return whose gradients are in some buckets, for the timeline."""
+        indices = [index for place in places for index in self._plan.loads[place].bucket.indices]
+        return contents((self._names[index], self._params[index]) for index in indices)
 
     def _loaded(self, place: int) -> Tensor:
         """Bring this rank's gradients into a bucket, and return what travels."""

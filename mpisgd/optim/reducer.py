@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mpisgd.comm import events
 from mpisgd.comm.arguments import check_flag, check_positive, shown
 from mpisgd.comm.buffers import dtype_name
 from mpisgd.comm.collectives.all_reduce import choose_algorithm, reduce_tensor
@@ -29,6 +30,7 @@ from mpisgd.comm.handshake import Operation
 from mpisgd.comm.work import Work
 from mpisgd.compress.cast import Compressor
 from mpisgd.errors import InvalidArgument
+from mpisgd.fusion.contents import contents
 from mpisgd.fusion.kinds import DENSE, NONFINITE, SPARSE
 from mpisgd.fusion.solo import not_twice
 from mpisgd.optim.finite import are_finite, marked, raise_for
@@ -233,7 +235,8 @@ class GradientReducer:
         )
         if (factor := self.recipe.predivide_factor) != 1.0:
             flat.div_(factor)  # before the others may look at it
-        work = self._send_direct(operation, flat) or self._send(operation, flat, carrier, flight)
+        with events.holding(lambda: contents(self.named[index] for index in carrier.bucket.indices)):
+            work = self._send_direct(operation, flat) or self._send(operation, flat, carrier, flight)
         flight.launched.append(work)
 
     @property

@@ -113,9 +113,11 @@ class Carrier:
             if record is None:
                 perform(requests, entries, group, self._memory)
             else:
-                nbytes = [0 if entry is None else entry.nbytes for entry in entries]
+                own = [
+                    {"bytes": entry.nbytes, **entry.contents} if entry else {"bytes": 0} for entry in entries
+                ]
                 perform(requests, entries, group, self._memory, record.step)
-                record.ends(nbytes)
+                record.ends(own)
         self._watchdog.leave()
 
     def _change_sets(self, request: Request, entry: Entry | None) -> None:

@@ -9,7 +9,7 @@ the thread that carries operations out:
 """
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -32,6 +32,7 @@ class Entry:
         inputs: this rank's tensors; unchanged, except where they are outputs too.
         outputs: where results go whose shape is known: the inputs themselves for what is done in place.
         splits: rows for each member (alltoall).
+        contents: what a timeline tells of the tensors besides.
         finish: makes the result out of what the operation has left; runs on the thread that takes it.
 
     Attributes:
@@ -46,12 +47,14 @@ class Entry:
         outputs: Sequence[Tensor] = (),
         *,
         splits: Sequence[int] | None = None,
+        contents: Mapping[str, Any] | None = None,
         finish: Callable[[Any], Any] | None = None,
     ) -> None:
         self.request = request
         self.inputs = inputs
         self.outputs = outputs
         self.splits = splits
+        self.contents = contents or {}
         self.finish = finish
         self.result: Any = None
         self.error: BaseException | None = None

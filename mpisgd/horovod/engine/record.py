@@ -1,7 +1,8 @@
 """What the engine tells a recorder: for each tensor when it was negotiated, queued, copied and moved."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from mpisgd.comm import events
 from mpisgd.comm.group import Group
@@ -88,11 +89,11 @@ class Batch:
         """What follows has this name, until the next step or the end."""
         self._steps.append((name, time.monotonic_ns()))
 
-    def ends(self, nbytes: Sequence[int]) -> None:
+    def ends(self, own: Sequence[Mapping[str, Any]]) -> None:
         """All are done.
 
         Args:
-            nbytes: of each operation.
+            own: of each operation, what this rank had in it.
         """
         sink = events.sink
         if sink is None:
@@ -101,7 +102,7 @@ class Batch:
         ends = [begin_ns for _, begin_ns in self._steps[1:]] + [end_ns]
         steps = [(name, begin, end) for (name, begin), end in zip(self._steps, ends, strict=True)]
         together = len(self._negotiated)
-        for (request, own_ns, first_ns, number), size in zip(self._negotiated, nbytes, strict=True):
+        for (request, own_ns, first_ns, number), mine in zip(self._negotiated, own, strict=True):
             kind = request.kind.upper()
             phases = [
                 (request.label, first_ns, end_ns),
@@ -113,7 +114,7 @@ class Batch:
             args = {
                 "operation": request.kind,
                 "number": number,
-                "bytes": size,
+                **mine,
                 "process_set": request.set_id,
                 "ranks": self._group.size,
                 "plane": _plane_of(self._group),

@@ -154,3 +154,47 @@ def test_negotiated_operations_show_what_they_wait_for(path, asking):
         if r < size - 1:
             assert args["negotiate_us"] > 50_000
     assert len(set(sums.values())) == 1
+
+
+def seven_layers() -> torch.nn.Module:
+    return torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(7)))
+
+
+def train_a_step(opt: torch.optim.Optimizer, model: torch.nn.Module) -> None:
+    model(torch.full((2, 4), float(mpisgd.rank()))).sum().backward()
+    opt.step()
+
+
+def groups_of_gradients(found: list[dict], rank: int) -> list[dict]:
+    """The arguments of one rank's reductions of gradients."""
+    mine = [event for event in found if event["pid"] == rank and event["name"].startswith("gradients")]
+    return [event["args"] for event in mine if "parameters" in event.get("args", ())]
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("face", ["native", "horovod"])
+def test_a_group_of_gradients_tells_whose_they_are(path, face):
+    """The first few names with their bytes, and how many there are; with Horovod's API as with ours."""
+    model, kind = seven_layers(), mpisgd if face == "native" else hvd
+    options = {"bucket_cap_bytes": 200} if face == "native" else {"groups": 2}
+    if face == "horovod":
+        hvd.init()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    opt = kind.DistributedOptimizer(sgd, model.named_parameters(), **options)
+    mpisgd.start_timeline(path)
+    train_a_step(opt, model)
+    mpisgd.stop_timeline()
+    found = recorded(path)
+    if face == "horovod":
+        hvd.shutdown()
+    sizes = {name: param.nbytes for name, param in model.named_parameters()}
+    for rank in range(mpisgd.size()):
+        groups = groups_of_gradients(found, rank)
+        assert sum(group["num_parameters"] for group in groups) == len(sizes)
+        assert len(groups) > 1 if face == "native" else len(groups) == 1
+        for group in groups:
+            assert len(group["parameters"]) == min(5, group["num_parameters"])
+            assert group["parameters"].items() <= sizes.items()
+            assert group["bytes"] >= sum(group["parameters"].values())
+    first = [groups_of_gradients(found, rank) for rank in range(mpisgd.size())]
+    assert all([g["parameters"] for g in each] == [g["parameters"] for g in first[0]] for each in first)
