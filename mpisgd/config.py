@@ -48,11 +48,10 @@ SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", SLURM_STEP_VARIABLE, "SLUR
 
 DEFAULT_TIMEOUT_S = 1800.0
 DEFAULT_STALL_WARNING_S = 60.0
-# A thread of MPI's own sends them, whatever the program does; a host is lost when none has come for the
-# time-out. Those who notice it tell the others, who could not agree on what to do otherwise.
+# A host is lost when none has come for the time-out; see `mpisgd.comm.pulse` for who sends them. Those who
+# notice it tell the others, who could not agree on what to do otherwise.
 HEARTBEAT = {
     "OMPI_MCA_mpi_ft_detector": "1",
-    "OMPI_MCA_mpi_ft_detector_thread": "1",
     "OMPI_MCA_mpi_ft_detector_period": "1",
     "OMPI_MCA_mpi_ft_detector_timeout": "10",
     "OMPI_MCA_mpi_ft_propagator_with_rbcast": "1",
@@ -166,6 +165,12 @@ def timeline(env: Mapping[str, str] = os.environ) -> str | None:
 def fault_tolerance(env: Mapping[str, str] = os.environ) -> bool:
     """Return whether Open MPI was told to outlive lost ranks (`mpirun --with-ft ulfm`)."""
     return env.get("OMPI_MCA_mpi_ft_enable", "").lower() in ("1", "true", "yes", "ulfm", "mpi")
+
+
+def heartbeats(env: Mapping[str, str] = os.environ) -> bool:
+    """Return whether Open MPI was told to tell dead hosts by their missing heartbeats."""
+    wanted = env.get("OMPI_MCA_mpi_ft_detector", "").lower() in ("1", "true", "yes")
+    return wanted and fault_tolerance(env)
 
 
 def cache_folder(env: Mapping[str, str] = os.environ) -> Path:

@@ -25,6 +25,7 @@ IN_MEMORY = tuple(moment for moment in MOMENTS if moment != "checkpoint")
 IN_A_STEP = tuple(moment for moment in IN_MEMORY if moment != "commit")
 SURVIVING = ("--with-ft", "ulfm")
 LIMIT_S = 120.0
+REPLACED_S = 40.0  # more for each rank that is replaced: Python, torch and MPI start, among much else
 KILLED = 137  # mpirun's, although the program has ended well: it waits for no host, and counts a spawned rank
 END_S = 30.0  # within which a job that cannot go on must have ended; most of it is its start
 
@@ -83,6 +84,7 @@ def survived(
     *,
     steps: int = STEPS,
     codes: Sequence[int] = (0,),
+    limit_s: float = LIMIT_S,
 ) -> Outcome:
     """Do faults to a run that must go to its end, with the losses of one without them.
 
@@ -93,9 +95,10 @@ def survived(
         command: the run.
         steps: how many it does.
         codes: the exit codes that mean success, of which mpirun has its own idea where ranks are lost.
+        limit_s: when it is taken to hang.
     """
     write(turn.folder / "plan.json", faults)
-    ended = run_job(command, LIMIT_S)
+    ended = run_job(command, limit_s)
     verdict = judge(read_events(turn.folder), expected(steps))
     wrong = [*verdict.wrong[:5], *_not_to_the_end(verdict, len(faults))]
     if ended.code not in codes:
@@ -185,7 +188,8 @@ def kill_in_a_row(turn: Round) -> Outcome:
         for i in range(1, turn.in_a_row + 1)
     ]
     command = _elastic(turn.folder, "--regrow", f"--steps={steps}")
-    return survived("kill-in-a-row", turn, faults, command, steps=steps, codes=(0, KILLED))
+    limit_s = LIMIT_S + REPLACED_S * turn.in_a_row
+    return survived("kill-in-a-row", turn, faults, command, steps=steps, codes=(0, KILLED), limit_s=limit_s)
 
 
 def kill_plain(turn: Round) -> Outcome:

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 from fault_executioner import Journal, Victim
+from fault_holdings import holdings
 
 if __name__ == "__main__":
     FOLDER = Path(sys.argv[1])
@@ -144,7 +145,7 @@ def train_elastically(training: Training) -> None:
 
     @mpisgd.elastic.run(regrow=options.regrow)
     def train(state: mpisgd.elastic.State) -> None:
-        JOURNAL.write("begin", step=state.step, rank=mpisgd.rank(), size=mpisgd.size())
+        JOURNAL.write("begin", step=state.step, rank=mpisgd.rank(), size=mpisgd.size(), holds=holdings())
         while state.step < options.steps:
             step = state.step
             training.one_step(step)

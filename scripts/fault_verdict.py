@@ -13,6 +13,9 @@ from typing import Any
 __all__ = ["Verdict", "judge", "read_events"]
 
 TOLERANCE = 1e-6
+# How much more of it a process may have at the end than in its first world: connections to ranks that have
+# come since, by TCP, which those of the beginning do not need.
+SPARE = {"memory": 0, "memory_bytes": 0, "of_mpi": 0, "files": 8}
 Event = dict[str, Any]
 
 
@@ -64,6 +67,7 @@ def judge(events: Sequence[Event], expected: Sequence[float]) -> Verdict:
     verdict.wrong += [text for event in steps if (text := _wrong_loss(event, expected))]
     verdict.sizes = _sizes(events)
     verdict.ended = sum(event["event"] == "end" for event in events)
+    verdict.wrong += _what_grew(events)
     for number, fault in enumerate(faults):
         until = faults[number + 1]["t"] if number + 1 < len(faults) else math.inf
         _judge_fault(verdict, fault, [event for event in events if event["t"] < until])
@@ -75,6 +79,20 @@ def _wrong_loss(event: Event, expected: Sequence[float]) -> str:
     if math.isclose(event["loss"], want, rel_tol=TOLERANCE, abs_tol=TOLERANCE):
         return ""
     return f"step {event['step']} on {event['size']} ranks: loss {event['loss']!r}, without faults {want!r}"
+
+
+def _what_grew(events: Sequence[Event]) -> list[str]:
+    """Shared memory and open files that a process has more of, the more losses it has survived."""
+    held: dict[int, list[dict[str, int]]] = defaultdict(list)
+    for event in events:
+        if "holds" in event:
+            held[event["pid"]].append(event["holds"])
+    return [
+        f"process {pid} survived {len(times) - 1} losses: it has {what} {times[-1][what]}, before {first}"
+        for pid, times in held.items()
+        for what, more in SPARE.items()
+        if times[-1][what] > (first := times[0][what]) + more
+    ]
 
 
 def _sizes(events: Sequence[Event]) -> list[int]:

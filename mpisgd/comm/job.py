@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mpisgd import config
-from mpisgd.comm import events, waiting
+from mpisgd.comm import events, pulse, waiting
 from mpisgd.comm.arguments import check_positive, shown
 from mpisgd.comm.costs.find import find_costs
 from mpisgd.comm.diagnosis.guard import limit_by_signal, within
@@ -51,6 +51,7 @@ __all__ = [
     "group_or_world",
     "init",
     "is_initialized",
+    "let_go",
     "local_rank",
     "local_size",
     "node_rank",
@@ -93,6 +94,7 @@ class Job:
 
 
 _job: Job | None = None
+_left: Job | None = None  # by `shutdown()`
 _exit_registered = False
 
 
@@ -157,6 +159,8 @@ def _start(comm: "MPI.Intracomm | None", num_threads: int | None, limit_s: float
         defaults = config.set_mpi_defaults()
     mpi = _load_mpi()
     mpi.start()
+    if config.heartbeats() and mpi.thread_level() == "MULTIPLE":
+        pulse.start(mpi.progress)
     wire = mpi.Wire((comm or mpi.MPI.COMM_WORLD).Dup())
     wishes = wire.all_gather_object((wanted_gpu, config.timeline()))
     wanted_gpu = agree_on_wanted([gpu for gpu, _ in wishes])
@@ -249,6 +253,11 @@ def give_up(reason: str) -> Job:
 def revoke_all() -> None:
     """End whatever goes on between the ranks; see `mpisgd.comm.mpi`."""
     _load_mpi().revoke_all()
+
+
+def let_go() -> None:
+    """Free the memory of what was given up and is over; see `mpisgd.comm.mpi`."""
+    _load_mpi().let_go()
 
 
 def parent_wire() -> "Wire | None":
@@ -434,7 +443,7 @@ def shutdown() -> None:
         CollectiveMismatch: another rank is not leaving but in the middle of an operation.
         CollectiveTimeout: another rank did not come, now or at an earlier operation.
     """
-    global _job
+    global _job, _left
     job = _job
     if job is None:
         return
@@ -456,23 +465,23 @@ def shutdown() -> None:
             group.close()
     job.hooks.close()
     job.hooks.remove()
-    _job = None
+    _job, _left = None, job
 
 
 def _leave() -> None:
     """At the end of the process: a clean exit if all ranks are leaving, the end of the job otherwise."""
-    job = _job
+    job = _job or _left
     if job is None or job.world.pid != os.getpid():
         return
     try:
-        shutdown()
+        shutdown()  # unless the program has done so
     except MpisgdError as exc:  # MPI's own finalize would wait for ever for what is still under way
         job.hooks.fail(exc)
+    pulse.stop()
     local_rank = job.world.known_topology.local_rank
     if job.stranded:
         end_stranded(local_rank)
-    heartbeats = config.fault_tolerance() and job.world.known_topology.num_nodes > 1
-    if job.bereft or heartbeats:
+    if job.bereft:
         end_bereft(local_rank)
     elif job.world.size > 1:
         limit_by_signal(job.timeout_s)

@@ -288,7 +288,7 @@ class MessageWork(Work):
         """End this message without its being through; MPI may still write to its memory, which is kept."""
         with self._lock:
             if not self._done:
-                self._mailbox.wire.abandoned.append((self._request, self._memory))
+                self._mailbox.wire.abandon([self._request], self._memory)
                 self._error = error
                 self._finish()
 

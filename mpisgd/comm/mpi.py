@@ -28,8 +28,10 @@ from mpisgd.errors import MpiFailed, MpisgdError, PeerLost, ShapeMismatch, Unsup
 __all__ = [
     "MPI",
     "Wire",
+    "let_go",
     "library_version",
     "parent",
+    "progress",
     "revoke_all",
     "start",
     "survives_losses",
@@ -116,6 +118,28 @@ def revoke_all() -> None:
         wire.revoke()
 
 
+def progress() -> None:
+    """Let MPI do what is to be done, messages and heartbeats; nothing where it has ended."""
+    if not MPI.Is_finalized():
+        MPI.COMM_SELF.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+
+
+def let_go() -> None:
+    """Free the memory of requests that were given up, as far as MPI is done with it."""
+    _abandoned[:] = [entry for entry in _abandoned if not _are_over(entry[0])]
+
+
+def _are_over(requests: Sequence[MPI.Request]) -> bool:
+    return all(_is_over(request) for request in requests)
+
+
+def _is_over(request: MPI.Request) -> bool:
+    try:
+        return request.Test()
+    except MPI.Exception as exc:
+        return exc.Get_error_class() != getattr(MPI, "ERR_PROC_FAILED_PENDING", MPI.UNDEFINED)
+
+
 def parent() -> "Wire | None":
     """Return the way to the ranks that have spawned this process; None where `mpirun` has started it."""
     comm = MPI.Comm.Get_parent()
@@ -194,6 +218,8 @@ def _wrapped(
 
 
 _wires: "weakref.WeakSet[Wire]" = weakref.WeakSet()
+# Requests that were given up, with their memory, which MPI may write to even when their wire is no more.
+_abandoned: list[tuple[list[MPI.Request], object]] = []
 
 
 class Wire:
@@ -206,7 +232,6 @@ class Wire:
         sent_bytes: payload handed to MPI's point-to-point sends by this rank.
         sent_messages: number of those sends.
         calls: how often each of MPI's own collectives was called.
-        abandoned: requests that were given up, with their memory, which MPI may still write to.
         global_ranks: what its ranks are called in messages: the job's ranks.
     """
 
@@ -218,7 +243,6 @@ class Wire:
         self.sent_bytes = 0
         self.sent_messages = 0
         self.calls: Counter[str] = Counter()
-        self.abandoned: list[Any] = []
         self.tag_limit: int = comm.Get_attr(MPI.TAG_UB) or 32767
         _wires.add(self)
 
@@ -378,6 +402,10 @@ class Wire:
         if not self.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
             return None
         return status.Get_source(), status.Get_tag(), status.Get_count(MPI.BYTE)
+
+    def abandon(self, requests: Sequence[MPI.Request], memory: object) -> None:
+        """Give requests up. MPI may still write to their memory, which is kept until `let_go`."""
+        _abandoned.append((list(requests), memory))
 
     @_wrapped("Startall")
     def start(self, requests: list[MPI.Prequest]) -> None:

@@ -3,8 +3,7 @@
 Open MPI 5.0 counts the ranks of a host that does not answer any more among those that still run, and its
 finalize meets them. So the ranks leave without it, and the one that `mpirun` has started itself ends that.
 Where single ranks were lost finalize works, as a rule: after the loss of one that had replaced another it
-now and then does not return. Where hosts send each other heartbeats it never does, lost ranks or not: Open
-MPI 5.0.11 waits for the thread that sends them.
+now and then does not return.
 """
 
 import contextlib

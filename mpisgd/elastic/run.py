@@ -1,6 +1,7 @@
 """`run`: a training function that goes on with the ranks that are left when one is lost."""
 
 import functools
+import gc
 import sys
 import time
 import warnings
@@ -96,7 +97,7 @@ def _check(func: Any, min_ranks: Any, max_ranks: Any, regrow: Any) -> None:
 
 def _until_done(call: Callable[[], Any], state: State, terms: Terms, newcomer: bool) -> Any:
     """Call until it returns on every rank that is left."""
-    prepare: Callable[[], None] = functools.partial(state.resume, True) if newcomer else state.begin
+    prepare: Callable[[], None] = functools.partial(_resume, state, True) if newcomer else state.begin
     while True:
         try:
             prepare()
@@ -107,9 +108,16 @@ def _until_done(call: Callable[[], Any], state: State, terms: Terms, newcomer: b
                 raise
             lost = recover(str(exc), terms)
             _tell(lost)
-            prepare = functools.partial(state.resume, lost.newcomers > 0)
+            prepare = functools.partial(_resume, state, lost.newcomers > 0)
         else:
             return result
+
+
+def _resume(state: State, newcomers: bool) -> None:
+    """Put back the last commit in the new world, and give back the memory of the old one."""
+    state.resume(newcomers)
+    jobs.let_go()
+    gc.collect()  # it hangs in cycles: some 10 MB for each loss, until Python happens to look, if ever
 
 
 def _end_together() -> None:

@@ -95,14 +95,23 @@ def test_ranks_of_another_host_that_do_not_come_are_named_with_what_they_do_inst
 
 
 def test_a_job_with_heartbeats_between_its_hosts_that_loses_nobody_ends_well():
+    """Also where nobody calls MPI for longer than the hosts' patience, between two worlds of the job."""
     code = """
+        import time
         import torch
         import mpisgd
         mpisgd.init()
         mpisgd.all_reduce(torch.ones(10))
-        print("done", flush=True)
+        rank = mpisgd.rank()
+        mpisgd.shutdown()
+        time.sleep(4 + rank)
+        mpisgd.init()
+        total = torch.tensor([float(rank + 1)])
+        mpisgd.all_reduce(total)
+        print("done", total.item(), flush=True)
+        mpisgd.shutdown()
     """
     started = time.monotonic()
-    done = run_code("1,1", code, options="--with-ft ulfm")
-    assert (done.returncode, done.stdout.split()) == (0, ["done"] * 2), done.stderr
+    done = run_code("1,1", code, options="--with-ft ulfm --mca mpi_ft_detector_timeout 3")
+    assert (done.returncode, done.stdout.splitlines()) == (0, ["done 3.0"] * 2), done.stderr
     assert time.monotonic() - started < 60

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import random
 
 import pytest
+from fault_holdings import holdings
 from fault_plan import MAX_DELAY_S, MOMENTS, Fault, draw, read, write
 from fault_verdict import judge, read_events
 
@@ -108,6 +111,29 @@ def test_a_new_start_must_know_what_was_saved():
     story = Story().begin(0, 2).steps(0, 1).tell("saved", 1, step=2).tell("fault", 9, kind="kill")
     story.tell("begin", 7, step=0, size=2)
     assert judge(story.events, LOSSES).wrong == ["went on from step 0, although step 2 was kept"]
+
+
+def test_memory_that_grows_with_the_losses_is_told():
+    """One process keeps what it had in its first world, two losses long, the other does not."""
+    kept = {"memory": 2, "memory_bytes": 9000, "of_mpi": 4, "files": 25, "sockets": 3}
+    story = Story()
+    for loss in range(3):
+        story.tell("begin", 1, step=0, size=2, holds={**kept, "files": 25 + 4 * loss})
+        story.tell("begin", 2, step=0, size=2, holds={**kept, "memory": 2 + 3 * loss})
+    assert judge(story.events, LOSSES).wrong == ["process 2 survived 2 losses: it has memory 8, before 2"]
+
+
+def test_what_is_held_counts_memory_that_is_mapped_and_files_that_are_open():
+    before = holdings()
+    descriptor = os.memfd_create("counted")
+    os.ftruncate(descriptor, 8192)
+    with mmap.mmap(descriptor, 8192):
+        during = holdings()
+    os.close(descriptor)
+    assert during["memory"] - before["memory"] == 1
+    assert during["memory_bytes"] - before["memory_bytes"] == 8192
+    assert during["files"] - before["files"] == 2, "Python's mmap keeps a descriptor of its own"
+    assert holdings() == before
 
 
 def test_half_a_line_of_a_process_that_was_killed_is_left_out(tmp_path):

@@ -56,8 +56,13 @@ class Link:
         requests: list[MPI.Request] = [self._wire.irecv(tensor, src, TAG) for src, tensor in receives]
         requests += [self._wire.isend(tensor, dst, TAG) for dst, tensor in sends]
         patience = Patience(self._timeout_s)
-        if not patience.wait_for(lambda: self._wire.poll(requests)):
-            self._wire.abandoned.append((requests, sends, receives))
+        in_time = False
+        try:
+            in_time = patience.wait_for(lambda: self._wire.poll(requests))
+        finally:  # a lost rank ends the wait, too
+            if not in_time:
+                self._wire.abandon(requests, (sends, receives))
+        if not in_time:
             names, seen = self._wire.global_ranks, f": {patience.verdict}" if patience.verdict else ""
             partners = sorted({names[rank] for rank, _ in sends + receives})
             raise CollectiveTimeout(

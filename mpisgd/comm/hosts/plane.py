@@ -294,10 +294,14 @@ class HostsPlane:
         doze: Callable[[float], bool] | None = None,
     ) -> None:
         """Wait in the middle of an operation; `requests`: what is given up when the time limit passes."""
-        if ready() or Patience(self._timeout_s).wait_for(ready, doze):
+        in_time = False
+        try:
+            in_time = ready() or Patience(self._timeout_s).wait_for(ready, doze)
+        finally:
+            if not in_time and requests is not None:
+                self._wire.abandon(requests, list(self._under_way))
+        if in_time:
             return
-        if requests is not None:
-            self._wire.abandoned.append((requests, list(self._under_way)))
         names = self._wire.global_ranks
         others = [rank for _, rank in self._speaker.others]
         if requests is None:
