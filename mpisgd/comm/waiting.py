@@ -6,7 +6,6 @@ at once if cores are scarce), and raise when the time limit is over.
 """
 
 import os
-import threading
 import time
 from collections.abc import Callable
 
@@ -138,7 +137,8 @@ class Patience:
                     if not noted:
                         waits.note(self, self.started, self.limit_s, about)
                         noted = True
-                    self._hear_verdict()
+                    if (error := waits.verdict(self.started)) is not None:
+                        raise error
                 if _crowded and waited >= YIELD_S and doze is not None and doze(_pause(waited, NAP_S)):
                     continue
                 if waited >= SPIN_S:
@@ -149,13 +149,6 @@ class Patience:
         finally:
             if noted:
                 waits.forget(self)
-
-    def _hear_verdict(self) -> None:
-        """Raise where it has been found out that this wait can never end."""
-        since_s, error = waits.condemned.get(threading.get_ident(), (0.0, None))
-        if error is not None and since_s == self.started:
-            del waits.condemned[threading.get_ident()]
-            raise error
 
 
 def _pause(waited_s: float, shortest_s: float) -> float:

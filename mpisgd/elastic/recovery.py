@@ -12,6 +12,7 @@ Source: Bland, Bouteiller, Herault, Bosilca and Dongarra 2013, "Post-failure rec
 capability".
 """
 
+import gc
 import os
 import sys
 import threading
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from mpisgd.comm.mpi import Wire
     from mpisgd.comm.topology import Topology
 
-__all__ = ["Recovered", "recover"]
+__all__ = ["Recovered", "free_what_is_over", "recover", "tell"]
 
 MINORITY_EXIT_CODE = 75  # as sysexits.h has it for what may work another time
 
@@ -137,6 +138,31 @@ def _judge(before: "Topology", left: list[int], terms: Terms) -> None:
         )
     if len(left) < terms.min_ranks:
         raise JobError(f"elastic: {who}; min_ranks={terms.min_ranks}", MINORITY_EXIT_CODE)
+
+
+def free_what_is_over() -> None:
+    """Give back the memory of worlds that are no more, once nothing of them is in use."""
+    jobs.let_go()
+    gc.collect()  # it hangs in cycles: some 10 MB for each loss, until Python happens to look, if ever
+
+
+def tell(recovered: Recovered, speaker: str = "mpisgd") -> None:
+    """Let the user know what became of a loss; by rank 0.
+
+    Args:
+        recovered: see `recover`.
+        speaker: whose the words are.
+    """
+    if jobs.rank() == 0:
+        lost = recovered.lost
+        who = f"rank {lost[0]} is" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))} are"
+        joined = f", {recovered.newcomers} of them new" if recovered.newcomers else ""
+        print(
+            f"{speaker}: elastic: {who} lost; {jobs.size()} ranks go on from the last commit{joined} "
+            f"(recovered in {recovered.took_s:.2f} s)",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _listed(ranks: list[int]) -> str:

@@ -1,8 +1,6 @@
 """`run`: a training function that goes on with the ranks that are left when one is lost."""
 
 import functools
-import gc
-import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -10,16 +8,14 @@ from typing import Any
 
 from mpisgd.comm import job as jobs
 from mpisgd.comm import waiting
-from mpisgd.comm.arguments import check_callable, check_flag, check_positive, shown
 from mpisgd.comm.handshake import Operation
-from mpisgd.elastic.recovery import Recovered, recover
-from mpisgd.elastic.regrow import Terms, is_newcomer, join
+from mpisgd.elastic.recovery import free_what_is_over, recover, tell
+from mpisgd.elastic.regrow import Terms, join
 from mpisgd.elastic.state import State
+from mpisgd.elastic.survivor import Face, Function, surviving
 from mpisgd.errors import InvalidArgument, JobError, PeerLost
 
 __all__ = ["run"]
-
-Function = Callable[..., Any]
 
 NOTICE_S = 0.5  # the sentinel needs less; an error may come before it has looked
 
@@ -63,51 +59,31 @@ def run(
             on (the majority does; of two halves the one with the lowest rank).
         StateLost: what only lost ranks had is gone.
     """
-    if func is None:
-        return functools.partial(run, min_ranks=min_ranks, max_ranks=max_ranks, regrow=regrow)
-    _check(func, min_ranks, max_ranks, regrow)
-
-    @functools.wraps(func)
-    def survivor(state: State, *args: Any, **options: Any) -> Any:
-        if not isinstance(state, State):
-            raise InvalidArgument(
-                f"elastic.run: the first argument of {func.__name__} is {type(state).__name__}; expected "
-                "an mpisgd.elastic.State"
-            )
-        newcomer = is_newcomer()
-        if newcomer:
-            join()
-        size = jobs.size()
-        terms = Terms(min_ranks, size if max_ranks is None else min(size, max_ranks), regrow)
-        _warn_where_none_survives()
-        return _until_done(lambda: func(state, *args, **options), state, terms, newcomer)
-
-    return survivor
+    return surviving(FACE, func, min_ranks=min_ranks, max_ranks=max_ranks, regrow=regrow)
 
 
-def _check(func: Any, min_ranks: Any, max_ranks: Any, regrow: Any) -> None:
-    check_callable("elastic.run", "func", func)
-    check_positive("elastic.run", "min_ranks", min_ranks, whole=True)
-    check_flag("elastic.run", "regrow", regrow)
-    if max_ranks is not None and (not isinstance(max_ranks, int) or max_ranks < min_ranks):
+def _check_state(func: Function, state: Any) -> None:
+    if not isinstance(state, State):
         raise InvalidArgument(
-            f"elastic.run: max_ranks={shown(max_ranks)}; expected {min_ranks} (min_ranks) or more"
+            f"elastic.run: the first argument of {func.__name__} is {type(state).__name__}; expected "
+            "an mpisgd.elastic.State"
         )
 
 
-def _until_done(call: Callable[[], Any], state: State, terms: Terms, newcomer: bool) -> Any:
+def _until_done(func: Function, state: State, terms: Terms, newcomer: bool) -> Any:
     """Call until it returns on every rank that is left."""
+    _warn_where_none_survives()
     prepare: Callable[[], None] = functools.partial(_resume, state, True) if newcomer else state.begin
     while True:
         try:
             prepare()
-            result = call()
+            result = func(state)
             _end_together()
         except Exception as exc:
             if not _is_a_loss(exc):
                 raise
             lost = recover(str(exc), terms)
-            _tell(lost)
+            tell(lost)
             prepare = functools.partial(_resume, state, lost.newcomers > 0)
         else:
             return result
@@ -116,8 +92,7 @@ def _until_done(call: Callable[[], Any], state: State, terms: Terms, newcomer: b
 def _resume(state: State, newcomers: bool) -> None:
     """Put back the last commit in the new world, and give back the memory of the old one."""
     state.resume(newcomers)
-    jobs.let_go()
-    gc.collect()  # it hangs in cycles: some 10 MB for each loss, until Python happens to look, if ever
+    free_what_is_over()
 
 
 def _end_together() -> None:
@@ -138,19 +113,6 @@ def _is_a_loss(exc: Exception) -> bool:
     return isinstance(exc, PeerLost) or bool(waiting.vain())
 
 
-def _tell(recovered: Recovered) -> None:
-    if jobs.rank() == 0:
-        lost = recovered.lost
-        who = f"rank {lost[0]} is" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))} are"
-        joined = f", {recovered.newcomers} of them new" if recovered.newcomers else ""
-        print(
-            f"mpisgd: elastic: {who} lost; {jobs.size()} ranks go on from the last commit{joined} (recovered "
-            f"in {recovered.took_s:.2f} s)",
-            file=sys.stderr,
-            flush=True,
-        )
-
-
 def _warn_where_none_survives() -> None:
     job = jobs.current_job()
     if job.sentinel is None and job.world.size > 1 and job.world.rank == 0:
@@ -159,5 +121,8 @@ def _warn_where_none_survives() -> None:
             "(Open MPI 5), or have it started again from the last checkpoint: `python -m mpisgd run "
             "--restarts 3 ...`",
             RuntimeWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
+
+
+FACE = Face(_check_state, lambda state: join(), _until_done)

@@ -70,7 +70,10 @@ def restart() -> None:
 
 def _leave() -> None:
     if job.is_initialized() and not job.world().lane.broken:
-        stop()
+        try:
+            stop()
+        except HorovodInternalError as exc:  # the others would wait for this rank, and this one for them
+            job.current_job().hooks.fail(exc)
 
 
 def _say(text: str) -> None:

@@ -12,10 +12,10 @@ from launcher import run_python
 def start(tmp_path):
     """Run a program's text; warnings are errors there."""
 
-    def run(text: str, num_ranks: int | None = None):
+    def run(text: str, num_ranks: int | None = None, **env: str):
         program = tmp_path / "prog.py"
         program.write_text("import torch, mpisgd.horovod as hvd\n" + textwrap.dedent(text))
-        return run_python("-W", "error", str(program), num_ranks=num_ranks)
+        return run_python("-W", "error", str(program), num_ranks=num_ranks, env=env)
 
     return run
 
@@ -83,3 +83,58 @@ def test_an_exception_on_one_rank_ends_the_job_that_waits_for_it(start):
     )
     assert done.returncode != 0
     assert done.stderr.count("RuntimeError: no data on this rank") == 1
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])
+def test_who_waits_for_a_rank_at_its_end_is_told(start, size):
+    done = start(
+        """
+        import time
+        hvd.init()
+        hvd.barrier()
+        if hvd.rank() == hvd.size() - 1:
+            raise SystemExit
+        began_s = time.monotonic()
+        try:
+            hvd.allreduce(torch.ones(1), name="for ever")
+        except hvd.HorovodInternalError as exc:
+            print(time.monotonic() - began_s < 10, exc)
+        """,
+        size,
+    )
+    told = f"True tensor 'for ever': rank {size - 1} has shut down without submitting it"
+    assert said(done) == [told] * (size - 1)
+
+
+# What the last rank does while the other is at its end, the limit, and what is said of it.
+WAYS = {
+    "sleeps": (
+        "time.sleep(100)",
+        "3",
+        ("hvd.shutdown: not over after 3 s", "rank 1 has neither", "turns.py"),
+    ),
+    "receives": (
+        "mpisgd.recv(torch.ones(1), 0)",
+        "60",
+        ("can never go on", "in hvd.shutdown", "in recv from rank 0"),
+    ),
+}
+
+
+@pytest.mark.parametrize("way", ["sleeps", pytest.param("receives", marks=pytest.mark.long)])
+def test_the_end_of_the_program_waits_for_others_up_to_a_limit(start, way):
+    """Or to the moment when it is known that they wait for this rank."""
+    does, limit_s, words = WAYS[way]
+    done = start(
+        f"""
+        import time, mpisgd
+        hvd.init()
+        hvd.barrier()
+        if hvd.rank() == hvd.size() - 1:
+            {does}
+        """,
+        2,
+        MPISGD_TIMEOUT_S=limit_s,
+    )
+    assert done.returncode != 0
+    assert not [word for word in words if word not in done.stderr], done.stderr

@@ -44,6 +44,8 @@ def _can_end(wait: Wait, rank: int, known: Mapping[int, View], able: set[int]) -
         return True
     if wait.message is not None:
         return _can_arrive(wait.message, rank, known, able)
+    if wait.whom:
+        return all(member in able for member in wait.whom)
     if wait.number:
         return all(_has_come(known[member], wait) or member in able for member in wait.members)
     if wait.members:

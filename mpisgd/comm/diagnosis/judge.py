@@ -23,6 +23,7 @@ __all__ = ["Judge"]
 
 FIRST_S = 2.0  # who has waited so long asks what the others do
 SURE_S = 1.0  # between the two times
+VALID_S = 10.0  # a verdict about waits that have not been seen again by then is void
 # Long waits are ordinary where one rank evaluates or saves: then it is asked less and less often.
 MORE = 1.5
 
@@ -38,12 +39,13 @@ class Judge:
         self._watch = watch
         self._since_s = 0.0  # when the wait began that is being looked at
         self._next_s = FIRST_S
+        self._verdicts: list[tuple[float, bytes]] = []  # with when they were heard
         self._suspects: dict[int, tuple[object, ...]] = {}
 
     def come_by(self) -> None:
         """See whether it is time to ask, and what has been said by others."""
-        for text in self._watch.take_verdicts():
-            self._carry_out(text)
+        self._verdicts += [(time.monotonic(), text) for text in self._watch.take_verdicts()]
+        self._carry_out_verdicts()
         longest = next(iter(waits.noted()), None)
         if longest is None:
             return
@@ -75,14 +77,30 @@ class Judge:
         meant = [(view.rank, _serials(view)) for view in views if view.rank in stuck]
         text = json.dumps([describe_stuck(views, stuck), meant]).encode()
         self._watch.give_verdict(text, stuck - {self._watch.rank})
-        self._carry_out(text)
+        self._verdicts.append((time.monotonic(), text))
+        self._carry_out_verdicts()
 
-    def _carry_out(self, verdict: bytes) -> None:
-        """End this rank's waits, if they are those that the verdict is about."""
-        text, meant = json.loads(verdict)
-        if dict(meant).get(self._watch.rank) == _serials(self._watch.look(stacks=False)):
-            for waiter in waits.noted():
-                waits.condemned[waiter.thread] = waiter.since_s, Deadlock(text)
+    def _carry_out_verdicts(self) -> None:
+        """Carry out what can be now: a thread that waits may be awake for a moment."""
+        since_s = time.monotonic() - VALID_S
+        self._verdicts = [
+            (heard_s, text)
+            for heard_s, text in self._verdicts
+            if heard_s > since_s and not self._carry_out(text)
+        ]
+
+    def _carry_out(self, verdict: bytes) -> bool:
+        """End this rank's waits, if they are those that the verdict is about; return whether that is done."""
+        text, everyones = json.loads(verdict)
+        meant = set(dict(everyones).get(self._watch.rank, ()))
+        # There may be others by now: who has heard of the verdict before does something else already.
+        if not meant <= set(_serials(self._watch.look(stacks=False))):
+            return False
+        threads = {waiter.thread for waiter in waits.noted() if waiter.serial in meant}
+        for waiter in waits.noted():
+            if waiter.thread in threads:
+                waits.condemn(waiter, Deadlock(text))
+        return True
 
 
 def _serials(view: View) -> list[int]:

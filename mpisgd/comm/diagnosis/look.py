@@ -68,7 +68,8 @@ def look(
         _stacks(frames, names) if stacks else {},
         {group_key(group.ranks, group.ordinal): group.lane.handshake.number for group in groups},
         tuple(message for group in groups for message in group.mailbox.under_way()),
-        any(_is_free(thread, name, frames) for thread, name in names.items() if name not in waiting),
+        any(has_something_to_do() for has_something_to_do in list(waits.workers.values()))
+        or any(_is_free(thread, name, frames) for thread, name in names.items() if name not in waiting),
         sum(group.lane.handshake.number + group.mailbox.num_ended for group in groups),
         tuple(told),
     )
@@ -81,6 +82,8 @@ def _is_free(thread: int, name: str, frames: Mapping[int, FrameType]) -> bool:
     to be about to while it runs code of the program.
     """
     if thread == threading.main_thread().ident or name == WATCH_THREAD or thread not in frames:
+        return False
+    if thread in waits.workers:  # they tell it themselves
         return False
     idle = frames[thread].f_code.co_filename.startswith(STANDARD_LIBRARY)
     if name.startswith("mpisgd"):

@@ -53,12 +53,14 @@ class Stalls:
             self._warned.clear()
             return
         for wait in self._watch.look(stacks=False).waits:
+            if wait.limit_s is None and not wait.inside:  # somebody else sees to that
+                continue
             limit_s = wait.limit_s or self._limit_s
             if 0 < self.end_s < wait.waited_s:
                 self._end(wait, self.end_s, f"longer than {self.end_s:g} s, after which the job ends")
             elif wait.inside and wait.waited_s > limit_s:
                 self._end(wait, limit_s, _blocked(wait, limit_s))
-            elif wait.limit_s is not None or wait.inside:
+            else:
                 self._warn(wait, limit_s)
 
     def _oldest_s(self) -> float:

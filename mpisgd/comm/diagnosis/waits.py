@@ -15,14 +15,16 @@ __all__ = [
     "Hint",
     "Waiter",
     "communicators",
-    "condemned",
+    "condemn",
     "forget",
     "inside",
     "inside_mpi",
     "note",
     "noted",
     "say_nothing",
+    "verdict",
     "waiting_for",
+    "workers",
 ]
 
 NO_LIMIT_S = float("inf")
@@ -60,12 +62,19 @@ class Waiter(NamedTuple):
         since_s: when the wait began, by `time.monotonic`.
         limit_s: after how many seconds it ends with an error; infinite: the wait for a thread that has one.
         about: tells what for; None where the operation on the thread's lane says it.
+        wake: has the thread look for its `verdict`; None where it does so by itself.
     """
 
     thread: int
     since_s: float
     limit_s: float
     about: Callable[[], Hint] | None
+    wake: Callable[[], None] | None = None
+
+    @property
+    def serial(self) -> int:
+        """What tells it from other waits of this process."""
+        return int(self.since_s * 1000)
 
 
 def say_nothing() -> str:
@@ -81,13 +90,21 @@ _noted: dict[object, Waiter] = {}
 inside: dict[int, tuple[str, float]] = {}
 # The threads that have ever called an operation.
 communicators: set[int] = set()
+# Our threads that sleep until there is something to do for them: tells whether there is, or may be by itself.
+workers: dict[int, Callable[[], bool]] = {}
 # By thread: what its wait that began then must end with.
-condemned: dict[int, tuple[float, Exception]] = {}
+_condemned: dict[int, tuple[float, Exception]] = {}
 
 
-def note(key: object, since_s: float, limit_s: float, about: Callable[[], Hint] | None = None) -> None:
+def note(
+    key: object,
+    since_s: float,
+    limit_s: float,
+    about: Callable[[], Hint] | None = None,
+    wake: Callable[[], None] | None = None,
+) -> None:
     """Say that this thread waits, until `forget(key)`."""
-    _noted[key] = Waiter(threading.get_ident(), since_s, limit_s, about)
+    _noted[key] = Waiter(threading.get_ident(), since_s, limit_s, about, wake)
 
 
 def forget(key: object) -> None:
@@ -98,6 +115,22 @@ def forget(key: object) -> None:
 def noted() -> list[Waiter]:
     """Return who waits now, the longest first."""
     return sorted(_copy(_noted), key=lambda waiter: waiter.since_s)
+
+
+def condemn(waiter: Waiter, error: Exception) -> None:
+    """Let a wait end with an error."""
+    _condemned[waiter.thread] = waiter.since_s, error
+    if waiter.wake is not None:
+        waiter.wake()
+
+
+def verdict(since_s: float) -> Exception | None:
+    """Return, once, what this thread's wait that began then must end with; None where it may go on."""
+    condemned_s, error = _condemned.get(threading.get_ident(), (0.0, None))
+    if error is None or condemned_s != since_s:
+        return None
+    del _condemned[threading.get_ident()]
+    return error
 
 
 def inside_mpi() -> dict[int, tuple[str, float]]:

@@ -16,19 +16,16 @@ elsewhere it ends the job. It is `mpisgd.elastic` under Horovod's names.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
-from mpisgd.comm import job as jobs
-from mpisgd.elastic.regrow import Terms, is_newcomer
+from mpisgd.elastic.regrow import Terms
+from mpisgd.elastic.survivor import Face, Function, surviving
 from mpisgd.horovod.elastic.common import ObjectState, State, run_fn
 from mpisgd.horovod.elastic.losses import end_together, join_the_others, start_over
 from mpisgd.horovod.elastic.sampler import ElasticSampler
 from mpisgd.horovod.elastic.state import TorchState
 
 __all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]
-
-Function = Callable[..., Any]
 
 
 def run(
@@ -56,21 +53,21 @@ def run(
             between, or a rank is lost and this MPI does not outlive that.
         JobError: likewise: too few ranks are left, or this part of a cut network must not go on.
     """
-    if func is None:
-        return functools.partial(run, min_ranks=min_ranks, max_ranks=max_ranks, regrow=regrow)
+    return surviving(FACE, func, min_ranks=min_ranks, max_ranks=max_ranks, regrow=regrow)
 
-    def to_the_end(state: State, *args: Any, **options: Any) -> Any:
-        result = func(state, *args, **options)
+
+def _join(state: State) -> None:
+    join_the_others()
+    state.on_reset()
+
+
+def _until_done(func: Function, state: State, terms: Terms, newcomer: bool) -> Any:
+    def to_the_end(state: State) -> Any:
+        result = func(state)
         end_together()
         return result
 
-    @functools.wraps(func)
-    def survivor(state: State, *args: Any, **options: Any) -> Any:
-        if is_newcomer():
-            join_the_others()
-            state.on_reset()
-        size = jobs.size()
-        terms = Terms(min_ranks, size if max_ranks is None else min(size, max_ranks), regrow)
-        return run_fn(to_the_end, functools.partial(start_over, terms))(state, *args, **options)
+    return run_fn(to_the_end, functools.partial(start_over, terms))(state)
 
-    return survivor
+
+FACE = Face(lambda func, state: None, _join, _until_done)

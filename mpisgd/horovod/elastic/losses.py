@@ -5,12 +5,11 @@ rank leaves the others anywhere: each ends its own engine by itself, and mpisgd'
 again, in a world of those that are left (see `mpisgd.elastic.recovery`).
 """
 
-import sys
 import time
 
 from mpisgd.comm import job as jobs
 from mpisgd.comm import waiting
-from mpisgd.elastic.recovery import Recovered, recover
+from mpisgd.elastic.recovery import free_what_is_over, recover, tell
 from mpisgd.elastic.regrow import Terms, join
 from mpisgd.errors import JobError, MpisgdError, PeerLost
 from mpisgd.horovod import basics, state
@@ -35,12 +34,13 @@ def start_over(terms: Terms) -> None:
         try:
             if _is_lost():
                 state.abandon()
-                _tell(recover(waiting.vain() or "a rank of the job was lost", terms))
+                tell(recover(waiting.vain() or "a rank of the job was lost", terms), "mpisgd.horovod")
             state.restart()
         except MpisgdError as exc:
             if isinstance(exc, JobError) or not _is_lost():
                 raise
         else:
+            free_what_is_over()
             return
 
 
@@ -52,17 +52,6 @@ def _is_lost() -> bool:
     while state.is_broken() and not waiting.vain() and time.monotonic() < deadline:
         time.sleep(0.01)
     return bool(waiting.vain())
-
-
-def _tell(recovered: Recovered) -> None:
-    if jobs.rank() == 0:
-        lost = ", ".join(map(str, recovered.lost))
-        print(
-            f"mpisgd.horovod: elastic: lost {lost} of the ranks; {jobs.size()} go on from the last commit, "
-            f"{recovered.newcomers} of them new (recovered in {recovered.took_s:.2f} s)",
-            file=sys.stderr,
-            flush=True,
-        )
 
 
 def join_the_others() -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpisgd.comm import events, waiting
+from mpisgd.comm.diagnosis.waits import Hint
 from mpisgd.comm.groups import open_group
 from mpisgd.comm.job import current_job
 from mpisgd.errors import MpisgdError, PeerLost
@@ -27,7 +28,7 @@ from mpisgd.horovod.engine.carrier import Carrier
 from mpisgd.horovod.engine.clashes import SETTLE, Clashes
 from mpisgd.horovod.engine.cycle import News, exchange
 from mpisgd.horovod.engine.doorbell import Doorbell
-from mpisgd.horovod.engine.entry import Entry, fail
+from mpisgd.horovod.engine.entry import Entry, as_horovods, fail
 from mpisgd.horovod.engine.outbox import Outbox
 from mpisgd.horovod.engine.record import Record
 from mpisgd.horovod.engine.recording import AT_ONCE
@@ -35,7 +36,7 @@ from mpisgd.horovod.engine.request import Request, ranks_text
 from mpisgd.horovod.engine.sets import ProcessSets
 from mpisgd.horovod.engine.settings import Settings
 from mpisgd.horovod.engine.stalls import Stalls, Watchdog, main_stack
-from mpisgd.horovod.engine.table import WORLD, Table
+from mpisgd.horovod.engine.table import JOIN, WORLD, Table
 from mpisgd.horovod.engine.turns import Turns
 from mpisgd.horovod.exceptions import HorovodInternalError
 
@@ -43,6 +44,7 @@ __all__ = ["Engine"]
 
 ALARM_S = 1.0  # how often a sleeping engine looks for stalls, or more often if they are soon told of
 NOTICE_S = 0.05  # how often it looks for lost ranks where the job outlives them
+TAKE_BACK = "take_back"  # the kind of what tells that a rank no longer takes part in what it has submitted
 
 
 class Engine:
@@ -62,6 +64,7 @@ class Engine:
 
     def __init__(self, settings: Settings, warn: Callable[[str], None]) -> None:
         job = current_job()
+        self._limit_s = job.timeout_s
         self.group = open_group(range(job.world.size), name="horovod")
         self.num_joins = self.num_cycles = 0
         self._settings = settings
@@ -106,7 +109,10 @@ class Engine:
             ValueError: one of this name is pending.
             HorovodInternalError: the engine was closed, here or by another rank's failure.
         """
-        if self.outbox.add(entry):
+        return self._submit(entry)
+
+    def _submit(self, entry: Entry, *, by_engine: bool = False) -> Entry:
+        if self.outbox.add(entry, by_engine=by_engine):
             self._bell.ring_own()
         return entry
 
@@ -161,10 +167,20 @@ class Engine:
         return self.wait(self.submit(Entry(request)))
 
     def close(self) -> None:
-        """Submit nothing any more, and return when no rank does. Collective."""
+        """Submit nothing any more, and return when no rank does. Collective.
+
+        Raises:
+            HorovodInternalError: not all ranks have come to their end within the job's time limit, or some
+                wait for ever, for this one too. The engine is given up then, and so should the job be.
+        """
         self.outbox.leave()
-        self._turns.finish()
-        self._watchdog.close()
+        try:
+            self._turns.finish(self._limit_s)
+        except MpisgdError as exc:
+            self.give_up(exc)
+            raise as_horovods(exc) from None
+        finally:
+            self._watchdog.close()
         self._bell.close()
         if self.broken is None:
             self._sets.close()
@@ -220,12 +236,22 @@ class Engine:
         for request in news.requests:
             if request.kind in AT_ONCE:
                 self.carrier.do_at_once(request)
+            elif request.kind == TAKE_BACK:
+                self._note_taken_back(rank, request)
             elif request.kind != SETTLE:
                 self._table.submit(rank, request)
         if news.joined:
             self._table.join(rank)
         if news.leaving:
             self._left.add(rank)
+
+    def _note_taken_back(self, rank: int, request: Request) -> None:
+        key = request.set_id, request.op
+        self._table.take_back(rank, key)
+        if rank == self.group.rank:
+            self.outbox.take(request)
+            if (entry := self.outbox.take_back(key)) is not None:
+                fail([entry], entry.verdict or MpisgdError("taken back"))
 
     def _settle_clashes(self, everyone: Sequence[News]) -> None:
         """Do what the first rank has asked for."""
@@ -253,7 +279,7 @@ class Engine:
         if self.group.rank == 0:
             now_s = time.monotonic()
             for entry in self._clashes.look(self._table.clashes(), now_s):
-                self.submit(entry)
+                self._submit(entry, by_engine=True)
             if self._settings.shortest_stall_s:
                 self._stalls.look(self._table.waiting(), now_s)
 
@@ -261,7 +287,55 @@ class Engine:
         """Return how soon to look around again."""
         return clashes.PATIENCE_S / 4 if self._clashes.any() else self._alarm_s
 
+    # -- where nothing goes on -------------------------------------------------------------------------
+
+    def may_go_on(self) -> bool:
+        """Return whether a cycle runs, or will without anyone's submitting anything; from any thread.
+
+        An engine without news is not able to do anything: what it waits for, other ranks' programs must do.
+        """
+        if not self._turns.lock.acquire(blocking=False):
+            return True
+        try:
+            told = self.num_cycles >= self._bell.has_rung() and not self.outbox.has_news()
+            return not told or self._stalls.asks or bool(self._table.clashes())
+        finally:
+            self._turns.lock.release()
+
+    def about(self, entry: Entry | None) -> Hint:
+        """Tell for whom an operation waits, or, of None, the end; whom nobody knows while a cycle runs."""
+        request = None if entry is None else entry.request
+        whom: frozenset[int] = frozenset()
+        if self._turns.lock.acquire(blocking=False):
+            try:
+                everyone = frozenset(self.group.ranks)
+                whom = everyone - self._left if request is None else self._table.missing(request.key)
+            finally:
+                self._turns.lock.release()
+        whom -= {self.group.rank}
+        return Hint(_words_of(request), whom=tuple(sorted(whom)))
+
+    def take_back(self, entry: Entry, error: Exception) -> None:
+        """Let an operation fail that has been found to wait for ever; the others' part in it stays.
+
+        That goes through a cycle, so that all ranks come to know it at the same place of their order, and
+        whatever they submit from then on works.
+        """
+        request = entry.request
+        if entry.verdict is None:
+            name = f"{TAKE_BACK}.{request.set_id}.{request.name}"
+            entry.verdict = HorovodInternalError(str(error))
+            taken = Request(name, TAKE_BACK, request.set_id, op=request.name)
+            self._submit(Entry(taken), by_engine=True)
+
     def give_up(self, exc: BaseException) -> None:
         """Let everyone who waits, or ever will, know why."""
         self._watchdog.leave()
         fail(self.outbox.close(exc), exc)
+
+
+def _words_of(request: Request | None) -> str:
+    """Return what a program calls what it waits in."""
+    if request is None:
+        return "hvd.shutdown"
+    return "hvd.join" if request.key == JOIN.key else f"hvd.{request.kind} {request.label!r}"

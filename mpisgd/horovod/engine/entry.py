@@ -19,7 +19,7 @@ from mpisgd.errors import MpisgdError
 from mpisgd.horovod.engine.request import Request
 from mpisgd.horovod.exceptions import HorovodInternalError
 
-__all__ = ["Entry", "fail"]
+__all__ = ["Entry", "as_horovods", "fail"]
 
 
 class Entry:
@@ -38,6 +38,7 @@ class Entry:
     Attributes:
         result: what the operation has left, once it is done.
         error: why it was not done.
+        verdict: why it never will be, where that has been found out; see `Engine.take_back`.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Entry:
         self.finish = finish
         self.result: Any = None
         self.error: BaseException | None = None
+        self.verdict: BaseException | None = None
         self.done = threading.Event()
         self._device = inputs[0].device if inputs and on_device(inputs[0]) else None
         self._ready = self._point_in_stream()
@@ -104,10 +106,11 @@ class Entry:
 def fail(entries: Iterable[Entry], exc: BaseException) -> None:
     """Complete operations that were not done because the engine has failed."""
     for entry in entries:
-        entry.complete(error=_as_horovods(exc))
+        entry.complete(error=as_horovods(exc))
 
 
-def _as_horovods(exc: BaseException) -> HorovodInternalError:
+def as_horovods(exc: BaseException) -> HorovodInternalError:
+    """Return an error in Horovod's words, of which that was the cause."""
     if isinstance(exc, HorovodInternalError):
         return exc
     error = HorovodInternalError(str(exc) if isinstance(exc, MpisgdError) else f"the engine failed: {exc!r}")

@@ -4,12 +4,13 @@ import threading
 import time
 from collections import Counter
 
+from mpisgd.comm.diagnosis import waits
 from mpisgd.horovod.engine.cycle import News
 from mpisgd.horovod.engine.entry import Entry
 from mpisgd.horovod.engine.record import Record
 from mpisgd.horovod.engine.request import Request
 from mpisgd.horovod.engine.settings import Settings
-from mpisgd.horovod.engine.table import WORLD
+from mpisgd.horovod.engine.table import JOIN, WORLD
 from mpisgd.horovod.exceptions import HorovodInternalError
 
 __all__ = ["Outbox"]
@@ -51,21 +52,26 @@ class Outbox:
 
     # -- putting in ------------------------------------------------------------------------------------
 
-    def add(self, entry: Entry) -> bool:
+    def add(self, entry: Entry, *, by_engine: bool = False) -> bool:
         """Take an operation; return whether the engine's thread must be woken to see to it.
 
         One without a name is known by its number among those of its process set; what is refused, or belongs
         to another set, does not count. So ranks agree on it as long as they submit such in the same order.
+
+        Args:
+            entry: the operation.
+            by_engine: whether it is one of the engine's own, which it may submit after the program's last.
 
         Raises:
             ValueError: one of this name is pending.
             HorovodInternalError: nothing can be submitted any more.
         """
         with self._lock:
-            self._refuse_if_over()
+            self._refuse_if_over(leaving_too=not by_engine)
             if not entry.request.name:
                 entry.request = self._numbered(entry.request)
             key = entry.request.key
+            waits.communicators.add(threading.get_ident())
             if key in self._entries:
                 raise ValueError(f"{entry.request.label!r}: {DUPLICATE}")
             self._entries[key] = entry
@@ -88,7 +94,8 @@ class Outbox:
             self._refuse_if_over()
             if self._join is not None:
                 raise ValueError("join: another thread of this rank has joined already")
-            self._join = Entry(Request("join", "join"))
+            waits.communicators.add(threading.get_ident())
+            self._join = Entry(JOIN)
             return self._join
 
     def leave(self) -> None:
@@ -96,10 +103,10 @@ class Outbox:
         with self._lock:
             self._leaving = True
 
-    def _refuse_if_over(self) -> None:
+    def _refuse_if_over(self, *, leaving_too: bool = True) -> None:
         if self.broken is not None:
             raise HorovodInternalError(f"Horovod has been shut down: {self.broken}") from self.broken
-        if self._leaving:
+        if self._leaving and leaving_too:
             raise HorovodInternalError("Horovod has been shut down by this rank")
 
     # -- when to tell ----------------------------------------------------------------------------------
@@ -120,8 +127,17 @@ class Outbox:
         with self._lock:
             return self._is_due(time.monotonic())
 
+    def has_news(self) -> bool:
+        """Return whether there is anything that the others do not know of yet."""
+        with self._lock:
+            return bool(self._new) or self._has_to_tell_of_itself()
+
+    def _has_to_tell_of_itself(self) -> bool:
+        joins = self._join is not None and not self._join_told
+        return joins or (self._leaving and not self._leaving_told)
+
     def _is_due(self, now_s: float) -> bool:
-        if (self._join is not None and not self._join_told) or (self._leaving and not self._leaving_told):
+        if self._has_to_tell_of_itself():
             return True
         if not self._new:
             return False
@@ -168,6 +184,14 @@ class Outbox:
         """Return this rank's part in an operation, which is carried out now; None if it has none."""
         with self._lock:
             return self._entries.pop(request.key, None)
+
+    def take_back(self, key: tuple[int, str]) -> Entry | None:
+        """Return this rank's part in what it has just told the others to take back; None if it has none."""
+        with self._lock:
+            if key != JOIN.key:
+                return self._entries.pop(key, None)
+            entry, self._join, self._join_told = self._join, None, False
+            return entry
 
     def end_join(self, last: int | None = None, error: BaseException | None = None) -> None:
         """Complete the join; operations without a name are counted anew: those with more data are ahead."""

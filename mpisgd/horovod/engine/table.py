@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 from mpisgd.horovod.engine.request import Request, differences
 
-__all__ = ["Decision", "Table"]
+__all__ = ["JOIN", "WORLD", "Decision", "Table"]
 
 WORLD = 0  # the process set of all ranks, the only one that can be joined
+JOIN = Request("join", "join")  # what a rank waits in that has joined
 
 
 class Decision(NamedTuple):
@@ -129,19 +130,31 @@ class Table:
             if in_set == set_id and name.startswith(prefix) and rank not in submitted
         ]
 
+    def take_back(self, rank: int, key: tuple[int, str]) -> None:
+        """Forget that a rank has submitted an operation, or has joined."""
+        if key == JOIN.key:
+            self._joined.pop(rank, None)
+        elif (submitted := self._pending.get(key)) is not None:
+            submitted.pop(rank, None)
+            if not submitted:
+                del self._pending[key]
+
     def withdraw(self, request: Request) -> None:
         """Forget what is pending under a request's name."""
         self._pending.pop(request.key, None)
 
     def waiting(self) -> list[tuple[Request, frozenset[int]]]:
         """Return what is pending, each with the members that have not submitted it."""
-        return [
-            (
-                next(iter(submitted.values())),
-                frozenset(self._members[key[0]] - submitted.keys() - self._joined.keys()),
-            )
-            for key, submitted in self._pending.items()
-        ]
+        return [(next(iter(of.values())), self.missing(key)) for key, of in self._pending.items()]
+
+    def missing(self, key: tuple[int, str]) -> frozenset[int]:
+        """Return the members without which what is pending under a key, or the join, goes no further."""
+        if key == JOIN.key:
+            return self._members[WORLD] - self.joined
+        if key not in self._pending:
+            return frozenset()
+        have_come = {*self._pending[key], *(self._joined if key[0] == WORLD else ())}
+        return self._members.get(key[0], frozenset()) - have_come
 
 
 def _not_without(request: Request, absent: frozenset[int]) -> str | None:

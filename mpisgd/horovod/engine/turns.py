@@ -4,15 +4,24 @@ The engine has a thread of its own, so that none of it needs a rank's main threa
 a result does the work meanwhile, and the engine's steps back: waking another would only cost time.
 """
 
+import sys
 import threading
+import time
 from typing import Protocol
 
 from mpisgd.comm import events
+from mpisgd.comm.diagnosis import waits
+from mpisgd.comm.diagnosis.look import stack_of
+from mpisgd.comm.diagnosis.waits import NO_LIMIT_S, Hint
+from mpisgd.errors import CollectiveTimeout
 from mpisgd.horovod.engine.doorbell import Doorbell
 from mpisgd.horovod.engine.entry import Entry
 from mpisgd.horovod.engine.outbox import Outbox
+from mpisgd.horovod.engine.request import ranks_text
 
 __all__ = ["Cycles", "Turns"]
+
+LISTEN_S = 0.2  # how often who waits for the end of the thread looks around
 
 
 class Cycles(Protocol):
@@ -35,6 +44,15 @@ class Cycles(Protocol):
 
     def give_up(self, exc: BaseException) -> None:
         """Run none any more."""
+
+    def may_go_on(self) -> bool:
+        """Return whether one runs, or will whatever this rank's program does; from any thread."""
+
+    def about(self, entry: Entry | None) -> Hint:
+        """Tell for whom an operation waits, or, of None, the end; from any thread."""
+
+    def take_back(self, entry: Entry, error: Exception) -> None:
+        """Let an operation fail that has been found to wait for ever."""
 
 
 class Turns:
@@ -60,17 +78,45 @@ class Turns:
         """Start the thread."""
         self._thread.start()
 
-    def finish(self) -> None:
-        """Return when the last cycle has run."""
+    def finish(self, limit_s: float) -> None:
+        """Return when the last cycle has run.
+
+        Raises:
+            CollectiveTimeout: it has not within `limit_s` seconds.
+            Deadlock: it never will.
+        """
         self._bell.ring_own()
-        self._thread.join()
+        began_s, key = time.monotonic(), object()
+        waits.note(key, began_s, NO_LIMIT_S, lambda: self._cycles.about(None))
+        try:
+            while self._thread.is_alive():
+                self._thread.join(min(LISTEN_S, limit_s))
+                if (error := waits.verdict(began_s)) is not None:
+                    raise error
+                if self._thread.is_alive() and time.monotonic() - began_s > limit_s:
+                    raise CollectiveTimeout(self._why_not_over(limit_s))
+        finally:
+            waits.forget(key)
+
+    def _why_not_over(self, limit_s: float) -> str:
+        whom = self._cycles.about(None).whom
+        late = ranks_text(whom) if whom else "some rank"
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        return (
+            f"hvd.shutdown: not over after {limit_s:g} s (MPISGD_TIMEOUT_S): {late} has neither called it "
+            "nor come to its end. The thread of this rank's engine is here (the innermost call last):\n"
+            f"{stack_of(frame)}"
+        )
 
     def _serve(self) -> None:
+        waits.workers[threading.get_ident()] = self._cycles.may_go_on
         try:
             while not self._cycles.are_over():
                 self._serve_or_sleep()
         except BaseException as exc:
             self._cycles.give_up(exc)
+        finally:
+            del waits.workers[threading.get_ident()]
 
     def _serve_or_sleep(self) -> None:
         state = self._bell.state()
@@ -85,18 +131,32 @@ class Turns:
 
     def until(self, entry: Entry) -> None:
         """Run cycles until an operation is done; what was submitted before goes out at once."""
+        began_s = time.monotonic()
         self._outbox.count_waiting(1)
         try:
             with events.blocked(entry.request.label):
                 while not entry.done.is_set():
                     state = self._bell.state()
                     if not self._take(entry) and not entry.done.is_set():
-                        self._bell.sleep(state, self._cycles.look_again_s())
+                        self._sleep(entry, state, began_s)
         except BaseException as exc:
             self._cycles.give_up(exc)
         finally:
             if not self._outbox.count_waiting(-1):
                 self._hand_back()
+
+    def _sleep(self, entry: Entry, state: int, began_s: float) -> None:
+        """Sleep until there may be something to do, or until it is found out that there never will be."""
+        key = object()
+        waits.note(key, began_s, NO_LIMIT_S, lambda: self._cycles.about(entry), self._bell.ring_own)
+        error = waits.verdict(began_s)
+        try:
+            if error is None:
+                self._bell.sleep(state, self._cycles.look_again_s())
+        finally:
+            waits.forget(key)
+        if (error := error or waits.verdict(began_s)) is not None:
+            self._cycles.take_back(entry, error)
 
     def _take(self, awaited: Entry | None) -> bool:
         """Run a cycle if there is reason to, and return whether there was."""

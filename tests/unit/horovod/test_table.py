@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpisgd.horovod.engine.request import Request
-from mpisgd.horovod.engine.table import WORLD, Table
+from mpisgd.horovod.engine.table import JOIN, WORLD, Table
 
 MEMBERS = {WORLD: (0, 1, 2, 3), 1: (0, 2), 2: (1, 2, 3), 3: (2,)}
 
@@ -222,3 +222,36 @@ def test_withdrawn():
     assert known.waiting_for(0, WORLD, "") == []
     known.withdraw(request(0))
     assert known.waiting() == []
+
+
+def test_who_is_missing_has_neither_submitted_nor_joined():
+    """Who has joined takes part in what all ranks do, and in nothing else."""
+    known = table()
+    world, some = request(0), request(0, 1)
+    known.submit(1, world)
+    known.submit(0, some)
+    known.join(2)
+    assert known.missing(world.key) == {0, 3}
+    assert known.missing(some.key) == {2}
+    assert known.missing(JOIN.key) == {0, 1, 3}
+    assert known.missing(request(5).key) == frozenset()
+    assert known.missing(request(5, 77).key) == frozenset()
+
+
+def test_what_one_rank_takes_back_is_still_the_others():
+    known = table()
+    for rank in (0, 2):
+        known.submit(rank, request(0))
+    known.join(1)
+    known.take_back(0, request(0).key)
+    known.take_back(3, request(0).key)
+    assert known.missing(request(0).key) == {0, 3}
+    known.take_back(2, request(0).key)
+    known.take_back(2, request(0).key)
+    known.take_back(1, JOIN.key)
+    assert known.waiting() == []
+    assert known.joined == frozenset()
+    for rank in MEMBERS[WORLD]:
+        known.submit(rank, request(0))
+    (decision,) = known.decide()
+    assert (decision.error, decision.absent) == (None, frozenset())

@@ -152,3 +152,19 @@ def test_a_rank_that_has_moved_looks_different():
 def test_views_survive_the_journey():
     for view in (*CYCLE, in_message(0, True, 1, 2, tag=3)):
         assert decode(encode(view)) == view
+
+
+def for_ranks(*whom: int) -> Wait:
+    """A wait that every one of some ranks must do something for, as those of Horovod's operations."""
+    return Wait("hvd.allreduce 'x'", whom=whom)
+
+
+def test_whoever_waits_for_ranks_by_name_needs_all_of_them():
+    circle = [waits(0, for_ranks(1, 2), numbers={}), waits(1, for_ranks(0), numbers={})]
+    assert stuck_ranks([*circle, View(2, state=RUNS)]) == {0, 1}
+    assert stuck_ranks([*circle, View(2, state=LEFT)]) == {0, 1}
+    free = waits(1, for_ranks(0), numbers={}, is_free=True)
+    assert stuck_ranks([circle[0], free, View(2, state=RUNS)]) == set()
+    assert stuck_ranks([circle[0], free, waits(2, for_ranks(0), numbers={})]) == {0, 2}
+    text = describe_stuck([*circle, View(2, state=RUNS)], {0, 1})
+    assert "rank 0 waits for ranks 1, 2 in hvd.allreduce 'x'" in text
