@@ -43,19 +43,24 @@ class Ending:
         """Return whether another rank has called for it."""
         return not self._is_ours and self._wire.is_revoked()
 
-    def call(self, exit_code: int) -> NoReturn:
-        """End all ranks; `exit_code` is the job's, unless a rank had to be killed."""
+    def call(self, exit_code: int, *, all_are_here: bool) -> NoReturn:
+        """End all ranks; `exit_code` is the job's, unless a rank had to be killed.
+
+        Args:
+            all_are_here: whether all are in this world. Otherwise who does not hear of it may be in the next
+                one, and only those that are stopped are killed.
+        """
         self._is_ours = True
         self._wire.revoke()
-        self._leave_after([*self._before, *self._behind], exit_code)
+        others = [*self._before, *self._behind]
+        self._leave_after(others if all_are_here else _stopped(others), exit_code)
 
     def follow(self) -> NoReturn:
         """End this process, since another rank has called for it.
 
         Of those that do so each waits for the ranks behind it alone, or all would wait for each other.
         """
-        stopped = [seat for seat in self._before if is_stopped_or_gone(seat)]
-        self._leave_after([*stopped, *self._behind], 0)
+        self._leave_after([*_stopped(self._before), *self._behind], 0)
 
     def _leave_after(self, others: Sequence[Seat], exit_code: int) -> NoReturn:
         time.sleep(HAND_ON_S)
@@ -71,3 +76,7 @@ class Ending:
     def free(self) -> None:
         """Give the communicator back. Collective."""
         self._wire.free()
+
+
+def _stopped(seats: Sequence[Seat]) -> list[Seat]:
+    return [seat for seat in seats if is_stopped_or_gone(seat)]

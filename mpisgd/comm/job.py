@@ -235,12 +235,12 @@ def _post_sentinel(wire: "Wire") -> "Sentinel":
 def give_up(reason: str) -> Job:
     """Leave the world without meeting anyone, since a rank of it was lost; return what it was.
 
-    Its groups cannot be used any more: they raise `PeerLost`.
+    Its groups cannot be used any more: they raise `PeerLost`. Its sentinel still sees when the job ends.
     """
     global _job
     job = current_job()
     if job.sentinel is not None:
-        job.sentinel.dismiss()
+        job.sentinel.retire()
     waiting.give_up(PeerLost(reason))
     revoke_all()
     job.watch.close()

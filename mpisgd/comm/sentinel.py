@@ -42,17 +42,21 @@ class Sentinel:
         self._wire = wire
         self._apart: Wire | None = None
         self._ending: Ending | None = None
+        self._is_retired = False
         self._dismissed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="mpisgd sentinel", daemon=True)
         waiting.take_back()
         self._thread.start()
 
     def _watch(self) -> None:
-        amiss = False
+        amiss = self._is_retired
         while not self._dismissed.wait(PERIOD_S):
             if self._ending is not None and self._ending.is_called():
                 self._ending.follow()
-            amiss = amiss or self._look()
+            if amiss:
+                self._wire.lost()  # MPI's messages move
+            else:
+                amiss = self._look()
 
     def _look(self) -> bool:
         """Return whether anything is amiss; every wait is ended then."""
@@ -79,7 +83,7 @@ class Sentinel:
     def end_job(self, exit_code: int) -> None:
         """End all processes of the job, this one too."""
         assert self._ending is not None
-        self._ending.call(exit_code)
+        self._ending.call(exit_code, all_are_here=not self._is_retired)
 
     def end_overdue(self, reason: str) -> None:
         """End every wait of the job, since one of this rank's has passed its limit inside MPI.
@@ -96,6 +100,14 @@ class Sentinel:
         if self._apart is not None and self._ending is not None:
             self._apart.free()
             self._ending.free()
+
+    def retire(self) -> None:
+        """Look for nothing but the end of the job from now on: what is amiss is known."""
+        self.dismiss()
+        self._is_retired = True
+        self._dismissed.clear()
+        self._thread = threading.Thread(target=self._watch, name="mpisgd sentinel", daemon=True)
+        self._thread.start()
 
     def dismiss(self) -> None:
         """Look no more."""

@@ -136,6 +136,26 @@ def test_lost_ranks_are_replaced(tmp_path):
     assert end["tickets"][0] == 0 + 1 + 2
 
 
+@pytest.mark.parametrize(("killed", "left"), [(0, 1 + 2), pytest.param(1, 0 + 2, marks=pytest.mark.long)])
+def test_a_loss_before_the_first_commit_leaves_the_undisturbed_curve_of_the_others(tmp_path, killed, left):
+    """There is no commit to go back to: the state begins anew, from the rank that is the first now."""
+    done, lines = train(tmp_path, 3, KILLS=f"begin:{killed}")
+    assert done.returncode == 0, done.stderr
+    *steps, end = lines
+    assert (tmp_path / f"killed-begin:{killed}").exists()
+    check_curve(steps, [2])
+    assert end["resets"] == [2]
+    assert end["tickets"][0] == left  # nobody has a commit of the lost one's
+
+
+def test_new_ranks_that_come_too_late_are_gone_on_without(tmp_path):
+    done, lines = train(tmp_path, 3, KILLS="6:1", REGROW="1", LATE_S="3")
+    check_curve(lines[:-1], [3, 2])
+    assert done.stderr.count("no new ranks: they have not come to elastic.run within 1 s") == 1
+    assert done.stderr.count("a new rank ends, since the others have gone on without it") == 1
+    assert done.stderr.count("Traceback") == 0
+
+
 def test_too_few_ranks_end_the_job(tmp_path):
     done, lines = train(tmp_path, 3, KILLS="6:1", MIN_RANKS="3")
     assert done.returncode == 75

@@ -1,5 +1,6 @@
 """Training that loses ranks on the way: KILLS is step:rank,... of the world at that moment, each once.
 
+The step is `begin` in the first commit. LATE_S: how much later new ranks come than the others wait for them.
 Rank 0 writes what happened, a line of JSON for each step, to the file that is the first argument.
 """
 
@@ -7,12 +8,14 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
 from torch.utils.data import BatchSampler, TensorDataset
 
 import mpisgd
+from mpisgd.elastic import regrow
 
 BATCH, STEPS_BETWEEN_COMMITS = 4, 5
 
@@ -36,7 +39,7 @@ def loss_of(model: torch.nn.Module, data: TensorDataset, indices: list[int]) -> 
     return torch.nn.functional.mse_loss(model(inputs), targets)
 
 
-def perish(kills: list[str], step: int, folder: Path) -> None:
+def perish(kills: list[str], step: int | str, folder: Path) -> None:
     """Die here if that is planned, and has not been done."""
     plan = f"{step}:{mpisgd.rank()}"
     mark = folder / f"killed-{plan}"
@@ -49,11 +52,19 @@ def main() -> None:
     path, options = Path(sys.argv[1]), os.environ
     kills, num_epochs = options.get("KILLS", "").split(","), 2
     mpisgd.init()
+    if "LATE_S" in options:
+        regrow.COME_WITHIN_S = 1.0
+        time.sleep(1.0 + float(options["LATE_S"]) if regrow.is_newcomer() else 0.0)
     model, data = make_model(), make_data()
     optimizer = mpisgd.DistributedOptimizer(make_optimizer(model))
     sampler = mpisgd.elastic.ElasticSampler(data)
     own = {"tickets": torch.tensor([float(mpisgd.rank()), 0.0])}
     shared_out: dict[int, list[float]] = {}
+
+    def get():
+        if state.commits == 0:
+            perish(kills, "begin", path.parent)
+        return own["tickets"]
 
     def put(pieces):
         shared_out.clear()
@@ -65,7 +76,7 @@ def main() -> None:
         model=model,
         optimizer=optimizer,
         sampler=sampler,
-        tickets=mpisgd.elastic.PerRank(lambda: own["tickets"], put),
+        tickets=mpisgd.elastic.PerRank(get, put),
         epoch=0,
         step=0,
         resets=[],
