@@ -482,6 +482,8 @@ def _leave() -> None:
         end_stranded(local_rank)
     heartbeats = config.fault_tolerance() and job.world.known_topology.num_nodes > 1
     if job.bereft or heartbeats:
-        end_bereft(local_rank)
+        if local_rank == 0:
+            config.note(config.ENDED_NOTE)  # `python -m mpisgd run` knows then that it has ended well
+        end_bereft()
     elif job.world.size > 1:
         limit_by_signal(job.timeout_s)

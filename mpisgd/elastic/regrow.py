@@ -21,6 +21,7 @@ from torch import Tensor
 from mpisgd import config
 from mpisgd.comm import job as jobs
 from mpisgd.comm.diagnosis.guard import within
+from mpisgd.comm.stranded import end_bereft
 from mpisgd.comm.waiting import Patience
 from mpisgd.errors import MpisgdError, PeerLost
 
@@ -119,22 +120,24 @@ def join() -> None:
     alone = jobs.current_job()
     jobs.shutdown()
     try:
-        _exchange_words(lambda word, dst: way.isend(word, dst, READY), way)
-        if not _exchange_words(lambda word, src: way.irecv(word, src, COME), way):
-            _end_unmet(f"they have said nothing for {COME_WITHIN_S:g} s")
+        with within(COME_WITHIN_S, "its coming to a job that may have ended"):  # then MPI may block
+            _exchange_words(lambda word, dst: way.isend(word, dst, READY), way)
+            if not _exchange_words(lambda word, src: way.irecv(word, src, COME), way):
+                _end_unmet()
         with within(alone.timeout_s, "its joining of the job"):
             jobs.begin(way.merge(behind=True), None, alone.timeout_s, alone.gpu)
-    except MpisgdError as exc:
-        _end_unmet(str(exc))
+    except MpisgdError:
+        _end_unmet()
     jobs.current_job().bereft = True
 
 
-def _end_unmet(why: str) -> NoReturn:
-    """End a process that the others do not need any more, which is no failure of the job."""
+def _end_unmet() -> NoReturn:
+    """End the program of a process that the others do not need any more, which is no failure of the job."""
     print(
-        "mpisgd: elastic: a new rank ends, since the others have gone on without it (from its start to "
-        f"elastic.run they wait {COME_WITHIN_S:g} s): {why}",
+        "mpisgd: elastic: a new rank ends: the others have gone on without it, or are gone (from its start "
+        f"on they wait {COME_WITHIN_S:g} s for it to come to elastic.run)",
         file=sys.stderr,
         flush=True,
     )
-    os._exit(0)  # MPI's own end would wait for the others
+    end_bereft()
+    raise SystemExit(0)

@@ -1,6 +1,6 @@
 """Training that loses ranks on the way: KILLS is step:rank,... of the world at that moment, each once.
 
-The step is `begin` in the first commit. LATE_S: how much later new ranks come than the others wait for them.
+The step is `begin` in the first commit.
 Rank 0 writes what happened, a line of JSON for each step, to the file that is the first argument.
 """
 
@@ -8,14 +8,12 @@ import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import torch
 from torch.utils.data import BatchSampler, TensorDataset
 
 import mpisgd
-from mpisgd.elastic import regrow
 
 BATCH, STEPS_BETWEEN_COMMITS = 4, 5
 
@@ -52,9 +50,6 @@ def main() -> None:
     path, options = Path(sys.argv[1]), os.environ
     kills, num_epochs = options.get("KILLS", "").split(","), 2
     mpisgd.init()
-    if "LATE_S" in options:
-        regrow.COME_WITHIN_S = 1.0
-        time.sleep(1.0 + float(options["LATE_S"]) if regrow.is_newcomer() else 0.0)
     model, data = make_model(), make_data()
     optimizer = mpisgd.DistributedOptimizer(make_optimizer(model))
     sampler = mpisgd.elastic.ElasticSampler(data)
