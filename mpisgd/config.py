@@ -12,6 +12,7 @@ __all__ = [
     "BUILT_IN_PROFILE",
     "ENDED_NOTE",
     "GPU_CHOICES",
+    "NEWCOMER_VARIABLE",
     "NOTES_VARIABLE",
     "PREEMPTED",
     "available_cores",
@@ -29,6 +30,7 @@ __all__ = [
     "set_mpi_defaults",
     "shared_memory",
     "stall_warning_s",
+    "starts_alone",
     "timeline",
     "timeout_s",
 ]
@@ -64,6 +66,7 @@ GPU_CHOICES = ("auto", "nccl", "mpi")
 # Python's, mpirun's or the shell's own (143 is any process that SIGTERM has killed).
 PREEMPTED = 85
 NOTES_VARIABLE = "MPISGD_RUN_NOTES"
+NEWCOMER_VARIABLE = "MPISGD_ELASTIC_NEWCOMER"
 ENDED_NOTE = "ended 0"  # the program did, whatever becomes of mpirun
 
 
@@ -83,6 +86,11 @@ def launcher_rank(env: Mapping[str, str] = os.environ) -> int | None:
 def launcher_size(env: Mapping[str, str] = os.environ) -> int | None:
     """Return the number of ranks `mpirun` started, None where no launcher is to be seen."""
     return _first_int(SIZE_VARIABLES, env)
+
+
+def starts_alone(env: Mapping[str, str] = os.environ) -> bool:
+    """Return whether no other ranks were started with this process, and it was not started to join any."""
+    return (launcher_size(env) or 1) == 1 and NEWCOMER_VARIABLE not in env
 
 
 def launcher_local_size(env: Mapping[str, str] = os.environ) -> int | None:

@@ -10,6 +10,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
@@ -34,9 +35,13 @@ class Hooks:
 
     Making one is collective: the ranks of a host open one nameless file, and who locks it first speaks for
     that host. Nothing of it remains, whatever way the processes end.
+
+    Attributes:
+        abort: ends every process of the job with an exit code.
     """
 
     def __init__(self, wire: "Wire", topology: Topology) -> None:
+        self.abort: Callable[[int], None] = wire.abort
         self._wire = wire
         self._topology = topology
         self._floor = _open_together(wire)
@@ -81,7 +86,7 @@ class Hooks:
         sys.stdout.flush()
         sys.stderr.flush()
         if self._wire.size > 1:
-            self._wire.abort(exit_code)
+            self.abort(exit_code)
         sys.exit(exit_code)  # alone: the ordinary way out, MPI is finalized on it
 
     def _give_precedence(self, exc: BaseException) -> None:

@@ -33,6 +33,7 @@ from mpisgd.errors import (
     MpiNotFound,
     MpisgdError,
     NotInitialized,
+    PeerLost,
 )
 
 if TYPE_CHECKING:
@@ -148,7 +149,10 @@ def _end_where_mpi_failed(exc: RuntimeError) -> None:
     of_mpi = isinstance(exc, MpiFailed) or type(exc).__module__.startswith("mpi4py")
     if of_mpi and (config.launcher_size() or 1) > 1:
         say_to_user(f"rank {config.launcher_rank()}: MPI failed while the job was started, which ends: {exc}")
-        _load_mpi().MPI.COMM_WORLD.Abort(1)
+        mpi = _load_mpi()
+        if mpi.survives_losses():
+            os._exit(1)  # for the others this rank is lost: they end likewise
+        mpi.MPI.COMM_WORLD.Abort(1)
 
 
 def _start(comm: "MPI.Intracomm | None", num_threads: int | None, limit_s: float, wanted_gpu: str) -> None:
@@ -197,6 +201,11 @@ def begin(wire: "Wire", comm: "MPI.Intracomm | None", timeout_s: float, gpu: str
         )
         hooks = Hooks(wire, group.topology)
         watch = _open_watch(wire, here, timeout_s, threads_allowed=multiple)
+        watch.stalls.give_up = lambda reason: _end_without_python(hooks, multiple)
+        if sentinel is not None:
+            neighbours = here.nodes[here.node_rank]
+            sentinel.heed([watch.seats[rank] for rank in neighbours], here.local_rank)
+            hooks.abort, watch.stalls.unblock = sentinel.end_job, sentinel.end_overdue
     except BaseException:
         if sentinel is not None:
             sentinel.dismiss()
@@ -210,7 +219,7 @@ def begin(wire: "Wire", comm: "MPI.Intracomm | None", timeout_s: float, gpu: str
 def _open_watch(wire: "Wire", here: Topology, limit_s: float, *, threads_allowed: bool) -> Watch:
     """Let this rank be asked what it does, and ask; collective."""
     warning_s = config.stall_warning_s()
-    watch = Watch(
+    return Watch(
         wire,
         here,
         _own_groups,
@@ -219,8 +228,6 @@ def _open_watch(wire: "Wire", here: Topology, limit_s: float, *, threads_allowed
         warning_s=warning_s,
         say=say_to_user,
     )
-    watch.stalls.give_up = lambda reason: _end_without_python(wire, threads_allowed)
-    return watch
 
 
 def _post_sentinel(wire: "Wire") -> "Sentinel":
@@ -232,13 +239,13 @@ def _post_sentinel(wire: "Wire") -> "Sentinel":
 def give_up(reason: str) -> Job:
     """Leave the world without meeting anyone, since a rank of it was lost; return what it was.
 
-    Its groups cannot be used any more: they raise `PeerLost`.
+    Its groups cannot be used any more: they raise `PeerLost`. Its sentinel still sees when the job ends.
     """
     global _job
     job = current_job()
     if job.sentinel is not None:
-        job.sentinel.dismiss()
-    waiting.give_up(reason)
+        job.sentinel.retire()
+    waiting.give_up(PeerLost(reason))
     revoke_all()
     job.watch.close()
     for group in job.groups:
@@ -341,11 +348,11 @@ def _own_groups() -> list[Group]:
     return [] if _job is None else [group for group in list(_job.groups) if group.is_open]
 
 
-def _end_without_python(wire: "Wire", threads_allowed: bool) -> None:
+def _end_without_python(hooks: Hooks, threads_allowed: bool) -> None:
     """End the job while the main thread is blocked inside MPI. Does not return."""
     events.flush()
     if threads_allowed:
-        wire.abort(1)
+        hooks.abort(1)
     os._exit(1)  # the launcher ends the others when it sees that
 
 
@@ -461,6 +468,8 @@ def shutdown() -> None:
     job.watch.close()
     with within(job.timeout_s, "mpisgd.shutdown()"):
         job.watch.free()
+        if job.sentinel is not None:
+            job.sentinel.free()
         for group in reversed(members):
             group.close()
     job.hooks.close()
@@ -482,6 +491,8 @@ def _leave() -> None:
     if job.stranded:
         end_stranded(local_rank)
     if job.bereft:
-        end_bereft(local_rank)
+        if local_rank == 0:
+            config.note(config.ENDED_NOTE)  # `python -m mpisgd run` knows then that it has ended well
+        end_bereft()
     elif job.world.size > 1:
         limit_by_signal(job.timeout_s)

@@ -22,22 +22,29 @@ from mpi4py import MPI
 from torch import Tensor
 
 from mpisgd import config
+from mpisgd.comm import waiting
 from mpisgd.comm.diagnosis.waits import inside
-from mpisgd.errors import MpiFailed, MpisgdError, PeerLost, ShapeMismatch, UnsupportedOp
+from mpisgd.errors import CollectiveTimeout, MpiFailed, MpisgdError, PeerLost, ShapeMismatch, UnsupportedOp
 
 __all__ = [
     "MPI",
+    "OVERDUE",
     "Wire",
     "let_go",
     "library_version",
     "parent",
     "progress",
     "revoke_all",
+    "set_apart",
     "start",
     "survives_losses",
     "thread_level",
 ]
 
+OVERDUE = (
+    "a call of another rank was blocked inside MPI for longer than its time limit, as its report says; no "
+    "group can be used any more"
+)
 # MPI counts elements in a C int. Bytes beyond it travel as one element of a datatype that spans them all.
 MAX_COUNT = 2**31 - 1
 SPAN_BLOCK = 2**20
@@ -140,6 +147,17 @@ def _is_over(request: MPI.Request) -> bool:
         return exc.Get_error_class() != getattr(MPI, "ERR_PROC_FAILED_PENDING", MPI.UNDEFINED)
 
 
+def set_apart(wire: "Wire | None") -> None:
+    """Let this wire, a duplicate set apart from `revoke_all`, tell why others are revoked.
+
+    It is revoked by itself, before all others, where that is not done for a loss: a rank has been blocked
+    inside MPI for longer than its time limit. MPI's messages keep their order, so whoever finds anything
+    revoked knows by this one why.
+    """
+    global _apart
+    _apart = wire
+
+
 def parent() -> "Wire | None":
     """Return the way to the ranks that have spawned this process; None where `mpirun` has started it."""
     comm = MPI.Comm.Get_parent()
@@ -199,8 +217,7 @@ def _wrapped(
             try:
                 return method(self, *args, **kwargs)
             except MPI.Exception as exc:
-                kind = _KINDS.get(exc.Get_error_class(), MpiFailed)
-                raise kind(f"MPI {what}: {exc.Get_error_string()}") from exc
+                raise _ours(what, exc) from exc
 
         def blocking(self: "Wire", /, *args: P.args, **kwargs: P.kwargs) -> R:
             thread = threading.get_ident()
@@ -217,9 +234,18 @@ def _wrapped(
     return decorate
 
 
+def _ours(what: str, exc: MPI.Exception) -> MpisgdError:
+    """Return the error of ours that says what MPI's has said of its call `what`."""
+    if _apart is not None and _apart.is_revoked():  # what MPI calls it then is not always "revoked"
+        why = waiting.vain()
+        return CollectiveTimeout(f"MPI {what}: {why if isinstance(why, CollectiveTimeout) else OVERDUE}")
+    return _KINDS.get(exc.Get_error_class(), MpiFailed)(f"MPI {what}: {exc.Get_error_string()}")
+
+
 _wires: "weakref.WeakSet[Wire]" = weakref.WeakSet()
 # Requests that were given up, with their memory, which MPI may write to even when their wire is no more.
 _abandoned: list[tuple[list[MPI.Request], object]] = []
+_apart: "Wire | None" = None
 
 
 class Wire:
@@ -235,7 +261,7 @@ class Wire:
         global_ranks: what its ranks are called in messages: the job's ranks.
     """
 
-    def __init__(self, comm: Any, parent: "Wire | None" = None) -> None:
+    def __init__(self, comm: Any, parent: "Wire | None" = None, *, apart: bool = False) -> None:
         self.comm: MPI.Intracomm = comm
         self.global_ranks = _global_ranks(comm, parent)
         self.rank: int = comm.Get_rank()
@@ -244,14 +270,19 @@ class Wire:
         self.sent_messages = 0
         self.calls: Counter[str] = Counter()
         self.tag_limit: int = comm.Get_attr(MPI.TAG_UB) or 32767
-        _wires.add(self)
+        if not apart:
+            _wires.add(self)
 
     # -- life of the communicator -------------------------------------------------------------------
 
     @_wrapped("Comm_dup", blocks=True)
-    def duplicate(self) -> "Wire":
-        """Return a wire of its own over the same ranks. Collective."""
-        return Wire(_intra(self.comm.Dup()), self)
+    def duplicate(self, *, apart: bool = False) -> "Wire":
+        """Return a wire of its own over the same ranks. Collective.
+
+        Args:
+            apart: whether `revoke_all` spares it.
+        """
+        return Wire(_intra(self.comm.Dup()), self, apart=apart)
 
     @_wrapped("Comm_split", blocks=True)
     def subset(self, ranks: Sequence[int]) -> "Wire | None":
@@ -319,6 +350,7 @@ class Wire:
         """Return a wire over the ranks that are left, in their order. Collective over these."""
         return Wire(self.comm.Shrink())
 
+    @_wrapped("Agree", blocks=True)
     def agree(self, holds: bool) -> bool:
         """Return, alike on all ranks that are left, whether it `holds` on each and no other has been lost."""
         try:

@@ -23,10 +23,8 @@ FINALIZE_S = 5.0
 HAND_ON_S = 0.3  # mpirun brings what was printed to the terminal
 
 
-def end_bereft(local_rank: int) -> None:
+def end_bereft() -> None:
     """Let MPI's own end take a few seconds at most, then end by SIGALRM; call when all ranks are leaving."""
-    if local_rank == 0:
-        note(ENDED_NOTE)  # `python -m mpisgd run` knows then that the program has ended well
     if signal.getsignal(signal.SIGALRM) is signal.SIG_DFL:
         signal.setitimer(signal.ITIMER_REAL, FINALIZE_S)
 

@@ -11,12 +11,13 @@ from collections.abc import Callable
 
 from mpisgd.comm.diagnosis import waits
 from mpisgd.comm.diagnosis.waits import Hint
-from mpisgd.errors import PeerLost
+from mpisgd.errors import MpisgdError, PeerLost
 
 __all__ = [
     "Patience",
     "give_up",
     "is_crowded",
+    "is_loss",
     "message_begins",
     "message_ends",
     "set_crowded",
@@ -43,24 +44,33 @@ MESSAGE_SHARE = 1 / 1000
 
 _crowded = True
 _messages: set[int] = set()
-_vain = ""
+_vain: MpisgdError | None = None
 
 
-def give_up(reason: str) -> None:
-    """Let every wait of this process raise `PeerLost`, now and from now on: whom it is for will not come."""
+def give_up(error: MpisgdError) -> None:
+    """Let every wait of this process raise `error`, now and from now on: whom it is for will not come.
+
+    The first reason stays until `take_back()`: what comes after it comes of it.
+    """
     global _vain
-    _vain = reason
+    _vain = _vain or error
 
 
 def take_back() -> None:
     """Let waits be waits again."""
     global _vain
-    _vain = ""
+    _vain = None
 
 
-def vain() -> str:
-    """Return why there is no sense in waiting for other ranks; "" while there is."""
-    return _vain
+def vain() -> MpisgdError | None:
+    """Return why there is no sense in waiting for other ranks, to be raised; None while there is."""
+    error = _vain  # each thread raises one of its own: a traceback grows wherever it is raised
+    return None if error is None else type(error)(str(error))
+
+
+def is_loss() -> bool:
+    """Return whether that is the loss of a rank, which the others outlive."""
+    return isinstance(_vain, PeerLost)
 
 
 def set_crowded(crowded: bool) -> None:
@@ -121,13 +131,13 @@ class Patience:
             about: tells those who ask what this wait is for, where the lane's operation does not.
 
         Raises:
-            PeerLost: a rank of the job is gone; see `give_up`.
+            PeerLost: a rank of the job is gone, or whatever else was given to `give_up`.
         """
         noted = False
         try:
             while not ready():
-                if _vain:
-                    raise PeerLost(_vain)
+                if _vain is not None and (error := vain()) is not None:
+                    raise error
                 waited = self.waited_s
                 if waited >= self.limit_s:
                     if noted and not self.quiet:

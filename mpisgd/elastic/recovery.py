@@ -13,9 +13,7 @@ capability".
 """
 
 import gc
-import os
 import sys
-import threading
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -33,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Recovered", "free_what_is_over", "recover", "tell"]
 
 MINORITY_EXIT_CODE = 75  # as sysexits.h has it for what may work another time
+SHRINKING = "the agreement of the ranks that are left on who they are"
 
 
 class Recovered(NamedTuple):
@@ -62,17 +61,20 @@ def recover(reason: str, terms: Terms) -> Recovered:
     """
     started = time.monotonic()
     old = jobs.give_up(reason)
-    before, old_wire = old.world.known_topology, old.wire
-    with within(2 * old.timeout_s, "the recovery from the loss of a rank"):  # the shrinking has its own limit
+    assert old.sentinel is not None
+    before, old_wire, end = old.world.known_topology, old.wire, old.sentinel.end_job
+    with within(2 * old.timeout_s, "the recovery from the loss of a rank", end=end):
         while True:
             waiting.take_back()
-            left_wire = _shrink(old_wire, old.timeout_s)
+            with within(old.timeout_s, SHRINKING, end=end, exit_code=MINORITY_EXIT_CODE):
+                left_wire = old_wire.shrink()
             old_wire.acknowledge()
             outcome = _try_to_begin(old, left_wire, before, terms)
             if old_wire.agree(outcome is not None):
                 break
-            if outcome is not None:
-                jobs.give_up("another rank was lost meanwhile")
+            if outcome is not None and (vain := jobs.give_up("another rank was lost meanwhile").sentinel):
+                vain.dismiss()
+    old.sentinel.dismiss()
     assert outcome is not None
     left, newcomers = outcome
     lost = tuple(sorted({rank for ranks in before.nodes for rank in ranks} - set(left)))
@@ -81,27 +83,6 @@ def recover(reason: str, terms: Terms) -> Recovered:
     recovered = Recovered(lost, newcomers, time.monotonic() - started)
     _judge(before, left, terms)
     return recovered
-
-
-def _shrink(old_wire: "Wire", limit_s: float) -> "Wire":
-    """Wait for all that are left, inside MPI, where nothing but the end of the process ends a wait."""
-    watchdog = threading.Timer(limit_s, _end_alone, [old_wire.rank, limit_s])
-    watchdog.daemon = True
-    watchdog.start()
-    try:
-        return old_wire.shrink()
-    finally:
-        watchdog.cancel()
-
-
-def _end_alone(rank: int, limit_s: float) -> None:
-    print(
-        f"mpisgd: elastic: rank {rank} has waited {limit_s:g} s for the others that are left to agree on who "
-        "is; it ends",
-        file=sys.stderr,
-        flush=True,
-    )
-    os._exit(MINORITY_EXIT_CODE)
 
 
 def _try_to_begin(

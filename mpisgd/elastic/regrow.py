@@ -3,27 +3,37 @@
 A newcomer is spawned into an MPI world of newcomers only. It makes models, optimizers and samplers there, as
 a job of its own, and meets the others when its program comes to `run`:
 
-    left        shrink | spawn ........... | "ready"? ............... | merge | begin
-    newcomer             starts Python, MPI | init, model, optimizer  | merge | begin
+    left        shrink | spawn ........... | "ready"? ............... | "come" | merge | begin
+    newcomer             starts Python, MPI | init, model, optimizer  | "come"? | merge | begin
+
+MPI's merge waits for ever, so nobody begins it who does not know that the others do. If a newcomer does not
+come to `run`, or does so too late, the others go on without new ranks, and these end.
 """
 
 import os
 import sys
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
+from torch import Tensor
 
+from mpisgd import config
 from mpisgd.comm import job as jobs
+from mpisgd.comm.diagnosis.guard import within
+from mpisgd.comm.stranded import end_bereft
 from mpisgd.comm.waiting import Patience
 from mpisgd.errors import MpisgdError, PeerLost
 
 if TYPE_CHECKING:
+    from mpi4py import MPI
+
     from mpisgd.comm.mpi import Wire
 
 __all__ = ["Terms", "grow", "is_newcomer", "join"]
 
-MARK = "MPISGD_ELASTIC_NEWCOMER"
-TAG = 7
+TO_JOIN, JOINED = "1", "0"  # the environment says so to the program, and to the processes that it starts
+READY, COME = 7, 8  # tags
 COME_WITHIN_S = 120.0  # for a program to start and to make its model
 
 
@@ -43,26 +53,31 @@ class Terms(NamedTuple):
 
 def is_newcomer() -> bool:
     """Return whether this process was started to join a job, and has not joined it yet."""
-    return MARK in os.environ
+    return os.environ.get(config.NEWCOMER_VARIABLE) == TO_JOIN
 
 
 def grow(left: "Wire", terms: Terms) -> tuple["Wire", int]:
     """Return a wire over those that are left and newcomers, and the number of these. Collective over `left`.
 
-    Where no process can be started the job goes on without, and rank 0 says so.
+    Where no process can be started, or not all come, the job goes on without, and rank 0 says so. The next
+    loss is another occasion.
     """
     missing = terms.wanted - left.size
     if not terms.regrow or missing <= 0:
         return left, 0
     try:
-        newcomers = left.spawn(_this_program(), missing, {MARK: "1"})
+        newcomers = left.spawn(_this_program(), missing, {config.NEWCOMER_VARIABLE: TO_JOIN})
     except PeerLost:
         raise
     except MpisgdError as exc:
-        if left.rank == 0:
-            print(f"mpisgd: elastic: no new ranks: {exc}", file=sys.stderr, flush=True)
+        _say_none_come(left, str(exc))
         return left, 0
-    _wait_until_ready(left, newcomers, missing)
+    if trouble := left.broadcast_object(_trouble(newcomers, missing) if left.rank == 0 else "", 0):
+        _say_none_come(left, trouble)
+        newcomers.revoke()
+        return left, 0
+    if left.rank == 0:
+        _exchange_words(lambda word, dst: newcomers.isend(word, dst, COME), newcomers, missing)
     return newcomers.merge(behind=False), missing
 
 
@@ -70,25 +85,59 @@ def _this_program() -> list[str]:
     return [sys.executable, *sys.orig_argv[1:]]
 
 
-def _wait_until_ready(left: "Wire", newcomers: "Wire", number: int) -> None:
-    """Return when all newcomers are about to merge, which waits inside MPI."""
+def _trouble(newcomers: "Wire", number: int) -> str:
+    """Wait until all newcomers have come to `run`; return why they do not, "" when they are there."""
+    try:
+        came = _exchange_words(lambda word, src: newcomers.irecv(word, src, READY), newcomers, number)
+    except MpisgdError as exc:
+        return f"one has ended before it came to elastic.run ({exc})"
+    return "" if came else f"they have not come to elastic.run within {COME_WITHIN_S:g} s"
+
+
+def _exchange_words(start: Callable[[Tensor, int], "MPI.Request"], way: "Wire", number: int = 1) -> bool:
+    """Send a word to, or receive one from, the first ranks of the other side; return whether in time."""
+    words = [torch.zeros(1, dtype=torch.int64) for _ in range(number)]
+    requests = [start(word, other) for other, word in enumerate(words)]
+    through = Patience(COME_WITHIN_S, quiet=True).wait_for(lambda: way.poll(requests))
+    if not through:
+        way.abandoned.append((requests, words))
+    return through
+
+
+def _say_none_come(left: "Wire", why: str) -> None:
     if left.rank == 0:
-        words = [torch.zeros(1, dtype=torch.int64) for _ in range(number)]
-        requests = [newcomers.irecv(word, src, TAG) for src, word in enumerate(words)]
-        if not Patience(COME_WITHIN_S).wait_for(lambda: newcomers.poll(requests)):
-            raise PeerLost(f"new ranks have not come to elastic.run within {COME_WITHIN_S:g} s")
-    left.broadcast_object(None, 0)
+        print(f"mpisgd: elastic: no new ranks: {why}", file=sys.stderr, flush=True)
 
 
 def join() -> None:
-    """Leave the world of newcomers for that of the job. Collective over the newcomers and those who wait."""
-    os.environ.pop(MARK)
+    """Leave the world of newcomers for that of the job. Collective over the newcomers and those who wait.
+
+    Ends the process where they have gone on without it.
+    """
+    os.environ[config.NEWCOMER_VARIABLE] = JOINED
     way = jobs.parent_wire()
     assert way is not None
     alone = jobs.current_job()
     jobs.shutdown()
-    word = torch.zeros(1, dtype=torch.int64)
-    request = way.isend(word, 0, TAG)
-    Patience(COME_WITHIN_S).wait_for(lambda: way.poll([request]))
-    jobs.begin(way.merge(behind=True), None, alone.timeout_s, alone.gpu)
+    try:
+        with within(COME_WITHIN_S, "its coming to a job that may have ended"):  # then MPI may block
+            _exchange_words(lambda word, dst: way.isend(word, dst, READY), way)
+            if not _exchange_words(lambda word, src: way.irecv(word, src, COME), way):
+                _end_unmet()
+        with within(alone.timeout_s, "its joining of the job"):
+            jobs.begin(way.merge(behind=True), None, alone.timeout_s, alone.gpu)
+    except MpisgdError:
+        _end_unmet()
     jobs.current_job().bereft = True
+
+
+def _end_unmet() -> NoReturn:
+    """End the program of a process that the others do not need any more, which is no failure of the job."""
+    print(
+        "mpisgd: elastic: a new rank ends: the others have gone on without it, or are gone (from its start "
+        f"on they wait {COME_WITHIN_S:g} s for it to come to elastic.run)",
+        file=sys.stderr,
+        flush=True,
+    )
+    end_bereft()
+    raise SystemExit(0)

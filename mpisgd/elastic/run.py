@@ -104,13 +104,17 @@ def _end_together() -> None:
 
 
 def _is_a_loss(exc: Exception) -> bool:
-    """Return whether this error comes of a lost rank, whatever it became on its way through torch."""
+    """Return whether this error comes of a lost rank, whatever it became on its way through torch.
+
+    A rank that is late is not lost. To go on without it is impossible, as it may come at any time, and to go
+    back to the last commit together with it would only wait for it again: so the job ends.
+    """
     if isinstance(exc, JobError) or not jobs.is_initialized() or jobs.current_job().sentinel is None:
         return False
     deadline = time.monotonic() + NOTICE_S
-    while not isinstance(exc, PeerLost) and not waiting.vain() and time.monotonic() < deadline:
+    while not isinstance(exc, PeerLost) and waiting.vain() is None and time.monotonic() < deadline:
         time.sleep(0.01)
-    return isinstance(exc, PeerLost) or bool(waiting.vain())
+    return waiting.is_loss() or (isinstance(exc, PeerLost) and waiting.vain() is None)
 
 
 def _warn_where_none_survives() -> None:

@@ -136,6 +136,87 @@ def test_lost_ranks_are_replaced(tmp_path):
     assert end["tickets"][0] == 0 + 1 + 2
 
 
+@pytest.mark.parametrize(("killed", "left"), [(0, 1 + 2), pytest.param(1, 0 + 2, marks=pytest.mark.long)])
+def test_a_loss_before_the_first_commit_leaves_the_undisturbed_curve_of_the_others(tmp_path, killed, left):
+    """There is no commit to go back to: the state begins anew, from the rank that is the first now."""
+    done, lines = train(tmp_path, 3, KILLS=f"begin:{killed}")
+    assert done.returncode == 0, done.stderr
+    *steps, end = lines
+    assert (tmp_path / f"killed-begin:{killed}").exists()
+    check_curve(steps, [2])
+    assert end["resets"] == [2]
+    assert end["tickets"][0] == left  # nobody has a commit of the lost one's
+
+
+LATE = """
+import atexit, os, signal, sys, time
+from pathlib import Path
+import torch
+import mpisgd
+from mpisgd.elastic import regrow
+
+mpisgd.init()
+regrow.COME_WITHIN_S = 1.0
+mark = Path(sys.argv[1])
+if regrow.is_newcomer():
+    atexit.register(mark.touch)
+    time.sleep(3)
+
+@mpisgd.elastic.run(regrow=True)
+def train(state):
+    while state.step < 5:
+        if state.step == 2 and (mpisgd.rank(), mpisgd.size()) == (1, 3):
+            os.kill(os.getpid(), signal.SIGKILL)
+        state.step += 1
+        state.commit()
+
+state = mpisgd.elastic.State(step=0)
+train(state)
+while not mark.exists():
+    time.sleep(0.1)
+print(state.step, "steps with", mpisgd.size(), flush=True)
+"""
+
+
+def test_new_ranks_that_come_too_late_are_gone_on_without_and_end(tmp_path):
+    (tmp_path / "prog.py").write_text(LATE)
+    done = run_python(str(tmp_path / "prog.py"), str(tmp_path / "mark"), num_ranks=3, options=WITH_FT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("5 steps with 2") == 2
+    assert done.stderr.count("no new ranks: they have not come to elastic.run within 1 s") == 1
+    assert done.stderr.count("a new rank ends: the others have gone on without it") == 1
+
+
+STUCK = """
+import os, signal, time
+import mpisgd
+import mpisgd.comm.diagnosis.guard
+mpisgd.init(timeout_s=4.0)
+mpisgd.comm.diagnosis.guard.LEAST_S = 4.0
+
+@mpisgd.elastic.run
+def train(state):
+    if mpisgd.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if mpisgd.rank() == 2:
+        time.sleep(100)
+    if mpisgd.rank() == 3:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    mpisgd.barrier()
+
+train(mpisgd.elastic.State(step=0))
+"""
+
+
+@pytest.mark.long
+def test_a_rank_that_does_not_come_to_the_recovery_ends_the_job_in_the_end(tmp_path):
+    (tmp_path / "prog.py").write_text(STUCK)
+    done = run_python(str(tmp_path / "prog.py"), num_ranks=4, options=WITH_FT)
+    assert done.returncode != 0
+    assert "in the agreement of the ranks that are left on who they are for 4 s" in done.stderr
+    assert "inside MPI's Shrink" in done.stderr
+
+
 def test_too_few_ranks_end_the_job(tmp_path):
     done, lines = train(tmp_path, 3, KILLS="6:1", MIN_RANKS="3")
     assert done.returncode == 75

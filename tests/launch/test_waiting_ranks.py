@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections.abc import Sequence
 
 import pytest
 from launcher import run_python
@@ -40,10 +41,12 @@ STOP = "os.kill(os.getpid(), signal.SIGSTOP)"
 def job(tmp_path):
     """Run a program's text on some ranks with a time limit and a time for warnings."""
 
-    def run(text: str, num_ranks: int, *, limit_s: float, **env: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        text: str, num_ranks: int, *, limit_s: float, options: Sequence[str] = (), **env: str
+    ) -> subprocess.CompletedProcess[str]:
         (tmp_path / "prog.py").write_text(START + text)
         settings = {"MPISGD_TIMEOUT_S": str(limit_s), "MPISGD_STALL_WARNING_S": "0", **env}
-        return run_python(str(tmp_path / "prog.py"), num_ranks=num_ranks, env=settings)
+        return run_python(str(tmp_path / "prog.py"), num_ranks=num_ranks, options=options, env=settings)
 
     return run
 
@@ -119,6 +122,69 @@ with waiting_for(Hint("tea", members=(0, 1, 2))):
     assert "the job ends" in report
     assert "in reading_data" in report
     assert rows(report)["1"] == "in code of its own"
+
+
+@pytest.mark.parametrize(
+    "elsewhere", ["reading_data()", pytest.param(STOP, marks=pytest.mark.long, id="stopped")]
+)
+def test_with_fault_tolerance_ranks_blocked_inside_mpi_are_freed_with_an_error(job, elsewhere):
+    """Also one that would wait on; nobody is lost, so nobody goes on without anybody, and the job ends."""
+    done = job(
+        f"""
+@mpisgd.elastic.run
+def train(state):
+    if rank == 1:
+        {elsewhere}
+    try:
+        if rank == 2:
+            mpisgd.irecv(torch.zeros(2), 1).wait(50)
+        with waiting_for(Hint("tea", members=(0, 1, 3))):
+            world().lane.wire.barrier()
+    except mpisgd.CollectiveTimeout as exc:
+        print(f"rank {{rank}} got: {{exc}}", flush=True)
+        time.sleep(2)
+        raise
+
+train(mpisgd.elastic.State())
+        """,
+        4,
+        limit_s=3,
+        options=("--with-ft", "ulfm"),
+    )
+    assert done.returncode != 0
+    report, *traceback = reports(done)
+    assert "for rank 1 in tea, inside MPI's Barrier" in report
+    assert "all communicators of the job are revoked" in report
+    assert ("in reading_data" if "reading" in elsewhere else "stopped by a signal") in report
+    assert "errors.CollectiveTimeout: " in "".join(traceback)
+    got = dict(re.findall(r"rank (\d) got: (.*)", done.stdout))
+    assert sorted(got) == ["0", "2", "3"]
+    assert all(re.match("MPI Barrier: .* blocked", got[rank]) for rank in "03")
+    assert "a call of another rank was blocked inside MPI" in got["2"]
+    assert "go on from the last commit" not in done.stderr
+
+
+def test_with_fault_tolerance_an_error_ends_the_job_whatever_the_others_do(job):
+    """MPI_Abort does not: its caller would be one more lost rank."""
+    done = job(
+        f"""
+if rank == 1:
+    {STOP}
+if rank == 2:
+    in_c_code()
+if rank == 3:
+    time.sleep(1)
+    raise SystemExit(mpisgd.no_such_thing)
+time.sleep(40)
+        """,
+        4,
+        limit_s=100,
+        options=("--with-ft", "ulfm"),
+    )
+    assert done.returncode != 0
+    assert done.stderr.count("Traceback") == 1
+    assert "rank 3 of 4" in done.stderr
+    assert "no_such_thing" in done.stderr
 
 
 def test_the_making_of_a_group_has_the_limit_too(job):

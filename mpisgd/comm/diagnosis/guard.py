@@ -1,7 +1,8 @@
-"""Limits on what no watch can look at: the start of the job, and its end.
+"""Limits on what no watch can look at: the start of the job, its end, and what is between two worlds.
 
 Before the ranks know of each other nobody can be asked, and MPI's own start and end can neither be
 interrupted nor given up in order: what is left is to end this process, at which the launcher ends the job.
+Where it does not, after the loss of a rank, the caller knows what does.
 """
 
 import contextlib
@@ -9,7 +10,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from mpisgd import config
 from mpisgd.comm.diagnosis import waits
@@ -23,37 +24,49 @@ GRACE_S = 2.0  # by the signal it ends without a word, so our own comes first
 
 
 @contextlib.contextmanager
-def within(limit_s: float, what: str) -> Iterator[None]:
-    """End the process if this takes longer; only where a launcher has started several."""
-    if (config.launcher_size() or 1) == 1:
+def within(
+    limit_s: float, what: str, *, end: Callable[[int], None] = os._exit, exit_code: int = 1
+) -> Iterator[None]:
+    """End the job if this takes longer; only where there are other ranks to wait for. May be nested.
+
+    Args:
+        limit_s: seconds that it may take, LEAST_S at least.
+        what: this is, for the message.
+        end: ends the job with an exit code, where the end of this process alone would not.
+        exit_code: which.
+    """
+    if config.starts_alone():
         yield
         return
     limit_s = max(limit_s, LEAST_S)
     over, alarm = threading.Event(), limit_by_signal(limit_s + GRACE_S)
-    guard = threading.Thread(target=_guard, args=(over, limit_s, what), name=WATCH_THREAD, daemon=True)
-    guard.start()
+
+    def guard() -> None:
+        if not over.wait(limit_s):
+            say_to_user(_told(limit_s, what))
+            end(exit_code)
+
+    thread = threading.Thread(target=guard, name=WATCH_THREAD, daemon=True)
+    thread.start()
     try:
         yield
     finally:
         over.set()
-        guard.join()
+        thread.join()
         if alarm:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def _guard(over: threading.Event, limit_s: float, what: str) -> None:
-    if over.wait(limit_s):
-        return
+def _told(limit_s: float, what: str) -> str:
     main = threading.main_thread().ident or 0
     call, _ = waits.inside_mpi().get(main, ("", 0.0))
     inside = f", inside MPI's {call}" if call else ""
-    say_to_user(
+    return (
         f"rank {config.launcher_rank()} has been in {what} for {limit_s:g} s, which is the limit "
         f"(MPISGD_TIMEOUT_S, a minute at least){inside}: another rank does not come, or its host "
         "cannot be reached. The job ends. It is here (the innermost call last):\n"
         f"{stack_of(sys._current_frames().get(main))}"
     )
-    os._exit(1)
 
 
 def limit_by_signal(limit_s: float) -> bool:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from mpisgd.comm.diagnosis.view import GONE, SILENT, STOPPED, View
 
-__all__ = ["Seat", "describe", "is_stopped_or_gone", "take_seat"]
+__all__ = ["Seat", "describe", "is_gone", "is_stopped_or_gone", "take_seat"]
 
 # One that nobody uses: the first few belong to the C library and to tools, programs take the plain ones.
 DUMP_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 11 if hasattr(signal, "SIGRTMIN") else 0
@@ -79,6 +79,11 @@ def is_stopped_or_gone(seat: Seat) -> bool:
     """Return whether a process of this host will not answer for sure."""
     fields = _fields(seat.pid)
     return _is_gone(fields, seat) or fields[STATE] in "Tt"
+
+
+def is_gone(seat: Seat) -> bool:
+    """Return whether a process of this host is no more."""
+    return _is_gone(_fields(seat.pid), seat)
 
 
 def _is_gone(fields: list[str], seat: Seat) -> bool:

@@ -1,7 +1,8 @@
 """What a rank does about its own long waits: a warning, in the end an error or the end of the job.
 
 A wait of ours ends at its limit by itself and asks here what to say (`at_limit`). A call that is blocked
-inside MPI cannot be ended: the watch thread sees it, says what everyone does, and gives the job up.
+inside MPI cannot do that: the watch thread sees it and says what everyone does. Where MPI can revoke
+communicators that ends the call, and with it all waits of the job. Else, or where it does not, the job ends.
 """
 
 import threading
@@ -21,6 +22,7 @@ __all__ = ["Stalls"]
 
 WARNING, LIMIT = "warning", "limit"
 SHORT_S = 1.0  # waits up to this are looked at no closer
+RETURN_S = 10.0  # the freed calls have returned by then (2 to 5 s were seen)
 SPEAK_S = 1.0  # after another rank has spoken, this one lets it finish
 
 
@@ -35,6 +37,8 @@ class Stalls:
     Attributes:
         warning_s: after how long the user is warned; 0: never.
         end_s: after how long the job ends, whatever the wait's own limit; 0: by that alone.
+        unblock: ends all calls that are blocked inside MPI, with an error that says the reason; None where
+            that is not to be had.
         give_up: ends the job, or what stands for that, where a rank is blocked inside MPI; gets the reason.
     """
 
@@ -42,6 +46,8 @@ class Stalls:
         self.warning_s = warning_s
         self.end_s = 0.0
         self.give_up: Callable[[str], None] = lambda reason: None
+        self.unblock: Callable[[str], None] | None = None
+        self._unblocked_s = 0.0  # when that was done
         self._watch = watch
         self._voice = voice
         self._limit_s = limit_s
@@ -59,7 +65,7 @@ class Stalls:
             if 0 < self.end_s < wait.waited_s:
                 self._end(wait, self.end_s, f"longer than {self.end_s:g} s, after which the job ends")
             elif wait.inside and wait.waited_s > limit_s:
-                self._end(wait, limit_s, _blocked(wait, limit_s))
+                self._end_blocked(wait, limit_s)
             else:
                 self._warn(wait, limit_s)
 
@@ -84,14 +90,31 @@ class Stalls:
             ),
         )
 
+    def _end_blocked(self, wait: Wait, limit_s: float) -> None:
+        """End a call that is blocked inside MPI, or the job."""
+        longer = f"longer than its limit of {limit_s:g} s (MPISGD_TIMEOUT_S). It is blocked in there"
+        if self.unblock is None:
+            self._end(wait, limit_s, f"{longer}, where no error can be raised, so the job ends")
+        elif not self._unblocked_s:
+            views = self._speak(wait, limit_s, f"{longer}: all communicators of the job are revoked")
+            self.unblock(f"{self._who(wait, views)}: {longer}; no group can be used any more")
+            self._unblocked_s = time.monotonic()
+        elif time.monotonic() > self._unblocked_s + RETURN_S:
+            self.give_up(f"{longer}, and is so {RETURN_S:g} s after it was revoked")
+
     def _end(self, wait: Wait, limit_s: float, reason: str) -> None:
         """Give the job up, after one rank has said why."""
-        told = self._voice.tell(
+        self._speak(wait, limit_s, reason)
+        self.give_up(reason)
+
+    def _speak(self, wait: Wait, limit_s: float, reason: str) -> Sequence[View]:
+        """Say what everyone does, or let another rank say it."""
+        views = self._voice.tell(
             LIMIT, wait, limit_s, lambda views: f"{self._who(wait, views)}: {reason}. What the ranks do:"
         )
-        if not told:
+        if not views:
             time.sleep(SPEAK_S)
-        self.give_up(reason)
+        return views
 
     def at_limit(self) -> str:
         """Say what everyone does, as this thread's wait is over without success; return who is missing.
@@ -112,7 +135,7 @@ class Stalls:
         return self._verdict(wait, views)
 
     def _who(self, wait: Wait, views: Sequence[View]) -> str:
-        late = [rank for rank in missing(wait, views) if rank != self._watch.rank]
+        late = [rank for rank in (missing(wait, views) if views else ()) if rank != self._watch.rank]
         whom = f" for {ranks_text(late)}" if late else ""
         return f"rank {self._watch.rank} has waited {wait.waited_s:.1f} s{whom} in {place(wait)}"
 
@@ -128,10 +151,3 @@ def _in_short(view: View) -> str:
     if view.state == WAITS:
         return f"waits in {place(view.waits[0])}"
     return "is in code of its own" if view.state == RUNS else f"({view.note or view.state})"
-
-
-def _blocked(wait: Wait, limit_s: float) -> str:
-    return (
-        f"longer than its limit of {limit_s:g} s (MPISGD_TIMEOUT_S). It is blocked in there, where no error "
-        "can be raised, so the job ends"
-    )

@@ -34,7 +34,7 @@ def start_over(terms: Terms) -> None:
         try:
             if _is_lost():
                 state.abandon()
-                tell(recover(waiting.vain() or "a rank of the job was lost", terms), "mpisgd.horovod")
+                tell(recover(str(waiting.vain()), terms), "mpisgd.horovod")
             state.restart()
         except MpisgdError as exc:
             if isinstance(exc, JobError) or not _is_lost():
@@ -49,9 +49,9 @@ def _is_lost() -> bool:
     if not jobs.is_initialized() or jobs.current_job().sentinel is None:
         return False
     deadline = time.monotonic() + NOTICE_S
-    while state.is_broken() and not waiting.vain() and time.monotonic() < deadline:
+    while state.is_broken() and waiting.vain() is None and time.monotonic() < deadline:
         time.sleep(0.01)
-    return bool(waiting.vain())
+    return waiting.is_loss()
 
 
 def join_the_others() -> None:

@@ -21,7 +21,7 @@ from mpisgd.comm import events, waiting
 from mpisgd.comm.diagnosis.waits import Hint
 from mpisgd.comm.groups import open_group
 from mpisgd.comm.job import current_job
-from mpisgd.errors import MpisgdError, PeerLost
+from mpisgd.errors import MpisgdError
 from mpisgd.horovod.engine import clashes
 from mpisgd.horovod.engine.cache import Cache
 from mpisgd.horovod.engine.carrier import Carrier
@@ -274,8 +274,8 @@ class Engine:
 
     def look_around(self) -> None:
         """See whether operations wait for too long, or for ranks that are gone."""
-        if reason := waiting.vain():
-            raise PeerLost(reason)
+        if (error := waiting.vain()) is not None:
+            raise error
         if self.group.rank == 0:
             now_s = time.monotonic()
             for entry in self._clashes.look(self._table.clashes(), now_s):

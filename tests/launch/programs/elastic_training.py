@@ -1,5 +1,6 @@
 """Training that loses ranks on the way: KILLS is step:rank,... of the world at that moment, each once.
 
+The step is `begin` in the first commit.
 Rank 0 writes what happened, a line of JSON for each step, to the file that is the first argument.
 """
 
@@ -36,7 +37,7 @@ def loss_of(model: torch.nn.Module, data: TensorDataset, indices: list[int]) -> 
     return torch.nn.functional.mse_loss(model(inputs), targets)
 
 
-def perish(kills: list[str], step: int, folder: Path) -> None:
+def perish(kills: list[str], step: int | str, folder: Path) -> None:
     """Die here if that is planned, and has not been done."""
     plan = f"{step}:{mpisgd.rank()}"
     mark = folder / f"killed-{plan}"
@@ -55,6 +56,11 @@ def main() -> None:
     own = {"tickets": torch.tensor([float(mpisgd.rank()), 0.0])}
     shared_out: dict[int, list[float]] = {}
 
+    def get():
+        if state.commits == 0:
+            perish(kills, "begin", path.parent)
+        return own["tickets"]
+
     def put(pieces):
         shared_out.clear()
         shared_out.update({rank: piece.tolist() for rank, piece in pieces.items()})
@@ -65,7 +71,7 @@ def main() -> None:
         model=model,
         optimizer=optimizer,
         sampler=sampler,
-        tickets=mpisgd.elastic.PerRank(lambda: own["tickets"], put),
+        tickets=mpisgd.elastic.PerRank(get, put),
         epoch=0,
         step=0,
         resets=[],

@@ -13,11 +13,16 @@ from mpisgd.comm.waiting import (
     YIELD_S,
     Patience,
     _pause,
+    give_up,
     is_crowded,
+    is_loss,
     message_begins,
     message_ends,
     set_crowded,
+    take_back,
+    vain,
 )
+from mpisgd.errors import CollectiveTimeout, PeerLost
 
 
 def test_what_is_ready_is_not_waited_for():
@@ -90,3 +95,29 @@ def test_where_cores_are_scarce_it_dozes_if_somebody_would_wake_it(wakes):
 @pytest.mark.usefixtures("crowd")
 def test_a_doze_does_not_hide_the_time_limit():
     assert not Patience(0.05).wait_for(lambda: False, lambda limit_s: True)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "loss"),
+    [
+        (CollectiveTimeout("late"), PeerLost("gone"), False),
+        (PeerLost("gone"), CollectiveTimeout("late"), True),
+    ],
+)
+def test_a_wait_in_vain_ends_with_the_first_reason_each_with_an_error_of_its_own(first, second, loss):
+    give_up(first)
+    give_up(second)
+    try:
+        assert is_loss() == loss
+        caught = []
+        for _ in range(2):
+            with pytest.raises(type(first), match=str(first)) as raised:
+                Patience(5.0).wait_for(lambda: False)
+            caught.append(raised.value)
+        assert caught[0] is not caught[1]
+        assert Patience(5.0).wait_for(lambda: True)  # what is there already was not waited for in vain
+    finally:
+        take_back()
+    assert vain() is None
+    assert not is_loss()
+    assert not Patience(0.01).wait_for(lambda: False)
