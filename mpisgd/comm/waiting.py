@@ -136,8 +136,8 @@ class Patience:
         noted = False
         try:
             while not ready():
-                if _vain is not None and (error := vain()) is not None:
-                    raise error
+                if _vain is not None and (futile := vain()) is not None:
+                    raise futile
                 waited = self.waited_s
                 if waited >= self.limit_s:
                     if noted and not self.quiet:

@@ -100,7 +100,7 @@ def _exchange_words(start: Callable[[Tensor, int], "MPI.Request"], way: "Wire", 
     requests = [start(word, other) for other, word in enumerate(words)]
     through = Patience(COME_WITHIN_S, quiet=True).wait_for(lambda: way.poll(requests))
     if not through:
-        way.abandoned.append((requests, words))
+        way.abandon(requests, words)
     return through
 
 
