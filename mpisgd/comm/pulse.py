@@ -2,7 +2,7 @@
 
 Open MPI sends them, and looks for those of others, only while somebody calls it, and a program may compute
 for minutes. It has a thread of its own for that, which cannot be used. In 5.0 it beats before all ranks have
-come so far in MPI_Init that they know what a heartbeat is, and these crash (in 2 of 100 starts). And MPI's
+come so far in MPI_Init that they know what a heartbeat is, and these crash (in 4 of 240 starts). And MPI's
 end waits for it for ever.
 """
 
