@@ -94,10 +94,12 @@ class Judge:
         text, everyones = json.loads(verdict)
         meant = set(dict(everyones).get(self._watch.rank, ()))
         # There may be others by now: who has heard of the verdict before does something else already.
-        if not meant <= set(_serials(self._watch.look(stacks=False))):
+        noted = waits.noted()
+        inside = {waits.serial_of(since_s) for _, since_s in waits.inside_mpi().values()}
+        if not meant <= inside | {waiter.serial for waiter in noted}:
             return False
-        threads = {waiter.thread for waiter in waits.noted() if waiter.serial in meant}
-        for waiter in waits.noted():
+        threads = {waiter.thread for waiter in noted if waiter.serial in meant}
+        for waiter in noted:
             if waiter.thread in threads:
                 waits.condemn(waiter, Deadlock(text))
         return True

@@ -123,7 +123,7 @@ def _wait(
         "waited_s": now_s - since_s,
         "limit_s": limits_s[-1] if limits_s else None,
         "inside": call,
-        "serial": int(since_s * 1000),
+        "serial": waits.serial_of(since_s),
     }
     if hints:
         return Wait(**hints[0]._asdict(), **common)

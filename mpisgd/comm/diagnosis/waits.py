@@ -22,6 +22,7 @@ __all__ = [
     "note",
     "noted",
     "say_nothing",
+    "serial_of",
     "verdict",
     "waiting_for",
     "workers",
@@ -73,8 +74,13 @@ class Waiter(NamedTuple):
 
     @property
     def serial(self) -> int:
-        """What tells it from other waits of this process."""
-        return int(self.since_s * 1000)
+        """See `serial_of`."""
+        return serial_of(self.since_s)
+
+
+def serial_of(since_s: float) -> int:
+    """Return what tells a wait that began then from the others of its process."""
+    return int(since_s * 1000)
 
 
 def say_nothing() -> str:
