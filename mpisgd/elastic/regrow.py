@@ -120,10 +120,10 @@ def join() -> None:
     alone = jobs.current_job()
     jobs.shutdown()
     try:
-        with within(COME_WITHIN_S, "its coming to a job that may have ended"):  # then MPI may block
+        with within(3 * COME_WITHIN_S, "its coming to a job that may have ended"):  # then MPI may block
             _exchange_words(lambda word, dst: way.isend(word, dst, READY), way)
             if not _exchange_words(lambda word, src: way.irecv(word, src, COME), way):
-                _end_unmet()
+                raise PeerLost("the others have gone on")
         with within(alone.timeout_s, "its joining of the job"):
             jobs.begin(way.merge(behind=True), None, alone.timeout_s, alone.gpu)
     except MpisgdError:
