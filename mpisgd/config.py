@@ -118,30 +118,27 @@ def torchrun_rank(env: Mapping[str, str] = os.environ) -> tuple[int | None, int 
 
 def timeout_s(env: Mapping[str, str] = os.environ) -> float:
     """Return how long to wait for other ranks, in seconds (MPISGD_TIMEOUT_S, default 1800)."""
-    text = env.get("MPISGD_TIMEOUT_S")
-    if text is None:
-        return DEFAULT_TIMEOUT_S
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+    value, text = _seconds("MPISGD_TIMEOUT_S", DEFAULT_TIMEOUT_S, env)
     if not value > 0:
-        raise InvalidArgument(f"MPISGD_TIMEOUT_S={text!r}: expected a positive number of seconds")
+        raise InvalidArgument(f"{text}: expected a positive number of seconds")
     return value
 
 
 def stall_warning_s(env: Mapping[str, str] = os.environ) -> float:
     """Return when a wait is worth a warning, in seconds (MPISGD_STALL_WARNING_S, default 60, 0: never)."""
-    text = env.get("MPISGD_STALL_WARNING_S")
-    if text is None:
-        return DEFAULT_STALL_WARNING_S
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+    value, text = _seconds("MPISGD_STALL_WARNING_S", DEFAULT_STALL_WARNING_S, env)
     if not value >= 0:
-        raise InvalidArgument(f"MPISGD_STALL_WARNING_S={text!r}: expected a number of seconds, 0 for never")
+        raise InvalidArgument(f"{text}: expected a number of seconds, 0 for never")
     return value
+
+
+def _seconds(name: str, default: float, env: Mapping[str, str]) -> tuple[float, str]:
+    """Return a variable's value, NaN where it is no number, and what to call it in an error."""
+    text = env.get(name, str(default))
+    try:
+        return float(text), f"{name}={text!r}"
+    except ValueError:
+        return math.nan, f"{name}={text!r}"
 
 
 def shared_memory(env: Mapping[str, str] = os.environ) -> bool:

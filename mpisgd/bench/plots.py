@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PLOTS", "need_matplotlib"]
 
+Rows = Sequence[dict[str, Any]]
 NUM_COLUMNS = 4
 # Ours stand out, and a variant has the same colour in every panel.
 COLOURS = ("#0b6e4f", "#c8553d", "#3d6fb4", "#8a5a9e", "#d99a2b", "#5f6b73", "#2aa7a1", "#a23b72")
@@ -69,40 +70,47 @@ def _label_sizes(ax: "Axes", sizes: Sequence[int]) -> None:
 
 def plot_steps(path: Path, record: dict[str, Any]) -> None:
     """Draw each variant's step as a multiple of the step without communication."""
-    rows = record["rows"]
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    figure, axes = _figure(len(models), record)
-    for ax, model in zip(axes, models, strict=False):
-        here = [row for row in rows if row["model"] == model]
-        base = here[0]["median_s"] / here[0]["ratio_to_no_communication"]
-        _draw_bars(ax, here, "s", base)
+
+    def label(ax: "Axes", model: str, rows: Rows) -> float:
+        base: float = rows[0]["median_s"] / rows[0]["ratio_to_no_communication"]
         ax.set(title=f"{model} ({base * 1e3:.3g} ms alone)", xlabel="x no communication (median, range)")
-    _finish(figure, axes, path, legend=False)
+        return base
+
+    _plot_bars(path, record, "model", "s", label)
 
 
 def plot_memory(path: Path, record: dict[str, Any]) -> None:
     """Draw each variant's peak as a multiple of that without mpisgd."""
-    rows = record["rows"]
-    trainings = list(dict.fromkeys(row["training"] for row in rows))
-    figure, axes = _figure(len(trainings), record)
-    for ax, training in zip(axes, trainings, strict=False):
-        here = [row for row in rows if row["training"] == training]
-        base = here[0]["median_bytes"]
-        _draw_bars(ax, here, "bytes", base)
+
+    def label(ax: "Axes", training: str, rows: Rows) -> float:
+        base: int = rows[0]["median_bytes"]
         ax.set(title=f"{training} ({as_bytes(base)} without)", xlabel="x none (median, range)")
-    _finish(figure, axes, path, legend=False)
+        return base
+
+    _plot_bars(path, record, "training", "bytes", label)
 
 
 def plot_overlap(path: Path, record: dict[str, Any]) -> None:
     """Draw steps and their parts as multiples of the larger of link and compute."""
-    rows = record["rows"]
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    figure, axes = _figure(len(models), record)
-    for ax, model in zip(axes, models, strict=False):
-        here = [row for row in rows if row["model"] == model]
-        base = max(row["median_s"] for row in here if row["variant"] in (LIMIT, COMPUTE))
-        _draw_bars(ax, here, "s", base)
+
+    def label(ax: "Axes", model: str, rows: Rows) -> float:
+        base: float = max(row["median_s"] for row in rows if row["variant"] in (LIMIT, COMPUTE))
         ax.set(title=model, xlabel=f"x larger of limit and compute, {base * 1e3:.3g} ms (median, range)")
+        return base
+
+    _plot_bars(path, record, "model", "s", label)
+
+
+def _plot_bars(
+    path: Path, record: dict[str, Any], key: str, unit: str, label: Callable[["Axes", str, Rows], float]
+) -> None:
+    """Draw the rows of each value of `key` into axes of its own; `label` names them, and returns the base."""
+    rows = record["rows"]
+    names = list(dict.fromkeys(row[key] for row in rows))
+    figure, axes = _figure(len(names), record)
+    for ax, name in zip(axes, names, strict=False):
+        here = [row for row in rows if row[key] == name]
+        _draw_bars(ax, here, unit, label(ax, name, here))
     _finish(figure, axes, path, legend=False)
 
 

@@ -1,7 +1,7 @@
 """Fingerprints: 64 bits that tell whether two ranks hold the same bits in the same places.
 
-What a cryptographic hash does at 1 to 2 GB/s, three operations of torch do at two to four times that, on a GPU
-too: the words of a tensor, each times a random number of its place, added up. A word has 32 bits and its
+What a cryptographic hash does at 1 to 2 GB/s, three operations of torch do at two to four times that, on a
+GPU too: the words of a tensor, each times a random number of its place, added up. A word has 32 bits and its
 product 64, so two changes cancel with a probability of about 2**-32 wherever they are; in products as wide
 as the words, two flipped signs always would.
 
