@@ -7,8 +7,8 @@ it has seen, or heard from the one who has seen it, ends every wait of this proc
 and MPI's calls return, since all communicators are revoked.
 
 The same frees a rank that is blocked inside MPI at its time limit. Then nobody is lost, and every wait ends
-with `CollectiveTimeout`. A communicator of its own tells the two apart; see `mpisgd.comm.mpi.set_apart`.
-Another one ends the job; see `mpisgd.comm.ending`.
+with `CollectiveTimeout`. A communicator of its own tells the two apart; see
+`mpisgd.comm.mpi.calls.set_apart`. Another one ends the job; see `mpisgd.comm.ending`.
 """
 
 import threading

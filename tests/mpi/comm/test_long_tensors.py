@@ -18,11 +18,11 @@ LENGTH = 131
 @pytest.fixture(autouse=True)
 def low_limits(request, monkeypatch):
     if "big" not in request.keywords:
-        from mpisgd.comm import mpi
+        from mpisgd.comm.mpi import datatypes
 
-        monkeypatch.setattr(mpi, "MAX_COUNT", 50)
-        monkeypatch.setattr(mpi, "SPAN_BLOCK", 16)
-        monkeypatch.setattr(mpi, "MAX_REDUCE_COUNT", 10)
+        monkeypatch.setattr(datatypes, "MAX_COUNT", 50)
+        monkeypatch.setattr(datatypes, "SPAN_BLOCK", 16)
+        monkeypatch.setattr(datatypes, "MAX_REDUCE_COUNT", 10)
 
 
 # Less than a block, whole blocks, blocks and a rest; as part of a whole that is beyond the limit.
