@@ -38,8 +38,8 @@ FOR_EVEN_SIZES = (
     "tests/mpi/optim/test_gpu.py",
 )
 
-# One and two ranks say all that there is to say.
-FOR_SMALL_SIZES = ("tests/mpi/arguments",)
+# Two ranks say all that there is to say; with --long, one rank does too.
+FOR_TWO = ("tests/mpi/arguments",)
 
 # What each rank runs: the launcher's variable tells the rank before MPI has started.
 RANK_COMMAND = """
@@ -96,9 +96,9 @@ def plan(
 
 
 def mpi_stage(size: int, *, whole: bool) -> Stage:
-    """The stage of tests/mpi at `size` ranks; not `whole`: without FOR_EVEN_SIZES."""
+    """The stage of tests/mpi at `size` ranks; not `whole`: without what is for some sizes alone."""
     left_out = () if whole else FOR_EVEN_SIZES
-    left_out += FOR_SMALL_SIZES if size > 2 else ()
+    left_out += FOR_TWO if size > 2 or not whole else ()
     return Stage(f"mpi {size}", ("tests/mpi",), size, options=tuple(f"--ignore={path}" for path in left_out))
 
 
@@ -122,9 +122,12 @@ def command(stage: Stage) -> list[str]:
 
 
 def environment(stage: Stage) -> dict[str, str]:
-    """The environment of a stage: its own MPI first, more ranks than cores allowed (Open MPI 5, 4)."""
+    """The environment of a stage: its own MPI first, more ranks than cores allowed (Open MPI 5, 4).
+
+    Compiled files are kept: a stage starts hundreds of processes, and each would compile all again.
+    """
     return {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"},
         **dict(stage.settings),
         "PATH": f"{ROOT / stage.venv / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "MPISGD_TEST_OUTPUT": str(stage.output),

@@ -21,6 +21,7 @@ from mpisgd.config import available_cores, launcher_rank
 
 if TYPE_CHECKING:
     from mpisgd.bench.cases import Case
+    from mpisgd.bench.schedule import Pace
 
 __all__ = ["bench"]
 
@@ -113,14 +114,11 @@ def step(
     """Time training steps beside those without communication, DDP and FSDP2, MPI by hand and Horovod."""
     from mpisgd.bench import tables
     from mpisgd.bench.cases import sizes
-    from mpisgd.bench.schedule import Pace
     from mpisgd.bench.step import StepPlan, run_steps
     from mpisgd.bench.training import MODELS
 
     output = _output(json_file, plot_file)
-    pace = Pace(rounds, min(rounds, 3), budget_s, turn_s=0.25, max_calls=20)
-    if quick:
-        pace = Pace(min(rounds, 2), 1, budget_s, turn_s=0.01, max_calls=5)
+    pace = _pace_of_steps(rounds, budget_s, quick)
     plan = StepPlan(_choice("--models", models, tuple(MODELS)), batch or None, sizes(buckets), quick, pace)
     measure_in_job(
         "step",
@@ -192,13 +190,10 @@ def checks(
     """Time training steps beside those in which the ranks meet without comparing what they do."""
     from mpisgd.bench import tables
     from mpisgd.bench.checks import ChecksPlan, run_checks
-    from mpisgd.bench.schedule import Pace
     from mpisgd.bench.training import MODELS
 
     output = _output(json_file, None)
-    pace = Pace(rounds, min(rounds, 3), budget_s, turn_s=0.25, max_calls=20)
-    if quick:
-        pace = Pace(min(rounds, 2), 1, budget_s, turn_s=0.01, max_calls=5)
+    pace = _pace_of_steps(rounds, budget_s, quick)
     plan = ChecksPlan(
         _choice("--models", models, tuple(MODELS)), batch or None, quick, pace, 50 if quick else 2000
     )
@@ -331,6 +326,14 @@ def _output(json_file: Path | None, plot_file: Path | None) -> Output:
     output = Output(json_file, plot_file)
     output.check()
     return output
+
+
+def _pace_of_steps(rounds: int, budget_s: float, quick: bool) -> "Pace":
+    from mpisgd.bench.schedule import Pace
+
+    if quick:
+        return Pace(min(rounds, 2), 1, budget_s, turn_s=0.01, max_calls=5)
+    return Pace(rounds, min(rounds, 3), budget_s, turn_s=0.25, max_calls=20)
 
 
 def _refuse_under_mpirun(command: str) -> None:

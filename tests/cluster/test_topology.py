@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import lru_cache
+from typing import Any
 
 import pytest
 from clusters import run_code, run_on
@@ -37,15 +39,22 @@ REPORT = """
 LONG = pytest.mark.long
 
 
+@lru_cache
+def reported(hosts: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """What the ranks know, and the names of the hosts."""
+    done = run_code(hosts, REPORT)
+    assert done.returncode == 0, done.stderr
+    ranks, hostnames = json.loads(done.stdout)
+    return ranks, hostnames
+
+
 @pytest.mark.parametrize(
     "slots",
     [[2, 1], *(pytest.param(slots, marks=LONG) for slots in ([2, 2], [1, 1, 1], [1, 2]))],
     ids=str,
 )
 def test_every_rank_knows_its_place(slots):
-    done = run_code(",".join(map(str, slots)), REPORT)
-    assert done.returncode == 0, done.stderr
-    ranks, hostnames = json.loads(done.stdout)
+    ranks, hostnames = reported(",".join(map(str, slots)))
     places = [(node, local) for node, size in enumerate(slots) for local in range(size)]
     assert [(rank["node_rank"], rank["local_rank"]) for rank in ranks] == places
     assert [rank["local_size"] for rank in ranks] == [slots[node] for node, _ in places]
@@ -56,9 +65,7 @@ def test_every_rank_knows_its_place(slots):
 
 @pytest.mark.parametrize("hosts", [pytest.param("2,2", marks=LONG), "2,1"])
 def test_only_ranks_of_one_host_share_memory(hosts):
-    done = run_code(hosts, REPORT)
-    assert done.returncode == 0, done.stderr
-    for rank in json.loads(done.stdout)[0]:
+    for rank in reported(hosts)[0]:
         assert rank["planes"] == (["node"] if rank["local_size"] > 1 else [])
 
 

@@ -41,7 +41,7 @@ def ours(text: str) -> list[str]:
     return [line for line in text.splitlines() if "paint.py:" in line or "Traceback" in line]
 
 
-sizes = pytest.mark.parametrize("num_ranks", [None, 3])
+sizes = pytest.mark.parametrize("num_ranks", [None, 2])
 
 
 @sizes
@@ -65,7 +65,7 @@ def test_help_appears_once(paint, num_ranks):
     ],
 )
 def test_what_every_rank_meets_is_said_once(paint, args, code, said):
-    done = paint(*args, num_ranks=3)
+    done = paint(*args, num_ranks=2)
     (line,) = ours(done.stderr)
     assert line.startswith(f"paint.py: error: {said}")
     assert done.returncode == code

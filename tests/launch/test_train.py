@@ -150,7 +150,7 @@ def assert_refused(done, *said: str) -> None:
     assert "epoch" not in done.stdout
 
 
-@pytest.mark.parametrize("num_ranks", [None, 3])
+@pytest.mark.parametrize("num_ranks", [None, 2])
 def test_mistyped_option_is_refused_once(num_ranks):
     assert_refused(train("--optimizer", "sdg", num_ranks=num_ranks), "--optimizer", "sdg")
 
@@ -168,7 +168,7 @@ def test_batch_larger_than_the_data_is_refused():
 
 
 def test_missing_data_is_refused_by_the_one_rank_that_reads():
-    assert_refused(train("--data", "/nowhere", num_ranks=3), "/nowhere", "No such file")
+    assert_refused(train("--data", "/nowhere", num_ranks=2), "/nowhere", "No such file")
 
 
 def test_damaged_data_is_refused(tmp_path):

@@ -104,8 +104,14 @@ def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("runs")
 
 
+def wanted_by(items: list[pytest.Item]) -> set[str]:
+    """The runs that the selected tests look at, by name or always, and those that others go on from."""
+    named = {item.callspec.params.get("name") for item in items if hasattr(item, "callspec")}
+    return {*named, *SAVED, "alone", "another seed", "without communication"}
+
+
 def all_runs(folder: Path, num_ranks: int) -> dict[str, tuple[object, ...]]:
-    """The options of everything that a job of so many ranks trains."""
+    """The options of everything that a job of so many ranks can train."""
     runs = {
         name: (*SHORT, *options, "--metrics", folder / name)
         + (("--save", saved_by(folder, name), "--save-every", SAVED_STEP) if name in SAVED else ())
@@ -123,11 +129,14 @@ def saved_by(folder: Path, name: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def curves(folder) -> dict[str, list[float]]:
-    """The losses, step by step, of every run."""
+def curves(folder, request) -> dict[str, list[float]]:
+    """The losses, step by step, of every run that a test will look at."""
+    wanted, found = wanted_by(request.session.items), {}
     for num_ranks in RUNS:
-        train_all(all_runs(folder, num_ranks), num_ranks)
-    return {name: losses(folder / name) for runs in (*RUNS.values(), RESUMED) for name in runs}
+        runs = {name: args for name, args in all_runs(folder, num_ranks).items() if name in wanted}
+        train_all(runs, num_ranks)
+        found |= {name: losses(folder / name) for name in runs}
+    return found
 
 
 # --- the curve ----------------------------------------------------------------------------------------
