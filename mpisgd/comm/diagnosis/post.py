@@ -131,3 +131,8 @@ class Post:
         """Forget the answers to a question."""
         for key in [key for key in self.answers if key[0] == number]:
             self.answers.pop(key, None)
+
+    def close(self) -> None:
+        """Neither ask nor answer any more, whatever a thread that is late still wants."""
+        with self._lock:
+            self._deaf = True

@@ -275,6 +275,8 @@ class Watch:
 
     def free(self) -> None:
         """Give the communicator back. Collective."""
+        if self._post is not None:
+            self._post.close()  # the thread may be in the middle of asking
         if self._wire is not None:
             self._wire.free()
 
