@@ -8,6 +8,7 @@ shows the logs that say something new. A test counts as failed when it failed on
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import os
 import shutil
 import signal
@@ -40,6 +41,9 @@ FOR_EVEN_SIZES = (
 
 # Two ranks say all that there is to say; with --long, one rank does too.
 FOR_TWO = ("tests/mpi/arguments",)
+
+# What keeps one core busy, where it runs in one process: another such stage can have the other core.
+SIDE_BY_SIDE = ("tests/unit", "tests/mpi")
 
 # What each rank runs: the launcher's variable tells the rank before MPI has started.
 RANK_COMMAND = """
@@ -216,9 +220,18 @@ def show_log(log: Path, num_lines: int) -> None:
         print(f"--- {log.relative_to(OUTPUT.parent)}", *lines[-num_lines:], sep="\n")
 
 
+def run_stages(stages: list[Stage]) -> list[tuple[Stage, dict[str, str]]]:
+    """Run all stages, one after the other; those of a single process side by side, before the others."""
+    alone = [stage for stage in stages if stage.size <= 1 and stage.paths[0] in SIDE_BY_SIDE]
+    with concurrent.futures.ThreadPoolExecutor(max(1, len(alone))) as pool:
+        results = list(zip(alone, pool.map(run_stage, alone), strict=True))
+    return results + [(stage, run_stage(stage)) for stage in stages if stage not in alone]
+
+
 def run_stage(stage: Stage) -> dict[str, str]:
     """Run one stage and print its line; the outcome of each of its tests."""
-    print(f"{stage.name:<14}", end="", flush=True)
+    if sys.stdout.isatty():
+        print(f"{stage.name} ...", end="\r", flush=True)
     start = time.monotonic()
     problem = execute(stage)
     reports = sorted(stage.output.glob("rank-*.xml"))
@@ -228,7 +241,8 @@ def run_stage(stage: Stage) -> dict[str, str]:
     failed = "failed" in joined.values()
     if problem and not failed:
         joined[f"{stage.name}: {problem}"] = "failed"
-    print(f"{count(joined)}  {time.monotonic() - start:6.1f} s" + (f"  ({problem})" if problem else ""))
+    took_s = time.monotonic() - start
+    print(f"{stage.name:<14}{count(joined)}  {took_s:6.1f} s" + f"  ({problem})" * bool(problem), flush=True)
     if problem:
         show_logs(stage)
     return joined
@@ -278,7 +292,7 @@ def main() -> int:
 
     if not gpu:
         print("gpu           left out: torch sees no GPU on this machine")
-    results = [(stage, run_stage(stage)) for stage in stages]
+    results = run_stages(stages)
     num_passed, num_failed, num_skipped = totals(results)
     if not ran_under_mpi(results):
         print("no test ran under MPI")

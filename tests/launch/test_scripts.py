@@ -208,6 +208,22 @@ def test_long_tests_are_left_out_unless_asked_for():
     assert not any("not long" in stage.options for stage in plan(long=True))
 
 
+def test_stages_of_one_process_run_side_by_side(monkeypatch):
+    unit, alone, two = Stage("unit", ("tests/unit",)), Stage("mpi 1", ("tests/mpi",), 1), Stage("mpi 2", (), 2)
+    both, ended = threading.Barrier(2), []
+
+    def run_stage(stage: Stage) -> dict[str, str]:
+        if stage.size < 2:
+            both.wait(10)
+        ended.append(stage)
+        return {stage.name: "passed"}
+
+    monkeypatch.setattr(run_tests, "run_stage", run_stage)
+    results = run_tests.run_stages([unit, alone, two])
+    assert results == [(stage, {stage.name: "passed"}) for stage in (unit, alone, two)]
+    assert ended[-1] == two
+
+
 def stage_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, test: str) -> dict[str, str]:
     """Run a stage of one test file; its outcomes."""
     monkeypatch.setattr(run_tests, "OUTPUT", tmp_path / "output")
