@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -209,7 +210,8 @@ def test_long_tests_are_left_out_unless_asked_for():
 
 
 def test_stages_of_one_process_run_side_by_side(monkeypatch):
-    unit, alone, two = Stage("unit", ("tests/unit",)), Stage("mpi 1", ("tests/mpi",), 1), Stage("mpi 2", (), 2)
+    unit, alone = Stage("unit", ("tests/unit",)), Stage("mpi 1", ("tests/mpi",), 1)
+    two = Stage("mpi 2", ("tests/mpi",), 2)
     both, ended = threading.Barrier(2), []
 
     def run_stage(stage: Stage) -> dict[str, str]:
