@@ -26,8 +26,8 @@ SHARE_BYTES = PAGE + ANSWER_BYTES + VERDICT_BYTES
 # it has told its user about, and how many there were.
 ASKED, ANSWERED, LENGTH, CHECKSUM, LEFT, NUM_TOLD, TOLD = 0, 8, 9, 10, 11, 12, 64
 MOST_TOLD = 64
-# How many verdicts it has given, and the length of the last.
-NUM_VERDICTS, VERDICT_LENGTH = 32, 33
+# How many verdicts it has given, and the length and the checksum of the last.
+NUM_VERDICTS, VERDICT_LENGTH, VERDICT_CHECKSUM = 32, 33, 34
 
 
 class Board:
@@ -124,10 +124,16 @@ class Board:
     # -- verdicts: see `mpisgd.comm.diagnosis.judge` -----------------------------------------------------
 
     def give_verdict(self, text: bytes, ranks: list[int]) -> None:
-        """Put a text of at most VERDICT_BYTES where all ranks of the segment find it, and wake some."""
+        """Put a text where all ranks of the segment find it, and wake some.
+
+        One longer than VERDICT_BYTES has no room here: the others' waits end at their limits then.
+        """
+        if len(text) > VERDICT_BYTES:
+            return
         start = self._room(self.mine) + ANSWER_BYTES
         self._bytes[start : start + len(text)] = text
         self._words[self._word(self.mine, VERDICT_LENGTH)] = len(text)
+        self._words[self._word(self.mine, VERDICT_CHECKSUM)] = zlib.crc32(text)
         self._words[self._word(self.mine, NUM_VERDICTS)] += 1
         self.ask(ranks)
 
@@ -137,10 +143,12 @@ class Board:
         for rank in range(self.size):
             count = self._words[self._word(rank, NUM_VERDICTS)]
             if count != self._heard.get(rank, 0) and rank != self.mine:
-                self._heard[rank] = count
                 start = self._room(rank) + ANSWER_BYTES
-                length = min(self._words[self._word(rank, VERDICT_LENGTH)], VERDICT_BYTES)
-                found.append(bytes(self._bytes[start : start + length]))
+                text = bytes(self._bytes[start : start + self._words[self._word(rank, VERDICT_LENGTH)]])
+                # It may be writing the next one at this moment; then this one is looked at again.
+                if zlib.crc32(text) == self._words[self._word(rank, VERDICT_CHECKSUM)]:
+                    self._heard[rank] = count
+                    found.append(text)
         return found
 
     def leave(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import threading
 
-from mpisgd.comm.diagnosis.board import SHARE_BYTES, Board
+from mpisgd.comm.diagnosis.board import ANSWER_BYTES, SHARE_BYTES, VERDICT_BYTES, Board
 from mpisgd.comm.node.segment import Segment
 
 PAGES = -(-SHARE_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -66,3 +66,26 @@ def test_what_one_has_told_all_know_the_last_of_it_at_least():
     first.leave()
     assert second.has_left(0)
     assert not second.has_left(1)
+
+
+def test_a_verdict_is_heard_once_and_only_as_a_whole():
+    mine, other = boards(2)
+    other.give_verdict(b"nothing can go on", [0])
+    assert mine.new_verdicts() == [b"nothing can go on"]
+    assert mine.new_verdicts() == []
+    other.give_verdict(b"x" * 100, [0])
+    place = other._room(1) + ANSWER_BYTES
+    other._bytes[place] = ord("y")  # the next one is being written
+    assert mine.new_verdicts() == []
+    other._bytes[place] = ord("x")
+    assert mine.new_verdicts() == [b"x" * 100]
+    assert other.new_verdicts() == []
+
+
+def test_a_verdict_that_is_too_long_leaves_the_others_memory_alone():
+    mine, other = boards(2)
+    mine.give_verdict(b"x" * (VERDICT_BYTES + 1), [1])
+    assert other.new_verdicts() == []
+    mine.give_verdict(b"x" * VERDICT_BYTES, [1])
+    assert other.new_verdicts() == [b"x" * VERDICT_BYTES]
+    assert not other.has_left(1)
