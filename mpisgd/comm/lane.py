@@ -169,7 +169,7 @@ class Lane:
         # A callback of the operation that runs on this thread may call the next one: waiting for our own
         # turn would be for ever, and all ranks come by here at the same point of the order.
         thread = threading.get_ident()
-        waits.communicators.add(thread)
+        waits.communicates()
         inside = self._busy == thread
         if not async_op and (inside or self._take_turn()):
             try:

@@ -88,7 +88,7 @@ class Mailbox:
 
     def _keep(self, work: "MessageWork") -> "MessageWork":
         """Hold the message (and its memory) until it is done, also if the caller forgets it."""
-        waits.communicators.add(threading.get_ident())
+        waits.communicates()
         with self._lock:
             self._under_way.add(work)
             message_begins(work)

@@ -67,7 +67,7 @@ def test_a_late_rank_is_worth_one_warning_and_a_lost_one_a_report(job):
     done = job(
         f"""
 if rank == 1:
-    reading_data(2.5)
+    reading_data(4)
 mpisgd.all_reduce(torch.ones(3))
 print("went on", flush=True)
 if rank == 1: reading_data()
@@ -78,8 +78,8 @@ if rank == 5: mpisgd.recv(torch.zeros(2), 1)
 mpisgd.all_reduce(torch.ones(4), async_op=True).wait()
         """,
         6,
-        limit_s=6,
-        MPISGD_STALL_WARNING_S="1.5",
+        limit_s=8,
+        MPISGD_STALL_WARNING_S="2.5",
     )
     assert done.returncode != 0
     assert done.stdout.count("went on") == 6

@@ -56,7 +56,8 @@ def look(
         stacks: whether they are wanted.
     """
     frames = sys._current_frames()
-    names = {thread.ident or 0: thread.name for thread in threading.enumerate()}
+    threads = threading.enumerate()
+    names = {thread.ident or 0: thread.name for thread in threads}
     everyone = tuple(_waits(groups, frames, names))
     waiting = {wait.thread for wait in everyone}
     return View(
@@ -69,26 +70,27 @@ def look(
         {group_key(group.ranks, group.ordinal): group.lane.handshake.number for group in groups},
         tuple(message for group in groups for message in group.mailbox.under_way()),
         any(has_something_to_do() for has_something_to_do in list(waits.workers.values()))
-        or any(_is_free(thread, name, frames) for thread, name in names.items() if name not in waiting),
+        or any(_is_free(thread, frames) for thread in threads if thread.name not in waiting),
         sum(group.lane.handshake.number + group.mailbox.num_ended for group in groups),
         tuple(told),
     )
 
 
-def _is_free(thread: int, name: str, frames: Mapping[int, FrameType]) -> bool:
+def _is_free(thread: threading.Thread, frames: Mapping[int, FrameType]) -> bool:
     """Return whether a thread that is not in one of our waits may go on to communicate, as far as is known.
 
     One of our own does unless it is idle. One of the user's does if it ever has; if it has not, it is taken
     to be about to while it runs code of the program.
     """
-    if thread == threading.main_thread().ident or name == WATCH_THREAD or thread not in frames:
+    frame = frames.get(thread.ident or 0)
+    if thread is threading.main_thread() or thread.name == WATCH_THREAD or frame is None:
         return False
-    if thread in waits.workers:  # they tell it themselves
+    if thread.ident in waits.workers:  # they tell it themselves
         return False
-    idle = frames[thread].f_code.co_filename.startswith(STANDARD_LIBRARY)
-    if name.startswith("mpisgd"):
+    idle = frame.f_code.co_filename.startswith(STANDARD_LIBRARY)
+    if thread.name.startswith("mpisgd"):
         return not idle
-    return thread in waits.communicators or (not idle and bool(_site(frames[thread])))
+    return waits.has_communicated(thread) or (not idle and bool(_site(frame)))
 
 
 def _waits(

@@ -6,6 +6,7 @@ Threads other than the noted ones read this at any time; each entry is put and t
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -14,9 +15,10 @@ from mpisgd.comm.diagnosis.view import Message
 __all__ = [
     "Hint",
     "Waiter",
-    "communicators",
+    "communicates",
     "condemn",
     "forget",
+    "has_communicated",
     "inside",
     "inside_mpi",
     "note",
@@ -94,12 +96,33 @@ at_limit: Callable[[], str] = say_nothing
 _noted: dict[object, Waiter] = {}
 # By thread: the MPI call that it is blocked in, which cannot be interrupted, and since when.
 inside: dict[int, tuple[str, float]] = {}
-# The threads that have ever called an operation.
-communicators: set[int] = set()
+# The threads that have ever called an operation. Not their numbers, which the system gives out again.
+_communicators: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
 # Our threads that sleep until there is something to do for them: tells whether there is, or may be by itself.
 workers: dict[int, Callable[[], bool]] = {}
 # By thread: what its wait that began then must end with.
 _condemned: dict[int, tuple[float, Exception]] = {}
+
+
+class _Mine(threading.local):
+    """What this thread has noted of itself."""
+
+    communicates = False
+
+
+_mine = _Mine()
+
+
+def communicates() -> None:
+    """Note that this thread calls operations; costs next to nothing after the first time."""
+    if not _mine.communicates:
+        _mine.communicates = True
+        _communicators.add(threading.current_thread())
+
+
+def has_communicated(thread: threading.Thread) -> bool:
+    """Return whether a thread has ever called an operation."""
+    return thread in _communicators
 
 
 def note(
