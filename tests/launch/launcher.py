@@ -37,10 +37,12 @@ def run_python(
 ) -> subprocess.CompletedProcess[str]:
     """Run `python ARGS`, under `mpirun -n num_ranks OPTIONS` where a number is given; a hang is a failure."""
     prefix = [] if num_ranks is None else [mpirun(), "-n", str(num_ranks), *options]
-    return subprocess.run(
+    done = subprocess.run(
         [*prefix, sys.executable, *args],
         env={**os.environ, **ENVIRONMENT, **(env or {})},
         capture_output=True,
         text=True,
         timeout=timeout_s,
     )
+    done.stderr = done.stderr.replace("\0", "")  # mpirun now and then puts one where a rank ends the job
+    return done

@@ -40,9 +40,7 @@ def job(tmp_path):
 
 def ours(done: subprocess.CompletedProcess[str]) -> list[str]:
     """What we said: the launcher has its own to say about a job that failed."""
-    return [
-        line for line in done.stderr.replace("\0", "").splitlines() if "mpisgd" in line or "prog.py" in line
-    ]
+    return [line for line in done.stderr.splitlines() if "mpisgd" in line or "prog.py" in line]
 
 
 EVERYONE_WAITS = "x = torch.ones(3); mpisgd.all_reduce(x); mpisgd.barrier()"

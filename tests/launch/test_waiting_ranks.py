@@ -59,7 +59,7 @@ def rows(report: str) -> dict[str, str]:
 
 
 def reports(done: subprocess.CompletedProcess[str]) -> list[str]:
-    return done.stderr.replace("\0", "").split("mpisgd: ")[1:]
+    return done.stderr.split("mpisgd: ")[1:]
 
 
 def test_a_late_rank_is_worth_one_warning_and_a_lost_one_a_report(job):
