@@ -27,6 +27,7 @@ def test_an_uncaught_exception_on_the_second_host_ends_the_job_with_one_tracebac
     assert time.monotonic() - started < 60
 
 
+@pytest.mark.long
 def test_a_job_error_on_the_second_host_is_said_once():
     code = """
         import mpisgd

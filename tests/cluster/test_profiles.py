@@ -22,6 +22,7 @@ def test_uneven_hosts_give_a_profile_for_every_kind_of_group(tmp_path):
     assert all(curve.points for one in model.measured for curve in one.curves)
 
 
+@pytest.mark.long
 def test_groups_are_judged_by_their_own_hosts():
     done = run_code(
         "2,1",

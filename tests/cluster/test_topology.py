@@ -69,6 +69,7 @@ def test_only_ranks_of_one_host_share_memory(hosts):
         assert rank["planes"] == (["node"] if rank["local_size"] > 1 else [])
 
 
+@LONG
 def test_info_tells_the_hosts():
     done = run_on("2,2", sys.executable, "-m", "mpisgd", "info")
     assert done.returncode == 0, done.stderr

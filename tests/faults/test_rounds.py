@@ -8,7 +8,7 @@ import fault_kinds
 import pytest
 from fault_kinds import HOSTFILES, KINDS, Round, obstacle
 
-IN_CI = ("kill", "stop-for-ever", "flip-checkpoint", "full-disk")
+IN_CI = ("kill", "flip-checkpoint", "full-disk")
 SEED = 1
 
 

@@ -9,6 +9,7 @@ import pytest
 # Run with --long only; the first of each kind stays.
 LONG = (
     "test_bench.py::test_mistakes_are_said_before_anything_is_measured[[]args[1-5]*",
+    "test_elastic.py::test_new_ranks_that_come_too_late_are_gone_on_without_and_end",
     "test_horovod_programs.py::*[[]changed]",
     "test_info.py::test_without_an_mpi_library_it_says_so_and_how_to_get_one[[]2]",
     "test_job_end.py::test_a_clean_end_is_silent[[]None-]",
@@ -22,10 +23,13 @@ LONG = (
     "test_program.py::test_help_appears_once[[]None]",
     "test_program.py::test_what_every_rank_meets_is_said_once[[]args[12]*",
     "test_program.py::test_what_one_rank_meets_ends_the_job_and_is_said_once[[]2]",
+    "test_train.py::test_a_damaged_checkpoint_is_passed_over",
     "test_train.py::test_batch_larger_than_the_data_is_refused",
+    "test_train.py::test_batch_smaller_than_the_rank_count_is_refused",
     "test_train.py::test_batch_that_does_not_divide_is_refused",
     "test_train.py::test_damaged_data_is_refused",
     "test_train.py::test_every_number_of_ranks_gives_the_same_curve[[]float32-*-[23]]",
+    "test_train.py::test_every_number_of_ranks_gives_the_same_curve[[]float64-*-4]",
     "test_train.py::test_every_number_of_ranks_gives_the_same_curve[[]float64-*-2]",
     "test_train.py::test_mistyped_option_is_refused_once[[]None]",
     "test_train.py::test_unknown_kind_of_plot_is_refused_before_training",
