@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import pytest
 from clusters import run_code, run_on
 
 from mpisgd.comm.costs.profile import read
