@@ -12,6 +12,7 @@ from collections.abc import Callable
 __all__ = ["start", "stop"]
 
 PERIOD_S = 0.1  # of calling MPI, which looks at its clock at every eighth call at the latest
+LAST_S = 2.0  # the last call takes microseconds
 
 _over = threading.Event()
 _thread: threading.Thread | None = None
@@ -34,7 +35,7 @@ def stop() -> None:
     global _thread
     if _thread is not None:
         _over.set()
-        _thread.join()
+        _thread.join(LAST_S)
         _thread = None
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+import pytest
+
 from mpisgd.comm.diagnosis import waits
 from mpisgd.comm.diagnosis.look import look
 
@@ -42,3 +44,4 @@ def test_a_thread_is_not_taken_for_one_that_had_its_number():
         assert not free
         if number in numbers:
             return
+    pytest.fail("no number was given out again, so nothing was tested")
