@@ -222,9 +222,9 @@ def combine_in_rank_order(pieces: Sequence[Tensor], op: ReduceOp, out: Tensor | 
 def _combine_directly(pieces: Sequence[Tensor], op: ReduceOp, out: Tensor) -> Tensor:
     """The same where torch can add the dtype itself: one pass less."""
     if len(pieces) == 1:
-        out.copy_(pieces[0])
-    else:
-        COMBINE[op](pieces[0], pieces[1], out=out)
+        return out.copy_(pieces[0])
+    call = COMBINE[op]
+    call(pieces[0], pieces[1], out=out)
     for piece in pieces[2:]:
-        combine(op, out, piece)
+        call(out, piece, out=out)
     return divide(out, len(pieces)) if op is ReduceOp.AVG else out

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mpisgd.comm.algorithms.link import split_evenly
 from mpisgd.comm.dtypes import ReduceOp, combine_in_rank_order
 from mpisgd.comm.node.control import CONTROL_BYTES, ControlBlock
+from mpisgd.comm.node.parts import Parts, parts_of
 from mpisgd.comm.node.region import Region
 from mpisgd.comm.node.segment import HALF_BYTES, Segment, open_segment
+from mpisgd.comm.node.streams import copy_bytes
 from mpisgd.errors import CollectiveTimeout
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["STAGING_BYTES", "NodePlane"]
 
-REGION_CHUNK_BYTES = 2**19
 STAGING_BYTES = CONTROL_BYTES + 2 * HALF_BYTES
 MAX_REMEMBERED = 256  # shapes of which the tensors are kept
 
@@ -57,6 +57,7 @@ class NodePlane:
         self._halves = [[share[i * HALF_BYTES : (i + 1) * HALF_BYTES] for share in shares] for i in (0, 1)]
         self._addresses = [[half.data_ptr() for half in halves] for halves in self._halves]
         self._known: dict[tuple[int, Sequence[int], int, torch.dtype], list[Tensor]] = {}
+        self._parts: dict[tuple[int, int, torch.dtype], Parts] = {}
 
     def next_half(self, dtype: torch.dtype) -> list[Tensor]:
         """Return everyone's staging memory for the next chunk, as elements of `dtype`."""
@@ -97,6 +98,17 @@ class NodePlane:
             self._known[key] = found
         return found
 
+    def coming_parts(self, numel: int, dtype: torch.dtype) -> Parts:
+        """Return how the ranks share the work on the next chunk, of `numel` elements, in its half."""
+        key = (self._turn ^ 1, numel, dtype)
+        found = self._parts.get(key)
+        if found is None:
+            if len(self._parts) >= MAX_REMEMBERED:
+                self._parts.clear()
+            with torch.inference_mode(False):
+                found = self._parts[key] = parts_of(self._halves[key[0]], self.rank, numel, dtype)
+        return found
+
     def go_on(self, steps: Iterator[None]) -> None:
         """Run an operation to its end, with a meeting wherever it yields."""
         for _ in steps:
@@ -128,13 +140,8 @@ class NodePlane:
 
         Cost: reads and writes the message once per rank; one barrier.
         """
-        first, last = split_evenly(region.mine.numel(), self.size)[self.rank]
-        step = max(1, REGION_CHUNK_BYTES // region.mine.element_size())
-        scratch = torch.empty(min(step, last - first), dtype=region.mine.dtype)
-        for start in range(first, last, step):
-            chunk = slice(start, min(last, start + step))
-            total = scratch[: chunk.stop - chunk.start]
-            combine_in_rank_order([other[chunk] for other in region.everyones], op, out=total)
-            for other in region.everyones:
-                other[chunk].copy_(total)
+        for pieces, out, copies in region.chunks:
+            combine_in_rank_order(pieces, op, out=out)
+            for address, nbytes in copies:
+                copy_bytes(address, out.data_ptr(), nbytes)
         self.barrier()

@@ -18,9 +18,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from mpisgd.comm.algorithms.link import split_evenly
 from mpisgd.comm.dtypes import ADDED_AS_THEY_ARE, ReduceOp, combine_in_rank_order
-from mpisgd.comm.node.segment import HALF_BYTES
 from mpisgd.comm.node.streams import CHUNK_BYTES, Place, copy_bytes
 
 if TYPE_CHECKING:
@@ -68,28 +66,16 @@ def all_reduce_in_parts(plane: "NodePlane", flat: Tensor, op: ReduceOp) -> Itera
 
     Cost: two meetings per chunk; three passes over the message, two of them in cache.
     """
-    for chunk in _chunks(flat.numel(), HALF_BYTES // flat.element_size()):
-        mine = flat[chunk]
-        cuts = split_evenly(mine.numel(), plane.size)
-        own = slice(*cuts[plane.rank])
-        _write_others(plane.coming_half()[plane.rank], mine, own)
+    address, itemsize = flat.data_ptr(), flat.element_size()
+    for chunk in _chunks(flat.numel(), CHUNK_BYTES // itemsize):
+        at = address + chunk.start * itemsize
+        parts = plane.coming_parts(chunk.stop - chunk.start, flat.dtype)
+        parts.give(at)
         yield
-        staging = plane.next_half(flat.dtype)
-        pieces = [half[own] for half in staging]
-        pieces[plane.rank] = mine[own]
-        combine_in_rank_order(pieces, op, out=staging[plane.rank][own])
+        plane.advance()
+        parts.combine(flat[chunk], op)
         yield
-        address, itemsize = mine.data_ptr(), mine.element_size()
-        for half, (start, stop) in zip(staging, cuts, strict=True):
-            offset = start * itemsize
-            copy_bytes(address + offset, half.data_ptr() + offset, (stop - start) * itemsize)
-
-
-def _write_others(address: int, mine: Tensor, own: slice) -> None:
-    """Copy all but the `own` part of `mine` to an address of as many bytes."""
-    for others in (slice(0, own.start), slice(own.stop, mine.numel())):
-        part = mine[others]
-        copy_bytes(address + others.start * part.element_size(), part.data_ptr(), part.nbytes)
+        parts.take(at)
 
 
 def reduce(plane: "NodePlane", flat: Tensor, op: ReduceOp, root: int) -> Iterator[None]:
@@ -124,18 +110,18 @@ def reduce_in_parts(plane: "NodePlane", flat: Tensor, op: ReduceOp, root: int) -
 
     Cost: two meetings per chunk; the work is shared.
     """
-    for chunk in _chunks(flat.numel(), CHUNK_BYTES // flat.element_size()):
-        mine = flat[chunk]
-        own = slice(*split_evenly(mine.numel(), plane.size)[plane.rank])
-        _write_others(plane.coming_half()[plane.rank], mine, own)
+    address, itemsize = flat.data_ptr(), flat.element_size()
+    for chunk in _chunks(flat.numel(), CHUNK_BYTES // itemsize):
+        numel = chunk.stop - chunk.start
+        at = address + chunk.start * itemsize
+        parts, result = plane.coming_parts(numel, flat.dtype), plane.coming_half()[0]
+        parts.give(at)
         yield
-        staging = plane.next_half(flat.dtype)
-        pieces = [half[own] for half in staging]
-        pieces[plane.rank] = mine[own]
-        combine_in_rank_order(pieces, op, out=staging[0][own])
+        plane.advance()
+        parts.combine_into_first(flat[chunk], op)
         yield
         if plane.rank == root:
-            copy_bytes(mine.data_ptr(), staging[0].data_ptr(), mine.nbytes)
+            copy_bytes(at, result, numel * itemsize)
 
 
 def reduce_scatter(

@@ -1,11 +1,31 @@
 """`Region`: a tensor per rank in shared memory, which is reduced where it lies."""
 
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from mpisgd.comm.algorithms.link import split_evenly
 from mpisgd.comm.node.segment import Segment
+from mpisgd.comm.node.streams import CHUNK_BYTES, Place, place_of
 
 __all__ = ["Region"]
+
+
+class RegionChunk(NamedTuple):
+    """A piece of what this rank combines for all, small enough to stay in its cache.
+
+    Attributes:
+        pieces: everyone's, [n] each, in shared memory.
+        out: [n], where the sum goes first: this rank's own piece where that is read first anyway.
+        copies: where it goes from there.
+    """
+
+    pieces: Sequence[Tensor]
+    out: Tensor
+    copies: Sequence[Place]
 
 
 class Region:
@@ -21,3 +41,20 @@ class Region:
     def __init__(self, segment: Segment, rank: int, size: int, numel: int, dtype: torch.dtype) -> None:
         self.everyones: list[Tensor] = [segment.share_as(other, numel, dtype) for other in range(size)]
         self.mine = self.everyones[rank]
+        self._rank = rank
+
+    @functools.cached_property
+    def chunks(self) -> list[RegionChunk]:
+        """What this rank combines, cut once and for all."""
+        first, last = split_evenly(self.mine.numel(), len(self.everyones))[self._rank]
+        step = max(1, CHUNK_BYTES // self.mine.element_size())
+        with torch.inference_mode(False):
+            scratch = torch.empty(min(step, last - first), dtype=self.mine.dtype)
+            return [self._chunk(at, min(last, at + step), scratch) for at in range(first, last, step)]
+
+    def _chunk(self, start: int, stop: int, scratch: Tensor) -> RegionChunk:
+        pieces = [other[start:stop] for other in self.everyones]
+        in_place = self._rank < 2  # the first two are read before anything is written
+        out = pieces[self._rank] if in_place else scratch[: stop - start]
+        targets = [piece for rank, piece in enumerate(pieces) if not (in_place and rank == self._rank)]
+        return RegionChunk(pieces, out, [place_of(piece) for piece in targets])
