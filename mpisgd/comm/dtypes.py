@@ -41,6 +41,8 @@ class ReduceOp(enum.Enum):
     BOR = "BOR"
     BXOR = "BXOR"
 
+    __hash__ = object.__hash__  # there is one of each, and Enum's own is ten times slower
+
     def __repr__(self) -> str:
         return f"ReduceOp.{self.name}"
 

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpisgd.comm.arguments import as_index, shown
 from mpisgd.comm.costs import CostModel
@@ -35,6 +35,7 @@ class Group:
         ordinal: among the groups of the same ranks, counted as they are made; the same on all members.
         costs: predicts which algorithm is fastest among these ranks.
         device: the way of tensors on a GPU; None before there were any.
+        known_calls: what collectives have found out about calls that come again and again.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Group:
         self._planes: Planes | None = None
         self.costs = costs or CostModel("none", ())
         self.device: DevicePlane | None = None
+        self.known_calls: dict[Any, Any] = {}
         if wire is not None:
             self._topology = topology or discover(wire)
             self.costs = self.costs.at(self._topology.ranks_per_host)

@@ -196,12 +196,12 @@ class Exchange:
         handshake.spread.start(digest)
 
     def wait(self, patience: Patience) -> None:
-        """Go to the end, where every rank has come.
+        """Go to the end, where every rank has come; one who has just found that some are missing calls it.
 
         Raises:
             CollectiveTimeout: other ranks did not come; the group cannot be used again.
         """
-        if not self.advance() and not patience.wait_for(self.advance, self._handshake.spread.doze):
+        if not patience.wait_for(self.advance, self._handshake.spread.doze):
             raise CollectiveTimeout(self._who_is_missing(patience))
 
     def differs(self) -> bool:

@@ -8,6 +8,7 @@ one thread for two groups that ranks use in opposite order would deadlock.
 
 import collections
 import contextlib
+import functools
 import os
 import sys
 import threading
@@ -48,7 +49,7 @@ _AS_IT_IS = contextlib.nullcontext()
 def call_site() -> Callable[[], str]:
     """Return what tells, when asked, the line of the program that called into mpisgd."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(NOT_THE_PROGRAM):
+    while frame is not None and _is_not_the_program(frame.f_code.co_filename):
         frame = frame.f_back
     if frame is None:
         return lambda: "unknown place"
@@ -56,10 +57,16 @@ def call_site() -> Callable[[], str]:
     return lambda: f"{code.co_filename}:{line} in {code.co_name}"
 
 
+@functools.cache
+def _is_not_the_program(filename: str) -> bool:
+    return filename.startswith(NOT_THE_PROGRAM)
+
+
 def mode_of(tensors: Any) -> contextlib.AbstractContextManager[Any]:
     """Return torch's inference mode for tensors that were made in it; outside they cannot be written to."""
-    if tensors and any(tensor.is_inference() for tensor in tensors):
-        return torch.inference_mode()
+    for tensor in tensors or ():
+        if tensor.is_inference():
+            return torch.inference_mode()
     return _AS_IT_IS
 
 
@@ -237,7 +244,8 @@ class Lane:
         self.underway = Underway(job.operation, job.site, threading.get_ident())
         try:
             exchange = self._begin(job) if job.exchange is None else job.exchange
-            exchange.wait(Patience(job.timeout_s or self.handshake.timeout_s))
+            if not exchange.advance():
+                exchange.wait(Patience(job.timeout_s or self.handshake.timeout_s))
             if job.watch is not None:
                 job.watch.met()
             exchange.verify()

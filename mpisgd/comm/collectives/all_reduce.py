@@ -1,6 +1,7 @@
 """`all_reduce` and its algorithms."""
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -10,7 +11,9 @@ from mpisgd.comm.buffers import Landing, check_output
 from mpisgd.comm.collectives.common import direct_of, link_of, operation_on, run, run_in_steps
 from mpisgd.comm.dtypes import HALF_TYPES, ReduceOp, check_op, for_mpi, for_torch
 from mpisgd.comm.gpu.pipeline import goes_in_chunks, reduce_in_chunks
+from mpisgd.comm.gpu.runtime import on_device
 from mpisgd.comm.group import Group
+from mpisgd.comm.handshake import Operation
 from mpisgd.comm.hosts.plane import HostsPlane
 from mpisgd.comm.job import group_or_world
 from mpisgd.comm.node import reduction
@@ -21,6 +24,7 @@ from mpisgd.errors import InvalidArgument
 __all__ = ["all_reduce", "choose_algorithm", "reduce_flat", "reduce_tensor"]
 
 CHOICES: Sequence[str] = ("auto", "mpi", "node", "hierarchical", *ALGORITHMS)
+MAX_KNOWN_CALLS = 1024
 ALGORITHM_TEXT = {name: f"algorithm={name}" for name in CHOICES}
 
 
@@ -56,12 +60,10 @@ def all_reduce(
     """
     group = group_or_world(group)
     check_output("all_reduce", tensor)
-    op = check_op("all_reduce", op, tensor.dtype)
-    asked, algorithm = algorithm, choose_algorithm(group, algorithm, tensor)
-    operation = operation_on("all_reduce", tensor, op=op, extra=ALGORITHM_TEXT[algorithm])
+    asked = algorithm
+    operation, op, algorithm, plane = _call(group, tensor, op, algorithm)
     if asked == "auto" and (direct := direct_of(group, operation, tensor, op=op)) is not None:
         return direct.all_reduce(operation, tensor, op, async_op)
-    plane = {"node": group.plane, "hierarchical": group.hosts}.get(algorithm)
     if plane is not None and not goes_in_chunks(tensor):
         steps = _on_plane(plane, tensor, op)
         return run_in_steps(group, plane, operation, steps, tensors=[tensor], async_op=async_op)
@@ -74,6 +76,34 @@ def all_reduce(
         async_op=async_op,
         like=tensor,
     )
+
+
+class _Call(NamedTuple):
+    """What is the same whenever tensors of one form are reduced."""
+
+    operation: Operation
+    op: ReduceOp
+    algorithm: str
+    plane: NodePlane | HostsPlane | None
+
+
+def _call(group: Group, tensor: Tensor, op: ReduceOp, algorithm: str) -> _Call:
+    """Check the arguments and find out how to go about it: once, since small messages feel it."""
+    key = None
+    if type(op) is ReduceOp and type(algorithm) is str:
+        key = (tensor.shape, tensor.dtype, on_device(tensor), op, algorithm)
+        if (known := group.known_calls.get(key)) is not None:
+            return known  # type: ignore[no-any-return]
+    op = check_op("all_reduce", op, tensor.dtype)
+    algorithm = choose_algorithm(group, algorithm, tensor)
+    operation = operation_on("all_reduce", tensor, op=op, extra=ALGORITHM_TEXT[algorithm])
+    plane = {"node": group.plane, "hierarchical": group.hosts}.get(algorithm)
+    call = _Call(operation, op, algorithm, plane)
+    if key is not None:
+        if len(group.known_calls) >= MAX_KNOWN_CALLS:
+            group.known_calls.clear()
+        group.known_calls[key] = call
+    return call
 
 
 def _on_plane(plane: NodePlane | HostsPlane, tensor: Tensor, op: ReduceOp) -> Iterator[None]:

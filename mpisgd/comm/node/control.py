@@ -54,7 +54,8 @@ class ControlBlock:
 
     def _publish(self, word: int, value: int) -> None:
         """Write a word that others wait for, after all that was written before."""
-        order_memory()
+        if not _STORES_IN_ORDER:
+            order_memory()
         self._words[word] = value
         if is_crowded() and self._bell.available:
             self._bell.ring(word)
@@ -65,7 +66,8 @@ class ControlBlock:
         for other in self._others:
             if words[other + ARRIVALS] < mine:
                 return self._not_yet()
-        order_memory()
+        if not _STORES_IN_ORDER:
+            order_memory()
         return True
 
     def missing(self) -> list[int]:
@@ -104,8 +106,12 @@ class ControlBlock:
 
     def extremes(self, turn: int) -> tuple[int, int]:
         """Return the smallest and the largest digest that the ranks show."""
-        seen = [self._words[at + DIGESTS + (turn & 1)] for at in self._all]
-        return min(seen), max(seen)
+        words, place = self._words, DIGESTS + (turn & 1)
+        low = high = words[self._mine + place]
+        for other in self._others:
+            if (seen := words[other + place]) != low:
+                low, high = min(low, seen), max(high, seen)
+        return low, high
 
     # -- what only groups on several hosts need: the first ranks of a host speak for the others ---------
 
@@ -150,7 +156,7 @@ class ControlBlock:
 
 
 def order_memory() -> None:
-    """Keep loads and stores before this point before those after it."""
+    """Keep loads and stores before this point before those after it, where the machine does not by itself."""
     if not _STORES_IN_ORDER:
         with _fence:
             pass

@@ -20,16 +20,13 @@ class NodeSpread:
         self._ranks = ranks
         self._turn = 0
         self.doze = control.doze
+        self.advance = control.all_here
 
     def start(self, digest: int) -> None:
         """Begin with this rank's digest."""
         self._turn += 1
         self._control.show(digest, self._turn)
         self._control.arrive()
-
-    def advance(self) -> bool:
-        """Return whether all ranks are here."""
-        return self._control.all_here()
 
     def extremes(self) -> tuple[int, int]:
         """Return the smallest and the largest digest."""
