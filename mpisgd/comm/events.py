@@ -25,6 +25,7 @@ __all__ = [
     "blocked",
     "flush",
     "holding",
+    "part",
     "purpose",
     "start_recorder",
 ]
@@ -114,6 +115,24 @@ def _with_contents(contents: Mapping[str, Any]) -> Iterator[None]:
         yield
     finally:
         _purpose.contents = {}
+
+
+def part(
+    track: Track, name: str, nbytes: int, contents: Callable[[], Mapping[str, Any]]
+) -> contextlib.AbstractContextManager[None]:
+    """Record a part of the operation under way, with what is in it."""
+    return contextlib.nullcontext() if sink is None else _recorded_part(sink, track, name, nbytes, contents())
+
+
+@contextlib.contextmanager
+def _recorded_part(
+    sink: Sink, track: Track, name: str, nbytes: int, contents: Mapping[str, Any]
+) -> Iterator[None]:
+    begin_ns = time.monotonic_ns()
+    try:
+        yield
+    finally:
+        sink.span(track, name, begin_ns, time.monotonic_ns(), "phase", {"bytes": nbytes, **contents})
 
 
 def blocked(name: str) -> contextlib.AbstractContextManager[None]:

@@ -11,7 +11,8 @@ from mpisgd.compress.cast import Compression
 from mpisgd.errors import InvalidArgument
 from mpisgd.optim.distributed import DEFAULT_BUCKET_CAP_BYTES
 from mpisgd.optim.names import agree_on
-from mpisgd.optim.reducer import GradientReducer, Recipe
+from mpisgd.optim.recipe import Recipe
+from mpisgd.optim.reducer import GradientReducer
 
 __all__ = ["average_gradients"]
 

@@ -22,7 +22,7 @@ from mpisgd.compress.cast import Compression, Compressor
 from mpisgd.errors import InvalidArgument
 from mpisgd.optim.in_sync import check_tensors_in_sync
 from mpisgd.optim.names import agree_on, name_parameters
-from mpisgd.optim.reducer import Recipe, check_recipe
+from mpisgd.optim.recipe import Recipe, check_recipe
 from mpisgd.optim.window import Window
 
 __all__ = ["DEFAULT_BUCKET_CAP_BYTES", "DistributedOptimizer"]

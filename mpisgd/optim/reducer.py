@@ -10,15 +10,13 @@ Between hosts the buckets set out while backward is still at work on others, in 
     lane's thread     | [c d] .......... | [b] ............. | [a] ........... |
 """
 
-import math
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mpisgd.comm import events
-from mpisgd.comm.arguments import check_flag, check_positive, shown
 from mpisgd.comm.buffers import dtype_name
 from mpisgd.comm.collectives.all_reduce import choose_algorithm, reduce_tensor
 from mpisgd.comm.collectives.common import device_word, direct_of, run
@@ -28,7 +26,6 @@ from mpisgd.comm.gpu.runtime import on_device
 from mpisgd.comm.group import Group
 from mpisgd.comm.handshake import Operation
 from mpisgd.comm.work import Work
-from mpisgd.compress.cast import Compressor
 from mpisgd.errors import InvalidArgument
 from mpisgd.fusion.contents import contents
 from mpisgd.fusion.kinds import DENSE, NONFINITE, SPARSE
@@ -37,51 +34,13 @@ from mpisgd.optim.finite import are_finite, marked, raise_for
 from mpisgd.optim.flight import Flight
 from mpisgd.optim.plan import Carrier, Plan, agree_on_plan
 from mpisgd.optim.presence import join_kinds
+from mpisgd.optim.recipe import Recipe
 from mpisgd.optim.sparse import reduce_sparse
 
-__all__ = ["GradientReducer", "Recipe", "check_recipe"]
+__all__ = ["GradientReducer"]
 
 
 ALL_DENSE = bytes([DENSE])
-
-
-class Recipe(NamedTuple):
-    """How gradients become one.
-
-    Attributes:
-        op: SUM or AVG.
-        compression: what travels.
-        predivide_factor: divide by this before the sum, and by size / factor after it (AVG only).
-        bucket_cap_bytes: gradients travel in buckets of at most this many bytes.
-        overlap: whether buckets set out during backward; None: where that can win, between hosts and where
-            the GPU sends by itself.
-        error_if_nonfinite: whether to look for infinities and NaNs in what this rank contributes.
-    """
-
-    op: ReduceOp
-    compression: Compressor
-    predivide_factor: float
-    bucket_cap_bytes: int
-    overlap: bool | None
-    error_if_nonfinite: bool = False
-
-
-def check_recipe(recipe: Recipe) -> None:
-    """Raise InvalidArgument where a recipe makes no sense."""
-    if not isinstance(recipe.op, ReduceOp) or recipe.op not in (ReduceOp.AVG, ReduceOp.SUM):
-        raise InvalidArgument(f"op={shown(recipe.op)}; gradients can be combined by AVG or SUM")
-    if not isinstance(recipe.compression, Compressor):
-        raise InvalidArgument(
-            f"compression={shown(recipe.compression)}; expected one of mpisgd.Compression's"
-        )
-    check_positive("gradients", "gradient_predivide_factor", recipe.predivide_factor)
-    if math.isinf(recipe.predivide_factor):
-        raise InvalidArgument("gradient_predivide_factor=inf; expected a finite one")
-    if recipe.predivide_factor != 1.0 and recipe.op is not ReduceOp.AVG:
-        raise InvalidArgument("gradient_predivide_factor goes with op=AVG")
-    check_positive("gradients", "bucket_cap_bytes", recipe.bucket_cap_bytes, whole=True)
-    if recipe.overlap is not None:
-        check_flag("gradients", "overlap", recipe.overlap)
 
 
 class GradientReducer:
@@ -187,8 +146,7 @@ class GradientReducer:
             self._flight = Flight(plan, when, in_background=False)
         flight, self._flight = self._flight, Flight()
         try:
-            for carrier in flight.left_behind():
-                self._launch(flight, carrier)
+            self._launch_rest(flight)
         finally:
             flight.wait()
         places = self._settle(flight)
@@ -218,26 +176,54 @@ class GradientReducer:
     def _params_of(self, carrier: Carrier) -> list[Tensor]:
         return [self.params[index] for index in carrier.bucket.indices]
 
+    def _launch_rest(self, flight: Flight) -> None:
+        """Send what has not left; where nothing leaves before, the ranks need to meet only once for all of it.
+
+        Which of both must not depend on this rank's backward: another one may have had none.
+        """
+        rest = flight.left_behind()
+        if self._overlaps() or any(on_device(self._params_of(carrier)[0]) for carrier in rest):
+            for carrier in rest:
+                self._launch(flight, carrier)
+        elif rest:
+            flats = [self._load(flight, carrier) for carrier in rest]
+            numel, what = sum(flat.numel() for flat in flats), f"{len(rest)} bucket(s)"
+            operation = self._operation(flight, what, dtype_name(flats[0].dtype), numel, "")
+            self.group.lane.run(operation, lambda: self._combine_all(rest, flats), way="bucket by bucket")
+            flight.launched.extend([None] * len(rest))
+
+    def _combine_all(self, carriers: Sequence[Carrier], flats: Sequence[Tensor]) -> None:
+        for carrier, flat in zip(carriers, flats, strict=True):
+            with events.part(self.group.lane.track, "gradients", flat.nbytes, self._contents(carrier)):
+                self._combine(flat, carrier)
+
     def _launch(self, flight: Flight, carrier: Carrier) -> None:
         """Load a carrier and send it: by the lane's thread during backward, by this one at its end."""
-        assert flight.plan is not None
+        flat = self._load(flight, carrier)
+        what, dtype = f"bucket {len(flight.launched)}", dtype_name(flat.dtype)
+        operation = self._operation(flight, what, dtype, flat.numel(), device_word(flat))
+        with events.holding(self._contents(carrier)):
+            work = self._send_direct(operation, flat) or self._send(operation, flat, carrier, flight)
+        flight.launched.append(work)
+
+    def _load(self, flight: Flight, carrier: Carrier) -> Tensor:
+        """Bring this rank's gradients to where they travel."""
         grads = [p.grad for p in self._params_of(carrier)]
         kinds = carrier.load.absorb(not_twice(carrier.load, grads, flight.addresses))
         flat = carrier.load.flat
         flight.kinds += marked(kinds, grads, flat) if self.recipe.error_if_nonfinite else kinds
-        operation = Operation(
-            "gradients",
-            op=self.recipe.op.name,
-            dtype=dtype_name(flat.dtype),
-            shape=tuple(flat.shape),
-            extra=f"bucket {len(flight.launched)} of plan {flight.plan.name}, {flight.when}",
-            device=device_word(flat),
-        )
         if (factor := self.recipe.predivide_factor) != 1.0:
             flat.div_(factor)  # before the others may look at it
-        with events.holding(lambda: contents(self.named[index] for index in carrier.bucket.indices)):
-            work = self._send_direct(operation, flat) or self._send(operation, flat, carrier, flight)
-        flight.launched.append(work)
+        return flat
+
+    def _operation(self, flight: Flight, what: str, dtype: str, numel: int, device: str) -> Operation:
+        """Say what all ranks must agree on; plans that differ have other names."""
+        assert flight.plan is not None
+        extra = f"{what} of plan {flight.plan.name}, {flight.when}"
+        return Operation("gradients", self.recipe.op.name, dtype, (numel,), extra=extra, device=device)
+
+    def _contents(self, carrier: Carrier) -> Callable[[], Mapping[str, Any]]:
+        return lambda: contents(self.named[index] for index in carrier.bucket.indices)
 
     @property
     def _op(self) -> ReduceOp:

@@ -22,7 +22,8 @@ from mpisgd.comm.dtypes import ReduceOp
 from mpisgd.comm.group import Group
 from mpisgd.errors import InvalidArgument
 from mpisgd.optim.backward import BackwardWatch
-from mpisgd.optim.reducer import GradientReducer, Recipe
+from mpisgd.optim.recipe import Recipe
+from mpisgd.optim.reducer import GradientReducer
 
 __all__ = ["Window"]
 
