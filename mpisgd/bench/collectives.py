@@ -15,6 +15,7 @@ from mpisgd.bench.peers import Peers, RemoteVariant
 from mpisgd.bench.ring import open_ring
 from mpisgd.bench.schedule import Pace
 from mpisgd.bench.summary import collective_rows
+from mpisgd.comm.group import Group
 from mpisgd.comm.job import world
 
 if TYPE_CHECKING:
@@ -102,28 +103,32 @@ def _ours(payload: Payload, algorithms: Iterable[str]) -> Iterator[Timed]:
     """Yield mpisgd's collective, with each algorithm."""
     for algorithm in algorithms:
         name = "mpisgd" if algorithm == "auto" else f"mpisgd {algorithm}"
-        yield in_rank(name, _our_call(payload, algorithm), payload, ours=True)
+        yield in_rank(name, our_call(payload, world(), algorithm), payload, ours=True)
 
 
-def _our_call(payload: Payload, algorithm: str) -> Call:
-    given, out, next_root = payload.input, payload.output, payload.next_root
+def our_call(payload: Payload, group: Group, algorithm: str = "auto") -> Call:
+    """Return what does the collective once over `group`, by mpisgd."""
+    given, out = payload.input, payload.output
     inputs, outputs = list(given.chunk(payload.case.size)), list(out.chunk(payload.case.size))
+
+    def next_root() -> int:
+        return group.ranks[payload.next_root()]
 
     def gather() -> None:
         root = next_root()
-        mpisgd.gather(given, outputs if root == payload.rank else None, root)
+        mpisgd.gather(given, outputs if root == mpisgd.rank() else None, root, group)
 
     def scatter() -> None:
         root = next_root()
-        mpisgd.scatter(out, inputs if root == payload.rank else None, root)
+        mpisgd.scatter(out, inputs if root == mpisgd.rank() else None, root, group)
 
     calls: dict[str, Call] = {
-        "all_reduce": lambda: mpisgd.all_reduce(out, algorithm=algorithm),
-        "reduce": lambda: mpisgd.reduce(out, next_root()),
-        "broadcast": lambda: mpisgd.broadcast(out, next_root()),
-        "reduce_scatter": lambda: mpisgd.reduce_scatter_tensor(out, given),
-        "all_gather": lambda: mpisgd.all_gather_into_tensor(out, given),
-        "all_to_all": lambda: mpisgd.all_to_all_single(out, given),
+        "all_reduce": lambda: mpisgd.all_reduce(out, group=group, algorithm=algorithm),
+        "reduce": lambda: mpisgd.reduce(out, next_root(), group=group),
+        "broadcast": lambda: mpisgd.broadcast(out, next_root(), group),
+        "reduce_scatter": lambda: mpisgd.reduce_scatter_tensor(out, given, group=group),
+        "all_gather": lambda: mpisgd.all_gather_into_tensor(out, given, group),
+        "all_to_all": lambda: mpisgd.all_to_all_single(out, given, group=group),
         "gather": gather,
         "scatter": scatter,
     }

@@ -1,24 +1,31 @@
-"""`tune`: what all_reduce takes with each algorithm, on the ranks of this job and on parts of them.
+"""`tune`: what each algorithm takes, on the ranks of this job and on parts of them.
+
+That is all_reduce by all its algorithms, and those other collectives through shared memory and by MPI's own
+call of which either may be quicker on a host.
 
 Groups use the job's profile, so the kinds of groups that a program may make are measured too: the ranks of
 one host, and one rank of each host. The hosts' groups run at the same time.
 """
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 import mpisgd
 from mpisgd.bench.cases import case_of, powers
+from mpisgd.bench.collectives import our_call
 from mpisgd.bench.limits import in_rank
 from mpisgd.bench.measure import Timed, measure
 from mpisgd.bench.payload import Payload
 from mpisgd.bench.schedule import Pace
 from mpisgd.bench.summary import spread
+from mpisgd.comm.collectives.choice import TUNED, WAYS
 from mpisgd.comm.costs import Curve, Measured
 from mpisgd.comm.costs.line import FREE_POINTS, fit
+from mpisgd.comm.costs.model import ALL_REDUCE
 from mpisgd.comm.group import Group
 from mpisgd.comm.job import topology, world
 
@@ -35,16 +42,22 @@ SETTLED_BYTES, HOPELESS = 2**16, 2.0
 
 @dataclass(frozen=True)
 class Way:
-    """One curve to be: an algorithm, for a kind of dtype, with a number of speakers."""
+    """One curve to be: an algorithm, for a kind of dtype, with a number of speakers, and what it does."""
 
     algorithm: str
     half: bool
     speakers: int = 1
+    collective: str = ALL_REDUCE
 
     @property
     def name(self) -> str:
         """In tables."""
         return self.algorithm if self.speakers == 1 else f"{self.algorithm} ({self.speakers} speakers)"
+
+    @property
+    def purpose(self) -> tuple[str, bool]:
+        """What it competes for: the collective and the kind of dtype."""
+        return self.collective, self.half
 
 
 @dataclass(frozen=True)
@@ -90,7 +103,10 @@ def ways(ranks_per_host: Sequence[int], *, plane: bool) -> list[Way]:
     else:
         ours = [("node", 1)]
     known = [*(ours if plane else []), *((name, 1) for name in names)]
-    return [Way(name, half, speakers) for half in DTYPES for name, speakers in known]
+    reducing = [Way(name, half, speakers) for half in DTYPES for name, speakers in known]
+    if len(ranks_per_host) > 1 or not plane:
+        return reducing
+    return reducing + [Way(name, False, 1, collective) for collective in TUNED for name in WAYS]
 
 
 def tune(budget_s: float, last_bytes: int, passes: int, tell: Tell) -> list[Measured]:
@@ -109,7 +125,8 @@ def tune(budget_s: float, last_bytes: int, passes: int, tell: Tell) -> list[Meas
     best: list[Best] = [{} for _ in places]
     for _ in range(passes):
         for place, found in zip(places, best, strict=True):
-            _pass(place, budget_s / len(places) / passes, last_bytes, found, tell)
+            with _free_choice(place.group):
+                _pass(place, budget_s / len(places) / passes, last_bytes, found, tell)
     return [
         Measured(place.ranks_per_host, tuple(_curve(way, points) for way, points in found.items()))
         for place, found in zip(places, best, strict=True)
@@ -118,7 +135,18 @@ def tune(budget_s: float, last_bytes: int, passes: int, tell: Tell) -> list[Meas
 
 def _curve(way: Way, seconds: dict[int, float]) -> Curve:
     points = [(float(nbytes), seconds[nbytes]) for nbytes in sorted(seconds)]
-    return Curve(way.algorithm, way.half, fit(points), way.speakers, tuple(points))
+    return Curve(way.algorithm, way.half, fit(points), way.speakers, tuple(points), way.collective)
+
+
+@contextlib.contextmanager
+def _free_choice(group: Group | None) -> Iterator[None]:
+    """Restore by what a group chooses: meanwhile it is told."""
+    costs = None if group is None else group.costs
+    try:
+        yield
+    finally:
+        if group is not None and costs is not None:
+            group.costs = costs
 
 
 def _pass(place: Arena, budget_s: float, last_bytes: int, best: Best, tell: Tell) -> None:
@@ -143,7 +171,7 @@ def _pass(place: Arena, budget_s: float, last_bytes: int, best: Best, tell: Tell
 def contenders(wanted: Sequence[Way], best: Best, nbytes: int) -> list[Way]:
     """Return the ways that may still win at sizes above `nbytes`: the time is better spent on those.
 
-    Who takes HOPELESS times as long as the best of its kind of dtype, at this size and the one before, and
+    Who takes HOPELESS times as long as the best of its purpose, at this size and the one before, and
     neither is small, is out.
     """
     sizes = [size for size in (nbytes // FACTOR, nbytes) if size >= SETTLED_BYTES]
@@ -152,12 +180,12 @@ def contenders(wanted: Sequence[Way], best: Best, nbytes: int) -> list[Way]:
     return [
         way
         for way in wanted
-        if any(best[way][size] < HOPELESS * _fastest(wanted, best, size, way.half) for size in sizes)
+        if any(best[way][size] < HOPELESS * _fastest(wanted, best, size, way.purpose) for size in sizes)
     ]
 
 
-def _fastest(wanted: Sequence[Way], best: Best, nbytes: int, half: bool) -> float:
-    return min(best[way][nbytes] for way in wanted if way.half == half)
+def _fastest(wanted: Sequence[Way], best: Best, nbytes: int, purpose: tuple[str, bool]) -> float:
+    return min(best[way][nbytes] for way in wanted if way.purpose == purpose)
 
 
 def _has_plane(group: Group | None) -> bool:
@@ -178,14 +206,17 @@ def _slowest(seconds: float) -> float:
 
 
 def _medians(place: Arena, wanted: Sequence[Way], nbytes: int, budget_s: float) -> dict[Way, float]:
-    """Return the seconds of a call by way, those of a dtype in turns. Collective."""
+    """Return the seconds of a call by way, those of a purpose in turns. Collective."""
     found: dict[Way, float] = {}
-    for half, dtype in DTYPES.items():
-        case = case_of("all_reduce", dtype, nbytes, sum(place.ranks_per_host))
+    purposes = list(dict.fromkeys(way.purpose for way in wanted))
+    for purpose in purposes:
+        collective, half = purpose
+        case = case_of(collective, DTYPES[half], nbytes, sum(place.ranks_per_host))
         payload = None if place.group is None else Payload(case, place.group.rank)
-        alike = [way for way in wanted if way.half == half]
+        alike = [way for way in wanted if way.purpose == purpose]
         variants = [_timed(way, place.group, payload) for way in alike]
-        seconds = measure(variants, Pace(ROUNDS, MIN_ROUNDS, budget_s / 2, TURN_S, MAX_CALLS)).seconds
+        pace = Pace(ROUNDS, MIN_ROUNDS, budget_s / len(purposes), TURN_S, MAX_CALLS)
+        seconds = measure(variants, pace).seconds
         found |= {way: spread(seconds[way.name]).median_s for way in alike}
     return found
 
@@ -194,12 +225,15 @@ def _timed(way: Way, group: Group | None, payload: Payload | None) -> Timed:
     """Return a way as a variant; on a rank outside the group one that does nothing."""
     if group is None or payload is None:
         return in_rank(way.name, _nothing, None, ours=True)
-    hosts = group.hosts
+    hosts, only = group.hosts, group.costs.only(way.algorithm, way.collective)
+    algorithm = way.algorithm if way.collective == ALL_REDUCE else "auto"
+    collective = our_call(payload, group, algorithm)
 
     def call() -> None:
         if hosts is not None:
             hosts.best_speakers = lambda nbytes, half: way.speakers
-        mpisgd.all_reduce(payload.output, group=group, algorithm=way.algorithm)
+        group.costs = only
+        collective()
 
     return in_rank(way.name, call, payload, ours=True)
 

@@ -7,7 +7,7 @@ from itertools import groupby
 from rich.table import Table
 
 from mpisgd.bench.summary import as_bytes, as_time
-from mpisgd.bench.tune import DTYPES, Way
+from mpisgd.bench.tune import Way
 from mpisgd.comm.costs import CostModel, Curve, Measured
 from mpisgd.comm.costs.line import agreement
 from mpisgd.comm.costs.profile import topology_name
@@ -22,19 +22,18 @@ COLUMNS = ("up to", "latency", "GB/s", "R²")
 
 def one_line(ranks_per_host: Sequence[int], nbytes: int, medians: Mapping[Way, float]) -> str:
     """Return the medians of one size, to be said as soon as they are known."""
-    said = (f"{_dtype(way.half)} {way.name} {as_time(seconds)}" for way, seconds in medians.items())
+    said = (f"{_purpose(*way.purpose)} {way.name} {as_time(seconds)}" for way, seconds in medians.items())
     return f"{_where(ranks_per_host)}, {as_bytes(nbytes)}: " + ", ".join(said)
 
 
 def cost_table(measured: Measured) -> Table:
     """Return the lines of one set of ranks."""
-    table = Table(
-        "dtype", "algorithm", title=f"all_reduce, {_where(measured.ranks_per_host)}", title_justify="left"
-    )
+    title = _where(measured.ranks_per_host)
+    table = Table("collective", "algorithm", title=title, title_justify="left")
     for column in COLUMNS:
         table.add_column(column, justify="right", no_wrap=True)
-    for half in DTYPES:
-        for cells in (row for curve in measured.curves if curve.half == half for row in _rows(curve)):
+    for _, curves in groupby(measured.curves, key=_purpose_of):
+        for cells in (row for curve in curves for row in _rows(curve)):
             table.add_row(*cells)
         table.add_section()
     return table
@@ -42,7 +41,7 @@ def cost_table(measured: Measured) -> Table:
 
 def _rows(curve: Curve) -> Iterator[tuple[str, ...]]:
     """Yield a row for each segment; what the rows share stands in the first."""
-    head = (_dtype(curve.half), Way(curve.algorithm, curve.half, curve.speakers).name)
+    head = (_purpose(*_purpose_of(curve)), Way(curve.algorithm, curve.half, curve.speakers).name)
     good = f"{agreement(curve.line, curve.points):.3f}"
     for piece in curve.line.segments:
         end = "" if math.isinf(piece.up_to_bytes) else as_bytes(round(piece.up_to_bytes))
@@ -52,14 +51,14 @@ def _rows(curve: Curve) -> Iterator[tuple[str, ...]]:
 
 
 def crossovers(model: CostModel, measured: Measured) -> Iterator[str]:
-    """Yield for each kind of dtype which algorithm is chosen from which size on."""
+    """Yield for each collective and kind of dtype which algorithm is chosen from which size on."""
     here = model.at(measured.ranks_per_host)
-    for half in sorted({curve.half for curve in measured.curves}):
-        names = list(dict.fromkeys(curve.algorithm for curve in measured.curves if curve.half == half))
-        chosen = [(nbytes, _choice(here, names, nbytes, half)) for nbytes in LOOKED_AT]
+    for purpose, curves in groupby(measured.curves, key=_purpose_of):
+        names = tuple(dict.fromkeys(curve.algorithm for curve in curves))
+        chosen = [(nbytes, _choice(here, names, nbytes, purpose)) for nbytes in LOOKED_AT]
         runs = [(name, next(run)[0]) for name, run in groupby(chosen, key=lambda pair: pair[1])]
         said = [runs[0][0], *(f"{name} from {as_bytes(nbytes)} on" for name, nbytes in runs[1:])]
-        yield f"{_where(measured.ranks_per_host)}, {_dtype(half)}: {', '.join(said)}"
+        yield f"{_where(measured.ranks_per_host)}, {_purpose(*purpose)}: {', '.join(said)}"
 
 
 def doubts(measured: Sequence[Measured]) -> Iterator[str]:
@@ -70,8 +69,9 @@ def doubts(measured: Sequence[Measured]) -> Iterator[str]:
         yield f"{poor} of {len(lines)} fits are poor (R² below {POOR}): was the machine busy?"
 
 
-def _choice(model: CostModel, names: Sequence[str], nbytes: int, half: bool) -> str:
-    name = model.choose(tuple(names), nbytes, half)
+def _choice(model: CostModel, names: tuple[str, ...], nbytes: int, purpose: tuple[str, bool]) -> str:
+    collective, half = purpose
+    name = model.choose(names, nbytes, half, collective)
     speakers = model.speakers(nbytes, half) if name == "hierarchical" else 1
     return Way(name, half, speakers).name
 
@@ -83,5 +83,10 @@ def _where(ranks_per_host: Sequence[int]) -> str:
     return f"{topology_name(ranks_per_host)} ranks on {len(ranks_per_host)} hosts"
 
 
-def _dtype(half: bool) -> str:
-    return "half types" if half else "float32"
+def _purpose_of(curve: Curve) -> tuple[str, bool]:
+    return curve.collective, curve.half
+
+
+def _purpose(collective: str, half: bool) -> str:
+    """Return `all_reduce`, `all_reduce of half types`."""
+    return f"{collective} of half types" if half else collective

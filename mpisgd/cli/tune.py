@@ -1,4 +1,4 @@
-"""`python -m mpisgd tune`: measure what the algorithms of all_reduce take here, for `auto` to choose by.
+"""`python -m mpisgd tune`: measure what the ways of the collectives take here, for `auto` to choose by.
 
 mpirun -np 2 python -m mpisgd tune
 mpirun -np 4 -hostfile hosts python -m mpisgd tune --budget 60
@@ -29,7 +29,7 @@ def tune(
     ),
     dry_run: bool = typer.Option(False, "--dry-run", help="Show what was measured and write nothing."),
 ) -> None:
-    """Measure the algorithms of all_reduce on these ranks, and keep it as the profile `auto` chooses by."""
+    """Measure the ways of the collectives on these ranks, and keep it as the profile `auto` chooses by."""
     # Here, since they load torch: seconds that `--help` need not take.
     from mpisgd.bench.cases import parse_bytes
     from mpisgd.bench.tables import show

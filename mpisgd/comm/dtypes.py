@@ -212,7 +212,8 @@ def combine_in_rank_order(pieces: Sequence[Tensor], op: ReduceOp, out: Tensor | 
         out: [n] of the same dtype, overwritten and returned; it may be one of the first two pieces, which
             are the first to be read, and overlaps no other.
     """
-    if pieces[0].dtype in ADDED_AS_THEY_ARE:
+    dtype = pieces[0].dtype
+    if dtype in ADDED_AS_THEY_ARE or (len(pieces) == 2 and dtype in HALF_TYPES and op is not ReduceOp.AVG):
         return _combine_directly(pieces, op, torch.empty_like(pieces[0]) if out is None else out)
     total, arithmetic, finish = for_torch(pieces[0], op, len(pieces))
     total = total.clone() if total.data_ptr() == pieces[0].data_ptr() else total
@@ -222,7 +223,10 @@ def combine_in_rank_order(pieces: Sequence[Tensor], op: ReduceOp, out: Tensor | 
 
 
 def _combine_directly(pieces: Sequence[Tensor], op: ReduceOp, out: Tensor) -> Tensor:
-    """The same where torch can add the dtype itself: one pass less."""
+    """The same where torch can add the dtype itself: one pass less.
+
+    Of two halves torch rounds the sum once, as we want it.
+    """
     if len(pieces) == 1:
         return out.copy_(pieces[0])
     call = COMBINE[op]

@@ -177,7 +177,7 @@ class GradientReducer:
         return [self.params[index] for index in carrier.bucket.indices]
 
     def _launch_rest(self, flight: Flight) -> None:
-        """Send what has not left; where nothing leaves before, the ranks need to meet only once for all of it.
+        """Send what has not left; where nothing leaves before, the ranks need to meet only once for it.
 
         Which of both must not depend on this rank's backward: another one may have had none.
         """

@@ -1,4 +1,4 @@
-"""What an all-reduce is predicted to cost, and so which algorithm and plane `auto` takes."""
+"""What collectives are predicted to cost, and so which algorithm and plane `auto` takes."""
 
 from mpisgd.comm.costs.model import CostModel, Curve, Measured
 

@@ -1,13 +1,16 @@
 """`CostModel`: which algorithm is predicted to be fastest."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from mpisgd.comm.costs.line import Line, Point
+from mpisgd.comm.costs.line import Line, Point, Segment
 from mpisgd.comm.costs.scaling import kind, link_share, num_steps
 
-__all__ = ["CostModel", "Curve", "Measured"]
+__all__ = ["ALL_REDUCE", "CostModel", "Curve", "Measured"]
+
+ALL_REDUCE = "all_reduce"
 
 MAX_REMEMBERED = 4096
 CLEARLY = 0.9  # of the time of another; what machines do from run to run differs by as much
@@ -23,6 +26,7 @@ class Curve:
         line: the fit.
         speakers: how many ranks of each host send over the link (`hierarchical`); 1 for all others.
         points: what was measured.
+        collective: what it was used for; `node` and `mpi` can do others than all_reduce.
     """
 
     algorithm: str
@@ -30,6 +34,7 @@ class Curve:
     line: Line
     speakers: int = 1
     points: tuple[Point, ...] = ()
+    collective: str = ALL_REDUCE
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,7 @@ class Measured:
 
     Attributes:
         ranks_per_host: how many there were on each host, more than one in all.
-        curves: one for each algorithm, kind of dtype and number of speakers.
+        curves: one for each collective, algorithm, kind of dtype and number of speakers.
     """
 
     ranks_per_host: tuple[int, ...]
@@ -47,7 +52,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Predicts what an all-reduce takes; every rank with the same model chooses the same.
+    """Predicts what a collective takes; every rank with the same model chooses the same.
 
     It predicts for `ranks_per_host`, from measurements of the most similar ranks: of one host, of hosts with
     one rank each, or of hosts with several. Where those were other numbers of ranks, latency is taken to grow
@@ -75,51 +80,65 @@ class CostModel:
         more = [theirs for theirs in other.measured if kind(theirs.ranks_per_host) not in known]
         return replace(self, measured=(*self.measured, *more))
 
-    def choose(self, candidates: tuple[str, ...], nbytes: int, half: bool = False) -> str:
+    def choose(
+        self, candidates: tuple[str, ...], nbytes: int, half: bool = False, collective: str = ALL_REDUCE
+    ) -> str:
         """Return the first candidate, unless another one is predicted to be clearly faster.
 
         Args:
             candidates: algorithms, at least one; those nobody has measured come last.
             nbytes: of the tensor.
             half: whether it is float16 or bfloat16.
+            collective: what is to be done.
         """
-        asked = (candidates, nbytes, half)
+        asked = (candidates, nbytes, half, collective)
         known = self._chosen.get(asked)
         if known is None:
             if len(self._chosen) >= MAX_REMEMBERED:
                 self._chosen.clear()
             first = candidates[0]
-            fastest = min(candidates, key=lambda algorithm: self.seconds(algorithm, nbytes, half))
-            clearly = self.seconds(fastest, nbytes, half) < CLEARLY * self.seconds(first, nbytes, half)
-            known = fastest if clearly else first
+            seconds = {name: self.seconds(name, nbytes, half, collective) for name in candidates}
+            fastest = min(candidates, key=seconds.__getitem__)
+            known = fastest if seconds[fastest] < CLEARLY * seconds[first] else first
             self._chosen[asked] = known
         return known
 
     def speakers(self, nbytes: int, half: bool = False) -> int:
         """Return how many ranks of each host should send over the link in `hierarchical`."""
-        curves = self._curves.get(("hierarchical", half), ())
+        curves = self._curves.get(("hierarchical", half, ALL_REDUCE), ())
         fastest = min(curves, key=lambda curve: curve.line.seconds(nbytes), default=None)
         return 1 if fastest is None else fastest.speakers
 
-    def seconds(self, algorithm: str, nbytes: int, half: bool = False) -> float:
+    def seconds(self, algorithm: str, nbytes: int, half: bool = False, collective: str = ALL_REDUCE) -> float:
         """Return what `algorithm` is predicted to take, infinite where nobody has measured it."""
-        curves = self._curves.get((algorithm, half), ())
+        curves = self._curves.get((algorithm, half, collective), ())
         return min((curve.line.seconds(nbytes) for curve in curves), default=float("inf"))
 
     @cached_property
-    def _chosen(self) -> dict[tuple[tuple[str, ...], int, bool], str]:
+    def collectives(self) -> frozenset[str]:
+        """Those that have been measured on similar ranks."""
+        return frozenset(collective for _, _, collective in self._curves)
+
+    def only(self, algorithm: str, collective: str) -> "CostModel":
+        """Return a model by which these ranks have no choice."""
+        curve = Curve(algorithm, False, Line((Segment(math.inf, 0.0, 0.0),)), collective=collective)
+        return replace(self, measured=(Measured(self.ranks_per_host, (curve,)),))
+
+    @cached_property
+    def _chosen(self) -> dict[tuple[tuple[str, ...], int, bool, str], str]:
         """Earlier choices: a small message takes less time than a prediction."""
         return {}
 
     @cached_property
-    def _curves(self) -> dict[tuple[str, bool], list[Curve]]:
-        """The curves of similar ranks as they would be here, by algorithm and kind of dtype."""
-        found: dict[tuple[str, bool], list[Curve]] = {}
+    def _curves(self) -> dict[tuple[str, bool, str], list[Curve]]:
+        """The curves of similar ranks as they would be here, by algorithm, kind of dtype and collective."""
+        found: dict[tuple[str, bool, str], list[Curve]] = {}
         for measured in self.measured:
             if kind(measured.ranks_per_host) == kind(self.ranks_per_host):
                 for curve in measured.curves:
                     here = _carried_over(curve, measured.ranks_per_host, self.ranks_per_host)
-                    found.setdefault((curve.algorithm, curve.half), []).append(here)
+                    key = (curve.algorithm, curve.half, curve.collective)
+                    found.setdefault(key, []).append(here)
         return found
 
 

@@ -2,9 +2,9 @@
 
 Between its first and last line stand `command`, `when`, `machine` and `versions`, for people:
 
-    {"format": "mpisgd profile", "version": 1,
+    {"format": "mpisgd profile", "version": 2,
     "measured": [{"ranks_per_host": [2, 2], "curves": [
-        {"algorithm": "ring", "half": false, "speakers": 1,
+        {"collective": "all_reduce", "algorithm": "ring", "half": false, "speakers": 1,
         "segments": [[up to bytes, alpha in s, beta in s/byte], ..., [null, alpha in s, beta in s/byte]],
         "points": [[bytes, s], ...]}, ...]}, ...]}
 """
@@ -27,7 +27,7 @@ from mpisgd.config import cache_folder
 __all__ = ["ProfileError", "as_profile", "built_in", "default_path", "read", "topology_name", "write"]
 
 FORMAT = "mpisgd profile"
-VERSION = 1
+VERSION = 2
 # Measured on one machine with two cores, and on two hosts pretended there; each file holds its command. The
 # first one with a kind of ranks has the say: on those hosts two ranks share a core, as they should not.
 BUILT_IN = Path(__file__).with_name("built_in")
@@ -81,6 +81,7 @@ def _curve_as_json(curve: Curve) -> dict[str, Any]:
         for piece in curve.line.segments
     ]
     return {
+        "collective": curve.collective,
         "algorithm": curve.algorithm,
         "half": curve.half,
         "speakers": curve.speakers,
@@ -150,6 +151,7 @@ def _curve(entry: dict[str, Any]) -> Curve:
         line=_line(entry["segments"]),
         speakers=_whole(entry["speakers"]),
         points=tuple((_number(nbytes), _number(seconds)) for nbytes, seconds in entry["points"]),
+        collective=str(entry["collective"]),
     )
 
 

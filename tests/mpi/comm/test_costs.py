@@ -10,6 +10,7 @@ from verdicts import everyone, raises_everywhere, same_on_all_ranks
 
 import mpisgd
 from mpisgd.comm.collectives.all_reduce import choose_algorithm
+from mpisgd.comm.collectives.choice import TUNED, node_plane
 from mpisgd.comm.costs import CostModel, Curve, Measured
 from mpisgd.comm.costs.find import find_costs
 from mpisgd.comm.costs.line import Line, Segment
@@ -128,3 +129,17 @@ def test_auto_takes_what_is_predicted_to_be_fastest(groups, monkeypatch, best):
     assert choose_algorithm(group, "auto", torch.zeros(3)) == (own if best == "own" else "mpi")
     half = choose_algorithm(group, "auto", torch.zeros(3, dtype=torch.bfloat16))
     assert half == ("all_to_all" if own == "mpi" else own)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("collective", TUNED)
+def test_other_collectives_go_the_way_that_was_measured_to_be_faster(groups, monkeypatch, collective):
+    group = groups["world"]
+    if group.plane is None:
+        pytest.skip("one host with shared memory")
+    for way in ("node", "mpi"):
+        monkeypatch.setattr(group, "costs", group.costs.only(way, collective))
+        for nbytes in (4, 2**20, 2**30):
+            assert (node_plane(group, collective, nbytes) is not None) == (way == "node")
+        others = set(TUNED) - {collective}  # nobody has measured those: by their size
+        assert all(node_plane(group, other, 2**30) is not None for other in others)

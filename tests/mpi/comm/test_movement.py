@@ -34,7 +34,7 @@ def way(request, groups, monkeypatch) -> str:
     if request.param == "node" and groups["world"].plane is None:
         pytest.skip("one rank, several hosts, or MPISGD_SHARED_MEMORY=0")
     for kind in choice.NODE_FROM_BYTES:
-        monkeypatch.setitem(choice.NODE_FROM_BYTES, kind, 0 if request.param == "node" else choice.NEVER)
+        monkeypatch.setitem(choice.NODE_FROM_BYTES, kind, 0 if request.param == "node" else 2**63)
     return request.param
 
 

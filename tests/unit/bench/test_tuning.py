@@ -9,6 +9,7 @@ import pytest
 from mpisgd.bench.tune import SETTLED_BYTES, Way, contenders, ways
 from mpisgd.bench.tune_tables import cost_table, crossovers, doubts, one_line
 from mpisgd.comm.collectives.all_reduce import CHOICES
+from mpisgd.comm.collectives.choice import TUNED
 from mpisgd.comm.costs import CostModel, Curve, Measured
 from mpisgd.comm.costs.line import Line, Segment
 
@@ -16,7 +17,8 @@ FAST, SLOW, OTHER = Way("node", False), Way("ring", False), Way("mpi", True)
 
 
 def names(ranks, *, plane, half):
-    return {(way.algorithm, way.speakers) for way in ways(ranks, plane=plane) if way.half == half}
+    found = ways(ranks, plane=plane)
+    return {(way.algorithm, way.speakers) for way in found if way.purpose == ("all_reduce", half)}
 
 
 @pytest.mark.parametrize("half", [False, True])
@@ -27,6 +29,15 @@ def test_every_algorithm_that_may_win_is_measured(half):
     assert names([4, 3], plane=True, half=half) == hosts | {("hierarchical", 1), ("hierarchical", 3)}
     assert names([1, 1], plane=True, half=half) == hosts | {("hierarchical", 1)}
     assert names([2, 2], plane=False, half=half) == hosts
+
+
+def test_on_one_host_other_collectives_are_measured_too():
+    both = {("node", False), ("mpi", False)}
+    for collective in TUNED:
+        found = {(w.algorithm, w.half) for w in ways([3], plane=True) if w.collective == collective}
+        assert found == both, collective
+    for ranks, plane in ([3], False), ([2, 2], True):
+        assert {way.collective for way in ways(ranks, plane=plane)} == {"all_reduce"}
 
 
 def test_what_is_measured_is_what_all_reduce_has():
@@ -70,6 +81,7 @@ MEASURED = Measured(
         Curve("node", False, NODE, points=points(NODE)),
         Curve("mpi", False, MPI, points=points(MPI)),
         Curve("node", True, NODE, points=points(NODE)),
+        Curve("mpi", False, MPI, points=points(MPI), collective="broadcast"),
     ),
 )
 HOSTS = Measured(
@@ -84,34 +96,36 @@ MODEL = CostModel("test", (MEASURED, HOSTS))
 
 def test_crossovers_are_said_in_round_sizes():
     assert list(crossovers(MODEL, MEASURED)) == [
-        "2 ranks on one host, float32: mpi, node from 32 KiB on",
-        "2 ranks on one host, half types: node",
+        "2 ranks on one host, all_reduce: mpi, node from 32 KiB on",
+        "2 ranks on one host, all_reduce of half types: node",
+        "2 ranks on one host, broadcast: mpi",
     ]
 
 
 def test_speakers_are_part_of_what_is_chosen():
     (said,) = crossovers(MODEL, HOSTS)
-    assert said == "2+2 ranks on 2 hosts, float32: hierarchical (2 speakers), hierarchical from 32 KiB on"
+    assert said == "2+2 ranks on 2 hosts, all_reduce: hierarchical (2 speakers), hierarchical from 32 KiB on"
 
 
 def test_the_table_has_a_row_for_each_segment():
     table = cost_table(MEASURED)
-    assert table.title == "all_reduce, 2 ranks on one host"
+    assert table.title == "2 ranks on one host"
     columns = {column.header: list(column.cells) for column in table.columns}
-    assert columns["algorithm"] == ["node", "mpi", "node"]
-    assert columns["latency"] == ["10.0 us", "1.00 us", "10.0 us"]
-    assert columns["GB/s"] == ["10", "2.5", "10"]
-    assert columns["R²"] == ["1.000"] * 3
+    assert columns["algorithm"] == ["node", "mpi", "node", "mpi"]
+    assert columns["latency"] == ["10.0 us", "1.00 us", "10.0 us", "1.00 us"]
+    assert columns["GB/s"] == ["10", "2.5", "10", "2.5"]
+    assert columns["R²"] == ["1.000"] * 4
+    assert columns["collective"] == ["all_reduce", "all_reduce", "all_reduce of half types", "broadcast"]
 
 
 def test_poor_fits_are_owned_up_to():
     assert list(doubts([MEASURED, HOSTS])) == []
     poor = Measured((2,), (*MEASURED.curves, Curve("ring", False, MPI, points=points(MPI, factor=20.0))))
     (said,) = doubts([poor])
-    assert said.startswith("1 of 4 fits are poor")
+    assert said.startswith("1 of 5 fits are poor")
 
 
 def test_a_size_is_one_line():
     assert one_line([2], 4096, {FAST: 1e-5, OTHER: 2e-3}) == (
-        "2 ranks on one host, 4 KiB: float32 node 10.0 us, half types mpi 2.00 ms"
+        "2 ranks on one host, 4 KiB: all_reduce node 10.0 us, all_reduce of half types mpi 2.00 ms"
     )

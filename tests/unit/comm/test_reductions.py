@@ -76,6 +76,18 @@ def test_halves_are_rounded_once(dtype):
     assert (work.dtype, name) == (torch.float32, "SUM")
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX])
+def test_two_halves_are_rounded_as_from_float32(dtype, op):
+    """All bit patterns, against others: tiny ones, huge ones, infinities, NaN."""
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(dtype)
+    torch.manual_seed(0)
+    for other in (every.flip(0), every.roll(1), every[torch.randperm(2**16)]):
+        wide = COMBINE[op](every.float(), other.float())
+        wanted = (wide / 2 if op is ReduceOp.AVG else wide).to(dtype)
+        assert torch.allclose(combine_in_rank_order([every, other], op), wanted, 0.0, 0.0, equal_nan=True)
+
+
 @pytest.mark.parametrize("dtype", FLOATING)
 @pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX])
 def test_order_of_floats_survives_their_keys(dtype, op):

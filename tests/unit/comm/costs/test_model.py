@@ -148,3 +148,24 @@ def test_no_algorithm_is_below_the_bound_of_its_links(ranks, algorithm):
     hosts = len(ranks) if len(ranks) > 1 else ranks[0]
     assert link_share(algorithm, ranks) >= 2 * (hosts - 1) / hosts - 1e-12
     assert num_steps(algorithm, ranks) >= math.ceil(math.log2(hosts))
+
+
+def test_collectives_have_curves_of_their_own():
+    quick, slow = straight(1e-6, 0.0), straight(2e-6, 0.0)
+    curves = (
+        Curve("mpi", False, slow),
+        Curve("node", False, quick),
+        Curve("mpi", False, quick, collective="broadcast"),
+        Curve("node", False, slow, collective="broadcast"),
+    )
+    model = CostModel("test", (Measured((2,), curves),)).at([2])
+    assert model.choose(("mpi", "node"), 4) == "node"
+    assert model.choose(("node", "mpi"), 4, collective="broadcast") == "mpi"
+    assert model.choose(("node", "mpi"), 4, collective="all_gather") == "node"
+    assert model.collectives == {"all_reduce", "broadcast"}
+
+
+def test_a_model_can_leave_no_choice():
+    model = MODEL.at([2]).only("mpi", "all_gather")
+    assert model.choose(("node", "mpi"), 2**30, collective="all_gather") == "mpi"
+    assert model.collectives == {"all_gather"}

@@ -25,7 +25,7 @@ LINE = Line((Segment(4096.0, 1e-6, 0.0), Segment(math.inf, 2e-6, 3e-10)))
 POINTS = ((256.0, 1e-6), (2.0**20, 3.2e-4))
 MEASURED = (
     Measured((2, 2), (Curve("mpi", False, LINE, 1, POINTS), Curve("hierarchical", True, LINE, 2, POINTS))),
-    Measured((2,), (Curve("node", False, LINE),)),
+    Measured((2,), (Curve("node", False, LINE), Curve("mpi", False, LINE, collective="broadcast"))),
 )
 HEADER = {"command": "python -m mpisgd tune", "machine": {"cores": 2}}
 
@@ -85,7 +85,7 @@ CURVE = ("measured", 0, "curves", 0)
     ("keys", "value", "said"),
     [
         (("format",), "of another program", "no mpisgd profile"),
-        (("version",), 2, "version 2"),
+        (("version",), 3, "version 3"),
         (("measured",), None, "damaged"),
         (("measured", 0), {}, "ranks_per_host"),
         (("measured", 0, "ranks_per_host"), [1], "two ranks"),
