@@ -4,7 +4,6 @@ flat   | grad a | pad | grad b | pad | grad c |
 views[0]       views[1]       views[2]
 """
 
-import operator
 from collections.abc import Sequence
 
 import torch
@@ -49,24 +48,16 @@ class FusionBuffer:
         A gradient that is missing, or sparse and travels apart, counts as zeros.
         """
         self._renew_displaced()
-        if all(map(operator.is_, grads, self.views)):
-            return bytes([DENSE]) * len(self.views)
-        places: list[Tensor] = []
-        moving: list[Tensor] = []
-        missing: list[Tensor] = []
-        kinds = bytearray()
-        for view, grad in zip(self.views, grads, strict=True):
-            kinds.append(kind := kind_of(grad))
-            if grad is None or kind != DENSE:
-                missing.append(view)
-            elif grad is not view:
-                places.append(view)
-                moving.append(grad)
+        kinds = bytes(map(kind_of, grads))
+        views = list(zip(self.views, grads, kinds, strict=True))
+        moving = [(view, grad) for view, grad, kind in views if kind == DENSE and grad is not view]
+        missing = [view for view, _, kind in views if kind != DENSE]
         if moving:
-            torch._foreach_copy_(places, self._apart(moving))
+            places, sources = zip(*moving, strict=True)
+            torch._foreach_copy_(places, self._apart(sources))
         if missing:
             torch._foreach_zero_(missing)
-        return bytes(kinds)
+        return kinds
 
     def _renew_displaced(self) -> None:
         """Make a new view where the old one lies elsewhere by now.
@@ -79,7 +70,7 @@ class FusionBuffer:
             if view.data_ptr() != address:
                 self.views[place] = window(self.flat, self.bucket.offsets[place], self._layouts[place])
 
-    def _apart(self, grads: list[Tensor]) -> list[Tensor]:
+    def _apart(self, grads: Sequence[Tensor]) -> list[Tensor]:
         """Return `grads`, copied where the program has put one together from `flat`, as `p.grad.T` is.
 
         It must be read as a whole before anything is written there.
