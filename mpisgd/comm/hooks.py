@@ -33,8 +33,8 @@ LAST_RESORT_S = 10.0
 class Hooks:
     """The exception hook of one initialised job. `install()` and `remove()` are not collective.
 
-    Making one is collective: the ranks of a host open one nameless file, and who locks it first speaks for
-    that host. Nothing of it remains, whatever way the processes end.
+    Making one is collective: the ranks of a host open one nameless file, and who locks it first and writes to
+    it speaks for that host. Nothing of it remains, whatever way the processes end.
 
     Attributes:
         abort: ends every process of the job with an exit code.
@@ -97,12 +97,16 @@ class Hooks:
             time.sleep(PRECEDENCE_S)
 
     def _claim(self) -> bool:
+        """Return whether this rank is the one to speak. A lock goes with its owner, what is in a file stays."""
         if self._floor is None:
             return True
         try:
             fcntl.flock(self._floor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             return False
+        if os.fstat(self._floor).st_size:
+            return False  # somebody has spoken, and is gone already
+        os.write(self._floor, b"!")
         return True
 
     def _report(self, exc: BaseException) -> str:

@@ -8,6 +8,7 @@ import textwrap
 import pytest
 from launcher import run_python
 
+from mpisgd.comm.collectives.choice import TUNED
 from mpisgd.comm.costs.profile import read
 
 SHORT = ("--budget", "1", "--passes", "1", "--max-size", "1KiB")
@@ -33,10 +34,10 @@ def test_a_profile_is_measured_and_found_by_the_next_job(tmp_path):
     done = tune(tmp_path, *SHORT)
     assert done.returncode == 0, done.stderr
     path = tmp_path / "mpisgd" / "profile-2.json"
-    assert done.stdout.count("all_reduce, 2 ranks on one host") == 1
+    assert done.stdout.splitlines()[0].strip() == "2 ranks on one host"
     assert done.stdout.count(f"written to {path}") == 1
-    for line in ("2 ranks on one host, float32: ", "2 ranks on one host, half types: "):
-        assert done.stdout.count(line) == 1
+    for purpose in ("all_reduce", "all_reduce of half types", "broadcast", "all_gather", "all_to_all"):
+        assert done.stdout.count(f"2 ranks on one host, {purpose}: ") == 1
 
     page = json.loads(path.read_text())
     assert page["command"] == "python -m mpisgd tune --budget 1 --passes 1 --max-size 1KiB"
@@ -44,8 +45,12 @@ def test_a_profile_is_measured_and_found_by_the_next_job(tmp_path):
     assert page["versions"].keys() >= {"mpisgd", "Python", "torch", "mpi4py", "MPI"}
     (measured,) = read(path).measured
     assert measured.ranks_per_host == (2,)
-    ways = {(curve.algorithm, curve.half) for curve in measured.curves}
+    ways = {(curve.algorithm, curve.half) for curve in measured.curves if curve.collective == "all_reduce"}
     assert ways == {(name, half) for name in ("node", "mpi", "all_to_all") for half in (False, True)}
+    others = {(c.collective, c.algorithm, c.half) for c in measured.curves} - {
+        ("all_reduce", *w) for w in ways
+    }
+    assert others == {(kind, name, False) for kind in TUNED for name in ("node", "mpi")}
     for curve in measured.curves:
         assert [nbytes for nbytes, _ in curve.points] == [256 * 2**power for power in range(3)]
         for nbytes, seconds in curve.points:
@@ -60,7 +65,7 @@ def test_a_profile_is_measured_and_found_by_the_next_job(tmp_path):
 def test_a_dry_run_writes_nothing(tmp_path):
     done = tune(tmp_path, *SHORT, "--dry-run")
     assert done.returncode == 0, done.stderr
-    assert "all_reduce, 2 ranks on one host" in done.stdout
+    assert "2 ranks on one host, all_reduce: " in done.stdout
     assert list(tmp_path.iterdir()) == []
 
 

@@ -57,16 +57,18 @@ class Parts(NamedTuple):
         for staged, offset, nbytes in self.gives:
             copy_bytes(staged, address + offset, nbytes)
 
-    def combine(self, chunk: Tensor, op: ReduceOp) -> None:
+    def combine(self, flat: Tensor, first: int, address: int, op: ReduceOp) -> None:
         """Combine this rank's part, and put the result into the chunk as well as into the staging memory.
+
+        The chunk begins with the element `first` of `flat`, at `address`.
 
         First where it has just been read from, if it can be: the others have a copy of the staging memory in
         their caches, and a plain copy is the quickest way to write there.
         """
-        mine = chunk[self.start : self.stop]
+        mine = flat[first + self.start : first + self.stop]
         pieces = self._pieces(mine)
         staged, offset, nbytes = self.own
-        at = chunk.data_ptr() + offset
+        at = address + offset
         if self.rank < 2:  # the first two are read before anything is written
             combine_in_rank_order(pieces, op, out=mine)
             copy_bytes(staged, at, nbytes)
@@ -74,9 +76,10 @@ class Parts(NamedTuple):
             combine_in_rank_order(pieces, op, out=self.staged[self.rank])
             copy_bytes(at, staged, nbytes)
 
-    def combine_into_first(self, chunk: Tensor, op: ReduceOp) -> None:
-        """Combine this rank's part of the chunk into the first rank's staging memory."""
-        combine_in_rank_order(self._pieces(chunk[self.start : self.stop]), op, out=self.staged[0])
+    def combine_into_first(self, flat: Tensor, first: int, op: ReduceOp) -> None:
+        """Combine this rank's part, for a chunk as above, in the first rank's staging memory."""
+        mine = flat[first + self.start : first + self.stop]
+        combine_in_rank_order(self._pieces(mine), op, out=self.staged[0])
 
     def _pieces(self, mine: Tensor) -> list[Tensor]:
         return [*self.staged[: self.rank], mine, *self.staged[self.rank + 1 :]]

@@ -72,12 +72,13 @@ def all_reduce_in_parts(plane: "NodePlane", flat: Tensor, op: ReduceOp) -> Itera
     """
     address, itemsize = flat.data_ptr(), flat.element_size()
     for chunk in _chunks(flat.numel(), min(HALF_BYTES, plane.size * PART_BYTES) // itemsize):
-        at = address + chunk.start * itemsize
-        parts = plane.coming_parts(chunk.stop - chunk.start, flat.dtype)
+        first = chunk.start
+        at = address + first * itemsize
+        parts = plane.coming_parts(chunk.stop - first, flat.dtype)
         parts.give(at)
         yield
         plane.advance()
-        parts.combine(flat[chunk], op)
+        parts.combine(flat, first, at, op)
         yield
         parts.take(at)
 
@@ -122,7 +123,7 @@ def reduce_in_parts(plane: "NodePlane", flat: Tensor, op: ReduceOp, root: int) -
         parts.give(at)
         yield
         plane.advance()
-        parts.combine_into_first(flat[chunk], op)
+        parts.combine_into_first(flat, chunk.start, op)
         yield
         if plane.rank == root:
             copy_bytes(at, result, numel * itemsize)

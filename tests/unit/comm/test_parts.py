@@ -24,7 +24,7 @@ def test_every_rank_ends_with_the_combination(size, numel, dtype):
     for parts, chunk in zip(views, chunks, strict=True):
         parts.give(chunk.data_ptr())
     for parts, chunk in zip(views, chunks, strict=True):
-        parts.combine(chunk, ReduceOp.SUM)
+        parts.combine(chunk, 0, chunk.data_ptr(), ReduceOp.SUM)
     for parts, chunk in zip(views, chunks, strict=True):
         parts.take(chunk.data_ptr())
     for chunk in chunks:
@@ -39,7 +39,7 @@ def test_the_parts_can_be_put_together_with_the_first_rank(size):
     for parts, tensor in zip(views, inputs, strict=True):
         parts.give(tensor.data_ptr())
     for parts, tensor in zip(views, inputs, strict=True):
-        parts.combine_into_first(tensor, ReduceOp.MAX)
+        parts.combine_into_first(tensor, 0, ReduceOp.MAX)
     result = halves[0][: 101 * 8].view(torch.float64)
     assert torch.equal(result, combine_in_rank_order(inputs, ReduceOp.MAX))
 
