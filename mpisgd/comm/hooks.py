@@ -97,7 +97,7 @@ class Hooks:
             time.sleep(PRECEDENCE_S)
 
     def _claim(self) -> bool:
-        """Return whether this rank is the one to speak. A lock goes with its owner, what is in a file stays."""
+        """Return whether this rank is to speak. A lock goes with its owner, what is in a file stays."""
         if self._floor is None:
             return True
         try:
