@@ -56,7 +56,7 @@ def all_gather(
     operation = operation_on("all_gather", tensor)
     if (direct := direct_of(group, operation, tensor)) is not None:
         return direct.all_gather(operation, outputs, tensor, async_op)
-    if (plane := node_plane(group, "all_gather", group.size * tensor.nbytes)) is not None:
+    if (plane := node_plane(group, "all_gather_list", group.size * tensor.nbytes)) is not None:
         steps = _list_on_node(plane, outputs, tensor)
         return run_in_steps(group, plane, operation, steps, tensors=outputs, async_op=async_op)
 
@@ -99,7 +99,7 @@ def all_gather_into_tensor(
         UnsupportedTensor, ShapeMismatch: found locally, before anything is sent.
         CollectiveMismatch: a rank gave another shape or dtype; raised on every rank.
 
-    Cost: on one host, through shared memory; else MPI_Allgather.
+    Cost: on one host through shared memory where that is quicker (`tune`); else MPI_Allgather.
     """
     group = group_or_world(group)
     check_gathered("all_gather_into_tensor", output_tensor, input_tensor, group.size)

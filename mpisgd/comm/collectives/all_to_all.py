@@ -126,8 +126,8 @@ def all_to_all_single(
         CollectiveMismatch: what a rank sends is not what another expects; raised on every rank, before any
             tensor travels.
 
-    Cost: on one host, through shared memory; else MPI_Alltoall, or with sizes pairwise messages after an
-        all-gather of the sizes.
+    Cost: on one host through shared memory, without sizes only where that is quicker (`tune`); else
+        MPI_Alltoall, or with sizes pairwise messages after an all-gather of the sizes.
     """
     group = group_or_world(group)
     check_tensor("all_to_all_single", input, "input")

@@ -32,8 +32,8 @@ def broadcast(tensor: Tensor, src: int, group: Group | None = None, async_op: bo
         UnsupportedTensor, InvalidRank: found locally, before anything is sent.
         CollectiveMismatch: a rank called something else; raised on every rank.
 
-    Cost: on one host, root copies it into shared memory in chunks, from where all others copy it; else
-        MPI_Bcast.
+    Cost: on one host, where that is quicker (`tune`), root copies it into shared memory in chunks, from where
+        all others copy it; else MPI_Bcast.
     """
     group = group_or_world(group)
     check_output("broadcast", tensor)

@@ -22,6 +22,7 @@ NODE_FROM_BYTES = {
     "gather": 0,
     "scatter": 0,
     "all_gather": 2 * 2**20,
+    "all_gather_list": 0,  # MPI's would need scratch
     "all_gather_ragged": 0,
     "all_to_all": 2 * 2**20,
     "all_to_all_of_any_sizes": 0,
