@@ -15,7 +15,8 @@ TUNED = ("broadcast", "all_gather", "all_to_all")  # those of which MPI's own ma
 # Small messages are fast there because the handshake is their only meeting; for large ones two copies through
 # the cache may take less time than MPI's one between address spaces. That is a matter of the machine: 16 MiB
 # took an all-gather 0.7 of MPI's time on an AMD EPYC and 1.3 times as long on an Intel Xeon, hence `tune`. Up
-# to 2 MiB MPI's own all_gather and all_to_all are no slower on either. Measured with
+# to 2 MiB MPI's own all_gather and all_to_all won on the Xeon, and on the EPYC their time and a handshake's
+# came to as much as the plane's; 4 ranks on 2 cores lost a tenth by it or won a third. Measured with
 # `mpirun -n 2 python -m mpisgd bench collectives --sizes 4KiB,64KiB,1MiB,16MiB,64MiB`, and with -n 4.
 NODE_FROM_BYTES = {
     "broadcast": 0,

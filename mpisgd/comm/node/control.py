@@ -54,8 +54,7 @@ class ControlBlock:
 
     def _publish(self, word: int, value: int) -> None:
         """Write a word that others wait for, after all that was written before."""
-        if not _STORES_IN_ORDER:
-            order_memory()
+        order_memory()
         self._words[word] = value
         if is_crowded() and self._bell.available:
             self._bell.ring(word)
@@ -66,8 +65,7 @@ class ControlBlock:
         for other in self._others:
             if words[other + ARRIVALS] < mine:
                 return self._not_yet()
-        if not _STORES_IN_ORDER:
-            order_memory()
+        order_memory()
         return True
 
     def missing(self) -> list[int]:

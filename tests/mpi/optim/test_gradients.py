@@ -22,6 +22,7 @@ from torch import nn
 from verdicts import everyone, raises_everywhere, same_on_all_ranks
 
 import mpisgd
+from mpisgd.comm.job import world
 
 SMALL = 1  # bytes: each parameter alone in its bucket
 caps = pytest.mark.parametrize("cap", [SMALL, 2**20], ids=["many buckets", "one bucket"])
@@ -512,3 +513,22 @@ def test_predividing_avoids_an_overflow():
         (weight * 3e38).sum().backward()
         everyone(weight.grad.isfinite().all().item() is finite, f"{factor}: {weight.grad}")
         del opt
+
+
+# -- how often the ranks meet -------------------------------------------------------------------------
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_without_overlap_the_ranks_meet_once_for_all_buckets(overlap):
+    """And once more to learn which gradients there are; with overlap, once for each bucket."""
+    lane = world().lane
+    _, ours = pair(bucket_cap_bytes=SMALL, overlap=overlap)
+    num_buckets = len(list(ours.model.parameters()))
+    assert num_buckets > 2
+    met = []
+    for step in range(4):  # plans are made anew in the first steps
+        before = lane.handshake.number
+        plain_step(ours, step)
+        met.append(lane.handshake.number - before)
+    everyone(met[-2:] == [1 + (num_buckets if overlap else 1)] * 2, str(met))
