@@ -101,6 +101,7 @@ def _in_ranks(task: StepTask, wire: "Wire") -> list[Variant]:
             for name, to_none in BASELINES.items()
         ),
         ours(task),
+        ours(task, "mpisgd, shared parameters", share_parameters=True),
         _as_horovod(task),
         _by_hand(task, wire),
     ]
@@ -110,13 +111,15 @@ def _alone(name: str, task: StepTask) -> Variant:
     return Training(task, mpisgd.rank()).timed(name, start=mpisgd.barrier)
 
 
-def ours(task: StepTask) -> Variant:
+def ours(task: StepTask, name: str = "mpisgd", *, share_parameters: bool = False) -> Variant:
     """Return the step with mpisgd's optimizer."""
     training = Training(task, mpisgd.rank())
     training.optimizer = mpisgd.DistributedOptimizer(
-        training.optimizer, named_parameters=training.model.named_parameters()
+        training.optimizer,
+        named_parameters=training.model.named_parameters(),
+        share_parameters=share_parameters,
     )
-    return training.timed("mpisgd", start=mpisgd.barrier, ours=True)
+    return training.timed(name, start=mpisgd.barrier, ours=True)
 
 
 def _as_horovod(task: StepTask) -> Variant:

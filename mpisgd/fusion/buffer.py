@@ -39,7 +39,10 @@ class FusionBuffer:
     def fits(self, params: Sequence[Tensor]) -> bool:
         """Return whether `params` still have the dtype, the place and the shapes that this was made for."""
         dtype, device = self.flat.dtype, self.flat.device
-        alike = all(param.dtype == dtype and param.device == device for param in params)
+        # Lists: there may be hundreds, and every step asks.
+        alike = (
+            [p.dtype for p in params].count(dtype) == [p.device for p in params].count(device) == len(params)
+        )
         return alike and self._shapes == [p.shape for p in params]
 
     def absorb(self, grads: Sequence[Tensor | None]) -> bytes:

@@ -1,7 +1,7 @@
 """One rank's parameters and optimizer state become everyone's: how ranks start equal."""
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, MutableMapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from mpisgd.comm.group import Group
 from mpisgd.comm.job import group_or_world
 from mpisgd.errors import InvalidArgument
 from mpisgd.optim.names import agree_on
+from mpisgd.optim.outline import put_together, take_apart
 
 __all__ = ["broadcast_optimizer_state", "broadcast_parameters", "broadcast_tensors", "undo_casts"]
 
@@ -99,17 +100,6 @@ def _broadcast_packed(tensors: list[Tensor], src: int, group: Group) -> None:
         broadcast_coalesced(pack, src, group)
 
 
-class _Outline(NamedTuple):
-    """What travels in a tensor's place: enough to make room for it, on this rank's own device."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device_type: str
-
-    def room(self) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=self.device_type)
-
-
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, src: int = 0, group: Group | None = None
 ) -> None:
@@ -134,17 +124,15 @@ def broadcast_optimizer_state(
     root = group.group_rank("broadcast_optimizer_state", "src", src)
     params = [(f"group {i}", p) for i, g in enumerate(optimizer.param_groups) for p in g["params"]]
     agree_on("broadcast_optimizer_state", params, group, root=root)
-    mine = optimizer.state_dict() if group.rank == root else None
-    tensors: list[Tensor] = []
-    outline = broadcast_object(_replace(mine, Tensor, lambda tensor: _take_out(tensor, tensors)), src, group)
-    state = mine
+    mine = optimizer.state_dict()  # on every rank: those that share parameters bring it together
+    outline, tensors = take_apart(mine) if group.rank == root else (None, [])
+    outline = broadcast_object(outline, src, group)
     if group.rank != root:
-        state = _replace(outline, _Outline, lambda entry: _make_room(entry, tensors))
+        mine, tensors = put_together(outline)
     broadcast_tensors(tensors, src, group)
     if group.rank != root:
-        assert state is not None
-        optimizer.load_state_dict(state)
-        undo_casts(optimizer, state["state"])
+        optimizer.load_state_dict(mine)
+        undo_casts(optimizer, mine["state"])
 
 
 def undo_casts(optimizer: torch.optim.Optimizer, sent: dict[Any, Any]) -> None:
@@ -157,24 +145,3 @@ def undo_casts(optimizer: torch.optim.Optimizer, sent: dict[Any, Any]) -> None:
         for key, value in entries.items():
             if isinstance(value, Tensor) and loaded[key].dtype != value.dtype:
                 loaded[key] = value.to(loaded[key].device)
-
-
-def _take_out(tensor: Tensor, tensors: list[Tensor]) -> _Outline:
-    tensors.append(tensor)
-    return _Outline(tuple(tensor.shape), tensor.dtype, tensor.device.type)
-
-
-def _make_room(outline: _Outline, tensors: list[Tensor]) -> Tensor:
-    tensors.append(outline.room())
-    return tensors[-1]
-
-
-def _replace(tree: Any, kind: type, by: Callable[[Any], Any]) -> Any:
-    """Return a copy of nested dicts, lists and tuples in which every leaf of `kind` is replaced."""
-    if isinstance(tree, kind):
-        return by(tree)
-    if isinstance(tree, dict):
-        return {key: _replace(value, kind, by) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_replace(value, kind, by) for value in tree)
-    return tree

@@ -23,6 +23,9 @@ from mpisgd.errors import InvalidArgument
 from mpisgd.optim.in_sync import check_tensors_in_sync
 from mpisgd.optim.names import agree_on, name_parameters
 from mpisgd.optim.recipe import Recipe, check_recipe
+from mpisgd.optim.shared.norm import clip_grad_norm_
+from mpisgd.optim.shared.own_part import OwnPart, check_optimizer
+from mpisgd.optim.shared.parameters import SharedParameters, check_shareable
 from mpisgd.optim.window import Window
 
 __all__ = ["DEFAULT_BUCKET_CAP_BYTES", "DistributedOptimizer"]
@@ -59,6 +62,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             reduced, which takes one more pass. Not with GradScaler, which takes care of such steps.
         check_in_sync_every: after every so many steps see that all ranks have the same parameters, to the
             last bit; 0: never. See `mpisgd.check_in_sync`.
+        share_parameters: keep one copy of the parameters per host, in shared memory, of which each rank
+            updates its own ones. Faster and smaller, and a narrower contract: see docs/guide.md. The
+            parameters take the values of each host's first rank; they are to be on the CPU.
         group: the ranks that train together, all of the job by default.
 
     Raises:
@@ -94,6 +100,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         overlap: bool | None = None,
         error_if_nonfinite: bool = False,
         check_in_sync_every: int = 0,
+        share_parameters: bool = False,
         group: Group | None = None,
     ) -> None:
         try:
@@ -109,10 +116,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             check_positive("gradients", "backward_passes_per_step", backward_passes_per_step, whole=True)
             _check_period(check_in_sync_every)
             named = name_parameters(optimizer, named_parameters)
+            if check_flag("DistributedOptimizer", "share_parameters", share_parameters):
+                check_optimizer(optimizer)
+                check_shareable(named)
             members = group_or_world(group)
-            options = _options(recipe, backward_passes_per_step, check_in_sync_every)
+            options = _options(recipe, backward_passes_per_step, check_in_sync_every, share_parameters)
             agree_on("DistributedOptimizer", named, members, extra=options)
-            self._window = Window(named, members, recipe, backward_passes_per_step)
+            self._own = OwnPart(optimizer, named, members) if share_parameters else None
+            self._window = Window(named, members, recipe, backward_passes_per_step, self._shared)
             self._check_in_sync_every = check_in_sync_every
         except BaseException:
             optimizer.__class__ = _wrapped(type(optimizer))
@@ -120,6 +131,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._options, self._spans_job = options, group is None
         self.register_step_pre_hook(_before_step)
         self.register_step_post_hook(_after_step)
+
+    @property
+    def _shared(self) -> SharedParameters | None:
+        return None if self._own is None else self._own.parameters
 
     @property
     def spans_job(self) -> bool:
@@ -132,8 +147,40 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as the wrapped optimizer does, and begin a new accumulation window."""
+        if self._shared is not None:
+            self._shared.drop_absent()
         super().zero_grad(set_to_none)
         self._window.restart()
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Scale the reduced gradients such that their norm is at most `max_norm`; return what it was before.
+
+        As `torch.nn.utils.clip_grad_norm_` with all parameters of the optimizer, and the only way to clip
+        where ranks share parameters. Collective then.
+
+        Raises:
+            RuntimeError: the norm is not finite, where that is asked for; raised on every rank.
+        """
+        params = [param for group in self.param_groups for param in group["params"]]
+        if self._shared is None:
+            return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
+        group = self._window.reducer.group
+        return clip_grad_norm_(params, self._shared, group, max_norm, norm_type, error_if_nonfinite)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all parameters, as the wrapped optimizer does.
+
+        Collective where ranks share parameters: each has the state of its own.
+        """
+        return super().state_dict() if self._own is None else self._own.with_all_states(super().state_dict)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state, as the wrapped optimizer does. All ranks load the same."""
+        super().load_state_dict(state_dict)
+        if self._own is not None:
+            self._own.loaded_state()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters later. Collective: all ranks add the same ones."""
@@ -141,6 +188,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         reducer = self._window.reducer
         named = [*reducer.named, *name_parameters(self, None)[len(reducer.named) :]]
         agree_on("add_param_group", named, reducer.group)
+        if self._own is not None:
+            self._own.extend(named)
         self._window.cover(named)
 
     def rebuild(self, group: Group | None = None) -> None:
@@ -155,7 +204,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         agree_on("rebuild", self._window.reducer.named, members, extra=self._options)
         self._spans_job = group is None
         super().zero_grad(set_to_none=True)
-        self._window.move_to(members)
+        if self._own is not None:
+            self._own.move_to(self._window.reducer.named, members)
+        self._window.move_to(members, self._shared)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -201,14 +252,22 @@ def _before_step(
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
         window.flush_before_step()
+    if optimizer._own is not None:
+        optimizer._own.begin_update()
+    if closure is None:
         return None
+    closure = window.around(closure)
+    if optimizer._own is not None:
+        closure = optimizer._own.around(closure)
     if len(args) > 1:
-        return (args[0], window.around(closure), *args[2:]), kwargs
-    return args, {**kwargs, "closure": window.around(closure)}
+        return (args[0], closure, *args[2:]), kwargs
+    return args, {**kwargs, "closure": closure}
 
 
 def _after_step(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
     assert isinstance(optimizer, DistributedOptimizer)
+    if optimizer._own is not None:
+        optimizer._own.end_update()
     optimizer._window.end_step()
     period = optimizer._check_in_sync_every
     if period and optimizer._window.steps % period == 0:
@@ -221,10 +280,11 @@ def _check_period(steps: Any) -> None:
         raise InvalidArgument(f"check_in_sync_every={steps!r}; expected a number of steps, or 0 for never")
 
 
-def _options(recipe: Recipe, passes: int, check_every: int) -> str:
+def _options(recipe: Recipe, passes: int, check_every: int, share_parameters: bool) -> str:
     """Say what all ranks must have chosen alike."""
     return (
         f"op={recipe.op.name}, compression={recipe.compression.name}, backward_passes_per_step={passes}, "
         f"gradient_predivide_factor={recipe.predivide_factor}, bucket_cap_bytes={recipe.bucket_cap_bytes}, "
-        f"error_if_nonfinite={recipe.error_if_nonfinite}, check_in_sync_every={check_every}"
+        f"error_if_nonfinite={recipe.error_if_nonfinite}, check_in_sync_every={check_every}, "
+        f"share_parameters={share_parameters}"
     )

@@ -88,8 +88,9 @@ def _entries(state: State) -> list[tuple[str, Any]]:
 def _entries_of_optimizer(optimizer: torch.optim.Optimizer) -> list[tuple[str, Any]]:
     named = name_parameters(optimizer, None)
     entries: list[tuple[str, Any]] = list(named)
-    for name, param in named:
-        entries += _leaves(f"{name}: ", optimizer.state.get(param, {}))
+    states = optimizer.state_dict()["state"]  # of all parameters, also where ranks share them
+    for index, (name, _) in enumerate(named):
+        entries += _leaves(f"{name}: ", states.get(index, {}))
     for number, group in enumerate(optimizer.param_groups):
         entries += _leaves(f"group {number}: ", {k: v for k, v in group.items() if k != "params"})
     return entries

@@ -27,11 +27,13 @@ class Carrier(NamedTuple):
         load: where they lie while they travel.
         on_plane: whether they are reduced in the shared memory of hosts; the same on all ranks.
         region: the shared memory that `load` uses then; None on a rank that is alone on its host.
+        owner: the rank of the one host that wants the result; None: all do.
     """
 
     load: FusionBuffer | SoloGradient
     on_plane: bool = False
     region: Region | None = None
+    owner: int | None = None
 
     @property
     def bucket(self) -> Bucket:
@@ -72,8 +74,21 @@ def agree_on_plan(
     compression: Compressor,
     cap_bytes: int,
     when: str,
+    owners: Sequence[int] | None = None,
 ) -> Plan:
-    """Make the same plan on every rank: rank 0's order, and apart what is sparse on any rank. Collective."""
+    """Make the same plan on every rank: rank 0's order, and apart what is sparse on any rank. Collective.
+
+    Args:
+        params: all of the optimizer's.
+        covered: indices of those that take part.
+        known_sparse: indices of those whose gradients were sparse once.
+        observed: the order in which gradients became ready.
+        group: the ranks.
+        compression: what travels.
+        cap_bytes: most bytes of a bucket.
+        when: which reduction of the program this is.
+        owners: the rank of the one host that wants the gradient of each parameter; None: all do.
+    """
     mine = [i for i in covered if (grad := params[i].grad) is not None and grad.is_sparse]
     everyone: list[tuple[Sequence[int], list[int]]] = []
     group.lane.run(
@@ -84,12 +99,14 @@ def agree_on_plan(
     dense = set(covered) - sparse
     devices = name_devices([param.device for param in params])
     buckets = plan_buckets(
-        [_item(i, params[i], devices) for i in sorted(dense)],
+        [_item(i, params[i], devices, "" if owners is None else f":{owners[i]}") for i in sorted(dense)],
         cap_bytes=cap_bytes,
         order=[i for i in launch_order(len(params), everyone[0][0]) if i in dense],
         alone_bytes=ALONE_BYTES,
     )
     carriers = [_carrier(b, [params[i] for i in b.indices], group, compression) for b in buckets]
+    if owners is not None:
+        carriers = [carrier._replace(owner=owners[carrier.bucket.indices[0]]) for carrier in carriers]
     return Plan(covered, tuple(carriers), sparse, f"{plan_hash(buckets):016x}")
 
 
@@ -111,8 +128,8 @@ def name_devices(devices: Sequence[torch.device]) -> dict[torch.device, str]:
     return names
 
 
-def _item(index: int, param: Tensor, devices: Mapping[torch.device, str]) -> Item:
-    key = f"{dtype_name(param.dtype)}:{devices[param.device]}"
+def _item(index: int, param: Tensor, devices: Mapping[torch.device, str], owner: str) -> Item:
+    key = f"{dtype_name(param.dtype)}:{devices[param.device]}{owner}"
     return Item(index, param.numel(), param.element_size(), key)
 
 

@@ -18,9 +18,7 @@ from torch import Tensor
 
 from mpisgd.comm import events
 from mpisgd.comm.buffers import dtype_name
-from mpisgd.comm.collectives.all_reduce import choose_algorithm, reduce_tensor
 from mpisgd.comm.collectives.common import device_word, direct_of, run
-from mpisgd.comm.dtypes import ReduceOp
 from mpisgd.comm.gpu.choice import NCCL
 from mpisgd.comm.gpu.runtime import on_device
 from mpisgd.comm.group import Group
@@ -30,11 +28,13 @@ from mpisgd.errors import InvalidArgument
 from mpisgd.fusion.contents import contents
 from mpisgd.fusion.kinds import DENSE, NONFINITE, SPARSE
 from mpisgd.fusion.solo import not_twice
+from mpisgd.optim.combiner import Combiner
 from mpisgd.optim.finite import are_finite, marked, raise_for
 from mpisgd.optim.flight import Flight
 from mpisgd.optim.plan import Carrier, Plan, agree_on_plan
 from mpisgd.optim.presence import join_kinds
 from mpisgd.optim.recipe import Recipe
+from mpisgd.optim.shared.parameters import SharedParameters
 from mpisgd.optim.sparse import reduce_sparse
 
 __all__ = ["GradientReducer"]
@@ -52,11 +52,19 @@ class GradientReducer:
         recipe: how to reduce.
     """
 
-    def __init__(self, named: Sequence[tuple[str, Tensor]], group: Group, recipe: Recipe) -> None:
+    def __init__(
+        self,
+        named: Sequence[tuple[str, Tensor]],
+        group: Group,
+        recipe: Recipe,
+        shared: SharedParameters | None = None,
+    ) -> None:
+        self._shared = shared
         self.named = named
         self.params = [param for _, param in named]
         self.group = group
         self.recipe = recipe
+        self._combiner = Combiner(group, recipe)
         self._plan: Plan | None = None
         self._known_sparse: frozenset[int] = frozenset()
         self._marks: dict[int, int] = {}
@@ -169,9 +177,16 @@ class GradientReducer:
             compression=self.recipe.compression,
             cap_bytes=self.recipe.bucket_cap_bytes,
             when=when,
+            owners=self._owners(),
         )
         self._known_sparse = self._plan.sparse
         return self._plan
+
+    def _owners(self) -> Sequence[int] | None:
+        """Return who wants each gradient, where it can be brought to one rank alone."""
+        if self._shared is None or not self._shared.one_host or self.recipe.compression.dtype is not None:
+            return None
+        return self._shared.owners
 
     def _params_of(self, carrier: Carrier) -> list[Tensor]:
         return [self.params[index] for index in carrier.bucket.indices]
@@ -189,13 +204,12 @@ class GradientReducer:
             flats = [self._load(flight, carrier) for carrier in rest]
             numel, what = sum(flat.numel() for flat in flats), f"{len(rest)} bucket(s)"
             operation = self._operation(flight, what, dtype_name(flats[0].dtype), numel, "")
-            self.group.lane.run(operation, lambda: self._combine_all(rest, flats), way="bucket by bucket")
+            self.group.lane.run(
+                operation,
+                lambda: self._combiner.combine_all(rest, flats, self._contents),
+                way="bucket by bucket",
+            )
             flight.launched.extend([None] * len(rest))
-
-    def _combine_all(self, carriers: Sequence[Carrier], flats: Sequence[Tensor]) -> None:
-        for carrier, flat in zip(carriers, flats, strict=True):
-            with events.part(self.group.lane.track, "gradients", flat.nbytes, self._contents(carrier)):
-                self._combine(flat, carrier)
 
     def _launch(self, flight: Flight, carrier: Carrier) -> None:
         """Load a carrier and send it: by the lane's thread during backward, by this one at its end."""
@@ -222,12 +236,8 @@ class GradientReducer:
         extra = f"{what} of plan {flight.plan.name}, {flight.when}"
         return Operation("gradients", self.recipe.op.name, dtype, (numel,), extra=extra, device=device)
 
-    def _contents(self, carrier: Carrier) -> Callable[[], Mapping[str, Any]]:
-        return lambda: contents(self.named[index] for index in carrier.bucket.indices)
-
-    @property
-    def _op(self) -> ReduceOp:
-        return self.recipe.op if self.recipe.predivide_factor == 1.0 else ReduceOp.SUM
+    def _contents(self, *carriers: Carrier) -> Callable[[], Mapping[str, Any]]:
+        return lambda: contents(self.named[i] for carrier in carriers for i in carrier.bucket.indices)
 
     def _send_direct(self, operation: Operation, flat: Tensor) -> Work | None:
         """Begin to all-reduce from where it lies on a device; None where that cannot be.
@@ -236,50 +246,28 @@ class GradientReducer:
         """
         compression = self.recipe.compression
         dtype = compression.dtype if compression.changes(flat.dtype) else flat.dtype
-        direct = direct_of(self.group, operation, flat, op=self._op, dtypes=[dtype or flat.dtype])
+        direct = direct_of(self.group, operation, flat, op=self._combiner.op, dtypes=[dtype or flat.dtype])
         if direct is None:
             return None
         wire = compression.compress(flat)
 
         def arrived() -> None:
             compression.decompress(wire, flat)
-            self._undo_predivision(flat)
+            self._combiner.undo_predivision(flat)
 
-        return direct.all_reduce(operation, wire, self._op, async_op=True, then=arrived)
+        return direct.all_reduce(operation, wire, self._combiner.op, async_op=True, then=arrived)
 
     def _send(self, operation: Operation, flat: Tensor, carrier: Carrier, flight: Flight) -> Work | None:
         return run(
             self.group,
             operation,
-            lambda: self._combine(flat, carrier),
+            lambda: self._combiner.combine(flat, carrier),
             tensors=None,
             async_op=flight.in_background,
             like=flat,
             after=flight.latest,
-            way=self._way(carrier),
+            way=self._combiner.way(carrier),
         )
-
-    def _way(self, carrier: Carrier) -> str:
-        if carrier.region is None and not carrier.on_plane:
-            return "auto"
-        return "node" if self.group.plane is not None else "hierarchical"
-
-    def _combine(self, flat: Tensor, carrier: Carrier) -> None:
-        """All-reduce what a carrier holds; runs inside the lane."""
-        op, plane = self._op, self.group.plane or self.group.hosts
-        if carrier.region is not None and plane is not None:
-            plane.all_reduce_region(carrier.region, op)
-        elif carrier.on_plane and self.group.hosts is not None:
-            self.group.hosts.all_reduce_now(flat, op)  # to the other hosts' ranks it is the same
-        else:
-            wire = self.recipe.compression.compress(flat)
-            reduce_tensor(self.group, wire, op, choose_algorithm(self.group, "auto", wire))
-            self.recipe.compression.decompress(wire, flat)
-        self._undo_predivision(flat)
-
-    def _undo_predivision(self, flat: Tensor) -> None:
-        if (factor := self.recipe.predivide_factor) != 1.0:
-            flat.mul_(factor / self.group.size)
 
     def _settle(self, flight: Flight) -> list[int] | None:
         """Give every parameter what came out.
@@ -302,6 +290,8 @@ class GradientReducer:
             carrier.load.settle(self._params_of(carrier), [bool(kind & DENSE) for kind in here])
         if sparse or late:
             self._reduce_apart(sparse, late)
+        if self._shared is not None:
+            self._shared.give_away()
         if not self.recipe.error_if_nonfinite or not any(kind & NONFINITE for kind in kinds):
             return None
         order = [i for c in flight.plan.carriers for i in c.bucket.indices] + sparse
@@ -346,6 +336,10 @@ class GradientReducer:
             for place, index in enumerate(carrier.bucket.indices)
             if (tensor := carrier.load.left(place)) is not None
         }
+
+    def has_given(self) -> bool:
+        """Return whether reduced gradients are with the ranks that own them, and were not reset since."""
+        return self._shared is not None and self._shared.has_given()
 
     def holds_reduced(self) -> bool:
         """Return whether some gradient is still the one that the last reduction left, or adds to it."""

@@ -24,6 +24,7 @@ from mpisgd.errors import InvalidArgument
 from mpisgd.optim.backward import BackwardWatch
 from mpisgd.optim.recipe import Recipe
 from mpisgd.optim.reducer import GradientReducer
+from mpisgd.optim.shared.parameters import SharedParameters
 
 __all__ = ["Window"]
 
@@ -37,9 +38,14 @@ class Window:
     """
 
     def __init__(
-        self, named: Sequence[tuple[str, Tensor]], group: Group, recipe: Recipe, passes_per_step: int
+        self,
+        named: Sequence[tuple[str, Tensor]],
+        group: Group,
+        recipe: Recipe,
+        passes_per_step: int,
+        shared: SharedParameters | None = None,
     ) -> None:
-        self.reducer = GradientReducer(named, group, recipe)
+        self.reducer = GradientReducer(named, group, recipe, shared)
         self._passes_per_step = passes_per_step
         self._watch = BackwardWatch(self._touched, self._became_ready, self._backward_ended)
         self._watch.watch(self.reducer.params)
@@ -59,9 +65,9 @@ class Window:
         self.reducer.cover(named)
         self._watch.watch(self.reducer.params)
 
-    def move_to(self, group: Group) -> None:
+    def move_to(self, group: Group, shared: SharedParameters | None = None) -> None:
         """Begin anew with other ranks; there are no gradients. What was on its way has failed."""
-        self.reducer = GradientReducer(self.reducer.named, group, self.reducer.recipe)
+        self.reducer = GradientReducer(self.reducer.named, group, self.reducer.recipe, shared)
         self._watch.remove()
         self._watch.watch(self.reducer.params)
         self.steps = self._reductions = self._passes = 0
@@ -76,7 +82,7 @@ class Window:
             self.reducer.hold()
             return
         reduces = not self._muted and self._passes + 1 >= self._passes_per_step
-        overlaps = reduces and not self._would_sum_twice() and self.reducer.begin(self._when)
+        overlaps = reduces and not self._would_reduce_twice() and self.reducer.begin(self._when)
         self._watch.told_of_each = overlaps or self._sums
 
     def _became_ready(self, index: int) -> None:
@@ -96,10 +102,11 @@ class Window:
             self._reduce()
 
     def _reduce(self) -> None:
-        if self._would_sum_twice():
+        if self._would_reduce_twice():
+            with_what = "share_parameters=True" if self.reducer.has_given() else "op=SUM"
             raise InvalidArgument(
-                "DistributedOptimizer: with op=SUM, gradients that were reduced already would be summed once "
-                "more; call optimizer.zero_grad() before, accumulate inside no_sync(), or set "
+                f"DistributedOptimizer: with {with_what}, gradients that were reduced already would be "
+                "reduced once more; call optimizer.zero_grad() before, accumulate inside no_sync(), or set "
                 "backward_passes_per_step"
             )
         self.reducer.reduce(self._when, list(self._watch.observed))
@@ -107,8 +114,13 @@ class Window:
         self._passes = 0
         self._pending = False
 
-    def _would_sum_twice(self) -> bool:
-        """Return whether a sum over the ranks would be summed over them once more; a mean may be."""
+    def _would_reduce_twice(self) -> bool:
+        """Return whether something that may be reduced only once would be reduced once more.
+
+        The mean of means that all ranks have is the same again; a sum, or what only its owner has, is not.
+        """
+        if self.reducer.has_given():
+            return True
         if not self._sums:
             return False
         return self.reducer.holds_reduced() if self._reductions else self._kept_since_step()
@@ -121,10 +133,10 @@ class Window:
     def flush(self) -> None:
         """Reduce what is pending. Where nothing is, take part: other ranks may have something.
 
-        A second `step()` on the same gradients gives their mean again, which is what they are. Only a sum
-        must be left alone then.
+        A second `step()` on the same gradients gives their mean again, which is what they are. Only what
+        may not be reduced twice must be left alone then.
         """
-        if self._pending or (not self._reductions and not self._would_sum_twice()):
+        if self._pending or (not self._reductions and not self._would_reduce_twice()):
             self._reduce()
 
     def flush_before_step(self) -> None:

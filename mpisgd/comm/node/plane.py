@@ -4,7 +4,7 @@ What goes through it are generators (`mpisgd.comm.node.reduction`, `.movement`) 
 must have come. Every operation begins with a handshake, at which all ranks have left the operation before.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from mpisgd.comm.dtypes import ReduceOp, combine_in_rank_order
 from mpisgd.comm.node.control import CONTROL_BYTES, ControlBlock
 from mpisgd.comm.node.parts import Parts, parts_of
-from mpisgd.comm.node.region import Region
+from mpisgd.comm.node.region import Region, RegionChunk
 from mpisgd.comm.node.segment import HALF_BYTES, Segment, open_segment
 from mpisgd.comm.node.streams import copy_bytes
 from mpisgd.errors import CollectiveTimeout
@@ -140,8 +140,22 @@ class NodePlane:
 
         Cost: reads and writes the message once per rank; one barrier.
         """
-        for pieces, out, copies in region.chunks:
-            combine_in_rank_order(pieces, op, out=out)
-            for address, nbytes in copies:
-                copy_bytes(address, out.data_ptr(), nbytes)
+        _combine(region.part_for_all, op)
         self.barrier()
+
+    def reduce_region(self, region: Region, op: ReduceOp, root: int) -> None:
+        """Combine what lies in a region into root's part of it.
+
+        Nobody waits at the end: the next operation's handshake must come before anyone writes there again.
+
+        Cost: root reads everyone's message and writes its own; the others do nothing.
+        """
+        if self.rank == root:
+            _combine(region.all_for_me, op)
+
+
+def _combine(chunks: Iterable[RegionChunk], op: ReduceOp) -> None:
+    for pieces, out, copies in chunks:
+        combine_in_rank_order(pieces, op, out=out)
+        for address, nbytes in copies:
+            copy_bytes(address, out.data_ptr(), nbytes)

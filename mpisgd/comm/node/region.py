@@ -1,7 +1,7 @@
 """`Region`: a tensor per rank in shared memory, which is reduced where it lies."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ __all__ = ["Region"]
 
 
 class RegionChunk(NamedTuple):
-    """A piece of what this rank combines for all, small enough to stay in its cache.
+    """A piece of what this rank combines, small enough to stay in its cache.
 
     Attributes:
         pieces: everyone's, [n] each, in shared memory.
@@ -44,17 +44,26 @@ class Region:
         self._rank = rank
 
     @functools.cached_property
-    def chunks(self) -> list[RegionChunk]:
-        """What this rank combines, cut once and for all."""
+    def part_for_all(self) -> list[RegionChunk]:
+        """What this rank combines where every rank combines its part for everyone; cut once and for all."""
         first, last = split_evenly(self.mine.numel(), len(self.everyones))[self._rank]
+        return self._cut(first, last, range(len(self.everyones)))
+
+    @functools.cached_property
+    def all_for_me(self) -> list[RegionChunk]:
+        """Everything, which this rank combines for itself alone."""
+        return self._cut(0, self.mine.numel(), [self._rank])
+
+    def _cut(self, first: int, last: int, receivers: Collection[int]) -> list[RegionChunk]:
         step = max(1, CHUNK_BYTES // self.mine.element_size())
         with torch.inference_mode(False):
             scratch = torch.empty(min(step, last - first), dtype=self.mine.dtype)
-            return [self._chunk(at, min(last, at + step), scratch) for at in range(first, last, step)]
+            bounds = [(at, min(last, at + step)) for at in range(first, last, step)]
+            return [self._chunk(start, stop, scratch, receivers) for start, stop in bounds]
 
-    def _chunk(self, start: int, stop: int, scratch: Tensor) -> RegionChunk:
+    def _chunk(self, start: int, stop: int, scratch: Tensor, receivers: Collection[int]) -> RegionChunk:
         pieces = [other[start:stop] for other in self.everyones]
         in_place = self._rank < 2  # the first two are read before anything is written
         out = pieces[self._rank] if in_place else scratch[: stop - start]
-        targets = [piece for rank, piece in enumerate(pieces) if not (in_place and rank == self._rank)]
+        targets = [pieces[rank] for rank in receivers if not (in_place and rank == self._rank)]
         return RegionChunk(pieces, out, [place_of(piece) for piece in targets])

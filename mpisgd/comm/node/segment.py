@@ -38,11 +38,12 @@ class Segment:
         """Return the bytes of local rank `rank`, [share_bytes] of uint8."""
         return self.share_as(rank, self.share_bytes, torch.uint8)
 
-    def share_as(self, rank: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return the first `numel` elements of the share of `rank`; a storage of its own."""
+    def share_as(self, rank: int, numel: int, dtype: torch.dtype, *, start: int = 0) -> Tensor:
+        """Return `numel` elements of the share of `rank`, from its byte `start` on; a storage of its own."""
         if not numel:
             return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(self.memory, dtype=dtype, count=numel, offset=rank * self.share_bytes)
+        offset = rank * self.share_bytes + start
+        return torch.frombuffer(self.memory, dtype=dtype, count=numel, offset=offset)
 
 
 def open_segment(local: "Wire", share_bytes: int) -> Segment | None:

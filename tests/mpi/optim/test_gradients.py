@@ -484,7 +484,7 @@ def test_a_sum_is_not_summed_twice(steps):
         ours.opt.step()
     with raises_everywhere(mpisgd.InvalidArgument) as caught:
         ours.backward(1)
-    assert "summed once more" in caught.text
+    assert "reduced once more" in caught.text
     ours.opt.zero_grad()
 
 

@@ -1,0 +1,104 @@
+"""`Combiner`: how what the ranks have brought into the memory of buckets becomes one."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from mpisgd.comm import events
+from mpisgd.comm.collectives.all_reduce import choose_algorithm, reduce_tensor
+from mpisgd.comm.dtypes import ReduceOp
+from mpisgd.comm.group import Group
+from mpisgd.comm.node.plane import NodePlane
+from mpisgd.comm.node.reduction import reduce_to_owners
+from mpisgd.optim.plan import Carrier
+from mpisgd.optim.recipe import Recipe
+
+__all__ = ["Combiner"]
+
+Contents = Callable[[], Mapping[str, Any]]
+
+
+class Combiner:
+    """Reduces the carriers of a plan; the methods that do run inside the lane.
+
+    Args:
+        group: the ranks.
+        recipe: how gradients become one.
+    """
+
+    def __init__(self, group: Group, recipe: Recipe) -> None:
+        self._group = group
+        self._recipe = recipe
+
+    @property
+    def op(self) -> ReduceOp:
+        """What is done element by element."""
+        return self._recipe.op if self._recipe.predivide_factor == 1.0 else ReduceOp.SUM
+
+    def way(self, carrier: Carrier) -> str:
+        """Return the name of the plane that a carrier takes, for timelines."""
+        if carrier.region is None and not carrier.on_plane and carrier.owner is None:
+            return "auto"
+        return "node" if self._group.plane is not None else "hierarchical"
+
+    def combine_all(
+        self, carriers: Sequence[Carrier], flats: Sequence[Tensor], contents: Callable[..., Contents]
+    ) -> None:
+        """Reduce several carriers, one after the other or, where each goes to one rank, all at once."""
+        track = self._group.lane.track
+        if any(carrier.owner is not None for carrier in carriers):
+            with events.part(track, "gradients", sum(flat.nbytes for flat in flats), contents(*carriers)):
+                self._bring_to_owners(carriers, flats)
+            return
+        for carrier, flat in zip(carriers, flats, strict=True):
+            with events.part(track, "gradients", flat.nbytes, contents(carrier)):
+                self.combine(flat, carrier)
+
+    def combine(self, flat: Tensor, carrier: Carrier) -> None:
+        """Reduce what a carrier holds."""
+        op, plane = self.op, self._group.plane or self._group.hosts
+        if carrier.owner is not None:
+            self._bring_to_owners([carrier], [flat])
+            return
+        if carrier.region is not None and plane is not None:
+            plane.all_reduce_region(carrier.region, op)
+        elif carrier.on_plane and self._group.hosts is not None:
+            self._group.hosts.all_reduce_now(flat, op)  # to the other hosts' ranks it is the same
+        else:
+            wire = self._recipe.compression.compress(flat)
+            reduce_tensor(self._group, wire, op, choose_algorithm(self._group, "auto", wire))
+            self._recipe.compression.decompress(wire, flat)
+        self.undo_predivision(flat)
+
+    def _bring_to_owners(self, carriers: Sequence[Carrier], flats: Sequence[Tensor]) -> None:
+        """Reduce what carriers hold into their owners' memory: half of an all-reduce.
+
+        Nobody waits at the end: the ranks must meet before anyone writes into a carrier again.
+        """
+        plane = self._group.plane
+        assert plane is not None
+        # Before the regions: ranks meet in there, and would wait for whoever still combines one of its own.
+        _reduce_staged(plane, carriers, flats, self.op)
+        for carrier, flat in zip(carriers, flats, strict=True):
+            if carrier.region is not None:
+                plane.reduce_region(carrier.region, self.op, _owner(carrier))
+            if carrier.owner == plane.rank:
+                self.undo_predivision(flat)
+
+    def undo_predivision(self, flat: Tensor) -> None:
+        """Turn a sum of what was divided before into the mean."""
+        if (factor := self._recipe.predivide_factor) != 1.0:
+            flat.mul_(factor / self._group.size)
+
+
+def _reduce_staged(
+    plane: NodePlane, carriers: Sequence[Carrier], flats: Sequence[Tensor], op: ReduceOp
+) -> None:
+    staged = [(flat, _owner(c)) for c, flat in zip(carriers, flats, strict=True) if c.region is None]
+    plane.go_on(reduce_to_owners(plane, [flat for flat, _ in staged], [owner for _, owner in staged], op))
+
+
+def _owner(carrier: Carrier) -> int:
+    assert carrier.owner is not None
+    return carrier.owner

@@ -1,0 +1,53 @@
+"""A nested state and its tensors, taken apart to travel: the tensors as they lie, all else pickled."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["put_together", "take_apart"]
+
+
+class _Outline(NamedTuple):
+    """What travels in a tensor's place: enough to make room for it, on this rank's own device."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device_type: str
+
+    def room(self) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device_type)
+
+
+def take_apart(tree: Any) -> tuple[Any, list[Tensor]]:
+    """Return (an outline of nested dicts, lists and tuples, the tensors in it)."""
+    tensors: list[Tensor] = []
+
+    def take_out(tensor: Tensor) -> _Outline:
+        tensors.append(tensor)
+        return _Outline(tuple(tensor.shape), tensor.dtype, tensor.device.type)
+
+    return _replace(tree, Tensor, take_out), tensors
+
+
+def put_together(outline: Any) -> tuple[Any, list[Tensor]]:
+    """Return (the tree of an outline, the tensors in it, to be filled), in the order of `take_apart`."""
+    tensors: list[Tensor] = []
+
+    def make_room(entry: _Outline) -> Tensor:
+        tensors.append(entry.room())
+        return tensors[-1]
+
+    return _replace(outline, _Outline, make_room), tensors
+
+
+def _replace(tree: Any, kind: type, by: Callable[[Any], Any]) -> Any:
+    """Return a copy of nested dicts, lists and tuples in which every leaf of `kind` is replaced."""
+    if isinstance(tree, kind):
+        return by(tree)
+    if isinstance(tree, dict):
+        return {key: _replace(value, kind, by) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_replace(value, kind, by) for value in tree)
+    return tree

@@ -1,0 +1,523 @@
+"""One copy of the parameters per host, updated in parts: the same training, and a narrower contract."""
+
+from __future__ import annotations
+
+import copy
+import time
+
+import pytest
+import torch
+from harness import (
+    ADAM_DRIFT,
+    FEATURES,
+    Run,
+    batch,
+    check_equal_runs,
+    compare,
+    digest,
+    judge,
+    mlp,
+    mse,
+    pair,
+    plain_step,
+    share,
+)
+from test_optimizers import OPTIMIZERS, Bag, SharpnessAware
+from torch import nn
+from verdicts import everyone, raises_everywhere, referee, same_on_all_ranks
+
+import mpisgd
+from mpisgd import checkpoint
+from mpisgd.comm.job import world
+from mpisgd.optim.shared.absent import AbsentGradient
+
+
+def adam(model):
+    return torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=0.01)
+
+
+def shared_pair(**how):
+    return pair(share_parameters=True, **how)
+
+
+def params_of(opt):
+    return [param for group in opt.param_groups for param in group["params"]]
+
+
+@pytest.fixture
+def here():
+    """The ranks of this host."""
+    topology = world().topology
+    if world().planes.memory is None:
+        pytest.skip("a rank that is alone on its host, or MPISGD_SHARED_MEMORY=0")
+    return topology.nodes[topology.node_rank]
+
+
+# -- the same training --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_equals_one_process(name):
+    tol, optimizer = OPTIMIZERS[name]
+    check_equal_runs(optimizer=optimizer, tol=tol, share_parameters=True)
+
+
+@pytest.mark.parametrize("name", ["sgd momentum", "adam", "a user's"])
+def test_a_closure_makes_no_difference(name):
+    def body(run: Run, step: int) -> None:
+        def closure():
+            run.opt.zero_grad()
+            return run.backward(step).detach()
+
+        run.opt.step(closure)
+
+    tol, optimizer = OPTIMIZERS[name]
+    check_equal_runs(body, optimizer=optimizer, tol=tol, share_parameters=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"op": mpisgd.ReduceOp.SUM},
+        {"gradient_predivide_factor": 3.0},
+        {"bucket_cap_bytes": 1},
+        {"error_if_nonfinite": True},
+        {"check_in_sync_every": 3},
+    ],
+    ids=str,
+)
+def test_options_mean_what_they_mean(options):
+    body = plain_step
+    if "op" in options:
+
+        def body(run: Run, step: int) -> None:
+            run.opt.zero_grad()
+            (run.loss(step) * (1 if run.distributed else run.size)).backward()
+            run.opt.step()
+
+    check_equal_runs(body, share_parameters=True, **options)
+
+
+def test_compressed_gradients_give_what_they_give_without_sharing():
+    runs = [pair(compression=mpisgd.Compression.fp16, share_parameters=yes)[1] for yes in (False, True)]
+    for step in range(5):
+        for run in runs:
+            plain_step(run, step)
+    everyone(digest(runs[0].model.parameters()) == digest(runs[1].model.parameters()), "other bits")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_bits_are_those_without_sharing(dtype):
+    def model():
+        return mlp().to(dtype)
+
+    def loss(model, inputs, targets, rank, step):
+        return nn.functional.mse_loss(model(inputs.to(dtype)).float(), targets.float())
+
+    runs = [pair(model=model, loss=loss, double=False, share_parameters=yes)[1] for yes in (False, True)]
+    for step in range(5):
+        for run in runs:
+            plain_step(run, step)
+    everyone(digest(runs[0].model.parameters()) == digest(runs[1].model.parameters()), "other bits")
+
+
+def test_passes_are_accumulated():
+    def body(run: Run, step: int) -> None:
+        run.opt.zero_grad()
+        with run.no_sync():
+            run.backward(step, 0)
+        run.backward(step, 1)
+        run.opt.step()
+
+    check_equal_runs(body, share_parameters=True)
+
+
+def test_a_partial_last_window_is_reduced_by_the_step():
+    def body(run: Run, step: int) -> None:
+        run.opt.zero_grad()
+        for micro in range(1 if step % 3 == 2 else 2):
+            run.backward(step, micro)
+        run.opt.step()
+
+    check_equal_runs(body, share_parameters=True, backward_passes_per_step=2)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_may_be_reset_to_none_or_zero(to_none):
+    def body(run: Run, step: int) -> None:
+        run.opt.zero_grad(set_to_none=to_none)
+        run.backward(step)
+        run.opt.step()
+
+    check_equal_runs(body, share_parameters=True)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's own optimizers make such tensors
+def test_sparse_gradients():
+    def optimizer(model):
+        return torch.optim.SparseAdam(model.parameters(), lr=0.02)
+
+    def body(run: Run, step: int) -> None:
+        run.model.zero_grad()
+        run.backward(step)
+        run.opt.step()
+
+    check_equal_runs(body, model=Bag, optimizer=optimizer, tol=ADAM_DRIFT, share_parameters=True)
+
+
+class Branches(nn.Module):
+    """Of three layers each step uses two; the fourth is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(4))
+        self.layers[3].requires_grad_(False)
+
+
+def branched(model, inputs, targets, rank, step):
+    outputs = model.layers[3](model.layers[step % 3](inputs)) + torch.tanh(
+        model.layers[(step + 1) % 3](inputs)
+    )
+    return nn.functional.mse_loss(outputs[:, :2], targets)
+
+
+def test_unused_and_frozen_parameters_stay_as_they_are():
+    check_equal_runs(model=Branches, loss=branched, share_parameters=True, by_rank=True)
+
+
+def test_parameter_groups_added_later_are_shared_too():
+    def optimizer(model):
+        return torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.9)
+
+    def body(run: Run, step: int) -> None:
+        if step == 5:
+            run.opt.add_param_group({"params": list(run.model[2].parameters()), "lr": 0.05})
+        if step == 9:
+            run.opt.add_param_group({"params": run.model[4].parameters(), "weight_decay": 0.1})
+        run.opt.zero_grad()
+        run.model.zero_grad()
+        run.backward(step)
+        run.opt.step()
+
+    check_equal_runs(body, optimizer=optimizer, share_parameters=True)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_clipping_by_the_norm_of_all_gradients(norm_type):
+    def body(run: Run, step: int) -> None:
+        run.opt.zero_grad()
+        run.backward(step)
+        if run.distributed:
+            norm = run.opt.clip_grad_norm_(0.1, norm_type)
+        else:
+            norm = nn.utils.clip_grad_norm_(run.model.parameters(), 0.1, norm_type)
+        run.memory.setdefault("norms", []).append(float(norm))
+        run.opt.step()
+
+    plain, ours = check_equal_runs(body, optimizer=adam, tol=ADAM_DRIFT, share_parameters=True)
+    pairs = zip(plain.memory["norms"], ours.memory["norms"], strict=True)
+    everyone(all(abs(a - b) <= 1e-9 for a, b in pairs), "the norms differ")
+    same_on_all_ranks(ours.memory["norms"])
+
+
+def test_a_norm_that_is_not_finite_is_an_error_on_every_rank():
+    _, ours = shared_pair()
+    ours.backward(0)
+    for param in ours.model.parameters():
+        if param.grad is not None and not isinstance(param.grad, AbsentGradient):
+            param.grad.fill_(float("inf"))
+    with raises_everywhere(RuntimeError):
+        ours.opt.clip_grad_norm_(1.0, error_if_nonfinite=True)
+
+
+# -- one copy, and parts of the work ------------------------------------------------------------------
+
+
+def test_a_host_has_one_copy(here):
+    _, ours = shared_pair()
+    weight = ours.model[0].weight
+    mpisgd.barrier()
+    if mpisgd.rank() == here[-1]:
+        with torch.no_grad():
+            weight.fill_(3.0)
+    mpisgd.barrier()
+    everyone(bool((weight == 3.0).all()), "another copy")
+
+
+def test_each_rank_has_the_state_of_its_own_parameters(here):
+    _, ours = shared_pair(optimizer=adam)
+    plain_step(ours, 0)
+    mine = [i for i, param in enumerate(params_of(ours.opt)) if param in ours.opt.state]
+    everyones = referee().allgather(mine)
+    owned = sorted(i for rank in here for i in everyones[rank])
+    everyone(owned == list(range(len(params_of(ours.opt)))), f"{everyones}")
+
+
+def test_gradients_of_others_are_absent_and_not_none(here):
+    _, ours = shared_pair()
+    ours.backward(0)
+    absent = [isinstance(param.grad, AbsentGradient) for param in ours.model.parameters()]
+    everyone(all(param.grad is not None for param in ours.model.parameters()), "None")
+    counts = referee().allgather(absent)
+    present = [sum(not counts[rank][i] for rank in here) for i in range(len(absent))]
+    everyone(present == [1] * len(absent), f"{counts}")
+
+
+def test_parameters_begin_as_those_of_the_first_rank_of_the_host(here):
+    torch.manual_seed(mpisgd.rank())
+    model = mlp()
+    before = referee().allgather(digest(model.parameters()))
+    mpisgd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), share_parameters=True)
+    everyone(digest(model.parameters()) == before[here[0]], "other values")
+
+
+def test_layouts_are_kept():
+    model = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+    strides = [param.stride() for param in model.parameters()]
+    mpisgd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), share_parameters=True)
+    everyone([param.stride() for param in model.parameters()] == strides, "other strides")
+
+
+def test_a_model_is_saved_without_its_neighbours(tmp_path):
+    """Each parameter has a storage of its own: torch saves whole storages."""
+    _, ours = shared_pair()
+    for param in ours.model.parameters():
+        everyone(param.untyped_storage().nbytes() == param.nbytes, "a larger storage")
+    twin = copy.deepcopy(ours.model)
+    everyone(digest(twin.parameters()) == digest(ours.model.parameters()), "another copy")
+
+
+class Slow:
+    """One of the ranks takes its time before it updates."""
+
+    slow_rank = 0
+
+    def step(self, closure=None):
+        if mpisgd.rank() == Slow.slow_rank:
+            time.sleep(0.05)
+        return super().step(closure)
+
+
+class SlowDescent(Slow, torch.optim.SGD):
+    """Plain otherwise."""
+
+
+class SlowClimb(Slow, SharpnessAware):
+    """Its closure needs the parameters of all ranks where they have climbed to."""
+
+
+def test_nobody_reads_what_is_not_updated_yet(monkeypatch):
+    """A fast rank goes on to the next forward when the slowest has updated its own."""
+    for slow in range(mpisgd.size()):
+        monkeypatch.setattr(Slow, "slow_rank", slow)
+        check_equal_runs(
+            optimizer=lambda m: SlowDescent(m.parameters(), lr=0.1), steps=3, share_parameters=True
+        )
+
+
+def test_a_closure_sees_the_parameters_of_all_ranks_where_they_are(monkeypatch):
+    def body(run: Run, step: int) -> None:
+        run.opt.zero_grad()
+        run.backward(step)
+        run.opt.step(lambda: run.backward(step).detach())
+
+    for slow in range(mpisgd.size()):
+        monkeypatch.setattr(Slow, "slow_rank", slow)
+        check_equal_runs(
+            body, optimizer=lambda m: SlowClimb(m.parameters(), lr=0.1), steps=3, share_parameters=True
+        )
+
+
+def test_nobody_updates_what_is_still_read():
+    """A slow rank looks at parameters between backward and step; they are those of the backward."""
+    _, ours = shared_pair()
+    for step in range(4):
+        ours.opt.zero_grad()
+        ours.backward(step)
+        before = digest(ours.model.parameters())
+        if step % mpisgd.size() == mpisgd.rank():
+            time.sleep(0.05)
+        everyone_reads = digest(ours.model.parameters())
+        ours.opt.step()
+        everyone(before == everyone_reads, f"step {step}: changed while it was read")
+
+
+# -- the state of the optimizer -----------------------------------------------------------------------
+
+
+def test_state_dict_is_that_of_one_process():
+    plain, ours = shared_pair(optimizer=adam)
+    for step in range(3):
+        plain_step(plain, step)
+        plain_step(ours, step)
+    wanted, got = plain.opt.state_dict(), ours.opt.state_dict()
+    everyone(got["param_groups"] == wanted["param_groups"], "other groups")
+    everyone(sorted(got["state"]) == sorted(wanted["state"]), f"{sorted(got['state'])}")
+    for index, entries in wanted["state"].items():
+        for key, value in entries.items():
+            everyone(torch.allclose(got["state"][index][key], value, rtol=0, atol=1e-12), f"{index} {key}")
+    same_on_all_ranks(digest(value for e in got["state"].values() for value in e.values()))
+
+
+@pytest.mark.parametrize("how", ["load_state_dict", "broadcast_optimizer_state", "elastic"])
+def test_training_goes_on_from_a_state(how, here):
+    plain, ours = shared_pair(optimizer=adam)
+    for step in range(3):
+        plain_step(plain, step)
+        plain_step(ours, step)
+    state = copy.deepcopy(ours.opt.state_dict())
+    weights = copy.deepcopy(ours.model.state_dict())
+    kept = mpisgd.elastic.State(model=ours.model, optimizer=ours.opt)
+    kept.commit()
+    plain_step(ours, 17)  # astray
+    mpisgd.barrier()
+    ours.model.load_state_dict(weights)
+    mpisgd.barrier()
+    if how == "load_state_dict":
+        ours.opt.load_state_dict(state)
+    elif how == "elastic":
+        kept.resume(newcomers=False)
+    else:  # the last rank has read a checkpoint, the others are still astray
+        if mpisgd.rank() == mpisgd.size() - 1:
+            ours.opt.load_state_dict(state)
+        mpisgd.broadcast_optimizer_state(ours.opt, mpisgd.size() - 1)
+    seen = []
+    for step in range(3, 8):
+        plain_step(plain, step)
+        plain_step(ours, step)
+        seen.append(compare(plain, ours))
+    judge(seen, ADAM_DRIFT)
+
+
+def test_a_checkpoint_has_all_of_it(tmp_path):
+    folder = referee().bcast(str(tmp_path))
+    plain, ours = shared_pair(optimizer=adam)
+    for step in range(3):
+        plain_step(plain, step)
+        plain_step(ours, step)
+    checkpoint.save(folder, step=3, model=ours.model, optimizer=ours.opt)
+    plain_step(ours, 17)  # astray
+    checkpoint.load(folder, model=ours.model, optimizer=ours.opt)
+    seen = []
+    for step in range(3, 6):
+        plain_step(plain, step)
+        plain_step(ours, step)
+        seen.append(compare(plain, ours))
+    judge(seen, ADAM_DRIFT)
+
+
+def test_check_in_sync_sees_one_optimizer():
+    _, ours = shared_pair(optimizer=adam)
+    plain_step(ours, 0)
+    mpisgd.check_in_sync(ours.opt)
+    mpisgd.check_in_sync(ours.model)
+
+
+def test_other_ranks_take_over():
+    """The first half goes on alone with what all had, and equals one process on its own data."""
+    if mpisgd.size() < 2:
+        pytest.skip("one rank has nobody to leave")
+    _, ours = shared_pair(optimizer=adam)
+    for step in range(3):
+        plain_step(ours, step)
+    ours.opt.load_state_dict(ours.opt.state_dict())
+    halves = [range(mpisgd.size() // 2), range(mpisgd.size() // 2, mpisgd.size())]
+    groups = [mpisgd.new_group(list(half)) for half in halves]
+    which = 0 if mpisgd.rank() in halves[0] else 1
+    twin = copy.deepcopy(ours.model)
+    alone = adam(twin)
+    alone.load_state_dict(copy.deepcopy(ours.opt.state_dict()))
+    ours.opt.rebuild(groups[which])
+    for step in range(3, 6):
+        for model, opt, rows in (
+            (ours.model, ours.opt, [share(t, groups[which].rank, groups[which].size) for t in batch(step)]),
+            (twin, alone, batch(step)),
+        ):
+            opt.zero_grad()
+            mse(model, *rows).backward()
+            opt.step()
+    pairs = zip(ours.model.parameters(), twin.parameters(), strict=True)
+    everyone(all(torch.allclose(a, b, rtol=0, atol=ADAM_DRIFT) for a, b in pairs), "they differ")
+
+
+# -- the narrower contract ----------------------------------------------------------------------------
+
+
+def test_ranks_may_not_leave_with_parts_of_the_state(here):
+    _, ours = shared_pair(optimizer=adam)
+    plain_step(ours, 0)
+    with raises_everywhere(mpisgd.InvalidArgument) as caught:
+        ours.opt.rebuild()
+    everyone("load_state_dict" in caught.text, caught.text)
+
+
+def test_reduced_gradients_may_not_be_added_to(here):
+    _, ours = shared_pair()
+    ours.backward(0)
+    with raises_everywhere(mpisgd.InvalidArgument) as caught:
+        ours.backward(1)
+    everyone("zero_grad()" in caught.text, caught.text)
+    ours.opt.zero_grad()
+    plain_step(ours, 2)
+
+
+def test_the_norm_of_some_gradients_is_an_error_and_no_number(here):
+    _, ours = shared_pair()
+    ours.backward(0)
+    with raises_everywhere(mpisgd.InvalidArgument) as caught:
+        nn.utils.clip_grad_norm_(ours.model.parameters(), 1.0)
+    everyone("optimizer.clip_grad_norm_()" in caught.text and "is on rank" in caught.text, caught.text)
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda model: model.half(),
+        lambda model: setattr(model[2].weight, "data", torch.zeros_like(model[2].weight)),
+    ],
+    ids=["half", "data"],
+)
+def test_parameters_that_were_moved_are_found(here, move):
+    _, ours = shared_pair(named_parameters=None)
+    move(ours.model)
+    with raises_everywhere(mpisgd.InvalidArgument) as caught:
+        ours.opt.step()
+    everyone("no longer where" in caught.text, caught.text)
+
+
+def test_an_optimizer_that_needs_all_gradients_is_refused():
+    with raises_everywhere(mpisgd.InvalidArgument) as caught:
+        shared_pair(optimizer=lambda m: torch.optim.LBFGS(m.parameters()))
+    everyone("LBFGS" in caught.text, caught.text)
+
+
+def test_parameters_in_one_storage_are_refused():
+    flat = torch.zeros(8)
+    views = [nn.Parameter(flat[:4]), nn.Parameter(flat[4:])]
+    with raises_everywhere(mpisgd.InvalidArgument) as caught:
+        mpisgd.DistributedOptimizer(torch.optim.SGD(views, lr=0.1), share_parameters=True)
+    everyone("lies in the memory of" in caught.text, caught.text)
+
+
+def test_all_ranks_must_choose_alike():
+    if mpisgd.size() == 1:
+        pytest.skip("one rank agrees with itself")
+    model = mlp()
+    with raises_everywhere(mpisgd.CollectiveMismatch) as caught:
+        mpisgd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), share_parameters=mpisgd.rank() == 0
+        )
+    everyone("share_parameters" in caught.text, caught.text)
+
+
+def test_a_step_that_raised_leaves_all_parameters_to_the_next(here):
+    _, ours = shared_pair()
+
+    def fails():
+        raise ValueError("not now")
+
+    with raises_everywhere(ValueError):
+        ours.opt.step(fails)
+    ours.opt.zero_grad()
+    everyone(len(params_of(ours.opt)) == 5, f"{len(params_of(ours.opt))} parameters")
+    plain_step(ours, 0)
