@@ -8,13 +8,14 @@ What the ranks save is the second half of an all-reduce, which would bring the r
 (n - 1)/n of the optimizer's work and memory.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from mpisgd.comm.group import Group
 from mpisgd.comm.handshake import Operation
+from mpisgd.comm.node.plane import NodePlane
 from mpisgd.comm.node.segment import PAGE, Segment
 from mpisgd.errors import InvalidArgument, UnsupportedTensor
 from mpisgd.fusion.layout import layout_of, window
@@ -74,7 +75,7 @@ class SharedParameters:
         new = named[len(self._named) :]
         check_shareable(named)
         owners = assign([param.nbytes for _, param in new], self._loads)
-        if self._memory is not None and new:
+        if new and (self._group.plane is not None or self._group.hosts is not None):
             self._move([param for _, param in new], owners)
         for (name, param), owner in zip(new, owners, strict=True):
             self._loads[owner] += param.nbytes
@@ -105,33 +106,32 @@ class SharedParameters:
     # -- where the parameters lie -------------------------------------------------------------------
 
     def _move(self, params: Sequence[Tensor], owners: Sequence[int]) -> None:
-        """Put parameters into new shared memory, each into the share of its owner. Collective."""
-        starts, share_bytes = _places(params, owners, len(self._loads))
-        segment = self._open(share_bytes)
-        shared = [
-            _tensor_in(segment, owner, start, param)
-            for param, owner, start in zip(params, owners, starts, strict=True)
-        ]
-        for tensor, owner in zip(shared, owners, strict=True):
-            if owner == self._rank:
-                tensor.zero_()  # who touches memory first has it near
-        self._meet("touched")
-        if self._rank == 0:
-            torch._foreach_copy_(shared, [param.detach() for param in params])
-        self._meet("filled")
-        for param, tensor in zip(params, shared, strict=True):
-            param.data = tensor
+        """Put parameters into new shared memory, each into the share of its owner. Collective.
 
-    def _open(self, share_bytes: int) -> Segment:
-        memory, made = self._memory, list[Segment | None]()
-        assert memory is not None
-        self._group.lane.run(
-            Operation("shared parameters", extra="allocation"),
-            lambda: made.append(memory.open_segment(share_bytes)),
-        )
-        if made[0] is None:  # the plane itself is made of such memory: what is missing is room for more
-            raise MemoryError(f"share_parameters: there is no room for {share_bytes} bytes for each rank")
-        return made[0]
+        Ranks that are alone on their host take part in what the others agree on.
+        """
+        shared: list[Tensor] = []
+
+        def make_room() -> None:
+            if self._memory is not None:
+                shared.extend(_allocate(self._memory, params, owners))
+            for tensor, owner in zip(shared, owners, strict=bool(shared)):
+                if owner == self._rank:
+                    tensor.zero_()  # who touches memory first has it near
+
+        def fill() -> None:
+            if self._rank == 0 and shared:
+                torch._foreach_copy_(shared, [param.detach() for param in params])
+
+        self._do("allocation", make_room)
+        if (
+            self._memory is not None and not shared
+        ):  # the plane has such memory: what is missing is room for more
+            raise MemoryError("share_parameters: there is no shared memory for all parameters")
+        self._do("first values", fill)
+        self._do("in place", lambda: None)
+        for param, tensor in zip(params, shared, strict=bool(shared)):
+            param.data = tensor
 
     def check_in_place(self) -> None:
         """Raise unless the parameters still lie where they were put.
@@ -174,16 +174,17 @@ class SharedParameters:
         self._given = self._given and any(param.grad is absent for param, absent in self._absent)
         return self._given
 
-    def _meet(self, when: str) -> None:
-        self._group.lane.run(Operation("shared parameters", extra=when), lambda: None)
-
     def meet_before_update(self) -> None:
         """Wait until nobody reads the parameters any more. Collective."""
-        self._meet("about to be updated")
+        self._do("about to be updated", lambda: None)
 
     def meet_after_update(self) -> None:
         """Wait until all of them are updated. Collective."""
-        self._meet("updated")
+        self._do("updated", lambda: None)
+
+    def _do(self, what: str, action: Callable[[], None]) -> None:
+        """Do something once all ranks have come to it."""
+        self._group.lane.run(Operation("shared parameters", extra=what), action)
 
 
 def check_shareable(named: Named) -> None:
@@ -216,6 +217,19 @@ def _places(params: Sequence[Tensor], owners: Sequence[int], num_ranks: int) -> 
         starts.append(ends[owner])
         ends[owner] += -(-param.nbytes // ALIGN_BYTES) * ALIGN_BYTES
     return starts, max(PAGE, *ends)
+
+
+def _allocate(memory: NodePlane, params: Sequence[Tensor], owners: Sequence[int]) -> list[Tensor]:
+    """Return a tensor for each parameter in shared memory, laid out as it is; none where there is no room.
+
+    Collective over the host.
+    """
+    starts, share_bytes = _places(params, owners, memory.size)
+    segment = memory.open_segment(share_bytes)
+    if segment is None:
+        return []
+    placed = zip(params, owners, starts, strict=True)
+    return [_tensor_in(segment, owner, start, param) for param, owner, start in placed]
 
 
 def _tensor_in(segment: Segment, owner: int, start: int, param: Tensor) -> Tensor:

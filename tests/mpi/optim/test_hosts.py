@@ -6,7 +6,10 @@ import math
 from collections.abc import Iterator
 
 import pytest
-from harness import check_equal_runs
+import torch
+from harness import ADAM_DRIFT, Run, check_equal_runs, digest
+from torch import nn
+from verdicts import everyone, same_on_all_ranks
 
 import mpisgd
 from mpisgd import config
@@ -54,6 +57,29 @@ def hosts() -> Iterator[Group]:
 def test_a_rank_that_is_alone_on_its_host_goes_along(hosts, bucket_cap_bytes):
     """It has no shared memory, and must not choose another way than those who have."""
     check_equal_runs(group=hosts, bucket_cap_bytes=bucket_cap_bytes)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_every_host_has_its_copy_of_shared_parameters(hosts, overlap):
+    """The ranks of a host divide its copy among them; where one is alone it has all the work."""
+
+    def body(run: Run, step: int) -> None:
+        run.opt.zero_grad()
+        run.backward(step)
+        if run.distributed:
+            run.opt.clip_grad_norm_(0.1)
+        else:
+            nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
+        run.opt.step()
+
+    def adam(model):
+        return torch.optim.Adam(model.parameters(), lr=0.01)
+
+    how = {"group": hosts, "share_parameters": True, "overlap": overlap}
+    plain, ours = check_equal_runs(body, optimizer=adam, tol=ADAM_DRIFT, **how)
+    wanted, got = plain.opt.state_dict()["state"], ours.opt.state_dict()["state"]
+    everyone(list(wanted) == list(got), f"{list(got)}")
+    same_on_all_ranks(digest(value for entries in got.values() for value in entries.values()))
 
 
 def test_halves_on_the_wire(hosts):
