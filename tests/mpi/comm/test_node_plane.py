@@ -12,7 +12,8 @@ from verdicts import everyone
 import mpisgd
 from mpisgd import ReduceOp
 from mpisgd.comm.handshake import Operation
-from mpisgd.comm.node.reduction import AT_ONCE_BYTES
+from mpisgd.comm.node import reduction
+from mpisgd.comm.node.reduction import AT_ONCE_BYTES, reduce_to_owners
 from mpisgd.comm.node.segment import HALF_BYTES
 
 
@@ -52,6 +53,41 @@ def test_a_region_is_reduced_where_it_lies(plane, groups, op):
         region.mine.copy_(inputs[group.rank])
         run(group, lambda: plane.all_reduce_region(region, op))
         assert_equal(region.mine, combined(inputs, op))
+
+
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX], ids=str)
+def test_a_region_is_reduced_into_the_part_of_one_rank(plane, groups, op):
+    length, group = 100_003, groups["world"]
+    made = []
+    run(group, lambda: made.append(plane.open_segment(length * 8)))
+    region = plane.region(made[0], length, torch.float64)
+    for root in range(group.size):
+        inputs = [given(rank + root, torch.float64, (length,)) for rank in range(group.size)]
+        region.mine.copy_(inputs[group.rank])
+        run(group, lambda root=root: plane.reduce_region(region, op, root))
+        run(group, lambda: None)  # they meet before anybody writes again
+        wanted = combined(inputs, op) if group.rank == root else inputs[group.rank]
+        assert_equal(region.mine, wanted)
+
+
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_every_owner_gets_the_sum_of_its_own(plane, groups, monkeypatch, dtype, op):
+    """Lists of all lengths, one rank with most of them, one with none: bit for bit in rank order."""
+    group = groups["world"]
+    monkeypatch.setattr(reduction, "HALF_BYTES", 128 * group.size)  # a slot of 128 bytes
+    lengths = [0, 1, 15, 16, 17, 100, 64, 33, 5, 129]
+    owners = [0, 0, 1, 0, 0, 1, 0, group.size - 1, 0, 0]
+    for round_ in range(3):
+        given_ = [
+            [given(rank + round_ + i, dtype, (length,)) for i, length in enumerate(lengths)]
+            for rank in range(group.size)
+        ]
+        mine = [tensor.clone() for tensor in given_[group.rank]]
+        run(group, lambda mine=mine: plane.go_on(reduce_to_owners(plane, mine, owners, op)))
+        for i, owner in enumerate(owners):
+            of_all = [tensors[i] for tensors in given_]
+            assert_equal(mine[i], combined(of_all, op) if group.rank == owner else of_all[group.rank])
 
 
 def test_operations_follow_each_other_without_a_race(plane):
