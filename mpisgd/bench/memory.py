@@ -16,7 +16,7 @@ from typing import Any
 from mpisgd.bench.jobs import run_job
 from mpisgd.bench.pss import Share, estimate, read_share, together
 from mpisgd.bench.summary import ALLOWED_FACTOR, ALLOWED_PER_RANK, memory_rows
-from mpisgd.bench.trial import OURS, VARIANTS, Trial
+from mpisgd.bench.trial import OURS, SHARED, VARIANTS, Trial
 from mpisgd.errors import JobError
 
 __all__ = ["OPTIMIZERS", "MemoryPlan", "Watch", "highest", "run_memory"]
@@ -144,6 +144,6 @@ def _run(trial: Trial, plan: MemoryPlan, launcher: Sequence[str]) -> tuple[Share
 def _check_checksums(trial: Trial, checksums: Sequence[float]) -> None:
     """Raise unless the ranks' parameters are equal where they trained together, and only there."""
     equal = len(set(checksums)) == 1
-    if len(checksums) > 1 and equal != (trial.variant == OURS):
+    if len(checksums) > 1 and equal != (trial.variant in (OURS, SHARED)):
         state = "equal" if equal else "different"
         raise JobError(f"{trial.variant}, {trial.model}: the ranks ended with {state} parameters", 1)

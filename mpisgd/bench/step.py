@@ -12,7 +12,7 @@ from mpisgd.bench.peers import Peers, RemoteVariant
 from mpisgd.bench.schedule import Pace
 from mpisgd.bench.summary import step_rows
 from mpisgd.bench.training import MIB, StepTask, Training, build
-from mpisgd.bench.trial import BATCHES
+from mpisgd.bench.trial import BATCHES, OURS, SHARED
 from mpisgd.comm.job import world
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def _in_ranks(task: StepTask, wire: "Wire") -> list[Variant]:
             for name, to_none in BASELINES.items()
         ),
         ours(task),
-        ours(task, "mpisgd, shared parameters", share_parameters=True),
+        ours(task, SHARED, share_parameters=True),
         _as_horovod(task),
         _by_hand(task, wire),
     ]
@@ -111,7 +111,7 @@ def _alone(name: str, task: StepTask) -> Variant:
     return Training(task, mpisgd.rank()).timed(name, start=mpisgd.barrier)
 
 
-def ours(task: StepTask, name: str = "mpisgd", *, share_parameters: bool = False) -> Variant:
+def ours(task: StepTask, name: str = OURS, *, share_parameters: bool = False) -> Variant:
     """Return the step with mpisgd's optimizer."""
     training = Training(task, mpisgd.rank())
     training.optimizer = mpisgd.DistributedOptimizer(

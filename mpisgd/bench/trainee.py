@@ -20,7 +20,7 @@ import torch
 import mpisgd
 from mpisgd.bench.pss import Share, read_share
 from mpisgd.bench.training import LEARNING_RATE, StepTask, Training
-from mpisgd.bench.trial import BATCHES, NONE, OURS, STARTED, Trial
+from mpisgd.bench.trial import BATCHES, NONE, OURS, SHARED, STARTED, Trial
 from mpisgd.config import launcher_rank, launcher_size, set_mpi_defaults
 
 __all__ = ["train"]
@@ -41,11 +41,13 @@ def _with_mpi(training: Training) -> str:
     return mpi.library_version()
 
 
-def _with_mpisgd(training: Training) -> str:
+def _with_mpisgd(training: Training, *, share_parameters: bool = False) -> str:
     mpisgd.init(num_threads=torch.get_num_threads())
     mpisgd.broadcast_parameters(training.model)
     training.optimizer = mpisgd.DistributedOptimizer(
-        training.optimizer, named_parameters=training.model.named_parameters()
+        training.optimizer,
+        named_parameters=training.model.named_parameters(),
+        share_parameters=share_parameters,
     )
     from mpisgd.comm import mpi
 
@@ -53,7 +55,12 @@ def _with_mpisgd(training: Training) -> str:
 
 
 # What each does before it trains; returns the MPI library's name.
-PREPARATIONS: dict[str, Callable[[Training], str]] = {NONE: _alone, STARTED: _with_mpi, OURS: _with_mpisgd}
+PREPARATIONS: dict[str, Callable[[Training], str]] = {
+    NONE: _alone,
+    STARTED: _with_mpi,
+    OURS: _with_mpisgd,
+    SHARED: functools.partial(_with_mpisgd, share_parameters=True),
+}
 
 
 class Diary:

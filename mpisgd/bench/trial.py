@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 
-__all__ = ["BATCHES", "NONE", "OURS", "STARTED", "VARIANTS", "Trial"]
+__all__ = ["BATCHES", "NONE", "OURS", "SHARED", "STARTED", "VARIANTS", "Trial"]
 
 # The models, and examples of one rank; enough work for a step that is not all communication.
 BATCHES = {"mlp": 32, "deep": 32, "transformer": 4}
 
-NONE, STARTED, OURS = "none", "none, MPI started", "mpisgd"
-VARIANTS = (NONE, STARTED, OURS)
+NONE, STARTED, OURS, SHARED = "none", "none, MPI started", "mpisgd", "mpisgd, shared parameters"
+VARIANTS = (NONE, STARTED, OURS, SHARED)
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,12 @@ def test_scaling_starts_a_job_for_each_count(tmp_path):
 def test_memory_is_compared_with_the_same_training_without(tmp_path):
     done, record = bench(tmp_path, "memory", "--models", "deep", "--ranks", "2")
     assert record["kind"] == "memory"
-    assert [row["variant"] for row in record["rows"]] == ["none", "none, MPI started", "mpisgd"]
+    assert [row["variant"] for row in record["rows"]] == [
+        "none",
+        "none, MPI started",
+        "mpisgd",
+        "mpisgd, shared parameters",
+    ]
     for row in record["rows"]:
         assert 2**26 < row["min_bytes"] <= row["median_bytes"] <= row["max_bytes"]
     none, started, _ = record["rows"]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mpisgd.comm.dtypes import (
+    AT_ONCE_NUMEL,
     BITWISE,
     COMBINE,
     FLOATING,
@@ -121,3 +122,18 @@ def test_dtypes_without_arithmetic_are_refused():
     for dtype in (torch.float8_e4m3fn, torch.complex32):
         with pytest.raises(UnsupportedOp, match=str(dtype)):
             check_op("all_reduce", ReduceOp.SUM, dtype)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 8])
+@pytest.mark.parametrize("place", [None, 0, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64], ids=str)
+def test_an_average_in_one_pass_has_the_bits_of_two(count, place, dtype):
+    draw = torch.Generator().manual_seed(count)
+    scale = 10.0 ** torch.randint(-30, 30, (AT_ONCE_NUMEL + 3,), generator=draw)
+    pieces = [torch.randn(AT_ONCE_NUMEL + 3, dtype=dtype, generator=draw) * scale for _ in range(count)]
+    wanted = pieces[0].clone()
+    for piece in pieces[1:]:
+        wanted += piece
+    wanted = (wanted / count).to(dtype)
+    out = None if place is None else pieces[place]
+    assert torch.equal(combine_in_rank_order(pieces, ReduceOp.AVG, out=out), wanted)
