@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpisgd.bench.summary import COMPUTE, LIMIT, PING_PONG, as_bytes
+from mpisgd.bench.trial import OURS, SHARED
 from mpisgd.errors import JobError
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def plot_memory(path: Path, record: dict[str, Any]) -> None:
 
     def label(ax: "Axes", training: str, rows: Rows) -> float:
         base: int = rows[0]["median_bytes"]
-        ax.set(title=f"{training} ({as_bytes(base)} without)", xlabel="x none (median, range)")
+        ax.set(title=training, xlabel=f"x none, {as_bytes(base)} (median, range)")
         return base
 
     _plot_bars(path, record, "training", "bytes", label)
@@ -133,7 +134,9 @@ def _draw_bars(ax: "Axes", rows: Sequence[dict[str, Any]], unit: str, base: floa
 
 
 def _bar_colour(row: dict[str, Any]) -> str:
-    return COLOURS[0] if row["variant"] == "mpisgd" else COLOURS[2] if row.get("communicates") else COLOURS[5]
+    if row["variant"] in (OURS, SHARED):
+        return COLOURS[0]
+    return COLOURS[2] if row.get("communicates") else COLOURS[5]
 
 
 def plot_scaling(path: Path, record: dict[str, Any]) -> None:

@@ -104,8 +104,9 @@ def check_curve(lines, sizes: list[int]) -> None:
     assert seen == sizes
 
 
-def test_two_losses_leave_the_curve_of_the_remaining_ranks(tmp_path):
-    done, lines = train(tmp_path, 4, KILLS="7:2,13:0")
+@pytest.mark.parametrize("how", [{}, {"SHARE": "1"}], ids=["own copies", "shared parameters"])
+def test_two_losses_leave_the_curve_of_the_remaining_ranks(tmp_path, how):
+    done, lines = train(tmp_path, 4, KILLS="7:2,13:0", **how)
     assert done.returncode == 0, done.stderr
     *steps, end = lines
     check_curve(steps, [4, 3, 2])
@@ -127,8 +128,9 @@ def train_by_run(folder: Path, num_ranks: int, **env: str):
     return done, [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_lost_ranks_are_replaced(tmp_path):
-    done, lines = train_by_run(tmp_path, 3, KILLS="6:0", REGROW="1")
+@pytest.mark.parametrize("how", [{}, {"SHARE": "1"}], ids=["own copies", "shared parameters"])
+def test_lost_ranks_are_replaced(tmp_path, how):
+    done, lines = train_by_run(tmp_path, 3, KILLS="6:0", REGROW="1", **how)
     assert done.returncode == 0, done.stderr
     *steps, end = lines
     check_curve(steps, [3, 3])
