@@ -161,8 +161,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         where ranks share parameters. Collective then.
 
         Raises:
+            InvalidArgument: found locally, before anything is sent.
             RuntimeError: the norm is not finite, where that is asked for; raised on every rank.
         """
+        check_positive("clip_grad_norm_", "max_norm", max_norm)
+        check_positive("clip_grad_norm_", "norm_type", norm_type)
         params = [param for group in self.param_groups for param in group["params"]]
         if self._shared is None:
             return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)

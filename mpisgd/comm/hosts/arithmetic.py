@@ -5,13 +5,23 @@ on its way to the rank that finishes the element, and only the result is rounded
 rank that is alone on its host has nothing to add up, and sends halves.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from mpisgd.comm.dtypes import COMBINE, HALF_TYPES, Finish, ReduceOp, combine, divide, for_torch
+from mpisgd.comm.dtypes import (
+    ADDED_AS_THEY_ARE,
+    COMBINE,
+    HALF_TYPES,
+    Finish,
+    ReduceOp,
+    combine,
+    divide,
+    for_torch,
+)
 
 __all__ = ["Arithmetic", "prepare"]
 
@@ -47,7 +57,9 @@ class Arithmetic(NamedTuple):
 
         The first of the partials may be overwritten.
         """
-        total, last = partials[0].to(self.total), partials[-1]
+        total, last = partials[0], partials[-1]
+        if total.dtype != self.total:
+            total = total.to(self.total)
         for other in partials[1:-1]:
             combine(self.op, total, other)
         target = out if out.dtype == self.total else total
@@ -56,6 +68,12 @@ class Arithmetic(NamedTuple):
             divide(target, self.divisor)
         if target is not out:
             out.copy_(target)
+
+    def across_unchanged(self, partials: Sequence[Tensor], out: Tensor) -> None:
+        """Do the same where others still read all of the partials, none of which is `out`."""
+        if len(partials) > 2 or out.dtype != self.total:
+            partials = [partials[0].clone(), *partials[1:]]
+        self.across(partials, out)
 
 
 def prepare(flat: Tensor, op: ReduceOp, size: int, *, alone: bool) -> tuple[Tensor, Arithmetic, Finish]:
@@ -69,13 +87,26 @@ def prepare(flat: Tensor, op: ReduceOp, size: int, *, alone: bool) -> tuple[Tens
         size: the number of ranks.
         alone: whether every rank is alone on its host, so that half types need not be added up there.
     """
-    divisor = size if op is ReduceOp.AVG else 1
-    plain = ReduceOp.SUM if op is ReduceOp.AVG else op
-    if flat.dtype in HALF_TYPES:
-        partial = flat.dtype if alone else torch.float32
-        return flat, Arithmetic(plain, partial, torch.float32, divisor), _as_it_is
+    known = _arithmetic(flat.dtype, op, size, alone)
+    if known is not None:
+        return flat, known, _as_it_is
+    plain, divisor = _division(op, size)
     work, arithmetic, finish = for_torch(flat, plain, size)
     return work, Arithmetic(arithmetic, work.dtype, work.dtype, divisor), finish
+
+
+@functools.cache
+def _arithmetic(dtype: torch.dtype, op: ReduceOp, size: int, alone: bool) -> Arithmetic | None:
+    """Return how a tensor is reduced as it is, None where it needs another form."""
+    plain, divisor = _division(op, size)
+    if dtype in HALF_TYPES:
+        return Arithmetic(plain, dtype if alone else torch.float32, torch.float32, divisor)
+    return Arithmetic(plain, dtype, dtype, divisor) if dtype in ADDED_AS_THEY_ARE else None
+
+
+def _division(op: ReduceOp, size: int) -> tuple[ReduceOp, int]:
+    """Return (the operation without division, the divisor)."""
+    return (ReduceOp.SUM, size) if op is ReduceOp.AVG else (op, 1)
 
 
 def _as_it_is(work: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ its host sends and receives in the message itself.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -100,6 +100,7 @@ class HostsPlane:
         self.max_speakers = min(map(len, topology.nodes))
         self._wire = wire
         self._topology = topology
+        self._all_alone = max(map(len, topology.nodes)) == 1
         self._name = name
         self._timeout_s = timeout_s
         self._local_rank = topology.local_rank
@@ -131,7 +132,7 @@ class HostsPlane:
         return Board(memoryview(memory.memory)[SLOTS_BYTES:], num_hosts)
 
     def _prepare(self, flat: Tensor, op: ReduceOp) -> tuple[Tensor, Arithmetic, Finish]:
-        return prepare(flat, op, self._topology.size, alone=max(map(len, self._topology.nodes)) == 1)
+        return prepare(flat, op, self._topology.size, alone=self._all_alone)
 
     # -- large messages -----------------------------------------------------------------------------
 
@@ -263,27 +264,30 @@ class HostsPlane:
 
         Every rank adds them up for itself, which takes less time than waiting for one that does.
         """
+        assert self._board is not None
         work, arithmetic, finish = self._prepare(flat, op)
+        offers = self._board.offers(work.numel(), arithmetic.partial)
         if self.node is not None:
             copy_bytes(self.node.coming_half()[self.node.rank], work.data_ptr(), work.nbytes)
         if self.talk is not None:
-            self.talk.offer = lambda place: self._add_up_here(work, arithmetic, place)
+            self.talk.offer = lambda: self._add_up_here(work, arithmetic, offers)
         yield
         if self.node is not None:
             self.node.advance()
-        assert self._board is not None
-        first, *rest = self._board.offered(work.numel(), arithmetic.partial)
-        arithmetic.across([first.clone(), *rest], work)
+        arithmetic.across_unchanged(offers, work)
         result = finish(work)
         if result.data_ptr() != flat.data_ptr():
             flat.copy_(result)
 
-    def _add_up_here(self, work: Tensor, arithmetic: Arithmetic, place: Tensor) -> int:
-        """Write what the small messages of this host's ranks add up to to `place`; return the bytes of it."""
-        pieces = [work] if self.node is None else self.node.coming_pieces(work.numel(), work.dtype)
-        nbytes = work.numel() * arithmetic.partial.itemsize
-        arithmetic.on_host(pieces, place[:nbytes].view(arithmetic.partial))
-        return nbytes
+    def _add_up_here(self, work: Tensor, arithmetic: Arithmetic, offers: Sequence[Tensor]) -> int:
+        """Write what the small messages of this host's ranks add up to into its offer; return the bytes."""
+        place = offers[self._speaker.host]
+        if self.node is None and place.dtype == work.dtype:
+            copy_bytes(place.data_ptr(), work.data_ptr(), work.nbytes)
+        else:
+            pieces = [work] if self.node is None else self.node.coming_pieces(work.numel(), work.dtype)
+            arithmetic.on_host(pieces, place)
+        return place.nbytes
 
     # -- waiting ------------------------------------------------------------------------------------
 

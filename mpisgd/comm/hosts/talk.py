@@ -8,8 +8,6 @@ one message, its check included.
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
 from mpisgd.comm.hosts.board import HEADER_BYTES, Board
 from mpisgd.comm.hosts.speaker import Speaker
 
@@ -30,14 +28,14 @@ class Talk:
         board: where the messages lie.
 
     Attributes:
-        offer: writes what this host gives into a [OFFER_BYTES] tensor of bytes and returns how many it has
-            written; asked once when the next exchange starts.
+        offer: writes what this host gives into its place on the board and returns the bytes of it; asked once
+            when the next exchange starts.
     """
 
     def __init__(self, speaker: Speaker, board: Board) -> None:
         self._speaker = speaker
         self._board = board
-        self.offer: Callable[[Tensor], int] | None = None
+        self.offer: Callable[[], int] | None = None
         self._requests: list[MPI.Request] = []
 
     def start(self, low: int, high: int) -> None:
@@ -46,7 +44,7 @@ class Talk:
         self._board.write(host, low, high)
         nbytes = HEADER_BYTES
         if self.offer is not None:
-            nbytes += self.offer(messages[host][HEADER_BYTES:])
+            nbytes += self.offer()
             self.offer = None
         mine = messages[host][:nbytes]
         self._requests = self._speaker.start(TAG, lambda _: mine, messages.__getitem__)

@@ -124,9 +124,7 @@ class SharedParameters:
                 torch._foreach_copy_(shared, [param.detach() for param in params])
 
         self._do("allocation", make_room)
-        if (
-            self._memory is not None and not shared
-        ):  # the plane has such memory: what is missing is room for more
+        if self._memory is not None and not shared:
             raise MemoryError("share_parameters: there is no shared memory for all parameters")
         self._do("first values", fill)
         self._do("in place", lambda: None)

@@ -316,6 +316,7 @@ CALLS: dict[str, Call] = {
             "overlap": either(nothing, flag),
             "error_if_nonfinite": flag,
             "check_in_sync_every": junk.natural,
+            "share_parameters": flag,
         },
     ),
     "check_in_sync": Call(

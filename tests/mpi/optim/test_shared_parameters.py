@@ -285,6 +285,13 @@ def test_a_model_is_saved_without_its_neighbours(tmp_path):
         everyone(param.untyped_storage().nbytes() == param.nbytes, "a larger storage")
     twin = copy.deepcopy(ours.model)
     everyone(digest(twin.parameters()) == digest(ours.model.parameters()), "another copy")
+    path = tmp_path / f"model-{mpisgd.rank()}"
+    torch.save(ours.model.state_dict(), path)
+    with torch.no_grad():
+        for param in twin.parameters():
+            param.zero_()
+    twin.load_state_dict(torch.load(path))
+    everyone(digest(twin.parameters()) == digest(ours.model.parameters()), "another file")
 
 
 class Slow:
@@ -521,3 +528,15 @@ def test_a_step_that_raised_leaves_all_parameters_to_the_next(here):
     ours.opt.zero_grad()
     everyone(len(params_of(ours.opt)) == 5, f"{len(params_of(ours.opt))} parameters")
     plain_step(ours, 0)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"max_norm": "1"}, {"max_norm": 0.0}, {"max_norm": 1.0, "norm_type": None}]
+)
+@pytest.mark.parametrize("shares", [False, True])
+def test_what_makes_no_norm_is_refused_before_anything_is_sent(wrong, shares):
+    _, ours = pair(share_parameters=shares)
+    ours.backward(0)
+    with raises_everywhere(mpisgd.InvalidArgument):
+        ours.opt.clip_grad_norm_(**wrong)
+    ours.opt.clip_grad_norm_(1.0)
