@@ -85,6 +85,7 @@ def test_steps_are_measured_beside_no_communication_and_ddp(tmp_path):
     assert ratios.keys() == {
         "none, in DDP's processes",
         "mpisgd",
+        "mpisgd, shared parameters",
         "mpisgd.horovod",
         "MPI, a call per tensor",
         "DDP gloo, 25 MiB buckets",
