@@ -20,7 +20,7 @@ SELECTION = " or ".join(
         "test_groups and not topology",  # there they are on one host; here test_topology.py has it
         "test_objects and world",
         "test_optimizers and not (the_comparison or instance)",
-        "test_shared_parameters and not every_optimizer",
+        "test_shared and not every_optimizer",
         "test_horovod_names",
         "test_horovod_process_sets",
         "test_horovod_join",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from verdicts import referee
 
 import mpisgd
+from mpisgd.comm.job import world
 from mpisgd.optim import plan
 
 WAYS = ("fused", "alone and overlapped")
@@ -18,3 +20,12 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
         monkeypatch.setattr(plan, "ALONE_BYTES", 5 * torch.float64.itemsize)
         monkeypatch.setitem(mpisgd.DistributedOptimizer.__init__.__kwdefaults__, "overlap", True)
     return str(request.param)
+
+
+@pytest.fixture
+def here() -> tuple[int, ...]:
+    """The ranks of this host, where these share memory."""
+    topology = world().topology
+    if any(referee().allgather(world().planes.memory is None)):  # all ranks skip, or none
+        pytest.skip("a rank that is alone on its host, or MPISGD_SHARED_MEMORY=0")
+    return topology.nodes[topology.node_rank]

@@ -118,6 +118,10 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=0.01)
+
+
 def pair(
     *,
     model: Callable[[], nn.Module] = mlp,
@@ -151,6 +155,11 @@ def pair(
         runs.append(Run(net, opt, loss, distributed, by_rank))
         runs[-1].op_sum = options.get("op") is mpisgd.ReduceOp.SUM
     return runs[0], runs[1]
+
+
+def shared_pair(**how: Any) -> tuple[Run, Run]:
+    """As `pair`; the ranks of a host have one copy of the parameters."""
+    return pair(share_parameters=True, **how)
 
 
 def check_equal_runs(

@@ -8,6 +8,7 @@ from harness import (
     ADAM_DRIFT,
     FEATURES,
     Run,
+    adam,
     batch,
     check_equal_runs,
     digest,
@@ -26,10 +27,6 @@ from mpisgd.comm.job import world
 
 SMALL = 1  # bytes: each parameter alone in its bucket
 caps = pytest.mark.parametrize("cap", [SMALL, 2**20], ids=["many buckets", "one bucket"])
-
-
-def adam(model):
-    return torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=0.01)
 
 
 # -- resetting gradients ------------------------------------------------------------------------------
