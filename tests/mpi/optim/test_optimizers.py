@@ -167,7 +167,8 @@ def test_the_comparison_fails_without_communication(name):
         check_equal_runs(alone, optimizer=optimizer, tol=tol, steps=2)
 
 
-def test_parameter_groups_added_later_are_trained_too():
+@pytest.mark.parametrize("shares", [False, True], ids=["own copies", "shared parameters"])
+def test_parameter_groups_added_later_are_trained_too(shares):
     def optimizer(model):
         return torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.9)
 
@@ -180,7 +181,7 @@ def test_parameter_groups_added_later_are_trained_too():
         run.backward(step)
         run.opt.step()
 
-    check_equal_runs(body, optimizer=optimizer)
+    check_equal_runs(body, optimizer=optimizer, share_parameters=shares)
 
 
 def test_it_is_an_instance_of_everything_it_should_be():

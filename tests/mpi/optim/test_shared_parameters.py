@@ -163,23 +163,6 @@ def test_unused_and_frozen_parameters_stay_as_they_are():
     check_equal_runs(model=Branches, loss=branched, share_parameters=True, by_rank=True)
 
 
-def test_parameter_groups_added_later_are_shared_too():
-    def optimizer(model):
-        return torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.9)
-
-    def body(run: Run, step: int) -> None:
-        if step == 5:
-            run.opt.add_param_group({"params": list(run.model[2].parameters()), "lr": 0.05})
-        if step == 9:
-            run.opt.add_param_group({"params": run.model[4].parameters(), "weight_decay": 0.1})
-        run.opt.zero_grad()
-        run.model.zero_grad()
-        run.backward(step)
-        run.opt.step()
-
-    check_equal_runs(body, optimizer=optimizer, share_parameters=True)
-
-
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
 def test_clipping_by_the_norm_of_all_gradients(norm_type):
     def body(run: Run, step: int) -> None:

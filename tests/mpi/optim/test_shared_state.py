@@ -6,18 +6,34 @@ import copy
 
 import pytest
 import torch
-from harness import ADAM_DRIFT, adam, batch, compare, digest, judge, mse, plain_step, share, shared_pair
+from harness import ADAM_DRIFT, Run, adam, batch, compare, digest, judge, mse, plain_step, share, shared_pair
 from verdicts import everyone, raises_everywhere, referee, same_on_all_ranks
 
 import mpisgd
 from mpisgd import checkpoint
 
 
-def test_state_dict_is_that_of_one_process():
+def trained_pair() -> tuple[Run, Run]:
+    """The plain run and the one with shared parameters, after three steps."""
     plain, ours = shared_pair(optimizer=adam)
     for step in range(3):
         plain_step(plain, step)
         plain_step(ours, step)
+    return plain, ours
+
+
+def check_going_on(plain: Run, ours: Run) -> None:
+    """From there on, both do the same."""
+    seen = []
+    for step in range(3, 7):
+        plain_step(plain, step)
+        plain_step(ours, step)
+        seen.append(compare(plain, ours))
+    judge(seen, ADAM_DRIFT)
+
+
+def test_state_dict_is_that_of_one_process():
+    plain, ours = trained_pair()
     wanted, got = plain.opt.state_dict(), ours.opt.state_dict()
     everyone(got["param_groups"] == wanted["param_groups"], "other groups")
     everyone(sorted(got["state"]) == sorted(wanted["state"]), f"{sorted(got['state'])}")
@@ -29,10 +45,7 @@ def test_state_dict_is_that_of_one_process():
 
 @pytest.mark.parametrize("how", ["load_state_dict", "broadcast_optimizer_state", "elastic"])
 def test_training_goes_on_from_a_state(how, here):
-    plain, ours = shared_pair(optimizer=adam)
-    for step in range(3):
-        plain_step(plain, step)
-        plain_step(ours, step)
+    plain, ours = trained_pair()
     state = copy.deepcopy(ours.opt.state_dict())
     weights = copy.deepcopy(ours.model.state_dict())
     kept = mpisgd.elastic.State(model=ours.model, optimizer=ours.opt)
@@ -49,29 +62,16 @@ def test_training_goes_on_from_a_state(how, here):
         if mpisgd.rank() == mpisgd.size() - 1:
             ours.opt.load_state_dict(state)
         mpisgd.broadcast_optimizer_state(ours.opt, mpisgd.size() - 1)
-    seen = []
-    for step in range(3, 8):
-        plain_step(plain, step)
-        plain_step(ours, step)
-        seen.append(compare(plain, ours))
-    judge(seen, ADAM_DRIFT)
+    check_going_on(plain, ours)
 
 
 def test_a_checkpoint_has_all_of_it(tmp_path):
     folder = referee().bcast(str(tmp_path))
-    plain, ours = shared_pair(optimizer=adam)
-    for step in range(3):
-        plain_step(plain, step)
-        plain_step(ours, step)
+    plain, ours = trained_pair()
     checkpoint.save(folder, step=3, model=ours.model, optimizer=ours.opt)
     plain_step(ours, 17)  # astray
     checkpoint.load(folder, model=ours.model, optimizer=ours.opt)
-    seen = []
-    for step in range(3, 6):
-        plain_step(plain, step)
-        plain_step(ours, step)
-        seen.append(compare(plain, ours))
-    judge(seen, ADAM_DRIFT)
+    check_going_on(plain, ours)
 
 
 def test_check_in_sync_sees_one_optimizer():
