@@ -233,7 +233,7 @@ def _combine_directly(pieces: Sequence[Tensor], op: ReduceOp, out: Tensor) -> Te
     if len(pieces) == 1:
         return out.copy_(pieces[0])
     call = COMBINE[op]
-    at_once = op is ReduceOp.AVG and _halves_exactly(out, len(pieces))
+    at_once = op is ReduceOp.AVG and _in_one_pass(out, len(pieces))
     total = pieces[0]
     for piece in pieces[1:-1] if at_once else pieces[1:]:
         total = call(total, piece, out=out)
@@ -242,7 +242,7 @@ def _combine_directly(pieces: Sequence[Tensor], op: ReduceOp, out: Tensor) -> Te
     return divide(out, len(pieces)) if op is ReduceOp.AVG else out
 
 
-def _halves_exactly(out: Tensor, count: int) -> bool:
+def _in_one_pass(out: Tensor, count: int) -> bool:
     """Return whether to add and divide in one pass: for a small message that takes longer than two."""
     return out.numel() >= AT_ONCE_NUMEL and count & (count - 1) == 0 and out.is_floating_point()
 

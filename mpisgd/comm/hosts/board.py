@@ -46,10 +46,10 @@ class Board:
         return lowest, highest
 
     def offers(self, numel: int, dtype: torch.dtype) -> Sequence[Tensor]:
-        """Return where each host's offer lies, [numel] each, until the next operation; to be read only.
+        """Return where each host's offer lies, [numel] each, until the next operation.
 
-        The first rank of a host writes its own, before the exchange begins. Many are remembered: making them
-        anew takes longer than adding them up.
+        The first rank of a host writes its own before the exchange begins; nobody else writes there. Many are
+        remembered: making them anew takes longer than adding them up.
         """
         found = self._known.get((numel, dtype))
         if found is None:
