@@ -331,6 +331,16 @@ def test_the_norm_of_some_gradients_is_an_error_and_no_number(here):
     everyone("optimizer.clip_grad_norm_()" in caught.text and "is on rank" in caught.text, caught.text)
 
 
+def test_a_scaler_that_looks_at_all_gradients_is_refused(here):
+    """It would find infinities on one rank and not on another, and skip the step there alone."""
+    _, ours = shared_pair()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(ours.loss(0)).backward()
+    with raises_everywhere(mpisgd.InvalidArgument) as caught:
+        scaler.step(ours.opt)
+    everyone("is on rank" in caught.text, caught.text)
+
+
 @pytest.mark.parametrize(
     "move",
     [
