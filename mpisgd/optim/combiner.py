@@ -57,10 +57,10 @@ class Combiner:
 
     def combine(self, flat: Tensor, carrier: Carrier) -> None:
         """Reduce what a carrier holds."""
-        op, plane = self.op, self._group.plane or self._group.hosts
         if carrier.owner is not None:
             self._bring_to_owners([carrier], [flat])
             return
+        op, plane = self.op, self._group.plane or self._group.hosts
         if carrier.region is not None and plane is not None:
             plane.all_reduce_region(carrier.region, op)
         elif carrier.on_plane and self._group.hosts is not None:

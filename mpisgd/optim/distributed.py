@@ -204,11 +204,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             group: the ranks that train together, all of the job by default.
         """
         members = group_or_world(group)
-        agree_on("rebuild", self._window.reducer.named, members, extra=self._options)
-        self._spans_job = group is None
-        super().zero_grad(set_to_none=True)
+        whole = self._own is None or self._own.has_whole_state
+        extra = self._options + ("" if whole else ", with a part of the state")
+        agree_on("rebuild", self._window.reducer.named, members, extra=extra)
         if self._own is not None:
             self._own.move_to(self._window.reducer.named, members)
+        self._spans_job = group is None
+        super().zero_grad(set_to_none=True)
         self._window.move_to(members, self._shared)
 
     @contextlib.contextmanager

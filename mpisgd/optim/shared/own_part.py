@@ -46,9 +46,10 @@ class OwnPart:
         """Share the parameters, as they are now, with other ranks. Collective over `group`.
 
         Raises:
-            InvalidArgument: ranks have the state of their own parameters only, and these change.
+            InvalidArgument: ranks have the state of their own parameters only, and these change. On all of
+                them, if all have agreed on `has_whole_state`.
         """
-        if self.parameters.divided and not self._whole:
+        if not self.has_whole_state:
             raise InvalidArgument(
                 "DistributedOptimizer: the ranks change, and with share_parameters=True each has the state "
                 "of its own parameters only; call load_state_dict() with that of all of them before"
@@ -108,12 +109,17 @@ class OwnPart:
 
     # -- its state ----------------------------------------------------------------------------------
 
+    @property
+    def has_whole_state(self) -> bool:
+        """Whether this rank has the state of all parameters."""
+        return self._whole
+
     def loaded_state(self) -> None:
         """Note that the optimizer has the state of all parameters."""
         self._whole = True
 
     def _drop_states(self) -> None:
-        if self._whole:
+        if self._whole and self.parameters.divided:
             self._whole = False
             for param in self._params():
                 if not self.parameters.owns(param):

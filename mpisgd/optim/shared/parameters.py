@@ -48,7 +48,7 @@ class SharedParameters:
         self._memory = group.planes.memory
         self._rank = 0 if self._memory is None else self._memory.rank
         self._loads = [0] * (1 if self._memory is None else self._memory.size)
-        self._named: list[tuple[str, Tensor]] = []
+        self._names: list[str] = []
         self._addresses: list[int] = []
         self._params: list[Tensor] = []
         self._absent: list[tuple[Tensor, AbsentGradient]] = []
@@ -72,7 +72,7 @@ class SharedParameters:
         Raises:
             UnsupportedTensor, InvalidArgument: found before anything is moved.
         """
-        new = named[len(self._named) :]
+        new = named[len(self._params) :]
         check_shareable(named)
         owners = assign([param.nbytes for _, param in new], self._loads)
         if new and (self._group.plane is not None or self._group.hosts is not None):
@@ -83,7 +83,7 @@ class SharedParameters:
             if owner != self._rank:
                 self._absent.append((param, AbsentGradient(param, self._why(name, owner))))
                 self._others.add(id(param))
-        self._named += new
+        self._names += [name for name, _ in new]
         self.owners += owners
         self._addresses += [param.data_ptr() for _, param in new]
 
@@ -140,7 +140,7 @@ class SharedParameters:
         addresses = [param.data_ptr() for param in self._params]
         if addresses == self._addresses:
             return
-        for (name, _), here, address in zip(self._named, addresses, self._addresses, strict=True):
+        for name, here, address in zip(self._names, addresses, self._addresses, strict=True):
             if here != address:
                 raise InvalidArgument(
                     f"DistributedOptimizer: {name} is no longer where share_parameters=True has put it; "

@@ -108,6 +108,18 @@ def test_other_ranks_take_over():
     everyone(all(torch.allclose(a, b, rtol=0, atol=ADAM_DRIFT) for a, b in pairs), "they differ")
 
 
+def test_ranks_with_the_whole_state_do_not_wait_for_one_with_a_part(here):
+    _, ours = shared_pair(optimizer=adam)
+    plain_step(ours, 0)
+    whole = ours.opt.state_dict()
+    if mpisgd.rank() != 0:
+        ours.opt.load_state_dict(whole)
+    with raises_everywhere(mpisgd.CollectiveMismatch) as caught:
+        ours.opt.rebuild()
+    everyone("a part of the state" in caught.text, caught.text)
+    plain_step(ours, 1)
+
+
 def test_ranks_may_not_leave_with_parts_of_the_state(here):
     _, ours = shared_pair(optimizer=adam)
     plain_step(ours, 0)
