@@ -60,6 +60,7 @@ HEARTBEAT = {
 }
 # At its end MPI meets all ranks that were ever started; now and then it waits for lost ones for ever.
 NO_MEETING_AT_THE_END = {"OMPI_MCA_async_mpi_finalize": "1"}
+FABRICS = ("infiniband", "cxi")  # as Linux sorts their devices
 BUILT_IN_PROFILE = "built-in"
 GPU_CHOICES = ("auto", "nccl", "mpi")
 # The exit code of a job that was told to stop and has saved its state, as HTCondor's manual has it. None of
@@ -205,7 +206,11 @@ def _quota_cores() -> int:
 
 
 def mpi_defaults(
-    env: Mapping[str, str] = os.environ, *, cores: int | None = None, local_size: int | None = None
+    env: Mapping[str, str] = os.environ,
+    *,
+    cores: int | None = None,
+    local_size: int | None = None,
+    fabric: bool | None = None,
 ) -> dict[str, str]:
     """Return the MPI settings mpisgd wants and the user has not chosen; they must be set before MPI starts.
 
@@ -215,6 +220,8 @@ def mpi_defaults(
     - Where losses are survived, hosts send each other heartbeats: of a dead one nobody else would tell. And
       MPI's end meets nobody; ours has met those that are left.
     - On one host Open MPI's TCP transport is of no use, but listens on every address of the host.
+    - Its OFI transport sleeps for a second before it says that it has nothing to do, as it has not without a
+      fabric such as InfiniBand.
     """
     cores = available_cores() if cores is None else cores
     local_size = launcher_local_size(env) if local_size is None else local_size
@@ -226,7 +233,9 @@ def mpi_defaults(
     if fault_tolerance(env) and local_size != launcher_size(env):
         wanted |= HEARTBEAT
     if not _needs_network(env):
-        wanted["OMPI_MCA_btl"] = "^tcp"
+        wanted["OMPI_MCA_btl"] = "^tcp,ofi"
+    elif not (_has_fabric() if fabric is None else fabric):
+        wanted["OMPI_MCA_btl"] = "^ofi"
     return {name: value for name, value in wanted.items() if name not in env}
 
 
@@ -241,6 +250,11 @@ def _needs_network(env: Mapping[str, str]) -> bool:
         return False
     size, local_size = (env.get(f"OMPI_COMM_WORLD_{name}") for name in ("SIZE", "LOCAL_SIZE"))
     return size is None or size != local_size or fault_tolerance(env)
+
+
+def _has_fabric(devices: Path = Path("/sys/class")) -> bool:
+    """Return whether this host has a network that is more than Ethernet: InfiniBand, EFA, Slingshot."""
+    return any(any((devices / kind).glob("*")) for kind in FABRICS)
 
 
 def set_mpi_defaults(env: MutableMapping[str, str] = os.environ) -> dict[str, str]:

@@ -123,12 +123,34 @@ def test_settings_of_the_user_stand():
     ids=["alone", "one host", "two hosts", "slurm", "fault tolerance"],
 )
 def test_open_mpi_listens_where_it_may_need_to(env, listens):
-    assert (config.mpi_defaults(env, cores=8).get("OMPI_MCA_btl") != "^tcp") == listens
+    left_out = config.mpi_defaults(env, cores=8).get("OMPI_MCA_btl", "")
+    assert ("tcp" not in left_out) == listens
+
+
+@pytest.mark.parametrize("fabric", [True, False])
+@pytest.mark.parametrize("local_size", [1, 2, 4])
+def test_open_mpi_looks_for_fabrics_where_there_may_be_one(fabric, local_size):
+    """It takes a second to find none; on one host it needs none."""
+    env = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": str(local_size)}
+    left_out = config.mpi_defaults(env, cores=8, fabric=fabric).get("OMPI_MCA_btl", "")
+    assert ("ofi" not in left_out) == (fabric and local_size < 4)
+
+
+def test_a_fabric_is_known_by_its_devices(tmp_path):
+    assert not config._has_fabric(tmp_path)
+    (tmp_path / "infiniband").mkdir()  # its driver is there, no card is
+    assert not config._has_fabric(tmp_path)
+    (tmp_path / "infiniband" / "mlx5_0").mkdir()
+    assert config._has_fabric(tmp_path)
 
 
 def test_set_mpi_defaults_tells_what_it_set():
-    env = {"OMPI_COMM_WORLD_LOCAL_SIZE": "100000"}
-    assert config.set_mpi_defaults(env) == {"OMPI_MCA_osc": "^ucx", "OMPI_MCA_mpi_yield_when_idle": "1"}
+    env = {"OMPI_COMM_WORLD_LOCAL_SIZE": "100000", "OMPI_COMM_WORLD_SIZE": "100000"}
+    assert config.set_mpi_defaults(env) == {
+        "OMPI_MCA_osc": "^ucx",
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+        "OMPI_MCA_btl": "^tcp,ofi",
+    }
     assert config.set_mpi_defaults(env) == {}
 
 
