@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable
@@ -42,8 +43,8 @@ FOR_EVEN_SIZES = (
 # Two ranks say all that there is to say; with --long, one rank does too.
 FOR_TWO = ("tests/mpi/arguments",)
 
-# What keeps one core busy, where it runs in one process: another such stage can have the other core.
-SIDE_BY_SIDE = ("tests/unit", "tests/mpi")
+# A stage waits for processes to start and for ranks to come; another one uses the cores meanwhile.
+SIDE_BY_SIDE = 2
 
 # What each rank runs: the launcher's variable tells the rank before MPI has started.
 RANK_COMMAND = """
@@ -82,16 +83,16 @@ class Stage:
 def plan(
     *, quick: bool = False, mpi: str = "mpich", big: bool = False, long: bool = False, gpu: bool = False
 ) -> list[Stage]:
-    """The stages in order, cheap ones first; `mpi` is the second MPI library, or "none"."""
-    stages = [Stage("unit", ("tests/unit",))]
-    stages += [mpi_stage(size, whole=long or size % 2 == 0) for size in ((2, 3) if quick else (1, 2, 3, 4))]
+    """The stages, those that take long first; `mpi` is the second MPI library, or "none"."""
+    stages = [] if quick else [Stage("launch", ("tests/launch",), limit_s=1800)]
+    stages += [mpi_stage(size, whole=long or size % 2 == 0) for size in ((3, 2) if quick else (4, 3, 2, 1))]
+    stages += [Stage("unit", ("tests/unit",))]
     if gpu:  # alone by NCCL, two that share it through host memory
         stages += [Stage(f"gpu {size}", ("tests/gpu",), size) for size in (1, 2)]
     if not quick:
+        stages += [Stage("cluster", ("tests/cluster",)), Stage("faults", ("tests/faults",))]
         stages += [Stage("messages 3", SHORT_SET, 3, settings=(("MPISGD_SHARED_MEMORY", "0"),))]
         stages += [Stage(f"algorithms {size}", (ALGORITHM_TESTS,), size) for size in (5, 8)]
-        stages += [Stage("launch", ("tests/launch",), limit_s=1200), Stage("cluster", ("tests/cluster",))]
-        stages += [Stage("faults", ("tests/faults",))]
         if mpi != "none":  # three ranks: no power of two
             stages += [Stage(f"{mpi} 3", ("tests/mpi",) if long else SHORT_SET, 3, f".venv-{mpi}")]
         if big:
@@ -128,10 +129,12 @@ def command(stage: Stage) -> list[str]:
 def environment(stage: Stage) -> dict[str, str]:
     """The environment of a stage: its own MPI first, more ranks than cores allowed (Open MPI 5, 4).
 
-    Compiled files are kept: a stage starts hundreds of processes, and each would compile all again.
+    Compiled files are kept: a stage starts hundreds of processes, and each would compile all again. Ranks
+    that wait leave their core to the stage beside them.
     """
     return {
         **{name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"},
+        **({"OMPI_MCA_mpi_yield_when_idle": "1"} if stage.size else {}),
         **dict(stage.settings),
         "PATH": f"{ROOT / stage.venv / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "MPISGD_TEST_OUTPUT": str(stage.output),
@@ -150,6 +153,16 @@ def stop(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
+running: dict[str, subprocess.Popen[bytes]] = {}
+interrupted = threading.Event()
+
+
+def show_running() -> None:
+    """Say on a terminal what runs; the line of the next stage that ends takes its place."""
+    if sys.stdout.isatty():
+        print(f"{', '.join(running)} ...", end="\r", flush=True)
+
+
 def execute(stage: Stage) -> str | None:
     """Run a stage; what went wrong with the run as a whole, if anything did."""
     shutil.rmtree(stage.output, ignore_errors=True)
@@ -164,14 +177,15 @@ def execute(stage: Stage) -> str | None:
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
+        running[stage.name] = process
+        show_running()
         try:
             status = process.wait(timeout=stage.limit_s)
         except subprocess.TimeoutExpired:
             stop(process)
             return f"no end within {stage.limit_s} s"
-        except BaseException:
-            stop(process)
-            raise
+        finally:
+            del running[stage.name]
     return f"exit code {status}" if status else None
 
 
@@ -221,17 +235,22 @@ def show_log(log: Path, num_lines: int) -> None:
 
 
 def run_stages(stages: list[Stage]) -> list[tuple[Stage, dict[str, str]]]:
-    """Run all stages, one after the other; those of a single process side by side, before the others."""
-    alone = [stage for stage in stages if stage.size <= 1 and stage.paths[0] in SIDE_BY_SIDE]
-    with concurrent.futures.ThreadPoolExecutor(max(1, len(alone))) as pool:
-        results = list(zip(alone, pool.map(run_stage, alone), strict=True))
-    return results + [(stage, run_stage(stage)) for stage in stages if stage not in alone]
+    """Run all stages, some side by side; where that is interrupted, what runs is stopped."""
+    with concurrent.futures.ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+        try:
+            return list(zip(stages, pool.map(run_stage, stages), strict=True))
+        except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # nobody need ask twice
+            interrupted.set()
+            for process in list(running.values()):
+                stop(process)
+            sys.exit("interrupted")
 
 
 def run_stage(stage: Stage) -> dict[str, str]:
     """Run one stage and print its line; the outcome of each of its tests."""
-    if sys.stdout.isatty():
-        print(f"{stage.name} ...", end="\r", flush=True)
+    if interrupted.is_set():
+        return {}
     start = time.monotonic()
     problem = execute(stage)
     reports = sorted(stage.output.glob("rank-*.xml"))
@@ -243,8 +262,9 @@ def run_stage(stage: Stage) -> dict[str, str]:
         joined[f"{stage.name}: {problem}"] = "failed"
     took_s = time.monotonic() - start
     print(f"{stage.name:<14}{count(joined)}  {took_s:6.1f} s" + f"  ({problem})" * bool(problem), flush=True)
-    if problem:
+    if problem and not interrupted.is_set():
         show_logs(stage)
+    show_running()
     return joined
 
 
