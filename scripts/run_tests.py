@@ -178,6 +178,8 @@ def execute(stage: Stage) -> str | None:
             start_new_session=True,
         )
         running[stage.name] = process
+        if interrupted.is_set():
+            stop(process)
         show_running()
         try:
             status = process.wait(timeout=stage.limit_s)

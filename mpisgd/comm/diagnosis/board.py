@@ -1,8 +1,8 @@
 """`Board`: question and answer among the ranks of a host, in shared memory.
 
 Each rank has a page of words and room for an answer. Who asks writes the time into the word ASKED of those it
-asks, and wakes them; the time stamp that an answer carries tells which questions it answers. An answer is for
-everyone, so any number of ranks may ask at once and need not know of each other.
+asks, and wakes them; an answer carries the time at which it was begun, and answers what was asked before. It
+is for everyone, so any number of ranks may ask at once and need not know of each other.
 """
 
 import mmap
@@ -85,6 +85,14 @@ class Board:
         """Return the stamp of the last question to this rank; what `sleep` compares."""
         return self._words[self._word(self.mine, ASKED)]
 
+    def stamp_of_answer(self) -> int:
+        """Return the stamp of an answer that is begun now, after a look at `asked`.
+
+        Of two ranks that ask at once, one may write its older stamp over the other's. That question was
+        asked before now, too.
+        """
+        return max(self.asked(), time.monotonic_ns())
+
     def sleep(self, asked: int, limit_s: float) -> None:
         """Sleep until somebody asks, not at all if somebody has since `asked`."""
         if self._bell.available:
@@ -97,7 +105,7 @@ class Board:
         self.ask([self.mine])
 
     def answer(self, text: bytes, stamp: int) -> None:
-        """Put down the answer to all that was asked up to `stamp`; at most ANSWER_BYTES."""
+        """Put down the answer to all that was asked up to `stamp`, its own; at most ANSWER_BYTES."""
         words, start = self._words, self._room(self.mine)
         words[self._word(self.mine, CHECKSUM)] = 2**32  # no checksum: what is read meanwhile does not count
         self._bytes[start : start + len(text)] = text

@@ -258,10 +258,9 @@ class Watch:
                     self._post.give(question, [self.look(), *gathering.finish()])
 
     def _answer_host(self) -> None:
-        asked = self.board.asked()
-        if asked > self._answered:
-            self._answered = asked
-            self.board.answer(_fitting(self.look()), asked)
+        if self.board.asked() > self._answered:
+            self._answered = self.board.stamp_of_answer()
+            self.board.answer(_fitting(self.look()), self._answered)
 
     def close(self) -> None:
         """Answer no more. Not collective."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import threading
 
-from mpisgd.comm.diagnosis.board import ANSWER_BYTES, SHARE_BYTES, VERDICT_BYTES, Board
+from mpisgd.comm.diagnosis.board import ANSWER_BYTES, ASKED, SHARE_BYTES, VERDICT_BYTES, Board
 from mpisgd.comm.node.segment import Segment
 
 PAGES = -(-SHARE_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -28,6 +28,19 @@ def test_an_answer_counts_for_what_was_asked_before_it():
     assert mine.answer_of(1, later) is None
     other.answer(b"not any more", other.asked())
     assert mine.answer_of(1, later) == b"not any more"
+
+
+def test_of_two_that_ask_at_once_both_are_answered(monkeypatch):
+    """The first has read the word ASKED before the second writes there, and writes over its stamp."""
+    first, second, other = boards(3)
+    now = iter([100, 105])
+    with monkeypatch.context() as patch:
+        patch.setattr("time.monotonic_ns", lambda: next(now))
+        early, late = first.ask([2]), second.ask([2])
+    first._words[first._word(2, ASKED)] = early
+    assert other.asked() == early < late
+    other.answer(b"all is well", other.stamp_of_answer())
+    assert first.answer_of(2, early) == second.answer_of(2, late) == b"all is well"
 
 
 def test_an_answer_that_is_half_written_is_not_taken():
