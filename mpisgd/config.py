@@ -17,6 +17,7 @@ __all__ = [
     "PREEMPTED",
     "available_cores",
     "cache_folder",
+    "cross_memory",
     "default_threads",
     "fault_tolerance",
     "gpu",
@@ -144,9 +145,19 @@ def _seconds(name: str, default: float, env: Mapping[str, str]) -> tuple[float, 
 
 def shared_memory(env: Mapping[str, str] = os.environ) -> bool:
     """Return whether ranks of a host may use shared memory (MPISGD_SHARED_MEMORY, default 1)."""
-    text = env.get("MPISGD_SHARED_MEMORY", "1")
+    return _switch("MPISGD_SHARED_MEMORY", env)
+
+
+def cross_memory(env: Mapping[str, str] = os.environ) -> bool:
+    """Return whether ranks of a host may reach into each other's memory (MPISGD_CROSS_MEMORY, default 1)."""
+    return _switch("MPISGD_CROSS_MEMORY", env)
+
+
+def _switch(name: str, env: Mapping[str, str]) -> bool:
+    """Return a setting that is on unless it is 0."""
+    text = env.get(name, "1")
     if text not in ("0", "1"):
-        raise InvalidArgument(f"MPISGD_SHARED_MEMORY={text!r}: expected 0 or 1")
+        raise InvalidArgument(f"{name}={text!r}: expected 0 or 1")
     return text == "1"
 
 

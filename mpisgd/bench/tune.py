@@ -94,14 +94,20 @@ def _mine(groups: Sequence[Group]) -> Group | None:
     return next((group for group in groups if group.rank >= 0), None)
 
 
-def ways(ranks_per_host: Sequence[int], *, plane: bool) -> list[Way]:
-    """Return what is worth measuring there; `plane`: whether the ranks of a host share memory."""
+def ways(ranks_per_host: Sequence[int], *, plane: bool, direct: bool = False) -> list[Way]:
+    """Return what is worth measuring there.
+
+    Args:
+        ranks_per_host: of the ranks.
+        plane: whether those of a host share memory.
+        direct: whether they can reach each other's.
+    """
     names = ["mpi", "all_to_all"]
     if len(ranks_per_host) > 1:
         names += ["ring", "halving_doubling"]
         ours = [("hierarchical", speakers) for speakers in sorted({1, min(ranks_per_host)})]
     else:
-        ours = [("node", 1)]
+        ours = [("node", 1), *([("direct", 1)] if direct else [])]
     known = [*(ours if plane else []), *((name, 1) for name in names)]
     reducing = [Way(name, half, speakers) for half in DTYPES for name, speakers in known]
     if len(ranks_per_host) > 1 or not plane:
@@ -151,7 +157,8 @@ def _free_choice(group: Group | None) -> Iterator[None]:
 
 def _pass(place: Arena, budget_s: float, last_bytes: int, best: Best, tell: Tell) -> None:
     """Go through the sizes once, as far as the time suffices; put better medians into `best`."""
-    wanted = ways(place.ranks_per_host, plane=_everywhere(_has_plane(place.group)))
+    plane, direct = _everywhere(_has_plane(place.group)), _everywhere(_can_go_direct(place.group))
+    wanted = ways(place.ranks_per_host, plane=plane, direct=direct)
     sizes = powers(FIRST_BYTES, max(last_bytes, LEAST_BYTES), FACTOR)
     used_s = 0.0
     for done, nbytes in enumerate(sizes):
@@ -190,6 +197,10 @@ def _fastest(wanted: Sequence[Way], best: Best, nbytes: int, purpose: tuple[str,
 
 def _has_plane(group: Group | None) -> bool:
     return group is None or group.plane is not None or group.hosts is not None
+
+
+def _can_go_direct(group: Group | None) -> bool:
+    return group is None or (group.plane is not None and group.plane.direct is not None)
 
 
 def _everywhere(condition: bool) -> bool:

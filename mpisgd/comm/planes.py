@@ -10,6 +10,7 @@ from mpisgd.comm.handshake import Spread
 from mpisgd.comm.hosts.plane import MEMORY_BYTES, HostsPlane
 from mpisgd.comm.hosts.spread import HostsSpread
 from mpisgd.comm.hosts.talk import Talk
+from mpisgd.comm.node.cross_memory import open_cross_memory
 from mpisgd.comm.node.plane import STAGING_BYTES, NodePlane
 from mpisgd.comm.node.segment import Segment, open_segment
 from mpisgd.comm.node.spread import NodeSpread
@@ -80,7 +81,8 @@ def _open_memory(
     more = open_segment(local, MEMORY_BYTES) if several_hosts else None
     if staging is None or (several_hosts and more is None):
         return None, None
-    return NodePlane(local, staging, name=name, timeout_s=timeout_s), more
+    memory = open_cross_memory(local)
+    return NodePlane(local, staging, memory, name=name, timeout_s=timeout_s), more
 
 
 def _between_hosts(wire: "Wire", topology: Topology, hosts: HostsPlane) -> HostsSpread:

@@ -46,7 +46,9 @@ def test_a_profile_is_measured_and_found_by_the_next_job(tmp_path):
     (measured,) = read(path).measured
     assert measured.ranks_per_host == (2,)
     ways = {(curve.algorithm, curve.half) for curve in measured.curves if curve.collective == "all_reduce"}
-    assert ways == {(name, half) for name in ("node", "mpi", "all_to_all") for half in (False, True)}
+    always = {(name, half) for name in ("node", "mpi", "all_to_all") for half in (False, True)}
+    assert ways - always in (set(), {("direct", False), ("direct", True)})  # where the ranks can
+    assert ways >= always
     others = {(c.collective, c.algorithm, c.half) for c in measured.curves} - {
         ("all_reduce", *w) for w in ways
     }

@@ -17,13 +17,14 @@ from mpisgd.comm.handshake import Operation
 from mpisgd.comm.hosts.plane import HostsPlane
 from mpisgd.comm.job import group_or_world
 from mpisgd.comm.node import reduction
+from mpisgd.comm.node.direct import all_reduce_direct
 from mpisgd.comm.node.plane import NodePlane
 from mpisgd.comm.work import Work
 from mpisgd.errors import InvalidArgument
 
 __all__ = ["all_reduce", "choose_algorithm", "reduce_flat", "reduce_tensor"]
 
-CHOICES: Sequence[str] = ("auto", "mpi", "node", "hierarchical", *ALGORITHMS)
+CHOICES: Sequence[str] = ("auto", "mpi", "node", "direct", "hierarchical", *ALGORITHMS)
 MAX_KNOWN_CALLS = 1024
 ALGORITHM_TEXT = {name: f"algorithm={name}" for name in CHOICES}
 
@@ -45,11 +46,12 @@ def all_reduce(
         op: elementwise combination; AVG is SUM divided by `group.size`.
         group: defaults to all processes of the job.
         async_op: return at once with a `Work`; leave the tensor alone until its `wait()`.
-        algorithm: `mpi` (MPI_Allreduce), `node` (shared memory, for ranks of one host), `hierarchical`
-            (shared memory on each of several hosts, messages between them), `ring`, `halving_doubling`,
-            `reduce_broadcast`, `all_to_all`, or `auto`. float16 and bfloat16 are summed in float32 by all of
-            them and rounded once; `node` and `all_to_all` move the halves themselves, `hierarchical` float32
-            on the first half of the way between hosts, the others float32. For tensors on a GPU `auto` is
+        algorithm: `mpi` (MPI_Allreduce), `node` (shared memory, for ranks of one host), `direct` (in each
+            other's memory, the same), `hierarchical` (shared memory on each of several hosts, messages
+            between them), `ring`, `halving_doubling`, `reduce_broadcast`, `all_to_all`, or `auto`. float16
+            and bfloat16 are summed in float32 by all of them and rounded once; `node`, `direct` and
+            `all_to_all` move the halves themselves, `hierarchical` float32 on the first half of the way
+            between hosts, the others float32. For tensors on a GPU `auto` is
             NCCL where there is one; any other goes through host memory.
 
     Raises:
@@ -65,7 +67,7 @@ def all_reduce(
     if asked == "auto" and (direct := direct_of(group, operation, tensor, op=op)) is not None:
         return direct.all_reduce(operation, tensor, op, async_op)
     if plane is not None and not goes_in_chunks(tensor):
-        steps = _on_plane(plane, tensor, op)
+        steps = _on_plane(plane, tensor, op, algorithm)
         return run_in_steps(group, plane, operation, steps, tensors=[tensor], async_op=async_op)
 
     return run(
@@ -97,7 +99,7 @@ def _call(group: Group, tensor: Tensor, op: ReduceOp, algorithm: str) -> _Call:
     op = check_op("all_reduce", op, tensor.dtype)
     algorithm = choose_algorithm(group, algorithm, tensor)
     operation = operation_on("all_reduce", tensor, op=op, extra=ALGORITHM_TEXT[algorithm])
-    plane = {"node": group.plane, "hierarchical": group.hosts}.get(algorithm)
+    plane = {"node": group.plane, "direct": group.plane, "hierarchical": group.hosts}.get(algorithm)
     call = _Call(operation, op, algorithm, plane)
     if key is not None:
         if len(group.known_calls) >= MAX_KNOWN_CALLS:
@@ -106,13 +108,16 @@ def _call(group: Group, tensor: Tensor, op: ReduceOp, algorithm: str) -> _Call:
     return call
 
 
-def _on_plane(plane: NodePlane | HostsPlane, tensor: Tensor, op: ReduceOp) -> Iterator[None]:
+def _on_plane(plane: NodePlane | HostsPlane, tensor: Tensor, op: ReduceOp, algorithm: str) -> Iterator[None]:
     landing = Landing(tensor, keep=True)  # made when it is our turn: another operation may write it before
-    if isinstance(plane, NodePlane):
-        yield from reduction.all_reduce(plane, landing.flat, op)
-    else:
-        yield from plane.all_reduce(landing.flat, op)
+    yield from _steps(plane, landing.flat, op, algorithm)
     landing.settle()
+
+
+def _steps(plane: NodePlane | HostsPlane, flat: Tensor, op: ReduceOp, algorithm: str) -> Iterator[None]:
+    if not isinstance(plane, NodePlane):
+        return plane.all_reduce(flat, op)
+    return (all_reduce_direct if algorithm == "direct" else reduction.all_reduce)(plane, flat, op)
 
 
 def choose_algorithm(group: Group, algorithm: str, tensor: Tensor) -> str:
@@ -126,6 +131,11 @@ def choose_algorithm(group: Group, algorithm: str, tensor: Tensor) -> str:
             f"all_reduce: algorithm='node' needs shared memory; the {group.size} ranks of group "
             f"'{group.name}' are on {group.topology.num_nodes} host(s) or cannot have it"
         )
+    if algorithm == "direct" and not _can_go_direct(group):
+        raise InvalidArgument(
+            f"all_reduce: algorithm='direct' needs ranks on one host that may reach each other's memory; the "
+            f"{group.size} ranks of group '{group.name}' are on {group.topology.num_nodes} host(s) or may not"
+        )
     if algorithm == "hierarchical" and group.hosts is None:
         raise InvalidArgument(
             f"all_reduce: algorithm='hierarchical' needs several hosts; group '{group.name}' has "
@@ -137,13 +147,18 @@ def choose_algorithm(group: Group, algorithm: str, tensor: Tensor) -> str:
     return group.costs.choose(_candidates(group, half), tensor.nbytes, half)
 
 
+def _can_go_direct(group: Group) -> bool:
+    return group.plane is not None and group.plane.direct is not None
+
+
 def _candidates(group: Group, half: bool) -> tuple[str, ...]:
     """Return what `auto` may take, the best guess first where nothing was measured.
 
     MPI would get half types as float32, so they go through what adds them by itself.
     """
     if group.plane is not None:
-        return ("node",) if half else ("node", "mpi")
+        ours = ("node", "direct") if _can_go_direct(group) else ("node",)
+        return ours if half else (*ours, "mpi")
     if group.hosts is not None:
         return ("hierarchical", "all_to_all") if half else ("hierarchical", "mpi")
     return ("all_to_all",) if half else ("mpi",)
@@ -165,9 +180,9 @@ def reduce_flat(group: Group, flat: Tensor, op: ReduceOp, algorithm: str) -> Non
     if algorithm == "mpi":
         work, name, finish = for_mpi(flat, op, group.size)
         group.lane.wire.all_reduce(work, name)
-    elif algorithm == "node":
+    elif algorithm in ("node", "direct"):
         assert group.plane is not None
-        group.plane.go_on(reduction.all_reduce(group.plane, flat, op))
+        group.plane.go_on(_steps(group.plane, flat, op, algorithm))
         return
     elif algorithm == "hierarchical":
         assert group.hosts is not None

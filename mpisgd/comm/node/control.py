@@ -18,8 +18,9 @@ __all__ = ["CONTROL_BYTES", "ControlBlock"]
 CONTROL_BYTES = PAGE  # at the beginning of every rank's share; a page of its own, so a cache line of its own
 WORD_BYTES = 8
 # Words, in cache lines of their own: the count of arrivals; two digests, used in turn; the count of what a
-# speaker has finished; the verdict of other hosts with the number of its turn.
-ARRIVALS, DIGESTS, FINISHED, VERDICT = 0, 8, 16, 24
+# speaker has finished; the verdict of other hosts with the number of its turn; whether it writes into others'
+# memory; whether it has left an operation before its end; an address.
+ARRIVALS, DIGESTS, FINISHED, VERDICT, WRITES, HAS_LEFT, OFFER = 0, 8, 16, 24, 32, 40, 48
 
 _STORES_IN_ORDER = platform.machine() in ("x86_64", "AMD64", "i686")
 _fence = threading.Lock()
@@ -110,6 +111,37 @@ class ControlBlock:
             if (seen := words[other + place]) != low:
                 low, high = min(low, seen), max(high, seen)
         return low, high
+
+    # -- see `mpisgd.comm.node.exposure` ----------------------------------------------------------------
+
+    def begin_writing(self) -> bool:
+        """Say that this rank writes into the memory of others; False if one of them has left."""
+        self._words[self._mine + WRITES] = 1
+        for other in self._others:
+            if self._words[other + HAS_LEFT]:
+                self.end_writing()
+                return False
+        return True
+
+    def end_writing(self) -> None:
+        """Say that this rank does not."""
+        self._words[self._mine + WRITES] = 0
+
+    def somebody_writes(self) -> bool:
+        """Return whether another rank says that it does."""
+        return any(self._words[other + WRITES] for other in self._others)
+
+    def say_left(self) -> None:
+        """Say that nobody may write into this rank's memory any more."""
+        self._words[self._mine + HAS_LEFT] = 1
+
+    def offer(self, address: int) -> None:
+        """Show the others an address: they look after the next meeting, and meet again after that."""
+        self._words[self._mine + OFFER] = address
+
+    def offers(self) -> list[int]:
+        """Return what everyone shows."""
+        return [self._words[rank + OFFER] for rank in self._all]
 
     # -- what only groups on several hosts need: the first ranks of a host speak for the others ---------
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mpisgd.comm.algorithms.link import split_evenly
 from mpisgd.comm.dtypes import ReduceOp, combine_in_rank_order
-from mpisgd.comm.node.streams import copy_bytes
+from mpisgd.comm.node.streams import bring_near, copy_bytes
 
 __all__ = ["Move", "Parts", "parts_of"]
 
@@ -82,6 +82,7 @@ class Parts(NamedTuple):
         combine_in_rank_order(self._pieces(mine), op, out=self.staged[0])
 
     def _pieces(self, mine: Tensor) -> list[Tensor]:
+        bring_near(mine)
         return [*self.staged[: self.rank], mine, *self.staged[self.rank + 1 :]]
 
     def take(self, address: int) -> None:

@@ -12,10 +12,13 @@ from torch import Tensor
 
 from mpisgd.comm.dtypes import ReduceOp, combine_in_rank_order
 from mpisgd.comm.node.control import CONTROL_BYTES, ControlBlock
+from mpisgd.comm.node.cross_memory import CrossMemory
+from mpisgd.comm.node.direct import Direct
+from mpisgd.comm.node.exposure import Exposure
 from mpisgd.comm.node.parts import Parts, parts_of
 from mpisgd.comm.node.region import Region, RegionChunk
 from mpisgd.comm.node.segment import HALF_BYTES, Segment, open_segment
-from mpisgd.comm.node.streams import copy_bytes
+from mpisgd.comm.node.streams import bring_near, copy_bytes
 from mpisgd.errors import CollectiveTimeout
 
 if TYPE_CHECKING:
@@ -36,6 +39,7 @@ class NodePlane:
     Args:
         wire: a communicator of these ranks.
         segment: shared by them, STAGING_BYTES for each.
+        memory: of their processes, where they can reach it.
         name: of the group, for messages.
         timeout_s: how long to wait for the others in the middle of an operation.
 
@@ -43,13 +47,23 @@ class NodePlane:
         rank: this rank among those of the host.
         size: how many there are.
         control: the words through which they wait for each other.
+        direct: how they reduce in each other's memory, None where they cannot reach it.
     """
 
-    def __init__(self, wire: "Wire", segment: Segment, *, name: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        wire: "Wire",
+        segment: Segment,
+        memory: CrossMemory | None = None,
+        *,
+        name: str,
+        timeout_s: float,
+    ) -> None:
         self.rank = wire.rank
         self.size = wire.size
         self._wire = wire
         self.control = ControlBlock(segment, wire.rank, wire.size, wire.progress)
+        self.direct = None if memory is None else Direct(memory, Exposure(self.control), self.rank, self.size)
         self._name = name
         self._timeout_s = timeout_s
         self._turn = 0
@@ -116,6 +130,14 @@ class NodePlane:
 
     def barrier(self) -> None:
         """Wait for the ranks of this host, in the middle of an operation."""
+        try:
+            self._barrier()
+        except BaseException:
+            if self.direct is not None:
+                self.direct.exposure.leave()
+            raise
+
+    def _barrier(self) -> None:
         if not self.control.barrier(self._timeout_s):
             names = self._wire.global_ranks
             missing = ", ".join(str(names[local]) for local in self.control.missing())
@@ -156,6 +178,7 @@ class NodePlane:
 
 def _combine(chunks: Iterable[RegionChunk], op: ReduceOp) -> None:
     for pieces, out, copies in chunks:
+        bring_near(*pieces)
         combine_in_rank_order(pieces, op, out=out)
         for address, nbytes in copies:
             copy_bytes(address, out.data_ptr(), nbytes)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mpisgd.comm.dtypes import ADDED_AS_THEY_ARE, ReduceOp, combine_in_rank_order
 from mpisgd.comm.node.segment import HALF_BYTES
-from mpisgd.comm.node.streams import CHUNK_BYTES, Place, copy_bytes
+from mpisgd.comm.node.streams import CHUNK_BYTES, Place, bring_near, copy_bytes
 
 if TYPE_CHECKING:
     from mpisgd.comm.node.plane import NodePlane
@@ -185,6 +185,7 @@ def reduce_to_owners(
         yield
         plane.advance()
         if (own := chunks[plane.rank]) is not None:
+            bring_near(own)
             pieces = plane.present_half(starts, own.numel(), own.dtype)
             if where_it_lies:
                 pieces = [*pieces[: plane.rank], own, *pieces[plane.rank + 1 :]]

@@ -19,11 +19,14 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from mpisgd.comm.dtypes import HALF_TYPES
+
 __all__ = [
     "CHUNK_BYTES",
     "Place",
     "Span",
     "Staging",
+    "bring_near",
     "copy_bytes",
     "cut",
     "in_a_row",
@@ -39,6 +42,19 @@ CHUNK_BYTES = 2**19
 # The C library's copy takes two thirds of the time of `Tensor.copy_` on such chunks, serves every dtype and
 # releases the interpreter's lock.
 copy_bytes = ctypes.memmove
+
+
+_unread = ctypes.create_string_buffer(CHUNK_BYTES)
+
+
+def bring_near(*pieces: Tensor) -> None:
+    """Bring pieces of a chunk into this core's cache, where torch needs that.
+
+    From memory it adds bfloat16 at a third of the speed, and float16 at three quarters.
+    """
+    for piece in pieces:
+        if piece.dtype in HALF_TYPES:
+            copy_bytes(_unread, piece.data_ptr(), min(piece.nbytes, CHUNK_BYTES))
 
 
 # Address and length in bytes of memory that the caller keeps: a small message feels every tensor made.

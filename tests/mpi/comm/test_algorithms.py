@@ -12,7 +12,8 @@ from verdicts import referee, same_on_all_ranks
 import mpisgd
 from mpisgd import ReduceOp
 
-NAMES = ["mpi", "node", "hierarchical", "ring", "halving_doubling", "reduce_broadcast", "all_to_all"]
+ON_ONE_HOST = ["mpi", "node", "direct"]
+NAMES = [*ON_ONE_HOST, "hierarchical", "ring", "halving_doubling", "reduce_broadcast", "all_to_all"]
 algorithms = pytest.mark.parametrize("algorithm", NAMES)
 
 
@@ -21,7 +22,9 @@ def skip_without_the_plane(request, groups):
     """`hierarchical` runs here on the test cluster only; test_hosts_plane.py pretends to have hosts."""
     params = getattr(getattr(request.node, "callspec", None), "params", {})
     group = groups[params.get("group", "world")]
-    plane = {"node": group.plane, "hierarchical": group.hosts}.get(params.get("algorithm"), group)
+    direct = None if group.plane is None else group.plane.direct
+    planes = {"node": group.plane, "direct": direct, "hierarchical": group.hosts}
+    plane = planes.get(params.get("algorithm"), group)
     if not all(referee().allgather(plane is not None)):
         pytest.skip("a group of one rank, on another number of hosts, or without shared memory")
 
@@ -92,7 +95,7 @@ def test_every_kind_of_group(group, algorithm):
 
 def claimed(algorithm: str, rank: int, size: int, n: int) -> tuple[int, int]:
     """(elements, messages) that `rank` sends, by the docstrings; n is divisible by whatever is needed."""
-    if size == 1 or algorithm in ("mpi", "node"):
+    if size == 1 or algorithm in ON_ONE_HOST:
         return 0, 0
     if algorithm in ("ring", "all_to_all"):
         return 2 * (size - 1) * n // size, 2 * (size - 1)

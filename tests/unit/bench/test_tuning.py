@@ -16,15 +16,17 @@ from mpisgd.comm.costs.line import Line, Segment
 FAST, SLOW, OTHER = Way("node", False), Way("ring", False), Way("mpi", True)
 
 
-def names(ranks, *, plane, half):
-    found = ways(ranks, plane=plane)
+def names(ranks, *, plane, half, direct=False):
+    found = ways(ranks, plane=plane, direct=direct)
     return {(way.algorithm, way.speakers) for way in found if way.purpose == ("all_reduce", half)}
 
 
 @pytest.mark.parametrize("half", [False, True])
 def test_every_algorithm_that_may_win_is_measured(half):
     hosts = {("mpi", 1), ("all_to_all", 1), ("ring", 1), ("halving_doubling", 1)}
-    assert names([4], plane=True, half=half) == {("node", 1), ("mpi", 1), ("all_to_all", 1)}
+    alone = {("node", 1), ("mpi", 1), ("all_to_all", 1)}
+    assert names([4], plane=True, half=half) == alone
+    assert names([4], plane=True, half=half, direct=True) == alone | {("direct", 1)}
     assert names([4], plane=False, half=half) == {("mpi", 1), ("all_to_all", 1)}
     assert names([4, 3], plane=True, half=half) == hosts | {("hierarchical", 1), ("hierarchical", 3)}
     assert names([1, 1], plane=True, half=half) == hosts | {("hierarchical", 1)}

@@ -1,0 +1,49 @@
+"""A rank that leaves an all-reduce in its middle: who comes late writes nothing into its memory."""
+
+from __future__ import annotations
+
+import pytest
+from launcher import run_python
+
+LEAVING = """
+import sys, time, torch, mpisgd
+from mpisgd.comm.node.direct import CHUNK_BYTES, Direct
+
+mpisgd.init()
+group = mpisgd.new_group()
+if group.plane.direct is None:
+    print("cannot")
+    sys.exit()
+group.plane._timeout_s = 2.0
+length = 8 * group.size * CHUNK_BYTES // 4
+mine = torch.full((length,), group.rank + 1.0)
+combine, chunks = Direct.combine, []
+
+def slow(self, *args):
+    chunks.append(args)
+    time.sleep(0.2 if group.rank == 0 else 0.1)
+    if group.rank == 0 and len(chunks) == 2:
+        raise KeyboardInterrupt
+    combine(self, *args)
+
+Direct.combine = slow
+try:
+    mpisgd.all_reduce(mine, group=group, algorithm="direct")
+except KeyboardInterrupt:
+    left = mine.clone()
+    time.sleep(1.2)  # the others have time for all their chunks
+    print("written before:", bool((left[length // group.size :] != 1.0).any()))
+    print("left to write:", bool((left[length // group.size :] == 1.0).any()))
+    print("written after:", not torch.equal(mine, left), flush=True)
+    time.sleep(60)
+"""
+
+
+def test_nobody_writes_into_the_memory_of_a_rank_that_has_left():
+    """The others give up at their time limit, and the job ends."""
+    done = run_python("-c", LEAVING, num_ranks=3)
+    if "cannot" in done.stdout:
+        pytest.skip("this machine does not let processes reach each other's memory")
+    assert done.returncode != 0
+    assert done.stdout == "written before: True\nleft to write: True\nwritten after: False\n"
+    assert "has waited 2.0 s in the middle of an operation for rank 0" in done.stderr
