@@ -191,6 +191,18 @@ def test_a_way_that_there_is_not_is_an_error():
         config.gpu({"MPISGD_GPU": "gloo"})
 
 
+@pytest.mark.parametrize(
+    ("name", "asked"),
+    [("MPISGD_SHARED_MEMORY", config.shared_memory), ("MPISGD_CROSS_MEMORY", config.cross_memory)],
+)
+def test_memory_is_used_unless_it_is_switched_off(name, asked):
+    assert asked({})
+    assert asked({name: "1"})
+    assert not asked({name: "0"})
+    with pytest.raises(InvalidArgument, match=f"{name}='no': expected 0 or 1"):
+        asked({name: "no"})
+
+
 def test_what_was_measured_is_kept_in_the_users_cache(monkeypatch):
     monkeypatch.setenv("HOME", "/home/someone")
     assert str(config.cache_folder({"XDG_CACHE_HOME": "/caches"})) == "/caches/mpisgd"

@@ -7,9 +7,11 @@ import mmap
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from mpisgd.comm.node import cross_memory as module
 from mpisgd.comm.node.cross_memory import CrossMemory
 from mpisgd.errors import MpisgdError
 
@@ -80,3 +82,16 @@ def test_memory_that_the_kernel_does_not_copy_to_is_known(other):
     libc = ctypes.CDLL(None)
     libc.mprotect(ctypes.c_void_p(hole), ctypes.c_size_t(mmap.PAGESIZE), 1)  # to be read only
     assert not memory.is_mine(hole, mmap.PAGESIZE)
+
+
+@pytest.mark.parametrize(("scope", "asked"), [("0\n", False), ("1\n", True), ("2\n", False), (None, False)])
+def test_where_yama_asks_for_it_what_the_launcher_has_started_may_come_in(
+    scope, asked, monkeypatch, tmp_path
+):
+    calls = []
+    monkeypatch.setattr(module, "YAMA", tmp_path / "ptrace_scope")
+    monkeypatch.setattr(module, "_libc", SimpleNamespace(prctl=lambda *args: calls.append(args)))
+    if scope is not None:
+        module.YAMA.write_text(scope)
+    module._let_siblings_in()
+    assert [(what, pid.value) for what, pid, *_ in calls] == [(0x59616D61, os.getppid())] * asked
