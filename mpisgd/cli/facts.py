@@ -78,7 +78,7 @@ class RankFacts:
         gpu_wanted: how GPU tensors are to travel.
         set_by_mpisgd: environment settings that `mpisgd.init()` made.
         set_before: those that were there already.
-        node_plane: whether the ranks of the job reduce in shared memory.
+        planes: what the ranks of the job communicate through, besides MPI: `node`, `direct`, `hierarchical`.
         costs: the profile that algorithms are chosen by, or "built-in".
     """
 
@@ -97,7 +97,7 @@ class RankFacts:
     nccl: str
     set_by_mpisgd: dict[str, str]
     set_before: dict[str, str]
-    node_plane: bool = False
+    planes: tuple[str, ...] = ()
     costs: str = "built-in"
     own_gpu: str = ""
     has_nccl: bool = False
@@ -129,7 +129,7 @@ def rank_facts(before: dict[str, str], mpi: MpiFacts | None) -> RankFacts:
         nccl=_or_unknown(_nccl),
         set_by_mpisgd=added,
         set_before=before,
-        node_plane=mpi is not None and world().plane is not None,
+        planes=_planes() if mpi else (),
         costs=world().costs.source if mpi else "unknown (no MPI)",
         own_gpu=_or_unknown(_own_gpu),
         has_nccl=runtime().has_nccl(),
@@ -187,6 +187,12 @@ def _fault_tolerance(library: str, libmpi: str | None) -> str:
     if settings().get("OMPI_MCA_mpi_ft_enable", "").lower() in ("1", "true", "yes"):
         return "ULFM is in this library and on in this run"
     return "ULFM is in this library, off in this run (mpirun --with-ft ulfm)"
+
+
+def _planes() -> tuple[str, ...]:
+    node, hosts = world().plane, world().hosts
+    there = {"node": node, "direct": None if node is None else node.direct, "hierarchical": hosts}
+    return tuple(name for name, plane in there.items() if plane is not None)
 
 
 def _shared_memory() -> Room | str:

@@ -180,17 +180,20 @@ def uses(ranks: Sequence[RankFacts]) -> dict[str, str]:
         "half types": "float16 and bfloat16 are summed in float32",
         "crowded hosts": _crowding(ranks),
         "time limit": f"operations wait {timeout_s():g} s for other ranks (MPISGD_TIMEOUT_S)",
-        "a lost rank": "ends the job (no recovery in this version)",
+        "a lost rank": "ends the job; mpisgd.elastic can go on without it (docs/elastic.md)",
     }
 
 
 def _cpu_plane(ranks: Sequence[RankFacts]) -> str:
-    if all(rank.node_plane for rank in ranks):
-        return "large ones are reduced in shared memory, the others travel through MPI"
     if len(ranks) == 1:
         return "one rank: nothing travels"
-    why = "several hosts" if len(hosts(ranks)) > 1 else "no shared memory between the ranks"
-    return f"through MPI ({why})"
+    if all("hierarchical" in rank.planes for rank in ranks):
+        return "through shared memory on each host, by messages between hosts"
+    if all("direct" in rank.planes for rank in ranks):
+        return "through shared memory; all_reduce of large ones in each other's memory"
+    if all("node" in rank.planes for rank in ranks):
+        return "through shared memory (the ranks may not reach each other's own)"
+    return "through MPI (no shared memory between the ranks)"
 
 
 def _device_plane(ranks: Sequence[RankFacts]) -> str:

@@ -51,8 +51,8 @@ def all_reduce(
             between them), `ring`, `halving_doubling`, `reduce_broadcast`, `all_to_all`, or `auto`. float16
             and bfloat16 are summed in float32 by all of them and rounded once; `node`, `direct` and
             `all_to_all` move the halves themselves, `hierarchical` float32 on the first half of the way
-            between hosts, the others float32. For tensors on a GPU `auto` is
-            NCCL where there is one; any other goes through host memory.
+            between hosts, the others float32. For tensors on a GPU `auto` is NCCL where there is one; any
+            other goes through host memory.
 
     Raises:
         UnsupportedTensor, UnsupportedOp, InvalidArgument: found locally, before anything is sent.

@@ -7,6 +7,7 @@ consent where that is switched on.
 
 import contextlib
 import ctypes
+import errno
 import os
 import secrets
 from collections.abc import Sequence
@@ -88,7 +89,7 @@ class CrossMemory:
 
     def _raise(self, rank: int) -> None:
         code = ctypes.get_errno()
-        if not _is_gone(self._pids[rank]):
+        if code != errno.ESRCH and not _is_gone(self._pids[rank]):
             raise MpisgdError(f"cannot reach the memory of rank {self._names[rank]}: {os.strerror(code)}")
 
     def is_mine(self, address: int, nbytes: int) -> bool:

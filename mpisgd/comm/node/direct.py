@@ -123,12 +123,8 @@ def all_reduce_direct(plane: "NodePlane", flat: Tensor, op: ReduceOp) -> Iterato
     if not all(places):
         yield from all_reduce_in_parts(plane, flat, op)
         return
-    direct.exposure.begin(flat)
-    try:
-        _combine_part(plane, direct, flat, op, places)
-    except BaseException:
-        direct.exposure.leave()
-        raise
+    direct.exposure.begin(flat)  # who drives this ends it, should something be raised
+    _combine_part(plane, direct, flat, op, places)
     yield
     direct.exposure.end()
 

@@ -125,19 +125,16 @@ class NodePlane:
 
     def go_on(self, steps: Iterator[None]) -> None:
         """Run an operation to its end, with a meeting wherever it yields."""
-        for _ in steps:
-            self.barrier()
-
-    def barrier(self) -> None:
-        """Wait for the ranks of this host, in the middle of an operation."""
         try:
-            self._barrier()
+            for _ in steps:
+                self.barrier()
         except BaseException:
             if self.direct is not None:
                 self.direct.exposure.leave()
             raise
 
-    def _barrier(self) -> None:
+    def barrier(self) -> None:
+        """Wait for the ranks of this host, in the middle of an operation."""
         if not self.control.barrier(self._timeout_s):
             names = self._wire.global_ranks
             missing = ", ".join(str(names[local]) for local in self.control.missing())

@@ -111,6 +111,20 @@ def test_unknown_shared_memory_says_why():
     assert line(text, "shared memory") == "unknown (/dev/shm: no such directory)"
 
 
+@pytest.mark.parametrize(
+    ("planes", "said"),
+    [
+        ([("node", "direct")] * 3, "through shared memory; all_reduce of large ones in each other's memory"),
+        ([("node",)] * 3, "through shared memory (the ranks may not reach each other's own)"),
+        ([("hierarchical",)] * 3, "through shared memory on each host, by messages between hosts"),
+        ([()] * 3, "through MPI (no shared memory between the ranks)"),
+        ([()], "one rank: nothing travels"),
+    ],
+)
+def test_the_way_of_cpu_tensors_is_told(planes, said):
+    assert line(page(lambda rank: {"planes": planes[rank]}, size=len(planes)), "CPU tensors") == said
+
+
 def test_the_launcher_of_another_mpi_is_noticed():
     assert "WARNING" not in page(size=4)
     assert "the launcher started 4 ranks, MPI sees 1" in page(size=1)
