@@ -246,7 +246,7 @@ def test_who_interrupts_the_tests_leaves_none_running(monkeypatch, tmp_path):
     monkeypatch.setattr(run_tests, "command", command)
     monkeypatch.setattr(run_tests, "OUTPUT", tmp_path)
     monkeypatch.setattr(run_tests, "interrupted", threading.Event())
-    handler = signal.getsignal(signal.SIGINT)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background of a shell
     threading.Thread(target=interrupt).start()
     try:
         with pytest.raises(SystemExit, match="interrupted"):

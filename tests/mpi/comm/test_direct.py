@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from closed_form import assert_equal, combined, given
+from closed_form import assert_equal, assert_near, combined, given
 
 import mpisgd
 from mpisgd import ReduceOp
@@ -79,4 +79,4 @@ def test_one_rank_that_does_not_want_it_keeps_all_from_it(group, monkeypatch, sw
     inputs = [given(rank, torch.float32, (CHUNK_BYTES,)) for rank in range(group.size)]
     mine = inputs[group.rank].clone()
     mpisgd.all_reduce(mine, group=without)
-    assert_equal(mine, combined(inputs, ReduceOp.SUM))
+    assert_near(mine, combined(inputs, ReduceOp.SUM))  # MPI adds in an order of its own
