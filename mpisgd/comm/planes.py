@@ -81,7 +81,7 @@ def _open_memory(
     more = open_segment(local, MEMORY_BYTES) if several_hosts else None
     if staging is None or (several_hosts and more is None):
         return None, None
-    memory = open_cross_memory(local)
+    memory = None if several_hosts else open_cross_memory(local)
     return NodePlane(local, staging, memory, name=name, timeout_s=timeout_s), more
 
 

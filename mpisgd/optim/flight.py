@@ -3,6 +3,8 @@
 import contextlib
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from mpisgd.comm.work import Work
 from mpisgd.errors import MpisgdError
 from mpisgd.optim.plan import Carrier, Plan
@@ -23,6 +25,7 @@ class Flight:
         kinds: of the gradients in them, in the same order.
         held: whether the rest must wait for the end of backward.
         addresses: of the gradients that travel from where they lie.
+        loaded: the memory of the buckets that have been brought there, in their order.
     """
 
     def __init__(self, plan: Plan | None = None, when: str = "", *, in_background: bool = False) -> None:
@@ -34,6 +37,7 @@ class Flight:
         self.held = False
         self._carriers = () if plan is None else plan.carriers
         self.addresses: set[int] = set()
+        self.loaded: list[Tensor] = []
         self._complete: set[int] = set()
         self._missing: list[int] = []
         self._place_of: dict[int, int] = {}
@@ -66,6 +70,11 @@ class Flight:
     def left_behind(self) -> Sequence[Carrier]:
         """Return the buckets that have not set out."""
         return self._carriers[len(self.launched) :]
+
+    def unreduced(self) -> list[Tensor]:
+        """Return the memory of those buckets that were loaded and have come to nothing, once all is over."""
+        arrived = [work is None or work.error is None for work in self.launched]
+        return [flat for i, flat in enumerate(self.loaded) if i >= len(arrived) or not arrived[i]]
 
     def wait(self) -> None:
         """Return when all that set out has arrived.

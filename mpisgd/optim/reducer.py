@@ -24,7 +24,7 @@ from mpisgd.comm.gpu.runtime import on_device
 from mpisgd.comm.group import Group
 from mpisgd.comm.handshake import Operation
 from mpisgd.comm.work import Work
-from mpisgd.errors import InvalidArgument
+from mpisgd.errors import CollectiveMismatch, InvalidArgument
 from mpisgd.fusion.contents import contents
 from mpisgd.fusion.kinds import DENSE, NONFINITE, SPARSE
 from mpisgd.fusion.solo import not_twice
@@ -154,9 +154,10 @@ class GradientReducer:
             self._flight = Flight(plan, when, in_background=False)
         flight, self._flight = self._flight, Flight()
         try:
-            self._launch_rest(flight)
-        finally:
-            flight.wait()
+            self._launch_and_wait(flight)
+        except CollectiveMismatch:
+            self._undo_division(flight)
+            raise
         places = self._settle(flight)
         if places is not None:
             raise_for(places, observed, self.named, self.group, when)
@@ -190,6 +191,12 @@ class GradientReducer:
 
     def _params_of(self, carrier: Carrier) -> list[Tensor]:
         return [self.params[index] for index in carrier.bucket.indices]
+
+    def _launch_and_wait(self, flight: Flight) -> None:
+        try:
+            self._launch_rest(flight)
+        finally:
+            flight.wait()
 
     def _launch_rest(self, flight: Flight) -> None:
         """Send what has not left; where nothing leaves before, the ranks need to meet only once for it.
@@ -228,7 +235,14 @@ class GradientReducer:
         flight.kinds += marked(kinds, grads, flat) if self.recipe.error_if_nonfinite else kinds
         if (factor := self.recipe.predivide_factor) != 1.0:
             flat.div_(factor)  # before the others may look at it
+        flight.loaded.append(flat)
         return flat
+
+    def _undo_division(self, flight: Flight) -> None:
+        """Give gradients back as they were, where the ranks have found out that nothing is to be reduced."""
+        if (factor := self.recipe.predivide_factor) != 1.0:
+            for flat in flight.unreduced():
+                flat.mul_(factor)
 
     def _operation(self, flight: Flight, what: str, dtype: str, numel: int, device: str) -> Operation:
         """Say what all ranks must agree on; plans that differ have other names."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from harness import FEATURES, batch, mlp, mse, pair, plain_step, share
@@ -220,6 +222,26 @@ def test_another_operation_in_the_place_of_a_gradient_is_refused():
             ours.backward(0)
     everyone("all_reduce" in caught.text and "gradients" in caught.text, caught.text)
     everyone("harness.py" in caught.text and "test_agreement.py" in caught.text, caught.text)
+
+
+@several
+@pytest.mark.parametrize("factor", [1.0, 2.0, 0.25])
+def test_a_disagreement_leaves_gradients_as_they_were(factor):
+    """Also if they had been divided before; large ones where they lay, small ones in their buffer."""
+    rank, numels = mpisgd.rank(), (3, 200_000)
+    weights = [nn.Parameter(torch.ones(numel)) for numel in numels]
+    opt = mpisgd.DistributedOptimizer(torch.optim.SGD(weights, lr=0.1), gradient_predivide_factor=factor)
+    given = [torch.arange(numel) % 5 + rank + 1.0 for numel in numels]
+    for round_ in range(2):
+        opt.zero_grad()
+        loss = sum((weight * values).sum() for weight, values in zip(weights, given, strict=True))
+        with raises_everywhere(mpisgd.CollectiveMismatch) if round_ else contextlib.nullcontext():
+            if round_ and rank == 0:
+                mpisgd.all_reduce(torch.ones(3))
+            else:
+                loss.backward()
+    same = all(torch.equal(w.grad, values) for w, values in zip(weights, given, strict=True) if rank)
+    everyone(same, "changed")
 
 
 @several
