@@ -231,7 +231,7 @@ def test_two_stages_run_side_by_side(monkeypatch):
 
 def test_who_interrupts_the_tests_leaves_none_running(monkeypatch, tmp_path):
     """Neither those that run nor those that would come next."""
-    enough, started = threading.Event(), []
+    enough, started, before = threading.Event(), [], set(threading.enumerate())
 
     def interrupt() -> None:
         enough.wait(10)
@@ -253,6 +253,8 @@ def test_who_interrupts_the_tests_leaves_none_running(monkeypatch, tmp_path):
             run_tests.run_stages(STAGES)
     finally:
         signal.signal(signal.SIGINT, handler)
+    for thread in set(threading.enumerate()) - before:  # the pool may not know one that it was just starting
+        thread.join(30)
     assert len(started) == run_tests.SIDE_BY_SIDE
     assert not run_tests.running
 
