@@ -22,6 +22,7 @@ from mpisgd.bench.measure import Timed, measure
 from mpisgd.bench.payload import Payload
 from mpisgd.bench.schedule import Pace
 from mpisgd.bench.summary import spread
+from mpisgd.comm.collectives.all_reduce import can_go_direct
 from mpisgd.comm.collectives.choice import TUNED, WAYS
 from mpisgd.comm.costs import Curve, Measured
 from mpisgd.comm.costs.line import FREE_POINTS, fit
@@ -157,7 +158,8 @@ def _free_choice(group: Group | None) -> Iterator[None]:
 
 def _pass(place: Arena, budget_s: float, last_bytes: int, best: Best, tell: Tell) -> None:
     """Go through the sizes once, as far as the time suffices; put better medians into `best`."""
-    plane, direct = _everywhere(_has_plane(place.group)), _everywhere(_can_go_direct(place.group))
+    plane = _everywhere(_has_plane(place.group))
+    direct = _everywhere(place.group is None or can_go_direct(place.group))
     wanted = ways(place.ranks_per_host, plane=plane, direct=direct)
     sizes = powers(FIRST_BYTES, max(last_bytes, LEAST_BYTES), FACTOR)
     used_s = 0.0
@@ -197,10 +199,6 @@ def _fastest(wanted: Sequence[Way], best: Best, nbytes: int, purpose: tuple[str,
 
 def _has_plane(group: Group | None) -> bool:
     return group is None or group.plane is not None or group.hosts is not None
-
-
-def _can_go_direct(group: Group | None) -> bool:
-    return group is None or (group.plane is not None and group.plane.direct is not None)
 
 
 def _everywhere(condition: bool) -> bool:

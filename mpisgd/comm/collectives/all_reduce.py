@@ -22,7 +22,7 @@ from mpisgd.comm.node.plane import NodePlane
 from mpisgd.comm.work import Work
 from mpisgd.errors import InvalidArgument
 
-__all__ = ["all_reduce", "choose_algorithm", "reduce_flat", "reduce_tensor"]
+__all__ = ["all_reduce", "can_go_direct", "choose_algorithm", "reduce_flat", "reduce_tensor"]
 
 CHOICES: Sequence[str] = ("auto", "mpi", "node", "direct", "hierarchical", *ALGORITHMS)
 MAX_KNOWN_CALLS = 1024
@@ -131,7 +131,7 @@ def choose_algorithm(group: Group, algorithm: str, tensor: Tensor) -> str:
             f"all_reduce: algorithm='node' needs shared memory; the {group.size} ranks of group "
             f"'{group.name}' are on {group.topology.num_nodes} host(s) or cannot have it"
         )
-    if algorithm == "direct" and not _can_go_direct(group):
+    if algorithm == "direct" and not can_go_direct(group):
         raise InvalidArgument(
             f"all_reduce: algorithm='direct' needs ranks on one host that may reach each other's memory; the "
             f"{group.size} ranks of group '{group.name}' are on {group.topology.num_nodes} host(s) or may not"
@@ -147,7 +147,8 @@ def choose_algorithm(group: Group, algorithm: str, tensor: Tensor) -> str:
     return group.costs.choose(_candidates(group, half), tensor.nbytes, half)
 
 
-def _can_go_direct(group: Group) -> bool:
+def can_go_direct(group: Group) -> bool:
+    """Return whether the ranks of a group share one host and can reach each other's memory."""
     return group.plane is not None and group.plane.direct is not None
 
 
@@ -157,7 +158,7 @@ def _candidates(group: Group, half: bool) -> tuple[str, ...]:
     MPI would get half types as float32, so they go through what adds them by itself.
     """
     if group.plane is not None:
-        ours = ("node", "direct") if _can_go_direct(group) else ("node",)
+        ours = ("node", "direct") if can_go_direct(group) else ("node",)
         return ours if half else (*ours, "mpi")
     if group.hosts is not None:
         return ("hierarchical", "all_to_all") if half else ("hierarchical", "mpi")
