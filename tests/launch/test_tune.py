@@ -6,6 +6,7 @@ import json
 import textwrap
 
 import pytest
+import torch  # noqa: F401  it imports the backend "mpisgd", which wants the modules below whole
 from launcher import run_python
 
 from mpisgd.comm.collectives.choice import TUNED
