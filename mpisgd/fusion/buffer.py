@@ -4,13 +4,15 @@ flat   | grad a | pad | grad b | pad | grad c |
 views[0]       views[1]       views[2]
 """
 
+import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mpisgd.fusion.bucketing import Bucket
-from mpisgd.fusion.kinds import DENSE, kind_of
+from mpisgd.fusion.kinds import ALL_DENSE, DENSE, kind_of
 from mpisgd.fusion.layout import layout_of, window
 
 __all__ = ["FusionBuffer"]
@@ -35,6 +37,7 @@ class FusionBuffer:
             window(flat, offset, layout) for offset, layout in zip(bucket.offsets, self._layouts, strict=True)
         ]
         self._addresses = [view.data_ptr() for view in self.views]
+        self._in_place = False  # whether a gradient lay there already
 
     def fits(self, params: Sequence[Tensor]) -> bool:
         """Return whether `params` still have the dtype, the place and the shapes that this was made for."""
@@ -52,6 +55,15 @@ class FusionBuffer:
         """
         self._renew_displaced()
         kinds = bytes(map(kind_of, grads))
+        # There may be hundreds, each of them new: what one gradient takes is felt.
+        self._in_place = any(map(operator.is_, grads, self.views))
+        if self._in_place or kinds.strip(ALL_DENSE):
+            self._bring_some(grads, kinds)
+        else:
+            torch._foreach_copy_(self.views, self._apart(grads))
+        return kinds
+
+    def _bring_some(self, grads: Sequence[Tensor | None], kinds: bytes) -> None:
         views = list(zip(self.views, grads, kinds, strict=True))
         moving = [(view, grad) for view, grad, kind in views if kind == DENSE and grad is not view]
         missing = [view for view, _, kind in views if kind != DENSE]
@@ -60,7 +72,6 @@ class FusionBuffer:
             torch._foreach_copy_(places, self._apart(sources))
         if missing:
             torch._foreach_zero_(missing)
-        return kinds
 
     def _renew_displaced(self) -> None:
         """Make a new view where the old one lies elsewhere by now.
@@ -73,17 +84,24 @@ class FusionBuffer:
             if view.data_ptr() != address:
                 self.views[place] = window(self.flat, self.bucket.offsets[place], self._layouts[place])
 
-    def _apart(self, grads: Sequence[Tensor]) -> list[Tensor]:
+    def _apart(self, grads: Sequence[Any]) -> list[Tensor]:
         """Return `grads`, copied where the program has put one together from `flat`, as `p.grad.T` is.
 
         It must be read as a whole before anything is written there.
         """
         first = self.flat.data_ptr()
         last = first + self.flat.nbytes
-        return [grad.clone() if first <= grad.data_ptr() < last else grad for grad in grads]
+        inside = [first <= address < last for address in [grad.data_ptr() for grad in grads]]
+        if not any(inside):
+            return list(grads)
+        return [grad.clone() if here else grad for grad, here in zip(grads, inside, strict=True)]
 
     def settle(self, params: Sequence[Tensor], exists: Sequence[bool]) -> None:
         """Make the reduced gradients those of `params`, and None those that no rank has."""
+        if not self._in_place and all(exists):
+            for param, view in zip(params, self.views, strict=True):
+                param.grad = view
+            return
         for param, view, here in zip(params, self.views, exists, strict=True):
             if not here:
                 param.grad = None

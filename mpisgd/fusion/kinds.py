@@ -2,9 +2,10 @@
 
 from torch import Tensor
 
-__all__ = ["DENSE", "MISSING", "NONFINITE", "SPARSE", "kind_of"]
+__all__ = ["ALL_DENSE", "DENSE", "MISSING", "NONFINITE", "SPARSE", "kind_of"]
 
 MISSING, DENSE, SPARSE = 0, 1, 2
+ALL_DENSE = bytes([DENSE])  # to strip from many
 NONFINITE = 4  # besides its kind, where somebody has looked
 
 

@@ -26,7 +26,7 @@ from mpisgd.comm.handshake import Operation
 from mpisgd.comm.work import Work
 from mpisgd.errors import CollectiveMismatch, InvalidArgument
 from mpisgd.fusion.contents import contents
-from mpisgd.fusion.kinds import DENSE, NONFINITE, SPARSE
+from mpisgd.fusion.kinds import ALL_DENSE, DENSE, NONFINITE, SPARSE
 from mpisgd.fusion.solo import not_twice
 from mpisgd.optim.combiner import Combiner
 from mpisgd.optim.finite import are_finite, marked, raise_for
@@ -38,9 +38,6 @@ from mpisgd.optim.shared.parameters import SharedParameters
 from mpisgd.optim.sparse import reduce_sparse
 
 __all__ = ["GradientReducer"]
-
-
-ALL_DENSE = bytes([DENSE])
 
 
 class GradientReducer:
