@@ -21,6 +21,7 @@ __all__ = [
     "default_threads",
     "fault_tolerance",
     "gpu",
+    "large_pages",
     "launcher_local_size",
     "launcher_rank",
     "launcher_size",
@@ -49,6 +50,7 @@ SLURM_STEP_VARIABLE = "SLURM_STEP_NUM_TASKS"
 # Within a step its own number counts: salloc's shell is a step of one task and sees the allocation's too.
 SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", SLURM_STEP_VARIABLE, "SLURM_NTASKS")
 
+LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 DEFAULT_TIMEOUT_S = 1800.0
 DEFAULT_STALL_WARNING_S = 60.0
 # A host is lost when none has come for the time-out; see `mpisgd.comm.pulse` for who sends them. Those who
@@ -151,6 +153,16 @@ def shared_memory(env: Mapping[str, str] = os.environ) -> bool:
 def cross_memory(env: Mapping[str, str] = os.environ) -> bool:
     """Return whether ranks of a host may reach into each other's memory (MPISGD_CROSS_MEMORY, default 1)."""
     return _switch("MPISGD_CROSS_MEMORY", env)
+
+
+def large_pages(env: Mapping[str, str] = os.environ, setting: Path = LARGE_PAGES) -> bool:
+    """Return whether large tensors lie in large pages: the kernel gives them, or torch or glibc asks."""
+    try:
+        chosen = setting.read_text()
+    except OSError:
+        return False
+    asked = env.get("THP_MEM_ALLOC_ENABLE") == "1" or "malloc.hugetlb=1" in env.get("GLIBC_TUNABLES", "")
+    return "[always]" in chosen or ("[madvise]" in chosen and asked)
 
 
 def _switch(name: str, env: Mapping[str, str]) -> bool:

@@ -25,6 +25,8 @@ __all__ = ["MpiFacts", "RankFacts", "Room", "mpi_facts", "rank_facts", "settings
 
 SETTINGS = re.compile(r"(MPISGD|OMPI_MCA|PRTE_MCA|MPIR_CVAR|NCCL)_\w+")
 MORE_SETTINGS = {*THREAD_VARIABLES, "CUDA_VISIBLE_DEVICES", "I_MPI_FABRICS", "I_MPI_PIN"}
+# How large tensors get their memory, which is felt in steps.
+MORE_SETTINGS |= {"THP_MEM_ALLOC_ENABLE", "GLIBC_TUNABLES", "MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_"}
 # Open MPI's mpirun puts these into every job.
 NOT_SETTINGS = {"OMPI_MCA_PREFIXES", "OMPI_MCA_cpu_type", "OMPI_MCA_initial_wdir", "OMPI_MCA_num_procs"}
 

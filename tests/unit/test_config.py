@@ -203,6 +203,27 @@ def test_memory_is_used_unless_it_is_switched_off(name, asked):
         asked({name: "no"})
 
 
+TORCH_ASKS, GLIBC_ASKS = {"THP_MEM_ALLOC_ENABLE": "1"}, {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+
+
+@pytest.mark.parametrize(
+    ("setting", "env", "wanted"),
+    [
+        ("[always] madvise never", {}, True),
+        ("always [madvise] never", {}, False),
+        ("always [madvise] never", {"THP_MEM_ALLOC_ENABLE": "0"}, False),
+        ("always [madvise] never", TORCH_ASKS, True),
+        ("always [madvise] never", GLIBC_ASKS, True),
+        ("always madvise [never]", TORCH_ASKS | GLIBC_ASKS, False),
+    ],
+)
+def test_large_pages_are_the_kernels_choice_or_are_asked_for(tmp_path, setting, env, wanted):
+    told = tmp_path / "enabled"
+    assert not config.large_pages(env, told)
+    told.write_text(setting + "\n")
+    assert config.large_pages(env, told) == wanted
+
+
 def test_what_was_measured_is_kept_in_the_users_cache(monkeypatch):
     monkeypatch.setenv("HOME", "/home/someone")
     assert str(config.cache_folder({"XDG_CACHE_HOME": "/caches"})) == "/caches/mpisgd"

@@ -56,9 +56,14 @@ class CrossMemory:
     Args:
         pids: of the processes, by local rank.
         names: how messages call them, by local rank.
+        large_pages: see below.
+
+    Attributes:
+        large_pages: whether large tensors lie in large pages on all of them: the kernel finds these faster.
     """
 
-    def __init__(self, pids: Sequence[int], names: Sequence[int]) -> None:
+    def __init__(self, pids: Sequence[int], names: Sequence[int], *, large_pages: bool = False) -> None:
+        self.large_pages = large_pages
         self._pids = pids
         self._names = names
         self._here, self._there = _Span(), _Span()
@@ -112,11 +117,11 @@ def open_cross_memory(local: "Wire") -> CrossMemory | None:
     if wanted:
         _let_siblings_in()
     secret = ctypes.create_string_buffer(secrets.token_bytes(WORD_BYTES), WORD_BYTES)
-    entries = local.all_gather_object((wanted, os.getpid(), ctypes.addressof(secret), secret.raw))
-    memory = CrossMemory([pid for _, pid, _, _ in entries], local.global_ranks)
-    reached = all(ok for ok, _, _, _ in entries) and all(
-        _shows(memory, rank, address, text) for rank, (_, _, address, text) in enumerate(entries)
-    )
+    place = ctypes.addressof(secret), secret.raw
+    entries = local.all_gather_object((wanted, config.large_pages(), os.getpid(), place))
+    all_want, all_large, pids, places = zip(*entries, strict=True)
+    memory = CrossMemory(pids, local.global_ranks, large_pages=all(all_large))
+    reached = all(all_want) and all(_shows(memory, rank, *there) for rank, there in enumerate(places))
     # All have read by the time that all have answered; the secrets are kept until then.
     return memory if all(local.all_gather_object(reached)) else None
 

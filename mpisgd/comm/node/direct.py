@@ -43,10 +43,12 @@ class Direct:
     Attributes:
         chunk_bytes: how much of a tensor is combined at a time.
         exposure: see above.
+        large_pages: whether large tensors lie in large pages, on all ranks.
     """
 
     def __init__(self, memory: CrossMemory, exposure: Exposure, rank: int, size: int) -> None:
         self.exposure = exposure
+        self.large_pages = memory.large_pages
         self.chunk_bytes = min(CHUNK_BYTES, SCRATCH_BYTES // size // ALIGN_BYTES * ALIGN_BYTES)
         self._memory = memory
         self._rank = rank

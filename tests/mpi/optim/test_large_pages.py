@@ -1,0 +1,67 @@
+"""Which way large gradients go depends on the pages they lie in; what comes out does not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import FEATURES, check_equal_runs
+from torch import nn
+from verdicts import everyone
+
+import mpisgd
+from mpisgd import config
+from mpisgd.comm.job import world
+from mpisgd.comm.node.direct import Direct
+from mpisgd.optim import combiner
+
+WIDE = 40_000
+LARGE_BYTES = WIDE * FEATURES * 8
+
+
+def wide() -> nn.Module:
+    """One gradient of LARGE_BYTES, and one of half as many."""
+    return nn.Sequential(nn.Linear(FEATURES, WIDE, bias=False), nn.Tanh(), nn.Linear(WIDE, 2, bias=False))
+
+
+def gentle(model: nn.Module) -> torch.optim.Optimizer:
+    """So many features move the outputs a lot."""
+    return torch.optim.SGD(model.parameters(), lr=1e-4)
+
+
+@pytest.fixture
+def direct(monkeypatch):
+    """This rank's view of the others' memory, which all-reduces of any size choose."""
+    plane = world().plane
+    if plane is None or plane.direct is None:
+        pytest.skip("one rank, several hosts, or ranks that cannot reach each other's memory")
+    monkeypatch.setattr(combiner, "choose_algorithm", lambda *_: "direct")
+    monkeypatch.setattr(combiner, "IN_LARGE_PAGES_BYTES", LARGE_BYTES)
+    return plane.direct
+
+
+@pytest.mark.parametrize("large_pages", [True, False])
+def test_large_gradients_are_reduced_where_they_lie_if_in_large_pages(direct, monkeypatch, large_pages):
+    taken = []
+    place_of = Direct.place_of
+
+    def noted(self: Direct, flat):
+        taken.append(flat.nbytes)
+        return place_of(self, flat)
+
+    monkeypatch.setattr(direct, "large_pages", large_pages)
+    monkeypatch.setattr(Direct, "place_of", noted)
+    check_equal_runs(model=wide, optimizer=gentle, steps=3)
+    everyone(taken == [LARGE_BYTES] * 3 * large_pages)
+
+
+def test_one_rank_without_them_keeps_all_from_it(direct, monkeypatch):
+    monkeypatch.setattr(config, "large_pages", lambda: mpisgd.rank() != 0)
+    theirs = mpisgd.new_group().plane
+    assert theirs is not None
+    assert theirs.direct is not None
+    everyone(not theirs.direct.large_pages)
+    monkeypatch.setattr(config, "large_pages", lambda: True)
+    ours = mpisgd.new_group().plane
+    assert ours is not None
+    assert ours.direct is not None
+    everyone(ours.direct.large_pages)
