@@ -40,17 +40,8 @@ if TYPE_CHECKING:
     from mpisgd.comm.dtypes import ReduceOp
     from mpisgd.comm.group import Group
     from mpisgd.comm.groups import new_group
-    from mpisgd.comm.job import (
-        init,
-        is_initialized,
-        local_rank,
-        local_size,
-        node_rank,
-        num_nodes,
-        rank,
-        shutdown,
-        size,
-    )
+    from mpisgd.comm.job import init, is_initialized, shutdown
+    from mpisgd.comm.place import local_rank, local_size, node_rank, num_nodes, rank, size
     from mpisgd.comm.work import Work
     from mpisgd.compress.cast import Compression
     from mpisgd.errors import (
@@ -116,17 +107,8 @@ _HOMES = {
     "mpisgd.comm.dtypes": ("ReduceOp",),
     "mpisgd.comm.group": ("Group",),
     "mpisgd.comm.groups": ("new_group",),
-    "mpisgd.comm.job": (
-        "init",
-        "is_initialized",
-        "local_rank",
-        "local_size",
-        "node_rank",
-        "num_nodes",
-        "rank",
-        "shutdown",
-        "size",
-    ),
+    "mpisgd.comm.job": ("init", "is_initialized", "shutdown"),
+    "mpisgd.comm.place": ("local_rank", "local_size", "node_rank", "num_nodes", "rank", "size"),
     "mpisgd.comm.work": ("Work",),
     "mpisgd.compress.cast": ("Compression",),
     "mpisgd.errors": (

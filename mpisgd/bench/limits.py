@@ -12,7 +12,7 @@ from mpisgd.bench.cases import Case, link_bytes
 from mpisgd.bench.measure import Timed, Variant
 from mpisgd.bench.payload import Payload
 from mpisgd.bench.summary import LIMIT, PING_PONG
-from mpisgd.comm.job import topology
+from mpisgd.comm.place import topology
 
 if TYPE_CHECKING:
     from mpisgd.bench.ring import Ring

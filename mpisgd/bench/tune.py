@@ -28,7 +28,8 @@ from mpisgd.comm.costs import Curve, Measured
 from mpisgd.comm.costs.line import FREE_POINTS, fit
 from mpisgd.comm.costs.model import ALL_REDUCE
 from mpisgd.comm.group import Group
-from mpisgd.comm.job import topology, world
+from mpisgd.comm.job import world
+from mpisgd.comm.place import topology
 
 __all__ = ["Arena", "Way", "arenas", "contenders", "tune", "ways"]
 

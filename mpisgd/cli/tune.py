@@ -62,7 +62,7 @@ def _tell(place: "Arena", nbytes: int, medians: "dict[Way, float]") -> None:
 def _write(out: Path | None, measured: "list[Measured]") -> None:
     """Keep it; on rank 0."""
     from mpisgd.comm.costs.profile import as_profile, default_path, write
-    from mpisgd.comm.job import topology
+    from mpisgd.comm.place import topology
 
     path = out or default_path(topology().ranks_per_host)
     try:

@@ -1,4 +1,4 @@
-"""The job's world: its start, its end, and who is who in it."""
+"""The job's world: its start and its end."""
 
 import atexit
 import itertools
@@ -53,16 +53,9 @@ __all__ = [
     "init",
     "is_initialized",
     "let_go",
-    "local_rank",
-    "local_size",
-    "node_rank",
-    "num_nodes",
     "parent_wire",
-    "rank",
     "revoke_all",
     "shutdown",
-    "size",
-    "topology",
     "world",
 ]
 
@@ -310,41 +303,6 @@ def group_or_world(group: Group | None) -> Group:
             f"group is a {type(group).__name__}; expected one of mpisgd.new_group()'s, or None for all ranks"
         )
     return group
-
-
-def topology() -> Topology:
-    """Return which ranks of the job share a host."""
-    return world().topology
-
-
-def rank() -> int:
-    """Return this process's rank in the job, 0 to size() - 1."""
-    return world().rank
-
-
-def size() -> int:
-    """Return the number of ranks of the job."""
-    return world().size
-
-
-def local_rank() -> int:
-    """Return this rank's place among the ranks of its host."""
-    return topology().local_rank
-
-
-def local_size() -> int:
-    """Return how many ranks share this host."""
-    return topology().local_size
-
-
-def node_rank() -> int:
-    """Return the number of this rank's host, counted from 0."""
-    return topology().node_rank
-
-
-def num_nodes() -> int:
-    """Return the number of hosts the job runs on."""
-    return topology().num_nodes
 
 
 def shutdown() -> None:

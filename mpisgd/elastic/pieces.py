@@ -15,7 +15,7 @@ from torch import Tensor
 from mpisgd.comm.arguments import check_callable
 from mpisgd.comm.collectives.objects import all_gather_object
 from mpisgd.comm.collectives.point_to_point import irecv, isend
-from mpisgd.comm.job import rank, size, topology
+from mpisgd.comm.place import rank, size, topology
 from mpisgd.errors import StateLost
 
 __all__ = ["PerRank", "Pieces", "guardian_of"]

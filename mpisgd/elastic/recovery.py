@@ -18,7 +18,7 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from mpisgd.comm import job as jobs
-from mpisgd.comm import waiting
+from mpisgd.comm import place, waiting
 from mpisgd.comm.diagnosis.guard import within
 from mpisgd.elastic.quorum import goes_on, silent_hosts
 from mpisgd.elastic.regrow import Terms, grow
@@ -134,12 +134,12 @@ def tell(recovered: Recovered, speaker: str = "mpisgd") -> None:
         recovered: see `recover`.
         speaker: whose the words are.
     """
-    if jobs.rank() == 0:
+    if place.rank() == 0:
         lost = recovered.lost
         who = f"rank {lost[0]} is" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))} are"
         joined = f", {recovered.newcomers} of them new" if recovered.newcomers else ""
         print(
-            f"{speaker}: elastic: {who} lost; {jobs.size()} ranks go on from the last commit{joined} "
+            f"{speaker}: elastic: {who} lost; {place.size()} ranks go on from the last commit{joined} "
             f"(recovered in {recovered.took_s:.2f} s)",
             file=sys.stderr,
             flush=True,

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
-from mpisgd.comm import job
+from mpisgd.comm import place
 from mpisgd.comm.arguments import check_flag, check_seed
 from mpisgd.errors import InvalidArgument
 
@@ -61,7 +61,7 @@ class ElasticSampler(Sampler[int]):
 
     def reset(self) -> None:
         """Share out what is left over the ranks that there are now."""
-        self.num_replicas, self.rank = job.size(), job.rank()
+        self.num_replicas, self.rank = place.size(), place.rank()
         order = list(range(len(self.dataset)))
         if self.shuffle:
             random.Random(self.seed + self.epoch).shuffle(order)

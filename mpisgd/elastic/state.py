@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 from mpisgd.comm.collectives.objects import all_gather_object
 from mpisgd.comm.handshake import Operation
-from mpisgd.comm.job import size, world
+from mpisgd.comm.job import world
+from mpisgd.comm.place import size
 from mpisgd.elastic.keepers import Keeper, Plain, keeper_for
 from mpisgd.elastic.pieces import PerRank, Pieces
 from mpisgd.errors import InvalidArgument

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from mpisgd.comm import job
+from mpisgd.comm import job, place
 from mpisgd.horovod import state
 from mpisgd.horovod.arguments import as_ranks
 from mpisgd.horovod.engine.entry import Entry
@@ -77,25 +77,25 @@ def is_initialized() -> bool:
 def rank() -> int:
     """Return this process's rank in the job."""
     state.engine()
-    return job.rank()
+    return place.rank()
 
 
 def size() -> int:
     """Return the number of ranks."""
     state.engine()
-    return job.size()
+    return place.size()
 
 
 def local_rank() -> int:
     """Return this rank's place among those of its host."""
     state.engine()
-    return job.local_rank()
+    return place.local_rank()
 
 
 def local_size() -> int:
     """Return how many ranks share this host."""
     state.engine()
-    return job.local_size()
+    return place.local_size()
 
 
 def cross_rank() -> int:
@@ -110,13 +110,13 @@ def cross_size() -> int:
 
 def _cross() -> list[int]:
     local = local_rank()
-    return [ranks[local] for ranks in job.topology().nodes if len(ranks) > local]
+    return [ranks[local] for ranks in place.topology().nodes if len(ranks) > local]
 
 
 def is_homogeneous() -> bool:
     """Return whether all hosts have the same number of ranks."""
     state.engine()
-    return len(set(job.topology().ranks_per_host)) == 1
+    return len(set(place.topology().ranks_per_host)) == 1
 
 
 def join(device: int = -1) -> int:

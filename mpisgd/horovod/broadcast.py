@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpisgd.comm.job import rank
+from mpisgd.comm.place import rank
 from mpisgd.horovod import submission
 from mpisgd.horovod.allreduce import allreduce_async
 from mpisgd.horovod.arguments import as_rank, as_tensor

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpisgd.comm.job import rank
+from mpisgd.comm.place import rank
 from mpisgd.horovod.allgather import allgather_async
 from mpisgd.horovod.arguments import as_rank, check_name
 from mpisgd.horovod.broadcast import broadcast_

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mpisgd.comm import job
+from mpisgd.comm import place
 from mpisgd.comm.arguments import check_flag, shown
 from mpisgd.horovod.adasum_optimizer import adasum_optimizer
 from mpisgd.horovod.arguments import check_compression, check_optimizer
@@ -182,7 +182,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     def _cover_new_ones(self) -> None:
         """Exchange the gradients of those parameters that are trained and not covered yet."""
-        if not self._terms.process_set.included() or job.size() == 1:
+        if not self._terms.process_set.included() or place.size() == 1:
             return
         covered = {id(param) for share in self._shares for param in share.params}
         params = [param for group in self.param_groups for param in group["params"]]

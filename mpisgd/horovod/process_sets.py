@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from mpisgd.comm import job
+from mpisgd.comm import job, place
 from mpisgd.comm.arguments import shown
 from mpisgd.horovod import state
 from mpisgd.horovod.arguments import as_ranks
@@ -63,13 +63,13 @@ class ProcessSet:
             ValueError: this rank is not in it.
         """
         members = self.members()
-        if job.rank() not in members:
-            raise ValueError(f"rank {job.rank()} is not in {self!r}")
-        return members.index(job.rank())
+        if place.rank() not in members:
+            raise ValueError(f"rank {place.rank()} is not in {self!r}")
+        return members.index(place.rank())
 
     def included(self) -> bool:
         """Return whether this rank is in it."""
-        return job.rank() in self.members()
+        return place.rank() in self.members()
 
     def members(self) -> list[int]:
         """Return its ranks, once it was added."""
@@ -93,7 +93,7 @@ class _GlobalProcessSet(ProcessSet):
     def members(self) -> list[int]:
         """Return all ranks."""
         state.engine()
-        return list(range(job.size()))
+        return list(range(place.size()))
 
     def __reduce__(self) -> str:
         return "global_process_set"  # a saved layer finds that of the job it is loaded in
@@ -124,8 +124,8 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def _checked(ranks: list[int]) -> list[int]:
-    if not ranks or ranks[0] < 0 or ranks[-1] >= job.size() or len(set(ranks)) < len(ranks):
-        raise ValueError(f"add_process_set: ranks {ranks}; the job has the ranks 0 to {job.size() - 1}")
+    if not ranks or ranks[0] < 0 or ranks[-1] >= place.size() or len(set(ranks)) < len(ranks):
+        raise ValueError(f"add_process_set: ranks {ranks}; the job has the ranks 0 to {place.size() - 1}")
     return ranks
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mpisgd.comm.arguments import shown
 from mpisgd.comm.buffers import check_output, check_tensor, dtype_name
-from mpisgd.comm.job import rank
+from mpisgd.comm.place import rank
 from mpisgd.horovod import handles, state
 from mpisgd.horovod.arguments import as_number, check_name
 from mpisgd.horovod.engine.entry import Entry

@@ -76,9 +76,9 @@ def shared_report(item: pytest.Item, report: pytest.TestReport) -> pytest.TestRe
 
 def _world_is_broken() -> bool:
     """Return whether a group that is the same for all tests is of no use any more."""
-    from mpisgd.comm import job
+    from mpisgd.comm import job, place
 
     if not job.is_initialized():
         return False
-    whole = [group for group in job.current_job().groups if group.size == job.size()]
+    whole = [group for group in job.current_job().groups if group.size == place.size()]
     return any(group.lane.broken is not None for group in whole)

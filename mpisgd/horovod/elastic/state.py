@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from mpisgd.comm.job import rank
+from mpisgd.comm.place import rank
 from mpisgd.horovod.elastic.common import ObjectState
 from mpisgd.horovod.elastic.handlers import (
     ModelStateHandler,

@@ -15,7 +15,8 @@ from mpisgd.comm.costs import CostModel, Curve, Measured
 from mpisgd.comm.costs.find import find_costs
 from mpisgd.comm.costs.line import Line, Segment
 from mpisgd.comm.costs.profile import as_profile, built_in, default_path, write
-from mpisgd.comm.job import topology, world
+from mpisgd.comm.job import world
+from mpisgd.comm.place import topology
 
 SHAPE = (2,)
 
