@@ -21,6 +21,7 @@ __all__ = [
     "default_threads",
     "fault_tolerance",
     "gpu",
+    "is_launched",
     "large_pages",
     "launcher_local_size",
     "launcher_rank",
@@ -35,6 +36,7 @@ __all__ = [
     "starts_alone",
     "timeline",
     "timeout_s",
+    "was_spawned",
 ]
 
 # Each launcher tells its processes who they are before MPI starts: Open MPI, then the PMI of MPICH and
@@ -76,6 +78,8 @@ ENDED_NOTE = "ended 0"  # the program did, whatever becomes of mpirun
 
 def _first_int(names: tuple[str, ...], env: Mapping[str, str]) -> int | None:
     for name in names:
+        if name.startswith("SLURM_") and SLURM_STEP_VARIABLE not in env:
+            continue
         value = env.get(name, "")
         if value.isdigit():
             return int(value)
@@ -92,9 +96,20 @@ def launcher_size(env: Mapping[str, str] = os.environ) -> int | None:
     return _first_int(SIZE_VARIABLES, env)
 
 
+def is_launched(env: Mapping[str, str] = os.environ) -> bool:
+    """Return whether `mpirun`, or Slurm's own launcher for several, has started this process."""
+    by_mpirun = _first_int(("OMPI_COMM_WORLD_RANK", "PMI_RANK"), env) is not None
+    return by_mpirun or (_first_int((SLURM_STEP_VARIABLE,), env) or 1) > 1
+
+
 def starts_alone(env: Mapping[str, str] = os.environ) -> bool:
     """Return whether no other ranks were started with this process, and it was not started to join any."""
-    return (launcher_size(env) or 1) == 1 and NEWCOMER_VARIABLE not in env
+    return (launcher_size(env) or 1) == 1 and not was_spawned(env)
+
+
+def was_spawned(env: Mapping[str, str] = os.environ) -> bool:
+    """Return whether ranks of a job have started this process, to become one of them."""
+    return NEWCOMER_VARIABLE in env
 
 
 def launcher_local_size(env: Mapping[str, str] = os.environ) -> int | None:

@@ -17,7 +17,7 @@ import typer
 import mpisgd
 from mpisgd.cli.origin import origin
 from mpisgd.cli.record import Output, measure_in_job, num_ranks, say, tell, tell_alone, title
-from mpisgd.config import available_cores, launcher_rank
+from mpisgd.config import available_cores, is_launched
 
 if TYPE_CHECKING:
     from mpisgd.bench.cases import Case
@@ -337,7 +337,7 @@ def _pace_of_steps(rounds: int, budget_s: float, quick: bool) -> "Pace":
 
 
 def _refuse_under_mpirun(command: str) -> None:
-    if launcher_rank() is not None:
+    if is_launched():
         raise mpisgd.JobError(f"bench {command} starts mpirun itself; run it without")
 
 

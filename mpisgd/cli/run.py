@@ -18,7 +18,7 @@ import typer
 
 from mpisgd.bench.jobs import mpirun
 from mpisgd.cli.supervision import Supervisor
-from mpisgd.config import ENDED_NOTE, NOTES_VARIABLE, PREEMPTED, available_cores, launcher_rank
+from mpisgd.config import ENDED_NOTE, NOTES_VARIABLE, PREEMPTED, available_cores, is_launched
 from mpisgd.errors import JobError
 
 __all__ = ["run"]
@@ -73,7 +73,7 @@ def run(
     (exit code 2), after a signal that asks for its end, or when it has saved its state and left because of
     one (exit code 85).
     """
-    if launcher_rank() is not None:
+    if is_launched():
         raise JobError("run starts mpirun itself: leave out the mpirun before it")
     words = [*_launcher(mpirun(launcher), num_ranks, hostfile, elastic), *_program(command, module)]
     with tempfile.NamedTemporaryFile("r", prefix="mpisgd-run-") as notes:

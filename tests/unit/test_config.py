@@ -9,7 +9,7 @@ from mpisgd.errors import InvalidArgument
 
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}
-SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "6", "SLURM_NTASKS_PER_NODE": "3"}
+SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "6", "SLURM_NTASKS_PER_NODE": "3", "SLURM_STEP_NUM_TASKS": "6"}
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_each_launcher_is_understood(env, wanted):
 OPEN_MPI_RANK = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
 HYDRA_RANK = {**MPICH, "MPI_LOCALRANKID": "0"}
 SLURM_BATCH = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "6", "SLURM_NTASKS_PER_NODE": "3"}
-SLURM_STEP = {**SLURM, "SLURM_LOCALID": "2", "SLURM_STEP_NUM_TASKS": "6"}
+SLURM_STEP = {**SLURM, "SLURM_LOCALID": "2"}
 
 
 @pytest.mark.parametrize(
@@ -234,3 +234,26 @@ def test_where_losses_are_survived_mpis_end_does_not_wait_for_the_lost():
     name = "OMPI_MCA_async_mpi_finalize"
     assert config.mpi_defaults({"OMPI_MCA_mpi_ft_enable": "1"}, cores=4, local_size=4)[name] == "1"
     assert name not in config.mpi_defaults({}, cores=4, local_size=4)
+
+
+@pytest.mark.parametrize(
+    ("env", "wanted"),
+    [
+        ({}, False),
+        (SLURM_BATCH, False),
+        ({**SLURM_BATCH, "SLURM_STEP_NUM_TASKS": "1"}, False),
+        (SLURM_STEP, True),
+        ({**SLURM_BATCH, **OPEN_MPI_RANK}, True),
+        (HYDRA_RANK, True),
+    ],
+    ids=["none", "batch script", "interactive shell", "srun", "mpirun in a batch script", "MPICH"],
+)
+def test_a_batch_script_is_not_one_of_several_ranks(env, wanted):
+    assert config.is_launched(env) == wanted
+    assert config.starts_alone(env) != wanted
+
+
+def test_a_batch_script_has_no_rank():
+    assert config.launcher_rank(SLURM_BATCH) is None
+    assert config.launcher_size(SLURM_BATCH) is None
+    assert config.launcher_local_size(SLURM_BATCH) is None
