@@ -24,6 +24,7 @@ from mpisgd.comm.startup import (
     load_mpi,
     mpi_is_running,
     refuse_in_child,
+    refuse_to_be_alone,
     say_what_came_too_late,
     share_threads,
 )
@@ -104,8 +105,9 @@ def init(
     Collective over `comm`. Without `mpirun` the world is this process alone. A second call does nothing;
     the first use of anything that needs the world calls it too. What it sets, and only where the user has
     set nothing: waiting ranks yield when there are more ranks than cores, no one-sided communication over
-    UCX, torch's threads = cores / ranks on this host, and the current GPU = local rank, counted round. An
-    exception that nobody catches ends the whole job from then on, with one traceback.
+    UCX, no search for a network that is not there, torch's threads = cores / ranks on this host, and the
+    current GPU = local rank, counted round. An exception that nobody catches ends the whole job from then on,
+    with one traceback.
 
     Args:
         comm: an mpi4py communicator of the ranks that take part, duplicated; default MPI.COMM_WORLD.
@@ -118,6 +120,7 @@ def init(
     Raises:
         AlreadyInitialized: called before with another communicator or another `gpu`.
         MpiNotFound: there is no MPI library.
+        JobError: the launcher has started several ranks, of which this MPI knows nothing.
         NotInitialized: this is a child of a rank, such as a DataLoader's worker, which cannot be a rank.
         InvalidArgument: `comm` is no communicator, `timeout_s` or `num_threads` is not positive,
             MPISGD_PROFILE names no file, or the ranks give different `gpu`.
@@ -145,6 +148,8 @@ def _start(comm: "MPI.Intracomm | None", num_threads: int | None, limit_s: float
         defaults = config.set_mpi_defaults()
     mpi = load_mpi()
     mpi.start()
+    if comm is None:
+        refuse_to_be_alone(mpi.MPI.COMM_WORLD.Get_size(), mpi.library_version().partition(",")[0])
     if config.heartbeats() and mpi.thread_level() == "MULTIPLE":
         pulse.start(mpi.progress)
     wire = mpi.Wire((comm or mpi.MPI.COMM_WORLD).Dup())

@@ -10,7 +10,7 @@ from mpisgd import config
 from mpisgd.comm.arguments import check_positive, shown
 from mpisgd.comm.hooks import say_to_user
 from mpisgd.comm.topology import Topology
-from mpisgd.errors import InvalidArgument, MpiFailed, MpiNotFound, NotInitialized
+from mpisgd.errors import InvalidArgument, JobError, MpiFailed, MpiNotFound, NotInitialized
 
 if TYPE_CHECKING:
     from mpisgd.comm.mpi import Wire
@@ -21,6 +21,7 @@ __all__ = [
     "load_mpi",
     "mpi_is_running",
     "refuse_in_child",
+    "refuse_to_be_alone",
     "say_what_came_too_late",
     "share_threads",
 ]
@@ -46,6 +47,26 @@ def refuse_in_child() -> None:
         raise NotInitialized(
             "init: this process is a child of a rank of the job (a DataLoader's worker, say); only the "
             "processes that mpirun started can be ranks. Put the program behind `if __name__ == '__main__':`"
+        )
+
+
+def refuse_to_be_alone(size: int, library: str) -> None:
+    """Raise where several ranks were started and MPI has put each of them into a world of its own.
+
+    Args:
+        size: of MPI's world.
+        library: what MPI calls itself.
+
+    Raises:
+        JobError: it has; on every rank.
+    """
+    launched = config.launcher_size() or 1
+    if size == 1 < launched and not config.was_spawned():
+        raise JobError(
+            f"init: {launched} ranks were started, but {library}, which Python has loaded, takes each of "
+            "them for a job of its own. Start them with that library's mpirun, or under Slurm with the "
+            "--mpi of srun that it was built for; `python -m mpisgd info` shows both. "
+            "init(MPI.COMM_WORLD) takes it as it is"
         )
 
 

@@ -47,6 +47,33 @@ def test_without_an_mpi_library_it_says_so_and_how_to_get_one(num_ranks):
     assert "Traceback" not in done.stderr
 
 
+# What the mpirun of another MPI tells its ranks, of which the one that Python loads knows nothing.
+OF_ANOTHER_MPI = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"}
+
+
+def test_ranks_that_mpi_takes_for_jobs_of_their_own_are_shown():
+    done = info(env=OF_ANOTHER_MPI)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "the launcher started 4 ranks, MPI sees 1" in done.stdout
+
+
+def test_ranks_that_mpi_takes_for_jobs_of_their_own_do_not_train():
+    done = run_python("-c", "import mpisgd; print(mpisgd.rank())", env=OF_ANOTHER_MPI)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("mpisgd.errors.JobError: init: 4 ranks were started, but ")
+
+
+def test_a_communicator_that_was_chosen_is_taken():
+    done = run_python(
+        "-c",
+        "from mpi4py import MPI; import mpisgd; mpisgd.init(MPI.COMM_WORLD); print(mpisgd.size())",
+        env=OF_ANOTHER_MPI,
+    )
+    assert (done.returncode, done.stdout) == (0, "1\n")
+
+
 def test_no_command_is_a_usage_error():
     done = run_python("-m", "mpisgd")
     assert (done.returncode, done.stdout) == (2, "")
