@@ -141,6 +141,8 @@ def _bar_colour(row: dict[str, Any]) -> str:
 
 def plot_scaling(path: Path, record: dict[str, Any]) -> None:
     """Draw examples per second over ranks, log-log, with the line of perfect scaling."""
+    from matplotlib.ticker import LogFormatter
+
     rows = record["rows"]
     models = list(dict.fromkeys(row["model"] for row in rows))
     names = sorted({row["variant"] for row in rows}, key=lambda name: name != "mpisgd")
@@ -158,6 +160,8 @@ def plot_scaling(path: Path, record: dict[str, Any]) -> None:
         ax.set_xticks(counts, [str(count) for count in counts])
         ax.minorticks_off()
         ax.set(title=model, yscale="log", xlabel="ranks", ylabel="examples per second")
+        ax.yaxis.set_major_formatter(LogFormatter())
+        ax.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1, 0.5)))  # as plain numbers
     _finish(figure, axes, path)
 
 
