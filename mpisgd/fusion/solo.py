@@ -17,6 +17,14 @@ from mpisgd.fusion.layout import layout_of
 __all__ = ["SoloGradient", "not_twice"]
 
 
+def _num_uses(tensor: Tensor) -> int:
+    """Return how many there are of the memory of `tensor`: of tensors on it, and this look at it."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+ALONE = _num_uses(torch.empty(1))
+
+
 class SoloGradient:
     """The bucket of one parameter.
 
@@ -65,14 +73,18 @@ class SoloGradient:
     def _is_ready(self, grad: Tensor) -> bool:
         """Return whether `grad` lies as it must on all ranks, and nobody minds its being changed.
 
-        Autograd minds if it has a graph of its own (`create_graph=True`). One storage may hold the gradients
-        of several parameters, of which each would be reduced where the others lie.
+        Autograd minds if it has a graph of its own (`create_graph=True`), and if a part of backward that is
+        still to come reads this memory: of `x + p[None]` the gradient of p is a view of that of x. One
+        storage may also hold the gradients of several parameters, of which each would be reduced where the
+        others lie.
         """
         return (
-            self._lies_alike(grad)
+            grad.dtype == self._dtype
+            and self._lies_alike(grad)
             and not grad.requires_grad
             and not (grad.is_conj() or grad.is_neg())
             and grad.untyped_storage().nbytes() == grad.nbytes
+            and _num_uses(grad) == ALONE
         )
 
     def _lies_alike(self, grad: Tensor) -> bool:

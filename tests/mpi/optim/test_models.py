@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import time
 
 import pytest
 import torch
@@ -124,6 +125,38 @@ def test_the_layout_of_a_model_may_change():
         run.opt.step()
 
     check_equal_runs(body, model=Convolutions)
+
+
+class LateReader(torch.autograd.Function):
+    """Lets the others of backward go first."""
+
+    @staticmethod
+    def forward(ctx, inputs):
+        return inputs.view_as(inputs)
+
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep(0.05)
+        return grad
+
+
+class OneRow(nn.Module):
+    """The gradient of its bias is a view of one that a later part of backward still reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(FEATURES, 6))
+        self.bias = nn.Parameter(torch.randn(6))
+
+    def forward(self, inputs):
+        return LateReader.apply(inputs.sum(0, keepdim=True) @ self.weight) + self.bias[None]
+
+
+def test_a_gradient_is_left_alone_while_backward_reads_its_memory():
+    def loss(model, inputs, targets, rank, step):
+        return model(inputs).tanh().pow(2).sum()
+
+    check_equal_runs(model=OneRow, loss=loss, by_rank=True, steps=4)
 
 
 class Odd(nn.Module):

@@ -42,6 +42,25 @@ def test_what_backward_made_is_reduced_in_place(channels_last):
     assert made.stride() == param.stride()
 
 
+@pytest.mark.parametrize("still_used", [lambda grad: grad[None], lambda grad: grad.detach()])
+def test_what_others_still_read_is_left_alone(still_used):
+    param = parameter(3, 2)
+    (param * param).sum().backward()
+    other = still_used(param.grad)
+    before = other.clone()
+    reduced(solo_of(param), param)
+    assert torch.equal(other, before)
+    assert torch.equal(param.grad, 4 * param.detach())
+
+
+def test_a_gradient_of_another_type_travels_as_its_parameter():
+    param = parameter(3, 2)
+    solo = solo_of(param)
+    solo.absorb([torch.full((3, 2), 0.5, dtype=torch.float64)])
+    assert solo.flat.dtype == torch.float32
+    assert solo.flat.tolist() == [0.5] * 6
+
+
 def test_a_missing_gradient_counts_as_zero_and_appears_where_others_have_one():
     param, solo = parameter(3, 2), solo_of(parameter(3, 2))
     solo.absorb([None])
@@ -87,7 +106,7 @@ def test_a_gradient_that_others_look_at_is_copied(make):
 
 def test_a_dimension_of_length_one_may_have_any_stride():
     param = parameter(4, 1, 3)
-    param.grad = torch.ones(4 * 3).as_strided((4, 1, 3), (3, 7, 1))
+    param.grad = torch.empty_strided((4, 1, 3), (3, 7, 1)).fill_(1.0)
     made = param.grad
     reduced(solo_of(param), param)
     assert param.grad is made
