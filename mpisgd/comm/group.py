@@ -72,6 +72,8 @@ class Group:
                 wire, self._planes.spread, name=name, timeout_s=timeout_s, threads_allowed=threads
             )
             self._lane.track = Track(f"group {name}", self.ranks)
+            if self._planes.node is not None:
+                self._lane.when_left = self._planes.node.leave
             self._mailbox = Mailbox(wire.duplicate(), timeout_s=timeout_s, threads_allowed=threads)
             self._mailbox.group = (name, self.ranks)
 

@@ -113,6 +113,7 @@ class Lane:
         underway: the operation that runs now, None in between.
         track: what a recorder calls it.
         after_mismatch: called on every rank when they have found out that they disagree.
+        when_left: called when this rank leaves an operation to which others may still come.
         eager: whether an asynchronous operation runs in its caller's thread when all ranks come to it at
             about the same time. That is right where no core is idle, so that nothing can be won by a thread.
             It waits for nothing but the other ranks' call of the same operation, and not for long, so a
@@ -130,6 +131,7 @@ class Lane:
         self.underway: Underway | None = None
         self.threads_allowed = threads_allowed
         self.after_mismatch: Callable[[], None] = lambda: None
+        self.when_left: Callable[[], None] = lambda: None
         self.eager = False
         self._queue: collections.deque[tuple[_Job, LaneWork]] = collections.deque()
         self._lock = threading.Lock()
@@ -325,6 +327,7 @@ class Lane:
             self.after_mismatch()
         else:
             self.broken = self._as_broken(job.operation, exc)
+            self.when_left()
 
     def _complete(self, job: _Job, work: LaneWork) -> None:
         """Perform a queued operation; an error belongs to whoever waits for it."""

@@ -39,6 +39,41 @@ except KeyboardInterrupt:
 """
 
 
+# Rank 0 has gone before the others come at all: its offer and its arrival still stand.
+LEFT_BEFORE = """
+import sys, time, torch, mpisgd
+
+mpisgd.init()
+group = mpisgd.new_group()
+if group.plane.direct is None:
+    print("cannot")
+    sys.exit()
+group.plane._timeout_s = 2.0
+mine = torch.full((2**20,), group.rank + 1.0)
+if group.rank == 0:
+    group.lane.handshake.timeout_s = 0.5
+else:
+    time.sleep(2)
+try:
+    mpisgd.all_reduce(mine, group=group, algorithm="direct")
+except mpisgd.CollectiveTimeout:
+    if group.rank:
+        raise
+    time.sleep(2.5)
+    print("touched:", bool((mine != 1.0).any()), flush=True)
+    time.sleep(60)
+"""
+
+
+def test_nobody_touches_the_memory_of_a_rank_that_left_before_the_others_came():
+    done = run_python("-c", LEFT_BEFORE, num_ranks=3)
+    if "cannot" in done.stdout:
+        pytest.skip("this machine does not let processes reach each other's memory")
+    assert done.returncode != 0
+    assert done.stdout == "touched: False\n"
+    assert "has waited 2.0 s in the middle of an operation for rank 0" in done.stderr
+
+
 def test_nobody_writes_into_the_memory_of_a_rank_that_has_left():
     """The others give up at their time limit, and the job ends."""
     done = run_python("-c", LEAVING, num_ranks=3)

@@ -93,19 +93,15 @@ class Direct:
             self._known = (nbytes, dtype)
         return self._known_pieces
 
-    def give(self, nbytes: int, places: Sequence[int]) -> bool:
-        """Copy a chunk of this rank's to the others; False where one of them has left.
+    def give(self, nbytes: int, places: Sequence[int]) -> None:
+        """Copy a chunk of this rank's to the others.
 
         Args:
             nbytes: its length.
             places: as for `combine`.
         """
-        if not self.exposure.begin_writing():
-            return False
         for rank in self._others:
             self._memory.write(rank, places[rank], places[self._rank], nbytes)
-        self.exposure.end_writing()
-        return True
 
 
 def all_reduce_direct(plane: "NodePlane", flat: Tensor, op: ReduceOp) -> Iterator[None]:
@@ -119,13 +115,15 @@ def all_reduce_direct(plane: "NodePlane", flat: Tensor, op: ReduceOp) -> Iterato
     """
     direct = plane.direct
     assert direct is not None
-    plane.control.offer(direct.place_of(flat))
+    place = direct.place_of(flat)
+    direct.exposure.begin(flat if place else None)  # who drives this ends it, should something be raised
+    plane.control.offer(place)
     yield
     places = plane.control.offers()
     if not all(places):
+        direct.exposure.end()
         yield from all_reduce_in_parts(plane, flat, op)
         return
-    direct.exposure.begin(flat)  # who drives this ends it, should something be raised
     _combine_part(plane, direct, flat, op, places)
     yield
     direct.exposure.end()
@@ -138,9 +136,11 @@ def _combine_part(
     for start, mine in _chunks(flat[first:last], direct.chunk_bytes):
         offset = (first + start) * flat.element_size()
         here = [place + offset for place in places]
+        if not direct.exposure.begin_writing():
+            return  # one has left, for whom all others wait at the end
         direct.combine(mine, here, op)
-        if not direct.give(mine.nbytes, here):
-            return
+        direct.give(mine.nbytes, here)
+        direct.exposure.end_writing()
 
 
 def _chunks(flat: Tensor, nbytes: int) -> Iterator[tuple[int, Tensor]]:

@@ -36,8 +36,8 @@ class Exposure:
         self._exposed: Tensor | None = None
         self.has_left = False
 
-    def begin(self, tensor: Tensor) -> None:
-        """Let the others write into `tensor` from now on."""
+    def begin(self, tensor: Tensor | None) -> None:
+        """Let the others read and write `tensor` from now on; None: nothing."""
         self._exposed = tensor
 
     def end(self) -> None:
@@ -45,11 +45,11 @@ class Exposure:
         self._exposed = None
 
     def begin_writing(self) -> bool:
-        """Say that this rank writes to others; False where one has left, and nothing must be written."""
+        """Say that this rank uses others' memory; False where one has left, and it must not."""
         return self._control.begin_writing()
 
     def end_writing(self) -> None:
-        """Say that this rank has written."""
+        """Say that this rank does so no more."""
         self._control.end_writing()
 
     def leave(self) -> None:

@@ -125,13 +125,13 @@ class NodePlane:
 
     def go_on(self, steps: Iterator[None]) -> None:
         """Run an operation to its end, with a meeting wherever it yields."""
-        try:
-            for _ in steps:
-                self.barrier()
-        except BaseException:
-            if self.direct is not None:
-                self.direct.exposure.leave()
-            raise
+        for _ in steps:
+            self.barrier()
+
+    def leave(self) -> None:
+        """Take back what others may reach of this rank's memory: it leaves an operation before its end."""
+        if self.direct is not None:
+            self.direct.exposure.leave()
 
     def barrier(self) -> None:
         """Wait for the ranks of this host, in the middle of an operation."""
