@@ -131,7 +131,7 @@ def init(
         return
     refuse_in_child()
     limit_s = timeout_s if timeout_s is not None else config.timeout_s()
-    config.stall_warning_s()  # what is wrong with it should be known before MPI starts
+    config.check()  # what is wrong should be known before MPI starts
     with within(limit_s, "mpisgd.init()"):
         try:
             _start(comm, num_threads, limit_s, gpu or config.gpu())

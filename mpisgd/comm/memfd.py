@@ -5,7 +5,6 @@ The first rank makes a memfd and the others open it through that rank's /proc en
 them has gone, whatever way it went.
 """
 
-import contextlib
 import os
 from typing import TYPE_CHECKING
 
@@ -30,11 +29,16 @@ def open_shared(local: "Wire", nbytes: int) -> int:
 
 def _create(nbytes: int) -> int:
     """Return a new memfd of `nbytes`, -1 where there is no such thing."""
-    fd = -1
-    with contextlib.suppress(OSError, AttributeError):
+    try:
         fd = os.memfd_create("mpisgd")
+    except (OSError, AttributeError):
+        return -1
+    try:
         os.fchmod(fd, MODE)
         os.ftruncate(fd, nbytes)
+    except OSError:
+        os.close(fd)
+        return -1
     return fd
 
 

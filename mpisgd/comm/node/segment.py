@@ -3,6 +3,7 @@
 It is a memfd (see `mpisgd.comm.memfd`): private, nowhere to be cleaned up, gone with the last rank.
 """
 
+import contextlib
 import mmap
 import os
 from typing import TYPE_CHECKING
@@ -55,8 +56,11 @@ def open_segment(local: "Wire", share_bytes: int) -> Segment | None:
     """
     share_bytes = -(-share_bytes // PAGE) * PAGE
     fd = open_shared(local, share_bytes * local.size)
-    everyone = all(local.all_gather_object(fd >= 0))  # after this the first rank may close its own
-    segment = Segment(fd, share_bytes, local.size) if everyone else None
+    segment = None
+    if fd >= 0:
+        with contextlib.suppress(OSError, ValueError):  # too little address space, say
+            segment = Segment(fd, share_bytes, local.size)
+    everyone = all(local.all_gather_object(segment is not None))  # then the first rank may close its own
     if fd >= 0:
         os.close(fd)  # the mapping keeps the memory
-    return segment
+    return segment if everyone else None
