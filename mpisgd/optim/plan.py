@@ -1,5 +1,6 @@
 """Which gradients travel together, and in what memory: agreed on by all ranks, followed every step."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from mpisgd.comm.node.segment import Segment
 from mpisgd.compress.cast import Compressor
 from mpisgd.fusion.bucketing import Bucket, Item, launch_order, plan_buckets, plan_hash
 from mpisgd.fusion.buffer import FusionBuffer
+from mpisgd.fusion.layout import layout_of
 from mpisgd.fusion.solo import SoloGradient
 
 __all__ = ["Carrier", "Plan", "agree_on_plan", "describe"]
@@ -107,7 +109,14 @@ def agree_on_plan(
     carriers = [_carrier(b, [params[i] for i in b.indices], group, compression) for b in buckets]
     if owners is not None:
         carriers = [carrier._replace(owner=owners[carrier.bucket.indices[0]]) for carrier in carriers]
-    return Plan(covered, tuple(carriers), sparse, f"{plan_hash(buckets):016x}")
+    name = f"{plan_hash(buckets):016x}-{_layout_hash(params, covered)}"
+    return Plan(covered, tuple(carriers), sparse, name)
+
+
+def _layout_hash(params: Sequence[Tensor], covered: Sequence[int]) -> str:
+    """Return a name for the order in which elements travel; `model.to(memory_format=...)` changes it."""
+    strides = [layout_of(params[index]).stride for index in covered]
+    return hashlib.blake2b(repr(strides).encode(), digest_size=4).hexdigest()
 
 
 def describe(covered: tuple[int, ...], total: int) -> str:

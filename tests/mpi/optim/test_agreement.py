@@ -19,6 +19,17 @@ def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
+@several
+def test_an_order_of_elements_that_only_one_rank_has_is_found():
+    model = nn.Conv2d(2, 3, 3)
+    opt = mpisgd.DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
+    if mpisgd.rank() == 0:
+        model.to(memory_format=torch.channels_last)
+    with raises_everywhere(mpisgd.CollectiveMismatch):
+        model(torch.randn(1, 2, 5, 5)).sum().backward()
+        opt.step()
+
+
 # -- refused locally ----------------------------------------------------------------------------------
 
 
