@@ -350,7 +350,7 @@ class GradientReducer:
 
     def has_given(self) -> bool:
         """Return whether reduced gradients are with the ranks that own them, and were not reset since."""
-        return self._shared is not None and self._shared.has_given()
+        return self._shared is not None and self._shared.has_given(self.holds_reduced)
 
     def holds_reduced(self) -> bool:
         """Return whether some gradient is still the one that the last reduction left, or adds to it."""

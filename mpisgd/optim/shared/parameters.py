@@ -167,9 +167,14 @@ class SharedParameters:
         for param, _ in self._absent:
             param.grad = None
 
-    def has_given(self) -> bool:
-        """Return whether some gradient is with another rank."""
-        self._given = self._given and any(param.grad is absent for param, absent in self._absent)
+    def has_given(self, holds_own: Callable[[], bool]) -> bool:
+        """Return whether reduced gradients are with their owners; the same on every rank.
+
+        Args:
+            holds_own: tells whether this rank has some of its own; it may own all that there are.
+        """
+        absent = any(param.grad is absent for param, absent in self._absent)
+        self._given = self._given and (absent or holds_own())
         return self._given
 
     def meet_before_update(self) -> None:

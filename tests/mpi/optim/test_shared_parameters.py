@@ -405,3 +405,18 @@ def test_what_makes_no_norm_is_refused_before_anything_is_sent(wrong, shares):
     with raises_everywhere(mpisgd.InvalidArgument):
         ours.opt.clip_grad_norm_(**wrong)
     ours.opt.clip_grad_norm_(1.0)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_who_owns_all_that_has_a_gradient_agrees_with_who_owns_nothing(here):
+    """A second step on the same gradients reduces nothing; a second backward is refused on every rank."""
+    model = nn.Linear(FEATURES, 1, bias=False)
+    opt = mpisgd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), share_parameters=True)
+    model(torch.ones(1, FEATURES)).sum().backward()
+    opt.step()
+    opt.step()
+    with raises_everywhere(mpisgd.InvalidArgument):
+        model(torch.ones(1, FEATURES)).sum().backward()
+    opt.zero_grad()
+    model(torch.ones(1, FEATURES)).sum().backward()
+    opt.step()
