@@ -17,6 +17,7 @@ __all__ = [
     "PREEMPTED",
     "available_cores",
     "cache_folder",
+    "check",
     "cross_memory",
     "default_threads",
     "fault_tolerance",
@@ -158,6 +159,13 @@ def _seconds(name: str, default: float, env: Mapping[str, str]) -> tuple[float, 
         return float(text), f"{name}={text!r}"
     except ValueError:
         return math.nan, f"{name}={text!r}"
+
+
+def check(env: Mapping[str, str] = os.environ) -> None:
+    """Raise InvalidArgument where a setting makes no sense."""
+    stall_warning_s(env)
+    shared_memory(env)
+    cross_memory(env)
 
 
 def shared_memory(env: Mapping[str, str] = os.environ) -> bool:

@@ -201,6 +201,8 @@ def test_memory_is_used_unless_it_is_switched_off(name, asked):
     assert not asked({name: "0"})
     with pytest.raises(InvalidArgument, match=f"{name}='no': expected 0 or 1"):
         asked({name: "no"})
+    with pytest.raises(InvalidArgument, match=f"{name}='no': expected 0 or 1"):
+        config.check({name: "no"})
 
 
 TORCH_ASKS, GLIBC_ASKS = {"THP_MEM_ALLOC_ENABLE": "1"}, {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
