@@ -59,6 +59,11 @@ class Dissemination:
         """Return the smallest and the largest digest."""
         return self._low, self._high
 
+    def close(self) -> None:
+        """Give back what MPI keeps for it: it is over, or given up."""
+        for each in self._rounds:
+            each.close(over=self._round is None)
+
     def missing(self) -> str:
         """Say for whom this rank waits."""
         assert self._round is not None
@@ -84,6 +89,12 @@ class _Round:
 
     def done(self) -> bool:
         return self._wire.poll(self._requests)
+
+    def close(self, *, over: bool) -> None:
+        if over:
+            self._wire.release(self._requests)
+        else:  # a late message still arrives here
+            self._wire.abandon(self._requests, [self._mine, self._theirs])
 
     def heard(self) -> tuple[int, int]:
         return PAIR.unpack(self._theirs)

@@ -113,8 +113,12 @@ def _come_together(wire: "Wire", members: Sequence[int], name: str, timeout_s: f
     meeting.start(order, order)
     text = f"new_group(ranks={list(members)})"
     hint = Hint(f"new_group of {ordered}", members=tuple(ordered))
-    if not meeting.advance() and not Patience(timeout_s).wait_for(meeting.advance, about=lambda: hint):
-        raise CollectiveTimeout(f"{text}, group '{name}': waited {timeout_s:.1f} s for {meeting.missing()}")
+    try:
+        if not meeting.advance() and not Patience(timeout_s).wait_for(meeting.advance, about=lambda: hint):
+            waited = f"waited {timeout_s:.1f} s for {meeting.missing()}"
+            raise CollectiveTimeout(f"{text}, group '{name}': {waited}")
+    finally:
+        meeting.close()
     if meeting.extremes() != (order, order):
         raise CollectiveMismatch(f"{text}, group '{name}': other members named the ranks in another order")
 

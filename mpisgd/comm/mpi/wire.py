@@ -237,6 +237,12 @@ class Wire:
         """Give requests up. MPI may still write to their memory, which is kept until `let_go`."""
         _abandoned.append((list(requests), memory))
 
+    @mpi_call("Request_free")
+    def release(self, requests: Sequence[MPI.Prequest]) -> None:
+        """Give back a prepared exchange that is over."""
+        for request in requests:
+            request.Free()
+
     @mpi_call("Startall")
     def start(self, requests: list[MPI.Prequest]) -> None:
         """Start a prepared exchange."""
