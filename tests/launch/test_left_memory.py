@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from launcher import run_python
 
-LEAVING = """
+BEGINNING = """
 import sys, time, torch, mpisgd
 from mpisgd.comm.node.direct import CHUNK_BYTES, Direct
 
@@ -15,6 +15,9 @@ if group.plane.direct is None:
     print("cannot")
     sys.exit()
 group.plane._timeout_s = 2.0
+"""
+
+LEAVING = """
 length = 8 * group.size * CHUNK_BYTES // 4
 mine = torch.full((length,), group.rank + 1.0)
 combine, chunks = Direct.combine, []
@@ -39,16 +42,17 @@ except KeyboardInterrupt:
 """
 
 
+def of_three_ranks(program: str):
+    """The end of a job that fails since a rank has left."""
+    done = run_python("-c", BEGINNING + program, num_ranks=3)
+    if "cannot" in done.stdout:
+        pytest.skip("this machine does not let processes reach each other's memory")
+    assert done.returncode != 0
+    return done
+
+
 # Rank 0 has gone before the others come at all: its offer and its arrival still stand.
 LEFT_BEFORE = """
-import sys, time, torch, mpisgd
-
-mpisgd.init()
-group = mpisgd.new_group()
-if group.plane.direct is None:
-    print("cannot")
-    sys.exit()
-group.plane._timeout_s = 2.0
 mine = torch.full((2**20,), group.rank + 1.0)
 if group.rank == 0:
     group.lane.handshake.timeout_s = 0.5
@@ -66,19 +70,13 @@ except mpisgd.CollectiveTimeout:
 
 
 def test_nobody_touches_the_memory_of_a_rank_that_left_before_the_others_came():
-    done = run_python("-c", LEFT_BEFORE, num_ranks=3)
-    if "cannot" in done.stdout:
-        pytest.skip("this machine does not let processes reach each other's memory")
-    assert done.returncode != 0
+    done = of_three_ranks(LEFT_BEFORE)
     assert done.stdout == "touched: False\n"
     assert "has waited 2.0 s in the middle of an operation for rank 0" in done.stderr
 
 
 def test_nobody_writes_into_the_memory_of_a_rank_that_has_left():
     """The others give up at their time limit, and the job ends."""
-    done = run_python("-c", LEAVING, num_ranks=3)
-    if "cannot" in done.stdout:
-        pytest.skip("this machine does not let processes reach each other's memory")
-    assert done.returncode != 0
+    done = of_three_ranks(LEAVING)
     assert done.stdout == "written before: True\nleft to write: True\nwritten after: False\n"
     assert "has waited 2.0 s in the middle of an operation for rank 0" in done.stderr

@@ -18,7 +18,7 @@ __all__ = ["CONTROL_BYTES", "ControlBlock"]
 CONTROL_BYTES = PAGE  # at the beginning of every rank's share; a page of its own, so a cache line of its own
 WORD_BYTES = 8
 # Words, in cache lines of their own: the count of arrivals; two digests, used in turn; the count of what a
-# speaker has finished; the verdict of other hosts with the number of its turn; whether it writes into others'
+# speaker has finished; the verdict of other hosts with the number of its turn; whether it works in others'
 # memory; whether it has left an operation before its end; an address.
 ARRIVALS, DIGESTS, FINISHED, VERDICT, WRITES, HAS_LEFT, OFFER = 0, 8, 16, 24, 32, 40, 48
 
@@ -115,7 +115,7 @@ class ControlBlock:
     # -- see `mpisgd.comm.node.exposure` ----------------------------------------------------------------
 
     def begin_writing(self) -> bool:
-        """Say that this rank writes into the memory of others; False if one of them has left."""
+        """Say that this rank reads and writes the memory of others; False if one of them has left."""
         self._words[self._mine + WRITES] = 1
         for other in self._others:
             if self._words[other + HAS_LEFT]:

@@ -173,8 +173,8 @@ class SharedParameters:
         Args:
             holds_own: tells whether this rank has some of its own; it may own all that there are.
         """
-        absent = any(param.grad is absent for param, absent in self._absent)
-        self._given = self._given and (absent or holds_own())
+        if self._given:  # every backward asks
+            self._given = any(param.grad is absent for param, absent in self._absent) or holds_own()
         return self._given
 
     def meet_before_update(self) -> None:
