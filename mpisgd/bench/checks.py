@@ -17,10 +17,10 @@ from mpisgd.bench.schedule import Pace
 from mpisgd.bench.summary import spread, timed_rows
 from mpisgd.bench.training import StepTask, Training
 from mpisgd.bench.trial import BATCHES
-from mpisgd.comm import lane as lane_module
-from mpisgd.comm.group import Group
-from mpisgd.comm.handshake import Exchange, Handshake, Operation, fold
-from mpisgd.comm.job import world
+from mpisgd.core import operation_queue as queue_module
+from mpisgd.core.consistency import ConsistencyCheck, ConsistencyChecker, Operation, fold
+from mpisgd.core.group import Group
+from mpisgd.job.lifecycle import world
 
 __all__ = ["ChecksPlan", "run_checks"]
 
@@ -46,14 +46,14 @@ class ChecksPlan:
     num_operations: int
 
 
-class _BareExchange(Exchange):
+class _BareExchange(ConsistencyCheck):
     """One at whose end nothing is compared."""
 
     def verify(self) -> None:
         """See nothing."""
 
 
-class _BareHandshake(Handshake):
+class _BareHandshake(ConsistencyChecker):
     """One that lets the ranks meet, and that is all."""
 
     def begin(
@@ -62,7 +62,7 @@ class _BareHandshake(Handshake):
         site: Callable[[], str],
         detail: Callable[[], str] | None = None,
         before: Callable[[], None] | None = None,
-    ) -> Exchange:
+    ) -> ConsistencyCheck:
         """Start to meet."""
         self.number += 1
         if before is not None:
@@ -74,15 +74,15 @@ class _Switch:
     """Switches the checks of a group off and on again; all ranks at the same point of their order."""
 
     def __init__(self, group: Group) -> None:
-        self._lane = group.lane
-        full = group.lane.handshake
+        self._queue = group.queue
+        full = group.queue.consistency
         bare = _BareHandshake(full.wire, full.spread, name=full.name, timeout_s=full.timeout_s)
-        self._ways = {True: (full, lane_module.call_site), False: (bare, lambda: _nowhere)}
+        self._ways = {True: (full, queue_module.call_site), False: (bare, lambda: _nowhere)}
 
     def turn(self, on: bool) -> None:
-        number = self._lane.handshake.number
-        self._lane.handshake, lane_module.call_site = self._ways[on]
-        self._lane.handshake.number = number
+        number = self._queue.consistency.number
+        self._queue.consistency, queue_module.call_site = self._ways[on]
+        self._queue.consistency.number = number
 
 
 def _nowhere() -> str:
@@ -141,9 +141,9 @@ def _start(switch: _Switch, on: bool) -> None:
 def _operations(training: Training) -> int:
     """Return how many operations a step has, once there is a plan."""
     training.step()
-    before = world().lane.handshake.number
+    before = world().queue.consistency.number
     training.step()
-    return world().lane.handshake.number - before
+    return world().queue.consistency.number - before
 
 
 def _one_check(plan: ChecksPlan) -> dict[str, Any]:
@@ -154,12 +154,12 @@ def _one_check(plan: ChecksPlan) -> dict[str, Any]:
 
 def _checks_in_a_row(count: int) -> float:
     """Return the seconds on a core of what a check adds to a meeting of the ranks, described as in a step."""
-    spread_of_world, history, differences = world().lane.handshake.spread, b"", 0
+    spread_of_world, history, differences = world().queue.consistency.spread, b"", 0
     started_s = time.thread_time()
     for number in range(count):
         described = f"bucket {number % 8} of plan 0123456789abcdef, step {number // 8}, reduction 0"
         operation = Operation("gradients", op="AVG", dtype="float32", shape=(6553600,), extra=described)
-        lane_module.call_site()
+        queue_module.call_site()
         history = fold(history, operation)
         low, high = spread_of_world.extremes()
         differences += low != high

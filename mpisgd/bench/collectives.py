@@ -15,11 +15,11 @@ from mpisgd.bench.peers import Peers, RemoteVariant
 from mpisgd.bench.ring import open_ring
 from mpisgd.bench.schedule import Pace
 from mpisgd.bench.summary import collective_rows
-from mpisgd.comm.group import Group
-from mpisgd.comm.job import world
+from mpisgd.core.group import Group
+from mpisgd.job.lifecycle import world
 
 if TYPE_CHECKING:
-    from mpisgd.comm.mpi import Wire
+    from mpisgd.transport.mpi import Communicator
 
 __all__ = ["CollectivesPlan", "run_collectives"]
 
@@ -67,7 +67,7 @@ def run_collectives(
         peers: other frameworks.
         report: called with the rows of each case.
     """
-    wire = world().lane.wire.duplicate()
+    wire = world().queue.wire.duplicate()
     rows: list[dict[str, Any]] = []
     left_out: list[dict[str, Any]] = []
     with open_ring() as ring:
@@ -88,7 +88,7 @@ def _left_out(case: Case, variant: str, reason: str) -> dict[str, Any]:
     return {**where, "variant": variant, "reason": reason}
 
 
-def _contestants(case: Case, plan: CollectivesPlan, peers: Peers, wire: "Wire") -> list[Variant]:
+def _contestants(case: Case, plan: CollectivesPlan, peers: Peers, wire: "Communicator") -> list[Variant]:
     """Return all ways of doing the collective."""
     payload = Payload(case, mpisgd.rank())
     algorithms = plan.algorithms if case.collective == "all_reduce" else ["auto"]
@@ -138,9 +138,9 @@ def our_call(payload: Payload, group: Group, algorithm: str = "auto") -> Call:
 # -- MPI -----------------------------------------------------------------------------------------------
 
 
-def _mpis(payload: Payload, wire: "Wire") -> Variant:
+def _mpis(payload: Payload, wire: "Communicator") -> Variant:
     """Return MPI's own call on the same memory, as lean as mpi4py can make it: nothing is prepared in it."""
-    from mpisgd.comm.mpi import ELEMENT_TYPES
+    from mpisgd.transport.mpi import ELEMENT_TYPES
 
     case = payload.case
     if case.reduces and payload.input.dtype not in ELEMENT_TYPES:
@@ -148,8 +148,8 @@ def _mpis(payload: Payload, wire: "Wire") -> Variant:
     return in_rank(MPI_NAME, _mpi_call(payload, wire), payload)
 
 
-def _mpi_call(payload: Payload, wire: "Wire") -> Call:
-    from mpisgd.comm.mpi import ELEMENT_TYPES, MPI
+def _mpi_call(payload: Payload, wire: "Communicator") -> Call:
+    from mpisgd.transport.mpi import ELEMENT_TYPES, MPI
 
     def spec(tensor: torch.Tensor, pieces: int = 1) -> list[Any]:
         memory = MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)

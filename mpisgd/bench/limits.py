@@ -12,11 +12,11 @@ from mpisgd.bench.cases import Case, link_bytes
 from mpisgd.bench.measure import Timed, Variant
 from mpisgd.bench.payload import Payload
 from mpisgd.bench.summary import LIMIT, PING_PONG
-from mpisgd.comm.place import topology
+from mpisgd.job.rank_info import topology
 
 if TYPE_CHECKING:
     from mpisgd.bench.ring import Ring
-    from mpisgd.comm.mpi import Wire
+    from mpisgd.transport.mpi import Communicator
 
 __all__ = ["bounds", "in_rank", "limits", "settle"]
 
@@ -44,7 +44,7 @@ def in_rank(
     )
 
 
-def bounds(case: Case, wire: "Wire", ring: "Ring | None") -> list[Variant]:
+def bounds(case: Case, wire: "Communicator", ring: "Ring | None") -> list[Variant]:
     """Return the limit, and for few bytes between hosts a ping-pong."""
     found = limits(case, wire, ring)
     if mpisgd.num_nodes() > 1 and case.nbytes <= MAX_PING_BYTES:
@@ -52,7 +52,7 @@ def bounds(case: Case, wire: "Wire", ring: "Ring | None") -> list[Variant]:
     return found
 
 
-def limits(case: Case, wire: "Wire", ring: "Ring | None") -> list[Variant]:
+def limits(case: Case, wire: "Communicator", ring: "Ring | None") -> list[Variant]:
     """Return what no algorithm can beat: copying, or passing over the link, the bytes of a case.
 
     Collective. `settle` makes one of them out of several.
@@ -98,7 +98,7 @@ class Asleep:
 
     ours = False
 
-    def __init__(self, name: str, wire: "Wire", waker: int) -> None:
+    def __init__(self, name: str, wire: "Communicator", waker: int) -> None:
         self.name = name
         self._comm, self._waker = wire.comm, waker
 
@@ -127,7 +127,7 @@ class Waking(Timed):
         sleepers: their ranks.
     """
 
-    def __init__(self, name: str, call: Call, wire: "Wire", sleepers: Sequence[int]) -> None:
+    def __init__(self, name: str, call: Call, wire: "Communicator", sleepers: Sequence[int]) -> None:
         super().__init__(
             name,
             call,
@@ -146,7 +146,7 @@ class Waking(Timed):
         return seconds
 
 
-def _spoken(name: str, speakers: Sequence[int], call: Callable[[int], Call], wire: "Wire") -> Variant:
+def _spoken(name: str, speakers: Sequence[int], call: Callable[[int], Call], wire: "Communicator") -> Variant:
     """Return a variant in which only some ranks speak.
 
     Args:
@@ -163,7 +163,7 @@ def _spoken(name: str, speakers: Sequence[int], call: Callable[[int], Call], wir
     return Waking(name, call(place), wire, sleepers if place == 0 else [])
 
 
-def _over_mpi(nbytes: int, wire: "Wire") -> Variant:
+def _over_mpi(nbytes: int, wire: "Communicator") -> Variant:
     """Return what sends the bytes that must leave a host to the next one, while as many come in."""
     leaders = [ranks[0] for ranks in topology().nodes]
 
@@ -175,7 +175,7 @@ def _over_mpi(nbytes: int, wire: "Wire") -> Variant:
     return _spoken(OVER_MPI, leaders, call, wire)
 
 
-def _over_tcp(nbytes: int, wire: "Wire", ring: "Ring | None") -> Variant:
+def _over_tcp(nbytes: int, wire: "Communicator", ring: "Ring | None") -> Variant:
     """Return the same without MPI."""
 
     def call(_: int) -> Call:
@@ -186,7 +186,7 @@ def _over_tcp(nbytes: int, wire: "Wire", ring: "Ring | None") -> Variant:
     return _spoken(OVER_TCP, [ranks[0] for ranks in topology().nodes], call, wire)
 
 
-def _ping_pong(nbytes: int, wire: "Wire") -> Variant:
+def _ping_pong(nbytes: int, wire: "Communicator") -> Variant:
     """Return a message from the first host to the second, and one back."""
     pair = [ranks[0] for ranks in topology().nodes[:2]]
 

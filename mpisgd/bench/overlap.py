@@ -26,10 +26,10 @@ from mpisgd.bench.schedule import Pace
 from mpisgd.bench.step import ours, remote
 from mpisgd.bench.summary import BOUND, COMPUTE, LIMIT, overlap_rows
 from mpisgd.bench.training import StepTask, Training, build
-from mpisgd.comm.job import world
+from mpisgd.job.lifecycle import world
 
 if TYPE_CHECKING:
-    from mpisgd.comm.mpi import Wire
+    from mpisgd.transport.mpi import Communicator
 
 __all__ = ["OverlapPlan", "earliest_end", "find_batch", "run_overlap"]
 
@@ -133,7 +133,7 @@ def run_overlap(plan: OverlapPlan, peers: Peers, report: Callable[[str, Any], No
         peers: other frameworks.
         report: called with the rows of each batch.
     """
-    wire = world().lane.wire.duplicate()
+    wire = world().queue.wire.duplicate()
     rows: list[dict[str, Any]] = []
     left_out: list[dict[str, str]] = []
     with open_ring() as ring:
@@ -157,7 +157,7 @@ def _gradient_bytes(task: StepTask) -> int:
     return sum(param.nbytes for param in build(task).parameters())
 
 
-def _search(plan: OverlapPlan, wire: "Wire", ring: Ring | None) -> int:
+def _search(plan: OverlapPlan, wire: "Communicator", ring: Ring | None) -> int:
     """Return the batch whose step alone takes the wanted share of the link's time; the same on all ranks."""
 
     def alone(batch: int) -> float:
@@ -170,7 +170,7 @@ def _search(plan: OverlapPlan, wire: "Wire", ring: Ring | None) -> int:
     return find_batch(alone, plan.share * statistics.median(link[LIMIT]))
 
 
-def _link(task: StepTask, wire: "Wire", ring: Ring | None) -> list[Variant]:
+def _link(task: StepTask, wire: "Communicator", ring: Ring | None) -> list[Variant]:
     """Return what passes the bytes of the gradients that must leave a host."""
     return limits(case_of("all_reduce", "float32", _gradient_bytes(task), task.size), wire, ring)
 
@@ -185,7 +185,9 @@ def _reduce(task: StepTask) -> Timed:
     return in_rank(REDUCE, lambda: mpisgd.all_reduce(payload.output), payload, ours=True)
 
 
-def _measure(task: StepTask, plan: OverlapPlan, peers: Peers, wire: "Wire", ring: Ring | None) -> Measured:
+def _measure(
+    task: StepTask, plan: OverlapPlan, peers: Peers, wire: "Communicator", ring: Ring | None
+) -> Measured:
     alone = MarkedTraining(replace(task, communicates=False), mpisgd.rank())
     parts: list[Variant] = [_marked(alone), *_link(task, wire, ring), _reduce(task)]
     found = measure([*parts, ours(task), *remote(task, plan.bucket_bytes, peers)], plan.pace)

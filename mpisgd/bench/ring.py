@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import mpisgd
 from mpisgd.bench.peers import places
-from mpisgd.comm.place import topology
+from mpisgd.job.rank_info import topology
 
 __all__ = ["Ring", "open_ring"]
 

@@ -13,10 +13,10 @@ from mpisgd.bench.schedule import Pace
 from mpisgd.bench.summary import step_rows
 from mpisgd.bench.training import MIB, StepTask, Training, build
 from mpisgd.bench.trial import BATCHES, OURS, SHARED
-from mpisgd.comm.job import world
+from mpisgd.job.lifecycle import world
 
 if TYPE_CHECKING:
-    from mpisgd.comm.mpi import Wire
+    from mpisgd.transport.mpi import Communicator
 
 __all__ = ["StepPlan", "ours", "remote", "run_steps"]
 
@@ -57,7 +57,7 @@ def run_steps(plan: StepPlan, peers: Peers, report: Callable[[str, Any], None]) 
         peers: other frameworks.
         report: called with each model and its rows.
     """
-    wire = world().lane.wire.duplicate()
+    wire = world().queue.wire.duplicate()
     rows: list[dict[str, Any]] = []
     models: dict[str, Any] = {}
     left_out: list[dict[str, str]] = []
@@ -93,7 +93,7 @@ def _describe(task: StepTask) -> dict[str, Any]:
     }
 
 
-def _in_ranks(task: StepTask, wire: "Wire") -> list[Variant]:
+def _in_ranks(task: StepTask, wire: "Communicator") -> list[Variant]:
     """Return the variants that run in the ranks themselves."""
     return [
         *(
@@ -132,9 +132,9 @@ def _as_horovod(task: StepTask) -> Variant:
     return training.timed("mpisgd.horovod", start=mpisgd.barrier, ours=True)
 
 
-def _by_hand(task: StepTask, wire: "Wire") -> Variant:
+def _by_hand(task: StepTask, wire: "Communicator") -> Variant:
     """Return what people write who have mpi4py only: one call for each tensor."""
-    from mpisgd.comm.mpi import MPI
+    from mpisgd.transport.mpi import MPI
 
     training = Training(task, mpisgd.rank())
     params, size = list(training.model.parameters()), mpisgd.size()

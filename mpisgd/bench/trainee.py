@@ -34,7 +34,7 @@ def _alone(training: Training) -> str:
 
 def _with_mpi(training: Training) -> str:
     set_mpi_defaults()
-    from mpisgd.comm import mpi
+    from mpisgd.transport import mpi
 
     mpi.start()
     mpi.MPI.COMM_WORLD.Barrier()
@@ -49,7 +49,7 @@ def _with_mpisgd(training: Training, *, share_parameters: bool = False) -> str:
         named_parameters=training.model.named_parameters(),
         share_parameters=share_parameters,
     )
-    from mpisgd.comm import mpi
+    from mpisgd.transport import mpi
 
     return mpi.library_version()
 

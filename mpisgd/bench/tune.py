@@ -22,14 +22,14 @@ from mpisgd.bench.measure import Timed, measure
 from mpisgd.bench.payload import Payload
 from mpisgd.bench.schedule import Pace
 from mpisgd.bench.summary import spread
-from mpisgd.comm.collectives.all_reduce import can_go_direct
-from mpisgd.comm.collectives.choice import TUNED, WAYS
-from mpisgd.comm.costs import Curve, Measured
-from mpisgd.comm.costs.line import FREE_POINTS, fit
-from mpisgd.comm.costs.model import ALL_REDUCE
-from mpisgd.comm.group import Group
-from mpisgd.comm.job import world
-from mpisgd.comm.place import topology
+from mpisgd.collectives.all_reduce import can_go_direct
+from mpisgd.collectives.dispatch import TUNED, WAYS
+from mpisgd.core.group import Group
+from mpisgd.job.lifecycle import world
+from mpisgd.job.rank_info import topology
+from mpisgd.tuning import Curve, Measured
+from mpisgd.tuning.line import FREE_POINTS, fit
+from mpisgd.tuning.model import ALL_REDUCE
 
 __all__ = ["Arena", "Way", "arenas", "contenders", "tune", "ways"]
 
@@ -199,7 +199,7 @@ def _fastest(wanted: Sequence[Way], best: Best, nbytes: int, purpose: tuple[str,
 
 
 def _has_plane(group: Group | None) -> bool:
-    return group is None or group.plane is not None or group.hosts is not None
+    return group is None or group.shm is not None or group.internode is not None
 
 
 def _everywhere(condition: bool) -> bool:
@@ -235,7 +235,7 @@ def _timed(way: Way, group: Group | None, payload: Payload | None) -> Timed:
     """Return a way as a variant; on a rank outside the group one that does nothing."""
     if group is None or payload is None:
         return in_rank(way.name, _nothing, None, ours=True)
-    hosts, only = group.hosts, group.costs.only(way.algorithm, way.collective)
+    hosts, only = group.internode, group.costs.only(way.algorithm, way.collective)
     algorithm = way.algorithm if way.collective == ALL_REDUCE else "auto"
     collective = our_call(payload, group, algorithm)
 

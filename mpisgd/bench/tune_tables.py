@@ -8,9 +8,9 @@ from rich.table import Table
 
 from mpisgd.bench.summary import as_bytes, as_time
 from mpisgd.bench.tune import Way
-from mpisgd.comm.costs import CostModel, Curve, Measured
-from mpisgd.comm.costs.line import agreement
-from mpisgd.comm.costs.profile import topology_name
+from mpisgd.tuning import CostModel, Curve, Measured
+from mpisgd.tuning.line import agreement
+from mpisgd.tuning.profile import topology_name
 
 __all__ = ["cost_table", "crossovers", "doubts", "one_line"]
 

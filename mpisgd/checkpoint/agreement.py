@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from mpisgd.comm.group import Group
-from mpisgd.comm.handshake import Operation
+from mpisgd.core.consistency import Operation
+from mpisgd.core.group import Group
 from mpisgd.errors import CheckpointError
 
 __all__ = ["agree", "at_root", "gather_at_root"]
@@ -16,7 +16,7 @@ ROOT = 0  # the rank of the group that has the files
 def gather_at_root(group: Group, operation: Operation, obj: Any) -> list[Any] | None:
     """Return everyone's object on the root, None elsewhere. Collective."""
     got: list[list[Any] | None] = []
-    group.lane.run(operation, lambda: got.append(group.lane.wire.gather_object(obj, ROOT)))
+    group.queue.run(operation, lambda: got.append(group.queue.wire.gather_object(obj, ROOT)))
     return got[0]
 
 
@@ -39,7 +39,7 @@ def at_root(group: Group, operation: Operation, action: Callable[[], T]) -> T:
             failure = _caused_by(exc, f"{operation.kind}: {type(exc).__name__}: {exc}")
     told: list[Any] = []
     mine = (result, failure and (type(failure), str(failure)))
-    group.lane.run(operation, lambda: told.append(group.lane.wire.broadcast_object(mine, ROOT)))
+    group.queue.run(operation, lambda: told.append(group.queue.wire.broadcast_object(mine, ROOT)))
     if failure is not None:
         raise failure
     theirs, problem = told[0]
@@ -57,7 +57,7 @@ def _caused_by(cause: Exception, text: str) -> CheckpointError:
 def agree(group: Group, operation: Operation, problem: str | None, kind: type[CheckpointError]) -> None:
     """Raise `kind` on every rank where one of them has a problem. Collective."""
     got: list[Any] = []
-    group.lane.run(operation, lambda: got.extend(group.lane.wire.all_gather_object(problem)))
+    group.queue.run(operation, lambda: got.extend(group.queue.wire.all_gather_object(problem)))
     said = said_by(group, got)
     if said:
         raise kind(f"{operation.kind}: {said}")

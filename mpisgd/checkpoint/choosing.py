@@ -9,8 +9,8 @@ from torch import Tensor
 
 from mpisgd.checkpoint import files, format
 from mpisgd.checkpoint.agreement import ROOT, gather_at_root
-from mpisgd.comm.group import Group
-from mpisgd.comm.handshake import Operation
+from mpisgd.core.consistency import Operation
+from mpisgd.core.group import Group
 from mpisgd.errors import CheckpointDamaged, CheckpointError
 
 __all__ = ["Found", "newest_seen", "newest_whole"]

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpisgd.arguments import as_path, check_flag
 from mpisgd.checkpoint import format, generators
 from mpisgd.checkpoint.agreement import ROOT, agree, at_root
 from mpisgd.checkpoint.choosing import Found, newest_seen, newest_whole
 from mpisgd.checkpoint.saving import is_object
 from mpisgd.checkpoint.tree import decode
-from mpisgd.comm.arguments import as_path, check_flag
-from mpisgd.comm.group import Group
-from mpisgd.comm.handshake import Operation
-from mpisgd.comm.job import group_or_world
+from mpisgd.core.consistency import Operation
+from mpisgd.core.group import Group
 from mpisgd.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, InvalidArgument
+from mpisgd.job.lifecycle import group_or_world
 from mpisgd.optim.broadcast import broadcast_tensors, undo_casts
 
 __all__ = ["Loaded", "latest", "load"]

@@ -13,13 +13,13 @@ from typing import NoReturn
 
 import torch
 
-from mpisgd.comm.arguments import shown
-from mpisgd.comm.collectives.all_reduce import all_reduce
-from mpisgd.comm.dtypes import ReduceOp
-from mpisgd.comm.group import Group
-from mpisgd.comm.job import group_or_world
+from mpisgd.arguments import shown
+from mpisgd.collectives.all_reduce import all_reduce
 from mpisgd.config import PREEMPTED
+from mpisgd.core.dtypes import ReduceOp
+from mpisgd.core.group import Group
 from mpisgd.errors import InvalidArgument
+from mpisgd.job.lifecycle import group_or_world
 
 __all__ = ["Preemption", "on_preemption"]
 

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from mpisgd.arguments import as_path, check_flag, shown
 from mpisgd.checkpoint import files, format, generators
 from mpisgd.checkpoint.agreement import ROOT, at_root, gather_at_root, said_by
 from mpisgd.checkpoint.tree import Encoded, encode
-from mpisgd.comm.arguments import as_path, check_flag, shown
-from mpisgd.comm.group import Group
-from mpisgd.comm.handshake import Operation
-from mpisgd.comm.job import group_or_world
+from mpisgd.core.consistency import Operation
+from mpisgd.core.group import Group
 from mpisgd.errors import CheckpointError, InvalidArgument
+from mpisgd.job.lifecycle import group_or_world
 
 __all__ = ["Content", "check_arguments", "collect", "is_object", "save", "to_disk"]
 
@@ -161,7 +161,7 @@ def _agree_on_structure(group: Group, encoded: Encoded) -> None:
     lines = [f"{name}: {tensor.dtype} {list(tensor.shape)}" for name, tensor in encoded.tensors.items()]
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
     operation = Operation(KIND, extra=f"{len(lines)} tensors, hash {digest}")
-    group.lane.run(operation, lambda: None, detail=lambda: "\n".join(lines))
+    group.queue.run(operation, lambda: None, detail=lambda: "\n".join(lines))
 
 
 def to_disk(folder: Path, content: Content | None, keep_last: int | None) -> Path:

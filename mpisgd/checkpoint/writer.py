@@ -10,15 +10,15 @@ from typing import Any
 
 from torch import Tensor
 
+from mpisgd.accelerator.host_copy import copy_tree
+from mpisgd.arguments import check_flag, shown
 from mpisgd.checkpoint import files
 from mpisgd.checkpoint.agreement import ROOT, at_root
 from mpisgd.checkpoint.saving import Content, check_arguments, collect, to_disk
-from mpisgd.comm.arguments import check_flag, shown
-from mpisgd.comm.group import Group
-from mpisgd.comm.handshake import Operation
-from mpisgd.comm.job import group_or_world
-from mpisgd.comm.snapshot import copy_tree
+from mpisgd.core.consistency import Operation
+from mpisgd.core.group import Group
 from mpisgd.errors import CheckpointError, InvalidArgument
+from mpisgd.job.lifecycle import group_or_world
 
 __all__ = ["Writer"]
 

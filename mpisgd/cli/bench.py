@@ -75,7 +75,7 @@ def collectives(
     from mpisgd.bench import cases, tables
     from mpisgd.bench.collectives import CollectivesPlan, run_collectives
     from mpisgd.bench.schedule import Pace
-    from mpisgd.comm.collectives.all_reduce import CHOICES
+    from mpisgd.collectives.all_reduce import CHOICES
 
     output = _output(json_file, plot_file)
     if quick:

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 import mpisgd
-from mpisgd.comm.gpu.aware import is_cuda_aware, libmpi
-from mpisgd.comm.gpu.runtime import runtime
-from mpisgd.comm.job import current_job, world
+from mpisgd.accelerator.runtime import runtime
 from mpisgd.config import THREAD_VARIABLES, available_cores, launcher_rank, launcher_size
+from mpisgd.job.lifecycle import current_job, world
+from mpisgd.transport.device.cuda_aware import is_cuda_aware, libmpi
 
 __all__ = ["MpiFacts", "RankFacts", "Room", "mpi_facts", "rank_facts", "settings", "versions"]
 
@@ -164,7 +164,7 @@ def _package_version(name: str) -> str:
 
 def mpi_facts() -> MpiFacts:
     """Return what is known of the MPI library; only after `mpisgd.init()`, since looking starts MPI."""
-    from mpisgd.comm import mpi
+    from mpisgd.transport import mpi
 
     file, library = libmpi(), mpi.library_version()
     return MpiFacts(
@@ -192,7 +192,7 @@ def _fault_tolerance(library: str, libmpi: str | None) -> str:
 
 
 def _planes() -> tuple[str, ...]:
-    node, hosts = world().plane, world().hosts
+    node, hosts = world().shm, world().internode
     there = {"node": node, "direct": None if node is None else node.direct, "hierarchical": hosts}
     return tuple(name for name, plane in there.items() if plane is not None)
 

@@ -29,7 +29,7 @@ def info(
         _print([rank_facts(before, None)], as_json, no_mpi=str(exc.__cause__ or exc))
         raise typer.Exit(1) from exc
     except mpisgd.JobError:  # each rank is alone, and the page says so
-        from mpisgd.comm.startup import load_mpi
+        from mpisgd.job.startup import load_mpi
 
         mpisgd.init(load_mpi().MPI.COMM_WORLD)
     ranks: list[Any] = [None] * mpisgd.size()

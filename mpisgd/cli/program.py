@@ -118,7 +118,7 @@ def _exit(code: int) -> NoReturn:
 
 def _in_job() -> bool:
     # Where nothing has imported it there is no job, and to import it here would load torch for an error.
-    job = sys.modules.get("mpisgd.comm.job")
+    job = sys.modules.get("mpisgd.job.lifecycle")
     return job is not None and bool(job.is_initialized())
 
 

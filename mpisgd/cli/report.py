@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 
 from mpisgd.cli.facts import RankFacts, Room
-from mpisgd.comm.gpu.choice import Seat, choose
 from mpisgd.config import timeout_s
 from mpisgd.errors import InvalidArgument
+from mpisgd.transport.device.selection import DeviceFacts, choose
 
 __all__ = ["as_text", "uses"]
 
@@ -199,7 +199,9 @@ def _cpu_plane(ranks: Sequence[RankFacts]) -> str:
 def _device_plane(ranks: Sequence[RankFacts]) -> str:
     if not any(rank.own_gpu for rank in ranks):
         return "no rank has a GPU"
-    seats = [Seat(rank.host, rank.node, rank.own_gpu, rank.has_nccl, rank.cuda_aware) for rank in ranks]
+    seats = [
+        DeviceFacts(rank.host, rank.node, rank.own_gpu, rank.has_nccl, rank.cuda_aware) for rank in ranks
+    ]
     wanted = ranks[0].gpu_wanted
     try:
         verdict = choose(wanted, seats, [rank.rank for rank in ranks])

@@ -15,7 +15,7 @@ from mpisgd.cli.origin import command, machine, now
 
 if TYPE_CHECKING:
     from mpisgd.bench.tune import Arena, Way
-    from mpisgd.comm.costs import Measured
+    from mpisgd.tuning import Measured
 
 __all__ = ["tune"]
 
@@ -35,7 +35,7 @@ def tune(
     from mpisgd.bench.tables import show
     from mpisgd.bench.tune import tune as measure_all
     from mpisgd.bench.tune_tables import cost_table, crossovers, doubts
-    from mpisgd.comm.costs import CostModel
+    from mpisgd.tuning import CostModel
 
     last_bytes = parse_bytes(last)
     mpisgd.init()
@@ -61,8 +61,8 @@ def _tell(place: "Arena", nbytes: int, medians: "dict[Way, float]") -> None:
 
 def _write(out: Path | None, measured: "list[Measured]") -> None:
     """Keep it; on rank 0."""
-    from mpisgd.comm.costs.profile import as_profile, default_path, write
-    from mpisgd.comm.place import topology
+    from mpisgd.job.rank_info import topology
+    from mpisgd.tuning.profile import as_profile, default_path, write
 
     path = out or default_path(topology().ranks_per_host)
     try:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import Dataset, IterableDataset, Subset
 
-from mpisgd.comm.arguments import check_seed, shown
+from mpisgd.arguments import check_seed, shown
 from mpisgd.errors import InvalidArgument
 
 __all__ = ["apportion", "partition", "split_evenly"]

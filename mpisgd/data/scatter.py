@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from mpisgd.comm.arguments import check_flag, check_seed
-from mpisgd.comm.buffers import check_tensor
-from mpisgd.comm.collectives.gather import scatter
-from mpisgd.comm.collectives.objects import broadcast_object, scatter_object
-from mpisgd.comm.group import Group
-from mpisgd.comm.job import group_or_world
+from mpisgd.arguments import check_flag, check_seed
+from mpisgd.collectives.gather import scatter
+from mpisgd.collectives.objects import broadcast_object, scatter_object
+from mpisgd.core.buffers import check_tensor
+from mpisgd.core.group import Group
 from mpisgd.data.partition import length_of, split_evenly
 from mpisgd.errors import InvalidArgument, MpisgdError
+from mpisgd.job.lifecycle import group_or_world
 
 __all__ = ["ItemDataset", "scatter_dataset"]
 

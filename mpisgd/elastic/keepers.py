@@ -5,8 +5,8 @@ from typing import Any, Protocol
 
 import torch
 
-from mpisgd.comm.collectives.objects import broadcast_object
-from mpisgd.comm.snapshot import copy_tree
+from mpisgd.accelerator.host_copy import copy_tree
+from mpisgd.collectives.objects import broadcast_object
 from mpisgd.optim.broadcast import broadcast_optimizer_state, broadcast_parameters
 from mpisgd.optim.distributed import DistributedOptimizer
 

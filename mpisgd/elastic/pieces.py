@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpisgd.comm.arguments import check_callable
-from mpisgd.comm.collectives.objects import all_gather_object
-from mpisgd.comm.collectives.point_to_point import irecv, isend
-from mpisgd.comm.place import rank, size, topology
+from mpisgd.arguments import check_callable
+from mpisgd.collectives.objects import all_gather_object
+from mpisgd.collectives.point_to_point import irecv, isend
 from mpisgd.errors import StateLost
+from mpisgd.job.rank_info import rank, size, topology
 
 __all__ = ["PerRank", "Pieces", "guardian_of"]
 

@@ -1,6 +1,6 @@
 """After a loss: the ranks that are left make a world of their own, with new ones if that was asked for.
 
-    a rank is gone         everyone's waits end (comm/sentinel.py)
+    a rank is gone         everyone's waits end (monitor/failure_detector.py)
     give up the old world  threads end, communicators are revoked
     shrink                 the ranks that are left, in their order; waits for all of them
     vote                   may we go on, or are we the smaller half of a cut network?
@@ -17,16 +17,17 @@ import sys
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
-from mpisgd.comm import job as jobs
-from mpisgd.comm import place, waiting
-from mpisgd.comm.diagnosis.guard import within
+from mpisgd.core import waiting
 from mpisgd.elastic.quorum import goes_on, silent_hosts
 from mpisgd.elastic.regrow import Terms, grow
 from mpisgd.errors import JobError, MpisgdError
+from mpisgd.job import lifecycle as jobs
+from mpisgd.job import rank_info
+from mpisgd.monitor.startup_timeout import within
 
 if TYPE_CHECKING:
-    from mpisgd.comm.mpi import Wire
-    from mpisgd.comm.topology import Topology
+    from mpisgd.core.topology import Topology
+    from mpisgd.transport.mpi import Communicator
 
 __all__ = ["Recovered", "free_what_is_over", "recover", "tell"]
 
@@ -72,21 +73,23 @@ def recover(reason: str, terms: Terms) -> Recovered:
             outcome = _try_to_begin(old, left_wire, before, terms)
             if old_wire.agree(outcome is not None):
                 break
-            if outcome is not None and (vain := jobs.give_up("another rank was lost meanwhile").sentinel):
-                vain.dismiss()
+            if outcome is not None and (
+                cancel_reason := jobs.give_up("another rank was lost meanwhile").sentinel
+            ):
+                cancel_reason.dismiss()
     old.sentinel.dismiss()
     assert outcome is not None
     left, newcomers = outcome
     lost = tuple(sorted({rank for ranks in before.nodes for rank in ranks} - set(left)))
     if silent_hosts(before.nodes, left):
-        jobs.current_job().stranded = True
+        jobs.current_job().lost_host = True
     recovered = Recovered(lost, newcomers, time.monotonic() - started)
     _judge(before, left, terms)
     return recovered
 
 
 def _try_to_begin(
-    old: jobs.Job, left_wire: "Wire", before: "Topology", terms: Terms
+    old: jobs.Job, left_wire: "Communicator", before: "Topology", terms: Terms
 ) -> tuple[list[int], int] | None:
     """Make the new world; None where it did not work since one more rank was lost.
 
@@ -103,7 +106,7 @@ def _try_to_begin(
         jobs.revoke_all()
         return None
     new = jobs.current_job()
-    new.bereft, new.stranded = True, old.stranded
+    new.lost_ranks, new.lost_host = True, old.lost_host
     return left, newcomers
 
 
@@ -134,12 +137,12 @@ def tell(recovered: Recovered, speaker: str = "mpisgd") -> None:
         recovered: see `recover`.
         speaker: whose the words are.
     """
-    if place.rank() == 0:
+    if rank_info.rank() == 0:
         lost = recovered.lost
         who = f"rank {lost[0]} is" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))} are"
         joined = f", {recovered.newcomers} of them new" if recovered.newcomers else ""
         print(
-            f"{speaker}: elastic: {who} lost; {place.size()} ranks go on from the last commit{joined} "
+            f"{speaker}: elastic: {who} lost; {rank_info.size()} ranks go on from the last commit{joined} "
             f"(recovered in {recovered.took_s:.2f} s)",
             file=sys.stderr,
             flush=True,

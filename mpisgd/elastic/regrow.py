@@ -19,16 +19,16 @@ import torch
 from torch import Tensor
 
 from mpisgd import config
-from mpisgd.comm import job as jobs
-from mpisgd.comm.diagnosis.guard import within
-from mpisgd.comm.stranded import end_bereft
-from mpisgd.comm.waiting import Patience
+from mpisgd.core.waiting import Backoff
 from mpisgd.errors import MpisgdError, PeerLost
+from mpisgd.job import lifecycle as jobs
+from mpisgd.job.forced_exit import exit_after_loss
+from mpisgd.monitor.startup_timeout import within
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from mpisgd.comm.mpi import Wire
+    from mpisgd.transport.mpi import Communicator
 
 __all__ = ["Terms", "grow", "is_newcomer", "join"]
 
@@ -56,7 +56,7 @@ def is_newcomer() -> bool:
     return os.environ.get(config.NEWCOMER_VARIABLE) == TO_JOIN
 
 
-def grow(left: "Wire", terms: Terms) -> tuple["Wire", int]:
+def grow(left: "Communicator", terms: Terms) -> tuple["Communicator", int]:
     """Return a wire over those that are left and newcomers, and the number of these. Collective over `left`.
 
     Where no process can be started, or not all come, the job goes on without, and rank 0 says so. The next
@@ -85,7 +85,7 @@ def _this_program() -> list[str]:
     return [sys.executable, *sys.orig_argv[1:]]
 
 
-def _trouble(newcomers: "Wire", number: int) -> str:
+def _trouble(newcomers: "Communicator", number: int) -> str:
     """Wait until all newcomers have come to `run`; return why they do not, "" when they are there."""
     try:
         came = _exchange_words(lambda word, src: newcomers.irecv(word, src, READY), newcomers, number)
@@ -94,17 +94,19 @@ def _trouble(newcomers: "Wire", number: int) -> str:
     return "" if came else f"they have not come to elastic.run within {COME_WITHIN_S:g} s"
 
 
-def _exchange_words(start: Callable[[Tensor, int], "MPI.Request"], way: "Wire", number: int = 1) -> bool:
+def _exchange_words(
+    start: Callable[[Tensor, int], "MPI.Request"], way: "Communicator", number: int = 1
+) -> bool:
     """Send a word to, or receive one from, the first ranks of the other side; return whether in time."""
     words = [torch.zeros(1, dtype=torch.int64) for _ in range(number)]
     requests = [start(word, other) for other, word in enumerate(words)]
-    through = Patience(COME_WITHIN_S, quiet=True).wait_for(lambda: way.poll(requests))
+    through = Backoff(COME_WITHIN_S, quiet=True).wait_for(lambda: way.poll(requests))
     if not through:
         way.abandon(requests, words)
     return through
 
 
-def _say_none_come(left: "Wire", why: str) -> None:
+def _say_none_come(left: "Communicator", why: str) -> None:
     if left.rank == 0:
         print(f"mpisgd: elastic: no new ranks: {why}", file=sys.stderr, flush=True)
 
@@ -128,7 +130,7 @@ def join() -> None:
             jobs.begin(way.merge(behind=True), None, alone.timeout_s, alone.gpu)
     except MpisgdError:
         _end_unmet()
-    jobs.current_job().bereft = True
+    jobs.current_job().lost_ranks = True
 
 
 def _end_unmet() -> NoReturn:
@@ -139,5 +141,5 @@ def _end_unmet() -> NoReturn:
         file=sys.stderr,
         flush=True,
     )
-    end_bereft()
+    exit_after_loss()
     raise SystemExit(0)

@@ -6,14 +6,14 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from mpisgd.comm import job as jobs
-from mpisgd.comm import waiting
-from mpisgd.comm.handshake import Operation
+from mpisgd.core import waiting
+from mpisgd.core.consistency import Operation
 from mpisgd.elastic.recovery import free_what_is_over, recover, tell
 from mpisgd.elastic.regrow import Terms, join
 from mpisgd.elastic.state import State
 from mpisgd.elastic.survivor import Face, Function, surviving
 from mpisgd.errors import InvalidArgument, JobError, PeerLost
+from mpisgd.job import lifecycle as jobs
 
 __all__ = ["run"]
 
@@ -98,7 +98,7 @@ def _resume(state: State, newcomers: bool) -> None:
 def _end_together() -> None:
     """Leave when all ranks do: one that had left could not come to the others' help any more."""
     job = jobs.current_job()
-    job.world.lane.run(Operation("end of elastic.run"), lambda: None)
+    job.world.queue.run(Operation("end of elastic.run"), lambda: None)
     if job.sentinel is not None and not job.wire.agree(True):
         raise PeerLost("a rank of the job was lost at the end of elastic.run")
 
@@ -112,9 +112,9 @@ def _is_a_loss(exc: Exception) -> bool:
     if isinstance(exc, JobError) or not jobs.is_initialized() or jobs.current_job().sentinel is None:
         return False
     deadline = time.monotonic() + NOTICE_S
-    while not isinstance(exc, PeerLost) and waiting.vain() is None and time.monotonic() < deadline:
+    while not isinstance(exc, PeerLost) and waiting.cancel_reason() is None and time.monotonic() < deadline:
         time.sleep(0.01)
-    return waiting.is_loss() or (isinstance(exc, PeerLost) and waiting.vain() is None)
+    return waiting.is_loss() or (isinstance(exc, PeerLost) and waiting.cancel_reason() is None)
 
 
 def _warn_where_none_survives() -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
-from mpisgd.comm import place
-from mpisgd.comm.arguments import check_flag, check_seed
+from mpisgd.arguments import check_flag, check_seed
 from mpisgd.errors import InvalidArgument
+from mpisgd.job import rank_info
 
 __all__ = ["ElasticSampler"]
 
@@ -61,7 +61,7 @@ class ElasticSampler(Sampler[int]):
 
     def reset(self) -> None:
         """Share out what is left over the ranks that there are now."""
-        self.num_replicas, self.rank = place.size(), place.rank()
+        self.num_replicas, self.rank = rank_info.size(), rank_info.rank()
         order = list(range(len(self.dataset)))
         if self.shuffle:
             random.Random(self.seed + self.epoch).shuffle(order)

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from mpisgd.comm.collectives.objects import all_gather_object
-from mpisgd.comm.handshake import Operation
-from mpisgd.comm.job import world
-from mpisgd.comm.place import size
+from mpisgd.collectives.objects import all_gather_object
+from mpisgd.core.consistency import Operation
 from mpisgd.elastic.keepers import Keeper, Plain, keeper_for
 from mpisgd.elastic.pieces import PerRank, Pieces
 from mpisgd.errors import InvalidArgument
+from mpisgd.job.lifecycle import world
+from mpisgd.job.rank_info import size
 
 __all__ = ["State"]
 
@@ -88,7 +88,7 @@ class State:
         copies = {name: keeper.save(old.get(name)) for name, keeper in self._keepers.items()}
         self._pieces.save(number)
         self._commits.append(_Commit(number, copies))
-        world().lane.run(Operation("commit", extra=f"number {number}"), lambda: None)
+        world().queue.run(Operation("commit", extra=f"number {number}"), lambda: None)
 
     @property
     def commits(self) -> int:

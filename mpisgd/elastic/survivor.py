@@ -4,10 +4,10 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from mpisgd.comm import place
-from mpisgd.comm.arguments import check_callable, check_flag, check_positive, shown
+from mpisgd.arguments import check_callable, check_flag, check_positive, shown
 from mpisgd.elastic.regrow import Terms, is_newcomer
 from mpisgd.errors import InvalidArgument
+from mpisgd.job import rank_info
 
 __all__ = ["Face", "Function", "surviving"]
 
@@ -47,7 +47,7 @@ def surviving(
         newcomer = is_newcomer()
         if newcomer:
             face.join(state)
-        size = place.size()
+        size = rank_info.size()
         terms = Terms(min_ranks, size if max_ranks is None else min(size, max_ranks), regrow)
         return face.until_done(lambda state: func(state, *args, **options), state, terms, newcomer)
 

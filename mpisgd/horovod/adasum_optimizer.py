@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpisgd.comm import place
 from mpisgd.horovod.allreduce import grouped_allreduce_async_
 from mpisgd.horovod.compression import Compressor
 from mpisgd.horovod.handles import synchronize
 from mpisgd.horovod.ops import Adasum
 from mpisgd.horovod.process_sets import ProcessSet
+from mpisgd.job import rank_info
 
 __all__ = ["adasum_optimizer"]
 
@@ -81,7 +81,7 @@ def _combine(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
     """Replace this rank's step by the adaptive sum of everyone's."""
     assert isinstance(optimizer, _AdasumOptimizer)
     begun_at, optimizer._begun_at = optimizer._begun_at, []
-    if place.size() == 1 or not optimizer._process_set.included() or not begun_at:
+    if rank_info.size() == 1 or not optimizer._process_set.included() or not begun_at:
         return
     params = _trained(optimizer)
     steps = [param - start for param, start in zip(params, begun_at, strict=True)]

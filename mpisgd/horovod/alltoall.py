@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpisgd.comm.arguments import shown
+from mpisgd.arguments import shown
 from mpisgd.horovod import submission
 from mpisgd.horovod.arguments import as_tensor
 from mpisgd.horovod.engine.entry import Entry

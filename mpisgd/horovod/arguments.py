@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpisgd.comm.arguments import as_index, shown
+from mpisgd.arguments import as_index, shown
 from mpisgd.errors import UnsupportedTensor
 
 __all__ = [

@@ -4,12 +4,12 @@ from typing import Any
 
 import torch
 
-from mpisgd.comm import job, place
 from mpisgd.horovod import state
 from mpisgd.horovod.arguments import as_ranks
 from mpisgd.horovod.engine.entry import Entry
 from mpisgd.horovod.process_sets import ProcessSet, add_process_set, global_process_set
 from mpisgd.horovod.submission import described
+from mpisgd.job import lifecycle, rank_info
 
 __all__ = [
     "barrier",
@@ -58,7 +58,7 @@ def _comm_of(ranks: list[int]) -> Any:
     """Return the communicator of some of the processes that mpirun has started."""
     if not ranks:
         return None
-    from mpisgd.comm.mpi import MPI, start
+    from mpisgd.transport.mpi import MPI, start
 
     start()
     return MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.Get_group().Incl(ranks))
@@ -77,25 +77,25 @@ def is_initialized() -> bool:
 def rank() -> int:
     """Return this process's rank in the job."""
     state.engine()
-    return place.rank()
+    return rank_info.rank()
 
 
 def size() -> int:
     """Return the number of ranks."""
     state.engine()
-    return place.size()
+    return rank_info.size()
 
 
 def local_rank() -> int:
     """Return this rank's place among those of its host."""
     state.engine()
-    return place.local_rank()
+    return rank_info.local_rank()
 
 
 def local_size() -> int:
     """Return how many ranks share this host."""
     state.engine()
-    return place.local_size()
+    return rank_info.local_size()
 
 
 def cross_rank() -> int:
@@ -110,13 +110,13 @@ def cross_size() -> int:
 
 def _cross() -> list[int]:
     local = local_rank()
-    return [ranks[local] for ranks in place.topology().nodes if len(ranks) > local]
+    return [ranks[local] for ranks in rank_info.topology().nodes if len(ranks) > local]
 
 
 def is_homogeneous() -> bool:
     """Return whether all hosts have the same number of ranks."""
     state.engine()
-    return len(set(place.topology().ranks_per_host)) == 1
+    return len(set(rank_info.topology().ranks_per_host)) == 1
 
 
 def join(device: int = -1) -> int:
@@ -143,7 +143,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 def mpi_threads_supported() -> bool:
     """Return whether MPI runs at THREAD_MULTIPLE."""
     state.engine()
-    return job.current_job().threads_allowed
+    return lifecycle.current_job().threads_allowed
 
 
 def mpi_enabled() -> bool:

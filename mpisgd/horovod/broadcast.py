@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpisgd.comm.place import rank
 from mpisgd.horovod import submission
 from mpisgd.horovod.allreduce import allreduce_async
 from mpisgd.horovod.arguments import as_rank, as_tensor
@@ -17,6 +16,7 @@ from mpisgd.horovod.handles import synchronize
 from mpisgd.horovod.ops import Average
 from mpisgd.horovod.process_sets import ProcessSet, global_process_set
 from mpisgd.horovod.state import engine
+from mpisgd.job.rank_info import rank
 
 __all__ = ["HorovodBroadcast", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_"]
 

@@ -6,10 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mpisgd.comm.buffers import ALONE_BYTES, dtype_name
-from mpisgd.fusion.bucketing import Bucket, Item, plan_buckets
-from mpisgd.fusion.buffer import FusionBuffer
-from mpisgd.fusion.solo import SoloGradient
+from mpisgd.core.buffers import ALONE_BYTES, dtype_name
+from mpisgd.gradients.bucketing import Bucket, Item, plan_buckets
+from mpisgd.gradients.fusion_buffer import FusionBuffer
+from mpisgd.gradients.unbucketed import UnbucketedGradient
 
 __all__ = ["GradientPlan", "make_plan"]
 
@@ -26,7 +26,7 @@ class GradientPlan(NamedTuple):
         about: a line for each parameter, by which ranks compare their plans.
     """
 
-    loads: Sequence[FusionBuffer | SoloGradient]
+    loads: Sequence[FusionBuffer | UnbucketedGradient]
     place_of: Mapping[int, int]
     sparse_dims: Mapping[int, int]
     about: str
@@ -75,9 +75,9 @@ def _item(index: int, param: Tensor) -> Item:
     return Item(index, param.numel(), param.element_size(), f"{dtype_name(param.dtype)}:{param.device.type}")
 
 
-def _load(bucket: Bucket, params: Sequence[Tensor]) -> FusionBuffer | SoloGradient:
+def _load(bucket: Bucket, params: Sequence[Tensor]) -> FusionBuffer | UnbucketedGradient:
     inside = [params[index] for index in bucket.indices]
     if len(inside) == 1 and bucket.numel * inside[0].element_size() >= ALONE_BYTES:
-        return SoloGradient(bucket, inside[0])
+        return UnbucketedGradient(bucket, inside[0])
     flat = torch.empty(bucket.numel, dtype=inside[0].dtype, device=inside[0].device)
     return FusionBuffer(bucket, inside, flat)

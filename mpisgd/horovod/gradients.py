@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mpisgd.comm import events
-from mpisgd.comm.gpu.runtime import on_device
-from mpisgd.fusion.contents import contents
-from mpisgd.fusion.kinds import SPARSE
-from mpisgd.fusion.solo import not_twice
+from mpisgd import tracing
+from mpisgd.accelerator.runtime import on_device
+from mpisgd.gradients.kinds import SPARSE
+from mpisgd.gradients.trace_contents import contents
+from mpisgd.gradients.unbucketed import not_twice
 from mpisgd.horovod import handles, submission
 from mpisgd.horovod.allreduce import allreduce_async_
 from mpisgd.horovod.compression import Compressor
@@ -222,7 +222,7 @@ class GradientExchange:
             postscale=postscale,
             about=self._plan.about,
         )
-        told = None if events.sink is None else self._contents(places)
+        told = None if tracing.sink is None else self._contents(places)
         handle = submission.submit(Entry(request, wires, wires, contents=told))
         self._round.sent.append(_Sent(places, handle, wires, [context for _, context in pairs]))
 

@@ -4,7 +4,7 @@ import itertools
 import threading
 from typing import Any
 
-from mpisgd.comm.arguments import shown
+from mpisgd.arguments import shown
 from mpisgd.horovod import state
 from mpisgd.horovod.engine.entry import Entry
 

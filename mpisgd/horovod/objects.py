@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpisgd.comm.place import rank
 from mpisgd.horovod.allgather import allgather_async
 from mpisgd.horovod.arguments import as_rank, check_name
 from mpisgd.horovod.broadcast import broadcast_
 from mpisgd.horovod.handles import synchronize
 from mpisgd.horovod.process_sets import ProcessSet, global_process_set
+from mpisgd.job.rank_info import rank
 
 __all__ = ["allgather_object", "broadcast_object"]
 

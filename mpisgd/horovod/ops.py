@@ -4,7 +4,7 @@ import warnings
 
 import torch
 
-from mpisgd.comm.arguments import check_flag, shown
+from mpisgd.arguments import check_flag, shown
 from mpisgd.errors import UnsupportedOp
 
 __all__ = ["Adasum", "Average", "Max", "Min", "Product", "Sum", "name_of", "reduction_for"]

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mpisgd.comm import place
-from mpisgd.comm.arguments import check_flag, shown
+from mpisgd.arguments import check_flag, shown
 from mpisgd.horovod.adasum_optimizer import adasum_optimizer
 from mpisgd.horovod.arguments import check_compression, check_optimizer
 from mpisgd.horovod.compression import Compression, Compressor
 from mpisgd.horovod.gradients import GradientExchange, Terms
 from mpisgd.horovod.ops import Adasum, Average, name_of
 from mpisgd.horovod.process_sets import ProcessSet, global_process_set
+from mpisgd.job import rank_info
 
 __all__ = ["DistributedOptimizer", "begin_anew"]
 
@@ -182,7 +182,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     def _cover_new_ones(self) -> None:
         """Exchange the gradients of those parameters that are trained and not covered yet."""
-        if not self._terms.process_set.included() or place.size() == 1:
+        if not self._terms.process_set.included() or rank_info.size() == 1:
             return
         covered = {id(param) for share in self._shares for param in share.params}
         params = [param for group in self.param_groups for param in group["params"]]

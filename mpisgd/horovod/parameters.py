@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpisgd.comm.place import rank
 from mpisgd.horovod.arguments import as_rank, check_optimizer
 from mpisgd.horovod.broadcast import broadcast_async_
 from mpisgd.horovod.handles import synchronize
 from mpisgd.horovod.objects import broadcast_object
 from mpisgd.horovod.process_sets import ProcessSet, global_process_set
 from mpisgd.horovod.submission import set_joined_by_this_rank
+from mpisgd.job.rank_info import rank
 
 __all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
 

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-from mpisgd.comm import job, place
-from mpisgd.comm.arguments import shown
+from mpisgd.arguments import shown
 from mpisgd.horovod import state
 from mpisgd.horovod.arguments import as_ranks
+from mpisgd.job import lifecycle, rank_info
 
 __all__ = [
     "ProcessSet",
@@ -63,13 +63,13 @@ class ProcessSet:
             ValueError: this rank is not in it.
         """
         members = self.members()
-        if place.rank() not in members:
-            raise ValueError(f"rank {place.rank()} is not in {self!r}")
-        return members.index(place.rank())
+        if rank_info.rank() not in members:
+            raise ValueError(f"rank {rank_info.rank()} is not in {self!r}")
+        return members.index(rank_info.rank())
 
     def included(self) -> bool:
         """Return whether this rank is in it."""
-        return place.rank() in self.members()
+        return rank_info.rank() in self.members()
 
     def members(self) -> list[int]:
         """Return its ranks, once it was added."""
@@ -93,7 +93,7 @@ class _GlobalProcessSet(ProcessSet):
     def members(self) -> list[int]:
         """Return all ranks."""
         state.engine()
-        return list(range(place.size()))
+        return list(range(rank_info.size()))
 
     def __reduce__(self) -> str:
         return "global_process_set"  # a saved layer finds that of the job it is loaded in
@@ -124,8 +124,8 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def _checked(ranks: list[int]) -> list[int]:
-    if not ranks or ranks[0] < 0 or ranks[-1] >= place.size() or len(set(ranks)) < len(ranks):
-        raise ValueError(f"add_process_set: ranks {ranks}; the job has the ranks 0 to {place.size() - 1}")
+    if not ranks or ranks[0] < 0 or ranks[-1] >= rank_info.size() or len(set(ranks)) < len(ranks):
+        raise ValueError(f"add_process_set: ranks {ranks}; the job has the ranks 0 to {rank_info.size() - 1}")
     return ranks
 
 
@@ -149,7 +149,7 @@ def _ranks_of(comm: Any) -> list[int]:
     """Return a communicator's ranks of the job, which it counts its own way. Not collective."""
     if not comm:
         return []
-    theirs, world = comm.Get_group(), job.world().lane.wire.comm.Get_group()
+    theirs, world = comm.Get_group(), lifecycle.world().queue.wire.comm.Get_group()
     return sorted(theirs.Translate_ranks(list(range(theirs.Get_size())), world))
 
 

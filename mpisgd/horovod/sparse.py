@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mpisgd.comm.arguments import shown
+from mpisgd.arguments import shown
 from mpisgd.errors import UnsupportedTensor
 from mpisgd.horovod.allgather import allgather_async
 from mpisgd.horovod.arguments import as_tensor, check_name

@@ -4,13 +4,13 @@ import atexit
 import sys
 from typing import Any
 
-from mpisgd.comm import job
 from mpisgd.errors import PeerLost
 from mpisgd.horovod.engine.engine import Engine
 from mpisgd.horovod.engine.entry import Entry
 from mpisgd.horovod.engine.recording import requested
 from mpisgd.horovod.engine.settings import read_settings
 from mpisgd.horovod.exceptions import HorovodInternalError
+from mpisgd.job import lifecycle
 
 __all__ = ["abandon", "engine", "is_broken", "is_running", "restart", "start", "stop"]
 
@@ -23,7 +23,7 @@ def start(comm: Any = None) -> None:
     global _engine, _registered
     if _engine is not None:
         return
-    job.init(comm)
+    lifecycle.init(comm)
     _engine = Engine(read_settings(), _say)
     if (request := requested()) is not None:
         _engine.wait(_engine.submit(Entry(request)))
@@ -69,11 +69,11 @@ def restart() -> None:
 
 
 def _leave() -> None:
-    if job.is_initialized() and not job.world().lane.broken:
+    if lifecycle.is_initialized() and not lifecycle.world().queue.broken:
         try:
             stop()
         except HorovodInternalError as exc:  # the others would wait for this rank, and this one for them
-            job.current_job().hooks.fail(exc)
+            lifecycle.current_job().hooks.fail(exc)
 
 
 def _say(text: str) -> None:

@@ -5,14 +5,14 @@ from typing import Any
 
 from torch import Tensor
 
-from mpisgd.comm.arguments import shown
-from mpisgd.comm.buffers import check_output, check_tensor, dtype_name
-from mpisgd.comm.place import rank
+from mpisgd.arguments import shown
+from mpisgd.core.buffers import check_output, check_tensor, dtype_name
 from mpisgd.horovod import handles, state
 from mpisgd.horovod.arguments import as_number, check_name
 from mpisgd.horovod.engine.entry import Entry
 from mpisgd.horovod.engine.request import Request
 from mpisgd.horovod.process_sets import ProcessSet
+from mpisgd.job.rank_info import rank
 
 __all__ = ["described", "set_joined_by_this_rank", "submit"]
 

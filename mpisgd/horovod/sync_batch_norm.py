@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mpisgd.comm.arguments import shown
+from mpisgd.arguments import shown
 from mpisgd.horovod.allgather import allgather_async
 from mpisgd.horovod.allreduce import allreduce_
 from mpisgd.horovod.handles import synchronize

@@ -1,6 +1,6 @@
 """`start_timeline` and `stop_timeline`."""
 
-from mpisgd.comm.arguments import check_flag, check_text
+from mpisgd.arguments import check_flag, check_text
 from mpisgd.horovod import state
 from mpisgd.horovod.engine.entry import Entry
 from mpisgd.horovod.engine.recording import start_request, stop_request

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mpisgd.comm.collectives.all_gather import all_gather_into_tensor
-from mpisgd.comm.group import Group
+from mpisgd.collectives.all_gather import all_gather_into_tensor
+from mpisgd.core.group import Group
 
 __all__ = ["Moments", "combine", "gather_moments", "local_row", "statistics_dtype"]
 

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from mpisgd.comm.arguments import check_flag, shown
-from mpisgd.comm.collectives.all_reduce import all_reduce
-from mpisgd.comm.group import Group
-from mpisgd.comm.job import group_or_world
+from mpisgd.arguments import check_flag, shown
+from mpisgd.collectives.all_reduce import all_reduce
+from mpisgd.core.group import Group
 from mpisgd.errors import InvalidArgument, ShapeMismatch
+from mpisgd.job.lifecycle import group_or_world
 from mpisgd.nn.moments import Moments, gather_moments
 from mpisgd.nn.normalize import normalize
 

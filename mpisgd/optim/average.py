@@ -4,15 +4,15 @@ import weakref
 
 import torch
 
-from mpisgd.comm.dtypes import ReduceOp
-from mpisgd.comm.group import Group
-from mpisgd.comm.job import group_or_world
 from mpisgd.compress.cast import Compression
+from mpisgd.core.dtypes import ReduceOp
+from mpisgd.core.group import Group
 from mpisgd.errors import InvalidArgument
+from mpisgd.gradients.options import ReductionOptions
+from mpisgd.gradients.reducer import GradientReducer
+from mpisgd.job.lifecycle import group_or_world
 from mpisgd.optim.distributed import DEFAULT_BUCKET_CAP_BYTES
-from mpisgd.optim.names import agree_on
-from mpisgd.optim.recipe import Recipe
-from mpisgd.optim.reducer import GradientReducer
+from mpisgd.optim.parameter_names import agree_on
 
 __all__ = ["average_gradients"]
 
@@ -45,7 +45,9 @@ def average_gradients(model: torch.nn.Module, group: Group | None = None) -> Non
     reducer = _reducers.get(model)
     if reducer is None or reducer.group is not group or not _same(reducer.params, params):
         agree_on("average_gradients", named, group)
-        recipe = Recipe(ReduceOp.AVG, Compression.none, 1.0, DEFAULT_BUCKET_CAP_BYTES, overlap=False)
+        recipe = ReductionOptions(
+            ReduceOp.AVG, Compression.none, 1.0, DEFAULT_BUCKET_CAP_BYTES, overlap=False
+        )
         reducer = _reducers[model] = GradientReducer(named, group, recipe)
     reducer.reduce("average_gradients")
 

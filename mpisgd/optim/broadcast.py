@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpisgd.comm.collectives.broadcast import broadcast
-from mpisgd.comm.collectives.coalesced import broadcast_coalesced
-from mpisgd.comm.collectives.objects import broadcast_object
-from mpisgd.comm.group import Group
-from mpisgd.comm.job import group_or_world
+from mpisgd.collectives.broadcast import broadcast
+from mpisgd.collectives.coalesced import broadcast_coalesced
+from mpisgd.collectives.nested_state import put_together, take_apart
+from mpisgd.collectives.objects import broadcast_object
+from mpisgd.core.group import Group
 from mpisgd.errors import InvalidArgument
-from mpisgd.optim.names import agree_on
-from mpisgd.optim.outline import put_together, take_apart
+from mpisgd.job.lifecycle import group_or_world
+from mpisgd.optim.parameter_names import agree_on
 
 __all__ = ["broadcast_optimizer_state", "broadcast_parameters", "broadcast_tensors", "undo_casts"]
 

@@ -14,19 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpisgd.comm.arguments import check_flag, check_positive
-from mpisgd.comm.dtypes import ReduceOp
-from mpisgd.comm.group import Group
-from mpisgd.comm.job import group_or_world
+from mpisgd.arguments import check_flag, check_positive
 from mpisgd.compress.cast import Compression, Compressor
+from mpisgd.core.dtypes import ReduceOp
+from mpisgd.core.group import Group
 from mpisgd.errors import InvalidArgument
+from mpisgd.gradients.accumulation import AccumulationWindow
+from mpisgd.gradients.options import ReductionOptions, check_options
+from mpisgd.job.lifecycle import group_or_world
 from mpisgd.optim.in_sync import check_tensors_in_sync
-from mpisgd.optim.names import agree_on, name_parameters
-from mpisgd.optim.recipe import Recipe, check_recipe
-from mpisgd.optim.shared.norm import clip_grad_norm_
-from mpisgd.optim.shared.own_part import OwnPart, check_optimizer
-from mpisgd.optim.shared.parameters import SharedParameters, check_shareable
-from mpisgd.optim.window import Window
+from mpisgd.optim.parameter_names import agree_on, name_parameters
+from mpisgd.sharding.grad_norm import clip_grad_norm_
+from mpisgd.sharding.optimizer_shard import OptimizerShard, check_optimizer
+from mpisgd.sharding.shared_parameters import SharedParameters, check_shareable
 
 __all__ = ["DEFAULT_BUCKET_CAP_BYTES", "DistributedOptimizer"]
 
@@ -104,7 +104,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         group: Group | None = None,
     ) -> None:
         try:
-            recipe = Recipe(
+            recipe = ReductionOptions(
                 op,
                 Compression.none if compression is None else compression,
                 gradient_predivide_factor,
@@ -112,7 +112,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 overlap,
                 check_flag("gradients", "error_if_nonfinite", error_if_nonfinite),
             )
-            check_recipe(recipe)
+            check_options(recipe)
             check_positive("gradients", "backward_passes_per_step", backward_passes_per_step, whole=True)
             _check_period(check_in_sync_every)
             named = name_parameters(optimizer, named_parameters)
@@ -122,8 +122,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             members = group_or_world(group)
             options = _options(recipe, backward_passes_per_step, check_in_sync_every, share_parameters)
             agree_on("DistributedOptimizer", named, members, extra=options)
-            self._own = OwnPart(optimizer, named, members) if share_parameters else None
-            self._window = Window(named, members, recipe, backward_passes_per_step, self._shared)
+            self._own = OptimizerShard(optimizer, named, members) if share_parameters else None
+            self._window = AccumulationWindow(named, members, recipe, backward_passes_per_step, self._shared)
             self._check_in_sync_every = check_in_sync_every
         except BaseException:
             optimizer.__class__ = _wrapped(type(optimizer))
@@ -285,7 +285,7 @@ def _check_period(steps: Any) -> None:
         raise InvalidArgument(f"check_in_sync_every={steps!r}; expected a number of steps, or 0 for never")
 
 
-def _options(recipe: Recipe, passes: int, check_every: int, share_parameters: bool) -> str:
+def _options(recipe: ReductionOptions, passes: int, check_every: int, share_parameters: bool) -> str:
     """Say what all ranks must have chosen alike."""
     return (
         f"op={recipe.op.name}, compression={recipe.compression.name}, backward_passes_per_step={passes}, "

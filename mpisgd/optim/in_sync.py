@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpisgd.comm.buffers import dtype_name
-from mpisgd.comm.collectives.objects import all_gather_object
-from mpisgd.comm.gpu.runtime import on_device
-from mpisgd.comm.group import Group
-from mpisgd.comm.handshake import ranks_text
-from mpisgd.comm.job import group_or_world
+from mpisgd.accelerator.runtime import on_device
+from mpisgd.collectives.objects import all_gather_object
+from mpisgd.core.buffers import dtype_name
+from mpisgd.core.consistency import ranks_text
+from mpisgd.core.group import Group
 from mpisgd.errors import InvalidArgument, OutOfSync, UnsupportedTensor
+from mpisgd.job.lifecycle import group_or_world
 from mpisgd.optim.fingerprint import fingerprints
-from mpisgd.optim.names import agree_on, name_parameters
+from mpisgd.optim.parameter_names import agree_on, name_parameters
 
 __all__ = ["check_in_sync", "check_tensors_in_sync"]
 
@@ -61,7 +61,7 @@ def check_tensors_in_sync(named: Sequence[tuple[str, Any]], group: Group) -> Non
     everyones = torch.empty(group.size, 8, dtype=torch.uint8)
 
     def exchange() -> None:
-        group.lane.wire.all_gather(everyones.view(-1), torch.frombuffer(bytearray(told), dtype=torch.uint8))
+        group.queue.wire.all_gather(everyones.view(-1), torch.frombuffer(bytearray(told), dtype=torch.uint8))
 
     agree_on(NAME, named, group, action=exchange)
     if bool((everyones != everyones[0]).any()):

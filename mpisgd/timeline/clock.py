@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from mpisgd.comm.waiting import Patience
+from mpisgd.core.waiting import Backoff
 from mpisgd.errors import CollectiveTimeout
 
 if TYPE_CHECKING:
-    from mpisgd.comm.mpi import Wire
+    from mpisgd.transport.mpi import Communicator
 
 __all__ = ["Clock", "align", "offset_by_messages"]
 
@@ -38,7 +38,7 @@ class Clock(NamedTuple):
         return (at_ns + self.offset_ns - self.origin_ns) / 1000
 
 
-def align(wire: "Wire") -> Clock:
+def align(wire: "Communicator") -> Clock:
     """Return this rank's clock. Collective.
 
     Ranks under one kernel have one clock. The others send messages to and fro with rank 0.
@@ -59,7 +59,7 @@ def _which_clock() -> tuple[str, str]:
 
 
 def offset_by_messages(
-    wire: "Wire", other: int, now_ns: Callable[[], int] = time.monotonic_ns
+    wire: "Communicator", other: int, now_ns: Callable[[], int] = time.monotonic_ns
 ) -> tuple[int, int]:
     """Return what `other` must add to its clock to get rank 0's, and how far off that may be.
 
@@ -84,7 +84,7 @@ def offset_by_messages(
     return offset_ns, best_ns // 2
 
 
-def _through(wire: "Wire", start: Callable[[], Any]) -> None:
+def _through(wire: "Communicator", start: Callable[[], Any]) -> None:
     request = start()
-    if not Patience(LIMIT_S).wait_for(lambda: wire.poll([request])):
+    if not Backoff(LIMIT_S).wait_for(lambda: wire.poll([request])):
         raise CollectiveTimeout(f"timeline: rank {wire.rank} has waited {LIMIT_S:g} s for another's clock")

@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpisgd.comm.events import Track
 from mpisgd.timeline.clock import Clock
 from mpisgd.timeline.files import Event, as_line, closing_line
+from mpisgd.tracing import Track
 
 __all__ = ["Recorder"]
 
@@ -77,17 +77,17 @@ class Recorder:
     def span(
         self, track: Track, name: str, begin_ns: int, end_ns: int, cat: str, args: Mapping[str, Any]
     ) -> None:
-        """See `mpisgd.comm.events.Sink`."""
+        """See `mpisgd.tracing.Sink`."""
         self._put(lambda: self._as_span(track, name, begin_ns, end_ns, cat, args))
 
     def overlapping(
         self, cat: str, key: str, phases: Sequence[tuple[str, int, int]], args: Mapping[str, Any]
     ) -> None:
-        """See `mpisgd.comm.events.Sink`."""
+        """See `mpisgd.tracing.Sink`."""
         self._put(lambda: self._as_phases(cat, key, phases, args))
 
     def instant(self, track: Track, name: str, at_ns: int) -> None:
-        """See `mpisgd.comm.events.Sink`."""
+        """See `mpisgd.tracing.Sink`."""
         if self.mark_cycles or not name.startswith("CYCLE"):
             self._put(lambda: self._as_instant(track, name, at_ns))
 

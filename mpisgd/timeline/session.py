@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mpisgd.comm import events
-from mpisgd.comm.arguments import check_text, shown
-from mpisgd.comm.handshake import Operation
-from mpisgd.comm.job import current_job, world
-from mpisgd.comm.waiting import Patience
+from mpisgd import tracing
+from mpisgd.arguments import check_text, shown
+from mpisgd.core.consistency import Operation
+from mpisgd.core.waiting import Backoff
 from mpisgd.errors import CollectiveTimeout, InvalidArgument
+from mpisgd.job.lifecycle import current_job, world
 from mpisgd.timeline.clock import align
 from mpisgd.timeline.files import Names, closing_line, names_for
 from mpisgd.timeline.recorder import Recorder
 
 if TYPE_CHECKING:
-    from mpisgd.comm.mpi import Wire
+    from mpisgd.transport.mpi import Communicator
 
 __all__ = ["abandon_timeline", "close_timeline", "open_timeline", "start_timeline", "stop_timeline"]
 
@@ -31,7 +31,7 @@ TAG = 2
 class Session:
     """A timeline that is being recorded on all ranks."""
 
-    def __init__(self, path: str, wire: "Wire", mark_cycles: bool) -> None:
+    def __init__(self, path: str, wire: "Communicator", mark_cycles: bool) -> None:
         self.path = path
         self.mark_cycles = mark_cycles
         self.wire = wire
@@ -89,25 +89,25 @@ def start_timeline(path: str) -> None:
     `python -m mpisgd trace FILE`.
     """
     check_text("start_timeline", "path", path)
-    lane, errors = world().lane, []
+    queue, errors = world().queue, []
 
     def action() -> None:
         try:
-            open_timeline(path, lane.wire)
-        except InvalidArgument as exc:  # on all ranks: no reason not to use the lane any more
+            open_timeline(path, queue.wire)
+        except InvalidArgument as exc:  # on all ranks: no reason not to use the queue any more
             errors.append(exc)
 
-    lane.run(Operation("start_timeline", extra=f"path={path}"), action)
+    queue.run(Operation("start_timeline", extra=f"path={path}"), action)
     if errors:
         raise errors[0]
 
 
 def stop_timeline() -> None:
     """End the timeline, and write its file; nothing where none is recorded. Collective over the job."""
-    world().lane.run(Operation("stop_timeline"), close_timeline)
+    world().queue.run(Operation("stop_timeline"), close_timeline)
 
 
-def open_timeline(path: str, wire: "Wire", mark_cycles: bool = False) -> None:
+def open_timeline(path: str, wire: "Communicator", mark_cycles: bool = False) -> None:
     """Record into `path` from now on, and no longer into another file. Collective over `wire`'s ranks.
 
     Args:
@@ -120,35 +120,35 @@ def open_timeline(path: str, wire: "Wire", mark_cycles: bool = False) -> None:
         return
     close_timeline()
     _session = Session(path, wire.duplicate(), mark_cycles)
-    events.sink = _session.recorder
+    tracing.sink = _session.recorder
     at_end = current_job().at_end
     if close_timeline not in at_end:
         at_end.append(close_timeline)
-    atexit.register(events.flush)  # for a program that ends without the others
+    atexit.register(tracing.flush)  # for a program that ends without the others
 
 
 def close_timeline() -> None:
-    """Record no more, and write the file. Collective over the job, in the order of one of its lanes."""
+    """Record no more, and write the file. Collective over the job, in the order of one of its queues."""
     global _session
-    session, _session, events.sink = _session, None, None
+    session, _session, tracing.sink = _session, None, None
     if session is not None:
         session.close()
-        atexit.unregister(events.flush)
+        atexit.unregister(tracing.flush)
 
 
 def abandon_timeline() -> None:
     """Record no more: a rank was lost. What each rank has recorded stays in its own file."""
     global _session
-    session, _session, events.sink = _session, None, None
+    session, _session, tracing.sink = _session, None, None
     if session is not None:
         session.recorder.close()
-        atexit.unregister(events.flush)
+        atexit.unregister(tracing.flush)
 
 
 # -- one file of all parts -------------------------------------------------------------------------------
 
 
-def _write_whole(wire: "Wire", part: Path, whole: Path) -> None:
+def _write_whole(wire: "Communicator", part: Path, whole: Path) -> None:
     with whole.open("wb") as out:
         for piece in _pieces_of(part):
             out.write(piece)
@@ -166,7 +166,7 @@ def _pieces_of(part: Path) -> Iterator[bytes]:
             yield file.read(min(PIECE_BYTES, left))
 
 
-def _send_part(wire: "Wire", part: Path) -> None:
+def _send_part(wire: "Communicator", part: Path) -> None:
     begin = len("[\n")
     for piece in itertools.chain(_pieces_of(part), [b""]):
         content, begin = bytearray(piece[begin:]), 0
@@ -177,7 +177,7 @@ def _send_part(wire: "Wire", part: Path) -> None:
             _through(wire, lambda memory=memory: wire.isend(memory, 0, TAG))  # type: ignore[misc]
 
 
-def _received(wire: "Wire", rank: int) -> Iterator[bytes]:
+def _received(wire: "Communicator", rank: int) -> Iterator[bytes]:
     length = torch.zeros(1, dtype=torch.int64)
     while True:
         _through(wire, lambda: wire.irecv(length, rank, TAG))
@@ -188,7 +188,7 @@ def _received(wire: "Wire", rank: int) -> Iterator[bytes]:
         yield memory.numpy().tobytes()
 
 
-def _through(wire: "Wire", start: Callable[[], Any]) -> None:
+def _through(wire: "Communicator", start: Callable[[], Any]) -> None:
     request = start()
-    if not Patience(LIMIT_S).wait_for(lambda: wire.poll([request])):
+    if not Backoff(LIMIT_S).wait_for(lambda: wire.poll([request])):
         raise CollectiveTimeout(f"timeline: rank {wire.rank} has waited {LIMIT_S:g} s for another's file")

@@ -119,16 +119,16 @@ def summarise(events: Sequence[Event]) -> Summary:
     """Return the numbers of a timeline."""
     tracks = {(e["pid"], e["tid"]): e["args"] for e in events if e["name"] == "thread_name"}
     spans = [event for event in events if event["ph"] == "X"]
-    lane = [_of_lane(e, tracks[e["pid"], e["tid"]]) for e in spans if e["cat"] in MOVING]
+    queue = [_of_queue(e, tracks[e["pid"], e["tid"]]) for e in spans if e["cat"] in MOVING]
     tensors = [_of_tensor(e) for e in events if e["ph"] == "b" and e.get("cat") == "horovod" and "args" in e]
-    program = [_of_lane(e, tracks[e["pid"], e["tid"]]) for e in spans if e["cat"] == "collective"]
+    program = [_of_queue(e, tracks[e["pid"], e["tid"]]) for e in spans if e["cat"] == "collective"]
     times = [e["ts"] for e in events if "ts" in e] + [e["ts"] + e["dur"] for e in spans]
     common = _common([*program, *tensors])
     about = [e["args"] for e in events if e["name"] == "mpisgd"]
     return Summary(
         sorted({args["rank"] for args in about}),
         max(times, default=0.0) - min(times, default=0.0),
-        _rows([*lane, *tensors, *_messages(events)]),
+        _rows([*queue, *tensors, *_messages(events)]),
         _late(common),
         _overlaps(spans),
         len(common),
@@ -137,7 +137,7 @@ def summarise(events: Sequence[Event]) -> Summary:
     )
 
 
-def _of_lane(event: Event, track: dict[str, Any]) -> _Seen:
+def _of_queue(event: Event, track: dict[str, Any]) -> _Seen:
     args = event["args"]
     return _Seen(
         event["pid"],

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.distributed import distributed_c10d
 
-from mpisgd.comm.collectives.barrier import barrier
+from mpisgd.collectives.barrier import barrier
 from mpisgd.errors import InvalidArgument
 from mpisgd.torch_backend.process_group import ProcessGroupMpisgd
 

@@ -8,8 +8,8 @@ from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 
 import mpisgd
-from mpisgd.comm.groups import open_group
 from mpisgd.errors import InvalidArgument
+from mpisgd.job.groups import open_group
 from mpisgd.torch_backend import compat
 from mpisgd.torch_backend.process_group import ProcessGroupMpisgd
 

@@ -13,27 +13,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mpisgd.comm.collectives.all_gather import all_gather, all_gather_into_tensor
-from mpisgd.comm.collectives.all_reduce import all_reduce
-from mpisgd.comm.collectives.all_to_all import all_to_all, all_to_all_single
-from mpisgd.comm.collectives.barrier import barrier
-from mpisgd.comm.collectives.broadcast import broadcast
-from mpisgd.comm.collectives.coalesced import (
+from mpisgd.collectives.all_gather import all_gather, all_gather_into_tensor
+from mpisgd.collectives.all_reduce import all_reduce
+from mpisgd.collectives.all_to_all import all_to_all, all_to_all_single
+from mpisgd.collectives.barrier import barrier
+from mpisgd.collectives.broadcast import broadcast
+from mpisgd.collectives.coalesced import (
     all_gather_into_tensor_coalesced,
     all_reduce_coalesced,
     reduce_scatter_tensor_coalesced,
 )
-from mpisgd.comm.collectives.gather import gather, scatter
-from mpisgd.comm.collectives.point_to_point import irecv, isend
-from mpisgd.comm.collectives.reduce import reduce
-from mpisgd.comm.collectives.reduce_scatter import reduce_scatter, reduce_scatter_tensor
-from mpisgd.comm.collectives.sparse import all_reduce_sparse
-from mpisgd.comm.dtypes import ReduceOp
-from mpisgd.comm.group import Group
-from mpisgd.comm.groups import close_group
-from mpisgd.comm.job import current_job, is_initialized
-from mpisgd.comm.work import Work
+from mpisgd.collectives.gather import gather, scatter
+from mpisgd.collectives.point_to_point import irecv, isend
+from mpisgd.collectives.reduce import reduce
+from mpisgd.collectives.reduce_scatter import reduce_scatter, reduce_scatter_tensor
+from mpisgd.collectives.sparse import all_reduce_sparse
+from mpisgd.core.dtypes import ReduceOp
+from mpisgd.core.group import Group
+from mpisgd.core.work import Work
 from mpisgd.errors import NotInitialized
+from mpisgd.job.groups import close_group
+from mpisgd.job.lifecycle import current_job, is_initialized
 from mpisgd.torch_backend import compat
 from mpisgd.torch_backend.plugin import BACKEND
 from mpisgd.torch_backend.short_forms import with_short_forms
@@ -52,8 +52,8 @@ _Base: Any = dist.ProcessGroup
 class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
     """The backend "mpisgd"; made by `init_process_group` and `new_group`, never directly.
 
-    Operations are issued in one order, in the group's lane: those that torch calls with `async_op=False` at
-    once, the others at once too where all ranks are there and share a host, else in the lane's thread.
+    Operations are issued in one order, in the group's queue: those that torch calls with `async_op=False` at
+    once, the others at once too where all ranks are there and share a host, else in the queue's thread.
 
     Attributes:
         mpisgd_group: what native calls take as `group=`.
@@ -317,8 +317,8 @@ class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Let operations wait this long for other ranks from now on."""
-        self.mpisgd_group.lane.handshake.timeout_s = timeout.total_seconds()
-        self.mpisgd_group.mailbox.timeout_s = timeout.total_seconds()
+        self.mpisgd_group.queue.consistency.timeout_s = timeout.total_seconds()
+        self.mpisgd_group.point_to_point.timeout_s = timeout.total_seconds()
 
     _set_default_timeout = set_timeout
 
@@ -329,13 +329,13 @@ class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
         """
         if not is_initialized() or self.mpisgd_group not in current_job().groups:
             return  # mpisgd.shutdown() has closed it already
-        if self.mpisgd_group.lane.broken is None:
+        if self.mpisgd_group.queue.broken is None:
             close_group(self.mpisgd_group)
 
     def abort(self) -> None:
         """Let every later operation of this rank raise."""
-        lane = self.mpisgd_group.lane
-        lane.broken = lane.broken or NotInitialized(f"{self!r} was aborted")
+        queue = self.mpisgd_group.queue
+        queue.broken = queue.broken or NotInitialized(f"{self!r} was aborted")
 
 
 def _listed(tensors: Any) -> list[Tensor]:

@@ -4,9 +4,9 @@ from typing import Any
 from urllib.parse import parse_qs, urlparse
 
 from mpisgd import config
-from mpisgd.comm.handshake import Operation
-from mpisgd.comm.job import current_job
-from mpisgd.comm.store import open_store
+from mpisgd.core.consistency import Operation
+from mpisgd.job.lifecycle import current_job
+from mpisgd.transport.tcp_store.store import open_store
 
 __all__ = ["meet"]
 
@@ -22,8 +22,8 @@ def meet(url: str) -> tuple[Any, int, int]:
     job = current_job()
     rank, size = config.torchrun_rank()
     found: list[Any] = []
-    wire, where, limit_s = job.world.lane.wire, job.world.topology, job.timeout_s
-    job.world.lane.run(Operation("open_store"), lambda: found.append(open_store(wire, where, limit_s)))
+    wire, where, limit_s = job.world.queue.wire, job.world.topology, job.timeout_s
+    job.world.queue.run(Operation("open_store"), lambda: found.append(open_store(wire, where, limit_s)))
     return (
         found[0],
         asked.get("rank", job.world.rank if rank is None else rank),

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from mpisgd.comm.mailbox import MessageWork
-from mpisgd.comm.work import Work
+from mpisgd.core.work import Work
 from mpisgd.torch_backend.compat import never_compiled
+from mpisgd.transport.messages.point_to_point import MessageWork
 
 __all__ = ["BackendWork"]
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 from clusters import run_code, run_on
 
-from mpisgd.comm.costs.profile import read
+from mpisgd.tuning.profile import read
 
 
 def test_uneven_hosts_give_a_profile_for_every_kind_of_group(tmp_path):
@@ -30,7 +30,7 @@ def test_groups_are_judged_by_their_own_hosts():
         "2,1",
         """
         import mpisgd
-        from mpisgd.comm.job import world
+        from mpisgd.job.lifecycle import world
 
         mpisgd.init()
         groups = [world(), mpisgd.new_group([0, 1]), mpisgd.new_group([1, 2])]

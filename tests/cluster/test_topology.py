@@ -17,7 +17,7 @@ from clusters import run_code, run_on
 REPORT = """
     import json, socket
     import mpisgd
-    from mpisgd.comm.job import world
+    from mpisgd.job.lifecycle import world
     mpisgd.init()
     node = world().topology.nodes[mpisgd.node_rank()]
     groups = {"world": world()}
@@ -27,7 +27,7 @@ REPORT = """
     every_rank = {
         "host": socket.gethostname(), "local_rank": mpisgd.local_rank(), "local_size": mpisgd.local_size(),
         "node_rank": mpisgd.node_rank(), "num_nodes": mpisgd.num_nodes(),
-        "planes": [name for name, group in groups.items() if group.plane is not None],
+        "planes": [name for name, group in groups.items() if group.shm is not None],
     }
     everyone = [None] * mpisgd.size()
     mpisgd.all_gather_object(everyone, every_rank)

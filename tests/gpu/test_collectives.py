@@ -11,8 +11,8 @@ from torch import Tensor
 
 import mpisgd
 from mpisgd import ReduceOp
-from mpisgd.comm.gpu import pipeline
-from mpisgd.comm.job import world
+from mpisgd.job.lifecycle import world
+from mpisgd.transport.device import chunked_pipeline
 
 N = 131
 DTYPES = [
@@ -94,7 +94,7 @@ def test_layouts_lists_and_empty_tensors():
 
 
 def test_a_long_tensor_goes_in_chunks():
-    numel = 3 * pipeline.CHUNK_BYTES // 4 + 5
+    numel = 3 * chunked_pipeline.CHUNK_BYTES // 4 + 5
     mine = given(torch.float32, numel).cuda()
     wanted = given(torch.float32, numel)
     mpisgd.all_reduce(mine, algorithm="mpi")  # not by NCCL

@@ -46,7 +46,7 @@ def test_the_world_may_be_some_of_the_ranks(start):
     done = start(
         """
         import warnings
-        from mpisgd.comm.mpi import MPI, start
+        from mpisgd.transport.mpi import MPI, start
         warnings.simplefilter("ignore", RuntimeWarning)  # MPI runs before hvd.init() could set its defaults
         start()
         rank = MPI.COMM_WORLD.rank

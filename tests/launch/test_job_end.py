@@ -189,7 +189,7 @@ def test_a_group_whose_rank_did_not_come_refuses_from_then_on(job):
     done = job(
         """
         group = mpisgd.new_group()
-        group.lane.handshake.timeout_s = 0.5
+        group.queue.consistency.timeout_s = 0.5
         if rank == 0:
             for call in (lambda: mpisgd.barrier(group), lambda: mpisgd.broadcast(torch.ones(1), 0, group)):
                 try:
@@ -217,7 +217,7 @@ def test_shutdown_after_a_rank_did_not_come_does_not_hang(job):
     done = job(
         """
         group = mpisgd.new_group()
-        group.lane.handshake.timeout_s = 0.5
+        group.queue.consistency.timeout_s = 0.5
         if rank == 0:
             try:
                 mpisgd.barrier(group)

@@ -7,20 +7,20 @@ from launcher import run_python
 
 BEGINNING = """
 import sys, time, torch, mpisgd
-from mpisgd.comm.node.direct import CHUNK_BYTES, Direct
+from mpisgd.transport.cma.all_reduce import CHUNK_BYTES, CmaTransport
 
 mpisgd.init()
 group = mpisgd.new_group()
-if group.plane.direct is None:
+if group.shm.direct is None:
     print("cannot")
     sys.exit()
-group.plane._timeout_s = 2.0
+group.shm._timeout_s = 2.0
 """
 
 LEAVING = """
 length = 8 * group.size * CHUNK_BYTES // 4
 mine = torch.full((length,), group.rank + 1.0)
-combine, chunks = Direct.combine, []
+combine, chunks = CmaTransport.combine, []
 
 def slow(self, *args):
     chunks.append(args)
@@ -29,7 +29,7 @@ def slow(self, *args):
         raise KeyboardInterrupt
     combine(self, *args)
 
-Direct.combine = slow
+CmaTransport.combine = slow
 try:
     mpisgd.all_reduce(mine, group=group, algorithm="direct")
 except KeyboardInterrupt:
@@ -55,7 +55,7 @@ def of_three_ranks(program: str):
 LEFT_BEFORE = """
 mine = torch.full((2**20,), group.rank + 1.0)
 if group.rank == 0:
-    group.lane.handshake.timeout_s = 0.5
+    group.queue.consistency.timeout_s = 0.5
 else:
     time.sleep(2)
 try:

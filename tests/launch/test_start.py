@@ -49,7 +49,7 @@ def test_the_way_of_gpu_tensors_is_the_same_on_all_ranks(start):
         """
         import os, mpisgd
         from mpisgd import config
-        from mpisgd.comm.job import current_job
+        from mpisgd.job.lifecycle import current_job
         mpisgd.init(gpu="nccl" if os.environ["MPISGD_GPU"] == "auto" else None)
         mpisgd.init()
         try:
@@ -222,14 +222,14 @@ def test_a_rank_on_which_mpi_fails_at_the_start_ends_the_job(tmp_path):
         textwrap.dedent("""
         import os
         import mpisgd
-        from mpisgd.comm import job
+        from mpisgd.job import lifecycle
 
         def broken(wire):
             from mpi4py import MPI
             raise MPI.Exception(MPI.ERR_OTHER)
 
         if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
-            job.discover = broken
+            lifecycle.discover = broken
         mpisgd.init()
         """)
     )

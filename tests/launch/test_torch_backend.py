@@ -187,7 +187,7 @@ def test_time_limits_name_the_ranks_that_do_not_come(start):
 
         dist.init_process_group("mpisgd", timeout=timedelta(seconds=20))
         rank, x = dist.get_rank(), torch.ones(2)
-        assert dist.group.WORLD.mpisgd_group.lane.handshake.timeout_s == 20
+        assert dist.group.WORLD.mpisgd_group.queue.consistency.timeout_s == 20
         limited = dist.new_group(timeout=timedelta(seconds=0.5))
         changed = dist.new_group()
         changed.set_timeout(timedelta(seconds=0.6))

@@ -9,8 +9,8 @@ import pytest
 import torch  # noqa: F401  it imports the backend "mpisgd", which wants the modules below whole
 from launcher import run_python
 
-from mpisgd.comm.collectives.choice import TUNED
-from mpisgd.comm.costs.profile import read
+from mpisgd.collectives.dispatch import TUNED
+from mpisgd.tuning.profile import read
 
 SHORT = ("--budget", "1", "--passes", "1", "--max-size", "1KiB")
 

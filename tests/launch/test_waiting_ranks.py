@@ -13,9 +13,9 @@ START = """
 import ctypes, os, signal, sys, time
 import torch
 import mpisgd
-from mpisgd.comm.groups import open_group
-from mpisgd.comm.diagnosis.waits import Hint, waiting_for
-from mpisgd.comm.job import current_job, world
+from mpisgd.job.groups import open_group
+from mpisgd.core.wait_registry import WaitReason, waiting_for
+from mpisgd.job.lifecycle import current_job, world
 
 mpisgd.init()
 rank = mpisgd.rank()
@@ -110,8 +110,8 @@ def test_a_rank_blocked_inside_mpi_ends_the_job_with_the_report(job):
         """
 if rank == 1:
     reading_data()
-with waiting_for(Hint("tea", members=(0, 1, 2))):
-    world().lane.wire.barrier()
+with waiting_for(WaitReason("tea", members=(0, 1, 2))):
+    world().queue.wire.barrier()
         """,
         3,
         limit_s=2,
@@ -138,8 +138,8 @@ def train(state):
     try:
         if rank == 2:
             mpisgd.irecv(torch.zeros(2), 1).wait(50)
-        with waiting_for(Hint("tea", members=(0, 1, 3))):
-            world().lane.wire.barrier()
+        with waiting_for(WaitReason("tea", members=(0, 1, 3))):
+            world().queue.wire.barrier()
     except mpisgd.CollectiveTimeout as exc:
         with open(f"{tmp_path}/got-{{rank}}", "w") as file:
             file.write(str(exc))
@@ -243,8 +243,8 @@ os._exit(7)
 GUARDED = """
 import atexit, os, signal, sys, time
 from mpi4py import MPI
-import mpisgd.comm.diagnosis.guard
-mpisgd.comm.diagnosis.guard.LEAST_S = 2.0
+import mpisgd.monitor.startup_timeout
+mpisgd.monitor.startup_timeout.LEAST_S = 2.0
 late = MPI.COMM_WORLD.Get_rank() == 1
 if late and "start" in sys.argv:
     time.sleep(100)

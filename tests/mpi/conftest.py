@@ -63,7 +63,7 @@ def job(request: pytest.FixtureRequest) -> Iterator[None]:
 def groups(job: None) -> dict[str, Group]:
     """The groups that a test body can run on; of the halves, the one this rank is in."""
     import mpisgd
-    from mpisgd.comm.job import world
+    from mpisgd.job.lifecycle import world
 
     size = mpisgd.size()
     halves = [mpisgd.new_group(range(start, size, 2)) for start in range(min(2, size))]

@@ -37,7 +37,7 @@ def test_all_to_all_with_one_list_as_input_and_output(length, turn):
 @pytest.mark.parametrize("async_op", [False, True])
 @pytest.mark.parametrize("algorithm", ["auto", "ring", "halving_doubling", "all_to_all"])
 def test_tensors_made_in_inference_mode_can_be_reduced(dtype, async_op, algorithm):
-    # torch forbids writing to them outside the mode, and the lane's thread never was in it.
+    # torch forbids writing to them outside the mode, and the queue's thread never was in it.
     with torch.inference_mode():
         x = torch.arange(8).to(dtype)
         if work := mpisgd.all_reduce(x, async_op=async_op, algorithm=algorithm):

@@ -76,9 +76,9 @@ def shared_report(item: pytest.Item, report: pytest.TestReport) -> pytest.TestRe
 
 def _world_is_broken() -> bool:
     """Return whether a group that is the same for all tests is of no use any more."""
-    from mpisgd.comm import job, place
+    from mpisgd.job import lifecycle, rank_info
 
-    if not job.is_initialized():
+    if not lifecycle.is_initialized():
         return False
-    whole = [group for group in job.current_job().groups if group.size == place.size()]
-    return any(group.lane.broken is not None for group in whole)
+    whole = [group for group in lifecycle.current_job().groups if group.size == rank_info.size()]
+    return any(group.queue.broken is not None for group in whole)

@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Where objects are unpickled, and how they have come there.
 FROM_OTHER_RANKS = {
-    "mpisgd/comm/collectives/objects.py",
+    "mpisgd/collectives/objects.py",
     "mpisgd/data/scatter.py",
     "mpisgd/horovod/engine/cycle.py",
     "mpisgd/horovod/objects.py",

@@ -137,7 +137,7 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], Any]) -> Callable[..., 
 
     @functools.wraps(func)
     def started_over(state: State, *args: Any, **kwargs: Any) -> Any:
-        vain = _VainStarts(state)
+        cancel_reason = _VainStarts(state)
         skip_sync = False
         while True:
             try:
@@ -145,7 +145,7 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], Any]) -> Callable[..., 
                     state.sync()
                 return func(state, *args, **kwargs)
             except HorovodInternalError as exc:
-                vain.count(exc)
+                cancel_reason.count(exc)
                 state.restore()
                 skip_sync = False
             except HostsUpdatedInterrupt as exc:

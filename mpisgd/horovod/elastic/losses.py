@@ -7,13 +7,13 @@ again, in a world of those that are left (see `mpisgd.elastic.recovery`).
 
 import time
 
-from mpisgd.comm import job as jobs
-from mpisgd.comm import waiting
+from mpisgd.core import waiting
 from mpisgd.elastic.recovery import free_what_is_over, recover, tell
 from mpisgd.elastic.regrow import Terms, join
 from mpisgd.errors import JobError, MpisgdError, PeerLost
 from mpisgd.horovod import basics, state
 from mpisgd.horovod.exceptions import HorovodInternalError
+from mpisgd.job import lifecycle as jobs
 
 __all__ = ["end_together", "join_the_others", "start_over"]
 
@@ -34,7 +34,7 @@ def start_over(terms: Terms) -> None:
         try:
             if _is_lost():
                 state.abandon()
-                tell(recover(str(waiting.vain()), terms), "mpisgd.horovod")
+                tell(recover(str(waiting.cancel_reason()), terms), "mpisgd.horovod")
             state.restart()
         except MpisgdError as exc:
             if isinstance(exc, JobError) or not _is_lost():
@@ -49,7 +49,7 @@ def _is_lost() -> bool:
     if not jobs.is_initialized() or jobs.current_job().sentinel is None:
         return False
     deadline = time.monotonic() + NOTICE_S
-    while state.is_broken() and waiting.vain() is None and time.monotonic() < deadline:
+    while state.is_broken() and waiting.cancel_reason() is None and time.monotonic() < deadline:
         time.sleep(0.01)
     return waiting.is_loss()
 

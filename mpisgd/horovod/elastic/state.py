@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from mpisgd.comm.place import rank
 from mpisgd.horovod.elastic.common import ObjectState
 from mpisgd.horovod.elastic.handlers import (
     ModelStateHandler,
@@ -15,6 +14,7 @@ from mpisgd.horovod.elastic.handlers import (
     set_handler_registry,
 )
 from mpisgd.horovod.objects import broadcast_object
+from mpisgd.job.rank_info import rank
 
 __all__ = [
     "ModelStateHandler",

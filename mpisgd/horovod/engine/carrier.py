@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from mpisgd.comm import events
-from mpisgd.comm.group import Group
+from mpisgd import tracing
+from mpisgd.core.group import Group
 from mpisgd.errors import MpisgdError
 from mpisgd.horovod.engine.cache import Cache
 from mpisgd.horovod.engine.entry import Entry, fail
@@ -80,7 +80,7 @@ class Carrier:
         world = self._sets.group(WORLD)
         assert world is not None
         try:
-            AT_ONCE[request.kind](request, world.lane.wire)
+            AT_ONCE[request.kind](request, world.queue.wire)
         except MpisgdError as exc:  # it comes to all ranks alike, and to who has asked
             error = exc
         if (entry := self._outbox.take(request)) is not None:
@@ -109,7 +109,7 @@ class Carrier:
     ) -> None:
         """Perform, in the sight of the watchdog and of the timeline."""
         self._watchdog.enter(f"{requests[0].kind} {requests[0].label!r}", group)
-        with torch.no_grad(), events.purpose("carried"):
+        with torch.no_grad(), tracing.purpose("carried"):
             if record is None:
                 perform(requests, entries, group, self._memory)
             else:

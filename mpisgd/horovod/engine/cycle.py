@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-from mpisgd.comm.collectives.all_gather import all_gather_into_tensor
-from mpisgd.comm.collectives.all_gather_ragged import all_gather_ragged
-from mpisgd.comm.group import Group
+from mpisgd.collectives.all_gather import all_gather_into_tensor
+from mpisgd.collectives.all_gather_ragged import all_gather_ragged
+from mpisgd.core.group import Group
 from mpisgd.horovod.engine.cache import Cache
 from mpisgd.horovod.engine.request import Request
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mpisgd.comm.node.bell import Bell
-from mpisgd.comm.node.segment import PAGE, Segment, open_segment
 from mpisgd.errors import MpisgdError
+from mpisgd.transport.shm.futex import Futex
+from mpisgd.transport.shm.segment import PAGE, Segment, open_segment
 
 if TYPE_CHECKING:
-    from mpisgd.comm.mpi import Wire
-    from mpisgd.comm.topology import Topology
+    from mpisgd.core.topology import Topology
+    from mpisgd.transport.mpi import Communicator
 
 __all__ = ["Doorbell"]
 
@@ -37,14 +37,14 @@ class Doorbell:
         topology: of `wire`.
     """
 
-    def __init__(self, wire: "Wire", local: "Wire", topology: "Topology") -> None:
+    def __init__(self, wire: "Communicator", local: "Communicator", topology: "Topology") -> None:
         self._wire = wire
         self._mine = topology.local_rank
         segment = open_segment(local, PAGE)
         self._segment: Segment = segment if segment is not None else _private_segment(local.size)
         self._alone = segment is None  # then everyone is woken by messages
         self._words = memoryview(self._segment.memory).cast("Q")
-        self._bell = Bell(self._segment)
+        self._bell = Futex(self._segment)
         self._stride = self._segment.share_bytes // 8
         self._locals = [] if self._alone else [i for i in range(local.size) if i != self._mine]
         self._peers = self._who_gets_messages(topology)

@@ -17,10 +17,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mpisgd.comm import events, waiting
-from mpisgd.comm.diagnosis.waits import Hint
-from mpisgd.comm.groups import open_group
-from mpisgd.comm.job import current_job
+from mpisgd import tracing
+from mpisgd.core import waiting
+from mpisgd.core.wait_registry import WaitReason
 from mpisgd.errors import MpisgdError
 from mpisgd.horovod.engine import clashes
 from mpisgd.horovod.engine.cache import Cache
@@ -39,6 +38,8 @@ from mpisgd.horovod.engine.stalls import Stalls, Watchdog, main_stack
 from mpisgd.horovod.engine.table import JOIN, WORLD, Table
 from mpisgd.horovod.engine.turns import Turns
 from mpisgd.horovod.exceptions import HorovodInternalError
+from mpisgd.job.groups import open_group
+from mpisgd.job.lifecycle import current_job
 
 __all__ = ["Engine"]
 
@@ -68,7 +69,7 @@ class Engine:
         self.group = open_group(range(job.world.size), name="horovod")
         self.num_joins = self.num_cycles = 0
         self._settings = settings
-        self._wire = self.group.lane.wire.duplicate()
+        self._wire = self.group.queue.wire.duplicate()
         self._local = self._wire.same_host()
         self._bell = Doorbell(self._wire, self._local, self.group.topology)
         self._left: set[int] = set()
@@ -142,7 +143,7 @@ class Engine:
     def spans_hosts(self, set_id: int) -> bool:
         """Return whether the members of a process set that this rank is in are on several hosts."""
         group = self._sets.group(set_id)
-        return group is not None and group.hosts is not None
+        return group is not None and group.internode is not None
 
     def awaited(self, set_id: int, prefix: str) -> list[Request]:
         """Return what other members have submitted, and this rank has not, under names that begin so."""
@@ -222,7 +223,7 @@ class Engine:
             self._bell.ring_others(cycle)
         self._record.cycle()
         self._watchdog.enter("the exchange of what is to be done", self.group)
-        with events.purpose("negotiation", "negotiate"):
+        with tracing.purpose("negotiation", "negotiate"):
             news = self.outbox.take_news(asks=self._stalls.asks)
             everyone = exchange(news, self._cache, self.group, main_stack)
         self._watchdog.leave()
@@ -274,7 +275,7 @@ class Engine:
 
     def look_around(self) -> None:
         """See whether operations wait for too long, or for ranks that are gone."""
-        if (error := waiting.vain()) is not None:
+        if (error := waiting.cancel_reason()) is not None:
             raise error
         if self.group.rank == 0:
             now_s = time.monotonic()
@@ -302,7 +303,7 @@ class Engine:
         finally:
             self._turns.lock.release()
 
-    def about(self, entry: Entry | None) -> Hint:
+    def about(self, entry: Entry | None) -> WaitReason:
         """Tell for whom an operation waits, or, of None, the end; whom nobody knows while a cycle runs."""
         request = None if entry is None else entry.request
         whom: frozenset[int] = frozenset()
@@ -313,7 +314,7 @@ class Engine:
             finally:
                 self._turns.lock.release()
         whom -= {self.group.rank}
-        return Hint(_words_of(request), whom=tuple(sorted(whom)))
+        return WaitReason(_words_of(request), whom=tuple(sorted(whom)))
 
     def take_back(self, entry: Entry, error: Exception) -> None:
         """Let an operation fail that has been found to wait for ever; the others' part in it stays.

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mpisgd.comm.gpu.runtime import on_device, runtime
+from mpisgd.accelerator.runtime import on_device, runtime
 from mpisgd.errors import MpisgdError
 from mpisgd.horovod.engine.request import Request
 from mpisgd.horovod.exceptions import HorovodInternalError

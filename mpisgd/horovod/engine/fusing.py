@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from mpisgd.comm.buffers import ALONE_BYTES
+from mpisgd.core.buffers import ALONE_BYTES
 from mpisgd.horovod.engine.table import Decision
 
 __all__ = ["fuse"]

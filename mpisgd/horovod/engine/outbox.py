@@ -4,7 +4,7 @@ import threading
 import time
 from collections import Counter
 
-from mpisgd.comm.diagnosis import waits
+from mpisgd.core import wait_registry
 from mpisgd.horovod.engine.cycle import News
 from mpisgd.horovod.engine.entry import Entry
 from mpisgd.horovod.engine.record import Record
@@ -71,7 +71,7 @@ class Outbox:
             if not entry.request.name:
                 entry.request = self._numbered(entry.request)
             key = entry.request.key
-            waits.communicates()
+            wait_registry.communicates()
             if key in self._entries:
                 raise ValueError(f"{entry.request.label!r}: {DUPLICATE}")
             self._entries[key] = entry
@@ -94,7 +94,7 @@ class Outbox:
             self._refuse_if_over()
             if self._join is not None:
                 raise ValueError("join: another thread of this rank has joined already")
-            waits.communicates()
+            wait_registry.communicates()
             self._join = Entry(JOIN)
             return self._join
 

@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpisgd.comm.buffers import ALONE_BYTES, cut_by
-from mpisgd.comm.collectives.all_gather import all_gather, all_gather_into_tensor
-from mpisgd.comm.collectives.all_gather_ragged import all_gather_ragged
-from mpisgd.comm.collectives.all_reduce import all_reduce
-from mpisgd.comm.collectives.all_to_all import all_to_all_single
-from mpisgd.comm.collectives.broadcast import broadcast
-from mpisgd.comm.collectives.coalesced import all_reduce_coalesced
-from mpisgd.comm.collectives.reduce_scatter import reduce_scatter_tensor
-from mpisgd.comm.dtypes import ReduceOp
-from mpisgd.comm.gpu.runtime import on_device
-from mpisgd.comm.group import Group
+from mpisgd.accelerator.runtime import on_device
+from mpisgd.collectives.all_gather import all_gather, all_gather_into_tensor
+from mpisgd.collectives.all_gather_ragged import all_gather_ragged
+from mpisgd.collectives.all_reduce import all_reduce
+from mpisgd.collectives.all_to_all import all_to_all_single
+from mpisgd.collectives.broadcast import broadcast
+from mpisgd.collectives.coalesced import all_reduce_coalesced
+from mpisgd.collectives.reduce_scatter import reduce_scatter_tensor
+from mpisgd.core.buffers import ALONE_BYTES, cut_by
+from mpisgd.core.dtypes import ReduceOp
+from mpisgd.core.group import Group
 from mpisgd.horovod.engine.adasum import adasum
 from mpisgd.horovod.engine.entry import Entry
 from mpisgd.horovod.engine.memory import Memory

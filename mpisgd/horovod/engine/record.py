@@ -4,14 +4,14 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mpisgd.comm import events
-from mpisgd.comm.group import Group
+from mpisgd import tracing
+from mpisgd.core.group import Group
 from mpisgd.horovod.engine.request import Request
 from mpisgd.horovod.engine.table import Decision
 
 __all__ = ["Batch", "Record"]
 
-ENGINE = events.Track("Horovod cycles")
+ENGINE = tracing.Track("Horovod cycles")
 
 
 class Record:
@@ -30,7 +30,7 @@ class Record:
     @property
     def on(self) -> bool:
         """Whether somebody records."""
-        return events.sink is not None
+        return tracing.sink is not None
 
     def submitted(self, request: Request) -> None:
         """This rank has submitted an operation."""
@@ -39,8 +39,8 @@ class Record:
 
     def cycle(self) -> None:
         """A cycle begins."""
-        if events.sink is not None:
-            events.sink.instant(ENGINE, "CYCLE_START", time.monotonic_ns())
+        if tracing.sink is not None:
+            tracing.sink.instant(ENGINE, "CYCLE_START", time.monotonic_ns())
         elif self._submitted_ns:
             self._submitted_ns.clear()
             self._heard_ns.clear()
@@ -95,7 +95,7 @@ class Batch:
         Args:
             own: of each operation, what this rank had in it.
         """
-        sink = events.sink
+        sink = tracing.sink
         if sink is None:
             return
         end_ns = time.monotonic_ns()
@@ -129,6 +129,6 @@ class Batch:
 
 
 def _plane_of(group: Group) -> str:
-    if group.plane is not None:
+    if group.shm is not None:
         return "node"
-    return "mpi" if group.hosts is None else "hierarchical"
+    return "mpi" if group.internode is None else "hierarchical"

@@ -11,7 +11,7 @@ from mpisgd.horovod.engine.request import Request
 from mpisgd.timeline.session import close_timeline, open_timeline
 
 if TYPE_CHECKING:
-    from mpisgd.comm.mpi import Wire
+    from mpisgd.transport.mpi import Communicator
 
 __all__ = ["AT_ONCE", "requested", "start_request", "stop_request"]
 
@@ -37,12 +37,15 @@ def requested(env: Mapping[str, str] = os.environ) -> Request | None:
     return start_request(path, env.get("HOROVOD_TIMELINE_MARK_CYCLES", "0") not in ("", "0"))
 
 
-def _start(request: Request, wire: "Wire") -> None:
+def _start(request: Request, wire: "Communicator") -> None:
     open_timeline(request.op, wire, mark_cycles=request.root == 1)
 
 
-def _stop(request: Request, wire: "Wire") -> None:
+def _stop(request: Request, wire: "Communicator") -> None:
     close_timeline()
 
 
-AT_ONCE: dict[str, Callable[[Request, "Wire"], None]] = {"start_timeline": _start, "stop_timeline": _stop}
+AT_ONCE: dict[str, Callable[[Request, "Communicator"], None]] = {
+    "start_timeline": _start,
+    "stop_timeline": _stop,
+}

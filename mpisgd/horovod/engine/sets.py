@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from mpisgd.comm.group import Group
-from mpisgd.comm.groups import close_group, open_group
+from mpisgd.core.group import Group
 from mpisgd.horovod.engine.table import WORLD
+from mpisgd.job.groups import close_group, open_group
 
 __all__ = ["ProcessSets"]
 

@@ -4,7 +4,7 @@ Two ways to stall. A rank's program does not submit what the others have: its en
 ranks know from their tables who is missing; the first one speaks, and may ask the others in a cycle for the
 Python stack of their main threads. Or a rank's whole process does not run: the others wait for it in the
 middle of a cycle or an operation, where none of them can go on to speak. Of that the job's watch tells, as of
-any wait (`mpisgd.comm.diagnosis`).
+any wait (`mpisgd.monitor`).
 """
 
 import sys
@@ -12,13 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from mpisgd.comm.diagnosis import waits
-from mpisgd.comm.diagnosis.look import stack_of
-from mpisgd.comm.diagnosis.waits import Hint
-from mpisgd.comm.group import Group
-from mpisgd.comm.job import current_job
+from mpisgd.core import wait_registry
+from mpisgd.core.group import Group
+from mpisgd.core.wait_registry import WaitReason
 from mpisgd.horovod.engine.request import Request, ranks_text
 from mpisgd.horovod.engine.settings import Settings
+from mpisgd.job.lifecycle import current_job
+from mpisgd.monitor.rank_snapshot import stack_of
 
 __all__ = ["Stalls", "Watchdog", "main_stack"]
 
@@ -128,17 +128,19 @@ class Watchdog:
 
     def enter(self, text: str, group: Group) -> None:
         """From now on this thread needs the others of a group to go on."""
-        waits.note(self, time.monotonic(), waits.NO_LIMIT_S, lambda: self._hint(text, group))
+        wait_registry.note(self, time.monotonic(), wait_registry.NO_LIMIT_S, lambda: self._hint(text, group))
 
-    def _hint(self, text: str, group: Group) -> Hint:
+    def _hint(self, text: str, group: Group) -> WaitReason:
         pending = [f"{request.kind} {request.label!r}" for request in self._pending()]
         more = f" and {len(pending) - MOST_PENDING} more" if len(pending) > MOST_PENDING else ""
         told = f" (submitted here: {', '.join(pending[:MOST_PENDING])}{more})" if pending else ""
-        return Hint(text + told, group.name, (), group.ranks, group.lane.handshake.number, group.ordinal)
+        return WaitReason(
+            text + told, group.name, (), group.ranks, group.queue.consistency.number, group.ordinal
+        )
 
     def leave(self) -> None:
         """They have come."""
-        waits.forget(self)
+        wait_registry.forget(self)
 
     def close(self) -> None:
         """Look on no more."""

@@ -9,15 +9,15 @@ import threading
 import time
 from typing import Protocol
 
-from mpisgd.comm import events
-from mpisgd.comm.diagnosis import waits
-from mpisgd.comm.diagnosis.look import stack_of
-from mpisgd.comm.diagnosis.waits import NO_LIMIT_S, Hint
+from mpisgd import tracing
+from mpisgd.core import wait_registry
+from mpisgd.core.wait_registry import NO_LIMIT_S, WaitReason
 from mpisgd.errors import CollectiveTimeout
 from mpisgd.horovod.engine.doorbell import Doorbell
 from mpisgd.horovod.engine.entry import Entry
 from mpisgd.horovod.engine.outbox import Outbox
 from mpisgd.horovod.engine.request import ranks_text
+from mpisgd.monitor.rank_snapshot import stack_of
 
 __all__ = ["Cycles", "Turns"]
 
@@ -48,7 +48,7 @@ class Cycles(Protocol):
     def may_go_on(self) -> bool:
         """Return whether one runs, or will whatever this rank's program does; from any thread."""
 
-    def about(self, entry: Entry | None) -> Hint:
+    def about(self, entry: Entry | None) -> WaitReason:
         """Tell for whom an operation waits, or, of None, the end; from any thread."""
 
     def take_back(self, entry: Entry, error: Exception) -> None:
@@ -87,16 +87,16 @@ class Turns:
         """
         self._bell.ring_own()
         began_s, key = time.monotonic(), object()
-        waits.note(key, began_s, NO_LIMIT_S, lambda: self._cycles.about(None))
+        wait_registry.note(key, began_s, NO_LIMIT_S, lambda: self._cycles.about(None))
         try:
             while self._thread.is_alive():
                 self._thread.join(min(LISTEN_S, limit_s))
-                if (error := waits.verdict(began_s)) is not None:
+                if (error := wait_registry.verdict(began_s)) is not None:
                     raise error
                 if self._thread.is_alive() and time.monotonic() - began_s > limit_s:
                     raise CollectiveTimeout(self._why_not_over(limit_s))
         finally:
-            waits.forget(key)
+            wait_registry.forget(key)
 
     def _why_not_over(self, limit_s: float) -> str:
         whom = self._cycles.about(None).whom
@@ -109,14 +109,14 @@ class Turns:
         )
 
     def _serve(self) -> None:
-        waits.workers[threading.get_ident()] = self._cycles.may_go_on
+        wait_registry.workers[threading.get_ident()] = self._cycles.may_go_on
         try:
             while not self._cycles.are_over():
                 self._serve_or_sleep()
         except BaseException as exc:
             self._cycles.give_up(exc)
         finally:
-            del waits.workers[threading.get_ident()]
+            del wait_registry.workers[threading.get_ident()]
 
     def _serve_or_sleep(self) -> None:
         state = self._bell.state()
@@ -134,7 +134,7 @@ class Turns:
         began_s = time.monotonic()
         self._outbox.count_waiting(1)
         try:
-            with events.blocked(entry.request.label):
+            with tracing.blocked(entry.request.label):
                 while not entry.done.is_set():
                     state = self._bell.state()
                     if not self._take(entry) and not entry.done.is_set():
@@ -148,14 +148,14 @@ class Turns:
     def _sleep(self, entry: Entry, state: int, began_s: float) -> None:
         """Sleep until there may be something to do, or until it is found out that there never will be."""
         key = object()
-        waits.note(key, began_s, NO_LIMIT_S, lambda: self._cycles.about(entry), self._bell.ring_own)
-        error = waits.verdict(began_s)
+        wait_registry.note(key, began_s, NO_LIMIT_S, lambda: self._cycles.about(entry), self._bell.ring_own)
+        error = wait_registry.verdict(began_s)
         try:
             if error is None:
                 self._bell.sleep(state, self._cycles.look_again_s())
         finally:
-            waits.forget(key)
-        if (error := error or waits.verdict(began_s)) is not None:
+            wait_registry.forget(key)
+        if (error := error or wait_registry.verdict(began_s)) is not None:
             self._cycles.take_back(entry, error)
 
     def _take(self, awaited: Entry | None) -> bool:

@@ -134,7 +134,7 @@ def with_torch(s: Scene, call: Callable[[Any], object]) -> None:
 
 
 def subset(s: Scene, ranks: list[int]) -> None:
-    from mpisgd.comm.groups import open_group
+    from mpisgd.job.groups import open_group
 
     open_group(ranks, name="some")
 
@@ -462,14 +462,14 @@ def main() -> None:
 
 def hurry() -> None:
     """Let ranks that wait for each other be looked for early, so that a test of many takes little time."""
-    from mpisgd.comm.diagnosis import judge, watch
+    from mpisgd.monitor import deadlock_detector, stall_monitor
 
-    judge.FIRST_S, judge.SURE_S, watch.LOOK_S = 0.3, 0.2, 0.1
+    deadlock_detector.FIRST_S, deadlock_detector.SURE_S, stall_monitor.LOOK_S = 0.3, 0.2, 0.1
 
 
 def abandon(scene: Scene) -> None:
     """Forget groups that may be of no use any more, so that the end of the job can be a clean one."""
-    from mpisgd.comm.job import current_job
+    from mpisgd.job.lifecycle import current_job
 
     for group in (scene.a, scene.b):
         current_job().groups.remove(group)

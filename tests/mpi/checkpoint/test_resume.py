@@ -103,7 +103,7 @@ class Run:
 
 
 def world() -> Group:
-    from mpisgd.comm.job import world as of_job
+    from mpisgd.job.lifecycle import world as of_job
 
     return of_job()
 

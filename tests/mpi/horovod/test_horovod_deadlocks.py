@@ -11,9 +11,9 @@ from verdicts import everyone, referee
 
 import mpisgd
 import mpisgd.horovod as hvd
-from mpisgd.comm.diagnosis import judge, watch
-from mpisgd.comm.job import current_job
 from mpisgd.horovod.engine import clashes
+from mpisgd.job.lifecycle import current_job
+from mpisgd.monitor import deadlock_detector, stall_monitor
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -24,9 +24,9 @@ SOON_S = 0.2
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look for ranks that wait for each other early."""
-    monkeypatch.setattr(judge, "FIRST_S", SOON_S)
-    monkeypatch.setattr(judge, "SURE_S", SOON_S)
-    monkeypatch.setattr(watch, "LOOK_S", SOON_S / 2)
+    monkeypatch.setattr(deadlock_detector, "FIRST_S", SOON_S)
+    monkeypatch.setattr(deadlock_detector, "SURE_S", SOON_S)
+    monkeypatch.setattr(stall_monitor, "LOOK_S", SOON_S / 2)
     current_job().watch.board.wake()
 
 

@@ -15,7 +15,7 @@ from reductions import near
 from verdicts import everyone
 
 import mpisgd.horovod as hvd
-from mpisgd.comm.gpu.runtime import set_runtime
+from mpisgd.accelerator.runtime import set_runtime
 
 pytestmark = pytest.mark.mpi(min_size=2)
 

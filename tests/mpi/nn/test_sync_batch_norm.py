@@ -14,7 +14,7 @@ from verdicts import everyone, raises_everywhere, same_on_all_ranks
 
 import mpisgd
 from mpisgd import CollectiveMismatch, Group, InvalidArgument, ShapeMismatch, SyncBatchNorm
-from mpisgd.comm.job import world
+from mpisgd.job.lifecycle import world
 
 convert = SyncBatchNorm.convert_sync_batchnorm
 
@@ -235,10 +235,10 @@ def largest_drift(prepare: Callable[[nn.Module], nn.Module], **options: Any) -> 
     )
 
 
-@pytest.mark.parametrize("lane", ["of the gradients", "its own"])
+@pytest.mark.parametrize("queue", ["of the gradients", "its own"])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_training_equals_one_process(lane, overlap):
-    group = mpisgd.new_group() if lane == "its own" else None
+def test_training_equals_one_process(queue, overlap):
+    group = mpisgd.new_group() if queue == "its own" else None
     cap = 64 if overlap else 2**20
     drift = largest_drift(lambda model: convert(model, group), overlap=overlap, bucket_cap_bytes=cap)
     everyone(drift < 1e-11, f"off by {drift}")
@@ -280,14 +280,14 @@ def test_under_autocast():
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kinds of operations on the world, as they come."""
     kinds: list[str] = []
-    lane = world().lane
-    genuine = lane.run
+    queue = world().queue
+    genuine = queue.run
 
     def recording(operation, *args, **kwargs):
         kinds.append(operation.kind)
         return genuine(operation, *args, **kwargs)
 
-    monkeypatch.setattr(lane, "run", recording)
+    monkeypatch.setattr(queue, "run", recording)
     return kinds
 
 
@@ -318,7 +318,7 @@ def test_a_group_of_one_rank_is_plain_batch_norm(monkeypatch):
     alone = [mpisgd.new_group([rank]) for rank in range(mpisgd.size())][mpisgd.rank()]
     plain = nn.BatchNorm2d(CHANNELS)
     ours = convert(copy.deepcopy(plain), alone)
-    monkeypatch.setattr(alone.lane, "run", None)
+    monkeypatch.setattr(alone.queue, "run", None)
     images, grads = torch.randn(2, 4, CHANNELS, 4, 4)
     found = zip(run(ours, images, grads), run(plain, images, grads), strict=True)
     everyone(all(torch.equal(a, b) for a, b in found))

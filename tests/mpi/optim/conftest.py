@@ -7,8 +7,8 @@ import torch
 from verdicts import referee
 
 import mpisgd
-from mpisgd.comm.job import world
-from mpisgd.optim import plan
+from mpisgd.gradients import plan
+from mpisgd.job.lifecycle import world
 
 WAYS = ("fused", "alone and overlapped")
 
@@ -26,6 +26,6 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 def here() -> tuple[int, ...]:
     """The ranks of this host, where these share memory."""
     topology = world().topology
-    if any(referee().allgather(world().planes.memory is None)):  # all ranks skip, or none
+    if any(referee().allgather(world().transports.memory is None)):  # all ranks skip, or none
         pytest.skip("a rank that is alone on its host, or MPISGD_SHARED_MEMORY=0")
     return topology.nodes[topology.node_rank]

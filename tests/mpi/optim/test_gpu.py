@@ -14,8 +14,8 @@ from verdicts import everyone, same_on_all_ranks
 
 import mpisgd
 from mpisgd import Compression, ReduceOp
-from mpisgd.comm.gpu.runtime import set_runtime
-from mpisgd.comm.job import current_job, world
+from mpisgd.accelerator.runtime import set_runtime
+from mpisgd.job.lifecycle import current_job, world
 
 STEPS = 6
 
@@ -30,7 +30,7 @@ def device(request, monkeypatch) -> Iterator[EagerDevice]:
     yield stand_in
     set_runtime(None)
     plane, world().device = world().device, None
-    world().lane.after_mismatch = lambda: None
+    world().queue.after_mismatch = lambda: None
     if plane is not None:
         plane.close()
 

@@ -23,7 +23,7 @@ from torch import nn
 from verdicts import everyone, raises_everywhere, same_on_all_ranks
 
 import mpisgd
-from mpisgd.comm.job import world
+from mpisgd.job.lifecycle import world
 
 SMALL = 1  # bytes: each parameter alone in its bucket
 caps = pytest.mark.parametrize("cap", [SMALL, 2**20], ids=["many buckets", "one bucket"])
@@ -519,13 +519,13 @@ def test_predividing_avoids_an_overflow():
 @pytest.mark.parametrize("overlap", [False, True])
 def test_without_overlap_the_ranks_meet_once_for_all_buckets(overlap):
     """And once more to learn which gradients there are; with overlap, once for each bucket."""
-    lane = world().lane
+    queue = world().queue
     _, ours = pair(bucket_cap_bytes=SMALL, overlap=overlap)
     num_buckets = len(list(ours.model.parameters()))
     assert num_buckets > 2
     met = []
     for step in range(4):  # plans are made anew in the first steps
-        before = lane.handshake.number
+        before = queue.consistency.number
         plain_step(ours, step)
-        met.append(lane.handshake.number - before)
+        met.append(queue.consistency.number - before)
     everyone(met[-2:] == [1 + (num_buckets if overlap else 1)] * 2, str(met))

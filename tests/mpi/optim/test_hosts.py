@@ -13,11 +13,11 @@ from verdicts import everyone, same_on_all_ranks
 
 import mpisgd
 from mpisgd import config
-from mpisgd.comm.costs import CostModel, Curve, Measured
-from mpisgd.comm.costs.line import Line, Segment
-from mpisgd.comm.group import Group
-from mpisgd.comm.job import world
-from mpisgd.comm.topology import arrange
+from mpisgd.core.group import Group
+from mpisgd.core.topology import arrange
+from mpisgd.job.lifecycle import world
+from mpisgd.tuning import CostModel, Curve, Measured
+from mpisgd.tuning.line import Line, Segment
 
 pytestmark = [
     pytest.mark.mpi(min_size=2),
@@ -38,7 +38,7 @@ def mpi_is_fastest() -> CostModel:
 def hosts() -> Iterator[Group]:
     leaders = UNEVEN[mpisgd.size()]
     where = arrange(mpisgd.rank(), leaders, [f"host{leader}" for leader in leaders])
-    wire = world().lane.wire.duplicate()
+    wire = world().queue.wire.duplicate()
     made = Group(
         "hosts",
         range(mpisgd.size()),
@@ -49,7 +49,7 @@ def hosts() -> Iterator[Group]:
         costs=mpi_is_fastest(),
     )
     yield made
-    made.lane.drain()
+    made.queue.drain()
     made.close()
 
 

@@ -10,9 +10,9 @@ from verdicts import everyone
 
 import mpisgd
 from mpisgd import config
-from mpisgd.comm.job import world
-from mpisgd.comm.node.direct import Direct
-from mpisgd.optim import combiner
+from mpisgd.gradients import combiner
+from mpisgd.job.lifecycle import world
+from mpisgd.transport.cma.all_reduce import CmaTransport
 
 WIDE = 40_000
 LARGE_BYTES = WIDE * FEATURES * 8
@@ -31,7 +31,7 @@ def gentle(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.fixture
 def direct(monkeypatch):
     """This rank's view of the others' memory, which all-reduces of any size choose."""
-    plane = world().plane
+    plane = world().shm
     if plane is None or plane.direct is None:
         pytest.skip("one rank, several hosts, or ranks that cannot reach each other's memory")
     monkeypatch.setattr(combiner, "choose_algorithm", lambda *_: "direct")
@@ -42,26 +42,26 @@ def direct(monkeypatch):
 @pytest.mark.parametrize("large_pages", [True, False])
 def test_large_gradients_are_reduced_where_they_lie_if_in_large_pages(direct, monkeypatch, large_pages):
     taken = []
-    place_of = Direct.place_of
+    place_of = CmaTransport.place_of
 
-    def noted(self: Direct, flat):
+    def noted(self: CmaTransport, flat):
         taken.append(flat.nbytes)
         return place_of(self, flat)
 
     monkeypatch.setattr(direct, "large_pages", large_pages)
-    monkeypatch.setattr(Direct, "place_of", noted)
+    monkeypatch.setattr(CmaTransport, "place_of", noted)
     check_equal_runs(model=wide, optimizer=gentle, steps=3)
     everyone(taken == [LARGE_BYTES] * 3 * large_pages)
 
 
 def test_one_rank_without_them_keeps_all_from_it(direct, monkeypatch):
     monkeypatch.setattr(config, "large_pages", lambda: mpisgd.rank() != 0)
-    theirs = mpisgd.new_group().plane
+    theirs = mpisgd.new_group().shm
     assert theirs is not None
     assert theirs.direct is not None
     everyone(not theirs.direct.large_pages)
     monkeypatch.setattr(config, "large_pages", lambda: True)
-    ours = mpisgd.new_group().plane
+    ours = mpisgd.new_group().shm
     assert ours is not None
     assert ours.direct is not None
     everyone(ours.direct.large_pages)

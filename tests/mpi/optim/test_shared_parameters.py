@@ -24,7 +24,7 @@ from torch import nn
 from verdicts import everyone, raises_everywhere, referee, same_on_all_ranks
 
 import mpisgd
-from mpisgd.optim.shared.absent import AbsentGradient
+from mpisgd.sharding.absent_gradient import AbsentGradient
 
 
 def params_of(opt):

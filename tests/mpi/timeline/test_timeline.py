@@ -12,8 +12,8 @@ from verdicts import everyone, raises_everywhere
 
 import mpisgd
 import mpisgd.horovod as hvd
-from mpisgd.comm import events
-from mpisgd.comm.job import world
+from mpisgd import tracing
+from mpisgd.job.lifecycle import world
 from mpisgd.timeline.clock import offset_by_messages
 
 
@@ -46,7 +46,7 @@ def test_every_operation_of_every_rank_is_in_one_file(path):
     mpisgd.stop_timeline()
     mpisgd.all_reduce(torch.ones(3))
     found = recorded(path)
-    everyone(events.sink is None)
+    everyone(tracing.sink is None)
     numbers = []
     for r in range(size):
         first, second = spans_of(found, r, "all_reduce")
@@ -89,7 +89,7 @@ def test_who_came_late_is_seen_by_the_others_waiting(path):
 @pytest.mark.mpi(min_size=2)
 def test_clocks_are_compared_by_messages():
     """Other ranks' clocks go wrong on purpose."""
-    wire = world().lane.wire.duplicate()
+    wire = world().queue.wire.duplicate()
     wrong_ns = 3_000_000_000 * wire.rank
     mpisgd.barrier()
     results = [
@@ -108,7 +108,7 @@ def test_a_rank_that_cannot_write_is_named_by_all(tmp_path):
     with raises_everywhere(mpisgd.InvalidArgument) as caught:
         mpisgd.start_timeline(mpisgd.broadcast_object(str(tmp_path / "file" / "run.json")))
     everyone("rank 0 cannot write" in caught.text, caught.text)
-    everyone(events.sink is None)
+    everyone(tracing.sink is None)
 
 
 @pytest.mark.parametrize("asking", [0, -1])
@@ -130,7 +130,7 @@ def test_negotiated_operations_show_what_they_wait_for(path, asking):
     if rank == asking % size:
         hvd.stop_timeline()
     hvd.barrier()
-    everyone(events.sink is None)
+    everyone(tracing.sink is None)
     found = recorded(path)
     mpisgd.barrier()
     hvd.shutdown()

@@ -15,7 +15,7 @@ from verdicts import everyone, raises_everywhere, same_on_all_ranks
 
 import mpisgd
 from mpisgd import ReduceOp
-from mpisgd.comm.job import current_job
+from mpisgd.job.lifecycle import current_job
 from mpisgd.torch_backend import ProcessGroupMpisgd
 
 F64 = torch.float64
@@ -139,7 +139,7 @@ def test_an_aborted_group_refuses_and_the_others_go_on():
     with raises_everywhere(mpisgd.NotInitialized) as caught:
         dist.all_reduce(torch.ones(2), group=pg)
     assert "aborted" in caught.text
-    group.lane.broken = None  # nothing is under way in it: the end of the job is a clean one
+    group.queue.broken = None  # nothing is under way in it: the end of the job is a clean one
     dist.destroy_process_group(pg)
     check_all_reduce(dist.group.WORLD)
 

@@ -8,10 +8,10 @@ import pytest
 
 from mpisgd.bench.tune import SETTLED_BYTES, Way, contenders, ways
 from mpisgd.bench.tune_tables import cost_table, crossovers, doubts, one_line
-from mpisgd.comm.collectives.all_reduce import CHOICES
-from mpisgd.comm.collectives.choice import TUNED
-from mpisgd.comm.costs import CostModel, Curve, Measured
-from mpisgd.comm.costs.line import Line, Segment
+from mpisgd.collectives.all_reduce import CHOICES
+from mpisgd.collectives.dispatch import TUNED
+from mpisgd.tuning import CostModel, Curve, Measured
+from mpisgd.tuning.line import Line, Segment
 
 FAST, SLOW, OTHER = Way("node", False), Way("ring", False), Way("mpi", True)
 

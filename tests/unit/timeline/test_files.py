@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from mpisgd import InvalidArgument
-from mpisgd.comm.events import Track
 from mpisgd.timeline.clock import Clock
 from mpisgd.timeline.files import names_for, read_events
 from mpisgd.timeline.recorder import Recorder
+from mpisgd.tracing import Track
 
 LANE = Track("group world", (0, 1))
 

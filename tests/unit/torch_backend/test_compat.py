@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from mpisgd.comm.dtypes import ReduceOp
+from mpisgd.core.dtypes import ReduceOp
 from mpisgd.errors import UnsupportedTorch
 from mpisgd.torch_backend import compat
 

@@ -1,0 +1,29 @@
+"""`barrier`."""
+
+from mpisgd.arguments import check_positive
+from mpisgd.core.consistency import Operation
+from mpisgd.core.group import Group
+from mpisgd.core.work import Work
+from mpisgd.job.lifecycle import group_or_world
+
+__all__ = ["barrier"]
+
+
+def barrier(
+    group: Group | None = None, async_op: bool = False, *, timeout_s: float | None = None
+) -> Work | None:
+    """Return once every rank of the group has called it. The agreement on it is the barrier itself.
+
+    Args:
+        group: defaults to all processes of the job.
+        async_op: return at once with a `Work`.
+        timeout_s: how long to wait for the others, instead of the group's limit.
+
+    Raises:
+        CollectiveTimeout: names the ranks that did not come; the group cannot be used again.
+        InvalidArgument: `timeout_s` is not positive.
+    """
+    queue = group_or_world(group).queue
+    if timeout_s is not None:
+        check_positive("barrier", "timeout_s", timeout_s)
+    return queue.run(Operation("barrier"), lambda: None, async_op=async_op, timeout_s=timeout_s)

@@ -1,0 +1,120 @@
+"""Collectives on Python objects. They are pickled: slow, and only between ranks of one job."""
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+from mpisgd.arguments import check_objects
+from mpisgd.core.consistency import Operation
+from mpisgd.core.group import Group
+from mpisgd.job.lifecycle import group_or_world
+
+__all__ = ["all_gather_object", "broadcast_object", "gather_object", "scatter_object"]
+
+
+def broadcast_object(obj: Any = None, src: int = 0, group: Group | None = None) -> Any:
+    """Return the object of rank `src`, on every rank.
+
+    Collective: all ranks of `group` call it in the same order.
+
+    Args:
+        obj: what to send, looked at on `src` only, which gets the very same object back.
+        src: global rank of the one that has it.
+        group: defaults to all processes of the job.
+
+    Raises:
+        InvalidRank: found locally, before anything is sent.
+        CollectiveMismatch: a rank called something else; raised on every rank.
+    """
+    group = group_or_world(group)
+    root = group.group_rank("broadcast_object", "src", src)
+    payload = pickle.dumps(obj) if group.rank == root else None
+    got: list[bytes] = []
+    group.queue.run(
+        Operation("broadcast_object", root=root),
+        lambda: got.append(group.queue.wire.broadcast_object(payload, root)),
+    )
+    return obj if group.rank == root else pickle.loads(got[0])
+
+
+def all_gather_object(object_list: list[Any], obj: Any, group: Group | None = None) -> None:
+    """Put the object of the r-th rank into everyone's `object_list[r]`.
+
+    Collective: all ranks of `group` call it in the same order.
+
+    Args:
+        object_list: list of `group.size` entries; overwritten.
+        obj: what this rank gives.
+        group: defaults to all processes of the job.
+
+    Raises:
+        ShapeMismatch: the list has another length; found locally, before anything is sent.
+        CollectiveMismatch: a rank called something else; raised on every rank.
+    """
+    group = group_or_world(group)
+    check_objects("all_gather_object", "object_list", object_list, group.size, output=True)
+    payload = pickle.dumps(obj)
+    got: list[bytes] = []
+    group.queue.run(
+        Operation("all_gather_object"), lambda: got.extend(group.queue.wire.all_gather_object(payload))
+    )
+    object_list[:] = map(pickle.loads, got)
+
+
+def gather_object(
+    obj: Any, object_gather_list: list[Any] | None = None, dst: int = 0, group: Group | None = None
+) -> None:
+    """Put the object of the r-th rank into `object_gather_list[r]` of rank `dst`.
+
+    Collective: all ranks of `group` call it in the same order.
+
+    Args:
+        obj: what this rank gives.
+        object_gather_list: on `dst`, a list of `group.size` entries, overwritten; None on the others.
+        dst: global rank of the one that gets them.
+        group: defaults to all processes of the job.
+
+    Raises:
+        InvalidRank, ShapeMismatch: found locally, before anything is sent.
+        CollectiveMismatch: a rank called something else; raised on every rank.
+    """
+    group = group_or_world(group)
+    root = group.group_rank("gather_object", "dst", dst)
+    if group.rank == root:
+        check_objects("gather_object", "object_gather_list", object_gather_list, group.size, output=True)
+    payload = pickle.dumps(obj)
+    got: list[bytes] = []
+    group.queue.run(
+        Operation("gather_object", root=root),
+        lambda: got.extend(group.queue.wire.gather_object(payload, root) or ()),
+    )
+    if object_gather_list is not None and group.rank == root:
+        object_gather_list[:] = map(pickle.loads, got)
+
+
+def scatter_object(objects: Sequence[Any] | None = None, src: int = 0, group: Group | None = None) -> Any:
+    """Return `objects[r]` of rank `src`, on the r-th rank.
+
+    Collective: all ranks of `group` call it in the same order.
+
+    Args:
+        objects: on `src`, one object per rank; None on the others.
+        src: global rank of the one that has them.
+        group: defaults to all processes of the job.
+
+    Raises:
+        InvalidRank, ShapeMismatch: found locally, before anything is sent.
+        CollectiveMismatch: a rank called something else; raised on every rank.
+    """
+    group = group_or_world(group)
+    root = group.group_rank("scatter_object", "src", src)
+    payloads: list[bytes] | None = None
+    if group.rank == root:
+        check_objects("scatter_object", "objects", objects, group.size)
+        payloads = [pickle.dumps(obj) for obj in objects or ()]
+    got: list[bytes] = []
+    group.queue.run(
+        Operation("scatter_object", root=root),
+        lambda: got.append(group.queue.wire.scatter_object(payloads, root)),
+    )
+    return pickle.loads(got[0])

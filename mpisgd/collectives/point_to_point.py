@@ -1,0 +1,107 @@
+"""`send`, `recv`, `isend`, `irecv`: from one rank to another, outside the order of the collectives."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from mpisgd.accelerator.runtime import on_device, runtime
+from mpisgd.arguments import shown
+from mpisgd.core.buffers import StagedOutput, check_output, check_tensor, readable
+from mpisgd.core.group import Group
+from mpisgd.errors import InvalidArgument, InvalidRank, ShapeMismatch
+from mpisgd.job.lifecycle import group_or_world
+from mpisgd.transport.device.stream_guard import StreamGuard
+from mpisgd.transport.messages.point_to_point import MessageWork
+
+__all__ = ["irecv", "isend", "recv", "send"]
+
+
+def isend(tensor: Tensor, dst: int, group: Group | None = None, tag: int = 0) -> MessageWork:
+    """Start sending `tensor` to rank `dst`.
+
+    Args:
+        tensor: any dense tensor; leave it alone until the work's `wait()`. One on a GPU is copied to host
+            memory before this returns.
+        dst: global rank of the receiver.
+        group: defaults to all processes of the job; sender and receiver name the same group.
+        tag: messages of equal tag between two ranks arrive in order.
+
+    Raises:
+        UnsupportedTensor, InvalidRank, InvalidArgument: before anything is sent.
+    """
+    group = group_or_world(group)
+    check_tensor("isend", tensor)
+    _check_tag("isend", tag, group)
+    return group.point_to_point.send(
+        "send", readable(tensor), group.group_rank("isend", "dst", dst), tag, [tensor]
+    )
+
+
+def irecv(tensor: Tensor, src: int | None = None, group: Group | None = None, tag: int = 0) -> MessageWork:
+    """Start receiving into `tensor` from rank `src`.
+
+    Args:
+        tensor: of the size that is sent; leave it alone until the work's `wait()`.
+        src: global rank of the sender; None takes a message from any rank, see the work's `source`.
+        group: defaults to all processes of the job; sender and receiver name the same group.
+        tag: only a message of this tag is taken.
+
+    Raises:
+        UnsupportedTensor, InvalidRank, InvalidArgument: at once.
+        ShapeMismatch: from `wait()`, when the message has another size; the tensor is then undefined.
+    """
+    group = group_or_world(group)
+    check_output("irecv", tensor)
+    _check_tag("irecv", tag, group)
+    root = None if src is None else group.group_rank("irecv", "src", src)
+    landing = StagedOutput(tensor, keep=False)
+    settle = _after_earlier_work(tensor, landing.settle)
+
+    def arrived(nbytes: int) -> None:
+        expected = tensor.numel() * tensor.element_size()
+        if nbytes != expected:
+            raise ShapeMismatch(f"recv: got {nbytes} bytes, the tensor has {expected} ({list(tensor.shape)})")
+        settle()
+
+    return group.point_to_point.receive("recv", landing.flat, root, tag, [tensor], arrived)
+
+
+def _after_earlier_work(tensor: Tensor, settle: Callable[[], None]) -> Callable[[], None]:
+    """Return `settle` as any thread may call it: on a device what the caller's stream has to do comes first.
+
+    Messages go through host memory, also where there is NCCL: it has no tags, and lets two ranks that both
+    send before they receive wait for ever.
+    """
+    if not on_device(tensor):
+        return settle
+    stream = runtime().new_stream(tensor.device)
+    return StreamGuard(tensor.device, stream, waits=True).to_its_end(settle)
+
+
+def send(tensor: Tensor, dst: int, group: Group | None = None, tag: int = 0) -> None:
+    """Send `tensor` to rank `dst`, and return when it may be changed again; see `isend`."""
+    _refuse_self("send", "dst", dst, group)
+    isend(tensor, dst, group, tag).wait()
+
+
+def recv(tensor: Tensor, src: int | None = None, group: Group | None = None, tag: int = 0) -> int:
+    """Receive `tensor` from rank `src`, and return the global rank that sent it; see `irecv`."""
+    _refuse_self("recv", "src", src, group)
+    work = irecv(tensor, src, group, tag)
+    work.wait()
+    assert work.source is not None
+    return group_or_world(group).ranks[work.source]
+
+
+def _refuse_self(name: str, what: str, peer: int | None, group: Group | None) -> None:
+    members = group_or_world(group)
+    if peer is not None and members.rank >= 0 and members.group_rank(name, what, peer) == members.rank:
+        raise InvalidRank(
+            f"{name}: {what}={peer} is this rank itself, which would wait for ever; use i{name}"
+        )
+
+
+def _check_tag(name: str, tag: int, group: Group) -> None:
+    limit = group.point_to_point.wire.tag_limit
+    if not isinstance(tag, int) or not 0 <= tag <= limit:
+        raise InvalidArgument(f"{name}: tag={shown(tag)}; expected an integer from 0 to {limit}")

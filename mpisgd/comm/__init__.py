@@ -1,1 +1,0 @@
-"""The engine: groups of ranks, and tensors that travel between them. It knows no model and no optimizer."""

@@ -1,1 +1,0 @@
-"""The collectives, one per file: torch.distributed's names and order, on the lane of a group."""

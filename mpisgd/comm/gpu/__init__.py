@@ -1,1 +1,0 @@
-"""The device plane: tensors on a GPU, through NCCL, CUDA-aware MPI, or pinned host memory."""

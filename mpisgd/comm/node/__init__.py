@@ -1,1 +1,0 @@
-"""The node plane: ranks that share a host reduce in shared memory, with torch's arithmetic."""

@@ -1,0 +1,83 @@
+"""Where the ranks of a communicator live: which host, which place on it."""
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mpisgd.transport.mpi import Communicator
+
+__all__ = ["Topology", "discover"]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The ranks of a group, by host.
+
+    Attributes:
+        rank: this process.
+        nodes: the ranks of each host, ascending; hosts are ordered by their lowest rank.
+        hostnames: one per host.
+    """
+
+    rank: int
+    nodes: tuple[tuple[int, ...], ...]
+    hostnames: tuple[str, ...]
+
+    def among(self, members: Sequence[int]) -> "Topology":
+        """Return the topology of a group of some of these ranks, this one among them.
+
+        Args:
+            members: their order is the order of the group's ranks.
+        """
+        host_of = {rank: host for host, ranks in enumerate(self.nodes) for rank in ranks}
+        first_on: dict[int, int] = {}
+        leaders = [first_on.setdefault(host_of[rank], i) for i, rank in enumerate(members)]
+        names = [self.hostnames[host_of[rank]] for rank in members]
+        return arrange(list(members).index(self.rank), leaders, names)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return sum(map(len, self.nodes))
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of hosts."""
+        return len(self.nodes)
+
+    @property
+    def ranks_per_host(self) -> tuple[int, ...]:
+        """Number of ranks of each host."""
+        return tuple(map(len, self.nodes))
+
+    @property
+    def node_rank(self) -> int:
+        """The host of this rank, counted from 0."""
+        return next(i for i, ranks in enumerate(self.nodes) if self.rank in ranks)
+
+    @property
+    def local_rank(self) -> int:
+        """The place of this rank among those of its host."""
+        return self.nodes[self.node_rank].index(self.rank)
+
+    @property
+    def local_size(self) -> int:
+        """How many ranks share this rank's host."""
+        return len(self.nodes[self.node_rank])
+
+
+def arrange(rank: int, leaders: Sequence[int], hostnames: Sequence[str]) -> Topology:
+    """Build the topology from one entry per rank: the lowest rank of its host, and the host's name."""
+    nodes = {leader: tuple(r for r, lead in enumerate(leaders) if lead == leader) for leader in leaders}
+    return Topology(rank, tuple(nodes.values()), tuple(hostnames[leader] for leader in nodes))
+
+
+def discover(wire: "Communicator") -> Topology:
+    """Find out which ranks share memory. Collective."""
+    local = wire.same_host()
+    leader = min(local.all_gather_object(wire.rank))
+    local.free()
+    seen = wire.all_gather_object((leader, socket.gethostname()))
+    return arrange(wire.rank, [lead for lead, _ in seen], [name for _, name in seen])

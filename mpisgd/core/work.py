@@ -1,0 +1,113 @@
+"""`Work`: an operation that was started and may not be done yet."""
+
+import abc
+import threading
+import warnings
+from typing import Any
+
+import torch
+
+from mpisgd import tracing
+from mpisgd.core.wait_registry import WaitReason, waiting_for
+from mpisgd.errors import CollectiveTimeout
+
+__all__ = ["QueuedWork", "Work"]
+
+
+class Work(abc.ABC):
+    """An operation under way; what `async_op=True` returns.
+
+    The operation's tensors belong to it until it is done: leave them alone until `wait()` has returned.
+    """
+
+    @abc.abstractmethod
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Return True when the operation is done.
+
+        Raises:
+            CollectiveTimeout: it was not done within `timeout_s` seconds; it goes on, wait again.
+            MpisgdError: the operation failed; the same error as the blocking call raises.
+        """
+
+    @abc.abstractmethod
+    def is_completed(self) -> bool:
+        """Return whether `wait()` would return (or raise) at once."""
+
+    @property
+    @abc.abstractmethod
+    def error(self) -> BaseException | None:
+        """What went wrong, None if nothing has (yet)."""
+
+    @abc.abstractmethod
+    def get_future(self) -> "torch.futures.Future[Any]":
+        """Return a future that holds the operation's tensors once it is done, or its error."""
+
+
+class QueuedWork(Work):
+    """A collective in the queue of its group's queue, completed by the thread that runs it."""
+
+    def __init__(self, name: str, tensors: Any) -> None:
+        self.name = name
+        self.tensors = tensors
+        self._done = threading.Event()
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+        self._told = False
+        self._future: torch.futures.Future[Any] | None = None
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until the queue has run this operation. The queue has the time limit on other ranks."""
+        done = self._done.is_set()
+        if not done:
+            with (
+                tracing.blocked(self.name),
+                waiting_for(WaitReason(f"{self.name} (asynchronous)", own=True), timeout_s),
+            ):
+                done = self._done.wait(timeout_s)
+        if not done:
+            raise CollectiveTimeout(f"{self.name}: not done after {timeout_s} s")
+        self._told = True
+        if self._error is not None:
+            raise self._error
+        if self._future is not None:
+            self._future.wait()  # it is completed right after the event is set
+        return True
+
+    @property
+    def error(self) -> BaseException | None:
+        """What went wrong, None if nothing has (yet)."""
+        return self._error
+
+    def is_completed(self) -> bool:
+        """Return whether the queue has run this operation."""
+        return self._done.is_set()
+
+    def get_future(self) -> "torch.futures.Future[Any]":
+        """Return the future of this operation; callbacks run on the thread that completes it."""
+        with self._lock:
+            if self._future is None:
+                self._future = torch.futures.Future()
+                if self._done.is_set():
+                    self._settle(self._future)
+            return self._future
+
+    def complete(self, error: BaseException | None) -> None:
+        """Mark the operation as done. Called once, by whoever ran it."""
+        self._error = error
+        with self._lock:
+            self._done.set()
+            future = self._future
+        if future is not None:
+            self._settle(future)
+
+    def __del__(self) -> None:
+        """An error that nobody waited for must not be lost."""
+        if self._error is not None and not self._told:
+            warnings.warn(f"{self.name} failed and nobody waited for it: {self._error}", RuntimeWarning, 2)
+
+    def _settle(self, future: "torch.futures.Future[Any]") -> None:
+        self._told = True
+        if self._error is None:
+            future.set_result(self.tensors)
+        else:
+            future.set_exception(self._error)

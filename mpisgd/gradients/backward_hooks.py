@@ -1,0 +1,212 @@
+"""`BackwardHooks`: learns that a `backward()` has put gradients into parameters, and when it is over.
+
+torch has no hook for the end of backward, but an engine callback that may be queued while backward runs; so
+the first gradient that becomes ready queues it. There is a hook per parameter, and models have hundreds of
+them: what it does in the ordinary case is one comparison and one note.
+"""
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.utils.weak import WeakTensorKeyDictionary
+
+__all__ = ["BackwardHooks"]
+
+
+_watched: MutableMapping[Tensor, Any] = WeakTensorKeyDictionary()
+
+
+class _Notes:
+    """What the hooks write down. They hold this and not the watch, which holds the optimizer.
+
+    Attributes:
+        observed: see `BackwardHooks`.
+        graph_task: the number of the backward whose beginning has been noticed. A flag would stay set for
+            ever when a backward raises.
+        told_of_each: see `BackwardHooks`.
+    """
+
+    def __init__(self) -> None:
+        self.observed: dict[int, None] = {}
+        self.graph_task = -1
+        self.told_of_each = False
+
+
+class BackwardHooks:
+    """Calls `on_end()` once at the end of every outermost `backward()` that reached a watched parameter.
+
+    `on_touch(nested)` is called at the first gradient of each backward, also of a nested one: reentrant
+    checkpointing runs a backward inside a backward, at whose end nothing must be reduced yet.
+
+        backward()    node    checkpoint's node                  next node ... end
+                                backward() of its part  end
+        first gradient here --> touched                  first chance to queue the callback
+    """
+
+    def __init__(
+        self, on_touch: Callable[[bool], None], on_ready: Callable[[int], None], on_end: Callable[[], None]
+    ) -> None:
+        self._notes = _Notes()
+        # Weak, so that a forgotten optimizer is gone at once and reduces nothing any more.
+        self._on_touch = weakref.WeakMethod(on_touch)
+        self._on_ready = weakref.WeakMethod(on_ready)
+        self._on_end = weakref.WeakMethod(on_end)
+        self._outer_task = -1
+        self._hooks: dict[int, Any] = {}
+
+    @property
+    def observed(self) -> dict[int, None]:
+        """Indices of the watched parameters in the order in which the latest backward reached them first.
+
+        One that several nested backward passes use becomes ready several times.
+        """
+        return self._notes.observed
+
+    @property
+    def told_of_each(self) -> bool:
+        """Whether `on_ready(index)` is called whenever a gradient has been accumulated."""
+        return self._notes.told_of_each
+
+    @told_of_each.setter
+    def told_of_each(self, wanted: bool) -> None:
+        self._notes.told_of_each = wanted
+
+    def watch(self, params: Sequence[Tensor]) -> None:
+        """Watch those of `params` that can ever have a gradient, frozen ones too.
+
+        Whoever watched them until now does so no more: a forgotten optimizer may live on in a reference cycle
+        until the garbage collector comes by, on each rank at another time.
+        """
+        for index, param in enumerate(params):
+            if param.is_floating_point() or param.is_complex():
+                if param in _watched:
+                    _watched[param].remove()
+                self._hooks[index] = _watched[param] = _register(
+                    param, _hook(self._notes, weakref.ref(self), index)
+                )
+
+    def remove(self) -> None:
+        """Watch nothing any more."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+
+    def ready(self, index: int) -> None:
+        """Note that the gradient of parameter `index` has been accumulated, where that is not all."""
+        graph_task = torch._C._current_graph_task_id()
+        if graph_task != self._notes.graph_task:
+            self._notes.graph_task = graph_task
+            if graph_task != self._outer_task:
+                self._begin()
+        if self._notes.told_of_each and (on_ready := self._on_ready()) is not None:
+            on_ready(index)
+
+    def _begin(self) -> None:
+        nested = _backward_depth() > 1
+        if (on_touch := self._on_touch()) is not None:
+            on_touch(nested)
+        if nested:
+            _before_what_follows(self._begin_outermost)
+        else:
+            self._begin_outermost()
+
+    def _begin_outermost(self) -> None:
+        """Have `_end` called at the end of the backward that is under way."""
+        graph_task = torch._C._current_graph_task_id()
+        if graph_task != self._outer_task:
+            self._outer_task = graph_task
+            self._notes.observed.clear()
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        if (on_end := self._on_end()) is not None:
+            on_end()
+
+
+def _hook(notes: _Notes, watch: "weakref.ref[BackwardHooks]", index: int) -> Callable[[Tensor], None]:
+    """Return a hook that does not keep the watch, and with it the optimizer, alive."""
+    current_task, observed = torch._C._current_graph_task_id, notes.observed
+
+    def hook(_: Tensor) -> None:
+        if notes.told_of_each or current_task() != notes.graph_task:
+            alive = watch()
+            if alive is None:
+                return
+            alive.ready(index)
+        observed[index] = None
+
+    return hook
+
+
+def _register(param: Tensor, hook: Callable[[Tensor], None]) -> Any:
+    """Register `hook` on `param`, also if it is frozen: torch refuses that, but keeps what is there."""
+    trainable = param.requires_grad
+    param.requires_grad_(True)
+    try:
+        return param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    finally:
+        param.requires_grad_(trainable)
+
+
+def _before_what_follows(call: Callable[[], None]) -> None:
+    """Have `call` called once the outermost backward goes on, after the node that runs a backward inside it.
+
+    Should nothing follow there, `step()` finds what was not reduced.
+    """
+    node = _outermost_node()
+    following = () if node is None else node.next_functions
+    for function in {function for function, _ in following if function is not None}:
+        handles: list[Any] = []
+
+        def once(_: Any, handles: list[Any] = handles) -> None:
+            handles.pop().remove()
+            call()
+
+        handles.append(function.register_prehook(once))
+
+
+def _outermost_node() -> torch.autograd.graph.Node | None:
+    """Return the node of the outermost backward that is being computed, if it is one written in Python."""
+    latest: Any = None
+    outermost: Any = None
+    for frame in _frames():
+        if _runs_backward(frame):
+            outermost = latest
+        elif frame is not None and isinstance(owner := frame.f_locals.get("self"), BackwardCFunction):
+            latest = owner
+    return outermost  # type: ignore[no-any-return]
+
+
+def _backward_depth() -> int:
+    """Return how many backward passes are under way, one inside the other."""
+    return sum(map(_runs_backward, _frames()))
+
+
+def _frames() -> "Iterator[FrameType | None]":
+    """Yield the frames of this thread, the innermost first.
+
+    What lies on a GPU is computed by a thread of the engine's, which has called no `backward()`: that was the
+    program, in another thread. None stands for it.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+    if _is_the_engines():
+        yield None
+
+
+def _runs_backward(frame: "FrameType | None") -> bool:
+    return frame is None or frame.f_code.co_name == "_engine_run_backward"
+
+
+def _is_the_engines() -> bool:
+    """Return whether Python has not started this thread."""
+    return isinstance(threading.current_thread(), threading._DummyThread)

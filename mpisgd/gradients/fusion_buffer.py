@@ -1,0 +1,113 @@
+"""`FusionBuffer`: the memory in which the gradients of one bucket lie side by side and travel.
+
+flat   | grad a | pad | grad b | pad | grad c |
+views[0]       views[1]       views[2]
+"""
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpisgd.gradients.bucketing import Bucket
+from mpisgd.gradients.kinds import ALL_DENSE, DENSE, kind_of
+from mpisgd.gradients.layout import layout_of, window
+
+__all__ = ["FusionBuffer"]
+
+
+class FusionBuffer:
+    """Flat storage of one bucket.
+
+    Attributes:
+        bucket: the plan it follows.
+        flat: [bucket.numel], what travels.
+        views: one tensor per parameter, of its shape, inside `flat`.
+    """
+
+    def __init__(self, bucket: Bucket, params: Sequence[Tensor], flat: Tensor) -> None:
+        """Lay out `flat`, of `bucket.numel` elements, for the parameters of `bucket.indices`."""
+        self.bucket = bucket
+        self.flat = flat.zero_()
+        self._layouts = [layout_of(param) for param in params]
+        self._shapes = [layout.shape for layout in self._layouts]
+        self.views = [
+            window(flat, offset, layout) for offset, layout in zip(bucket.offsets, self._layouts, strict=True)
+        ]
+        self._addresses = [view.data_ptr() for view in self.views]
+        self._in_place = False  # whether a gradient lay there already
+
+    def fits(self, params: Sequence[Tensor]) -> bool:
+        """Return whether `params` still have the dtype, the place and the shapes that this was made for."""
+        dtype, device = self.flat.dtype, self.flat.device
+        # Lists: there may be hundreds, and every step asks.
+        alike = (
+            [p.dtype for p in params].count(dtype) == [p.device for p in params].count(device) == len(params)
+        )
+        return alike and self._shapes == [p.shape for p in params]
+
+    def absorb(self, grads: Sequence[Tensor | None]) -> bytes:
+        """Bring this rank's gradients into `flat`, each unless it lies there already; return their kinds.
+
+        A gradient that is missing, or sparse and travels apart, counts as zeros.
+        """
+        self._renew_displaced()
+        kinds = bytes(map(kind_of, grads))
+        # There may be hundreds, each of them new: what one gradient takes is felt.
+        self._in_place = any(map(operator.is_, grads, self.views))
+        if self._in_place or kinds.strip(ALL_DENSE):
+            self._bring_some(grads, kinds)
+        else:
+            torch._foreach_copy_(self.views, self._apart(grads))
+        return kinds
+
+    def _bring_some(self, grads: Sequence[Tensor | None], kinds: bytes) -> None:
+        views = list(zip(self.views, grads, kinds, strict=True))
+        moving = [(view, grad) for view, grad, kind in views if kind == DENSE and grad is not view]
+        missing = [view for view, _, kind in views if kind != DENSE]
+        if moving:
+            places, sources = zip(*moving, strict=True)
+            torch._foreach_copy_(places, self._apart(sources))
+        if missing:
+            torch._foreach_zero_(missing)
+
+    def _renew_displaced(self) -> None:
+        """Make a new view where the old one lies elsewhere by now.
+
+        `p.grad.data = other` does that, and so does `model.half()` or `model.to(memory_format=...)`.
+        """
+        if [view.data_ptr() for view in self.views] == self._addresses:
+            return
+        for place, (view, address) in enumerate(zip(self.views, self._addresses, strict=True)):
+            if view.data_ptr() != address:
+                self.views[place] = window(self.flat, self.bucket.offsets[place], self._layouts[place])
+
+    def _apart(self, grads: Sequence[Any]) -> list[Tensor]:
+        """Return `grads`, copied where the program has put one together from `flat`, as `p.grad.T` is.
+
+        It must be read as a whole before anything is written there.
+        """
+        first = self.flat.data_ptr()
+        last = first + self.flat.nbytes
+        inside = [first <= address < last for address in [grad.data_ptr() for grad in grads]]
+        if not any(inside):
+            return list(grads)
+        return [grad.clone() if here else grad for grad, here in zip(grads, inside, strict=True)]
+
+    def settle(self, params: Sequence[Tensor], exists: Sequence[bool]) -> None:
+        """Make the reduced gradients those of `params`, and None those that no rank has."""
+        if not self._in_place and all(exists):
+            for param, view in zip(params, self.views, strict=True):
+                param.grad = view
+            return
+        for param, view, here in zip(params, self.views, exists, strict=True):
+            if not here:
+                param.grad = None
+            elif param.grad is not view:
+                param.grad = view
+
+    def left(self, place: int) -> Tensor | None:
+        """Return the tensor in which the last reduction left the gradient of the parameter at `place`."""
+        return self.views[place]

@@ -1,0 +1,93 @@
+"""`InFlightReduction`: one reduction under way: which gradients are complete, which buckets have set out."""
+
+import contextlib
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from mpisgd.core.work import Work
+from mpisgd.errors import MpisgdError
+from mpisgd.gradients.plan import BucketSlot, Plan
+
+__all__ = ["InFlightReduction"]
+
+
+class InFlightReduction:
+    """The buckets of a plan, which set out in its order, each when all its gradients are complete.
+
+    Args:
+        plan: what it follows; None where no reduction is under way.
+        when: which reduction of the program it is.
+        in_background: whether the queue's thread does the work.
+
+    Attributes:
+        launched: the buckets that have set out; None for one that has arrived already.
+        kinds: of the gradients in them, in the same order.
+        held: whether the rest must wait for the end of backward.
+        addresses: of the gradients that travel from where they lie.
+        loaded: the memory of the buckets that have been brought there, in their order.
+    """
+
+    def __init__(self, plan: Plan | None = None, when: str = "", *, in_background: bool = False) -> None:
+        self.plan = plan
+        self.when = when
+        self.in_background = in_background
+        self.launched: list[Work | None] = []
+        self.kinds = b""
+        self.held = False
+        self._carriers = () if plan is None else plan.carriers
+        self.addresses: set[int] = set()
+        self.loaded: list[Tensor] = []
+        self._complete: set[int] = set()
+        self._missing: list[int] = []
+        self._place_of: dict[int, int] = {}
+        if in_background:
+            self._missing = [len(carrier.bucket.indices) for carrier in self._carriers]
+            self._place_of = {i: at for at, c in enumerate(self._carriers) for i in c.bucket.indices}
+
+    def has_left(self, index: int) -> bool:
+        """Return whether the bucket of this parameter has set out."""
+        return self._place_of.get(index, len(self.launched)) < len(self.launched)
+
+    def complete(self, index: int) -> None:
+        """Note that the gradient of a parameter is complete."""
+        if index in self._place_of and index not in self._complete:
+            self._complete.add(index)
+            self._missing[self._place_of[index]] -= 1
+
+    def next_complete(self) -> BucketSlot | None:
+        """Return the bucket whose turn it is, if it can set out already."""
+        place = len(self.launched)
+        if self.held or place == len(self._missing) or self._missing[place]:
+            return None
+        return self._carriers[place]
+
+    @property
+    def latest(self) -> Work | None:
+        """The bucket that set out last; without it there is no sense in another."""
+        return self.launched[-1] if self.launched else None
+
+    def left_behind(self) -> Sequence[BucketSlot]:
+        """Return the buckets that have not set out."""
+        return self._carriers[len(self.launched) :]
+
+    def unreduced(self) -> list[Tensor]:
+        """Return the memory of those buckets that were loaded and have come to nothing, once all is over."""
+        arrived = [work is None or work.error is None for work in self.launched]
+        return [flat for i, flat in enumerate(self.loaded) if i >= len(arrived) or not arrived[i]]
+
+    def wait(self) -> None:
+        """Return when all that set out has arrived.
+
+        Raises:
+            MpisgdError: the first that went wrong; what came after it is not told again.
+        """
+        works = [work for work in self.launched if work is not None]
+        try:
+            for work in works:
+                work.wait()
+        except MpisgdError:
+            for work in works:
+                with contextlib.suppress(MpisgdError):
+                    work.wait()
+            raise

@@ -1,0 +1,77 @@
+"""Sparse gradients travel as indices and values; a dense form would be as large as the whole embedding."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mpisgd.collectives.all_gather import all_gather_into_tensor
+from mpisgd.collectives.all_reduce import all_reduce
+from mpisgd.collectives.sparse import all_reduce_sparse
+from mpisgd.core.dtypes import ReduceOp
+from mpisgd.core.group import Group
+
+__all__ = ["reduce_sparse"]
+
+NONE, SPARSE, DENSE = 0, 1, 2
+
+
+def reduce_sparse(
+    params: Sequence[Tensor], grads: Sequence[Tensor | None], op: ReduceOp, group: Group
+) -> list[Tensor | None]:
+    """Combine gradients that are sparse on some ranks, and maybe missing or dense on others.
+
+    Collective: all ranks of `group` give the same parameters in the same order.
+
+    Args:
+        params: the parameters, for shapes and dtypes.
+        grads: this rank's gradients of them; unchanged.
+        op: SUM or AVG.
+
+    Returns:
+        For each parameter what one process would have: None where no rank has a gradient, a coalesced sparse
+        tensor where all that exist are sparse, a dense one otherwise. The same bits on every rank.
+
+    Cost: every rank sends its indices and values to all others.
+    """
+    kinds = _gather_kinds(grads, group)
+    return [
+        _reduce_one(param, grad, kinds[:, place], op, group)
+        for place, (param, grad) in enumerate(zip(params, grads, strict=True))
+    ]
+
+
+def _gather_kinds(grads: Sequence[Tensor | None], group: Group) -> Tensor:
+    """Return [size, len(grads), 2]: which kind each rank has, and its number of sparse dimensions."""
+    mine = torch.tensor([_kind(grad) for grad in grads], dtype=torch.int64)
+    everyone = torch.empty(group.size, *mine.shape, dtype=torch.int64)
+    all_gather_into_tensor(everyone, mine, group)
+    return everyone
+
+
+def _kind(grad: Tensor | None) -> tuple[int, int]:
+    if grad is None:
+        return NONE, 0
+    return (SPARSE, grad.sparse_dim()) if grad.is_sparse else (DENSE, 0)
+
+
+def _reduce_one(
+    param: Tensor, grad: Tensor | None, kinds: Tensor, op: ReduceOp, group: Group
+) -> Tensor | None:
+    present = set(kinds[:, 0].tolist())
+    total: Tensor | None = None
+    if SPARSE in present:
+        sparse_dim = int(kinds[:, 1].max())
+        own = grad if grad is not None and grad.is_sparse else _nothing(param, sparse_dim)
+        total = all_reduce_sparse(own, op, group)
+    if DENSE in present:
+        own = grad.clone() if grad is not None and not grad.is_sparse else torch.zeros_like(param)
+        all_reduce(own, op, group)
+        total = own if total is None else own + total
+    return total
+
+
+def _nothing(param: Tensor, sparse_dim: int) -> Tensor:
+    indices = torch.empty(sparse_dim, 0, dtype=torch.int64, device=param.device)
+    values = torch.empty(0, *param.shape[sparse_dim:], dtype=param.dtype, device=param.device)
+    return torch.sparse_coo_tensor(indices, values, param.shape, is_coalesced=True, check_invariants=False)

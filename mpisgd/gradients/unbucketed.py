@@ -1,0 +1,126 @@
+"""`UnbucketedGradient`: a gradient that is large enough to travel alone, from where autograd has put it.
+
+Copying it into a fusion buffer would cost as much as reducing it, and its memory twice. So it is reduced in
+place; what backward makes anew next time is reduced there.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.weak import TensorWeakRef
+
+from mpisgd.gradients.bucketing import Bucket
+from mpisgd.gradients.kinds import kind_of
+from mpisgd.gradients.layout import layout_of
+
+__all__ = ["UnbucketedGradient", "not_twice"]
+
+
+def _num_uses(tensor: Tensor) -> int:
+    """Return how many there are of the memory of `tensor`: of tensors on it, and this look at it."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+ALONE = _num_uses(torch.empty(1))
+
+
+class UnbucketedGradient:
+    """The bucket of one parameter.
+
+    Attributes:
+        bucket: the plan it follows.
+        flat: [bucket.numel], what travels: the gradient's memory from `absorb` to `settle`.
+    """
+
+    def __init__(self, bucket: Bucket, param: Tensor) -> None:
+        self.bucket = bucket
+        self._layout = layout_of(param)
+        self._dtype = param.dtype
+        self._device = param.device
+        self._grad: Tensor | None = None
+        self._left: TensorWeakRef | None = None  # its memory is the program's, to be freed when it wants
+
+    def fits(self, params: Sequence[Tensor]) -> bool:
+        """Return whether the parameter still has the dtype, place and shape that this was made for."""
+        (param,) = params
+        alike = param.dtype == self._dtype and param.device == self._device
+        return alike and param.shape == self._layout.shape
+
+    @property
+    def flat(self) -> Tensor:
+        """What travels."""
+        assert self._grad is not None
+        return self._grad.as_strided((self.bucket.numel,), (1,))
+
+    def absorb(self, grads: Sequence[Tensor | None]) -> bytes:
+        """Take this rank's gradient as it lies, or a copy that lies as its parameter does; return its kind.
+
+        One that is missing, or sparse and travels apart, counts as zeros.
+        """
+        (grad,) = grads
+        if grad is None or grad.is_sparse:
+            self._grad = self._room().zero_()
+        elif self._is_ready(grad):
+            self._grad = grad
+        else:
+            self._grad = self._room().copy_(grad)
+        return bytes([kind_of(grad)])
+
+    def _room(self) -> Tensor:
+        return torch.empty_strided(*self._layout, dtype=self._dtype, device=self._device)
+
+    def _is_ready(self, grad: Tensor) -> bool:
+        """Return whether `grad` lies as it must on all ranks, and nobody minds its being changed.
+
+        Autograd minds if it has a graph of its own (`create_graph=True`), and if a part of backward that is
+        still to come reads this memory: of `x + p[None]` the gradient of p is a view of that of x. One
+        storage may also hold the gradients of several parameters, of which each would be reduced where the
+        others lie.
+        """
+        return (
+            grad.dtype == self._dtype
+            and self._lies_alike(grad)
+            and not grad.requires_grad
+            and not (grad.is_conj() or grad.is_neg())
+            and grad.untyped_storage().nbytes() == grad.nbytes
+            and _num_uses(grad) == ALONE
+        )
+
+    def _lies_alike(self, grad: Tensor) -> bool:
+        """Return whether the strides are the parameter's, except along dimensions of length 1."""
+        pairs = zip(grad.shape, grad.stride(), self._layout.stride, strict=True)
+        return grad.stride() == self._layout.stride or all(n == 1 or a == b for n, a, b in pairs)
+
+    def settle(self, params: Sequence[Tensor], exists: Sequence[bool]) -> None:
+        """Make the reduced gradient that of its parameter, or None if no rank has one."""
+        (param,) = params
+        grad, self._grad = self._grad, None
+        if not exists[0]:
+            param.grad = None
+            return
+        assert grad is not None
+        self._left = TensorWeakRef(grad)
+        if param.grad is not grad:
+            param.grad = grad
+
+    def left(self, place: int) -> Tensor | None:
+        """Return the tensor in which the last reduction left the gradient, None if it is gone."""
+        return None if self._left is None else self._left()
+
+
+def not_twice(load: object, grads: list[Tensor | None], addresses: set[int]) -> list[Tensor | None]:
+    """Return `grads`, copied where the program uses one tensor as the gradient of two parameters.
+
+    It would be reduced in place once for each.
+
+    Args:
+        load: what they are brought into.
+        grads: the gradients.
+        addresses: of those that travel from where they lie; grows.
+    """
+    if isinstance(load, UnbucketedGradient) and (grad := grads[0]) is not None and not grad.is_sparse:
+        if grad.data_ptr() in addresses:
+            return [grad.clone()]
+        addresses.add(grad.data_ptr())
+    return grads

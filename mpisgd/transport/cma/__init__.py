@@ -1,0 +1,1 @@
+"""Cross-memory attach (CMA): ranks of a host read and write each other's memory through the kernel."""

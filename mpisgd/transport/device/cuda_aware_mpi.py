@@ -1,0 +1,106 @@
+"""`CudaAwareMpi`: collectives by an MPI that takes addresses on a GPU.
+
+What MPI moves or adds as it is goes this way, on the queue's communicator and in its order; the rest is
+staged. MPI knows nothing of streams: the host waits for what the current stream has to do before MPI may look
+at the memory, and what MPI returns is there.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpisgd.accelerator.runtime import runtime
+from mpisgd.core.buffers import cut_by
+from mpisgd.core.consistency import Operation
+from mpisgd.core.dtypes import ReduceOp, combine_in_rank_order, divide
+from mpisgd.core.work import Work
+from mpisgd.transport.device.device_collectives import DeviceCollectives
+from mpisgd.transport.messages.link import Link
+
+__all__ = ["CudaAwareMpi"]
+
+# What every MPI adds rightly without help (see `mpisgd.core.dtypes.for_mpi`).
+ADDED = (torch.float32, torch.float64, torch.int32, torch.int64)
+OPS = (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT)
+
+
+class CudaAwareMpi(DeviceCollectives):
+    """See `DeviceCollectives`."""
+
+    def takes(self, op: ReduceOp | None, dtype: torch.dtype) -> bool:
+        """Return whether MPI can add that; it moves everything."""
+        return op is None or (op in OPS and dtype in ADDED)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def abandon(self) -> None:
+        """Nothing is under way that the queue does not know of."""
+
+    def run(
+        self,
+        operation: Operation,
+        launch: Callable[[], Any],
+        finish: Callable[[], None],
+        *,
+        tensors: Sequence[Tensor],
+        device: torch.device,
+        async_op: bool,
+    ) -> Work | None:
+        """Run the operation in the queue, between what produced the tensors and what uses them."""
+        plane = self.group.device
+        assert plane is not None
+
+        def action() -> None:
+            runtime().current_stream(device).record_event().synchronize()
+            launch()
+            finish()
+
+        passage = plane.passage(device, waits=async_op)
+        work = self.group.queue.run(
+            operation, passage.to_its_end(action), tensors=list(tensors), async_op=async_op
+        )
+        if work is None:
+            passage.join()
+        return work
+
+    def _all_reduce(self, flat: Tensor, op: ReduceOp) -> None:
+        self.group.queue.wire.all_reduce(flat, _sum_or(op))
+        self._average(flat, op)
+
+    def _reduce(self, flat: Tensor, root: int, op: ReduceOp) -> None:
+        self.group.queue.wire.reduce(flat, _sum_or(op), root)
+        if self.rank == root:
+            self._average(flat, op)
+
+    def _broadcast(self, flat: Tensor, root: int) -> None:
+        self.group.queue.wire.broadcast(flat, root)
+
+    def _all_gather(self, out: Tensor, flat: Tensor) -> None:
+        in_place = flat.data_ptr() == out.data_ptr() + self.rank * flat.nbytes
+        self.group.queue.wire.all_gather(out, None if in_place else flat)
+
+    def _reduce_scatter(self, out: Tensor, flat: Tensor, op: ReduceOp) -> None:
+        pieces = flat.new_empty(flat.numel())
+        self._all_to_all(pieces, flat, *[[out.numel()] * self.size] * 2)
+        combine_in_rank_order(pieces.chunk(self.size) if pieces.numel() else [out] * self.size, op, out=out)
+
+    def _all_to_all(self, out: Tensor, flat: Tensor, takes: Sequence[int], gives: Sequence[int]) -> None:
+        outputs, inputs = cut_by(out, takes), cut_by(flat, gives)
+        outputs[self.rank].copy_(inputs[self.rank])
+        queue = self.group.queue
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        Link(queue.wire, f"all_to_all (group '{self.group.name}')", queue.consistency.timeout_s).transfer(
+            sends=[(rank, inputs[rank]) for rank in others],
+            receives=[(rank, outputs[rank]) for rank in others],
+        )
+
+    def _average(self, flat: Tensor, op: ReduceOp) -> None:
+        if op is ReduceOp.AVG:
+            divide(flat, self.size)
+
+
+def _sum_or(op: ReduceOp) -> str:
+    return "SUM" if op is ReduceOp.AVG else op.name

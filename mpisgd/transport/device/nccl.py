@@ -1,0 +1,198 @@
+"""`Nccl`: a group's collectives through NCCL, by torch's own process group.
+
+NCCL's operations are work on the GPU: a call returns when the work is queued, and so does `wait()`, which
+lets the current stream wait. Nothing here meets the other ranks, or the GPU would run dry while the host
+waits for them. The operation is written into the queue's history, so that the next one that does meet finds
+out whether all ranks did the same; for a rank that waits for the GPU before that, NCCL has a time limit.
+"""
+
+import datetime
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mpisgd.accelerator.runtime import runtime
+from mpisgd.core.consistency import Operation
+from mpisgd.core.dtypes import BOOL_OPS, COMPLEX, HALF_TYPES, ReduceOp
+from mpisgd.core.operation_queue import mode_of
+from mpisgd.core.work import Work
+from mpisgd.errors import NcclFailed
+from mpisgd.transport.device.device_collectives import DeviceCollectives
+
+if TYPE_CHECKING:
+    from mpisgd.core.group import Group
+
+__all__ = ["Nccl", "NcclWork"]
+
+ADDED = (*HALF_TYPES, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
+OPS = (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX)
+
+
+class Nccl(DeviceCollectives):
+    """See `DeviceCollectives`.
+
+    Args:
+        group: its members.
+        inner: torch's process group over them, ProcessGroupNCCL or one like it.
+    """
+
+    def __init__(self, group: "Group", inner: Any) -> None:
+        super().__init__(group)
+        self._inner = inner
+
+    def takes(self, op: ReduceOp | None, dtype: torch.dtype) -> bool:
+        """Return whether NCCL can add that; it moves everything."""
+        if op is None:
+            return True
+        if dtype is torch.bool:
+            return BOOL_OPS.get(op, op) in OPS
+        if dtype in COMPLEX:
+            return op in (ReduceOp.SUM, ReduceOp.AVG)  # as pairs of real numbers
+        return dtype in ADDED and op in OPS
+
+    def close(self) -> None:
+        """End NCCL's communicator, when all that was queued is done."""
+        self._inner.shutdown()
+
+    def abandon(self) -> None:
+        """Break off what is under way."""
+        self._inner.abort()
+
+    def run(
+        self,
+        operation: Operation,
+        launch: Callable[[], Any],
+        finish: Callable[[], None],
+        *,
+        tensors: Sequence[Tensor],
+        device: torch.device,
+        async_op: bool,
+    ) -> Work | None:
+        """Queue the operation behind what the current stream has to do."""
+        self.group.queue.note(operation)
+        with mode_of(tensors):
+            begun = _attempt(operation, launch)
+        works = begun if isinstance(begun, list) else [begun]
+        work = NcclWork(operation.kind, works, finish, tensors=tensors, device=device)
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+    def _all_reduce(self, flat: Tensor, op: ReduceOp) -> Any:
+        form, op = _as_added(flat, op)
+        return self._inner.allreduce([form], _torch_op(op)) if flat.numel() else None
+
+    def _reduce(self, flat: Tensor, root: int, op: ReduceOp) -> Any:
+        form, op = _as_added(flat, op)
+        return self._inner.reduce(form, root, _torch_op(op)) if flat.numel() else None
+
+    def _broadcast(self, flat: Tensor, root: int) -> Any:
+        return self._inner.broadcast(_as_bytes(flat), root) if flat.numel() else None
+
+    def _all_gather(self, out: Tensor, flat: Tensor) -> Any:
+        return self._inner._allgather_base(_as_bytes(out), _as_bytes(flat)) if flat.numel() else None
+
+    def _reduce_scatter(self, out: Tensor, flat: Tensor, op: ReduceOp) -> Any:
+        options = dist.ReduceScatterOptions()
+        (into, op), (source, _) = _as_added(out, op), _as_added(flat, op)
+        options.reduceOp = _torch_op(op)
+        return self._inner._reduce_scatter_base(into, source, options) if flat.numel() else None
+
+    def _all_to_all(self, out: Tensor, flat: Tensor, takes: Sequence[int], gives: Sequence[int]) -> Any:
+        itemsize = flat.element_size()
+        sizes = [[numel * itemsize for numel in side] for side in (takes, gives)]
+        return self._inner.alltoall_base(_as_bytes(out), _as_bytes(flat), *sizes)
+
+
+def _attempt(operation: Operation, launch: Callable[[], Any]) -> Any:
+    try:
+        return launch()
+    except RuntimeError as exc:
+        raise NcclFailed(f"{operation}: {exc}") from exc
+
+
+def _as_bytes(flat: Tensor) -> Tensor:
+    """NCCL knows few dtypes, and moves bytes as fast as any."""
+    return flat.view(torch.uint8)
+
+
+def _as_added(flat: Tensor, op: ReduceOp) -> tuple[Tensor, ReduceOp]:
+    """Return what NCCL adds, in the same memory, and how."""
+    if flat.dtype is torch.bool:
+        return flat.view(torch.uint8), BOOL_OPS.get(op, op)
+    return (torch.view_as_real(flat).view(-1) if flat.is_complex() else flat), op
+
+
+def _torch_op(op: ReduceOp) -> Any:
+    return getattr(dist.ReduceOp, op.name)
+
+
+class NcclWork(Work):
+    """Operations that are queued on the GPU; see `Work`.
+
+    `wait()` does not wait for the GPU: it lets the current stream wait, as torch's own does.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        begun: Sequence[Any],
+        finish: Callable[[], None],
+        *,
+        tensors: Sequence[Tensor],
+        device: torch.device,
+    ) -> None:
+        self.name = name
+        self._begun = [work for work in begun if work is not None]
+        self._finish = finish
+        self._tensors = list(tensors)
+        self._device = device
+        self._finished: Any = None
+        self._error: BaseException | None = None
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Let what follows on the current stream come after the operation; with a limit the host waits."""
+        limit = () if timeout_s is None else (datetime.timedelta(seconds=timeout_s),)
+        try:
+            for work in self._begun:
+                work.wait(*limit)
+        except RuntimeError as exc:
+            self._error = NcclFailed(f"{self.name}: {exc}")
+            raise self._error from exc
+        self._finish_once()
+        return True
+
+    def _finish_once(self) -> None:
+        """Do the rest on the current stream, or let it wait for the stream that has done it."""
+        stream = runtime().current_stream(self._device)
+        if self._finished is None:
+            with mode_of(self._tensors):
+                self._finish()
+            self._finished = stream.record_event()
+        else:
+            stream.wait_event(self._finished)
+
+    def is_completed(self) -> bool:
+        """Return whether the GPU has done it."""
+        return all(work.is_completed() for work in self._begun)
+
+    @property
+    def error(self) -> BaseException | None:
+        """What went wrong, as far as `wait()` has seen."""
+        return self._error
+
+    def get_future(self) -> "torch.futures.Future[Any]":
+        """Return a future whose callbacks run on streams that wait for the operation."""
+        begun = [work.get_future() for work in self._begun]
+        together = torch.futures.collect_all(begun)
+        return together.then(self._settled)
+
+    def _settled(self, begun: "torch.futures.Future[Any]") -> list[Tensor]:
+        for future in begun.value():
+            future.value()  # raises what went wrong
+        self._finish_once()
+        return self._tensors

@@ -1,0 +1,64 @@
+r"""`StreamGuard`: one operation's way from the stream of its caller to a stream of ours, and back.
+
+An operation may run on the queue's thread, whose current stream is not its caller's. So its copies go to a
+stream of the group's own:
+
+    caller's stream   produce ... * call                          | use the result
+                                   \ ready                        / done
+    the group's stream              | fetch ... (MPI) ... deliver *
+
+The caller's stream waits for `done` when a blocking call returns. What is asynchronous is done when its
+copies are: then its Work and its future need no stream, and no memory is given back too early.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mpisgd.accelerator.runtime import Stream, runtime
+
+__all__ = ["StreamGuard"]
+
+
+class StreamGuard:
+    """Made in the caller's thread, at the call.
+
+    Args:
+        device: where the operation's tensors lie.
+        stream: of ours, on that device.
+        waits: whether the operation is over only when its copies are.
+    """
+
+    def __init__(self, device: torch.device, stream: Stream, *, waits: bool) -> None:
+        self._device = device
+        self._stream = stream
+        self._waits = waits
+        self._ready = runtime().current_stream(device).record_event()
+        self._done: Any = None
+
+    def through(self, part: Callable[[], Any]) -> Callable[[], None]:
+        """Return `part`, to be run after what the caller's stream has to do for it."""
+
+        def call() -> None:
+            with runtime().on(self._stream):
+                self._stream.wait_event(self._ready)
+                part()
+
+        return call
+
+    def to_its_end(self, action: Callable[[], None]) -> Callable[[], None]:
+        """Return the last part of the operation."""
+
+        def call() -> None:
+            self.through(action)()
+            self._done = self._stream.record_event()
+            if self._waits:
+                self._done.synchronize()
+
+        return call
+
+    def join(self) -> None:
+        """Let the caller's stream wait for the result. In the caller's thread, when the operation is over."""
+        if self._done is not None:
+            runtime().current_stream(self._device).wait_event(self._done)

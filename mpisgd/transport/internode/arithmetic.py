@@ -1,0 +1,113 @@
+"""How a reduction is done in two steps, on each host and then across them, exactly once rounded.
+
+Half types are added in float32 from the first rank to the last: what a host's ranks add up to stays float32
+on its way to the rank that finishes the element, and only the result is rounded, and travels, as a half. A
+rank that is alone on its host has nothing to add up, and sends halves.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpisgd.core.dtypes import (
+    ADDED_AS_THEY_ARE,
+    COMBINE,
+    HALF_TYPES,
+    Finish,
+    ReduceOp,
+    combine,
+    divide,
+    for_torch,
+)
+
+__all__ = ["Arithmetic", "prepare"]
+
+
+class Arithmetic(NamedTuple):
+    """One reduction in torch's arithmetic.
+
+    Attributes:
+        op: how two numbers become one; never AVG.
+        partial: the dtype of what a host sends: its sum, or its only rank's numbers.
+        total: the dtype in which the hosts' are added up.
+        divisor: what the result is divided by, before it is rounded; 1 for nothing.
+    """
+
+    op: ReduceOp
+    partial: torch.dtype
+    total: torch.dtype
+    divisor: int
+
+    def on_host(self, pieces: Sequence[Tensor], out: Tensor) -> None:
+        """Combine the pieces [n] of a host's ranks into `out` [n] of `partial`, which overlaps none."""
+        if out.dtype == pieces[0].dtype and len(pieces) > 1:
+            COMBINE[self.op](pieces[0], pieces[1], out=out)
+            rest = pieces[2:]
+        else:
+            out.copy_(pieces[0])
+            rest = pieces[1:]
+        for piece in rest:
+            combine(self.op, out, piece)
+
+    def across(self, partials: Sequence[Tensor], out: Tensor) -> None:
+        """Combine two or more hosts' `partials` [n] into `out` [n], which may be one of them.
+
+        The first of the partials may be overwritten.
+        """
+        total, last = partials[0], partials[-1]
+        if total.dtype != self.total:
+            total = total.to(self.total)
+        for other in partials[1:-1]:
+            combine(self.op, total, other)
+        target = out if out.dtype == self.total else total
+        COMBINE[self.op](total, last, out=target)
+        if self.divisor != 1:
+            divide(target, self.divisor)
+        if target is not out:
+            out.copy_(target)
+
+    def across_unchanged(self, partials: Sequence[Tensor], out: Tensor) -> None:
+        """Do the same where others still read all of the partials, none of which is `out`."""
+        if len(partials) > 2 or out.dtype != self.total:
+            partials = [partials[0].clone(), *partials[1:]]
+        self.across(partials, out)
+
+
+def prepare(flat: Tensor, op: ReduceOp, size: int, *, alone: bool) -> tuple[Tensor, Arithmetic, Finish]:
+    """Return (`flat` [n] in a form that is reduced in place, how, what makes the result of it).
+
+    The first may share memory with `flat`.
+
+    Args:
+        flat: of any reducible dtype.
+        op: any that the dtype has.
+        size: the number of ranks.
+        alone: whether every rank is alone on its host, so that half types need not be added up there.
+    """
+    known = _arithmetic(flat.dtype, op, size, alone)
+    if known is not None:
+        return flat, known, _as_it_is
+    plain, divisor = _division(op, size)
+    work, arithmetic, finish = for_torch(flat, plain, size)
+    return work, Arithmetic(arithmetic, work.dtype, work.dtype, divisor), finish
+
+
+@functools.cache
+def _arithmetic(dtype: torch.dtype, op: ReduceOp, size: int, alone: bool) -> Arithmetic | None:
+    """Return how a tensor is reduced as it is, None where it needs another form."""
+    plain, divisor = _division(op, size)
+    if dtype in HALF_TYPES:
+        return Arithmetic(plain, dtype if alone else torch.float32, torch.float32, divisor)
+    return Arithmetic(plain, dtype, dtype, divisor) if dtype in ADDED_AS_THEY_ARE else None
+
+
+def _division(op: ReduceOp, size: int) -> tuple[ReduceOp, int]:
+    """Return (the operation without division, the divisor)."""
+    return (ReduceOp.SUM, size) if op is ReduceOp.AVG else (op, 1)
+
+
+def _as_it_is(work: Tensor) -> Tensor:
+    return work

@@ -1,0 +1,54 @@
+"""`Leader`: a rank that speaks for its host with those at the same place on the others."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from mpisgd.transport.mpi import Communicator
+
+__all__ = ["Leader"]
+
+# Below Open MPI's limit for sending at once (64 KiB over TCP). Larger messages that cross each other take
+# turns on the link there: pieces of 128 KiB took 1.2 to 1.5 times the link's time, of 1 MiB 1.7 times, these
+# 1.05 times.
+FRAME_BYTES = 60 * 2**10
+
+
+class Leader:
+    """This rank and its partners.
+
+    Args:
+        wire: the queue's communicator.
+        ranks: one of `wire`'s ranks per host, this one among them.
+        host: the place of this one.
+
+    Attributes:
+        others: every other host's place and rank, beginning after this one, so that not all turn to one.
+    """
+
+    def __init__(self, wire: "Communicator", ranks: Sequence[int], host: int) -> None:
+        self.wire = wire
+        self.ranks = ranks
+        self.host = host
+        order = [*range(host + 1, len(ranks)), *range(host)]
+        self.others = [(other, ranks[other]) for other in order]
+
+    def start(
+        self, tag: int, sends: Callable[[int], Tensor], receives: Callable[[int], Tensor]
+    ) -> "list[MPI.Request]":
+        """Start a message to and from every other host; both functions tell the memory for a host."""
+        requests = [self.wire.irecv(f, rank, tag) for h, rank in self.others for f in _frames(receives(h))]
+        requests += [self.wire.isend(f, rank, tag) for h, rank in self.others for f in _frames(sends(h))]
+        return requests
+
+
+def _frames(tensor: Tensor) -> Iterable[Tensor]:
+    """Cut a tensor [n] into messages of at most FRAME_BYTES."""
+    if tensor.nbytes <= FRAME_BYTES:
+        return (tensor,) if tensor.numel() else ()
+    return torch.split(tensor, FRAME_BYTES // tensor.element_size())

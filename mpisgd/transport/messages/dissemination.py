@@ -1,0 +1,102 @@
+"""Dissemination: everyone learns the extremes of a number in ceil(log2(size)) rounds of one small message.
+
+In round k, rank r tells rank r + 2**k what it knows and hears from rank r - 2**k.
+
+Source: Hensgen, Finkel and Manber 1988, "Two algorithms for barrier synchronization".
+"""
+
+import struct
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mpisgd.transport.mpi import Communicator
+
+__all__ = ["Dissemination"]
+
+# Tags of the queue's communicator: the rounds take the first few, algorithms start at 64.
+FIRST_TAG = 0
+PAIR = struct.Struct("<QQ")
+
+
+class Dissemination:
+    """The spread over messages, between any ranks. Cost: ceil(log2(size)) messages of 16 bytes per rank.
+
+    Args:
+        wire: carries the messages.
+        ranks: those of its ranks that take part, this one among them; None: all.
+        tag: of the first round; as many follow as there are rounds.
+    """
+
+    def __init__(
+        self, wire: "Communicator", ranks: Sequence[int] | None = None, *, tag: int = FIRST_TAG
+    ) -> None:
+        ranks = range(wire.size) if ranks is None else ranks
+        self._wire = wire
+        self._rounds = [_Round(wire, ranks, k, tag) for k in range((len(ranks) - 1).bit_length())]
+        self._ahead: Iterator[_Round] = iter(())
+        self._round: _Round | None = None
+        self._low = self._high = 0
+
+    def start(self, low: int, high: int) -> None:
+        """Begin with the extremes that this rank knows."""
+        self._low, self._high = low, high
+        self._ahead = iter(self._rounds)
+        self._next_round()
+
+    def _next_round(self) -> None:
+        self._round = next(self._ahead, None)
+        if self._round is not None:
+            self._round.start(self._low, self._high)
+
+    def advance(self) -> bool:
+        """Go as far as possible without waiting; return whether it is over."""
+        while self._round is not None and self._round.done():
+            low, high = self._round.heard()
+            self._low, self._high = min(self._low, low), max(self._high, high)
+            self._next_round()
+        return self._round is None
+
+    def extremes(self) -> tuple[int, int]:
+        """Return the smallest and the largest digest."""
+        return self._low, self._high
+
+    def close(self) -> None:
+        """Give back what MPI keeps for it: it is over, or given up."""
+        for each in self._rounds:
+            each.close(over=self._round is None)
+
+    def missing(self) -> str:
+        """Say for whom this rank waits."""
+        assert self._round is not None
+        src = self._wire.global_ranks[self._round.src]
+        return f"rank {src}, which has not come or waits for another rank itself"
+
+
+class _Round:
+    """One round, prepared once."""
+
+    def __init__(self, wire: "Communicator", ranks: Sequence[int], k: int, tag: int) -> None:
+        me, distance = ranks.index(wire.rank), 1 << k
+        self.src = ranks[(me - distance) % len(ranks)]
+        self._mine = bytearray(PAIR.size)
+        self._theirs = bytearray(PAIR.size)
+        self._wire = wire
+        dst = ranks[(me + distance) % len(ranks)]
+        self._requests = wire.persistent(self._mine, dst, self._theirs, self.src, tag + k)
+
+    def start(self, low: int, high: int) -> None:
+        PAIR.pack_into(self._mine, 0, low, high)
+        self._wire.start(self._requests)
+
+    def done(self) -> bool:
+        return self._wire.poll(self._requests)
+
+    def close(self, *, over: bool) -> None:
+        if over:
+            self._wire.release(self._requests)
+        else:  # a late message still arrives here
+            self._wire.abandon(self._requests, [self._mine, self._theirs])
+
+    def heard(self) -> tuple[int, int]:
+        return PAIR.unpack(self._theirs)

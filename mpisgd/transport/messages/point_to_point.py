@@ -1,0 +1,300 @@
+"""A group's point-to-point messages, outside the queue's order and on a communicator of their own.
+
+MPI moves large messages only while somebody asks it to, so a started message makes progress in `wait()`,
+in `is_completed()`, or in the background once its future was asked for.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mpisgd import tracing
+from mpisgd.core import wait_registry
+from mpisgd.core.wait_registry import WaitReason
+from mpisgd.core.waiting import Backoff, message_begins, message_ends
+from mpisgd.core.work import Work
+from mpisgd.errors import CollectiveMismatch, CollectiveTimeout, MpiFailed, MpisgdError, PeerLost
+from mpisgd.monitor.rank_state import Message
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from mpisgd.transport.mpi import Communicator
+
+__all__ = ["MessageWork", "PointToPoint"]
+
+UNRECEIVED_S = 3.0  # what was received in time has been acknowledged by then
+CROWDED = 64  # look for finished messages that nobody waited for once this many are under way
+
+
+class PointToPoint:
+    """The messages under way between this rank and the others of a group.
+
+    Args:
+        wire: a communicator of its own.
+        timeout_s: how long `wait()` waits by default.
+        threads_allowed: whether futures, which need a thread, can be had.
+
+    Attributes:
+        num_ended: how many messages have ended.
+        group: name and global ranks of the group, for those who ask what this rank waits for.
+    """
+
+    def __init__(self, wire: "Communicator", *, timeout_s: float, threads_allowed: bool) -> None:
+        self.wire = wire
+        self.num_ended = 0
+        self.group: tuple[str, Sequence[int]] = ("", range(wire.size))
+        self.timeout_s = timeout_s
+        self._threads_allowed = threads_allowed
+        self._under_way: set[MessageWork] = set()
+        self._watched: set[MessageWork] = set()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def send(self, name: str, memory: Tensor, dst: int, tag: int, tensors: Any) -> "MessageWork":
+        """Start sending contiguous `memory` to group rank `dst`."""
+        request = self.wire.isend(memory, dst, tag)
+        name = f"{name} to rank {self.wire.global_ranks[dst]}"
+        about = Message(self.group[0], False, (self.wire.global_ranks[dst],), tag)
+        return self._keep(MessageWork(self, name, about, request, (memory, tensors), None))
+
+    def receive(
+        self,
+        name: str,
+        memory: Tensor,
+        src: int | None,
+        tag: int,
+        tensors: Any,
+        arrived: Callable[[int], None],
+    ) -> "MessageWork":
+        """Start receiving into contiguous `memory`; `arrived(nbytes)` runs when the message is there."""
+        request = self.wire.irecv(memory, src, tag)
+        whom = "any rank" if src is None else f"rank {self.wire.global_ranks[src]}"
+        name = f"{name} from {whom}"
+        others = [rank for rank in range(self.wire.size) if rank != self.wire.rank or src == rank]
+        partners = tuple(self.wire.global_ranks[rank] for rank in (others if src is None else [src]))
+        about = Message(self.group[0], True, partners, tag)
+        return self._keep(MessageWork(self, name, about, request, (memory, tensors), arrived))
+
+    def under_way(self) -> list[Message]:
+        """Return what is known of the messages that are not through, for those who ask."""
+        with self._lock:
+            return [work.about for work in self._under_way]
+
+    def _keep(self, work: "MessageWork") -> "MessageWork":
+        """Hold the message (and its memory) until it is done, also if the caller forgets it."""
+        wait_registry.communicates()
+        with self._lock:
+            self._under_way.add(work)
+            message_begins(work)
+            crowd = list(self._under_way) if len(self._under_way) > CROWDED else []
+        for other in crowd:
+            other.is_completed()
+        return work
+
+    def release(self, work: "MessageWork") -> None:
+        """Forget a message that is done."""
+        with self._lock:
+            self.num_ended += 1
+            self._under_way.discard(work)
+            message_ends(work)
+
+    def watch(self, work: "MessageWork") -> None:
+        """See to it that `work` ends without anyone waiting for it."""
+        if not self._threads_allowed:
+            raise MpiFailed("the future of a message needs an MPI that runs at thread level MULTIPLE")
+        with self._lock:
+            idle = not self._watched
+            self._watched.add(work)
+        if idle:
+            self._thread = threading.Thread(target=self._attend, name="mpisgd mailbox", daemon=True)
+            self._thread.start()
+
+    def _attend(self) -> None:
+        """The thread: ask after the watched messages until none is left, however long that takes."""
+        while self._watched:
+            with contextlib.suppress(PeerLost):  # each watched message fails by itself
+                Backoff(self.timeout_s, quiet=True).wait_for(
+                    self._some_ended, about=lambda: WaitReason("messages that a future is for", own=True)
+                )
+
+    def _some_ended(self) -> bool:
+        with self._lock:
+            watched = list(self._watched)
+        ended = {work for work in watched if work.is_completed()}
+        with self._lock:
+            self._watched -= ended
+            return bool(ended) or not self._watched
+
+    def drain(self, everyones: Sequence[Sequence[Message]]) -> None:
+        """Wait for everything that was sent and never waited for; give up unanswered receives.
+
+        Args:
+            everyones: by group rank, what is under way there; nothing is going to be added.
+
+        Raises:
+            CollectiveMismatch: something was sent that nobody receives.
+        """
+        left = list(self._under_way)
+        for work in left:
+            if not work.is_receive and not work.is_answered(everyones):
+                self._wait_a_little(work)
+        for work in left:
+            if work.is_receive:
+                work.cancel()
+            else:
+                work.wait()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            # A thread that lets go of a tensor while Python ends would abort the process.
+            self._thread.join(self.timeout_s)
+
+    def _wait_a_little(self, work: "MessageWork") -> None:
+        """Wait for a message that the other side has received, or never will."""
+        if not Backoff(UNRECEIVED_S, quiet=True).wait_for(work.is_completed):
+            raise CollectiveMismatch(
+                f"{work.name} (group '{self.group[0]}', tag {work.about.tag}): both ranks are at the end of "
+                "their programs, and nobody has received it"
+            )
+
+    def give_up(self) -> None:
+        """Fail whatever is under way: its communicator has been revoked."""
+        for work in list(self._under_way):
+            work.fail(PeerLost(f"{work.name}: a rank of the job was lost"))
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(self.timeout_s)
+
+
+class MessageWork(Work):
+    """One message under way.
+
+    Attributes:
+        about: who is at the other end.
+        source: group rank it came from, once it is done (None for a message sent).
+    """
+
+    def __init__(
+        self,
+        mailbox: PointToPoint,
+        name: str,
+        about: Message,
+        request: "MPI.Request",
+        memory: tuple[Tensor, Any],
+        arrived: Callable[[int], None] | None,
+    ) -> None:
+        self.name = name
+        self.source: int | None = None
+        self.is_receive = arrived is not None
+        self.about = about
+        self._point_to_point = mailbox
+        self._request = request
+        self._memory = memory
+        self._arrived = arrived
+        self._done = False
+        self._error: BaseException | None = None
+        self._future: torch.futures.Future[Any] | None = None
+        self._lock = threading.RLock()
+        self._started_ns = 0 if tracing.sink is None else time.monotonic_ns()
+
+    @property
+    def error(self) -> BaseException | None:
+        """What went wrong, None if nothing has (yet)."""
+        return self._error
+
+    def is_completed(self) -> bool:
+        """Return whether the message is through; asking moves it along."""
+        with self._lock:
+            if not self._done:
+                self._ask()
+            return self._done
+
+    def _ask(self) -> None:
+        try:
+            outcome = self._point_to_point.wire.poll_one(self._request)
+            if outcome is None:
+                return
+            if self._arrived is not None:
+                self.source = outcome[0]
+                self._arrived(outcome[1])
+        except MpisgdError as exc:
+            self._error = exc
+        self._finish()
+
+    def _finish(self) -> None:
+        self._done = True
+        self._point_to_point.release(self)
+        if self._started_ns:
+            self._record()
+        if self._future is not None:
+            self._settle(self._future)
+
+    def _record(self) -> None:
+        phase = (self.name, self._started_ns, time.monotonic_ns())
+        args = {"bytes": self._memory[0].nbytes}
+        if tracing.sink is not None:
+            tracing.sink.overlapping("message", f"message {id(self)}", [phase], args)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until the message is through."""
+        patience = Backoff(
+            self._point_to_point.timeout_s if timeout_s is None else timeout_s, quiet=timeout_s is not None
+        )
+        with tracing.blocked(self.name):
+            through = patience.wait_for(self.is_completed, about=self._hint)
+        if not through:
+            wire, seen = self._point_to_point.wire, f" ({patience.verdict})" if patience.verdict else ""
+            raise CollectiveTimeout(
+                f"{self.name}: rank {wire.global_ranks[wire.rank]} has waited {patience.waited_s:.1f} s; the "
+                "other side has not called its part (same tag?). Raise MPISGD_TIMEOUT_S, or the group's own "
+                f"limit, if ranks may be that far apart{seen}"
+            )
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def _hint(self) -> WaitReason:
+        whom = self.about.partners if len(self.about.partners) == 1 else ()
+        return WaitReason(self.name, self.about.group, whom, message=self.about)
+
+    def is_answered(self, everyones: Sequence[Sequence[Message]]) -> bool:
+        """Return whether the other side of a message sent has a receive for it; `everyones`: see `drain`."""
+        names, (dst,) = self._point_to_point.wire.global_ranks, self.about.partners
+        me = names[self._point_to_point.wire.rank]
+        theirs = everyones[names.index(dst)]
+        return any(m.receives and m.tag == self.about.tag and me in m.partners for m in theirs)
+
+    def get_future(self) -> "torch.futures.Future[Any]":
+        """Return a future of this message; from now on it makes progress by itself."""
+        with self._lock:
+            if self._future is None:
+                self._future = torch.futures.Future()
+                if self._done:
+                    self._settle(self._future)
+                else:
+                    self._point_to_point.watch(self)
+            return self._future
+
+    def _settle(self, future: "torch.futures.Future[Any]") -> None:
+        if self._error is None:
+            future.set_result(self._memory[1])
+        else:
+            future.set_exception(self._error)
+
+    def fail(self, error: MpisgdError) -> None:
+        """End this message without its being through; MPI may still write to its memory, which is kept."""
+        with self._lock:
+            if not self._done:
+                self._point_to_point.wire.abandon([self._request], self._memory)
+                self._error = error
+                self._finish()
+
+    def cancel(self) -> None:
+        """Give up waiting for this message."""
+        with self._lock, contextlib.suppress(MpisgdError):
+            if not self._done:
+                self._point_to_point.wire.cancel(self._request)
+                self._finish()

@@ -1,0 +1,35 @@
+"""The one package that imports mpi4py: it starts MPI, and speaks to it in raw memory.
+
+Importing it starts MPI, so it is imported by `init()` alone, after the defaults of `mpisgd.config` are in the
+environment. All others get a `Communicator` handed to them.
+"""
+
+from mpi4py import MPI
+
+from mpisgd.transport.mpi.calls import OVERDUE, set_apart
+from mpisgd.transport.mpi.communicator import Communicator, let_go, revoke_all
+from mpisgd.transport.mpi.datatypes import ELEMENT_TYPES
+from mpisgd.transport.mpi.library import (
+    library_version,
+    parent,
+    progress,
+    start,
+    survives_losses,
+    thread_level,
+)
+
+__all__ = [
+    "ELEMENT_TYPES",
+    "MPI",
+    "OVERDUE",
+    "Communicator",
+    "let_go",
+    "library_version",
+    "parent",
+    "progress",
+    "revoke_all",
+    "set_apart",
+    "start",
+    "survives_losses",
+    "thread_level",
+]

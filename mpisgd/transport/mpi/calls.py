@@ -1,0 +1,89 @@
+"""What every call of MPI has in common: errors of ours, and a note while it may wait for other ranks."""
+
+import functools
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+
+from mpi4py import MPI
+
+from mpisgd.core import waiting
+from mpisgd.core.wait_registry import inside
+from mpisgd.errors import CollectiveTimeout, MpiFailed, MpisgdError, PeerLost, ShapeMismatch
+
+if TYPE_CHECKING:
+    from mpisgd.transport.mpi.communicator import Communicator
+
+__all__ = ["OVERDUE", "mpi_call", "set_apart"]
+
+OVERDUE = (
+    "a call of another rank was blocked inside MPI for longer than its time limit, as its report says; no "
+    "group can be used any more"
+)
+KINDS: dict[int, type[MpisgdError]] = {
+    MPI.ERR_TRUNCATE: ShapeMismatch,
+    **{
+        code: PeerLost
+        for name in ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED")
+        if (code := getattr(MPI, name, MPI.UNDEFINED)) != MPI.UNDEFINED
+    },
+}
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Method = Callable[Concatenate["Communicator", P], R]
+
+
+_apart: "Communicator | None" = None
+
+
+def set_apart(wire: "Communicator | None") -> None:
+    """Let this wire, a duplicate set apart from `revoke_all`, tell why others are revoked.
+
+    It is revoked by itself, before all others, where that is not done for a loss: a rank has been blocked
+    inside MPI for longer than its time limit. MPI's messages keep their order, so whoever finds anything
+    revoked knows by this one why.
+    """
+    global _apart
+    _apart = wire
+
+
+def mpi_call(
+    what: str, *, collective: bool = False, blocks: bool = False
+) -> Callable[[Method[P, R]], Method[P, R]]:
+    """Turn mpi4py's exceptions into ours, once; count the calls of MPI's own collectives.
+
+    Those that wait for other ranks inside MPI, where nobody can end that, are noted as long as they last.
+    """
+
+    def decorate(method: Method[P, R]) -> Method[P, R]:
+        def wrapped(self: "Communicator", /, *args: P.args, **kwargs: P.kwargs) -> R:
+            if collective:
+                self.calls[what] += 1
+            try:
+                return method(self, *args, **kwargs)
+            except MPI.Exception as exc:
+                raise _translated(what, exc) from exc
+
+        def blocking(self: "Communicator", /, *args: P.args, **kwargs: P.kwargs) -> R:
+            thread = threading.get_ident()
+            inside[thread] = (what, time.monotonic())
+            try:
+                return wrapped(self, *args, **kwargs)
+            finally:
+                inside.pop(thread, None)
+
+        outer = blocking if blocks else wrapped
+        functools.update_wrapper(outer, method)
+        return outer
+
+    return decorate
+
+
+def _translated(what: str, exc: MPI.Exception) -> MpisgdError:
+    """Return the error of ours that says what MPI's has said of its call `what`."""
+    if _apart is not None and _apart.is_revoked():  # what MPI calls it then is not always "revoked"
+        why = waiting.cancel_reason()
+        return CollectiveTimeout(f"MPI {what}: {why if isinstance(why, CollectiveTimeout) else OVERDUE}")
+    return KINDS.get(exc.Get_error_class(), MpiFailed)(f"MPI {what}: {exc.Get_error_string()}")

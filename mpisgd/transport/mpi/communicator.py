@@ -1,0 +1,342 @@
+"""`Communicator`: one MPI communicator."""
+
+import contextlib
+import weakref
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mpi4py import MPI
+from torch import Tensor
+
+from mpisgd.errors import MpisgdError
+from mpisgd.transport.mpi.calls import mpi_call
+from mpisgd.transport.mpi.datatypes import address, native, pieces, spec
+
+__all__ = ["Communicator", "let_go", "revoke_all"]
+
+_wires: "weakref.WeakSet[Communicator]" = weakref.WeakSet()
+# Requests that were given up, with their memory, which MPI may write to even when their wire is no more.
+_abandoned: list[tuple[list[MPI.Request], object]] = []
+
+
+def revoke_all() -> None:
+    """End whatever goes on over any wire, here and on all other ranks that it reaches; nothing waits for it.
+
+    Every rank that was lost may have left others in the middle of anything, on communicators that not all
+    of them have finished making.
+    """
+    for wire in list(_wires):
+        wire.revoke()
+
+
+def let_go() -> None:
+    """Free the memory of requests that were given up, as far as MPI is done with it."""
+    _abandoned[:] = [entry for entry in _abandoned if not _are_over(entry[0])]
+
+
+def _are_over(requests: Sequence[MPI.Request]) -> bool:
+    return all(_is_over(request) for request in requests)
+
+
+def _is_over(request: MPI.Request) -> bool:
+    try:
+        return request.Test()
+    except MPI.Exception as exc:
+        return exc.Get_error_class() != getattr(MPI, "ERR_PROC_FAILED_PENDING", MPI.UNDEFINED)
+
+
+class Communicator:
+    """One MPI communicator, spoken to in the memory of contiguous tensors; counts what it sends.
+
+    Every method takes contiguous CPU tensors and ranks of this communicator. Requests belong to the
+    caller, who also keeps the tensors alive until they are complete.
+
+    Attributes:
+        sent_bytes: payload handed to MPI's point-to-point sends by this rank.
+        sent_messages: number of those sends.
+        calls: how often each of MPI's own collectives was called.
+        global_ranks: what its ranks are called in messages: the job's ranks.
+    """
+
+    def __init__(self, comm: Any, parent: "Communicator | None" = None, *, apart: bool = False) -> None:
+        self.comm: MPI.Intracomm = comm
+        self.global_ranks = _global_ranks(comm, parent)
+        self.rank: int = comm.Get_rank()
+        self.size: int = comm.Get_size()
+        self.sent_bytes = 0
+        self.sent_messages = 0
+        self.calls: Counter[str] = Counter()
+        self.tag_limit: int = comm.Get_attr(MPI.TAG_UB) or 32767
+        if not apart:
+            _wires.add(self)
+
+    # -- life of the communicator -------------------------------------------------------------------
+
+    @mpi_call("Comm_dup", blocks=True)
+    def duplicate(self, *, apart: bool = False) -> "Communicator":
+        """Return a wire of its own over the same ranks. Collective.
+
+        Args:
+            apart: whether `revoke_all` spares it.
+        """
+        return Communicator(_intra(self.comm.Dup()), self, apart=apart)
+
+    @mpi_call("Comm_split", blocks=True)
+    def subset(self, ranks: Sequence[int]) -> "Communicator | None":
+        """Return a wire over `ranks` in the order given, None on the others. Collective over this wire."""
+        color = 0 if self.rank in ranks else MPI.UNDEFINED
+        key = ranks.index(self.rank) if self.rank in ranks else 0
+        comm = self.comm.Split(color, key)
+        return None if comm == MPI.COMM_NULL else Communicator(_intra(comm), self)
+
+    @mpi_call("Comm_create_group", blocks=True)
+    def among(self, ranks: Sequence[int], tag: int) -> "Communicator":
+        """Return a wire over `ranks` in the order given. Collective over them alone.
+
+        Args:
+            ranks: of this wire, this one among them.
+            tag: keeps apart what threads or overlapping sets of ranks ask for at the same time.
+        """
+        members = self.comm.Get_group().Incl(list(ranks))
+        comm = self.comm.Create_group(members, tag)
+        members.Free()
+        return Communicator(comm, self)
+
+    @mpi_call("Comm_split", blocks=True)
+    def split(self, color: int) -> "Communicator":
+        """Return a wire over the ranks that give the same `color`, ordered as here. Collective."""
+        return Communicator(_intra(self.comm.Split(color, self.rank)), self)
+
+    @mpi_call("Comm_split_type", blocks=True)
+    def same_host(self) -> "Communicator":
+        """Return a wire over the ranks that share this rank's host. Collective."""
+        return Communicator(_intra(self.comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank)), self)
+
+    @mpi_call("Comm_free", blocks=True)
+    def free(self) -> None:
+        """Give the communicator back. Collective."""
+        _wires.discard(self)
+        self.comm.Free()
+
+    def abort(self, exit_code: int) -> None:
+        """End every process of the job."""
+        self.comm.Abort(exit_code)
+
+    # -- where a rank was lost (ULFM) ---------------------------------------------------------------
+
+    def lost(self) -> list[int]:
+        """Return the ranks of this wire that are known to be gone. Looking lets MPI notice it."""
+        with contextlib.suppress(MpisgdError):
+            self.progress()
+        failed = self.comm.Get_failed()
+        if not failed.size:
+            return []
+        return sorted(failed.Translate_ranks(range(failed.size), self.comm.Get_group()))
+
+    def revoke(self) -> None:
+        """End whatever goes on over this wire, on every rank."""
+        with contextlib.suppress(MPI.Exception):
+            self.comm.Revoke()
+
+    def is_revoked(self) -> bool:
+        """Return whether a rank has revoked it."""
+        return self.comm.Is_revoked()
+
+    @mpi_call("Shrink", blocks=True)
+    def shrink(self) -> "Communicator":
+        """Return a wire over the ranks that are left, in their order. Collective over these."""
+        return Communicator(self.comm.Shrink())
+
+    @mpi_call("Agree", blocks=True)
+    def agree(self, holds: bool) -> bool:
+        """Return, alike on all ranks that are left, whether it `holds` on each and no other has been lost."""
+        try:
+            return bool(self.comm.Agree(int(holds)))
+        except MPI.Exception:
+            return False
+
+    def acknowledge(self) -> None:
+        """Take note of the ranks known to be lost: the next `agree` need not tell of them again."""
+        self.comm.Ack_failed()
+
+    @mpi_call("Spawn", blocks=True)
+    def spawn(self, command: Sequence[str], number: int, env: Mapping[str, str]) -> "Communicator":
+        """Start more processes and return the way to them. Collective; waits until they have started MPI."""
+        info = MPI.Info.Create()
+        info.Set("PMIX_ENVAR", "\n".join(f"{name}={value}" for name, value in env.items()))
+        comm = self.comm.Spawn(command[0], list(command[1:]), number, info, 0)
+        info.Free()
+        return Communicator(comm)
+
+    @mpi_call("Intercomm_merge", blocks=True)
+    def merge(self, *, behind: bool) -> "Communicator":
+        """Return a wire over both sides of this one, and give this one back. Collective.
+
+        Args:
+            behind: whether my side comes last.
+        """
+        comm: Any = self.comm
+        merged = Communicator(comm.Merge(behind))
+        _wires.discard(self)
+        comm.Disconnect()  # else MPI's end crashes in Open MPI 5.0
+        return merged
+
+    # -- point to point -----------------------------------------------------------------------------
+
+    @mpi_call("Isend")
+    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> MPI.Request:
+        """Start sending `tensor` to `dst`."""
+        self.sent_bytes += tensor.nbytes
+        self.sent_messages += 1
+        return self.comm.Isend(spec(tensor), dst, tag)
+
+    @mpi_call("Irecv")
+    def irecv(self, tensor: Tensor, src: int | None, tag: int = 0) -> MPI.Request:
+        """Start receiving into `tensor` from `src`, None for whoever sends first."""
+        return self.comm.Irecv(spec(tensor), MPI.ANY_SOURCE if src is None else src, tag)
+
+    @mpi_call("Testall")
+    def poll(self, requests: Sequence[MPI.Request]) -> bool:
+        """Return whether all of `requests` are complete, and let MPI make progress."""
+        return MPI.Request.Testall(requests)
+
+    @mpi_call("Test")
+    def poll_one(self, request: MPI.Request) -> tuple[int, int] | None:
+        """Return (source rank, bytes received) once `request` is complete, None before."""
+        status = MPI.Status()
+        return (status.Get_source(), status.Get_elements(MPI.BYTE)) if request.Test(status) else None
+
+    @mpi_call("Cancel")
+    def cancel(self, request: MPI.Request) -> None:
+        """Give up a receive that nobody answered."""
+        request.Cancel()
+        request.Free()
+
+    @mpi_call("Send_init")
+    def persistent(
+        self, send: bytearray, dst: int, recv: bytearray, src: int, tag: int
+    ) -> list[MPI.Prequest]:
+        """Prepare an exchange of two small fixed buffers that is started again and again."""
+        return [self.comm.Recv_init(recv, src, tag), self.comm.Send_init(send, dst, tag)]
+
+    @mpi_call("Iprobe")
+    def progress(self) -> None:
+        """Let MPI move whatever is under way, on any communicator."""
+        self.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+
+    @mpi_call("Iprobe")
+    def probe(self) -> tuple[int, int, int] | None:
+        """Return (source rank, tag, bytes) of a message that waits to be received, None if there is none."""
+        status = MPI.Status()
+        if not self.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
+            return None
+        return status.Get_source(), status.Get_tag(), status.Get_count(MPI.BYTE)
+
+    def abandon(self, requests: Sequence[MPI.Request], memory: object) -> None:
+        """Give requests up. MPI may still write to their memory, which is kept until `let_go`."""
+        _abandoned.append((list(requests), memory))
+
+    @mpi_call("Request_free")
+    def release(self, requests: Sequence[MPI.Prequest]) -> None:
+        """Give back a prepared exchange that is over."""
+        for request in requests:
+            request.Free()
+
+    @mpi_call("Startall")
+    def start(self, requests: list[MPI.Prequest]) -> None:
+        """Start a prepared exchange."""
+        MPI.Prequest.Startall(requests)
+
+    # -- MPI's own collectives ----------------------------------------------------------------------
+
+    @mpi_call("Barrier", collective=True, blocks=True)
+    def barrier(self) -> None:
+        """Wait inside MPI until every rank is here."""
+        self.comm.Barrier()
+
+    @mpi_call("Ibarrier", collective=True)
+    def barrier_request(self) -> MPI.Request:
+        """Start a barrier, which is over on a rank once all ranks have started it."""
+        return self.comm.Ibarrier()
+
+    @mpi_call("Bcast", collective=True, blocks=True)
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        """Copy root's bytes into everyone's `tensor`."""
+        self.comm.Bcast(spec(tensor), root)
+
+    @mpi_call("Allreduce", collective=True, blocks=True)
+    def all_reduce(self, tensor: Tensor, op: str) -> None:
+        """Combine `tensor` [n] over the ranks, in place."""
+        mpi_op, mpi_type = native(op, tensor.dtype)
+        for piece in pieces(tensor):
+            self.comm.Allreduce(MPI.IN_PLACE, [address(piece), piece.numel(), mpi_type], mpi_op)
+
+    @mpi_call("Reduce", collective=True, blocks=True)
+    def reduce(self, tensor: Tensor, op: str, root: int) -> None:
+        """Combine `tensor` [n] over the ranks into root's; the others keep theirs."""
+        mpi_op, mpi_type = native(op, tensor.dtype)
+        for piece in pieces(tensor):
+            spec = [address(piece), piece.numel(), mpi_type]
+            if self.rank == root:
+                self.comm.Reduce(MPI.IN_PLACE, spec, mpi_op, root)
+            else:
+                self.comm.Reduce(spec, None, mpi_op, root)
+
+    @mpi_call("Allgather", collective=True, blocks=True)
+    def all_gather(self, out: Tensor, tensor: Tensor | None) -> None:
+        """Put everyone's `tensor` [n] into `out` [size * n]; None: mine is already in its place there."""
+        mine = MPI.IN_PLACE if tensor is None else spec(tensor)
+        self.comm.Allgather(mine, spec(out, self.size))
+
+    @mpi_call("Gather", collective=True, blocks=True)
+    def gather(self, out: Tensor | None, tensor: Tensor, root: int) -> None:
+        """Put everyone's `tensor` [n] into root's `out` [size * n]."""
+        self.comm.Gather(spec(tensor), None if out is None else spec(out, self.size), root)
+
+    @mpi_call("Scatter", collective=True, blocks=True)
+    def scatter(self, tensor: Tensor, source: Tensor | None, root: int) -> None:
+        """Hand piece r of root's `source` [size * n] to rank r's `tensor` [n]."""
+        self.comm.Scatter(None if source is None else spec(source, self.size), spec(tensor), root)
+
+    @mpi_call("Alltoall", collective=True, blocks=True)
+    def all_to_all(self, out: Tensor, tensor: Tensor) -> None:
+        """Hand piece r of `tensor` [size * n] to rank r; piece s of `out` [size * n] comes from rank s."""
+        self.comm.Alltoall(spec(tensor, self.size), spec(out, self.size))
+
+    @mpi_call("bcast", collective=True, blocks=True)
+    def broadcast_object(self, obj: Any, root: int) -> Any:
+        """Return root's object, pickled on the way."""
+        return self.comm.bcast(obj, root)
+
+    @mpi_call("allgather", collective=True, blocks=True)
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """Return everyone's object, pickled on the way."""
+        return self.comm.allgather(obj)
+
+    @mpi_call("gather", collective=True, blocks=True)
+    def gather_object(self, obj: Any, root: int) -> list[Any] | None:
+        """Return everyone's object on root, None elsewhere."""
+        return self.comm.gather(obj, root)
+
+    @mpi_call("scatter", collective=True, blocks=True)
+    def scatter_object(self, objs: Sequence[Any] | None, root: int) -> Any:
+        """Return this rank's entry of root's list."""
+        return self.comm.scatter(objs, root)
+
+
+def _global_ranks(comm: MPI.Intracomm, parent: Communicator | None) -> tuple[int, ...]:
+    """Return the job's ranks that those of `comm` are, which was made of `parent`'s; None: the job's own."""
+    if parent is None:
+        return tuple(range(comm.Get_size()))
+    mine, theirs = comm.Get_group(), parent.comm.Get_group()
+    places = MPI.Group.Translate_ranks(mine, range(comm.Get_size()), theirs)
+    mine.Free()
+    theirs.Free()
+    return tuple(parent.global_ranks[place] for place in places)
+
+
+def _intra(comm: MPI.Comm) -> MPI.Intracomm:
+    """Return `comm`, which mpi4py's types know to be some communicator only."""
+    assert isinstance(comm, MPI.Intracomm)
+    return comm

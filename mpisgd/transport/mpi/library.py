@@ -1,0 +1,57 @@
+"""The MPI library: its start, and what it can do."""
+
+from mpi4py import MPI
+
+from mpisgd import config
+from mpisgd.errors import MpiFailed
+from mpisgd.transport.mpi.communicator import Communicator
+
+__all__ = ["library_version", "parent", "progress", "start", "survives_losses", "thread_level"]
+
+THREAD_LEVELS = {
+    MPI.THREAD_SINGLE: "SINGLE",
+    MPI.THREAD_FUNNELED: "FUNNELED",
+    MPI.THREAD_SERIALIZED: "SERIALIZED",
+    MPI.THREAD_MULTIPLE: "MULTIPLE",
+}
+
+
+def start() -> bool:
+    """Start MPI unless it runs already; return whether this call (or this import) started it."""
+    if MPI.Is_finalized():
+        raise MpiFailed("MPI is already finalized in this process: it cannot be started a second time")
+    if MPI.Is_initialized():
+        return False
+    MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    return True
+
+
+def survives_losses() -> bool:
+    """Return whether this job outlives the loss of a rank: an MPI that can, started so that it does."""
+    try:
+        MPI.COMM_SELF.Get_failed().Free()
+    except (AttributeError, NotImplementedError, MPI.Exception):
+        return False
+    return not library_version().startswith("Open MPI") or config.fault_tolerance()
+
+
+def progress() -> None:
+    """Let MPI do what is to be done, messages and heartbeats; nothing where it has ended."""
+    if not MPI.Is_finalized():
+        MPI.COMM_SELF.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+
+
+def parent() -> "Communicator | None":
+    """Return the way to the ranks that have spawned this process; None where `mpirun` has started it."""
+    comm = MPI.Comm.Get_parent()
+    return None if comm == MPI.COMM_NULL else Communicator(comm)
+
+
+def library_version() -> str:
+    """Return the first line of what the MPI library calls itself."""
+    return MPI.Get_library_version().splitlines()[0].strip().rstrip("\0")
+
+
+def thread_level() -> str:
+    """Return the thread level MPI runs at: SINGLE, FUNNELED, SERIALIZED or MULTIPLE."""
+    return THREAD_LEVELS[MPI.Query_thread()]

@@ -1,0 +1,51 @@
+"""`Futex`: sleeping until another rank of this host changes a word of shared memory.
+
+Where ranks share a core, a waiting one that looks again and again takes the time that the others need. The
+kernel's futex lets it sleep on a word and be woken by whoever writes it. The C library has no function for
+it, only the system call.
+"""
+
+import ctypes
+import platform
+import sys
+
+from mpisgd.transport.shm.segment import Segment
+
+__all__ = ["Futex"]
+
+_FUTEX_BY_MACHINE = {"x86_64": 202, "aarch64": 98, "ppc64le": 221, "riscv64": 98}
+FUTEX = _FUTEX_BY_MACHINE.get(platform.machine(), -1) if sys.platform == "linux" else -1
+WAIT, WAKE, EVERYONE = 0, 1, 2**31 - 1
+WORD_BYTES = 8
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class Futex:
+    """The 8-byte words of a segment as something to sleep on.
+
+    Attributes:
+        available: whether this kernel and machine have it.
+    """
+
+    def __init__(self, segment: Segment) -> None:
+        self.available = FUTEX >= 0
+        self._start = segment.share(0).data_ptr()
+        self._sleep = ctypes.CDLL(None).syscall  # lets go of the interpreter
+        self._wake = ctypes.PyDLL(None).syscall  # keeps it: another thread of this process would take it
+
+    def ring(self, word: int) -> None:
+        """Wake whoever sleeps on word number `word`, which has been written."""
+        self._wake(ctypes.c_long(FUTEX), self._address(word), WAKE, ctypes.c_uint32(EVERYONE), None, None, 0)
+
+    def sleep(self, word: int, value: int, limit_s: float) -> None:
+        """Sleep until `ring`, or `limit_s` seconds; not at all if the word is no longer `value`."""
+        limit = _Timespec(int(limit_s), int(limit_s % 1 * 1e9))
+        expected = ctypes.c_uint32(value & 0xFFFFFFFF)
+        self._sleep(ctypes.c_long(FUTEX), self._address(word), WAIT, expected, ctypes.byref(limit), None, 0)
+
+    def _address(self, word: int) -> ctypes.c_void_p:
+        """The kernel looks at the lower half of a word: all machines above have it first."""
+        return ctypes.c_void_p(self._start + word * WORD_BYTES)

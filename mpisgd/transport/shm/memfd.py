@@ -1,0 +1,63 @@
+"""A file without a name that the processes of one host share.
+
+The first rank makes a memfd and the others open it through that rank's /proc entry. It needs no room in
+/dev/shm (64 MiB in a plain container), nobody else can open it, and the kernel frees it when the last of
+them has gone, whatever way it went.
+"""
+
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mpisgd.transport.mpi import Communicator
+
+__all__ = ["open_shared"]
+
+MODE = 0o600
+
+
+def open_shared(local: "Communicator", nbytes: int) -> int:
+    """Return a descriptor of one file of `nbytes` for all ranks, -1 where this rank cannot have it.
+
+    Collective. The first rank must keep its descriptor until all others have answered: let the ranks
+    compare what they got before anyone closes his.
+    """
+    fd = _create(nbytes) if local.rank == 0 else -1
+    path, identity = local.broadcast_object(_address(fd), 0)
+    return fd if local.rank == 0 else _open(path, identity)
+
+
+def _create(nbytes: int) -> int:
+    """Return a new memfd of `nbytes`, -1 where there is no such thing."""
+    try:
+        fd = os.memfd_create("mpisgd")
+    except (OSError, AttributeError):
+        return -1
+    try:
+        os.fchmod(fd, MODE)
+        os.ftruncate(fd, nbytes)
+    except OSError:
+        os.close(fd)
+        return -1
+    return fd
+
+
+def _address(fd: int) -> tuple[str, tuple[int, int]]:
+    """Return where others find `fd`, and what tells it from any other file."""
+    if fd < 0:
+        return "", (0, 0)
+    status = os.fstat(fd)
+    return f"/proc/{os.getpid()}/fd/{fd}", (status.st_dev, status.st_ino)
+
+
+def _open(path: str, identity: tuple[int, int]) -> int:
+    """Open the first rank's memfd, -1 where that fails: another container, or other process ids."""
+    try:
+        fd = os.open(path, os.O_RDWR)
+    except OSError:
+        return -1
+    status = os.fstat(fd)
+    if (status.st_dev, status.st_ino) == identity:
+        return fd
+    os.close(fd)
+    return -1

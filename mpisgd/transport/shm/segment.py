@@ -1,0 +1,66 @@
+"""`Segment`: memory that the ranks of one host share.
+
+It is a memfd (see `mpisgd.transport.shm.memfd`): private, nowhere to be cleaned up, gone with the last rank.
+"""
+
+import contextlib
+import mmap
+import os
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mpisgd.transport.shm.memfd import open_shared
+
+if TYPE_CHECKING:
+    from mpisgd.transport.mpi import Communicator
+
+__all__ = ["HALF_BYTES", "PAGE", "Segment", "open_segment"]
+
+PAGE = mmap.PAGESIZE
+HALF_BYTES = 2**20  # of the staging memory of a rank, which has two
+
+
+class Segment:
+    """`share_bytes` of memory for each rank of a host, all of it visible to all of them.
+
+    The tensors made of it keep it alive; it goes away with the last of them, on the last rank.
+
+    Attributes:
+        share_bytes: room of each rank, a multiple of the page size.
+    """
+
+    def __init__(self, fd: int, share_bytes: int, size: int) -> None:
+        self.share_bytes = share_bytes
+        self.memory = mmap.mmap(fd, share_bytes * size)
+
+    def share(self, rank: int) -> Tensor:
+        """Return the bytes of local rank `rank`, [share_bytes] of uint8."""
+        return self.share_as(rank, self.share_bytes, torch.uint8)
+
+    def share_as(self, rank: int, numel: int, dtype: torch.dtype, *, start: int = 0) -> Tensor:
+        """Return `numel` elements of the share of `rank`, from its byte `start` on; a storage of its own."""
+        if not numel:
+            return torch.empty(0, dtype=dtype)
+        offset = rank * self.share_bytes + start
+        return torch.frombuffer(self.memory, dtype=dtype, count=numel, offset=offset)
+
+
+def open_segment(local: "Communicator", share_bytes: int) -> Segment | None:
+    """Make a segment over the ranks of a host, None on all of them if one cannot have it. Collective.
+
+    Args:
+        local: a wire over the ranks of this host.
+        share_bytes: room for each rank, rounded up to whole pages.
+    """
+    share_bytes = -(-share_bytes // PAGE) * PAGE
+    fd = open_shared(local, share_bytes * local.size)
+    segment = None
+    if fd >= 0:
+        with contextlib.suppress(OSError, ValueError):  # too little address space, say
+            segment = Segment(fd, share_bytes, local.size)
+    everyone = all(local.all_gather_object(segment is not None))  # then the first rank may close its own
+    if fd >= 0:
+        os.close(fd)  # the mapping keeps the memory
+    return segment if everyone else None

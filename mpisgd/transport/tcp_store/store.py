@@ -1,0 +1,69 @@
+"""`open_store`: the key-value store that torch's process groups find each other by, brought up over MPI.
+
+torch wants an address and a free port from its user (MASTER_ADDR, MASTER_PORT). MPI has connected the ranks
+already, so nobody needs to be asked: on one host the store is a file without a name, and nothing listens on
+the network; between hosts rank 0 listens on the one address of its that all the others have reached, as long
+as the store lives, and hears from hosts of the job alone (`mpisgd.transport.tcp_store.socket_filter`).
+"""
+
+import datetime
+import os
+from typing import TYPE_CHECKING
+
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
+
+from mpisgd.transport.shm.memfd import open_shared
+from mpisgd.transport.tcp_store.rendezvous import find_listener
+
+if TYPE_CHECKING:
+    from mpisgd.core.topology import Topology
+    from mpisgd.transport.mpi import Communicator
+
+__all__ = ["open_store"]
+
+
+def open_store(wire: "Communicator", topology: "Topology", timeout_s: float) -> Store:
+    """Open a store that all ranks of `wire` share. Collective.
+
+    Args:
+        wire: the ranks; rank 0 serves the others where there are several hosts.
+        topology: where they live.
+        timeout_s: how long `get` and `wait` wait for a key that nobody has set.
+
+    Raises:
+        Unreachable: the hosts cannot reach rank 0's by TCP; on every rank.
+
+    Cost: on one host a file descriptor, which stays open until the process ends: torch's threads may look
+        into the store as long as they live, and a number that was closed could by then be another file.
+    """
+    timeout = datetime.timedelta(seconds=timeout_s)
+    store = _in_file(wire) if topology.num_nodes == 1 else None
+    store = store or _over_network(wire, timeout)
+    store.set_timeout(timeout)
+    return store
+
+
+def _in_file(wire: "Communicator") -> Store | None:
+    """Return a store in a memfd, None on all ranks if one of them cannot open it (separate containers)."""
+    fd = open_shared(wire, 0)
+    if all(wire.all_gather_object(fd >= 0)):
+        # Every rank's own descriptor: the store outlives the rank that made the file.
+        return FileStore(f"/proc/self/fd/{fd}", -1)
+    if fd >= 0:
+        os.close(fd)
+    return None
+
+
+def _over_network(wire: "Communicator", timeout: datetime.timedelta) -> Store:
+    """Return a store that rank 0 serves."""
+    (address, port), listener = find_listener(wire)
+    if listener is None:
+        return TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    return TCPStore(
+        address,
+        port,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )

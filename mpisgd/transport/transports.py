@@ -1,0 +1,109 @@
+"""Which planes a group has: shared memory on each host, and a way between the hosts."""
+
+import warnings
+from typing import TYPE_CHECKING, NamedTuple
+
+from mpisgd import config
+from mpisgd.core.consistency import DigestExchange
+from mpisgd.core.topology import Topology
+from mpisgd.transport.cma.cross_memory_attach import open_cross_memory_attach
+from mpisgd.transport.internode.digest_exchange import InternodeDigestExchange
+from mpisgd.transport.internode.leader_exchange import LeaderExchange
+from mpisgd.transport.internode.transport import MEMORY_BYTES, InternodeTransport
+from mpisgd.transport.messages.dissemination import Dissemination
+from mpisgd.transport.shm.digest_exchange import ShmDigestExchange
+from mpisgd.transport.shm.segment import Segment, open_segment
+from mpisgd.transport.shm.transport import STAGING_BYTES, ShmTransport
+from mpisgd.tuning import CostModel
+
+if TYPE_CHECKING:
+    from mpisgd.transport.mpi import Communicator
+
+__all__ = ["Transports", "open_transports"]
+
+
+class Transports(NamedTuple):
+    """What a group communicates through, besides MPI itself.
+
+    Attributes:
+        shm: the shared memory of the group, None unless all its ranks share one host and can have it.
+        internode: the transport between several hosts, None on one.
+        spread: how the ranks compare what they are about to do.
+        local: the ranks of this host, where there is need of them.
+    """
+
+    shm: ShmTransport | None
+    internode: InternodeTransport | None
+    spread: DigestExchange
+    local: "Communicator | None"
+
+    @property
+    def memory(self) -> ShmTransport | None:
+        """The shared memory of this host's ranks."""
+        return self.shm if self.internode is None else self.internode.shm
+
+
+def open_transports(
+    wire: "Communicator", topology: Topology, costs: CostModel, *, name: str, timeout_s: float
+) -> Transports:
+    """Open what a group can have. Collective.
+
+    Shared memory that should be there and is not is worth a warning, from one rank.
+    """
+    shares = any(len(ranks) > 1 for ranks in topology.nodes)
+    allowed = all(wire.all_gather_object(config.shared_memory()))
+    if wire.size == 1 or (shares and not allowed):
+        return _messages_only(wire)
+    local = wire.split(topology.node_rank)
+    node, memory = _open_memory(local, topology.num_nodes > 1, name, timeout_s)
+    if not all(wire.all_gather_object(node is not None or local.size == 1)):
+        _warn(wire, name)
+        local.free()
+        return _messages_only(wire)
+    if topology.num_nodes == 1:
+        assert node is not None
+        return Transports(node, None, ShmDigestExchange(node.control, wire.global_ranks), local)
+    hosts = InternodeTransport(
+        wire, topology, node, memory, best_speakers=costs.speakers, name=name, timeout_s=timeout_s
+    )
+    return Transports(None, hosts, _between_hosts(wire, topology, hosts), local)
+
+
+def _messages_only(wire: "Communicator") -> Transports:
+    return Transports(None, None, InternodeDigestExchange(None, Dissemination(wire), wire.global_ranks), None)
+
+
+def _open_memory(
+    local: "Communicator", several_hosts: bool, name: str, timeout_s: float
+) -> tuple[ShmTransport | None, Segment | None]:
+    """Return the shared memory of a host's ranks, and more for what travels between hosts."""
+    if local.size == 1:
+        return None, None
+    staging = open_segment(local, STAGING_BYTES)
+    more = open_segment(local, MEMORY_BYTES) if several_hosts else None
+    if staging is None or (several_hosts and more is None):
+        return None, None
+    memory = None if several_hosts else open_cross_memory_attach(local)
+    return ShmTransport(local, staging, memory, name=name, timeout_s=timeout_s), more
+
+
+def _between_hosts(
+    wire: "Communicator", topology: Topology, hosts: InternodeTransport
+) -> InternodeDigestExchange:
+    first = [ranks[0] for ranks in topology.nodes]
+    between: Dissemination | LeaderExchange | None = hosts.talk
+    if between is None and wire.rank in first:
+        between = Dissemination(wire, first)
+    control = None if hosts.shm is None else hosts.shm.control
+    here = [wire.global_ranks[rank] for rank in topology.nodes[topology.node_rank]]
+    return InternodeDigestExchange(control, between, here)
+
+
+def _warn(wire: "Communicator", name: str) -> None:
+    if wire.rank == 0:
+        warnings.warn(
+            f"ranks of group '{name}' share a host but no memory (separate containers?); everything goes "
+            "through MPI instead, which is slower. MPISGD_SHARED_MEMORY=0 asks for that in silence",
+            RuntimeWarning,
+            stacklevel=2,
+        )

@@ -1,0 +1,150 @@
+"""`CostModel`: which algorithm is predicted to be fastest."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from mpisgd.tuning.line import Line, Point, Segment
+from mpisgd.tuning.scaling import kind, link_share, num_steps
+
+__all__ = ["ALL_REDUCE", "CostModel", "Curve", "Measured"]
+
+ALL_REDUCE = "all_reduce"
+
+MAX_REMEMBERED = 4096
+CLEARLY = 0.9  # of the time of another; what machines do from run to run differs by as much
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What one algorithm takes.
+
+    Attributes:
+        algorithm: as in `all_reduce(algorithm=...)`.
+        half: for float16 and bfloat16, in bytes of these; otherwise measured with float32.
+        line: the fit.
+        speakers: how many ranks of each host send over the link (`hierarchical`); 1 for all others.
+        points: what was measured.
+        collective: what it was used for; `node` and `mpi` can do others than all_reduce.
+    """
+
+    algorithm: str
+    half: bool
+    line: Line
+    speakers: int = 1
+    points: tuple[Point, ...] = ()
+    collective: str = ALL_REDUCE
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Curves of one set of ranks.
+
+    Attributes:
+        ranks_per_host: how many there were on each host, more than one in all.
+        curves: one for each collective, algorithm, kind of dtype and number of speakers.
+    """
+
+    ranks_per_host: tuple[int, ...]
+    curves: tuple[Curve, ...]
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Predicts what a collective takes; every rank with the same model chooses the same.
+
+    It predicts for `ranks_per_host`, from measurements of the most similar ranks: of one host, of hosts with
+    one rank each, or of hosts with several. Where those were other numbers of ranks, latency is taken to grow
+    with the number of steps, and time per byte with what the busiest link carries (2(h-1)/h of the tensor
+    for `hierarchical` on h hosts). That is right for links; on one host it takes cores and memory to grow
+    with the ranks, and the sizes of caches to stay.
+
+    Attributes:
+        source: where it comes from, for people.
+        measured: at most one for each kind of ranks.
+        ranks_per_host: what is predicted for.
+    """
+
+    source: str
+    measured: tuple[Measured, ...]
+    ranks_per_host: tuple[int, ...] = (1,)
+
+    def at(self, ranks_per_host: Sequence[int]) -> "CostModel":
+        """Return the model for other ranks."""
+        return replace(self, ranks_per_host=tuple(ranks_per_host))
+
+    def completed(self, other: "CostModel") -> "CostModel":
+        """Return this model, with what `other` has measured of kinds of ranks that are missing here."""
+        known = {kind(own.ranks_per_host) for own in self.measured}
+        more = [theirs for theirs in other.measured if kind(theirs.ranks_per_host) not in known]
+        return replace(self, measured=(*self.measured, *more))
+
+    def choose(
+        self, candidates: tuple[str, ...], nbytes: int, half: bool = False, collective: str = ALL_REDUCE
+    ) -> str:
+        """Return the first candidate, unless another one is predicted to be clearly faster.
+
+        Args:
+            candidates: algorithms, at least one; those nobody has measured come last.
+            nbytes: of the tensor.
+            half: whether it is float16 or bfloat16.
+            collective: what is to be done.
+        """
+        asked = (candidates, nbytes, half, collective)
+        known = self._chosen.get(asked)
+        if known is None:
+            if len(self._chosen) >= MAX_REMEMBERED:
+                self._chosen.clear()
+            first = candidates[0]
+            seconds = {name: self.seconds(name, nbytes, half, collective) for name in candidates}
+            fastest = min(candidates, key=seconds.__getitem__)
+            known = fastest if seconds[fastest] < CLEARLY * seconds[first] else first
+            self._chosen[asked] = known
+        return known
+
+    def speakers(self, nbytes: int, half: bool = False) -> int:
+        """Return how many ranks of each host should send over the link in `hierarchical`."""
+        curves = self._curves.get(("hierarchical", half, ALL_REDUCE), ())
+        fastest = min(curves, key=lambda curve: curve.line.seconds(nbytes), default=None)
+        return 1 if fastest is None else fastest.speakers
+
+    def seconds(self, algorithm: str, nbytes: int, half: bool = False, collective: str = ALL_REDUCE) -> float:
+        """Return what `algorithm` is predicted to take, infinite where nobody has measured it."""
+        curves = self._curves.get((algorithm, half, collective), ())
+        return min((curve.line.seconds(nbytes) for curve in curves), default=float("inf"))
+
+    @cached_property
+    def collectives(self) -> frozenset[str]:
+        """Those that have been measured on similar ranks."""
+        return frozenset(collective for _, _, collective in self._curves)
+
+    def only(self, algorithm: str, collective: str) -> "CostModel":
+        """Return a model by which these ranks have no choice."""
+        curve = Curve(algorithm, False, Line((Segment(math.inf, 0.0, 0.0),)), collective=collective)
+        return replace(self, measured=(Measured(self.ranks_per_host, (curve,)),))
+
+    @cached_property
+    def _chosen(self) -> dict[tuple[tuple[str, ...], int, bool, str], str]:
+        """Earlier choices: a small message takes less time than a prediction."""
+        return {}
+
+    @cached_property
+    def _curves(self) -> dict[tuple[str, bool, str], list[Curve]]:
+        """The curves of similar ranks as they would be here, by algorithm, kind of dtype and collective."""
+        found: dict[tuple[str, bool, str], list[Curve]] = {}
+        for measured in self.measured:
+            if kind(measured.ranks_per_host) == kind(self.ranks_per_host):
+                for curve in measured.curves:
+                    here = _carried_over(curve, measured.ranks_per_host, self.ranks_per_host)
+                    key = (curve.algorithm, curve.half, curve.collective)
+                    found.setdefault(key, []).append(here)
+        return found
+
+
+def _carried_over(curve: Curve, there: Sequence[int], here: Sequence[int]) -> Curve:
+    """Return a curve that was measured `there` as it is expected `here`."""
+    alpha = num_steps(curve.algorithm, here) / num_steps(curve.algorithm, there)
+    beta = link_share(curve.algorithm, here) / link_share(curve.algorithm, there)
+    speakers = 1 if curve.speakers == 1 else min(here)
+    return replace(curve, line=curve.line.scaled(alpha, beta), speakers=speakers)

@@ -1,0 +1,187 @@
+"""A profile: what `python -m mpisgd tune` has measured, as a JSON file.
+
+Between its first and last line stand `command`, `when`, `machine` and `versions`, for people:
+
+    {"format": "mpisgd profile", "version": 2,
+    "measured": [{"ranks_per_host": [2, 2], "curves": [
+        {"collective": "all_reduce", "algorithm": "ring", "half": false, "speakers": 1,
+        "segments": [[up to bytes, alpha in s, beta in s/byte], ..., [null, alpha in s, beta in s/byte]],
+        "points": [[bytes, s], ...]}, ...]}, ...]}
+"""
+
+import contextlib
+import json
+import math
+import os
+import re
+import tempfile
+from collections.abc import Sequence
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any
+
+from mpisgd.config import cache_folder
+from mpisgd.tuning.line import Line, Segment
+from mpisgd.tuning.model import CostModel, Curve, Measured
+
+__all__ = ["ProfileError", "as_profile", "built_in", "default_path", "read", "topology_name", "write"]
+
+FORMAT = "mpisgd profile"
+VERSION = 2
+# Measured on one machine with two cores, and on two hosts pretended there; each file holds its command. The
+# first one with a kind of ranks has the say: on those hosts two ranks share a core, as they should not.
+BUILT_IN = Path(__file__).with_name("built_in")
+# From here on a run of equal hosts is counted: a file's name must stay short on a large cluster.
+LONG_RUN = 4
+
+
+class ProfileError(Exception):
+    """A file is no profile that this version understands; the text says why."""
+
+
+def topology_name(ranks_per_host: Sequence[int]) -> str:
+    """Return `2+2` for two hosts of two ranks, `3+1` for uneven ones, `64x8` for 64 hosts of 8 ranks."""
+    runs = [(ranks, len(list(run))) for ranks, run in groupby(sorted(ranks_per_host, reverse=True))]
+    return "+".join(
+        f"{hosts}x{ranks}" if hosts >= LONG_RUN else "+".join([str(ranks)] * hosts) for ranks, hosts in runs
+    )
+
+
+def default_path(ranks_per_host: Sequence[int]) -> Path:
+    """Return where the profile of these ranks is looked for."""
+    return cache_folder() / f"profile-{topology_name(ranks_per_host)}.json"
+
+
+def as_profile(measured: Sequence[Measured], header: dict[str, Any]) -> dict[str, Any]:
+    """Return what a profile file holds; `header`: machine, versions, command."""
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        **header,
+        "measured": [
+            {"ranks_per_host": list(one.ranks_per_host), "curves": [_curve_as_json(c) for c in one.curves]}
+            for one in measured
+        ],
+    }
+
+
+def _as_text(profile: dict[str, Any]) -> str:
+    """Return JSON with a line for each point and segment."""
+    text = json.dumps(profile, indent=1)
+    return re.sub(r"\[[^][{}]*\]", lambda numbers: " ".join(numbers[0].split()), text) + "\n"
+
+
+def _curve_as_json(curve: Curve) -> dict[str, Any]:
+    segments = [
+        [
+            None if math.isinf(piece.up_to_bytes) else round(piece.up_to_bytes),
+            _rounded(piece.alpha_s),
+            _rounded(piece.beta_s_per_byte),
+        ]
+        for piece in curve.line.segments
+    ]
+    return {
+        "collective": curve.collective,
+        "algorithm": curve.algorithm,
+        "half": curve.half,
+        "speakers": curve.speakers,
+        "segments": segments,
+        "points": [[round(nbytes), _rounded(seconds)] for nbytes, seconds in curve.points],
+    }
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def write(path: Path, profile: dict[str, Any]) -> None:
+    """Write a profile; whoever reads meanwhile sees the old file or the new one, never a part.
+
+    Raises:
+        OSError: it cannot be written; an old file is unchanged then.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(_as_text(profile))
+        os.chmod(name, 0o644)  # mkstemp's are for their owner only; a cluster's profile is for everyone
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def read(path: Path) -> CostModel:
+    """Return the model in a profile.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ProfileError: it cannot be read, is damaged or of another version.
+    """
+    try:
+        page = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as exc:  # ValueError: no JSON, or no text at all
+        raise ProfileError(str(exc)) from exc
+    if not isinstance(page, dict) or page.get("format") != FORMAT:
+        raise ProfileError(f"it is no {FORMAT}")
+    if page.get("version") != VERSION:
+        raise ProfileError(f"it is of version {page.get('version')!r}, this mpisgd reads version {VERSION}")
+    try:
+        measured = tuple(_measured(entry) for entry in page["measured"])
+    except (KeyError, TypeError, ValueError, OverflowError) as exc:
+        raise ProfileError(f"damaged: {type(exc).__name__}: {exc}") from exc
+    return CostModel(str(path), measured)
+
+
+def _measured(entry: dict[str, Any]) -> Measured:
+    ranks_per_host = tuple(_whole(ranks) for ranks in entry["ranks_per_host"])
+    if sum(ranks_per_host) < 2:
+        raise ValueError(f"ranks_per_host={list(ranks_per_host)}: expected two ranks or more")
+    return Measured(ranks_per_host, tuple(_curve(curve) for curve in entry["curves"]))
+
+
+def _curve(entry: dict[str, Any]) -> Curve:
+    return Curve(
+        algorithm=str(entry["algorithm"]),
+        half=bool(entry["half"]),
+        line=_line(entry["segments"]),
+        speakers=_whole(entry["speakers"]),
+        points=tuple((_number(nbytes), _number(seconds)) for nbytes, seconds in entry["points"]),
+        collective=str(entry["collective"]),
+    )
+
+
+def _line(entries: Sequence[Any]) -> Line:
+    """Return the line, whose last segment is open, so that every size has one."""
+    segments = [
+        Segment(math.inf if end is None else _number(end), _number(alpha), _number(beta))
+        for end, alpha, beta in entries
+    ]
+    ends = [segment.up_to_bytes for segment in segments]
+    if not segments or ends[-1] != math.inf or any(end >= after for end, after in pairwise(ends)):
+        raise ValueError(f"segments end at {ends}: expected ascending sizes, the last one open")
+    return Line(tuple(segments))
+
+
+def _whole(value: Any) -> int:
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{value!r}: expected a whole number above zero")
+    return value
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise ValueError(f"{value!r}: expected a number, not below zero")
+    return float(value)
+
+
+def built_in() -> CostModel:
+    """Return the model for where nobody has measured."""
+    model = CostModel("built-in", ())
+    for path in sorted(BUILT_IN.glob("*.json")):
+        model = model.completed(read(path))
+    return model

@@ -1,0 +1,148 @@
+"""The hosts plane, on one machine: groups that are told that their ranks live on several hosts.
+
+tests/cluster runs it on real ones.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import pytest
+import torch
+from closed_form import DTYPES, assert_near, combined, given, ops_of
+from verdicts import everyone, raises_everywhere, same_on_all_ranks
+
+import mpisgd
+from mpisgd import ReduceOp, config
+from mpisgd.core.group import Group
+from mpisgd.core.topology import arrange
+from mpisgd.job.lifecycle import world
+from mpisgd.transport.internode.host_messages import OFFER_BYTES
+from mpisgd.transport.internode.transport import CHUNK_BYTES, DEPTH
+
+pytestmark = [
+    pytest.mark.mpi(min_size=2),
+    pytest.mark.skipif(not config.shared_memory(), reason="several ranks of a host without shared memory"),
+]
+
+# For each number of ranks: the first rank of every rank's host.
+ARRANGEMENTS = {
+    2: {"each alone": [0, 1]},
+    3: {"two and one": [0, 0, 2], "one and two": [0, 1, 1], "in turn": [0, 1, 0], "each alone": [0, 1, 2]},
+    4: {
+        "pairs": [0, 0, 2, 2],
+        "in turn": [0, 1, 0, 1],
+        "three and one": [0, 0, 0, 3],
+        "each alone": [0, 1, 2, 3],
+    },
+}
+NAMES = sorted({name for by_name in ARRANGEMENTS.values() for name in by_name})
+
+
+@pytest.fixture(scope="module")
+def pretended(job) -> dict[str, Group]:
+    found = {}
+    for name, leaders in ARRANGEMENTS.get(mpisgd.size(), {}).items():
+        where = arrange(mpisgd.rank(), leaders, [f"host{leader}" for leader in leaders])
+        wire = world().queue.wire.duplicate()
+        found[name] = Group(name, range(mpisgd.size()), wire, timeout_s=30, threads=True, topology=where)
+    yield found
+    for group in found.values():
+        group.queue.drain()
+        group.close()
+
+
+@pytest.fixture(params=NAMES)
+def hosts(request, pretended) -> Group:
+    if request.param not in pretended:
+        pytest.skip("for another number of ranks")
+    return pretended[request.param]
+
+
+def reduced(group: Group, inputs: list[torch.Tensor], op: ReduceOp) -> torch.Tensor:
+    mine = inputs[mpisgd.rank()].clone()
+    mpisgd.all_reduce(mine, op, group, algorithm="hierarchical")
+    same_on_all_ranks(zlib.crc32(mine.view(torch.uint8).numpy().tobytes() if mine.numel() else b""))
+    return mine
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_and_op(hosts, dtype):
+    for op in ops_of(dtype):
+        for length in (0, 1, 3, 131, OFFER_BYTES // 4 + 1, OFFER_BYTES + 7):
+            inputs = [given(rank, dtype, (length,)) for rank in range(hosts.size)]
+            assert_near(reduced(hosts, inputs, op), combined(inputs, op))
+
+
+@pytest.mark.parametrize("speakers", [1, 2])
+def test_chunks_fill_the_pipeline_and_run_over(hosts, speakers, monkeypatch):
+    plane = hosts.internode
+    assert plane is not None
+    if speakers > plane.max_speakers:
+        pytest.skip("a host has a single rank")
+    monkeypatch.setattr(plane, "best_speakers", lambda nbytes, half: speakers)
+    chunk = CHUNK_BYTES // 4
+    for length in (chunk - 1, chunk + 1, DEPTH * chunk, (DEPTH + 3) * chunk + 17):
+        for dtype in (torch.float32, torch.bfloat16):
+            inputs = [given(rank, dtype, (length,)) for rank in range(hosts.size)]
+            assert_near(reduced(hosts, inputs, ReduceOp.AVG), combined(inputs, ReduceOp.AVG))
+
+
+def test_operations_follow_each_other_without_a_race(hosts):
+    """Slots and messages are used again and again: many sizes, no pause, late ranks."""
+    for round_ in range(40):
+        length = (5, CHUNK_BYTES // 8 + 3, OFFER_BYTES // 4, 2 * CHUNK_BYTES // 4 + 1)[round_ % 4]
+        inputs = [given(rank + round_, torch.float32, (length,)) for rank in range(hosts.size)]
+        mine = inputs[hosts.rank].clone()
+        if round_ % hosts.size == hosts.rank:
+            torch.randn(200, 200) @ torch.randn(200, 200)
+        mpisgd.all_reduce(mine, ReduceOp.SUM, hosts, algorithm="hierarchical")
+        assert_near(mine, combined(inputs, ReduceOp.SUM))
+
+
+def test_in_the_lanes_thread(hosts):
+    inputs = [
+        [given(rank + i, torch.float32, (CHUNK_BYTES * i // 8 + 3,)) for rank in range(hosts.size)]
+        for i in range(4)
+    ]
+    mine = [tensors[hosts.rank].clone() for tensors in inputs]
+    works = [mpisgd.all_reduce(tensor, ReduceOp.SUM, hosts, async_op=True) for tensor in mine]
+    for work, tensor, tensors in zip(works, mine, inputs, strict=True):
+        assert work is not None
+        work.wait()
+        assert_near(tensor, combined(tensors, ReduceOp.SUM))
+
+
+def test_views_are_reduced_where_they_lie(hosts):
+    inputs = [given(rank, torch.float32, (60, 7)) for rank in range(hosts.size)]
+    mine = inputs[hosts.rank].t().contiguous().t()
+    mpisgd.all_reduce(mine, ReduceOp.SUM, hosts)
+    assert_near(mine.contiguous(), combined(inputs, ReduceOp.SUM))
+
+
+@pytest.mark.parametrize("odd", [0, -1])
+def test_disagreement_is_seen_on_every_rank_and_survived(hosts, odd):
+    """Whoever differs, the first rank of a host or not, and whatever lies in the small messages."""
+    length = 10 if hosts.rank == odd % hosts.size else 11
+    for wrong in (length, length + OFFER_BYTES):
+        with raises_everywhere(mpisgd.CollectiveMismatch) as caught:
+            mpisgd.all_reduce(torch.ones(wrong), group=hosts)
+        everyone(f"[{wrong}]" in caught.text)
+    mine = torch.full((3,), float(hosts.rank))
+    mpisgd.all_reduce(mine, group=hosts)
+    everyone(mine.tolist() == [sum(range(hosts.size))] * 3, str(mine))
+
+
+def test_bytes_between_hosts_are_the_fewest_possible(hosts):
+    """2 (h - 1) / h of the message leave each host, whoever speaks, and the handshake's few bytes."""
+    plane, length = hosts.internode, 3 * CHUNK_BYTES // 4 + 24
+    wire = hosts.queue.wire
+    before = wire.sent_bytes
+    mpisgd.all_reduce(torch.ones(length), group=hosts, algorithm="hierarchical")
+    h = hosts.topology.num_nodes
+    total = torch.zeros(h)
+    total[hosts.topology.node_rank] = wire.sent_bytes - before
+    mpisgd.all_reduce(total)
+    limit = 2 * (h - 1) / h * length * 4
+    assert plane is not None
+    everyone(bool((total >= limit * 0.99).all() and (total <= limit + 64 * 16 * h).all()), f"{total} {limit}")

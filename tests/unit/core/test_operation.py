@@ -1,0 +1,61 @@
+"""What ranks agree on: the description of an operation and the history it is folded into."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpisgd.core.consistency import Operation, fold
+
+BASE = Operation("all_reduce", "SUM", "float32", (2, 3), 1, "algorithm=ring")
+operations = st.builds(
+    Operation,
+    st.sampled_from(["all_reduce", "broadcast"]),
+    st.sampled_from(["", "SUM"]),
+    st.sampled_from(["", "float32"]),
+    st.lists(st.integers(0, 3), max_size=3).map(tuple),
+    st.integers(-1, 2),
+    st.text(max_size=3),
+)
+
+
+def test_every_field_counts():
+    others = [
+        BASE._replace(kind="reduce"),
+        BASE._replace(op="AVG"),
+        BASE._replace(dtype="float64"),
+        BASE._replace(shape=(3, 2)),
+        BASE._replace(shape=(6,)),
+        BASE._replace(root=2),
+        BASE._replace(extra=""),
+    ]
+    assert len({fold(b"", operation) for operation in [BASE, *others]}) == len(others) + 1
+
+
+@given(st.lists(operations, max_size=4), st.lists(operations, max_size=4))
+def test_equal_history_and_nothing_else_gives_equal_hashes(first, second):
+    hashes = []
+    for history in (first, second):
+        digest = b""
+        for operation in history:
+            digest = fold(digest, operation)
+        hashes.append(digest)
+    assert (hashes[0] == hashes[1]) == (first == second)
+
+
+def test_the_hash_is_the_same_in_every_process():
+    program = f"from mpisgd.core.consistency import Operation, fold\nprint(fold(b'before', {BASE!r}).hex())"
+    other = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert other.stdout.strip() == fold(b"before", BASE).hex()
+    assert len(fold(b"", BASE)) == 8
+
+
+def test_an_operation_prints_what_it_has():
+    assert str(BASE) == "all_reduce(op=SUM, dtype=float32, shape=[2, 3], root=1, algorithm=ring)"
+    assert str(Operation("barrier")) == "barrier()"
+    assert str(Operation("broadcast_object", root=0)) == "broadcast_object(root=0)"

@@ -1,0 +1,123 @@
+"""Backoff: at once when it is time, not for ever, and asleep in between."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from mpisgd.core.waiting import (
+    LONG_SLEEP_S,
+    SHORT_SLEEP_S,
+    YIELD_S,
+    Backoff,
+    _pause,
+    cancel_reason,
+    give_up,
+    is_loss,
+    is_oversubscribed,
+    message_begins,
+    message_ends,
+    set_oversubscribed,
+    take_back,
+)
+from mpisgd.errors import CollectiveTimeout, PeerLost
+
+
+def test_what_is_ready_is_not_waited_for():
+    assert Backoff(0.0).wait_for(lambda: True)
+
+
+def test_what_never_comes_is_given_up_at_the_limit():
+    patience = Backoff(0.1)
+    assert not patience.wait_for(lambda: False)
+    assert 0.1 <= patience.waited_s < 1.0
+
+
+def test_it_asks_until_the_answer_is_yes():
+    answers = iter([False] * 50 + [True])
+    assert Backoff(5.0).wait_for(lambda: next(answers))
+
+
+def test_a_second_wait_shares_the_limit():
+    patience = Backoff(0.1)
+    time.sleep(0.12)
+    assert not patience.wait_for(lambda: False)
+    assert patience.wait_for(lambda: True)
+
+
+def test_a_long_wait_costs_little_cpu():
+    before = time.process_time()
+    Backoff(0.5).wait_for(lambda: False)
+    assert time.process_time() - before < 0.1
+
+
+def test_pauses_grow_with_the_wait():
+    assert _pause(0.0, SHORT_SLEEP_S) < _pause(0.05, SHORT_SLEEP_S) <= 0.01
+    assert _pause(1000.0, SHORT_SLEEP_S) == LONG_SLEEP_S
+
+
+def test_pauses_are_short_while_messages_are_under_way():
+    usual = _pause(0.2, 0.0)
+    messages = [object(), object()]
+    for message in messages:
+        message_begins(message)
+    for message in messages:
+        assert _pause(0.2, 0.0) <= usual / 20
+        message_ends(message)
+    assert _pause(0.2, 0.0) == usual
+
+
+@pytest.fixture
+def crowd() -> Iterator[None]:
+    before = is_oversubscribed()
+    set_oversubscribed(True)
+    yield
+    set_oversubscribed(before)
+
+
+@pytest.mark.usefixtures("crowd")
+@pytest.mark.parametrize("wakes", [True, False])
+def test_where_cores_are_scarce_it_dozes_if_somebody_would_wake_it(wakes):
+    dozed: list[float] = []
+
+    def doze(limit_s: float) -> bool:
+        dozed.append(limit_s)
+        return wakes
+
+    patience = Backoff(5.0)
+    assert patience.wait_for(lambda: len(dozed) >= 5, doze)
+    assert patience.waited_s >= YIELD_S  # before that it only gives up its core
+    assert all(0 < limit_s <= LONG_SLEEP_S for limit_s in dozed)
+
+
+@pytest.mark.usefixtures("crowd")
+def test_a_doze_does_not_hide_the_time_limit():
+    assert not Backoff(0.05).wait_for(lambda: False, lambda limit_s: True)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "loss"),
+    [
+        (CollectiveTimeout("late"), PeerLost("gone"), False),
+        (PeerLost("gone"), CollectiveTimeout("late"), True),
+    ],
+)
+def test_a_wait_in_vain_ends_with_the_first_reason_each_with_an_error_of_its_own(first, second, loss):
+    give_up(first)
+    give_up(second)
+    try:
+        assert is_loss() == loss
+        caught = []
+        for _ in range(2):
+            with pytest.raises(type(first), match=str(first)) as raised:
+                Backoff(5.0).wait_for(lambda: False)
+            caught.append(raised.value)
+        assert caught[0] is not caught[1]
+        assert Backoff(5.0).wait_for(lambda: True)  # what is there already was not waited for in vain
+    finally:
+        take_back()
+    assert cancel_reason() is None
+    assert not is_loss()
+    assert not Backoff(0.01).wait_for(lambda: False)

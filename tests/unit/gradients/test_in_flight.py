@@ -1,0 +1,88 @@
+"""`InFlightReduction`: buckets set out in the order of the plan, each when all its gradients are complete."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mpisgd.core.work import QueuedWork
+from mpisgd.errors import CollectiveMismatch
+from mpisgd.gradients.bucketing import Item, plan_buckets
+from mpisgd.gradients.fusion_buffer import FusionBuffer
+from mpisgd.gradients.in_flight import InFlightReduction
+from mpisgd.gradients.plan import BucketSlot, Plan
+from mpisgd.gradients.unbucketed import UnbucketedGradient
+
+PARAMS = [torch.zeros(4) for _ in range(5)]
+
+
+def plan() -> Plan:
+    """Buckets [4, 3], [2], [1, 0]; the one in the middle is a single large gradient."""
+    items = [Item(i, 8 if i == 2 else 4, 4, "k") for i in range(5)]
+    first, alone, last = plan_buckets(items, cap_bytes=32, align_bytes=4, alone_bytes=32)
+    assert [first.indices, alone.indices, last.indices] == [(4, 3), (2,), (1, 0)]
+    pairs = [FusionBuffer(b, [PARAMS[i] for i in b.indices], torch.zeros(b.numel)) for b in (first, last)]
+    loads = [pairs[0], UnbucketedGradient(alone, PARAMS[2]), pairs[1]]
+    return Plan(tuple(range(5)), tuple(BucketSlot(load) for load in loads), frozenset(), "p")
+
+
+def fly(flight: InFlightReduction, order: list[int]) -> list[list[tuple[int, ...]]]:
+    """Which buckets set out at each gradient."""
+    told = []
+    for index in order:
+        flight.complete(index)
+        gone = []
+        while (carrier := flight.next_complete()) is not None:
+            flight.launched.append(None)
+            gone.append(carrier.bucket.indices)
+        told.append(gone)
+    return told
+
+
+def test_nothing_waits_for_what_comes_later_in_the_plan():
+    flight = InFlightReduction(plan(), "now", in_background=True)
+    assert fly(flight, [4, 3, 2, 1, 0]) == [[], [(4, 3)], [(2,)], [], [(1, 0)]]
+    assert flight.left_behind() == ()
+
+
+def test_nothing_overtakes():
+    flight = InFlightReduction(plan(), "now", in_background=True)
+    assert fly(flight, [0, 1, 2, 3, 4]) == [[], [], [], [], [(4, 3), (2,), (1, 0)]]
+
+
+def test_a_gradient_counts_once_and_strangers_do_not():
+    flight = InFlightReduction(plan(), "now", in_background=True)
+    assert fly(flight, [4, 4, 99]) == [[], [], []]
+    assert not flight.has_left(4)
+    assert fly(flight, [3]) == [[(4, 3)]]
+    assert flight.has_left(4)
+    assert flight.has_left(3)
+    assert not flight.has_left(2)
+    assert not flight.has_left(99)
+
+
+def test_what_is_held_is_left_behind():
+    flight = InFlightReduction(plan(), "now", in_background=True)
+    fly(flight, [4, 3])
+    flight.held = True
+    assert fly(flight, [2, 1, 0]) == [[], [], []]
+    assert [carrier.bucket.indices for carrier in flight.left_behind()] == [(2,), (1, 0)]
+
+
+def test_in_the_foreground_everything_is_left_behind():
+    flight = InFlightReduction(plan(), "now")
+    assert fly(flight, [4, 3, 2, 1, 0]) == [[]] * 5
+    assert len(flight.left_behind()) == 3
+
+
+def test_the_first_error_is_told_and_all_are_waited_for():
+    flight = InFlightReduction(plan(), "now", in_background=True)
+    works = [QueuedWork("gradients", None) for _ in range(3)]
+    first, second = CollectiveMismatch("first"), CollectiveMismatch("second")
+    for work, error in zip(works, (None, first, second), strict=True):
+        work.complete(error)
+        flight.launched.append(work)
+    with pytest.raises(CollectiveMismatch, match="first"):
+        flight.wait()
+    del works, work
+    flight.launched.clear()  # nothing warns of an error that nobody waited for

@@ -1,0 +1,30 @@
+"""The end of a process is the same whether the program has called `shutdown()` or not."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from mpisgd.job import lifecycle as jobs
+
+
+@pytest.mark.parametrize("in_order", [True, False], ids=["shutdown was called", "shutdown was not called"])
+@pytest.mark.parametrize(
+    ("lost_ranks", "lost_host", "end"),
+    [(True, False, "lost_ranks"), (True, True, "lost_host 3"), (False, False, "limit 60")],
+)
+def test_a_job_that_has_lost_ranks_does_not_wait_for_them(monkeypatch, lost_ranks, lost_host, end, in_order):
+    topology = SimpleNamespace(local_rank=3)
+    world = SimpleNamespace(pid=os.getpid(), size=4, known_topology=topology)
+    job = SimpleNamespace(world=world, lost_ranks=lost_ranks, lost_host=lost_host, timeout_s=60)
+    said: list[str] = []
+    monkeypatch.setattr(jobs, "_job", None if in_order else job)
+    monkeypatch.setattr(jobs, "_left", job if in_order else None)
+    monkeypatch.setattr(jobs, "shutdown", lambda: None)
+    monkeypatch.setattr(jobs, "exit_after_loss", lambda: said.append("lost_ranks"))
+    monkeypatch.setattr(jobs, "exit_without_host", lambda local_rank: said.append(f"lost_host {local_rank}"))
+    monkeypatch.setattr(jobs, "limit_by_signal", lambda limit_s: said.append(f"limit {limit_s}"))
+    jobs._leave()
+    assert said[0] == end  # the real `exit_without_host` does not return
