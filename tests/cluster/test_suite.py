@@ -16,7 +16,7 @@ SELECTION = " or ".join(
     [
         "test_collectives and world and (float32 or bfloat16)",
         "test_algorithms and float32",
-        "test_mismatches and (shape or root or order or skips or part)",
+        "test_consistency and (shape or root or order or skips or part)",
         "test_groups and not topology",  # there they are on one host; here test_topology.py has it
         "test_objects and world",
         "test_optimizers and not (the_comparison or instance)",
