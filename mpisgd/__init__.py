@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from mpisgd.collectives.reduce import reduce
     from mpisgd.collectives.reduce_scatter import reduce_scatter, reduce_scatter_tensor
     from mpisgd.compress.cast import Compression
+    from mpisgd.compress.compressor import BucketReducer, Compressor
     from mpisgd.core.dtypes import ReduceOp
     from mpisgd.core.group import Group
     from mpisgd.core.work import Work
@@ -75,6 +76,8 @@ if TYPE_CHECKING:
     from mpisgd.optim.broadcast import broadcast_optimizer_state, broadcast_parameters
     from mpisgd.optim.distributed import DistributedOptimizer
     from mpisgd.optim.in_sync import check_in_sync
+    from mpisgd.strategies.strategy import Strategy, Synchronizer, Training
+    from mpisgd.strategies.synchronous import Synchronous
     from mpisgd.timeline.session import start_timeline, stop_timeline
 
 __version__ = "0.1.0.dev0"
@@ -111,6 +114,7 @@ _HOMES = {
     "mpisgd.job.rank_info": ("local_rank", "local_size", "node_rank", "num_nodes", "rank", "size"),
     "mpisgd.core.work": ("Work",),
     "mpisgd.compress.cast": ("Compression",),
+    "mpisgd.compress.compressor": ("BucketReducer", "Compressor"),
     "mpisgd.errors": (
         "AlreadyInitialized",
         "CheckpointDamaged",
@@ -142,18 +146,22 @@ _HOMES = {
     "mpisgd.optim.broadcast": ("broadcast_optimizer_state", "broadcast_parameters"),
     "mpisgd.optim.distributed": ("DistributedOptimizer",),
     "mpisgd.optim.in_sync": ("check_in_sync",),
+    "mpisgd.strategies.strategy": ("Strategy", "Synchronizer", "Training"),
+    "mpisgd.strategies.synchronous": ("Synchronous",),
     "mpisgd.timeline.session": ("start_timeline", "stop_timeline"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
     "AlreadyInitialized",
+    "BucketReducer",
     "CheckpointDamaged",
     "CheckpointError",
     "CheckpointMismatch",
     "CollectiveMismatch",
     "CollectiveTimeout",
     "Compression",
+    "Compressor",
     "Deadlock",
     "DistributedOptimizer",
     "Group",
@@ -171,7 +179,11 @@ __all__ = [
     "PeerLost",
     "ReduceOp",
     "ShapeMismatch",
+    "Strategy",
     "SyncBatchNorm",
+    "Synchronizer",
+    "Synchronous",
+    "Training",
     "Unreachable",
     "UnsupportedOp",
     "UnsupportedTensor",

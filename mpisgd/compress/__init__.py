@@ -1,1 +1,1 @@
-"""What gradients look like on the wire."""
+"""What gradients look like on the wire: one method of compression per file."""

@@ -4,23 +4,30 @@ Each element's owner adds the halves of all ranks in float32 and rounds once, an
 result too, so all ranks end with the same bits.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-__all__ = ["Compression", "Compressor"]
+from mpisgd.compress.compressor import BucketReducer, Compressor
+from mpisgd.compress.dense_sum import reduce_gradient
+from mpisgd.core.dtypes import ReduceOp
+from mpisgd.core.group import Group
+
+__all__ = ["Cast", "CastReducer", "Compression"]
 
 
-class Compressor:
-    """Turns what is to be summed into what travels, and back. This one changes nothing.
+@dataclass(frozen=True, repr=False)
+class Cast(Compressor):
+    """Floating gradients travel as another dtype.
 
-    Args:
+    Attributes:
         name: for messages and for the agreement between ranks.
         dtype: what float32 and float64 travel as; None: as they are.
     """
 
-    def __init__(self, name: str, dtype: torch.dtype | None = None) -> None:
-        self.name = name
-        self.dtype = dtype
+    name: str
+    dtype: torch.dtype | None = None
 
     def __repr__(self) -> str:
         return f"Compression.{self.name}"
@@ -28,6 +35,10 @@ class Compressor:
     def changes(self, dtype: torch.dtype) -> bool:
         """Return whether gradients of `dtype` travel as something else."""
         return self.dtype is not None and dtype in (torch.float32, torch.float64)
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
+        """Return what gradients of `dtype` travel as."""
+        return self.dtype if self.changes(dtype) else dtype
 
     def compress(self, flat: Tensor) -> Tensor:
         """Return what travels instead of `flat`: `flat` itself, or a new tensor."""
@@ -38,14 +49,36 @@ class Compressor:
         if wire is not flat:
             flat.copy_(wire)
 
+    def reducer(self, numel: int, dtype: torch.dtype) -> "CastReducer":
+        """Return what casts a bucket, sums it and casts it back."""
+        return CastReducer(self, numel, dtype)
+
+
+class CastReducer(BucketReducer):
+    """Casts, sums, casts back. Keeps nothing."""
+
+    def __init__(self, cast: Cast, numel: int, dtype: torch.dtype) -> None:
+        self._cast = cast
+        self._nbytes = numel * (cast.wire_dtype(dtype) or dtype).itemsize
+
+    def reduce(self, bucket: Tensor, group: Group, op: ReduceOp) -> None:
+        """Sum the cast bucket; see `BucketReducer.reduce`."""
+        wire = self._cast.compress(bucket)
+        reduce_gradient(group, wire, op)
+        self._cast.decompress(wire, bucket)
+
+    def bytes_on_the_wire(self, size: int) -> int:
+        """Return 2 (size - 1) / size of the bucket's bytes: a reduce-scatter and an all-gather."""
+        return 2 * (size - 1) * self._nbytes // size
+
 
 class Compression:
-    """The choices for `DistributedOptimizer(compression=...)`.
+    """The choices for `DistributedOptimizer(compression=...)` that only cast.
 
     `none`; `fp16`, for gradients within float16's range (beyond 65,504 they become inf, which a GradScaler
     notices); `bf16`, float32's range with 8 bits of precision.
     """
 
-    none = Compressor("none")
-    fp16 = Compressor("fp16", torch.float16)
-    bf16 = Compressor("bf16", torch.bfloat16)
+    none = Cast("none")
+    fp16 = Cast("fp16", torch.float16)
+    bf16 = Cast("bf16", torch.bfloat16)

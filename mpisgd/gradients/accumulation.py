@@ -11,46 +11,83 @@ the pass that fills it or in `step()` if none did.
 
 import collections
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from mpisgd.collectives.all_reduce import all_reduce
-from mpisgd.core.dtypes import ReduceOp
-from mpisgd.core.group import Group
 from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.backward_hooks import BackwardHooks
-from mpisgd.gradients.options import ReductionOptions
-from mpisgd.gradients.reducer import GradientReducer
-from mpisgd.sharding.shared_parameters import SharedParameters
 
-__all__ = ["AccumulationWindow"]
+__all__ = ["AccumulationWindow", "GradientSync"]
+
+
+class GradientSync(Protocol):
+    """What a window asks of whoever combines the gradients of the ranks.
+
+    Attributes:
+        params: the parameters whose gradients it combines; backward passes over others count for nothing.
+        sums: whether a gradient that is combined twice comes out wrong, as a sum does and a mean does not.
+    """
+
+    params: Sequence[Tensor]
+
+    @property
+    def sums(self) -> bool:
+        """See above."""
+
+    def cover(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        """Take over another list of parameters."""
+
+    def begin(self, when: str) -> bool:
+        """Get ready for a backward; return whether `ready` is to be called for each gradient."""
+
+    def ready(self, index: int) -> None:
+        """Note that the gradient of a parameter is complete."""
+
+    def hold(self) -> None:
+        """Send nothing more before `reduce`."""
+
+    def abandon(self) -> None:
+        """Forget a backward that was left by an exception."""
+
+    def reduce(self, when: str, observed: Sequence[int] = ()) -> None:
+        """Combine every gradient over the ranks."""
+
+    def combine_loss(self, loss: Tensor) -> Tensor:
+        """Return the loss of all ranks together."""
+
+    def are_with_owners(self) -> bool:
+        """Return whether reduced gradients are with the ranks that own them alone."""
+
+    def holds_reduced(self) -> bool:
+        """Return whether some gradient is still the one that the last reduction left, or adds to it."""
+
+    def mark(self) -> None:
+        """Remember the state of the gradients for `kept_since_mark`."""
+
+    def kept_since_mark(self, num_added: Mapping[int, int]) -> bool:
+        """Return whether some gradient has been kept since `mark()`."""
 
 
 class AccumulationWindow:
-    """Counts backward passes over parameters and has them reduced at the right moment.
+    """Counts backward passes over parameters and has their gradients reduced at the right moment.
+
+    Args:
+        gradients: reduces them.
+        passes_per_step: how many backward passes fill a window.
 
     Attributes:
-        reducer: does the work.
+        gradients: as given; replaced by `move_to`.
         steps: how many there have been.
     """
 
-    def __init__(
-        self,
-        named: Sequence[tuple[str, Tensor]],
-        group: Group,
-        recipe: ReductionOptions,
-        passes_per_step: int,
-        shared: SharedParameters | None = None,
-    ) -> None:
-        self.reducer = GradientReducer(named, group, recipe, shared)
+    def __init__(self, gradients: "GradientSync", passes_per_step: int) -> None:
+        self.gradients = gradients
         self._passes_per_step = passes_per_step
-        self._watch = BackwardHooks(self._touched, self._became_ready, self._backward_ended)
-        self._watch.watch(self.reducer.params)
-        # A sum over the ranks must not be summed once more: only then it matters who has added to what.
-        self._sums = recipe.op is ReduceOp.SUM
+        self._hooks = BackwardHooks(self._touched, self._became_ready, self._backward_ended)
+        self._hooks.watch(gradients.params)
         self._num_ready: collections.Counter[int] = collections.Counter()
         self.steps = 0
         self._reductions = 0  # since the last step or zero_grad
@@ -61,15 +98,15 @@ class AccumulationWindow:
 
     def cover(self, named: Sequence[tuple[str, Tensor]]) -> None:
         """Take over a longer list of parameters."""
-        self._watch.remove()
-        self.reducer.cover(named)
-        self._watch.watch(self.reducer.params)
+        self._hooks.remove()
+        self.gradients.cover(named)
+        self._hooks.watch(self.gradients.params)
 
-    def move_to(self, group: Group, shared: SharedParameters | None = None) -> None:
+    def move_to(self, gradients: "GradientSync") -> None:
         """Begin anew with other ranks; there are no gradients. What was on its way has failed."""
-        self.reducer = GradientReducer(self.reducer.named, group, self.reducer.recipe, shared)
-        self._watch.remove()
-        self._watch.watch(self.reducer.params)
+        self.gradients = gradients
+        self._hooks.remove()
+        self._hooks.watch(gradients.params)
         self.steps = self._reductions = self._passes = 0
         self._pending = False
 
@@ -79,16 +116,16 @@ class AccumulationWindow:
         """A backward has reached its first gradient."""
         self._pending = True
         if nested:
-            self.reducer.hold()
+            self.gradients.hold()
             return
         reduces = not self._muted and self._passes + 1 >= self._passes_per_step
-        overlaps = reduces and not self._would_reduce_twice() and self.reducer.begin(self._when)
-        self._watch.told_of_each = overlaps or self._sums
+        overlaps = reduces and not self._would_reduce_twice() and self.gradients.begin(self._when)
+        self._hooks.told_of_each = overlaps or self.gradients.sums
 
     def _became_ready(self, index: int) -> None:
-        if self._sums:
+        if self.gradients.sums:
             self._num_ready[index] += 1
-        self.reducer.ready(index)
+        self.gradients.ready(index)
 
     @property
     def _when(self) -> str:
@@ -103,13 +140,13 @@ class AccumulationWindow:
 
     def _reduce(self) -> None:
         if self._would_reduce_twice():
-            with_what = "share_parameters=True" if self.reducer.has_given() else "op=SUM"
+            with_what = "share_parameters=True" if self.gradients.are_with_owners() else "op=SUM"
             raise InvalidArgument(
                 f"DistributedOptimizer: with {with_what}, gradients that were reduced already would be "
                 "reduced once more; call optimizer.zero_grad() before, accumulate inside no_sync(), or set "
                 "backward_passes_per_step"
             )
-        self.reducer.reduce(self._when, list(self._watch.observed))
+        self.gradients.reduce(self._when, list(self._hooks.observed))
         self._reductions += 1
         self._passes = 0
         self._pending = False
@@ -119,14 +156,14 @@ class AccumulationWindow:
 
         The mean of means that all ranks have is the same again; a sum, or what only its owner has, is not.
         """
-        if self.reducer.has_given():
+        if self.gradients.are_with_owners():
             return True
-        if not self._sums:
+        if not self.gradients.sums:
             return False
-        return self.reducer.holds_reduced() if self._reductions else self._kept_since_step()
+        return self.gradients.holds_reduced() if self._reductions else self._kept_since_step()
 
     def _kept_since_step(self) -> bool:
-        return self.reducer.kept_since_mark(self._num_ready)
+        return self.gradients.kept_since_mark(self._num_ready)
 
     # -- what the program asks for ------------------------------------------------------------------
 
@@ -146,7 +183,7 @@ class AccumulationWindow:
 
     def restart(self) -> None:
         """Begin a new window: the gradients were reset."""
-        self.reducer.abandon()
+        self.gradients.abandon()
         self._reductions = self._passes = 0
         self._pending = False
 
@@ -154,8 +191,8 @@ class AccumulationWindow:
         """Begin a new window after a step."""
         self.steps += 1
         self.restart()
-        if self._sums:
-            self.reducer.mark()
+        if self.gradients.sums:
+            self.gradients.mark()
             self._num_ready.clear()
 
     def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -164,18 +201,14 @@ class AccumulationWindow:
         def everyones() -> Any:
             loss = closure()
             self.flush_before_step()
-            return loss if self._skipping or self._muted else self._combined(loss)
+            if loss is None or self._skipping or self._muted:
+                return loss
+            # A Python float has 64 bits, and a line search uses them.
+            known = loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64)
+            total = self.gradients.combine_loss(known)
+            return total if isinstance(loss, Tensor) else total.item()
 
         return everyones
-
-    def _combined(self, loss: Any) -> Any:
-        if loss is None:
-            return None
-        # A Python float has 64 bits, and a line search uses them.
-        known = loss.detach() if isinstance(loss, Tensor) else torch.tensor(loss, dtype=torch.float64)
-        total = known.clone()
-        all_reduce(total, self.reducer.recipe.op, self.reducer.group)
-        return total if isinstance(loss, Tensor) else total.item()
 
     @contextlib.contextmanager
     def muted(self) -> Iterator[None]:

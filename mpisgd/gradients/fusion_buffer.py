@@ -48,7 +48,7 @@ class FusionBuffer:
         )
         return alike and self._shapes == [p.shape for p in params]
 
-    def absorb(self, grads: Sequence[Tensor | None]) -> bytes:
+    def load(self, grads: Sequence[Tensor | None]) -> bytes:
         """Bring this rank's gradients into `flat`, each unless it lies there already; return their kinds.
 
         A gradient that is missing, or sparse and travels apart, counts as zeros.
@@ -96,7 +96,7 @@ class FusionBuffer:
             return list(grads)
         return [grad.clone() if here else grad for grad, here in zip(grads, inside, strict=True)]
 
-    def settle(self, params: Sequence[Tensor], exists: Sequence[bool]) -> None:
+    def unload(self, params: Sequence[Tensor], exists: Sequence[bool]) -> None:
         """Make the reduced gradients those of `params`, and None those that no rank has."""
         if not self._in_place and all(exists):
             for param, view in zip(params, self.views, strict=True):

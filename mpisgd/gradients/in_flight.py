@@ -7,6 +7,7 @@ from torch import Tensor
 
 from mpisgd.core.work import Work
 from mpisgd.errors import MpisgdError
+from mpisgd.gradients.kinds import KindsExchange
 from mpisgd.gradients.plan import BucketSlot, Plan
 
 __all__ = ["InFlightReduction"]
@@ -22,7 +23,7 @@ class InFlightReduction:
 
     Attributes:
         launched: the buckets that have set out; None for one that has arrived already.
-        kinds: of the gradients in them, in the same order.
+        kinds: of the gradients in them, in the same order, joined over the ranks as the buckets arrive.
         held: whether the rest must wait for the end of backward.
         addresses: of the gradients that travel from where they lie.
         loaded: the memory of the buckets that have been brought there, in their order.
@@ -33,17 +34,17 @@ class InFlightReduction:
         self.when = when
         self.in_background = in_background
         self.launched: list[Work | None] = []
-        self.kinds = b""
+        self.kinds: list[KindsExchange] = []
         self.held = False
-        self._carriers = () if plan is None else plan.carriers
+        self._slots = () if plan is None else plan.slots
         self.addresses: set[int] = set()
         self.loaded: list[Tensor] = []
         self._complete: set[int] = set()
         self._missing: list[int] = []
         self._place_of: dict[int, int] = {}
         if in_background:
-            self._missing = [len(carrier.bucket.indices) for carrier in self._carriers]
-            self._place_of = {i: at for at, c in enumerate(self._carriers) for i in c.bucket.indices}
+            self._missing = [len(slot.bucket.indices) for slot in self._slots]
+            self._place_of = {i: at for at, slot in enumerate(self._slots) for i in slot.bucket.indices}
 
     def has_left(self, index: int) -> bool:
         """Return whether the bucket of this parameter has set out."""
@@ -60,7 +61,7 @@ class InFlightReduction:
         place = len(self.launched)
         if self.held or place == len(self._missing) or self._missing[place]:
             return None
-        return self._carriers[place]
+        return self._slots[place]
 
     @property
     def latest(self) -> Work | None:
@@ -69,7 +70,7 @@ class InFlightReduction:
 
     def left_behind(self) -> Sequence[BucketSlot]:
         """Return the buckets that have not set out."""
-        return self._carriers[len(self.launched) :]
+        return self._slots[len(self.launched) :]
 
     def unreduced(self) -> list[Tensor]:
         """Return the memory of those buckets that were loaded and have come to nothing, once all is over."""

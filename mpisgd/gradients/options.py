@@ -1,10 +1,10 @@
-"""`ReductionOptions`: how the gradients of all ranks become one."""
+"""`ReductionOptions`: how the gradients of all ranks are combined."""
 
 import math
 from typing import NamedTuple
 
 from mpisgd.arguments import check_flag, check_positive, shown
-from mpisgd.compress.cast import Compressor
+from mpisgd.compress.compressor import Compressor
 from mpisgd.core.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
 
@@ -12,7 +12,7 @@ __all__ = ["ReductionOptions", "check_options"]
 
 
 class ReductionOptions(NamedTuple):
-    """How gradients become one.
+    """How gradients are combined.
 
     Attributes:
         op: SUM or AVG.
@@ -31,20 +31,26 @@ class ReductionOptions(NamedTuple):
     overlap: bool | None
     error_if_nonfinite: bool = False
 
+    @property
+    def element_op(self) -> ReduceOp:
+        """What is done element by element: gradients that were divided before are summed."""
+        return self.op if self.predivide_factor == 1.0 else ReduceOp.SUM
 
-def check_options(recipe: ReductionOptions) -> None:
-    """Raise InvalidArgument where a recipe makes no sense."""
-    if not isinstance(recipe.op, ReduceOp) or recipe.op not in (ReduceOp.AVG, ReduceOp.SUM):
-        raise InvalidArgument(f"op={shown(recipe.op)}; gradients can be combined by AVG or SUM")
-    if not isinstance(recipe.compression, Compressor):
+
+def check_options(options: ReductionOptions) -> None:
+    """Raise InvalidArgument where options make no sense."""
+    if not isinstance(options.op, ReduceOp) or options.op not in (ReduceOp.AVG, ReduceOp.SUM):
+        raise InvalidArgument(f"op={shown(options.op)}; gradients can be combined by AVG or SUM")
+    if not isinstance(options.compression, Compressor):
         raise InvalidArgument(
-            f"compression={shown(recipe.compression)}; expected one of mpisgd.Compression's"
+            f"compression={shown(options.compression)}; expected one of mpisgd.Compression's or another "
+            "mpisgd.Compressor"
         )
-    check_positive("gradients", "gradient_predivide_factor", recipe.predivide_factor)
-    if math.isinf(recipe.predivide_factor):
+    check_positive("gradients", "gradient_predivide_factor", options.predivide_factor)
+    if math.isinf(options.predivide_factor):
         raise InvalidArgument("gradient_predivide_factor=inf; expected a finite one")
-    if recipe.predivide_factor != 1.0 and recipe.op is not ReduceOp.AVG:
+    if options.predivide_factor != 1.0 and options.op is not ReduceOp.AVG:
         raise InvalidArgument("gradient_predivide_factor goes with op=AVG")
-    check_positive("gradients", "bucket_cap_bytes", recipe.bucket_cap_bytes, whole=True)
-    if recipe.overlap is not None:
-        check_flag("gradients", "overlap", recipe.overlap)
+    check_positive("gradients", "bucket_cap_bytes", options.bucket_cap_bytes, whole=True)
+    if options.overlap is not None:
+        check_flag("gradients", "overlap", options.overlap)

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from mpisgd.accelerator.runtime import on_device
-from mpisgd.compress.cast import Compressor
+from mpisgd.compress.compressor import BucketReducer, Compressor
 from mpisgd.core.buffers import ALONE_BYTES, dtype_name
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.gradients.bucketing import Bucket, Item, launch_order, plan_buckets, plan_hash
 from mpisgd.gradients.fusion_buffer import FusionBuffer
 from mpisgd.gradients.layout import layout_of
+from mpisgd.gradients.sum_reducer import SumReducer
 from mpisgd.gradients.unbucketed import UnbucketedGradient
 from mpisgd.transport.shm.region import Region
 from mpisgd.transport.shm.segment import Segment
@@ -23,24 +24,32 @@ __all__ = ["BucketSlot", "Plan", "agree_on_plan", "describe"]
 
 
 class BucketSlot(NamedTuple):
-    """What brings the gradients of one bucket to the other ranks.
+    """One bucket of a plan: where its gradients lie while they travel, and what reduces them.
 
     Attributes:
-        load: where they lie while they travel.
-        on_plane: whether they are reduced in the shared memory of hosts; the same on all ranks.
-        region: the shared memory that `load` uses then; None on a rank that is alone on its host.
+        storage: the memory of the gradients.
+        reducer: combines them over the ranks.
         owner: the rank of the one host that wants the result; None: all do.
     """
 
-    load: FusionBuffer | UnbucketedGradient
-    on_plane: bool = False
-    region: Region | None = None
+    storage: FusionBuffer | UnbucketedGradient
+    reducer: BucketReducer
     owner: int | None = None
 
     @property
     def bucket(self) -> Bucket:
-        """The plan of it."""
-        return self.load.bucket
+        """Which gradients these are."""
+        return self.storage.bucket
+
+    @property
+    def region(self) -> Region | None:
+        """The shared memory in which the gradients lie; None where they lie elsewhere."""
+        return self.reducer.region if isinstance(self.reducer, SumReducer) else None
+
+    @property
+    def in_shared_memory(self) -> bool:
+        """Whether the bucket is reduced in the shared memory of hosts; the same on all ranks."""
+        return isinstance(self.reducer, SumReducer) and self.reducer.in_shared_memory
 
 
 class Plan(NamedTuple):
@@ -48,22 +57,19 @@ class Plan(NamedTuple):
 
     Attributes:
         covered: indices of the parameters that take part.
-        carriers: in the order in which they set out.
+        slots: the buckets, in the order in which they set out.
         sparse: indices of those whose gradients are sparse, which travel apart.
         name: differs between plans that differ.
     """
 
     covered: tuple[int, ...]
-    carriers: tuple[BucketSlot, ...]
+    slots: tuple[BucketSlot, ...]
     sparse: frozenset[int]
     name: str
 
     def fits(self, params: Sequence[Tensor]) -> bool:
         """Return whether the parameters still have the dtypes and shapes that the plan was made for."""
-        return all(
-            carrier.load.fits([params[index] for index in carrier.bucket.indices])
-            for carrier in self.carriers
-        )
+        return all(slot.storage.fits([params[i] for i in slot.bucket.indices]) for slot in self.slots)
 
 
 def agree_on_plan(
@@ -106,11 +112,11 @@ def agree_on_plan(
         order=[i for i in launch_order(len(params), everyone[0][0]) if i in dense],
         alone_bytes=ALONE_BYTES,
     )
-    carriers = [_carrier(b, [params[i] for i in b.indices], group, compression) for b in buckets]
+    slots = [_slot(b, [params[i] for i in b.indices], group, compression) for b in buckets]
     if owners is not None:
-        carriers = [carrier._replace(owner=owners[carrier.bucket.indices[0]]) for carrier in carriers]
+        slots = [slot._replace(owner=owners[slot.bucket.indices[0]]) for slot in slots]
     name = f"{plan_hash(buckets):016x}-{_layout_hash(params, covered)}"
-    return Plan(covered, tuple(carriers), sparse, name)
+    return Plan(covered, tuple(slots), sparse, name)
 
 
 def _layout_hash(params: Sequence[Tensor], covered: Sequence[int]) -> str:
@@ -142,22 +148,24 @@ def _item(index: int, param: Tensor, devices: Mapping[torch.device, str], owner:
     return Item(index, param.numel(), param.element_size(), key)
 
 
-def _carrier(bucket: Bucket, params: Sequence[Tensor], group: Group, compression: Compressor) -> BucketSlot:
+def _slot(bucket: Bucket, params: Sequence[Tensor], group: Group, compression: Compressor) -> BucketSlot:
     """Return the memory for a bucket: its gradient's own, or, where the ranks share memory, there.
 
     What is on a device stays there.
     """
     dtype = params[0].dtype
-    if bucket.numel * dtype.itemsize >= ALONE_BYTES and len(params) == 1:
-        return BucketSlot(UnbucketedGradient(bucket, params[0]))
-    if on_device(params[0]):
+    nbytes, compressed = bucket.numel * dtype.itemsize, compression.changes(dtype)
+    reducer = compression.reducer(bucket.numel, dtype) if compressed else SumReducer(nbytes)
+    if nbytes >= ALONE_BYTES and len(params) == 1:
+        return BucketSlot(UnbucketedGradient(bucket, params[0]), reducer)
+    shares = group.shm is not None or group.internode is not None
+    if on_device(params[0]) or compressed or not bucket.numel or not shares:
         flat = torch.empty(bucket.numel, dtype=dtype, device=params[0].device)
-        return BucketSlot(FusionBuffer(bucket, params, flat))
-    has_plane = group.shm is not None or group.internode is not None
-    on_plane = has_plane and bucket.numel > 0 and not compression.changes(dtype)
-    region = _shared(bucket.numel, dtype, group) if on_plane else None
+        return BucketSlot(FusionBuffer(bucket, params, flat), reducer)
+    region = _shared(bucket.numel, dtype, group)
     flat = torch.empty(bucket.numel, dtype=dtype) if region is None else region.mine
-    return BucketSlot(FusionBuffer(bucket, params, flat), on_plane, region)
+    reducer = SumReducer(nbytes, in_shared_memory=True, region=region)
+    return BucketSlot(FusionBuffer(bucket, params, flat), reducer)
 
 
 def _shared(numel: int, dtype: torch.dtype, group: Group) -> Region | None:

@@ -30,7 +30,7 @@ class UnbucketedGradient:
 
     Attributes:
         bucket: the plan it follows.
-        flat: [bucket.numel], what travels: the gradient's memory from `absorb` to `settle`.
+        flat: [bucket.numel], what travels: the gradient's memory from `load` to `unload`.
     """
 
     def __init__(self, bucket: Bucket, param: Tensor) -> None:
@@ -53,7 +53,7 @@ class UnbucketedGradient:
         assert self._grad is not None
         return self._grad.as_strided((self.bucket.numel,), (1,))
 
-    def absorb(self, grads: Sequence[Tensor | None]) -> bytes:
+    def load(self, grads: Sequence[Tensor | None]) -> bytes:
         """Take this rank's gradient as it lies, or a copy that lies as its parameter does; return its kind.
 
         One that is missing, or sparse and travels apart, counts as zeros.
@@ -92,7 +92,7 @@ class UnbucketedGradient:
         pairs = zip(grad.shape, grad.stride(), self._layout.stride, strict=True)
         return grad.stride() == self._layout.stride or all(n == 1 or a == b for n, a, b in pairs)
 
-    def settle(self, params: Sequence[Tensor], exists: Sequence[bool]) -> None:
+    def unload(self, params: Sequence[Tensor], exists: Sequence[bool]) -> None:
         """Make the reduced gradient that of its parameter, or None if no rank has one."""
         (param,) = params
         grad, self._grad = self._grad, None

@@ -182,7 +182,7 @@ class GradientExchange:
         self._take_part_in_sparse_ones()
         for load in self._plan.loads:
             indices = load.bucket.indices
-            load.settle([self._params[index] for index in indices], [exists[index] for index in indices])
+            load.unload([self._params[index] for index in indices], [exists[index] for index in indices])
         for index in self._round.sparse:
             self._settle_sparse(index, exists[index])
         self._end_round()
@@ -237,7 +237,7 @@ class GradientExchange:
         grads = [self._params[index].grad for index in load.bucket.indices]
         if self._terms.sparse_as_dense:
             grads = [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in grads]
-        kinds = load.absorb(not_twice(load, grads, self._round.addresses))
+        kinds = load.load(not_twice(load, grads, self._round.addresses))
         if SPARSE in kinds:
             for index, grad in zip(load.bucket.indices, grads, strict=True):
                 if grad is not None and grad.is_sparse:  # it sets out by itself

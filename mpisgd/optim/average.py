@@ -1,6 +1,7 @@
 """`average_gradients`: for a training loop of one's own, without a wrapped optimizer."""
 
 import weakref
+from collections.abc import Sequence
 
 import torch
 
@@ -45,12 +46,12 @@ def average_gradients(model: torch.nn.Module, group: Group | None = None) -> Non
     reducer = _reducers.get(model)
     if reducer is None or reducer.group is not group or not _same(reducer.params, params):
         agree_on("average_gradients", named, group)
-        recipe = ReductionOptions(
+        options = ReductionOptions(
             ReduceOp.AVG, Compression.none, 1.0, DEFAULT_BUCKET_CAP_BYTES, overlap=False
         )
-        reducer = _reducers[model] = GradientReducer(named, group, recipe)
+        reducer = _reducers[model] = GradientReducer(named, group, options)
     reducer.reduce("average_gradients")
 
 
-def _same(before: list[torch.Tensor], now: list[torch.Tensor]) -> bool:
+def _same(before: Sequence[torch.Tensor], now: Sequence[torch.Tensor]) -> bool:
     return len(before) == len(now) and all(a is b for a, b in zip(before, now, strict=True))

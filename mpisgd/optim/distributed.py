@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpisgd.arguments import check_flag, check_positive
-from mpisgd.compress.cast import Compression, Compressor
+from mpisgd.arguments import check_flag, check_positive, shown
+from mpisgd.compress.cast import Compression
+from mpisgd.compress.compressor import Compressor
 from mpisgd.core.dtypes import ReduceOp
 from mpisgd.core.group import Group
 from mpisgd.errors import InvalidArgument
@@ -24,9 +25,8 @@ from mpisgd.gradients.options import ReductionOptions, check_options
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.optim.in_sync import check_tensors_in_sync
 from mpisgd.optim.parameter_names import agree_on, name_parameters
-from mpisgd.sharding.grad_norm import clip_grad_norm_
-from mpisgd.sharding.optimizer_shard import OptimizerShard, check_optimizer
-from mpisgd.sharding.shared_parameters import SharedParameters, check_shareable
+from mpisgd.strategies.strategy import Strategy, Training
+from mpisgd.strategies.synchronous import Synchronous
 
 __all__ = ["DEFAULT_BUCKET_CAP_BYTES", "DistributedOptimizer"]
 
@@ -47,9 +47,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
     Args:
         optimizer: any torch optimizer; it is changed in place and returned.
         named_parameters: names for messages, usually `model.named_parameters()`.
+        strategy: how the ranks' models relate between two steps, `Synchronous()` by default; the same on all
+            ranks. See docs/extending.md for one of your own.
         op: AVG, the gradient of the mean loss over ranks (equal to one process on the joined batch when the
             ranks have equal shares), or SUM.
-        compression: `Compression.fp16` or `.bf16` halve what dense float gradients cost on the wire.
+        compression: `Compression.fp16` or `.bf16` halve what dense float gradients cost on the wire; or
+            another `Compressor`. The same on all ranks.
         backward_passes_per_step: gradients are accumulated locally for this many `backward()`s and reduced
             at the last one. A window that is not full is reduced by `step()`; where something looks at the
             gradients before (clipping, GradScaler), call `synchronize()` first.
@@ -92,6 +95,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         optimizer: torch.optim.Optimizer,
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
         *,
+        strategy: Strategy | None = None,
         op: ReduceOp = ReduceOp.AVG,
         compression: Compressor | None = None,
         backward_passes_per_step: int = 1,
@@ -104,7 +108,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         group: Group | None = None,
     ) -> None:
         try:
-            recipe = ReductionOptions(
+            options = ReductionOptions(
                 op,
                 Compression.none if compression is None else compression,
                 gradient_predivide_factor,
@@ -112,29 +116,32 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 overlap,
                 check_flag("gradients", "error_if_nonfinite", error_if_nonfinite),
             )
-            check_options(recipe)
+            check_options(options)
+            strategy = Synchronous() if strategy is None else strategy
+            _check_strategy(strategy)
             check_positive("gradients", "backward_passes_per_step", backward_passes_per_step, whole=True)
             _check_period(check_in_sync_every)
+            check_flag("DistributedOptimizer", "share_parameters", share_parameters)
             named = name_parameters(optimizer, named_parameters)
-            if check_flag("DistributedOptimizer", "share_parameters", share_parameters):
-                check_optimizer(optimizer)
-                check_shareable(named)
             members = group_or_world(group)
-            options = _options(recipe, backward_passes_per_step, check_in_sync_every, share_parameters)
-            agree_on("DistributedOptimizer", named, members, extra=options)
-            self._own = OptimizerShard(optimizer, named, members) if share_parameters else None
-            self._window = AccumulationWindow(named, members, recipe, backward_passes_per_step, self._shared)
-            self._check_in_sync_every = check_in_sync_every
+            training = Training(optimizer, named, members, options, bool(share_parameters))
+            strategy.check(training)
+            summary = _summary(strategy, training, backward_passes_per_step, check_in_sync_every)
+            agree_on("DistributedOptimizer", named, members, extra=summary)
+            self._synchronizer = strategy.synchronizer(training)
+            self._window = AccumulationWindow(self._synchronizer.gradients, backward_passes_per_step)
+            self._strategy, self._check_in_sync_every = strategy, check_in_sync_every
         except BaseException:
             optimizer.__class__ = _wrapped(type(optimizer))
             raise
-        self._options, self._spans_job = options, group is None
+        self._summary, self._spans_job = summary, group is None
         self.register_step_pre_hook(_before_step)
         self.register_step_post_hook(_after_step)
 
     @property
-    def _shared(self) -> SharedParameters | None:
-        return None if self._own is None else self._own.parameters
+    def strategy(self) -> Strategy:
+        """How the ranks' models relate between two steps."""
+        return self._strategy
 
     @property
     def spans_job(self) -> bool:
@@ -147,8 +154,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as the wrapped optimizer does, and begin a new accumulation window."""
-        if self._shared is not None:
-            self._shared.drop_absent()
+        self._synchronizer.before_zero_grad()
         super().zero_grad(set_to_none)
         self._window.restart()
 
@@ -166,33 +172,31 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         check_positive("clip_grad_norm_", "max_norm", max_norm)
         check_positive("clip_grad_norm_", "norm_type", norm_type)
-        params = [param for group in self.param_groups for param in group["params"]]
-        if self._shared is None:
-            return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
-        group = self._window.reducer.group
-        return clip_grad_norm_(params, self._shared, group, max_norm, norm_type, error_if_nonfinite)
+        return self._synchronizer.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all parameters, as the wrapped optimizer does.
 
-        Collective where ranks share parameters: each has the state of its own.
+        Collective where ranks share parameters: each has the state of its own. Where a compressor keeps
+        something from step to step, the entry "compression" has this rank's; other optimizers ignore it.
         """
-        return super().state_dict() if self._own is None else self._own.with_all_states(super().state_dict)
+        return self._synchronizer.state_dict(super().state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state, as the wrapped optimizer does. All ranks load the same."""
+        """Take over a state, as the wrapped optimizer does. All ranks load the same.
+
+        What a compressor had kept goes to the buckets of the same parameters; other buckets begin anew.
+        """
         super().load_state_dict(state_dict)
-        if self._own is not None:
-            self._own.loaded_state()
+        self._synchronizer.loaded(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters later. Collective: all ranks add the same ones."""
         super().add_param_group(param_group)
-        reducer = self._window.reducer
-        named = [*reducer.named, *name_parameters(self, None)[len(reducer.named) :]]
-        agree_on("add_param_group", named, reducer.group)
-        if self._own is not None:
-            self._own.extend(named)
+        training = self._synchronizer.training
+        named = [*training.named, *name_parameters(self, None)[len(training.named) :]]
+        agree_on("add_param_group", named, training.group)
+        self._synchronizer.extend(named)
         self._window.cover(named)
 
     def rebuild(self, group: Group | None = None) -> None:
@@ -204,14 +208,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
             group: the ranks that train together, all of the job by default.
         """
         members = group_or_world(group)
-        whole = self._own is None or self._own.has_whole_state
-        extra = self._options + ("" if whole else ", with a part of the state")
-        agree_on("rebuild", self._window.reducer.named, members, extra=extra)
-        if self._own is not None:
-            self._own.move_to(self._window.reducer.named, members)
+        whole = "" if self._synchronizer.has_whole_state else ", with a part of the state"
+        agree_on("rebuild", self._synchronizer.training.named, members, extra=self._summary + whole)
+        self._synchronizer.move_to(members)
         self._spans_job = group is None
         super().zero_grad(set_to_none=True)
-        self._window.move_to(members, self._shared)
+        self._window.move_to(self._synchronizer.gradients)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -253,17 +255,14 @@ def _before_step(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Reduce what is left to reduce: now, or, where there is a closure, whenever it has run."""
     assert isinstance(optimizer, DistributedOptimizer)
-    window = optimizer._window
+    window, synchronizer = optimizer._window, optimizer._synchronizer
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
         window.flush_before_step()
-    if optimizer._own is not None:
-        optimizer._own.begin_update()
+    synchronizer.before_step()
     if closure is None:
         return None
-    closure = window.around(closure)
-    if optimizer._own is not None:
-        closure = optimizer._own.around(closure)
+    closure = synchronizer.around(window.around(closure))
     if len(args) > 1:
         return (args[0], closure, *args[2:]), kwargs
     return args, {**kwargs, "closure": closure}
@@ -271,13 +270,20 @@ def _before_step(
 
 def _after_step(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
     assert isinstance(optimizer, DistributedOptimizer)
-    if optimizer._own is not None:
-        optimizer._own.end_update()
-    optimizer._window.end_step()
+    window, synchronizer = optimizer._window, optimizer._synchronizer
+    synchronizer.after_step(window.steps + 1)
+    window.end_step()
     period = optimizer._check_in_sync_every
-    if period and optimizer._window.steps % period == 0:
-        reducer = optimizer._window.reducer
-        check_tensors_in_sync(reducer.named, reducer.group)
+    if period and window.steps % period == 0:
+        check_tensors_in_sync(synchronizer.training.named, synchronizer.training.group)
+
+
+def _check_strategy(strategy: Any) -> None:
+    if not isinstance(strategy, Strategy):
+        raise InvalidArgument(
+            f"DistributedOptimizer: strategy={shown(strategy)}; expected mpisgd.Synchronous() or another "
+            "mpisgd.Strategy"
+        )
 
 
 def _check_period(steps: Any) -> None:
@@ -285,11 +291,12 @@ def _check_period(steps: Any) -> None:
         raise InvalidArgument(f"check_in_sync_every={steps!r}; expected a number of steps, or 0 for never")
 
 
-def _options(recipe: ReductionOptions, passes: int, check_every: int, share_parameters: bool) -> str:
+def _summary(strategy: Strategy, training: Training, passes: int, check_every: int) -> str:
     """Say what all ranks must have chosen alike."""
+    options = training.options
     return (
-        f"op={recipe.op.name}, compression={recipe.compression.name}, backward_passes_per_step={passes}, "
-        f"gradient_predivide_factor={recipe.predivide_factor}, bucket_cap_bytes={recipe.bucket_cap_bytes}, "
-        f"error_if_nonfinite={recipe.error_if_nonfinite}, check_in_sync_every={check_every}, "
-        f"share_parameters={share_parameters}"
+        f"strategy={strategy}, op={options.op.name}, compression={options.compression}, "
+        f"backward_passes_per_step={passes}, gradient_predivide_factor={options.predivide_factor}, "
+        f"bucket_cap_bytes={options.bucket_cap_bytes}, error_if_nonfinite={options.error_if_nonfinite}, "
+        f"check_in_sync_every={check_every}, share_parameters={training.share_parameters}"
     )

@@ -10,7 +10,7 @@ from verdicts import everyone
 
 import mpisgd
 from mpisgd import config
-from mpisgd.gradients import combiner
+from mpisgd.compress import dense_sum
 from mpisgd.job.lifecycle import world
 from mpisgd.transport.cma.all_reduce import CmaTransport
 
@@ -34,8 +34,8 @@ def direct(monkeypatch):
     plane = world().shm
     if plane is None or plane.direct is None:
         pytest.skip("one rank, several hosts, or ranks that cannot reach each other's memory")
-    monkeypatch.setattr(combiner, "choose_algorithm", lambda *_: "direct")
-    monkeypatch.setattr(combiner, "IN_LARGE_PAGES_BYTES", LARGE_BYTES)
+    monkeypatch.setattr(dense_sum, "choose_algorithm", lambda *_: "direct")
+    monkeypatch.setattr(dense_sum, "IN_HUGE_PAGES_BYTES", LARGE_BYTES)
     return plane.direct
 
 

@@ -11,6 +11,7 @@ from mpisgd.gradients.bucketing import Item, plan_buckets
 from mpisgd.gradients.fusion_buffer import FusionBuffer
 from mpisgd.gradients.in_flight import InFlightReduction
 from mpisgd.gradients.plan import BucketSlot, Plan
+from mpisgd.gradients.sum_reducer import SumReducer
 from mpisgd.gradients.unbucketed import UnbucketedGradient
 
 PARAMS = [torch.zeros(4) for _ in range(5)]
@@ -23,7 +24,7 @@ def plan() -> Plan:
     assert [first.indices, alone.indices, last.indices] == [(4, 3), (2,), (1, 0)]
     pairs = [FusionBuffer(b, [PARAMS[i] for i in b.indices], torch.zeros(b.numel)) for b in (first, last)]
     loads = [pairs[0], UnbucketedGradient(alone, PARAMS[2]), pairs[1]]
-    return Plan(tuple(range(5)), tuple(BucketSlot(load) for load in loads), frozenset(), "p")
+    return Plan(tuple(range(5)), tuple(BucketSlot(load, SumReducer(16)) for load in loads), frozenset(), "p")
 
 
 def fly(flight: InFlightReduction, order: list[int]) -> list[list[tuple[int, ...]]]:
@@ -32,9 +33,9 @@ def fly(flight: InFlightReduction, order: list[int]) -> list[list[tuple[int, ...
     for index in order:
         flight.complete(index)
         gone = []
-        while (carrier := flight.next_complete()) is not None:
+        while (slot := flight.next_complete()) is not None:
             flight.launched.append(None)
-            gone.append(carrier.bucket.indices)
+            gone.append(slot.bucket.indices)
         told.append(gone)
     return told
 
@@ -66,7 +67,7 @@ def test_what_is_held_is_left_behind():
     fly(flight, [4, 3])
     flight.held = True
     assert fly(flight, [2, 1, 0]) == [[], [], []]
-    assert [carrier.bucket.indices for carrier in flight.left_behind()] == [(2,), (1, 0)]
+    assert [slot.bucket.indices for slot in flight.left_behind()] == [(2,), (1, 0)]
 
 
 def test_in_the_foreground_everything_is_left_behind():

@@ -26,9 +26,9 @@ def solo_of(param: Parameter) -> UnbucketedGradient:
 @torch.no_grad()
 def reduced(solo: UnbucketedGradient, param: Parameter, exists: bool = True) -> None:
     """What a reducer does; the sum over two equal ranks."""
-    solo.absorb([param.grad])
+    solo.load([param.grad])
     solo.flat.mul_(2)
-    solo.settle([param], [exists])
+    solo.unload([param], [exists])
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
@@ -56,17 +56,17 @@ def test_what_others_still_read_is_left_alone(still_used):
 def test_a_gradient_of_another_type_travels_as_its_parameter():
     param = parameter(3, 2)
     solo = solo_of(param)
-    solo.absorb([torch.full((3, 2), 0.5, dtype=torch.float64)])
+    solo.load([torch.full((3, 2), 0.5, dtype=torch.float64)])
     assert solo.flat.dtype == torch.float32
     assert solo.flat.tolist() == [0.5] * 6
 
 
 def test_a_missing_gradient_counts_as_zero_and_appears_where_others_have_one():
     param, solo = parameter(3, 2), solo_of(parameter(3, 2))
-    solo.absorb([None])
+    solo.load([None])
     assert solo.flat.tolist() == [0.0] * 6
     solo.flat.add_(5)
-    solo.settle([param], [True])
+    solo.unload([param], [True])
     assert param.grad.tolist() == [[5.0, 5.0]] * 3
     reduced(solo, param, exists=False)
     assert param.grad is None
@@ -75,7 +75,7 @@ def test_a_missing_gradient_counts_as_zero_and_appears_where_others_have_one():
 def test_a_sparse_one_counts_as_zero_for_it_travels_apart():
     param = parameter(3, 2)
     solo = solo_of(param)
-    solo.absorb([torch.ones(3, 2).to_sparse(1)])
+    solo.load([torch.ones(3, 2).to_sparse(1)])
     assert solo.flat.tolist() == [0.0] * 6
 
 

@@ -1,0 +1,65 @@
+"""`Compressor` and `BucketReducer`: what gradients look like on the wire.
+
+A compressor is what the user writes: a small frozen description, which prints, compares, and is agreed on by
+all ranks. For every bucket it makes a reducer, the working part, which may keep state from one step to the
+next: what compression left out (a residual), or a factor to start from.
+"""
+
+import abc
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpisgd.core.dtypes import ReduceOp
+from mpisgd.core.group import Group
+
+__all__ = ["BucketReducer", "Compressor"]
+
+
+class BucketReducer(abc.ABC):
+    """Combines one bucket over the ranks of a group, again in every step."""
+
+    @abc.abstractmethod
+    def reduce(self, bucket: Tensor, group: Group, op: ReduceOp) -> None:
+        """Replace what this rank has by the combination of what all ranks have, as far as the wire lets it.
+
+        Called by all ranks of `group` in the same order, in the turn of the group's queue: blocking
+        collectives that it calls on `group` run at once.
+
+        Args:
+            bucket: [n], contiguous, of the dtype and length that the reducer was made for; overwritten.
+            group: the ranks, at least two.
+            op: AVG or SUM.
+        """
+
+    @abc.abstractmethod
+    def bytes_on_the_wire(self, size: int) -> int:
+        """Return how many bytes each of `size` ranks sends in one `reduce`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this rank keeps for the next step; {} where there is nothing."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict()` has returned for a bucket of the same parameters."""
+        assert not state, f"{type(self).__name__} returns a state and cannot load it"
+
+
+@dataclass(frozen=True)
+class Compressor(abc.ABC):
+    """How buckets of gradients travel. A subclass is a frozen dataclass, whose fields all ranks agree on."""
+
+    def changes(self, dtype: torch.dtype) -> bool:
+        """Return whether buckets of `dtype` travel as something else; others are summed as they are."""
+        return dtype.is_floating_point
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
+        """Return the dtype to which every element is cast on the wire, None where that is not all."""
+        return None if self.changes(dtype) else dtype
+
+    @abc.abstractmethod
+    def reducer(self, numel: int, dtype: torch.dtype) -> BucketReducer:
+        """Return the reducer of a bucket of `numel` elements of `dtype`; not collective."""

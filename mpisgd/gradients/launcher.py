@@ -1,0 +1,186 @@
+"""`BucketLauncher`: loads buckets with this rank's gradients and sends them through the group's queue."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from mpisgd import tracing
+from mpisgd.accelerator.runtime import on_device
+from mpisgd.collectives.common import device_word, direct_of, run
+from mpisgd.core.buffers import dtype_name
+from mpisgd.core.consistency import Operation
+from mpisgd.core.group import Group
+from mpisgd.core.work import Work
+from mpisgd.gradients.finite import marked
+from mpisgd.gradients.in_flight import InFlightReduction
+from mpisgd.gradients.kinds import KindsExchange
+from mpisgd.gradients.options import ReductionOptions
+from mpisgd.gradients.plan import BucketSlot
+from mpisgd.gradients.sum_reducer import reduce_to_their_owners
+from mpisgd.gradients.trace_contents import contents
+from mpisgd.gradients.unbucketed import not_twice
+
+__all__ = ["BucketLauncher"]
+
+
+class BucketLauncher:
+    """Sends the buckets of a plan: together at the end of backward, or one by one while it computes.
+
+    Args:
+        named: all parameters, with names.
+        group: the ranks.
+        options: how to reduce.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, Tensor]], group: Group, options: ReductionOptions) -> None:
+        self._named = named
+        self._group = group
+        self._options = options
+        self._op = options.element_op
+
+    def params_of(self, slot: BucketSlot) -> list[Tensor]:
+        """Return the parameters of a bucket."""
+        return [self._named[index][1] for index in slot.bucket.indices]
+
+    def launch_together(self, in_flight: InFlightReduction, slots: Sequence[BucketSlot]) -> None:
+        """Reduce several buckets as one operation, which also tells which gradients exist."""
+        loaded = [self._load(in_flight, slot) for slot in slots]
+        flats = [flat for flat, _ in loaded]
+        kinds = KindsExchange(b"".join(kinds for _, kinds in loaded), self._group)
+        numel, what = sum(flat.numel() for flat in flats), f"{len(slots)} bucket(s)"
+
+        def reduce() -> None:
+            kinds.finish()
+            self._reduce_all(slots, flats)
+
+        operation = self._operation(in_flight, what, dtype_name(flats[0].dtype), numel, "")
+        self._group.queue.run(operation, reduce, before=kinds.before, way="bucket by bucket")
+        in_flight.kinds.append(kinds)
+        in_flight.launched.extend([None] * len(slots))
+
+    def launch(self, in_flight: InFlightReduction, slot: BucketSlot) -> None:
+        """Load a bucket and send it: by the queue's thread during backward, by this one at its end."""
+        flat, mine = self._load(in_flight, slot)
+        kinds = KindsExchange(mine, self._group)
+        what, dtype = f"bucket {len(in_flight.launched)}", dtype_name(flat.dtype)
+        operation = self._operation(in_flight, what, dtype, flat.numel(), device_word(flat))
+        with tracing.holding(self._contents(slot)):
+            work = self._send_from_device(operation, flat)
+            if work is None:
+                work = self._send(operation, flat, kinds, slot, in_flight)
+        in_flight.kinds.append(kinds)
+        in_flight.launched.append(work)
+
+    def _load(self, in_flight: InFlightReduction, slot: BucketSlot) -> tuple[Tensor, bytes]:
+        """Bring this rank's gradients to where they travel; return the memory and their kinds."""
+        grads = [p.grad for p in self.params_of(slot)]
+        kinds = slot.storage.load(not_twice(slot.storage, grads, in_flight.addresses))
+        flat = slot.storage.flat
+        if self._options.error_if_nonfinite:
+            kinds = marked(kinds, grads, flat)
+        if (factor := self._options.predivide_factor) != 1.0:
+            flat.div_(factor)  # before the others may look at it
+        in_flight.loaded.append(flat)
+        return flat, kinds
+
+    def undo_division(self, in_flight: InFlightReduction) -> None:
+        """Give gradients back as they were, where the ranks have found out that nothing is to be reduced."""
+        if (factor := self._options.predivide_factor) != 1.0:
+            for flat in in_flight.unreduced():
+                flat.mul_(factor)
+
+    def _undo_predivision(self, flat: Tensor) -> None:
+        """Turn a sum of what was divided before into the mean."""
+        if (factor := self._options.predivide_factor) != 1.0:
+            flat.mul_(factor / self._group.size)
+
+    def _operation(
+        self, in_flight: InFlightReduction, what: str, dtype: str, numel: int, device: str
+    ) -> Operation:
+        """Say what all ranks must agree on; plans that differ have other names."""
+        assert in_flight.plan is not None
+        extra = f"{what} of plan {in_flight.plan.name}, {in_flight.when}"
+        return Operation("gradients", self._options.op.name, dtype, (numel,), extra=extra, device=device)
+
+    def _contents(self, *slots: BucketSlot) -> Callable[[], Mapping[str, Any]]:
+        return lambda: contents(self._named[i] for slot in slots for i in slot.bucket.indices)
+
+    # -- inside the queue ---------------------------------------------------------------------------
+
+    def _reduce_all(self, slots: Sequence[BucketSlot], flats: Sequence[Tensor]) -> None:
+        """Reduce several buckets, one after the other or, where each goes to one rank, all at once."""
+        track = self._group.queue.track
+        if any(slot.owner is not None for slot in slots):
+            with tracing.part(track, "gradients", sum(flat.nbytes for flat in flats), self._contents(*slots)):
+                self._reduce_to_owners(slots, flats)
+            return
+        for slot, flat in zip(slots, flats, strict=True):
+            with tracing.part(track, "gradients", flat.nbytes, self._contents(slot)):
+                self._reduce_one(slot, flat)
+
+    def _reduce_one(self, slot: BucketSlot, flat: Tensor) -> None:
+        if slot.owner is not None:
+            self._reduce_to_owners([slot], [flat])
+            return
+        slot.reducer.reduce(flat, self._group, self._op)
+        self._undo_predivision(flat)
+
+    def _reduce_to_owners(self, slots: Sequence[BucketSlot], flats: Sequence[Tensor]) -> None:
+        owners = [slot.owner for slot in slots if slot.owner is not None]
+        regions = [slot.region for slot in slots]
+        reduce_to_their_owners(list(zip(flats, regions, owners, strict=True)), self._group, self._op)
+        for flat, owner in zip(flats, owners, strict=True):
+            if owner == self._group.rank:
+                self._undo_predivision(flat)
+
+    def _send_from_device(self, operation: Operation, flat: Tensor) -> Work | None:
+        """Begin to all-reduce from where it lies on a device; None where that cannot be.
+
+        The host goes on to the next one in any case.
+        """
+        compression = self._options.compression
+        dtype = compression.wire_dtype(flat.dtype)
+        if dtype is None or not on_device(flat):
+            return None
+        direct = direct_of(self._group, operation, flat, op=self._op, dtypes=[dtype])
+        if direct is None:
+            return None
+        wire = flat.to(dtype)
+
+        def arrived() -> None:
+            if wire is not flat:
+                flat.copy_(wire)
+            self._undo_predivision(flat)
+
+        return direct.all_reduce(operation, wire, self._op, async_op=True, then=arrived)
+
+    def _send(
+        self,
+        operation: Operation,
+        flat: Tensor,
+        kinds: KindsExchange,
+        slot: BucketSlot,
+        in_flight: InFlightReduction,
+    ) -> Work | None:
+        def reduce() -> None:
+            kinds.finish()
+            self._reduce_one(slot, flat)
+
+        return run(
+            self._group,
+            operation,
+            reduce,
+            tensors=None,
+            async_op=in_flight.in_background,
+            like=flat,
+            before=kinds.before,
+            after=in_flight.latest,
+            way=self._algorithm_name(slot),
+        )
+
+    def _algorithm_name(self, slot: BucketSlot) -> str:
+        """Return the name of the algorithm that a bucket takes, for timelines."""
+        if not slot.in_shared_memory and slot.owner is None:
+            return "auto"
+        return "node" if self._group.shm is not None else "hierarchical"

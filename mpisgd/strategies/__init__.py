@@ -1,0 +1,1 @@
+"""How the ranks' models relate between two steps: one strategy per file."""

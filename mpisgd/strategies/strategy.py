@@ -1,0 +1,122 @@
+"""`Strategy` and `Synchronizer`: how the ranks' models relate between two steps.
+
+A strategy is what the user writes: a small frozen description, which prints, compares, and is agreed on by
+all ranks. `DistributedOptimizer` makes a synchronizer of it, the working part, and calls it at the moments
+below; everything else (accumulation windows, `no_sync`, hooks, agreement on parameters) is the optimizer's.
+
+    backward    gradients.begin, ready ..., reduce at the end of the pass that fills the window
+    step        before_step | the wrapped optimizer's update (and its closure, within around) | after_step
+"""
+
+import abc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpisgd.core.group import Group
+from mpisgd.errors import InvalidArgument
+from mpisgd.gradients.accumulation import GradientSync
+from mpisgd.gradients.local import LocalGradients
+from mpisgd.gradients.options import ReductionOptions
+
+__all__ = ["Strategy", "Synchronizer", "Training"]
+
+
+class Training(NamedTuple):
+    """What a strategy is made to work on.
+
+    Attributes:
+        optimizer: the wrapped optimizer.
+        named: all its parameters, with names, in the order of its groups.
+        group: the ranks that train together.
+        options: how gradients are to be reduced, where the strategy reduces them.
+        share_parameters: whether a host keeps one copy of the parameters.
+    """
+
+    optimizer: torch.optim.Optimizer
+    named: Sequence[tuple[str, Tensor]]
+    group: Group
+    options: ReductionOptions
+    share_parameters: bool = False
+
+
+class Synchronizer:
+    """The working part of a strategy. This one leaves every rank to itself; subclasses override methods.
+
+    Args:
+        training: what it works on.
+
+    Attributes:
+        training: as given, and kept up to date.
+        gradients: combines gradients at the end of a backward pass; by default they stay on their rank.
+    """
+
+    def __init__(self, training: Training) -> None:
+        self.training = training
+        self.gradients: GradientSync = LocalGradients()
+
+    def before_step(self) -> None:
+        """Do what must be done before the wrapped optimizer updates parameters; gradients are reduced."""
+
+    def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return what the wrapped optimizer calls as its closure, maybe several times in a step."""
+        return closure
+
+    def after_step(self, num_steps: int) -> None:
+        """Do what must be done after an update, such as to average parameters.
+
+        Args:
+            num_steps: how many steps there have been, this one included; the same on all ranks.
+        """
+
+    def before_zero_grad(self) -> None:
+        """Do what must be done before gradients are reset."""
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+        """Clip the gradients of the optimizer by their norm; return the norm."""
+        params = [param for group in self.training.optimizer.param_groups for param in group["params"]]
+        return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
+
+    def state_dict(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the optimizer's state, which `make` makes of what the optimizer has now."""
+        return make()
+
+    def loaded(self, state_dict: Mapping[str, Any]) -> None:
+        """Note that a state has been loaded into the optimizer; entries that torch does not know are ours."""
+
+    @property
+    def has_whole_state(self) -> bool:
+        """Whether this rank has the optimizer state of all parameters."""
+        return True
+
+    def extend(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        """Take over a list of parameters that has grown at its end. Collective."""
+        self.training = self.training._replace(named=named)
+
+    def move_to(self, group: Group) -> None:
+        """Go on with other ranks, which have the same parameters. Collective over `group`."""
+        self.training = self.training._replace(group=group)
+
+
+@dataclass(frozen=True)
+class Strategy(abc.ABC):
+    """How the ranks' models relate between two steps. A subclass is a frozen dataclass.
+
+    Its fields are what all ranks must have chosen alike: `repr(strategy)` is compared at construction.
+    """
+
+    def check(self, training: Training) -> None:
+        """Raise where the strategy cannot do what `training` asks for; before anything is sent.
+
+        Raises:
+            InvalidArgument: says what does not go together. By default: `share_parameters`.
+        """
+        if training.share_parameters:
+            raise InvalidArgument(f"DistributedOptimizer: share_parameters=True does not go with {self}")
+
+    @abc.abstractmethod
+    def synchronizer(self, training: Training) -> Synchronizer:
+        """Return the working part for an optimizer. Collective over `training.group`."""
