@@ -22,7 +22,9 @@ from dataclasses import dataclass, field
 
 from mpisgd.errors import InvalidArgument
 
-__all__ = ["Bucket", "Item", "launch_order", "plan_buckets", "plan_hash"]
+__all__ = ["ALIGN_BYTES", "Bucket", "Item", "launch_order", "plan_buckets", "plan_hash"]
+
+ALIGN_BYTES = 64  # a cache line
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ def plan_buckets(
     *,
     cap_bytes: int,
     order: Sequence[int] | None = None,
-    align_bytes: int = 64,
+    align_bytes: int = ALIGN_BYTES,
     alone_bytes: float = math.inf,
 ) -> tuple[Bucket, ...]:
     """Cut `items` into buckets of at most `cap_bytes`, in the order in which they will be complete.

@@ -12,7 +12,7 @@ from mpisgd.compress.compressor import BucketReducer, Compressor
 from mpisgd.core.buffers import ALONE_BYTES, dtype_name
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
-from mpisgd.gradients.bucketing import Bucket, Item, launch_order, plan_buckets, plan_hash
+from mpisgd.gradients.bucketing import ALIGN_BYTES, Bucket, Item, launch_order, plan_buckets, plan_hash
 from mpisgd.gradients.fusion_buffer import FusionBuffer
 from mpisgd.gradients.layout import layout_of
 from mpisgd.gradients.sum_reducer import SumReducer
@@ -110,6 +110,7 @@ def agree_on_plan(
         [_item(i, params[i], devices, "" if owners is None else f":{owners[i]}") for i in sorted(dense)],
         cap_bytes=cap_bytes,
         order=[i for i in launch_order(len(params), everyone[0][0]) if i in dense],
+        align_bytes=_alignment([params[i].dtype for i in dense], compression),
         alone_bytes=ALONE_BYTES,
     )
     slots = [_slot(b, [params[i] for i in b.indices], group, compression) for b in buckets]
@@ -117,6 +118,11 @@ def agree_on_plan(
         slots = [slot._replace(owner=owners[slot.bucket.indices[0]]) for slot in slots]
     name = f"{plan_hash(buckets):016x}-{_layout_hash(params, covered)}"
     return Plan(covered, tuple(slots), sparse, name)
+
+
+def _alignment(dtypes: Sequence[torch.dtype], compression: Compressor) -> int:
+    """Return where gradients begin in a bucket; a compressor that looks at it as a whole finds no padding."""
+    return 1 if any(compression.wire_dtype(dtype) is None for dtype in dtypes) else ALIGN_BYTES
 
 
 def _layout_hash(params: Sequence[Tensor], covered: Sequence[int]) -> str:
