@@ -7,7 +7,7 @@
      +-- MpiFailed            RuntimeError     the MPI library reported an error
      |    +-- PeerLost        ConnectionError  ... because a rank went away
      +-- StateLost            RuntimeError     elastic: what only the lost ranks had
-     +-- Unreachable          ConnectionError  the hosts cannot reach each other by TCP
+     +-- Unreachable          ConnectionError  no TCP between the hosts; RuntimeError too
      +-- NcclFailed           RuntimeError     NCCL reported an error
      +-- InvalidRank          ValueError       a rank that the group does not have
      +-- NotInGroup           ValueError       this rank is not a member of the group
@@ -18,7 +18,7 @@
      +-- InvalidArgument      ValueError       any other argument that makes no sense
      +-- CollectiveMismatch   RuntimeError     the ranks called different things; raised on every rank
      |    +-- Deadlock                          ... or wait for each other for ever
-     +-- CollectiveTimeout    TimeoutError     waited longer than the time limit for other ranks
+     +-- CollectiveTimeout    TimeoutError     waited longer than the timeout; RuntimeError too
      +-- OutOfSync            RuntimeError     the ranks hold different parameters; raised on every rank
      +-- NonFiniteGradients   ArithmeticError  a gradient is infinite or NaN; raised on every rank
      +-- CheckpointError      RuntimeError     could not be written, or there is none; raised on every rank
@@ -94,8 +94,11 @@ class StateLost(MpisgdError, RuntimeError):
     on_every_rank = True
 
 
-class Unreachable(MpisgdError, ConnectionError):
-    """Between the hosts of the job there is MPI, but no TCP connection; raised on every rank."""
+class Unreachable(MpisgdError, ConnectionError, RuntimeError):
+    """Between the hosts of the job there is MPI, but no TCP connection; raised on every rank.
+
+    A RuntimeError too, as is the error of torch's own stores.
+    """
 
     on_every_rank = True
 
@@ -117,7 +120,7 @@ class UnsupportedTensor(MpisgdError, TypeError):
 
 
 class UnsupportedOp(MpisgdError, TypeError):
-    """A reduction that the dtype does not have, such as AVG of integers."""
+    """A reduction that the dtype does not have, such as MAX of complex numbers."""
 
 
 class UnsupportedTorch(MpisgdError, RuntimeError):
@@ -145,8 +148,11 @@ class Deadlock(CollectiveMismatch):
     """
 
 
-class CollectiveTimeout(MpisgdError, TimeoutError):
-    """Other ranks did not come within the time limit; the group cannot be used any more."""
+class CollectiveTimeout(MpisgdError, TimeoutError, RuntimeError):
+    """Other ranks did not come within the timeout; the group cannot be used any more.
+
+    A RuntimeError too: that is what torch's own backends raise, and what programs for them catch.
+    """
 
 
 class OutOfSync(MpisgdError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Start a job to which faults are done, and end it within its time, whatever has become of it."""
+"""Start a job to which faults are done, and end it where it hangs, whatever has become of it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from progress import Hung, wait
 
 __all__ = ["Ended", "mpirun", "on_hosts", "program", "run_job"]
 
@@ -30,7 +33,7 @@ class Ended:
     """How a job ended.
 
     Attributes:
-        code: its exit code; None: it had to be killed, since its time was over.
+        code: its exit code; None: it had to be killed, since it hung.
         seconds: what it took.
         at: when that was, by the machine's clock.
         output: what it printed, errors too.
@@ -62,32 +65,34 @@ def on_hosts(hosts: str, options: str) -> list[str]:
     return [*cluster, "--rate", "1gbit", f"--mpirun={options}", "--"]
 
 
-def run_job(command: Sequence[str], limit_s: float, env: Mapping[str, str] | None = None) -> Ended:
-    """Run a command and whatever it starts; nothing of it is left when this returns."""
+def run_job(command: Sequence[str], quiet_s: float, env: Mapping[str, str] | None = None) -> Ended:
+    """Run a command and whatever it starts; nothing of it is left when this returns.
+
+    It hangs, and is killed, where it has said nothing for `quiet_s`.
+    """
     started = time.monotonic()
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    process = subprocess.Popen(
-        command,
-        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path, **(env or {})},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    left: tuple[int, ...]
-    code, at, left = None, started, ()
-    try:
-        output, _ = process.communicate(timeout=limit_s)
-        code, at = process.returncode, time.monotonic()
-        left = _outlive(process.pid)
-    except subprocess.TimeoutExpired:
-        process.terminate()  # mpirun takes its ranks along
-        output = _last_words(process)
-    finally:
-        _end_session(process.pid)
-    return Ended(code, time.monotonic() - started, at, output, left)
+    with tempfile.NamedTemporaryFile("w+", errors="replace") as said:
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, **ENVIRONMENT, "PYTHONPATH": path, **(env or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        left: tuple[int, ...]
+        code, at, left = None, started, ()
+        try:
+            code = wait(process, [Path(said.name)], quiet_s)
+            at = time.monotonic()
+            left = _outlive(process.pid)
+        except Hung:
+            pass
+        finally:
+            _end_session(process.pid)
+        said.seek(0)
+        return Ended(code, time.monotonic() - started, at, said.read(), left)
 
 
 def _outlive(session: int) -> tuple[int, ...]:
@@ -96,14 +101,6 @@ def _outlive(session: int) -> tuple[int, ...]:
     while (left := tuple(_members(session))) and time.monotonic() < until:
         time.sleep(0.02)
     return left
-
-
-def _last_words(process: subprocess.Popen[str]) -> str:
-    try:
-        return process.communicate(timeout=5)[0]
-    except subprocess.TimeoutExpired:
-        _end_session(process.pid)
-        return process.communicate()[0]
 
 
 def _end_session(session: int) -> None:

@@ -24,7 +24,7 @@ EVERY = 5
 IN_MEMORY = tuple(moment for moment in MOMENTS if moment != "checkpoint")
 IN_A_STEP = tuple(moment for moment in IN_MEMORY if moment != "commit")
 SURVIVING = ("--with-ft", "ulfm")
-LIMIT_S = 120.0
+QUIET_S = 120.0
 REPLACED_S = 40.0  # more for each rank that is replaced: Python, torch and MPI start, among much else
 KILLED = 137  # mpirun's, although the program has ended well: it waits for no host, and counts a spawned rank
 END_S = 30.0  # within which a job that cannot go on must have ended; most of it is its start
@@ -84,7 +84,7 @@ def survived(
     *,
     steps: int = STEPS,
     codes: Sequence[int] = (0,),
-    limit_s: float = LIMIT_S,
+    quiet_s: float = QUIET_S,
 ) -> Outcome:
     """Do faults to a run that must go to its end, with the losses of one without them.
 
@@ -95,10 +95,10 @@ def survived(
         command: the run.
         steps: how many it does.
         codes: the exit codes that mean success, of which mpirun has its own idea where ranks are lost.
-        limit_s: when it is taken to hang.
+        quiet_s: when it is taken to hang; see `run_job`.
     """
     write(turn.folder / "plan.json", faults)
-    ended = run_job(command, limit_s)
+    ended = run_job(command, quiet_s)
     verdict = judge(read_events(turn.folder), expected(steps))
     wrong = [*verdict.wrong[:5], *_not_to_the_end(verdict, len(faults))]
     if ended.code not in codes:
@@ -129,7 +129,7 @@ def _not_to_the_end(verdict: Verdict, faults: int) -> list[str]:
 def ended_well(kind: str, turn: Round, fault: Fault, command: Sequence[str], says: Sequence[str]) -> Outcome:
     """Do a fault to a run that must end soon after, and say why: one of `says`."""
     write(turn.folder / "plan.json", [fault])
-    ended = run_job(command, LIMIT_S, env={"MPISGD_TIMEOUT_S": "4"})
+    ended = run_job(command, QUIET_S, env={"MPISGD_TIMEOUT_S": "4"})
     events = read_events(turn.folder)
     struck = [event["t"] for event in events if event["event"] == "fault"]
     outcome = Outcome(kind, len(struck), seconds=ended.seconds, what=_told([fault]), said=ended.output)
@@ -188,8 +188,8 @@ def kill_in_a_row(turn: Round) -> Outcome:
         for i in range(1, turn.in_a_row + 1)
     ]
     command = _elastic(turn.folder, "--regrow", f"--steps={steps}")
-    limit_s = LIMIT_S + REPLACED_S * turn.in_a_row
-    return survived("kill-in-a-row", turn, faults, command, steps=steps, codes=(0, KILLED), limit_s=limit_s)
+    quiet_s = QUIET_S + REPLACED_S * turn.in_a_row
+    return survived("kill-in-a-row", turn, faults, command, steps=steps, codes=(0, KILLED), quiet_s=quiet_s)
 
 
 def kill_plain(turn: Round) -> Outcome:
@@ -267,7 +267,7 @@ def _damaged(kind: str, turn: Round, damage: Callable[[random.Random, bytes], by
     """Damage the newest checkpoint between two runs: the second begins with the one before."""
     half, sizes = STEPS // 2, [turn.rng.choice([1, 2, 3, 4]) for _ in range(2)]
     arguments = (str(turn.folder), "--checkpoints")
-    first = run_job([*mpirun(sizes[0]), *program(*arguments, f"--steps={half}")], LIMIT_S)
+    first = run_job([*mpirun(sizes[0]), *program(*arguments, f"--steps={half}")], QUIET_S)
     newest = max((turn.folder / "checkpoints").glob("step-*"), default=None)
     if first.code != 0 or newest is None:
         return Outcome(kind, wrong=[f"exit code {first.code}: {_end_of(first)}"])

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from mpisgd.collectives.all_gather_ragged import all_gather_ragged
-from mpisgd.core.dtypes import ReduceOp
+from mpisgd.core.dtypes import ReduceOp, divide
 from mpisgd.core.group import Group
 from mpisgd.errors import UnsupportedOp
 
@@ -32,6 +32,9 @@ def all_reduce_sparse(tensor: Tensor, op: ReduceOp = ReduceOp.SUM, group: Group 
     own = tensor.coalesce()  # what occurs twice here need not travel twice
     indices = all_gather_ragged(own.indices().T, group)
     values = torch.cat(all_gather_ragged(own.values(), group))
+    total = torch.sparse_coo_tensor(
+        torch.cat(indices).T, values, own.shape, check_invariants=False
+    ).coalesce()
     if op is ReduceOp.AVG:
-        values /= len(indices)
-    return torch.sparse_coo_tensor(torch.cat(indices).T, values, own.shape, check_invariants=False).coalesce()
+        divide(total.values(), len(indices))
+    return total

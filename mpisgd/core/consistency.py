@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import torch
+
 from mpisgd.core.waiting import Backoff
 from mpisgd.errors import CollectiveMismatch, CollectiveTimeout
 
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from mpisgd.transport.mpi import Communicator
 
 __all__ = ["ConsistencyCheck", "ConsistencyChecker", "DigestExchange", "Operation", "ranks_text"]
+
+LEFT_TAG = 40  # of the queue's communicator, above the rounds of a dissemination and below an algorithm's
 
 
 class Operation(NamedTuple):
@@ -125,6 +129,16 @@ class ConsistencyChecker:
         self.number += 1
         self._history = fold(self._history, operation)
 
+    def leave(self) -> None:
+        """Tell the other members that this rank gives the group up and comes to none of its operations."""
+        word = torch.zeros(1, dtype=torch.uint8)
+        others = [rank for rank in range(self.wire.size) if rank != self.wire.rank]
+        self.wire.abandon([self.wire.isend(word, rank, LEFT_TAG) for rank in others], word)
+
+    def somebody_left(self) -> bool:
+        """Return whether another member has given the group up, as far as is known here."""
+        return self.wire.probe(LEFT_TAG) is not None
+
     @property
     def me(self) -> int:
         """This rank, as messages call it."""
@@ -162,7 +176,8 @@ class ConsistencyChecker:
         """See that everyone is here: one that gave up waiting has left its digest, but does not compare."""
         everyone_is_here = self.wire.barrier_request()
         patience = Backoff(self.timeout_s)
-        if not patience.wait_for(lambda: self.wire.poll([everyone_is_here])):
+        patience.wait_for(lambda: self.wire.poll([everyone_is_here]) or self.somebody_left())
+        if not self.wire.poll([everyone_is_here]):
             raise CollectiveTimeout(
                 f"{mine}: rank {self.me} (group '{self.name}', operation {self.number}) finds another rank "
                 f"at something else, which has given that up before: it did not come within "
@@ -231,7 +246,7 @@ class ConsistencyCheck:
         return (
             f"{self._what} at {self._site()}: rank {shake.me} (group '{shake.name}', operation "
             f"{shake.number}) has waited {patience.waited_s:.1f} s for {shake.spread.missing()}{seen}. Raise "
-            "MPISGD_TIMEOUT_S, or the group's own limit, if ranks may be that far apart"
+            "MPISGD_TIMEOUT_S or the group's own timeout if ranks may be that far apart"
         )
 
 

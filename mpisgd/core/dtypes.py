@@ -8,6 +8,7 @@ Half types are summed in float32 and rounded once, whoever adds.
 import enum
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,8 +29,9 @@ __all__ = [
 class ReduceOp(enum.Enum):
     """How elements of several ranks become one; the names are torch.distributed's.
 
-    bool: SUM and MAX are OR, PRODUCT and MIN are AND. AVG is SUM divided by the number of ranks, for
-    floating and complex dtypes only. BAND, BOR and BXOR are for integers and bool.
+    bool: SUM and MAX are OR, PRODUCT and MIN are AND; there is no AVG. AVG is SUM divided by the number of
+    ranks; of integers the quotient is truncated toward zero, as NCCL does it. BAND, BOR and BXOR are for
+    integers and bool.
     """
 
     SUM = "SUM"
@@ -60,6 +62,8 @@ REDUCIBLE = (*FLOATING, *COMPLEX, *INTEGER, torch.bool)
 
 # Open MPI's vector instructions saturate where sums of these should wrap around (its issue 8045).
 NARROW = (torch.uint8, torch.int8, torch.uint16, torch.int16)
+# A count of ranks fits into these, in which the integers are divided.
+WIDER = {torch.uint32: torch.int64, **dict.fromkeys(NARROW, torch.int32)}
 # Integers of the same width, whose order floating numbers can be given.
 ORDER_KEYS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
@@ -101,8 +105,8 @@ def check_op(name: str, op: object, dtype: torch.dtype) -> ReduceOp:
     ours = _as_ours(name, op)
     if dtype not in REDUCIBLE:
         raise UnsupportedOp(f"{name}: {dtype} has no reduction; convert the tensor, or send it as it is")
-    if ours is ReduceOp.AVG and dtype not in FLOATING + COMPLEX:
-        raise UnsupportedOp(f"{name}: AVG of {dtype} is not defined; use SUM and divide as you need it")
+    if ours is ReduceOp.AVG and dtype is torch.bool:
+        raise UnsupportedOp(f"{name}: AVG of {dtype} is not defined; convert the tensor to numbers")
     if ours in BITWISE and dtype not in (*INTEGER, torch.bool):
         raise UnsupportedOp(f"{name}: {ours.name} needs an integer or bool tensor, got {dtype}")
     if ours in ORDERED and dtype in COMPLEX:
@@ -126,15 +130,16 @@ def for_mpi(flat: Tensor, op: ReduceOp, size: int) -> tuple[Tensor, str, Finish]
     """
     if flat.dtype is torch.bool:
         return flat.view(torch.uint8), BOOL_OPS.get(op, op).name, _as_bool
+    added = ReduceOp.SUM if op is ReduceOp.AVG else op
     if flat.dtype in NARROW and op not in BITWISE:
-        return flat.to(torch.int32), op.name, lambda work: work.to(flat.dtype)
+        return flat.to(torch.int32), added.name, _finish_average(op, size, flat.dtype)
     if flat.dtype in UNSIGNED_AS_SIGNED and op in ORDERED:  # wrong in Open MPI 4.1 (its issue 10648)
         work, _, finish = _unsigned(flat, op)
         return work, op.name, finish
     work = flat.float() if flat.dtype in HALF_TYPES else flat
     if op in ORDERED and work.dtype in ORDER_KEYS:
         return _order_keys(work, op), op.name, lambda keys: _from_order_keys(keys, work.dtype).to(flat.dtype)
-    return work, "SUM" if op is ReduceOp.AVG else op.name, _finish_average(op, size, flat.dtype)
+    return work, added.name, _finish_average(op, size, flat.dtype)
 
 
 def for_torch(flat: Tensor, op: ReduceOp, size: int) -> tuple[Tensor, ReduceOp, Finish]:
@@ -144,10 +149,12 @@ def for_torch(flat: Tensor, op: ReduceOp, size: int) -> tuple[Tensor, ReduceOp, 
     """
     if flat.dtype is torch.bool:
         return flat.view(torch.uint8), BOOL_OPS.get(op, op), _as_bool
+    added = ReduceOp.SUM if op is ReduceOp.AVG else op
     if flat.dtype in UNSIGNED_AS_SIGNED:
-        return _unsigned(flat, op)
+        work, _, finish = _unsigned(flat, added)
+        return work, added, lambda work: _finish_average(op, size, flat.dtype)(finish(work))
     work = flat.float() if flat.dtype in HALF_TYPES else flat
-    return work, ReduceOp.SUM if op is ReduceOp.AVG else op, _finish_average(op, size, flat.dtype)
+    return work, added, _finish_average(op, size, flat.dtype)
 
 
 def _as_bool(work: Tensor) -> Tensor:
@@ -176,8 +183,12 @@ def _fold_sign(bits: Tensor) -> Tensor:
 
 
 def _finish_average(op: ReduceOp, size: int, dtype: torch.dtype) -> Finish:
+    """Return what divides a sum where that is asked for; a half is rounded after that, an integer before."""
+
     def finish(work: Tensor) -> Tensor:
-        return (divide(work, size) if op is ReduceOp.AVG else work).to(dtype)
+        if op is not ReduceOp.AVG:
+            return work.to(dtype)
+        return divide(work.to(dtype), size) if dtype in INTEGER else divide(work, size).to(dtype)
 
     return finish
 
@@ -192,13 +203,24 @@ def _unsigned(flat: Tensor, op: ReduceOp) -> tuple[Tensor, ReduceOp, Finish]:
 
 
 def divide(total: Tensor, count: int) -> Tensor:
-    """Divide floating or complex `total` by `count` in place; return it.
+    """Divide `total` by `count` in place, integers toward zero as in C; return it.
 
     To multiply by the inverse of a power of two gives the same bits, in half the time.
     """
+    if total.dtype in INTEGER:
+        return _divide_integers(total, count)
     if count & (count - 1) == 0 and not total.is_complex():
         return total.mul_(1 / count)
     return total.div_(count)
+
+
+def _divide_integers(total: Tensor, count: int) -> Tensor:
+    if total.dtype is torch.uint64:  # torch has no arithmetic for it, and nothing wider
+        numbers = total.numpy()
+        np.floor_divide(numbers, count, out=numbers)
+        return total
+    wide = total.to(WIDER.get(total.dtype, total.dtype)).div_(count, rounding_mode="trunc")
+    return total if wide.dtype == total.dtype else total.copy_(wide)
 
 
 def combine(op: ReduceOp, into: Tensor, other: Tensor) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from mpisgd.arguments import as_index, shown
 from mpisgd.core.operation_queue import OperationQueue
 from mpisgd.core.topology import Topology, discover
-from mpisgd.errors import InvalidRank, NotInGroup, NotInitialized, PeerLost
+from mpisgd.errors import InvalidRank, MpisgdError, NotInGroup, NotInitialized, PeerLost
 from mpisgd.tracing import Track
 from mpisgd.transport.internode.transport import InternodeTransport
 from mpisgd.transport.messages.point_to_point import PointToPoint
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from mpisgd.transport.mpi import Communicator
 
 __all__ = ["Group"]
+
+_left: "list[Group]" = []  # until the process ends: MPI may still write to their memory
 
 
 class Group:
@@ -167,11 +169,24 @@ class Group:
 
         All its communicators have been revoked, and nobody waits any more, so they end at once.
         """
-        if self._queue is not None and self._point_to_point is not None:
-            self._queue.broken = self._queue.broken or PeerLost(reason)
-            self._queue.drain()
-            self._point_to_point.give_up()
+        self._let_be(PeerLost(reason))
         self._lost = reason
+
+    def leave(self) -> None:
+        """Let this group be: an operation of it has failed on some member. Meets nobody.
+
+        MPI may be in the middle of something in it, so its communicators and its memory are kept.
+        """
+        self.queue.consistency.leave()
+        self._let_be(NotInitialized(f"group '{self.name}' was destroyed"))
+        self._closed = True
+        _left.append(self)
+
+    def _let_be(self, error: MpisgdError) -> None:
+        if self._queue is not None and self._point_to_point is not None:
+            self._queue.broken = self._queue.broken or error
+            self._queue.drain()
+            self._point_to_point.give_up(error)
 
     def close(self) -> None:
         """Free the communicators. Collective over the members."""

@@ -3,6 +3,7 @@
 import abc
 import threading
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,6 +43,13 @@ class Work(abc.ABC):
     def get_future(self) -> "torch.futures.Future[Any]":
         """Return a future that holds the operation's tensors once it is done, or its error."""
 
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call `callback`, once: when the operation is over and nobody has returned from `wait()` yet.
+
+        At once, where it is over already or nothing in this process says when it is. One callback at most.
+        """
+        callback()
+
 
 class QueuedWork(Work):
     """A collective in the queue of its group's queue, completed by the thread that runs it."""
@@ -54,6 +62,7 @@ class QueuedWork(Work):
         self._error: BaseException | None = None
         self._told = False
         self._future: torch.futures.Future[Any] | None = None
+        self._callback: Callable[[], None] | None = None
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until the queue has run this operation. The queue has the time limit on other ranks."""
@@ -91,10 +100,20 @@ class QueuedWork(Work):
                     self._settle(self._future)
             return self._future
 
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call `callback` on the thread that completes the operation, or now."""
+        with self._lock:
+            if not self._done.is_set():
+                self._callback = callback
+                return
+        callback()
+
     def complete(self, error: BaseException | None) -> None:
         """Mark the operation as done. Called once, by whoever ran it."""
         self._error = error
         with self._lock:
+            if self._callback is not None:
+                self._callback()
             self._done.set()
             future = self._future
         if future is not None:

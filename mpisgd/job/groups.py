@@ -131,14 +131,20 @@ def _tag_of(members: Sequence[int]) -> int:
 def close_group(group: Group) -> None:
     """Give a group back before the end of the job. Collective over its members.
 
+    Where an operation of it has failed on this rank, the others need not come: this rank leaves the group,
+    and those that close it learn of that and leave it too.
+
     Raises:
         CollectiveMismatch: another member is not closing it but in the middle of an operation.
         CollectiveTimeout: another member did not come, now or at an earlier operation.
     """
     job = current_job()
     job.groups.remove(group)
-    end_operations([group], group.queue.consistency.timeout_s)
-    group.close()
+    group.queue.drain()
+    if group.queue.broken is None and end_operations([group], group.queue.consistency.timeout_s):
+        group.close()
+    else:
+        group.leave()
 
 
 def _check_members(ranks: Sequence[int], size: int) -> list[int]:

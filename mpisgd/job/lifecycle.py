@@ -329,7 +329,7 @@ def shutdown() -> None:
         return
     members = [group for group in job.groups if group.rank >= 0]
     try:
-        end_operations(members, job.timeout_s)
+        ended = end_operations(members, job.timeout_s)
     except MpisgdError as exc:
         for group in members:  # nothing can be used any more; the end of the process ends the job
             group.queue.broken = group.queue.broken or exc
@@ -344,7 +344,7 @@ def shutdown() -> None:
         if job.sentinel is not None:
             job.sentinel.free()
         for group in reversed(members):
-            group.close()
+            group.close() if group in ended else group.leave()
     job.hooks.close()
     job.hooks.remove()
     _job, _left = None, job

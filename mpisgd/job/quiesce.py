@@ -1,6 +1,6 @@
 """The end of groups: nobody leaves while another rank is in the middle of something."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from mpisgd.core.consistency import ConsistencyCheck, Operation
 from mpisgd.core.group import Group
@@ -11,35 +11,51 @@ from mpisgd.errors import MpisgdError
 __all__ = ["end_operations"]
 
 
-def end_operations(groups: Sequence[Group], timeout_s: float) -> None:
-    """Return when nothing is under way any more, here and on all other ranks."""
+def end_operations(groups: Sequence[Group], timeout_s: float) -> list[Group]:
+    """Return when nothing is under way any more, here and on all other ranks.
+
+    Returns:
+        The groups that can be closed: without those that another member has left.
+    """
     for group in groups:
         group.queue.drain()
-    _part([group for group in groups if group.queue.broken is None], timeout_s)
+    ended = _part([group for group in groups if group.queue.broken is None], timeout_s)
     for group in groups:
         if group.queue.broken is not None:  # MPI would wait for ever for what was given up
             raise group.queue.broken
-    awaited = [group.queue.wire.all_gather_object(group.point_to_point.under_way()) for group in groups]
-    for group, messages in zip(groups, awaited, strict=True):
+    awaited = [group.queue.wire.all_gather_object(group.point_to_point.under_way()) for group in ended]
+    for group, messages in zip(ended, awaited, strict=True):
         group.point_to_point.drain(messages)
+    return ended
 
 
-def _part(groups: Sequence[Group], timeout_s: float) -> None:
-    """Agree with everyone, in all groups at once, that nothing comes any more."""
+def _part(groups: Sequence[Group], timeout_s: float) -> list[Group]:
+    """Agree with everyone, in all groups at once, that nothing comes any more.
+
+    Returns:
+        The groups that no member has left.
+    """
     patience = Backoff(timeout_s)
-    farewells = [
-        group.queue.consistency.begin(Operation("shutdown"), lambda: "the end of the program")
+    farewells = {
+        group: group.queue.consistency.begin(Operation("shutdown"), lambda: "the end of the program")
         for group in groups
-    ]
+    }
     patience.wait_for(lambda: _is_settled(farewells), about=lambda: _about(groups))
-    pairs = zip(groups, farewells, strict=True)
-    for group, farewell in sorted(pairs, key=lambda pair: not pair[1].differs()):
+    for group, farewell in sorted(farewells.items(), key=lambda pair: not pair[1].differs()):
         try:
-            farewell.wait(patience)
-            farewell.verify()
+            if not _is_left(group):
+                farewell.wait(patience)
+                farewell.verify()
         except MpisgdError as exc:
-            group.queue.broken = exc
-            raise
+            if not _is_left(group):
+                group.queue.broken = exc
+                raise
+    return [group for group in groups if not _is_left(group)]
+
+
+def _is_left(group: Group) -> bool:
+    """Return whether a member has left the group: it sends no farewell, so none is complete there."""
+    return group.queue.consistency.somebody_left()
 
 
 def _about(groups: Sequence[Group]) -> WaitReason:
@@ -48,10 +64,10 @@ def _about(groups: Sequence[Group]) -> WaitReason:
     return WaitReason("shutdown", group.name, (), group.ranks, group.queue.consistency.number, group.ordinal)
 
 
-def _is_settled(farewells: Sequence[ConsistencyCheck]) -> bool:
+def _is_settled(farewells: Mapping[Group, ConsistencyCheck]) -> bool:
     """Move every one along; return whether all are over, or one of them has met somebody who stays.
 
     Whoever stays waits there for this rank to say what it wanted, and comes to no other group's end.
     """
-    over = [farewell.advance() for farewell in farewells]
-    return all(over) or any(farewell.differs() for farewell in farewells)
+    over = [farewell.advance() or _is_left(group) for group, farewell in farewells.items()]
+    return all(over) or any(farewell.differs() for farewell in farewells.values())

@@ -10,7 +10,7 @@ from mpisgd.core import wait_registry
 from mpisgd.monitor.deadlock_detector import DeadlockDetector
 from mpisgd.monitor.mpi_mailbox import ASKED_PER_HOST, MpiMailbox, Question
 from mpisgd.monitor.process_inspector import ProcessIdentity, describe, is_stopped_or_gone, take_seat
-from mpisgd.monitor.rank_snapshot import WATCH_THREAD, look
+from mpisgd.monitor.rank_snapshot import WATCH_THREAD, group_key, look
 from mpisgd.monitor.rank_state import LEFT, SILENT, RankState, decode, encode
 from mpisgd.monitor.reporter import Reporter
 from mpisgd.monitor.shm_mailbox import ANSWER_BYTES, ShmMailbox, open_board, private_board
@@ -171,6 +171,12 @@ class StallMonitor:
         gathering = Gathering(self, deep=False)
         self._wait_for(gathering.is_over, ANSWER_S + POLL_S)
         return [self.look(), *gathering.finish()]
+
+    def late_in(self, group: "Group") -> list[int]:
+        """Return the group ranks that have begun fewer operations of a group than this one; see `ask`."""
+        key, number = group_key(group.ranks, group.ordinal), group.queue.consistency.number
+        begun = [view.numbers.get(key, 0) for view in self.ask()]
+        return [place for place, rank in enumerate(group.ranks) if begun[rank] < number]
 
     def give_verdict(self, text: bytes, ranks: Collection[int]) -> None:
         """Let some other ranks know what cannot go on; see `mpisgd.monitor.deadlock_detector`."""

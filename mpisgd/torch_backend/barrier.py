@@ -1,4 +1,7 @@
-"""`monitored_barrier`: torch's own refuses every backend but gloo by name."""
+"""`monitored_barrier`: torch's own refuses every backend but gloo by name.
+
+Its errors say what gloo's say, in ranks of the group, and below that what ours do.
+"""
 
 from datetime import timedelta
 from typing import Any
@@ -6,30 +9,62 @@ from typing import Any
 from torch.distributed import distributed_c10d
 
 from mpisgd.collectives.barrier import barrier
-from mpisgd.errors import InvalidArgument
-from mpisgd.torch_backend.process_group import ProcessGroupMpisgd
+from mpisgd.core.group import Group
+from mpisgd.errors import CollectiveTimeout, InvalidArgument
+from mpisgd.job.lifecycle import current_job
 
-__all__ = ["monitored_barrier"]
+__all__ = ["monitored_barrier", "pass_monitored"]
+
+AT_ONCE_S = 1e-3  # for a timeout of 0, with which only those pass who come last
 
 
 def monitored_barrier(
-    group: Any = None, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    group: Any = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
 ) -> None:
     """Return once every rank of the group has called it; name those that do not come.
 
-    In place of `torch.distributed.monitored_barrier`, with its arguments. Every waiting rank raises and names
-    all that are missing, so `wait_all_ranks` changes nothing.
+    In place of `torch.distributed.monitored_barrier`, with its arguments. A rank outside the group is warned
+    and goes on.
 
     Args:
         group: a process group of this backend; default the default group.
-        timeout: how long to wait; default the group's limit.
-        wait_all_ranks: taken for compatibility.
+        timeout: how long every rank waits, a number in seconds; default the group's timeout.
+        wait_all_ranks: whether group rank 0 names all ranks that did not come, or the first of them.
 
     Raises:
         CollectiveTimeout: ranks did not come. The group cannot be used again.
-        InvalidArgument: the group is of another backend.
+        InvalidArgument: the group is of another backend, or `timeout` is no time.
     """
+    if distributed_c10d._rank_not_in_group(group):
+        distributed_c10d._warn_not_in_group("monitored_barrier")
+        return
     group = group or distributed_c10d._get_default_group()
-    if not isinstance(group, ProcessGroupMpisgd):
+    if not isinstance(getattr(group, "mpisgd_group", None), Group):
         raise InvalidArgument(f"monitored_barrier: the group is a {type(group).__name__}, not of 'mpisgd'")
-    barrier(group.mpisgd_group, timeout_s=None if timeout is None else timeout.total_seconds())
+    pass_monitored(group.mpisgd_group, timeout, wait_all_ranks)
+
+
+def pass_monitored(group: Group, timeout: timedelta | float | None, wait_all_ranks: bool) -> None:
+    """Do what `monitored_barrier` does, in a group of ours."""
+    limit_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    try:
+        barrier(group, timeout_s=AT_ONCE_S if limit_s == 0 else limit_s)
+    except CollectiveTimeout as exc:
+        spent_s = group.queue.consistency.timeout_s if limit_s is None else limit_s
+        raise CollectiveTimeout(
+            f"[Rank {group.rank}]: {_failure(group, spent_s, wait_all_ranks)}\n{exc}"
+        ) from exc
+
+
+def _failure(group: Group, timeout_s: float, wait_all_ranks: bool) -> str:
+    """Return what gloo says in this case."""
+    if group.rank != 0:
+        return (
+            f"Rank {group.rank} successfully reached monitoredBarrier, but received errors while waiting for "
+            "send/recv from rank 0. Please check rank 0 logs for faulty rank."
+        )
+    late = current_job().watch.late_in(group)
+    if timeout_s == 0 or not late:
+        return f"Rank 0 timed out in monitoredBarrier after {timeout_s * 1000:.0f} ms."
+    whom = f"Ranks {', '.join(map(str, late))}" if wait_all_ranks else f"Rank {late[0]}"
+    return f"{whom} failed to pass monitoredBarrier in {timeout_s * 1000:.0f} ms"

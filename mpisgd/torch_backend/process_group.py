@@ -35,7 +35,9 @@ from mpisgd.errors import NotInitialized
 from mpisgd.job.groups import close_group
 from mpisgd.job.lifecycle import current_job, is_initialized
 from mpisgd.torch_backend import compat
+from mpisgd.torch_backend.barrier import pass_monitored
 from mpisgd.torch_backend.plugin import BACKEND
+from mpisgd.torch_backend.profiling import with_profiler_events
 from mpisgd.torch_backend.short_forms import with_short_forms
 from mpisgd.torch_backend.work import BackendWork
 
@@ -48,6 +50,7 @@ _Base: Any = dist.ProcessGroup
 
 @compat.never_compiled
 @compat.with_old_names
+@with_profiler_events
 @with_short_forms
 class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
     """The backend "mpisgd"; made by `init_process_group` and `new_group`, never directly.
@@ -201,6 +204,12 @@ class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
         timeout_s = limit.total_seconds() if limit is not None and limit > timedelta(0) else None
         return self._issue(opts, [], [partial(barrier, timeout_s=timeout_s)])
 
+    def monitored_barrier(
+        self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Wait for every rank of the group; see `mpisgd.torch_backend.monitored_barrier`."""
+        pass_monitored(self.mpisgd_group, timeout, wait_all_ranks)
+
     # -- point to point --------------------------------------------------------------------------------
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> dist.Work:
@@ -325,11 +334,11 @@ class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
     def shutdown(self) -> None:
         """Give the group back; torch's `destroy_process_group` calls this. Collective over its members.
 
-        A group on which something failed is left as it is: the others cannot be relied on to come.
+        Where an operation has failed this rank waits for nobody: the others learn that it has left the group.
         """
-        if not is_initialized() or self.mpisgd_group not in current_job().groups:
-            return  # mpisgd.shutdown() has closed it already
-        if self.mpisgd_group.queue.broken is None:
+        if (
+            is_initialized() and self.mpisgd_group in current_job().groups
+        ):  # else mpisgd.shutdown() was quicker
             close_group(self.mpisgd_group)
 
     def abort(self) -> None:

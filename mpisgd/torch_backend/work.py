@@ -1,6 +1,6 @@
 """`BackendWork`: ours as torch's `Work`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -46,6 +46,13 @@ class BackendWork(dist.Work):
         if self._future is not None:
             self._future.wait()  # it comes after those of the operations
         return True
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call `callback` when the last operation is over; see `Work.when_done`."""
+        if self.works:
+            self.works[-1].when_done(callback)
+        else:
+            callback()
 
     def is_completed(self) -> bool:
         """Return whether all is done."""

@@ -52,7 +52,7 @@ RANK = 'log=$1; shift; exec "$@" >"$log/rank-$OMPI_COMM_WORLD_RANK" 2>&1'
 def run_tests(hosts: str, logs: Path, *arguments: str) -> None:
     """Run tests of tests/mpi on a cluster; where they fail, the first failing rank's log is the reason."""
     pytest_command = [sys.executable, "-m", "pytest", "--with-mpi", "-q", "-p", "no:cacheprovider"]
-    done = run_on(hosts, "sh", "-c", RANK, "sh", str(logs), *pytest_command, *arguments, time_limit_s=110)
+    done = run_on(hosts, "sh", "-c", RANK, "sh", str(logs), *pytest_command, *arguments, logs=[logs])
     summaries = {path.name: path.read_text(errors="replace") for path in sorted(logs.iterdir())}
     for name, text in summaries.items():
         last = text.splitlines()[-1] if text else "nothing"
@@ -65,14 +65,14 @@ def run_tests(hosts: str, logs: Path, *arguments: str) -> None:
 LONG = pytest.mark.long
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("hosts", [pytest.param("2,2", marks=LONG), pytest.param("1,1,1", marks=LONG), "2,1"])
 def test_what_matters_of_the_suite_passes(hosts, tmp_path):
     folders = [f"tests/mpi/{folder}" for folder in ("comm", "optim", "horovod")]
     run_tests(hosts, tmp_path, *folders, "-k", SELECTION)
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("hosts", [pytest.param("2,2", marks=LONG), "2,1"])
 def test_programs_of_torch_run(hosts, tmp_path):
     run_tests(hosts, tmp_path, "tests/mpi/torch_backend", "-k", TORCH_SELECTION)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import progress
 import pytest
 from clusters import ENVIRONMENT, ROOT, run_on
 
@@ -32,7 +32,7 @@ def alone(tmp_path_factory) -> list[Any]:
     """The losses of one process without mpirun."""
     metrics = tmp_path_factory.mktemp("alone") / "metrics.jsonl"
     env = {**ENVIRONMENT, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*TRAIN, str(metrics)], env=env, capture_output=True, text=True, timeout=100)
+    done = progress.run([*TRAIN, str(metrics)], env=env)
     assert done.returncode == 0, done.stderr
     return losses(metrics)
 

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import progress
 import pytest
 from clusters import COMMAND, ROOT, run_on
 
@@ -53,9 +54,10 @@ def test_exit_code_is_the_programs():
 
 def test_what_hangs_is_ended():
     started = time.monotonic()
-    done = run_on("1,1", "sleep", "1000", time_limit_s=2)
+    command = [*COMMAND, "--hosts", "1,1", "--time-limit", "2", "--", "sleep", "1000"]
+    done = progress.run(command)
     assert (done.returncode, done.stderr.splitlines()[-1]) == (124, "cluster: no end within 2 s")
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 60
 
 
 def running(mark: str) -> list[str]:
@@ -98,7 +100,7 @@ def test_nothing_is_left_when_it_is_killed(number):
 def test_two_clusters_at_once_do_not_meet():
     command = [*COMMAND, "--hosts", "1,1", "--time-limit", "60", "--", "hostname"]
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    assert [sorted(one.communicate(timeout=70)[0].split()) for one in both] == [["node1", "node2"]] * 2
+    assert [sorted(one.communicate(timeout=210)[0].split()) for one in both] == [["node1", "node2"]] * 2
 
 
 @pytest.mark.parametrize(

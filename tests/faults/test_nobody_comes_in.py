@@ -83,7 +83,7 @@ def test_nobody_comes_into_a_job_and_nothing_is_left_of_it_however_it_ends(progr
         assert sum(address in ANY_ADDRESS for pid in launchers for address in listens_on(pid)) <= 2
 
         job.kill(job.launcher)  # the ranks find that out and end
-        job.wait(limit_s=20)
+        job.wait(limit_s=60)
         assert left_in_shared_memory(names) == set()
         assert [entry.name for entry in folder.iterdir()] in ([], [f"ompi.{job.launcher}"])
     with start(program, folder) as job:

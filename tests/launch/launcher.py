@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-TIMEOUT_S = 60.0
+import progress
 
 # More ranks than cores, and root in a container, said in the environment: MPICH's mpirun has no such options.
 # And what is tested must not depend on what someone has measured here.
@@ -33,16 +33,17 @@ def run_python(
     num_ranks: int | None = None,
     options: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
-    timeout_s: float = TIMEOUT_S,
+    quiet_s: float = progress.QUIET_S,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python ARGS`, under `mpirun -n num_ranks OPTIONS` where a number is given; a hang is a failure."""
+    """Run `python ARGS`, under `mpirun -n num_ranks OPTIONS` where a number is given; a hang is a failure.
+
+    It hangs when it has said nothing for `quiet_s`, however long the whole takes.
+    """
     prefix = [] if num_ranks is None else [mpirun(), "-n", str(num_ranks), *options]
-    done = subprocess.run(
+    done = progress.run(
         [*prefix, sys.executable, *args],
         env={**os.environ, **ENVIRONMENT, **(env or {})},
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
+        quiet_s=quiet_s,
     )
     done.stderr = done.stderr.replace("\0", "")  # mpirun now and then puts one where a rank ends the job
     return done

@@ -48,6 +48,8 @@ def test_lightning_trains_like_one_process_and_speaks_once(outputs, tmp_path):
     said = outputs("lightning_ddp.py", "lightning", str(tmp_path))
     for rank, text in enumerate(said):
         assert f"rank {rank} of 2 took 4 steps" in text
+        # What is logged for an epoch is averaged over the ranks, and so is its int64 count of batches.
+        assert "validated: 3.5" in text
         trained, saved = differences(text)
         assert max(trained, saved) < 1e-13
         assert "refused: Trainer: devices=5, but mpirun has started 2 rank(s) on 1 host(s)" in text
@@ -55,7 +57,7 @@ def test_lightning_trains_like_one_process_and_speaks_once(outputs, tmp_path):
     assert "Epoch 0" in said[0]
     assert said[0].count("a checkpoint is written") == 1
     first_words = [line.partition(":")[0] for line in said[1].splitlines()]
-    assert first_words == ["rank 1 of 2 took 4 steps", "trained", "saved", "refused", "refused"]
+    assert first_words == ["rank 1 of 2 took 4 steps", "validated", "trained", "saved", "refused", "refused"]
 
 
 def test_accelerate_trains_like_one_process(outputs):

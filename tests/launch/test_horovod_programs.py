@@ -171,7 +171,7 @@ SCRIPT = """
         queue = context.Queue()
         child = context.Process(target=Thing(queue).run)
         child.start()
-        print(*queue.get(timeout=50))
+        print(*queue.get(timeout=150))
         child.join()
         hvd.init()
         print(hvd.rank(), hvd.size())

@@ -303,6 +303,6 @@ def test_nothing_is_left_behind_by_a_job_that_is_killed(tmp_path):
     time.sleep(0.5)
     for pid in (*ranks, process.pid):
         os.kill(pid, signal.SIGKILL)
-    process.wait(timeout=20)
+    process.wait(timeout=60)
     process.stdout.close()
     assert set(glob.glob(f"{tempfile.gettempdir()}/mpisgd-*")) <= before

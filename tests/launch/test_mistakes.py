@@ -13,17 +13,17 @@ LONG = pytest.mark.long
 SIZES = [pytest.param(2, marks=LONG), 3, pytest.param(4, marks=LONG)]
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("size", SIZES)
 def test_every_mistake_ends_in_the_right_error_on_all_ranks(size):
-    check_reports(run_python(str(PROGRAM), "fast", num_ranks=size, timeout_s=180), size)
+    check_reports(run_python(str(PROGRAM), "fast", num_ranks=size), size)
 
 
 @LONG
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_at_the_pace_of_a_job(size):
-    check_reports(run_python(str(PROGRAM), num_ranks=size, timeout_s=280), size)
+    check_reports(run_python(str(PROGRAM), num_ranks=size), size)
 
 
 # How the last rank leaves, what the others do, and words that the error must hold.

@@ -177,7 +177,7 @@ def is_gone(pid: int) -> bool:
 
 def test_a_job_goes_on_from_its_newest_checkpoint_after_failures(program):
     job = start_job(program, "fail", "--restarts", "3", "--pause", "0.1")
-    said, errors = job.communicate(timeout=100)
+    said, errors = job.communicate(timeout=300)
     assert job.returncode == 0, errors
     assert said.splitlines() == ["from 0 attempt 0", "from 2 attempt 1", "from 6 attempt 2"]
     lines = [line for line in errors.replace("\0", "").splitlines() if "mpisgd run: " in line]
@@ -193,7 +193,7 @@ def test_a_job_that_is_told_to_stop_saves_and_is_not_started_again(program):
     job = start_job(program, "wait", "--restarts", "3")
     ranks = pids(program)
     job.send_signal(signal.SIGTERM)
-    said, errors = job.communicate(timeout=60)
+    said, errors = job.communicate(timeout=180)
     assert job.returncode == 85, errors
     (saved,) = (program.parent / "saved").iterdir()
     line = next(line for line in errors.replace("\0", "").splitlines() if "mpisgd run: " in line)
@@ -223,7 +223,7 @@ def test_nothing_is_left_behind_of_a_job_that_does_not_stop(program, how):
             job.terminate()
             time.sleep(0.5)
             job.terminate()
-        job.communicate(timeout=30)
+        job.communicate(timeout=90)
         assert job.returncode != 0
         assert all(map(is_gone, ranks))
     finally:

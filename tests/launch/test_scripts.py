@@ -264,15 +264,15 @@ def stage_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, test: str) -> dict
     monkeypatch.setattr(run_tests, "OUTPUT", tmp_path / "output")
     monkeypatch.setattr(run_tests, "ROOT", tmp_path)
     (tmp_path / "test_it.py").write_text(test)
-    return run_tests.run_stage(Stage("it", ("test_it.py",), limit_s=20))
+    return run_tests.run_stage(Stage("it", ("test_it.py",), quiet_s=60))
 
 
 def test_stage_that_hangs_is_ended_and_counts_as_failed(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run_tests, "command", lambda stage: ["sleep", "60"])
     monkeypatch.setattr(run_tests, "OUTPUT", tmp_path)
-    found = run_tests.run_stage(Stage("it", (), limit_s=1))
+    found = run_tests.run_stage(Stage("it", (), quiet_s=1))
     assert list(found.values()) == ["failed"]
-    assert "no end within 1 s, 1 rank(s) left no report" in capsys.readouterr().out
+    assert "no progress for 1 s, 1 rank(s) left no report" in capsys.readouterr().out
 
 
 def test_stage_whose_process_dies_counts_as_failed(tmp_path, monkeypatch, capsys):

@@ -225,3 +225,110 @@ def test_time_limits_name_the_ranks_that_do_not_come(start):
     assert [("world", rank) in waited for rank in "012"] == [True] * 3
     assert done.returncode == 1  # what was started in those groups never ended: no clean exit
     assert done.stderr.count("raised, the job ends") == 1
+
+
+@pytest.mark.parametrize("shared_memory", ["1", "0"])
+def test_a_group_that_timed_out_and_was_destroyed_ends_cleanly(start, shared_memory):
+    """As with gloo: who has timed out waits for nobody, and the others are not left waiting for it."""
+    done = start(
+        """
+        from datetime import timedelta
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("mpisgd")
+        rank, short = dist.get_rank(), timedelta(seconds=0.4)
+        everyones, late = dist.new_group(timeout=short), dist.new_group(timeout=short)
+        pair = dist.new_group([0, 1], timeout=short)
+
+        def time_out(group):
+            try:
+                dist.all_reduce(torch.ones(2), group=group)
+            except RuntimeError as exc:
+                print("caught", type(exc).__name__, flush=True)
+
+        if rank == 0:
+            time_out(everyones)
+        dist.barrier()
+        dist.destroy_process_group(everyones)
+        if rank == 1:
+            time_out(pair)
+        if rank == 2:
+            dist.irecv(torch.ones(2), 0, late)  # never comes
+            time_out(late)
+        dist.all_reduce(x := torch.ones(2))
+        print("goes on", x.tolist(), flush=True)
+        if rank == 1:
+            dist.destroy_process_group(pair)
+        if rank == 2:
+            dist.destroy_process_group(late)  # the others just come to the end of the program
+        """,
+        3,
+        MPISGD_SHARED_MEMORY=shared_memory,
+    )
+    assert sorted(done.stdout.splitlines()) == ["caught CollectiveTimeout"] * 3 + ["goes on [3.0, 3.0]"] * 3
+    assert done.returncode == 0, done.stderr  # the timeouts are reported there, and nothing else
+    assert "the job ends" not in done.stderr
+
+
+def test_a_monitored_barrier_says_what_gloos_says(start):
+    """In all its forms; who is missing is told by group rank 0, in ranks of the group."""
+    done = start(
+        """
+        import warnings
+        from datetime import timedelta
+        import torch.distributed as dist
+        from mpisgd.torch_backend import monitored_barrier
+
+        dist.init_process_group("mpisgd")
+        rank, short = dist.get_rank(), timedelta(seconds=0.3)
+        two, one, all_late, at_once = (dist.new_group() for _ in range(4))
+        reversed_pair = dist.new_group([2, 0], sort_ranks=False)
+
+        def attempt(name, call):
+            try:
+                call()
+            except RuntimeError as exc:
+                assert isinstance(exc, TimeoutError), exc
+                print(name, rank, str(exc).splitlines()[0], flush=True)
+
+        for passes in (
+            lambda: monitored_barrier(),
+            lambda: monitored_barrier(two, 20),
+            lambda: monitored_barrier(two, 20.0, wait_all_ranks=True),
+            lambda: monitored_barrier(timeout=timedelta(seconds=20)),
+            lambda: dist.group.WORLD.monitored_barrier(),
+            lambda: one.monitored_barrier(timedelta(seconds=20), wait_all_ranks=True),
+            lambda: one.monitored_barrier(wait_all_ranks=True, timeout=20.0),
+        ):
+            passes()
+        dist.barrier()
+        if rank != 1:
+            attempt("two", lambda: monitored_barrier(two, 0.3))
+        if rank == 0:
+            attempt("one", lambda: one.monitored_barrier(short))
+            attempt("all", lambda: all_late.monitored_barrier(short, wait_all_ranks=True))
+            attempt("at once", lambda: at_once.monitored_barrier(timedelta(0)))
+        if rank == 2:
+            attempt("pair", lambda: monitored_barrier(reversed_pair, 0.3))
+        if rank == 1:
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                monitored_barrier(reversed_pair, 0.3)
+            print("passes by", len(seen), flush=True)
+        dist.barrier()
+        dist.destroy_process_group()
+        """,
+        3,
+    )
+    assert sorted(done.stdout.splitlines()) == [
+        "all 0 [Rank 0]: Ranks 1, 2 failed to pass monitoredBarrier in 300 ms",
+        "at once 0 [Rank 0]: Rank 0 timed out in monitoredBarrier after 0 ms.",
+        "one 0 [Rank 0]: Rank 1 failed to pass monitoredBarrier in 300 ms",
+        "pair 2 [Rank 0]: Rank 1 failed to pass monitoredBarrier in 300 ms",
+        "passes by 1",
+        "two 0 [Rank 0]: Rank 1 failed to pass monitoredBarrier in 300 ms",
+        "two 2 [Rank 2]: Rank 2 successfully reached monitoredBarrier, but received errors while waiting for "
+        "send/recv from rank 0. Please check rank 0 logs for faulty rank.",
+    ]
+    assert done.returncode == 0, done.stderr

@@ -72,7 +72,7 @@ for name, args in json.loads(sys.argv[1]):
     command.main(args, standalone_mode=False)
 """
 
-pytestmark = pytest.mark.timeout(400)  # the first test waits for all jobs
+pytestmark = pytest.mark.timeout(1200)  # the first test waits for all jobs
 
 
 def train_text(*args, num_ranks=None):
@@ -83,7 +83,7 @@ def train_all(runs, num_ranks: int) -> None:
     """Make several runs in one job."""
     path = os.pathsep.join(filter(None, [str(SCRIPTS), os.environ.get("PYTHONPATH")]))
     args = json.dumps([(name, [*map(str, options)]) for name, options in runs.items()])
-    done = run_python("-c", DRIVER, args, num_ranks=num_ranks, env={"PYTHONPATH": path}, timeout_s=180)
+    done = run_python("-c", DRIVER, args, num_ranks=num_ranks, env={"PYTHONPATH": path}, quiet_s=400)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
 
 

@@ -70,7 +70,7 @@ def _integers(place: np.ndarray, rank: int, dtype: torch.dtype) -> np.ndarray:
 def supports(op: ReduceOp, dtype: torch.dtype) -> bool:
     """Whether torch.distributed's rules give `dtype` this op."""
     if op is ReduceOp.AVG:
-        return dtype in FLOATS + COMPLEX
+        return dtype is not torch.bool
     if op in BITWISE:
         return dtype in [*INTEGERS, torch.bool]
     return dtype not in COMPLEX or op not in (ReduceOp.MIN, ReduceOp.MAX)
@@ -91,8 +91,14 @@ def combined(inputs: Sequence[Tensor], op: ReduceOp) -> Tensor:
     else:
         total = functools.reduce(NUMPY_OPS[op], arrays)
     if op is ReduceOp.AVG:
-        total = total / arrays[0].dtype.type(len(arrays))
+        total = _truncated(total, len(arrays)) if dtype in INTEGERS else total / total.dtype.type(len(arrays))
     return torch.from_numpy(np.asarray(total)).reshape(inputs[0].shape)
+
+
+def _truncated(total: np.ndarray, count: int) -> np.ndarray:
+    """The quotient cut off toward zero; numpy's own rounds down."""
+    low = total // total.dtype.type(count)
+    return low + ((low < 0) & (low * total.dtype.type(count) != total)).astype(total.dtype)
 
 
 def assert_equal(got: Tensor, wanted: Tensor) -> None:

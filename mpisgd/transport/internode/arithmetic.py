@@ -90,9 +90,8 @@ def prepare(flat: Tensor, op: ReduceOp, size: int, *, alone: bool) -> tuple[Tens
     known = _arithmetic(flat.dtype, op, size, alone)
     if known is not None:
         return flat, known, _as_it_is
-    plain, divisor = _division(op, size)
-    work, arithmetic, finish = for_torch(flat, plain, size)
-    return work, Arithmetic(arithmetic, work.dtype, work.dtype, divisor), finish
+    work, arithmetic, finish = for_torch(flat, op, size)  # the division, too, needs the other form
+    return work, Arithmetic(arithmetic, work.dtype, work.dtype, 1), finish
 
 
 @functools.cache

@@ -161,10 +161,10 @@ class PointToPoint:
                 "their programs, and nobody has received it"
             )
 
-    def give_up(self) -> None:
-        """Fail whatever is under way: its communicator has been revoked."""
+    def give_up(self, error: MpisgdError) -> None:
+        """Fail whatever is under way with such an error; nobody waits for it."""
         for work in list(self._under_way):
-            work.fail(PeerLost(f"{work.name}: a rank of the job was lost"))
+            work.fail(type(error)(f"{work.name}: {error}"))
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(self.timeout_s)
 
@@ -197,6 +197,7 @@ class MessageWork(Work):
         self._done = False
         self._error: BaseException | None = None
         self._future: torch.futures.Future[Any] | None = None
+        self._callback: Callable[[], None] | None = None
         self._lock = threading.RLock()
         self._started_ns = 0 if tracing.sink is None else time.monotonic_ns()
 
@@ -229,6 +230,8 @@ class MessageWork(Work):
         self._point_to_point.release(self)
         if self._started_ns:
             self._record()
+        if self._callback is not None:
+            self._callback()
         if self._future is not None:
             self._settle(self._future)
 
@@ -237,6 +240,14 @@ class MessageWork(Work):
         args = {"bytes": self._memory[0].nbytes}
         if tracing.sink is not None:
             tracing.sink.overlapping("message", f"message {id(self)}", [phase], args)
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call `callback` on the thread that finds the message through, or now."""
+        with self._lock:
+            if not self._done:
+                self._callback = callback
+                return
+        callback()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until the message is through."""
@@ -249,8 +260,8 @@ class MessageWork(Work):
             wire, seen = self._point_to_point.wire, f" ({patience.verdict})" if patience.verdict else ""
             raise CollectiveTimeout(
                 f"{self.name}: rank {wire.global_ranks[wire.rank]} has waited {patience.waited_s:.1f} s; the "
-                "other side has not called its part (same tag?). Raise MPISGD_TIMEOUT_S, or the group's own "
-                f"limit, if ranks may be that far apart{seen}"
+                "other side has not called its part (same tag?). Raise MPISGD_TIMEOUT_S or the group's own "
+                f"timeout if ranks may be that far apart{seen}"
             )
         if self._error is not None:
             raise self._error

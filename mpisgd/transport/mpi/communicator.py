@@ -226,10 +226,10 @@ class Communicator:
         self.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
 
     @mpi_call("Iprobe")
-    def probe(self) -> tuple[int, int, int] | None:
+    def probe(self, tag: int | None = None) -> tuple[int, int, int] | None:
         """Return (source rank, tag, bytes) of a message that waits to be received, None if there is none."""
         status = MPI.Status()
-        if not self.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
+        if not self.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG if tag is None else tag, status):
             return None
         return status.Get_source(), status.Get_tag(), status.Get_count(MPI.BYTE)
 

@@ -21,6 +21,9 @@ class Module(lightning.LightningModule):
         self.log("loss", loss, prog_bar=True, sync_dist=True)
         return loss
 
+    def validation_step(self, batch, i):
+        self.log("batch", float(self.global_rank + 2 * i), sync_dist=True)
+
     def configure_optimizers(self):
         return make_optimizer(self.net)
 
@@ -42,10 +45,12 @@ trainer = lightning.Trainer(
 )
 rank, size = mpisgd.rank(), mpisgd.size()
 module = Module(seed=rank)  # DDP gives everyone rank 0's weights
-trainer.fit(module, DataLoader(make_data(size), batch_size=BATCH_SIZE))  # Lightning always shuffles
+data = DataLoader(make_data(size), batch_size=BATCH_SIZE)
+trainer.fit(module, data, data)  # Lightning always shuffles
 saved = Module.load_from_checkpoint(trainer.checkpoint_callback.best_model_path, seed=9)
 
 print(f"rank {trainer.global_rank} of {trainer.world_size} took {trainer.global_step} steps")
+print("validated:", trainer.callback_metrics["batch"].item())
 for what, net in {"trained": module.net, "saved": saved.net}.items():
     print(f"{what}: max difference {max_difference(net, size, shuffle=True):.1e}")
 for wrong in {"devices": 5}, {"num_nodes": 3}:

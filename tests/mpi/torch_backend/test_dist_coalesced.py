@@ -46,6 +46,21 @@ def test_coalesced_all_reduce(pg, device, async_ops, op):
     check(out, totals(pg, ReduceOp[op]))
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.int8], ids=str)
+def test_coalesced_averages_of_integers_are_truncated(pg, dtype):
+    rows = [given(rank, dtype, (pg.size(), 11)) for rank in range(pg.size())]
+    wanted, mine = combined(rows, ReduceOp.AVG), rows[pg.rank()]
+    wholes, parts = [mine.clone(), mine.clone()], [torch.zeros(1, 11, dtype=dtype) for _ in range(2)]
+    with _coalescing_manager(pg, CPU, False):
+        for whole in wholes:
+            dist.all_reduce(whole, dist.ReduceOp.AVG, pg)
+    with _coalescing_manager(pg, CPU, False):
+        for part in parts:
+            dist.reduce_scatter_tensor(part, mine, dist.ReduceOp.AVG, pg)
+    check(wholes, [wanted, wanted])
+    check(parts, [wanted[pg.rank()][None]] * 2)
+
+
 @both
 @with_and_without_device
 def test_coalesced_all_gather(pg, device, async_ops):

@@ -137,3 +137,26 @@ def test_an_average_in_one_pass_has_the_bits_of_two(count, place, dtype):
     wanted = (wanted / count).to(dtype)
     out = None if place is None else pieces[place]
     assert torch.equal(combine_in_rank_order(pieces, ReduceOp.AVG, out=out), wanted)
+
+
+@pytest.mark.parametrize("dtype", INTEGER, ids=str)
+@pytest.mark.parametrize("count", [2, 3, 300])
+def test_an_average_of_integers_is_truncated_toward_zero(dtype, count):
+    """As in C, and in NCCL; the sum wraps around before. 300 ranks are more than 8 bits can count."""
+    limits = torch.iinfo(dtype)
+    mine = [limits.min, limits.max, limits.max - 1, 7, 1, 0]
+    mine += [-7, -1, -301, limits.min + 1] if dtype.is_signed else [limits.max // 2 + 3]
+    first = torch.tensor([value if limits.min <= value <= limits.max else 0 for value in mine], dtype=dtype)
+    others = [torch.zeros_like(first) for _ in range(count - 2)] + [torch.ones_like(first)]
+    sums = [_wrapped(value + 1, limits) for value in first.tolist()]
+    wanted = [abs(value) // count * (1 if value >= 0 else -1) for value in sums]
+    assert combine_in_rank_order([first, *others], ReduceOp.AVG).tolist() == wanted
+
+
+def _wrapped(value: int, limits: torch.iinfo) -> int:
+    return (value - limits.min) % 2**limits.bits + limits.min
+
+
+def test_there_is_no_average_of_bools():
+    with pytest.raises(UnsupportedOp, match=r"AVG of torch\.bool is not defined"):
+        check_op("all_reduce", ReduceOp.AVG, torch.bool)

@@ -1,0 +1,28 @@
+"""The exceptions are the builtins that programs for torch or for Python catch."""
+
+from __future__ import annotations
+
+import pytest
+
+from mpisgd import errors
+
+
+@pytest.mark.parametrize("name", [name for name in errors.__all__ if name != "MpisgdError"])
+def test_every_exception_is_a_builtin_one_too(name):
+    kind = getattr(errors, name)
+    assert issubclass(kind, errors.MpisgdError)
+    assert any(base.__module__ == "builtins" and base is not Exception for base in kind.__mro__[1:-3])
+
+
+@pytest.mark.parametrize(
+    "kind", [errors.CollectiveTimeout, errors.Unreachable, errors.PeerLost, errors.Deadlock, errors.MpiFailed]
+)
+def test_what_torch_raises_as_a_runtime_error_is_one(kind):
+    """Its backends and stores do: whoever is left without the other ranks catches that."""
+    assert issubclass(kind, RuntimeError)
+
+
+def test_a_timeout_and_a_lost_connection_are_what_python_calls_so():
+    assert issubclass(errors.CollectiveTimeout, TimeoutError)
+    assert issubclass(errors.PeerLost, ConnectionError)
+    assert issubclass(errors.Unreachable, ConnectionError)
