@@ -9,6 +9,7 @@ Once one address is chosen the others are closed, and on this one only the hosts
 import array
 import contextlib
 import fcntl
+import os
 import secrets
 import selectors
 import socket
@@ -156,22 +157,31 @@ def _heard_by_all(
 def _hear(listener: socket.socket, token: bytes, count: int) -> set[str] | None:
     """Return the addresses of `count` visitors with the token, None if so many do not come.
 
-    Others may come too.
+    Others may connect, too, and send nothing: all connections are read at once.
     """
-    listener.settimeout(REACH_S)
-    addresses = set()
+    heard: list[str] = []
+    deadline = time.monotonic() + REACH_S
+    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as visitors:
+        selector.register(listener, selectors.EVENT_READ)
+        while len(heard) < count and (left := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                if key.fileobj is listener:
+                    with contextlib.suppress(OSError):
+                        visitor, (address, *_) = listener.accept()
+                        selector.register(visitors.enter_context(visitor), selectors.EVENT_READ, address)
+                    continue
+                selector.unregister(key.fileobj)
+                if _received(key.fd, token):
+                    heard.append(key.data)
+    return set(heard) if len(heard) >= count else None
+
+
+def _received(fd: int, token: bytes) -> bool:
+    """Return whether the token, which is sent in one piece, is what a connection begins with."""
     try:
-        while count:
-            visitor, (address, *_) = listener.accept()
-            with visitor:
-                visitor.settimeout(REACH_S)
-                if visitor.recv(TOKEN_BYTES, socket.MSG_WAITALL) == token:
-                    addresses.add(address)
-                    count -= 1
+        return os.read(fd, TOKEN_BYTES) == token
     except OSError:
-        return None
-    listener.setblocking(True)
-    return addresses
+        return False
 
 
 def _shut_out_others(listener: socket.socket, addresses: set[str]) -> None:
