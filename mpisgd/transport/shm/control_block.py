@@ -1,8 +1,8 @@
 """The control block: a few words per rank, through which the ranks of a host wait for each other.
 
 Every rank counts its arrivals in a word of its own. Nobody else writes it, so no atomic operation is needed:
-a rank has arrived when its count is as large as mine. On x86 stores become visible in order; elsewhere taking
-and releasing a lock orders them, as POSIX demands of it.
+a rank has arrived when its count is as large as mine. On x86 stores become visible in order; elsewhere a lock
+orders them (`order_memory`).
 """
 
 import platform
@@ -188,5 +188,8 @@ class ControlBlock:
 def order_memory() -> None:
     """Keep loads and stores before this point before those after it, where the machine does not by itself."""
     if not _STORES_IN_ORDER:
-        with _fence:
-            pass
+        # Into what the lock encloses accesses may move from both sides and pass each other there; none moves
+        # past a release and the acquire that follows it.
+        for _ in range(2):
+            _fence.acquire()
+            _fence.release()
