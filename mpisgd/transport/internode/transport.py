@@ -37,8 +37,6 @@ from mpisgd.transport.shm.streams import copy_bytes
 from mpisgd.transport.shm.transport import ShmTransport
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
-
     from mpisgd.transport.mpi import Communicator
 
 __all__ = ["MEMORY_BYTES", "InternodeTransport"]
@@ -176,13 +174,23 @@ class InternodeTransport:
         best = self.best_speakers(work.nbytes, work.dtype in HALF_TYPES)
         self._speakers = max(1, min(best, self.max_speakers))
         step = CHUNK_BYTES // arithmetic.partial.itemsize
-        for start in range(0, work.numel(), step):
-            chunk = slice(start, min(work.numel(), start + step))
-            if len(self._under_way) == DEPTH:
+        try:
+            for start in range(0, work.numel(), step):
+                chunk = slice(start, min(work.numel(), start + step))
+                if len(self._under_way) == DEPTH:
+                    self._collect()
+                self._contribute(chunk, work[chunk], arithmetic, pieces_of)
+            while self._under_way:
                 self._collect()
-            self._contribute(chunk, work[chunk], arithmetic, pieces_of)
-        while self._under_way:
-            self._collect()
+        finally:
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """Give up what is under way, if anything is: MPI may still write to the memory of every chunk."""
+        exchanges = [exchange for _, _, exchange in self._under_way if exchange is not None]
+        if exchanges:
+            self._wire.abandon([r for each in exchanges for r in each.requests], list(self._under_way))
+        self._under_way.clear()
 
     def _staged(self, mine: Tensor) -> list[Tensor]:
         """Return the pieces of this host's ranks, this one's `mine`, in staging memory."""
@@ -221,7 +229,7 @@ class InternodeTransport:
         """Wait for the oldest chunk under way and bring its result home."""
         oldest = self._under_way[0]
         if oldest.exchange is not None:
-            self._wait(self._advance, oldest.exchange.requests)
+            self._wait(self._advance, [rank for _, rank in self._speaker.others])
         self._under_way.popleft()
         if self.shm is None:
             return
@@ -231,7 +239,8 @@ class InternodeTransport:
             control.finish(finished)
         self._wait(
             lambda: control.have_finished(speakers, finished),
-            doze=lambda limit_s: control.doze_until_finished(speakers, finished, limit_s),
+            self._topology.nodes[self._topology.node_rank][: self._speakers],
+            lambda limit_s: control.doze_until_finished(speakers, finished, limit_s),
         )
         oldest.target.copy_(oldest.result)
 
@@ -294,22 +303,13 @@ class InternodeTransport:
     def _wait(
         self,
         ready: Callable[[], bool],
-        requests: "list[MPI.Request] | None" = None,
+        others: Sequence[int],
         doze: Callable[[float], bool] | None = None,
     ) -> None:
-        """Wait in the middle of an operation; `requests`: what is given up when the time limit passes."""
-        in_time = False
-        try:
-            in_time = ready() or Backoff(self._timeout_s).wait_for(ready, doze)
-        finally:
-            if not in_time and requests is not None:
-                self._wire.abandon(requests, list(self._under_way))
-        if in_time:
+        """Wait for one of the ranks `others`, in the middle of an operation."""
+        if ready() or Backoff(self._timeout_s).wait_for(ready, doze):
             return
         names = self._wire.global_ranks
-        others = [rank for _, rank in self._speaker.others]
-        if requests is None:
-            others = list(self._topology.nodes[self._topology.node_rank][: self._speakers])
         raise CollectiveTimeout(
             f"group '{self._name}': rank {names[self._wire.rank]} has waited {self._timeout_s:.1f} s in the "
             f"middle of an operation for one of the ranks {[names[rank] for rank in others]}"
