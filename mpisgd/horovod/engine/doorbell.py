@@ -127,7 +127,7 @@ class Doorbell:
         """Give up waiting for messages; all ranks have left."""
         if self._request is not None:
             with contextlib.suppress(MpisgdError):
-                self._wire.cancel(self._request)
+                self._wire.cancel(self._request, self._inbox)
         self._request = None
 
 

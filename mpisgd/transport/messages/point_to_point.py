@@ -132,7 +132,7 @@ class PointToPoint:
             return bool(ended) or not self._watched
 
     def drain(self, everyones: Sequence[Sequence[Message]]) -> None:
-        """Wait for everything that was sent and never waited for; give up unanswered receives.
+        """Wait for everything that was sent and never waited for; cancel receives without a message.
 
         Args:
             everyones: by group rank, what is under way there; nothing is going to be added.
@@ -142,7 +142,10 @@ class PointToPoint:
         """
         left = list(self._under_way)
         for work in left:
-            if not work.is_receive and not work.is_answered(everyones):
+            answered = work.is_answered(everyones)
+            if work.is_receive and answered:
+                Backoff(UNRECEIVED_S, quiet=True).wait_for(work.is_completed)
+            elif not work.is_receive and not answered:
                 self._wait_a_little(work)
         for work in left:
             if work.is_receive:
@@ -261,11 +264,13 @@ class MessageWork(Work):
         return WaitReason(self.name, self.about.group, whom, message=self.about)
 
     def is_answered(self, everyones: Sequence[Sequence[Message]]) -> bool:
-        """Return whether the other side of a message sent has a receive for it; `everyones`: see `drain`."""
-        names, (dst,) = self._point_to_point.wire.global_ranks, self.about.partners
+        """Return whether a partner has the other half of this message under way; `everyones`: see `drain`."""
+        names = self._point_to_point.wire.global_ranks
         me = names[self._point_to_point.wire.rank]
-        theirs = everyones[names.index(dst)]
-        return any(m.receives and m.tag == self.about.tag and me in m.partners for m in theirs)
+        theirs = [m for partner in self.about.partners for m in everyones[names.index(partner)]]
+        return any(
+            m.receives != self.is_receive and m.tag == self.about.tag and me in m.partners for m in theirs
+        )
 
     def get_future(self) -> "torch.futures.Future[Any]":
         """Return a future of this message; from now on it makes progress by itself."""
@@ -293,8 +298,8 @@ class MessageWork(Work):
                 self._finish()
 
     def cancel(self) -> None:
-        """Give up waiting for this message."""
+        """Give up waiting for this message, unless it is there."""
         with self._lock, contextlib.suppress(MpisgdError):
-            if not self._done:
-                self._point_to_point.wire.cancel(self._request)
+            if not self.is_completed():
+                self._point_to_point.wire.cancel(self._request, self._memory)
                 self._finish()

@@ -208,10 +208,11 @@ class Communicator:
         return (status.Get_source(), status.Get_elements(MPI.BYTE)) if request.Test(status) else None
 
     @mpi_call("Cancel")
-    def cancel(self, request: MPI.Request) -> None:
-        """Give up a receive that nobody answered."""
+    def cancel(self, request: MPI.Request, memory: object) -> None:
+        """Give up a receive; where a message for it is already coming in, `memory` is kept until it has."""
         request.Cancel()
-        request.Free()
+        if not request.Test():
+            self.abandon([request], memory)
 
     @mpi_call("Send_init")
     def persistent(
