@@ -1,4 +1,4 @@
-"""What is left of an all-reduce between hosts that was not finished, on a communicator where nothing comes."""
+"""An all-reduce between hosts that is not finished, on a communicator where nothing arrives."""
 
 from __future__ import annotations
 

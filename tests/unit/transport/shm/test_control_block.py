@@ -31,7 +31,7 @@ class RecordingLock:
 def test_where_stores_may_overtake_each_other_a_release_is_followed_by_an_acquire(
     monkeypatch, in_order, fenced
 ):
-    """Accesses move into what a lock encloses from both sides; only release, then acquire, keeps all apart."""
+    """Accesses move into a critical section from both sides; a release and then an acquire stop all."""
     lock = RecordingLock()
     monkeypatch.setattr(control_block, "_STORES_IN_ORDER", in_order)
     monkeypatch.setattr(control_block, "_fence", lock)
