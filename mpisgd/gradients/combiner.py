@@ -81,10 +81,10 @@ class Combiner:
         into each other's (on 2 cores 2 and 4 ranks took 0.93 of the time, 3 ranks 1.3), unless the kernel
         finds it in large pages (1.13, 1.2 and 1.6).
         """
-        chosen, plane = choose_algorithm(self._group, "auto", wire), self._group.shm
-        if chosen != "direct" or plane is None or plane.direct is None:
+        chosen, cma = choose_algorithm(self._group, "auto", wire), self._group.transports.cma
+        if chosen != "direct" or cma is None:
             return chosen
-        return chosen if plane.direct.large_pages and wire.nbytes >= IN_LARGE_PAGES_BYTES else "node"
+        return chosen if cma.huge_pages and wire.nbytes >= IN_LARGE_PAGES_BYTES else "node"
 
     def _bring_to_owners(self, carriers: Sequence[BucketSlot], flats: Sequence[Tensor]) -> None:
         """Reduce what carriers hold into their owners' memory: half of an all-reduce.
@@ -111,7 +111,7 @@ def _reduce_staged(
     plane: ShmTransport, carriers: Sequence[BucketSlot], flats: Sequence[Tensor], op: ReduceOp
 ) -> None:
     staged = [(flat, _owner(c)) for c, flat in zip(carriers, flats, strict=True) if c.region is None]
-    plane.go_on(reduce_to_owners(plane, [flat for flat, _ in staged], [owner for _, owner in staged], op))
+    plane.run_steps(reduce_to_owners(plane, [flat for flat, _ in staged], [owner for _, owner in staged], op))
 
 
 def _owner(carrier: BucketSlot) -> int:

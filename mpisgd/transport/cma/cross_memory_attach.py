@@ -61,14 +61,14 @@ class CrossMemoryAttach:
     Args:
         pids: of the processes, by local rank.
         names: how messages call them, by local rank.
-        large_pages: see below.
+        huge_pages: see below.
 
     Attributes:
-        large_pages: whether large tensors lie in large pages on all of them: the kernel finds these faster.
+        huge_pages: whether large tensors lie in huge pages on all of them: the kernel finds these faster.
     """
 
-    def __init__(self, pids: Sequence[int], names: Sequence[int], *, large_pages: bool = False) -> None:
-        self.large_pages = large_pages
+    def __init__(self, pids: Sequence[int], names: Sequence[int], *, huge_pages: bool = False) -> None:
+        self.huge_pages = huge_pages
         self._pids = pids
         self._names = names
         self._here, self._there = _Span(), _Span()
@@ -129,8 +129,8 @@ def open_cross_memory_attach(local: "Communicator") -> CrossMemoryAttach | None:
     secret = ctypes.create_string_buffer(secrets.token_bytes(WORD_BYTES), WORD_BYTES)
     place = ctypes.addressof(secret), secret.raw
     entries = local.all_gather_object((wanted, config.large_pages(), os.getpid(), place))
-    all_want, all_large, pids, places = zip(*entries, strict=True)
-    memory = CrossMemoryAttach(pids, local.global_ranks, large_pages=all(all_large))
+    all_want, all_huge, pids, places = zip(*entries, strict=True)
+    memory = CrossMemoryAttach(pids, local.global_ranks, huge_pages=all(all_huge))
     reached = all(all_want) and all(_shows(memory, rank, *there) for rank, there in enumerate(places))
     # All have read by the time that all have answered; the secrets are kept until then.
     return memory if all(local.all_gather_object(reached)) else None

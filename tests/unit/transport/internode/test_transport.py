@@ -46,7 +46,7 @@ def test_the_memory_of_every_chunk_in_flight_is_kept_when_the_time_is_over(num_c
         where,
         None,
         None,
-        best_speakers=lambda nbytes, half: 1,
+        best_num_leaders=lambda nbytes, half: 1,
         name="test",
         timeout_s=0.01,
     )

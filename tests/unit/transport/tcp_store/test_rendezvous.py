@@ -21,16 +21,16 @@ def listener() -> Iterator[socket.socket]:
 
 @contextlib.contextmanager
 def connected(listener: socket.socket, source: str, sends: bytes) -> Iterator[None]:
-    with socket.socket() as visitor:
-        visitor.bind((source, 0))
-        visitor.connect(listener.getsockname())
-        visitor.sendall(sends)
+    with socket.socket() as connection:
+        connection.bind((source, 0))
+        connection.connect(listener.getsockname())
+        connection.sendall(sends)
         yield
 
 
 def test_a_stranger_who_stays_silent_does_not_spoil_an_address(listener):
     with connected(listener, "127.0.0.9", b""), connected(listener, "127.0.0.5", TOKEN):
-        assert rendezvous._hear(listener, TOKEN, 1) == {"127.0.0.5"}
+        assert rendezvous._accept_ranks(listener, TOKEN, 1) == {"127.0.0.5"}
 
 
 def test_a_stranger_who_says_something_else_is_not_counted(listener):
@@ -39,10 +39,10 @@ def test_a_stranger_who_says_something_else_is_not_counted(listener):
         connected(listener, "127.0.0.5", TOKEN),
         connected(listener, "127.0.0.6", TOKEN),
     ):
-        assert rendezvous._hear(listener, TOKEN, 2) == {"127.0.0.5", "127.0.0.6"}
+        assert rendezvous._accept_ranks(listener, TOKEN, 2) == {"127.0.0.5", "127.0.0.6"}
 
 
 def test_an_address_that_too_few_have_reached_is_not_taken(listener, monkeypatch):
-    monkeypatch.setattr(rendezvous, "REACH_S", 0.1)
+    monkeypatch.setattr(rendezvous, "CONNECT_TIMEOUT_S", 0.1)
     with connected(listener, "127.0.0.5", TOKEN):
-        assert rendezvous._hear(listener, TOKEN, 2) is None
+        assert rendezvous._accept_ranks(listener, TOKEN, 2) is None

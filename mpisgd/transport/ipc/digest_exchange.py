@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
-from mpisgd.transport.shm.control_block import ControlBlock
+from mpisgd.transport.ipc.control_block import ControlBlock
 
 __all__ = ["ShmDigestExchange"]
 
 
 class ShmDigestExchange:
-    """The spread in shared memory: show the digest, arrive, and look at everyone's once all are here.
+    """The exchange in shared memory: write the digest, arrive, and read everyone's once all have arrived.
 
     Args:
         control: of the host.
@@ -19,13 +19,13 @@ class ShmDigestExchange:
         self._control = control
         self._ranks = ranks
         self._turn = 0
-        self.doze = control.doze
-        self.advance = control.all_here
+        self.sleep = control.sleep
+        self.advance = control.all_arrived
 
     def start(self, digest: int) -> None:
         """Begin with this rank's digest."""
         self._turn += 1
-        self._control.show(digest, self._turn)
+        self._control.show_digest(digest, self._turn)
         self._control.arrive()
 
     def extremes(self) -> tuple[int, int]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mpisgd.transport.shm import control_block
-from mpisgd.transport.shm.control_block import order_memory
+from mpisgd.transport.ipc import control_block
+from mpisgd.transport.ipc.control_block import order_memory
 
 
 class RecordingLock:
