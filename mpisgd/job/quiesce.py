@@ -19,7 +19,7 @@ def end_operations(groups: Sequence[Group], timeout_s: float) -> None:
     for group in groups:
         if group.queue.broken is not None:  # MPI would wait for ever for what was given up
             raise group.queue.broken
-    awaited = [group.queue.wire.all_gather_object(group.point_to_point.under_way()) for group in groups]
+    awaited = [group.queue.wire.all_gather_object(group.point_to_point.in_flight()) for group in groups]
     for group, messages in zip(groups, awaited, strict=True):
         group.point_to_point.drain(messages)
 

@@ -76,7 +76,7 @@ def open_transports(
 
 def _messages_only(wire: "Communicator") -> Transports:
     return Transports(
-        None, None, None, InternodeDigestExchange(None, Dissemination(wire), wire.global_ranks), None
+        None, None, None, InternodeDigestExchange(None, Dissemination(wire), wire.global_ranks[0]), None
     )
 
 
@@ -100,9 +100,9 @@ def _between_hosts(
     between: Dissemination | LeaderExchange | None = hosts.leader_exchange
     if between is None and wire.rank in first:
         between = Dissemination(wire, first)
-    control = None if hosts.shm is None else hosts.shm.control
-    here = [wire.global_ranks[rank] for rank in topology.nodes[topology.node_rank]]
-    return InternodeDigestExchange(control, between, here)
+    ranks = [wire.global_ranks[rank] for rank in topology.nodes[topology.node_rank]]
+    here = None if hosts.shm is None else ShmDigestExchange(hosts.shm.control, ranks)
+    return InternodeDigestExchange(here, between, ranks[0])
 
 
 def _warn(wire: "Communicator", name: str) -> None:

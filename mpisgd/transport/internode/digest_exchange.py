@@ -4,10 +4,8 @@ On each host the ranks arrive at the control block; when all have, the first of 
 the other hosts, and at the end publishes the result for the others.
 """
 
-from collections.abc import Sequence
-
 from mpisgd.transport.internode.leader_exchange import LeaderExchange
-from mpisgd.transport.ipc.control_block import ControlBlock
+from mpisgd.transport.ipc.digest_exchange import ShmDigestExchange
 from mpisgd.transport.messages.dissemination import Dissemination
 
 __all__ = ["InternodeDigestExchange"]
@@ -21,30 +19,24 @@ class InternodeDigestExchange:
     """The exchange over shared memory and messages.
 
     Args:
-        control: of this host; None where this rank is alone on it.
+        here: among the ranks of this host; None where this rank is alone on it.
         between: how the hosts' first ranks go on from there; None on all others.
-        ranks: what the ranks of this host are called in messages, by local rank.
+        first: what the first rank of this host is called in messages.
     """
 
     def __init__(
-        self,
-        control: ControlBlock | None,
-        between: Dissemination | LeaderExchange | None,
-        ranks: Sequence[int],
+        self, here: ShmDigestExchange | None, between: Dissemination | LeaderExchange | None, first: int
     ) -> None:
-        self._control = control
+        self._here = here
         self._between = between
-        self._ranks = ranks
-        self._turn = 0
+        self._first = first
         self._between_started = False
 
     def start(self, digest: int) -> None:
         """Begin with this rank's digest."""
-        self._turn += 1
         self._between_started = False
-        if self._control is not None:
-            self._control.show_digest(digest, self._turn)
-            self._control.arrive()
+        if self._here is not None:
+            self._here.start(digest)
         else:
             self._start_between(digest, digest)
 
@@ -55,45 +47,43 @@ class InternodeDigestExchange:
 
     def advance(self) -> bool:
         """Go as far as possible without waiting; return whether it is over."""
-        control = self._control
-        if self._between is None:
-            assert control is not None
-            return control.reached(RESULT, (0,), self._turn)
+        here, between = self._here, self._between
+        if between is None:
+            assert here is not None
+            return here.control.reached(RESULT, (0,), here.turn)
         if not self._between_started:
-            assert control is not None
-            if not control.all_arrived():
+            assert here is not None
+            if not here.advance():
                 return False
-            self._start_between(*control.extremes(self._turn))
-        if not self._between.advance():
+            self._start_between(*here.extremes())
+        if not between.advance():
             return False
-        if control is not None:
-            low, high = self._between.extremes()
-            control.write(RESULT + 1, low)
-            control.write(RESULT + 2, high)
-            control.publish(RESULT, self._turn)
+        if here is not None:
+            low, high = between.extremes()
+            here.control.write(RESULT + 1, low)
+            here.control.write(RESULT + 2, high)
+            here.control.publish(RESULT, here.turn)
         return True
 
     def sleep(self, limit_s: float) -> bool:
         """Sleep for so long, or until a rank of this host wakes this one; messages cannot."""
-        if self._control is None or self._between_started:
+        if self._here is None or self._between_started:
             return False
         if self._between is None:
-            return self._control.sleep_until_reached(RESULT, (0,), self._turn, limit_s)
-        return self._control.sleep(limit_s)
+            return self._here.control.sleep_until_reached(RESULT, (0,), self._here.turn, limit_s)
+        return self._here.sleep(limit_s)
 
     def extremes(self) -> tuple[int, int]:
         """Return the smallest and the largest digest."""
         if self._between is not None:
             return self._between.extremes()
-        assert self._control is not None
-        return self._control.read(RESULT + 1, 0), self._control.read(RESULT + 2, 0)
+        assert self._here is not None
+        return self._here.control.read(RESULT + 1, 0), self._here.control.read(RESULT + 2, 0)
 
     def missing(self) -> str:
         """Say for whom this rank waits."""
         if self._between is not None and self._between_started:
             return self._between.missing()
-        assert self._control is not None
-        here = [self._ranks[local] for local in self._control.missing()]
-        if here:
-            return f"rank{'s' * (len(here) > 1)} {', '.join(map(str, here))}"
-        return f"the ranks of other hosts, with which rank {self._ranks[0]} exchanges messages"
+        assert self._here is not None
+        others = f"the ranks of other hosts, with which rank {self._first} exchanges messages"
+        return self._here.missing() or others

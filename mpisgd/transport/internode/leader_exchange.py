@@ -38,14 +38,14 @@ class HostMessages:
         num_hosts: how many.
 
     Attributes:
-        messages: [MESSAGE_BYTES] of bytes for each host.
+        memory: [MESSAGE_BYTES] of bytes for each host.
     """
 
     def __init__(self, memory: memoryview, num_hosts: int) -> None:
         self._parts = [memory[i * MESSAGE_BYTES : (i + 1) * MESSAGE_BYTES] for i in range(num_hosts)]
-        self.messages = [torch.frombuffer(part, dtype=torch.uint8) for part in self._parts]
+        self.memory = [torch.frombuffer(part, dtype=torch.uint8) for part in self._parts]
         # Making these anew takes longer than adding them up.
-        self._payloads = lru_cache(MAX_CACHED)(partial(_payloads, self.messages))
+        self._payloads = lru_cache(MAX_CACHED)(partial(_payloads, self.memory))
 
     def write(self, host: int, low: int, high: int) -> None:
         """Put the extremes of a host into its message."""
@@ -75,29 +75,29 @@ class LeaderExchange:
 
     Args:
         leader: this rank, the first of its host.
-        board: where the messages lie.
+        messages: of all hosts.
 
     Attributes:
         write_payload: writes what this host sends along into its message and returns the bytes of it; called
             once, when the next exchange starts.
     """
 
-    def __init__(self, leader: Leader, board: HostMessages) -> None:
+    def __init__(self, leader: Leader, messages: HostMessages) -> None:
         self._leader = leader
-        self._board = board
+        self._messages = messages
         self.write_payload: Callable[[], int] | None = None
         self._requests: list[MPI.Request] = []
 
     def start(self, low: int, high: int) -> None:
         """Begin with the extremes of this host."""
-        host, messages = self._leader.host, self._board.messages
-        self._board.write(host, low, high)
+        host, memory = self._leader.host, self._messages.memory
+        self._messages.write(host, low, high)
         nbytes = HEADER_BYTES
         if self.write_payload is not None:
             nbytes += self.write_payload()
             self.write_payload = None
-        mine = messages[host][:nbytes]
-        self._requests = self._leader.start(TAG, lambda _: mine, messages.__getitem__)
+        mine = memory[host][:nbytes]
+        self._requests = self._leader.start(TAG, lambda _: mine, memory.__getitem__)
 
     def advance(self) -> bool:
         """Go as far as possible without waiting; return whether it is over."""
@@ -105,7 +105,7 @@ class LeaderExchange:
 
     def extremes(self) -> tuple[int, int]:
         """Return the smallest and the largest digest."""
-        return self._board.extremes()
+        return self._messages.extremes()
 
     def missing(self) -> str:
         """Say for whom this rank waits."""

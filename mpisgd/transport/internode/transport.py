@@ -121,12 +121,12 @@ class InternodeTransport:
             slots = memory.share(0)[:SLOTS_BYTES].view(NUM_SLOTS, 2, CHUNK_BYTES)
             self._slots = [tuple(slot) for slot in slots]
             shm.control.progress = self._progress
-        self._board = self._open_board(memory)
+        self._messages = self._open_messages(memory)
         self.leader_exchange = None
-        if self._board is not None and self._local_rank == 0:
-            self.leader_exchange = LeaderExchange(self._leader, self._board)
+        if self._messages is not None and self._local_rank == 0:
+            self.leader_exchange = LeaderExchange(self._leader, self._messages)
 
-    def _open_board(self, memory: Segment | None) -> HostMessages | None:
+    def _open_messages(self, memory: Segment | None) -> HostMessages | None:
         """Return the hosts' messages, None where there are too many hosts."""
         num_hosts = self._topology.num_nodes
         if num_hosts > MAX_HOSTS:
@@ -210,7 +210,7 @@ class InternodeTransport:
     def _contribute(
         self, chunk: slice, mine: Tensor, arithmetic: Arithmetic, pieces_of: Callable[[slice], list[Tensor]]
     ) -> None:
-        """Add up a chunk on this host and send it on its way."""
+        """Add up a chunk on this host and start its exchange."""
         if self.shm is None:
             partial = mine if mine.dtype == arithmetic.partial else mine.to(arithmetic.partial)
             result = mine
@@ -274,16 +274,16 @@ class InternodeTransport:
     def _is_small(self, flat: Tensor) -> bool:
         """Return whether a message can travel with the consistency check."""
         widest = 4 if flat.dtype in HALF_TYPES else flat.element_size()
-        return self._board is not None and flat.numel() * widest <= PAYLOAD_BYTES
+        return self._messages is not None and flat.numel() * widest <= PAYLOAD_BYTES
 
     def _small(self, flat: Tensor, op: ReduceOp) -> Iterator[None]:
         """Combine a small message over the ranks, in place: the hosts' sums travel with the check.
 
         Every rank adds them up for itself, which takes less time than waiting for one that does.
         """
-        assert self._board is not None
+        assert self._messages is not None
         work, arithmetic, finish = self._prepare(flat, op)
-        payloads = self._board.payloads(work.numel(), arithmetic.partial)
+        payloads = self._messages.payloads(work.numel(), arithmetic.partial)
         if self.shm is not None:
             copy_bytes(self.shm.next_addresses()[self.shm.rank], work.data_ptr(), work.nbytes)
         if self.leader_exchange is not None:

@@ -11,28 +11,31 @@ class ShmDigestExchange:
     """The exchange in shared memory: write the digest, arrive, and read everyone's once all have arrived.
 
     Args:
-        control: of the host.
+        control: of the host; also an attribute.
         ranks: what its ranks are called in messages, by local rank.
+
+    Attributes:
+        turn: how many exchanges this rank has started.
     """
 
     def __init__(self, control: ControlBlock, ranks: Sequence[int]) -> None:
-        self._control = control
+        self.control = control
         self._ranks = ranks
-        self._turn = 0
+        self.turn = 0
         self.sleep = control.sleep
         self.advance = control.all_arrived
 
     def start(self, digest: int) -> None:
         """Begin with this rank's digest."""
-        self._turn += 1
-        self._control.show_digest(digest, self._turn)
-        self._control.arrive()
+        self.turn += 1
+        self.control.show_digest(digest, self.turn)
+        self.control.arrive()
 
     def extremes(self) -> tuple[int, int]:
         """Return the smallest and the largest digest."""
-        return self._control.extremes(self._turn)
+        return self.control.extremes(self.turn)
 
     def missing(self) -> str:
-        """Say for whom this rank waits."""
-        missing = [self._ranks[local] for local in self._control.missing()]
-        return f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+        """Say for whom this rank waits; "" if for none."""
+        missing = [str(self._ranks[local]) for local in self.control.missing()]
+        return f"rank{'s' * (len(missing) > 1)} {', '.join(missing)}" if missing else ""

@@ -16,7 +16,7 @@ from mpisgd.errors import CollectiveTimeout, MpiFailed, MpisgdError, PeerLost, S
 __all__ = ["OVERDUE", "mpi_call", "set_apart"]
 
 OVERDUE = (
-    "a call of another rank was blocked inside MPI for longer than its time limit, as its report says; no "
+    "a call of another rank was blocked inside MPI for longer than its timeout, as its report says; no "
     "group can be used any more"
 )
 KINDS: dict[int, type[MpisgdError]] = {
@@ -49,7 +49,7 @@ def set_apart(wire: Revocable | None) -> None:
     """Let this wire, a duplicate set apart from `revoke_all`, tell why others are revoked.
 
     It is revoked by itself, before all others, where that is not done for a loss: a rank has been blocked
-    inside MPI for longer than its time limit. MPI's messages keep their order, so whoever finds anything
+    inside MPI for longer than its timeout. MPI's messages keep their order, so whoever finds anything
     revoked knows by this one why.
     """
     global _apart

@@ -68,8 +68,8 @@ def test_the_memory_of_a_receive_that_is_cancelled_too_late_is_kept():
     messages = PointToPoint(current_job().wire, timeout_s=5.0, threads_allowed=False)
     tensor, request = torch.zeros(5), MatchedRequest()
     memory = weakref.ref(tensor.untyped_storage())
-    about = Message("test", True, (0,), 0)
-    work = MessageWork(messages, "recv", about, request, (tensor, None), print)  # type: ignore[arg-type]
+    message = Message("test", True, (0,), 0)
+    work = MessageWork(messages, "recv", message, request, (tensor, None), print)  # type: ignore[arg-type]
     work.cancel()
     del work, tensor
     let_go()
