@@ -241,7 +241,7 @@ def _timed(way: Way, group: Group | None, payload: Payload | None) -> Timed:
 
     def call() -> None:
         if hosts is not None:
-            hosts.best_speakers = lambda nbytes, half: way.speakers
+            hosts.best_num_leaders = lambda nbytes, half: way.speakers
         group.costs = only
         collective()
 

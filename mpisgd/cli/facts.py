@@ -192,8 +192,8 @@ def _fault_tolerance(library: str, libmpi: str | None) -> str:
 
 
 def _planes() -> tuple[str, ...]:
-    node, hosts = world().shm, world().internode
-    there = {"node": node, "direct": None if node is None else node.direct, "hierarchical": hosts}
+    transports = world().transports
+    there = {"node": transports.shm, "direct": transports.cma, "hierarchical": transports.internode}
     return tuple(name for name, plane in there.items() if plane is not None)
 
 

@@ -21,7 +21,7 @@ from mpisgd.core.group import Group
 from mpisgd.core.work import Work
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.transport.shm import data_movement
-from mpisgd.transport.shm.streams import Place, pieces_of, place_of
+from mpisgd.transport.shm.staging import MemoryRange, equal_ranges, range_of
 from mpisgd.transport.shm.transport import ShmTransport
 
 __all__ = ["all_gather", "all_gather_into_tensor", "check_gathered", "gather_flat", "gather_on_node"]
@@ -75,7 +75,7 @@ def _list_on_node(plane: ShmTransport, outputs: Sequence[Tensor], tensor: Tensor
     landings = [StagedOutput(output, keep=False) for output in outputs]
     places = [landing.flat for landing in landings]
     mine = apart(readable(tensor), places, own=plane.rank)
-    yield from data_movement.all_gather(plane, [place_of(place) for place in places], place_of(mine))
+    yield from data_movement.all_gather(plane, [range_of(place) for place in places], range_of(mine))
     for landing in landings:
         landing.settle()
 
@@ -132,7 +132,7 @@ def gather_flat(group: Group, output: Tensor, tensor: Tensor) -> None:
     """Gather everyone's `tensor` into `output` by MPI; runs inside the queue."""
     landing = StagedOutput(output, keep=False)
     mine, places = _to_be_gathered(landing.flat, tensor, group)
-    in_place = place_of(mine) == places[group.rank]
+    in_place = range_of(mine) == places[group.rank]
     group.queue.wire.all_gather(landing.flat, None if in_place else mine)
     landing.settle()
 
@@ -141,15 +141,15 @@ def gather_on_node(plane: ShmTransport, output: Tensor, tensor: Tensor) -> Itera
     """Gather everyone's `tensor` into `output` through the staging memory."""
     landing = StagedOutput(output, keep=False)
     mine, places = _to_be_gathered(landing.flat, tensor, plane)
-    yield from data_movement.all_gather(plane, places, place_of(mine))
+    yield from data_movement.all_gather(plane, places, range_of(mine))
     landing.settle()
 
 
 def _to_be_gathered(
     flat: Tensor, tensor: Tensor, members: Group | ShmTransport
-) -> tuple[Tensor, list[Place]]:
+) -> tuple[Tensor, list[MemoryRange]]:
     """Return this rank's contiguous [n], which may lie in its own place in `flat`, and everyone's places."""
-    mine, places = readable(tensor), pieces_of(flat, members.size)
-    if place_of(mine) != places[members.rank] and overlap(mine, flat):
+    mine, places = readable(tensor), equal_ranges(flat, members.size)
+    if range_of(mine) != places[members.rank] and overlap(mine, flat):
         mine = mine.clone()
     return mine, places

@@ -13,7 +13,7 @@ from mpisgd.core.group import Group
 from mpisgd.errors import ShapeMismatch
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.transport.shm import data_movement
-from mpisgd.transport.shm.streams import pieces_of, place_of
+from mpisgd.transport.shm.staging import equal_ranges, range_of
 from mpisgd.transport.shm.transport import ShmTransport
 
 __all__ = ["all_gather_ragged"]
@@ -69,10 +69,10 @@ def all_gather_ragged(tensor: Tensor, group: Group | None = None) -> list[Tensor
 
 def _on_node(plane: ShmTransport, pieces: list[Tensor], tensor: Tensor) -> Iterator[None]:
     rows, mine = torch.empty(plane.size, dtype=torch.int64), torch.tensor(tensor.shape[:1])
-    yield from data_movement.all_gather(plane, pieces_of(rows, plane.size), place_of(mine))
+    yield from data_movement.all_gather(plane, equal_ranges(rows, plane.size), range_of(mine))
     pieces.extend(_room(rows, tensor))
     mine = readable(tensor)
-    yield from data_movement.all_gather(plane, [place_of(piece) for piece in pieces], place_of(mine))
+    yield from data_movement.all_gather(plane, [range_of(piece) for piece in pieces], range_of(mine))
 
 
 def _room(rows: Tensor, tensor: Tensor) -> list[Tensor]:

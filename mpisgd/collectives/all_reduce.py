@@ -16,7 +16,7 @@ from mpisgd.core.group import Group
 from mpisgd.core.work import Work
 from mpisgd.errors import InvalidArgument
 from mpisgd.job.lifecycle import group_or_world
-from mpisgd.transport.cma.all_reduce import all_reduce_cma
+from mpisgd.transport.cma.transport import CmaTransport
 from mpisgd.transport.device.chunked_pipeline import goes_in_chunks, reduce_in_chunks
 from mpisgd.transport.internode.transport import InternodeTransport
 from mpisgd.transport.shm import reduction
@@ -67,7 +67,7 @@ def all_reduce(
     if asked == "auto" and (direct := direct_of(group, operation, tensor, op=op)) is not None:
         return direct.all_reduce(operation, tensor, op, async_op)
     if plane is not None and not goes_in_chunks(tensor):
-        steps = _on_plane(plane, tensor, op, algorithm)
+        steps = _on_plane(plane, tensor, op)
         return run_in_steps(group, plane, operation, steps, tensors=[tensor], async_op=async_op)
 
     return run(
@@ -86,7 +86,7 @@ class _Call(NamedTuple):
     operation: Operation
     op: ReduceOp
     algorithm: str
-    plane: ShmTransport | InternodeTransport | None
+    plane: ShmTransport | CmaTransport | InternodeTransport | None
 
 
 def _call(group: Group, tensor: Tensor, op: ReduceOp, algorithm: str) -> _Call:
@@ -99,7 +99,11 @@ def _call(group: Group, tensor: Tensor, op: ReduceOp, algorithm: str) -> _Call:
     op = check_op("all_reduce", op, tensor.dtype)
     algorithm = choose_algorithm(group, algorithm, tensor)
     operation = operation_on("all_reduce", tensor, op=op, extra=ALGORITHM_TEXT[algorithm])
-    plane = {"node": group.shm, "direct": group.shm, "hierarchical": group.internode}.get(algorithm)
+    plane = {
+        "node": group.shm,
+        "direct": group.transports.cma,
+        "hierarchical": group.internode,
+    }.get(algorithm)
     call = _Call(operation, op, algorithm, plane)
     if key is not None:
         if len(group.known_calls) >= MAX_KNOWN_CALLS:
@@ -109,21 +113,23 @@ def _call(group: Group, tensor: Tensor, op: ReduceOp, algorithm: str) -> _Call:
 
 
 def _on_plane(
-    plane: ShmTransport | InternodeTransport, tensor: Tensor, op: ReduceOp, algorithm: str
+    plane: ShmTransport | CmaTransport | InternodeTransport, tensor: Tensor, op: ReduceOp
 ) -> Iterator[None]:
     landing = StagedOutput(
         tensor, keep=True
     )  # made when it is our turn: another operation may write it before
-    yield from _steps(plane, landing.flat, op, algorithm)
+    yield from _steps(plane, landing.flat, op)
     landing.settle()
 
 
 def _steps(
-    plane: ShmTransport | InternodeTransport, flat: Tensor, op: ReduceOp, algorithm: str
+    plane: ShmTransport | CmaTransport | InternodeTransport, flat: Tensor, op: ReduceOp
 ) -> Iterator[None]:
-    if not isinstance(plane, ShmTransport):
-        return plane.all_reduce(flat, op)
-    return (all_reduce_cma if algorithm == "direct" else reduction.all_reduce)(plane, flat, op)
+    return (
+        reduction.all_reduce(plane, flat, op)
+        if isinstance(plane, ShmTransport)
+        else plane.all_reduce(flat, op)
+    )
 
 
 def choose_algorithm(group: Group, algorithm: str, tensor: Tensor) -> str:
@@ -155,7 +161,7 @@ def choose_algorithm(group: Group, algorithm: str, tensor: Tensor) -> str:
 
 def can_go_direct(group: Group) -> bool:
     """Return whether the ranks of a group share one host and can reach each other's memory."""
-    return group.shm is not None and group.shm.direct is not None
+    return group.transports.cma is not None
 
 
 def _candidates(group: Group, half: bool) -> tuple[str, ...]:
@@ -188,8 +194,9 @@ def reduce_flat(group: Group, flat: Tensor, op: ReduceOp, algorithm: str) -> Non
         work, name, finish = for_mpi(flat, op, group.size)
         group.queue.wire.all_reduce(work, name)
     elif algorithm in ("node", "direct"):
-        assert group.shm is not None
-        group.shm.go_on(_steps(group.shm, flat, op, algorithm))
+        plane = group.shm if algorithm == "node" else group.transports.cma
+        assert plane is not None
+        plane.run_steps(_steps(plane, flat, op))
         return
     elif algorithm == "hierarchical":
         assert group.internode is not None

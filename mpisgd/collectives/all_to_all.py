@@ -32,7 +32,7 @@ from mpisgd.core.work import Work
 from mpisgd.errors import CollectiveMismatch, ShapeMismatch
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.transport.shm import data_movement
-from mpisgd.transport.shm.streams import pieces_of, place_of
+from mpisgd.transport.shm.staging import equal_ranges, range_of
 from mpisgd.transport.shm.transport import ShmTransport
 
 __all__ = ["all_to_all", "all_to_all_single"]
@@ -192,7 +192,7 @@ def _equal_parts(group: Group, output: Tensor, tensor: Tensor, async_op: bool) -
 def _equal_parts_on_node(plane: ShmTransport, output: Tensor, tensor: Tensor) -> Iterator[None]:
     landing = StagedOutput(output, keep=False)
     source = apart(readable(tensor), [landing.flat])
-    yield from data_movement.all_to_all_equal(plane, place_of(landing.flat), place_of(source))
+    yield from data_movement.all_to_all_equal(plane, range_of(landing.flat), range_of(source))
     landing.settle()
 
 
@@ -250,10 +250,10 @@ def _deal_on_node(
     """Bring every piece its way through the staging memory."""
     everyone = torch.empty(group.size, 2, group.size, dtype=torch.int64)
     mine = torch.tensor([[piece.numel() for piece in pieces] for pieces in (inputs, outputs)])
-    yield from data_movement.all_gather(plane, pieces_of(everyone, plane.size), place_of(mine))
+    yield from data_movement.all_gather(plane, equal_ranges(everyone, plane.size), range_of(mine))
     _check_matrix(group, name, everyone)
     sizes = (everyone[:, 0] * inputs[0].element_size()).tolist()
-    takes, gives = [place_of(piece) for piece in outputs], [place_of(piece) for piece in inputs]
+    takes, gives = [range_of(piece) for piece in outputs], [range_of(piece) for piece in inputs]
     yield from data_movement.all_to_all(plane, takes, gives, sizes)
 
 

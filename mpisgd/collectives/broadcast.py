@@ -11,7 +11,7 @@ from mpisgd.core.group import Group
 from mpisgd.core.work import Work
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.transport.shm import data_movement
-from mpisgd.transport.shm.streams import place_of
+from mpisgd.transport.shm.staging import range_of
 from mpisgd.transport.shm.transport import ShmTransport
 
 __all__ = ["broadcast"]
@@ -59,8 +59,8 @@ def broadcast(tensor: Tensor, src: int, group: Group | None = None, async_op: bo
 def _on_node(plane: ShmTransport, tensor: Tensor, root: int) -> Iterator[None]:
     if plane.rank == root:
         source = readable(tensor)
-        yield from data_movement.broadcast(plane, [place_of(source)], root)
+        yield from data_movement.broadcast(plane, [range_of(source)], root)
     else:
         landing = StagedOutput(tensor, keep=False)
-        yield from data_movement.broadcast(plane, [place_of(landing.flat)], root)
+        yield from data_movement.broadcast(plane, [range_of(landing.flat)], root)
         landing.settle()

@@ -18,7 +18,7 @@ from mpisgd.core.work import Work
 from mpisgd.errors import ShapeMismatch
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.transport.shm import data_movement
-from mpisgd.transport.shm.streams import place_of
+from mpisgd.transport.shm.staging import range_of
 from mpisgd.transport.shm.transport import ShmTransport
 
 __all__ = [
@@ -113,10 +113,10 @@ def broadcast_coalesced(
 def _broadcast_on_node(plane: ShmTransport, tensors: Sequence[Tensor], root: int) -> Iterator[None]:
     if plane.rank == root:
         sources = [readable(tensor) for tensor in tensors]
-        yield from data_movement.broadcast(plane, [place_of(source) for source in sources], root)
+        yield from data_movement.broadcast(plane, [range_of(source) for source in sources], root)
         return
     landings = [StagedOutput(tensor, keep=False) for tensor in tensors]
-    yield from data_movement.broadcast(plane, [place_of(landing.flat) for landing in landings], root)
+    yield from data_movement.broadcast(plane, [range_of(landing.flat) for landing in landings], root)
     for landing in landings:
         landing.settle()
 

@@ -13,6 +13,7 @@ from mpisgd.core.dtypes import ReduceOp
 from mpisgd.core.group import Group
 from mpisgd.core.work import Work
 from mpisgd.job.lifecycle import current_job
+from mpisgd.transport.cma.transport import CmaTransport
 from mpisgd.transport.device.device_collectives import DeviceCollectives
 from mpisgd.transport.device.transport import device_transport_of
 from mpisgd.transport.internode.transport import InternodeTransport
@@ -120,7 +121,7 @@ def link_of(group: Group, kind: str) -> Link:
 
 def run_in_steps(
     group: Group,
-    plane: ShmTransport | InternodeTransport,
+    plane: ShmTransport | CmaTransport | InternodeTransport,
     operation: Operation,
     steps: Iterator[None],
     *,
@@ -138,10 +139,10 @@ def run_in_steps(
     return run(
         group,
         operation,
-        lambda: plane.go_on(steps),
+        lambda: plane.run_steps(steps),
         tensors=tensors,
         async_op=async_op,
         like=tensors[0] if like is None and tensors else like,
         before=lambda: next(steps),
-        way="node" if isinstance(plane, ShmTransport) else "hierarchical",
+        way="hierarchical" if isinstance(plane, InternodeTransport) else "node",
     )

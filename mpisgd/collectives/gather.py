@@ -21,7 +21,7 @@ from mpisgd.core.work import Work
 from mpisgd.errors import InvalidArgument
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.transport.shm import data_movement
-from mpisgd.transport.shm.streams import place_of
+from mpisgd.transport.shm.staging import range_of
 from mpisgd.transport.shm.transport import ShmTransport
 
 __all__ = ["gather", "scatter"]
@@ -83,7 +83,7 @@ def _gather_on_node(
     landings = [StagedOutput(output, keep=False) for output in outputs]
     places = [landing.flat for landing in landings]
     mine = apart(readable(tensor), places, own=root)
-    yield from data_movement.gather(plane, [place_of(place) for place in places], place_of(mine), root)
+    yield from data_movement.gather(plane, [range_of(place) for place in places], range_of(mine), root)
     for landing in landings:
         landing.settle()
 
@@ -139,8 +139,8 @@ def _scatter_on_node(
     plane: ShmTransport, tensor: Tensor, inputs: Sequence[Tensor], root: int
 ) -> Iterator[None]:
     landing, pieces = StagedOutput(tensor, keep=False), [readable(piece) for piece in inputs]
-    places = [place_of(piece) for piece in pieces]
-    yield from data_movement.scatter(plane, place_of(landing.flat), places, root)
+    places = [range_of(piece) for piece in pieces]
+    yield from data_movement.scatter(plane, range_of(landing.flat), places, root)
     landing.settle()
 
 

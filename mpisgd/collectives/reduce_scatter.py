@@ -22,7 +22,7 @@ from mpisgd.core.group import Group
 from mpisgd.core.work import Work
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.transport.shm import reduction
-from mpisgd.transport.shm.streams import pieces_of, place_of
+from mpisgd.transport.shm.staging import equal_ranges, range_of
 from mpisgd.transport.shm.transport import ShmTransport
 
 __all__ = [
@@ -150,7 +150,7 @@ def own_part_on_node(plane: ShmTransport, output: Tensor, tensor: Tensor, op: Re
     length = landing.flat.numel()
     own = flat[plane.rank * length : (plane.rank + 1) * length]
     result = torch.empty_like(own) if overlap(landing.flat, flat) else landing.flat
-    yield from reduction.reduce_scatter(plane, pieces_of(flat, plane.size), own, op, result)
+    yield from reduction.reduce_scatter(plane, equal_ranges(flat, plane.size), own, op, result)
     landing.settle(result)
 
 
@@ -161,5 +161,5 @@ def _list_on_node(
     own = parts[plane.rank]
     overlaps = any(overlap(landing.flat, part) for part in parts)
     result = torch.empty_like(own) if overlaps else landing.flat
-    yield from reduction.reduce_scatter(plane, [place_of(part) for part in parts], own, op, result)
+    yield from reduction.reduce_scatter(plane, [range_of(part) for part in parts], own, op, result)
     landing.settle(result)

@@ -24,7 +24,7 @@ def _algorithm(group: Group, flat: Tensor) -> str:
     into each other's memory (on 2 cores 2 and 4 ranks took 0.93 of the time, 3 ranks 1.3), unless the kernel
     finds it in huge pages (1.13, 1.2 and 1.6).
     """
-    chosen, shm = choose_algorithm(group, "auto", flat), group.shm
-    if chosen != "direct" or shm is None or shm.direct is None:
+    chosen, cma = choose_algorithm(group, "auto", flat), group.transports.cma
+    if chosen != "direct" or cma is None:
         return chosen
-    return chosen if shm.direct.large_pages and flat.nbytes >= IN_HUGE_PAGES_BYTES else "node"
+    return chosen if cma.huge_pages and flat.nbytes >= IN_HUGE_PAGES_BYTES else "node"

@@ -78,7 +78,7 @@ class DigestExchange(Protocol):
     def extremes(self) -> tuple[int, int]:
         """Return the smallest and the largest digest, once it is over."""
 
-    def doze(self, limit_s: float) -> bool:
+    def sleep(self, limit_s: float) -> bool:
         """Sleep for so long, or until somebody wakes this rank; False where nobody would."""
 
     def missing(self) -> str:
@@ -216,7 +216,7 @@ class ConsistencyCheck:
         Raises:
             CollectiveTimeout: other ranks did not come; the group cannot be used again.
         """
-        if not patience.wait_for(self.advance, self._consistency.spread.doze):
+        if not patience.wait_for(self.advance, self._consistency.spread.sleep):
             raise CollectiveTimeout(self._who_is_missing(patience))
 
     def differs(self) -> bool:

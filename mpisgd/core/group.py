@@ -76,8 +76,8 @@ class Group:
                 wire, self._transports.spread, name=name, timeout_s=timeout_s, threads_allowed=threads
             )
             self._queue.track = Track(f"group {name}", self.ranks)
-            if self._transports.shm is not None:
-                self._queue.when_left = self._transports.shm.leave
+            if self._transports.cma is not None:
+                self._queue.when_left = self._transports.cma.access.revoke
             self._point_to_point = PointToPoint(
                 wire.duplicate(), timeout_s=timeout_s, threads_allowed=threads
             )

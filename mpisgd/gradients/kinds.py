@@ -60,7 +60,7 @@ class KindsExchange:
         """Join those of all ranks; after the check, before anything else of the operation."""
         transport = self._group.shm or self._group.internode
         if transport is not None and self._steps is not None:
-            transport.go_on(self._steps)
+            transport.run_steps(self._steps)
         elif self._flat is not None:
             reduce_flat(self._group, self._flat, ReduceOp.BOR, "mpi")
         self.is_over = True

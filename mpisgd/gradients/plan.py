@@ -17,8 +17,8 @@ from mpisgd.gradients.fusion_buffer import FusionBuffer
 from mpisgd.gradients.layout import layout_of
 from mpisgd.gradients.sum_reducer import SumReducer
 from mpisgd.gradients.unbucketed import UnbucketedGradient
+from mpisgd.transport.ipc.segment import Segment
 from mpisgd.transport.shm.region import Region
-from mpisgd.transport.shm.segment import Segment
 
 __all__ = ["BucketSlot", "Plan", "agree_on_plan", "describe"]
 

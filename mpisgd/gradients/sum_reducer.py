@@ -55,7 +55,7 @@ def reduce_to_their_owners(buckets: Sequence[OwnedBucket], group: Group, op: Red
     assert shm is not None
     # Before the regions: ranks meet in there, and would wait for whoever still combines one of its own.
     staged = [(flat, owner) for flat, region, owner in buckets if region is None]
-    shm.go_on(reduce_to_owners(shm, [flat for flat, _ in staged], [owner for _, owner in staged], op))
+    shm.run_steps(reduce_to_owners(shm, [flat for flat, _ in staged], [owner for _, owner in staged], op))
     for _, region, owner in buckets:
         if region is not None:
             shm.reduce_region(region, op, owner)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TextIO
 from mpisgd import tracing
 from mpisgd.core.topology import Topology
 from mpisgd.errors import JobError, MpisgdError
-from mpisgd.transport.shm.memfd import open_shared
+from mpisgd.transport.ipc.memfd import open_shared
 
 if TYPE_CHECKING:
     from mpisgd.transport.mpi import Communicator

@@ -254,7 +254,7 @@ def revoke_all() -> None:
 
 def let_go() -> None:
     """Free the memory of what was given up and is over; see `mpisgd.transport.mpi`."""
-    load_mpi().let_go()
+    load_mpi().free_abandoned()
 
 
 def parent_wire() -> "Communicator | None":

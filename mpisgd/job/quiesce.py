@@ -23,7 +23,7 @@ def end_operations(groups: Sequence[Group], timeout_s: float) -> list[Group]:
     for group in groups:
         if group.queue.broken is not None:  # MPI would wait for ever for what was given up
             raise group.queue.broken
-    awaited = [group.queue.wire.all_gather_object(group.point_to_point.under_way()) for group in ended]
+    awaited = [group.queue.wire.all_gather_object(group.point_to_point.in_flight()) for group in ended]
     for group, messages in zip(ended, awaited, strict=True):
         group.point_to_point.drain(messages)
     return ended

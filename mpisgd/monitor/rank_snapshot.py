@@ -68,7 +68,7 @@ def look(
         everyone,
         _stacks(frames, names) if stacks else {},
         {group_key(group.ranks, group.ordinal): group.queue.consistency.number for group in groups},
-        tuple(message for group in groups for message in group.point_to_point.under_way()),
+        tuple(message for group in groups for message in group.point_to_point.in_flight()),
         any(has_something_to_do() for has_something_to_do in list(wait_registry.workers.values()))
         or any(_is_free(thread, frames) for thread in threads if thread.name not in waiting),
         sum(group.queue.consistency.number + group.point_to_point.num_ended for group in groups),

@@ -11,8 +11,8 @@ import zlib
 from typing import TYPE_CHECKING
 
 from mpisgd import config
-from mpisgd.transport.shm.futex import Futex
-from mpisgd.transport.shm.segment import PAGE, Segment, open_segment
+from mpisgd.transport.ipc.futex import Futex
+from mpisgd.transport.ipc.segment import PAGE, Segment, open_segment
 
 if TYPE_CHECKING:
     from mpisgd.transport.mpi import Communicator
@@ -45,7 +45,7 @@ class ShmMailbox:
         self._segment = segment  # keeps the memory
         self._bytes = memoryview(segment.memory)
         self._words = self._bytes.cast("Q")
-        self._bell = Futex(segment)
+        self._futex = Futex(segment)
         self._heard: dict[int, int] = {}  # by rank, how many of its verdicts
 
     def _word(self, rank: int, which: int) -> int:
@@ -62,7 +62,7 @@ class ShmMailbox:
         for rank in ranks:
             word = self._word(rank, ASKED)
             self._words[word] = max(stamp, self._words[word])
-            self._bell.ring(word)
+            self._futex.wake(word)
         return stamp
 
     def answer_of(self, rank: int, stamp: int) -> bytes | None:
@@ -95,8 +95,8 @@ class ShmMailbox:
 
     def sleep(self, asked: int, limit_s: float) -> None:
         """Sleep until somebody asks, not at all if somebody has since `asked`."""
-        if self._bell.available:
-            self._bell.sleep(self._word(self.mine, ASKED), asked, limit_s)
+        if self._futex.available:
+            self._futex.wait(self._word(self.mine, ASKED), asked, limit_s)
         elif self.asked() == asked:
             time.sleep(min(limit_s, 0.2))
 

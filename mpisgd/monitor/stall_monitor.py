@@ -15,7 +15,7 @@ from mpisgd.monitor.rank_state import LEFT, SILENT, RankState, decode, encode
 from mpisgd.monitor.reporter import Reporter
 from mpisgd.monitor.shm_mailbox import ANSWER_BYTES, ShmMailbox, open_board, private_board
 from mpisgd.monitor.watchdog import Watchdog
-from mpisgd.transport.shm.memfd import open_shared
+from mpisgd.transport.ipc.memfd import open_shared
 
 if TYPE_CHECKING:
     from mpisgd.core.group import Group

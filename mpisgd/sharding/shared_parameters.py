@@ -19,7 +19,7 @@ from mpisgd.errors import InvalidArgument, UnsupportedTensor
 from mpisgd.gradients.layout import layout_of, window
 from mpisgd.sharding.absent_gradient import AbsentGradient
 from mpisgd.sharding.ownership import assign
-from mpisgd.transport.shm.segment import PAGE, Segment
+from mpisgd.transport.ipc.segment import PAGE, Segment
 from mpisgd.transport.shm.transport import ShmTransport
 
 __all__ = ["SharedParameters", "check_shareable"]

@@ -9,7 +9,7 @@ from mpisgd.collectives.nested_state import put_together, take_apart
 from mpisgd.core.buffers import readable
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
-from mpisgd.transport.shm.streams import Span, in_a_row, move, place_of
+from mpisgd.transport.shm.staging import Span, consecutive_spans, exchange_spans, range_of
 from mpisgd.transport.shm.transport import ShmTransport
 
 __all__ = ["gather_states"]
@@ -46,9 +46,9 @@ def gather_states(mine: States, group: Group) -> States:
 def _exchange(memory: ShmTransport, rooms: Sequence[Sequence[Tensor]]) -> None:
     """Fill everyone's `rooms[r]` with what the r-th rank has there. Inside the queue."""
     flats = [[readable(tensor) for tensor in of_one] for of_one in rooms]
-    streams = [in_a_row(map(place_of, of_one), rank) for rank, of_one in enumerate(flats)]
+    streams = [consecutive_spans(map(range_of, of_one), rank) for rank, of_one in enumerate(flats)]
     takes = [span for rank, stream in enumerate(streams) if rank != memory.rank for span in stream]
-    memory.go_on(move(memory, streams[memory.rank], takes, max(map(_length, streams))))
+    memory.run_steps(exchange_spans(memory, streams[memory.rank], takes, max(map(_length, streams))))
 
 
 def _length(stream: Sequence[Span]) -> int:

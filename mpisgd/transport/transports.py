@@ -1,4 +1,4 @@
-"""Which planes a group has: shared memory on each host, and a way between the hosts."""
+"""Which transports a group has: shared memory on each host, and messages between the hosts."""
 
 import warnings
 from typing import TYPE_CHECKING, NamedTuple
@@ -7,12 +7,13 @@ from mpisgd import config
 from mpisgd.core.consistency import DigestExchange
 from mpisgd.core.topology import Topology
 from mpisgd.transport.cma.cross_memory_attach import open_cross_memory_attach
+from mpisgd.transport.cma.transport import CmaTransport
 from mpisgd.transport.internode.digest_exchange import InternodeDigestExchange
 from mpisgd.transport.internode.leader_exchange import LeaderExchange
 from mpisgd.transport.internode.transport import MEMORY_BYTES, InternodeTransport
+from mpisgd.transport.ipc.digest_exchange import ShmDigestExchange
+from mpisgd.transport.ipc.segment import Segment, open_segment
 from mpisgd.transport.messages.dissemination import Dissemination
-from mpisgd.transport.shm.digest_exchange import ShmDigestExchange
-from mpisgd.transport.shm.segment import Segment, open_segment
 from mpisgd.transport.shm.transport import STAGING_BYTES, ShmTransport
 from mpisgd.tuning import CostModel
 
@@ -27,12 +28,14 @@ class Transports(NamedTuple):
 
     Attributes:
         shm: the shared memory of the group, None unless all its ranks share one host and can have it.
+        cma: its ranks' access to each other's memory, None where there is no `shm` or they have none.
         internode: the transport between several hosts, None on one.
         spread: how the ranks compare what they are about to do.
         local: the ranks of this host, where there is need of them.
     """
 
     shm: ShmTransport | None
+    cma: CmaTransport | None
     internode: InternodeTransport | None
     spread: DigestExchange
     local: "Communicator | None"
@@ -55,22 +58,26 @@ def open_transports(
     if wire.size == 1 or (shares and not allowed):
         return _messages_only(wire)
     local = wire.split(topology.node_rank)
-    node, memory = _open_memory(local, topology.num_nodes > 1, name, timeout_s)
-    if not all(wire.all_gather_object(node is not None or local.size == 1)):
+    shm, memory = _open_memory(local, topology.num_nodes > 1, name, timeout_s)
+    if not all(wire.all_gather_object(shm is not None or local.size == 1)):
         _warn(wire, name)
         local.free()
         return _messages_only(wire)
     if topology.num_nodes == 1:
-        assert node is not None
-        return Transports(node, None, ShmDigestExchange(node.control, wire.global_ranks), local)
+        assert shm is not None
+        reachable = open_cross_memory_attach(local)
+        cma = None if reachable is None else CmaTransport(shm, reachable)
+        return Transports(shm, cma, None, ShmDigestExchange(shm.control, wire.global_ranks), local)
     hosts = InternodeTransport(
-        wire, topology, node, memory, best_speakers=costs.speakers, name=name, timeout_s=timeout_s
+        wire, topology, shm, memory, best_num_leaders=costs.speakers, name=name, timeout_s=timeout_s
     )
-    return Transports(None, hosts, _between_hosts(wire, topology, hosts), local)
+    return Transports(None, None, hosts, _between_hosts(wire, topology, hosts), local)
 
 
 def _messages_only(wire: "Communicator") -> Transports:
-    return Transports(None, None, InternodeDigestExchange(None, Dissemination(wire), wire.global_ranks), None)
+    return Transports(
+        None, None, None, InternodeDigestExchange(None, Dissemination(wire), wire.global_ranks[0]), None
+    )
 
 
 def _open_memory(
@@ -83,20 +90,19 @@ def _open_memory(
     more = open_segment(local, MEMORY_BYTES) if several_hosts else None
     if staging is None or (several_hosts and more is None):
         return None, None
-    memory = None if several_hosts else open_cross_memory_attach(local)
-    return ShmTransport(local, staging, memory, name=name, timeout_s=timeout_s), more
+    return ShmTransport(local, staging, name=name, timeout_s=timeout_s), more
 
 
 def _between_hosts(
     wire: "Communicator", topology: Topology, hosts: InternodeTransport
 ) -> InternodeDigestExchange:
     first = [ranks[0] for ranks in topology.nodes]
-    between: Dissemination | LeaderExchange | None = hosts.talk
+    between: Dissemination | LeaderExchange | None = hosts.leader_exchange
     if between is None and wire.rank in first:
         between = Dissemination(wire, first)
-    control = None if hosts.shm is None else hosts.shm.control
-    here = [wire.global_ranks[rank] for rank in topology.nodes[topology.node_rank]]
-    return InternodeDigestExchange(control, between, here)
+    ranks = [wire.global_ranks[rank] for rank in topology.nodes[topology.node_rank]]
+    here = None if hosts.shm is None else ShmDigestExchange(hosts.shm.control, ranks)
+    return InternodeDigestExchange(here, between, ranks[0])
 
 
 def _warn(wire: "Communicator", name: str) -> None:

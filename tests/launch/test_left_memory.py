@@ -7,11 +7,11 @@ from launcher import run_python
 
 BEGINNING = """
 import sys, time, torch, mpisgd
-from mpisgd.transport.cma.all_reduce import CHUNK_BYTES, CmaTransport
+from mpisgd.transport.cma.transport import CHUNK_BYTES, CmaTransport
 
 mpisgd.init()
 group = mpisgd.new_group()
-if group.shm.direct is None:
+if group.transports.cma is None:
     print("cannot")
     sys.exit()
 group.shm._timeout_s = 2.0

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mpisgd.errors import MpisgdError
-from mpisgd.transport.shm.futex import Futex
-from mpisgd.transport.shm.segment import PAGE, Segment, open_segment
+from mpisgd.transport.ipc.futex import Futex
+from mpisgd.transport.ipc.segment import PAGE, Segment, open_segment
 
 if TYPE_CHECKING:
     from mpisgd.core.topology import Topology
@@ -44,7 +44,7 @@ class Doorbell:
         self._segment: Segment = segment if segment is not None else _private_segment(local.size)
         self._alone = segment is None  # then everyone is woken by messages
         self._words = memoryview(self._segment.memory).cast("Q")
-        self._bell = Futex(self._segment)
+        self._futex = Futex(self._segment)
         self._stride = self._segment.share_bytes // 8
         self._locals = [] if self._alone else [i for i in range(local.size) if i != self._mine]
         self._peers = self._who_gets_messages(topology)
@@ -82,7 +82,7 @@ class Doorbell:
     def _change(self, local_rank: int) -> None:
         word = local_rank * self._stride + CHANGE
         self._words[word] = time.monotonic_ns()
-        self._bell.ring(word)
+        self._futex.wake(word)
 
     # -- waiting ---------------------------------------------------------------------------------------
 
@@ -104,8 +104,8 @@ class Doorbell:
         """Sleep until somebody rings, not at all if somebody has since `state` was asked."""
         if self._listens:
             limit_s = min(limit_s, self._nap_s)
-        if self._bell.available:
-            self._bell.sleep(self._mine * self._stride + CHANGE, state, limit_s)
+        if self._futex.available:
+            self._futex.wait(self._mine * self._stride + CHANGE, state, limit_s)
         else:
             time.sleep(min(limit_s, self._nap_s))
         self._nap_s = min(self._nap_s * SLACK, LONGEST_NAP_S) if self.state() == state else NAP_S
@@ -127,7 +127,7 @@ class Doorbell:
         """Give up waiting for messages; all ranks have left."""
         if self._request is not None:
             with contextlib.suppress(MpisgdError):
-                self._wire.cancel(self._request)
+                self._wire.cancel(self._request, self._inbox)
         self._request = None
 
 

@@ -37,11 +37,16 @@ class _Span(ctypes.Structure):
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
+def _not_available(*_: Any) -> int:
+    ctypes.set_errno(errno.ENOSYS)
+    return -1
+
+
 def _kernel_call(name: str) -> Any:
     """Return one of the two calls, or one that always fails where the C library has none."""
     call = getattr(_libc, name, None)
     if call is None:
-        return lambda *_: -1
+        return _not_available
     call.restype = ctypes.c_ssize_t
     call.argtypes = [ctypes.c_int, *[ctypes.c_void_p, ctypes.c_ulong] * 2, ctypes.c_ulong]
     return call
@@ -56,14 +61,14 @@ class CrossMemoryAttach:
     Args:
         pids: of the processes, by local rank.
         names: how messages call them, by local rank.
-        large_pages: see below.
+        huge_pages: see below.
 
     Attributes:
-        large_pages: whether large tensors lie in large pages on all of them: the kernel finds these faster.
+        huge_pages: whether large tensors lie in huge pages on all of them: the kernel finds these faster.
     """
 
-    def __init__(self, pids: Sequence[int], names: Sequence[int], *, large_pages: bool = False) -> None:
-        self.large_pages = large_pages
+    def __init__(self, pids: Sequence[int], names: Sequence[int], *, huge_pages: bool = False) -> None:
+        self.huge_pages = huge_pages
         self._pids = pids
         self._names = names
         self._here, self._there = _Span(), _Span()
@@ -81,21 +86,26 @@ class CrossMemoryAttach:
         here, there = self._here, self._there
         here.address, there.address = to, source
         here.nbytes = there.nbytes = nbytes
-        if _read(self._pids[rank], self._at_here, 1, self._at_there, 1, 0) != nbytes:
-            self._raise(rank)
+        copied = _read(self._pids[rank], self._at_here, 1, self._at_there, 1, 0)
+        if copied != nbytes:
+            self._raise(rank, copied, nbytes)
 
     def write(self, rank: int, to: int, source: int, nbytes: int) -> None:
         """Copy what lies at the address `source` of this rank to the address `to` of another; as `read`."""
         here, there = self._here, self._there
         here.address, there.address = source, to
         here.nbytes = there.nbytes = nbytes
-        if _write(self._pids[rank], self._at_here, 1, self._at_there, 1, 0) != nbytes:
-            self._raise(rank)
+        copied = _write(self._pids[rank], self._at_here, 1, self._at_there, 1, 0)
+        if copied != nbytes:
+            self._raise(rank, copied, nbytes)
 
-    def _raise(self, rank: int) -> None:
-        code = ctypes.get_errno()
-        if code != errno.ESRCH and not _is_gone(self._pids[rank]):
-            raise MpisgdError(f"cannot reach the memory of rank {self._names[rank]}: {os.strerror(code)}")
+    def _raise(self, rank: int, copied: int, nbytes: int) -> None:
+        """Raise unless the process is gone; only a call that failed, not a short copy, sets errno."""
+        code = ctypes.get_errno() if copied < 0 else 0
+        if code == errno.ESRCH or _is_gone(self._pids[rank]):
+            return
+        why = os.strerror(code) if copied < 0 else f"only {copied} of {nbytes} bytes were copied"
+        raise MpisgdError(f"cannot reach the memory of rank {self._names[rank]}: {why}")
 
     def is_mine(self, address: int, nbytes: int) -> bool:
         """Return whether the kernel can copy from and to this memory of our own, judging by both its ends.
@@ -119,8 +129,8 @@ def open_cross_memory_attach(local: "Communicator") -> CrossMemoryAttach | None:
     secret = ctypes.create_string_buffer(secrets.token_bytes(WORD_BYTES), WORD_BYTES)
     place = ctypes.addressof(secret), secret.raw
     entries = local.all_gather_object((wanted, config.large_pages(), os.getpid(), place))
-    all_want, all_large, pids, places = zip(*entries, strict=True)
-    memory = CrossMemoryAttach(pids, local.global_ranks, large_pages=all(all_large))
+    all_want, all_huge, pids, places = zip(*entries, strict=True)
+    memory = CrossMemoryAttach(pids, local.global_ranks, huge_pages=all(all_huge))
     reached = all(all_want) and all(_shows(memory, rank, *there) for rank, there in enumerate(places))
     # All have read by the time that all have answered; the secrets are kept until then.
     return memory if all(local.all_gather_object(reached)) else None

@@ -1,24 +1,25 @@
 """`PeerAccess`: how long the other ranks of a host may write into memory of this one.
 
-Whoever leaves an operation before its end, at a time limit or by an interrupt, may free memory that a rank
-which comes late would still write to. So who writes says so, and looks first whether all are still there; and
-who leaves says so, and waits until nobody writes:
+Whoever leaves an operation before its end, at a timeout or by an interrupt, may free memory that a rank which
+comes late would still write to. So who writes says so, and looks first whether all still grant access; and
+who revokes its grant says so, and waits until nobody writes:
 
-    rank 0    writes ... | looks: all there | writes | looks: rank 1 leaves. Writes nothing more
-    rank 1    time limit ................ leaves, waits ......... | goes
+    rank 0    writes ... | looks: all grant | writes | looks: rank 1 has revoked. Writes nothing more
+    rank 1    timeout ..................... revokes, waits ......... | returns
 """
 
 import time
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from mpisgd.transport.shm.control_block import ControlBlock
+from mpisgd.transport.ipc.control_block import ControlBlock
 
 __all__ = ["PeerAccess"]
 
-SETTLED_S = 0.01  # what others had begun to say when this rank left has reached it by then
+# Words of the control block: whether a rank accesses others' memory; whether it has revoked access to its
+# own; the address that it grants access to.
+ACCESSES, REVOKED, ADDRESS = 32, 40, 48
+SETTLED_S = 0.01  # what others had begun to write when this rank revoked its grant has reached it by then
 GIVE_UP_S = 2.0  # who still seems to write then is stopped or dead in the middle of it
 
 _kept: list[Tensor] = []
@@ -29,44 +30,59 @@ class PeerAccess:
 
     Args:
         control: the words of the host's ranks.
+
+    Attributes:
+        is_revoked: whether this rank has revoked a grant; then it grants nothing any more.
     """
 
-    def __init__(self, control: "ControlBlock") -> None:
+    def __init__(self, control: ControlBlock) -> None:
         self._control = control
-        self._exposed: Tensor | None = None
-        self.has_left = False
+        self._granted: Tensor | None = None
+        self.is_revoked = False
 
-    def begin(self, tensor: Tensor | None) -> None:
-        """Let the others read and write `tensor` from now on; None: nothing."""
-        self._exposed = tensor
+    def grant(self, tensor: Tensor | None, address: int = 0) -> None:
+        """Let the others read and write `tensor`, at `address`, from now on; None: nothing.
+
+        They look after the next barrier, and another one follows after that.
+        """
+        self._granted = tensor
+        self._control.write(ADDRESS, address)
+
+    def addresses(self, size: int) -> list[int]:
+        """Return the address that each local rank grants access to, 0 for none."""
+        return [self._control.read(ADDRESS, rank) for rank in range(size)]
 
     def end(self) -> None:
-        """Note that all have written what they wanted to."""
-        self._exposed = None
+        """End the grant: all have written what they wanted to."""
+        self._granted = None
 
-    def begin_writing(self) -> bool:
-        """Say that this rank uses others' memory; False where one has left, and it must not."""
-        return self._control.begin_writing()
+    def begin_access(self) -> bool:
+        """Say that this rank uses others' memory; False where one has revoked its grant, and it must not."""
+        self._control.write(ACCESSES, 1)
+        if any(self._control.read_others(REVOKED)):
+            self.end_access()
+            return False
+        return True
 
-    def end_writing(self) -> None:
+    def end_access(self) -> None:
         """Say that this rank does so no more."""
-        self._control.end_writing()
+        self._control.write(ACCESSES, 0)
 
-    def leave(self) -> None:
+    def revoke(self) -> None:
         """Leave an operation before its end: return when nobody writes here any more.
 
         Should that not come, the memory is kept for ever, so that nobody else gets it.
         """
-        self.end_writing()
-        if self._exposed is None:
+        self.end_access()
+        if self._granted is None:
             return
-        self.has_left = True
-        self._control.say_left()
+        self.is_revoked = True
+        self._control.write(REVOKED, 1)
         time.sleep(SETTLED_S)  # also orders the word before and those after it
         deadline_s = time.monotonic() + GIVE_UP_S
-        while self._control.somebody_writes():
+        while any(self._control.read_others(ACCESSES)):
             if time.monotonic() > deadline_s:
-                _kept.append(self._exposed)
+                _kept.append(self._granted)
                 break
             time.sleep(SETTLED_S)
-        self._exposed = None
+        self._granted = None

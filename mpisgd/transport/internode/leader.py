@@ -1,4 +1,4 @@
-"""`Leader`: a rank that speaks for its host with those at the same place on the others."""
+"""`Leader`: a rank that exchanges messages for its host with those of the same local rank on the others."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -20,15 +20,15 @@ FRAME_BYTES = 60 * 2**10
 
 
 class Leader:
-    """This rank and its partners.
+    """This rank and its counterparts.
 
     Args:
         wire: the queue's communicator.
         ranks: one of `wire`'s ranks per host, this one among them.
-        host: the place of this one.
+        host: which of them this one is.
 
     Attributes:
-        others: every other host's place and rank, beginning after this one, so that not all turn to one.
+        others: every other host's number and rank; each leader begins with another one.
     """
 
     def __init__(self, wire: "Communicator", ranks: Sequence[int], host: int) -> None:

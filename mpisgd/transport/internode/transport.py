@@ -1,16 +1,16 @@
-"""`InternodeTransport`: the all-reduce of ranks on several hosts: on the node, across the hosts, on the node.
+"""`InternodeTransport`: the all-reduce of ranks on several hosts: on the host, across the hosts, on the host.
 
-A message goes through in chunks, several of which are under way at once, so that memory and link work at the
+A message goes through in chunks, several of which are in flight at once, so that memory and link work at the
 same time. What a chunk passes through:
 
-    rank 0 of a host   in | sum of own part | speak: exchange with other hosts ...... | out
+    rank 0 of a host   in | sum of own part | leader: exchange with other hosts ..... | out
     rank 1 of a host   in | sum of own part |                                         | out
                           barrier           barrier                        rank 0 has finished
 
-    chunk              0    1    2    0's result   3    1's result   4   ...                 (two under way)
+    chunk              0    1    2    0's result   3    1's result   4   ...                 (two in flight)
 
-The sums of a host lie in a slot of its shared memory, where the speaking ranks send them from and receive the
-results into. Where several local ranks speak, each has its own piece of every chunk. A rank that is alone on
+The sums of a host lie in a slot of its shared memory, where its leaders send them from and receive the
+results into. Where a host has several leaders, each has its own piece of every chunk. A rank that is alone on
 its host sends and receives in the message itself.
 """
 
@@ -26,33 +26,37 @@ from mpisgd.core.topology import Topology
 from mpisgd.core.waiting import Backoff
 from mpisgd.errors import CollectiveTimeout
 from mpisgd.transport.internode.arithmetic import Arithmetic, prepare
-from mpisgd.transport.internode.host_messages import MESSAGE_BYTES, OFFER_BYTES, HostMessages
 from mpisgd.transport.internode.leader import Leader
-from mpisgd.transport.internode.leader_exchange import MAX_HOSTS, LeaderExchange
+from mpisgd.transport.internode.leader_exchange import (
+    MAX_HOSTS,
+    MESSAGE_BYTES,
+    PAYLOAD_BYTES,
+    HostMessages,
+    LeaderExchange,
+)
 from mpisgd.transport.internode.piece_exchange import PieceExchange
+from mpisgd.transport.ipc.segment import Segment
 from mpisgd.transport.messages.link import split_evenly
 from mpisgd.transport.shm.region import Region
-from mpisgd.transport.shm.segment import Segment
-from mpisgd.transport.shm.streams import copy_bytes
+from mpisgd.transport.shm.staging import copy_bytes
 from mpisgd.transport.shm.transport import ShmTransport
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
-
     from mpisgd.transport.mpi import Communicator
 
 __all__ = ["MEMORY_BYTES", "InternodeTransport"]
 
 # Measured at 1 and 10 Gbit/s: smaller chunks mean more of everything, larger ones fill the pipeline later.
 CHUNK_BYTES = 2**18
-DEPTH = 4  # chunks under way between the hosts
-# A chunk's slot is filled while those under way are still in theirs.
+DEPTH = 4  # chunks in flight between the hosts
+# A chunk's slot is filled while those in flight are still in theirs.
 NUM_SLOTS = DEPTH + 1
 SLOTS_BYTES = NUM_SLOTS * 2 * CHUNK_BYTES
 MEMORY_BYTES = SLOTS_BYTES + MAX_HOSTS * MESSAGE_BYTES  # of which what is not touched takes no room
+FINISHED = 16  # a word of the control block: how many results a leader has received, ever
 
 
-class _UnderWay(NamedTuple):
+class _InFlight(NamedTuple):
     """A chunk between the hosts: where its result will be, and where that must go."""
 
     result: Tensor
@@ -63,66 +67,66 @@ class _UnderWay(NamedTuple):
 class InternodeTransport:
     """The ranks of a group, which live on several hosts.
 
-    Methods are called inside the queue, after the handshake, by all ranks alike. They take contiguous CPU
-    tensors.
+    Methods are called inside the queue, after the consistency check, by all ranks alike. They take contiguous
+    CPU tensors.
 
     Args:
         wire: the queue's communicator.
         topology: of the group.
-        node: the shared memory of this host's ranks; None where this rank is alone on it.
+        shm: the shared memory of this host's ranks; None where this rank is alone on it.
         memory: more of it, MEMORY_BYTES for the first rank; None likewise.
-        best_speakers: tells how many ranks of each host should speak with the others, from the bytes of the
-            message and whether it is of a half type; the same on all ranks.
+        best_num_leaders: tells how many ranks of each host should exchange messages with the others, from the
+            bytes of the message and whether it is of a half type; the same on all ranks.
         name: of the group, for messages.
         timeout_s: how long to wait for the others in the middle of an operation.
 
     Attributes:
-        node: as given.
-        talk: of the hosts' first ranks; None on the others, and where there are more than MAX_HOSTS.
-        best_speakers: as given; may be replaced.
-        max_speakers: how many can: the ranks of the smallest host.
+        shm: as given.
+        leader_exchange: of the hosts' first ranks; None on others, and with more than MAX_HOSTS hosts.
+        best_num_leaders: as given; may be replaced.
+        max_num_leaders: how many there can be: the ranks of the smallest host.
     """
 
     def __init__(
         self,
         wire: "Communicator",
         topology: Topology,
-        node: ShmTransport | None,
+        shm: ShmTransport | None,
         memory: Segment | None,
         *,
-        best_speakers: Callable[[int, bool], int],
+        best_num_leaders: Callable[[int, bool], int],
         name: str,
         timeout_s: float,
     ) -> None:
-        self.shm = node
-        self.best_speakers = best_speakers
-        self._speakers = 1
-        self.max_speakers = min(map(len, topology.nodes))
+        self.shm = shm
+        self.best_num_leaders = best_num_leaders
+        self._num_leaders = 1
+        self.max_num_leaders = min(map(len, topology.nodes))
         self._wire = wire
         self._topology = topology
         self._all_alone = max(map(len, topology.nodes)) == 1
         self._name = name
         self._timeout_s = timeout_s
         self._local_rank = topology.local_rank
-        self._speaker = Leader(
+        self._leader = Leader(
             wire,
-            [ranks[min(self._local_rank, self.max_speakers - 1)] for ranks in topology.nodes],
+            [ranks[min(self._local_rank, self.max_num_leaders - 1)] for ranks in topology.nodes],
             topology.node_rank,
         )
-        self._under_way: deque[_UnderWay] = deque()
+        self._in_flight: deque[_InFlight] = deque()
         self._filled = 0  # slots, ever
         self._finished = 0
-        if node is not None:
+        if shm is not None:
             assert memory is not None
             slots = memory.share(0)[:SLOTS_BYTES].view(NUM_SLOTS, 2, CHUNK_BYTES)
             self._slots = [tuple(slot) for slot in slots]
-            node.control.meanwhile = self._meanwhile
-        self._board = self._open_board(memory)
-        self.talk = None
-        if self._board is not None and self._local_rank == 0:
-            self.talk = LeaderExchange(self._speaker, self._board)
+            shm.control.progress = self._progress
+        self._messages = self._open_messages(memory)
+        self.leader_exchange = None
+        if self._messages is not None and self._local_rank == 0:
+            self.leader_exchange = LeaderExchange(self._leader, self._messages)
 
-    def _open_board(self, memory: Segment | None) -> HostMessages | None:
+    def _open_messages(self, memory: Segment | None) -> HostMessages | None:
         """Return the hosts' messages, None where there are too many hosts."""
         num_hosts = self._topology.num_nodes
         if num_hosts > MAX_HOSTS:
@@ -137,9 +141,10 @@ class InternodeTransport:
     # -- large messages -----------------------------------------------------------------------------
 
     def all_reduce(self, flat: Tensor, op: ReduceOp) -> Iterator[None]:
-        """Combine `flat` [n], of any reducible dtype, over the ranks, in place; yields for the handshake.
+        """Combine `flat` [n], of any reducible dtype, over the ranks, in place; yields for the
+        consistency check.
 
-        Cost: as `all_reduce_now`; a small message takes one message per pair of hosts, the handshake's.
+        Cost: as `all_reduce_now`; a small message takes one message per pair of hosts, the check's.
         """
         if self._is_small(flat):
             yield from self._small(flat, op)
@@ -147,12 +152,12 @@ class InternodeTransport:
             yield
             self.all_reduce_now(flat, op)
 
-    def go_on(self, steps: Iterator[None]) -> None:
-        """Finish an operation after its handshake, where alone it yields."""
+    def run_steps(self, steps: Iterator[None]) -> None:
+        """Finish an operation after its consistency check, where alone it yields."""
         next(steps, None)
 
     def all_reduce_now(self, flat: Tensor, op: ReduceOp) -> None:
-        """Combine `flat` [n], of any reducible dtype, over the ranks, in place; after the handshake.
+        """Combine `flat` [n], of any reducible dtype, over the ranks, in place; after the check.
 
         Cost: with h hosts, 2 (h - 1) / h * n elements leave each host (half types: as float32 on the first
         half of the way, unless every rank is alone); two barriers on the host per chunk of CHUNK_BYTES.
@@ -173,28 +178,39 @@ class InternodeTransport:
         self, work: Tensor, arithmetic: Arithmetic, pieces_of: Callable[[slice], list[Tensor]]
     ) -> None:
         """Let the chunks of `work` pass; `pieces_of` returns those of this host's ranks, all being there."""
-        best = self.best_speakers(work.nbytes, work.dtype in HALF_TYPES)
-        self._speakers = max(1, min(best, self.max_speakers))
+        best = self.best_num_leaders(work.nbytes, work.dtype in HALF_TYPES)
+        self._num_leaders = max(1, min(best, self.max_num_leaders))
         step = CHUNK_BYTES // arithmetic.partial.itemsize
-        for start in range(0, work.numel(), step):
-            chunk = slice(start, min(work.numel(), start + step))
-            if len(self._under_way) == DEPTH:
+        try:
+            for start in range(0, work.numel(), step):
+                chunk = slice(start, min(work.numel(), start + step))
+                if len(self._in_flight) == DEPTH:
+                    self._collect()
+                self._contribute(chunk, work[chunk], arithmetic, pieces_of)
+            while self._in_flight:
                 self._collect()
-            self._contribute(chunk, work[chunk], arithmetic, pieces_of)
-        while self._under_way:
-            self._collect()
+        finally:
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """Give up what is in flight, if anything is: MPI may still write to the memory of every chunk."""
+        exchanges = [exchange for _, _, exchange in self._in_flight if exchange is not None]
+        if exchanges:
+            self._wire.abandon([r for each in exchanges for r in each.requests], list(self._in_flight))
+        self._in_flight.clear()
 
     def _staged(self, mine: Tensor) -> list[Tensor]:
         """Return the pieces of this host's ranks, this one's `mine`, in staging memory."""
         assert self.shm is not None
-        copy_bytes(self.shm.coming_half()[self.shm.rank], mine.data_ptr(), mine.nbytes)
+        copy_bytes(self.shm.next_addresses()[self.shm.rank], mine.data_ptr(), mine.nbytes)
         self.shm.barrier()
-        return [half[: mine.numel()] for half in self.shm.next_half(mine.dtype)]
+        self.shm.swap_buffers()
+        return self.shm.pieces(mine.numel(), mine.dtype)
 
     def _contribute(
         self, chunk: slice, mine: Tensor, arithmetic: Arithmetic, pieces_of: Callable[[slice], list[Tensor]]
     ) -> None:
-        """Add up a chunk on this host and send it on its way."""
+        """Add up a chunk on this host and start its exchange."""
         if self.shm is None:
             partial = mine if mine.dtype == arithmetic.partial else mine.to(arithmetic.partial)
             result = mine
@@ -205,10 +221,10 @@ class InternodeTransport:
             arithmetic.on_host([piece[own] for piece in pieces], partial[own])
             self.shm.barrier()
         exchange = None
-        if self._local_rank < self._speakers:
-            piece = slice(*split_evenly(mine.numel(), self._speakers)[self._local_rank])
-            exchange = PieceExchange(self._speaker, partial[piece], result[piece], arithmetic)
-        self._under_way.append(_UnderWay(result, mine, exchange))
+        if self._local_rank < self._num_leaders:
+            piece = slice(*split_evenly(mine.numel(), self._num_leaders)[self._local_rank])
+            exchange = PieceExchange(self._leader, partial[piece], result[piece], arithmetic)
+        self._in_flight.append(_InFlight(result, mine, exchange))
 
     def _slot(self, mine: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return shared memory for the next chunk: for the sums of this host, and for the result."""
@@ -218,36 +234,37 @@ class InternodeTransport:
         return partial, partial if mine.dtype == dtype else results.view(mine.dtype)[: mine.numel()]
 
     def _collect(self) -> None:
-        """Wait for the oldest chunk under way and bring its result home."""
-        oldest = self._under_way[0]
+        """Wait for the oldest chunk in flight and copy its result out."""
+        oldest = self._in_flight[0]
         if oldest.exchange is not None:
-            self._wait(self._advance, oldest.exchange.requests)
-        self._under_way.popleft()
+            self._wait(self._advance, [rank for _, rank in self._leader.others])
+        self._in_flight.popleft()
         if self.shm is None:
             return
         self._finished += 1
-        control, finished, speakers = self.shm.control, self._finished, range(self._speakers)
+        control, finished, leaders = self.shm.control, self._finished, range(self._num_leaders)
         if oldest.exchange is not None:
-            control.finish(finished)
+            control.publish(FINISHED, finished)
         self._wait(
-            lambda: control.have_finished(speakers, finished),
-            doze=lambda limit_s: control.doze_until_finished(speakers, finished, limit_s),
+            lambda: control.reached(FINISHED, leaders, finished),
+            self._topology.nodes[self._topology.node_rank][: self._num_leaders],
+            lambda limit_s: control.sleep_until_reached(FINISHED, leaders, finished, limit_s),
         )
         oldest.target.copy_(oldest.result)
 
     def _advance(self) -> bool:
-        """Move along everything under way; return whether the oldest is there."""
+        """Advance everything in flight; return whether the oldest is there."""
         done = False
-        for place, (_, _, exchange) in enumerate(self._under_way):
+        for place, (_, _, exchange) in enumerate(self._in_flight):
             assert exchange is not None
             done |= exchange.advance() and place == 0
-            if not exchange.handing_out:
+            if not exchange.sends_results:
                 break
         return done
 
-    def _meanwhile(self) -> None:
-        """Move messages along while this rank waits for others of its host."""
-        if self._under_way and self._under_way[0].exchange is not None:
+    def _progress(self) -> None:
+        """Advance messages while this rank waits for others of its host."""
+        if self._in_flight and self._in_flight[0].exchange is not None:
             self._advance()
         else:
             self._wire.progress()
@@ -255,37 +272,37 @@ class InternodeTransport:
     # -- small messages -----------------------------------------------------------------------------
 
     def _is_small(self, flat: Tensor) -> bool:
-        """Return whether a message can travel with the handshake."""
+        """Return whether a message can travel with the consistency check."""
         widest = 4 if flat.dtype in HALF_TYPES else flat.element_size()
-        return self._board is not None and flat.numel() * widest <= OFFER_BYTES
+        return self._messages is not None and flat.numel() * widest <= PAYLOAD_BYTES
 
     def _small(self, flat: Tensor, op: ReduceOp) -> Iterator[None]:
-        """Combine a small message over the ranks, in place: the hosts' sums travel with the handshake.
+        """Combine a small message over the ranks, in place: the hosts' sums travel with the check.
 
         Every rank adds them up for itself, which takes less time than waiting for one that does.
         """
-        assert self._board is not None
+        assert self._messages is not None
         work, arithmetic, finish = self._prepare(flat, op)
-        offers = self._board.offers(work.numel(), arithmetic.partial)
+        payloads = self._messages.payloads(work.numel(), arithmetic.partial)
         if self.shm is not None:
-            copy_bytes(self.shm.coming_half()[self.shm.rank], work.data_ptr(), work.nbytes)
-        if self.talk is not None:
-            self.talk.offer = lambda: self._add_up_here(work, arithmetic, offers)
+            copy_bytes(self.shm.next_addresses()[self.shm.rank], work.data_ptr(), work.nbytes)
+        if self.leader_exchange is not None:
+            self.leader_exchange.write_payload = lambda: self._add_up_here(work, arithmetic, payloads)
         yield
         if self.shm is not None:
-            self.shm.advance()
-        arithmetic.across_unchanged(offers, work)
+            self.shm.swap_buffers()
+        arithmetic.across_unchanged(payloads, work)
         result = finish(work)
         if result.data_ptr() != flat.data_ptr():
             flat.copy_(result)
 
-    def _add_up_here(self, work: Tensor, arithmetic: Arithmetic, offers: Sequence[Tensor]) -> int:
-        """Write what the small messages of this host's ranks add up to into its offer; return the bytes."""
-        place = offers[self._speaker.host]
+    def _add_up_here(self, work: Tensor, arithmetic: Arithmetic, payloads: Sequence[Tensor]) -> int:
+        """Write what the small messages of this host's ranks add up to into its payload; return the bytes."""
+        place = payloads[self._leader.host]
         if self.shm is None and place.dtype == work.dtype:
             copy_bytes(place.data_ptr(), work.data_ptr(), work.nbytes)
         else:
-            pieces = [work] if self.shm is None else self.shm.coming_pieces(work.numel(), work.dtype)
+            pieces = [work] if self.shm is None else self.shm.next_pieces(work.numel(), work.dtype)
             arithmetic.on_host(pieces, place)
         return place.nbytes
 
@@ -294,22 +311,13 @@ class InternodeTransport:
     def _wait(
         self,
         ready: Callable[[], bool],
-        requests: "list[MPI.Request] | None" = None,
-        doze: Callable[[float], bool] | None = None,
+        others: Sequence[int],
+        sleep: Callable[[float], bool] | None = None,
     ) -> None:
-        """Wait in the middle of an operation; `requests`: what is given up when the time limit passes."""
-        in_time = False
-        try:
-            in_time = ready() or Backoff(self._timeout_s).wait_for(ready, doze)
-        finally:
-            if not in_time and requests is not None:
-                self._wire.abandon(requests, list(self._under_way))
-        if in_time:
+        """Wait for one of the ranks `others`, in the middle of an operation."""
+        if ready() or Backoff(self._timeout_s).wait_for(ready, sleep):
             return
         names = self._wire.global_ranks
-        others = [rank for _, rank in self._speaker.others]
-        if requests is None:
-            others = list(self._topology.nodes[self._topology.node_rank][: self._speakers])
         raise CollectiveTimeout(
             f"group '{self._name}': rank {names[self._wire.rank]} has waited {self._timeout_s:.1f} s in the "
             f"middle of an operation for one of the ranks {[names[rank] for rank in others]}"

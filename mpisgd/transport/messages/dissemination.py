@@ -20,7 +20,7 @@ PAIR = struct.Struct("<QQ")
 
 
 class Dissemination:
-    """The spread over messages, between any ranks. Cost: ceil(log2(size)) messages of 16 bytes per rank.
+    """The exchange by messages, between any ranks. Cost: ceil(log2(size)) messages of 16 bytes per rank.
 
     Args:
         wire: carries the messages.
@@ -52,7 +52,7 @@ class Dissemination:
     def advance(self) -> bool:
         """Go as far as possible without waiting; return whether it is over."""
         while self._round is not None and self._round.done():
-            low, high = self._round.heard()
+            low, high = self._round.received()
             self._low, self._high = min(self._low, low), max(self._high, high)
             self._next_round()
         return self._round is None
@@ -62,7 +62,7 @@ class Dissemination:
         return self._low, self._high
 
     def close(self) -> None:
-        """Give back what MPI keeps for it: it is over, or given up."""
+        """Free what MPI keeps for it, whether it is over or not."""
         for each in self._rounds:
             each.close(over=self._round is None)
 
@@ -98,5 +98,5 @@ class _Round:
         else:  # a late message still arrives here
             self._wire.abandon(self._requests, [self._mine, self._theirs])
 
-    def heard(self) -> tuple[int, int]:
+    def received(self) -> tuple[int, int]:
         return PAIR.unpack(self._theirs)

@@ -1,4 +1,4 @@
-"""What an algorithm sees of a communicator: exchanges of contiguous memory with a time limit."""
+"""What an algorithm sees of a communicator: exchanges of contiguous memory with a timeout."""
 
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Link", "split_evenly"]
 
-TAG = 64  # above the handshake's; the queue runs one operation at a time, so one tag is enough
+TAG = 64  # above the consistency check's; the queue runs one operation at a time, so one tag is enough
 
 
 class Link:

@@ -1,6 +1,6 @@
 """A group's point-to-point messages, outside the queue's order and on a communicator of their own.
 
-MPI moves large messages only while somebody asks it to, so a started message makes progress in `wait()`,
+MPI moves large messages only while it is called, so a started message makes progress in `wait()`,
 in `is_completed()`, or in the background once its future was asked for.
 """
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 __all__ = ["MessageWork", "PointToPoint"]
 
 UNRECEIVED_S = 3.0  # what was received in time has been acknowledged by then
-CROWDED = 64  # look for finished messages that nobody waited for once this many are under way
+MAX_UNPOLLED = 64  # with more messages in flight, those that nobody waits for are polled, too
 
 
 class PointToPoint:
-    """The messages under way between this rank and the others of a group.
+    """The messages in flight between this rank and the others of a group.
 
     Args:
         wire: a communicator of its own.
@@ -51,7 +51,7 @@ class PointToPoint:
         self.group: tuple[str, Sequence[int]] = ("", range(wire.size))
         self.timeout_s = timeout_s
         self._threads_allowed = threads_allowed
-        self._under_way: set[MessageWork] = set()
+        self._in_flight: set[MessageWork] = set()
         self._watched: set[MessageWork] = set()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -60,8 +60,8 @@ class PointToPoint:
         """Start sending contiguous `memory` to group rank `dst`."""
         request = self.wire.isend(memory, dst, tag)
         name = f"{name} to rank {self.wire.global_ranks[dst]}"
-        about = Message(self.group[0], False, (self.wire.global_ranks[dst],), tag)
-        return self._keep(MessageWork(self, name, about, request, (memory, tensors), None))
+        message = Message(self.group[0], False, (self.wire.global_ranks[dst],), tag)
+        return self._keep(MessageWork(self, name, message, request, (memory, tensors), None))
 
     def receive(
         self,
@@ -78,22 +78,22 @@ class PointToPoint:
         name = f"{name} from {whom}"
         others = [rank for rank in range(self.wire.size) if rank != self.wire.rank or src == rank]
         partners = tuple(self.wire.global_ranks[rank] for rank in (others if src is None else [src]))
-        about = Message(self.group[0], True, partners, tag)
-        return self._keep(MessageWork(self, name, about, request, (memory, tensors), arrived))
+        message = Message(self.group[0], True, partners, tag)
+        return self._keep(MessageWork(self, name, message, request, (memory, tensors), arrived))
 
-    def under_way(self) -> list[Message]:
-        """Return what is known of the messages that are not through, for those who ask."""
+    def in_flight(self) -> list[Message]:
+        """Return the messages in flight, as other ranks are told of them."""
         with self._lock:
-            return [work.about for work in self._under_way]
+            return [work.message for work in self._in_flight]
 
     def _keep(self, work: "MessageWork") -> "MessageWork":
         """Hold the message (and its memory) until it is done, also if the caller forgets it."""
         wait_registry.communicates()
         with self._lock:
-            self._under_way.add(work)
+            self._in_flight.add(work)
             message_begins(work)
-            crowd = list(self._under_way) if len(self._under_way) > CROWDED else []
-        for other in crowd:
+            unpolled = list(self._in_flight) if len(self._in_flight) > MAX_UNPOLLED else []
+        for other in unpolled:
             other.is_completed()
         return work
 
@@ -101,7 +101,7 @@ class PointToPoint:
         """Forget a message that is done."""
         with self._lock:
             self.num_ended += 1
-            self._under_way.discard(work)
+            self._in_flight.discard(work)
             message_ends(work)
 
     def watch(self, work: "MessageWork") -> None:
@@ -112,10 +112,10 @@ class PointToPoint:
             idle = not self._watched
             self._watched.add(work)
         if idle:
-            self._thread = threading.Thread(target=self._attend, name="mpisgd mailbox", daemon=True)
+            self._thread = threading.Thread(target=self._poll_watched, name="mpisgd messages", daemon=True)
             self._thread.start()
 
-    def _attend(self) -> None:
+    def _poll_watched(self) -> None:
         """The thread: ask after the watched messages until none is left, however long that takes."""
         while self._watched:
             with contextlib.suppress(PeerLost):  # each watched message fails by itself
@@ -132,17 +132,20 @@ class PointToPoint:
             return bool(ended) or not self._watched
 
     def drain(self, everyones: Sequence[Sequence[Message]]) -> None:
-        """Wait for everything that was sent and never waited for; give up unanswered receives.
+        """Wait for everything that was sent and never waited for; cancel receives without a message.
 
         Args:
-            everyones: by group rank, what is under way there; nothing is going to be added.
+            everyones: by group rank, what is in flight there; nothing is going to be added.
 
         Raises:
             CollectiveMismatch: something was sent that nobody receives.
         """
-        left = list(self._under_way)
+        left = list(self._in_flight)
         for work in left:
-            if not work.is_receive and not work.is_answered(everyones):
+            answered = work.is_answered(everyones)
+            if work.is_receive and answered:
+                Backoff(UNRECEIVED_S, quiet=True).wait_for(work.is_completed)
+            elif not work.is_receive and not answered:
                 self._wait_a_little(work)
         for work in left:
             if work.is_receive:
@@ -157,31 +160,31 @@ class PointToPoint:
         """Wait for a message that the other side has received, or never will."""
         if not Backoff(UNRECEIVED_S, quiet=True).wait_for(work.is_completed):
             raise CollectiveMismatch(
-                f"{work.name} (group '{self.group[0]}', tag {work.about.tag}): both ranks are at the end of "
-                "their programs, and nobody has received it"
+                f"{work.name} (group '{self.group[0]}', tag {work.message.tag}): both ranks are at the end "
+                "of their programs, and nobody has received it"
             )
 
     def give_up(self, error: MpisgdError) -> None:
-        """Fail whatever is under way with such an error; nobody waits for it."""
-        for work in list(self._under_way):
+        """Fail whatever is in flight with such an error; nobody waits for it."""
+        for work in list(self._in_flight):
             work.fail(type(error)(f"{work.name}: {error}"))
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(self.timeout_s)
 
 
 class MessageWork(Work):
-    """One message under way.
+    """One message in flight.
 
     Attributes:
-        about: who is at the other end.
+        message: who is at the other end.
         source: group rank it came from, once it is done (None for a message sent).
     """
 
     def __init__(
         self,
-        mailbox: PointToPoint,
+        point_to_point: PointToPoint,
         name: str,
-        about: Message,
+        message: Message,
         request: "MPI.Request",
         memory: tuple[Tensor, Any],
         arrived: Callable[[int], None] | None,
@@ -189,8 +192,8 @@ class MessageWork(Work):
         self.name = name
         self.source: int | None = None
         self.is_receive = arrived is not None
-        self.about = about
-        self._point_to_point = mailbox
+        self.message = message
+        self._point_to_point = point_to_point
         self._request = request
         self._memory = memory
         self._arrived = arrived
@@ -233,7 +236,7 @@ class MessageWork(Work):
         if self._callback is not None:
             self._callback()
         if self._future is not None:
-            self._settle(self._future)
+            self._resolve(self._future)
 
     def _record(self) -> None:
         phase = (self.name, self._started_ns, time.monotonic_ns())
@@ -255,7 +258,7 @@ class MessageWork(Work):
             self._point_to_point.timeout_s if timeout_s is None else timeout_s, quiet=timeout_s is not None
         )
         with tracing.blocked(self.name):
-            through = patience.wait_for(self.is_completed, about=self._hint)
+            through = patience.wait_for(self.is_completed, about=self._wait_reason)
         if not through:
             wire, seen = self._point_to_point.wire, f" ({patience.verdict})" if patience.verdict else ""
             raise CollectiveTimeout(
@@ -267,16 +270,18 @@ class MessageWork(Work):
             raise self._error
         return True
 
-    def _hint(self) -> WaitReason:
-        whom = self.about.partners if len(self.about.partners) == 1 else ()
-        return WaitReason(self.name, self.about.group, whom, message=self.about)
+    def _wait_reason(self) -> WaitReason:
+        whom = self.message.partners if len(self.message.partners) == 1 else ()
+        return WaitReason(self.name, self.message.group, whom, message=self.message)
 
     def is_answered(self, everyones: Sequence[Sequence[Message]]) -> bool:
-        """Return whether the other side of a message sent has a receive for it; `everyones`: see `drain`."""
-        names, (dst,) = self._point_to_point.wire.global_ranks, self.about.partners
+        """Return whether a partner has the other half of this message in flight; `everyones`: see `drain`."""
+        names = self._point_to_point.wire.global_ranks
         me = names[self._point_to_point.wire.rank]
-        theirs = everyones[names.index(dst)]
-        return any(m.receives and m.tag == self.about.tag and me in m.partners for m in theirs)
+        theirs = [m for partner in self.message.partners for m in everyones[names.index(partner)]]
+        return any(
+            m.receives != self.is_receive and m.tag == self.message.tag and me in m.partners for m in theirs
+        )
 
     def get_future(self) -> "torch.futures.Future[Any]":
         """Return a future of this message; from now on it makes progress by itself."""
@@ -284,12 +289,12 @@ class MessageWork(Work):
             if self._future is None:
                 self._future = torch.futures.Future()
                 if self._done:
-                    self._settle(self._future)
+                    self._resolve(self._future)
                 else:
                     self._point_to_point.watch(self)
             return self._future
 
-    def _settle(self, future: "torch.futures.Future[Any]") -> None:
+    def _resolve(self, future: "torch.futures.Future[Any]") -> None:
         if self._error is None:
             future.set_result(self._memory[1])
         else:
@@ -304,8 +309,8 @@ class MessageWork(Work):
                 self._finish()
 
     def cancel(self) -> None:
-        """Give up waiting for this message."""
+        """Give up waiting for this message, unless it is there."""
         with self._lock, contextlib.suppress(MpisgdError):
-            if not self._done:
-                self._point_to_point.wire.cancel(self._request)
+            if not self.is_completed():
+                self._point_to_point.wire.cancel(self._request, self._memory)
                 self._finish()

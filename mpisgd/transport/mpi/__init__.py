@@ -1,4 +1,4 @@
-"""The one package that imports mpi4py: it starts MPI, and speaks to it in raw memory.
+"""The one package that imports mpi4py: it starts MPI, and hands it raw memory.
 
 Importing it starts MPI, so it is imported by `init()` alone, after the defaults of `mpisgd.config` are in the
 environment. All others get a `Communicator` handed to them.
@@ -7,7 +7,7 @@ environment. All others get a `Communicator` handed to them.
 from mpi4py import MPI
 
 from mpisgd.transport.mpi.calls import OVERDUE, set_apart
-from mpisgd.transport.mpi.communicator import Communicator, let_go, revoke_all
+from mpisgd.transport.mpi.communicator import Communicator, free_abandoned, revoke_all
 from mpisgd.transport.mpi.datatypes import ELEMENT_TYPES
 from mpisgd.transport.mpi.library import (
     library_version,
@@ -23,7 +23,7 @@ __all__ = [
     "MPI",
     "OVERDUE",
     "Communicator",
-    "let_go",
+    "free_abandoned",
     "library_version",
     "parent",
     "progress",

@@ -3,8 +3,9 @@
 import functools
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from mpi4py import MPI
 
@@ -12,13 +13,10 @@ from mpisgd.core import waiting
 from mpisgd.core.wait_registry import inside
 from mpisgd.errors import CollectiveTimeout, MpiFailed, MpisgdError, PeerLost, ShapeMismatch
 
-if TYPE_CHECKING:
-    from mpisgd.transport.mpi.communicator import Communicator
-
 __all__ = ["OVERDUE", "mpi_call", "set_apart"]
 
 OVERDUE = (
-    "a call of another rank was blocked inside MPI for longer than its time limit, as its report says; no "
+    "a call of another rank was blocked inside MPI for longer than its timeout, as its report says; no "
     "group can be used any more"
 )
 KINDS: dict[int, type[MpisgdError]] = {
@@ -32,17 +30,26 @@ KINDS: dict[int, type[MpisgdError]] = {
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Method = Callable[Concatenate["Communicator", P], R]
+Method = Callable[Concatenate[Any, P], R]
 
 
-_apart: "Communicator | None" = None
+class Revocable(Protocol):
+    """What can tell whether a rank has revoked it; see `mpisgd.transport.mpi.Communicator`."""
+
+    calls: Counter[str]
+
+    def is_revoked(self) -> bool:
+        """Return whether a rank has revoked it."""
 
 
-def set_apart(wire: "Communicator | None") -> None:
+_apart: Revocable | None = None
+
+
+def set_apart(wire: Revocable | None) -> None:
     """Let this wire, a duplicate set apart from `revoke_all`, tell why others are revoked.
 
     It is revoked by itself, before all others, where that is not done for a loss: a rank has been blocked
-    inside MPI for longer than its time limit. MPI's messages keep their order, so whoever finds anything
+    inside MPI for longer than its timeout. MPI's messages keep their order, so whoever finds anything
     revoked knows by this one why.
     """
     global _apart
@@ -58,7 +65,7 @@ def mpi_call(
     """
 
     def decorate(method: Method[P, R]) -> Method[P, R]:
-        def wrapped(self: "Communicator", /, *args: P.args, **kwargs: P.kwargs) -> R:
+        def wrapped(self: Revocable, /, *args: P.args, **kwargs: P.kwargs) -> R:
             if collective:
                 self.calls[what] += 1
             try:
@@ -66,7 +73,7 @@ def mpi_call(
             except MPI.Exception as exc:
                 raise _translated(what, exc) from exc
 
-        def blocking(self: "Communicator", /, *args: P.args, **kwargs: P.kwargs) -> R:
+        def blocking(self: Revocable, /, *args: P.args, **kwargs: P.kwargs) -> R:
             thread = threading.get_ident()
             inside[thread] = (what, time.monotonic())
             try:

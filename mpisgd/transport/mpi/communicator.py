@@ -13,10 +13,10 @@ from mpisgd.errors import MpisgdError
 from mpisgd.transport.mpi.calls import mpi_call
 from mpisgd.transport.mpi.datatypes import address, native, pieces, spec
 
-__all__ = ["Communicator", "let_go", "revoke_all"]
+__all__ = ["Communicator", "free_abandoned", "revoke_all"]
 
 _wires: "weakref.WeakSet[Communicator]" = weakref.WeakSet()
-# Requests that were given up, with their memory, which MPI may write to even when their wire is no more.
+# Requests that were abandoned, with their memory, which MPI may write to even when their wire is freed.
 _abandoned: list[tuple[list[MPI.Request], object]] = []
 
 
@@ -30,8 +30,8 @@ def revoke_all() -> None:
         wire.revoke()
 
 
-def let_go() -> None:
-    """Free the memory of requests that were given up, as far as MPI is done with it."""
+def free_abandoned() -> None:
+    """Free the memory of abandoned requests, as far as MPI is done with it."""
     _abandoned[:] = [entry for entry in _abandoned if not _are_over(entry[0])]
 
 
@@ -115,7 +115,7 @@ class Communicator:
 
     @mpi_call("Comm_free", blocks=True)
     def free(self) -> None:
-        """Give the communicator back. Collective."""
+        """Free the communicator. Collective."""
         _wires.discard(self)
         self.comm.Free()
 
@@ -162,7 +162,7 @@ class Communicator:
 
     @mpi_call("Spawn", blocks=True)
     def spawn(self, command: Sequence[str], number: int, env: Mapping[str, str]) -> "Communicator":
-        """Start more processes and return the way to them. Collective; waits until they have started MPI."""
+        """Start more processes; return an intercommunicator to them once they run MPI. Collective."""
         info = MPI.Info.Create()
         info.Set("PMIX_ENVAR", "\n".join(f"{name}={value}" for name, value in env.items()))
         comm = self.comm.Spawn(command[0], list(command[1:]), number, info, 0)
@@ -171,7 +171,7 @@ class Communicator:
 
     @mpi_call("Intercomm_merge", blocks=True)
     def merge(self, *, behind: bool) -> "Communicator":
-        """Return a wire over both sides of this one, and give this one back. Collective.
+        """Return a wire over both sides of this one, and free this one. Collective.
 
         Args:
             behind: whether my side comes last.
@@ -208,10 +208,11 @@ class Communicator:
         return (status.Get_source(), status.Get_elements(MPI.BYTE)) if request.Test(status) else None
 
     @mpi_call("Cancel")
-    def cancel(self, request: MPI.Request) -> None:
-        """Give up a receive that nobody answered."""
+    def cancel(self, request: MPI.Request, memory: object) -> None:
+        """Give up a receive; where a message for it is already coming in, `memory` is kept until it has."""
         request.Cancel()
-        request.Free()
+        if not request.Test():
+            self.abandon([request], memory)
 
     @mpi_call("Send_init")
     def persistent(
@@ -222,7 +223,7 @@ class Communicator:
 
     @mpi_call("Iprobe")
     def progress(self) -> None:
-        """Let MPI move whatever is under way, on any communicator."""
+        """Let MPI make progress, on any communicator."""
         self.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
 
     @mpi_call("Iprobe")
@@ -234,12 +235,12 @@ class Communicator:
         return status.Get_source(), status.Get_tag(), status.Get_count(MPI.BYTE)
 
     def abandon(self, requests: Sequence[MPI.Request], memory: object) -> None:
-        """Give requests up. MPI may still write to their memory, which is kept until `let_go`."""
+        """Give up requests. MPI may still write to their memory, which is kept; see `free_abandoned`."""
         _abandoned.append((list(requests), memory))
 
     @mpi_call("Request_free")
     def release(self, requests: Sequence[MPI.Prequest]) -> None:
-        """Give back a prepared exchange that is over."""
+        """Free a prepared exchange that is over."""
         for request in requests:
             request.Free()
 

@@ -42,7 +42,7 @@ def progress() -> None:
 
 
 def parent() -> "Communicator | None":
-    """Return the way to the ranks that have spawned this process; None where `mpirun` has started it."""
+    """Return an intercommunicator to the ranks that spawned this process; None where `mpirun` started it."""
     comm = MPI.Comm.Get_parent()
     return None if comm == MPI.COMM_NULL else Communicator(comm)
 

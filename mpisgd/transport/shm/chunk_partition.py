@@ -12,62 +12,48 @@ from torch import Tensor
 
 from mpisgd.core.dtypes import ReduceOp, combine_in_rank_order
 from mpisgd.transport.messages.link import split_evenly
-from mpisgd.transport.shm.streams import bring_near, copy_bytes
+from mpisgd.transport.shm.staging import Span, copy_bytes, prefetch
 
-__all__ = ["ChunkPartition", "Move", "parts_of"]
-
-
-class Move(NamedTuple):
-    """A copy between staging memory and a chunk.
-
-    Attributes:
-        staged: the address in staging memory.
-        offset: the place in the chunk, in bytes.
-        nbytes: how many.
-    """
-
-    staged: int
-    offset: int
-    nbytes: int
+__all__ = ["ChunkPartition", "partition_chunk"]
 
 
 class ChunkPartition(NamedTuple):
-    """The view of one rank of one chunk, in one half of the staging memory.
+    """The view of one rank of one chunk, in one of its staging buffers.
 
     Attributes:
         rank: whose view.
         start: where the part begins that this rank combines, in elements of the chunk.
         stop: where it ends.
-        staged: that part of everyone's staging memory, one tensor [stop - start] per rank.
-        own: the same part of this rank's.
-        gives: what the others combine, from the chunk to this rank's staging memory.
-        takes: their results, from their staging memory to the chunk.
+        staged: that part of everyone's staging buffer, one tensor [stop - start] per rank.
+        own: the same part of this rank's: the offset in the chunk, and the address in the staging buffer.
+        inputs: what the others combine, likewise: from the chunk to this rank's staging buffer.
+        outputs: their results, from their staging buffers to the chunk.
     """
 
     rank: int
     start: int
     stop: int
     staged: Sequence[Tensor]
-    own: Move
-    gives: Sequence[Move]
-    takes: Sequence[Move]
+    own: Span
+    inputs: Sequence[Span]
+    outputs: Sequence[Span]
 
-    def give(self, address: int) -> None:
+    def copy_in(self, address: int) -> None:
         """Copy what the others combine out of the chunk at `address`."""
-        for staged, offset, nbytes in self.gives:
+        for _, offset, staged, nbytes in self.inputs:
             copy_bytes(staged, address + offset, nbytes)
 
     def combine(self, flat: Tensor, first: int, address: int, op: ReduceOp) -> None:
-        """Combine this rank's part, and put the result into the chunk as well as into the staging memory.
+        """Combine this rank's part, and put the result into the chunk as well as into the staging buffer.
 
         The chunk begins with the element `first` of `flat`, at `address`.
 
-        First where it has just been read from, if it can be: the others have a copy of the staging memory in
+        First where it has just been read from, if it can be: the others have a copy of the staging buffer in
         their caches, and a plain copy is the quickest way to write there.
         """
         mine = flat[first + self.start : first + self.stop]
         pieces = self._pieces(mine)
-        staged, offset, nbytes = self.own
+        _, offset, staged, nbytes = self.own
         at = address + offset
         if self.rank < 2:  # the first two are read before anything is written
             combine_in_rank_order(pieces, op, out=mine)
@@ -77,38 +63,39 @@ class ChunkPartition(NamedTuple):
             copy_bytes(at, staged, nbytes)
 
     def combine_into_first(self, flat: Tensor, first: int, op: ReduceOp) -> None:
-        """Combine this rank's part, for a chunk as above, in the first rank's staging memory."""
+        """Combine this rank's part, for a chunk as above, in the first rank's staging buffer."""
         mine = flat[first + self.start : first + self.stop]
         combine_in_rank_order(self._pieces(mine), op, out=self.staged[0])
 
     def _pieces(self, mine: Tensor) -> list[Tensor]:
-        bring_near(mine)
+        prefetch(mine)
         return [*self.staged[: self.rank], mine, *self.staged[self.rank + 1 :]]
 
-    def take(self, address: int) -> None:
+    def copy_out(self, address: int) -> None:
         """Copy the results of the others into the chunk at `address`."""
-        for staged, offset, nbytes in self.takes:
+        for _, offset, staged, nbytes in self.outputs:
             copy_bytes(address + offset, staged, nbytes)
 
 
-def parts_of(halves: Sequence[Tensor], rank: int, numel: int, dtype: torch.dtype) -> ChunkPartition:
-    """Return the parts of a chunk of `numel` elements.
+def partition_chunk(buffers: Sequence[Tensor], rank: int, numel: int, dtype: torch.dtype) -> ChunkPartition:
+    """Return the partition of a chunk of `numel` elements of `dtype`.
 
     Args:
-        halves: the staging memory of every rank, bytes.
+        buffers: the staging buffer of every rank, bytes.
         rank: this one.
         numel: of the chunk.
         dtype: of the chunk.
     """
-    itemsize = dtype.itemsize
-    cuts = split_evenly(numel, len(halves))
+    itemsize, size = dtype.itemsize, len(buffers)
+    cuts = split_evenly(numel, size)
     start, stop = cuts[rank]
-    staged = [half[start * itemsize : stop * itemsize].view(dtype) for half in halves]
+    staged = [buffer[start * itemsize : stop * itemsize].view(dtype) for buffer in buffers]
 
-    def move(source: int, first: int, last: int) -> Move:
-        return Move(halves[source].data_ptr() + first * itemsize, first * itemsize, (last - first) * itemsize)
+    def part(owner: int, first: int, last: int) -> Span:
+        offset, nbytes = first * itemsize, (last - first) * itemsize
+        return Span(owner, offset, buffers[owner].data_ptr() + offset, nbytes)
 
-    gives = [move(rank, *span) for span in ((stop, numel), (0, start))]
+    inputs = [part(rank, stop, numel), part(rank, 0, start)]
     # Each begins with another one's: if all began with the same, they would be in each other's way.
-    takes = [move(other, *cuts[other]) for other in (*range(rank + 1, len(halves)), *range(rank))]
-    return ChunkPartition(rank, start, stop, staged, move(rank, start, stop), gives, takes)
+    outputs = [part(other, *cuts[other]) for other in (*range(rank + 1, size), *range(rank))]
+    return ChunkPartition(rank, start, stop, staged, part(rank, start, stop), inputs, outputs)

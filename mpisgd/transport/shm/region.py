@@ -1,17 +1,18 @@
 """`Region`: a tensor per rank in shared memory, which is reduced where it lies."""
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from mpisgd.core.dtypes import ReduceOp, combine_in_rank_order
+from mpisgd.transport.ipc.segment import Segment
 from mpisgd.transport.messages.link import split_evenly
-from mpisgd.transport.shm.segment import Segment
-from mpisgd.transport.shm.streams import CHUNK_BYTES, Place, place_of
+from mpisgd.transport.shm.staging import CHUNK_BYTES, MemoryRange, copy_bytes, prefetch, range_of
 
-__all__ = ["Region"]
+__all__ = ["Region", "combine_chunks"]
 
 
 class RegionChunk(NamedTuple):
@@ -25,7 +26,16 @@ class RegionChunk(NamedTuple):
 
     pieces: Sequence[Tensor]
     out: Tensor
-    copies: Sequence[Place]
+    copies: Sequence[MemoryRange]
+
+
+def combine_chunks(chunks: Iterable[RegionChunk], op: ReduceOp) -> None:
+    """Combine each of the chunks and copy the results to where they go."""
+    for pieces, out, copies in chunks:
+        prefetch(*pieces)
+        combine_in_rank_order(pieces, op, out=out)
+        for address, nbytes in copies:
+            copy_bytes(address, out.data_ptr(), nbytes)
 
 
 class Region:
@@ -66,4 +76,4 @@ class Region:
         in_place = self._rank < 2  # the first two are read before anything is written
         out = pieces[self._rank] if in_place else scratch[: stop - start]
         targets = [pieces[rank] for rank in receivers if not (in_place and rank == self._rank)]
-        return RegionChunk(pieces, out, [place_of(piece) for piece in targets])
+        return RegionChunk(pieces, out, [range_of(piece) for piece in targets])

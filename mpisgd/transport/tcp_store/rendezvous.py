@@ -1,14 +1,15 @@
-"""Which address of rank 0's host do all other ranks reach?
+"""Rendezvous by TCP: which address of rank 0's host do all other ranks reach?
 
 A host has several addresses, and some lead nowhere from outside (a bridge for containers) or somewhere else
 (the same private address on every host). So nothing is guessed from names: rank 0 listens on each of its
 addresses at a free port, the others try them all, and what counts is that rank 0 has received their token.
-Once one address is chosen the others are closed, and on this one only the hosts of the job are heard.
+Once one address is chosen the others are closed, and a socket filter on this one admits only the job's hosts.
 """
 
 import array
 import contextlib
 import fcntl
+import os
 import secrets
 import selectors
 import socket
@@ -28,13 +29,13 @@ if TYPE_CHECKING:
 
 __all__ = ["find_listener", "local_addresses"]
 
-REACH_S = 2.0  # an address that leads nowhere does not answer at all; TCP tries again after a second
+CONNECT_TIMEOUT_S = 2.0  # an unreachable address does not answer at all; TCP tries again after a second
 TOKEN_BYTES = 16
 SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 GLOBAL_SCOPE = "00"
 
 
-class Place(NamedTuple):
+class Endpoint(NamedTuple):
     """Where to connect to."""
 
     address: str
@@ -44,7 +45,7 @@ class Place(NamedTuple):
 class Listener(NamedTuple):
     """Where all ranks reach rank 0; `socket` is there on rank 0 only."""
 
-    place: Place
+    endpoint: Endpoint
     socket: "socket.socket | None"
 
 
@@ -78,58 +79,58 @@ def find_listener(wire: "Communicator") -> Listener:
         Unreachable: there is none; on every rank.
     """
     listeners = _listen(local_addresses(), wire.size) if wire.rank == 0 else {}
-    places, token = wire.broadcast_object((list(listeners), secrets.token_bytes(TOKEN_BYTES)), 0)
-    attempts = _knock(places, token) if wire.rank != 0 else {}
+    endpoints, token = wire.broadcast_object((list(listeners), secrets.token_bytes(TOKEN_BYTES)), 0)
+    attempts = _probe(endpoints, token) if wire.rank != 0 else {}
     reached = wire.all_gather_object(sorted(attempts))[1:]
-    chosen = _heard_by_all(listeners, reached, token) if wire.rank == 0 else None
+    chosen = _reached_by_all(listeners, reached, token) if wire.rank == 0 else None
     chosen = wire.broadcast_object(chosen, 0)
-    for place, other in {**listeners, **attempts}.items():
-        if place != chosen or wire.rank != 0:
+    for endpoint, other in {**listeners, **attempts}.items():
+        if endpoint != chosen or wire.rank != 0:
             other.close()
     if chosen is None:
-        raise Unreachable(_complaint(places, reached))
+        raise Unreachable(_unreachable_text(endpoints, reached))
     return Listener(chosen, listeners.get(chosen))
 
 
-def _listen(addresses: Sequence[str], backlog: int) -> dict[Place, socket.socket]:
+def _listen(addresses: Sequence[str], backlog: int) -> dict[Endpoint, socket.socket]:
     """Listen on every address that can be had, at any free port."""
-    listeners: dict[Place, socket.socket] = {}
+    listeners: dict[Endpoint, socket.socket] = {}
     for address in addresses:
         with contextlib.suppress(OSError):
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             listener = socket.create_server((address, 0), family=family, backlog=max(128, backlog))
-            listeners[Place(address, listener.getsockname()[1])] = listener
+            listeners[Endpoint(address, listener.getsockname()[1])] = listener
     return listeners
 
 
-def _knock(places: Sequence[Place], token: bytes) -> dict[Place, socket.socket]:
-    """Connect to all places at once and leave the token there; return the connections that came about."""
-    reached: dict[Place, socket.socket] = {}
-    under_way = {place: _begin(place) for place in places}
-    deadline = time.monotonic() + REACH_S
+def _probe(endpoints: Sequence[Endpoint], token: bytes) -> dict[Endpoint, socket.socket]:
+    """Connect to all endpoints at once and send the token; return the connections that came about."""
+    reached: dict[Endpoint, socket.socket] = {}
+    connecting = {endpoint: _start_connecting(endpoint) for endpoint in endpoints}
+    deadline = time.monotonic() + CONNECT_TIMEOUT_S
     with selectors.DefaultSelector() as selector:
-        for place, connection in under_way.items():
-            selector.register(connection, selectors.EVENT_WRITE, place)
-        while under_way and (left := deadline - time.monotonic()) > 0:
+        for endpoint, connection in connecting.items():
+            selector.register(connection, selectors.EVENT_WRITE, endpoint)
+        while connecting and (left := deadline - time.monotonic()) > 0:
             for key, _ in selector.select(left):
                 selector.unregister(key.fileobj)
-                connection = under_way.pop(key.data)
-                if _leave(connection, token):
+                connection = connecting.pop(key.data)
+                if _send_token(connection, token):
                     reached[key.data] = connection
-    for connection in under_way.values():
+    for connection in connecting.values():
         connection.close()
     return reached
 
 
-def _begin(place: Place) -> socket.socket:
-    family = socket.AF_INET6 if ":" in place[0] else socket.AF_INET
+def _start_connecting(endpoint: Endpoint) -> socket.socket:
+    family = socket.AF_INET6 if ":" in endpoint[0] else socket.AF_INET
     connection = socket.socket(family, socket.SOCK_STREAM)
     connection.setblocking(False)
-    connection.connect_ex(place)  # an error shows when the token is sent
+    connection.connect_ex(endpoint)  # an error shows when the token is sent
     return connection
 
 
-def _leave(connection: socket.socket, token: bytes) -> bool:
+def _send_token(connection: socket.socket, token: bytes) -> bool:
     """Return whether the token is on its way; a connection that failed says so here."""
     try:
         connection.sendall(token)
@@ -139,42 +140,52 @@ def _leave(connection: socket.socket, token: bytes) -> bool:
     return True
 
 
-def _heard_by_all(
-    listeners: dict[Place, socket.socket], reached: Sequence[Sequence[Place]], token: bytes
-) -> Place | None:
-    """Return the first place at which every other rank has left the token; from then on only they get in."""
-    for place, listener in listeners.items():
-        if not all(place in places for places in reached):
+def _reached_by_all(
+    listeners: dict[Endpoint, socket.socket], reached: Sequence[Sequence[Endpoint]], token: bytes
+) -> Endpoint | None:
+    """Return the first endpoint that every other rank's token has reached; from then on only they get in."""
+    for endpoint, listener in listeners.items():
+        if not all(endpoint in endpoints for endpoints in reached):
             continue
-        visitors = _hear(listener, token, len(reached))
-        if visitors is not None:
-            _shut_out_others(listener, visitors)
-            return place
+        addresses = _accept_ranks(listener, token, len(reached))
+        if addresses is not None:
+            _admit_only_ranks(listener, addresses)
+            return endpoint
     return None
 
 
-def _hear(listener: socket.socket, token: bytes, count: int) -> set[str] | None:
-    """Return the addresses of `count` visitors with the token, None if so many do not come.
+def _accept_ranks(listener: socket.socket, token: bytes, count: int) -> set[str] | None:
+    """Return the addresses of `count` connections that sent the token, None if fewer have in time.
 
-    Others may come too.
+    Others may connect, too, and send nothing: all connections are read at once.
     """
-    listener.settimeout(REACH_S)
-    addresses = set()
+    heard: list[str] = []
+    deadline = time.monotonic() + CONNECT_TIMEOUT_S
+    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as connections:
+        selector.register(listener, selectors.EVENT_READ)
+        while len(heard) < count and (left := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                if key.fileobj is listener:
+                    with contextlib.suppress(OSError):
+                        connection, (address, *_) = listener.accept()
+                        connections.enter_context(connection)
+                        selector.register(connection, selectors.EVENT_READ, address)
+                    continue
+                selector.unregister(key.fileobj)
+                if _received(key.fd, token):
+                    heard.append(key.data)
+    return set(heard) if len(heard) >= count else None
+
+
+def _received(fd: int, token: bytes) -> bool:
+    """Return whether the token, which is sent in one piece, is what a connection begins with."""
     try:
-        while count:
-            visitor, (address, *_) = listener.accept()
-            with visitor:
-                visitor.settimeout(REACH_S)
-                if visitor.recv(TOKEN_BYTES, socket.MSG_WAITALL) == token:
-                    addresses.add(address)
-                    count -= 1
+        return os.read(fd, TOKEN_BYTES) == token
     except OSError:
-        return None
-    listener.setblocking(True)
-    return addresses
+        return False
 
 
-def _shut_out_others(listener: socket.socket, addresses: set[str]) -> None:
+def _admit_only_ranks(listener: socket.socket, addresses: set[str]) -> None:
     """Let only the hosts of the job connect: rank 0's own, and those that have shown the token."""
     own = listener.getsockname()[0]
     loopback = {"127.0.0.1"} if own.startswith("127.") else set()
@@ -188,10 +199,10 @@ def _shut_out_others(listener: socket.socket, addresses: set[str]) -> None:
         )
 
 
-def _complaint(places: Sequence[Place], reached: Sequence[Sequence[Place]]) -> str:
+def _unreachable_text(endpoints: Sequence[Endpoint], reached: Sequence[Sequence[Endpoint]]) -> str:
     """Say how many ranks reached which address."""
-    counts = {place: sum(place in mine for mine in reached) for place in places}
-    told = ", ".join(f"{place.address} ({counts[place]} of {len(reached)})" for place in places)
+    counts = {endpoint: sum(endpoint in mine for mine in reached) for endpoint in endpoints}
+    told = ", ".join(f"{endpoint.address} ({counts[endpoint]} of {len(reached)})" for endpoint in endpoints)
     return (
         "the hosts of the job cannot reach rank 0's by TCP, as torch's process groups need it; its addresses "
         f"and how many other ranks reached them: {told or 'none'}. A firewall between the hosts?"

@@ -1,7 +1,7 @@
-"""A listening socket that only hears from certain addresses: the kernel drops what comes from any other.
+"""A socket filter that admits certain addresses only: the kernel drops packets from any other.
 
-torch's store takes whoever can connect for a rank, so strangers must not get that far. A socket filter does
-it without any privilege, before the connection is made, and is inherited by the connections themselves.
+torch's store takes whoever can connect for a rank, so strangers must not get that far. A socket filter
+needs no privilege, acts before the connection is made, and is inherited by the connections themselves.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterable
 from ipaddress import IPv4Address, IPv6Address, ip_address
 
-__all__ = ["admit_only", "turn_away"]
+__all__ = ["admit_only", "reject_pending"]
 
 SO_ATTACH_FILTER = 26  # Linux
 NETWORK_HEADER = 0xFFF00000  # SKF_NET_OFF: from the header of IP on
@@ -24,7 +24,7 @@ Instruction = tuple[int, int, int, int]  # what, how many to skip if true, if fa
 
 
 def admit_only(listener: socket.socket, addresses: Iterable[str]) -> None:
-    """Let `listener` hear from `addresses` alone from now on, and turn away who is in its queue.
+    """Let `listener` receive from `addresses` alone from now on, and reject what is in its queue.
 
     Args:
         listener: an IPv4 or IPv6 socket that listens.
@@ -41,10 +41,10 @@ def admit_only(listener: socket.socket, addresses: Iterable[str]) -> None:
     listener.setsockopt(
         socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HP", len(program), ctypes.addressof(memory))
     )
-    turn_away(listener)
+    reject_pending(listener)
 
 
-def turn_away(listener: socket.socket) -> None:
+def reject_pending(listener: socket.socket) -> None:
     """Close the connections that wait to be accepted."""
     timeout = listener.gettimeout()
     listener.setblocking(False)
@@ -59,8 +59,8 @@ def _filter(addresses: Iterable[IPv4Address | IPv6Address]) -> list[Instruction]
     program: list[Instruction] = []
     for address in addresses:
         words = struct.unpack(f"!{len(address.packed) // 4}I", address.packed)
-        for left, (place, word) in enumerate(zip(SOURCE[address.version], words, strict=True)):
+        for left, (offset, word) in enumerate(zip(SOURCE[address.version], words, strict=True)):
             to_the_next = 2 * (len(words) - left - 1) + 1
-            program += [(LOAD_WORD, 0, 0, NETWORK_HEADER + place), (JUMP_IF_EQUAL, 0, to_the_next, word)]
+            program += [(LOAD_WORD, 0, 0, NETWORK_HEADER + offset), (JUMP_IF_EQUAL, 0, to_the_next, word)]
         program.append((RETURN, 0, 0, KEEP))
     return [*program, (RETURN, 0, 0, DROP)]

@@ -3,7 +3,7 @@
 torch wants an address and a free port from its user (MASTER_ADDR, MASTER_PORT). MPI has connected the ranks
 already, so nobody needs to be asked: on one host the store is a file without a name, and nothing listens on
 the network; between hosts rank 0 listens on the one address of its that all the others have reached, as long
-as the store lives, and hears from hosts of the job alone (`mpisgd.transport.tcp_store.socket_filter`).
+as the store lives, and admits hosts of the job alone (`mpisgd.transport.tcp_store.socket_filter`).
 """
 
 import datetime
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
-from mpisgd.transport.shm.memfd import open_shared
+from mpisgd.transport.ipc.memfd import open_shared
 from mpisgd.transport.tcp_store.rendezvous import find_listener
 
 if TYPE_CHECKING:

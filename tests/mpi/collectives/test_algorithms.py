@@ -18,14 +18,13 @@ algorithms = pytest.mark.parametrize("algorithm", NAMES)
 
 
 @pytest.fixture(autouse=True)
-def skip_without_the_plane(request, groups):
-    """`hierarchical` runs here on the test cluster only; test_hosts_plane.py pretends to have hosts."""
+def skip_without_the_transport(request, groups):
+    """`hierarchical` runs here on the test cluster only; test_internode.py emulates hosts."""
     params = getattr(getattr(request.node, "callspec", None), "params", {})
     group = groups[params.get("group", "world")]
-    direct = None if group.shm is None else group.shm.direct
-    planes = {"node": group.shm, "direct": direct, "hierarchical": group.internode}
-    plane = planes.get(params.get("algorithm"), group)
-    if not all(referee().allgather(plane is not None)):
+    by_name = {"node": group.shm, "direct": group.transports.cma, "hierarchical": group.internode}
+    transport = by_name.get(params.get("algorithm"), group)
+    if not all(referee().allgather(transport is not None)):
         pytest.skip("a group of one rank, on another number of hosts, or without shared memory")
 
 

@@ -12,7 +12,9 @@ import mpisgd
 from mpisgd.core.waiting import Backoff
 from mpisgd.errors import PeerLost
 from mpisgd.job.lifecycle import current_job, let_go
+from mpisgd.monitor.rank_state import Message
 from mpisgd.transport.messages.link import Link
+from mpisgd.transport.messages.point_to_point import MessageWork, PointToPoint
 
 NUMEL = 300_000  # more than MPI sends before the receiver has asked for it
 
@@ -45,6 +47,54 @@ def test_what_comes_late_is_written_to_memory_that_was_kept(monkeypatch):
         assert Backoff(20.0).wait_for(lambda: let_go() or gc.collect() < 0 or memory() is None)
     mpisgd.barrier()
     wire.free()
+
+
+class MatchedRequest:
+    """A receive whose message is coming in: it cannot be cancelled any more."""
+
+    is_over = False
+
+    def Cancel(self) -> None:
+        """In vain."""
+
+    def Free(self) -> None:
+        """MPI goes on nevertheless."""
+
+    def Test(self, status: object = None) -> bool:
+        return self.is_over
+
+
+def test_the_memory_of_a_receive_that_is_cancelled_too_late_is_kept():
+    messages = PointToPoint(current_job().wire, timeout_s=5.0, threads_allowed=False)
+    tensor, request = torch.zeros(5), MatchedRequest()
+    memory = weakref.ref(tensor.untyped_storage())
+    message = Message("test", True, (0,), 0)
+    work = MessageWork(messages, "recv", message, request, (tensor, None), print)  # type: ignore[arg-type]
+    work.cancel()
+    del work, tensor
+    let_go()
+    gc.collect()
+    assert memory() is not None
+    request.is_over = True
+    let_go()
+    gc.collect()
+    assert memory() is None
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_receive_whose_message_is_there_is_finished_at_the_end(groups):
+    messages = groups["world"].point_to_point
+    tensor = torch.zeros(3)
+    if mpisgd.rank() == 0:
+        work = mpisgd.irecv(tensor, 1)
+    mpisgd.barrier()
+    if mpisgd.rank() == 1:
+        mpisgd.send(torch.full((3,), 7.0), 0)
+    mpisgd.barrier()
+    if mpisgd.rank() == 0:
+        assert Backoff(20.0).wait_for(lambda: messages.wire.progress() or tensor[2].item() == 7.0)
+        messages.drain([[]] * mpisgd.size())
+        assert work.source == 1
 
 
 def lost(*_: object) -> bool:

@@ -12,7 +12,7 @@ import mpisgd
 from mpisgd import config
 from mpisgd.compress import dense_sum
 from mpisgd.job.lifecycle import world
-from mpisgd.transport.cma.all_reduce import CmaTransport
+from mpisgd.transport.cma.transport import CmaTransport
 
 WIDE = 40_000
 LARGE_BYTES = WIDE * FEATURES * 8
@@ -31,37 +31,35 @@ def gentle(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.fixture
 def direct(monkeypatch):
     """This rank's view of the others' memory, which all-reduces of any size choose."""
-    plane = world().shm
-    if plane is None or plane.direct is None:
+    cma = world().transports.cma
+    if cma is None:
         pytest.skip("one rank, several hosts, or ranks that cannot reach each other's memory")
     monkeypatch.setattr(dense_sum, "choose_algorithm", lambda *_: "direct")
     monkeypatch.setattr(dense_sum, "IN_HUGE_PAGES_BYTES", LARGE_BYTES)
-    return plane.direct
+    return cma
 
 
 @pytest.mark.parametrize("large_pages", [True, False])
 def test_large_gradients_are_reduced_where_they_lie_if_in_large_pages(direct, monkeypatch, large_pages):
     taken = []
-    place_of = CmaTransport.place_of
+    reachable_address = CmaTransport.reachable_address
 
     def noted(self: CmaTransport, flat):
         taken.append(flat.nbytes)
-        return place_of(self, flat)
+        return reachable_address(self, flat)
 
-    monkeypatch.setattr(direct, "large_pages", large_pages)
-    monkeypatch.setattr(CmaTransport, "place_of", noted)
+    monkeypatch.setattr(direct, "huge_pages", large_pages)
+    monkeypatch.setattr(CmaTransport, "reachable_address", noted)
     check_equal_runs(model=wide, optimizer=gentle, steps=3)
     everyone(taken == [LARGE_BYTES] * 3 * large_pages)
 
 
 def test_one_rank_without_them_keeps_all_from_it(direct, monkeypatch):
     monkeypatch.setattr(config, "large_pages", lambda: mpisgd.rank() != 0)
-    theirs = mpisgd.new_group().shm
+    theirs = mpisgd.new_group().transports.cma
     assert theirs is not None
-    assert theirs.direct is not None
-    everyone(not theirs.direct.large_pages)
+    everyone(not theirs.huge_pages)
     monkeypatch.setattr(config, "large_pages", lambda: True)
-    ours = mpisgd.new_group().shm
+    ours = mpisgd.new_group().transports.cma
     assert ours is not None
-    assert ours.direct is not None
-    everyone(ours.direct.large_pages)
+    everyone(ours.huge_pages)

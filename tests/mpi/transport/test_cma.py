@@ -8,14 +8,14 @@ from closed_form import assert_equal, assert_near, combined, given
 
 import mpisgd
 from mpisgd import ReduceOp
-from mpisgd.transport.cma.all_reduce import CHUNK_BYTES, CmaTransport
+from mpisgd.transport.cma.transport import CHUNK_BYTES, CmaTransport
 
 
 @pytest.fixture
 def group(groups):
     """All ranks."""
     found = groups["world"]
-    if found.shm is None or found.shm.direct is None:
+    if found.transports.cma is None:
         pytest.skip("one rank, several hosts, or ranks that cannot reach each other's memory")
     return found
 
@@ -63,7 +63,7 @@ def test_a_tensor_with_gaps_and_an_asynchronous_one(group):
 
 def test_where_one_tensor_cannot_be_reached_all_use_the_staging_memory(group, monkeypatch):
     if group.rank == group.size - 1:
-        monkeypatch.setattr(CmaTransport, "place_of", lambda self, flat: 0)
+        monkeypatch.setattr(CmaTransport, "reachable_address", lambda self, flat: 0)
     monkeypatch.setattr(CmaTransport, "combine", None)  # would raise
     for round_, length in enumerate((5, CHUNK_BYTES)):
         reduced(group, length, torch.float32, round_=round_)

@@ -17,7 +17,7 @@ from mpisgd import ReduceOp, config
 from mpisgd.core.group import Group
 from mpisgd.core.topology import arrange
 from mpisgd.job.lifecycle import world
-from mpisgd.transport.internode.host_messages import OFFER_BYTES
+from mpisgd.transport.internode.leader_exchange import PAYLOAD_BYTES
 from mpisgd.transport.internode.transport import CHUNK_BYTES, DEPTH
 
 pytestmark = [
@@ -40,7 +40,7 @@ NAMES = sorted({name for by_name in ARRANGEMENTS.values() for name in by_name})
 
 
 @pytest.fixture(scope="module")
-def pretended(job) -> dict[str, Group]:
+def emulated(job) -> dict[str, Group]:
     found = {}
     for name, leaders in ARRANGEMENTS.get(mpisgd.size(), {}).items():
         where = arrange(mpisgd.rank(), leaders, [f"host{leader}" for leader in leaders])
@@ -53,10 +53,10 @@ def pretended(job) -> dict[str, Group]:
 
 
 @pytest.fixture(params=NAMES)
-def hosts(request, pretended) -> Group:
-    if request.param not in pretended:
+def hosts(request, emulated) -> Group:
+    if request.param not in emulated:
         pytest.skip("for another number of ranks")
-    return pretended[request.param]
+    return emulated[request.param]
 
 
 def reduced(group: Group, inputs: list[torch.Tensor], op: ReduceOp) -> torch.Tensor:
@@ -69,18 +69,18 @@ def reduced(group: Group, inputs: list[torch.Tensor], op: ReduceOp) -> torch.Ten
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_and_op(hosts, dtype):
     for op in ops_of(dtype):
-        for length in (0, 1, 3, 131, OFFER_BYTES // 4 + 1, OFFER_BYTES + 7):
+        for length in (0, 1, 3, 131, PAYLOAD_BYTES // 4 + 1, PAYLOAD_BYTES + 7):
             inputs = [given(rank, dtype, (length,)) for rank in range(hosts.size)]
             assert_near(reduced(hosts, inputs, op), combined(inputs, op))
 
 
-@pytest.mark.parametrize("speakers", [1, 2])
-def test_chunks_fill_the_pipeline_and_run_over(hosts, speakers, monkeypatch):
+@pytest.mark.parametrize("num_leaders", [1, 2])
+def test_chunks_fill_the_pipeline_and_run_over(hosts, num_leaders, monkeypatch):
     plane = hosts.internode
     assert plane is not None
-    if speakers > plane.max_speakers:
+    if num_leaders > plane.max_num_leaders:
         pytest.skip("a host has a single rank")
-    monkeypatch.setattr(plane, "best_speakers", lambda nbytes, half: speakers)
+    monkeypatch.setattr(plane, "best_num_leaders", lambda nbytes, half: num_leaders)
     chunk = CHUNK_BYTES // 4
     for length in (chunk - 1, chunk + 1, DEPTH * chunk, (DEPTH + 3) * chunk + 17):
         for dtype in (torch.float32, torch.bfloat16):
@@ -91,7 +91,7 @@ def test_chunks_fill_the_pipeline_and_run_over(hosts, speakers, monkeypatch):
 def test_operations_follow_each_other_without_a_race(hosts):
     """Slots and messages are used again and again: many sizes, no pause, late ranks."""
     for round_ in range(40):
-        length = (5, CHUNK_BYTES // 8 + 3, OFFER_BYTES // 4, 2 * CHUNK_BYTES // 4 + 1)[round_ % 4]
+        length = (5, CHUNK_BYTES // 8 + 3, PAYLOAD_BYTES // 4, 2 * CHUNK_BYTES // 4 + 1)[round_ % 4]
         inputs = [given(rank + round_, torch.float32, (length,)) for rank in range(hosts.size)]
         mine = inputs[hosts.rank].clone()
         if round_ % hosts.size == hosts.rank:
@@ -124,7 +124,7 @@ def test_views_are_reduced_where_they_lie(hosts):
 def test_disagreement_is_seen_on_every_rank_and_survived(hosts, odd):
     """Whoever differs, the first rank of a host or not, and whatever lies in the small messages."""
     length = 10 if hosts.rank == odd % hosts.size else 11
-    for wrong in (length, length + OFFER_BYTES):
+    for wrong in (length, length + PAYLOAD_BYTES):
         with raises_everywhere(mpisgd.CollectiveMismatch) as caught:
             mpisgd.all_reduce(torch.ones(wrong), group=hosts)
         everyone(f"[{wrong}]" in caught.text)

@@ -14,12 +14,12 @@ from mpisgd import ReduceOp
 from mpisgd.core.consistency import Operation
 from mpisgd.transport.shm import reduction
 from mpisgd.transport.shm.reduction import AT_ONCE_BYTES, reduce_to_owners
-from mpisgd.transport.shm.segment import HALF_BYTES
+from mpisgd.transport.shm.staging import BUFFER_BYTES
 
 
 @pytest.fixture
-def plane(groups):
-    """The world's plane."""
+def shm(groups):
+    """The world's shm."""
     found = groups["world"].shm
     if found is None:
         pytest.skip("one rank, several hosts, or MPISGD_SHARED_MEMORY=0")
@@ -30,12 +30,13 @@ def run(group, action):
     group.queue.run(Operation("test"), action)
 
 
-LENGTHS = (0, 1, 3, HALF_BYTES // 4 - 1, HALF_BYTES // 4, HALF_BYTES // 4 + 1, 3 * HALF_BYTES // 4 + 7)
+FULL = BUFFER_BYTES // 4
+LENGTHS = (0, 1, 3, FULL - 1, FULL, FULL + 1, 3 * FULL + 7)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint16], ids=str)
 @pytest.mark.parametrize("length", LENGTHS)
-def test_chunks_of_every_length_are_reduced(plane, dtype, length):
+def test_chunks_of_every_length_are_reduced(shm, dtype, length):
     inputs = [given(rank, dtype, (length,)) for rank in range(mpisgd.size())]
     mine = inputs[mpisgd.rank()].clone()
     mpisgd.all_reduce(mine, algorithm="node")
@@ -43,28 +44,28 @@ def test_chunks_of_every_length_are_reduced(plane, dtype, length):
 
 
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX, ReduceOp.PRODUCT], ids=str)
-def test_a_region_is_reduced_where_it_lies(plane, groups, op):
+def test_a_region_is_reduced_where_it_lies(shm, groups, op):
     length, group = 100_003, groups["world"]
     made = []
-    run(group, lambda: made.append(plane.open_segment(length * 8)))
-    region = plane.region(made[0], length, torch.float64)
+    run(group, lambda: made.append(shm.open_segment(length * 8)))
+    region = shm.region(made[0], length, torch.float64)
     for round_ in range(3):
         inputs = [given(rank + round_, torch.float64, (length,)) for rank in range(group.size)]
         region.mine.copy_(inputs[group.rank])
-        run(group, lambda: plane.all_reduce_region(region, op))
+        run(group, lambda: shm.all_reduce_region(region, op))
         assert_equal(region.mine, combined(inputs, op))
 
 
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX], ids=str)
-def test_a_region_is_reduced_into_the_part_of_one_rank(plane, groups, op):
+def test_a_region_is_reduced_into_the_part_of_one_rank(shm, groups, op):
     length, group = 100_003, groups["world"]
     made = []
-    run(group, lambda: made.append(plane.open_segment(length * 8)))
-    region = plane.region(made[0], length, torch.float64)
+    run(group, lambda: made.append(shm.open_segment(length * 8)))
+    region = shm.region(made[0], length, torch.float64)
     for root in range(group.size):
         inputs = [given(rank + root, torch.float64, (length,)) for rank in range(group.size)]
         region.mine.copy_(inputs[group.rank])
-        run(group, lambda root=root: plane.reduce_region(region, op, root))
+        run(group, lambda root=root: shm.reduce_region(region, op, root))
         run(group, lambda: None)  # they meet before anybody writes again
         wanted = combined(inputs, op) if group.rank == root else inputs[group.rank]
         assert_equal(region.mine, wanted)
@@ -72,10 +73,10 @@ def test_a_region_is_reduced_into_the_part_of_one_rank(plane, groups, op):
 
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_every_owner_gets_the_sum_of_its_own(plane, groups, monkeypatch, dtype, op):
+def test_every_owner_gets_the_sum_of_its_own(shm, groups, monkeypatch, dtype, op):
     """Lists of all lengths, one rank with most of them, one with none: bit for bit in rank order."""
     group = groups["world"]
-    monkeypatch.setattr(reduction, "HALF_BYTES", 128 * group.size)  # a slot of 128 bytes
+    monkeypatch.setattr(reduction, "BUFFER_BYTES", 128 * group.size)  # a slot of 128 bytes
     lengths = [0, 1, 15, 16, 17, 100, 64, 33, 5, 129]
     owners = [0, 0, 1, 0, 0, 1, 0, group.size - 1, 0, 0]
     for round_ in range(3):
@@ -84,16 +85,16 @@ def test_every_owner_gets_the_sum_of_its_own(plane, groups, monkeypatch, dtype, 
             for rank in range(group.size)
         ]
         mine = [tensor.clone() for tensor in given_[group.rank]]
-        run(group, lambda mine=mine: plane.go_on(reduce_to_owners(plane, mine, owners, op)))
+        run(group, lambda mine=mine: shm.run_steps(reduce_to_owners(shm, mine, owners, op)))
         for i, owner in enumerate(owners):
             of_all = [tensors[i] for tensors in given_]
             assert_equal(mine[i], combined(of_all, op) if group.rank == owner else of_all[group.rank])
 
 
-def test_operations_follow_each_other_without_a_race(plane):
+def test_operations_follow_each_other_without_a_race(shm):
     """A fast rank must not overwrite what a slow one still reads: many sizes, no pause, late ranks."""
     for round_ in range(60):
-        length = (17, AT_ONCE_BYTES, HALF_BYTES // 8 + 5)[round_ % 3]
+        length = (17, AT_ONCE_BYTES, BUFFER_BYTES // 8 + 5)[round_ % 3]
         inputs = [given(rank + round_, torch.float64, (length,)) for rank in range(mpisgd.size())]
         mine = inputs[mpisgd.rank()].clone()
         if round_ % mpisgd.size() == mpisgd.rank():
@@ -108,5 +109,5 @@ def test_node_is_refused_where_there_is_no_shared_memory():
         mpisgd.all_reduce(torch.zeros(1), group=alone, algorithm="node")
 
 
-def test_the_memory_has_no_name(plane):
+def test_the_memory_has_no_name(shm):
     everyone(not any("mpisgd" in name for name in os.listdir("/dev/shm")), "a name in /dev/shm")

@@ -152,13 +152,13 @@ def test_between_hosts_rank_0_listens_on_one_address_and_no_longer_than_the_stor
     everyone(sockets_that_listen() == before)
 
 
-def is_heard(place: rendezvous.Place, source: str) -> bool:
+def is_heard(endpoint: rendezvous.Endpoint, source: str) -> bool:
     """Whether somebody with this address gets through to the store."""
-    with socket.socket() as visitor:
-        visitor.settimeout(SHORT_S)
-        visitor.bind((source, 0))
+    with socket.socket() as connection:
+        connection.settimeout(SHORT_S)
+        connection.bind((source, 0))
         try:
-            visitor.connect(place)
+            connection.connect(endpoint)
         except OSError:
             return False
         return True
@@ -169,9 +169,9 @@ def test_a_host_that_is_not_of_the_job_is_not_heard(monkeypatch):
     monkeypatch.setattr(rendezvous, "local_addresses", lambda: ["127.0.0.2"])
     store = open_store(world().queue.wire, several_hosts(), WAIT_S)
     assert isinstance(store, dist.TCPStore)
-    place = rendezvous.Place(store.host, store.port)
-    everyone(not is_heard(place, "127.0.0.9"), "a stranger was")
-    everyone(is_heard(place, "127.0.0.1"), "a rank's second connection was not")
+    endpoint = rendezvous.Endpoint(store.host, store.port)
+    everyone(not is_heard(endpoint, "127.0.0.9"), "a stranger was")
+    everyone(is_heard(endpoint, "127.0.0.1"), "a rank's second connection was not")
     referee().barrier()
 
 
@@ -180,10 +180,10 @@ def test_an_address_that_not_all_ranks_reach_is_not_taken(monkeypatch):
     """The last rank cannot connect to the first of rank 0's addresses, as behind a firewall."""
     addresses = ["127.0.0.2", "127.0.0.3"]
     monkeypatch.setattr(rendezvous, "local_addresses", lambda: addresses)
-    knock, last = rendezvous._knock, mpisgd.rank() == mpisgd.size() - 1
-    monkeypatch.setattr(rendezvous, "_knock", lambda places, token: knock(places[last:], token))
+    probe, last = rendezvous._probe, mpisgd.rank() == mpisgd.size() - 1
+    monkeypatch.setattr(rendezvous, "_probe", lambda endpoints, token: probe(endpoints[last:], token))
     listener = rendezvous.find_listener(world().queue.wire)
-    everyone(listener.place.address == "127.0.0.3", f"{listener}")
+    everyone(listener.endpoint.address == "127.0.0.3", f"{listener}")
     if listener.socket is not None:
         listener.socket.close()
 
@@ -192,7 +192,7 @@ def test_an_address_that_not_all_ranks_reach_is_not_taken(monkeypatch):
 def test_hosts_that_cannot_reach_each_other_are_told_so(monkeypatch):
     monkeypatch.setattr(rendezvous, "local_addresses", lambda: ["127.0.0.2"])
     if mpisgd.rank() == 1:
-        monkeypatch.setattr(rendezvous, "_knock", lambda places, token: {})
+        monkeypatch.setattr(rendezvous, "_probe", lambda endpoints, token: {})
     with raises_everywhere(mpisgd.Unreachable) as caught:
         open_store(world().queue.wire, several_hosts(), WAIT_S)
     others = mpisgd.size() - 1
@@ -203,9 +203,11 @@ def test_hosts_that_cannot_reach_each_other_are_told_so(monkeypatch):
 def test_a_stranger_at_the_door_is_not_counted(monkeypatch):
     """Somebody else's host may have the address: who does not know the token has reached nobody."""
     monkeypatch.setattr(rendezvous, "local_addresses", lambda: ["127.0.0.2"])
-    monkeypatch.setattr(rendezvous, "REACH_S", SHORT_S)
-    knock = rendezvous._knock
+    monkeypatch.setattr(rendezvous, "CONNECT_TIMEOUT_S", SHORT_S)
+    probe = rendezvous._probe
     if mpisgd.rank() == 1:
-        monkeypatch.setattr(rendezvous, "_knock", lambda places, token: knock(places, b"x" * len(token)))
+        monkeypatch.setattr(
+            rendezvous, "_probe", lambda endpoints, token: probe(endpoints, bytes(len(token)))
+        )
     with raises_everywhere(mpisgd.Unreachable):
         rendezvous.find_listener(world().queue.wire)

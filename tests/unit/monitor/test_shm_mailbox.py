@@ -6,7 +6,7 @@ import mmap
 import threading
 
 from mpisgd.monitor.shm_mailbox import ANSWER_BYTES, ASKED, SHARE_BYTES, VERDICT_BYTES, ShmMailbox
-from mpisgd.transport.shm.segment import Segment
+from mpisgd.transport.ipc.segment import Segment
 
 PAGES = -(-SHARE_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import subprocess
@@ -58,6 +59,16 @@ def test_what_cannot_be_reached_is_said_with_the_rank(other):
     here = ctypes.create_string_buffer(8)
     with pytest.raises(MpisgdError, match="memory of rank 7: Bad address"):
         memory_of(process).read(1, ctypes.addressof(here), 8, 8)
+
+
+@pytest.mark.parametrize("stale", [errno.ESRCH, 0])
+def test_a_copy_that_ends_early_is_said_whatever_errno_was_before(other, stale):
+    """Only a call that fails sets errno; an old ESRCH looked as if the process were gone."""
+    process, address = other
+    memory, here = memory_of(process), ctypes.create_string_buffer(2**28)
+    ctypes.set_errno(stale)
+    with pytest.raises(MpisgdError, match=r"memory of rank 7: only \d+ of 268435456 bytes were copied"):
+        memory.read(1, ctypes.addressof(here), address, 2**28)
 
 
 def test_a_process_that_is_gone_is_left_to_those_who_wait_for_it(other):

@@ -12,11 +12,11 @@ from mpisgd.transport.tcp_store.socket_filter import admit_only
 
 def gets_in(listener: socket.socket, source: str) -> bool:
     """Whether a connection from this address comes about."""
-    with socket.socket(listener.family) as visitor:
-        visitor.settimeout(0.3)
-        visitor.bind((source, 0))
+    with socket.socket(listener.family) as connection:
+        connection.settimeout(0.3)
+        connection.bind((source, 0))
         try:
-            visitor.connect(listener.getsockname())
+            connection.connect(listener.getsockname())
         except TimeoutError:
             return False
         return True
@@ -28,7 +28,7 @@ def listener():
         yield server
 
 
-def test_without_a_gate_everyone_gets_in(listener):
+def test_without_a_filter_everyone_gets_in(listener):
     assert gets_in(listener, "127.0.0.9")
 
 

@@ -1,6 +1,7 @@
 """`Segment`: memory that the ranks of one host share.
 
-It is a memfd (see `mpisgd.transport.shm.memfd`): private, nowhere to be cleaned up, gone with the last rank.
+It is a memfd (see `mpisgd.transport.ipc.memfd`): private, without a name to clean up, freed with the last
+rank.
 """
 
 import contextlib
@@ -11,15 +12,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mpisgd.transport.shm.memfd import open_shared
+from mpisgd.transport.ipc.memfd import open_shared
 
 if TYPE_CHECKING:
     from mpisgd.transport.mpi import Communicator
 
-__all__ = ["HALF_BYTES", "PAGE", "Segment", "open_segment"]
+__all__ = ["PAGE", "Segment", "open_segment"]
 
 PAGE = mmap.PAGESIZE
-HALF_BYTES = 2**20  # of the staging memory of a rank, which has two
 
 
 class Segment:
@@ -51,15 +51,14 @@ def open_segment(local: "Communicator", share_bytes: int) -> Segment | None:
     """Make a segment over the ranks of a host, None on all of them if one cannot have it. Collective.
 
     Args:
-        local: a wire over the ranks of this host.
+        local: the communicator of this host's ranks.
         share_bytes: room for each rank, rounded up to whole pages.
     """
     share_bytes = -(-share_bytes // PAGE) * PAGE
     fd = open_shared(local, share_bytes * local.size)
     segment = None
-    if fd >= 0:
-        with contextlib.suppress(OSError, ValueError):  # too little address space, say
-            segment = Segment(fd, share_bytes, local.size)
+    with contextlib.suppress(OSError, ValueError):  # too little address space, say
+        segment = Segment(fd, share_bytes, local.size) if fd >= 0 else None
     everyone = all(local.all_gather_object(segment is not None))  # then the first rank may close its own
     if fd >= 0:
         os.close(fd)  # the mapping keeps the memory

@@ -1,4 +1,4 @@
-"""`Futex`: asleep until the word is written and the bell rung, or the time is over; never asleep in vain."""
+"""`Futex`: asleep until the word is written and the sleeper woken, or the timeout; never asleep in vain."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from mpisgd.transport.shm.futex import Futex
-from mpisgd.transport.shm.segment import Segment, open_segment
+from mpisgd.transport.ipc.futex import Futex
+from mpisgd.transport.ipc.segment import Segment, open_segment
 
 LONG_S = 30.0
 
@@ -33,12 +33,12 @@ def segment() -> Segment:
     return made
 
 
-def test_a_sleeper_wakes_when_the_word_changes_and_the_bell_rings(segment):
+def test_a_sleeper_wakes_when_the_word_changes_and_it_is_woken(segment):
     words, woken = memoryview(segment.memory).cast("Q"), threading.Event()
 
     def sleeper() -> None:
         while words[5] == 0:
-            Futex(segment).sleep(5, 0, LONG_S)
+            Futex(segment).wait(5, 0, LONG_S)
         woken.set()
 
     thread = threading.Thread(target=sleeper)
@@ -46,7 +46,7 @@ def test_a_sleeper_wakes_when_the_word_changes_and_the_bell_rings(segment):
     time.sleep(0.05)
     assert not woken.is_set()
     words[5] = 1
-    Futex(segment).ring(5)
+    Futex(segment).wake(5)
     thread.join(LONG_S / 2)
     assert woken.is_set()
 
@@ -55,11 +55,11 @@ def test_a_sleeper_wakes_when_the_word_changes_and_the_bell_rings(segment):
 def test_nobody_sleeps_on_a_word_that_has_changed_already(segment, value):
     memoryview(segment.memory).cast("Q")[3] = value
     started = time.monotonic()
-    Futex(segment).sleep(3, value - 1, LONG_S)
+    Futex(segment).wait(3, value - 1, LONG_S)
     assert time.monotonic() - started < LONG_S / 2
 
 
 def test_the_time_limit_ends_a_sleep(segment):
     started = time.monotonic()
-    Futex(segment).sleep(2, 0, 0.05)
+    Futex(segment).wait(2, 0, 0.05)
     assert 0.04 < time.monotonic() - started < LONG_S / 2

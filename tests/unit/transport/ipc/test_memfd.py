@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from mpisgd.transport.shm import memfd
+from mpisgd.transport.ipc import memfd
 
 
 def num_open() -> int:

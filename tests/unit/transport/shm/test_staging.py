@@ -15,37 +15,37 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mpisgd.core.dtypes import ReduceOp
-from mpisgd.transport.shm import data_movement, reduction, streams
-from mpisgd.transport.shm.streams import Span, cut, in_a_row, pieces_of, place_of
+from mpisgd.transport.shm import data_movement, reduction, staging
+from mpisgd.transport.shm.staging import Span, consecutive_spans, cut, equal_ranges, range_of
 
 STEP = 16
 
 
-class Desk:
-    """Staging memory of one rank, as a node plane has it; all ranks lie in this process."""
+class FakeStaging:
+    """Staging memory of one rank, as `ShmTransport` has it; all ranks lie in this process."""
 
-    def __init__(self, rank: int, halves: list[list[Tensor]]) -> None:
+    def __init__(self, rank: int, buffers: list[list[Tensor]]) -> None:
         self.rank = rank
-        self.size = len(halves[0])
-        self._addresses = [[half.data_ptr() for half in side] for side in halves]
+        self.size = len(buffers[0])
+        self._addresses = [[buffer.data_ptr() for buffer in side] for side in buffers]
         self._turn = 0
 
-    def coming_half(self) -> list[int]:
+    def next_addresses(self) -> list[int]:
         return self._addresses[self._turn ^ 1]
 
-    def advance(self) -> None:
+    def swap_buffers(self) -> None:
         self._turn ^= 1
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(streams, "CHUNK_BYTES", STEP)
+    monkeypatch.setattr(staging, "CHUNK_BYTES", STEP)
 
 
-def play(size: int, program: Callable[[Desk], Iterator[None]], seed: int = 0) -> None:
+def play(size: int, program: Callable[[FakeStaging], Iterator[None]], seed: int = 0) -> None:
     """Let every rank go on to its next meeting, in an order that changes from one to the next."""
-    halves = [[torch.zeros(STEP, dtype=torch.uint8) for _ in range(size)] for _ in range(2)]
-    running = [program(Desk(rank, halves)) for rank in range(size)]
+    buffers = [[torch.zeros(STEP, dtype=torch.uint8) for _ in range(size)] for _ in range(2)]
+    running = [program(FakeStaging(rank, buffers)) for rank in range(size)]
     order = random.Random(seed)
     ended: set[bool] = {False}
     while ended == {False}:
@@ -66,9 +66,9 @@ several = pytest.mark.parametrize(("ranks", "numel"), list(itertools.product([2,
 @settings(max_examples=60, deadline=None)
 def test_cutting_loses_nothing_and_leaves_everything_in_its_place(lengths, step):
     source = value(1, numel=sum(lengths))
-    places = [place_of(piece) for piece in source.split(lengths)] if lengths else []
+    places = [range_of(piece) for piece in source.split(lengths)] if lengths else []
     stream = bytearray()
-    for chunk in cut(in_a_row(places, 0), source.numel(), step):
+    for chunk in cut(consecutive_spans(places, 0), source.numel(), step):
         assert all(start >= 0 and start + nbytes <= step for _, start, _, nbytes in chunk)
         for _, start, address, nbytes in chunk:
             assert len(stream) % step == start or not nbytes
@@ -92,8 +92,8 @@ def test_spans_of_several_streams_are_cut_side_by_side():
 def test_broadcast(ranks, numel):
     for root in range(ranks):
         made = {rank: [value(rank, i, numel=numel + i) for i in range(2)] for rank in range(ranks)}
-        sources = {rank: list(map(place_of, tensors)) for rank, tensors in made.items()}
-        play(ranks, lambda desk: data_movement.broadcast(desk, sources[desk.rank], root), root)  # noqa: B023
+        sources = {rank: list(map(range_of, tensors)) for rank, tensors in made.items()}
+        play(ranks, lambda shm: data_movement.broadcast(shm, sources[shm.rank], root), root)  # noqa: B023
         for mine, i in itertools.product(made.values(), range(2)):
             assert torch.equal(mine[i], value(root, i, numel=numel + i))
 
@@ -105,10 +105,10 @@ def test_gather_and_scatter_are_inverse(ranks, numel):
         given_ = [value(rank, numel=numel) for rank in range(ranks)]
         taken = [torch.zeros(numel, dtype=torch.uint8) for _ in range(ranks)]
 
-        def program(desk, root=root, gathered=gathered, given_=given_, taken=taken):
-            places = pieces_of(gathered, ranks) if desk.rank == root else []
-            yield from data_movement.gather(desk, places, place_of(given_[desk.rank]), root)
-            yield from data_movement.scatter(desk, place_of(taken[desk.rank]), places, root)
+        def program(shm, root=root, gathered=gathered, given_=given_, taken=taken):
+            places = equal_ranges(gathered, ranks) if shm.rank == root else []
+            yield from data_movement.gather(shm, places, range_of(given_[shm.rank]), root)
+            yield from data_movement.scatter(shm, range_of(taken[shm.rank]), places, root)
 
         play(ranks, program, root)
         assert torch.equal(gathered, torch.cat(given_))
@@ -121,10 +121,8 @@ def test_all_gather_of_different_lengths(ranks, numel):
     given_ = [value(rank, numel=numel + rank) for rank in range(ranks)]
     taken = [[torch.zeros_like(mine) for mine in given_] for _ in range(ranks)]
 
-    def program(desk):
-        return data_movement.all_gather(
-            desk, list(map(place_of, taken[desk.rank])), place_of(given_[desk.rank])
-        )
+    def program(shm):
+        return data_movement.all_gather(shm, list(map(range_of, taken[shm.rank])), range_of(given_[shm.rank]))
 
     play(ranks, program)
     for outputs in taken:
@@ -138,8 +136,8 @@ def test_all_gather_in_place(ranks, numel):
         mine[rank] = value(rank, numel=numel)
     play(
         ranks,
-        lambda desk: data_movement.all_gather(
-            desk, pieces_of(made[desk.rank], ranks), place_of(made[desk.rank][desk.rank])
+        lambda shm: data_movement.all_gather(
+            shm, equal_ranges(made[shm.rank], ranks), range_of(made[shm.rank][shm.rank])
         ),
     )
     for mine in made:
@@ -152,8 +150,8 @@ def test_equal_all_to_all_is_a_transpose(ranks, numel):
     taken = [torch.zeros_like(mine) for mine in given_]
     play(
         ranks,
-        lambda desk: data_movement.all_to_all_equal(
-            desk, place_of(taken[desk.rank]), place_of(given_[desk.rank])
+        lambda shm: data_movement.all_to_all_equal(
+            shm, range_of(taken[shm.rank]), range_of(given_[shm.rank])
         ),
     )
     transposed = torch.stack(given_).view(ranks, ranks, numel).transpose(0, 1)
@@ -174,10 +172,10 @@ def test_all_to_all_of_any_sizes(sizes, seed):
         [torch.zeros(sizes[src][dst], dtype=torch.uint8) for src in range(ranks)] for dst in range(ranks)
     ]
 
-    def program(desk):
+    def program(shm):
         for _ in range(2):  # the second begins before others have taken the end of the first
-            outputs, inputs = ([place_of(t) for t in row[desk.rank]] for row in (taken, given_))
-            yield from data_movement.all_to_all(desk, outputs, inputs, sizes)
+            outputs, inputs = ([range_of(t) for t in row[shm.rank]] for row in (taken, given_))
+            yield from data_movement.all_to_all(shm, outputs, inputs, sizes)
 
     play(ranks, program, seed)
     for src, dst in itertools.product(range(ranks), range(ranks)):
@@ -194,6 +192,6 @@ def test_all_to_all_of_any_sizes(sizes, seed):
     ],
 )
 def test_a_reduction_is_shared_where_it_is_much_work_for_one(ranks, dtype, numel, wanted):
-    desk = Desk(0, [[torch.zeros(1)] * ranks] * 2)
-    steps = reduction.reduce(desk, torch.empty(numel, dtype=dtype), ReduceOp.SUM, 0)
+    shm = FakeStaging(0, [[torch.zeros(1)] * ranks] * 2)
+    steps = reduction.reduce(shm, torch.empty(numel, dtype=dtype), ReduceOp.SUM, 0)
     assert steps.__name__ == wanted

@@ -9,7 +9,7 @@ import ctypes
 import platform
 import sys
 
-from mpisgd.transport.shm.segment import Segment
+from mpisgd.transport.ipc.segment import Segment
 
 __all__ = ["Futex"]
 
@@ -33,19 +33,21 @@ class Futex:
     def __init__(self, segment: Segment) -> None:
         self.available = FUTEX >= 0
         self._start = segment.share(0).data_ptr()
-        self._sleep = ctypes.CDLL(None).syscall  # lets go of the interpreter
-        self._wake = ctypes.PyDLL(None).syscall  # keeps it: another thread of this process would take it
+        self._call = ctypes.CDLL(None).syscall  # releases the interpreter's lock
+        self._call_with_gil = ctypes.PyDLL(None).syscall  # keeps it: another thread would take it
 
-    def ring(self, word: int) -> None:
-        """Wake whoever sleeps on word number `word`, which has been written."""
-        self._wake(ctypes.c_long(FUTEX), self._address(word), WAKE, ctypes.c_uint32(EVERYONE), None, None, 0)
+    def wake(self, word: int) -> None:
+        """Wake whoever waits on word number `word`, which has been written."""
+        self._call_with_gil(
+            ctypes.c_long(FUTEX), self._address(word), WAKE, ctypes.c_uint32(EVERYONE), None, None, 0
+        )
 
-    def sleep(self, word: int, value: int, limit_s: float) -> None:
-        """Sleep until `ring`, or `limit_s` seconds; not at all if the word is no longer `value`."""
+    def wait(self, word: int, value: int, limit_s: float) -> None:
+        """Sleep until `wake`, or `limit_s` seconds; not at all if the word is no longer `value`."""
         limit = _Timespec(int(limit_s), int(limit_s % 1 * 1e9))
         expected = ctypes.c_uint32(value & 0xFFFFFFFF)
-        self._sleep(ctypes.c_long(FUTEX), self._address(word), WAIT, expected, ctypes.byref(limit), None, 0)
+        self._call(ctypes.c_long(FUTEX), self._address(word), WAIT, expected, ctypes.byref(limit), None, 0)
 
     def _address(self, word: int) -> ctypes.c_void_p:
-        """The kernel looks at the lower half of a word: all machines above have it first."""
+        """Return the address of a word; the kernel compares its lower half, which comes first above."""
         return ctypes.c_void_p(self._start + word * WORD_BYTES)

@@ -1,0 +1,119 @@
+"""`CmaTransport`: the all-reduce of the ranks of a host in each other's memory, without staging memory.
+
+A rank reads a chunk of its part from all others, combines it with its own, and writes the result to all
+others, before the next chunk. Nobody waits for anybody between the beginning and the end:
+
+    rank 0   check | read(0) add(0) write(0) | read(1) add(1) write(1) | ... | barrier
+    rank 1   check | read(0) add(0) write(0) | read(1) add(1) write(1) | ... | barrier
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from mpisgd.core.dtypes import ReduceOp, combine_in_rank_order
+from mpisgd.transport.cma.cross_memory_attach import CrossMemoryAttach
+from mpisgd.transport.cma.peer_access import PeerAccess
+from mpisgd.transport.messages.link import split_evenly
+from mpisgd.transport.shm.reduction import all_reduce_in_parts
+from mpisgd.transport.shm.staging import copy_bytes, prefetch
+from mpisgd.transport.shm.transport import ShmTransport
+
+__all__ = ["CmaTransport"]
+
+CHUNK_BYTES = 2**18
+SCRATCH_BYTES = 2**20  # of all pieces of a chunk together, which should stay in a core's cache
+ALIGN_BYTES = 64
+
+
+class CmaTransport:
+    """The ranks of a group that share a host and may reach each other's memory.
+
+    Args:
+        shm: their shared memory: how they wait for each other, and what they use for what cannot be reached.
+        memory: of their processes.
+
+    Attributes:
+        access: what the others may reach of this rank's memory.
+        huge_pages: whether large tensors lie in huge pages, on all ranks.
+    """
+
+    def __init__(self, shm: ShmTransport, memory: CrossMemoryAttach) -> None:
+        self.access = PeerAccess(shm.control)
+        self.huge_pages = memory.huge_pages
+        self.run_steps = shm.run_steps
+        self._shm = shm
+        self._memory = memory
+        self._rank, size = shm.rank, shm.size
+        self._others = [*range(shm.rank + 1, size), *range(shm.rank)]  # not all begin with the same
+        self._chunk_bytes = min(CHUNK_BYTES, SCRATCH_BYTES // size // ALIGN_BYTES * ALIGN_BYTES)
+        with torch.inference_mode(False):
+            scratch = torch.empty(size * self._chunk_bytes, dtype=torch.uint8)
+        self._slots = scratch.view(size, self._chunk_bytes).unbind()
+        self._addresses = [slot.data_ptr() for slot in self._slots]
+        self._known: tuple[int, torch.dtype] | None = None
+        self._known_pieces: list[Tensor] = []
+
+    def all_reduce(self, flat: Tensor, op: ReduceOp) -> Iterator[None]:
+        """Combine contiguous `flat` [n], of the CPU and any reducible dtype, over the ranks, in place.
+
+        Every rank combines its own part for all, in everyone's memory; where some rank's tensor cannot be
+        reached, they go through the staging memory. It yields wherever all ranks of the host must have
+        arrived; the first time is the consistency check.
+
+        Cost: two barriers; three passes over the message, two of them in cache.
+        """
+        address = self.reachable_address(flat)
+        self.access.grant(flat if address else None, address)  # who runs this revokes it, if something raises
+        yield
+        addresses = self.access.addresses(self._shm.size)
+        if not all(addresses):
+            self.access.end()
+            yield from all_reduce_in_parts(self._shm, flat, op)
+            return
+        self._combine_part(flat, op, addresses)
+        yield
+        self.access.end()
+
+    def reachable_address(self, flat: Tensor) -> int:
+        """Return the address of a tensor, 0 where the others cannot reach it."""
+        address = flat.data_ptr()
+        return address if not self.access.is_revoked and self._memory.is_mine(address, flat.nbytes) else 0
+
+    def _combine_part(self, flat: Tensor, op: ReduceOp, addresses: Sequence[int]) -> None:
+        first, last = split_evenly(flat.numel(), self._shm.size)[self._rank]
+        step = self._chunk_bytes // flat.element_size()
+        for start, mine in zip(
+            itertools.count(first, step), torch.split(flat[first:last], step), strict=False
+        ):
+            here = [address + start * flat.element_size() for address in addresses]
+            if not self.access.begin_access():
+                return  # one has left, for whom all others wait at the end
+            self.combine(mine, here, op)
+            for rank in self._others:
+                self._memory.write(rank, here[rank], here[self._rank], mine.nbytes)
+            self.access.end_access()
+
+    def combine(self, mine: Tensor, addresses: Sequence[int], op: ReduceOp) -> None:
+        """Combine a chunk `mine` [n] with those of the others, at `addresses`, into this rank's."""
+        nbytes = mine.nbytes
+        for rank in self._others:
+            self._memory.read(rank, self._addresses[rank], addresses[rank], nbytes)
+        pieces = self._pieces(nbytes, mine.dtype).copy()
+        result, pieces[self._rank] = pieces[self._rank], mine
+        prefetch(mine)
+        if self._rank < 2:  # the first two are read before anything is written
+            combine_in_rank_order(pieces, op, out=mine)
+        else:
+            combine_in_rank_order(pieces, op, out=result)
+            copy_bytes(addresses[self._rank], self._addresses[self._rank], nbytes)
+
+    def _pieces(self, nbytes: int, dtype: torch.dtype) -> list[Tensor]:
+        """Return the scratch memory for everyone's; nearly all chunks have the same length."""
+        if self._known != (nbytes, dtype):
+            with torch.inference_mode(False):
+                self._known_pieces = [slot[:nbytes].view(dtype) for slot in self._slots]
+            self._known = (nbytes, dtype)
+        return self._known_pieces

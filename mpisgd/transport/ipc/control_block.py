@@ -1,0 +1,149 @@
+"""The control block: a few words per rank of a host in shared memory, and the barrier that is made of them.
+
+Every rank counts its arrivals in a word of its own. Nobody else writes it, so no atomic operation is needed:
+a rank has arrived when its count is as large as mine. On x86 stores become visible in order; elsewhere a lock
+orders them (`order_memory`). Those who sleep until a word changes do so by futex.
+"""
+
+import platform
+import threading
+from collections.abc import Callable, Iterable
+
+from mpisgd.core.waiting import Backoff, is_oversubscribed
+from mpisgd.transport.ipc.futex import Futex
+from mpisgd.transport.ipc.segment import PAGE, Segment
+
+__all__ = ["CONTROL_BYTES", "ControlBlock"]
+
+CONTROL_BYTES = PAGE  # at the beginning of every rank's share; a page of its own, so a cache line of its own
+WORD_BYTES = 8
+# Words, in cache lines of their own: the count of arrivals; two digests, used in turn. Other transports keep
+# theirs from 16 on: see `mpisgd.transport.internode` and `mpisgd.transport.cma.peer_access`.
+ARRIVALS, DIGESTS = 0, 8
+
+_STORES_IN_ORDER = platform.machine() in ("x86_64", "AMD64", "i686")
+_fence = threading.Lock()
+
+
+class ControlBlock:
+    """This rank's view of the control words of its host.
+
+    `progress` is called again and again while others are missing: they may be waiting for a message of this
+    rank, and MPI moves large ones only while somebody asks it to.
+
+    Attributes:
+        arrivals: how often this rank has arrived.
+        progress: see above; may be replaced.
+    """
+
+    def __init__(self, segment: Segment, rank: int, size: int, progress: Callable[[], None]) -> None:
+        self.rank = rank
+        self.progress = progress
+        self.arrivals = 0
+        self._words = memoryview(segment.memory).cast("Q")
+        self._futex = Futex(segment)
+        stride = segment.share_bytes // WORD_BYTES
+        self._mine = rank * stride
+        self._all = [other * stride for other in range(size)]
+        self._others = [other * stride for other in range(size) if other != rank]
+
+    # -- words -----------------------------------------------------------------------------------------
+
+    def write(self, word: int, value: int) -> None:
+        """Write a word of this rank that nobody sleeps on."""
+        self._words[self._mine + word] = value
+
+    def read(self, word: int, rank: int) -> int:
+        """Return a word of a local rank."""
+        return self._words[self._all[rank] + word]
+
+    def read_others(self, word: int) -> list[int]:
+        """Return this word of every other rank."""
+        return [self._words[other + word] for other in self._others]
+
+    def publish(self, word: int, value: int) -> None:
+        """Write a word that others wait for, after all that this rank wrote before, and wake them."""
+        order_memory()
+        self._words[self._mine + word] = value
+        if is_oversubscribed() and self._futex.available:
+            self._futex.wake(self._mine + word)
+
+    def reached(self, word: int, ranks: Iterable[int], count: int) -> bool:
+        """Return whether this word of each of the local `ranks` is at least `count`."""
+        if any(self._words[self._all[rank] + word] < count for rank in ranks):
+            return self._not_yet()
+        order_memory()
+        return True
+
+    def sleep_until_reached(self, word: int, ranks: Iterable[int], count: int, limit_s: float) -> bool:
+        """Sleep until one more of the `ranks` may have reached `count`; False where that cannot be had."""
+        if not self._futex.available:
+            return False
+        for rank in ranks:
+            late = self._all[rank] + word
+            if (value := self._words[late]) < count:
+                self._futex.wait(late, value, limit_s)
+                if self._words[late] == value:
+                    self.progress()
+                break
+        return True
+
+    def _not_yet(self) -> bool:
+        """Return False. One who is going to sleep makes progress when it wakes in vain."""
+        if not (is_oversubscribed() and self._futex.available):
+            self.progress()
+        return False
+
+    # -- the barrier -----------------------------------------------------------------------------------
+
+    def arrive(self) -> None:
+        """Count one arrival; all that this rank wrote before is visible to those who see it."""
+        self.arrivals += 1
+        self.publish(ARRIVALS, self.arrivals)
+
+    def all_arrived(self) -> bool:
+        """Return whether every rank has arrived as often as this one."""
+        words, mine = self._words, self.arrivals
+        for other in self._others:
+            if words[other + ARRIVALS] < mine:
+                return self._not_yet()
+        order_memory()
+        return True
+
+    def missing(self) -> list[int]:
+        """Return the local ranks that have not arrived as often as this one."""
+        return [i for i, at in enumerate(self._all) if self._words[at + ARRIVALS] < self.arrivals]
+
+    def barrier(self, limit_s: float) -> bool:
+        """Arrive, and return True once all have; False when the timeout came first."""
+        self.arrive()
+        return self.all_arrived() or Backoff(limit_s).wait_for(self.all_arrived, self.sleep)
+
+    def sleep(self, limit_s: float) -> bool:
+        """Sleep until one more rank may have arrived; False where that cannot be had."""
+        return self.sleep_until_reached(ARRIVALS, range(len(self._all)), self.arrivals, limit_s)
+
+    # -- digests ---------------------------------------------------------------------------------------
+
+    def show_digest(self, digest: int, turn: int) -> None:
+        """Write this rank's digest; `turn` alternates, so a fast rank overwrites nothing."""
+        self._words[self._mine + DIGESTS + (turn & 1)] = digest
+
+    def extremes(self, turn: int) -> tuple[int, int]:
+        """Return the smallest and the largest digest of the ranks."""
+        words, place = self._words, DIGESTS + (turn & 1)
+        low = high = words[self._mine + place]
+        for other in self._others:
+            if (seen := words[other + place]) != low:
+                low, high = min(low, seen), max(high, seen)
+        return low, high
+
+
+def order_memory() -> None:
+    """Keep loads and stores before this point before those after it, where the machine does not by itself."""
+    if not _STORES_IN_ORDER:
+        # Accesses may move into a critical section from both sides and pass each other there; none moves past
+        # a release and the acquire that follows it.
+        for _ in range(2):
+            _fence.acquire()
+            _fence.release()

@@ -1,0 +1,57 @@
+"""An all-reduce between hosts that is not finished, on a communicator where nothing arrives."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mpisgd.core.dtypes import ReduceOp
+from mpisgd.core.topology import arrange
+from mpisgd.errors import CollectiveTimeout
+from mpisgd.transport.internode.transport import CHUNK_BYTES, InternodeTransport
+
+
+class SilentWire:
+    """A communicator of two ranks, one of which never answers."""
+
+    rank, size, global_ranks = 0, 2, (0, 1)
+
+    def __init__(self) -> None:
+        self.started: list[object] = []
+        self.abandoned: list[object] = []
+        self.kept: list[object] = []
+
+    def isend(self, *_: object) -> object:
+        self.started.append(SimpleNamespace())
+        return self.started[-1]
+
+    irecv = isend
+
+    def poll(self, requests: list[object]) -> bool:
+        return False
+
+    def abandon(self, requests: list[object], memory: object) -> None:
+        self.abandoned += requests
+        self.kept.append(memory)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 3, 6])
+def test_the_memory_of_every_chunk_in_flight_is_kept_when_the_time_is_over(num_chunks):
+    """The requests of later chunks were not given up: their memory could be freed before MPI wrote to it."""
+    wire, where = SilentWire(), arrange(0, [0, 1], ["host0", "host1"])
+    transport = InternodeTransport(
+        wire,  # type: ignore[arg-type]
+        where,
+        None,
+        None,
+        best_num_leaders=lambda nbytes, half: 1,
+        name="test",
+        timeout_s=0.01,
+    )
+    with pytest.raises(CollectiveTimeout):
+        transport.all_reduce_now(torch.zeros(num_chunks * CHUNK_BYTES // 4), ReduceOp.SUM)
+    assert wire.started
+    assert wire.abandoned == wire.started
+    assert len(wire.kept) == 1
