@@ -8,6 +8,7 @@ by the time it runs, `backward()` has returned with the gradients reduced.
 import contextlib
 import copyreg
 import inspect
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -124,7 +125,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             check_flag("DistributedOptimizer", "share_parameters", share_parameters)
             named = name_parameters(optimizer, named_parameters)
             members = group_or_world(group)
-            training = Training(optimizer, named, members, options, bool(share_parameters))
+            training = Training(weakref.ref(optimizer), named, members, options, bool(share_parameters))
             strategy.check(training)
             summary = _summary(strategy, training, backward_passes_per_step, check_in_sync_every)
             agree_on("DistributedOptimizer", named, members, extra=summary)

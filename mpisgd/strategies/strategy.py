@@ -9,6 +9,7 @@ below; everything else (accumulation windows, `no_sync`, hooks, agreement on par
 """
 
 import abc
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -29,18 +30,26 @@ class Training(NamedTuple):
     """What a strategy is made to work on.
 
     Attributes:
-        optimizer: the wrapped optimizer.
+        optimizer_ref: a weak reference to the wrapped optimizer: one that the program has forgotten must be
+            gone at once, or it would go on reducing gradients, on each rank until another moment.
         named: all its parameters, with names, in the order of its groups.
         group: the ranks that train together.
         options: how gradients are to be reduced, where the strategy reduces them.
         share_parameters: whether a host keeps one copy of the parameters.
     """
 
-    optimizer: torch.optim.Optimizer
+    optimizer_ref: "weakref.ref[torch.optim.Optimizer]"
     named: Sequence[tuple[str, Tensor]]
     group: Group
     options: ReductionOptions
     share_parameters: bool = False
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The wrapped optimizer."""
+        optimizer = self.optimizer_ref()
+        assert optimizer is not None
+        return optimizer
 
 
 class Synchronizer:

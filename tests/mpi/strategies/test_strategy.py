@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import dataclass
 
 import pytest
@@ -180,3 +182,18 @@ def test_a_synchronizer_is_called_at_its_moments():
         ],
         str(notes),
     )
+
+
+@pytest.mark.parametrize("strategy", [mpisgd.Synchronous(), Noting()])
+def test_a_forgotten_optimizer_is_gone_at_once(strategy):
+    """Its hooks would go on reducing, on each rank until its garbage collector comes by."""
+    model = fresh_model()
+    optimizer = mpisgd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), strategy=strategy)
+    one_step(model, optimizer, mpisgd.rank(), 1)
+    forgotten = weakref.ref(optimizer)
+    gc.disable()
+    try:
+        del optimizer
+        everyone(forgotten() is None)
+    finally:
+        gc.enable()
