@@ -12,7 +12,7 @@ __all__ = [
     "BUILT_IN_PROFILE",
     "ENDED_NOTE",
     "GPU_CHOICES",
-    "NEWCOMER_VARIABLE",
+    "JOINER_VARIABLE",
     "NOTES_VARIABLE",
     "PREEMPTED",
     "available_cores",
@@ -73,7 +73,7 @@ GPU_CHOICES = ("auto", "nccl", "mpi")
 # Python's, mpirun's or the shell's own (143 is any process that SIGTERM has killed).
 PREEMPTED = 85
 NOTES_VARIABLE = "MPISGD_RUN_NOTES"
-NEWCOMER_VARIABLE = "MPISGD_ELASTIC_NEWCOMER"
+JOINER_VARIABLE = "MPISGD_ELASTIC_NEWCOMER"
 ENDED_NOTE = "ended 0"  # the program did, whatever becomes of mpirun
 
 
@@ -110,7 +110,7 @@ def starts_alone(env: Mapping[str, str] = os.environ) -> bool:
 
 def was_spawned(env: Mapping[str, str] = os.environ) -> bool:
     """Return whether ranks of a job have started this process, to become one of them."""
-    return NEWCOMER_VARIABLE in env
+    return JOINER_VARIABLE in env
 
 
 def launcher_local_size(env: Mapping[str, str] = os.environ) -> int | None:

@@ -6,8 +6,8 @@
     data             the tensors, one after the other without gaps, widest elements first
 
 DOCUMENT is JSON: {"version": 1, "step": 300, "ranks": 4, "crc32": {NAME: ...}, "state": {...}, "rng": [...]};
-see `mpisgd.checkpoint.tree` for what stands in "state". The checksum of the header is that of the header with
-eight zeros in its own place. So every byte of the file is covered, and a reader needs no pickle.
+"state" is described in `mpisgd.checkpoint.serialization`. The checksum of the header is that of the header
+with eight zeros in its own place. So every byte of the file is covered, and a reader needs no pickle.
 """
 
 import json
@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from mpisgd.checkpoint.tree import tensor_names
+from mpisgd.checkpoint.serialization import tensor_names
 from mpisgd.errors import CheckpointDamaged
 
 __all__ = ["DTYPES", "Document", "bytes_of", "read", "write"]

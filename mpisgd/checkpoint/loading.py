@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpisgd.arguments import as_path, check_flag
+from mpisgd.arguments import as_path, check_flag, has_state_dict
 from mpisgd.checkpoint import format, generators
-from mpisgd.checkpoint.agreement import ROOT, agree, at_root
-from mpisgd.checkpoint.choosing import Found, newest_seen, newest_whole
-from mpisgd.checkpoint.saving import is_object
-from mpisgd.checkpoint.tree import decode
+from mpisgd.checkpoint.newest import Found, newest_seen, newest_whole
+from mpisgd.checkpoint.serialization import decode
+from mpisgd.checkpoint.shared_errors import ROOT, agree, at_root
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, InvalidArgument
@@ -102,7 +101,7 @@ def load(
     path = as_path("checkpoint.load", "path", path)
     check_flag("checkpoint.load", "rng", rng)
     for name, value in objects.items():
-        if not is_object(value):
+        if not has_state_dict(value):
             raise InvalidArgument(
                 f"checkpoint.load: {name} is a {type(value).__name__}, without load_state_dict(); plain "
                 "values are in what load returns"

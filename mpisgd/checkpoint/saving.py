@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from mpisgd.arguments import as_path, check_flag, shown
+from mpisgd.arguments import as_path, check_flag, has_state_dict, shown
 from mpisgd.checkpoint import files, format, generators
-from mpisgd.checkpoint.agreement import ROOT, at_root, gather_at_root, said_by
-from mpisgd.checkpoint.tree import Encoded, encode
+from mpisgd.checkpoint.serialization import Encoded, encode
+from mpisgd.checkpoint.shared_errors import ROOT, at_root, gather_at_root, said_by
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.errors import CheckpointError, InvalidArgument
 from mpisgd.job.lifecycle import group_or_world
 
-__all__ = ["Content", "check_arguments", "collect", "is_object", "save", "to_disk"]
+__all__ = ["Content", "check_arguments", "collect", "save", "to_disk"]
 
 KIND = "checkpoint.save"
 
@@ -95,11 +95,6 @@ def _is_count(step: Any) -> bool:
         return False
 
 
-def is_object(value: Any) -> bool:
-    """Return whether a value is saved by its own methods."""
-    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
-
-
 def collect(group: Group, step: int, state: Mapping[str, Any], *, rng: bool) -> Content | None:
     """Return what is to be written on the root, None elsewhere. Collective.
 
@@ -118,7 +113,7 @@ def collect(group: Group, step: int, state: Mapping[str, Any], *, rng: bool) -> 
     _agree_on_structure(group, encoded)
     if reports is None:
         return None
-    kinds = {name: "object" if is_object(value) else "value" for name, value in state.items()}
+    kinds = {name: "object" if has_state_dict(value) else "value" for name, value in state.items()}
     states = encode({"rng": [mine for _, mine in reports]}) if rng else Encoded({"rng": ["list"]}, {}, [])
     document = format.Document(step, group.size, encoded.tree, kinds, states.tree["rng"][1:])
     return Content(document, {**encoded.tensors, **states.tensors})
@@ -128,7 +123,7 @@ def _encode(state: Mapping[str, Any]) -> Encoded:
     values, problems = {}, []
     for name, value in state.items():
         try:
-            values[name] = value.state_dict() if is_object(value) else value
+            values[name] = value.state_dict() if has_state_dict(value) else value
         except Exception as exc:
             problems.append(f"{name}.state_dict() raised {type(exc).__name__}: {exc}{_hint(value)}")
     encoded = encode(values)

@@ -13,8 +13,8 @@ from torch import Tensor
 from mpisgd.accelerator.host_copy import copy_tree
 from mpisgd.arguments import check_flag, shown
 from mpisgd.checkpoint import files
-from mpisgd.checkpoint.agreement import ROOT, at_root
 from mpisgd.checkpoint.saving import Content, check_arguments, collect, to_disk
+from mpisgd.checkpoint.shared_errors import ROOT, at_root
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.errors import CheckpointError, InvalidArgument

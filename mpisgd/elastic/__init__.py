@@ -12,7 +12,7 @@ state.commit()
 train(state)
 """
 
-from mpisgd.elastic.pieces import PerRank
+from mpisgd.elastic.buddy_replicas import PerRank
 from mpisgd.elastic.run import run
 from mpisgd.elastic.sampler import ElasticSampler
 from mpisgd.elastic.state import State

@@ -14,8 +14,8 @@ from mpisgd.collectives.all_reduce import all_reduce
 from mpisgd.core.group import Group
 from mpisgd.errors import InvalidArgument, ShapeMismatch
 from mpisgd.job.lifecycle import group_or_world
-from mpisgd.nn.moments import Moments, gather_moments
-from mpisgd.nn.normalize import normalize
+from mpisgd.nn.batch_norm_function import normalize
+from mpisgd.nn.batch_statistics import BatchStatistics, gather_statistics
 
 __all__ = ["SyncBatchNorm", "converted"]
 
@@ -90,9 +90,9 @@ class SyncBatchNorm(_BatchNorm):
     def _num_ranks(self) -> int:
         return group_or_world(self.process_group).size
 
-    def _moments(self, input: Tensor) -> Moments:
+    def _moments(self, input: Tensor) -> BatchStatistics:
         """Return the moments of everyone's `input`."""
-        return gather_moments(input, group_or_world(self.process_group))
+        return gather_statistics(input, group_or_world(self.process_group))
 
     def _add_up(self) -> Callable[[Tensor], object]:
         """Return what replaces a tensor by its sum over the ranks; it is called in backward."""
@@ -120,7 +120,7 @@ class SyncBatchNorm(_BatchNorm):
             raise error
 
     @torch.no_grad()
-    def _track(self, moments: Moments) -> None:
+    def _track(self, moments: BatchStatistics) -> None:
         """Fold the moments of this batch into the running ones; an empty batch counts and changes nothing."""
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)

@@ -155,12 +155,12 @@ import atexit, os, signal, sys, time
 from pathlib import Path
 import torch
 import mpisgd
-from mpisgd.elastic import regrow
+from mpisgd.elastic import joining
 
 mpisgd.init()
-regrow.COME_WITHIN_S = 1.0
+joining.JOIN_TIMEOUT_S = 1.0
 mark = Path(sys.argv[1])
-if regrow.is_newcomer():
+if joining.is_joiner():
     atexit.register(mark.touch)
     time.sleep(3)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from mpisgd.nn.moments import Moments, statistics_dtype
+from mpisgd.nn.batch_statistics import BatchStatistics, statistics_dtype
 
 __all__ = ["normalize"]
 
@@ -26,7 +26,7 @@ def normalize(
     values: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    moments: Moments,
+    moments: BatchStatistics,
     eps: float,
     add_up: Callable[[Tensor], object],
 ) -> Tensor:

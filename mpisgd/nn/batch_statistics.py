@@ -17,11 +17,11 @@ from torch import Tensor
 from mpisgd.collectives.all_gather import all_gather_into_tensor
 from mpisgd.core.group import Group
 
-__all__ = ["Moments", "combine", "gather_moments", "local_row", "statistics_dtype"]
+__all__ = ["BatchStatistics", "combine", "gather_statistics", "local_row", "statistics_dtype"]
 
 
 @dataclass(frozen=True)
-class Moments:
+class BatchStatistics:
     """Of each channel, over all values of all ranks.
 
     Attributes:
@@ -40,7 +40,7 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 @torch.no_grad()
-def gather_moments(values: Tensor, group: Group) -> Moments:
+def gather_statistics(values: Tensor, group: Group) -> BatchStatistics:
     """Return the moments of everyone's `values`, [batch, channels, ...], the same bits on every rank.
 
     Collective: all ranks of `group` call it in the same order, with equally many channels.
@@ -68,11 +68,11 @@ def local_row(values: Tensor) -> Tensor:
     return torch.cat([mean.double(), var.double(), count])
 
 
-def combine(rows: Tensor) -> Moments:
+def combine(rows: Tensor) -> BatchStatistics:
     """Combine what `local_row` returned on each rank: [ranks, 2 * channels + 1]."""
     channels = rows.size(1) // 2
     means, variances, counts = rows[:, :channels], rows[:, channels:-1], rows[:, -1:]
     total = int(counts.sum())
     shares = counts / max(total, 1)
     mean = (shares * means).sum(0)
-    return Moments(mean, (shares * (variances + (means - mean).square())).sum(0), total)
+    return BatchStatistics(mean, (shares * (variances + (means - mean).square())).sum(0), total)

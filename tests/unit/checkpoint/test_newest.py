@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpisgd.checkpoint.choosing import Seen, newest_whole
+from mpisgd.checkpoint.newest import Seen, newest_whole
 from mpisgd.errors import CheckpointError
 
 

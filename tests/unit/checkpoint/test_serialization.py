@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from mpisgd.checkpoint.tree import decode, encode, tensor_names
+from mpisgd.checkpoint.serialization import decode, encode, tensor_names
 
 
 def through(value: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from mpisgd.checkpoint import files, format
-from mpisgd.checkpoint.agreement import ROOT, gather_at_root
+from mpisgd.checkpoint.shared_errors import ROOT, gather_at_root
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.errors import CheckpointDamaged, CheckpointError
