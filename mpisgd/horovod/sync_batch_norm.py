@@ -61,7 +61,7 @@ class SyncBatchNorm(sync_batch_norm.SyncBatchNorm):
     def _num_ranks(self) -> int:
         return self.process_set.size()
 
-    def _moments(self, input: Tensor) -> BatchStatistics:
+    def _statistics(self, input: Tensor) -> BatchStatistics:
         row = local_row(input.detach()).unsqueeze(0)
         rows: Tensor = synchronize(allgather_async(row, NAME, self.process_set))
         return combine(rows)

@@ -6,7 +6,7 @@ every rank reduces its own batch to (mean, variance, count), and everyone combin
     mean = sum_r share_r mean_r                         share_r = count_r / sum of counts
     var  = sum_r share_r (var_r + (mean_r - mean)^2)
 
-which only adds what is not negative. Ranks may have different counts, or nothing at all.
+which only adds what is not negative. Ranks may have different counts, or none.
 """
 
 from dataclasses import dataclass
@@ -22,10 +22,10 @@ __all__ = ["BatchStatistics", "combine", "gather_statistics", "local_row", "stat
 
 @dataclass(frozen=True)
 class BatchStatistics:
-    """Of each channel, over all values of all ranks.
+    """Mean and variance of each channel over all ranks.
 
     Attributes:
-        mean, var: [channels], float64; the variance is the biased one. Zeros where nobody has a value.
+        mean, var: [channels], float64; the biased variance. Zeros if no rank has a value.
         count: of values per channel.
     """
 
@@ -35,13 +35,13 @@ class BatchStatistics:
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return what statistics of such inputs are computed in: float32 for half types, as in torch."""
+    """Return the dtype in which statistics are computed: float32 for 16-bit floats, as in torch."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 @torch.no_grad()
 def gather_statistics(values: Tensor, group: Group) -> BatchStatistics:
-    """Return the moments of everyone's `values`, [batch, channels, ...], the same bits on every rank.
+    """Return the statistics of all ranks' `values`, [batch, channels, ...], bit-identical on every rank.
 
     Collective: all ranks of `group` call it in the same order, with equally many channels.
 
