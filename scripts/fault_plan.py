@@ -1,7 +1,7 @@
 """What is done to a run, and when: chosen by a seed, written to a file that its ranks read.
 
 A fault strikes at a moment of a step, not at a time: so it hits what it is meant for on any machine. When the
-rank comes to that moment it tells its executioner, a process of its own, which waits for `delay_s` and acts.
+rank comes to that moment it tells its injector, a process of its own, which waits for `delay_s` and acts.
 """
 
 from __future__ import annotations

@@ -16,12 +16,12 @@ import sys
 import time
 from pathlib import Path
 
-from fault_executioner import Journal, Victim
-from fault_holdings import holdings
+from fault_injector import FaultPoints, Journal
+from fault_resources import resources
 
 if __name__ == "__main__":
     FOLDER = Path(sys.argv[1])
-    VICTIM = Victim(FOLDER)
+    FAULT_POINTS = FaultPoints(FOLDER)
     JOURNAL = Journal(FOLDER, f"rank-{os.getpid()}")
 
 import torch
@@ -80,17 +80,17 @@ class Training:
     def one_step(self, step: int) -> None:
         """Do a step."""
         rank, size = mpisgd.rank(), mpisgd.size()
-        with VICTIM.at("between", step, rank):
+        with FAULT_POINTS.at("between", step, rank):
             pass
-        with VICTIM.at("forward", step, rank):
+        with FAULT_POINTS.at("forward", step, rank):
             loss = loss_of(self.model, step, rank, size)
             self.optimizer.zero_grad()
-        with VICTIM.at("backward", step, rank):
+        with FAULT_POINTS.at("backward", step, rank):
             loss.backward()  # type: ignore[no-untyped-call]
-        with VICTIM.at("collective", step, rank):
+        with FAULT_POINTS.at("collective", step, rank):
             mean = loss.detach().clone()
             mpisgd.all_reduce(mean, mpisgd.ReduceOp.AVG)
-        with VICTIM.at("update", step, rank):
+        with FAULT_POINTS.at("update", step, rank):
             self.optimizer.step()
         time.sleep(self.options.pause)
         JOURNAL.write("step", step=step, loss=mean.item(), rank=rank, size=size)
@@ -107,7 +107,7 @@ class Training:
 
         state = {"model": self.model, "optimizer": self.optimizer}
         try:
-            with VICTIM.at("checkpoint", step, mpisgd.rank()):
+            with FAULT_POINTS.at("checkpoint", step, mpisgd.rank()):
                 checkpoint.save(FOLDER / "checkpoints", step + 1, keep_last=3, **state)
         except mpisgd.MpisgdError as exc:
             if not self.options.go_on:
@@ -145,13 +145,13 @@ def train_elastically(training: Training) -> None:
 
     @mpisgd.elastic.run(regrow=options.regrow)
     def train(state: mpisgd.elastic.State) -> None:
-        JOURNAL.write("begin", step=state.step, rank=mpisgd.rank(), size=mpisgd.size(), holds=holdings())
+        JOURNAL.write("begin", step=state.step, rank=mpisgd.rank(), size=mpisgd.size(), holds=resources())
         while state.step < options.steps:
             step = state.step
             training.one_step(step)
             state.step += 1
             if training.is_due(step):
-                with VICTIM.at("commit", step, mpisgd.rank()):
+                with FAULT_POINTS.at("commit", step, mpisgd.rank()):
                     state.commit()
                 JOURNAL.write("committed", step=state.step)
                 training.save(step)

@@ -58,7 +58,7 @@ def judge(events: Sequence[Event], expected: Sequence[float]) -> Verdict:
     """Compare a run with one without faults.
 
     Args:
-        events: of all ranks and executioners.
+        events: of all ranks and injectors.
         expected: the loss of every step of the run without faults.
     """
     faults = [event for event in events if event["event"] == "fault"]

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
-from train_state import Keeper, resume_from
+from train_state import Checkpointer, resume_from
 
 import mpisgd
 from mpisgd.cli.program import run_program
@@ -396,10 +396,10 @@ def main(
     train_loader = train_batches(images.train.dataset(settings.torch_dtype), batch_size, seed)
     test_loader = test_batches(images.test.dataset(settings.torch_dtype))
     training = build_training(settings, images, train_loader, sync=not no_sync)
-    keeper, resumed = None, False
+    checkpointer, resumed = None, False
     if checkpoint_folder:
-        keeper = Keeper(checkpoint_folder, checkpoint_every, identity(settings, images), training)
-        resumed = resume and resume_from(checkpoint_folder, training, keeper.identity)
+        checkpointer = Checkpointer(checkpoint_folder, checkpoint_every, identity(settings, images), training)
+        resumed = resume and resume_from(checkpoint_folder, training, checkpointer.identity)
     mpisgd.broadcast_parameters(training.model)  # (4) rank 0's weights to all
     if metrics:
         on_rank_0(lambda: append_metrics(metrics, training.history, afresh=True))
@@ -417,8 +417,8 @@ def main(
 
         def after_step() -> None:
             bar.advance(steps)
-            if keeper:
-                keeper.after_step()
+            if checkpointer:
+                checkpointer.after_step()
 
         start = time.perf_counter()
         for epoch in run_epochs(training, test_loader, epochs, after_step):
@@ -428,10 +428,10 @@ def main(
             )
             if metrics:
                 on_rank_0(lambda: append_metrics(metrics, training.history[-1:]))
-            if keeper:
-                keeper.save()
-        if keeper:
-            keeper.finish()
+            if checkpointer:
+                checkpointer.save()
+        if checkpointer:
+            checkpointer.finish()
         last, seconds = training.history[-1], time.perf_counter() - start
         say(f"test accuracy {last.test_accuracy:.2%} after {last.epoch} epochs ({seconds:.1f} s)")
         if plot:

@@ -15,10 +15,10 @@ from mpisgd import checkpoint
 if TYPE_CHECKING:
     from train import Training
 
-__all__ = ["Keeper", "resume_from"]
+__all__ = ["Checkpointer", "resume_from"]
 
 
-class Keeper:
+class Checkpointer:
     """Writes checkpoints while training goes on, and one more when the job is told to stop.
 
     Args:

@@ -7,7 +7,7 @@
 
 All of it is torch's own (DDP, fully_shard, parallelize_module, pipelining, distributed checkpoints), and runs
 over MPI by the name of a backend, at (1). The loss is the same in every layout. How a model is divided at (3)
-is in divide.py, how a batch goes through it in passes.py.
+is in parallelize.py, how a batch goes through it in training_pass.py.
 
 Only rank 0 reads text; checkpoints are written by all ranks, into a folder that all hosts share.
 """
@@ -25,9 +25,8 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import typer
-from divide import divide
 from layout import Layout, check_fit, parse_layout
-from passes import Pipelined, Whole
+from parallelize import parallelize
 from ranks import mean_over_ranks, on_rank_0
 from records import append_metrics, check_writable, progress_bar
 from text_data import load, random_pieces
@@ -36,6 +35,7 @@ from text_state import read_run, read_state, write_checkpoint
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from training_pass import Pipelined, Whole
 
 import mpisgd
 from mpisgd.cli.program import run_program
@@ -97,7 +97,7 @@ class Training:
     """This rank's part of what is trained, and how it went so far."""
 
     model: nn.Module
-    passes: Whole | Pipelined
+    model_pass: Whole | Pipelined
     optimizer: torch.optim.Optimizer
     batch_slice: slice
     step: int = 0
@@ -110,13 +110,13 @@ class Training:
 def build_training(whole: GPT, settings: Settings, layout: Layout, num_pieces: int) -> Training:
     """This rank's part of the model and of every batch. Collective."""
     mesh = layout.mesh()  # (2) the ranks as a grid
-    model = divide(whole, layout, mesh)  # (3)
+    model = parallelize(whole, layout, mesh)  # (3)
     pipelined = layout.pp > 1
-    passes = Pipelined(model, num_pieces, mesh.get_group("pp")) if pipelined else Whole(model, num_pieces)
+    model_pass = Pipelined(model, num_pieces, mesh.get_group("pp")) if pipelined else Whole(model, num_pieces)
     share = settings.batch_size // layout.dp
     place = mesh.get_local_rank("replicate") + mesh.get_local_rank("shard")  # one of them is 0
     batch_slice = slice(place * share, (place + 1) * share)
-    return Training(model, passes, build_optimizer(settings, layout, model, mesh), batch_slice)
+    return Training(model, model_pass, build_optimizer(settings, layout, model, mesh), batch_slice)
 
 
 def build_optimizer(
@@ -138,7 +138,7 @@ def train_step(training: Training, settings: Settings, pieces: Tensor) -> Tensor
         group["lr"] = lr_at(training.step, settings)
     training.optimizer.zero_grad()
     with settings.autocast():
-        loss = training.passes.backward(share[:, :-1], share[:, 1:])
+        loss = training.model_pass.backward(share[:, :-1], share[:, 1:])
     training.optimizer.step()
     training.step += 1
     return loss
@@ -189,7 +189,7 @@ def write_text(training: Training, settings: Settings, prompt: bytes, num_bytes:
         tokens = torch.zeros(1, settings.context, dtype=torch.int64)  # of one length, as pipelines want it
         tokens[0, : len(seen)] = torch.tensor(seen)
         with settings.autocast():
-            logits = training.passes.logits(tokens)
+            logits = training.model_pass.logits(tokens)
         byte = torch.zeros(1, dtype=torch.int64)
         if logits is not None:
             likely = (logits[0, len(seen) - 1].float() / TEMPERATURE).softmax(dim=0)

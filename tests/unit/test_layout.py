@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from divide import keep_stage
 from layout import Layout, check_fit, parse_layout
+from parallelize import keep_stage
 from text_model import ModelSize, build_model
 
 from mpisgd import JobError

@@ -7,13 +7,13 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["holdings"]
+__all__ = ["resources"]
 
 NAMELESS = "/memfd:"  # shared memory of mpisgd's own
 OF_MPI = "/dev/shm/"
 
 
-def holdings() -> dict[str, int]:
+def resources() -> dict[str, int]:
     """Count what this process has: shared memory that is mapped, open files, and among these sockets.
 
     Returns:

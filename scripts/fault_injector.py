@@ -17,7 +17,7 @@ from pathlib import Path
 
 from fault_plan import Fault, read
 
-__all__ = ["Journal", "Victim"]
+__all__ = ["FaultPoints", "Journal"]
 
 
 class Journal:
@@ -32,7 +32,7 @@ class Journal:
         os.write(self._file, line.encode() + b"\n")
 
 
-class Victim:
+class FaultPoints:
     """A rank to which faults are done. Make it before anything else is imported.
 
     Args:
@@ -70,7 +70,7 @@ class Victim:
 
 def _serve(orders: int, rank: int, folder: Path) -> None:
     """Do what is ordered until the rank is gone. Does not return."""
-    journal, plan = Journal(folder, f"executioner-{os.getpid()}"), read(folder / "plan.json")
+    journal, plan = Journal(folder, f"injector-{os.getpid()}"), read(folder / "plan.json")
     with os.fdopen(orders) as lines:
         for line in lines:
             fault = plan[int(line)]

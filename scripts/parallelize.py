@@ -22,10 +22,10 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["divide", "reduces_gradients"]
+__all__ = ["parallelize", "reduces_gradients"]
 
 
-def divide(model: GPT, layout: Layout, mesh: DeviceMesh) -> nn.Module:
+def parallelize(model: GPT, layout: Layout, mesh: DeviceMesh) -> nn.Module:
     """This rank's part of `model`; backward() averages its gradients over dp. Collective."""
     if layout.pp > 1:
         keep_stage(model, mesh.get_local_rank("pp"), layout.pp)

@@ -7,7 +7,7 @@ the pieces' losses.
 from __future__ import annotations
 
 import torch
-from divide import reduces_gradients
+from parallelize import reduces_gradients
 from text_model import mean_loss
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
