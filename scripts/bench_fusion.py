@@ -1,4 +1,4 @@
-"""What tensor fusion buys: 604 small gradients in a few messages, against one call for each.
+"""The gain of tensor fusion: 604 small gradients in a few messages, against one call for each.
 
     mpirun -np 2 python scripts/bench_fusion.py --json fusion.json
 

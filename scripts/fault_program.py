@@ -1,11 +1,11 @@
-"""The program to which faults are done: a small training, so exact that a lost or a double step shows.
+"""The program into which faults are injected: a small training that shows a lost or repeated step.
 
 Every rank takes its share of one batch of twelve rows, so one, two, three, four or six ranks have the same
-loss curve, up to rounding: whatever happens, the loss of step s must be that of a run without faults.
+loss curve up to rounding: with any faults, the loss of step s must equal that of a run without faults.
 
     mpirun --with-ft ulfm -n 4 python fault_program.py FOLDER --elastic
 
-It writes what it does into FOLDER, which `fault_verdict` judges.
+It writes its event log into FOLDER, which `fault_verdict` reads.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def batch_of(step: int) -> tuple[Tensor, Tensor]:
 
 
 def make_model() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model, and an optimizer with a memory."""
+    """The model, and an optimizer with momentum."""
     torch.manual_seed(7)
     layers = [nn.Linear(FEATURES, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)]
     model = nn.Sequential(*layers).double()
@@ -69,7 +69,7 @@ def losses_without_faults(steps: int) -> list[float]:
 
 
 class Training:
-    """What the ranks do, with the moments at which faults may come."""
+    """The training of a rank, with its fault injection points."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -129,7 +129,7 @@ class Training:
 
 
 def train_plainly(training: Training) -> None:
-    """Train; a lost rank is the end, and a checkpoint the new beginning."""
+    """Train; a lost rank ends the job, which resumes from a checkpoint."""
     first = training.start()
     JOURNAL.write("begin", step=first, rank=mpisgd.rank(), size=mpisgd.size())
     for step in range(first, training.options.steps):
@@ -139,7 +139,7 @@ def train_plainly(training: Training) -> None:
 
 
 def train_elastically(training: Training) -> None:
-    """Train; those that are left go on from the last commit."""
+    """Train; the remaining ranks continue from the last commit."""
     options = training.options
     state = mpisgd.elastic.State(model=training.model, optimizer=training.optimizer, step=0)
 

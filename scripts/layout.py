@@ -1,4 +1,4 @@
-"""How the ranks of a job share one model: `--parallel dp=2,tp=2,pp=2`, and what cannot be shared so.
+"""The parallel layout of a job, `--parallel dp=2,tp=2,pp=2`, and its checks.
 
     dp    data parallel: each has its share of the batch
     tp    tensor parallel: each has a part of every layer's heads and columns

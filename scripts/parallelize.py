@@ -1,7 +1,7 @@
-"""From a model for one process to this rank's part of it, with torch's own tools.
+"""Parallelize a model for one process with torch's own tools.
 
-The order matters: first the layers of this stage are picked, then each layer is split, then what is left is
-shared out among the data-parallel ranks.
+The order matters: first the layers of this stage are selected, then each layer is split over the tensor
+parallel ranks, then the rest is replicated or sharded over the data-parallel ranks.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Train a GPT on the bytes of any text, divided among the ranks of an MPI job in any of torch's ways.
+"""Train a GPT on the bytes of any text, over the ranks of an MPI job, with any of torch's parallelisms.
 
     python scripts/train_text.py                                                 alone
-    mpirun -np 4 python scripts/train_text.py                                    each its share of a batch
-    mpirun -np 4 python scripts/train_text.py --zero 3                           and its share of the model
-    mpirun -np 8 python scripts/train_text.py --parallel dp=2,tp=2,pp=2          three ways at once
+    mpirun -np 4 python scripts/train_text.py                                    data parallel
+    mpirun -np 4 python scripts/train_text.py --zero 3                           sharded model
+    mpirun -np 8 python scripts/train_text.py --parallel dp=2,tp=2,pp=2          three axes
 
 All of it is torch's own (DDP, fully_shard, parallelize_module, pipelining, distributed checkpoints), and runs
 over MPI by the name of a backend, at (1). The loss is the same in every layout. How a model is divided at (3)
-is in parallelize.py, how a batch goes through it in training_pass.py.
+is in parallelize.py; forward and backward are in training_pass.py.
 
 Only rank 0 reads text; checkpoints are written by all ranks, into a folder that all hosts share.
 """

@@ -1,7 +1,6 @@
-"""How a batch goes through the model, in pieces: one after the other, or several at once in a pipeline.
+"""Forward and backward of a batch in micro-batches: sequential, or in a pipeline.
 
-Both kinds of passes add the gradients of the mean loss of the pieces to the parameters, and give the sum of
-the pieces' losses.
+Both accumulate the gradients of the mean loss of the micro-batches and return the sum of their losses.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ __all__ = ["Pipelined", "Whole"]
 
 
 class Whole:
-    """Every rank has all layers (or a part of each); pieces bound the memory that activations take."""
+    """Every rank has all layers (or a part of each); micro-batches bound the memory of activations."""
 
     def __init__(self, model: nn.Module, num_pieces: int) -> None:
         self.model = model
