@@ -141,10 +141,10 @@ def quartiles(values: list[float]) -> tuple[float, float, float]:
 
 @app.command()
 def main(
-    folder: Annotated[Path, typer.Option(help="On the disk to measure.")] = TEMPORARY,
+    folder: Annotated[Path, typer.Option(help="A folder on the disk to measure.")] = TEMPORARY,
     rounds: Annotated[int, typer.Option(min=1)] = 10,
-    steps: Annotated[int, typer.Option(min=1, help="In each round, without a checkpoint.")] = 5,
-    batch: Annotated[int, typer.Option(min=1, help="Examples of one rank.")] = 64,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of a round without a checkpoint.")] = 5,
+    batch: Annotated[int, typer.Option(min=1, help="Batch size of a rank.")] = 64,
 ) -> None:
     """Compare saving with training."""
     mpisgd.init()

@@ -168,8 +168,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--elastic", action="store_true")
     parser.add_argument("--regrow", action="store_true")
     parser.add_argument("--checkpoints", action="store_true")
-    parser.add_argument("--go-on", action="store_true", help="also where a checkpoint cannot be written")
-    parser.add_argument("--pause", type=float, default=0.0, metavar="S", help="in every step")
+    parser.add_argument("--go-on", action="store_true", help="continue if a checkpoint cannot be written")
+    parser.add_argument(
+        "--pause", type=float, default=0.0, metavar="S", help="seconds to sleep in every step"
+    )
     return parser.parse_args()
 
 

@@ -72,10 +72,10 @@ def split_layers(model: GPT, mesh: DeviceMesh) -> None:
 def share(model: GPT, layout: Layout, mesh: DeviceMesh) -> nn.Module:
     """Data parallel: every rank has its own share of the batch.
 
-    DDP where there is no other axis: ZeRO-1 needs it, and it takes less time than `fully_shard`. But it
-    does not know parameters that tensor parallelism has divided, and in a pipeline with as many pieces as
-    stages it fails (torch 2.13, every backend). `fully_shard` goes with all; over a "shard" axis of length
-    1 all that it does is average gradients.
+    DDP without other axes: ZeRO-1 needs it, and it takes less time than `fully_shard`. But it does not know
+    parameters that tensor parallelism has split, and it fails in a pipeline with as many micro-batches as
+    stages (torch 2.13, every backend). `fully_shard` works with all axes; over a "shard" axis of length 1 it
+    only averages gradients.
     """
     if layout.zero != 3 and layout.tp == layout.pp == 1:
         return DistributedDataParallel(model, process_group=mesh.get_group("replicate"))

@@ -354,34 +354,36 @@ def main(
     data: Annotated[
         Path | None, typer.Option(help="A folder of MNIST-format files, or an .npz file; default: digits.")
     ] = None,
-    classes: Annotated[int, typer.Option(min=2, help="Labels are 0 to CLASSES - 1.")] = 10,
+    classes: Annotated[int, typer.Option(min=2, help="Number of classes; labels are 0 to CLASSES - 1.")] = 10,
     model: Annotated[ModelName, typer.Option()] = ModelName.cnn,
     optimizer: Annotated[OptimizerName, typer.Option()] = OptimizerName.sgd,
     lr: Annotated[
-        float | None, typer.Option(min=0, help=f"For a batch of {REFERENCE_BATCH}: scaled with --batch-size.")
+        float | None, typer.Option(min=0, help=f"Learning rate for a batch of {REFERENCE_BATCH}.")
     ] = None,
-    warmup_epochs: Annotated[int, typer.Option(min=0, help="Raise the rate over so many epochs.")] = 1,
+    warmup_epochs: Annotated[int, typer.Option(min=0, help="Epochs of linear warmup.")] = 1,
     batch_size: Annotated[
-        int, typer.Option(min=1, help="Images per step of the whole job.")
+        int, typer.Option(min=1, help="Images per step, over all ranks.")
     ] = REFERENCE_BATCH,
-    epochs: Annotated[int, typer.Option(min=1, help="In all, those before a resume included.")] = 20,
-    seed: Annotated[int, typer.Option(min=0, help="Of the first weights and of the images' order.")] = 0,
+    epochs: Annotated[int, typer.Option(min=1, help="Total epochs, including those before a resume.")] = 20,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the weights and of the image order.")] = 0,
     dtype: Annotated[DtypeName, typer.Option()] = DtypeName.float32,
     checkpoint_folder: Annotated[
-        Path | None, typer.Option(help="Keep checkpoints here: the last three, one per epoch.")
+        Path | None, typer.Option(help="Folder of checkpoints: the last three, one per epoch.")
     ] = None,
-    checkpoint_every: Annotated[int, typer.Option(min=0, help="Also every so many steps.")] = 0,
+    checkpoint_every: Annotated[
+        int, typer.Option(min=0, help="Steps between further checkpoints; 0: none.")
+    ] = 0,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest of them, if there is one.")
+        bool, typer.Option("--resume", help="Resume from the newest checkpoint, if any.")
     ] = False,
     plot: Annotated[
-        Path | None, typer.Option(readable=False, help="Draw loss and accuracy: FILE.png, .svg, .pdf.")
+        Path | None, typer.Option(readable=False, help="Plot of loss and accuracy: .png, .svg or .pdf.")
     ] = None,
     metrics: Annotated[
-        Path | None, typer.Option(readable=False, help="Write a line of JSON here every epoch.")
+        Path | None, typer.Option(readable=False, help="File for one line of JSON per epoch.")
     ] = None,
     no_sync: Annotated[
-        bool, typer.Option("--no-sync", help="Train every rank alone, to see what communication buys.")
+        bool, typer.Option("--no-sync", help="Train every rank alone, for comparison.")
     ] = False,
 ) -> None:
     """Train an image classifier on all ranks of the job (mpirun -np N ...), or alone."""
