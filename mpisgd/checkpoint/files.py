@@ -105,7 +105,7 @@ def remove_unfinished(folder: Path) -> None:
     for path in folder.iterdir():
         if UNFINISHED.fullmatch(path.name):
             with contextlib.suppress(OSError), path.open("rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while somebody writes
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while it is being written
                 path.unlink()
 
 

@@ -14,7 +14,7 @@ ROOT = 0  # the group rank that reads and writes the files
 
 
 def gather_at_root(group: Group, operation: Operation, obj: Any) -> list[Any] | None:
-    """Return everyone's object on the root, None elsewhere. Collective."""
+    """Return the objects of all ranks on the root, None elsewhere. Collective."""
     got: list[list[Any] | None] = []
     group.queue.run(operation, lambda: got.append(group.queue.wire.gather_object(obj, ROOT)))
     return got[0]

@@ -106,10 +106,10 @@ class BuddyReplicas:
 
 
 def _gather(found: dict[int, bytes], num_ranks: int) -> tuple[dict[int, bytes], int]:
-    everyones: list[Any] = [None] * size()
-    all_gather_object(everyones, (found, num_ranks))
-    replicas = {owner: replica for found, _ in everyones for owner, replica in found.items()}
-    return replicas, max(number for _, number in everyones)
+    gathered: list[Any] = [None] * size()
+    all_gather_object(gathered, (found, num_ranks))
+    replicas = {owner: replica for found, _ in gathered for owner, replica in found.items()}
+    return replicas, max(number for _, number in gathered)
 
 
 def _pack(values: list[Any]) -> bytes:

@@ -138,9 +138,9 @@ class State:
 
     def _latest_common(self) -> int:
         """Return the last commit that all ranks but the joiners have; 0 without one. Collective."""
-        everyones: list[Any] = [None] * size()
-        all_gather_object(everyones, (self.commits, self._began))
-        latest: int = min(number for number, began in everyones if began or number)
+        gathered: list[Any] = [None] * size()
+        all_gather_object(gathered, (self.commits, self._began))
+        latest: int = min(number for number, began in gathered if began or number)
         return latest
 
     def _restore(self, number: int) -> None:

@@ -1,7 +1,7 @@
 """Batch normalization with the statistics of all ranks, and its gradient.
 
 The statistics depend on every rank's input, so the gradient of one rank's input needs sums over all ranks.
-With y = w xhat + b, xhat = (x - mean) / std, N values per channel on all ranks together and everyone's dy:
+With y = w xhat + b, xhat = (x - mean) / std, and N values per channel and the dy of all ranks:
 
     db = sum dy        dw = sum dy xhat        dx = w / std (dy - (db + dw xhat) / N)
 

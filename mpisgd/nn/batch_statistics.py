@@ -1,7 +1,7 @@
 """Mean and variance of each channel over the batches of all ranks.
 
 Sums of x and x^2 would be one all-reduce, and their difference loses all digits where the mean is large. So
-every rank reduces its own batch to (mean, variance, count), and everyone combines the rows of all:
+every rank reduces its own batch to (mean, variance, count), and all ranks combine these rows:
 
     mean = sum_r share_r mean_r                         share_r = count_r / sum of counts
     var  = sum_r share_r (var_r + (mean_r - mean)^2)

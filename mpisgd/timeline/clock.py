@@ -42,10 +42,10 @@ def align(wire: "Communicator") -> Clock:
 
     Ranks under one kernel share a clock. The others exchange ping-pong messages with rank 0.
     """
-    everyone = wire.all_gather_object((_which_clock(), time.monotonic_ns()))
-    (first, origin_ns) = everyone[0]
+    gathered = wire.all_gather_object((_which_clock(), time.monotonic_ns()))
+    (first, origin_ns) = gathered[0]
     offset_ns = error_ns = 0
-    for rank, (which, _) in enumerate(everyone):
+    for rank, (which, _) in enumerate(gathered):
         if which != first and wire.rank in (0, rank):
             offset_ns, error_ns = offset_by_messages(wire, rank)
     return Clock(origin_ns, offset_ns, error_ns)
