@@ -21,6 +21,7 @@ __all__ = [
     "check_positive",
     "check_seed",
     "check_text",
+    "has_state_dict",
     "shown",
 ]
 
@@ -90,3 +91,8 @@ def check_seed(name: str, value: Any) -> None:
     """Raise InvalidArgument unless torch's generators take `value` as a seed."""
     if not isinstance(value, int) or not -(2**63) <= value < 2**64:
         raise InvalidArgument(f"{name}: seed={shown(value)}; expected an integer of 64 bits")
+
+
+def has_state_dict(value: object) -> bool:
+    """Return whether an object has `state_dict()` and `load_state_dict()`."""
+    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))

@@ -1,4 +1,4 @@
-"""What the environment says, and the defaults mpisgd gives MPI: look-ups that need no MPI and no torch."""
+"""Environment variables and the defaults that mpisgd sets for MPI; loads neither MPI nor torch."""
 
 import contextlib
 import math
@@ -12,7 +12,7 @@ __all__ = [
     "BUILT_IN_PROFILE",
     "ENDED_NOTE",
     "GPU_CHOICES",
-    "NEWCOMER_VARIABLE",
+    "JOINER_VARIABLE",
     "NOTES_VARIABLE",
     "PREEMPTED",
     "available_cores",
@@ -22,15 +22,14 @@ __all__ = [
     "default_threads",
     "fault_tolerance",
     "gpu",
+    "huge_pages",
     "is_launched",
-    "large_pages",
     "launcher_local_size",
     "launcher_rank",
     "launcher_size",
     "mpi_defaults",
     "note",
     "profile",
-    "restart_count",
     "set_mpi_defaults",
     "shared_memory",
     "stall_warning_s",
@@ -40,41 +39,40 @@ __all__ = [
     "was_spawned",
 ]
 
-# Each launcher tells its processes who they are before MPI starts: Open MPI, then the PMI of MPICH and
-# Intel MPI, then Slurm's own srun.
+# Rank and sizes as launchers export them: Open MPI, then the PMI of MPICH and Intel MPI, then Slurm's srun.
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 LOCAL_SIZE_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
 LAUNCHER_PREFIXES = ("OMPI_COMM_WORLD_", "PMIX_", "PMI_", "SLURM_")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 LOCAL_RANK_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
-# Slurm sets its variables in a batch script too, where nothing was started by rank; this one only in a step.
+# Slurm sets its variables in a batch script too, which is no rank; this one only in a step.
 SLURM_STEP_VARIABLE = "SLURM_STEP_NUM_TASKS"
-# Within a step its own number counts: salloc's shell is a step of one task and sees the allocation's too.
+# The step's number comes first: salloc's shell is a step of one task and also sees that of the allocation.
 SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", SLURM_STEP_VARIABLE, "SLURM_NTASKS")
 
-LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 DEFAULT_TIMEOUT_S = 1800.0
 DEFAULT_STALL_WARNING_S = 60.0
-# A host is lost when none has come for the timeout; `mpisgd.monitor.heartbeat` sends them. Those who
-# notice it tell the others, who could not agree on what to do otherwise.
+# `mpisgd.monitor.heartbeat` sends a heartbeat each period; a host without one for the timeout is lost. The
+# ranks that detect it tell the others, since all must agree.
 HEARTBEAT = {
     "OMPI_MCA_mpi_ft_detector": "1",
     "OMPI_MCA_mpi_ft_detector_period": "1",
     "OMPI_MCA_mpi_ft_detector_timeout": "10",
     "OMPI_MCA_mpi_ft_propagator_with_rbcast": "1",
 }
-# At its end MPI meets all ranks that were ever started; now and then it waits for lost ones for ever.
-NO_MEETING_AT_THE_END = {"OMPI_MCA_async_mpi_finalize": "1"}
-FABRICS = ("infiniband", "cxi")  # as Linux sorts their devices
+# MPI_Finalize otherwise has a barrier of all ranks ever started, which may wait for lost ones for ever.
+ASYNC_FINALIZE = {"OMPI_MCA_async_mpi_finalize": "1"}
+FABRICS = ("infiniband", "cxi")  # device classes of Linux
 BUILT_IN_PROFILE = "built-in"
 GPU_CHOICES = ("auto", "nccl", "mpi")
-# The exit code of a job that was told to stop and has saved its state, as HTCondor's manual has it. None of
-# Python's, mpirun's or the shell's own (143 is any process that SIGTERM has killed).
+# The exit code of a preempted job that has saved its state, as in HTCondor's manual. Python, mpirun and the
+# shell use none like it (143 is any process that SIGTERM has killed).
 PREEMPTED = 85
 NOTES_VARIABLE = "MPISGD_RUN_NOTES"
-NEWCOMER_VARIABLE = "MPISGD_ELASTIC_NEWCOMER"
-ENDED_NOTE = "ended 0"  # the program did, whatever becomes of mpirun
+JOINER_VARIABLE = "MPISGD_ELASTIC_NEWCOMER"
+ENDED_NOTE = "ended 0"  # of the program, whatever mpirun returns
 
 
 def _first_int(names: tuple[str, ...], env: Mapping[str, str]) -> int | None:
@@ -88,38 +86,38 @@ def _first_int(names: tuple[str, ...], env: Mapping[str, str]) -> int | None:
 
 
 def launcher_rank(env: Mapping[str, str] = os.environ) -> int | None:
-    """Return the rank `mpirun` gave this process, None where no launcher is to be seen."""
+    """Return the rank of this process, None without a launcher."""
     return _first_int(RANK_VARIABLES, env)
 
 
 def launcher_size(env: Mapping[str, str] = os.environ) -> int | None:
-    """Return the number of ranks `mpirun` started, None where no launcher is to be seen."""
+    """Return the number of ranks that the launcher started, None without one."""
     return _first_int(SIZE_VARIABLES, env)
 
 
 def is_launched(env: Mapping[str, str] = os.environ) -> bool:
-    """Return whether `mpirun`, or Slurm's own launcher for several, has started this process."""
+    """Return whether `mpirun` has started this process, or `srun` with several tasks."""
     by_mpirun = _first_int(("OMPI_COMM_WORLD_RANK", "PMI_RANK"), env) is not None
     return by_mpirun or (_first_int((SLURM_STEP_VARIABLE,), env) or 1) > 1
 
 
 def starts_alone(env: Mapping[str, str] = os.environ) -> bool:
-    """Return whether no other ranks were started with this process, and it was not started to join any."""
+    """Return whether this process is the only rank and not a joiner."""
     return (launcher_size(env) or 1) == 1 and not was_spawned(env)
 
 
 def was_spawned(env: Mapping[str, str] = os.environ) -> bool:
-    """Return whether ranks of a job have started this process, to become one of them."""
-    return NEWCOMER_VARIABLE in env
+    """Return whether this process is a joiner: ranks of a job have spawned it."""
+    return JOINER_VARIABLE in env
 
 
 def launcher_local_size(env: Mapping[str, str] = os.environ) -> int | None:
-    """Return how many of the ranks share this host, None where the launcher does not say."""
+    """Return the number of ranks on this host, None if the launcher does not export it."""
     return _first_int(LOCAL_SIZE_VARIABLES, env)
 
 
 def torchrun_variables(env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return what torchrun would set for this process; empty where no MPI launcher is to be seen."""
+    """Return the variables that torchrun would set for this process; empty without an MPI launcher."""
     if _first_int(("OMPI_COMM_WORLD_RANK", "PMI_RANK"), env) is None and SLURM_STEP_VARIABLE not in env:
         return {}
     found = {
@@ -145,7 +143,7 @@ def timeout_s(env: Mapping[str, str] = os.environ) -> float:
 
 
 def stall_warning_s(env: Mapping[str, str] = os.environ) -> float:
-    """Return when a wait is worth a warning, in seconds (MPISGD_STALL_WARNING_S, default 60, 0: never)."""
+    """Return after how long a wait is reported, in seconds (MPISGD_STALL_WARNING_S, default 60, 0: never)."""
     value, text = _seconds("MPISGD_STALL_WARNING_S", DEFAULT_STALL_WARNING_S, env)
     if not value >= 0:
         raise InvalidArgument(f"{text}: expected a number of seconds, 0 for never")
@@ -153,7 +151,7 @@ def stall_warning_s(env: Mapping[str, str] = os.environ) -> float:
 
 
 def _seconds(name: str, default: float, env: Mapping[str, str]) -> tuple[float, str]:
-    """Return a variable's value, NaN where it is no number, and what to call it in an error."""
+    """Return a variable's value, NaN if it is not a number, and its name for an error."""
     text = env.get(name, str(default))
     try:
         return float(text), f"{name}={text!r}"
@@ -162,7 +160,7 @@ def _seconds(name: str, default: float, env: Mapping[str, str]) -> tuple[float, 
 
 
 def check(env: Mapping[str, str] = os.environ) -> None:
-    """Raise InvalidArgument where a setting makes no sense."""
+    """Raise InvalidArgument if a setting is invalid."""
     stall_warning_s(env)
     shared_memory(env)
     cross_memory(env)
@@ -174,12 +172,12 @@ def shared_memory(env: Mapping[str, str] = os.environ) -> bool:
 
 
 def cross_memory(env: Mapping[str, str] = os.environ) -> bool:
-    """Return whether ranks of a host may reach into each other's memory (MPISGD_CROSS_MEMORY, default 1)."""
+    """Return whether ranks of a host may use cross-memory attach (MPISGD_CROSS_MEMORY, default 1)."""
     return _switch("MPISGD_CROSS_MEMORY", env)
 
 
-def large_pages(env: Mapping[str, str] = os.environ, setting: Path = LARGE_PAGES) -> bool:
-    """Return whether large tensors lie in large pages: the kernel gives them, or torch or glibc asks."""
+def huge_pages(env: Mapping[str, str] = os.environ, setting: Path = HUGE_PAGES) -> bool:
+    """Return whether large tensors use huge pages: always, or on request of torch or glibc."""
     try:
         chosen = setting.read_text()
     except OSError:
@@ -189,7 +187,7 @@ def large_pages(env: Mapping[str, str] = os.environ, setting: Path = LARGE_PAGES
 
 
 def _switch(name: str, env: Mapping[str, str]) -> bool:
-    """Return a setting that is on unless it is 0."""
+    """Return a setting that is on unless it is "0"."""
     text = env.get(name, "1")
     if text not in ("0", "1"):
         raise InvalidArgument(f"{name}={text!r}: expected 0 or 1")
@@ -197,7 +195,7 @@ def _switch(name: str, env: Mapping[str, str]) -> bool:
 
 
 def gpu(env: Mapping[str, str] = os.environ) -> str:
-    """Return how GPU tensors travel, MPISGD_GPU: auto (the default), nccl or mpi; see `mpisgd.init`."""
+    """Return the transport of GPU tensors, MPISGD_GPU: auto (the default), nccl or mpi; see `mpisgd.init`."""
     text = env.get("MPISGD_GPU") or "auto"
     if text not in GPU_CHOICES:
         raise InvalidArgument(f"MPISGD_GPU={text!r}: expected one of {', '.join(GPU_CHOICES)}")
@@ -205,45 +203,45 @@ def gpu(env: Mapping[str, str] = os.environ) -> str:
 
 
 def profile(env: Mapping[str, str] = os.environ) -> str | None:
-    """Return MPISGD_PROFILE: a file of measured costs, or BUILT_IN_PROFILE; None for the usual place."""
+    """Return MPISGD_PROFILE: a file of measured costs, or BUILT_IN_PROFILE; None for the cache folder."""
     return env.get("MPISGD_PROFILE") or None
 
 
 def timeline(env: Mapping[str, str] = os.environ) -> str | None:
-    """Return MPISGD_TIMELINE: where to record what goes on; see `mpisgd.start_timeline`."""
+    """Return MPISGD_TIMELINE: the file of the timeline; see `mpisgd.start_timeline`."""
     return env.get("MPISGD_TIMELINE") or None
 
 
 def fault_tolerance(env: Mapping[str, str] = os.environ) -> bool:
-    """Return whether Open MPI was told to outlive lost ranks (`mpirun --with-ft ulfm`)."""
+    """Return whether Open MPI runs with fault tolerance (`mpirun --with-ft ulfm`)."""
     return env.get("OMPI_MCA_mpi_ft_enable", "").lower() in ("1", "true", "yes", "ulfm", "mpi")
 
 
 def heartbeats(env: Mapping[str, str] = os.environ) -> bool:
-    """Return whether Open MPI was told to tell dead hosts by their missing heartbeats."""
+    """Return whether Open MPI's failure detector is on."""
     wanted = env.get("OMPI_MCA_mpi_ft_detector", "").lower() in ("1", "true", "yes")
     return wanted and fault_tolerance(env)
 
 
 def cache_folder(env: Mapping[str, str] = os.environ) -> Path:
-    """Return where what was measured on this machine is kept."""
+    """Return the folder for measurements of this machine."""
     return Path(env.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "mpisgd"
 
 
 def available_cores() -> int:
     """Return how many cores the job may use on this host.
 
-    `mpirun` may have bound this process to one core, so its parent (mpirun, or the daemon that started
-    the ranks here) is asked too: it holds what the batch system gave. A container's CPU quota caps it.
+    `mpirun` may have bound this process to one core, so the affinity of its parent (mpirun, or its daemon on
+    this host) counts too: it has the cores of the batch system. A container's CPU quota is an upper bound.
     """
     cores = set(os.sched_getaffinity(0))
-    with contextlib.suppress(OSError):  # the parent is gone, or not ours to ask
+    with contextlib.suppress(OSError):  # no such parent, or no permission
         cores |= os.sched_getaffinity(os.getppid())
     return max(1, min(len(cores), _quota_cores()))
 
 
 def _quota_cores() -> int:
-    """Return the cores that a cgroup's CPU quota amounts to, rounded up; very many without a quota."""
+    """Return the cores of a cgroup's CPU quota, rounded up; a very large number without a quota."""
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return math.ceil(int(quota) / int(period))
@@ -258,16 +256,15 @@ def mpi_defaults(
     local_size: int | None = None,
     fabric: bool | None = None,
 ) -> dict[str, str]:
-    """Return the MPI settings mpisgd wants and the user has not chosen; they must be set before MPI starts.
+    """Return mpisgd's defaults for settings of MPI that the user has not set; for before MPI starts.
 
-    - More ranks than cores on a host: a waiting rank must give up its core. Open MPI's default of
-      spinning made an all-reduce 15 times slower there.
-    - One-sided windows must not be tried over UCX: every window would print an error line.
-    - Where losses are survived, hosts send each other heartbeats: of a dead one nobody else would tell. And
-      MPI's end meets nobody; ours has met those that are left.
-    - On one host Open MPI's TCP transport is of no use, but listens on every address of the host.
-    - Its OFI transport sleeps for a second before it says that it has nothing to do, as it has not without a
-      fabric such as InfiniBand.
+    - More ranks than cores on a host: waiting ranks yield their core. With Open MPI's default, spinning, an
+      all-reduce was 15 times slower.
+    - No one-sided windows over UCX: every window would print an error line.
+    - With fault tolerance: heartbeats between hosts, the only way to detect a dead one, and a finalize
+      without a barrier, since mpisgd has synchronized the remaining ranks.
+    - On one host no TCP transport: it has no use there but listens on every address of the host.
+    - Without a fabric such as InfiniBand no OFI transport: it would sleep for a second at the start.
     """
     cores = available_cores() if cores is None else cores
     local_size = launcher_local_size(env) if local_size is None else local_size
@@ -275,7 +272,7 @@ def mpi_defaults(
     if local_size is not None and local_size > cores:
         wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
     if fault_tolerance(env):
-        wanted |= NO_MEETING_AT_THE_END
+        wanted |= ASYNC_FINALIZE
     if fault_tolerance(env) and local_size != launcher_size(env):
         wanted |= HEARTBEAT
     if not _needs_network(env):
@@ -288,9 +285,8 @@ def mpi_defaults(
 def _needs_network(env: Mapping[str, str]) -> bool:
     """Return whether Open MPI's ranks may have to reach each other by TCP.
 
-    Only its own `mpirun` tells for certain that there is one host, and no launcher at all that there is one
-    process. With fault tolerance new processes may join later, and processes started later than others
-    reach them by TCP also on the same host.
+    One host is certain only under Open MPI's own `mpirun`, or without a launcher. With fault tolerance,
+    joiners may be spawned, and these use TCP on the same host too.
     """
     if not any(name.startswith(LAUNCHER_PREFIXES) for name in env):
         return False
@@ -299,7 +295,7 @@ def _needs_network(env: Mapping[str, str]) -> bool:
 
 
 def _has_fabric(devices: Path = Path("/sys/class")) -> bool:
-    """Return whether this host has a network that is more than Ethernet: InfiniBand, EFA, Slingshot."""
+    """Return whether this host has a fabric: InfiniBand, EFA, Slingshot."""
     return any(any((devices / kind).glob("*")) for kind in FABRICS)
 
 
@@ -311,22 +307,17 @@ def set_mpi_defaults(env: MutableMapping[str, str] = os.environ) -> dict[str, st
 
 
 def default_threads(current: int, local_size: int, cores: int, env: Mapping[str, str] = os.environ) -> int:
-    """Return how many threads torch should use: the host's cores shared by its ranks.
+    """Return the number of torch's threads: the host's cores divided by its ranks.
 
-    Never more than `current`, and never against the user: a thread count in the environment stands.
+    Never more than `current`, which also stays if the environment sets a number of threads.
     """
     if any(name in env for name in THREAD_VARIABLES):
         return current
     return min(current, max(1, cores // local_size))
 
 
-def restart_count(env: Mapping[str, str] = os.environ) -> int:
-    """Return how often `python -m mpisgd run` has started this job again; 0 for the first time."""
-    return _first_int(("MPISGD_RESTART_COUNT",), env) or 0
-
-
 def note(line: str, env: Mapping[str, str] = os.environ) -> None:
-    """Tell `python -m mpisgd run`, if it has started this job, on this host, what it can say later."""
+    """Append a line to the notes of `python -m mpisgd run`, if it has started this job on this host."""
     path = env.get(NOTES_VARIABLE)
     if path:
         with contextlib.suppress(OSError), open(path, "r+") as file:  # another host has no such file

@@ -1,32 +1,32 @@
 """The exceptions of mpisgd, one tree.
 
     MpisgdError
-     +-- NotInitialized       RuntimeError     the job's world is needed and not to be had
+     +-- NotInitialized       RuntimeError     the job's world group does not exist
      +-- AlreadyInitialized   RuntimeError     init() with another communicator
      +-- MpiNotFound          ImportError      no MPI library on this machine
      +-- MpiFailed            RuntimeError     the MPI library reported an error
      |    +-- PeerLost        ConnectionError  ... because a rank went away
-     +-- StateLost            RuntimeError     elastic: what only the lost ranks had
+     +-- StateLost            RuntimeError     elastic: a rank and its replica are both lost
      +-- Unreachable          ConnectionError  no TCP between the hosts; RuntimeError too
      +-- NcclFailed           RuntimeError     NCCL reported an error
      +-- InvalidRank          ValueError       a rank that the group does not have
      +-- NotInGroup           ValueError       this rank is not a member of the group
-     +-- UnsupportedTensor    TypeError        a layout, device or dtype that cannot travel
+     +-- UnsupportedTensor    TypeError        a layout, device or dtype that cannot be sent
      +-- UnsupportedOp        TypeError        an operation the dtype does not have
      +-- UnsupportedTorch     RuntimeError     this version of torch lacks what is asked for
      +-- ShapeMismatch        ValueError       sizes disagree on this rank, before anything was sent
-     +-- InvalidArgument      ValueError       any other argument that makes no sense
-     +-- CollectiveMismatch   RuntimeError     the ranks called different things; raised on every rank
+     +-- InvalidArgument      ValueError       any other invalid argument
+     +-- CollectiveMismatch   RuntimeError     the ranks called different operations; raised on every rank
      |    +-- Deadlock                          ... or wait for each other for ever
      +-- CollectiveTimeout    TimeoutError     waited longer than the timeout; RuntimeError too
      +-- OutOfSync            RuntimeError     the ranks hold different parameters; raised on every rank
      +-- NonFiniteGradients   ArithmeticError  a gradient is infinite or NaN; raised on every rank
-     +-- CheckpointError      RuntimeError     could not be written, or there is none; raised on every rank
-     |    +-- CheckpointDamaged    RuntimeError     ... a file that is not what was written
-     |    +-- CheckpointMismatch   ValueError       ... it holds something else than what is to be loaded
-     +-- JobError             RuntimeError     a program's own "this cannot work", without a traceback
+     +-- CheckpointError      RuntimeError     not written, or not found; raised on every rank
+     |    +-- CheckpointDamaged    RuntimeError     ... a damaged file
+     |    +-- CheckpointMismatch   ValueError       ... its content does not fit the objects
+     +-- JobError             RuntimeError     an error of the user's input, printed without a traceback
 
-Every leaf also is the builtin it means, so `except ValueError` catches what one expects.
+Every leaf also derives from the builtin exception named beside it, so `except ValueError` works.
 """
 
 __all__ = [
@@ -61,23 +61,23 @@ __all__ = [
 class MpisgdError(Exception):
     """Base of everything mpisgd raises on purpose.
 
-    `on_every_rank` is True where all ranks of the group raise the same error at the same operation; then
-    one of them speaks for all.
+    `on_every_rank` is True if all ranks of the group raise the same error at the same operation; then one of
+    them prints it.
     """
 
     on_every_rank = False
 
 
 class NotInitialized(MpisgdError, RuntimeError):
-    """The job's world is needed and not there."""
+    """The job's world group does not exist."""
 
 
 class AlreadyInitialized(MpisgdError, RuntimeError):
-    """`init()` was called again with something else."""
+    """`init()` was called again with another communicator."""
 
 
 class MpiNotFound(MpisgdError, ImportError):
-    """mpi4py is there but finds no MPI library."""
+    """mpi4py finds no MPI library."""
 
 
 class MpiFailed(MpisgdError, RuntimeError):
@@ -89,13 +89,13 @@ class PeerLost(MpiFailed, ConnectionError):
 
 
 class StateLost(MpisgdError, RuntimeError):
-    """Ranks were lost, and with them a piece of an elastic state that no other rank has; on every rank."""
+    """A rank of an elastic job and the rank with its replica were both lost; raised on every rank."""
 
     on_every_rank = True
 
 
 class Unreachable(MpisgdError, ConnectionError, RuntimeError):
-    """Between the hosts of the job there is MPI, but no TCP connection; raised on every rank.
+    """The hosts of the job cannot connect by TCP; raised on every rank.
 
     A RuntimeError too, as is the error of torch's own stores.
     """
@@ -116,7 +116,7 @@ class NotInGroup(MpisgdError, ValueError):
 
 
 class UnsupportedTensor(MpisgdError, TypeError):
-    """A tensor that cannot travel: sparse, on another device, an unknown dtype."""
+    """A tensor that cannot be sent: sparse, on another device, of an unknown dtype."""
 
 
 class UnsupportedOp(MpisgdError, TypeError):
@@ -132,17 +132,17 @@ class ShapeMismatch(MpisgdError, ValueError):
 
 
 class InvalidArgument(MpisgdError, ValueError):
-    """An argument that makes no sense; nothing was sent."""
+    """An invalid argument; nothing was sent."""
 
 
 class CollectiveMismatch(MpisgdError, RuntimeError):
-    """Ranks of a group called different operations; every one of them raises this, nothing was sent."""
+    """Ranks of a group called different operations; raised on every rank, nothing was sent."""
 
     on_every_rank = True
 
 
 class Deadlock(CollectiveMismatch):
-    """Ranks wait for each other, or for one that has left, and none of them can ever go on.
+    """Ranks wait for each other in a cycle, or for a rank that has left.
 
     Raised on all of them within seconds; the groups in which they waited cannot be used any more.
     """
@@ -156,35 +156,35 @@ class CollectiveTimeout(MpisgdError, TimeoutError, RuntimeError):
 
 
 class OutOfSync(MpisgdError, RuntimeError):
-    """The ranks hold different parameters, which they should have in common; raised on every rank."""
+    """The ranks hold different parameters; raised on every rank."""
 
     on_every_rank = True
 
 
 class CheckpointError(MpisgdError, RuntimeError):
-    """A checkpoint could not be written, or there is none to load; every rank raises this."""
+    """A checkpoint could not be written, or there is none to load; raised on every rank."""
 
     on_every_rank = True
 
 
 class NonFiniteGradients(MpisgdError, ArithmeticError):
-    """Backward has made an infinity or a NaN on some rank; raised on every rank."""
+    """A gradient of some rank is infinite or NaN; raised on every rank."""
 
     on_every_rank = True
 
 
 class CheckpointDamaged(CheckpointError):
-    """A file is not what was written: cut short, changed, or never a checkpoint."""
+    """A file is truncated, changed, or not a checkpoint."""
 
 
 class CheckpointMismatch(CheckpointError, ValueError):
-    """A checkpoint holds something else than what is to be loaded from it; nothing was loaded."""
+    """The content of a checkpoint does not fit the objects; nothing was loaded."""
 
 
 class JobError(MpisgdError, RuntimeError):
-    """What a program raises when its user must change something: a file, an option, the number of ranks.
+    """For a program's user to fix: a wrong file, option or number of ranks.
 
-    Uncaught, its text is printed as one line, once for the whole job, and the job ends with `exit_code`.
+    Uncaught, its text is printed once for the whole job, as one line, and the job ends with `exit_code`.
     """
 
     def __init__(self, message: str, exit_code: int = 2) -> None:

@@ -1,11 +1,11 @@
-"""What a checkpoint costs beside a training step, and beside what the disk takes for as many bytes.
+"""The cost of a checkpoint, compared with a training step and with plain writes of the same bytes.
 
     mpirun -np 2 python scripts/bench_checkpoint.py --folder /scratch/me
 
-The 22 million parameter MLP of `python -m mpisgd bench step`, trained by SGD with momentum. In each round a
-few steps without a checkpoint, a few while the writer's thread writes one, one that is waited for, and the
-same bytes written by plain calls. `Preemption.agreed()` belongs to every step; `State.commit()` keeps the
-state in memory, for the ranks that are left when one is lost.
+The 22 million parameter MLP of `python -m mpisgd bench step`, trained by SGD with momentum. Each round
+has steps without a checkpoint, steps while the writer's thread writes one, a blocking save, and plain writes
+of the same bytes. `Preemption.agreed()` is part of every step; `State.commit()` saves the state in memory for
+the loss of a rank.
 """
 
 from __future__ import annotations
@@ -141,10 +141,10 @@ def quartiles(values: list[float]) -> tuple[float, float, float]:
 
 @app.command()
 def main(
-    folder: Annotated[Path, typer.Option(help="On the disk to measure.")] = TEMPORARY,
+    folder: Annotated[Path, typer.Option(help="A folder on the disk to measure.")] = TEMPORARY,
     rounds: Annotated[int, typer.Option(min=1)] = 10,
-    steps: Annotated[int, typer.Option(min=1, help="In each round, without a checkpoint.")] = 5,
-    batch: Annotated[int, typer.Option(min=1, help="Examples of one rank.")] = 64,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of a round without a checkpoint.")] = 5,
+    batch: Annotated[int, typer.Option(min=1, help="Batch size of a rank.")] = 64,
 ) -> None:
     """Compare saving with training."""
     mpisgd.init()

@@ -1,4 +1,4 @@
-"""What tensor fusion buys: 604 small gradients in a few messages, against one call for each.
+"""The gain of tensor fusion: 604 small gradients in a few messages, against one call for each.
 
     mpirun -np 2 python scripts/bench_fusion.py --json fusion.json
 
@@ -107,10 +107,10 @@ def variants(gradients: Gradients) -> list[Timed]:
 @app.command()
 def main(
     tensors: Annotated[int, typer.Option(min=1, help="number of gradients")] = 604,
-    width: Annotated[int, typer.Option(min=1, help="every other one is width x width")] = 64,
-    repeats: Annotated[int, typer.Option(min=1, help="rounds that count")] = 30,
+    width: Annotated[int, typer.Option(min=1, help="size of the matrices")] = 64,
+    repeats: Annotated[int, typer.Option(min=1, help="measured rounds")] = 30,
     json_file: Annotated[
-        Path | None, typer.Option("--json", readable=False, help="write the result here")
+        Path | None, typer.Option("--json", readable=False, help="file for the result")
     ] = None,
 ) -> None:
     """Measure fused against unfused averaging of many small gradients."""

@@ -1,4 +1,4 @@
-"""Start a job to which faults are done, and end it where it hangs, whatever has become of it."""
+"""Start a job with faults, and end it where it hangs, whatever its state."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Ended:
     """How a job ended.
 
     Attributes:
-        code: its exit code; None: it had to be killed, since it hung.
-        seconds: what it took.
-        at: when that was, by the machine's clock.
-        output: what it printed, errors too.
-        left: processes of it that did not end with it, and had to be killed.
+        code: its exit code; None: it was killed, since it hung.
+        seconds: its duration.
+        at: the time of its end, by the machine's clock.
+        output: stdout and stderr.
+        left: its processes that did not end with it and were killed.
     """
 
     code: int | None
@@ -60,7 +60,7 @@ def mpirun(num_ranks: int, *options: str) -> list[str]:
 
 
 def on_hosts(hosts: str, options: str) -> list[str]:
-    """What stands before a command to run it on several hosts that this machine pretends to have."""
+    """The prefix of a command that runs it on several emulated hosts."""
     cluster = [sys.executable, str(ROOT / "scripts" / "virtual_cluster.py"), "--hosts", hosts]
     return [*cluster, "--rate", "1gbit", f"--mpirun={options}", "--"]
 
@@ -96,7 +96,7 @@ def run_job(command: Sequence[str], quiet_s: float, env: Mapping[str, str] | Non
 
 
 def _outlive(session: int) -> tuple[int, ...]:
-    """The processes of a session that do not end soon."""
+    """The processes of a session that do not end by themselves."""
     until = time.monotonic() + GRACE_S
     while (left := tuple(_members(session))) and time.monotonic() < until:
         time.sleep(0.02)

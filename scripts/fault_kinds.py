@@ -1,4 +1,4 @@
-"""The kinds of faults: how a run is started, what is done to it, and what must come of it."""
+"""The kinds of faults: how a run is started, which faults are injected, and what must result."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ END_S = 30.0  # within which a job that cannot go on must have ended; most of it
 
 @dataclass(frozen=True)
 class Round:
-    """One run to which something is done.
+    """One run with faults.
 
     Attributes:
-        rng: decides what and when.
-        folder: of this run's own.
-        in_a_row: how many faults, where a run can have several.
+        rng: chooses the faults.
+        folder: of this run.
+        in_a_row: number of faults, for kinds with several.
     """
 
     rng: random.Random
@@ -47,17 +47,17 @@ class Round:
 
 @dataclass
 class Outcome:
-    """What came of a round.
+    """The result of a round.
 
     Attributes:
         kind: of the faults.
-        faults: how many were done.
-        wrong: what was not as promised; empty: it was survived, or ended, as it should.
+        faults: number of injected faults.
+        wrong: broken promises; empty if there are none.
         steps_lost: of each fault.
-        recovery_s: of each fault, to the next step, or to the end of the job where that is what must come.
-        seconds: the whole run.
-        what: the faults, for whoever wants to try them again.
-        said: what the run printed.
+        recovery_s: of each fault, until the next step, or until the end of the job if that is the promise.
+        seconds: of the whole run.
+        what: the faults, to reproduce them.
+        said: the output of the run.
     """
 
     kind: str
@@ -86,16 +86,16 @@ def survived(
     codes: Sequence[int] = (0,),
     quiet_s: float = QUIET_S,
 ) -> Outcome:
-    """Do faults to a run that must go to its end, with the losses of one without them.
+    """Inject faults into a run that must finish with the losses of one without faults.
 
     Args:
         kind: of the faults.
-        turn: where, and by chance.
-        faults: what is done.
-        command: the run.
-        steps: how many it does.
-        codes: the exit codes that mean success, of which mpirun has its own idea where ranks are lost.
-        quiet_s: when it is taken to hang; see `run_job`.
+        turn: the folder and the random number generator.
+        faults: to inject.
+        command: of the run.
+        steps: number of steps of the run.
+        codes: exit codes of success; mpirun has others when ranks are lost.
+        quiet_s: silence after which the run is taken to hang; see `run_job`.
     """
     write(turn.folder / "plan.json", faults)
     ended = run_job(command, quiet_s)
@@ -127,7 +127,7 @@ def _not_to_the_end(verdict: Verdict, faults: int) -> list[str]:
 
 
 def ended_well(kind: str, turn: Round, fault: Fault, command: Sequence[str], says: Sequence[str]) -> Outcome:
-    """Do a fault to a run that must end soon after, and say why: one of `says`."""
+    """Inject a fault into a run that must end soon after with one of the messages `says`."""
     write(turn.folder / "plan.json", [fault])
     ended = run_job(command, QUIET_S, env={"MPISGD_TIMEOUT_S": "4"})
     events = read_events(turn.folder)
@@ -175,7 +175,7 @@ def _one(kind: str, turn: Round, **options: object) -> Fault:
 
 
 def kill(turn: Round) -> Outcome:
-    """Kill -9 of a rank: the others go on."""
+    """Kill -9 of a rank: the others continue."""
     return survived("kill", turn, [_one("kill", turn)], _elastic(turn.folder))
 
 
@@ -193,13 +193,13 @@ def kill_in_a_row(turn: Round) -> Outcome:
 
 
 def kill_plain(turn: Round) -> Outcome:
-    """Kill -9 of a rank where nothing survives that: the job ends."""
+    """Kill -9 of a rank without fault tolerance: the job ends."""
     command = [*mpirun(RANKS), *program(str(turn.folder), f"--steps={STEPS}")]
     return ended_well("kill-plain", turn, _one("kill", turn, moments=IN_A_STEP), command, ["signal 9"])
 
 
 def kill_and_restart(turn: Round) -> Outcome:
-    """Kill -9 of a rank where nothing survives that: it begins anew at the last checkpoint."""
+    """Kill -9 of a rank without fault tolerance: the job restarts from the last checkpoint."""
     run = _mpisgd_run("-n", str(RANKS), "--restarts", "2", "--pause", "0")
     command = [*run, *program(str(turn.folder), "--checkpoints", f"--steps={STEPS}")[1:]]
     moments = (*IN_A_STEP, "checkpoint", "checkpoint")
@@ -207,13 +207,13 @@ def kill_and_restart(turn: Round) -> Outcome:
 
 
 def stop(turn: Round) -> Outcome:
-    """SIGSTOP, and SIGCONT some time later: nothing but time is lost."""
+    """SIGSTOP, and SIGCONT some time later: only time is lost."""
     fault = _one("stop", turn, lasts_s=turn.rng.uniform(0.1, 2.0))
     return survived("stop", turn, [fault], _elastic(turn.folder))
 
 
 def stop_for_ever(turn: Round) -> Outcome:
-    """SIGSTOP without end: the others say who is missing, and the job ends, the stopped one too."""
+    """SIGSTOP for ever: the others report the missing rank, and the job ends with the stopped one."""
     command = [*mpirun(RANKS), *program(str(turn.folder), f"--steps={STEPS}")]
     fault = _one("stop", turn, moments=IN_A_STEP)
     return ended_well("stop-for-ever", turn, fault, command, [f"rank {fault.rank}"])
@@ -230,13 +230,13 @@ def kill_on_two_hosts(turn: Round) -> Outcome:
 
 
 def slow_link(turn: Round) -> Outcome:
-    """The link of a host becomes a hundred times slower for a while: nothing but time is lost."""
+    """The link of a host becomes a hundred times slower for a while: only time is lost."""
     fault = _one("link-slow", turn, lasts_s=turn.rng.uniform(0.2, 1.5), rate="10mbit")
     return survived("slow-link", turn, [fault], _on_two_hosts(turn, "2,2"))
 
 
 def link_down(turn: Round) -> Outcome:
-    """The second host is cut off: the first goes on, and the second gives up."""
+    """The network of the second host is cut: the first continues, and the second ends."""
     hosts = turn.rng.choice(["2,2", "2,1", "3,1"])
     second = range(int(hosts[0]), sum(map(int, hosts.split(","))))
     fault = _one("link-down", turn, ranks=second)
@@ -244,7 +244,7 @@ def link_down(turn: Round) -> Outcome:
 
 
 def full_disk(turn: Round) -> Outcome:
-    """The disk with the checkpoints is full for some steps: training goes on, and what was saved stays."""
+    """The disk with the checkpoints is full for some steps: training continues, saved checkpoints stay."""
     place = turn.folder / "checkpoints"
     place.mkdir()
     fault = _one("fill-disk", turn, moments=IN_A_STEP, steps=range(EVERY + 1, STEPS // 2), lasts_s=0.5)
@@ -258,13 +258,13 @@ def full_disk(turn: Round) -> Outcome:
 
 
 def _own_disk(place: Path) -> list[str]:
-    """What stands before a command that shall find a small disk of its own at `place`."""
+    """The prefix of a command that mounts a small disk of its own at `place`."""
     inside = 'mount -t tmpfs -o size=256k tmpfs "$0" && exec "$@"'
     return ["unshare", "--user", "--map-root-user", "--mount", "--", "sh", "-c", inside, str(place)]
 
 
 def _damaged(kind: str, turn: Round, damage: Callable[[random.Random, bytes], bytes]) -> Outcome:
-    """Damage the newest checkpoint between two runs: the second begins with the one before."""
+    """Damage the newest checkpoint between two runs: the second loads the one before."""
     half, sizes = STEPS // 2, [turn.rng.choice([1, 2, 3, 4]) for _ in range(2)]
     arguments = (str(turn.folder), "--checkpoints")
     first = run_job([*mpirun(sizes[0]), *program(*arguments, f"--steps={half}")], QUIET_S)
@@ -286,12 +286,12 @@ def _damaged(kind: str, turn: Round, damage: Callable[[random.Random, bytes], by
 
 
 def cut_checkpoint(turn: Round) -> Outcome:
-    """The newest checkpoint ends somewhere in the middle."""
+    """The newest checkpoint is truncated: the one before is loaded."""
     return _damaged("cut-checkpoint", turn, lambda rng, content: content[: rng.randrange(len(content))])
 
 
 def flip_checkpoint(turn: Round) -> Outcome:
-    """A bit of the newest checkpoint is another."""
+    """A bit of the newest checkpoint is flipped: the one before is loaded."""
 
     def flip(rng: random.Random, content: bytes) -> bytes:
         place = rng.randrange(len(content))
@@ -319,7 +319,7 @@ KNOWS_OPEN_MPI = {"PRTE_MCA_rmaps_default_mapping_policy": ":nooversubscribe"}
 
 
 def bad_hostfile(turn: Round) -> Outcome:
-    """A host file that makes no sense: a message that says so, and no job."""
+    """An invalid host file: an error message and no job."""
     name = turn.rng.choice(list(HOSTFILES))
     (content, says), path = HOSTFILES[name], turn.folder / "hosts"
     if content is not None:
@@ -365,7 +365,7 @@ CHECKPOINT_KINDS = ("kill-and-restart", "full-disk", "cut-checkpoint", "flip-che
 
 
 def obstacle(kind: str) -> str:
-    """Why a kind cannot be tried here; empty if it can."""
+    """Why a kind cannot run on this machine; empty if it can."""
     if kind in HOST_KINDS:
         from virtual_cluster import obstacle as no_hosts
 

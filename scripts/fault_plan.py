@@ -1,7 +1,7 @@
-"""What is done to a run, and when: chosen by a seed, written to a file that its ranks read.
+"""The plan of a run's faults, chosen by a seed and written to a file that its ranks read.
 
-A fault strikes at a moment of a step, not at a time: so it hits what it is meant for on any machine. When the
-rank comes to that moment it tells its executioner, a process of its own, which waits for `delay_s` and acts.
+A fault is planned for a moment of a step, not for a time, so it hits its target on any machine. When the rank
+reaches that moment it notifies its injector, a separate process, which waits for `delay_s` and acts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["MOMENTS", "Fault", "draw", "read", "write"]
 # Of a step; `commit` and `checkpoint` come only every few steps.
 MOMENTS = ("between", "forward", "backward", "collective", "update", "commit", "checkpoint")
 
-# A moment lasts about as long: the fault then falls before it, into it, or right behind it.
+# About as long as a moment lasts, so the fault falls before, into or right after it.
 MAX_DELAY_S = 0.004
 
 
@@ -29,10 +29,10 @@ class Fault:
         kind: `kill` (the process), `stop` (it sleeps for `lasts_s`, 0: for ever), `link-down` (of its host,
             for ever), `link-slow` (to `rate`, for `lasts_s`) or `fill-disk` (the one with the checkpoints,
             for `lasts_s`).
-        rank: to whom, as ranks are numbered then.
-        step: in which step.
-        moment: where in it.
-        delay_s: how long after that.
+        rank: the target, by its rank at that time.
+        step: of the fault.
+        moment: of the step.
+        delay_s: after the moment.
     """
 
     kind: str
@@ -59,11 +59,11 @@ def draw(
 
     Args:
         kind: see `Fault`.
-        rng: decides.
-        ranks: who may be hit.
-        steps: when.
-        every: after how many steps there is a commit and a checkpoint, at the end of the last of them.
-        moments: where.
+        rng: random number generator.
+        ranks: possible targets.
+        steps: possible steps.
+        every: steps between two commits and checkpoints, which come at the end of the last of them.
+        moments: possible moments.
         lasts_s: see `Fault`, as for `rate`.
     """
     moment, step = rng.choice(list(moments)), rng.choice(steps)
@@ -73,10 +73,10 @@ def draw(
 
 
 def write(path: Path, faults: Sequence[Fault]) -> None:
-    """Put a plan where the ranks find it."""
+    """Write a plan to the file that the ranks read."""
     path.write_text(json.dumps([asdict(fault) for fault in faults]))
 
 
 def read(path: Path) -> list[Fault]:
-    """The faults of a plan; none where there is no such file."""
+    """The faults of a plan; none without such a file."""
     return [Fault(**entry) for entry in json.loads(path.read_text())] if path.exists() else []

@@ -1,11 +1,11 @@
-"""The program to which faults are done: a small training, so exact that a lost or a double step shows.
+"""The program into which faults are injected: a small training that shows a lost or repeated step.
 
 Every rank takes its share of one batch of twelve rows, so one, two, three, four or six ranks have the same
-loss curve, up to rounding: whatever happens, the loss of step s must be that of a run without faults.
+loss curve up to rounding: with any faults, the loss of step s must equal that of a run without faults.
 
     mpirun --with-ft ulfm -n 4 python fault_program.py FOLDER --elastic
 
-It writes what it does into FOLDER, which `fault_verdict` judges.
+It writes its event log into FOLDER, which `fault_verdict` reads.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import sys
 import time
 from pathlib import Path
 
-from fault_executioner import Journal, Victim
-from fault_holdings import holdings
+from fault_injector import FaultPoints, Journal
+from fault_resources import resources
 
 if __name__ == "__main__":
     FOLDER = Path(sys.argv[1])
-    VICTIM = Victim(FOLDER)
+    FAULT_POINTS = FaultPoints(FOLDER)
     JOURNAL = Journal(FOLDER, f"rank-{os.getpid()}")
 
 import torch
@@ -42,7 +42,7 @@ def batch_of(step: int) -> tuple[Tensor, Tensor]:
 
 
 def make_model() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model, and an optimizer with a memory."""
+    """The model, and an optimizer with momentum."""
     torch.manual_seed(7)
     layers = [nn.Linear(FEATURES, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)]
     model = nn.Sequential(*layers).double()
@@ -69,7 +69,7 @@ def losses_without_faults(steps: int) -> list[float]:
 
 
 class Training:
-    """What the ranks do, with the moments at which faults may come."""
+    """The training of a rank, with its fault injection points."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -80,17 +80,17 @@ class Training:
     def one_step(self, step: int) -> None:
         """Do a step."""
         rank, size = mpisgd.rank(), mpisgd.size()
-        with VICTIM.at("between", step, rank):
+        with FAULT_POINTS.at("between", step, rank):
             pass
-        with VICTIM.at("forward", step, rank):
+        with FAULT_POINTS.at("forward", step, rank):
             loss = loss_of(self.model, step, rank, size)
             self.optimizer.zero_grad()
-        with VICTIM.at("backward", step, rank):
+        with FAULT_POINTS.at("backward", step, rank):
             loss.backward()  # type: ignore[no-untyped-call]
-        with VICTIM.at("collective", step, rank):
+        with FAULT_POINTS.at("collective", step, rank):
             mean = loss.detach().clone()
             mpisgd.all_reduce(mean, mpisgd.ReduceOp.AVG)
-        with VICTIM.at("update", step, rank):
+        with FAULT_POINTS.at("update", step, rank):
             self.optimizer.step()
         time.sleep(self.options.pause)
         JOURNAL.write("step", step=step, loss=mean.item(), rank=rank, size=size)
@@ -107,7 +107,7 @@ class Training:
 
         state = {"model": self.model, "optimizer": self.optimizer}
         try:
-            with VICTIM.at("checkpoint", step, mpisgd.rank()):
+            with FAULT_POINTS.at("checkpoint", step, mpisgd.rank()):
                 checkpoint.save(FOLDER / "checkpoints", step + 1, keep_last=3, **state)
         except mpisgd.MpisgdError as exc:
             if not self.options.go_on:
@@ -129,7 +129,7 @@ class Training:
 
 
 def train_plainly(training: Training) -> None:
-    """Train; a lost rank is the end, and a checkpoint the new beginning."""
+    """Train; a lost rank ends the job, which resumes from a checkpoint."""
     first = training.start()
     JOURNAL.write("begin", step=first, rank=mpisgd.rank(), size=mpisgd.size())
     for step in range(first, training.options.steps):
@@ -139,19 +139,19 @@ def train_plainly(training: Training) -> None:
 
 
 def train_elastically(training: Training) -> None:
-    """Train; those that are left go on from the last commit."""
+    """Train; the remaining ranks continue from the last commit."""
     options = training.options
     state = mpisgd.elastic.State(model=training.model, optimizer=training.optimizer, step=0)
 
     @mpisgd.elastic.run(regrow=options.regrow)
     def train(state: mpisgd.elastic.State) -> None:
-        JOURNAL.write("begin", step=state.step, rank=mpisgd.rank(), size=mpisgd.size(), holds=holdings())
+        JOURNAL.write("begin", step=state.step, rank=mpisgd.rank(), size=mpisgd.size(), holds=resources())
         while state.step < options.steps:
             step = state.step
             training.one_step(step)
             state.step += 1
             if training.is_due(step):
-                with VICTIM.at("commit", step, mpisgd.rank()):
+                with FAULT_POINTS.at("commit", step, mpisgd.rank()):
                     state.commit()
                 JOURNAL.write("committed", step=state.step)
                 training.save(step)
@@ -168,8 +168,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--elastic", action="store_true")
     parser.add_argument("--regrow", action="store_true")
     parser.add_argument("--checkpoints", action="store_true")
-    parser.add_argument("--go-on", action="store_true", help="also where a checkpoint cannot be written")
-    parser.add_argument("--pause", type=float, default=0.0, metavar="S", help="in every step")
+    parser.add_argument("--go-on", action="store_true", help="continue if a checkpoint cannot be written")
+    parser.add_argument(
+        "--pause", type=float, default=0.0, metavar="S", help="seconds to sleep in every step"
+    )
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""Do faults to training runs and count what came of it: the work behind `./scripts/faults`."""
+"""Inject faults into training runs and count the results: the program behind `./scripts/faults`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEADER = ("kind", "faults", "as promised", "steps lost", "recovery s (median)", 
 
 
 def rounds(kinds: Sequence[str], count: int, seed: int, in_a_row: int) -> Iterable[Outcome]:
-    """Try each kind so often; the outcomes as they come. The same seed is the same faults."""
+    """Run each kind `count` times; yield the outcomes. The same seed gives the same faults."""
     for kind in kinds:
         for number in range(count):
             with tempfile.TemporaryDirectory(prefix="mpisgd-faults-") as folder:
@@ -27,7 +27,7 @@ def rounds(kinds: Sequence[str], count: int, seed: int, in_a_row: int) -> Iterab
 
 
 def row(kind: str, outcomes: Sequence[Outcome]) -> tuple[str, ...]:
-    """What the table says of a kind."""
+    """The row of a kind in the table."""
     lost = [steps for outcome in outcomes for steps in outcome.steps_lost]
     recovery_s = [seconds for outcome in outcomes for seconds in outcome.recovery_s]
     return (
@@ -41,7 +41,7 @@ def row(kind: str, outcomes: Sequence[Outcome]) -> tuple[str, ...]:
 
 
 def table(rows: Sequence[tuple[str, ...]]) -> str:
-    """Rows under each other, the header among them."""
+    """The rows, with the header, as aligned text."""
     widths = [max(len(cells[i]) for cells in rows) for i in range(len(HEADER))]
     return "\n".join("  ".join(map(str.ljust, cells, widths)).rstrip() for cells in rows)
 
@@ -49,21 +49,21 @@ def table(rows: Sequence[tuple[str, ...]]) -> str:
 def parse() -> argparse.Namespace:
     """The options."""
     parser = argparse.ArgumentParser(
-        prog="scripts/faults", description="Do faults to training runs, and count what came of it."
+        prog="scripts/faults", description="Inject faults into training runs and count the results."
     )
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="runs of each kind (default: 3)")
     parser.add_argument("--kind", nargs="+", choices=KINDS, default=list(KINDS), help="default: all")
-    parser.add_argument("--seed", type=int, default=0, help="another one is other faults (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="of the choice of faults (default: 0)")
     parser.add_argument(
-        "--in-a-row", type=int, default=5, metavar="N", help="faults of a run of kill-in-a-row (default: 5)"
+        "--in-a-row", type=int, default=5, metavar="N", help="faults per run of kill-in-a-row (default: 5)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all outcomes there")
-    parser.add_argument("--list", action="store_true", help="only say which kinds there are")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all outcomes to this file")
+    parser.add_argument("--list", action="store_true", help="print the kinds and exit")
     return parser.parse_args()
 
 
 def main() -> int:
-    """Do the rounds; the exit code."""
+    """Run all rounds; the exit code."""
     options = parse()
     if options.list:
         print(*(f"{kind:<20}{function.__doc__}" for kind, function in KINDS.items()), sep="\n")

@@ -1,4 +1,4 @@
-"""What became of a run to which faults were done, judged by what its ranks have written down."""
+"""The verdict on a run with faults, from the event logs of its ranks."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ from typing import Any
 __all__ = ["Verdict", "judge", "read_events"]
 
 TOLERANCE = 1e-6
-# How much more of it a process may have at the end than in its first world: connections to ranks that have
-# come since, by TCP, which those of the beginning do not need.
+# How much more a process may have at the end than in its first world: TCP connections to new ranks.
 SPARE = {"memory": 0, "memory_bytes": 0, "of_mpi": 0, "files": 8}
 Event = dict[str, Any]
 
 
 @dataclass
 class Verdict:
-    """How a run went.
+    """The result of a run.
 
     Attributes:
-        faults: how many were done.
-        finished: whether the last step was done.
-        ended: how many ranks came to their end.
-        wrong: what is not as it must be; empty if all is.
-        steps_lost: of each fault, how many steps had to be done again.
-        recovery_s: of each fault, the time from it to the next step that was finished.
-        sizes: how many ranks there were, one after the other.
+        faults: number of injected faults.
+        finished: whether the last step was finished.
+        ended: number of ranks that ended normally.
+        wrong: broken promises; empty if there are none.
+        steps_lost: of each fault, the number of repeated steps.
+        recovery_s: of each fault, the time until the next finished step.
+        sizes: the numbers of ranks, in order.
     """
 
     faults: int
@@ -43,7 +42,7 @@ class Verdict:
 
 
 def read_events(folder: Path) -> list[Event]:
-    """What all processes have written, in the order of time. A line that is not whole is left out."""
+    """The events of all processes, sorted by time, without incomplete lines."""
     found = []
     for path in folder.glob("*.jsonl"):
         for line in path.read_text().splitlines():
@@ -58,7 +57,7 @@ def judge(events: Sequence[Event], expected: Sequence[float]) -> Verdict:
     """Compare a run with one without faults.
 
     Args:
-        events: of all ranks and executioners.
+        events: of all ranks and injectors.
         expected: the loss of every step of the run without faults.
     """
     faults = [event for event in events if event["event"] == "fault"]
@@ -82,7 +81,7 @@ def _wrong_loss(event: Event, expected: Sequence[float]) -> str:
 
 
 def _what_grew(events: Sequence[Event]) -> list[str]:
-    """Shared memory and open files that a process has more of, the more losses it has survived."""
+    """Shared memory and open files that grow with the number of survived losses."""
     held: dict[int, list[dict[str, int]]] = defaultdict(list)
     for event in events:
         if "holds" in event:
@@ -101,7 +100,7 @@ def _sizes(events: Sequence[Event]) -> list[int]:
 
 
 def _judge_fault(verdict: Verdict, fault: Event, events: Sequence[Event]) -> None:
-    """Add what one fault has cost; `events` end before the next one."""
+    """Add the cost of one fault; `events` end before the next one."""
     after = [event for event in events if event["t"] > fault["t"]]
     again = [event for event in after if event["event"] == "begin"]
     if not again:  # a process that slept, a slow link, the last moment of the run
@@ -125,7 +124,7 @@ def _time_to_a_step(events: Sequence[Event], since: float) -> list[float]:
 
 
 def _kept(before: Sequence[Event], survivors: set[int]) -> int:
-    """The last step that must not be lost: committed on every rank that goes on, or else saved by any."""
+    """The last step that must not be lost: committed on every remaining rank, or saved by any."""
     known = survivors & {event["pid"] for event in before}
     last: dict[int, int] = defaultdict(int)
     for event in before:

@@ -1,4 +1,4 @@
-"""How the ranks of a job share one model: `--parallel dp=2,tp=2,pp=2`, and what cannot be shared so.
+"""The parallel layout of a job, `--parallel dp=2,tp=2,pp=2`, and its checks.
 
     dp    data parallel: each has its share of the batch
     tp    tensor parallel: each has a part of every layer's heads and columns
@@ -85,7 +85,7 @@ def read_lengths(text: str) -> dict[str, int]:
     return lengths
 
 
-def check_fit(layout: Layout, size: ModelSize, batch_size: int, num_pieces: int) -> None:
+def check_fit(layout: Layout, size: ModelSize, batch_size: int, num_micro_batches: int) -> None:
     """Raise JobError where a model or a batch cannot be divided so."""
     if size.dim % size.num_heads:
         raise JobError(f"--dim {size.dim} does not divide by --heads {size.num_heads}")
@@ -93,12 +93,13 @@ def check_fit(layout: Layout, size: ModelSize, batch_size: int, num_pieces: int)
         raise JobError(f"--heads {size.num_heads} cannot be divided among tp={layout.tp} ranks")
     if size.num_layers < layout.pp:
         raise JobError(f"--layers {size.num_layers} is less than one for each of pp={layout.pp} stages")
-    if batch_size % (layout.dp * num_pieces):
+    if batch_size % (layout.dp * num_micro_batches):
         raise JobError(
             f"--batch-size {batch_size} is for the whole job and must divide by "
-            f"dp={layout.dp} x {num_pieces} piece{'s' * (num_pieces > 1)}"
+            f"dp={layout.dp} x {num_micro_batches} micro-batch{'es' * (num_micro_batches > 1)}"
         )
-    if num_pieces < layout.pp:
+    if num_micro_batches < layout.pp:
         raise JobError(
-            f"--accumulate {num_pieces}: a pipeline of {layout.pp} stages needs {layout.pp} pieces or more"
+            f"--accumulate {num_micro_batches}: a pipeline of {layout.pp} stages needs {layout.pp} "
+            "micro-batches or more"
         )

@@ -129,7 +129,7 @@ def table(links: list[Link]) -> str:
 def main() -> None:
     """Print what the links carry, on rank 0."""
     parser = argparse.ArgumentParser(description="Measure the links between the hosts of a job.")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write it there too, in bytes and seconds")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the result, in bytes and seconds")
     options = parser.parse_args()
     links = measure(MPI.COMM_WORLD)
     if MPI.COMM_WORLD.rank == 0:

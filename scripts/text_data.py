@@ -1,11 +1,10 @@
-"""Text for the example programs: a file or a folder as one row of bytes, and random pieces of it.
+"""Text for the example programs: a file or a folder as one row of bytes, and random sequences of it.
 
     load(None)      the sources of Python's standard library, some ten million bytes on every machine
     load("FILE")    the file, whatever it is
     load("DIR")     all files below it that are text, by name; no hidden ones
 
-A step's pieces depend on the seed and the step's number alone: not on the number of ranks, nor on whether the
-run was resumed.
+A step's sequences depend only on the seed and the step's number, not on the number of ranks or on a resume.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import torch
 from image_data import DataError
 from torch import Tensor
 
-__all__ = ["load", "random_pieces"]
+__all__ = ["load", "random_sequences"]
 
 # Of the standard library: other people's packages, and tests that are data rather than programs.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -63,7 +62,7 @@ def is_text(content: bytes) -> bool:
     return b"\0" not in content
 
 
-def random_pieces(text: Tensor, count: int, length: int, *, seed: int, step: int) -> Tensor:
+def random_sequences(text: Tensor, count: int, length: int, *, seed: int, step: int) -> Tensor:
     """[count, length] bytes, as int64, from random places of `text`."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     starts = torch.randint(len(text) - length + 1, (count, 1), generator=generator)

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
-from train_state import Keeper, resume_from
+from train_state import Checkpointer, resume_from
 
 import mpisgd
 from mpisgd.cli.program import run_program
@@ -354,34 +354,36 @@ def main(
     data: Annotated[
         Path | None, typer.Option(help="A folder of MNIST-format files, or an .npz file; default: digits.")
     ] = None,
-    classes: Annotated[int, typer.Option(min=2, help="Labels are 0 to CLASSES - 1.")] = 10,
+    classes: Annotated[int, typer.Option(min=2, help="Number of classes; labels are 0 to CLASSES - 1.")] = 10,
     model: Annotated[ModelName, typer.Option()] = ModelName.cnn,
     optimizer: Annotated[OptimizerName, typer.Option()] = OptimizerName.sgd,
     lr: Annotated[
-        float | None, typer.Option(min=0, help=f"For a batch of {REFERENCE_BATCH}: scaled with --batch-size.")
+        float | None, typer.Option(min=0, help=f"Learning rate for a batch of {REFERENCE_BATCH}.")
     ] = None,
-    warmup_epochs: Annotated[int, typer.Option(min=0, help="Raise the rate over so many epochs.")] = 1,
+    warmup_epochs: Annotated[int, typer.Option(min=0, help="Epochs of linear warmup.")] = 1,
     batch_size: Annotated[
-        int, typer.Option(min=1, help="Images per step of the whole job.")
+        int, typer.Option(min=1, help="Images per step, over all ranks.")
     ] = REFERENCE_BATCH,
-    epochs: Annotated[int, typer.Option(min=1, help="In all, those before a resume included.")] = 20,
-    seed: Annotated[int, typer.Option(min=0, help="Of the first weights and of the images' order.")] = 0,
+    epochs: Annotated[int, typer.Option(min=1, help="Total epochs, including those before a resume.")] = 20,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the weights and of the image order.")] = 0,
     dtype: Annotated[DtypeName, typer.Option()] = DtypeName.float32,
     checkpoint_folder: Annotated[
-        Path | None, typer.Option(help="Keep checkpoints here: the last three, one per epoch.")
+        Path | None, typer.Option(help="Folder of checkpoints: the last three, one per epoch.")
     ] = None,
-    checkpoint_every: Annotated[int, typer.Option(min=0, help="Also every so many steps.")] = 0,
+    checkpoint_every: Annotated[
+        int, typer.Option(min=0, help="Steps between further checkpoints; 0: none.")
+    ] = 0,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest of them, if there is one.")
+        bool, typer.Option("--resume", help="Resume from the newest checkpoint, if any.")
     ] = False,
     plot: Annotated[
-        Path | None, typer.Option(readable=False, help="Draw loss and accuracy: FILE.png, .svg, .pdf.")
+        Path | None, typer.Option(readable=False, help="Plot of loss and accuracy: .png, .svg or .pdf.")
     ] = None,
     metrics: Annotated[
-        Path | None, typer.Option(readable=False, help="Write a line of JSON here every epoch.")
+        Path | None, typer.Option(readable=False, help="File for one line of JSON per epoch.")
     ] = None,
     no_sync: Annotated[
-        bool, typer.Option("--no-sync", help="Train every rank alone, to see what communication buys.")
+        bool, typer.Option("--no-sync", help="Train every rank alone, for comparison.")
     ] = False,
 ) -> None:
     """Train an image classifier on all ranks of the job (mpirun -np N ...), or alone."""
@@ -396,10 +398,10 @@ def main(
     train_loader = train_batches(images.train.dataset(settings.torch_dtype), batch_size, seed)
     test_loader = test_batches(images.test.dataset(settings.torch_dtype))
     training = build_training(settings, images, train_loader, sync=not no_sync)
-    keeper, resumed = None, False
+    checkpointer, resumed = None, False
     if checkpoint_folder:
-        keeper = Keeper(checkpoint_folder, checkpoint_every, identity(settings, images), training)
-        resumed = resume and resume_from(checkpoint_folder, training, keeper.identity)
+        checkpointer = Checkpointer(checkpoint_folder, checkpoint_every, identity(settings, images), training)
+        resumed = resume and resume_from(checkpoint_folder, training, checkpointer.identity)
     mpisgd.broadcast_parameters(training.model)  # (4) rank 0's weights to all
     if metrics:
         on_rank_0(lambda: append_metrics(metrics, training.history, afresh=True))
@@ -417,8 +419,8 @@ def main(
 
         def after_step() -> None:
             bar.advance(steps)
-            if keeper:
-                keeper.after_step()
+            if checkpointer:
+                checkpointer.after_step()
 
         start = time.perf_counter()
         for epoch in run_epochs(training, test_loader, epochs, after_step):
@@ -428,10 +430,10 @@ def main(
             )
             if metrics:
                 on_rank_0(lambda: append_metrics(metrics, training.history[-1:]))
-            if keeper:
-                keeper.save()
-        if keeper:
-            keeper.finish()
+            if checkpointer:
+                checkpointer.save()
+        if checkpointer:
+            checkpointer.finish()
         last, seconds = training.history[-1], time.perf_counter() - start
         say(f"test accuracy {last.test_accuracy:.2%} after {last.epoch} epochs ({seconds:.1f} s)")
         if plot:

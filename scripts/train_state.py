@@ -1,4 +1,4 @@
-"""Checkpoints of `train.py`: written while it trains, loadable at any step and number of ranks."""
+"""Checkpoints of `train.py`: written in the background, loadable at any step and number of ranks."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from mpisgd import checkpoint
 if TYPE_CHECKING:
     from train import Training
 
-__all__ = ["Keeper", "resume_from"]
+__all__ = ["Checkpointer", "resume_from"]
 
 
-class Keeper:
-    """Writes checkpoints while training goes on, and one more when the job is told to stop.
+class Checkpointer:
+    """Writes checkpoints in the background, and one more at a preemption.
 
     Args:
-        folder: where they are, the last three of them.
-        every: steps between them, beside those at the end of each epoch; 0: none.
+        folder: of the last three checkpoints.
+        every: steps between them, besides those at the end of each epoch; 0: none.
         identity: of the run.
-        training: what is kept.
+        training: to save.
     """
 
     def __init__(self, folder: Path, every: int, identity: dict[str, Any], training: Training) -> None:
@@ -48,7 +48,7 @@ class Keeper:
             )
 
     def after_step(self) -> None:
-        """Save where it is time to, and leave where somebody wants us to."""
+        """Save if a checkpoint is due; save and end at a preemption."""
         if self.preemption.agreed():
             self.save()
             self.finish()

@@ -1,13 +1,13 @@
-"""Train a GPT on the bytes of any text, divided among the ranks of an MPI job in any of torch's ways.
+"""Train a GPT on the bytes of any text, over the ranks of an MPI job, with any of torch's parallelisms.
 
     python scripts/train_text.py                                                 alone
-    mpirun -np 4 python scripts/train_text.py                                    each its share of a batch
-    mpirun -np 4 python scripts/train_text.py --zero 3                           and its share of the model
-    mpirun -np 8 python scripts/train_text.py --parallel dp=2,tp=2,pp=2          three ways at once
+    mpirun -np 4 python scripts/train_text.py                                    data parallel
+    mpirun -np 4 python scripts/train_text.py --zero 3                           sharded model
+    mpirun -np 8 python scripts/train_text.py --parallel dp=2,tp=2,pp=2          three axes
 
 All of it is torch's own (DDP, fully_shard, parallelize_module, pipelining, distributed checkpoints), and runs
 over MPI by the name of a backend, at (1). The loss is the same in every layout. How a model is divided at (3)
-is in divide.py, how a batch goes through it in passes.py.
+is in parallelize.py; forward and backward are in training_pass.py.
 
 Only rank 0 reads text; checkpoints are written by all ranks, into a folder that all hosts share.
 """
@@ -25,17 +25,17 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import typer
-from divide import divide
 from layout import Layout, check_fit, parse_layout
-from passes import Pipelined, Whole
+from parallelize import parallelize
 from ranks import mean_over_ranks, on_rank_0
 from records import append_metrics, check_writable, progress_bar
-from text_data import load, random_pieces
+from text_data import load, random_sequences
 from text_model import GPT, ModelSize, build_model
 from text_state import read_run, read_state, write_checkpoint
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from training_pass import Pipelined, Whole
 
 import mpisgd
 from mpisgd.cli.program import run_program
@@ -97,7 +97,7 @@ class Training:
     """This rank's part of what is trained, and how it went so far."""
 
     model: nn.Module
-    passes: Whole | Pipelined
+    model_pass: Whole | Pipelined
     optimizer: torch.optim.Optimizer
     batch_slice: slice
     step: int = 0
@@ -107,16 +107,20 @@ class Training:
 # --- training -----------------------------------------------------------------------------------------
 
 
-def build_training(whole: GPT, settings: Settings, layout: Layout, num_pieces: int) -> Training:
+def build_training(whole: GPT, settings: Settings, layout: Layout, num_micro_batches: int) -> Training:
     """This rank's part of the model and of every batch. Collective."""
     mesh = layout.mesh()  # (2) the ranks as a grid
-    model = divide(whole, layout, mesh)  # (3)
+    model = parallelize(whole, layout, mesh)  # (3)
     pipelined = layout.pp > 1
-    passes = Pipelined(model, num_pieces, mesh.get_group("pp")) if pipelined else Whole(model, num_pieces)
+    model_pass = (
+        Pipelined(model, num_micro_batches, mesh.get_group("pp"))
+        if pipelined
+        else Whole(model, num_micro_batches)
+    )
     share = settings.batch_size // layout.dp
     place = mesh.get_local_rank("replicate") + mesh.get_local_rank("shard")  # one of them is 0
     batch_slice = slice(place * share, (place + 1) * share)
-    return Training(model, passes, build_optimizer(settings, layout, model, mesh), batch_slice)
+    return Training(model, model_pass, build_optimizer(settings, layout, model, mesh), batch_slice)
 
 
 def build_optimizer(
@@ -131,14 +135,14 @@ def build_optimizer(
     return torch.optim.AdamW(model.parameters(), lr=settings.lr)
 
 
-def train_step(training: Training, settings: Settings, pieces: Tensor) -> Tensor | None:
+def train_step(training: Training, settings: Settings, sequences: Tensor) -> Tensor | None:
     """One step; the mean loss of this rank's share, None on stages of a pipeline that do not see it."""
-    share = pieces[training.batch_slice]
+    share = sequences[training.batch_slice]
     for group in training.optimizer.param_groups:
         group["lr"] = lr_at(training.step, settings)
     training.optimizer.zero_grad()
     with settings.autocast():
-        loss = training.passes.backward(share[:, :-1], share[:, 1:])
+        loss = training.model_pass.backward(share[:, :-1], share[:, 1:])
     training.optimizer.step()
     training.step += 1
     return loss
@@ -155,10 +159,10 @@ def run_steps(
     """Train until `num_steps` steps are done; after each give the figures, or None where none are due."""
     total_and_count, start, first = torch.zeros(2, dtype=torch.float64), time.perf_counter(), training.step
     while training.step < num_steps:
-        pieces = random_pieces(
+        sequences = random_sequences(
             text, settings.batch_size, settings.context + 1, seed=settings.seed, step=training.step
         )
-        loss = train_step(training, settings, pieces)
+        loss = train_step(training, settings, sequences)
         if loss is not None:
             total_and_count += torch.tensor([loss.item(), 1.0])
         if training.step % log_every and training.step < num_steps:
@@ -189,7 +193,7 @@ def write_text(training: Training, settings: Settings, prompt: bytes, num_bytes:
         tokens = torch.zeros(1, settings.context, dtype=torch.int64)  # of one length, as pipelines want it
         tokens[0, : len(seen)] = torch.tensor(seen)
         with settings.autocast():
-            logits = training.passes.logits(tokens)
+            logits = training.model_pass.logits(tokens)
         byte = torch.zeros(1, dtype=torch.int64)
         if logits is not None:
             likely = (logits[0, len(seen) - 1].float() / TEMPERATURE).softmax(dim=0)
@@ -203,7 +207,7 @@ def write_text(training: Training, settings: Settings, prompt: bytes, num_bytes:
 
 
 def load_text(source: Path | None, context: int) -> Tensor:
-    """The text that rank 0 reads, on every rank; long enough for one piece at least. Collective."""
+    """The text that rank 0 reads, on every rank; long enough for one sequence at least. Collective."""
     text = None
 
     def read() -> int:
@@ -256,13 +260,15 @@ def check_outputs(save: Path | None, metrics: Path | None) -> None:
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
-def describe(settings: Settings, layout: Layout, num_pieces: int, model: nn.Module, text: Tensor) -> str:
+def describe(
+    settings: Settings, layout: Layout, num_micro_batches: int, model: nn.Module, text: Tensor
+) -> str:
     """The line above the steps; `model` is the whole one."""
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    piece = settings.batch_size // layout.dp // num_pieces
+    split = f"{layout.dp} x {num_micro_batches} x {settings.batch_size // layout.dp // num_micro_batches}"
     return (
         f"GPT with {num_parameters:,} parameters, {settings.precision.value}; {len(text):,} bytes of text; "
-        f"{layout}, zero {layout.zero}; batch {settings.batch_size} = {layout.dp} x {num_pieces} x {piece}"
+        f"{layout}, zero {layout.zero}; batch {settings.batch_size} = {split}"
     )
 
 
@@ -272,61 +278,57 @@ def main(
         Path | None, typer.Option(help="A file or a folder of text; default: Python's standard library.")
     ] = None,
     parallel: Annotated[
-        str | None, typer.Option(help="Ranks along each axis, as dp=2,tp=2,pp=2; default: all along dp.")
+        str | None, typer.Option(help="Ranks per axis: dp=2,tp=2,pp=2; default: all along dp.")
     ] = None,
     zero: Annotated[
-        Zero, typer.Option(help="Divide among dp nothing, the optimizer's state (1), or everything (3).")
+        Zero, typer.Option(help="Shard over dp: nothing (0), optimizer state (1), all (3).")
     ] = Zero.nothing,
-    precision: Annotated[Precision, typer.Option(help="bf16: matrices multiplied in it.")] = (
-        Precision.float32
-    ),
+    precision: Annotated[Precision, typer.Option(help="bf16: autocast to bfloat16.")] = (Precision.float32),
     checkpoint_activations: Annotated[
-        bool, typer.Option("--checkpoint-activations", help="Compute layers twice rather than keep them.")
+        bool, typer.Option("--checkpoint-activations", help="Recompute activations in backward.")
     ] = False,
     accumulate: Annotated[
-        int | None, typer.Option(min=1, help="Pieces of a rank's share of a batch; default: 1, or 2 x pp.")
+        int | None, typer.Option(min=1, help="Micro-batches per rank and step; default: 1, or 2 x pp.")
     ] = None,
-    layers: Annotated[int, typer.Option(min=1)] = 4,
-    heads: Annotated[int, typer.Option(min=1)] = 4,
-    dim: Annotated[int, typer.Option(min=1, help="Of what goes from layer to layer.")] = 128,
-    context: Annotated[int, typer.Option(min=1, help="Bytes that the model looks at.")] = 128,
-    batch_size: Annotated[
-        int, typer.Option(min=1, help="Pieces of text per step of the whole job.")
-    ] = BATCH_SIZE,
-    steps: Annotated[int, typer.Option(min=1, help="In all, those before --resume included.")] = 500,
-    lr: Annotated[float, typer.Option(min=0)] = 2e-3,
-    warmup_steps: Annotated[int, typer.Option(min=0, help="Raise the rate over so many steps.")] = 20,
-    seed: Annotated[int, typer.Option(min=0, help="Of the first weights and of the text's order.")] = 0,
+    layers: Annotated[int, typer.Option(min=1, help="Transformer layers.")] = 4,
+    heads: Annotated[int, typer.Option(min=1, help="Attention heads.")] = 4,
+    dim: Annotated[int, typer.Option(min=1, help="Hidden dimension.")] = 128,
+    context: Annotated[int, typer.Option(min=1, help="Context length in bytes.")] = 128,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences per step, over all ranks.")] = BATCH_SIZE,
+    steps: Annotated[int, typer.Option(min=1, help="Total steps, including those before a resume.")] = 500,
+    lr: Annotated[float, typer.Option(min=0, help="Learning rate.")] = 2e-3,
+    warmup_steps: Annotated[int, typer.Option(min=0, help="Steps of linear warmup.")] = 20,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the weights and of the text order.")] = 0,
     save_to: Annotated[
-        Path | None, typer.Option("--save", help="Write checkpoints into this folder, the last at the end.")
+        Path | None, typer.Option("--save", help="Folder of checkpoints; the last is written at the end.")
     ] = None,
     save_every: Annotated[int | None, typer.Option(min=1, help="Steps between checkpoints.")] = None,
     resume_from: Annotated[
-        Path | None, typer.Option("--resume", help="Go on from what --save has written, in any layout.")
+        Path | None, typer.Option("--resume", help="Resume from a folder of --save, in any layout.")
     ] = None,
-    sample: Annotated[int, typer.Option(min=0, help="Bytes for the model to write at the end.")] = 200,
-    prompt: Annotated[str, typer.Option(help="What they come after.")] = "def ",
-    log_every: Annotated[int, typer.Option(min=1, help="Steps between lines.")] = 20,
+    sample: Annotated[int, typer.Option(min=0, help="Bytes to generate at the end.")] = 200,
+    prompt: Annotated[str, typer.Option(help="Prompt of the generated text.")] = "def ",
+    log_every: Annotated[int, typer.Option(min=1, help="Steps between log lines.")] = 20,
     metrics: Annotated[
-        Path | None, typer.Option(readable=False, help="Write each line's figures here, as JSON.")
+        Path | None, typer.Option(readable=False, help="File for one line of JSON per log line.")
     ] = None,
 ) -> None:
     """Train a GPT on text, on all ranks of the job (mpirun -np N ...), or alone."""
     mpisgd.init()
     layout = parse_layout(parallel, int(zero.value), mpisgd.size())
-    num_pieces = accumulate or (2 * layout.pp if layout.pp > 1 else 1)
+    num_micro_batches = accumulate or (2 * layout.pp if layout.pp > 1 else 1)
     settings = Settings(layers, heads, dim, context, batch_size, lr, warmup_steps, seed, precision)
-    check_fit(layout, settings.model_size, batch_size, num_pieces)
+    check_fit(layout, settings.model_size, batch_size, num_micro_batches)
     on_rank_0(lambda: check_outputs(save_to, metrics))
     text = load_text(data, context)
     run_identity = identity(settings, text)
 
     dist.init_process_group("mpisgd")  # (1)
     model = build_model(settings.model_size, seed)
-    headline = describe(settings, layout, num_pieces, model, text)
+    headline = describe(settings, layout, num_micro_batches, model, text)
     for block in model.blocks.values():
         block.checkpointed = checkpoint_activations
-    training = build_training(model, settings, layout, num_pieces)
+    training = build_training(model, settings, layout, num_micro_batches)
     if resume_from:
         resume(resume_from, training, run_identity)
     if metrics:

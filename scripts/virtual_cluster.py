@@ -1,4 +1,4 @@
-"""Run a program under `mpirun -hostfile` on several hosts of one machine: what `./scripts/cluster` does.
+"""Run a program under `mpirun -hostfile` on several emulated hosts: the program behind `./scripts/cluster`.
 
 A host is a network namespace (an address and a link of its own), a UTS namespace (a name of its own: Open
 MPI tells hosts apart by it), a TMPDIR and a share of the cores. The links meet in a bridge, a token bucket
@@ -71,7 +71,7 @@ class CannotRun(Exception):
 
 @dataclass(frozen=True)
 class Host:
-    """One of the hosts that this machine pretends to have, counted from 1."""
+    """One of the emulated hosts, counted from 1."""
 
     number: int
     slots: int
@@ -277,23 +277,23 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="scripts/cluster",
         usage="%(prog)s [--hosts 2,2] [--rate 1gbit] [option ...] -- PROGRAM [argument ...]",
-        description="Run a program under mpirun on several hosts that this machine pretends to have.",
+        description="Run a program under mpirun on several emulated hosts of this machine.",
     )
-    parser.add_argument("--hosts", type=slots_of, default=[2, 2], help="ranks on each host (default: 2,2)")
+    parser.add_argument("--hosts", type=slots_of, default=[2, 2], help="ranks of each host (default: 2,2)")
     parser.add_argument(
-        "--rate", default="none", help="of each host's link, as tc has it: 1gbit, 100mbit, none"
+        "--rate", default="none", help="rate of each host's link, in tc's syntax: 1gbit, 100mbit, none"
     )
     parser.add_argument(
         "--cores",
         choices=["own", "all"],
         default="own",
-        help="own: the machine's cores are dealt out to the hosts (default); all: every host has all of them",
+        help="own: divide the cores among the hosts (default); all: every host has all of them",
     )
     parser.add_argument(
-        "--mpirun", default="", metavar="OPTIONS", help='more for mpirun: "-x NAME=value ..."'
+        "--mpirun", default="", metavar="OPTIONS", help='further options of mpirun: "-x NAME=value ..."'
     )
-    parser.add_argument("--time-limit", type=float, metavar="S", help="end everything after so many seconds")
-    parser.add_argument("--check", action="store_true", help="only say whether this machine can do it")
+    parser.add_argument("--time-limit", type=float, metavar="S", help="end the command after so many seconds")
+    parser.add_argument("--check", action="store_true", help="only check whether this machine can do it")
     parser.add_argument("--on-stage", action="store_true", help=argparse.SUPPRESS)
     own, _, program = split_at(arguments, "--")
     options = parser.parse_args(own)

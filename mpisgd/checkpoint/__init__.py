@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, loadable at any number of ranks, without pickle.
+"""Atomic, checksummed, pickle-free checkpoints, loadable at any number of ranks.
 
     from mpisgd import checkpoint
 
@@ -8,8 +8,8 @@
     ...
     checkpoint.save("runs/a", step, model=model, optimizer=optimizer, scheduler=scheduler, keep_last=3)
 
-`Writer` writes them while training goes on; `on_preemption` saves before a batch system takes the machine
-back. For models divided among ranks (FSDP, tensor parallelism, ZeRO) there is torch.distributed.checkpoint.
+`Writer` writes them in the background; `on_preemption` tells a program to save before a batch system ends it.
+For models sharded over ranks (FSDP, tensor parallelism, ZeRO) use torch.distributed.checkpoint.
 """
 
 from mpisgd.checkpoint.loading import Loaded, latest, load

@@ -1,8 +1,8 @@
-"""The folder of checkpoints: names, files that appear whole or not at all, and the end of old ones.
+"""The folder of checkpoints: names, atomic writes, and the removal of old files.
 
 runs/a/step-00000200.safetensors
 runs/a/step-00000300.safetensors
-runs/a/.step-00000400.safetensors.4711.tmp      being written, and locked by who writes it
+runs/a/.step-00000400.safetensors.4711.tmp      being written, locked by its writer
 """
 
 import contextlib
@@ -17,7 +17,14 @@ from typing import BinaryIO
 
 from mpisgd import config
 
-__all__ = ["checkpoints_in", "path_of", "prepare", "remove_older", "sweep", "write_whole"]
+__all__ = [
+    "checkpoints_in",
+    "make_writable",
+    "path_of",
+    "remove_older",
+    "remove_unfinished",
+    "write_file",
+]
 
 NAME = re.compile(r"step-(\d{8,})\.safetensors")
 UNFINISHED = re.compile(r"\.step-\d{8,}\.safetensors\..*\.tmp")
@@ -47,13 +54,13 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return sorted(found, key=step_of, reverse=True)
 
 
-def write_whole(path: Path, write: Callable[[BinaryIO], None]) -> None:
-    """Let `write` write a file that is at `path` once it is whole and on the disk, and not before.
+def write_file(path: Path, write: Callable[[BinaryIO], None]) -> None:
+    """Write a file atomically: it appears at `path` once it is complete and on the disk.
 
-    Whenever the machine stops, there is the old file or the new one.
+    A crash at any moment leaves the old file or the new one.
 
     Raises:
-        OSError: it could not be written; what was there is still there.
+        OSError: it could not be written; an older file is unchanged.
     """
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
     try:
@@ -69,7 +76,7 @@ def write_whole(path: Path, write: Callable[[BinaryIO], None]) -> None:
 
 
 def _lock(file: BinaryIO) -> None:
-    """Tell `sweep` that somebody is at work on this file; the lock ends with the process."""
+    """Mark the file as being written, for `remove_unfinished`; the lock ends with the process."""
     with contextlib.suppress(OSError):  # a file system without locks
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -82,30 +89,30 @@ def _sync_folder(folder: Path) -> None:
         os.close(opened)
 
 
-def prepare(folder: Path) -> None:
-    """Make a folder; find out that it can be written to.
+def make_writable(folder: Path) -> None:
+    """Make a folder and check that it is writable.
 
     Raises:
-        OSError: it cannot.
+        OSError: it is not.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):
         pass
 
 
-def sweep(folder: Path) -> None:
-    """Remove unfinished files whose writers are gone."""
+def remove_unfinished(folder: Path) -> None:
+    """Remove temporary files whose writers have ended."""
     for path in folder.iterdir():
         if UNFINISHED.fullmatch(path.name):
             with contextlib.suppress(OSError), path.open("rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while somebody writes
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while it is being written
                 path.unlink()
 
 
 def remove_older(newest: Path, keep_last: int) -> None:
     """Remove all but `keep_last` of the checkpoints up to and including `newest`.
 
-    Those of later steps are no business of this run, which has begun anew before them.
+    Those of later steps belong to another run, and stay.
     """
     upto = [path for path in checkpoints_in(newest.parent) if step_of(path) <= step_of(newest)]
     for path in upto[keep_last:]:

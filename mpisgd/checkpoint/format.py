@@ -6,8 +6,8 @@
     data             the tensors, one after the other without gaps, widest elements first
 
 DOCUMENT is JSON: {"version": 1, "step": 300, "ranks": 4, "crc32": {NAME: ...}, "state": {...}, "rng": [...]};
-see `mpisgd.checkpoint.tree` for what stands in "state". The checksum of the header is that of the header with
-eight zeros in its own place. So every byte of the file is covered, and a reader needs no pickle.
+"state" is described in `mpisgd.checkpoint.serialization`. The checksum of the header is that of the header
+with eight zeros in its own place. So every byte of the file is covered, and a reader needs no pickle.
 """
 
 import json
@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from mpisgd.checkpoint.tree import tensor_names
+from mpisgd.checkpoint.serialization import tensor_names
 from mpisgd.errors import CheckpointDamaged
 
 __all__ = ["DTYPES", "Document", "bytes_of", "read", "write"]
@@ -126,8 +126,8 @@ def _header(document: Document, ordered: Sequence[tuple[str, Tensor]]) -> bytes:
             "data_offsets": [begin, end],
         }
     crc32 = {name: zlib.crc32(_memory(tensor)) for name, tensor in ordered}
-    told = json.dumps({"version": VERSION, **document._asdict(), "crc32": crc32}, allow_nan=False)
-    metadata = {"header_crc32": "0" * 8, "mpisgd": told}
+    description = json.dumps({"version": VERSION, **document._asdict(), "crc32": crc32}, allow_nan=False)
+    metadata = {"header_crc32": "0" * 8, "mpisgd": description}
     text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 64)  # the tensors begin at a multiple of their elements' size
     return _with_crc(text, zlib.crc32(text))
@@ -191,17 +191,17 @@ def _read_header(file: BinaryIO, path: Path) -> tuple[Document, list[_Entry], di
             f"{path} is damaged: its header does not have the checksum that is written in it"
         )
     content = json.loads(bytes(header))
-    told = json.loads(content.pop("__metadata__")["mpisgd"])
-    if told.pop("version") != VERSION:
+    fields = json.loads(content.pop("__metadata__")["mpisgd"])
+    if fields.pop("version") != VERSION:
         raise CheckpointDamaged(
             f"{path} was written by another version of mpisgd, which this one cannot read"
         )
-    crc32 = told.pop("crc32")
+    crc32 = fields.pop("crc32")
     entries = _entries(content)
     end = 8 + length + sum(entry.nbytes for entry in entries)
     if end != size:
         raise CheckpointDamaged(f"{path} is cut short or damaged: {size} bytes instead of {end}")
-    return Document(**told), entries, crc32
+    return Document(**fields), entries, crc32
 
 
 def _entries(content: Mapping[str, Any]) -> list[_Entry]:
@@ -247,5 +247,5 @@ def _read_into(file: BinaryIO, memory: memoryview) -> None:
     while done < len(memory):
         count = file.readinto(memory[done : done + CHUNK_BYTES])  # type: ignore[attr-defined]
         if not count:
-            raise CheckpointDamaged(f"{file.name} ends too early: somebody else is writing it")
+            raise CheckpointDamaged(f"{file.name} ends too early: another process is writing it")
         done += count

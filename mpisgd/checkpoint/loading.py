@@ -1,4 +1,4 @@
-"""`load` and `latest`: one rank reads and checks, everyone gets what it asks for."""
+"""`load` and `latest`: the first rank reads and checks the file, and broadcasts the objects asked for."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpisgd.arguments import as_path, check_flag
-from mpisgd.checkpoint import format, generators
-from mpisgd.checkpoint.agreement import ROOT, agree, at_root
-from mpisgd.checkpoint.choosing import Found, newest_seen, newest_whole
-from mpisgd.checkpoint.saving import is_object
-from mpisgd.checkpoint.tree import decode
+from mpisgd.arguments import as_path, check_flag, has_state_dict
+from mpisgd.checkpoint import format, rng_state
+from mpisgd.checkpoint.newest import Found, newest_intact, newest_seen
+from mpisgd.checkpoint.serialization import decode
+from mpisgd.checkpoint.shared_errors import ROOT, agree, at_root
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, InvalidArgument
@@ -30,8 +29,8 @@ class Loaded(Mapping[str, Any]):
 
     Attributes:
         path: of the file, on the host of the first rank.
-        step: that it was saved with.
-        ranks: how many there were then.
+        step: its number.
+        ranks: the number of ranks that saved it.
     """
 
     def __init__(self, path: Path, step: int, ranks: int, values: dict[str, Any]) -> None:
@@ -52,23 +51,23 @@ class Loaded(Mapping[str, Any]):
 
 
 def latest(folder: str | os.PathLike[str], *, group: Group | None = None) -> Path | None:
-    """Return the newest whole checkpoint of a folder, the same on every rank; None where there is none.
+    """Return the newest intact checkpoint of a folder, the same on every rank; None if there is none.
 
-    Collective. The first rank reads it through and compares the checksums. Files that are damaged are passed
-    over, with a line on stderr for each. A folder that is not there has none.
+    Collective. The first rank reads it and compares the checksums. It skips damaged files and prints a line
+    on stderr for each. A missing folder has no checkpoint.
 
     Args:
-        folder: what `save` was given.
+        folder: as given to `save`.
         group: defaults to all processes of the job.
 
     Raises:
-        CheckpointError: the folder cannot be read, or is another one on each host; on every rank.
+        CheckpointError: the folder cannot be read, or is not shared between the hosts; on every rank.
     """
     group, folder = group_or_world(group), as_path("checkpoint.latest", "folder", folder)
     seen = newest_seen(group, "checkpoint.latest", folder)
 
     def choose() -> Path | None:
-        found = newest_whole(folder, seen or [], ())
+        found = newest_intact(folder, seen or [], ())
         return None if found is None else found.path
 
     return at_root(group, Operation("checkpoint.latest", root=ROOT), choose)
@@ -80,29 +79,28 @@ def load(
     """Load a checkpoint into objects; return the plain values in it.
 
     Collective: all ranks of `group` call it with the same names. The first rank reads; the others need no
-    access to the file. There may be another number of them than when it was saved. Nothing in the file is
-    executed.
+    access to the file. The number of ranks may differ from that at the save. Nothing in the file is executed.
 
     Args:
-        path: a checkpoint, or a folder of them, of which the newest whole one is taken; see `latest`.
-        rng: also let the random number generators of each rank go on where they were, if they were saved.
-            Ranks that there were not then get generators seeded by the saved states and their own number.
+        path: a checkpoint, or a folder, of which the newest intact one is loaded; see `latest`.
+        rng: also restore the random number generators of each rank, if they were saved. Ranks without a saved
+            state get generators seeded by the saved states and their rank.
         group: defaults to all processes of the job.
         objects: by the name they were saved under; those left out are not loaded.
 
     Raises:
         InvalidArgument: something without `load_state_dict`; found locally, before anything is sent.
-        CheckpointError: no such file, none that is whole in the folder, or an object refused what it was
-            given; this and the next two on every rank.
-        CheckpointDamaged: the file is not what was written. Nothing was loaded.
+        CheckpointError: no such file, no intact one in the folder, or an object's `load_state_dict` raised;
+            this and the next two on every rank.
+        CheckpointDamaged: the file is damaged. Nothing was loaded.
         CheckpointMismatch: names, parameters or shapes are not those of the objects. Nothing was loaded.
 
-    Cost: the bytes that are wanted once over the links, and for a moment twice in memory.
+    Cost: one broadcast of the bytes that are loaded, which are in memory twice for a moment.
     """
     path = as_path("checkpoint.load", "path", path)
     check_flag("checkpoint.load", "rng", rng)
     for name, value in objects.items():
-        if not is_object(value):
+        if not has_state_dict(value):
             raise InvalidArgument(
                 f"checkpoint.load: {name} is a {type(value).__name__}, without load_state_dict(); plain "
                 "values are in what load returns"
@@ -113,7 +111,7 @@ def load(
     _check_fit(group, found.path, state, objects)
     _fill(group, state, objects)
     if rng and states:
-        generators.restore(states, group.rank)
+        rng_state.restore(states, group.rank)
     return Loaded(found.path, found.document.step, found.document.ranks, values)
 
 
@@ -133,21 +131,21 @@ def _fetch(group: Group, path: Path, objects: Mapping[str, Any]) -> Found:
 
     asked = Operation("checkpoint.load", root=ROOT, extra=", ".join(objects))
     chosen, document, outlines = at_root(group, asked, read)
-    tensors = here[0].tensors if here else _rooms(outlines)
+    tensors = here[0].tensors if here else _allocated(outlines)
     broadcast_tensors([format.bytes_of(tensor) for tensor in tensors.values()], group.ranks[ROOT], group)
     return Found(chosen, document, tensors)
 
 
-def _rooms(outlines: list[tuple[str, torch.dtype, tuple[int, ...]]]) -> dict[str, Tensor]:
+def _allocated(outlines: list[tuple[str, torch.dtype, tuple[int, ...]]]) -> dict[str, Tensor]:
     return {name: torch.empty(shape, dtype=dtype) for name, dtype, shape in outlines}
 
 
 def _read(path: Path, seen: list[Any], objects: Mapping[str, Any]) -> Found:
-    """Read the file, or the newest whole one of the folder. On the root."""
+    """Read the file, or the newest intact one of the folder. On the root."""
     if path.is_file():
         found: Found | None = Found(path, *format.read(path, objects))
     else:
-        found = newest_whole(path, seen, objects)
+        found = newest_intact(path, seen, objects)
     if found is None:
         raise CheckpointError(f"checkpoint.load: {path} holds no whole checkpoint")
     names = found.document.state
@@ -184,10 +182,10 @@ def _decoded(found: Found, objects: Mapping[str, Any]) -> tuple[dict[str, Any], 
 
 
 def _check_fit(group: Group, path: Path, state: Mapping[str, Any], objects: Mapping[str, Any]) -> None:
-    """Raise on every rank, before anything is loaded, where a state is another model's. Collective."""
+    """Raise on every rank, before anything is loaded, if a state does not fit its object. Collective."""
     problems = [line for name, value in objects.items() for line in _misfits(name, value, state[name])]
-    told = f"{path} does not fit: {'; '.join(problems)}" if problems else None
-    agree(group, Operation("checkpoint.load", extra="fits"), told, CheckpointMismatch)
+    problem = f"{path} does not fit: {'; '.join(problems)}" if problems else None
+    agree(group, Operation("checkpoint.load", extra="fits"), problem, CheckpointMismatch)
 
 
 def _misfits(name: str, value: Any, saved: Any) -> list[str]:
@@ -220,7 +218,7 @@ def _shape(shape: torch.Size | None) -> str:
 
 
 def _fill(group: Group, state: Mapping[str, Any], objects: Mapping[str, Any]) -> None:
-    """Load every object, and raise on every rank where one refuses. Collective."""
+    """Load every object; raise on every rank if one `load_state_dict` raises. Collective."""
     problem = None
     for name, value in objects.items():
         problem = problem or _attempt(name, lambda value=value, name=name: _load_into(value, state[name]))  # type: ignore[misc]

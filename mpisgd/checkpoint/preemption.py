@@ -1,7 +1,7 @@
-"""A batch system wants the machine back: save, and leave with a code that says so.
+"""Preemption by a batch system: save and end with an exit code of its own.
 
-Slurm, and most others, send a signal some time before they kill. It may reach every rank, or one of them, and
-each at another step; so the ranks ask each other at every step whether one of them has been told to stop.
+Slurm and most batch systems send a signal some time before they kill a job. It may reach one rank or all of
+them, each at another step, so the ranks agree after every step whether one of them has received it.
 """
 
 import os
@@ -27,29 +27,29 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class Preemption:
-    """Whether a rank of the job was told to stop; made by `on_preemption`."""
+    """Whether a rank of the job has received a preemption signal; made by `on_preemption`."""
 
     def __init__(self, signals: Sequence[signal.Signals], group: Group | None) -> None:
         self._group = group
         self._told = False
         self._pid = os.getpid()
         for number in signals:
-            signal.signal(number, self._take_note)
+            signal.signal(number, self._record)
 
-    def _take_note(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() == self._pid:
             self._told = True
-        else:  # a forked worker of a DataLoader: what a signal does to any process
+        else:  # a forked DataLoader worker: the default action
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
     @property
     def told(self) -> bool:
-        """Whether this rank has got the signal; another may have, or not yet."""
+        """Whether this rank has received the signal; others may differ."""
         return self._told
 
     def agreed(self) -> bool:
-        """Return whether any rank has been told to stop: the same on every rank.
+        """Return whether any rank has received the signal: the same on every rank.
 
         Collective: all ranks call it after the same steps.
 
@@ -62,13 +62,13 @@ class Preemption:
     def exit(self) -> NoReturn:
         """End the program with the exit code 85 (`mpisgd.config.PREEMPTED`). Every rank calls it.
 
-        `python -m mpisgd run` ends with that code then, and does not start the job again.
+        `python -m mpisgd run` then ends with that code and does not restart the job.
         """
         sys.exit(PREEMPTED)
 
 
 def on_preemption(signals: Sequence[signal.Signals] = SIGNALS, *, group: Group | None = None) -> Preemption:
-    """Take note of signals instead of dying of them; ask for them with `agreed()` after each step.
+    """Record signals instead of ending the program; check for them with `agreed()` after each step.
 
         preemption = checkpoint.on_preemption()
         for step in range(start, 10_000):
@@ -77,12 +77,12 @@ def on_preemption(signals: Sequence[signal.Signals] = SIGNALS, *, group: Group |
                 checkpoint.save("runs/a", step + 1, model=model, optimizer=optimizer)
                 preemption.exit()
 
-    Not collective, for the main thread. From then on SIGTERM does not end the program; SIGKILL does.
+    Not collective; called on the main thread. From then on SIGTERM does not end the program; SIGKILL does.
 
     Args:
-        signals: to take note of; mpirun hands SIGUSR1 on to the ranks. Of SIGTERM it hands on nothing that
-            leaves time to save; `python -m mpisgd run` turns it into SIGUSR1.
-        group: of the ranks that ask each other; defaults to all processes of the job.
+        signals: to record. mpirun forwards SIGUSR1 to the ranks, but on SIGTERM it ends them at once;
+            `python -m mpisgd run` turns SIGTERM into SIGUSR1.
+        group: of the ranks that agree; defaults to all processes of the job.
 
     Raises:
         InvalidArgument: a signal that cannot be caught, or this is not the main thread.

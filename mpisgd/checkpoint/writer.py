@@ -1,4 +1,4 @@
-"""`Writer`: checkpoints of one run, written while it goes on."""
+"""`Writer`: checkpoints of one run, written in the background."""
 
 import operator
 import os
@@ -13,8 +13,8 @@ from torch import Tensor
 from mpisgd.accelerator.host_copy import copy_tree
 from mpisgd.arguments import check_flag, shown
 from mpisgd.checkpoint import files
-from mpisgd.checkpoint.agreement import ROOT, at_root
 from mpisgd.checkpoint.saving import Content, check_arguments, collect, to_disk
+from mpisgd.checkpoint.shared_errors import ROOT, at_root
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.errors import CheckpointError, InvalidArgument
@@ -26,7 +26,7 @@ WHEN_BUSY = ("wait", "skip")
 
 
 class Writer:
-    """Writes checkpoints into a folder by a thread of the first rank, one at a time. Made by all ranks.
+    """Writes checkpoints into a folder, one at a time, on a thread of the first rank. Collective.
 
         with checkpoint.Writer("runs/a", keep_last=3) as writer:
             for step in range(start, 10_000):
@@ -35,20 +35,20 @@ class Writer:
                     writer.save(step + 1, model=model, optimizer=optimizer)
 
     `save` copies the state and returns; the thread computes the checksums and writes. The memory of the copy,
-    as much as the state, is kept for the next one. What goes wrong meanwhile is printed by the thread at once
-    and raised by the next `save` or `wait`, on every rank. A program that ends waits for the thread.
+    as large as the state, is reused. The thread prints an error at once, and the next `save` or `wait` raises
+    it on every rank. The end of the program waits for the thread.
 
     Args:
         folder: as for `checkpoint.save`.
         keep_last: as for `checkpoint.save`.
-        when_busy: what `save` does while an earlier one is still being written: `wait` for it, or `skip` this
-            one, on all ranks alike.
+        when_busy: what `save` does while an earlier checkpoint is being written: `wait` for it or `skip`
+            this one, on all ranks.
         rng: as for `checkpoint.save`.
-        group: defaults to all processes of the job there are when `save` is called.
+        group: defaults to all processes of the job when `save` is called.
 
     Raises:
-        InvalidArgument: an argument makes no sense; found locally, before anything is sent.
-        CheckpointError: the folder cannot be made, or written to; on every rank.
+        InvalidArgument: an invalid argument; found locally, before anything is sent.
+        CheckpointError: the folder cannot be made or is not writable; on every rank.
     """
 
     def __init__(
@@ -68,25 +68,25 @@ class Writer:
         self.when_busy = when_busy
         self._rng = rng
         self._group = group
-        self._snapshot: dict[str, Tensor] = {}  # whose memory is used again
+        self._snapshot: dict[str, Tensor] = {}  # its memory is reused
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
         self._newest: Path | None = None
         probe = Operation("checkpoint.Writer", root=ROOT)
-        at_root(group_or_world(group), probe, lambda: files.prepare(self.folder))
+        at_root(group_or_world(group), probe, lambda: files.make_writable(self.folder))
 
     def save(self, step: int, **state: Any) -> bool:
-        """Copy the state, and have it written. Collective.
+        """Copy the state and start writing it. Collective.
 
         Args:
             step: as for `checkpoint.save`.
-            state: as for `checkpoint.save`; free to change when this returns.
+            state: as for `checkpoint.save`; it may change once this returns.
 
         Returns:
-            Whether it will be written: False where this one is skipped.
+            Whether it will be written: False if it is skipped.
 
         Raises:
-            CheckpointError: also where an earlier one could not be written; then this one is not, either.
+            CheckpointError: also if an earlier one could not be written; then this one is not written either.
             InvalidArgument, CollectiveMismatch: as for `checkpoint.save`.
 
         Cost: one copy of the state in memory, on the first rank.
@@ -102,7 +102,7 @@ class Writer:
         return True
 
     def wait(self) -> Path | None:
-        """Return when nothing is being written any more: the newest file, None if there is none. Collective.
+        """Wait until nothing is being written; return the newest file, None if there is none. Collective.
 
         Raises:
             CheckpointError: it could not be written; on every rank.
@@ -117,7 +117,7 @@ class Writer:
 
     @property
     def busy(self) -> bool:
-        """Whether a checkpoint is being written, as far as this rank knows: the first one does."""
+        """Whether a checkpoint is being written; only the first rank knows."""
         return self._thread is not None and self._thread.is_alive()
 
     def _may_begin(self) -> bool:
@@ -127,7 +127,7 @@ class Writer:
         return True
 
     def _join(self) -> None:
-        """Wait for the thread; raise what it has met, once."""
+        """Wait for the thread; raise its error, once."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -155,5 +155,5 @@ class Writer:
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if exc is None:  # else the other ranks may be elsewhere, and the thread ends by itself
+        if exc is None:  # otherwise the other ranks may not come here
             self.wait()

@@ -82,11 +82,13 @@ def _operations(summary: "Summary", top: int) -> "Table":
     from mpisgd.bench.summary import as_bytes, as_time
 
     numbers = ["count", "total", "median", "waiting", "bytes", "GB/s"]
-    table = _table("operations, of an average rank", ["operation", "where", "way"], numbers)
+    table = _table("operations, of an average rank", ["operation", "where", "algorithm"], numbers)
     for row in summary.rows[:top]:
         times = [as_time(value / 1e6) for value in (row.total_us, row.median_us, row.wait_us)]
         rate = f"{row.bytes_per_s / 1e9:.3g}" if row.nbytes else "-"
-        table.add_row(row.kind, row.where, row.way, str(row.num), *times, as_bytes(int(row.nbytes)), rate)
+        table.add_row(
+            row.kind, row.where, row.algorithm, str(row.num), *times, as_bytes(int(row.nbytes)), rate
+        )
     return table
 
 

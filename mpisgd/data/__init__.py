@@ -1,4 +1,4 @@
-"""Data for many ranks, where torch's own samplers do not serve."""
+"""Data sets for many ranks, beyond torch's samplers."""
 
 from mpisgd.data.partition import partition
 from mpisgd.data.scatter import ItemDataset, scatter_dataset

@@ -1,4 +1,4 @@
-"""Cut a data set into disjoint random parts, the same on every rank without a message.
+"""Partition a data set into disjoint random parts, the same on every rank without communication.
 
 `apportion` and `split_evenly` are the arithmetic: how many items each part gets.
 """
@@ -55,7 +55,7 @@ def apportion(total: int, fractions: Sequence[float]) -> list[int]:
 
 
 def partition(dataset: Dataset[T_co], fractions: Sequence[float], *, seed: int = 0) -> list[Subset[T_co]]:
-    """Cut `dataset` into random disjoint parts that together are the whole.
+    """Split `dataset` at random into disjoint parts that cover it.
 
     The same on every rank for the same seed; torch's global random state is neither used nor changed.
 
@@ -79,7 +79,7 @@ def length_of(dataset: Dataset[Any], caller: str) -> int:
     """Return the length of a map-style data set.
 
     Raises:
-        InvalidArgument: it has none, or its items cannot be had by their index.
+        InvalidArgument: it has none, or no items by index.
     """
     kind = type(dataset)
     by_index = hasattr(kind, "__len__") and hasattr(kind, "__getitem__")

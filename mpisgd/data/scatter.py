@@ -1,8 +1,8 @@
-"""Hand out a data set that only one rank has, each rank its own piece.
+"""Scatter a data set that only one rank has: each rank gets a shard.
 
-The source may hold more than half of its memory in data, so nothing is sent as a whole: rows travel in
-rounds, and the source needs room for one round beside its data. What goes wrong on the source, in reading
-an item say, is sent in place of the data, so that nobody waits for a rank that has given up.
+The data may fill more than half of the source's memory, so rows are sent in rounds, and the source needs
+memory for one round beside its data. An error on the source, such as an unreadable item, is sent in place of
+the data, so that every rank raises it.
 """
 
 import io
@@ -33,8 +33,8 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 NAME = "scatter_dataset"
-ROUND_BYTES = 32 * 2**20  # tensors of one round, all ranks together
-ROUND_ITEMS = 64  # pickled items of one round, per rank: their size is not known beforehand
+ROUND_BYTES = 32 * 2**20  # of the tensors of one round, over all ranks
+ROUND_ITEMS = 64  # pickled per round and rank: their size is not known beforehand
 
 
 class ItemDataset(Dataset[T_co]):
@@ -54,7 +54,7 @@ class ItemDataset(Dataset[T_co]):
 
 @dataclass(frozen=True)
 class _Plan:
-    """What all ranks need to know; `columns`: dtype and row shape of each tensor, None for pickled items."""
+    """Known to all ranks; `columns`: dtype and row shape of each tensor, None for pickled items."""
 
     total: int
     columns: tuple[tuple[torch.dtype, tuple[int, ...]], ...] | None
@@ -62,13 +62,13 @@ class _Plan:
 
 @dataclass(frozen=True)
 class _Failure:
-    """What went wrong on the source, on its way to the others."""
+    """An error of the source, sent to the other ranks."""
 
     text: str
 
 
 class _Source:
-    """The data on the rank that has them: item i of the whole is `base[rows[i]]`."""
+    """The data set on the source rank: item i is `base[rows[i]]`."""
 
     def __init__(self, dataset: "Dataset[Any] | None", shuffle: bool, seed: int) -> None:
         if dataset is None:
@@ -85,7 +85,7 @@ class _Source:
         return _Plan(len(self.rows), columns or None)
 
     def tensor_rows(self, column: int, start: int, stop: int) -> Tensor:
-        """Return rows `start` to `stop` of one tensor; past the end, the last one again."""
+        """Return rows `start` to `stop` of one tensor; beyond the end, the last row."""
         wanted = torch.arange(start, stop).clamp(max=len(self.rows) - 1)
         return self.tensors[column][self.rows[wanted]].cpu()
 
@@ -101,8 +101,8 @@ class _Source:
 
 
 def _flattened(dataset: "Dataset[Any]") -> "tuple[Dataset[Any], Tensor]":
-    """Return what lies under any number of subsets, and the rows of it that they select."""
-    # Exactly this class: one derived from it may do more with an item than look it up.
+    """Return the data set under any number of subsets, and the rows that they select."""
+    # Exactly this class: a derived one may do more than look an item up.
     if type(dataset) is not Subset:
         return dataset, torch.arange(length_of(dataset, NAME))
     base, rows = _flattened(dataset.dataset)
@@ -116,7 +116,7 @@ def _columns(dataset: "Dataset[Any]") -> Sequence[Tensor]:
 
 
 class _ItemPickler(pickle.Pickler):
-    """Pickles tensors as long as they look: torch sends the whole memory that a slice is a part of."""
+    """Pickles a slice of a tensor without the rest of its storage, which torch would include."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is Tensor and obj.layout is torch.strided and _is_part(obj):
@@ -136,7 +136,7 @@ def _pickled(obj: Any) -> bytes:
 
 
 def _attempt(make: Callable[[], T]) -> "tuple[T | _Failure, Exception | None]":
-    """Return what `make` returns, or a failure to be sent in its place, with its cause."""
+    """Return the result of `make`, or a failure to send in its place, with its cause."""
     try:
         return make(), None
     except Exception as exc:
@@ -145,7 +145,7 @@ def _attempt(make: Callable[[], T]) -> "tuple[T | _Failure, Exception | None]":
 
 
 def _succeeded(outcome: "T | _Failure", src: int, cause: Exception | None) -> T:
-    """Return the outcome of the source's attempt, or raise what every rank raises."""
+    """Return the outcome of the source's attempt, or raise its failure on every rank."""
     if isinstance(outcome, _Failure):
         error = InvalidArgument(f"{NAME}: rank {src}: {outcome.text}")
         error.on_every_rank = True
@@ -161,28 +161,27 @@ def scatter_dataset(
     seed: int = 0,
     group: Group | None = None,
 ) -> "Dataset[T_co]":
-    """Hand each rank its shard of a data set that only rank `src` has.
+    """Give each rank its shard of a data set that only rank `src` has.
 
-    Collective: all ranks of `group` call it in the same order. Shards are consecutive pieces in rank order,
-    nothing is lost or given twice, and sizes differ by at most one, the larger first; with fewer items
-    than ranks the last ranks get an empty one.
+    Collective: all ranks of `group` call it in the same order. Shards are consecutive, in rank order, and a
+    partition of the data set. Their sizes differ by at most one, the larger first; with fewer items than
+    ranks the last ranks get an empty one.
 
     Args:
-        dataset: map-style, with a length; looked at on `src` only, where it is unchanged.
-        src: global rank of the one that has it.
-        shuffle: cut a shuffled order, chosen by `seed`, instead of the data set's own.
-        seed: as above; looked at on `src` only.
+        dataset: map-style, with a length; read on `src` only and unchanged.
+        src: global rank that has it.
+        shuffle: shard a random permutation, chosen by `seed`, instead of the data set's order.
+        seed: of the permutation; read on `src` only.
         group: defaults to all processes of the job.
 
     Returns:
-        A `TensorDataset` in memory of its own, where `dataset` is one or a subset of one: its tensors travel
-        as tensors, and arrive in the host's memory. Otherwise an `ItemDataset` of the items, which `src` has
-        read, pickled and sent.
+        A `TensorDataset` in host memory if `dataset` is one or a subset of one: tensors are sent without
+        pickle. Otherwise an `ItemDataset` of the items, which `src` has read, pickled and sent.
 
     Raises:
-        InvalidRank: found locally, before anything is sent; so is a wrong `shuffle` or `seed`.
-        InvalidArgument: on every rank, when `src` has no data set, one without a length, one of tensors
-            that cannot travel, or when it cannot read or pickle an item.
+        InvalidRank: found locally, before anything is sent; so is an invalid `shuffle` or `seed`.
+        InvalidArgument: on every rank: `src` has no data set, one without a length or with tensors that
+            cannot be sent, or cannot read or pickle an item.
 
     Cost: every item is sent once. Beside the data and its own shard, `src` needs memory for one round: a
     few times 32 MiB (more if a single row per rank is larger), or 64 pickled items per rank.
@@ -195,11 +194,11 @@ def scatter_dataset(
     offer = source.plan if isinstance(source, _Source) else source
     plan = _succeeded(broadcast_object(offer, src=src, group=group), src, cause)
     assert not isinstance(source, _Failure)
-    return _HandOut(plan, source, src, group).receive()
+    return _Rounds(plan, source, src, group).receive()
 
 
-class _HandOut:
-    """The rounds in which the shards reach their ranks; `source` is None where there is none."""
+class _Rounds:
+    """The rounds in which the shards are sent; `source` is None on the other ranks."""
 
     def __init__(self, plan: _Plan, source: _Source | None, src: int, group: Group) -> None:
         self.plan = plan
@@ -221,18 +220,18 @@ class _HandOut:
     def _column(self, column: int, dtype: torch.dtype, row_shape: tuple[int, ...]) -> Tensor:
         """Receive this rank's rows of one tensor.
 
-        Every rank gets as many rows as the longest shard has, since the pieces of a scatter are alike; a
-        shorter shard leaves the last one out.
+        Every rank receives as many rows as the longest shard has, since `scatter` sends equal sizes; a
+        shorter shard drops the last row.
         """
         rows = torch.empty(self._longest, *row_shape, dtype=dtype)
         row_bytes = math.prod(row_shape) * dtype.itemsize * self._group.size
         step = max(1, ROUND_BYTES // max(1, row_bytes))
         for begin in range(0, self._longest, step):
             part = rows[begin : begin + step]
-            scatter(part, self._pieces(column, begin, len(part)), src=self._src, group=self._group)
+            scatter(part, self._slices(column, begin, len(part)), src=self._src, group=self._group)
         return rows[: self._size]
 
-    def _pieces(self, column: int, begin: int, count: int) -> list[Tensor] | None:
+    def _slices(self, column: int, begin: int, count: int) -> list[Tensor] | None:
         if self._source is None:
             return None
         places = [start + begin for start in self._starts]

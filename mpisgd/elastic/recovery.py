@@ -1,12 +1,16 @@
-"""After a loss: the ranks that are left make a world of their own, with new ones if that was asked for.
+"""Recovery from a loss: the survivors make a new world, with joiners if the program asked for them.
 
-    a rank is gone         everyone's waits end (monitor/failure_detector.py)
+    a rank is gone         all waits end (monitor/failure_detector.py)
     give up the old world  threads end, communicators are revoked
-    shrink                 the ranks that are left, in their order; waits for all of them
-    vote                   may we go on, or are we the smaller half of a cut network?
-    grow                   new processes, where wanted
+    shrink                 to the survivors, in their order; waits for all of them
+    quorum                 may we continue, or are we the smaller part of a partitioned network?
+    grow                   joiners, if wanted
     begin                  communicators, shared memory, hooks
     agree                  has it worked on every rank? otherwise from `shrink` on
+
+A killed rank is gone. A host that does not answer may be alive behind a network partition, and its ranks may
+take all others for lost. Then only one part may continue: the one with more ranks or, of two equal parts, the
+one with the lowest rank.
 
 Source: Bland, Bouteiller, Herault, Bosilca and Dongarra 2013, "Post-failure recovery of MPI communication
 capability".
@@ -15,11 +19,11 @@ capability".
 import gc
 import sys
 import time
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from mpisgd.core import waiting
-from mpisgd.elastic.quorum import goes_on, silent_hosts
-from mpisgd.elastic.regrow import Terms, grow
+from mpisgd.elastic.joining import Terms, grow
 from mpisgd.errors import JobError, MpisgdError
 from mpisgd.job import lifecycle as jobs
 from mpisgd.job import rank_info
@@ -29,36 +33,53 @@ if TYPE_CHECKING:
     from mpisgd.core.topology import Topology
     from mpisgd.transport.mpi import Communicator
 
-__all__ = ["Recovered", "free_what_is_over", "recover", "tell"]
+__all__ = ["Recovered", "free_old_worlds", "has_quorum", "recover", "report", "silent_hosts"]
 
-MINORITY_EXIT_CODE = 75  # as sysexits.h has it for what may work another time
-SHRINKING = "the agreement of the ranks that are left on who they are"
+MINORITY_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h
+SHRINKING = "the agreement of the remaining ranks on who they are"
 
 
 class Recovered(NamedTuple):
-    """What became of a loss.
+    """The result of a recovery.
 
     Attributes:
         lost: ranks of the old world that are gone.
-        newcomers: how many ranks are new.
-        took_s: seconds from this rank's giving up the old world to its being in the new one.
+        num_joiners: how many ranks are new.
+        took_s: seconds between leaving the old world and entering the new one, on this rank.
     """
 
     lost: tuple[int, ...]
-    newcomers: int
+    num_joiners: int
     took_s: float
 
 
-def recover(reason: str, terms: Terms) -> Recovered:
-    """Leave a world that has lost ranks for one of those that are left. Collective over these.
+def silent_hosts(nodes: Sequence[Sequence[int]], left: Collection[int]) -> list[int]:
+    """Return the hosts without a survivor: they may be dead, or only unreachable.
 
     Args:
-        reason: what the groups of the old world say from now on.
-        terms: how many ranks there may be, and whether new ones come.
+        nodes: the ranks of each host before the loss.
+        left: the ranks that are left.
+    """
+    return [host for host, ranks in enumerate(nodes) if not set(ranks) & set(left)]
+
+
+def has_quorum(nodes: Sequence[Sequence[int]], left: Collection[int]) -> bool:
+    """Return whether the ranks that are `left` may continue; arguments as above."""
+    unreachable = {rank for host in silent_hosts(nodes, left) for rank in nodes[host]}
+    if len(left) != len(unreachable):
+        return len(left) > len(unreachable)
+    return min(left) < min(unreachable)
+
+
+def recover(reason: str, terms: Terms) -> Recovered:
+    """Leave a world that has lost ranks for one of the survivors. Collective over these.
+
+    Args:
+        reason: the error of the groups of the old world from now on.
+        terms: how many ranks there may be, and whether joiners are started.
 
     Raises:
-        JobError: too few are left, or others may go on without us; on all ranks that are left, which are then
-            in a world of their own.
+        JobError: too few are left, or they have no quorum; on all survivors, which are then in a new world.
     """
     started = time.monotonic()
     old = jobs.give_up(reason)
@@ -73,33 +94,31 @@ def recover(reason: str, terms: Terms) -> Recovered:
             outcome = _try_to_begin(old, left_wire, before, terms)
             if old_wire.agree(outcome is not None):
                 break
-            if outcome is not None and (
-                cancel_reason := jobs.give_up("another rank was lost meanwhile").sentinel
-            ):
-                cancel_reason.dismiss()
+            if outcome is not None and (detector := jobs.give_up("another rank was lost meanwhile").sentinel):
+                detector.dismiss()
     old.sentinel.dismiss()
     assert outcome is not None
-    left, newcomers = outcome
+    left, num_joiners = outcome
     lost = tuple(sorted({rank for ranks in before.nodes for rank in ranks} - set(left)))
     if silent_hosts(before.nodes, left):
         jobs.current_job().lost_host = True
-    recovered = Recovered(lost, newcomers, time.monotonic() - started)
-    _judge(before, left, terms)
+    recovered = Recovered(lost, num_joiners, time.monotonic() - started)
+    _check_terms(before, left, terms)
     return recovered
 
 
 def _try_to_begin(
     old: jobs.Job, left_wire: "Communicator", before: "Topology", terms: Terms
 ) -> tuple[list[int], int] | None:
-    """Make the new world; None where it did not work since one more rank was lost.
+    """Make the new world; return None if another rank was lost meanwhile.
 
     Returns:
-        The old ranks of those that are left, and the number of newcomers.
+        The old ranks of the survivors, and the number of joiners.
     """
     try:
         left = left_wire.all_gather_object(before.rank)
-        fit = goes_on(before.nodes, left) and len(left) >= terms.min_ranks
-        wire, newcomers = grow(left_wire, terms) if fit else (left_wire, 0)
+        fit = has_quorum(before.nodes, left) and len(left) >= terms.min_ranks
+        wire, num_joiners = grow(left_wire, terms) if fit else (left_wire, 0)
         jobs.begin(wire, old.comm, old.timeout_s, old.gpu)
     except MpisgdError as exc:
         print(f"mpisgd: elastic: {exc}; once more", file=sys.stderr, flush=True)
@@ -107,42 +126,42 @@ def _try_to_begin(
         return None
     new = jobs.current_job()
     new.lost_ranks, new.lost_host = True, old.lost_host
-    return left, newcomers
+    return left, num_joiners
 
 
-def _judge(before: "Topology", left: list[int], terms: Terms) -> None:
-    """Raise where these ranks must not go on."""
+def _check_terms(before: "Topology", left: list[int], terms: Terms) -> None:
+    """Raise JobError where the survivors must not continue."""
     who = f"{len(left)} of {before.size} ranks are left (of the world before: {_listed(left)})"
-    if not goes_on(before.nodes, left):
+    if not has_quorum(before.nodes, left):
         hosts = ", ".join(before.hostnames[host] for host in silent_hosts(before.nodes, left))
         raise JobError(
-            f"elastic: {who}, and the others, on {hosts}, may be at work behind a cut network: these end, as "
-            "the smaller part (of two equal ones: the one without the lowest rank) must",
+            f"elastic: {who}, and the others, on {hosts}, may be alive behind a network partition: this part "
+            "ends, since it is the smaller one (of two equal parts: the one without the lowest rank)",
             MINORITY_EXIT_CODE,
         )
     if len(left) < terms.min_ranks:
         raise JobError(f"elastic: {who}; min_ranks={terms.min_ranks}", MINORITY_EXIT_CODE)
 
 
-def free_what_is_over() -> None:
-    """Give back the memory of worlds that are no more, once nothing of them is in use."""
+def free_old_worlds() -> None:
+    """Free the memory of earlier worlds, once nothing of them is in use."""
     jobs.let_go()
-    gc.collect()  # it hangs in cycles: some 10 MB for each loss, until Python happens to look, if ever
+    gc.collect()  # reference cycles hold some 10 MB for each loss
 
 
-def tell(recovered: Recovered, speaker: str = "mpisgd") -> None:
-    """Let the user know what became of a loss; by rank 0.
+def report(recovered: Recovered, prefix: str = "mpisgd") -> None:
+    """Print the result of a recovery, on rank 0.
 
     Args:
         recovered: see `recover`.
-        speaker: whose the words are.
+        prefix: of the line.
     """
     if rank_info.rank() == 0:
         lost = recovered.lost
         who = f"rank {lost[0]} is" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))} are"
-        joined = f", {recovered.newcomers} of them new" if recovered.newcomers else ""
+        joined = f", {recovered.num_joiners} of them new" if recovered.num_joiners else ""
         print(
-            f"{speaker}: elastic: {who} lost; {rank_info.size()} ranks go on from the last commit{joined} "
+            f"{prefix}: elastic: {who} lost; {rank_info.size()} ranks go on from the last commit{joined} "
             f"(recovered in {recovered.took_s:.2f} s)",
             file=sys.stderr,
             flush=True,

@@ -1,4 +1,4 @@
-"""`run`: a training function that goes on with the ranks that are left when one is lost."""
+"""`run`: a training function that continues with the remaining ranks when one is lost."""
 
 import functools
 import time
@@ -8,10 +8,10 @@ from typing import Any
 
 from mpisgd.core import waiting
 from mpisgd.core.consistency import Operation
-from mpisgd.elastic.recovery import free_what_is_over, recover, tell
-from mpisgd.elastic.regrow import Terms, join
+from mpisgd.elastic.decorator import Frontend, Function, elastic_function
+from mpisgd.elastic.joining import Terms, join
+from mpisgd.elastic.recovery import free_old_worlds, recover, report
 from mpisgd.elastic.state import State
-from mpisgd.elastic.survivor import Face, Function, surviving
 from mpisgd.errors import InvalidArgument, JobError, PeerLost
 from mpisgd.job import lifecycle as jobs
 
@@ -27,7 +27,7 @@ def run(
     max_ranks: int | None = None,
     regrow: bool = False,
 ) -> Any:
-    """Let `func(state, ...)` survive the loss of ranks: the others call it again, from the last commit on.
+    """Let `func(state, ...)` survive the loss of ranks: the others call it again, from the last commit.
 
         @mpisgd.elastic.run
         def train(state):
@@ -38,28 +38,28 @@ def run(
 
         train(state)
 
-    Needs an MPI that outlives lost ranks: `mpirun --with-ft ulfm` of Open MPI 5. Elsewhere a lost rank ends
-    the job, which `python -m mpisgd run --restarts` starts again from the last checkpoint; rank 0 warns.
+    Needs a fault-tolerant MPI: `mpirun --with-ft ulfm` of Open MPI 5. With any other, rank 0 warns and a lost
+    rank ends the job; `python -m mpisgd run --restarts` starts it again from the last checkpoint.
 
-    Before the first call the state is that of rank 0 on all ranks, and committed. After a loss those that are
-    left are numbered anew, in their order; groups of all ranks, fusion buffers and samplers are made anew,
-    the state is that of the last commit which all of them had finished, reset callbacks run, and `func` is
-    called again. Whatever else it raises ends the job.
+    Before the first call the state of rank 0 is broadcast and committed. After a loss the remaining ranks are
+    renumbered in their order; the world group, fusion buffers and samplers are made again; the last commit
+    that all of them had finished is restored; reset callbacks run; and `func` is called again. Any other
+    exception of `func` ends the job.
 
     Args:
-        func: takes a `State` first. Collectives belong in it, or before: what runs between `init()` and `run`
-            also runs in processes that are started in the place of lost ones, as a job of their own.
+        func: takes a `State` first. The code between `init()` and `run` also runs in processes that replace
+            lost ones, as a job of their own, so collectives there have other members.
         min_ranks: with fewer left the job ends (exit code 75).
-        max_ranks: how many there may be when lost ones are replaced; as many as at first by default.
+        max_ranks: how many ranks there may be with replacements; the number at the start by default.
         regrow: start a process in the place of each lost one. It runs the same program, joins at `run`, and
-            gets the state from rank 0; needs a free slot. Otherwise the job goes on with fewer.
+            gets the state from rank 0; needs a free slot. Otherwise the job continues with fewer ranks.
 
     Raises:
-        JobError: from the function made: too few ranks are left, or this part of a cut network must not go
-            on (the majority does; of two halves the one with the lowest rank).
-        StateLost: what only lost ranks had is gone.
+        JobError: from the wrapped function: too few ranks are left, or this is the smaller part of a
+            partitioned network (of two equal parts: the one without the lowest rank).
+        StateLost: a rank with a `PerRank` and its buddy are both gone.
     """
-    return surviving(FACE, func, min_ranks=min_ranks, max_ranks=max_ranks, regrow=regrow)
+    return elastic_function(FRONTEND, func, min_ranks=min_ranks, max_ranks=max_ranks, regrow=regrow)
 
 
 def _check_state(func: Function, state: Any) -> None:
@@ -70,44 +70,44 @@ def _check_state(func: Function, state: Any) -> None:
         )
 
 
-def _until_done(func: Function, state: State, terms: Terms, newcomer: bool) -> Any:
-    """Call until it returns on every rank that is left."""
-    _warn_where_none_survives()
-    prepare: Callable[[], None] = functools.partial(_resume, state, True) if newcomer else state.begin
+def _until_done(func: Function, state: State, terms: Terms, joiner: bool) -> Any:
+    """Call `func` until it returns on every remaining rank."""
+    _warn_without_fault_tolerance()
+    prepare: Callable[[], None] = functools.partial(_resume, state, True) if joiner else state.begin
     while True:
         try:
             prepare()
             result = func(state)
             _end_together()
         except Exception as exc:
-            if not _is_a_loss(exc):
+            if not _is_loss(exc):
                 raise
-            lost = recover(str(exc), terms)
-            tell(lost)
-            prepare = functools.partial(_resume, state, lost.newcomers > 0)
+            recovered = recover(str(exc), terms)
+            report(recovered)
+            prepare = functools.partial(_resume, state, recovered.num_joiners > 0)
         else:
             return result
 
 
-def _resume(state: State, newcomers: bool) -> None:
-    """Put back the last commit in the new world, and give back the memory of the old one."""
-    state.resume(newcomers)
-    free_what_is_over()
+def _resume(state: State, joiners: bool) -> None:
+    """Restore the last commit in the new world, and free the memory of the old one."""
+    state.resume(joiners)
+    free_old_worlds()
 
 
 def _end_together() -> None:
-    """Leave when all ranks do: one that had left could not come to the others' help any more."""
+    """Return when all ranks do: a rank that has left cannot take part in a recovery."""
     job = jobs.current_job()
     job.world.queue.run(Operation("end of elastic.run"), lambda: None)
     if job.sentinel is not None and not job.wire.agree(True):
         raise PeerLost("a rank of the job was lost at the end of elastic.run")
 
 
-def _is_a_loss(exc: Exception) -> bool:
-    """Return whether this error comes of a lost rank, whatever it became on its way through torch.
+def _is_loss(exc: Exception) -> bool:
+    """Return whether a lost rank has caused this error, which torch may have wrapped.
 
-    A rank that is late is not lost. To go on without it is impossible, as it may come at any time, and to go
-    back to the last commit together with it would only wait for it again: so the job ends.
+    A late rank is not lost. The others cannot continue without it, since it may still come, and a return to
+    the last commit would wait for it again. So the job ends.
     """
     if isinstance(exc, JobError) or not jobs.is_initialized() or jobs.current_job().sentinel is None:
         return False
@@ -117,7 +117,7 @@ def _is_a_loss(exc: Exception) -> bool:
     return waiting.is_loss() or (isinstance(exc, PeerLost) and waiting.cancel_reason() is None)
 
 
-def _warn_where_none_survives() -> None:
+def _warn_without_fault_tolerance() -> None:
     job = jobs.current_job()
     if job.sentinel is None and job.world.size > 1 and job.world.rank == 0:
         warnings.warn(
@@ -129,4 +129,4 @@ def _warn_where_none_survives() -> None:
         )
 
 
-FACE = Face(_check_state, lambda state: join(), _until_done)
+FRONTEND = Frontend(_check_state, lambda state: join(), _until_done)

@@ -1,4 +1,4 @@
-"""`ElasticSampler`: a shard of the data set for each rank, and shards of the rest when the ranks change."""
+"""`ElasticSampler`: shards of a data set, made again of the rest when the ranks change."""
 
 import itertools
 import random
@@ -15,15 +15,15 @@ __all__ = ["ElasticSampler"]
 
 
 class ElasticSampler(Sampler[int]):
-    """Shares the indices of a data set out over the ranks, round robin, without those recorded as processed.
+    """Distributes the indices of a data set over the ranks, round robin, without those recorded as processed.
 
-    All ranks get the same number: the first indices come again where the last ones do not go round. Put it
-    into the `State`, call `record_batch` after each batch, and `set_epoch` at the end of an epoch.
+    All ranks get the same number; the first indices are repeated if they do not divide evenly. Put the
+    sampler into the `State`, call `record_batch` after each batch, and `set_epoch` at the end of an epoch.
 
     Args:
-        dataset: of which only the length matters.
-        shuffle: whether each epoch has an order of its own, the same on all ranks.
-        seed: of the orders.
+        dataset: only its length is used.
+        shuffle: whether to permute the indices in each epoch, the same on all ranks.
+        seed: of the permutations.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -40,27 +40,27 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch: nothing of it is processed. At the end of the one before, not after a restore."""
+        """Begin an epoch; called at the end of the one before, and not after a restore."""
         self.epoch = epoch
         self.processed_num = 0
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Take note that every rank has processed a batch of `batch_size`; in any order."""
+        """Record that every rank has processed a batch of `batch_size`."""
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch and how much of it is processed."""
+        """Return the epoch and the number of processed indices."""
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where another sampler was, on any number of ranks."""
+        """Continue from the state of a sampler, at any number of ranks."""
         self.epoch = state_dict["epoch"]
         self.processed_num = state_dict["processed_num"]
         self.reset()
 
     def reset(self) -> None:
-        """Share out what is left over the ranks that there are now."""
+        """Distribute the remaining indices over the present ranks."""
         self.num_replicas, self.rank = rank_info.size(), rank_info.rank()
         order = list(range(len(self.dataset)))
         if self.shuffle:
@@ -70,9 +70,8 @@ class ElasticSampler(Sampler[int]):
         self.total_size = self.num_samples * self.num_replicas
 
     def __iter__(self) -> Iterator[int]:
-        again = itertools.cycle(self.remaining_indices)
-        everyones = list(itertools.islice(again, self.total_size))
-        return iter(everyones[self.rank :: self.num_replicas])
+        repeated = itertools.islice(itertools.cycle(self.remaining_indices), self.total_size)
+        return itertools.islice(repeated, self.rank, None, self.num_replicas)
 
     def __len__(self) -> int:
         return self.num_samples

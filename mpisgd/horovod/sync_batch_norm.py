@@ -13,7 +13,7 @@ from mpisgd.horovod.handles import synchronize
 from mpisgd.horovod.ops import Sum
 from mpisgd.horovod.process_sets import ProcessSet, global_process_set
 from mpisgd.nn import sync_batch_norm
-from mpisgd.nn.moments import Moments, combine, local_row
+from mpisgd.nn.batch_statistics import BatchStatistics, combine, local_row
 
 __all__ = ["SyncBatchNorm"]
 
@@ -61,7 +61,7 @@ class SyncBatchNorm(sync_batch_norm.SyncBatchNorm):
     def _num_ranks(self) -> int:
         return self.process_set.size()
 
-    def _moments(self, input: Tensor) -> Moments:
+    def _statistics(self, input: Tensor) -> BatchStatistics:
         row = local_row(input.detach()).unsqueeze(0)
         rows: Tensor = synchronize(allgather_async(row, NAME, self.process_set))
         return combine(rows)

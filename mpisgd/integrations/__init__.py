@@ -1,1 +1,1 @@
-"""Training frameworks on top of torch.distributed: a module for each, imported by those who use it."""
+"""Training frameworks on top of torch.distributed: one module for each, imported by its users."""

@@ -1,7 +1,7 @@
 """Hugging Face Accelerate under mpirun: call `use_mpi()`, then make the `Accelerator`.
 
-Accelerate chooses the backend by the device. On a CPU it takes no other than its own, and without `cpu=True`
-every rank would train alone and say nothing of it. A process group that exists it accepts, whatever it is.
+Accelerate chooses the backend by the device. On a CPU it accepts only its own ones, and without `cpu=True`
+every rank trains alone, without a warning. It accepts any process group that exists already.
 """
 
 import os
@@ -16,19 +16,19 @@ __all__ = ["use_mpi"]
 
 
 def use_mpi(cpu: bool | None = None) -> None:
-    """Make the ranks that mpirun has started those of Accelerate; call it before anything of Accelerate's.
+    """Make Accelerate use the ranks that mpirun has started; call it before anything of Accelerate's.
 
     Collective over the job.
 
     Args:
-        cpu: train on the CPU; by default where there is no GPU. `Accelerator(cpu=...)` need not repeat it.
+        cpu: train on the CPU; defaults to True without a GPU. `Accelerator(cpu=...)` need not repeat it.
     """
     if not dist.is_initialized():
         dist.init_process_group(BACKEND)
-    # Between hosts Accelerate wants an address and does not use it, since the process group is there.
+    # Between hosts Accelerate requires an address, which it does not use since the process group exists.
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    # Else every rank warns and takes its part of the machine; mpisgd has done so already.
+    # Otherwise every rank warns and sets its threads; mpisgd has set them already.
     os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
     state = PartialState(cpu=not torch.cuda.is_available() if cpu is None else cpu)
-    if state.backend is not None:  # by it Accelerate decides which all-gather to call
+    if state.backend is not None:  # Accelerate chooses the all-gather by it
         state.backend = BACKEND

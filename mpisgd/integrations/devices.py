@@ -1,12 +1,12 @@
-"""Which rank of a host works on which of its devices."""
+"""Which rank of a host uses which of its devices; separate, since it needs no framework."""
 
 from collections.abc import Sequence
 
 import torch
 
-__all__ = ["deal_out"]
+__all__ = ["assign_devices"]
 
 
-def deal_out(devices: Sequence[torch.device], num_ranks: int) -> list[torch.device]:
-    """Return a device for each rank of a host, in turn; where they are fewer, ranks share them."""
+def assign_devices(devices: Sequence[torch.device], num_ranks: int) -> list[torch.device]:
+    """Return a device for each rank of a host, in turn; ranks share devices if there are fewer."""
     return [devices[rank % len(devices)] for rank in range(num_ranks)]

@@ -1,7 +1,7 @@
 """PyTorch Lightning under mpirun: importing this module makes `Trainer(strategy="mpisgd")` known.
 
-Lightning asks its user how many processes there are and on how many hosts, and wants an address where they
-meet. mpirun has decided the first, and MPI is how they meet, so nothing of this needs to be given.
+Lightning asks for the numbers of processes and hosts and for a rendezvous address. mpirun has set the
+numbers, and MPI is the rendezvous, so none of them needs to be given.
 """
 
 from collections.abc import Sequence
@@ -15,21 +15,21 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 import mpisgd
 from mpisgd import config
 from mpisgd.errors import InvalidArgument
-from mpisgd.integrations.devices import deal_out
+from mpisgd.integrations.devices import assign_devices
 from mpisgd.torch_backend.plugin import BACKEND
 
 __all__ = ["MpisgdEnvironment", "MpisgdStrategy"]
 
 
 class MpisgdEnvironment(ClusterEnvironment):
-    """Which process of the job this one is, as MPI says; for `plugins=` beside a strategy of Lightning's own.
+    """Ranks and sizes from MPI; for `plugins=` beside one of Lightning's strategies.
 
-    Lightning's MPIEnvironment takes mpi4py's COMM_WORLD and sends an address and a port around. Ours also
-    holds for the communicator that `mpisgd.init()` was given.
+    Lightning's MPIEnvironment uses mpi4py's COMM_WORLD and broadcasts an address and a port. This one also
+    works with the communicator that `mpisgd.init()` was given.
     """
 
     creates_processes_externally = True
-    # Lightning's own strategies put these into the environment, where the backend does not look.
+    # Lightning's strategies export these; the backend ignores them.
     main_address = "127.0.0.1"
     main_port = 0
 
@@ -55,13 +55,13 @@ class MpisgdEnvironment(ClusterEnvironment):
         return mpisgd.node_rank()
 
     def set_world_size(self, size: int) -> None:
-        """Do nothing: Lightning says what it has worked out, and MPI knows."""
+        """Do nothing: MPI sets the size."""
 
     def set_global_rank(self, rank: int) -> None:
-        """Do nothing, as above."""
+        """Do nothing: MPI sets the rank."""
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Raise InvalidArgument where `Trainer(devices=, num_nodes=)` is not what mpirun has started."""
+        """Raise InvalidArgument if `Trainer(devices=, num_nodes=)` differs from what mpirun has started."""
         if num_devices * num_nodes != mpisgd.size():
             raise _disagreement(f"devices={num_devices}, num_nodes={num_nodes}")
 
@@ -69,8 +69,8 @@ class MpisgdEnvironment(ClusterEnvironment):
 class MpisgdStrategy(DDPStrategy):
     """DistributedDataParallel over MPI, one process per rank; `Trainer(strategy="mpisgd")`.
 
-    `devices` and `num_nodes` come from the job. The ranks of a host take its GPUs in turn, and share them
-    where they are fewer.
+    `devices` and `num_nodes` come from the job. The ranks of a host take its GPUs in turn, and share them if
+    there are fewer GPUs.
 
     Args:
         options: DDPStrategy's, for example `find_unused_parameters=True`.
@@ -86,7 +86,7 @@ class MpisgdStrategy(DDPStrategy):
 
     @num_nodes.setter
     def num_nodes(self, asked: int) -> None:
-        if asked not in (1, mpisgd.num_nodes()):  # 1 is what the Trainer says when it was told nothing
+        if asked not in (1, mpisgd.num_nodes()):  # 1 is the Trainer's default
             raise _disagreement(f"num_nodes={asked}")
 
     @property
@@ -99,15 +99,15 @@ class MpisgdStrategy(DDPStrategy):
         num_ranks = mpisgd.local_size()
         if given and given[0].type == "cpu" and len(given) not in (1, num_ranks):  # 1, as above
             raise _disagreement(f"devices={len(given)}")
-        self._parallel_devices = deal_out(given, num_ranks) if given else None
+        self._parallel_devices = assign_devices(given, num_ranks) if given else None
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """What a sampler must know; hosts may differ in their number of ranks."""
+        """Arguments of a DistributedSampler; hosts may have different numbers of ranks."""
         return {"num_replicas": mpisgd.size(), "rank": mpisgd.rank()}
 
     def setup_distributed(self) -> None:
-        """Make the process group, which Lightning then takes as it is: it would announce it on every rank."""
+        """Make the process group before Lightning does, which would print a line on every rank."""
         if not dist.is_initialized():
             dist.init_process_group(BACKEND, timeout=self._timeout)
         super().setup_distributed()
@@ -121,6 +121,6 @@ def _disagreement(asked: str) -> InvalidArgument:
     return InvalidArgument(f"Trainer: {asked}, but mpirun has started {found}; give those, or none")
 
 
-# The Trainer that is given a name, not an object, asks Lightning's MPIEnvironment first, and that starts MPI.
+# A Trainer with a strategy's name asks Lightning's MPIEnvironment first, which starts MPI.
 config.set_mpi_defaults()
 StrategyRegistry.register(BACKEND, MpisgdStrategy, description="DDP over MPI", override=True)

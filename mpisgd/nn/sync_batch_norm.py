@@ -14,8 +14,8 @@ from mpisgd.collectives.all_reduce import all_reduce
 from mpisgd.core.group import Group
 from mpisgd.errors import InvalidArgument, ShapeMismatch
 from mpisgd.job.lifecycle import group_or_world
-from mpisgd.nn.moments import Moments, gather_moments
-from mpisgd.nn.normalize import normalize
+from mpisgd.nn.batch_norm_function import normalize
+from mpisgd.nn.batch_statistics import BatchStatistics, gather_statistics
 
 __all__ = ["SyncBatchNorm", "converted"]
 
@@ -79,27 +79,27 @@ class SyncBatchNorm(_BatchNorm):
         if self._num_ranks() == 1:
             return super().forward(input)
         self._check_input_dim(input)
-        moments = self._moments(input)
-        self._check_count(input, moments.count)
+        statistics = self._statistics(input)
+        self._check_count(input, statistics.count)
         if self.track_running_stats:
-            self._track(moments)
-        return normalize(input, self.weight, self.bias, moments, self.eps, self._add_up())
+            self._track(statistics)
+        return normalize(input, self.weight, self.bias, statistics, self.eps, self._add_up())
 
-    # The three things that are said to other ranks; a subclass may have another way to say them.
+    # Communication with the other ranks, which a subclass may replace.
 
     def _num_ranks(self) -> int:
         return group_or_world(self.process_group).size
 
-    def _moments(self, input: Tensor) -> Moments:
-        """Return the moments of everyone's `input`."""
-        return gather_moments(input, group_or_world(self.process_group))
+    def _statistics(self, input: Tensor) -> BatchStatistics:
+        """Return the statistics of all ranks' `input`."""
+        return gather_statistics(input, group_or_world(self.process_group))
 
     def _add_up(self) -> Callable[[Tensor], object]:
-        """Return what replaces a tensor by its sum over the ranks; it is called in backward."""
+        """Return the in-place sum over the ranks that backward calls."""
         return partial(all_reduce, group=group_or_world(self.process_group))
 
     def _check_input_dim(self, input: Tensor) -> None:
-        """Raise what can be known before anything is sent; `super().forward` calls it too."""
+        """Check the shape before anything is sent; `super().forward` calls it too."""
         if input.dim() < 2:
             raise InvalidArgument(f"expected at least 2D input (got {input.dim()}D input)")
         if input.size(1) == 0:
@@ -120,17 +120,17 @@ class SyncBatchNorm(_BatchNorm):
             raise error
 
     @torch.no_grad()
-    def _track(self, moments: Moments) -> None:
-        """Fold the moments of this batch into the running ones; an empty batch counts and changes nothing."""
+    def _track(self, statistics: BatchStatistics) -> None:
+        """Update the running statistics; an empty batch is counted and changes nothing else."""
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
-        if moments.count == 0:
+        if statistics.count == 0:
             return
         momentum = self.momentum
         if momentum is None:
             momentum = 1.0 / int(self.num_batches_tracked)
-        unbiased = moments.var * (moments.count / (moments.count - 1))
-        _fold(self.running_mean, moments.mean, momentum)
+        unbiased = statistics.var * (statistics.count / (statistics.count - 1))
+        _fold(self.running_mean, statistics.mean, momentum)
         _fold(self.running_var, unbiased, momentum)
 
     # Not `convert`: a torch program changes the class's name and nothing else.
@@ -155,7 +155,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def _check_numbers(num_features: Any, eps: Any, momentum: Any) -> None:
-    """Raise InvalidArgument where torch would fail later, or somewhere inside."""
+    """Raise InvalidArgument where torch would fail later."""
     if not isinstance(num_features, int) or not 0 <= num_features < 2**31:
         raise InvalidArgument(
             f"SyncBatchNorm: num_features={shown(num_features)}; expected a count of channels"
@@ -169,8 +169,7 @@ def _check_numbers(num_features: Any, eps: Any, momentum: Any) -> None:
 def _as_group(process_group: object) -> Group | None:
     """Return the group to communicate in, None for all processes of the job.
 
-    A torch.distributed group of our backend carries one of ours, which is asked for by name: the backend
-    knows models no more than this module knows the backend.
+    A torch.distributed group of our backend carries one of ours as an attribute, which spares an import.
     """
     group = getattr(process_group, "mpisgd_group", process_group)
     if group is None or isinstance(group, Group):
@@ -182,7 +181,7 @@ def _as_group(process_group: object) -> Group | None:
 
 
 def _fold(running: Tensor | None, new: Tensor, momentum: float) -> None:
-    """Move `running` towards `new`, with one rounding."""
+    """Update `running` with `new`, with one rounding."""
     assert running is not None
     running.copy_((1 - momentum) * running.double() + momentum * new)
 
@@ -190,11 +189,11 @@ def _fold(running: Tensor | None, new: Tensor, momentum: float) -> None:
 def converted(
     module: nn.Module, cls: Callable[..., SyncBatchNorm], ranks: Any, done: dict[nn.Module, nn.Module]
 ) -> nn.Module:
-    """Return `module` with its BatchNorms replaced; `done` knows what has become of those seen before.
+    """Return `module` with its BatchNorms replaced; `done` maps modules seen before to their replacements.
 
     Args:
         cls: of the new layers.
-        ranks: which share the moments, as `cls` takes it.
+        ranks: which share the statistics, as `cls` takes it.
     """
     if module in done:
         return done[module]

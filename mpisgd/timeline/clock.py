@@ -1,14 +1,13 @@
-"""The ranks' clocks, so that what happened at the same time is drawn at the same place."""
+"""Alignment of the ranks' clocks, so that simultaneous events have the same time in a timeline."""
 
 import os
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from mpisgd.core.waiting import Backoff
-from mpisgd.errors import CollectiveTimeout
+from mpisgd.timeline.transfer import receive, send
 
 if TYPE_CHECKING:
     from mpisgd.transport.mpi import Communicator
@@ -16,17 +15,17 @@ if TYPE_CHECKING:
 __all__ = ["Clock", "align", "offset_by_messages"]
 
 ROUNDS = 20
-LIMIT_S = 60.0
+TIMEOUT_S = 60.0
 TAG = 1
 
 
 class Clock(NamedTuple):
-    """How this rank's time becomes that of the timeline.
+    """The conversion of this rank's time to that of the timeline.
 
     Attributes:
-        origin_ns: when rank 0 began, by its clock.
-        offset_ns: what to add to this rank's clock to get rank 0's.
-        error_ns: how far off that may be.
+        origin_ns: the start, by rank 0's clock.
+        offset_ns: rank 0's clock minus this rank's clock.
+        error_ns: the bound of the error of the offset.
     """
 
     origin_ns: int = 0
@@ -41,12 +40,12 @@ class Clock(NamedTuple):
 def align(wire: "Communicator") -> Clock:
     """Return this rank's clock. Collective.
 
-    Ranks under one kernel have one clock. The others send messages to and fro with rank 0.
+    Ranks under one kernel share a clock. The others exchange ping-pong messages with rank 0.
     """
-    everyone = wire.all_gather_object((_which_clock(), time.monotonic_ns()))
-    (first, origin_ns) = everyone[0]
+    gathered = wire.all_gather_object((_which_clock(), time.monotonic_ns()))
+    (first, origin_ns) = gathered[0]
     offset_ns = error_ns = 0
-    for rank, (which, _) in enumerate(everyone):
+    for rank, (which, _) in enumerate(gathered):
         if which != first and wire.rank in (0, rank):
             offset_ns, error_ns = offset_by_messages(wire, rank)
     return Clock(origin_ns, offset_ns, error_ns)
@@ -61,30 +60,24 @@ def _which_clock() -> tuple[str, str]:
 def offset_by_messages(
     wire: "Communicator", other: int, now_ns: Callable[[], int] = time.monotonic_ns
 ) -> tuple[int, int]:
-    """Return what `other` must add to its clock to get rank 0's, and how far off that may be.
+    """Return the offset of rank 0's clock to that of `other`, and the bound of its error.
 
-    Called by both; on rank 0 it is (0, 0). The quickest of some messages to and fro counts: rank 0 read its
-    clock somewhere between the two ends, in the middle if both ways took as long.
+    Called by both; on rank 0 it is (0, 0). The fastest of some ping-pongs counts: rank 0 read its clock
+    between its two ends, in the middle if both messages took equally long.
     """
     question, answer = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     if wire.rank == 0:
         for _ in range(ROUNDS):
-            _through(wire, lambda: wire.irecv(question, other, TAG))
+            receive(wire, question, other, TAG, TIMEOUT_S)
             answer[0] = now_ns()
-            _through(wire, lambda: wire.isend(answer, other, TAG))
+            send(wire, answer, other, TAG, TIMEOUT_S)
         return 0, 0
     best_ns, offset_ns = 2**62, 0
     for _ in range(ROUNDS):
         begin_ns = now_ns()
-        _through(wire, lambda: wire.isend(question, 0, TAG))
-        _through(wire, lambda: wire.irecv(answer, 0, TAG))
+        send(wire, question, 0, TAG, TIMEOUT_S)
+        receive(wire, answer, 0, TAG, TIMEOUT_S)
         end_ns = now_ns()
         if end_ns - begin_ns < best_ns:
             best_ns, offset_ns = end_ns - begin_ns, int(answer) - (begin_ns + end_ns) // 2
     return offset_ns, best_ns // 2
-
-
-def _through(wire: "Communicator", start: Callable[[], Any]) -> None:
-    request = start()
-    if not Backoff(LIMIT_S).wait_for(lambda: wire.poll([request])):
-        raise CollectiveTimeout(f"timeline: rank {wire.rank} has waited {LIMIT_S:g} s for another's clock")

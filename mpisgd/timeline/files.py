@@ -1,7 +1,7 @@
-"""The files of a timeline: their names, how one is written while the program runs, and read after a crash.
+"""The files of a timeline: their names and their format, readable after a crash.
 
-Chrome's trace format as an array of events, one in a line. It may end anywhere: a process that was killed
-leaves no closing bracket, and perhaps half a line.
+An array of events in Chrome's trace format, one event per line. A killed process leaves no closing bracket
+and perhaps an incomplete last line.
 """
 
 import json
@@ -17,11 +17,11 @@ Event = dict[str, Any]
 
 
 class Names(NamedTuple):
-    """Where a timeline goes.
+    """The files of a timeline.
 
     Attributes:
         part: this rank's file, written while the program runs.
-        whole: the file of all ranks, made of the parts at the end; None: the parts stay.
+        whole: the file of all ranks, merged from the parts at the end; None: the parts stay.
     """
 
     part: Path
@@ -32,8 +32,8 @@ def names_for(path: str, rank: int) -> Names:
     """Return the files of a rank for what the user gave.
 
     Args:
-        path: a file's name, for one file at the end; with `{rank}` in it, for one of each rank; or a folder.
-        rank: whose.
+        path: a file, for one file of all ranks; a name with `{rank}`, or a folder, for one file per rank.
+        rank: of this process.
     """
     if "{rank}" in path:
         return Names(Path(path.replace("{rank}", str(rank))), None)
@@ -49,10 +49,10 @@ def as_line(event: Event) -> str:
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """Return the events of a file, as many as are whole.
+    """Return the complete events of a file.
 
     Raises:
-        InvalidArgument: there is no such file, or it is no timeline of ours.
+        InvalidArgument: no such file, or not a timeline of mpisgd.
     """
     try:
         with path.open() as file:
@@ -69,7 +69,7 @@ def read_events(path: Path) -> Iterator[Event]:
 
 
 def merge(events: Iterable[Event], path: Path) -> None:
-    """Write events as one whole file."""
+    """Write events into one file."""
     with path.open("w") as file:
         file.write("[\n")
         file.writelines(map(as_line, events))
@@ -77,5 +77,5 @@ def merge(events: Iterable[Event], path: Path) -> None:
 
 
 def closing_line() -> str:
-    """Return what makes the array whole: an event that says nothing, since a comma precedes it."""
+    """Return the end of the array: an empty event, since a comma precedes it, and the bracket."""
     return '{"name":"end","ph":"M","pid":0,"args":{}}\n]\n'

@@ -1,6 +1,6 @@
-"""`Recorder`: takes events from any thread, and has a thread of its own that writes them down.
+"""`Recorder`: takes events from any thread; a thread of its own writes them to a file.
 
-Training never waits for the disk: what does not fit into memory is counted instead of kept.
+Training never waits for the disk: events beyond the capacity are counted and dropped.
 """
 
 import collections
@@ -20,7 +20,7 @@ from mpisgd.tracing import Track
 
 __all__ = ["Recorder"]
 
-CAPACITY = 100_000  # notes; some 300 bytes each
+CAPACITY = 100_000  # events; some 300 bytes each
 PERIOD_S = 0.2
 
 
@@ -28,14 +28,14 @@ class Recorder:
     """The sink of one rank, and its file.
 
     Args:
-        path: of the file, made anew.
+        path: of the file, which is overwritten.
         rank: in the job.
         clock: of this rank.
-        mark_cycles: whether moments are noted, too.
-        capacity: how many notes to keep until they are written.
+        mark_cycles: whether to record the cycles of Horovod's negotiation.
+        capacity: how many events to buffer until they are written.
 
     Attributes:
-        lost: how many did not fit.
+        lost: how many events were dropped.
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class Recorder:
         self._rank = rank
         self._clock = clock
         self._capacity = capacity
-        self._notes: collections.deque[Callable[[], list[Event]]] = collections.deque()
+        self._events: collections.deque[Callable[[], list[Event]]] = collections.deque()
         self._threads_of: dict[Track, int] = {}
         self._writing = threading.Lock()
-        self._over = threading.Event()
+        self._closed = threading.Event()
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("w")
         self._file.write("[\n")
@@ -60,7 +60,7 @@ class Recorder:
         self._thread.start()
 
     def _head(self) -> list[Event]:
-        """Say whose file it is, and by which clock."""
+        """Return the first events: rank, host, process and clock."""
         clock = {"offset_us": self._clock.offset_ns / 1000, "error_us": self._clock.error_ns / 1000}
         about = {"rank": self._rank, "host": socket.gethostname(), "process": os.getpid(), **clock}
         return [
@@ -92,15 +92,15 @@ class Recorder:
             self._put(lambda: self._as_instant(track, name, at_ns))
 
     def flush(self) -> None:
-        """Write down what was noted so far."""
+        """Write the buffered events."""
         with self._writing:
             try:
-                while self._notes:
-                    self._write(self._notes.popleft()())
+                while self._events:
+                    self._write(self._events.popleft()())
                 if not self._file.closed:
                     self._file.flush()
             except OSError as exc:
-                self._give_up(exc)
+                self._stop_after(exc)
 
     def _write(self, events: list[Event]) -> None:
         if self._file.closed:
@@ -108,16 +108,16 @@ class Recorder:
         else:
             self._file.writelines(map(as_line, events))
 
-    def _give_up(self, exc: OSError) -> None:
-        """The program goes on where its timeline cannot."""
-        self._over.set()
+    def _stop_after(self, exc: OSError) -> None:
+        """Stop recording; the program continues."""
+        self._closed.set()
         print(f"mpisgd: rank {self._rank} records no more: {self.path}: {exc.strerror}", file=sys.stderr)
         with contextlib.suppress(OSError):
             self._file.close()
 
     def close(self) -> None:
-        """Write the rest, and end the file."""
-        self._over.set()
+        """Write the rest and close the file."""
+        self._closed.set()
         self._thread.join()
         self.flush()
         with self._writing:
@@ -126,18 +126,18 @@ class Recorder:
                     self._file.write(as_line(self._meta("lost", {"events": self.lost})) + closing_line())
                     self._file.close()
             except OSError as exc:
-                self._give_up(exc)
+                self._stop_after(exc)
 
-    def _put(self, note: Callable[[], list[Event]]) -> None:
-        if len(self._notes) < self._capacity:
-            self._notes.append(note)
+    def _put(self, event: Callable[[], list[Event]]) -> None:
+        if len(self._events) < self._capacity:
+            self._events.append(event)
         else:
             self.lost += 1
 
     # -- the thread -------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        while not self._over.wait(PERIOD_S):
+        while not self._closed.wait(PERIOD_S):
             self.flush()
 
     def _as_span(
@@ -152,7 +152,7 @@ class Recorder:
     def _as_phases(
         self, cat: str, key: str, phases: Sequence[tuple[str, int, int]], args: Mapping[str, Any]
     ) -> list[Event]:
-        """Chrome's "async" events: whatever has the same key is drawn together, beside other keys."""
+        """Return Chrome's "async" events: those with the same key are drawn in one row."""
         common: dict[str, Any] = {"cat": cat, "id2": {"local": key}}
         events: list[Event] = []
         within: list[tuple[str, int]] = []
@@ -181,7 +181,7 @@ class Recorder:
         } | more
 
     def _new_track(self, track: Track) -> list[Event]:
-        """Name a track when it is seen first."""
+        """Return the event that names a track, if it is new."""
         if track in self._threads_of:
             return []
         tid = self._threads_of[track] = len(self._threads_of) + 1

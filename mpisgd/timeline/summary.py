@@ -1,7 +1,7 @@
-"""What a timeline says in numbers; pure functions of its events.
+"""The statistics of a timeline: pure functions of its events.
 
-Categories: `collective`, what the program called; `carried`, what the engine called for negotiated tensors;
-`horovod`, those tensors; `message`; `blocked`, when the program waited and did nothing else.
+Categories: `collective`: calls of the program; `carried`: calls of the Horovod engine for negotiated tensors;
+`horovod`: those tensors; `message`: point to point; `blocked`: the program waited and did nothing else.
 """
 
 from collections import Counter, defaultdict
@@ -21,9 +21,9 @@ class Row(NamedTuple):
 
     Attributes:
         kind: of operation.
-        where: its group, or how it is negotiated.
-        way: the plane or algorithm.
-        num: operations; what all ranks do together is one.
+        where: its group or process set.
+        algorithm: the algorithm or transport.
+        num: operations; a collective of all ranks counts once.
         total_us: of an average rank, without the time in which it waited for others.
         median_us: of one operation on one rank, likewise.
         wait_us: of an average rank, for the others.
@@ -32,7 +32,7 @@ class Row(NamedTuple):
 
     kind: str
     where: str
-    way: str
+    algorithm: str
     num: int
     total_us: float
     median_us: float
@@ -46,15 +46,15 @@ class Row(NamedTuple):
 
 
 class Late(NamedTuple):
-    """How a rank made others wait.
+    """How long a rank made others wait.
 
     Attributes:
-        rank: which.
+        rank: of the job.
         times: how often it came last.
-        total_us: how long it alone was missing somewhere.
-        median_us: how much later than the last but one it came.
-        worst_us: the same, the worst time.
-        worst: what that was.
+        total_us: how long others waited for it alone.
+        median_us: how long after the last but one it came.
+        worst_us: the maximum of that.
+        worst: the operation of the maximum.
     """
 
     rank: int
@@ -66,7 +66,7 @@ class Late(NamedTuple):
 
 
 class Overlap(NamedTuple):
-    """Communication of a rank, and for how much of it the program did not wait."""
+    """The communication of a rank, and the part of it for which the program did not wait."""
 
     rank: int
     communication_us: float
@@ -79,14 +79,14 @@ class Overlap(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """A timeline in numbers.
+    """The statistics of a timeline.
 
     Attributes:
-        ranks: those it has.
-        duration_us: from the first thing to the last.
-        num_common: operations in which several ranks met, so that one came last.
-        lost: notes that did not fit into memory.
-        clock_error_us: how far off the worst clock may be.
+        ranks: in the timeline.
+        duration_us: from the first event to the last.
+        num_common: operations of several ranks, of which one came last.
+        lost: events that were dropped.
+        clock_error_us: the largest error bound of a clock.
     """
 
     ranks: Sequence[int]
@@ -100,12 +100,12 @@ class Summary(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """One operation on one rank. `key`: the same on all ranks; None where none of them meets it."""
+    """One operation on one rank. `key`: the same on all its ranks; None for a rank alone."""
 
     rank: int
     kind: str
     where: str
-    way: str
+    algorithm: str
     begin_us: float
     arrival_us: float
     moving_us: float
@@ -116,7 +116,7 @@ class _Seen(NamedTuple):
 
 
 def summarise(events: Sequence[Event]) -> Summary:
-    """Return the numbers of a timeline."""
+    """Return the statistics of a timeline."""
     tracks = {(e["pid"], e["tid"]): e["args"] for e in events if e["name"] == "thread_name"}
     spans = [event for event in events if event["ph"] == "X"]
     queue = [_of_queue(e, tracks[e["pid"], e["tid"]]) for e in spans if e["cat"] in MOVING]
@@ -172,7 +172,7 @@ def _of_tensor(event: Event) -> _Seen:
 
 
 def _messages(events: Iterable[Event]) -> list[_Seen]:
-    """Pair the beginnings and ends of messages."""
+    """Return the messages, each from a pair of events."""
     begun: dict[tuple[int, str], Event] = {}
     found = []
     for event in events:
@@ -195,19 +195,19 @@ def _of_message(begin: Event, end_us: float) -> _Seen:
 
 
 def _rows(seen: Iterable[_Seen]) -> list[Row]:
-    """Return a row for each kind of operation, those that took longest first."""
+    """Return a row for each kind of operation, the longest total first."""
     groups: dict[tuple[str, str, str], list[_Seen]] = defaultdict(list)
     for each in seen:
-        groups[each.kind, each.where, each.way].append(each)
+        groups[each.kind, each.where, each.algorithm].append(each)
     return sorted((_row(*key, group) for key, group in groups.items()), key=lambda row: -row.total_us)
 
 
-def _row(kind: str, where: str, way: str, group: Sequence[_Seen]) -> Row:
+def _row(kind: str, where: str, algorithm: str, group: Sequence[_Seen]) -> Row:
     num_ranks = len({each.rank for each in group})
     return Row(
         kind,
         where,
-        way,
+        algorithm,
         max(Counter(each.rank for each in group).values()),
         sum(each.moving_us for each in group) / num_ranks,
         median(each.moving_us for each in group),
@@ -217,7 +217,7 @@ def _row(kind: str, where: str, way: str, group: Sequence[_Seen]) -> Row:
 
 
 def _common(seen: Iterable[_Seen]) -> list[list[_Seen]]:
-    """Return the operations in which several ranks met, each by the order of arrival."""
+    """Return the operations of several ranks, each sorted by arrival."""
     together: dict[object, list[_Seen]] = defaultdict(list)
     for each in seen:
         if each.key is not None:
@@ -256,14 +256,14 @@ def _overlaps(spans: Iterable[Event]) -> list[Overlap]:
 
 
 def _overlap(rank: int, moving: Sequence[Interval], blocked: Sequence[Interval]) -> Overlap:
-    """What is in either but not in what blocks is hidden."""
+    """Return the overlap: communication while the program was not blocked is hidden."""
     communication_us = _length(moving)
     hidden_us = _length([*moving, *blocked]) - _length(blocked)
     return Overlap(rank, communication_us, hidden_us)
 
 
 def _length(intervals: Iterable[Interval]) -> float:
-    """Return how much time intervals cover together."""
+    """Return the length of the union of intervals."""
     covered_us, until_us = 0.0, float("-inf")
     for begin_us, end_us in sorted(intervals):
         covered_us += max(0.0, end_us - max(begin_us, until_us))

@@ -155,12 +155,12 @@ import atexit, os, signal, sys, time
 from pathlib import Path
 import torch
 import mpisgd
-from mpisgd.elastic import regrow
+from mpisgd.elastic import joining
 
 mpisgd.init()
-regrow.COME_WITHIN_S = 1.0
+joining.JOIN_TIMEOUT_S = 1.0
 mark = Path(sys.argv[1])
-if regrow.is_newcomer():
+if joining.is_joiner():
     atexit.register(mark.touch)
     time.sleep(3)
 
@@ -215,7 +215,7 @@ def test_a_rank_that_does_not_come_to_the_recovery_ends_the_job_in_the_end(tmp_p
     (tmp_path / "prog.py").write_text(STUCK)
     done = run_python(str(tmp_path / "prog.py"), num_ranks=4, options=WITH_FT)
     assert done.returncode != 0
-    assert "in the agreement of the ranks that are left on who they are for 4 s" in done.stderr
+    assert "in the agreement of the remaining ranks on who they are for 4 s" in done.stderr
     assert "inside MPI's Shrink" in done.stderr
 
 

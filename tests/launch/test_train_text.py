@@ -19,7 +19,7 @@ SAVED_STEP = 8
 RUNS = {
     4: {
         "dp=2,tp=2": ("--parallel", "dp=2,tp=2"),
-        "dp=2,pp=2": ("--parallel", "dp=2,pp=2", "--accumulate", 2),  # DDP fails there, see divide.py
+        "dp=2,pp=2": ("--parallel", "dp=2,pp=2", "--accumulate", 2),  # DDP fails there, see parallelize.py
         "tp=2,pp=2": ("--parallel", "tp=2,pp=2"),
         "dp=2,tp=2 zero 3": ("--parallel", "dp=2,tp=2", "--zero", 3, "--checkpoint-activations"),
     },
@@ -65,10 +65,10 @@ EQUAL = [
 
 DRIVER = """
 import json, sys
-import divide, train_text, typer
-command, share = typer.main.get_command(train_text.app), divide.share
+import parallelize, train_text, typer
+command, share = typer.main.get_command(train_text.app), parallelize.share
 for name, args in json.loads(sys.argv[1]):
-    divide.share = (lambda model, *_: model) if name == "without communication" else share
+    parallelize.share = (lambda model, *_: model) if name == "without communication" else share
     command.main(args, standalone_mode=False)
 """
 

@@ -219,11 +219,11 @@ TORCH_ASKS, GLIBC_ASKS = {"THP_MEM_ALLOC_ENABLE": "1"}, {"GLIBC_TUNABLES": "glib
         ("always madvise [never]", TORCH_ASKS | GLIBC_ASKS, False),
     ],
 )
-def test_large_pages_are_the_kernels_choice_or_are_asked_for(tmp_path, setting, env, wanted):
+def test_huge_pages_are_the_kernels_choice_or_are_asked_for(tmp_path, setting, env, wanted):
     told = tmp_path / "enabled"
-    assert not config.large_pages(env, told)
+    assert not config.huge_pages(env, told)
     told.write_text(setting + "\n")
-    assert config.large_pages(env, told) == wanted
+    assert config.huge_pages(env, told) == wanted
 
 
 def test_what_was_measured_is_kept_in_the_users_cache(monkeypatch):

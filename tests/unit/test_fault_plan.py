@@ -7,8 +7,8 @@ import os
 import random
 
 import pytest
-from fault_holdings import holdings
 from fault_plan import MAX_DELAY_S, MOMENTS, Fault, draw, read, write
+from fault_resources import resources
 from fault_verdict import judge, read_events
 
 LOSSES = [1.0, 0.5, 0.25, 0.125, 0.0625, 0.03125]
@@ -124,16 +124,16 @@ def test_memory_that_grows_with_the_losses_is_told():
 
 
 def test_what_is_held_counts_memory_that_is_mapped_and_files_that_are_open():
-    before = holdings()
+    before = resources()
     descriptor = os.memfd_create("counted")
     os.ftruncate(descriptor, 8192)
     with mmap.mmap(descriptor, 8192):
-        during = holdings()
+        during = resources()
     os.close(descriptor)
     assert during["memory"] - before["memory"] == 1
     assert during["memory_bytes"] - before["memory_bytes"] == 8192
     assert during["files"] - before["files"] == 2, "Python's mmap keeps a descriptor of its own"
-    assert holdings() == before
+    assert resources() == before
 
 
 def test_half_a_line_of_a_process_that_was_killed_is_left_out(tmp_path):

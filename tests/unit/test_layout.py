@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from divide import keep_stage
 from layout import Layout, check_fit, parse_layout
+from parallelize import keep_stage
 from text_model import ModelSize, build_model
 
 from mpisgd import JobError
@@ -50,18 +50,23 @@ def test_layout_that_cannot_be_is_refused_in_one_line(text, zero, num_ranks, sai
 
 
 @pytest.mark.parametrize(
-    ("layout", "batch_size", "num_pieces", "said"),
+    ("layout", "batch_size", "num_micro_batches", "said"),
     [
         (Layout(1, 3, 1, 0), 8, 1, "--heads 4 cannot be divided among tp=3"),
         (Layout(1, 1, 6, 0), 12, 12, "--layers 5 is less than one for each of pp=6"),
-        (Layout(3, 1, 1, 0), 8, 1, "--batch-size 8 is for the whole job and must divide by dp=3 x 1 piece"),
-        (Layout(2, 1, 2, 0), 8, 3, "must divide by dp=2 x 3 pieces"),
-        (Layout(1, 1, 4, 0), 8, 2, "--accumulate 2: a pipeline of 4 stages needs 4 pieces or more"),
+        (
+            Layout(3, 1, 1, 0),
+            8,
+            1,
+            "is for the whole job and must divide by dp=3 x 1 micro-batch",
+        ),
+        (Layout(2, 1, 2, 0), 8, 3, "must divide by dp=2 x 3 micro-batches"),
+        (Layout(1, 1, 4, 0), 8, 2, "--accumulate 2: a pipeline of 4 stages needs 4 micro-batches or more"),
     ],
 )
-def test_model_or_batch_that_does_not_divide_is_refused(layout, batch_size, num_pieces, said):
+def test_model_or_batch_that_does_not_divide_is_refused(layout, batch_size, num_micro_batches, said):
     with pytest.raises(JobError) as caught:
-        check_fit(layout, SIZE, batch_size, num_pieces)
+        check_fit(layout, SIZE, batch_size, num_micro_batches)
     assert said in str(caught.value)
 
 

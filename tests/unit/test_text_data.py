@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from image_data import DataError
-from text_data import load, random_pieces
+from text_data import load, random_sequences
 
 
 def test_standard_library_is_there_without_being_asked_for():
@@ -46,7 +46,7 @@ def test_missing_file_is_refused_by_name(tmp_path):
 
 def test_pieces_are_pieces_of_the_text_from_all_over_it():
     text = torch.arange(200, dtype=torch.uint8)
-    pieces = random_pieces(text, 500, 11, seed=0, step=0)
+    pieces = random_sequences(text, 500, 11, seed=0, step=0)
     assert (pieces.shape, pieces.dtype) == ((500, 11), torch.int64)
     assert torch.equal(pieces - pieces[:, :1], torch.arange(11).expand(500, 11))
     assert (pieces.min(), pieces.max()) == (0, 199)
@@ -54,6 +54,6 @@ def test_pieces_are_pieces_of_the_text_from_all_over_it():
 
 def test_seed_and_step_decide_the_pieces():
     text = torch.arange(200, dtype=torch.uint8)
-    drawn = [random_pieces(text, 20, 5, seed=seed, step=step) for seed, step in ((0, 0), (0, 1), (1, 0))]
-    assert torch.equal(drawn[0], random_pieces(text, 20, 5, seed=0, step=0))
+    drawn = [random_sequences(text, 20, 5, seed=seed, step=step) for seed, step in ((0, 0), (0, 1), (1, 0))]
+    assert torch.equal(drawn[0], random_sequences(text, 20, 5, seed=0, step=0))
     assert len({tuple(pieces[:, 0].tolist()) for pieces in drawn}) == 3

@@ -18,8 +18,8 @@ elsewhere it ends the job. It is `mpisgd.elastic` under Horovod's names.
 import functools
 from typing import Any
 
-from mpisgd.elastic.regrow import Terms
-from mpisgd.elastic.survivor import Face, Function, surviving
+from mpisgd.elastic.decorator import Frontend, Function, elastic_function
+from mpisgd.elastic.joining import Terms
 from mpisgd.horovod.elastic.common import ObjectState, State, run_fn
 from mpisgd.horovod.elastic.losses import end_together, join_the_others, start_over
 from mpisgd.horovod.elastic.sampler import ElasticSampler
@@ -53,7 +53,7 @@ def run(
             between, or a rank is lost and this MPI does not outlive that.
         JobError: likewise: too few ranks are left, or this part of a cut network must not go on.
     """
-    return surviving(FACE, func, min_ranks=min_ranks, max_ranks=max_ranks, regrow=regrow)
+    return elastic_function(FRONTEND, func, min_ranks=min_ranks, max_ranks=max_ranks, regrow=regrow)
 
 
 def _join(state: State) -> None:
@@ -61,7 +61,7 @@ def _join(state: State) -> None:
     state.on_reset()
 
 
-def _until_done(func: Function, state: State, terms: Terms, newcomer: bool) -> Any:
+def _until_done(func: Function, state: State, terms: Terms, joiner: bool) -> Any:
     def to_the_end(state: State) -> Any:
         result = func(state)
         end_together()
@@ -70,4 +70,4 @@ def _until_done(func: Function, state: State, terms: Terms, newcomer: bool) -> A
     return run_fn(to_the_end, functools.partial(start_over, terms))(state)
 
 
-FACE = Face(lambda func, state: None, _join, _until_done)
+FRONTEND = Frontend(lambda func, state: None, _join, _until_done)

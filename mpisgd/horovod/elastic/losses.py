@@ -8,8 +8,8 @@ again, in a world of those that are left (see `mpisgd.elastic.recovery`).
 import time
 
 from mpisgd.core import waiting
-from mpisgd.elastic.recovery import free_what_is_over, recover, tell
-from mpisgd.elastic.regrow import Terms, join
+from mpisgd.elastic.joining import Terms, join
+from mpisgd.elastic.recovery import free_old_worlds, recover, report
 from mpisgd.errors import JobError, MpisgdError, PeerLost
 from mpisgd.horovod import basics, state
 from mpisgd.horovod.exceptions import HorovodInternalError
@@ -34,13 +34,13 @@ def start_over(terms: Terms) -> None:
         try:
             if _is_lost():
                 state.abandon()
-                tell(recover(str(waiting.cancel_reason()), terms), "mpisgd.horovod")
+                report(recover(str(waiting.cancel_reason()), terms), "mpisgd.horovod")
             state.restart()
         except MpisgdError as exc:
             if isinstance(exc, JobError) or not _is_lost():
                 raise
         else:
-            free_what_is_over()
+            free_old_worlds()
             return
 
 
@@ -55,7 +55,7 @@ def _is_lost() -> bool:
 
 
 def join_the_others() -> None:
-    """Leave the world of newcomers for that of the job. Collective over newcomers and those who wait."""
+    """Leave the world of joiners for that of the job. Collective over joiners and survivors."""
     state.stop()
     join()
     state.start()

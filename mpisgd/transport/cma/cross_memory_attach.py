@@ -128,7 +128,7 @@ def open_cross_memory_attach(local: "Communicator") -> CrossMemoryAttach | None:
         _let_siblings_in()
     secret = ctypes.create_string_buffer(secrets.token_bytes(WORD_BYTES), WORD_BYTES)
     place = ctypes.addressof(secret), secret.raw
-    entries = local.all_gather_object((wanted, config.large_pages(), os.getpid(), place))
+    entries = local.all_gather_object((wanted, config.huge_pages(), os.getpid(), place))
     all_want, all_huge, pids, places = zip(*entries, strict=True)
     memory = CrossMemoryAttach(pids, local.global_ranks, huge_pages=all(all_huge))
     reached = all(all_want) and all(_shows(memory, rank, *there) for rank, there in enumerate(places))

@@ -30,13 +30,13 @@ def names(folder: Path) -> list[str]:
 def held(monkeypatch: Any) -> threading.Event:
     """Nothing is written before this is set."""
     event = threading.Event()
-    write = files.write_whole
+    write = files.write_file
 
     def write_later(*args: Any) -> None:
         assert event.wait(20)
         write(*args)
 
-    monkeypatch.setattr(files, "write_whole", write_later)
+    monkeypatch.setattr(files, "write_file", write_later)
     return event
 
 

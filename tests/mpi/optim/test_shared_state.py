@@ -57,7 +57,7 @@ def test_training_goes_on_from_a_state(how, here):
     if how == "load_state_dict":
         ours.opt.load_state_dict(state)
     elif how == "elastic":
-        kept.resume(newcomers=False)
+        kept.resume(joiners=False)
     else:  # the last rank has read a checkpoint, the others are still astray
         if mpisgd.rank() == mpisgd.size() - 1:
             ours.opt.load_state_dict(state)

@@ -14,7 +14,7 @@ from mpisgd.config import NOTES_VARIABLE
 
 def leave(folder: Path, *steps: int) -> None:
     for step in steps:
-        files.write_whole(files.path_of(folder, step), lambda file: file.write(b"content"))
+        files.write_file(files.path_of(folder, step), lambda file: file.write(b"content"))
 
 
 def names(folder: Path) -> list[str]:
@@ -37,7 +37,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
         raise OSError(28, "No space left on device")
 
     with pytest.raises(OSError, match="No space left"):
-        files.write_whole(files.path_of(tmp_path, 3), fail)
+        files.write_file(files.path_of(tmp_path, 3), fail)
     assert names(tmp_path) == ["step-00000003.safetensors"]
     assert files.path_of(tmp_path, 3).read_bytes() == b"content"
 
@@ -47,7 +47,7 @@ def test_what_a_killed_writer_has_left_is_swept_up_and_what_is_being_written_is_
     dead.touch()
     with alive.open("xb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        files.sweep(tmp_path)
+        files.remove_unfinished(tmp_path)
         assert names(tmp_path) == [alive.name]
 
 

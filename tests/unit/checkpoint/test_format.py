@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mpisgd.checkpoint.format import DTYPES, Document, read, write
-from mpisgd.checkpoint.tree import decode, encode
+from mpisgd.checkpoint.serialization import decode, encode
 from mpisgd.errors import CheckpointDamaged
 
 

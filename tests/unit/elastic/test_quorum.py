@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpisgd.elastic.quorum import goes_on, silent_hosts
+from mpisgd.elastic.recovery import has_quorum, silent_hosts
 
 hosts_strategy = st.lists(st.integers(1, 3), min_size=1, max_size=5)
 
@@ -22,7 +22,7 @@ def test_of_two_parts_of_a_cut_network_exactly_one_goes_on(sizes, data):
     here = data.draw(st.sets(st.integers(0, len(nodes) - 1), max_size=len(nodes)))
     one = [rank for host in here for rank in nodes[host]]
     other = [rank for host, ranks in enumerate(nodes) if host not in here for rank in ranks]
-    verdicts = [goes_on(nodes, part) for part in (one, other) if part]
+    verdicts = [has_quorum(nodes, part) for part in (one, other) if part]
     assert verdicts.count(True) == 1
 
 
@@ -31,7 +31,7 @@ def test_ranks_that_die_while_a_neighbour_lives_never_stop_the_others(sizes, dat
     nodes = numbered(sizes)
     left = {data.draw(st.sampled_from(ranks)) for ranks in nodes}
     left |= data.draw(st.sets(st.integers(0, sum(sizes) - 1)))
-    assert goes_on(nodes, left)
+    assert has_quorum(nodes, left)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_ranks_that_die_while_a_neighbour_lives_never_stop_the_others(sizes, dat
     ],
 )
 def test_cases(nodes, left, expected):
-    assert goes_on(nodes, left) is expected
+    assert has_quorum(nodes, left) is expected
 
 
 def test_a_host_is_silent_when_none_of_its_ranks_is_left():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mpisgd.integrations.devices import deal_out
+from mpisgd.integrations.devices import assign_devices
 
 
 @pytest.mark.parametrize(
@@ -12,4 +12,4 @@ from mpisgd.integrations.devices import deal_out
 )
 def test_ranks_take_devices_in_turn(given, num_ranks, dealt):
     devices = [torch.device("cuda", index) for index in given]
-    assert [device.index for device in deal_out(devices, num_ranks)] == dealt
+    assert [device.index for device in assign_devices(devices, num_ranks)] == dealt

@@ -50,12 +50,12 @@ def test_what_is_over_in_time_is_left_alone():
 
 
 @pytest.mark.usefixtures("several")
-@pytest.mark.parametrize(("newcomer", "num"), [(None, 0), ("1", 1), ("0", 1)])
-def test_one_alone_has_nobody_to_wait_for_unless_it_was_started_to_join_others(monkeypatch, newcomer, num):
+@pytest.mark.parametrize(("joiner", "num"), [(None, 0), ("1", 1), ("0", 1)])
+def test_one_alone_has_nobody_to_wait_for_unless_it_was_started_to_join_others(monkeypatch, joiner, num):
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "1")
-    monkeypatch.delenv(config.NEWCOMER_VARIABLE, raising=False)
-    if newcomer is not None:
-        monkeypatch.setenv(config.NEWCOMER_VARIABLE, newcomer)
+    monkeypatch.delenv(config.JOINER_VARIABLE, raising=False)
+    if joiner is not None:
+        monkeypatch.setenv(config.JOINER_VARIABLE, joiner)
     codes: list[int] = []
     with within(0.1, "a start", end=codes.append):
         time.sleep(0.5)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpisgd.nn.moments import combine, local_row
+from mpisgd.nn.batch_statistics import combine, local_row
 
 
 def batches(counts: list[int], dtype: torch.dtype = torch.float64, shift: float = 0.0) -> list[torch.Tensor]:

@@ -1,7 +1,7 @@
-"""From a model for one process to this rank's part of it, with torch's own tools.
+"""Parallelize a model for one process with torch's own tools.
 
-The order matters: first the layers of this stage are picked, then each layer is split, then what is left is
-shared out among the data-parallel ranks.
+The order matters: first the layers of this stage are selected, then each layer is split over the tensor
+parallel ranks, then the rest is replicated or sharded over the data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["divide", "reduces_gradients"]
+__all__ = ["parallelize", "reduces_gradients"]
 
 
-def divide(model: GPT, layout: Layout, mesh: DeviceMesh) -> nn.Module:
+def parallelize(model: GPT, layout: Layout, mesh: DeviceMesh) -> nn.Module:
     """This rank's part of `model`; backward() averages its gradients over dp. Collective."""
     if layout.pp > 1:
         keep_stage(model, mesh.get_local_rank("pp"), layout.pp)
@@ -72,10 +72,10 @@ def split_layers(model: GPT, mesh: DeviceMesh) -> None:
 def share(model: GPT, layout: Layout, mesh: DeviceMesh) -> nn.Module:
     """Data parallel: every rank has its own share of the batch.
 
-    DDP where there is no other axis: ZeRO-1 needs it, and it takes less time than `fully_shard`. But it
-    does not know parameters that tensor parallelism has divided, and in a pipeline with as many pieces as
-    stages it fails (torch 2.13, every backend). `fully_shard` goes with all; over a "shard" axis of length
-    1 all that it does is average gradients.
+    DDP without other axes: ZeRO-1 needs it, and it takes less time than `fully_shard`. But it does not know
+    parameters that tensor parallelism has split, and it fails in a pipeline with as many micro-batches as
+    stages (torch 2.13, every backend). `fully_shard` works with all axes; over a "shard" axis of length 1 it
+    only averages gradients.
     """
     if layout.zero != 3 and layout.tp == layout.pp == 1:
         return DistributedDataParallel(model, process_group=mesh.get_group("replicate"))

@@ -1,4 +1,4 @@
-"""Which checkpoint of a folder is the newest whole one."""
+"""The newest intact checkpoint of a folder."""
 
 import sys
 from collections.abc import Collection
@@ -8,16 +8,16 @@ from typing import NamedTuple
 from torch import Tensor
 
 from mpisgd.checkpoint import files, format
-from mpisgd.checkpoint.agreement import ROOT, gather_at_root
+from mpisgd.checkpoint.shared_errors import ROOT, gather_at_root
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.errors import CheckpointDamaged, CheckpointError
 
-__all__ = ["Found", "newest_seen", "newest_whole"]
+__all__ = ["Found", "newest_intact", "newest_seen"]
 
 
 class Found(NamedTuple):
-    """A checkpoint that was read and is whole."""
+    """A checkpoint that was read and is intact."""
 
     path: Path
     document: format.Document
@@ -25,7 +25,7 @@ class Found(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """The newest checkpoint, damaged or not, that a host sees; of step -1 where there is none."""
+    """The newest checkpoint, damaged or not, that a host sees; step -1 if there is none."""
 
     host: str
     step: int
@@ -41,19 +41,19 @@ def newest_seen(group: Group, kind: str, folder: Path) -> list[Seen] | None:
         except OSError:
             step = -1  # the root says what is wrong
     seen = Seen(where.hostnames[where.node_rank], step)
-    return gather_at_root(group, Operation(kind, root=ROOT, extra="looks"), seen)
+    return gather_at_root(group, Operation(kind, root=ROOT, extra="newest"), seen)
 
 
-def newest_whole(folder: Path, seen: list[Seen], objects: Collection[str]) -> Found | None:
-    """Read the newest whole checkpoint; say which ones were passed over, and why. On the root.
+def newest_intact(folder: Path, seen: list[Seen], objects: Collection[str]) -> Found | None:
+    """Read the newest intact checkpoint; print which ones were skipped, and why. On the root.
 
     Args:
         folder: with checkpoints, or not there yet.
-        seen: by the hosts of the job.
+        seen: the newest checkpoint that each host sees.
         objects: as for `format.read`.
 
     Raises:
-        CheckpointError: another host sees a newer one, so this is not the same folder everywhere.
+        CheckpointError: another host sees a newer one, so the folder is not shared.
         OSError: the folder cannot be read.
     """
     _check_shared(folder, seen)

@@ -1,12 +1,12 @@
-"""Normalization with moments that all ranks have contributed to, and its gradient.
+"""Batch normalization with the statistics of all ranks, and its gradient.
 
-The moments depend on every rank's input, so the gradient of one rank's input needs sums over all ranks. With
-y = w xhat + b, xhat = (x - mean) / std, N values per channel on all ranks together and everyone's dy:
+The statistics depend on every rank's input, so the gradient of one rank's input needs sums over all ranks.
+With y = w xhat + b, xhat = (x - mean) / std, and N values per channel and the dy of all ranks:
 
     db = sum dy        dw = sum dy xhat        dx = w / std (dy - (db + dw xhat) / N)
 
-dx takes db and dw of all ranks. Those that are returned as gradients of w and b are this rank's own: whoever
-averages the gradients of the other parameters averages these.
+dx takes db and dw of all ranks. The returned gradients of w and b are those of this rank, to be averaged with
+the gradients of the other parameters.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from mpisgd.nn.moments import Moments, statistics_dtype
+from mpisgd.nn.batch_statistics import BatchStatistics, statistics_dtype
 
 __all__ = ["normalize"]
 
@@ -26,24 +26,24 @@ def normalize(
     values: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    moments: Moments,
+    statistics: BatchStatistics,
     eps: float,
     add_up: Callable[[Tensor], object],
 ) -> Tensor:
-    """Return `values` normalized by the moments of all ranks' values, times `weight`, plus `bias`.
+    """Return `values` normalized by the statistics of all ranks' values, times `weight`, plus `bias`.
 
     Its backward calls `add_up` where `values` needs a gradient, also for an empty batch.
 
     Args:
         values: [batch, channels, ...] of a floating dtype, unchanged and kept for backward.
         weight, bias: [channels] or None, of any floating dtype; they are used in that of the statistics.
-        moments: of everyone's `values`.
+        statistics: of all ranks' `values`.
         eps: added to the variance.
         add_up: replaces a tensor, [2 * channels] of float64, by its sum over the ranks.
     """
     dtype = statistics_dtype(values.dtype)
-    mean, var = moments.mean.to(dtype), moments.var.to(dtype)
-    inputs = (values, weight, bias, mean, var, moments.count, eps, add_up)
+    mean, var = statistics.mean.to(dtype), statistics.var.to(dtype)
+    inputs = (values, weight, bias, mean, var, statistics.count, eps, add_up)
     out: Tensor = _Normalize.apply(*inputs)  # type: ignore[no-untyped-call]
     return out
 
@@ -78,9 +78,9 @@ class _Normalize(torch.autograd.Function):
         )
         grad_values = None
         if ctx.needs_input_grad[0]:
-            everyones = torch.cat(sums).double()
-            ctx.add_up(everyones)
-            slope, offset = everyones.div_(-max(ctx.count, 1)).to(mean.dtype).chunk(2)
+            totals = torch.cat(sums).double()
+            ctx.add_up(totals)
+            slope, offset = totals.div_(-max(ctx.count, 1)).to(mean.dtype).chunk(2)
             grad_values = _grad_values(grad, values, weight, mean, var, slope, offset, ctx.eps)
         return grad_values, grad_weight, grad_bias, None, None, None, None, None
 
@@ -117,8 +117,8 @@ def _grad_values(
 ) -> Tensor:
     """Return dx; `slope` is -dw / N and `offset` -db / N of all ranks.
 
-    The part with xhat is a batch norm of its own, which is the fastest way to it. Half types are added up in
-    float32 and rounded once.
+    The part with xhat is itself a batch norm, computed by torch's fused kernel. 16-bit floats are accumulated
+    in float32 and rounded once.
     """
     gain = (var + eps).rsqrt()
     if weight is not None:

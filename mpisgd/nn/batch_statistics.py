@@ -1,12 +1,12 @@
 """Mean and variance of each channel over the batches of all ranks.
 
 Sums of x and x^2 would be one all-reduce, and their difference loses all digits where the mean is large. So
-every rank reduces its own batch to (mean, variance, count), and everyone combines the rows of all:
+every rank reduces its own batch to (mean, variance, count), and all ranks combine these rows:
 
     mean = sum_r share_r mean_r                         share_r = count_r / sum of counts
     var  = sum_r share_r (var_r + (mean_r - mean)^2)
 
-which only adds what is not negative. Ranks may have different counts, or nothing at all.
+which only adds what is not negative. Ranks may have different counts, or none.
 """
 
 from dataclasses import dataclass
@@ -17,15 +17,15 @@ from torch import Tensor
 from mpisgd.collectives.all_gather import all_gather_into_tensor
 from mpisgd.core.group import Group
 
-__all__ = ["Moments", "combine", "gather_moments", "local_row", "statistics_dtype"]
+__all__ = ["BatchStatistics", "combine", "gather_statistics", "local_row", "statistics_dtype"]
 
 
 @dataclass(frozen=True)
-class Moments:
-    """Of each channel, over all values of all ranks.
+class BatchStatistics:
+    """Mean and variance of each channel over all ranks.
 
     Attributes:
-        mean, var: [channels], float64; the variance is the biased one. Zeros where nobody has a value.
+        mean, var: [channels], float64; the biased variance. Zeros if no rank has a value.
         count: of values per channel.
     """
 
@@ -35,13 +35,13 @@ class Moments:
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return what statistics of such inputs are computed in: float32 for half types, as in torch."""
+    """Return the dtype in which statistics are computed: float32 for 16-bit floats, as in torch."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 @torch.no_grad()
-def gather_moments(values: Tensor, group: Group) -> Moments:
-    """Return the moments of everyone's `values`, [batch, channels, ...], the same bits on every rank.
+def gather_statistics(values: Tensor, group: Group) -> BatchStatistics:
+    """Return the statistics of all ranks' `values`, [batch, channels, ...], bit-identical on every rank.
 
     Collective: all ranks of `group` call it in the same order, with equally many channels.
 
@@ -68,11 +68,11 @@ def local_row(values: Tensor) -> Tensor:
     return torch.cat([mean.double(), var.double(), count])
 
 
-def combine(rows: Tensor) -> Moments:
+def combine(rows: Tensor) -> BatchStatistics:
     """Combine what `local_row` returned on each rank: [ranks, 2 * channels + 1]."""
     channels = rows.size(1) // 2
     means, variances, counts = rows[:, :channels], rows[:, channels:-1], rows[:, -1:]
     total = int(counts.sum())
     shares = counts / max(total, 1)
     mean = (shares * means).sum(0)
-    return Moments(mean, (shares * (variances + (means - mean).square())).sum(0), total)
+    return BatchStatistics(mean, (shares * (variances + (means - mean).square())).sum(0), total)

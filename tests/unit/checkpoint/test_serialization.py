@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from mpisgd.checkpoint.tree import decode, encode, tensor_names
+from mpisgd.checkpoint.serialization import decode, encode, tensor_names
 
 
 def through(value: Any) -> Any:
@@ -114,7 +114,7 @@ class Custom:
     ("value", "said"),
     [
         (lambda: 0, "it.deep.1 is a function"),
-        (Custom(), "it.deep.1 is a test_tree.Custom"),
+        (Custom(), "it.deep.1 is a test_serialization.Custom"),
         (nn.Linear(1, 1), "it.deep.1 is a torch.nn.modules.linear.Linear"),
         (torch.eye(2).to_sparse(), "it.deep.1 has layout torch.sparse_coo"),
         (torch.ones(1, device="meta"), "it.deep.1 is a Tensor on meta"),

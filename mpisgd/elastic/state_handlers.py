@@ -1,20 +1,20 @@
-"""How what a `State` holds is kept, put back, and made alike on all ranks: one keeper for each value."""
+"""How a `State` saves, restores and synchronizes its values: one handler for each, chosen by its type."""
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
 from mpisgd.accelerator.host_copy import copy_tree
+from mpisgd.arguments import has_state_dict
 from mpisgd.collectives.objects import broadcast_object
 from mpisgd.optim.broadcast import broadcast_optimizer_state, broadcast_parameters
 from mpisgd.optim.distributed import DistributedOptimizer
 
-__all__ = ["Keeper", "Plain", "keeper_for"]
+__all__ = ["PlainHandler", "StateHandler", "handler_for"]
 
 
-class Keeper(Protocol):
-    """Looks after one value of a state.
+class StateHandler(Protocol):
+    """Saves, restores and synchronizes one value of a state.
 
     Attributes:
         value: what the state's attribute is.
@@ -23,20 +23,20 @@ class Keeper(Protocol):
     value: Any
 
     def save(self, into: Any) -> Any:
-        """Return a copy of the value as it is, in the memory of an older one where that fits."""
+        """Return a copy of the value, in the memory of an older copy where that fits."""
 
     def restore(self, saved: Any) -> None:
-        """Put the value back to what it was when `saved` was made; `saved` may be used again."""
+        """Restore the value to what it was when `saved` was made; `saved` may be used again."""
 
     def reset(self) -> None:
-        """Adapt the value to the ranks that there are now."""
+        """Adapt the value to the present number of ranks."""
 
     def sync(self) -> None:
-        """Make the value that of rank 0. Collective."""
+        """Broadcast the value of rank 0. Collective."""
 
 
-class Plain:
-    """Of anything that can be copied and pickled: numbers, lists, tensors."""
+class PlainHandler:
+    """For anything that can be copied and pickled: numbers, lists, tensors."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -46,19 +46,19 @@ class Plain:
         return copy_tree(self.value, into)
 
     def restore(self, saved: Any) -> None:
-        """Take a copy of the copy."""
+        """Restore a copy of the copy."""
         self.value = copy_tree(saved)
 
     def reset(self) -> None:
-        """Nothing depends on the ranks."""
+        """Do nothing: the value does not depend on the ranks."""
 
     def sync(self) -> None:
-        """Take rank 0's value."""
+        """Broadcast rank 0's value."""
         self.value = broadcast_object(self.value)
 
 
-class _StateDict:
-    """Of whatever has `state_dict()` and `load_state_dict()`: schedulers, scalers, samplers."""
+class _StateDictHandler:
+    """For objects with `state_dict()` and `load_state_dict()`: schedulers, scalers, samplers."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -77,7 +77,7 @@ class _StateDict:
         self.value.load_state_dict(broadcast_object(self.value.state_dict()))
 
 
-class _Module(_StateDict):
+class _ModuleHandler(_StateDictHandler):
     def restore(self, saved: Any) -> None:
         self.value.load_state_dict(saved)  # copies
 
@@ -88,7 +88,7 @@ class _Module(_StateDict):
         broadcast_parameters(self.value)
 
 
-class _Optimizer(_StateDict):
+class _OptimizerHandler(_StateDictHandler):
     def reset(self) -> None:
         if isinstance(self.value, DistributedOptimizer) and self.value.spans_job:
             self.value.rebuild()  # one with a group of its own waits for a callback to give it a new one
@@ -97,16 +97,10 @@ class _Optimizer(_StateDict):
         broadcast_optimizer_state(self.value)
 
 
-def keeper_for(value: Any) -> Keeper:
-    """Return what looks after a value of this kind."""
-    kinds: list[tuple[type, Callable[[Any], Keeper]]] = [
-        (torch.nn.Module, _Module),
-        (torch.optim.Optimizer, _Optimizer),
-    ]
-    for kind, keeper in kinds:
-        if isinstance(value, kind):
-            return keeper(value)
-    has_both = callable(getattr(value, "state_dict", None)) and callable(
-        getattr(value, "load_state_dict", None)
-    )
-    return _StateDict(value) if has_both else Plain(value)
+def handler_for(value: Any) -> StateHandler:
+    """Return the handler for a value of this type."""
+    if isinstance(value, torch.nn.Module):
+        return _ModuleHandler(value)
+    if isinstance(value, torch.optim.Optimizer):
+        return _OptimizerHandler(value)
+    return _StateDictHandler(value) if has_state_dict(value) else PlainHandler(value)

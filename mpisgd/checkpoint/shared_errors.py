@@ -1,4 +1,4 @@
-"""What one rank finds out, all ranks raise: nobody goes on alone, and nobody waits for who has given up."""
+"""Errors of one rank are raised on every rank, so that none continues alone or waits for a failed one."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -7,14 +7,14 @@ from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.errors import CheckpointError
 
-__all__ = ["agree", "at_root", "gather_at_root"]
+__all__ = ["ROOT", "agree", "at_root", "gather_at_root", "merge_problems"]
 
 T = TypeVar("T")
-ROOT = 0  # the rank of the group that has the files
+ROOT = 0  # the group rank that reads and writes the files
 
 
 def gather_at_root(group: Group, operation: Operation, obj: Any) -> list[Any] | None:
-    """Return everyone's object on the root, None elsewhere. Collective."""
+    """Return the objects of all ranks on the root, None elsewhere. Collective."""
     got: list[list[Any] | None] = []
     group.queue.run(operation, lambda: got.append(group.queue.wire.gather_object(obj, ROOT)))
     return got[0]
@@ -35,14 +35,14 @@ def at_root(group: Group, operation: Operation, action: Callable[[], T]) -> T:
             failure = exc
         except OSError as exc:
             failure = _caused_by(exc, f"{operation.kind}: {exc}")
-        except Exception as exc:  # whatever it is, the others wait to be told
+        except Exception as exc:  # the others wait for the outcome
             failure = _caused_by(exc, f"{operation.kind}: {type(exc).__name__}: {exc}")
-    told: list[Any] = []
+    outcomes: list[Any] = []
     mine = (result, failure and (type(failure), str(failure)))
-    group.queue.run(operation, lambda: told.append(group.queue.wire.broadcast_object(mine, ROOT)))
+    group.queue.run(operation, lambda: outcomes.append(group.queue.wire.broadcast_object(mine, ROOT)))
     if failure is not None:
         raise failure
-    theirs, problem = told[0]
+    theirs, problem = outcomes[0]
     if problem is not None:
         raise problem[0](problem[1])
     return cast(T, result if group.rank == ROOT else theirs)
@@ -58,13 +58,12 @@ def agree(group: Group, operation: Operation, problem: str | None, kind: type[Ch
     """Raise `kind` on every rank where one of them has a problem. Collective."""
     got: list[Any] = []
     group.queue.run(operation, lambda: got.extend(group.queue.wire.all_gather_object(problem)))
-    said = said_by(group, got)
-    if said:
-        raise kind(f"{operation.kind}: {said}")
+    if text := merge_problems(group, got):
+        raise kind(f"{operation.kind}: {text}")
 
 
-def said_by(group: Group, problems: list[str | None]) -> str:
-    """Return the problems, with the ranks that have them where it is not all of them; "" for none."""
+def merge_problems(group: Group, problems: list[str | None]) -> str:
+    """Return the problems in one text, with their ranks unless all have the same one; "" for none."""
     ranks: dict[str, list[int]] = {}
     for rank, problem in zip(group.ranks, problems, strict=True):
         if problem is not None:

@@ -1,13 +1,12 @@
-"""How a batch goes through the model, in pieces: one after the other, or several at once in a pipeline.
+"""Forward and backward of a batch in micro-batches: sequential, or in a pipeline.
 
-Both kinds of passes add the gradients of the mean loss of the pieces to the parameters, and give the sum of
-the pieces' losses.
+Both accumulate the gradients of the mean loss of the micro-batches and return the sum of their losses.
 """
 
 from __future__ import annotations
 
 import torch
-from divide import reduces_gradients
+from parallelize import reduces_gradients
 from text_model import mean_loss
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -17,19 +16,21 @@ __all__ = ["Pipelined", "Whole"]
 
 
 class Whole:
-    """Every rank has all layers (or a part of each); pieces bound the memory that activations take."""
+    """Every rank has all layers (or a part of each); micro-batches bound the memory of activations."""
 
-    def __init__(self, model: nn.Module, num_pieces: int) -> None:
+    def __init__(self, model: nn.Module, num_micro_batches: int) -> None:
         self.model = model
-        self.num_pieces = num_pieces
+        self.num_micro_batches = num_micro_batches
 
     def backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Forward and backward; the mean loss."""
         total = torch.zeros(())
-        pieces = zip(inputs.chunk(self.num_pieces), targets.chunk(self.num_pieces), strict=True)
-        for number, (piece, expected) in enumerate(pieces, start=1):
-            with reduces_gradients(self.model, wanted=number == self.num_pieces):
-                loss = mean_loss(self.model(piece), expected) / self.num_pieces
+        micro_batches = zip(
+            inputs.chunk(self.num_micro_batches), targets.chunk(self.num_micro_batches), strict=True
+        )
+        for number, (micro_batch, expected) in enumerate(micro_batches, start=1):
+            with reduces_gradients(self.model, wanted=number == self.num_micro_batches):
+                loss = mean_loss(self.model(micro_batch), expected) / self.num_micro_batches
                 loss.backward()
             total += loss.detach()
         return total
@@ -40,16 +41,16 @@ class Whole:
 
 
 class Pipelined:
-    """This rank has some of the layers; pieces follow each other, so that every stage has work."""
+    """This rank has some of the layers; micro-batches follow each other, so that every stage has work."""
 
-    def __init__(self, model: nn.Module, num_pieces: int, group: ProcessGroup) -> None:
-        self.num_pieces = num_pieces
+    def __init__(self, model: nn.Module, num_micro_batches: int, group: ProcessGroup) -> None:
+        self.num_micro_batches = num_micro_batches
         self.stage = self._stage(model, group)
-        # Each piece's loss counts for its part of the mean, so there is nothing left to scale.
+        # Each micro-batch's loss is its part of the mean, so there is nothing left to scale.
         self.schedule = Schedule1F1B(
             self.stage,
-            num_pieces,
-            loss_fn=lambda output, target: mean_loss(output, target) / num_pieces,
+            num_micro_batches,
+            loss_fn=lambda output, target: mean_loss(output, target) / num_micro_batches,
             scale_grads=False,
         )
         self.forward_only = ScheduleGPipe(self._stage(model, group), 1)

@@ -1,4 +1,4 @@
-"""What a process holds of the machine: what of it must not grow with the ranks that others have lost."""
+"""The resources of a process, which must not grow with the number of lost ranks."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["holdings"]
+__all__ = ["resources"]
 
-NAMELESS = "/memfd:"  # shared memory of mpisgd's own
+NAMELESS = "/memfd:"  # shared memory of mpisgd
 OF_MPI = "/dev/shm/"
 
 
-def holdings() -> dict[str, int]:
-    """Count what this process has: shared memory that is mapped, open files, and among these sockets.
+def resources() -> dict[str, int]:
+    """Count the mapped shared memory, open files and sockets of this process.
 
     Returns:
         `memory` and `memory_bytes`: of mpisgd's shared memory, files and bytes; `of_mpi`: files of MPI's;
@@ -33,7 +33,7 @@ def holdings() -> dict[str, int]:
 
 
 def _mapped() -> Iterator[tuple[str, str, int]]:
-    """The name, the inode and the size of all mapped files."""
+    """The name, inode and size of all mapped files."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, _, _, _, inode, *name = line.split(maxsplit=5)
         if name:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpisgd.checkpoint.choosing import Seen, newest_whole
+from mpisgd.checkpoint.newest import Seen, newest_intact
 from mpisgd.errors import CheckpointError
 
 
@@ -12,8 +12,8 @@ from mpisgd.errors import CheckpointError
 def test_a_newer_checkpoint_on_another_host_is_told(tmp_path, here, said):
     seen = [Seen("alpha", here), Seen("beta", 20)]
     with pytest.raises(CheckpointError, match=f"on beta has a checkpoint of step 20, on alpha.*{said}"):
-        newest_whole(tmp_path, seen, ())
+        newest_intact(tmp_path, seen, ())
 
 
 def test_a_folder_that_the_first_host_alone_has_is_fine(tmp_path):
-    assert newest_whole(tmp_path, [Seen("alpha", 20), Seen("beta", -1)], ()) is None
+    assert newest_intact(tmp_path, [Seen("alpha", 20), Seen("beta", -1)], ()) is None

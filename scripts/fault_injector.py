@@ -1,6 +1,6 @@
-"""A process beside a rank that does to it what a plan says, and writes down when.
+"""Fault injection: a process beside each rank that executes a plan of faults and logs them.
 
-It is forked before MPI and torch are there, and ends when the rank does.
+It is forked before MPI and torch are loaded, and ends when the rank does.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pathlib import Path
 
 from fault_plan import Fault, read
 
-__all__ = ["Journal", "Victim"]
+__all__ = ["FaultPoints", "Journal"]
 
 
 class Journal:
-    """What a process has to tell: lines of JSON with the time, in a file of its own."""
+    """The event log of a process: lines of JSON with the time, in a file of its own."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._file = os.open(folder / f"{name}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -32,11 +32,11 @@ class Journal:
         os.write(self._file, line.encode() + b"\n")
 
 
-class Victim:
-    """A rank to which faults are done. Make it before anything else is imported.
+class FaultPoints:
+    """The fault injection points of a rank. Make it before anything else is imported.
 
     Args:
-        folder: with `plan.json`; what happens is written into it.
+        folder: with `plan.json`; the event logs are written into it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -53,14 +53,14 @@ class Victim:
 
     @contextlib.contextmanager
     def at(self, moment: str, step: int, rank: int) -> Iterator[None]:
-        """Say that this rank comes to a moment of a step."""
+        """Inject the faults planned for a moment of a step."""
         for number, fault in enumerate(self._plan):
             if (fault.moment, fault.step, fault.rank) == (moment, step, rank) and self._is_first(number):
                 os.write(self._orders, f"{number}\n".encode())
         yield
 
     def _is_first(self, number: int) -> bool:
-        """Whether this fault has not been done yet: after a recovery steps come again."""
+        """Whether this fault is still to be injected: after a recovery, steps are repeated."""
         try:
             os.close(os.open(self._folder / f"done-{number}", os.O_CREAT | os.O_EXCL))
         except FileExistsError:
@@ -69,8 +69,8 @@ class Victim:
 
 
 def _serve(orders: int, rank: int, folder: Path) -> None:
-    """Do what is ordered until the rank is gone. Does not return."""
-    journal, plan = Journal(folder, f"executioner-{os.getpid()}"), read(folder / "plan.json")
+    """Inject faults on request until the rank is gone. Does not return."""
+    journal, plan = Journal(folder, f"injector-{os.getpid()}"), read(folder / "plan.json")
     with os.fdopen(orders) as lines:
         for line in lines:
             fault = plan[int(line)]

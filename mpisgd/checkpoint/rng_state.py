@@ -1,7 +1,7 @@
-"""The random number generators of a rank: torch's, numpy's and Python's own.
+"""The states of a rank's random number generators: torch's, numpy's and Python's.
 
-A job of more ranks than the one that was saved has ranks with no state to go on from. Their generators are
-seeded by the state of rank `rank % ranks` and their own number: the same every time, and unlike any other's.
+In a job of more ranks than the saved one, the generators of ranks without a saved state are seeded by the
+state of rank `rank % ranks` and their own rank: reproducible, and different on every rank.
 """
 
 import hashlib
@@ -30,11 +30,11 @@ def capture() -> dict[str, Any]:
 
 
 def restore(states: Sequence[dict[str, Any]], rank: int) -> None:
-    """Go on where the generators of this rank were.
+    """Restore the generators of this rank.
 
     Args:
-        states: what `capture` has returned on each of the ranks that were there.
-        rank: of those that are here now.
+        states: what `capture` returned on each rank of the saved job.
+        rank: of this process.
     """
     if rank < len(states):
         _resume(states[rank])

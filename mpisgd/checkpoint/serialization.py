@@ -1,4 +1,4 @@
-"""Nested values as JSON and a list of tensors, and back: what a checkpoint can hold without pickle.
+"""Serialization of nested values as JSON and tensors, without pickle.
 
 Numbers, strings and None stand for themselves. Everything else is a list that begins with its kind:
 
@@ -24,11 +24,11 @@ PLAIN_TENSORS: tuple[type, ...] = (Tensor, nn.Parameter, getattr(nn, "Buffer", T
 
 
 class Encoded(NamedTuple):
-    """A value taken apart.
+    """A serialized value.
 
     Attributes:
         tree: JSON.
-        tensors: by the name that stands for each in `tree`; not copied, so they may change under our hands.
+        tensors: by the name that stands for each in `tree`; not copied.
         problems: what cannot be saved, one line each; in the tree None stands in its place.
     """
 
@@ -38,17 +38,17 @@ class Encoded(NamedTuple):
 
 
 def encode(values: Mapping[str, Any]) -> Encoded:
-    """Take named values apart; a tensor that is there twice is kept once."""
+    """Serialize named values; a tensor that occurs twice is stored once."""
     encoder = _Encoder()
     tree = {name: encoder.encode(value, (name,)) for name, value in values.items()}
     return Encoded(tree, encoder.tensors, encoder.problems)
 
 
 def decode(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Put one value together again.
+    """Return the value of a tree.
 
     Raises:
-        KeyError, TypeError, ValueError: `tree` is nothing that `encode` makes.
+        KeyError, TypeError, ValueError: `encode` makes no such tree.
     """
     if not isinstance(tree, list):
         return tree

@@ -1,0 +1,85 @@
+"""The public names of mpisgd, each from the module that defines it: the one list of them.
+
+Type checkers read it as the stub of the package; `__init__.py` reads it to find a name on first use.
+"""
+
+from mpisgd import data as data
+from mpisgd import elastic as elastic
+from mpisgd.collectives.all_gather import all_gather as all_gather
+from mpisgd.collectives.all_gather import all_gather_into_tensor as all_gather_into_tensor
+from mpisgd.collectives.all_reduce import all_reduce as all_reduce
+from mpisgd.collectives.all_to_all import all_to_all as all_to_all
+from mpisgd.collectives.all_to_all import all_to_all_single as all_to_all_single
+from mpisgd.collectives.barrier import barrier as barrier
+from mpisgd.collectives.broadcast import broadcast as broadcast
+from mpisgd.collectives.coalesced import all_gather_into_tensor_coalesced as all_gather_into_tensor_coalesced
+from mpisgd.collectives.coalesced import all_reduce_coalesced as all_reduce_coalesced
+from mpisgd.collectives.coalesced import broadcast_coalesced as broadcast_coalesced
+from mpisgd.collectives.coalesced import reduce_scatter_tensor_coalesced as reduce_scatter_tensor_coalesced
+from mpisgd.collectives.gather import gather as gather
+from mpisgd.collectives.gather import scatter as scatter
+from mpisgd.collectives.objects import all_gather_object as all_gather_object
+from mpisgd.collectives.objects import broadcast_object as broadcast_object
+from mpisgd.collectives.objects import gather_object as gather_object
+from mpisgd.collectives.objects import scatter_object as scatter_object
+from mpisgd.collectives.point_to_point import irecv as irecv
+from mpisgd.collectives.point_to_point import isend as isend
+from mpisgd.collectives.point_to_point import recv as recv
+from mpisgd.collectives.point_to_point import send as send
+from mpisgd.collectives.reduce import reduce as reduce
+from mpisgd.collectives.reduce_scatter import reduce_scatter as reduce_scatter
+from mpisgd.collectives.reduce_scatter import reduce_scatter_tensor as reduce_scatter_tensor
+from mpisgd.compress.cast import Compression as Compression
+from mpisgd.compress.compressor import BucketReducer as BucketReducer
+from mpisgd.compress.compressor import Compressor as Compressor
+from mpisgd.core.dtypes import ReduceOp as ReduceOp
+from mpisgd.core.group import Group as Group
+from mpisgd.core.work import Work as Work
+from mpisgd.errors import AlreadyInitialized as AlreadyInitialized
+from mpisgd.errors import CheckpointDamaged as CheckpointDamaged
+from mpisgd.errors import CheckpointError as CheckpointError
+from mpisgd.errors import CheckpointMismatch as CheckpointMismatch
+from mpisgd.errors import CollectiveMismatch as CollectiveMismatch
+from mpisgd.errors import CollectiveTimeout as CollectiveTimeout
+from mpisgd.errors import Deadlock as Deadlock
+from mpisgd.errors import InvalidArgument as InvalidArgument
+from mpisgd.errors import InvalidRank as InvalidRank
+from mpisgd.errors import JobError as JobError
+from mpisgd.errors import MpiFailed as MpiFailed
+from mpisgd.errors import MpiNotFound as MpiNotFound
+from mpisgd.errors import MpisgdError as MpisgdError
+from mpisgd.errors import NcclFailed as NcclFailed
+from mpisgd.errors import NonFiniteGradients as NonFiniteGradients
+from mpisgd.errors import NotInGroup as NotInGroup
+from mpisgd.errors import NotInitialized as NotInitialized
+from mpisgd.errors import OutOfSync as OutOfSync
+from mpisgd.errors import PeerLost as PeerLost
+from mpisgd.errors import ShapeMismatch as ShapeMismatch
+from mpisgd.errors import Unreachable as Unreachable
+from mpisgd.errors import UnsupportedOp as UnsupportedOp
+from mpisgd.errors import UnsupportedTensor as UnsupportedTensor
+from mpisgd.errors import UnsupportedTorch as UnsupportedTorch
+from mpisgd.job.groups import new_group as new_group
+from mpisgd.job.lifecycle import init as init
+from mpisgd.job.lifecycle import is_initialized as is_initialized
+from mpisgd.job.lifecycle import shutdown as shutdown
+from mpisgd.job.rank_info import local_rank as local_rank
+from mpisgd.job.rank_info import local_size as local_size
+from mpisgd.job.rank_info import node_rank as node_rank
+from mpisgd.job.rank_info import num_nodes as num_nodes
+from mpisgd.job.rank_info import rank as rank
+from mpisgd.job.rank_info import size as size
+from mpisgd.nn.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
+from mpisgd.optim.average import average_gradients as average_gradients
+from mpisgd.optim.broadcast import broadcast_optimizer_state as broadcast_optimizer_state
+from mpisgd.optim.broadcast import broadcast_parameters as broadcast_parameters
+from mpisgd.optim.distributed import DistributedOptimizer as DistributedOptimizer
+from mpisgd.optim.in_sync import check_in_sync as check_in_sync
+from mpisgd.strategies.strategy import Strategy as Strategy
+from mpisgd.strategies.strategy import Synchronizer as Synchronizer
+from mpisgd.strategies.strategy import Training as Training
+from mpisgd.strategies.synchronous import Synchronous as Synchronous
+from mpisgd.timeline.session import start_timeline as start_timeline
+from mpisgd.timeline.session import stop_timeline as stop_timeline
+
+__version__: str

@@ -1,0 +1,143 @@
+"""Joiners: processes started in the place of lost ranks, which join the job at `elastic.run`.
+
+A joiner is spawned into an MPI world of joiners. There it makes models, optimizers and samplers, as a job of
+its own, and waits for the survivors when its program comes to `run`:
+
+    survivors   shrink | spawn ........... | "ready"? ............... | "come"  | merge | begin
+    joiner               starts Python, MPI | init, model, optimizer  | "come"? | merge | begin
+
+MPI's merge has no timeout, so a rank begins it only when it knows that the others do. If a joiner fails or
+comes to `run` too late, the survivors continue without it, and it ends.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from mpisgd import config
+from mpisgd.core.waiting import Backoff
+from mpisgd.errors import MpisgdError, PeerLost
+from mpisgd.job import lifecycle as jobs
+from mpisgd.job.forced_exit import exit_after_loss
+from mpisgd.monitor.startup_timeout import within
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from mpisgd.transport.mpi import Communicator
+
+__all__ = ["Terms", "grow", "is_joiner", "join"]
+
+TO_JOIN, JOINED = "1", "0"  # values of JOINER_VARIABLE; child processes inherit them
+READY, COME = 7, 8  # tags
+JOIN_TIMEOUT_S = 120.0  # for a program to start and to make its model
+
+
+class Terms(NamedTuple):
+    """The conditions under which a job continues after a loss.
+
+    Attributes:
+        min_ranks: the job ends with fewer.
+        wanted: how many there should be.
+        regrow: whether to start joiners in the place of lost ranks.
+    """
+
+    min_ranks: int
+    wanted: int
+    regrow: bool
+
+
+def is_joiner() -> bool:
+    """Return whether this process was started to join a job, and has not joined it yet."""
+    return os.environ.get(config.JOINER_VARIABLE) == TO_JOIN
+
+
+def grow(left: "Communicator", terms: Terms) -> tuple["Communicator", int]:
+    """Return a communicator of survivors and joiners, and the number of joiners. Collective over `left`.
+
+    If a process cannot be started, or does not come, the job continues without joiners and rank 0 prints why.
+    The next loss tries again.
+    """
+    missing = terms.wanted - left.size
+    if not terms.regrow or missing <= 0:
+        return left, 0
+    try:
+        joiners = left.spawn(_this_program(), missing, {config.JOINER_VARIABLE: TO_JOIN})
+    except PeerLost:
+        raise
+    except MpisgdError as exc:
+        _print_no_joiners(left, str(exc))
+        return left, 0
+    if problem := left.broadcast_object(_wait_for_joiners(joiners, missing) if left.rank == 0 else "", 0):
+        _print_no_joiners(left, problem)
+        joiners.revoke()
+        return left, 0
+    if left.rank == 0:
+        _signal(lambda word, dst: joiners.isend(word, dst, COME), joiners, missing)
+    return joiners.merge(behind=False), missing
+
+
+def _this_program() -> list[str]:
+    return [sys.executable, *sys.orig_argv[1:]]
+
+
+def _wait_for_joiners(joiners: "Communicator", number: int) -> str:
+    """Wait until all joiners have come to `run`; return why they do not, "" if they do."""
+    try:
+        came = _signal(lambda word, src: joiners.irecv(word, src, READY), joiners, number)
+    except MpisgdError as exc:
+        return f"one has ended before it came to elastic.run ({exc})"
+    return "" if came else f"they have not come to elastic.run within {JOIN_TIMEOUT_S:g} s"
+
+
+def _signal(start: Callable[[Tensor, int], "MPI.Request"], remote: "Communicator", number: int = 1) -> bool:
+    """Send a word to, or receive one from, the first ranks of the remote group; return whether in time."""
+    words = [torch.zeros(1, dtype=torch.int64) for _ in range(number)]
+    requests = [start(word, other) for other, word in enumerate(words)]
+    done = Backoff(JOIN_TIMEOUT_S, quiet=True).wait_for(lambda: remote.poll(requests))
+    if not done:
+        remote.abandon(requests, words)
+    return done
+
+
+def _print_no_joiners(left: "Communicator", why: str) -> None:
+    if left.rank == 0:
+        print(f"mpisgd: elastic: no new ranks: {why}", file=sys.stderr, flush=True)
+
+
+def join() -> None:
+    """Leave the world of joiners for that of the job. Collective over joiners and survivors.
+
+    Ends the process if the survivors have continued without it.
+    """
+    os.environ[config.JOINER_VARIABLE] = JOINED
+    survivors = jobs.parent_wire()
+    assert survivors is not None
+    alone = jobs.current_job()
+    jobs.shutdown()
+    try:
+        with within(3 * JOIN_TIMEOUT_S, "its coming to a job that may have ended"):  # then MPI may block
+            _signal(lambda word, dst: survivors.isend(word, dst, READY), survivors)
+            if not _signal(lambda word, src: survivors.irecv(word, src, COME), survivors):
+                raise PeerLost("the others have gone on")
+        with within(alone.timeout_s, "its joining of the job"):
+            jobs.begin(survivors.merge(behind=True), None, alone.timeout_s, alone.gpu)
+    except MpisgdError:
+        _end_without_job()
+    jobs.current_job().lost_ranks = True
+
+
+def _end_without_job() -> NoReturn:
+    """End a joiner without a job to join, which is no failure of the job."""
+    print(
+        "mpisgd: elastic: a new rank ends: the others have gone on without it, or are gone (from its start "
+        f"on they wait {JOIN_TIMEOUT_S:g} s for it to come to elastic.run)",
+        file=sys.stderr,
+        flush=True,
+    )
+    exit_after_loss()
+    raise SystemExit(0)
