@@ -62,8 +62,8 @@ def recover(reason: str, terms: Terms) -> Recovered:
     """
     started = time.monotonic()
     old = jobs.give_up(reason)
-    assert old.sentinel is not None
-    before, old_wire, end = old.world.known_topology, old.wire, old.sentinel.end_job
+    assert old.failure_detector is not None
+    before, old_wire, end = old.world.known_topology, old.wire, old.failure_detector.abort
     with within(2 * old.timeout_s, "the recovery from the loss of a rank", end=end):
         while True:
             waiting.take_back()
@@ -74,10 +74,10 @@ def recover(reason: str, terms: Terms) -> Recovered:
             if old_wire.agree(outcome is not None):
                 break
             if outcome is not None and (
-                cancel_reason := jobs.give_up("another rank was lost meanwhile").sentinel
+                cancel_reason := jobs.give_up("another rank was lost meanwhile").failure_detector
             ):
-                cancel_reason.dismiss()
-    old.sentinel.dismiss()
+                cancel_reason.stop()
+    old.failure_detector.stop()
     assert outcome is not None
     left, newcomers = outcome
     lost = tuple(sorted({rank for ranks in before.nodes for rank in ranks} - set(left)))

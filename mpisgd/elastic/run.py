@@ -17,7 +17,7 @@ from mpisgd.job import lifecycle as jobs
 
 __all__ = ["run"]
 
-NOTICE_S = 0.5  # the sentinel needs less; an error may come before it has looked
+NOTICE_S = 0.5  # the failure detector needs less; an error may come before it has looked
 
 
 def run(
@@ -99,7 +99,7 @@ def _end_together() -> None:
     """Leave when all ranks do: one that had left could not come to the others' help any more."""
     job = jobs.current_job()
     job.world.queue.run(Operation("end of elastic.run"), lambda: None)
-    if job.sentinel is not None and not job.wire.agree(True):
+    if job.failure_detector is not None and not job.wire.agree(True):
         raise PeerLost("a rank of the job was lost at the end of elastic.run")
 
 
@@ -109,7 +109,7 @@ def _is_a_loss(exc: Exception) -> bool:
     A rank that is late is not lost. To go on without it is impossible, as it may come at any time, and to go
     back to the last commit together with it would only wait for it again: so the job ends.
     """
-    if isinstance(exc, JobError) or not jobs.is_initialized() or jobs.current_job().sentinel is None:
+    if isinstance(exc, JobError) or not jobs.is_initialized() or jobs.current_job().failure_detector is None:
         return False
     deadline = time.monotonic() + NOTICE_S
     while not isinstance(exc, PeerLost) and waiting.cancel_reason() is None and time.monotonic() < deadline:
@@ -119,7 +119,7 @@ def _is_a_loss(exc: Exception) -> bool:
 
 def _warn_where_none_survives() -> None:
     job = jobs.current_job()
-    if job.sentinel is None and job.world.size > 1 and job.world.rank == 0:
+    if job.failure_detector is None and job.world.size > 1 and job.world.rank == 0:
         warnings.warn(
             "elastic.run: this MPI ends the job when a rank is lost; start it with `mpirun --with-ft ulfm` "
             "(Open MPI 5), or have it started again from the last checkpoint: `python -m mpisgd run "

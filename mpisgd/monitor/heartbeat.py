@@ -26,7 +26,7 @@ def start(progress: Callable[[], None]) -> None:
     global _thread
     if _thread is None:
         _over.clear()
-        _thread = threading.Thread(target=_beat, args=(progress,), name="mpisgd pulse", daemon=True)
+        _thread = threading.Thread(target=_beat, args=(progress,), name="mpisgd heartbeat", daemon=True)
         _thread.start()
 
 

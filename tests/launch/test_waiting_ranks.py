@@ -219,13 +219,13 @@ if rank == 2:
     in_c_code()
 found = []
 def ask():
-    found.append(current_job().watch.ask())
+    found.append(current_job().monitor.collect())
 threads = [threading.Thread(target=ask) for _ in range(2)]
 [thread.start() for thread in threads]
 [thread.join() for thread in threads]
 for views in found:
     assert [view.rank for view in views] == [0, 1, 2, 3], views
-    assert [view.state for view in views] == ["runs", "silent", "silent", "runs"], views
+    assert [view.state for view in views] == ["runs", "unresponsive", "unresponsive", "runs"], views
     assert all("ask" in "".join(views[peer].stacks.values()) for peer in (0, 3)), views
 if rank == 0:
     time.sleep(1)  # rank 3's answer may be on its way

@@ -25,11 +25,11 @@ def test_it_beats_until_it_is_stopped(monkeypatch):
     heartbeat.start(progress)
     try:
         assert third.wait(10)
-        running = sum(thread.name == "mpisgd pulse" for thread in threading.enumerate())
+        running = sum(thread.name == "mpisgd heartbeat" for thread in threading.enumerate())
     finally:
         heartbeat.stop()
     assert running == 1, "the second start is none"
-    assert set(beats) == {"mpisgd pulse"}
+    assert set(beats) == {"mpisgd heartbeat"}
     number = len(beats)
     time.sleep(0.02)
     assert len(beats) == number
