@@ -3,7 +3,7 @@
 import contextlib
 import math
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from mpisgd.errors import InvalidArgument
@@ -31,7 +31,6 @@ __all__ = [
     "note",
     "profile",
     "restart_count",
-    "set_mpi_defaults",
     "shared_memory",
     "stall_warning_s",
     "starts_alone",
@@ -56,14 +55,6 @@ SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", SLURM_STEP_VARIABLE, "SLUR
 LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 DEFAULT_TIMEOUT_S = 1800.0
 DEFAULT_STALL_WARNING_S = 60.0
-# A host is lost when none has come for the timeout; `mpisgd.monitor.heartbeat` sends them. Those who
-# notice it tell the others, who could not agree on what to do otherwise.
-HEARTBEAT = {
-    "OMPI_MCA_mpi_ft_detector": "1",
-    "OMPI_MCA_mpi_ft_detector_period": "1",
-    "OMPI_MCA_mpi_ft_detector_timeout": "10",
-    "OMPI_MCA_mpi_ft_propagator_with_rbcast": "1",
-}
 # At its end MPI meets all ranks that were ever started; now and then it waits for lost ones for ever.
 NO_MEETING_AT_THE_END = {"OMPI_MCA_async_mpi_finalize": "1"}
 FABRICS = ("infiniband", "cxi")  # as Linux sorts their devices
@@ -219,12 +210,6 @@ def fault_tolerance(env: Mapping[str, str] = os.environ) -> bool:
     return env.get("OMPI_MCA_mpi_ft_enable", "").lower() in ("1", "true", "yes", "ulfm", "mpi")
 
 
-def heartbeats(env: Mapping[str, str] = os.environ) -> bool:
-    """Return whether Open MPI was told to tell dead hosts by their missing heartbeats."""
-    wanted = env.get("OMPI_MCA_mpi_ft_detector", "").lower() in ("1", "true", "yes")
-    return wanted and fault_tolerance(env)
-
-
 def cache_folder(env: Mapping[str, str] = os.environ) -> Path:
     """Return where what was measured on this machine is kept."""
     return Path(env.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "mpisgd"
@@ -263,8 +248,8 @@ def mpi_defaults(
     - More ranks than cores on a host: a waiting rank must give up its core. Open MPI's default of
       spinning made an all-reduce 15 times slower there.
     - One-sided windows must not be tried over UCX: every window would print an error line.
-    - Where losses are survived, hosts send each other heartbeats: of a dead one nobody else would tell. And
-      MPI's end meets nobody; ours has met those that are left.
+    - Where losses are survived, MPI's end meets nobody; ours has met those that are left. And hosts send each
+      other heartbeats: see `mpisgd.monitor.heartbeat`, whose settings `mpisgd.job.mpi_settings` adds.
     - On one host Open MPI's TCP transport is of no use, but listens on every address of the host.
     - Its OFI transport sleeps for a second before it says that it has nothing to do, as it has not without a
       fabric such as InfiniBand.
@@ -276,8 +261,6 @@ def mpi_defaults(
         wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
     if fault_tolerance(env):
         wanted |= NO_MEETING_AT_THE_END
-    if fault_tolerance(env) and local_size != launcher_size(env):
-        wanted |= HEARTBEAT
     if not _needs_network(env):
         wanted["OMPI_MCA_btl"] = "^tcp,ofi"
     elif not (_has_fabric() if fabric is None else fabric):
@@ -301,13 +284,6 @@ def _needs_network(env: Mapping[str, str]) -> bool:
 def _has_fabric(devices: Path = Path("/sys/class")) -> bool:
     """Return whether this host has a network that is more than Ethernet: InfiniBand, EFA, Slingshot."""
     return any(any((devices / kind).glob("*")) for kind in FABRICS)
-
-
-def set_mpi_defaults(env: MutableMapping[str, str] = os.environ) -> dict[str, str]:
-    """Put `mpi_defaults` into the environment; return what was set."""
-    defaults = mpi_defaults(env)
-    env.update(defaults)
-    return defaults
 
 
 def default_threads(current: int, local_size: int, cores: int, env: Mapping[str, str] = os.environ) -> int:

@@ -21,6 +21,7 @@ from mpisgd.errors import (
 )
 from mpisgd.job.excepthook import ExceptHook
 from mpisgd.job.forced_exit import exit_after_loss, exit_without_host
+from mpisgd.job.mpi_settings import mpi_defaults, set_mpi_defaults
 from mpisgd.job.quiesce import end_operations
 from mpisgd.job.stale_files import leave_nothing
 from mpisgd.job.startup import (
@@ -146,14 +147,14 @@ def init(
 def _start(comm: "MPI.Intracomm | None", num_threads: int | None, limit_s: float, wanted_gpu: str) -> None:
     """Do what `init` says."""
     global _exit_registered
-    was_running, defaults = mpi_is_running(), config.mpi_defaults()
+    was_running, defaults = mpi_is_running(), mpi_defaults()
     if not was_running:
-        defaults = config.set_mpi_defaults()
+        defaults = set_mpi_defaults()
     mpi = load_mpi()
     mpi.start()
     if comm is None:
         refuse_to_be_alone(mpi.MPI.COMM_WORLD.Get_size(), mpi.library_version().partition(",")[0])
-    if config.heartbeats() and mpi.thread_level() == "MULTIPLE":
+    if heartbeat.is_enabled() and mpi.thread_level() == "MULTIPLE":
         heartbeat.start(mpi.progress)
     wire = mpi.Communicator((comm or mpi.MPI.COMM_WORLD).Dup())
     wishes = wire.all_gather_object((wanted_gpu, config.timeline()))
