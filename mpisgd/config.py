@@ -3,7 +3,7 @@
 import contextlib
 import math
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from mpisgd.errors import InvalidArgument
@@ -30,7 +30,6 @@ __all__ = [
     "mpi_defaults",
     "note",
     "profile",
-    "set_mpi_defaults",
     "shared_memory",
     "stall_warning_s",
     "starts_alone",
@@ -54,14 +53,6 @@ SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", SLURM_STEP_VARIABLE, "SLUR
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 DEFAULT_TIMEOUT_S = 1800.0
 DEFAULT_STALL_WARNING_S = 60.0
-# `mpisgd.monitor.heartbeat` sends a heartbeat each period; a host without one for the timeout is lost. The
-# ranks that detect it tell the others, since all must agree.
-HEARTBEAT = {
-    "OMPI_MCA_mpi_ft_detector": "1",
-    "OMPI_MCA_mpi_ft_detector_period": "1",
-    "OMPI_MCA_mpi_ft_detector_timeout": "10",
-    "OMPI_MCA_mpi_ft_propagator_with_rbcast": "1",
-}
 # MPI_Finalize otherwise has a barrier of all ranks ever started, which may wait for lost ones for ever.
 ASYNC_FINALIZE = {"OMPI_MCA_async_mpi_finalize": "1"}
 FABRICS = ("infiniband", "cxi")  # device classes of Linux
@@ -217,12 +208,6 @@ def fault_tolerance(env: Mapping[str, str] = os.environ) -> bool:
     return env.get("OMPI_MCA_mpi_ft_enable", "").lower() in ("1", "true", "yes", "ulfm", "mpi")
 
 
-def heartbeats(env: Mapping[str, str] = os.environ) -> bool:
-    """Return whether Open MPI's failure detector is on."""
-    wanted = env.get("OMPI_MCA_mpi_ft_detector", "").lower() in ("1", "true", "yes")
-    return wanted and fault_tolerance(env)
-
-
 def cache_folder(env: Mapping[str, str] = os.environ) -> Path:
     """Return the folder for measurements of this machine."""
     return Path(env.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "mpisgd"
@@ -261,8 +246,8 @@ def mpi_defaults(
     - More ranks than cores on a host: waiting ranks yield their core. With Open MPI's default, spinning, an
       all-reduce was 15 times slower.
     - No one-sided windows over UCX: every window would print an error line.
-    - With fault tolerance: heartbeats between hosts, the only way to detect a dead one, and a finalize
-      without a barrier, since mpisgd has synchronized the remaining ranks.
+    - With fault tolerance: a finalize without a barrier, since mpisgd has synchronized the remaining
+      ranks. `mpisgd.monitor.heartbeat` adds the heartbeats between hosts.
     - On one host no TCP transport: it has no use there but listens on every address of the host.
     - Without a fabric such as InfiniBand no OFI transport: it would sleep for a second at the start.
     """
@@ -273,8 +258,6 @@ def mpi_defaults(
         wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
     if fault_tolerance(env):
         wanted |= ASYNC_FINALIZE
-    if fault_tolerance(env) and local_size != launcher_size(env):
-        wanted |= HEARTBEAT
     if not _needs_network(env):
         wanted["OMPI_MCA_btl"] = "^tcp,ofi"
     elif not (_has_fabric() if fabric is None else fabric):
@@ -297,13 +280,6 @@ def _needs_network(env: Mapping[str, str]) -> bool:
 def _has_fabric(devices: Path = Path("/sys/class")) -> bool:
     """Return whether this host has a fabric: InfiniBand, EFA, Slingshot."""
     return any(any((devices / kind).glob("*")) for kind in FABRICS)
-
-
-def set_mpi_defaults(env: MutableMapping[str, str] = os.environ) -> dict[str, str]:
-    """Put `mpi_defaults` into the environment; return what was set."""
-    defaults = mpi_defaults(env)
-    env.update(defaults)
-    return defaults
 
 
 def default_threads(current: int, local_size: int, cores: int, env: Mapping[str, str] = os.environ) -> int:

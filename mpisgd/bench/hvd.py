@@ -16,7 +16,8 @@ from mpisgd.bench.measure import Timed, Unavailable, Variant
 from mpisgd.bench.network import Meeting
 from mpisgd.bench.payload import Payload
 from mpisgd.bench.training import StepTask, Training
-from mpisgd.config import launcher_rank, set_mpi_defaults
+from mpisgd.config import launcher_rank
+from mpisgd.job.mpi_settings import set_mpi_defaults
 
 __all__ = ["Horovod"]
 

@@ -21,7 +21,8 @@ import mpisgd
 from mpisgd.bench.pss import Share, read_share
 from mpisgd.bench.training import LEARNING_RATE, StepTask, Training
 from mpisgd.bench.trial import BATCHES, NONE, OURS, SHARED, STARTED, Trial
-from mpisgd.config import launcher_rank, launcher_size, set_mpi_defaults
+from mpisgd.config import launcher_rank, launcher_size
+from mpisgd.job.mpi_settings import set_mpi_defaults
 
 __all__ = ["train"]
 

@@ -184,7 +184,7 @@ class OperationQueue:
         # A callback of the operation that runs on this thread may call the next one: waiting for our own
         # turn would be for ever, and all ranks come by here at the same point of the order.
         thread = threading.get_ident()
-        wait_registry.communicates()
+        wait_registry.mark_communicating()
         inside = self._busy == thread
         if not async_op and (inside or self._take_turn()):
             try:

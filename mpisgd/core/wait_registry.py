@@ -1,6 +1,16 @@
-"""Who waits in this process, and for what: long waits note themselves here, so that short ones pay nothing.
+"""What the engine reports about its waits: the one interface between it and whoever monitors it.
 
-Threads other than the noted ones read this at any time; each entry is put and taken away in one step.
+Engine                                             Monitor
+    register / unregister: a thread waits              registered: who waits, for how long
+    waiting_for: the same, as a context manager        cancel: end a wait with an error
+    cancel_error: has the wait been cancelled?         on_timeout: set it to report timeouts
+    report_timeout: who was missing at a timeout       mpi_calls, has_communicated, workers: read them
+    mpi_calls: blocking MPI calls under way
+    mark_communicating: this thread calls operations
+    workers: threads that sleep until there is work
+
+Only long waits register, so that short ones pay nothing. Any thread may read all of it at any time: each
+entry is added and removed in one step.
 """
 
 import contextlib
@@ -10,27 +20,42 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from mpisgd.monitor.rank_state import Message
-
 __all__ = [
+    "Message",
+    "RegisteredWait",
     "WaitReason",
-    "Waiter",
-    "cancel_wait",
-    "communicates",
-    "forget",
+    "cancel",
+    "cancel_error",
     "has_communicated",
-    "inside",
-    "inside_mpi",
-    "note",
-    "noted",
-    "say_nothing",
+    "mark_communicating",
+    "mpi_calls",
+    "on_timeout",
+    "register",
+    "registered",
+    "report_timeout",
     "serial_of",
-    "verdict",
+    "unregister",
     "waiting_for",
     "workers",
 ]
 
-NO_LIMIT_S = float("inf")
+NO_TIMEOUT_S = float("inf")
+
+
+class Message(NamedTuple):
+    """A message that a rank sends or receives and that has not arrived.
+
+    Attributes:
+        group: name of its group.
+        receives: whether the rank is at the receiving end.
+        partners: global ranks of whom one is at the other end.
+        tag: as the program gave it.
+    """
+
+    group: str
+    receives: bool
+    partners: tuple[int, ...]
+    tag: int
 
 
 class WaitReason(NamedTuple):
@@ -39,39 +64,39 @@ class WaitReason(NamedTuple):
     Attributes:
         what: in words, `recv from rank 3`.
         group: name of the group, or "".
-        whom: global ranks of whom each must do something before this wait ends; empty: not known.
+        awaited: global ranks that must each do something before this wait ends; empty: not known.
         members: global ranks of the group, where all of them must come; else empty.
         number: of the operation among those of the group, where all must come.
         ordinal: of the group among those of the same ranks.
-        own: whether the wait is for another thread of this process.
+        is_local: whether the wait is for another thread of this process.
         message: the one that is waited for, if it is one.
     """
 
     what: str
     group: str = ""
-    whom: tuple[int, ...] = ()
+    awaited: tuple[int, ...] = ()
     members: tuple[int, ...] = ()
     number: int = 0
     ordinal: int = 0
-    own: bool = False
+    is_local: bool = False
     message: Message | None = None
 
 
-class Waiter(NamedTuple):
-    """A thread that waits.
+class RegisteredWait(NamedTuple):
+    """A wait of one thread.
 
     Attributes:
         thread: its identifier.
         since_s: when the wait began, by `time.monotonic`.
-        limit_s: after how many seconds it ends with an error; infinite: the wait for a thread that has one.
-        about: tells what for; None where the operation on the thread's queue says it.
-        wake: has the thread look for its `verdict`; None where it does so by itself.
+        timeout_s: after how many seconds it ends with an error; infinite: the wait for a thread that has one.
+        reason: tells what for; None where the operation on the thread's queue says it.
+        wake: has the thread look for its `cancel_error`; None where it does so by itself.
     """
 
     thread: int
     since_s: float
-    limit_s: float
-    about: Callable[[], WaitReason] | None
+    timeout_s: float
+    reason: Callable[[], WaitReason] | None
     wake: Callable[[], None] | None = None
 
     @property
@@ -85,98 +110,86 @@ def serial_of(since_s: float) -> int:
     return int(since_s * 1000)
 
 
-def say_nothing() -> str:
-    """Stand for `at_limit` where nobody watches."""
-    return ""
-
-
-# Called by a thread whose wait has come to its limit, before that is taken back; returns who is missing, and
-# may tell the user before.
-at_limit: Callable[[], str] = say_nothing
-_noted: dict[object, Waiter] = {}
+# Set by the monitor: called by a thread whose wait has timed out, returns who is missing.
+on_timeout: Callable[[], str] | None = None
 # By thread: the MPI call that it is blocked in, which cannot be interrupted, and since when.
-inside: dict[int, tuple[str, float]] = {}
-# The threads that have ever called an operation. Not their numbers, which the system gives out again.
-_communicators: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
-# Our threads that sleep until there is something to do for them: tells whether there is, or may be by itself.
+mpi_calls: dict[int, tuple[str, float]] = {}
+# Our threads that sleep until there is work for them: tells whether there is, or may be without another call.
 workers: dict[int, Callable[[], bool]] = {}
-# By thread: what its wait that began then must end with.
+_registered: dict[object, RegisteredWait] = {}
+# By thread: the error that its wait that began then must end with.
 _cancelled: dict[int, tuple[float, Exception]] = {}
+# The threads that have ever called an operation. Not their identifiers, which the system reuses.
+_communicating: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
 
 
-class _Mine(threading.local):
-    """What this thread has noted of itself."""
-
-    communicates = False
+class _ThisThread(threading.local):
+    is_marked = False
 
 
-_mine = _Mine()
+_this_thread = _ThisThread()
 
 
-def communicates() -> None:
+def mark_communicating() -> None:
     """Note that this thread calls operations; costs next to nothing after the first time."""
-    if not _mine.communicates:
-        _mine.communicates = True
-        _communicators.add(threading.current_thread())
+    if not _this_thread.is_marked:
+        _this_thread.is_marked = True
+        _communicating.add(threading.current_thread())
 
 
 def has_communicated(thread: threading.Thread) -> bool:
     """Return whether a thread has ever called an operation."""
-    return thread in _communicators
+    return thread in _communicating
 
 
-def note(
+def register(
     key: object,
     since_s: float,
-    limit_s: float,
-    about: Callable[[], WaitReason] | None = None,
+    timeout_s: float,
+    reason: Callable[[], WaitReason] | None = None,
     wake: Callable[[], None] | None = None,
 ) -> None:
-    """Say that this thread waits, until `forget(key)`."""
-    _noted[key] = Waiter(threading.get_ident(), since_s, limit_s, about, wake)
+    """Report that this thread waits, until `unregister(key)`."""
+    _registered[key] = RegisteredWait(threading.get_ident(), since_s, timeout_s, reason, wake)
 
 
-def forget(key: object) -> None:
-    """Take back `note`."""
-    _noted.pop(key, None)
+def unregister(key: object) -> None:
+    """Report that the wait is over."""
+    _registered.pop(key, None)
 
 
-def noted() -> list[Waiter]:
-    """Return who waits now, the longest first."""
-    return sorted(_copy(_noted), key=lambda waiter: waiter.since_s)
-
-
-def cancel_wait(waiter: Waiter, error: Exception) -> None:
-    """Let a wait end with an error."""
-    _cancelled[waiter.thread] = waiter.since_s, error
-    if waiter.wake is not None:
-        waiter.wake()
-
-
-def verdict(since_s: float) -> Exception | None:
-    """Return, once, what this thread's wait that began then must end with; None where it may go on."""
-    condemned_s, error = _cancelled.get(threading.get_ident(), (0.0, None))
-    if error is None or condemned_s != since_s:
-        return None
-    del _cancelled[threading.get_ident()]
-    return error
-
-
-def inside_mpi() -> dict[int, tuple[str, float]]:
-    """Return which threads are blocked in which MPI call, since when."""
-    return dict(inside)
+def registered() -> list[RegisteredWait]:
+    """Return the waits under way, the longest first."""
+    return sorted(_registered.copy().values(), key=lambda wait: wait.since_s)  # other threads change it
 
 
 @contextlib.contextmanager
-def waiting_for(hint: WaitReason, limit_s: float | None = None) -> Iterator[None]:
-    """Note that this thread waits meanwhile."""
+def waiting_for(reason: WaitReason, timeout_s: float | None = None) -> Iterator[None]:
+    """Report that this thread waits meanwhile."""
     key = object()
-    note(key, time.monotonic(), NO_LIMIT_S if limit_s is None else limit_s, lambda: hint)
+    register(key, time.monotonic(), NO_TIMEOUT_S if timeout_s is None else timeout_s, lambda: reason)
     try:
         yield
     finally:
-        forget(key)
+        unregister(key)
 
 
-def _copy(entries: dict[object, Waiter]) -> list[Waiter]:
-    return list(entries.values())
+def report_timeout() -> str:
+    """Report that this thread's wait has timed out, before it unregisters; return who is missing, or ""."""
+    return "" if on_timeout is None else on_timeout()
+
+
+def cancel(wait: RegisteredWait, error: Exception) -> None:
+    """Let a wait end with an error."""
+    _cancelled[wait.thread] = wait.since_s, error
+    if wait.wake is not None:
+        wait.wake()
+
+
+def cancel_error(since_s: float) -> Exception | None:
+    """Return, once, what this thread's wait that began then must end with; None where it may go on."""
+    cancelled_s, error = _cancelled.get(threading.get_ident(), (0.0, None))
+    if error is None or cancelled_s != since_s:
+        return None
+    del _cancelled[threading.get_ident()]
+    return error

@@ -141,13 +141,13 @@ class Backoff:
                 waited = self.waited_s
                 if waited >= self.limit_s:
                     if noted and not self.quiet:
-                        self.verdict = wait_registry.at_limit()
+                        self.verdict = wait_registry.report_timeout()
                     return False
                 if waited >= NOTE_S:
                     if not noted:
-                        wait_registry.note(self, self.started, self.limit_s, about)
+                        wait_registry.register(self, self.started, self.limit_s, about)
                         noted = True
-                    if (error := wait_registry.verdict(self.started)) is not None:
+                    if (error := wait_registry.cancel_error(self.started)) is not None:
                         raise error
                 if _oversubscribed and waited >= YIELD_S and doze is not None and doze(_pause(waited, NAP_S)):
                     continue
@@ -158,7 +158,7 @@ class Backoff:
             return True
         finally:
             if noted:
-                wait_registry.forget(self)
+                wait_registry.unregister(self)
 
 
 def _pause(waited_s: float, shortest_s: float) -> float:

@@ -70,7 +70,7 @@ class QueuedWork(Work):
         if not done:
             with (
                 tracing.blocked(self.name),
-                waiting_for(WaitReason(f"{self.name} (asynchronous)", own=True), timeout_s),
+                waiting_for(WaitReason(f"{self.name} (asynchronous)", is_local=True), timeout_s),
             ):
                 done = self._done.wait(timeout_s)
         if not done:

@@ -83,8 +83,8 @@ def recover(reason: str, terms: Terms) -> Recovered:
     """
     started = time.monotonic()
     old = jobs.give_up(reason)
-    assert old.sentinel is not None
-    before, old_wire, end = old.world.known_topology, old.wire, old.sentinel.end_job
+    assert old.failure_detector is not None
+    before, old_wire, end = old.world.known_topology, old.wire, old.failure_detector.abort
     with within(2 * old.timeout_s, "the recovery from the loss of a rank", end=end):
         while True:
             waiting.take_back()
@@ -94,9 +94,11 @@ def recover(reason: str, terms: Terms) -> Recovered:
             outcome = _try_to_begin(old, left_wire, before, terms)
             if old_wire.agree(outcome is not None):
                 break
-            if outcome is not None and (detector := jobs.give_up("another rank was lost meanwhile").sentinel):
-                detector.dismiss()
-    old.sentinel.dismiss()
+            if outcome is not None:
+                begun = jobs.give_up("another rank was lost meanwhile")
+                if begun.failure_detector is not None:
+                    begun.failure_detector.stop()
+    old.failure_detector.stop()
     assert outcome is not None
     left, num_joiners = outcome
     lost = tuple(sorted({rank for ranks in before.nodes for rank in ranks} - set(left)))

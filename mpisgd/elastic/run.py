@@ -17,7 +17,7 @@ from mpisgd.job import lifecycle as jobs
 
 __all__ = ["run"]
 
-NOTICE_S = 0.5  # the sentinel needs less; an error may come before it has looked
+NOTICE_S = 0.5  # the failure detector needs less; an error may come before it has looked
 
 
 def run(
@@ -99,7 +99,7 @@ def _end_together() -> None:
     """Return when all ranks do: a rank that has left cannot take part in a recovery."""
     job = jobs.current_job()
     job.world.queue.run(Operation("end of elastic.run"), lambda: None)
-    if job.sentinel is not None and not job.wire.agree(True):
+    if job.failure_detector is not None and not job.wire.agree(True):
         raise PeerLost("a rank of the job was lost at the end of elastic.run")
 
 
@@ -109,7 +109,7 @@ def _is_loss(exc: Exception) -> bool:
     A late rank is not lost. The others cannot continue without it, since it may still come, and a return to
     the last commit would wait for it again. So the job ends.
     """
-    if isinstance(exc, JobError) or not jobs.is_initialized() or jobs.current_job().sentinel is None:
+    if isinstance(exc, JobError) or not jobs.is_initialized() or jobs.current_job().failure_detector is None:
         return False
     deadline = time.monotonic() + NOTICE_S
     while not isinstance(exc, PeerLost) and waiting.cancel_reason() is None and time.monotonic() < deadline:
@@ -119,7 +119,7 @@ def _is_loss(exc: Exception) -> bool:
 
 def _warn_without_fault_tolerance() -> None:
     job = jobs.current_job()
-    if job.sentinel is None and job.world.size > 1 and job.world.rank == 0:
+    if job.failure_detector is None and job.world.size > 1 and job.world.rank == 0:
         warnings.warn(
             "elastic.run: this MPI ends the job when a rank is lost; start it with `mpirun --with-ft ulfm` "
             "(Open MPI 5), or have it started again from the last checkpoint: `python -m mpisgd run "

@@ -16,6 +16,7 @@ import mpisgd
 from mpisgd import config
 from mpisgd.errors import InvalidArgument
 from mpisgd.integrations.devices import assign_devices
+from mpisgd.job.mpi_settings import set_mpi_defaults
 from mpisgd.torch_backend.plugin import BACKEND
 
 __all__ = ["MpisgdEnvironment", "MpisgdStrategy"]
@@ -122,5 +123,5 @@ def _disagreement(asked: str) -> InvalidArgument:
 
 
 # A Trainer with a strategy's name asks Lightning's MPIEnvironment first, which starts MPI.
-config.set_mpi_defaults()
+set_mpi_defaults()
 StrategyRegistry.register(BACKEND, MpisgdStrategy, description="DDP over MPI", override=True)

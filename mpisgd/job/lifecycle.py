@@ -19,8 +19,9 @@ from mpisgd.errors import (
     MpisgdError,
     PeerLost,
 )
-from mpisgd.job.excepthook import ExceptHook, say_to_user
+from mpisgd.job.excepthook import ExceptHook
 from mpisgd.job.forced_exit import exit_after_loss, exit_without_host
+from mpisgd.job.mpi_settings import mpi_defaults, set_mpi_defaults
 from mpisgd.job.quiesce import end_operations
 from mpisgd.job.stale_files import leave_nothing
 from mpisgd.job.startup import (
@@ -34,8 +35,9 @@ from mpisgd.job.startup import (
     share_threads,
 )
 from mpisgd.monitor import heartbeat
+from mpisgd.monitor.console import ConsoleLock, print_to_user
 from mpisgd.monitor.stall_monitor import StallMonitor
-from mpisgd.monitor.startup_timeout import limit_by_signal, within
+from mpisgd.monitor.startup_timeout import set_alarm, within
 from mpisgd.transport.device.selection import agree_on_wanted
 from mpisgd.tuning.find import find_costs
 
@@ -66,11 +68,11 @@ __all__ = [
 class Job:
     """What `init()` has set up.
 
-    `wire`: the ranks, by the communicator that all else was made of. `watch`: tells what the other ranks are
-    doing. `at_end`: called by all ranks in `shutdown()`, once nothing is under way any more. `sentinel`:
-    notices the loss of a rank, where the job outlives that. `lost_ranks`: ranks were lost before this world
-    was made. `lost_host`: a host was lost, and MPI's own end
-    would wait for it.
+    `wire`: the ranks, by the communicator that all else was made of. `console`: held while one of the host's
+    ranks prints. `monitor`: tells what the other ranks are doing. `at_end`: called by all ranks in
+    `shutdown()`, once nothing is under way any more. `failure_detector`: notices the loss of a rank, where
+    the job outlives that. `lost_ranks`: ranks were lost before this world was made. `lost_host`: a host was
+    lost, and MPI's own end would wait for it.
     """
 
     comm: "MPI.Intracomm | None"
@@ -80,11 +82,12 @@ class Job:
     timeout_s: float
     threads_allowed: bool
     gpu: str
-    watch: StallMonitor
+    console: ConsoleLock
+    monitor: StallMonitor
     groups: list[Group] = field(default_factory=list)
     names: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
     at_end: "list[Callable[[], None]]" = field(default_factory=list)
-    sentinel: "FailureDetector | None" = None
+    failure_detector: "FailureDetector | None" = None
     lost_ranks: bool = False
     lost_host: bool = False
 
@@ -144,14 +147,14 @@ def init(
 def _start(comm: "MPI.Intracomm | None", num_threads: int | None, limit_s: float, wanted_gpu: str) -> None:
     """Do what `init` says."""
     global _exit_registered
-    was_running, defaults = mpi_is_running(), config.mpi_defaults()
+    was_running, defaults = mpi_is_running(), mpi_defaults()
     if not was_running:
-        defaults = config.set_mpi_defaults()
+        defaults = set_mpi_defaults()
     mpi = load_mpi()
     mpi.start()
     if comm is None:
         refuse_to_be_alone(mpi.MPI.COMM_WORLD.Get_size(), mpi.library_version().partition(",")[0])
-    if config.heartbeats() and mpi.thread_level() == "MULTIPLE":
+    if heartbeat.is_enabled() and mpi.thread_level() == "MULTIPLE":
         heartbeat.start(mpi.progress)
     wire = mpi.Communicator((comm or mpi.MPI.COMM_WORLD).Dup())
     wishes = wire.all_gather_object((wanted_gpu, config.timeline()))
@@ -180,47 +183,61 @@ def begin(wire: "Communicator", comm: "MPI.Intracomm | None", timeout_s: float, 
     global _job
     mpi = load_mpi()
     multiple = mpi.thread_level() == "MULTIPLE"
-    sentinel = _post_sentinel(wire) if multiple and wire.size > 1 and mpi.survives_losses() else None
+    detects = multiple and wire.size > 1 and mpi.survives_losses()
+    detector = _start_failure_detector(wire) if detects else None
     try:
         here = discover(wire)
         costs, complaint = find_costs(wire, here)
         group = Group(
             "world", range(wire.size), wire, timeout_s=timeout_s, threads=multiple, topology=here, costs=costs
         )
-        hooks = ExceptHook(wire, group.topology)
-        watch = _open_watch(wire, here, timeout_s, threads_allowed=multiple)
-        watch.stalls.give_up = lambda reason: _end_without_python(hooks, multiple)
-        if sentinel is not None:
-            neighbours = here.nodes[here.node_rank]
-            sentinel.heed([watch.seats[rank] for rank in neighbours], here.local_rank)
-            hooks.abort, watch.stalls.unblock = sentinel.end_job, sentinel.end_overdue
+        console = ConsoleLock(wire)
+        hooks = ExceptHook(wire, group.topology, console)
+        monitor = _start_monitor(wire, here, console, timeout_s, threads_allowed=multiple)
+        monitor.watchdog.abort = lambda reason: _end_without_python(hooks, multiple)
+        if detector is not None:
+            processes = [monitor.collector.processes[rank] for rank in here.nodes[here.node_rank]]
+            detector.enable_abort(processes, here.local_rank)
+            hooks.abort, monitor.watchdog.revoke = detector.abort, detector.revoke
     except BaseException:
-        if sentinel is not None:
-            sentinel.dismiss()
+        if detector is not None:
+            detector.stop()
         raise
-    _job = Job(comm, wire, group, hooks, timeout_s, multiple, gpu, watch, [group], sentinel=sentinel)
+    _job = Job(
+        comm,
+        wire,
+        group,
+        hooks,
+        timeout_s,
+        multiple,
+        gpu,
+        console,
+        monitor,
+        [group],
+        failure_detector=detector,
+    )
     hooks.install()
     set_oversubscribed(here.local_size > config.available_cores())
     return complaint or ""
 
 
-def _open_watch(
-    wire: "Communicator", here: Topology, limit_s: float, *, threads_allowed: bool
+def _start_monitor(
+    wire: "Communicator", here: Topology, console: ConsoleLock, timeout_s: float, *, threads_allowed: bool
 ) -> StallMonitor:
     """Let this rank be asked what it does, and ask; collective."""
-    warning_s = config.stall_warning_s()
     return StallMonitor(
         wire,
         here,
         _own_groups,
+        console,
         threads_allowed=threads_allowed,
-        limit_s=limit_s,
-        warning_s=warning_s,
-        say=say_to_user,
+        timeout_s=timeout_s,
+        warning_s=config.stall_warning_s(),
+        say=print_to_user,
     )
 
 
-def _post_sentinel(wire: "Communicator") -> "FailureDetector":
+def _start_failure_detector(wire: "Communicator") -> "FailureDetector":
     from mpisgd.monitor.failure_detector import FailureDetector  # it starts MPI
 
     return FailureDetector(wire)
@@ -229,18 +246,19 @@ def _post_sentinel(wire: "Communicator") -> "FailureDetector":
 def give_up(reason: str) -> Job:
     """Leave the world without meeting anyone, since a rank of it was lost; return what it was.
 
-    Its groups cannot be used any more: they raise `PeerLost`. Its sentinel still sees when the job ends.
+    Its groups cannot be used any more: they raise `PeerLost`. Its failure detector still sees when the job
+    is aborted.
     """
     global _job
     job = current_job()
-    if job.sentinel is not None:
-        job.sentinel.retire()
+    if job.failure_detector is not None:
+        job.failure_detector.retire()
     waiting.give_up(PeerLost(reason))
     revoke_all()
-    job.watch.close()
+    job.monitor.close()
     for group in job.groups:
         group.give_up(reason)
-    job.hooks.close()
+    job.console.close()
     job.hooks.remove()
     tracing.abandon()
     _job = None
@@ -336,16 +354,16 @@ def shutdown() -> None:
         raise
     for last_act in job.at_end:
         last_act()
-    if job.sentinel is not None:
-        job.sentinel.dismiss()
-    job.watch.close()
+    if job.failure_detector is not None:
+        job.failure_detector.stop()
+    job.monitor.close()
     with within(job.timeout_s, "mpisgd.shutdown()"):
-        job.watch.free()
-        if job.sentinel is not None:
-            job.sentinel.free()
+        job.monitor.free()
+        if job.failure_detector is not None:
+            job.failure_detector.free()
         for group in reversed(members):
             group.close() if group in ended else group.leave()
-    job.hooks.close()
+    job.console.close()
     job.hooks.remove()
     _job, _left = None, job
 
@@ -368,4 +386,4 @@ def _leave() -> None:
             config.note(config.ENDED_NOTE)  # `python -m mpisgd run` knows then that it has ended well
         exit_after_loss()
     elif job.world.size > 1:
-        limit_by_signal(job.timeout_s)
+        set_alarm(job.timeout_s)

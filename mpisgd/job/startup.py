@@ -10,7 +10,7 @@ from mpisgd import config
 from mpisgd.arguments import check_positive, shown
 from mpisgd.core.topology import Topology
 from mpisgd.errors import InvalidArgument, JobError, MpiFailed, MpiNotFound, NotInitialized
-from mpisgd.job.excepthook import say_to_user
+from mpisgd.monitor.console import print_to_user
 
 if TYPE_CHECKING:
     from mpisgd.transport.mpi import Communicator
@@ -116,7 +116,9 @@ def end_where_mpi_failed(exc: RuntimeError) -> None:
     """End the whole job if MPI has failed here: others may have met nothing and would wait for this rank."""
     of_mpi = isinstance(exc, MpiFailed) or type(exc).__module__.startswith("mpi4py")
     if of_mpi and (config.launcher_size() or 1) > 1:
-        say_to_user(f"rank {config.launcher_rank()}: MPI failed while the job was started, which ends: {exc}")
+        print_to_user(
+            f"rank {config.launcher_rank()}: MPI failed while the job was started, which ends: {exc}"
+        )
         mpi = load_mpi()
         if mpi.survives_losses():
             os._exit(1)  # for the others this rank is lost: they end likewise

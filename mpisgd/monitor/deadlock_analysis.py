@@ -1,4 +1,4 @@
-"""Who can never go on: found from the views of all ranks, with no more than what these tell.
+"""Who can never go on: found from the states of all ranks, with no more than what these tell.
 
 A rank is able to move when its program runs, or when one of its waits can end by what able ranks do. Start
 with those that run; whoever is left when nobody can be added waits for ranks that wait themselves, or that
@@ -14,51 +14,47 @@ that communicates, a transfer for which both sides are there and which may only 
 
 from collections.abc import Mapping, Sequence
 
-from mpisgd.monitor.hang_report import missing, place, ranks_text
-from mpisgd.monitor.rank_snapshot import group_key
-from mpisgd.monitor.rank_state import LEFT, WAITS, Message, RankState, Wait
+from mpisgd.core.wait_registry import Message
+from mpisgd.monitor.hang_report import failed_thread_lines, missing, place, ranks_text
+from mpisgd.monitor.rank_state import LEFT, WAITS, RankState, Wait, group_key
 
-__all__ = ["describe_stuck", "state_of", "stuck_ranks"]
+__all__ = ["describe_deadlock", "fingerprint", "stuck_ranks"]
 
 
-def stuck_ranks(views: Sequence[RankState]) -> set[int]:
-    """Return the ranks that can never go on, if nothing has changed by the time all views were taken."""
-    known = {view.rank: view for view in views}
-    able = {view.rank for view in views if view.state not in (WAITS, LEFT) or view.is_free}
+def stuck_ranks(states: Sequence[RankState]) -> set[int]:
+    """Return the ranks that can never go on, if nothing has changed by the time all states were taken."""
+    known = {state.rank: state for state in states}
+    able = {state.rank for state in states if state.state not in (WAITS, LEFT) or state.may_communicate}
     while True:
         more = {
-            view.rank
-            for view in views
-            if view.state == WAITS
-            and view.rank not in able
-            and any(_can_end(wait, view.rank, known, able) for wait in view.waits)
+            state.rank
+            for state in states
+            if state.state == WAITS
+            and state.rank not in able
+            and any(_can_end(wait, state.rank, known, able) for wait in state.waits)
         }
         if not more:
-            return {view.rank for view in views if view.state == WAITS} - able
+            return {state.rank for state in states if state.state == WAITS} - able
         able |= more
 
 
 def _can_end(wait: Wait, rank: int, known: Mapping[int, RankState], able: set[int]) -> bool:
     """Return whether able ranks, or nobody at all, can end a wait of `rank`."""
-    if wait.inside:
+    if wait.mpi_call:
         return True
     if wait.message is not None:
         return _can_arrive(wait.message, rank, known, able)
-    if wait.whom:
-        return all(member in able for member in wait.whom)
+    if wait.awaited:
+        return all(member in able for member in wait.awaited)
     if wait.number:
         return all(_has_come(known[member], wait) or member in able for member in wait.members)
     if wait.members:
-        return all(_waits_likewise(known[member], wait) or member in able for member in wait.members)
-    return not wait.own
+        return all(wait.is_shared_by(known[member]) or member in able for member in wait.members)
+    return not wait.is_local
 
 
-def _has_come(view: RankState, wait: Wait) -> bool:
-    return view.numbers.get(group_key(wait.members, wait.ordinal), 0) >= wait.number
-
-
-def _waits_likewise(view: RankState, wait: Wait) -> bool:
-    return any((other.what, other.members) == (wait.what, wait.members) for other in view.waits)
+def _has_come(state: RankState, wait: Wait) -> bool:
+    return state.num_begun.get(group_key(wait.members, wait.ordinal), 0) >= wait.number
 
 
 def _can_arrive(message: Message, rank: int, known: Mapping[int, RankState], able: set[int]) -> bool:
@@ -78,28 +74,30 @@ def _fit(message: Message, rank: int, other: Message, partner: int) -> bool:
     )
 
 
-def state_of(view: RankState) -> tuple[object, ...]:
-    """Return what must be the same in two views of a rank that has not moved in between."""
-    return view.moves, *sorted(wait.serial for wait in view.waits)
+def fingerprint(state: RankState) -> tuple[object, ...]:
+    """Return what is the same in two states of a rank that has not moved in between."""
+    return state.progress, *sorted(wait.serial for wait in state.waits)
 
 
-def describe_stuck(views: Sequence[RankState], stuck: set[int]) -> str:
-    """Say who waits where and for whom; of those that are able, what they do."""
+def describe_deadlock(states: Sequence[RankState], stuck: set[int]) -> str:
+    """Say who waits where and for which ranks; of those that are able, what they do."""
     lines = [
         f"{ranks_text(sorted(stuck))} can never go on, since each waits for another or for one at its end:"
     ]
-    for view in views:
-        if view.rank in stuck:
+    for state in states:
+        if state.rank in stuck:
             lines += [
-                f"  rank {view.rank} {_text_of(wait, view, views)}" for wait in view.waits if not wait.own
+                f"  rank {state.rank} {_text_of(wait, state, states)}"
+                for wait in state.waits
+                if not wait.is_local
             ]
         else:
-            lines.append(f"  rank {view.rank} {'has left' if view.state == LEFT else view.state}")
-    return "\n".join(lines)
+            lines.append(f"  rank {state.rank} {'has left' if state.state == LEFT else state.state}")
+    return "\n".join([*lines, *failed_thread_lines(states)])
 
 
-def _text_of(wait: Wait, view: RankState, views: Sequence[RankState]) -> str:
-    late = wait.message.partners if wait.message is not None else missing(wait, views)
-    whom = [rank for rank in late if rank != view.rank]
+def _text_of(wait: Wait, state: RankState, states: Sequence[RankState]) -> str:
+    late = wait.message.partners if wait.message is not None else missing(wait, states)
+    others = [rank for rank in late if rank != state.rank]
     tag = f", tag {wait.message.tag}" if wait.message is not None else ""
-    return f"waits for {ranks_text(whom)} in {place(wait)}{tag}"
+    return f"waits for {ranks_text(others)} in {place(wait)}{tag}"

@@ -1,47 +1,42 @@
-"""The report: what all ranks of a job do, in words, and where those are for whom the others wait."""
+"""The hang report: what all ranks of a job do, in words, and where those are for which the others wait."""
 
 from collections import defaultdict
 from collections.abc import Sequence
 
-from mpisgd.monitor.rank_snapshot import group_key
-from mpisgd.monitor.rank_state import LEFT, RUNS, WAITS, RankState, Wait
+from mpisgd.monitor.rank_state import LEFT, RUNS, WAITS, RankState, Wait, group_key
 
-__all__ = ["main_wait", "missing", "place", "ranks_text", "table"]
+__all__ = ["failed_thread_lines", "hang_report", "main_wait", "missing", "place", "ranks_text"]
 
-MOST_STACKS = 6
-MOST_LINES = 28  # of a stack; the innermost calls are kept
-MOST_RANKS = 12
+MAX_STACKS = 6
+MAX_LINES = 28  # of a stack; the innermost calls are kept
+MAX_RANKS = 12
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
     """Return `rank 3`, or `ranks 0, 2`; of many, the first ones."""
-    shown = ", ".join(map(str, sorted(ranks)[:MOST_RANKS]))
-    more = f" and {len(ranks) - MOST_RANKS} more" if len(ranks) > MOST_RANKS else ""
+    shown = ", ".join(map(str, sorted(ranks)[:MAX_RANKS]))
+    more = f" and {len(ranks) - MAX_RANKS} more" if len(ranks) > MAX_RANKS else ""
     return f"rank{'s' * (len(ranks) != 1)} {shown}{more}"
 
 
-def main_wait(view: RankState) -> Wait | None:
+def main_wait(state: RankState) -> Wait | None:
     """Return the wait that keeps a rank: its main thread's, or the one that this one waits for."""
-    limited = [wait for wait in view.waits if wait.limit_s is not None or wait.inside]
-    own = [wait for wait in limited if wait.main] or limited or list(view.waits)
+    timed = [wait for wait in state.waits if wait.timeout_s is not None or wait.mpi_call]
+    own = [wait for wait in timed if wait.is_main] or timed or list(state.waits)
     return own[0] if own else None
 
 
-def missing(wait: Wait, views: Sequence[RankState]) -> list[int]:
+def missing(wait: Wait, states: Sequence[RankState]) -> list[int]:
     """Return the global ranks without which a wait does not end: who has not come, or does not answer."""
-    by_rank = {view.rank: view for view in views}
-    if wait.whom:
-        return list(wait.whom)
+    by_rank = {state.rank: state for state in states}
+    if wait.awaited:
+        return list(wait.awaited)
     if wait.number:
         key = group_key(wait.members, wait.ordinal)
-        late = [rank for rank in wait.members if by_rank[rank].numbers.get(key, 0) < wait.number]
+        late = [rank for rank in wait.members if by_rank[rank].num_begun.get(key, 0) < wait.number]
     else:
-        late = [rank for rank in wait.members if not _waits_likewise(by_rank[rank], wait)]
+        late = [rank for rank in wait.members if not wait.is_shared_by(by_rank[rank])]
     return late or [rank for rank in wait.members if by_rank[rank].state not in (RUNS, WAITS)]
-
-
-def _waits_likewise(view: RankState, wait: Wait) -> bool:
-    return any((other.what, other.members) == (wait.what, wait.members) for other in view.waits)
 
 
 def place(wait: Wait) -> str:
@@ -51,70 +46,76 @@ def place(wait: Wait) -> str:
         parts.append(
             f"operation {wait.number} of group '{wait.group}'" if wait.number else f"group '{wait.group}'"
         )
-    if wait.inside:
-        parts.append(f"inside MPI's {wait.inside}")
+    if wait.mpi_call:
+        parts.append(f"inside MPI's {wait.mpi_call}")
     if wait.site:
         parts.append(f"at {wait.site}")
     return ", ".join(parts)
 
 
-def table(views: Sequence[RankState]) -> str:
+def hang_report(states: Sequence[RankState]) -> str:
     """Return the report: a row for each rank, alike ones together, and the stacks of the missing ones."""
     rows: dict[tuple[str, str], list[RankState]] = defaultdict(list)
-    for view in views:
-        rows[view.host, _does(view, views)].append(view)
+    for state in states:
+        rows[state.host, _does(state, states)].append(state)
     cells = [("ranks", "host", "for", "what they do")]
     for (host, text), alike in rows.items():
-        waited = [wait.waited_s for view in alike if (wait := main_wait(view)) is not None]
+        waited = [wait.waited_s for state in alike if (wait := main_wait(state)) is not None]
         since = f"{max(waited):.1f} s" if waited else ""
-        cells.append((ranks_text([view.rank for view in alike]).partition(" ")[2], host, since, text))
+        cells.append((ranks_text([state.rank for state in alike]).partition(" ")[2], host, since, text))
     widths = [max(len(row[i]) for row in cells) for i in range(3)]
     lines = [
         "  ".join([*(cell.ljust(width) for cell, width in zip(row[:3], widths, strict=True)), row[3]])
         for row in cells
     ]
-    return "\n".join([*(f"  {line.rstrip()}" for line in lines), *_stacks(views)])
+    rows_text = (f"  {line.rstrip()}" for line in lines)
+    return "\n".join([*rows_text, *failed_thread_lines(states), *_stacks(states)])
 
 
-def _does(view: RankState, views: Sequence[RankState]) -> str:
-    wait = main_wait(view)
+def failed_thread_lines(states: Sequence[RankState]) -> list[str]:
+    """Return a line for each thread that an error has ended: what it did not do others may wait for."""
+    return [f"  rank {state.rank}: {failed}" for state in states for failed in state.failed_threads]
+
+
+def _does(state: RankState, states: Sequence[RankState]) -> str:
+    wait = main_wait(state)
     if wait is not None:
-        whom = [rank for rank in missing(wait, views) if rank != view.rank]
-        return f"waits{' for ' + ranks_text(whom) if whom else ''}: {place(wait)}"
-    if view.state == RUNS:
-        return f"in code of its own{_behind(view, views)}"
-    return "has left the job" if view.state == LEFT else f"{view.note} (process {view.pid})"
+        late = [rank for rank in missing(wait, states) if rank != state.rank]
+        return f"waits{' for ' + ranks_text(late) if late else ''}: {place(wait)}"
+    if state.state == RUNS:
+        return f"in code of its own{_behind(state, states)}"
+    return "has left the job" if state.state == LEFT else f"{state.note} (process {state.pid})"
 
 
-def _behind(view: RankState, views: Sequence[RankState]) -> str:
+def _behind(state: RankState, states: Sequence[RankState]) -> str:
     """Say which operations that others wait in a rank has not come to."""
-    waits = [wait for other in views if (wait := main_wait(other)) is not None]
+    waits = [wait for other in states if (wait := main_wait(other)) is not None]
     late = {
         f"operation {wait.number} of group '{wait.group}'"
         for wait in waits
-        if wait.number and view.rank in missing(wait, views)
+        if wait.number and state.rank in missing(wait, states)
     }
     return f", has not come to {', '.join(sorted(late))}" if late else ""
 
 
-def _stacks(views: Sequence[RankState]) -> list[str]:
+def _stacks(states: Sequence[RankState]) -> list[str]:
     """Return where the missing ranks are, those that do not wait themselves first."""
-    waits = [wait for view in views if (wait := main_wait(view)) is not None]
-    wanted = {rank for wait in waits for rank in missing(wait, views)}
+    waits = [wait for state in states if (wait := main_wait(state)) is not None]
+    wanted = {rank for wait in waits for rank in missing(wait, states)}
     by_stack: dict[tuple[str, str], list[int]] = defaultdict(list)
-    for view in sorted(views, key=lambda view: view.state == WAITS):
-        if view.rank in wanted and view.stacks:
-            by_stack[next(iter(view.stacks.items()))].append(view.rank)
+    for state in sorted(states, key=lambda state: state.state == WAITS):
+        if state.rank in wanted and state.stacks:
+            by_stack[next(iter(state.stacks.items()))].append(state.rank)
     lines = []
-    for (name, stack), ranks in list(by_stack.items())[:MOST_STACKS]:
+    for (name, stack), ranks in list(by_stack.items())[:MAX_STACKS]:
         order = name if "innermost" in name else "the innermost call last"
         lines.append(f"  {ranks_text(ranks)} {'are' if len(ranks) > 1 else 'is'} here ({order}):")
         lines += [f"    {line}" for line in _shortened(stack, "innermost call first" in name)]
-    return lines + ["  ... and others elsewhere"] * (len(by_stack) > MOST_STACKS)
+    return lines + ["  ... and others elsewhere"] * (len(by_stack) > MAX_STACKS)
 
 
 def _shortened(stack: str, innermost_first: bool) -> list[str]:
     lines = stack.rstrip().splitlines()
-    if len(lines) <= MOST_LINES:
+    if len(lines) <= MAX_LINES:
         return lines
-    return [*lines[:MOST_LINES], "..."] if innermost_first else ["...", *lines[-MOST_LINES:]]
+    return [*lines[:MAX_LINES], "..."] if innermost_first else ["...", *lines[-MAX_LINES:]]

@@ -1,40 +1,28 @@
-"""`MpiMailbox`: question and answer between hosts, by messages on a communicator of their own.
-
-A question goes to a few ranks of every other host at once, since one of them may be stopped; each gathers
-the views of its host's ranks and sends them all.
-"""
+"""`MpiMailbox`: questions and answers between hosts, by messages on a communicator of their own."""
 
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mpisgd.errors import MpisgdError
-from mpisgd.monitor.rank_state import RankState, decode, encode
+from mpisgd.monitor.mailbox import Question
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
     from mpisgd.transport.mpi import Communicator
 
-__all__ = ["MpiMailbox", "Question"]
+__all__ = ["MpiMailbox"]
 
-QUESTION, ANSWER, VERDICT = 1, 2, 3
-ASKED_PER_HOST = 3
-
-
-class Question(NamedTuple):
-    """What another host wants to know: the sender's rank, its number for the question, and how thoroughly."""
-
-    src: int
-    number: int
-    deep: bool
+QUESTION, ANSWER, NOTICE = 1, 2, 3
+HEADER_BYTES = 8  # of an answer: the question's number
 
 
-class _Coming(NamedTuple):
+class _Receive(NamedTuple):
     """A message that is being received."""
 
     request: "MPI.Request"
@@ -44,95 +32,111 @@ class _Coming(NamedTuple):
 
 
 class MpiMailbox:
-    """The messages of one rank. Any thread may ask; one thread alone calls `look`.
+    """The messages of one rank; see `Mailbox`.
 
     Args:
         wire: a communicator of its own over all ranks.
-
-    Attributes:
-        answers: what came, by (number of the question, rank that sent it).
-        verdicts: those that came; see `mpisgd.monitor.deadlock_detector`.
+        ranks: the global ranks of other hosts.
     """
 
-    def __init__(self, wire: "Communicator") -> None:
-        self.answers: dict[tuple[int, int], list[RankState]] = {}
-        self.verdicts: list[bytes] = []
+    max_bytes: int | None = None
+
+    def __init__(self, wire: "Communicator", ranks: Collection[int]) -> None:
+        self.ranks = frozenset(ranks)
         self._wire = wire
         self._number = 0
-        self._coming: list[_Coming] = []
-        self._sent: list[tuple[MPI.Request, Tensor]] = []
+        self._answers: dict[int, dict[int, bytes]] = {}  # by question that is not forgotten, by rank
+        self._questions: list[Question] = []
+        self._notices: list[bytes] = []
+        self._receives: list[_Receive] = []
+        self._sends: list[tuple[MPI.Request, Tensor]] = []
         self._lock = threading.Lock()
-        self._deaf = False
+        self._is_closed = False
 
-    def ask(self, hosts: Sequence[Sequence[int]], *, deep: bool) -> int:
-        """Ask the ranks of some hosts; return the number of the question."""
+    def ask(self, ranks: Sequence[int], *, deep: bool) -> int:
+        """Ask some ranks; return the number of the question."""
         with self._lock:
             self._number += 1
             number = self._number
-        for ranks in hosts:
-            for rank in ranks[:ASKED_PER_HOST]:
-                self._send(json.dumps([number, deep]).encode(), rank, QUESTION)
+            self._answers[number] = {}
+        for rank in ranks:
+            self._send(json.dumps([number, deep]).encode(), rank, QUESTION)
         return number
 
-    def give(self, question: Question, views: Sequence[RankState]) -> None:
-        """Answer a question."""
-        text = json.dumps([question.number, [encode(view).decode() for view in views]])
-        self._send(text.encode(), question.src, ANSWER)
+    def answer_from(self, rank: int, number: int) -> bytes | None:
+        """Return what a rank has answered to a question, None while there is nothing."""
+        with self._lock:
+            return self._answers.get(number, {}).get(rank)
 
-    def give_verdict(self, text: bytes, ranks: Sequence[int]) -> None:
-        """Send a verdict."""
-        for rank in ranks:
-            self._send(text, rank, VERDICT)
+    def forget(self, number: int) -> None:
+        """Drop the answers to a question, those that come later, too."""
+        with self._lock:
+            self._answers.pop(number, None)
+
+    def questions(self) -> list[Question]:
+        """Take in what has come; return the questions in it."""
+        with self._lock:
+            self._guarded(self._receive)
+            questions, self._questions = self._questions, []
+            return questions
+
+    def answer(self, question: Question, text: bytes) -> None:
+        """Answer a question."""
+        self._send(question.number.to_bytes(HEADER_BYTES, "little") + text, question.src, ANSWER)
+
+    def notify(self, text: bytes, ranks: Collection[int]) -> None:
+        """Send a notice."""
+        for rank in self.ranks.intersection(ranks):
+            self._send(text, rank, NOTICE)
+
+    def notices(self) -> list[bytes]:
+        """Return the notices that came with the questions since this was last called."""
+        with self._lock:
+            notices, self._notices = self._notices, []
+            return notices
+
+    @property
+    def is_receiving(self) -> bool:
+        """Return whether a message is half here."""
+        return bool(self._receives)
 
     def _send(self, text: bytes, dst: int, tag: int) -> None:
         memory = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         with self._lock:
-            self._guarded(lambda: self._sent.append((self._wire.isend(memory, dst, tag), memory)))
-
-    def look(self) -> list[Question]:
-        """Take in what has come; return the questions in it."""
-        questions: list[Question] = []
-        with self._lock:
-            self._guarded(lambda: self._take_in(questions))
-        return questions
-
-    @property
-    def is_busy(self) -> bool:
-        """Return whether a message is half here."""
-        return bool(self._coming)
+            self._guarded(lambda: self._sends.append((self._wire.isend(memory, dst, tag), memory)))
 
     def _guarded(self, act: Callable[[], None]) -> None:
         """Where MPI refuses (a rank is lost), nothing can be asked any more; whoever waits for it learns."""
-        if not self._deaf:
+        if not self._is_closed:
             try:
                 act()
             except MpisgdError:
-                self._deaf = True
+                self._is_closed = True
 
-    def _take_in(self, questions: list[Question]) -> None:
-        self._sent = [each for each in self._sent if not self._wire.poll([each[0]])]
+    def _receive(self) -> None:
+        self._sends = [each for each in self._sends if not self._wire.poll([each[0]])]
         while (found := self._wire.probe()) is not None:
             src, tag, nbytes = found
             memory = torch.empty(nbytes, dtype=torch.uint8)
-            self._coming.append(_Coming(self._wire.irecv(memory, src, tag), memory, src, tag))
-        coming, self._coming = self._coming, []
-        for each in coming:
-            if not self._wire.poll([each.request]):
-                self._coming.append(each)
-            elif each.tag == QUESTION:
-                questions.append(Question(each.src, *json.loads(each.memory.numpy().tobytes())))
-            elif each.tag == VERDICT:
-                self.verdicts.append(each.memory.numpy().tobytes())
+            self._receives.append(_Receive(self._wire.irecv(memory, src, tag), memory, src, tag))
+        receives, self._receives = self._receives, []
+        for each in receives:
+            if self._wire.poll([each.request]):
+                self._sort(each.memory.numpy().tobytes(), each.src, each.tag)
             else:
-                number, texts = json.loads(each.memory.numpy().tobytes())
-                self.answers[number, each.src] = [decode(text) for text in texts]
+                self._receives.append(each)
 
-    def drop(self, number: int) -> None:
-        """Forget the answers to a question."""
-        for key in [key for key in self.answers if key[0] == number]:
-            self.answers.pop(key, None)
+    def _sort(self, text: bytes, src: int, tag: int) -> None:
+        """Put what has come where it belongs."""
+        if tag == QUESTION:
+            number, deep = json.loads(text)
+            self._questions.append(Question(number, src, deep))
+        elif tag == NOTICE:
+            self._notices.append(text)
+        elif (answers := self._answers.get(int.from_bytes(text[:HEADER_BYTES], "little"))) is not None:
+            answers[src] = text[HEADER_BYTES:]
 
     def close(self) -> None:
         """Neither ask nor answer any more, whatever a thread that is late still wants."""
         with self._lock:
-            self._deaf = True
+            self._is_closed = True

@@ -15,16 +15,16 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from mpisgd.monitor.rank_state import GONE, SILENT, STOPPED, RankState
+from mpisgd.monitor.rank_state import GONE, STOPPED, UNRESPONSIVE, RankState
 
-__all__ = ["ProcessIdentity", "describe", "is_gone", "is_stopped_or_gone", "take_seat"]
+__all__ = ["ProcessIdentity", "identify_this_process", "inspect", "is_gone", "is_stopped_or_gone"]
 
 # One that nobody uses: the first few belong to the C library and to tools, programs take the plain ones.
 DUMP_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 11 if hasattr(signal, "SIGRTMIN") else 0
 DUMP_S = 0.5
 SETTLED_S = 0.03
 SAMPLE_S = 0.2
-WATCH_FILE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "watch.py")
+MONITOR_FILE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "stall_monitor.py")
 DUMPED = "all threads, the innermost call first"
 TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 STATES = {"R": "runs", "S": "sleeps", "D": "waits for a disk or a network file system", "I": "idles"}
@@ -46,8 +46,8 @@ class ProcessIdentity(NamedTuple):
     dumps: int
 
 
-def take_seat() -> ProcessIdentity:
-    """Make this process one that others can describe; they find it by what is returned."""
+def identify_this_process() -> ProcessIdentity:
+    """Prepare this process for being inspected by others; they find it by what is returned."""
     fields = _fields(os.getpid())
     return ProcessIdentity(os.getpid(), int(fields[BEGAN]) if fields else 0, _dumps())
 
@@ -90,8 +90,8 @@ def _is_gone(fields: list[str], seat: ProcessIdentity) -> bool:
     return not fields or fields[STATE] in "ZX" or (seat.began > 0 and int(fields[BEGAN]) != seat.began)
 
 
-def describe(rank: int, host: str, seat: ProcessIdentity, watched_s: float, *, deep: bool) -> RankState:
-    """Return the view of a rank of this host that does not answer.
+def inspect(rank: int, host: str, seat: ProcessIdentity, watched_s: float, *, deep: bool) -> RankState:
+    """Return the state of a rank of this host that does not answer.
 
     Args:
         rank: its global rank.
@@ -115,7 +115,7 @@ def describe(rank: int, host: str, seat: ProcessIdentity, watched_s: float, *, d
         f"its process {state} ({share:.0%} of a core) but has not let Python's threads run for "
         f"{watched_s:.1f} s: in C code that keeps Python's interpreter lock, or short of time"
     )
-    return RankState(rank, host, seat.pid, SILENT, stacks={DUMPED: text} if text else {}, note=note)
+    return RankState(rank, host, seat.pid, UNRESPONSIVE, stacks={DUMPED: text} if text else {}, note=note)
 
 
 def _stopped(state: str) -> str:
@@ -151,11 +151,11 @@ def _dumped(seat: ProcessIdentity) -> str:
 
 
 def _without_repetition(dump: str) -> str:
-    """Return a thread's stack once, if several ranks have asked for it; and not the thread that watches."""
+    """Return a thread's stack once, if several ranks have asked for it; and not the stall monitor's."""
     blocks = {}
     for block in re.split(r"\n(?=Thread|Current thread)", dump):
         head, _, frames = block.strip().partition("\n")
-        if WATCH_FILE not in frames:
+        if MONITOR_FILE not in frames:
             blocks[head.removeprefix("Current ").lower()] = frames
     return "\n".join(f"{head}\n{frames}" for head, frames in blocks.items())
 

@@ -1,50 +1,65 @@
-"""This process's own view: what its threads wait for, and their stacks."""
+"""This process's own state: what its threads wait for, their stacks, and those that an error has ended."""
 
+import collections
+import contextlib
 import os
 import sys
 import threading
 import time
 import traceback
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from mpisgd.core import wait_registry
-from mpisgd.core.wait_registry import Waiter
-from mpisgd.monitor.rank_state import RUNS, WAITS, RankState, Wait
+from mpisgd.core.wait_registry import RegisteredWait
+from mpisgd.errors import MpisgdError
+from mpisgd.monitor.rank_state import RUNS, WAITS, RankState, Wait, group_key
 
 if TYPE_CHECKING:
     from mpisgd.core.group import Group
-    from mpisgd.core.operation_queue import Underway
+    from mpisgd.core.operation_queue import OperationQueue, Underway
+    from mpisgd.transport.messages.point_to_point import PointToPoint
 
-__all__ = ["group_key", "look", "stack_of"]
+__all__ = ["MONITOR_THREAD", "failed_threads", "note_failed_thread", "stack_of", "take_snapshot"]
 
-MOST_FRAMES = 24
-MOST_THREADS = 32
-WATCH_THREAD = "mpisgd watch"
-WAITING = (
-    os.path.dirname(os.path.abspath(__file__)) + os.sep,
-    os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "waiting.py"),
-)
+MAX_FRAMES = 24
+MAX_THREADS = 32
+MAX_FAILED_THREADS = 4
+MONITOR_THREAD = "mpisgd stall monitor"
+HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+PACKAGE = os.path.dirname(os.path.dirname(HERE)) + os.sep
+STANDARD_LIBRARY = os.path.dirname(os.path.abspath(threading.__file__)) + os.sep
+# The innermost frames of a thread that waits or reports its wait say nothing about it.
+WAITING = (HERE, os.path.join(PACKAGE, "core", "waiting.py"))
 # A call site is a line of the program: neither ours nor torch's.
-NOT_THE_PROGRAM = (
-    os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep,
-    os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
-    os.path.dirname(os.path.abspath(threading.__file__)) + os.sep,
-)
-STANDARD_LIBRARY = NOT_THE_PROGRAM[2]
+NOT_THE_PROGRAM = (PACKAGE, os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, STANDARD_LIBRARY)
 
 
-def group_key(ranks: Sequence[int], ordinal: int) -> str:
-    """Return what a group is known by on all of its ranks, which may have different names for it."""
-    return f"[{','.join(map(str, ranks))}] {ordinal}"
+class _OpenGroup(NamedTuple):
+    """What is looked at of a group, which another thread may close meanwhile."""
+
+    name: str
+    ranks: tuple[int, ...]
+    ordinal: int
+    queue: "OperationQueue"
+    point_to_point: "PointToPoint"
 
 
-def look(
-    rank: int, host: str, groups: Sequence["Group"], told: Sequence[int] = (), *, stacks: bool = True
+def _open_groups(groups: Iterable["Group"]) -> list[_OpenGroup]:
+    found = []
+    for group in groups:
+        with contextlib.suppress(MpisgdError):  # it has been closed, or lost, since it was listed
+            found.append(
+                _OpenGroup(group.name, group.ranks, group.ordinal, group.queue, group.point_to_point)
+            )
+    return found
+
+
+def take_snapshot(
+    rank: int, host: str, groups: Iterable["Group"], reported: Sequence[int] = (), *, stacks: bool = True
 ) -> RankState:
     """Return what this process does right now.
 
@@ -52,38 +67,40 @@ def look(
         rank: its global rank.
         host: name of this host.
         groups: those it is a member of.
-        told: see `RankState.told`.
+        reported: see `RankState.reported`.
         stacks: whether they are wanted.
     """
     frames = sys._current_frames()
     threads = threading.enumerate()
     names = {thread.ident or 0: thread.name for thread in threads}
-    everyone = tuple(_waits(groups, frames, names))
-    waiting = {wait.thread for wait in everyone}
+    opened = _open_groups(groups)
+    waits = tuple(_waits(opened, frames, names))
+    waiting = {wait.thread for wait in waits}
     return RankState(
         rank,
         host,
         os.getpid(),
-        WAITS if any(wait.main for wait in everyone) else RUNS,
-        everyone,
+        WAITS if any(wait.is_main for wait in waits) else RUNS,
+        waits,
         _stacks(frames, names) if stacks else {},
-        {group_key(group.ranks, group.ordinal): group.queue.consistency.number for group in groups},
-        tuple(message for group in groups for message in group.point_to_point.in_flight()),
-        any(has_something_to_do() for has_something_to_do in list(wait_registry.workers.values()))
-        or any(_is_free(thread, frames) for thread in threads if thread.name not in waiting),
-        sum(group.queue.consistency.number + group.point_to_point.num_ended for group in groups),
-        tuple(told),
+        {group_key(group.ranks, group.ordinal): group.queue.consistency.number for group in opened},
+        tuple(message for group in opened for message in group.point_to_point.in_flight()),
+        any(may_work() for may_work in list(wait_registry.workers.values()))
+        or any(_may_communicate(thread, frames) for thread in threads if thread.name not in waiting),
+        sum(group.queue.consistency.number + group.point_to_point.num_ended for group in opened),
+        tuple(reported),
+        tuple(str(failed) for failed in failed_threads),
     )
 
 
-def _is_free(thread: threading.Thread, frames: Mapping[int, FrameType]) -> bool:
+def _may_communicate(thread: threading.Thread, frames: Mapping[int, FrameType]) -> bool:
     """Return whether a thread that is not in one of our waits may go on to communicate, as far as is known.
 
     One of our own does unless it is idle. One of the user's does if it ever has; if it has not, it is taken
     to be about to while it runs code of the program.
     """
     frame = frames.get(thread.ident or 0)
-    if thread is threading.main_thread() or thread.name == WATCH_THREAD or frame is None:
+    if thread is threading.main_thread() or thread.name == MONITOR_THREAD or frame is None:
         return False
     if thread.ident in wait_registry.workers:  # they tell it themselves
         return False
@@ -94,44 +111,47 @@ def _is_free(thread: threading.Thread, frames: Mapping[int, FrameType]) -> bool:
 
 
 def _waits(
-    groups: Sequence["Group"], frames: Mapping[int, FrameType], names: Mapping[int, str]
+    groups: Sequence[_OpenGroup], frames: Mapping[int, FrameType], names: Mapping[int, str]
 ) -> list[Wait]:
-    """Return one entry per waiting thread and reason, the longest wait first."""
-    inside = wait_registry.inside_mpi()
-    noted: dict[int, list[Waiter]] = defaultdict(list)
-    for waiter in wait_registry.noted():
-        noted[waiter.thread].append(waiter)
+    """Return one entry per waiting thread, the longest wait first."""
+    mpi_calls = dict(wait_registry.mpi_calls)
+    by_thread: dict[int, list[RegisteredWait]] = collections.defaultdict(list)
+    for registered in wait_registry.registered():
+        by_thread[registered.thread].append(registered)
     running = [(group, group.queue.underway) for group in groups]
     operations = {underway.thread: (group, underway) for group, underway in running if underway is not None}
     found = []
-    for thread in noted.keys() | inside.keys():
-        wait = _wait(noted.get(thread, []), inside.get(thread), operations.get(thread))
+    for thread in by_thread.keys() | mpi_calls.keys():
+        wait = _wait(by_thread.get(thread, []), mpi_calls.get(thread), operations.get(thread))
         site = wait.site or _site(frames.get(thread))
-        named = {"thread": names.get(thread, str(thread)), "main": thread == threading.main_thread().ident}
-        found.append(Wait(**{**wait.__dict__, "site": site, **named}))
+        is_main = thread == threading.main_thread().ident
+        named = {"site": site, "thread": names.get(thread, str(thread)), "is_main": is_main}
+        found.append(Wait(**{**wait.__dict__, **named}))
     return sorted(found, key=lambda wait: -wait.waited_s)
 
 
 def _wait(
-    waiters: Sequence[Waiter], inside: tuple[str, float] | None, operation: "tuple[Group, Underway] | None"
+    registered: Sequence[RegisteredWait],
+    mpi_call: tuple[str, float] | None,
+    operation: "tuple[_OpenGroup, Underway] | None",
 ) -> Wait:
-    """Put together one thread's wait: the outermost says what for, the innermost the limit."""
+    """Put together one thread's wait: the outermost says what for, the innermost the timeout."""
     now_s = time.monotonic()
-    call, since_s = inside or ("", now_s)
-    since_s = min(since_s, *(waiter.since_s for waiter in waiters), now_s)
-    limits_s = [waiter.limit_s for waiter in waiters if waiter.limit_s != wait_registry.NO_LIMIT_S]
-    hints = [waiter.about() for waiter in waiters if waiter.about is not None]
+    call, since_s = mpi_call or ("", now_s)
+    since_s = min(since_s, *(wait.since_s for wait in registered), now_s)
+    timeouts_s = [wait.timeout_s for wait in registered if wait.timeout_s != wait_registry.NO_TIMEOUT_S]
+    reasons = [wait.reason() for wait in registered if wait.reason is not None]
     common: dict[str, Any] = {
         "waited_s": now_s - since_s,
-        "limit_s": limits_s[-1] if limits_s else None,
-        "inside": call,
+        "timeout_s": timeouts_s[-1] if timeouts_s else None,
+        "mpi_call": call,
         "serial": wait_registry.serial_of(since_s),
     }
-    if hints:
-        return Wait(**hints[0]._asdict(), **common)
+    if reasons:
+        return Wait(**reasons[0]._asdict(), **common)
     if operation is not None:
         group, underway = operation
-        common["limit_s"] = common["limit_s"] or group.queue.consistency.timeout_s
+        common["timeout_s"] = common["timeout_s"] or group.queue.consistency.timeout_s
         number, site = group.queue.consistency.number, underway.site()
         common["ordinal"] = group.ordinal
         return Wait(str(underway.operation), group.name, group.ranks, number, (), site, **common)
@@ -149,12 +169,40 @@ def stack_of(frame: FrameType | None) -> str:
     """Return a thread's stack, the innermost call last; without those by which it waits and tells of it."""
     while frame is not None and frame.f_code.co_filename.startswith(WAITING):
         frame = frame.f_back
-    return "".join(traceback.format_stack(frame, MOST_FRAMES)) if frame is not None else ""
+    return "".join(traceback.format_stack(frame, MAX_FRAMES)) if frame is not None else ""
 
 
 def _stacks(frames: Mapping[int, FrameType], names: Mapping[int, str]) -> dict[str, str]:
-    """Return the stacks of all threads but this mechanism's own, the main thread's first."""
+    """Return the stacks of all threads but the monitor's own, the main thread's first."""
     main = threading.main_thread().ident
-    others = [ident for ident in frames if ident != main and names.get(ident) != WATCH_THREAD]
-    threads = [ident for ident in (main, *others) if ident in frames][:MOST_THREADS]
+    others = [ident for ident in frames if ident != main and names.get(ident) != MONITOR_THREAD]
+    threads = [ident for ident in (main, *others) if ident in frames][:MAX_THREADS]
     return {names.get(ident or 0, str(ident)): stack_of(frames.get(ident or 0)) for ident in threads}
+
+
+class _FailedThread(NamedTuple):
+    """A thread that an uncaught error has ended."""
+
+    name: str
+    error: str
+    at_s: float
+
+    def __str__(self) -> str:
+        return f"thread {self.name!r} ended {time.monotonic() - self.at_s:.1f} s ago with {self.error}"
+
+
+failed_threads: "collections.deque[_FailedThread]" = collections.deque(maxlen=MAX_FAILED_THREADS)
+
+
+def note_failed_thread(args: threading.ExceptHookArgs) -> None:
+    """Keep what has ended a thread, for the hang reports: other ranks may wait for what it did not do."""
+    if args.exc_type is SystemExit:  # an orderly end
+        return
+    error = traceback.format_exception_only(args.exc_type, args.exc_value)[-1].strip()
+    sites = [
+        f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
+        for frame, line in traceback.walk_tb(args.exc_traceback)
+        if not frame.f_code.co_filename.startswith(NOT_THE_PROGRAM)
+    ]
+    name = args.thread.name if args.thread is not None else "?"
+    failed_threads.append(_FailedThread(name, ", at ".join([error, *sites[-1:]]), time.monotonic()))

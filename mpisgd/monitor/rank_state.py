@@ -1,21 +1,25 @@
 """`RankState`: what one rank does at a moment, and its text form, in which it travels."""
 
+import dataclasses
 import json
-from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mpisgd.core.wait_registry import Message
 
 __all__ = [
     "GONE",
     "LEFT",
     "RUNS",
-    "SILENT",
     "STOPPED",
+    "UNRESPONSIVE",
     "WAITS",
-    "Message",
     "RankState",
     "Wait",
     "decode",
     "encode",
+    "group_key",
 ]
 
 # The states of a rank. The first two it has told itself, the others were seen from outside.
@@ -24,23 +28,12 @@ WAITS = "waits"  # its main thread waits for other ranks
 LEFT = "left"  # it has left the job's world in an orderly way
 STOPPED = "stopped"  # the process is stopped by a signal
 GONE = "gone"  # there is no such process any more
-SILENT = "silent"  # it does not answer, and nobody can say more than `note` does
+UNRESPONSIVE = "unresponsive"  # it does not answer, and nobody can say more than `note` does
 
 
-class Message(NamedTuple):
-    """A message that a rank sends or receives and that is not through.
-
-    Attributes:
-        group: name of its group.
-        receives: whether the rank is at the receiving end.
-        partners: global ranks of whom one is at the other end.
-        tag: as the program gave it.
-    """
-
-    group: str
-    receives: bool
-    partners: tuple[int, ...]
-    tag: int
+def group_key(ranks: Sequence[int], ordinal: int) -> str:
+    """Return what a group is known by on all of its ranks, which may have different names for it."""
+    return f"[{','.join(map(str, ranks))}] {ordinal}"
 
 
 @dataclass(frozen=True)
@@ -52,16 +45,16 @@ class Wait:
         group: name of its group, or "".
         members: global ranks of that group.
         number: of the operation among those of its group; 0 for what has none, such as messages.
-        whom: global ranks that it knows to wait for; empty where only the others' views tell.
+        awaited: global ranks that it knows to wait for; empty where only the others' states tell.
         site: the line of the program that called it.
         waited_s: how long it has waited.
-        limit_s: after how long it gives up; None: when the operation does that it waits for.
+        timeout_s: after how long it raises; None: when the operation does that it waits for.
         thread: name of the thread.
-        main: whether that is the main thread.
-        inside: the MPI call it is blocked in, "" where it is in none.
+        is_main: whether that is the main thread.
+        mpi_call: the MPI call it is blocked in, "" where it is in none.
         serial: tells one wait of a rank from another.
         ordinal: of the group among those of the same ranks.
-        own: whether it is for another thread of this rank, which waits itself or works.
+        is_local: whether it is for another thread of this rank, which waits itself or works.
         message: the one that it waits for, if it is for one.
     """
 
@@ -69,17 +62,21 @@ class Wait:
     group: str = ""
     members: tuple[int, ...] = ()
     number: int = 0
-    whom: tuple[int, ...] = ()
+    awaited: tuple[int, ...] = ()
     site: str = ""
     waited_s: float = 0.0
-    limit_s: float | None = None
+    timeout_s: float | None = None
     thread: str = ""
-    main: bool = False
-    inside: str = ""
+    is_main: bool = False
+    mpi_call: str = ""
     serial: int = 0
-    own: bool = False
+    is_local: bool = False
     ordinal: int = 0
     message: Message | None = None
+
+    def is_shared_by(self, other: "RankState") -> bool:
+        """Return whether another rank waits for the same, of which operations have no number."""
+        return any((wait.what, wait.members) == (self.what, self.members) for wait in other.waits)
 
 
 @dataclass(frozen=True)
@@ -93,11 +90,12 @@ class RankState:
         state: one of the constants above.
         waits: what its threads wait for, the longest wait first.
         stacks: by name of the thread, the main thread's first, the innermost call last.
-        numbers: by the `group_key` of each of its groups, how many operations it has begun.
-        messages: those that are not through.
-        is_free: whether a thread that is known to communicate, or may, is neither waiting nor idle.
-        moves: grows whenever one of its operations begins or a message ends.
-        told: the stalls that it has told its user about; see `mpisgd.monitor.reporter`.
+        num_begun: by the `group_key` of each of its groups, how many operations it has begun.
+        messages: those that have not arrived.
+        may_communicate: whether a thread that is known to communicate, or may, is neither waiting nor idle.
+        progress: grows whenever one of its operations begins or a message ends.
+        reported: the stalls that it has reported to its user; see `mpisgd.monitor.reporter`.
+        failed_threads: in words, its threads that an uncaught error has ended.
         note: in words, what was seen from outside.
     """
 
@@ -107,39 +105,53 @@ class RankState:
     state: str = RUNS
     waits: tuple[Wait, ...] = ()
     stacks: dict[str, str] = field(default_factory=dict)
-    numbers: dict[str, int] = field(default_factory=dict)
+    num_begun: dict[str, int] = field(default_factory=dict)
     messages: tuple[Message, ...] = ()
-    is_free: bool = False
-    moves: int = 0
-    told: tuple[int, ...] = ()
+    may_communicate: bool = False
+    progress: int = 0
+    reported: tuple[int, ...] = ()
+    failed_threads: tuple[str, ...] = ()
     note: str = ""
 
 
-def encode(view: RankState) -> bytes:
-    """Return the text form of a view."""
-    return json.dumps(asdict(view)).encode()
+def encode(states: Sequence[RankState], max_bytes: int | None = None) -> bytes:
+    """Return the text form of some ranks' states, with as many stacks as there is room for."""
+    states = list(states)
+    while len(text := _as_json(states)) > (max_bytes or len(text)):
+        longest = max(range(len(states)), key=lambda i: len(_as_json([states[i]])))
+        states[longest] = _shortened(states[longest])
+    return text
 
 
-def _message(entries: list[Any] | None) -> Message | None:
-    if entries is None:
-        return None
-    group, receives, partners, tag = entries
-    return Message(group, receives, tuple(partners), tag)
+def _as_json(states: Sequence[RankState]) -> bytes:
+    return json.dumps([dataclasses.asdict(state) for state in states]).encode()
 
 
-def decode(text: bytes) -> RankState:
-    """Return the view of a text form."""
-    fields: dict[str, Any] = json.loads(text)
-    waits = tuple(
-        Wait(
-            **{
-                **wait,
-                "members": tuple(wait["members"]),
-                "whom": tuple(wait["whom"]),
-                "message": _message(wait["message"]),
-            }
-        )
-        for wait in fields.pop("waits")
-    )
-    fields["messages"] = tuple(map(_message, fields["messages"]))
-    return RankState(**{**fields, "waits": waits, "told": tuple(fields["told"])})
+def _shortened(state: RankState) -> RankState:
+    """Return a state without its last stack; without any, one that says next to nothing."""
+    if state.stacks:
+        return dataclasses.replace(state, stacks=dict(list(state.stacks.items())[:-1]))
+    note = "its state is too long for its mailbox"
+    return RankState(state.rank, state.host, state.pid, UNRESPONSIVE, note=note)
+
+
+def decode(text: bytes) -> list[RankState]:
+    """Return the states of a text form."""
+    return [_state(_tuples(fields)) for fields in json.loads(text)]
+
+
+def _tuples(value: Any) -> Any:
+    """Return what was written, which JSON has made lists of."""
+    if isinstance(value, dict):
+        return {name: _tuples(entry) for name, entry in value.items()}
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _state(fields: dict[str, Any]) -> RankState:
+    waits = tuple(Wait(**{**wait, "message": _message(wait["message"])}) for wait in fields["waits"])
+    messages = tuple(Message(*message) for message in fields["messages"])
+    return RankState(**{**fields, "waits": waits, "messages": messages})
+
+
+def _message(entries: tuple[Any, ...] | None) -> Message | None:
+    return None if entries is None else Message(*entries)

@@ -1,33 +1,25 @@
-"""`Reporter`: one rank tells the user about a stall, not all of them.
+"""`Reporter`: one rank reports a stall to the user, not all of them.
 
-The ranks of a host take turns by a lock on a nameless file, and note on their board what they have told.
-Between hosts the lowest one speaks: who has asked all others knows which of them are about to speak too.
+The ranks of a host take turns by the console's lock, and note in their mailbox what they have reported.
+Between hosts the lowest one reports: who has asked all others knows which of them are about to do so too.
 """
 
 import contextlib
-import fcntl
-import os
-import threading
-import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
-from mpisgd.monitor.hang_report import main_wait, table
-from mpisgd.monitor.rank_snapshot import group_key
-from mpisgd.monitor.rank_state import WAITS, RankState, Wait
+from mpisgd.monitor.console import ConsoleLock
+from mpisgd.monitor.hang_report import hang_report, main_wait
+from mpisgd.monitor.rank_state import WAITS, RankState, Wait, group_key
+from mpisgd.monitor.state_collector import StateCollector
 
-if TYPE_CHECKING:
-    from mpisgd.monitor.stall_monitor import StallMonitor
+__all__ = ["Reporter", "stall_key"]
 
-__all__ = ["Reporter", "key_of"]
-
-TURN_S = 8.0  # who has its turn asks all others first, which takes that long at most
+TURN_S = 8.0  # who has the lock asks all others first, which takes that long at most
 SLACK_S = 1.5  # the ranks' waits began about so far apart
-NAP_S = 0.02
 
 
-def key_of(level: str, wait: Wait, rank: int) -> int:
+def stall_key(level: str, wait: Wait, rank: int) -> int:
     """Return a number for one stall, the same on all ranks that wait in it; messages are each rank's own."""
     what: tuple[object, ...] = (rank, wait.serial)
     if wait.number:
@@ -38,92 +30,69 @@ def key_of(level: str, wait: Wait, rank: int) -> int:
 
 
 class Reporter:
-    """What this rank tells its user.
+    """What this rank reports to its user.
 
     Args:
-        watch: asks the others.
-        floor: a file that the ranks of this host have open, each for itself; -1: they have none.
+        collector: asks the others.
+        console: held while this rank reports.
         say: takes the text.
     """
 
-    def __init__(self, watch: "StallMonitor", floor: int, say: Callable[[str], None]) -> None:
-        self._watch = watch
-        self._floor = floor
-        self._mine = threading.Lock()
-        self._say = say
+    def __init__(self, collector: StateCollector, console: ConsoleLock, say: Callable[[str], None]) -> None:
+        self.say = say
+        self._collector = collector
+        self._console = console
 
-    def tell(
+    def report(
         self, level: str, wait: Wait, after_s: float, headline: Callable[[Sequence[RankState]], str]
     ) -> Sequence[RankState]:
-        """Tell the user what everyone does, unless another rank has, or is about to.
+        """Report what everyone does, unless another rank has, or is about to.
 
         Args:
-            level: each stall is told once at each level.
+            level: each stall is reported once at each level.
             wait: this rank's own.
-            after_s: the other ranks that wait tell it when they have waited for so long.
+            after_s: the other ranks that wait report it when they have waited for so long.
             headline: what the report begins with.
 
         Returns:
-            What everyone does; nothing where another rank has told it already.
+            What everyone does; nothing where another rank has reported it already.
         """
-        key, board = key_of(level, wait, self._watch.rank), self._watch.board
+        key, shm = stall_key(level, wait, self._collector.rank), self._collector.shm
         with self._turn():
-            if board.is_told(key):
+            if shm.is_reported(key):
                 return ()
-            views = self._watch.ask(deep=True)
-            if not any(key in view.told for view in views) and not self._will_be_told(
-                level, key, after_s, views
-            ):
-                self._say(f"{headline(views)}\n{table(views)}")
-                waits = [(view, main_wait(view)) for view in views]
-                for told in {key, *(key_of(level, other, v.rank) for v, other in waits if other is not None)}:
-                    board.note_told(told)
-            return views
+            states = self._collector.collect(deep=True)
+            reported = any(key in state.reported for state in states)
+            if not reported and not self._will_be_reported(level, key, after_s, states):
+                self.say(f"{headline(states)}\n{hang_report(states)}")
+                for other in {key, *_keys(level, states)}:
+                    shm.note_reported(other)
+            return states
 
-    def _will_be_told(self, level: str, key: int, after_s: float, views: Sequence[RankState]) -> bool:
+    def _will_be_reported(self, level: str, key: int, after_s: float, states: Sequence[RankState]) -> bool:
         """Return whether a rank of a lower host has waited as long in the same stall."""
-        lower = set().union(*(unit for unit in self._watch.units if unit[0] < self._watch.unit[0]))
+        first = self._collector.domain[0]
+        lower = {rank for domain in self._collector.domains if domain[0] < first for rank in domain}
         return any(
-            view.rank in lower
-            and view.state == WAITS
-            and (wait := main_wait(view)) is not None
-            and key_of(level, wait, view.rank) == key
+            state.rank in lower
+            and state.state == WAITS
+            and (wait := main_wait(state)) is not None
+            and stall_key(level, wait, state.rank) == key
             and wait.waited_s > after_s - SLACK_S
-            for view in views
+            for state in states
         )
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
-        """Wait until nobody else of this host is speaking, or for TURN_S."""
-        deadline_s, held = time.monotonic() + TURN_S, self._try_turn()
-        while not held and time.monotonic() < deadline_s:
-            self._watch.pass_time(NAP_S)
-            held = self._try_turn()
+        """Wait until nobody else of this host prints, or for TURN_S."""
+        held = self._console.acquire(TURN_S, self._collector.sleep)
         try:
             yield
         finally:
             if held:
-                self._end_turn()
+                self._console.release()
 
-    def _try_turn(self) -> bool:
-        """Take the lock among this process's threads, and that among processes: a file knows no threads."""
-        if not self._mine.acquire(blocking=False):
-            return False
-        try:
-            if self._floor >= 0:
-                fcntl.flock(self._floor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._mine.release()
-            return False
-        return True
 
-    def _end_turn(self) -> None:
-        if self._floor >= 0:
-            fcntl.flock(self._floor, fcntl.LOCK_UN)
-        self._mine.release()
-
-    def close(self) -> None:
-        """Give the file back."""
-        if self._floor >= 0:
-            os.close(self._floor)
-        self._floor = -1
+def _keys(level: str, states: Sequence[RankState]) -> set[int]:
+    waits = [(state.rank, main_wait(state)) for state in states]
+    return {stall_key(level, wait, rank) for rank, wait in waits if wait is not None}

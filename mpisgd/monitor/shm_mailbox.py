@@ -1,4 +1,4 @@
-"""`ShmMailbox`: question and answer among the ranks of a host, in shared memory.
+"""`ShmMailbox`: questions and answers among the ranks of a host, in shared memory.
 
 Each rank has a page of words and room for an answer. Who asks writes the time into the word ASKED of those it
 asks, and wakes them; an answer carries the time at which it was begun, and answers what was asked before. It
@@ -8,55 +8,62 @@ is for everyone, so any number of ranks may ask at once and need not know of eac
 import mmap
 import time
 import zlib
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from mpisgd import config
+from mpisgd.monitor.mailbox import Question
 from mpisgd.transport.ipc.futex import Futex
 from mpisgd.transport.ipc.segment import PAGE, Segment, open_segment
 
 if TYPE_CHECKING:
     from mpisgd.transport.mpi import Communicator
 
-__all__ = ["ShmMailbox", "open_board"]
+__all__ = ["ShmMailbox", "open_shm_mailbox", "private_mailbox"]
 
 ANSWER_BYTES = 2**18  # what is not written to takes no room
-VERDICT_BYTES = 2**16
-SHARE_BYTES = PAGE + ANSWER_BYTES + VERDICT_BYTES
+NOTICE_BYTES = 2**16
+SHARE_BYTES = PAGE + ANSWER_BYTES + NOTICE_BYTES
 # Words of a rank, in two cache lines: what others write, and what it writes itself; then the last stalls that
-# it has told its user about, and how many there were.
-ASKED, ANSWERED, LENGTH, CHECKSUM, LEFT, NUM_TOLD, TOLD = 0, 8, 9, 10, 11, 12, 64
-MOST_TOLD = 64
-# How many verdicts it has given, and the length and the checksum of the last.
-NUM_VERDICTS, VERDICT_LENGTH, VERDICT_CHECKSUM = 32, 33, 34
+# it has reported to its user, and how many there were.
+ASKED, ANSWERED, LENGTH, CHECKSUM, LEFT, NUM_REPORTED, REPORTED = 0, 8, 9, 10, 11, 12, 64
+MAX_REPORTED = 64
+# How many notices it has given, and the length and the checksum of the last.
+NUM_NOTICES, NOTICE_LENGTH, NOTICE_CHECKSUM = 32, 33, 34
+POLL_S = 0.2  # where nobody can be woken
 
 
 class ShmMailbox:
-    """This rank's view of its host's questions and answers.
+    """This rank's view of its host's questions and answers; see `Mailbox`.
 
     Args:
         segment: SHARE_BYTES for each rank.
-        mine: this rank among those of the segment.
-        size: how many there are.
+        ranks: the global ranks of the segment, in its order.
+        rank: this one's.
     """
 
-    def __init__(self, segment: Segment, mine: int, size: int) -> None:
-        self.mine = mine
-        self.size = size
+    max_bytes: int | None = ANSWER_BYTES
+
+    def __init__(self, segment: Segment, ranks: Sequence[int], rank: int) -> None:
+        self.ranks = tuple(ranks)
+        self._rank = rank
+        self._places = {each: place for place, each in enumerate(self.ranks)}
         self._segment = segment  # keeps the memory
         self._bytes = memoryview(segment.memory)
         self._words = self._bytes.cast("Q")
         self._futex = Futex(segment)
-        self._heard: dict[int, int] = {}  # by rank, how many of its verdicts
+        self._answered = 0  # the stamp of the last question that was
+        self._num_read: dict[int, int] = {}  # by rank, how many of its notices
 
     def _word(self, rank: int, which: int) -> int:
-        return rank * (SHARE_BYTES // 8) + which
+        return self._places[rank] * (SHARE_BYTES // 8) + which
 
     def _room(self, rank: int) -> int:
-        return rank * SHARE_BYTES + PAGE
+        return self._places[rank] * SHARE_BYTES + PAGE
 
     # -- asking ----------------------------------------------------------------------------------------
 
-    def ask(self, ranks: list[int]) -> int:
+    def ask(self, ranks: Collection[int], *, deep: bool = False) -> int:
         """Ask some ranks of the segment; return the stamp from which on their answers count."""
         stamp = time.monotonic_ns()
         for rank in ranks:
@@ -65,15 +72,18 @@ class ShmMailbox:
             self._futex.wake(word)
         return stamp
 
-    def answer_of(self, rank: int, stamp: int) -> bytes | None:
-        """Return the answer of a rank to what was asked at `stamp`, None while there is none."""
+    def answer_from(self, rank: int, number: int) -> bytes | None:
+        """Return the answer of a rank to what was asked at the stamp `number`, None while there is none."""
         words = self._words
-        if words[self._word(rank, ANSWERED)] < stamp:
+        if words[self._word(rank, ANSWERED)] < number:
             return None
         start, length = self._room(rank), words[self._word(rank, LENGTH)]
         text = bytes(self._bytes[start : start + min(length, ANSWER_BYTES)])
         # It may be writing the next answer at this moment; then the text is asked for again.
         return text if zlib.crc32(text) == words[self._word(rank, CHECKSUM)] else None
+
+    def forget(self, number: int) -> None:
+        """Do nothing: an answer is for everyone."""
 
     def has_left(self, rank: int) -> bool:
         """Return whether a rank has said that it will answer no more."""
@@ -83,94 +93,103 @@ class ShmMailbox:
 
     def asked(self) -> int:
         """Return the stamp of the last question to this rank; what `sleep` compares."""
-        return self._words[self._word(self.mine, ASKED)]
+        return self._words[self._word(self._rank, ASKED)]
 
-    def stamp_of_answer(self) -> int:
-        """Return the stamp of an answer that is begun now, after a look at `asked`.
+    def questions(self) -> list[Question]:
+        """Return one question for all that were asked before now.
 
-        Of two ranks that ask at once, one may write its older stamp over the other's. That question was
-        asked before now, too.
+        Its number is the time now, not the word ASKED: of two ranks that ask at once, one may write its older
+        stamp over the other's. That question was asked before now, too.
         """
-        return max(self.asked(), time.monotonic_ns())
+        if self.asked() <= self._answered:
+            return []
+        self._answered = max(self.asked(), time.monotonic_ns())
+        return [Question(self._answered)]
 
     def sleep(self, asked: int, limit_s: float) -> None:
         """Sleep until somebody asks, not at all if somebody has since `asked`."""
         if self._futex.available:
-            self._futex.wait(self._word(self.mine, ASKED), asked, limit_s)
+            self._futex.wait(self._word(self._rank, ASKED), asked, limit_s)
         elif self.asked() == asked:
-            time.sleep(min(limit_s, 0.2))
+            time.sleep(min(limit_s, POLL_S))
 
     def wake(self) -> None:
         """Wake this rank's own thread."""
-        self.ask([self.mine])
+        self.ask([self._rank])
 
-    def answer(self, text: bytes, stamp: int) -> None:
-        """Put down the answer to all that was asked up to `stamp`, its own; at most ANSWER_BYTES."""
-        words, start = self._words, self._room(self.mine)
-        words[self._word(self.mine, CHECKSUM)] = 2**32  # no checksum: what is read meanwhile does not count
+    def answer(self, question: Question, text: bytes) -> None:
+        """Put down the answer to all that was asked up to the question's number."""
+        words, start = self._words, self._room(self._rank)
+        # No text has this checksum: what is read meanwhile does not count.
+        words[self._word(self._rank, CHECKSUM)] = 2**32
         self._bytes[start : start + len(text)] = text
-        words[self._word(self.mine, LENGTH)] = len(text)
-        words[self._word(self.mine, CHECKSUM)] = zlib.crc32(text)
-        words[self._word(self.mine, ANSWERED)] = stamp
+        words[self._word(self._rank, LENGTH)] = len(text)
+        words[self._word(self._rank, CHECKSUM)] = zlib.crc32(text)
+        words[self._word(self._rank, ANSWERED)] = question.number
 
-    def note_told(self, key: int) -> None:
-        """Note that this rank has told its user about a stall."""
-        count = self._word(self.mine, NUM_TOLD)
-        self._words[self._word(self.mine, TOLD) + self._words[count] % MOST_TOLD] = key
+    # -- stalls that were reported; see `mpisgd.monitor.reporter` ---------------------------------------
+
+    def note_reported(self, key: int) -> None:
+        """Note that this rank has reported a stall to its user."""
+        count = self._word(self._rank, NUM_REPORTED)
+        self._words[self._word(self._rank, REPORTED) + self._words[count] % MAX_REPORTED] = key
         self._words[count] += 1
 
-    def is_told(self, key: int) -> bool:
-        """Return whether a rank of this host has told about a stall."""
-        starts = [self._word(rank, TOLD) for rank in range(self.size)]
-        return any(key in self._words[start : start + MOST_TOLD] for start in starts)
+    def is_reported(self, key: int) -> bool:
+        """Return whether a rank of this host has reported a stall."""
+        starts = [self._word(rank, REPORTED) for rank in self.ranks]
+        return any(key in self._words[start : start + MAX_REPORTED] for start in starts)
 
-    def told(self) -> list[int]:
-        """Return what this rank has told about."""
-        start = self._word(self.mine, TOLD)
-        return [key for key in self._words[start : start + MOST_TOLD] if key]
+    def reported(self) -> list[int]:
+        """Return what this rank has reported."""
+        start = self._word(self._rank, REPORTED)
+        return [key for key in self._words[start : start + MAX_REPORTED] if key]
 
-    # -- verdicts: see `mpisgd.monitor.deadlock_detector` -------------------------------------------
+    # -- notices ---------------------------------------------------------------------------------------
 
-    def give_verdict(self, text: bytes, ranks: list[int]) -> None:
+    def notify(self, text: bytes, ranks: Collection[int]) -> None:
         """Put a text where all ranks of the segment find it, and wake some.
 
-        One longer than VERDICT_BYTES has no room here: the others' waits end at their limits then.
+        One longer than NOTICE_BYTES has no room here: the others' waits end at their timeouts then.
         """
-        if len(text) > VERDICT_BYTES:
+        here = [rank for rank in ranks if rank in self._places]
+        if len(text) > NOTICE_BYTES or not here:
             return
-        start = self._room(self.mine) + ANSWER_BYTES
+        start = self._room(self._rank) + ANSWER_BYTES
         self._bytes[start : start + len(text)] = text
-        self._words[self._word(self.mine, VERDICT_LENGTH)] = len(text)
-        self._words[self._word(self.mine, VERDICT_CHECKSUM)] = zlib.crc32(text)
-        self._words[self._word(self.mine, NUM_VERDICTS)] += 1
-        self.ask(ranks)
+        self._words[self._word(self._rank, NOTICE_LENGTH)] = len(text)
+        self._words[self._word(self._rank, NOTICE_CHECKSUM)] = zlib.crc32(text)
+        self._words[self._word(self._rank, NUM_NOTICES)] += 1
+        self.ask(here)
 
-    def new_verdicts(self) -> list[bytes]:
-        """Return what others have given since this was last called."""
+    def notices(self) -> list[bytes]:
+        """Return what others have let this rank know since this was last called."""
         found = []
-        for rank in range(self.size):
-            count = self._words[self._word(rank, NUM_VERDICTS)]
-            if count != self._heard.get(rank, 0) and rank != self.mine:
+        for rank in self.ranks:
+            count = self._words[self._word(rank, NUM_NOTICES)]
+            if count != self._num_read.get(rank, 0) and rank != self._rank:
                 start = self._room(rank) + ANSWER_BYTES
-                text = bytes(self._bytes[start : start + self._words[self._word(rank, VERDICT_LENGTH)]])
+                text = bytes(self._bytes[start : start + self._words[self._word(rank, NOTICE_LENGTH)]])
                 # It may be writing the next one at this moment; then this one is looked at again.
-                if zlib.crc32(text) == self._words[self._word(rank, VERDICT_CHECKSUM)]:
-                    self._heard[rank] = count
+                if zlib.crc32(text) == self._words[self._word(rank, NOTICE_CHECKSUM)]:
+                    self._num_read[rank] = count
                     found.append(text)
         return found
 
-    def leave(self) -> None:
-        """Answer no more."""
-        self._words[self._word(self.mine, LEFT)] = 1
+    def close(self) -> None:
+        """Let the others know that this rank will answer no more."""
+        self._words[self._word(self._rank, LEFT)] = 1
+        self.wake()
 
 
-def open_board(local: "Communicator") -> ShmMailbox | None:
-    """Return the board of a host's ranks, None on all of them where they share no memory. Collective."""
+def open_shm_mailbox(local: "Communicator", ranks: Sequence[int]) -> ShmMailbox | None:
+    """Return the mailbox of a host's `ranks`, None on all of them where they share no memory. Collective."""
     wanted = all(local.all_gather_object(config.shared_memory()))
-    segment = open_segment(local, SHARE_BYTES) if wanted else None
-    return None if segment is None else ShmMailbox(segment, local.rank, local.size)
+    segment = open_segment(local, SHARE_BYTES) if wanted and local.size > 1 else None
+    return None if segment is None else ShmMailbox(segment, ranks, ranks[local.rank])
 
 
-def private_board() -> ShmMailbox:
-    """Return the board of a rank that shares memory with nobody."""
-    return ShmMailbox(Segment(-1, -(-SHARE_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE, 1), 0, 1)
+def private_mailbox(rank: int) -> ShmMailbox:
+    """Return the mailbox of a rank that shares memory with nobody."""
+    segment = Segment(-1, -(-SHARE_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE, 1)
+    return ShmMailbox(segment, (rank,), rank)

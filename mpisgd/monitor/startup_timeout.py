@@ -1,8 +1,8 @@
-"""Limits on what no watch can look at: the start of the job, its end, and what is between two worlds.
+"""Timeouts of what no stall monitor sees: the start of the job, its end, and what is between two worlds.
 
-Before the ranks know of each other nobody can be asked, and MPI's own start and end can neither be
-interrupted nor given up in order: what is left is to end this process, at which the launcher ends the job.
-Where it does not, after the loss of a rank, the caller knows what does.
+Before the ranks know of each other none can be asked, and MPI's own start and end can neither be interrupted
+nor cancelled: what is left is to end this process, at which the launcher ends the job. Where it does not,
+after the loss of a rank, the caller knows what does.
 """
 
 import contextlib
@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator
 
 from mpisgd import config
 from mpisgd.core import wait_registry
-from mpisgd.job.excepthook import say_to_user
-from mpisgd.monitor.rank_snapshot import WATCH_THREAD, stack_of
+from mpisgd.monitor.console import print_to_user
+from mpisgd.monitor.rank_snapshot import MONITOR_THREAD, stack_of
 
-__all__ = ["limit_by_signal", "within"]
+__all__ = ["set_alarm", "within"]
 
-LEAST_S = 60.0  # a job's start takes time of its own, however short the limit on operations is
+LEAST_S = 60.0  # a job's start takes time of its own, however short the timeout of operations is
 GRACE_S = 2.0  # by the signal it ends without a word, so our own comes first
 
 
@@ -39,14 +39,14 @@ def within(
         yield
         return
     limit_s = max(limit_s, LEAST_S)
-    over, alarm = threading.Event(), limit_by_signal(limit_s + GRACE_S)
+    over, alarm = threading.Event(), set_alarm(limit_s + GRACE_S)
 
-    def guard() -> None:
+    def watch() -> None:
         if not over.wait(limit_s):
-            say_to_user(_told(limit_s, what))
+            print_to_user(_report(limit_s, what))
             end(exit_code)
 
-    thread = threading.Thread(target=guard, name=WATCH_THREAD, daemon=True)
+    thread = threading.Thread(target=watch, name=MONITOR_THREAD, daemon=True)
     thread.start()
     try:
         yield
@@ -57,9 +57,9 @@ def within(
             signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def _told(limit_s: float, what: str) -> str:
+def _report(limit_s: float, what: str) -> str:
     main = threading.main_thread().ident or 0
-    call, _ = wait_registry.inside_mpi().get(main, ("", 0.0))
+    call, _ = wait_registry.mpi_calls.get(main, ("", 0.0))
     inside = f", inside MPI's {call}" if call else ""
     return (
         f"rank {config.launcher_rank()} has been in {what} for {limit_s:g} s, which is the limit "
@@ -69,7 +69,7 @@ def _told(limit_s: float, what: str) -> str:
     )
 
 
-def limit_by_signal(limit_s: float) -> bool:
+def set_alarm(limit_s: float) -> bool:
     """End the process by SIGALRM if it lives longer from now on; return whether that could be had.
 
     For MPI's start, during which mpi4py keeps the interpreter's lock, and its end, which comes after the

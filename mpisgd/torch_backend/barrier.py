@@ -63,7 +63,7 @@ def _failure(group: Group, timeout_s: float, wait_all_ranks: bool) -> str:
             f"Rank {group.rank} successfully reached monitoredBarrier, but received errors while waiting for "
             "send/recv from rank 0. Please check rank 0 logs for faulty rank."
         )
-    late = current_job().watch.late_in(group)
+    late = current_job().monitor.late_in(group)
     if timeout_s == 0 or not late:
         return f"Rank 0 timed out in monitoredBarrier after {timeout_s * 1000:.0f} ms."
     whom = f"Ranks {', '.join(map(str, late))}" if wait_all_ranks else f"Rank {late[0]}"

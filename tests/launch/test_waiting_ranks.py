@@ -189,6 +189,36 @@ time.sleep(40)
     assert "no_such_thing" in done.stderr
 
 
+def test_a_thread_that_an_error_has_ended_is_named_with_the_error(job):
+    """The program of its rank goes on, as in plain Python, and the others wait for what it did not do."""
+    done = job(
+        """
+import threading
+
+def exchange():
+    mpisgd.barrier()
+    if rank == 1:
+        raise ValueError("a bad batch")
+    mpisgd.all_reduce(torch.ones(3))
+
+thread = threading.Thread(target=exchange, name="loader")
+thread.start()
+thread.join()
+if rank == 1:
+    reading_data(6)
+os._exit(7)
+        """,
+        3,
+        limit_s=2,
+    )
+    assert done.returncode == 7
+    report = next(text for text in reports(done) if "what they do" in text)
+    assert "for rank 1 in all_reduce" in report
+    assert re.search(r"rank 1: thread 'loader' ended \d+\.\d s ago with ValueError: a bad batch, at ", report)
+    assert "in exchange" in report
+    assert done.stderr.count("ValueError: a bad batch") >= 2  # Python's own traceback, and the report
+
+
 def test_the_making_of_a_group_has_the_limit_too(job):
     done = job(
         """
@@ -219,13 +249,13 @@ if rank == 2:
     in_c_code()
 found = []
 def ask():
-    found.append(current_job().watch.ask())
+    found.append(current_job().monitor.collect())
 threads = [threading.Thread(target=ask) for _ in range(2)]
 [thread.start() for thread in threads]
 [thread.join() for thread in threads]
 for views in found:
     assert [view.rank for view in views] == [0, 1, 2, 3], views
-    assert [view.state for view in views] == ["runs", "silent", "silent", "runs"], views
+    assert [view.state for view in views] == ["runs", "unresponsive", "unresponsive", "runs"], views
     assert all("ask" in "".join(views[peer].stacks.values()) for peer in (0, 3)), views
 if rank == 0:
     time.sleep(1)  # rank 3's answer may be on its way

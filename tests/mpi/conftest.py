@@ -11,6 +11,7 @@ import pytest
 from verdicts import shared_report
 
 from mpisgd import config as mpisgd_config
+from mpisgd.job.mpi_settings import set_mpi_defaults
 
 if TYPE_CHECKING:
     from mpisgd import Group
@@ -25,7 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
     And what is tested must not depend on what someone has measured on this machine.
     """
     if config.getoption("--with-mpi"):
-        mpisgd_config.set_mpi_defaults()
+        set_mpi_defaults()
         os.environ["MPISGD_PROFILE"] = mpisgd_config.BUILT_IN_PROFILE
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from mpisgd import config
 from mpisgd.errors import InvalidArgument
+from mpisgd.job.mpi_settings import set_mpi_defaults
 
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}
@@ -100,7 +101,7 @@ def test_settings_of_the_user_stand():
     }
     before = dict(env)
     assert config.mpi_defaults(env, cores=1) == {}
-    assert config.set_mpi_defaults(env) == {}
+    assert set_mpi_defaults(env) == {}
     assert env == before
 
 
@@ -146,12 +147,12 @@ def test_a_fabric_is_known_by_its_devices(tmp_path):
 
 def test_set_mpi_defaults_tells_what_it_set():
     env = {"OMPI_COMM_WORLD_LOCAL_SIZE": "100000", "OMPI_COMM_WORLD_SIZE": "100000"}
-    assert config.set_mpi_defaults(env) == {
+    assert set_mpi_defaults(env) == {
         "OMPI_MCA_osc": "^ucx",
         "OMPI_MCA_mpi_yield_when_idle": "1",
         "OMPI_MCA_btl": "^tcp,ofi",
     }
-    assert config.set_mpi_defaults(env) == {}
+    assert set_mpi_defaults(env) == {}
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def start_over(terms: Terms) -> None:
 
 def _is_lost() -> bool:
     """Return whether a rank is gone and the others can go on without it."""
-    if not jobs.is_initialized() or jobs.current_job().sentinel is None:
+    if not jobs.is_initialized() or jobs.current_job().failure_detector is None:
         return False
     deadline = time.monotonic() + NOTICE_S
     while state.is_broken() and waiting.cancel_reason() is None and time.monotonic() < deadline:
@@ -68,7 +68,7 @@ def end_together() -> None:
         HorovodInternalError: a rank was lost before.
     """
     job = jobs.current_job()
-    if job.sentinel is None:
+    if job.failure_detector is None:
         return
     basics.barrier()
     if not job.wire.agree(True):

@@ -91,7 +91,7 @@ class Engine:
             settings.fusion_bytes,
         )
         self._clashes = Clashes()
-        alarm_s = NOTICE_S if job.sentinel is not None else ALARM_S
+        alarm_s = NOTICE_S if job.failure_detector is not None else ALARM_S
         self._alarm_s = min(alarm_s, settings.shortest_stall_s / 4 or alarm_s)
         self._turns = Turns(self, self.outbox, self._bell)
         self._turns.start()
@@ -314,7 +314,7 @@ class Engine:
             finally:
                 self._turns.lock.release()
         whom -= {self.group.rank}
-        return WaitReason(_words_of(request), whom=tuple(sorted(whom)))
+        return WaitReason(_words_of(request), awaited=tuple(sorted(whom)))
 
     def take_back(self, entry: Entry, error: Exception) -> None:
         """Let an operation fail that has been found to wait for ever; the others' part in it stays.

@@ -71,7 +71,7 @@ class Outbox:
             if not entry.request.name:
                 entry.request = self._numbered(entry.request)
             key = entry.request.key
-            wait_registry.communicates()
+            wait_registry.mark_communicating()
             if key in self._entries:
                 raise ValueError(f"{entry.request.label!r}: {DUPLICATE}")
             self._entries[key] = entry
@@ -94,7 +94,7 @@ class Outbox:
             self._refuse_if_over()
             if self._join is not None:
                 raise ValueError("join: another thread of this rank has joined already")
-            wait_registry.communicates()
+            wait_registry.mark_communicating()
             self._join = Entry(JOIN)
             return self._join
 

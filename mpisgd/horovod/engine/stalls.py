@@ -122,13 +122,14 @@ class Watchdog:
 
     def __init__(self, settings: Settings, pending: Callable[[], Sequence[Request]]) -> None:
         self._pending = pending
-        self._stalls = current_job().watch.stalls
-        self._before = self._stalls.warning_s, self._stalls.end_s
-        self._stalls.warning_s, self._stalls.end_s = settings.stall_warning_s, settings.stall_end_s
+        self._stalls = current_job().monitor.watchdog
+        self._before = self._stalls.warning_s, self._stalls.abort_s
+        self._stalls.warning_s, self._stalls.abort_s = settings.stall_warning_s, settings.stall_end_s
 
     def enter(self, text: str, group: Group) -> None:
         """From now on this thread needs the others of a group to go on."""
-        wait_registry.note(self, time.monotonic(), wait_registry.NO_LIMIT_S, lambda: self._hint(text, group))
+        began_s, forever = time.monotonic(), wait_registry.NO_TIMEOUT_S
+        wait_registry.register(self, began_s, forever, lambda: self._hint(text, group))
 
     def _hint(self, text: str, group: Group) -> WaitReason:
         pending = [f"{request.kind} {request.label!r}" for request in self._pending()]
@@ -140,8 +141,8 @@ class Watchdog:
 
     def leave(self) -> None:
         """They have come."""
-        wait_registry.forget(self)
+        wait_registry.unregister(self)
 
     def close(self) -> None:
         """Look on no more."""
-        self._stalls.warning_s, self._stalls.end_s = self._before
+        self._stalls.warning_s, self._stalls.abort_s = self._before

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from mpisgd import tracing
 from mpisgd.core import wait_registry
-from mpisgd.core.wait_registry import NO_LIMIT_S, WaitReason
+from mpisgd.core.wait_registry import NO_TIMEOUT_S, WaitReason
 from mpisgd.errors import CollectiveTimeout
 from mpisgd.horovod.engine.doorbell import Doorbell
 from mpisgd.horovod.engine.entry import Entry
@@ -87,19 +87,19 @@ class Turns:
         """
         self._bell.ring_own()
         began_s, key = time.monotonic(), object()
-        wait_registry.note(key, began_s, NO_LIMIT_S, lambda: self._cycles.about(None))
+        wait_registry.register(key, began_s, NO_TIMEOUT_S, lambda: self._cycles.about(None))
         try:
             while self._thread.is_alive():
                 self._thread.join(min(LISTEN_S, limit_s))
-                if (error := wait_registry.verdict(began_s)) is not None:
+                if (error := wait_registry.cancel_error(began_s)) is not None:
                     raise error
                 if self._thread.is_alive() and time.monotonic() - began_s > limit_s:
                     raise CollectiveTimeout(self._why_not_over(limit_s))
         finally:
-            wait_registry.forget(key)
+            wait_registry.unregister(key)
 
     def _why_not_over(self, limit_s: float) -> str:
-        whom = self._cycles.about(None).whom
+        whom = self._cycles.about(None).awaited
         late = ranks_text(whom) if whom else "some rank"
         frame = sys._current_frames().get(self._thread.ident or 0)
         return (
@@ -148,14 +148,16 @@ class Turns:
     def _sleep(self, entry: Entry, state: int, began_s: float) -> None:
         """Sleep until there may be something to do, or until it is found out that there never will be."""
         key = object()
-        wait_registry.note(key, began_s, NO_LIMIT_S, lambda: self._cycles.about(entry), self._bell.ring_own)
-        error = wait_registry.verdict(began_s)
+        wait_registry.register(
+            key, began_s, NO_TIMEOUT_S, lambda: self._cycles.about(entry), self._bell.ring_own
+        )
+        error = wait_registry.cancel_error(began_s)
         try:
             if error is None:
                 self._bell.sleep(state, self._cycles.look_again_s())
         finally:
-            wait_registry.forget(key)
-        if (error := error or wait_registry.verdict(began_s)) is not None:
+            wait_registry.unregister(key)
+        if (error := error or wait_registry.cancel_error(began_s)) is not None:
             self._cycles.take_back(entry, error)
 
     def _take(self, awaited: Entry | None) -> bool:

@@ -15,11 +15,10 @@ from torch import Tensor
 
 from mpisgd import tracing
 from mpisgd.core import wait_registry
-from mpisgd.core.wait_registry import WaitReason
+from mpisgd.core.wait_registry import Message, WaitReason
 from mpisgd.core.waiting import Backoff, message_begins, message_ends
 from mpisgd.core.work import Work
 from mpisgd.errors import CollectiveMismatch, CollectiveTimeout, MpiFailed, MpisgdError, PeerLost
-from mpisgd.monitor.rank_state import Message
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -88,7 +87,7 @@ class PointToPoint:
 
     def _keep(self, work: "MessageWork") -> "MessageWork":
         """Hold the message (and its memory) until it is done, also if the caller forgets it."""
-        wait_registry.communicates()
+        wait_registry.mark_communicating()
         with self._lock:
             self._in_flight.add(work)
             message_begins(work)
@@ -120,7 +119,7 @@ class PointToPoint:
         while self._watched:
             with contextlib.suppress(PeerLost):  # each watched message fails by itself
                 Backoff(self.timeout_s, quiet=True).wait_for(
-                    self._some_ended, about=lambda: WaitReason("messages that a future is for", own=True)
+                    self._some_ended, about=lambda: WaitReason("messages that a future is for", is_local=True)
                 )
 
     def _some_ended(self) -> bool:

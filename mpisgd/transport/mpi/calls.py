@@ -10,7 +10,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 from mpi4py import MPI
 
 from mpisgd.core import waiting
-from mpisgd.core.wait_registry import inside
+from mpisgd.core.wait_registry import mpi_calls
 from mpisgd.errors import CollectiveTimeout, MpiFailed, MpisgdError, PeerLost, ShapeMismatch
 
 __all__ = ["OVERDUE", "mpi_call", "set_apart"]
@@ -75,11 +75,11 @@ def mpi_call(
 
         def blocking(self: Revocable, /, *args: P.args, **kwargs: P.kwargs) -> R:
             thread = threading.get_ident()
-            inside[thread] = (what, time.monotonic())
+            mpi_calls[thread] = (what, time.monotonic())
             try:
                 return wrapped(self, *args, **kwargs)
             finally:
-                inside.pop(thread, None)
+                mpi_calls.pop(thread, None)
 
         outer = blocking if blocks else wrapped
         functools.update_wrapper(outer, method)

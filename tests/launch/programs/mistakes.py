@@ -462,9 +462,10 @@ def main() -> None:
 
 def hurry() -> None:
     """Let ranks that wait for each other be looked for early, so that a test of many takes little time."""
-    from mpisgd.monitor import deadlock_detector, stall_monitor
+    from mpisgd.monitor import deadlock_detector, stall_monitor, state_collector
 
-    deadlock_detector.FIRST_S, deadlock_detector.SURE_S, stall_monitor.LOOK_S = 0.3, 0.2, 0.1
+    deadlock_detector.FIRST_S, deadlock_detector.SURE_S = 0.3, 0.2
+    stall_monitor.CHECK_S = state_collector.QUESTIONS_S = 0.1
 
 
 def abandon(scene: Scene) -> None:

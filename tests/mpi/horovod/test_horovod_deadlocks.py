@@ -13,7 +13,7 @@ import mpisgd
 import mpisgd.horovod as hvd
 from mpisgd.horovod.engine import clashes
 from mpisgd.job.lifecycle import current_job
-from mpisgd.monitor import deadlock_detector, stall_monitor
+from mpisgd.monitor import deadlock_detector, stall_monitor, state_collector
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -26,8 +26,9 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Look for ranks that wait for each other early."""
     monkeypatch.setattr(deadlock_detector, "FIRST_S", SOON_S)
     monkeypatch.setattr(deadlock_detector, "SURE_S", SOON_S)
-    monkeypatch.setattr(stall_monitor, "LOOK_S", SOON_S / 2)
-    current_job().watch.board.wake()
+    monkeypatch.setattr(stall_monitor, "CHECK_S", SOON_S / 2)
+    monkeypatch.setattr(state_collector, "QUESTIONS_S", SOON_S / 2)
+    current_job().monitor.collector.shm.wake()
 
 
 def end_of(call) -> tuple[str, str, float]:

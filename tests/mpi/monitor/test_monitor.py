@@ -23,14 +23,14 @@ def ask_until(holds) -> list[RankState]:
     """What all ranks do, asked until something holds, which takes the others a moment."""
     deadline = time.monotonic() + SOON_S
     while True:
-        views = current_job().watch.ask()
-        if holds(views) or time.monotonic() > deadline:
-            return views
+        states = current_job().monitor.collect()
+        if holds(states) or time.monotonic() > deadline:
+            return states
         time.sleep(0.05)
 
 
-def main_waits(view: RankState) -> list[Wait]:
-    return [wait for wait in view.waits if wait.main]
+def main_waits(state: RankState) -> list[Wait]:
+    return [wait for wait in state.waits if wait.is_main]
 
 
 @pytest.mark.parametrize("asker", ["first", "last"])
@@ -39,19 +39,19 @@ def test_who_waits_says_in_which_operation_since_when_and_where(asker):
     number = world().queue.consistency.number + 1
     verdict, text = True, ""
     if asks:
-        views = ask_until(lambda views: sum(view.state == WAITS for view in views) == mpisgd.size() - 1)
-        for view in views:
-            waits = main_waits(view)
-            text += f"{view}\n"
-            if view.rank == mpisgd.rank():
-                verdict &= view.state == RUNS and not waits
+        states = ask_until(lambda states: sum(state.state == WAITS for state in states) == mpisgd.size() - 1)
+        for state in states:
+            waits = main_waits(state)
+            text += f"{state}\n"
+            if state.rank == mpisgd.rank():
+                verdict &= state.state == RUNS and not waits
                 continue
             verdict &= len(waits) == 1 and waits[0].what.startswith("all_reduce(op=MAX")
             verdict &= (waits[0].group, waits[0].number) == ("world", number)
             verdict &= waits[0].members == tuple(range(mpisgd.size()))
-            verdict &= "test_diagnosis.py" in waits[0].site and 0.09 < waits[0].waited_s < SOON_S
-            verdict &= waits[0].limit_s == world().queue.consistency.timeout_s
-            verdict &= "test_who_waits_says" in view.stacks["MainThread"]
+            verdict &= "test_monitor.py" in waits[0].site and 0.09 < waits[0].waited_s < SOON_S
+            verdict &= waits[0].timeout_s == world().queue.consistency.timeout_s
+            verdict &= "test_who_waits_says" in state.stacks["MainThread"]
     mpisgd.all_reduce(torch.tensor([float(mpisgd.rank())]), mpisgd.ReduceOp.MAX)
     everyone(verdict, text)
 
@@ -60,9 +60,9 @@ def test_who_waits_for_a_message_says_from_whom():
     last = mpisgd.size() - 1
     verdict, text = True, ""
     if mpisgd.rank() == 0:
-        views = ask_until(lambda views: main_waits(views[last]))
-        (wait,) = main_waits(views[last])
-        verdict, text = wait.whom == (0,) and wait.number == 0, f"{wait}"
+        states = ask_until(lambda states: main_waits(states[last]))
+        (wait,) = main_waits(states[last])
+        verdict, text = wait.awaited == (0,) and wait.number == 0, f"{wait}"
         mpisgd.send(torch.ones(3), last)
     elif mpisgd.rank() == last:
         mpisgd.recv(torch.zeros(3), 0)
@@ -72,11 +72,11 @@ def test_who_waits_for_a_message_says_from_whom():
 def test_an_asynchronous_operation_shows_on_its_thread_and_on_the_one_that_waits():
     verdict, text = True, ""
     if mpisgd.rank() == 0:
-        views = ask_until(lambda views: len(views[1].waits) == 2)
-        text = f"{views[1].waits}"
-        own, other = sorted(views[1].waits, key=lambda wait: not wait.main)
-        verdict = own.limit_s is None and "asynchronous" in own.what
-        verdict &= other.what.startswith("barrier") and "queue" in other.thread and not other.main
+        states = ask_until(lambda states: len(states[1].waits) == 2)
+        text = f"{states[1].waits}"
+        own, other = sorted(states[1].waits, key=lambda wait: not wait.is_main)
+        verdict = own.timeout_s is None and "asynchronous" in own.what
+        verdict &= other.what.startswith("barrier") and "queue" in other.thread and not other.is_main
     work = mpisgd.barrier(async_op=True)
     assert work is not None
     work.wait()
@@ -84,23 +84,25 @@ def test_an_asynchronous_operation_shows_on_its_thread_and_on_the_one_that_waits
 
 
 def test_what_moves_is_seen_and_what_does_not_stays_the_same():
-    before = current_job().watch.ask()
+    before = current_job().monitor.collect()
     referee().barrier()
-    again = current_job().watch.ask()
-    same = [view.moves for view in again] == [view.moves for view in before]
+    again = current_job().monitor.collect()
+    same = [state.progress for state in again] == [state.progress for state in before]
     referee().barrier()
     mpisgd.barrier()
-    after = current_job().watch.ask()
-    everyone(same and all(b.moves > a.moves for a, b in zip(before, after, strict=True)))
+    after = current_job().monitor.collect()
+    everyone(same and all(b.progress > a.progress for a, b in zip(before, after, strict=True)))
 
 
 def test_all_may_ask_at_once_and_from_several_threads():
     found: list[list[RankState]] = []
-    threads = [threading.Thread(target=lambda: found.append(current_job().watch.ask())) for _ in range(3)]
+    threads = [
+        threading.Thread(target=lambda: found.append(current_job().monitor.collect())) for _ in range(3)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    answers = [[view.rank for view in views if view.state == RUNS] for views in found]
+    answers = [[state.rank for state in states if state.state == RUNS] for states in found]
     referee().barrier()
     everyone(answers == [list(range(mpisgd.size()))] * 3, f"{answers}")

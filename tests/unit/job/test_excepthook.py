@@ -1,34 +1,67 @@
-"""Who of a host's ranks prints its traceback: one, also where that one is gone when the next comes."""
+"""The exception hooks of a job are taken, and given back as they were."""
 
-import os
+from __future__ import annotations
+
+import sys
+import threading
+from types import SimpleNamespace
 
 import pytest
 
 from mpisgd.job.excepthook import ExceptHook
+from mpisgd.monitor.rank_snapshot import failed_threads, take_snapshot
 
 
 @pytest.fixture
-def ranks():
-    """Three ranks of a host as far as this is concerned: descriptors of one file, each opened by itself."""
-    first = os.memfd_create("floor")
-    floors = [first, *(os.open(f"/proc/self/fd/{first}", os.O_RDWR) for _ in range(2))]
-    made = []
-    for floor in floors:
-        hooks = ExceptHook.__new__(ExceptHook)
-        hooks._floor = floor
-        made.append(hooks)
-    yield made
-    for hooks in made:
-        hooks.close()
+def seen(monkeypatch):
+    """What the hook of before has been given; the job's stands in front of it."""
+    found: list[type[BaseException]] = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: found.append(args.exc_type))
+    hooks = ExceptHook(SimpleNamespace(abort=None), None, None)
+    hooks.install()
+    yield found
+    hooks.remove()
 
 
-def test_one_speaks(ranks):
-    assert [hooks._claim() for hooks in ranks] == [True, False, False]
+def run(target, name: str) -> None:
+    thread = threading.Thread(target=target, name=name)
+    thread.start()
+    thread.join()
 
 
-def test_nobody_speaks_after_one_who_is_gone(ranks):
-    first, second, third = ranks
-    assert second._claim()
-    second.close()
-    assert not first._claim()
-    assert not third._claim()
+def fail() -> None:
+    raise ValueError("a bad batch")
+
+
+def test_what_ended_a_thread_is_kept_and_passed_on(seen):
+    run(fail, "loader")
+    assert seen == [ValueError]
+    (text,) = take_snapshot(0, "here", [], stacks=False).failed_threads
+    assert text.startswith("thread 'loader' ended 0.")
+    assert "ago with ValueError: a bad batch, at " in text
+    assert text.endswith("in fail")
+
+
+def test_an_orderly_end_of_a_thread_is_no_failure(seen):
+    run(sys.exit, "loader")
+    assert seen == [SystemExit]
+    assert not failed_threads
+
+
+def test_the_hooks_are_given_back_and_what_was_kept_is_gone():
+    before = sys.excepthook, threading.excepthook
+    hooks = ExceptHook(SimpleNamespace(abort=None), None, None)
+    hooks.install()
+    assert threading.excepthook != before[1]
+    hooks.remove()
+    assert (sys.excepthook, threading.excepthook) == before
+    assert not failed_threads
+
+
+def test_hooks_that_someone_else_has_taken_since_stay(monkeypatch):
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    hooks = ExceptHook(SimpleNamespace(abort=None), None, None)
+    hooks.install()
+    threading.excepthook = mine = lambda args: None
+    hooks.remove()
+    assert threading.excepthook is mine

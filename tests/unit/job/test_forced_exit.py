@@ -25,6 +25,6 @@ def test_a_job_that_has_lost_ranks_does_not_wait_for_them(monkeypatch, lost_rank
     monkeypatch.setattr(jobs, "shutdown", lambda: None)
     monkeypatch.setattr(jobs, "exit_after_loss", lambda: said.append("lost_ranks"))
     monkeypatch.setattr(jobs, "exit_without_host", lambda local_rank: said.append(f"lost_host {local_rank}"))
-    monkeypatch.setattr(jobs, "limit_by_signal", lambda limit_s: said.append(f"limit {limit_s}"))
+    monkeypatch.setattr(jobs, "set_alarm", lambda limit_s: said.append(f"limit {limit_s}"))
     jobs._leave()
     assert said[0] == end  # the real `exit_without_host` does not return

@@ -1,23 +1,23 @@
-"""Who can never go on, from views alone: cycles are found, what may only be slow is none."""
+"""Who can never go on, from states alone: cycles are found, what may only be slow is none."""
 
 from __future__ import annotations
 
 import pytest
 
-from mpisgd.monitor.deadlock_analysis import describe_stuck, state_of, stuck_ranks
-from mpisgd.monitor.rank_snapshot import group_key
+from mpisgd.core.wait_registry import Message
+from mpisgd.monitor.deadlock_analysis import describe_deadlock, fingerprint, stuck_ranks
 from mpisgd.monitor.rank_state import (
     GONE,
     LEFT,
     RUNS,
-    SILENT,
     STOPPED,
+    UNRESPONSIVE,
     WAITS,
-    Message,
     RankState,
     Wait,
     decode,
     encode,
+    group_key,
 )
 
 ALL = (0, 1, 2)
@@ -29,8 +29,8 @@ def at(number: int, ordinal: int = 0, members: tuple[int, ...] = ALL, **more) ->
     return Wait("barrier()", f"group {ordinal}", members, number, site="x.py:1", ordinal=ordinal, **more)
 
 
-def waits(rank: int, *those: Wait, numbers: dict[str, int], **more) -> RankState:
-    return RankState(rank, state=WAITS, waits=those, numbers=numbers, **more)
+def waits(rank: int, *those: Wait, num_begun: dict[str, int], **more) -> RankState:
+    return RankState(rank, state=WAITS, waits=those, num_begun=num_begun, **more)
 
 
 def message(receives: bool, *partners: int, tag: int = 0) -> tuple[Wait, Message]:
@@ -40,24 +40,24 @@ def message(receives: bool, *partners: int, tag: int = 0) -> tuple[Wait, Message
 
 def in_message(rank: int, receives: bool, *partners: int, tag: int = 0) -> RankState:
     wait, about = message(receives, *partners, tag=tag)
-    return waits(rank, wait, numbers={A: 0}, messages=(about,))
+    return waits(rank, wait, num_begun={A: 0}, messages=(about,))
 
 
 CYCLE = [
-    waits(0, at(7), numbers={A: 7, B: 2}),
-    waits(1, at(3, 1), numbers={A: 6, B: 3}),
-    waits(2, at(3, 1), numbers={A: 6, B: 3}),
+    waits(0, at(7), num_begun={A: 7, B: 2}),
+    waits(1, at(3, 1), num_begun={A: 6, B: 3}),
+    waits(2, at(3, 1), num_begun={A: 6, B: 3}),
 ]
 
 
 def test_a_cycle_over_two_groups():
     assert stuck_ranks(CYCLE) == {0, 1, 2}
-    text = describe_stuck(CYCLE, {0, 1, 2})
+    text = describe_deadlock(CYCLE, {0, 1, 2})
     assert "rank 0 waits for ranks 1, 2 in barrier(), operation 7 of group 'group 0', at x.py:1" in text
     assert "rank 1 waits for rank 0 in barrier(), operation 3 of group 'group 1'" in text
 
 
-@pytest.mark.parametrize("state", [RUNS, STOPPED, GONE, SILENT])
+@pytest.mark.parametrize("state", [RUNS, STOPPED, GONE, UNRESPONSIVE])
 def test_a_rank_that_may_move_frees_all_that_wait_for_it(state):
     assert stuck_ranks([RankState(0, state=state), *CYCLE[1:]]) == set()
 
@@ -69,47 +69,47 @@ def test_a_rank_that_has_left_frees_nobody():
 def test_a_bystander_is_not_needed():
     """Ranks 0 and 1 wait for each other whatever rank 2 does."""
     pair = (0, 1)
-    views = [
-        waits(0, at(1, 0, pair), numbers={group_key(pair, 0): 1, group_key(pair, 1): 0}),
-        waits(1, at(1, 1, pair), numbers={group_key(pair, 0): 0, group_key(pair, 1): 1}),
+    states = [
+        waits(0, at(1, 0, pair), num_begun={group_key(pair, 0): 1, group_key(pair, 1): 0}),
+        waits(1, at(1, 1, pair), num_begun={group_key(pair, 0): 0, group_key(pair, 1): 1}),
         RankState(2, state=RUNS),
     ]
-    assert stuck_ranks(views) == {0, 1}
+    assert stuck_ranks(states) == {0, 1}
 
 
 def test_where_all_have_come_it_may_only_be_slow():
-    assert stuck_ranks([waits(rank, at(5), numbers={A: 5}) for rank in ALL]) == set()
+    assert stuck_ranks([waits(rank, at(5), num_begun={A: 5}) for rank in ALL]) == set()
 
 
 def test_a_rank_inside_mpi_may_come_back():
-    inside = waits(0, at(7, inside="Allreduce"), numbers={A: 7, B: 2})
+    inside = waits(0, at(7, mpi_call="Allreduce"), num_begun={A: 7, B: 2})
     assert stuck_ranks([inside, *CYCLE[1:]]) == set()
 
 
 def test_waits_of_which_nothing_is_known_may_end():
-    assert stuck_ranks([waits(0, Wait("other ranks"), numbers={A: 6, B: 2}), *CYCLE[1:]]) == set()
+    assert stuck_ranks([waits(0, Wait("other ranks"), num_begun={A: 6, B: 2}), *CYCLE[1:]]) == set()
 
 
 def test_a_thread_that_may_communicate_keeps_its_rank_able():
-    free = waits(0, at(7), numbers={A: 7, B: 2}, is_free=True)
+    free = waits(0, at(7), num_begun={A: 7, B: 2}, may_communicate=True)
     assert stuck_ranks([free, *CYCLE[1:]]) == set()
 
 
 def test_one_of_two_threads_that_can_go_on_is_enough():
     """The main thread waits for its queue, which is in the middle of an operation to which all have come."""
-    own = Wait("all_reduce (asynchronous)", own=True, main=True)
-    views = [waits(rank, own, at(5), numbers={A: 5}) for rank in ALL]
-    assert stuck_ranks(views) == set()
+    own = Wait("all_reduce (asynchronous)", is_local=True, is_main=True)
+    states = [waits(rank, own, at(5), num_begun={A: 5}) for rank in ALL]
+    assert stuck_ranks(states) == set()
     alone = [
-        waits(0, own, at(5), numbers={A: 5}),
-        *(waits(r, at(1, 1), numbers={A: 4, B: 1}) for r in (1, 2)),
+        waits(0, own, at(5), num_begun={A: 5}),
+        *(waits(r, at(1, 1), num_begun={A: 4, B: 1}) for r in (1, 2)),
     ]
     assert stuck_ranks(alone) == {0, 1, 2}
 
 
 def test_groups_of_the_same_ranks_are_kept_apart():
-    views = [waits(rank, at(5), numbers={A: 5, B: rank}) for rank in ALL]
-    assert stuck_ranks(views) == set()
+    states = [waits(rank, at(5), num_begun={A: 5, B: rank}) for rank in ALL]
+    assert stuck_ranks(states) == set()
 
 
 def test_all_receive():
@@ -128,16 +128,16 @@ def test_another_tag_is_another_message():
 
 def test_a_message_started_and_not_waited_for_may_arrive():
     _, sent = message(False, 0)
-    elsewhere = waits(1, at(1), numbers={A: 1}, messages=(sent,))
-    assert stuck_ranks([in_message(0, True, 1), elsewhere, waits(2, at(1), numbers={A: 1})]) == set()
+    elsewhere = waits(1, at(1), num_begun={A: 1}, messages=(sent,))
+    assert stuck_ranks([in_message(0, True, 1), elsewhere, waits(2, at(1), num_begun={A: 1})]) == set()
 
 
 def test_the_making_of_a_group_needs_all_its_members():
     making = Wait("new_group of [0, 1]", members=(0, 1))
-    assert stuck_ranks([waits(0, making, numbers={}), waits(1, making, numbers={})]) == set()
+    assert stuck_ranks([waits(0, making, num_begun={}), waits(1, making, num_begun={})]) == set()
     other = Wait("new_group of [1, 2]", members=(1, 2))
     assert stuck_ranks(
-        [waits(0, making, numbers={}), waits(1, other, numbers={}), RankState(2, state=LEFT)]
+        [waits(0, making, num_begun={}), waits(1, other, num_begun={}), RankState(2, state=LEFT)]
     ) == {
         0,
         1,
@@ -145,28 +145,30 @@ def test_the_making_of_a_group_needs_all_its_members():
 
 
 def test_a_rank_that_has_moved_looks_different():
-    still = waits(0, at(7, serial=4), numbers={A: 7}, moves=9)
-    assert state_of(still) == state_of(waits(0, at(7, serial=4, waited_s=8.0), numbers={A: 7}, moves=9))
-    assert state_of(still) != state_of(waits(0, at(7, serial=5), numbers={A: 7}, moves=9))
-    assert state_of(still) != state_of(waits(0, at(7, serial=4), numbers={A: 7}, moves=10))
+    still = waits(0, at(7, serial=4), num_begun={A: 7}, progress=9)
+    assert fingerprint(still) == fingerprint(
+        waits(0, at(7, serial=4, waited_s=8.0), num_begun={A: 7}, progress=9)
+    )
+    assert fingerprint(still) != fingerprint(waits(0, at(7, serial=5), num_begun={A: 7}, progress=9))
+    assert fingerprint(still) != fingerprint(waits(0, at(7, serial=4), num_begun={A: 7}, progress=10))
 
 
-def test_views_survive_the_journey():
-    for view in (*CYCLE, in_message(0, True, 1, 2, tag=3)):
-        assert decode(encode(view)) == view
+def test_states_survive_the_journey():
+    states = [*CYCLE, in_message(0, True, 1, 2, tag=3)]
+    assert decode(encode(states)) == states
 
 
-def for_ranks(*whom: int) -> Wait:
+def for_ranks(*ranks: int) -> Wait:
     """A wait that every one of some ranks must do something for, as those of Horovod's operations."""
-    return Wait("hvd.allreduce 'x'", whom=whom)
+    return Wait("hvd.allreduce 'x'", awaited=ranks)
 
 
 def test_whoever_waits_for_ranks_by_name_needs_all_of_them():
-    circle = [waits(0, for_ranks(1, 2), numbers={}), waits(1, for_ranks(0), numbers={})]
+    circle = [waits(0, for_ranks(1, 2), num_begun={}), waits(1, for_ranks(0), num_begun={})]
     assert stuck_ranks([*circle, RankState(2, state=RUNS)]) == {0, 1}
     assert stuck_ranks([*circle, RankState(2, state=LEFT)]) == {0, 1}
-    free = waits(1, for_ranks(0), numbers={}, is_free=True)
+    free = waits(1, for_ranks(0), num_begun={}, may_communicate=True)
     assert stuck_ranks([circle[0], free, RankState(2, state=RUNS)]) == set()
-    assert stuck_ranks([circle[0], free, waits(2, for_ranks(0), numbers={})]) == {0, 2}
-    text = describe_stuck([*circle, RankState(2, state=RUNS)], {0, 1})
+    assert stuck_ranks([circle[0], free, waits(2, for_ranks(0), num_begun={})]) == {0, 2}
+    text = describe_deadlock([*circle, RankState(2, state=RUNS)], {0, 1})
     assert "rank 0 waits for ranks 1, 2 in hvd.allreduce 'x'" in text

@@ -17,7 +17,7 @@ def several(monkeypatch):
     """Among other ranks, with a short limit, and no signal."""
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setattr(startup_timeout, "LEAST_S", 0.1)
-    monkeypatch.setattr(startup_timeout, "limit_by_signal", lambda limit_s: False)
+    monkeypatch.setattr(startup_timeout, "set_alarm", lambda limit_s: False)
 
 
 @pytest.mark.usefixtures("several")

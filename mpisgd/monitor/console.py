@@ -1,0 +1,111 @@
+"""What a job prints for its user: one rank of a host at a time, and of an error only one."""
+
+import fcntl
+import io
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TextIO
+
+from mpisgd.transport.ipc.memfd import open_shared
+
+if TYPE_CHECKING:
+    from mpisgd.transport.mpi import Communicator
+
+__all__ = ["ConsoleLock", "print_to_user", "standard_error"]
+
+POLL_S = 0.02
+
+
+class ConsoleLock:
+    """The lock that a rank holds while it prints. Making one is collective over the job.
+
+    The ranks of a host lock one file without a name. The kernel releases it when its owner ends, whatever way
+    it does, and nothing remains of the file. A rank that cannot open it, as in a container of its own, prints
+    whenever it wants to.
+
+    Args:
+        wire: of the job's world.
+    """
+
+    def __init__(self, wire: "Communicator") -> None:
+        local = wire.same_host()
+        self._file = open_shared(local, 0)
+        local.barrier()  # the first rank's own must stay until the others have opened it
+        local.free()
+        self._threads = threading.Lock()  # the lock of a file is the process's, whichever thread took it
+
+    def acquire(self, timeout_s: float, sleep: Callable[[float], None] = time.sleep) -> bool:
+        """Return whether this thread holds the lock, which it waits for.
+
+        Args:
+            timeout_s: the longest wait.
+            sleep: called meanwhile.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while not (acquired := self._try()) and time.monotonic() < deadline_s:
+            sleep(POLL_S)
+        return acquired
+
+    def _try(self) -> bool:
+        if not self._threads.acquire(blocking=False):
+            return False
+        try:
+            if self._file >= 0:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._threads.release()
+            return False
+        return True
+
+    def release(self) -> None:
+        """Let others print."""
+        if self._file >= 0:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+        self._threads.release()
+
+    def claim_error(self, timeout_s: float) -> bool:
+        """Return whether this rank is to print the error that ends the job: the first of its host that asks.
+
+        Args:
+            timeout_s: how long it waits for a rank that prints something else.
+        """
+        if self._file < 0:
+            return True
+        deadline_s = time.monotonic() + timeout_s
+        while not (acquired := self._try()) and time.monotonic() < deadline_s and not self._is_claimed():
+            time.sleep(POLL_S)
+        try:
+            if self._is_claimed():
+                return False
+            os.write(self._file, b"!")
+            return True
+        finally:
+            if acquired:
+                self.release()
+
+    def _is_claimed(self) -> bool:
+        """Return whether an error was claimed: what is in a file stays, also when its writer is gone."""
+        return os.fstat(self._file).st_size > 0
+
+    def close(self) -> None:
+        """Give the file back; after that this rank prints whenever it wants to."""
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
+
+
+def print_to_user(text: str) -> None:
+    """Print what the user should know about the job, in one piece."""
+    print(f"mpisgd: {text}", file=standard_error(), flush=True)
+
+
+def standard_error() -> TextIO:
+    """Return the standard error of the process: torch.distributed's hook collects what others print.
+
+    It would put its own mark in front of it after they return, and we do not.
+    """
+    collected = isinstance(sys.stderr, io.StringIO)
+    return sys.__stderr__ if collected and sys.__stderr__ is not None else sys.stderr
