@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from mpisgd.core import wait_registry
 from mpisgd.monitor.console import ConsoleLock
 from mpisgd.monitor.deadlock_detector import DeadlockDetector
-from mpisgd.monitor.rank_snapshot import MONITOR_THREAD, group_key
-from mpisgd.monitor.rank_state import RankState
+from mpisgd.monitor.rank_snapshot import MONITOR_THREAD
+from mpisgd.monitor.rank_state import RankState, group_key
 from mpisgd.monitor.reporter import Reporter
 from mpisgd.monitor.state_collector import ANSWER_S, StateCollector
 from mpisgd.monitor.watchdog import Watchdog
@@ -77,7 +77,7 @@ class StallMonitor:
         """Return the group ranks that have begun fewer operations of a group than this one; see `collect`."""
         key, number = group_key(group.ranks, group.ordinal), group.queue.consistency.number
         states = self.collect()
-        return [i for i, rank in enumerate(group.ranks) if states[rank].numbers.get(key, 0) < number]
+        return [i for i, rank in enumerate(group.ranks) if states[rank].num_begun.get(key, 0) < number]
 
     def _serve(self) -> None:
         """The thread. An error in it is reported once; without it waits would neither be seen nor end."""
