@@ -14,7 +14,7 @@ import mpisgd
 from mpisgd import Group, ReduceOp
 from mpisgd.collectives import dispatch
 from mpisgd.collectives.all_gather_ragged import all_gather_ragged
-from mpisgd.transport.shm import reduction, staging
+from mpisgd.transport.shm import data_movement, reduction
 
 CHUNK_BYTES = 2**12  # here: the borders are the same, and there are more of them in a short time
 ONE_PER_CLASS = [torch.uint8, torch.bool, torch.bfloat16, torch.float32, torch.int64, torch.complex128]
@@ -24,7 +24,7 @@ LENGTHS = ["0", "1", "3", "chunk - 1", "chunk", "chunk + 1", "3 * chunk + 7"]
 
 @pytest.fixture
 def small_chunks(monkeypatch) -> None:
-    for module in (staging, reduction):
+    for module in (data_movement, reduction):
         monkeypatch.setattr(module, "CHUNK_BYTES", CHUNK_BYTES)
 
 
@@ -169,7 +169,7 @@ def test_lengths_around_the_borders_of_chunks(way, small_chunks, world, collecti
 
 @pytest.mark.parametrize("collective", CHECKS)
 def test_several_chunks_as_large_as_they_are(way, world, collective):
-    CHECKS[collective](world, torch.float32, 2 * staging.CHUNK_BYTES // 4 + 3, False)
+    CHECKS[collective](world, torch.float32, 2 * data_movement.CHUNK_BYTES // 4 + 3, False)
 
 
 @pytest.mark.parametrize("collective", CHECKS)
