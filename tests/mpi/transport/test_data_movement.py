@@ -227,7 +227,7 @@ def test_what_a_rank_gives_may_lie_where_results_arrive(way, small_chunks, world
 
 
 def test_operations_of_all_kinds_follow_each_other_without_a_race(way, small_chunks, world):
-    """A chunk is written before the handshake: nobody may still be reading there."""
+    """A chunk is written before the consistency check: nobody may still be reading there."""
     for round_ in range(24):
         numel = (1, 700, CHUNK_BYTES // 4 + 5, CHUNK_BYTES // 2)[round_ % 4]
         if round_ % world.size == world.rank:
@@ -241,8 +241,8 @@ def test_operations_of_all_kinds_follow_each_other_without_a_race(way, small_chu
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_disagreement_leaves_the_halves_in_step(way, groups):
-    """Some have written a chunk before the handshake, which then fails; the next operation must be right."""
+def test_a_disagreement_leaves_the_buffers_in_step(way, groups):
+    """Some have written a chunk before the consistency check, which then fails; the next operation must be right."""
     group = groups["duplicate"]
     for odd in range(2):
         with raises_everywhere(mpisgd.CollectiveMismatch):
@@ -256,7 +256,7 @@ def test_a_disagreement_leaves_the_halves_in_step(way, groups):
             assert_equal(mine, given(root, torch.float32, (7,)))
 
 
-def test_several_under_way_at_once(way, small_chunks, world):
+def test_several_in_flight_at_once(way, small_chunks, world):
     numel = CHUNK_BYTES // 8
     outputs = [torch.zeros(world.size * numel) for _ in range(6)]
     works = [
