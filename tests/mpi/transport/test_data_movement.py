@@ -242,7 +242,7 @@ def test_operations_of_all_kinds_follow_each_other_without_a_race(way, small_chu
 
 @pytest.mark.mpi(min_size=2)
 def test_a_disagreement_leaves_the_buffers_in_step(way, groups):
-    """Some have written a chunk before the consistency check, which then fails; the next operation must be right."""
+    """Some have written a chunk before the check, which then fails; the next operation must be right."""
     group = groups["duplicate"]
     for odd in range(2):
         with raises_everywhere(mpisgd.CollectiveMismatch):

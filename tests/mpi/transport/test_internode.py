@@ -134,7 +134,7 @@ def test_disagreement_is_seen_on_every_rank_and_survived(hosts, odd):
 
 
 def test_bytes_between_hosts_are_the_fewest_possible(hosts):
-    """2 (h - 1) / h of the message leave each host, whatever rank sends them, and the consistency check's few bytes."""
+    """2 (h - 1) / h of the message leave each host, whatever rank sends them, and the check's few bytes."""
     transport, length = hosts.internode, 3 * CHUNK_BYTES // 4 + 24
     wire = hosts.queue.wire
     before = wire.sent_bytes
