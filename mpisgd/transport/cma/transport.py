@@ -69,7 +69,7 @@ class CmaTransport:
         address = self.reachable_address(flat)
         self.access.grant(flat if address else None, address)  # who runs this revokes it, if something raises
         yield
-        addresses = self.access.addresses(self._shm.size)
+        addresses = self.access.addresses()
         if not all(addresses):
             self.access.end()
             yield from all_reduce_in_parts(self._shm, flat, op)

@@ -45,10 +45,10 @@ class HostMessages:
     def __init__(self, memory: memoryview, num_hosts: int) -> None:
         self._parts = [memory[i * MESSAGE_BYTES : (i + 1) * MESSAGE_BYTES] for i in range(num_hosts)]
         self.memory = [torch.frombuffer(part, dtype=torch.uint8) for part in self._parts]
-        starts, memory = (HEADER_BYTES,) * num_hosts, self.memory
+        starts, buffers = (HEADER_BYTES,) * num_hosts, self.memory
         # Making these anew takes longer than adding them up.
         self._payloads = lru_cache(MAX_CACHED)(
-            lambda numel, dtype: typed_pieces(memory, numel, dtype, starts)
+            lambda numel, dtype: typed_pieces(buffers, numel, dtype, starts)
         )
 
     def write(self, host: int, low: int, high: int) -> None:
