@@ -9,7 +9,8 @@ from mpisgd.collectives.nested_state import put_together, take_apart
 from mpisgd.core.buffers import readable
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
-from mpisgd.transport.shm.staging import Span, consecutive_spans, exchange_spans, range_of
+from mpisgd.transport.shm.data_movement import exchange_spans
+from mpisgd.transport.shm.staging import Span, consecutive_spans, range_of
 from mpisgd.transport.shm.transport import ShmTransport
 
 __all__ = ["gather_states"]

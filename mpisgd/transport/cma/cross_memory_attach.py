@@ -28,7 +28,7 @@ PR_SET_PTRACER = 0x59616D61
 WORD_BYTES = 8
 
 
-class _Span(ctypes.Structure):
+class _IoVec(ctypes.Structure):
     """The kernel's `struct iovec`."""
 
     _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
@@ -71,10 +71,10 @@ class CrossMemoryAttach:
         self.huge_pages = huge_pages
         self._pids = pids
         self._names = names
-        self._here, self._there = _Span(), _Span()
+        self._here, self._there = _IoVec(), _IoVec()
         self._at_here, self._at_there = ctypes.addressof(self._here), ctypes.addressof(self._there)
         self._pid = os.getpid()
-        self._ends = (_Span * 2)(_Span(0, 1), _Span(0, 1))
+        self._ends = (_IoVec * 2)(_IoVec(0, 1), _IoVec(0, 1))
         self._at_ends = ctypes.addressof(self._ends)
 
     def read(self, rank: int, to: int, source: int, nbytes: int) -> None:
@@ -83,19 +83,17 @@ class CrossMemoryAttach:
         Raises:
             MpisgdError: the kernel refused; not if that process is gone, which others find out.
         """
-        here, there = self._here, self._there
-        here.address, there.address = to, source
-        here.nbytes = there.nbytes = nbytes
-        copied = _read(self._pids[rank], self._at_here, 1, self._at_there, 1, 0)
-        if copied != nbytes:
-            self._raise(rank, copied, nbytes)
+        self._copy(_read, rank, to, source, nbytes)
 
     def write(self, rank: int, to: int, source: int, nbytes: int) -> None:
         """Copy what lies at the address `source` of this rank to the address `to` of another; as `read`."""
+        self._copy(_write, rank, source, to, nbytes)
+
+    def _copy(self, call: Any, rank: int, own: int, others: int, nbytes: int) -> None:
         here, there = self._here, self._there
-        here.address, there.address = source, to
+        here.address, there.address = own, others
         here.nbytes = there.nbytes = nbytes
-        copied = _write(self._pids[rank], self._at_here, 1, self._at_there, 1, 0)
+        copied = call(self._pids[rank], self._at_here, 1, self._at_there, 1, 0)
         if copied != nbytes:
             self._raise(rank, copied, nbytes)
 
@@ -121,7 +119,7 @@ def open_cross_memory_attach(local: "Communicator") -> CrossMemoryAttach | None:
     """Return the memory of the ranks of a host, None on all where one cannot reach another. Collective.
 
     Args:
-        local: a wire over the ranks of this host.
+        local: the communicator of this host's ranks.
     """
     wanted = config.cross_memory()
     if wanted:

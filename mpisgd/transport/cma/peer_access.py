@@ -48,9 +48,9 @@ class PeerAccess:
         self._granted = tensor
         self._control.write(ADDRESS, address)
 
-    def addresses(self, size: int) -> list[int]:
+    def addresses(self) -> list[int]:
         """Return the address that each local rank grants access to, 0 for none."""
-        return [self._control.read(ADDRESS, rank) for rank in range(size)]
+        return self._control.read_all(ADDRESS)
 
     def end(self) -> None:
         """End the grant: all have written what they wanted to."""
@@ -59,7 +59,7 @@ class PeerAccess:
     def begin_access(self) -> bool:
         """Say that this rank uses others' memory; False where one has revoked its grant, and it must not."""
         self._control.write(ACCESSES, 1)
-        if any(self._control.read_others(REVOKED)):
+        if any(self._control.read_all(REVOKED)):
             self.end_access()
             return False
         return True
@@ -80,7 +80,7 @@ class PeerAccess:
         self._control.write(REVOKED, 1)
         time.sleep(SETTLED_S)  # also orders the word before and those after it
         deadline_s = time.monotonic() + GIVE_UP_S
-        while any(self._control.read_others(ACCESSES)):
+        while any(self._control.read_all(ACCESSES)):
             if time.monotonic() > deadline_s:
                 _kept.append(self._granted)
                 break

@@ -9,6 +9,7 @@ others, before the next chunk. Nobody waits for anybody between the beginning an
 
 import itertools
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from mpisgd.transport.cma.cross_memory_attach import CrossMemoryAttach
 from mpisgd.transport.cma.peer_access import PeerAccess
 from mpisgd.transport.messages.link import split_evenly
 from mpisgd.transport.shm.reduction import all_reduce_in_parts
-from mpisgd.transport.shm.staging import copy_bytes, prefetch
+from mpisgd.transport.shm.staging import copy_bytes, prefetch, typed_pieces
 from mpisgd.transport.shm.transport import ShmTransport
 
 __all__ = ["CmaTransport"]
@@ -51,10 +52,10 @@ class CmaTransport:
         self._chunk_bytes = min(CHUNK_BYTES, SCRATCH_BYTES // size // ALIGN_BYTES * ALIGN_BYTES)
         with torch.inference_mode(False):
             scratch = torch.empty(size * self._chunk_bytes, dtype=torch.uint8)
-        self._slots = scratch.view(size, self._chunk_bytes).unbind()
-        self._addresses = [slot.data_ptr() for slot in self._slots]
-        self._known: tuple[int, torch.dtype] | None = None
-        self._known_pieces: list[Tensor] = []
+        slots = scratch.view(size, self._chunk_bytes).unbind()
+        self._addresses = [slot.data_ptr() for slot in slots]
+        # Of the scratch memory, for everyone's; nearly all chunks have the same length.
+        self._pieces = lru_cache(2)(lambda numel, dtype: typed_pieces(slots, numel, dtype, (0,) * size))
 
     def all_reduce(self, flat: Tensor, op: ReduceOp) -> Iterator[None]:
         """Combine contiguous `flat` [n], of the CPU and any reducible dtype, over the ranks, in place.
@@ -68,7 +69,7 @@ class CmaTransport:
         address = self.reachable_address(flat)
         self.access.grant(flat if address else None, address)  # who runs this revokes it, if something raises
         yield
-        addresses = self.access.addresses(self._shm.size)
+        addresses = self.access.addresses()
         if not all(addresses):
             self.access.end()
             yield from all_reduce_in_parts(self._shm, flat, op)
@@ -101,7 +102,7 @@ class CmaTransport:
         nbytes = mine.nbytes
         for rank in self._others:
             self._memory.read(rank, self._addresses[rank], addresses[rank], nbytes)
-        pieces = self._pieces(nbytes, mine.dtype).copy()
+        pieces = self._pieces(mine.numel(), mine.dtype).copy()
         result, pieces[self._rank] = pieces[self._rank], mine
         prefetch(mine)
         if self._rank < 2:  # the first two are read before anything is written
@@ -109,11 +110,3 @@ class CmaTransport:
         else:
             combine_in_rank_order(pieces, op, out=result)
             copy_bytes(addresses[self._rank], self._addresses[self._rank], nbytes)
-
-    def _pieces(self, nbytes: int, dtype: torch.dtype) -> list[Tensor]:
-        """Return the scratch memory for everyone's; nearly all chunks have the same length."""
-        if self._known != (nbytes, dtype):
-            with torch.inference_mode(False):
-                self._known_pieces = [slot[:nbytes].view(dtype) for slot in self._slots]
-            self._known = (nbytes, dtype)
-        return self._known_pieces

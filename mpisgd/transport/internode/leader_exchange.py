@@ -7,13 +7,14 @@ one message, its check included.
 
 import struct
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from mpisgd.transport.internode.leader import Leader
+from mpisgd.transport.shm.staging import typed_pieces
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -44,8 +45,11 @@ class HostMessages:
     def __init__(self, memory: memoryview, num_hosts: int) -> None:
         self._parts = [memory[i * MESSAGE_BYTES : (i + 1) * MESSAGE_BYTES] for i in range(num_hosts)]
         self.memory = [torch.frombuffer(part, dtype=torch.uint8) for part in self._parts]
+        starts, buffers = (HEADER_BYTES,) * num_hosts, self.memory
         # Making these anew takes longer than adding them up.
-        self._payloads = lru_cache(MAX_CACHED)(partial(_payloads, self.memory))
+        self._payloads = lru_cache(MAX_CACHED)(
+            lambda numel, dtype: typed_pieces(buffers, numel, dtype, starts)
+        )
 
     def write(self, host: int, low: int, high: int) -> None:
         """Put the extremes of a host into its message."""
@@ -62,12 +66,6 @@ class HostMessages:
         The first rank of a host writes its own before the exchange begins; nobody else writes there.
         """
         return self._payloads(numel, dtype)
-
-
-@torch.inference_mode(False)  # the first to ask may be in that mode, later ones are not
-def _payloads(messages: Sequence[Tensor], numel: int, dtype: torch.dtype) -> Sequence[Tensor]:
-    end = HEADER_BYTES + numel * dtype.itemsize
-    return [message[HEADER_BYTES:end].view(dtype) for message in messages]
 
 
 class LeaderExchange:

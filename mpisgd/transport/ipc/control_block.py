@@ -57,9 +57,10 @@ class ControlBlock:
         """Return a word of a local rank."""
         return self._words[self._all[rank] + word]
 
-    def read_others(self, word: int) -> list[int]:
-        """Return this word of every other rank."""
-        return [self._words[other + word] for other in self._others]
+    def read_all(self, word: int) -> list[int]:
+        """Return this word of every local rank."""
+        words = self._words
+        return [words[at + word] for at in self._all]
 
     def publish(self, word: int, value: int) -> None:
         """Write a word that others wait for, after all that this rank wrote before, and wake them."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mpisgd.core.dtypes import ReduceOp, combine_in_rank_order
 from mpisgd.transport.messages.link import split_evenly
-from mpisgd.transport.shm.staging import Span, copy_bytes, prefetch
+from mpisgd.transport.shm.staging import Span, copy_bytes, prefetch, typed_pieces
 
 __all__ = ["ChunkPartition", "partition_chunk"]
 
@@ -77,6 +77,7 @@ class ChunkPartition(NamedTuple):
             copy_bytes(address + offset, staged, nbytes)
 
 
+@torch.inference_mode(False)
 def partition_chunk(buffers: Sequence[Tensor], rank: int, numel: int, dtype: torch.dtype) -> ChunkPartition:
     """Return the partition of a chunk of `numel` elements of `dtype`.
 
@@ -89,7 +90,7 @@ def partition_chunk(buffers: Sequence[Tensor], rank: int, numel: int, dtype: tor
     itemsize, size = dtype.itemsize, len(buffers)
     cuts = split_evenly(numel, size)
     start, stop = cuts[rank]
-    staged = [buffer[start * itemsize : stop * itemsize].view(dtype) for buffer in buffers]
+    staged = typed_pieces(buffers, stop - start, dtype, [start * itemsize] * size)
 
     def part(owner: int, first: int, last: int) -> Span:
         offset, nbytes = first * itemsize, (last - first) * itemsize

@@ -1,16 +1,54 @@
-"""The collectives that move data, as streams through the staging memory of a host.
+"""The collectives that move data, as streams of bytes through the double-buffered staging memory of a host.
 
-They yield wherever all ranks of the host must have arrived (`mpisgd.transport.shm.staging`), and take ranges
-of memory, which the caller keeps: the dtype does not matter. Roots are group ranks. Inputs overlap no output,
-unless they are the very range that their copy would go to.
+Every rank writes one stream, of any length, through its staging buffers; every rank copies what it wants from
+the streams. What goes where is data (`Span`s), so one loop does all the copying. The streams go in chunks
+that stay in cache, and the two buffers of a rank are used in turn: while others still read chunk k from one,
+chunk k + 1 is written into the other, so one barrier per chunk is enough.
+
+    rank 0   write(0) | read(0) write(1) | read(1) write(2) | ...
+    rank 1   write(0) | read(0) write(1) | read(1) write(2) | ...
+    buffer      0          0       1          1       0
+
+The generators yield wherever all ranks of the host must have arrived. The first of these points can be the
+consistency check of the operation, so that a message of one chunk needs nothing else; the others are
+barriers. They take ranges of memory, which the caller keeps: the dtype does not matter. Roots are group
+ranks. Inputs overlap no output, unless they are the very range that their copy would go to.
 """
 
 from collections.abc import Iterator, Sequence
 
-from mpisgd.transport.shm.staging import MemoryRange, Span, consecutive_spans, copy_bytes, exchange_spans
+from mpisgd.transport.shm.staging import CHUNK_BYTES, MemoryRange, Span, consecutive_spans, copy_bytes, cut
 from mpisgd.transport.shm.transport import ShmTransport
 
-__all__ = ["all_gather", "all_to_all", "all_to_all_equal", "broadcast", "gather", "scatter"]
+__all__ = ["all_gather", "all_to_all", "all_to_all_equal", "broadcast", "exchange_spans", "gather", "scatter"]
+
+
+def exchange_spans(
+    shm: ShmTransport, sends: Sequence[Span], receives: Sequence[Span], length: int
+) -> Iterator[None]:
+    """Write this rank's stream and read from all of them; yields wherever all ranks must have arrived.
+
+    The caller keeps the memory that the spans describe. What is received must not overwrite bytes that are
+    still to be sent, unless they are those very bytes.
+
+    Args:
+        shm: of this host.
+        sends: this rank's stream.
+        receives: what it wants of the streams.
+        length: of the longest stream, in bytes; the same on all ranks.
+
+    Cost: two passes over the bytes, one of them in cache; a barrier per chunk.
+    """
+    chunks = zip(cut(sends, length, CHUNK_BYTES), cut(receives, length, CHUNK_BYTES), strict=True)
+    for written, read in chunks:
+        addresses = shm.next_addresses()
+        mine = addresses[shm.rank]
+        for _, start, address, nbytes in written:
+            copy_bytes(mine + start, address, nbytes)
+        yield
+        shm.swap_buffers()
+        for rank, start, address, nbytes in read:
+            copy_bytes(address, addresses[rank] + start, nbytes)
 
 
 def broadcast(shm: ShmTransport, ranges: Sequence[MemoryRange], root: int) -> Iterator[None]:

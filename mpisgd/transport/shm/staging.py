@@ -1,23 +1,13 @@
-"""Copying between the ranks of a host through double-buffered staging memory, whatever the collective.
+"""What is copied where through the staging memory of a host: memory ranges, and spans of streams, as data.
 
-Every rank writes one stream of bytes, of any length, through its staging buffers; every rank copies what it
-wants from the streams. What goes where is data (`Span`s), so one loop does all the copying. The streams go in
-chunks that stay in cache, and the two buffers of a rank are used in turn: while others still read chunk k
-from one, chunk k + 1 is written into the other, so one barrier per chunk is enough.
-
-    rank 0   write(0) | read(0) write(1) | read(1) write(2) | ...
-    rank 1   write(0) | read(0) write(1) | read(1) write(2) | ...
-    buffer      0          0       1          1       0
-
-The generators here yield wherever all ranks must have arrived. The first of these points can be the
-consistency check of the operation, so that a message of one chunk needs nothing else; the others are
-barriers.
+Every rank has two staging buffers of its own, which all ranks of the host see; see `ShmTransport`.
 """
 
 import ctypes
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from mpisgd.core.dtypes import HALF_TYPES
@@ -27,14 +17,13 @@ __all__ = [
     "CHUNK_BYTES",
     "MemoryRange",
     "Span",
-    "Staging",
     "consecutive_spans",
     "copy_bytes",
     "cut",
     "equal_ranges",
-    "exchange_spans",
     "prefetch",
     "range_of",
+    "typed_pieces",
 ]
 
 BUFFER_BYTES = 2**20  # of each of a rank's two staging buffers
@@ -62,6 +51,15 @@ def prefetch(*pieces: Tensor) -> None:
             copy_bytes(_unread, piece.data_ptr(), min(piece.nbytes, CHUNK_BYTES))
 
 
+@torch.inference_mode(False)  # the first to ask may be in that mode, later ones are not
+def typed_pieces(
+    buffers: Sequence[Tensor], numel: int, dtype: torch.dtype, starts: Sequence[int]
+) -> list[Tensor]:
+    """Return `numel` elements of each buffer of bytes, from its byte `starts[i]` on."""
+    nbytes, pairs = numel * dtype.itemsize, zip(buffers, starts, strict=True)
+    return [buffer[start : start + nbytes].view(dtype) for buffer, start in pairs]
+
+
 def range_of(tensor: Tensor) -> MemoryRange:
     """Return the memory of a contiguous tensor."""
     return tensor.data_ptr(), tensor.nbytes
@@ -87,20 +85,6 @@ class Span(NamedTuple):
     start: int
     address: int
     nbytes: int
-
-
-class Staging(Protocol):
-    """What an exchange needs of the staging memory; see `mpisgd.transport.shm.transport.ShmTransport`."""
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-
-    def next_addresses(self) -> list[int]:
-        """Return where everyone's staging buffer for the next chunk begins."""
-
-    def swap_buffers(self) -> None:
-        """Make the next buffers the current ones."""
 
 
 def consecutive_spans(ranges: Iterable[MemoryRange], rank: int) -> list[Span]:
@@ -131,31 +115,3 @@ def _within(span: Span, start: int, stop: int) -> Span:
     """Return the part of `span` in a chunk; its offset is counted from the beginning of the chunk."""
     first, last = max(span.start, start), min(span.start + span.nbytes, stop)
     return Span(span.rank, first - start, span.address + first - span.start, last - first)
-
-
-def exchange_spans(
-    staging: Staging, sends: Sequence[Span], receives: Sequence[Span], length: int
-) -> Iterator[None]:
-    """Write this rank's stream and read from all of them; yields wherever all ranks must have arrived.
-
-    The caller keeps the memory that the spans describe. What is received must not overwrite bytes that are
-    still to be sent, unless they are those very bytes.
-
-    Args:
-        staging: of this host.
-        sends: this rank's stream.
-        receives: what it wants of the streams.
-        length: of the longest stream, in bytes; the same on all ranks.
-
-    Cost: two passes over the bytes, one of them in cache; a barrier per chunk.
-    """
-    chunks = zip(cut(sends, length, CHUNK_BYTES), cut(receives, length, CHUNK_BYTES), strict=True)
-    for written, read in chunks:
-        addresses = staging.next_addresses()
-        mine = addresses[staging.rank]
-        for _, start, address, nbytes in written:
-            copy_bytes(mine + start, address, nbytes)
-        yield
-        staging.swap_buffers()
-        for rank, start, address, nbytes in read:
-            copy_bytes(address, addresses[rank] + start, nbytes)

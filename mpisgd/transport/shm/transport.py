@@ -5,8 +5,8 @@ all ranks must have arrived. Every operation begins with a consistency check: al
 before.
 """
 
-from collections.abc import Iterator, Sequence
-from functools import lru_cache, partial
+from collections.abc import Iterator
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +18,7 @@ from mpisgd.transport.ipc.control_block import CONTROL_BYTES, ControlBlock
 from mpisgd.transport.ipc.segment import Segment, open_segment
 from mpisgd.transport.shm.chunk_partition import ChunkPartition, partition_chunk
 from mpisgd.transport.shm.region import Region, combine_chunks
-from mpisgd.transport.shm.staging import BUFFER_BYTES
+from mpisgd.transport.shm.staging import BUFFER_BYTES, typed_pieces
 
 if TYPE_CHECKING:
     from mpisgd.transport.mpi import Communicator
@@ -60,8 +60,10 @@ class ShmTransport:
         self._addresses = [[buffer.data_ptr() for buffer in everyones] for everyones in buffers]
         self._starts = (0,) * self.size
         # Making these anew takes longer than adding up a small message.
-        self._pieces = lru_cache(MAX_CACHED)(partial(_pieces, buffers))
-        self._partition = lru_cache(MAX_CACHED)(partial(_partition, buffers, self.rank))
+        self._pieces = lru_cache(MAX_CACHED)(lambda turn, *what: typed_pieces(buffers[turn], *what))
+        self._partition = lru_cache(MAX_CACHED)(
+            lambda turn, *what: partition_chunk(buffers[turn], wire.rank, *what)
+        )
 
     def next_addresses(self) -> list[int]:
         """Return where everyone's staging buffer for the next chunk begins.
@@ -130,19 +132,3 @@ class ShmTransport:
         """
         if self.rank == root:
             combine_chunks(region.all_for_me, op)
-
-
-@torch.inference_mode(False)  # the first to ask may be in that mode, later ones are not
-def _pieces(
-    buffers: Sequence[Sequence[Tensor]], turn: int, numel: int, dtype: torch.dtype, starts: Sequence[int]
-) -> list[Tensor]:
-    nbytes = numel * dtype.itemsize
-    pairs = zip(buffers[turn], starts, strict=True)
-    return [buffer[start : start + nbytes].view(dtype) for buffer, start in pairs]
-
-
-@torch.inference_mode(False)
-def _partition(
-    buffers: Sequence[Sequence[Tensor]], rank: int, turn: int, numel: int, dtype: torch.dtype
-) -> ChunkPartition:
-    return partition_chunk(buffers[turn], rank, numel, dtype)

@@ -159,11 +159,11 @@ def _accept_ranks(listener: socket.socket, token: bytes, count: int) -> set[str]
 
     Others may connect, too, and send nothing: all connections are read at once.
     """
-    heard: list[str] = []
+    addresses: list[str] = []
     deadline = time.monotonic() + CONNECT_TIMEOUT_S
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as connections:
         selector.register(listener, selectors.EVENT_READ)
-        while len(heard) < count and (left := deadline - time.monotonic()) > 0:
+        while len(addresses) < count and (left := deadline - time.monotonic()) > 0:
             for key, _ in selector.select(left):
                 if key.fileobj is listener:
                     with contextlib.suppress(OSError):
@@ -173,8 +173,8 @@ def _accept_ranks(listener: socket.socket, token: bytes, count: int) -> set[str]
                     continue
                 selector.unregister(key.fileobj)
                 if _received(key.fd, token):
-                    heard.append(key.data)
-    return set(heard) if len(heard) >= count else None
+                    addresses.append(key.data)
+    return set(addresses) if len(addresses) >= count else None
 
 
 def _received(fd: int, token: bytes) -> bool:

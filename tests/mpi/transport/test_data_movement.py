@@ -14,7 +14,7 @@ import mpisgd
 from mpisgd import Group, ReduceOp
 from mpisgd.collectives import dispatch
 from mpisgd.collectives.all_gather_ragged import all_gather_ragged
-from mpisgd.transport.shm import reduction, staging
+from mpisgd.transport.shm import data_movement, reduction
 
 CHUNK_BYTES = 2**12  # here: the borders are the same, and there are more of them in a short time
 ONE_PER_CLASS = [torch.uint8, torch.bool, torch.bfloat16, torch.float32, torch.int64, torch.complex128]
@@ -24,7 +24,7 @@ LENGTHS = ["0", "1", "3", "chunk - 1", "chunk", "chunk + 1", "3 * chunk + 7"]
 
 @pytest.fixture
 def small_chunks(monkeypatch) -> None:
-    for module in (staging, reduction):
+    for module in (data_movement, reduction):
         monkeypatch.setattr(module, "CHUNK_BYTES", CHUNK_BYTES)
 
 
@@ -169,7 +169,7 @@ def test_lengths_around_the_borders_of_chunks(way, small_chunks, world, collecti
 
 @pytest.mark.parametrize("collective", CHECKS)
 def test_several_chunks_as_large_as_they_are(way, world, collective):
-    CHECKS[collective](world, torch.float32, 2 * staging.CHUNK_BYTES // 4 + 3, False)
+    CHECKS[collective](world, torch.float32, 2 * data_movement.CHUNK_BYTES // 4 + 3, False)
 
 
 @pytest.mark.parametrize("collective", CHECKS)
@@ -227,7 +227,7 @@ def test_what_a_rank_gives_may_lie_where_results_arrive(way, small_chunks, world
 
 
 def test_operations_of_all_kinds_follow_each_other_without_a_race(way, small_chunks, world):
-    """A chunk is written before the handshake: nobody may still be reading there."""
+    """A chunk is written before the consistency check: nobody may still be reading there."""
     for round_ in range(24):
         numel = (1, 700, CHUNK_BYTES // 4 + 5, CHUNK_BYTES // 2)[round_ % 4]
         if round_ % world.size == world.rank:
@@ -241,8 +241,8 @@ def test_operations_of_all_kinds_follow_each_other_without_a_race(way, small_chu
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_disagreement_leaves_the_halves_in_step(way, groups):
-    """Some have written a chunk before the handshake, which then fails; the next operation must be right."""
+def test_a_disagreement_leaves_the_buffers_in_step(way, groups):
+    """Some have written a chunk before the check, which then fails; the next operation must be right."""
     group = groups["duplicate"]
     for odd in range(2):
         with raises_everywhere(mpisgd.CollectiveMismatch):
@@ -256,7 +256,7 @@ def test_a_disagreement_leaves_the_halves_in_step(way, groups):
             assert_equal(mine, given(root, torch.float32, (7,)))
 
 
-def test_several_under_way_at_once(way, small_chunks, world):
+def test_several_in_flight_at_once(way, small_chunks, world):
     numel = CHUNK_BYTES // 8
     outputs = [torch.zeros(world.size * numel) for _ in range(6)]
     works = [

@@ -1,4 +1,4 @@
-"""The hosts plane, on one machine: groups that are told that their ranks live on several hosts.
+"""The internode transport on emulated hosts: groups whose ranks are told that they live on several hosts.
 
 tests/cluster runs it on real ones.
 """
@@ -76,11 +76,11 @@ def test_every_dtype_and_op(hosts, dtype):
 
 @pytest.mark.parametrize("num_leaders", [1, 2])
 def test_chunks_fill_the_pipeline_and_run_over(hosts, num_leaders, monkeypatch):
-    plane = hosts.internode
-    assert plane is not None
-    if num_leaders > plane.max_num_leaders:
+    transport = hosts.internode
+    assert transport is not None
+    if num_leaders > transport.max_num_leaders:
         pytest.skip("a host has a single rank")
-    monkeypatch.setattr(plane, "best_num_leaders", lambda nbytes, half: num_leaders)
+    monkeypatch.setattr(transport, "best_num_leaders", lambda nbytes, half: num_leaders)
     chunk = CHUNK_BYTES // 4
     for length in (chunk - 1, chunk + 1, DEPTH * chunk, (DEPTH + 3) * chunk + 17):
         for dtype in (torch.float32, torch.bfloat16):
@@ -100,7 +100,7 @@ def test_operations_follow_each_other_without_a_race(hosts):
         assert_near(mine, combined(inputs, ReduceOp.SUM))
 
 
-def test_in_the_lanes_thread(hosts):
+def test_in_the_queues_thread(hosts):
     inputs = [
         [given(rank + i, torch.float32, (CHUNK_BYTES * i // 8 + 3,)) for rank in range(hosts.size)]
         for i in range(4)
@@ -134,8 +134,8 @@ def test_disagreement_is_seen_on_every_rank_and_survived(hosts, odd):
 
 
 def test_bytes_between_hosts_are_the_fewest_possible(hosts):
-    """2 (h - 1) / h of the message leave each host, whoever speaks, and the handshake's few bytes."""
-    plane, length = hosts.internode, 3 * CHUNK_BYTES // 4 + 24
+    """2 (h - 1) / h of the message leave each host, whatever rank sends them, and the check's few bytes."""
+    transport, length = hosts.internode, 3 * CHUNK_BYTES // 4 + 24
     wire = hosts.queue.wire
     before = wire.sent_bytes
     mpisgd.all_reduce(torch.ones(length), group=hosts, algorithm="hierarchical")
@@ -144,5 +144,5 @@ def test_bytes_between_hosts_are_the_fewest_possible(hosts):
     total[hosts.topology.node_rank] = wire.sent_bytes - before
     mpisgd.all_reduce(total)
     limit = 2 * (h - 1) / h * length * 4
-    assert plane is not None
+    assert transport is not None
     everyone(bool((total >= limit * 0.99).all() and (total <= limit + 64 * 16 * h).all()), f"{total} {limit}")

@@ -19,7 +19,7 @@ from mpisgd.transport.shm.staging import BUFFER_BYTES
 
 @pytest.fixture
 def shm(groups):
-    """The world's shm."""
+    """The world's shared memory."""
     found = groups["world"].shm
     if found is None:
         pytest.skip("one rank, several hosts, or MPISGD_SHARED_MEMORY=0")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mpisgd.core.dtypes import ReduceOp
-from mpisgd.transport.shm import data_movement, reduction, staging
+from mpisgd.transport.shm import data_movement, reduction
 from mpisgd.transport.shm.staging import Span, consecutive_spans, cut, equal_ranges, range_of
 
 STEP = 16
@@ -39,7 +39,7 @@ class FakeStaging:
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(staging, "CHUNK_BYTES", STEP)
+    monkeypatch.setattr(data_movement, "CHUNK_BYTES", STEP)
 
 
 def play(size: int, program: Callable[[FakeStaging], Iterator[None]], seed: int = 0) -> None:
