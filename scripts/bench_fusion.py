@@ -8,7 +8,6 @@ gradients. Measured as that does: interleaved, every result checked first; read 
 
 import json
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -17,13 +16,12 @@ import torch
 import typer
 
 import mpisgd
-from mpisgd.bench import tables
-from mpisgd.bench.measure import Timed, measure
+from mpisgd.bench.measure import Pace, Timed, measure
 from mpisgd.bench.payload import WrongResult
-from mpisgd.bench.schedule import Pace
-from mpisgd.bench.summary import timed_rows
-from mpisgd.cli.origin import origin
+from mpisgd.bench.report import tables
+from mpisgd.bench.report.rows import timed_rows
 from mpisgd.cli.program import run_program
+from mpisgd.cli.provenance import provenance
 
 app = typer.Typer(add_completion=False)
 
@@ -86,15 +84,7 @@ def variants(gradients: Gradients) -> list[Timed]:
     """Return what is compared."""
 
     def timed(name: str, call: Callable[[], object], check: Callable[[], None] = gradients.check) -> Timed:
-        return Timed(
-            name,
-            call,
-            reset=gradients.put,
-            verify=check,
-            start=mpisgd.barrier,
-            clock=time.perf_counter,
-            ours=True,
-        )
+        return Timed(name, call, reset=gradients.put, verify=check, ours=True)
 
     return [
         timed(FUSED, lambda: mpisgd.average_gradients(gradients.model)),
@@ -125,7 +115,7 @@ def main(
         title = f"{mpisgd.size()} ranks on {mpisgd.num_nodes()} host(s), torch {torch.__version__}"
         tables.show([tables.timed_table(title, "gradients", rows, {"ratio_to_fused": "x fused"})], [])
         if json_file is not None:
-            record = {**origin("fusion"), "title": title, "size": mpisgd.size(), "rows": rows}
+            record = {**provenance("fusion"), "title": title, "size": mpisgd.size(), "rows": rows}
             json_file.write_text(json.dumps(record, indent=2) + "\n")
 
 

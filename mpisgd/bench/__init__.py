@@ -1,7 +1,5 @@
-"""What `python -m mpisgd bench` measures: collectives, training steps, and both over rank counts.
+"""What `python -m mpisgd bench` measures: one module for each of its commands, and for `tune`.
 
-Pure data comes first: `cases` (what there is to measure, and what bounds it), `summary` (statistics and
-rows), `schedule` (whose turn it is). `measure` carries a plan out. Other frameworks run in processes of
-their own, beside the ranks (`child`, `peers`, `gloo`, `hvd`), so that their threads and the way they end
-disturb nobody.
+`cases` is pure data: what there is to measure, and what bounds it. `measure` times variants of one thing in
+turns; `peers` are other frameworks, in processes of their own beside the ranks; `report` says what came out.
 """

@@ -1,4 +1,4 @@
-"""What can be measured: the collectives, their sizes in memory, and what bounds them.
+"""What can be measured: models, collectives, their sizes in memory, and what bounds them.
 
 Sizes and bandwidths are those of nccl-tests: `nbytes` is the memory of the larger side of a rank (for
 all_gather its output, for reduce_scatter its input), algorithm bandwidth is `nbytes` / time, and bus
@@ -12,7 +12,17 @@ from dataclasses import dataclass
 
 from mpisgd.errors import JobError
 
-__all__ = ["COLLECTIVES", "ITEM_BYTES", "Case", "bus_factor", "link_bytes", "parse_bytes", "powers", "sizes"]
+__all__ = [
+    "BATCHES",
+    "COLLECTIVES",
+    "ITEM_BYTES",
+    "Case",
+    "bus_factor",
+    "link_bytes",
+    "parse_bytes",
+    "powers",
+    "sizes",
+]
 
 ITEM_BYTES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "int32": 4, "int64": 8}
 
@@ -30,6 +40,9 @@ PIECES: dict[str, tuple[int | str, int | str]] = {
 COLLECTIVES = tuple(PIECES)
 REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 IN_PLACE = ("all_reduce", "reduce", "broadcast")
+
+# The models that are trained, and examples of one rank; enough work for a step that is not all communication.
+BATCHES = {"mlp": 32, "deep": 32, "transformer": 4}
 
 UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 # MPI counts in a C int, and what is measured here is one call of it.

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import mpisgd
-from mpisgd.bench.measure import measure
-from mpisgd.bench.schedule import Pace
-from mpisgd.bench.summary import spread, timed_rows
+from mpisgd.bench.cases import BATCHES
+from mpisgd.bench.measure import Pace, measure, slowest
+from mpisgd.bench.report.rows import spread, timed_rows
 from mpisgd.bench.training import StepTask, Training
-from mpisgd.bench.trial import BATCHES
 from mpisgd.core import operation_queue as queue_module
 from mpisgd.core.consistency import ConsistencyCheck, ConsistencyChecker, Operation, fold
 from mpisgd.core.group import Group
@@ -148,7 +147,7 @@ def _operations(training: Training) -> int:
 
 def _one_check(plan: ChecksPlan) -> dict[str, Any]:
     """Return the cost of one check on the slowest rank."""
-    rounds = [_slowest(_checks_in_a_row(plan.num_operations)) for _ in range(plan.pace.rounds)]
+    rounds = [slowest(_checks_in_a_row(plan.num_operations)) for _ in range(plan.pace.rounds)]
     return vars(spread(rounds))
 
 
@@ -164,9 +163,3 @@ def _checks_in_a_row(count: int) -> float:
         low, high = spread_of_world.extremes()
         differences += low != high
     return (time.thread_time() - started_s) / count
-
-
-def _slowest(seconds: float) -> float:
-    everyone: list[float] = [0.0] * mpisgd.size()
-    mpisgd.all_gather_object(everyone, seconds)
-    return max(everyone)

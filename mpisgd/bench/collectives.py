@@ -1,5 +1,6 @@
 """`bench collectives`: mpisgd's beside MPI's own calls, other frameworks, and what memory or link allow."""
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -8,13 +9,12 @@ import torch
 
 import mpisgd
 from mpisgd.bench.cases import Case, case_of
-from mpisgd.bench.limits import bounds, in_rank, settle
-from mpisgd.bench.measure import Timed, Unavailable, Variant, measure
-from mpisgd.bench.payload import Payload
-from mpisgd.bench.peers import Peers, RemoteVariant
-from mpisgd.bench.ring import open_ring
-from mpisgd.bench.schedule import Pace
-from mpisgd.bench.summary import collective_rows
+from mpisgd.bench.hardware_limits import bounds, keep_faster_limit
+from mpisgd.bench.measure import Pace, Timed, Unavailable, Variant, measure, timed
+from mpisgd.bench.network import open_ring
+from mpisgd.bench.payload import Payload, torch_call
+from mpisgd.bench.peers.remote import Peers
+from mpisgd.bench.report.rows import collective_rows
 from mpisgd.core.group import Group
 from mpisgd.job.lifecycle import world
 
@@ -73,26 +73,21 @@ def run_collectives(
     with open_ring() as ring:
         for case in plan.cases(mpisgd.size()):
             found = measure([*_contestants(case, plan, peers, wire), *bounds(case, wire, ring)], plan.pace)
-            settle(found.seconds)
+            keep_faster_limit(found.seconds)
             peers.drop_broken()
             new = collective_rows(case, found.seconds)
             report(case, new)
             rows += new
-            left_out += [_left_out(case, name, reason) for name, reason in found.left_out.items()]
+            left_out += found.left_out_of(collective=case.collective, dtype=case.dtype, bytes=case.nbytes)
     wire.free()
     return {"rows": rows, "left_out": left_out}
-
-
-def _left_out(case: Case, variant: str, reason: str) -> dict[str, Any]:
-    where = {"collective": case.collective, "dtype": case.dtype, "bytes": case.nbytes}
-    return {**where, "variant": variant, "reason": reason}
 
 
 def _contestants(case: Case, plan: CollectivesPlan, peers: Peers, wire: "Communicator") -> list[Variant]:
     """Return all ways of doing the collective."""
     payload = Payload(case, mpisgd.rank())
     algorithms = plan.algorithms if case.collective == "all_reduce" else ["auto"]
-    remote = [RemoteVariant(framework, child, case) for framework, child in peers.children.items()]
+    remote = [variant for name in peers.running for variant in peers.variants(name, {name: case})]
     return [*_ours(payload, algorithms), _mpis(payload, wire), *remote]
 
 
@@ -103,36 +98,12 @@ def _ours(payload: Payload, algorithms: Iterable[str]) -> Iterator[Timed]:
     """Yield mpisgd's collective, with each algorithm."""
     for algorithm in algorithms:
         name = "mpisgd" if algorithm == "auto" else f"mpisgd {algorithm}"
-        yield in_rank(name, our_call(payload, world(), algorithm), payload, ours=True)
+        yield timed(name, our_call(payload, world(), algorithm), payload, ours=True)
 
 
 def our_call(payload: Payload, group: Group, algorithm: str = "auto") -> Call:
     """Return what does the collective once over `group`, by mpisgd."""
-    given, out = payload.input, payload.output
-    inputs, outputs = list(given.chunk(payload.case.size)), list(out.chunk(payload.case.size))
-
-    def next_root() -> int:
-        return group.ranks[payload.next_root()]
-
-    def gather() -> None:
-        root = next_root()
-        mpisgd.gather(given, outputs if root == mpisgd.rank() else None, root, group)
-
-    def scatter() -> None:
-        root = next_root()
-        mpisgd.scatter(out, inputs if root == mpisgd.rank() else None, root, group)
-
-    calls: dict[str, Call] = {
-        "all_reduce": lambda: mpisgd.all_reduce(out, group=group, algorithm=algorithm),
-        "reduce": lambda: mpisgd.reduce(out, next_root(), group=group),
-        "broadcast": lambda: mpisgd.broadcast(out, next_root(), group),
-        "reduce_scatter": lambda: mpisgd.reduce_scatter_tensor(out, given, group=group),
-        "all_gather": lambda: mpisgd.all_gather_into_tensor(out, given, group),
-        "all_to_all": lambda: mpisgd.all_to_all_single(out, given, group=group),
-        "gather": gather,
-        "scatter": scatter,
-    }
-    return calls[payload.case.collective]
+    return torch_call(mpisgd, payload, group.ranks, group, algorithm=algorithm)
 
 
 # -- MPI -----------------------------------------------------------------------------------------------
@@ -144,8 +115,12 @@ def _mpis(payload: Payload, wire: "Communicator") -> Variant:
 
     case = payload.case
     if case.reduces and payload.input.dtype not in ELEMENT_TYPES:
-        return Missing(MPI_NAME, f"MPI has no arithmetic for {case.dtype}")
-    return in_rank(MPI_NAME, _mpi_call(payload, wire), payload)
+        return Timed(MPI_NAME, functools.partial(_refuse, f"MPI has no arithmetic for {case.dtype}"))
+    return timed(MPI_NAME, _mpi_call(payload, wire), payload)
+
+
+def _refuse(reason: str) -> None:
+    raise Unavailable(reason)
 
 
 def _mpi_call(payload: Payload, wire: "Communicator") -> Call:
@@ -188,24 +163,3 @@ def _mpi_call(payload: Payload, wire: "Communicator") -> Call:
         "scatter": scatter,
     }
     return calls[payload.case.collective]
-
-
-class Missing:
-    """A variant that cannot be had, and why."""
-
-    ours = False
-
-    def __init__(self, name: str, reason: str) -> None:
-        self.name = name
-        self._reason = reason
-
-    def check(self) -> None:
-        """See `Variant`."""
-        raise Unavailable(self._reason)
-
-    def time(self, calls: int) -> float:
-        """See `Variant`."""
-        raise Unavailable(self._reason)
-
-    def release(self) -> None:
-        """See `Variant`."""

@@ -1,16 +1,58 @@
-"""Measure variants of one thing side by side: in turns, all ranks together, the slowest rank counts."""
+"""Measure variants of one thing side by side: in turns, all ranks together, the slowest rank counts.
 
+All variants have one turn in every round, so a machine that is busy for a while slows all of them alike.
+Each round begins with another variant, since what ran before leaves its traces in the caches.
+
+    round 0    mpisgd  MPI     gloo    limit      (not counted)
+    round 1    MPI     gloo    limit   mpisgd
+    round 2    gloo    limit   mpisgd  MPI
+"""
+
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 import mpisgd
-from mpisgd.bench.payload import WrongResult
-from mpisgd.bench.schedule import Pace, calls_per_turn, goes_on, turns
+from mpisgd.bench.payload import Payload, WrongResult
 
-__all__ = ["Measured", "Timed", "Unavailable", "Variant", "measure"]
+__all__ = [
+    "Measured",
+    "Pace",
+    "Timed",
+    "Unavailable",
+    "Variant",
+    "calls_per_turn",
+    "first_reason",
+    "goes_on",
+    "measure",
+    "slowest",
+    "timed",
+    "turns",
+]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long to measure.
+
+    Attributes:
+        rounds: that are counted, unless the budget ends them before.
+        min_rounds: even where the budget is used up.
+        budget_s: for all rounds of all variants of one case.
+        turn_s: what the calls of one turn should take together.
+        max_calls: of one turn.
+    """
+
+    rounds: int
+    min_rounds: int
+    budget_s: float
+    turn_s: float
+    max_calls: int
 
 
 class Unavailable(Exception):
@@ -50,6 +92,10 @@ class Measured:
     seconds: dict[str, list[float]] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
 
+    def left_out_of(self, **what: Any) -> list[dict[str, Any]]:
+        """Return what was left out as rows, each of which says of what."""
+        return [{**what, "variant": name, "reason": reason} for name, reason in self.left_out.items()]
+
 
 class Timed:
     """A variant that is a function in this process.
@@ -60,7 +106,6 @@ class Timed:
         reset: makes ready for a call.
         verify: raises WrongResult unless a call after `reset` did the right thing.
         start: brings all ranks together.
-        clock: seconds now.
         ours: whether it is mpisgd's.
     """
 
@@ -69,16 +114,15 @@ class Timed:
         name: str,
         call: Callable[[], object],
         *,
-        reset: Callable[[], object],
-        verify: Callable[[], None],
-        start: Callable[[], object],
-        clock: Callable[[], float],
+        reset: Callable[[], object] | None = None,
+        verify: Callable[[], None] | None = None,
+        start: Callable[[], object] = mpisgd.barrier,
         ours: bool = False,
     ) -> None:
         self.name = name
         self.ours = ours
-        self._call, self._reset, self._verify = call, reset, verify
-        self._start, self._clock = start, clock
+        self._call, self._reset, self._verify = call, reset or _nothing, verify or _nothing
+        self._start = start
 
     def check(self) -> None:
         """See `Variant`."""
@@ -92,10 +136,10 @@ class Timed:
         self._start()
         if calls > 1:
             self._call()
-        started = self._clock()
+        started_s = time.perf_counter()
         for _ in range(calls):
             self._call()
-        return (self._clock() - started) / calls
+        return (time.perf_counter() - started_s) / calls
 
     def release(self) -> None:
         """See `Variant`."""
@@ -104,6 +148,40 @@ class Timed:
 
 def _nothing() -> None:
     """Stand in for functions that held memory."""
+
+
+def timed(
+    name: str,
+    call: Callable[[], object],
+    payload: Payload,
+    *,
+    start: Callable[[], object] = mpisgd.barrier,
+    ours: bool = False,
+) -> Timed:
+    """Return a variant that works on a payload; see `Timed`."""
+    return Timed(name, call, reset=payload.reset, verify=payload.verify, start=start, ours=ours)
+
+
+def turns(variants: Sequence[T], round_number: int) -> list[T]:
+    """Return the order of one round."""
+    if not variants:
+        return []
+    first = round_number % len(variants)
+    return [*variants[first:], *variants[:first]]
+
+
+def calls_per_turn(seconds: float, pace: Pace) -> int:
+    """Return how many calls of `seconds` each make up a turn."""
+    if seconds * pace.max_calls <= pace.turn_s:
+        return pace.max_calls
+    return max(1, round(pace.turn_s / seconds))
+
+
+def goes_on(rounds_done: int, used_s: float, pace: Pace) -> bool:
+    """Return whether there is another round. Depends only on what all ranks have agreed on."""
+    if rounds_done < min(pace.min_rounds, pace.rounds):
+        return True
+    return rounds_done < pace.rounds and used_s < pace.budget_s
 
 
 def measure(variants: Sequence[Variant], pace: Pace) -> Measured:
@@ -154,20 +232,30 @@ def _turn(variant: Variant, calls: int, found: Measured) -> float | None:
         mine = variant.time(calls)
     except Unavailable as exc:
         reason = str(exc)
-    slowest = torch.tensor(mine, dtype=torch.float64)
-    mpisgd.all_reduce(slowest, mpisgd.ReduceOp.MAX)
-    if slowest == float("inf"):
+    seconds = slowest(mine)
+    if seconds == float("inf"):
         _left_out(variant, reason, found)
         return None
-    return float(slowest)
+    return seconds
+
+
+def slowest(seconds: float) -> float:
+    """Return what the slowest rank took. Collective."""
+    clock = torch.tensor(seconds, dtype=torch.float64)
+    mpisgd.all_reduce(clock, mpisgd.ReduceOp.MAX)
+    return float(clock)
+
+
+def first_reason(reason: str) -> str:
+    """Return the reason of the first rank that has one, "" where none has. Collective."""
+    reasons: list[str] = [""] * mpisgd.size()
+    mpisgd.all_gather_object(reasons, reason)
+    return next((text for text in reasons if text), "")
 
 
 def _left_out(variant: Variant, reason: str, found: Measured) -> bool:
     """Note on all ranks why the first of them cannot go on with a variant; return whether one cannot."""
-    reasons: list[str] = [""] * mpisgd.size()
-    mpisgd.all_gather_object(reasons, reason)
-    first = next((text for text in reasons if text), "")
-    if first:
+    if first := first_reason(reason):
         found.left_out[variant.name] = first
         found.seconds.pop(variant.name, None)
     return bool(first)

@@ -1,90 +1,105 @@
-"""Where the processes of another framework meet: a network that every host of the job is on."""
+"""Plain TCP between hosts: their addresses, and what the network carries with nothing in between.
 
-import fcntl
+MPI sends one message after the other through a connection that both directions share with the process's own
+progress; under load that takes up to twice the link's time, which is no limit. Here the kernel sends while
+it receives.
+"""
+
+import contextlib
 import ipaddress
 import socket
-import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Iterator
+from typing import NamedTuple
 
-__all__ = ["Interface", "Meeting", "interfaces", "meeting_place"]
+import psutil
 
-# Linux's ioctl numbers; each fills a struct ifreq: 16 bytes of name, then a socket address.
-SIOCGIFADDR = 0x8915
-SIOCGIFNETMASK = 0x891B
+import mpisgd
+from mpisgd.job.lifecycle import world
+from mpisgd.job.rank_info import topology
+from mpisgd.transport.tcp_store.rendezvous import find_listener
+
+__all__ = ["Interface", "Ring", "interface_to", "open_ring"]
+
+RECEIVE_BYTES = 2**20
+CONNECT_LIMIT_S = 30.0
 
 
-@dataclass(frozen=True)
-class Interface:
-    """A network interface of this host, with an IPv4 address and its network (10.0.0.0/24)."""
+class Interface(NamedTuple):
+    """A network interface of this host, with one of its addresses."""
 
     name: str
     address: str
-    network: str
 
 
-@dataclass(frozen=True)
-class Meeting:
-    """What a process must know to find the others.
-
-    Attributes:
-        rank: of the job, as all of these.
-        size: number of processes.
-        local_rank: place among those of this host.
-        local_size: how many of them there are.
-        node_rank: this host.
-        num_nodes: number of hosts.
-        address: of rank 0.
-        port: where rank 0 listens.
-        interface: to use on this host.
-        timeout_s: how long to wait for the others.
-    """
-
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    node_rank: int
-    num_nodes: int
-    address: str
-    port: int
-    interface: str
-    timeout_s: float
+def interface_to(address: str) -> Interface:
+    """Return the interface through which this host reaches an address; its own one for an own address."""
+    family = socket.AF_INET6 if ipaddress.ip_address(address).version == 6 else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as sock:
+        sock.connect((address, 1))  # sends nothing: the kernel looks up the route
+        own = str(sock.getsockname()[0])
+    names = [
+        name for name, found in psutil.net_if_addrs().items() if own in (entry.address for entry in found)
+    ]
+    return Interface(names[0], own)
 
 
-def interfaces() -> list[Interface]:
-    """Return this host's interfaces that have an IPv4 address."""
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        for _, name in socket.if_nameindex():
-            try:
-                address, mask = (_ask(sock, name, what) for what in (SIOCGIFADDR, SIOCGIFNETMASK))
-            except OSError:  # it has none
-                continue
-            network = ipaddress.IPv4Network(f"{address}/{mask}", strict=False)
-            found.append(Interface(name, address, str(network)))
-    return found
-
-
-def _ask(sock: socket.socket, name: str, what: int) -> str:
-    reply = fcntl.ioctl(sock.fileno(), what, struct.pack("256s", name.encode()[:15]))
-    return socket.inet_ntoa(reply[20:24])
-
-
-def meeting_place(everyones: Sequence[Sequence[Interface]], num_nodes: int) -> list[Interface] | None:
-    """Return for every rank its interface on a network that all have, None if there is none.
+class Ring:
+    """The connections of one host's leader.
 
     Args:
-        everyones: the interfaces of each rank.
-        num_nodes: several hosts cannot meet on their loopback interfaces; one host does best there.
+        after: to the next host.
+        before: from the one before.
     """
 
-    def suits(candidate: Interface) -> bool:
-        is_local = ipaddress.ip_address(candidate.address).is_loopback
-        return is_local == (num_nodes == 1)
+    def __init__(self, after: socket.socket, before: socket.socket) -> None:
+        self._after, self._before = after, before
 
-    for candidate in filter(suits, everyones[0]):
-        chosen = [[i for i in mine if i.network == candidate.network] for mine in everyones]
-        if all(chosen):
-            return [mine[0] for mine in chosen]
-    return None
+    def pass_on(self, give: memoryview, take: memoryview) -> None:
+        """Send `give` to the next host while as much comes in from the one before."""
+        sender = threading.Thread(target=self._after.sendall, args=(give,))
+        sender.start()
+        got = 0
+        while got < len(take):
+            got += self._before.recv_into(take[got : got + RECEIVE_BYTES])
+        sender.join()
+
+
+@contextlib.contextmanager
+def open_ring() -> Iterator[Ring | None]:
+    """Connect the hosts' leaders; None in the other ranks, and where hosts share no network. Collective."""
+    here = topology()
+    own = _own_address() if here.num_nodes > 1 else None
+    if own is None:
+        yield None
+        return
+    with contextlib.ExitStack() as stack:
+        listener, address = None, ("", 0)
+        if here.local_rank == 0:
+            family = socket.AF_INET6 if ":" in own else socket.AF_INET
+            listener = stack.enter_context(socket.create_server((own, 0), family=family))
+            listener.settimeout(CONNECT_LIMIT_S)
+            address = listener.getsockname()[:2]
+        addresses: list[tuple[str, int]] = [address] * mpisgd.size()
+        mpisgd.all_gather_object(addresses, address)
+        if listener is None:
+            yield None
+            return
+        next_leader = here.nodes[(here.node_rank + 1) % here.num_nodes][0]
+        after = stack.enter_context(socket.create_connection(addresses[next_leader], CONNECT_LIMIT_S))
+        before = stack.enter_context(listener.accept()[0])
+        for connection in (after, before):
+            connection.settimeout(None)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        yield Ring(after, before)
+
+
+def _own_address() -> str | None:
+    """Return an address of this host on the way to rank 0's; None if that cannot be reached. Collective."""
+    try:
+        (address, _), listener = find_listener(world().queue.wire)
+    except mpisgd.Unreachable:
+        return None
+    if listener is not None:
+        listener.close()
+    return interface_to(address).address

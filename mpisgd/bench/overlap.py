@@ -17,14 +17,13 @@ import torch
 
 import mpisgd
 from mpisgd.bench.cases import case_of
-from mpisgd.bench.limits import in_rank, limits, settle
-from mpisgd.bench.measure import Measured, Timed, Variant, measure
+from mpisgd.bench.hardware_limits import keep_faster_limit, limits
+from mpisgd.bench.measure import Measured, Pace, Timed, Variant, measure, timed
+from mpisgd.bench.network import Ring, open_ring
 from mpisgd.bench.payload import Payload
-from mpisgd.bench.peers import Peers
-from mpisgd.bench.ring import Ring, open_ring
-from mpisgd.bench.schedule import Pace
+from mpisgd.bench.peers.remote import Peers
+from mpisgd.bench.report.rows import BOUND, COMPUTE, LIMIT, overlap_rows
 from mpisgd.bench.step import ours, remote
-from mpisgd.bench.summary import BOUND, COMPUTE, LIMIT, overlap_rows
 from mpisgd.bench.training import StepTask, Training, build
 from mpisgd.job.lifecycle import world
 
@@ -146,9 +145,7 @@ def run_overlap(plan: OverlapPlan, peers: Peers, report: Callable[[str, Any], No
             new = overlap_rows(name, batch, found.seconds)
             report(name, new)
             rows += new
-            left_out += [
-                {"model": name, "variant": who, "reason": why} for who, why in found.left_out.items()
-            ]
+            left_out += found.left_out_of(model=name)
     wire.free()
     return {"rows": rows, "left_out": left_out, "gradient_bytes": _gradient_bytes(task)}
 
@@ -166,7 +163,7 @@ def _search(plan: OverlapPlan, wire: "Communicator", ring: Ring | None) -> int:
 
     task = StepTask(plan.model, 1, mpisgd.size(), plan.small, communicates=False)
     link = measure(_link(task, wire, ring), SEARCH).seconds
-    settle(link)
+    keep_faster_limit(link)
     return find_batch(alone, plan.share * statistics.median(link[LIMIT]))
 
 
@@ -176,13 +173,13 @@ def _link(task: StepTask, wire: "Communicator", ring: Ring | None) -> list[Varia
 
 
 def _marked(training: MarkedTraining) -> Timed:
-    return in_rank(COMPUTE, training.marked_step, None)
+    return Timed(COMPUTE, training.marked_step)
 
 
 def _reduce(task: StepTask) -> Timed:
     """Return our all-reduce of as many bytes as the gradients have."""
     payload = Payload(case_of("all_reduce", "float32", _gradient_bytes(task), task.size), mpisgd.rank())
-    return in_rank(REDUCE, lambda: mpisgd.all_reduce(payload.output), payload, ours=True)
+    return timed(REDUCE, lambda: mpisgd.all_reduce(payload.output), payload, ours=True)
 
 
 def _measure(
@@ -191,7 +188,7 @@ def _measure(
     alone = MarkedTraining(replace(task, communicates=False), mpisgd.rank())
     parts: list[Variant] = [_marked(alone), *_link(task, wire, ring), _reduce(task)]
     found = measure([*parts, ours(task), *remote(task, plan.bucket_bytes, peers)], plan.pace)
-    settle(found.seconds)
+    keep_faster_limit(found.seconds)
     link_s = statistics.median(found.seconds[LIMIT])
     ends = torch.tensor(alone.earliest_ends(_gradient_bytes(task) / link_s), dtype=torch.float64)
     mpisgd.all_reduce(ends, mpisgd.ReduceOp.MAX)

@@ -4,12 +4,15 @@ Element i of rank r starts as ((i mod 13) + 1) * (r + 1): it differs by rank and
 have a closed form.
 """
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from mpisgd.bench.cases import Case
 
-__all__ = ["Payload", "WrongResult", "expected", "given"]
+__all__ = ["Payload", "WrongResult", "expected", "given", "torch_call"]
 
 PERIOD = 13
 
@@ -62,6 +65,46 @@ class Payload:
                 f"wrong result on rank {self.rank}: element {first} of {wanted.numel()} is "
                 f"{self.output[first].item()}, expected {wanted[first].item()}"
             )
+
+
+def torch_call(
+    api: Any, payload: Payload, ranks: Sequence[int], group: Any = None, **options: Any
+) -> Callable[[], object]:
+    """Return what does the collective once, with functions called as in `torch.distributed`.
+
+    Args:
+        api: the module that has them.
+        payload: what to do it on.
+        ranks: the global ranks of the group.
+        group: to do it in.
+        options: of all_reduce.
+    """
+    given, out = payload.input, payload.output
+    inputs, outputs = list(given.chunk(payload.case.size)), list(out.chunk(payload.case.size))
+    rank = ranks[payload.rank]
+
+    def next_root() -> int:
+        return ranks[payload.next_root()]
+
+    def gather() -> None:
+        root = next_root()
+        api.gather(given, outputs if root == rank else None, root, group)
+
+    def scatter() -> None:
+        root = next_root()
+        api.scatter(out, inputs if root == rank else None, root, group)
+
+    calls: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: api.all_reduce(out, group=group, **options),
+        "reduce": lambda: api.reduce(out, next_root(), group=group),
+        "broadcast": lambda: api.broadcast(out, next_root(), group),
+        "reduce_scatter": lambda: api.reduce_scatter_tensor(out, given, group=group),
+        "all_gather": lambda: api.all_gather_into_tensor(out, given, group),
+        "all_to_all": lambda: api.all_to_all_single(out, given, group=group),
+        "gather": gather,
+        "scatter": scatter,
+    }
+    return calls[payload.case.collective]
 
 
 def given(case: Case, rank: int) -> Tensor:

@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import mpisgd
 import mpisgd.horovod as hvd
-from mpisgd.bench.measure import Variant, measure
-from mpisgd.bench.parallel import group_on_mpisgd, torch_step
-from mpisgd.bench.peers import Peers, RemoteVariant
-from mpisgd.bench.schedule import Pace
-from mpisgd.bench.summary import step_rows
+from mpisgd.bench.cases import BATCHES
+from mpisgd.bench.measure import Pace, Variant, measure
+from mpisgd.bench.peers.remote import Peers
+from mpisgd.bench.report.rows import OURS, SHARED, step_rows
+from mpisgd.bench.torch_parallel import group_on_mpisgd, torch_step
 from mpisgd.bench.training import MIB, StepTask, Training, build
-from mpisgd.bench.trial import BATCHES, OURS, SHARED
 from mpisgd.job.lifecycle import world
 
 if TYPE_CHECKING:
@@ -61,15 +60,15 @@ def run_steps(plan: StepPlan, peers: Peers, report: Callable[[str, Any], None]) 
     rows: list[dict[str, Any]] = []
     models: dict[str, Any] = {}
     left_out: list[dict[str, str]] = []
-    with group_on_mpisgd(wanted="gloo" in {*peers.children, *peers.left_out}) as reason:
+    with group_on_mpisgd(wanted="gloo" in {*peers.running, *peers.left_out}) as reason:
         for model in plan.models:
             task = plan.task(model, mpisgd.size())
             variants = [
                 *_in_ranks(task, wire),
                 *([] if reason else _in_torch(task, plan.bucket_bytes)),
-                *_control(task, peers),
+                *peers.variants("gloo", {CONTROL: replace(task, communicates=False)}),
                 *remote(task, plan.bucket_bytes, peers),
-                *_sharded_remote(task, peers),
+                *peers.variants("gloo", {"FSDP2 gloo": replace(task, sharded=True)}),
             ]
             found = measure(variants, plan.pace)
             peers.drop_broken()
@@ -77,9 +76,7 @@ def run_steps(plan: StepPlan, peers: Peers, report: Callable[[str, Any], None]) 
             report(model, new)
             rows += new
             models[model] = _describe(task)
-            left_out += [
-                {"model": model, "variant": name, "reason": why} for name, why in found.left_out.items()
-            ]
+            left_out += found.left_out_of(model=model)
     wire.free()
     return {"rows": rows, "models": models, "left_out": left_out}
 
@@ -159,29 +156,11 @@ def _in_torch(task: StepTask, bucket_bytes: Sequence[int]) -> list[Variant]:
     ]
 
 
-def _sharded_remote(task: StepTask, peers: Peers) -> list[Variant]:
-    if "gloo" not in peers.children:
-        return []
-    return [RemoteVariant("FSDP2 gloo", peers.children["gloo"], replace(task, sharded=True))]
-
-
 def _ddp(backend: str, nbytes: int) -> str:
     return f"DDP {backend}, {nbytes / MIB:g} MiB buckets"
 
 
-def _control(task: StepTask, peers: Peers) -> list[Variant]:
-    if "gloo" not in peers.children:
-        return []
-    return [RemoteVariant(CONTROL, peers.children["gloo"], replace(task, communicates=False))]
-
-
 def remote(task: StepTask, bucket_bytes: Sequence[int], peers: Peers) -> list[Variant]:
     """Return the trainings that run beside the ranks."""
-    variants: list[Variant] = []
-    if "gloo" in peers.children:
-        for nbytes in bucket_bytes:
-            child, part = peers.children["gloo"], replace(task, bucket_bytes=nbytes)
-            variants.append(RemoteVariant(_ddp("gloo", nbytes), child, part))
-    if "horovod" in peers.children:
-        variants.append(RemoteVariant("Horovod", peers.children["horovod"], task))
-    return variants
+    ddp = {_ddp("gloo", nbytes): replace(task, bucket_bytes=nbytes) for nbytes in bucket_bytes}
+    return [*peers.variants("gloo", ddp), *peers.variants("horovod", {"Horovod": task})]

@@ -6,7 +6,6 @@ those of one process that saw the batches of all ranks joined.
 
 import functools
 import itertools
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -204,9 +203,8 @@ class Training:
             name,
             lambda: self.step(forward, average, zero_grad),
             reset=self.reset,
-            verify=self.verify if self.task.communicates else lambda: None,
+            verify=self.verify if self.task.communicates else None,
             start=start,
-            clock=time.perf_counter,
             ours=ours,
         )
 

@@ -10,28 +10,23 @@ one host, and one rank of each host. The hosts' groups run at the same time.
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-
-import torch
+from dataclasses import dataclass, replace
 
 import mpisgd
 from mpisgd.bench.cases import case_of, powers
 from mpisgd.bench.collectives import our_call
-from mpisgd.bench.limits import in_rank
-from mpisgd.bench.measure import Timed, measure
+from mpisgd.bench.measure import Pace, Timed, measure, slowest, timed
 from mpisgd.bench.payload import Payload
-from mpisgd.bench.schedule import Pace
-from mpisgd.bench.summary import spread
+from mpisgd.bench.report.rows import spread
 from mpisgd.collectives.all_reduce import can_go_direct
 from mpisgd.collectives.dispatch import TUNED, WAYS
 from mpisgd.core.group import Group
 from mpisgd.job.lifecycle import world
 from mpisgd.job.rank_info import topology
 from mpisgd.tuning import Curve, Measured
-from mpisgd.tuning.line import FREE_POINTS, fit
-from mpisgd.tuning.model import ALL_REDUCE
+from mpisgd.tuning.curve import ALL_REDUCE, FREE_POINTS, fit
 
-__all__ = ["Arena", "Way", "arenas", "contenders", "tune", "ways"]
+__all__ = ["RankSet", "contenders", "rank_sets", "to_measure", "tune"]
 
 DTYPES = {False: "float32", True: "bfloat16"}
 FIRST_BYTES, FACTOR = 256, 2
@@ -43,27 +38,7 @@ SETTLED_BYTES, HOPELESS = 2**16, 2.0
 
 
 @dataclass(frozen=True)
-class Way:
-    """One curve to be: an algorithm, for a kind of dtype, with a number of speakers, and what it does."""
-
-    algorithm: str
-    half: bool
-    speakers: int = 1
-    collective: str = ALL_REDUCE
-
-    @property
-    def name(self) -> str:
-        """In tables."""
-        return self.algorithm if self.speakers == 1 else f"{self.algorithm} ({self.speakers} speakers)"
-
-    @property
-    def purpose(self) -> tuple[str, bool]:
-        """What it competes for: the collective and the kind of dtype."""
-        return self.collective, self.half
-
-
-@dataclass(frozen=True)
-class Arena:
+class RankSet:
     """Ranks to measure on.
 
     Attributes:
@@ -75,20 +50,20 @@ class Arena:
     group: Group | None
 
 
-Best = dict[Way, dict[int, float]]  # seconds by bytes
-Tell = Callable[[Arena, int, dict[Way, float]], None]
+Best = dict[Curve, dict[int, float]]  # seconds by bytes
+Report = Callable[[RankSet, int, dict[Curve, float]], None]
 
 
-def arenas() -> list[Arena]:
+def rank_sets() -> list[RankSet]:
     """Return the sets of ranks of this job, by kind. Collective."""
     nodes, here = topology().nodes, topology()
-    found = [Arena(here.ranks_per_host, world())]
+    found = [RankSet(here.ranks_per_host, world())]
     most = max(here.ranks_per_host)
     if here.num_nodes > 1 and most > 1:
         hosts = [mpisgd.new_group(ranks) for ranks in nodes if len(ranks) == most]
-        found.append(Arena((most,), _mine(hosts)))
+        found.append(RankSet((most,), _mine(hosts)))
         firsts = mpisgd.new_group([ranks[0] for ranks in nodes])
-        found.append(Arena((1,) * here.num_nodes, _mine([firsts])))
+        found.append(RankSet((1,) * here.num_nodes, _mine([firsts])))
     return found
 
 
@@ -96,8 +71,8 @@ def _mine(groups: Sequence[Group]) -> Group | None:
     return next((group for group in groups if group.rank >= 0), None)
 
 
-def ways(ranks_per_host: Sequence[int], *, plane: bool, direct: bool = False) -> list[Way]:
-    """Return what is worth measuring there.
+def to_measure(ranks_per_host: Sequence[int], *, plane: bool, direct: bool = False) -> list[Curve]:
+    """Return what is worth measuring there, as curves without segments.
 
     Args:
         ranks_per_host: of the ranks.
@@ -111,13 +86,13 @@ def ways(ranks_per_host: Sequence[int], *, plane: bool, direct: bool = False) ->
     else:
         ours = [("node", 1), *([("direct", 1)] if direct else [])]
     known = [*(ours if plane else []), *((name, 1) for name in names)]
-    reducing = [Way(name, half, speakers) for half in DTYPES for name, speakers in known]
+    reducing = [Curve(name, half, speakers=speakers) for half in DTYPES for name, speakers in known]
     if len(ranks_per_host) > 1 or not plane:
         return reducing
-    return reducing + [Way(name, False, 1, collective) for collective in TUNED for name in WAYS]
+    return reducing + [Curve(name, False, collective=collective) for collective in TUNED for name in WAYS]
 
 
-def tune(budget_s: float, last_bytes: int, passes: int, tell: Tell) -> list[Measured]:
+def tune(budget_s: float, last_bytes: int, passes: int, report: Report) -> list[Measured]:
     """Measure and fit. Collective.
 
     The median of a size's rounds passes over what disturbs some of them. A machine may be busy for longer:
@@ -127,23 +102,23 @@ def tune(budget_s: float, last_bytes: int, passes: int, tell: Tell) -> list[Meas
         budget_s: seconds for everything; larger sizes are left out where it does not suffice.
         last_bytes: the largest size.
         passes: how often to go through everything.
-        tell: called with what was measured where: ranks, bytes and medians.
+        report: called with what was measured where: ranks, bytes and medians.
     """
-    places = arenas()
+    places = rank_sets()
     best: list[Best] = [{} for _ in places]
     for _ in range(passes):
         for place, found in zip(places, best, strict=True):
             with _free_choice(place.group):
-                _pass(place, budget_s / len(places) / passes, last_bytes, found, tell)
+                _pass(place, budget_s / len(places) / passes, last_bytes, found, report)
     return [
-        Measured(place.ranks_per_host, tuple(_curve(way, points) for way, points in found.items()))
+        Measured(place.ranks_per_host, tuple(_measured(curve, seconds) for curve, seconds in found.items()))
         for place, found in zip(places, best, strict=True)
     ]
 
 
-def _curve(way: Way, seconds: dict[int, float]) -> Curve:
-    points = [(float(nbytes), seconds[nbytes]) for nbytes in sorted(seconds)]
-    return Curve(way.algorithm, way.half, fit(points), way.speakers, tuple(points), way.collective)
+def _measured(curve: Curve, seconds: dict[int, float]) -> Curve:
+    points = tuple((float(nbytes), seconds[nbytes]) for nbytes in sorted(seconds))
+    return replace(curve, segments=fit(points), points=points)
 
 
 @contextlib.contextmanager
@@ -157,29 +132,29 @@ def _free_choice(group: Group | None) -> Iterator[None]:
             group.costs = costs
 
 
-def _pass(place: Arena, budget_s: float, last_bytes: int, best: Best, tell: Tell) -> None:
+def _pass(place: RankSet, budget_s: float, last_bytes: int, best: Best, report: Report) -> None:
     """Go through the sizes once, as far as the time suffices; put better medians into `best`."""
     plane = _everywhere(_has_plane(place.group))
     direct = _everywhere(place.group is None or can_go_direct(place.group))
-    wanted = ways(place.ranks_per_host, plane=plane, direct=direct)
+    wanted = to_measure(place.ranks_per_host, plane=plane, direct=direct)
     sizes = powers(FIRST_BYTES, max(last_bytes, LEAST_BYTES), FACTOR)
     used_s = 0.0
     for done, nbytes in enumerate(sizes):
         started = time.perf_counter()
         medians = _medians(place, wanted, nbytes, (budget_s - used_s) / (len(sizes) - done))
-        for way, seconds in medians.items():
-            points = best.setdefault(way, {})
+        for curve, seconds in medians.items():
+            points = best.setdefault(curve, {})
             points[nbytes] = min(seconds, points.get(nbytes, seconds))
-        tell(place, nbytes, medians)
+        report(place, nbytes, medians)
         wanted = contenders(wanted, best, nbytes)
-        used_s += _slowest(time.perf_counter() - started)
-        next_s = FACTOR * LEAST_CALLS * sum(medians[way] for way in wanted)
+        used_s += slowest(time.perf_counter() - started)
+        next_s = FACTOR * LEAST_CALLS * sum(medians[curve] for curve in wanted)
         if nbytes >= LEAST_BYTES and used_s + next_s > budget_s:
             return
 
 
-def contenders(wanted: Sequence[Way], best: Best, nbytes: int) -> list[Way]:
-    """Return the ways that may still win at sizes above `nbytes`: the time is better spent on those.
+def contenders(wanted: Sequence[Curve], best: Best, nbytes: int) -> list[Curve]:
+    """Return the curves that may still win at sizes above `nbytes`: the time is better spent on those.
 
     Who takes HOPELESS times as long as the best of its purpose, at this size and the one before, and
     neither is small, is out.
@@ -188,14 +163,14 @@ def contenders(wanted: Sequence[Way], best: Best, nbytes: int) -> list[Way]:
     if len(sizes) < 2:
         return list(wanted)
     return [
-        way
-        for way in wanted
-        if any(best[way][size] < HOPELESS * _fastest(wanted, best, size, way.purpose) for size in sizes)
+        curve
+        for curve in wanted
+        if any(best[curve][size] < HOPELESS * _fastest(wanted, best, size, curve.purpose) for size in sizes)
     ]
 
 
-def _fastest(wanted: Sequence[Way], best: Best, nbytes: int, purpose: tuple[str, bool]) -> float:
-    return min(best[way][nbytes] for way in wanted if way.purpose == purpose)
+def _fastest(wanted: Sequence[Curve], best: Best, nbytes: int, purpose: tuple[str, bool]) -> float:
+    return min(best[curve][nbytes] for curve in wanted if curve.purpose == purpose)
 
 
 def _has_plane(group: Group | None) -> bool:
@@ -209,43 +184,37 @@ def _everywhere(condition: bool) -> bool:
     return all(said)
 
 
-def _slowest(seconds: float) -> float:
-    clock = torch.tensor(seconds, dtype=torch.float64)
-    mpisgd.all_reduce(clock, mpisgd.ReduceOp.MAX)
-    return float(clock)
-
-
-def _medians(place: Arena, wanted: Sequence[Way], nbytes: int, budget_s: float) -> dict[Way, float]:
-    """Return the seconds of a call by way, those of a purpose in turns. Collective."""
-    found: dict[Way, float] = {}
-    purposes = list(dict.fromkeys(way.purpose for way in wanted))
+def _medians(place: RankSet, wanted: Sequence[Curve], nbytes: int, budget_s: float) -> dict[Curve, float]:
+    """Return the seconds of a call by curve, those of a purpose in turns. Collective."""
+    found: dict[Curve, float] = {}
+    purposes = list(dict.fromkeys(curve.purpose for curve in wanted))
     for purpose in purposes:
         collective, half = purpose
         case = case_of(collective, DTYPES[half], nbytes, sum(place.ranks_per_host))
         payload = None if place.group is None else Payload(case, place.group.rank)
-        alike = [way for way in wanted if way.purpose == purpose]
-        variants = [_timed(way, place.group, payload) for way in alike]
+        alike = [curve for curve in wanted if curve.purpose == purpose]
+        variants = [_timed(curve, place.group, payload) for curve in alike]
         pace = Pace(ROUNDS, MIN_ROUNDS, budget_s / len(purposes), TURN_S, MAX_CALLS)
         seconds = measure(variants, pace).seconds
-        found |= {way: spread(seconds[way.name]).median_s for way in alike}
+        found |= {curve: spread(seconds[curve.name]).median_s for curve in alike}
     return found
 
 
-def _timed(way: Way, group: Group | None, payload: Payload | None) -> Timed:
-    """Return a way as a variant; on a rank outside the group one that does nothing."""
+def _timed(curve: Curve, group: Group | None, payload: Payload | None) -> Timed:
+    """Return what a curve is measured by; on a rank outside the group one that does nothing."""
     if group is None or payload is None:
-        return in_rank(way.name, _nothing, None, ours=True)
-    hosts, only = group.internode, group.costs.only(way.algorithm, way.collective)
-    algorithm = way.algorithm if way.collective == ALL_REDUCE else "auto"
+        return Timed(curve.name, _nothing, ours=True)
+    hosts, only = group.internode, group.costs.only(curve.algorithm, curve.collective)
+    algorithm = curve.algorithm if curve.collective == ALL_REDUCE else "auto"
     collective = our_call(payload, group, algorithm)
 
     def call() -> None:
         if hosts is not None:
-            hosts.best_num_leaders = lambda nbytes, half: way.speakers
+            hosts.best_num_leaders = lambda nbytes, half: curve.speakers
         group.costs = only
         collective()
 
-    return in_rank(way.name, call, payload, ours=True)
+    return timed(curve.name, call, payload, ours=True)
 
 
 def _nothing() -> None:

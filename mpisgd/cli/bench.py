@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import mpisgd
-from mpisgd.cli.origin import origin
-from mpisgd.cli.record import Output, measure_in_job, num_ranks, say, tell, tell_alone, title
+from mpisgd.cli.provenance import provenance
+from mpisgd.cli.record import Output, log, log_rows, log_rows_once, measure_in_job, num_ranks, title
 from mpisgd.config import available_cores, is_launched
 
 if TYPE_CHECKING:
     from mpisgd.bench.cases import Case
-    from mpisgd.bench.schedule import Pace
+    from mpisgd.bench.measure import Pace
 
 __all__ = ["bench"]
 
@@ -72,9 +72,10 @@ def collectives(
     time_limit_s: TimeLimit = 3600.0,
 ) -> None:
     """Time each collective beside MPI's own, gloo's, Horovod's, and what memory or link allow."""
-    from mpisgd.bench import cases, tables
+    from mpisgd.bench import cases
     from mpisgd.bench.collectives import CollectivesPlan, run_collectives
-    from mpisgd.bench.schedule import Pace
+    from mpisgd.bench.measure import Pace
+    from mpisgd.bench.report.tables import collective_tables
     from mpisgd.collectives.all_reduce import CHOICES
 
     output = _output(json_file, plot_file)
@@ -90,8 +91,8 @@ def collectives(
     measure_in_job(
         "collectives",
         _peers(peers),
-        lambda others: run_collectives(plan, others, _tell_case),
-        tables.collective_tables,
+        lambda others: run_collectives(plan, others, _log_case),
+        collective_tables,
         output,
         limit_s=time_limit_s,
     )
@@ -112,8 +113,8 @@ def step(
     time_limit_s: TimeLimit = 3600.0,
 ) -> None:
     """Time training steps beside those without communication, DDP and FSDP2, MPI by hand and Horovod."""
-    from mpisgd.bench import tables
     from mpisgd.bench.cases import sizes
+    from mpisgd.bench.report.tables import step_table
     from mpisgd.bench.step import StepPlan, run_steps
     from mpisgd.bench.training import MODELS
 
@@ -123,8 +124,8 @@ def step(
     measure_in_job(
         "step",
         _peers(peers),
-        lambda others: run_steps(plan, others, tell),
-        lambda rows: [tables.step_table(rows)],
+        lambda others: run_steps(plan, others, log_rows_once),
+        lambda rows: [step_table(rows)],
         output,
         limit_s=time_limit_s,
         threads=threads,
@@ -154,11 +155,10 @@ def overlap(
     time_limit_s: TimeLimit = 3600.0,
 ) -> None:
     """Compare a step between hosts with its parts: compute, link, all-reduce. Needs several hosts."""
-    from mpisgd.bench import tables
-    from mpisgd.bench.cases import sizes
+    from mpisgd.bench.cases import BATCHES, sizes
+    from mpisgd.bench.measure import Pace
     from mpisgd.bench.overlap import OverlapPlan, run_overlap
-    from mpisgd.bench.schedule import Pace
-    from mpisgd.bench.trial import BATCHES
+    from mpisgd.bench.report.tables import overlap_table
 
     output = _output(json_file, plot_file)
     (name,) = _choice("--model", model, tuple(BATCHES))
@@ -167,8 +167,8 @@ def overlap(
     measure_in_job(
         "overlap",
         _peers(peers),
-        lambda others: run_overlap(plan, others, tell),
-        lambda rows: [tables.overlap_table(rows)],
+        lambda others: run_overlap(plan, others, log_rows_once),
+        lambda rows: [overlap_table(rows)],
         output,
         limit_s=time_limit_s,
         threads=threads,
@@ -188,8 +188,8 @@ def checks(
     time_limit_s: TimeLimit = 3600.0,
 ) -> None:
     """Time training steps beside those in which the ranks meet without comparing what they do."""
-    from mpisgd.bench import tables
     from mpisgd.bench.checks import ChecksPlan, run_checks
+    from mpisgd.bench.report.tables import checks_table
     from mpisgd.bench.training import MODELS
 
     output = _output(json_file, None)
@@ -200,8 +200,8 @@ def checks(
     measure_in_job(
         "checks",
         [],
-        lambda _: run_checks(plan, tell),
-        lambda rows: [tables.checks_table(rows)],
+        lambda _: run_checks(plan, log_rows_once),
+        lambda rows: [checks_table(rows)],
         output,
         limit_s=time_limit_s,
         threads=threads,
@@ -228,8 +228,8 @@ def scaling(
     time_limit_s: TimeLimit = 1200.0,
 ) -> None:
     """Time training steps over rank counts. Run it without mpirun: it starts one for each count."""
-    from mpisgd.bench import tables
     from mpisgd.bench.jobs import mpirun
+    from mpisgd.bench.report.tables import scaling_table
     from mpisgd.bench.scaling import launch, scaling_rows
     from mpisgd.bench.training import MODELS
 
@@ -250,10 +250,10 @@ def scaling(
     for _ in range(1 if quick else repeats):
         for count in counts:
             records.append(launch(mpirun(launcher), count, ["step", *words], time_limit_s))
-            say(f"{num_ranks(count)} measured")
-    record = {**records[-1], **origin("scaling"), "rows": scaling_rows(records), "jobs": records}
+            log(f"{num_ranks(count)} measured")
+    record = {**records[-1], **provenance("scaling"), "rows": scaling_rows(records), "jobs": records}
     record["title"] = record["title"].replace("step: ", "scaling: ", 1)
-    output.put(record, [tables.scaling_table(record["rows"])])
+    output.put(record, [scaling_table(record["rows"])])
 
 
 @bench.command()
@@ -272,10 +272,10 @@ def memory(
     time_limit_s: TimeLimit = 300.0,
 ) -> None:
     """Compare the peak memory of trainings with and without mpisgd. Run it without mpirun."""
-    from mpisgd.bench import tables
+    from mpisgd.bench.cases import BATCHES
     from mpisgd.bench.jobs import mpirun
-    from mpisgd.bench.memory import OPTIMIZERS, MemoryPlan, run_memory
-    from mpisgd.bench.trial import BATCHES
+    from mpisgd.bench.memory.peak import OPTIMIZERS, MemoryPlan, run_memory
+    from mpisgd.bench.report.tables import memory_table
 
     _refuse_under_mpirun("memory")
     output = _output(json_file, plot_file)
@@ -289,10 +289,10 @@ def memory(
         small=quick,
         limit_s=time_limit_s,
     )
-    record = {**origin("memory"), "size": ranks, **run_memory(plan, mpirun(launcher), tell_alone)}
+    record = {**provenance("memory"), "size": ranks, **run_memory(plan, mpirun(launcher), log_rows)}
     library = record["library"]
     record["title"] = title("memory", size=ranks, hosts=1, threads=plan.threads, library=library)
-    output.put(record, [tables.memory_table(record["rows"])])
+    output.put(record, [memory_table(record["rows"])])
 
 
 # -- what was asked for --------------------------------------------------------------------------------
@@ -316,7 +316,7 @@ def _counts(text: str) -> list[int]:
 
 
 def _peers(text: str) -> list[str]:
-    from mpisgd.bench.peers import FRAMEWORKS
+    from mpisgd.bench.peers.remote import FRAMEWORKS
 
     return [] if text in ("", "none") else _choice("--peers", text, FRAMEWORKS)
 
@@ -329,7 +329,7 @@ def _output(json_file: Path | None, plot_file: Path | None) -> Output:
 
 
 def _pace_of_steps(rounds: int, budget_s: float, quick: bool) -> "Pace":
-    from mpisgd.bench.schedule import Pace
+    from mpisgd.bench.measure import Pace
 
     if quick:
         return Pace(min(rounds, 2), 1, budget_s, turn_s=0.01, max_calls=5)
@@ -341,7 +341,7 @@ def _refuse_under_mpirun(command: str) -> None:
         raise mpisgd.JobError(f"bench {command} starts mpirun itself; run it without")
 
 
-def _tell_case(case: "Case", rows: list[dict[str, Any]]) -> None:
-    from mpisgd.bench.summary import as_bytes
+def _log_case(case: "Case", rows: list[dict[str, Any]]) -> None:
+    from mpisgd.bench.report.rows import as_bytes
 
-    tell(f"{case.collective} {case.dtype} {as_bytes(case.nbytes)}", rows)
+    log_rows_once(f"{case.collective} {case.dtype} {as_bytes(case.nbytes)}", rows)

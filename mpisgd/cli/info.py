@@ -10,7 +10,7 @@ import mpisgd
 from mpisgd.config import launcher_rank
 
 if TYPE_CHECKING:
-    from mpisgd.cli.facts import RankFacts
+    from mpisgd.cli.collect_env import RankInfo
 
 __all__ = ["info"]
 
@@ -20,34 +20,34 @@ def info(
 ) -> None:
     """Show what mpisgd finds here: alone, or for a whole job under mpirun."""
     # Here, since they load torch: seconds that `--help` need not take.
-    from mpisgd.cli.facts import mpi_facts, rank_facts, settings
+    from mpisgd.cli.collect_env import mpi_info, rank_info, settings
 
     before = settings()
     try:
         mpisgd.init()
     except mpisgd.MpiNotFound as exc:
-        _print([rank_facts(before, None)], as_json, no_mpi=str(exc.__cause__ or exc))
+        _print([rank_info(before, None)], as_json, no_mpi=str(exc.__cause__ or exc))
         raise typer.Exit(1) from exc
     except mpisgd.JobError:  # each rank is alone, and the page says so
         from mpisgd.job.startup import load_mpi
 
         mpisgd.init(load_mpi().MPI.COMM_WORLD)
     ranks: list[Any] = [None] * mpisgd.size()
-    mpisgd.all_gather_object(ranks, rank_facts(before, mpi_facts()))
+    mpisgd.all_gather_object(ranks, rank_info(before, mpi_info()))
     if mpisgd.rank() == 0:
         _print(ranks, as_json)
 
 
-def _print(ranks: "list[RankFacts]", as_json: bool, no_mpi: str = "") -> None:
-    from mpisgd.cli.report import as_text
+def _print(ranks: "list[RankInfo]", as_json: bool, no_mpi: str = "") -> None:
+    from mpisgd.cli.info_text import as_text
 
     # By the launcher's count: under another MPI's mpirun every process is rank 0 of a world of one.
     if launcher_rank() in (None, 0):
         print(_as_json(ranks, no_mpi) if as_json else as_text(ranks, no_mpi), flush=True)
 
 
-def _as_json(ranks: "list[RankFacts]", no_mpi: str) -> str:
-    from mpisgd.cli.report import uses
+def _as_json(ranks: "list[RankInfo]", no_mpi: str) -> str:
+    from mpisgd.cli.info_text import uses
 
     page = {
         "ranks": [dataclasses.asdict(rank) for rank in ranks],

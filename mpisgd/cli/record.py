@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mpisgd
-from mpisgd.cli.origin import machine, origin
+from mpisgd.cli.provenance import machine, provenance
 from mpisgd.config import launcher_rank
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from mpisgd.bench.peers import Peers
+    from mpisgd.bench.peers.remote import Peers
 
-__all__ = ["Output", "measure_in_job", "num_ranks", "say", "tell", "tell_alone", "title"]
+__all__ = ["Output", "log", "log_rows", "log_rows_once", "measure_in_job", "num_ranks", "title"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Output:
 
     def check(self) -> None:
         """Raise now rather than after minutes of measuring."""
-        from mpisgd.bench.plots import need_matplotlib
+        from mpisgd.bench.report.plots import need_matplotlib
 
         for path in (self.json_file, self.plot_file):
             if path is not None and not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
@@ -50,10 +50,10 @@ class Output:
 
     def put(self, record: dict[str, Any], tables: "Sequence[Table]") -> None:
         """Print the tables and write the files."""
-        from mpisgd.bench import tables as as_tables
-        from mpisgd.bench.plots import PLOTS
+        from mpisgd.bench.report.plots import PLOTS
+        from mpisgd.bench.report.tables import show
 
-        as_tables.show(tables, _notes(record))
+        show(tables, _notes(record))
         if self.json_file is not None:
             self.json_file.write_text(json.dumps(record, indent=1) + "\n")
         if self.plot_file is not None:
@@ -83,7 +83,7 @@ def measure_in_job(
         threads: of torch; 0: mpisgd's choice.
         min_hosts: how many there must be.
     """
-    from mpisgd.bench.peers import open_peers
+    from mpisgd.bench.peers.remote import open_peers
 
     with _job(limit_s, threads, min_hosts), open_peers(frameworks) as peers:
         record = {**_header(kind, peers), **run(peers)}
@@ -93,7 +93,7 @@ def measure_in_job(
 
 @contextlib.contextmanager
 def _job(limit_s: float, threads: int, min_hosts: int) -> Iterator[None]:
-    """Begin the job, and see that it ends: a peer, or MPI itself, might wait for ever."""
+    """Begin the job, and end it in time: a peer, or MPI itself, might wait for ever."""
     mpisgd.init(num_threads=threads or None)
     if mpisgd.num_nodes() < min_hosts:
         found = mpisgd.num_nodes()
@@ -109,22 +109,22 @@ def _job(limit_s: float, threads: int, min_hosts: int) -> Iterator[None]:
 
 def _give_up(limit_s: float) -> None:
     if launcher_rank() in (None, 0):
-        say(f"bench: no end within {limit_s:.0f} s (--time-limit); the job ends")
+        log(f"bench: no end within {limit_s:.0f} s (--time-limit); the job ends")
     os._exit(124)
 
 
 def _header(kind: str, peers: "Peers") -> dict[str, Any]:
     """Return what one must know to repeat a measurement. Collective."""
-    from mpisgd.cli.facts import mpi_facts, rank_facts, settings
+    from mpisgd.cli.collect_env import mpi_info, rank_info, settings
 
-    mine = dataclasses.asdict(rank_facts(settings(), mpi_facts()))
+    mine = dataclasses.asdict(rank_info(settings(), mpi_info()))
     mine["mpi"]["libmpi"] = Path(mine["mpi"]["libmpi"]).name  # where it lies concerns nobody else
     facts: list[Any] = [None] * mpisgd.size()
     mpisgd.all_gather_object(facts, mine)
     size, hosts = mpisgd.size(), mpisgd.num_nodes()
     threads, library = mine["num_threads"], mine["mpi"]["library"]
     return {
-        **origin(kind),
+        **provenance(kind),
         "title": title(kind, size=size, hosts=hosts, threads=threads, library=library),
         "size": size,
         "hosts": hosts,
@@ -149,27 +149,27 @@ def num_ranks(number: int) -> str:
     return "1 rank" if number == 1 else f"{number} ranks"
 
 
-def tell(what: str, rows: list[dict[str, Any]]) -> None:
-    """Say what was found for one case, on rank 0."""
+def log_rows_once(what: str, rows: list[dict[str, Any]]) -> None:
+    """Print the medians of one case, on rank 0."""
     if mpisgd.rank() == 0:
-        tell_alone(what, rows)
+        log_rows(what, rows)
 
 
-def tell_alone(what: str, rows: list[dict[str, Any]]) -> None:
-    """Say what was found for one case, in a process that is no rank."""
-    from mpisgd.bench.tables import one_line
+def log_rows(what: str, rows: list[dict[str, Any]]) -> None:
+    """Print the medians of one case, in a process that is no rank."""
+    from mpisgd.bench.report.tables import one_line
 
-    say(one_line(what, rows))
+    log(one_line(what, rows))
 
 
-def say(line: str) -> None:
+def log(line: str) -> None:
     """Print a line at once, where tables do not go."""
     print(line, file=sys.stderr, flush=True)
 
 
 def _notes(record: dict[str, Any]) -> list[str]:
     """Return the lines below the tables."""
-    from mpisgd.bench.summary import as_bytes
+    from mpisgd.bench.report.rows import as_bytes
 
     absent = [f"left out: {name}: {why}" for name, why in record.get("peers_left_out", {}).items()]
     where: dict[str, list[str]] = {}

@@ -13,8 +13,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from types import FrameType
+
+import psutil
 
 __all__ = ["Supervisor"]
 
@@ -98,8 +99,7 @@ def _end_session(session: int) -> None:
 
 def _members(session: int) -> Iterator[int]:
     """Return the processes of a session that still run."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            state, _, _, found = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
-            if int(found) == session and state != "Z":
-                yield int(folder.name)
+    for process in psutil.process_iter():
+        with contextlib.suppress(OSError, psutil.Error):  # it has ended meanwhile
+            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                yield process.pid

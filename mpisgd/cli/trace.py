@@ -25,7 +25,7 @@ def trace(
     top: int = typer.Option(15, "--top", min=1, help="The kinds of operations that took longest."),
 ) -> None:
     """Merge timelines, and sum them up: time per operation, who came last, what was hidden."""
-    from mpisgd.bench.tables import show
+    from mpisgd.bench.report.tables import show
     from mpisgd.timeline.files import merge
     from mpisgd.timeline.summary import summarise
 
@@ -79,7 +79,7 @@ def _table(title: str, first: list[str], numbers: list[str]) -> "Table":
 
 
 def _operations(summary: "Summary", top: int) -> "Table":
-    from mpisgd.bench.summary import as_bytes, as_time
+    from mpisgd.bench.report.rows import as_bytes, as_time
 
     numbers = ["count", "total", "median", "waiting", "bytes", "GB/s"]
     table = _table("operations, of an average rank", ["operation", "where", "algorithm"], numbers)
@@ -93,7 +93,7 @@ def _operations(summary: "Summary", top: int) -> "Table":
 
 
 def _stragglers(summary: "Summary") -> "Table":
-    from mpisgd.bench.summary import as_time
+    from mpisgd.bench.report.rows import as_time
 
     numbers = ["came last", "share", "total", "median", "worst"]
     table = _table("stragglers: how long others waited for one rank", ["rank"], numbers)
@@ -106,7 +106,7 @@ def _stragglers(summary: "Summary") -> "Table":
 
 
 def _hidden(summary: "Summary") -> "Table":
-    from mpisgd.bench.summary import as_time
+    from mpisgd.bench.report.rows import as_time
 
     table = _table("overlap", ["rank"], ["communication", "hidden", "share"])
     for each in summary.overlaps:
@@ -116,7 +116,7 @@ def _hidden(summary: "Summary") -> "Table":
 
 
 def _notes(summary: "Summary") -> list[str]:
-    from mpisgd.bench.summary import as_time
+    from mpisgd.bench.report.rows import as_time
 
     notes = [
         f"{len(summary.ranks)} ranks, {as_time(summary.duration_us / 1e6)}.",

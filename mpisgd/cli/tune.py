@@ -1,4 +1,4 @@
-"""`python -m mpisgd tune`: measure what the ways of the collectives take here, for `auto` to choose by.
+"""`python -m mpisgd tune`: benchmark each algorithm by message size, and save a profile for `auto`.
 
 mpirun -np 2 python -m mpisgd tune
 mpirun -np 4 -hostfile hosts python -m mpisgd tune --budget 60
@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 import mpisgd
-from mpisgd.cli.origin import command, machine, now
+from mpisgd.cli.provenance import command, machine, now
 
 if TYPE_CHECKING:
-    from mpisgd.bench.tune import Arena, Way
-    from mpisgd.tuning import Measured
+    from mpisgd.bench.tune import RankSet
+    from mpisgd.tuning import Curve, Measured
 
 __all__ = ["tune"]
 
@@ -29,19 +29,19 @@ def tune(
     ),
     dry_run: bool = typer.Option(False, "--dry-run", help="Show what was measured and write nothing."),
 ) -> None:
-    """Measure the ways of the collectives on these ranks, and keep it as the profile `auto` chooses by."""
+    """Benchmark each algorithm by message size on these ranks, and save a profile for `auto`."""
     # Here, since they load torch: seconds that `--help` need not take.
     from mpisgd.bench.cases import parse_bytes
-    from mpisgd.bench.tables import show
+    from mpisgd.bench.report.tables import show
+    from mpisgd.bench.report.tuning import cost_table, crossovers, doubts
     from mpisgd.bench.tune import tune as measure_all
-    from mpisgd.bench.tune_tables import cost_table, crossovers, doubts
     from mpisgd.tuning import CostModel
 
     last_bytes = parse_bytes(last)
     mpisgd.init()
     if mpisgd.size() == 1:
         raise mpisgd.JobError("tune measures what goes on between ranks: mpirun -np 2 python -m mpisgd tune")
-    measured = measure_all(budget_s, last_bytes, passes, _tell)
+    measured = measure_all(budget_s, last_bytes, passes, _report)
     if mpisgd.rank() != 0:
         return
     model = CostModel("measured now", tuple(measured))
@@ -51,16 +51,16 @@ def tune(
         _write(out, measured)
 
 
-def _tell(place: "Arena", nbytes: int, medians: "dict[Way, float]") -> None:
-    """Say what is known so far, since it takes a while."""
-    from mpisgd.bench.tune_tables import one_line
+def _report(place: "RankSet", nbytes: int, medians: "dict[Curve, float]") -> None:
+    """Print the medians of one size as soon as they are known; on rank 0."""
+    from mpisgd.bench.report.tuning import one_line
 
     if mpisgd.rank() == 0:
         print(one_line(place.ranks_per_host, nbytes, medians), file=sys.stderr, flush=True)
 
 
 def _write(out: Path | None, measured: "list[Measured]") -> None:
-    """Keep it; on rank 0."""
+    """Write the profile; on rank 0."""
     from mpisgd.job.rank_info import topology
     from mpisgd.tuning.profile import as_profile, default_path, write
 
@@ -74,7 +74,7 @@ def _write(out: Path | None, measured: "list[Measured]") -> None:
 
 def _header() -> dict[str, Any]:
     """Return what one must know to repeat the measurement."""
-    from mpisgd.cli.facts import mpi_facts, versions
+    from mpisgd.cli.collect_env import mpi_info, versions
 
-    library = {"MPI": mpi_facts().library.split(",")[0]}
+    library = {"MPI": mpi_info().library.split(",")[0]}
     return {"command": command(), "when": now(), "machine": machine(), "versions": {**versions(), **library}}

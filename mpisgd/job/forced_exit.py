@@ -11,7 +11,8 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
+
+import psutil
 
 from mpisgd.config import ENDED_NOTE, note
 
@@ -51,6 +52,6 @@ def exit_without_host(local_rank: int) -> None:
 
 def _name_of(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    except OSError:
+        return psutil.Process(pid).name()
+    except psutil.Error:
         return ""

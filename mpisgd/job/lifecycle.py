@@ -39,7 +39,7 @@ from mpisgd.monitor.console import ConsoleLock, print_to_user
 from mpisgd.monitor.stall_monitor import StallMonitor
 from mpisgd.monitor.startup_timeout import set_alarm, within
 from mpisgd.transport.device.selection import agree_on_wanted
-from mpisgd.tuning.find import find_costs
+from mpisgd.tuning.profile import find_costs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -187,7 +187,7 @@ def begin(wire: "Communicator", comm: "MPI.Intracomm | None", timeout_s: float, 
     detector = _start_failure_detector(wire) if detects else None
     try:
         here = discover(wire)
-        costs, complaint = find_costs(wire, here)
+        costs, complaint = find_costs(wire, here.ranks_per_host)
         group = Group(
             "world", range(wire.size), wire, timeout_s=timeout_s, threads=multiple, topology=here, costs=costs
         )

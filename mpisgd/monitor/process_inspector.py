@@ -15,9 +15,18 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
+
 from mpisgd.monitor.rank_state import GONE, STOPPED, UNRESPONSIVE, RankState
 
-__all__ = ["ProcessIdentity", "identify_this_process", "inspect", "is_gone", "is_stopped_or_gone"]
+__all__ = [
+    "ProcessIdentity",
+    "identify_this_process",
+    "inspect",
+    "is_gone",
+    "is_stopped_or_gone",
+    "start_ticks",
+]
 
 # One that nobody uses: the first few belong to the C library and to tools, programs take the plain ones.
 DUMP_SIGNAL = getattr(signal, "SIGRTMIN", 0) + 11 if hasattr(signal, "SIGRTMIN") else 0
@@ -26,10 +35,17 @@ SETTLED_S = 0.03
 SAMPLE_S = 0.2
 MONITOR_FILE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "stall_monitor.py")
 DUMPED = "all threads, the innermost call first"
-TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
-STATES = {"R": "runs", "S": "sleeps", "D": "waits for a disk or a network file system", "I": "idles"}
-# Fields of /proc/PID/stat behind the name: the state, user and system time, and when the process began.
-STATE, USER_TIME, SYSTEM_TIME, BEGAN = 0, 11, 12, 19
+STATES = {
+    psutil.STATUS_RUNNING: "runs",
+    psutil.STATUS_SLEEPING: "sleeps",
+    psutil.STATUS_DISK_SLEEP: "waits for a disk or a network file system",
+    psutil.STATUS_IDLE: "idles",
+}
+ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+STOPPED_BY = {
+    psutil.STATUS_STOPPED: "by a signal (kill -CONT lets it go on)",
+    psutil.STATUS_TRACING_STOP: "by a debugger",
+}
 
 
 class ProcessIdentity(NamedTuple):
@@ -48,8 +64,7 @@ class ProcessIdentity(NamedTuple):
 
 def identify_this_process() -> ProcessIdentity:
     """Prepare this process for being inspected by others; they find it by what is returned."""
-    fields = _fields(os.getpid())
-    return ProcessIdentity(os.getpid(), int(fields[BEGAN]) if fields else 0, _dumps())
+    return ProcessIdentity(os.getpid(), start_ticks(os.getpid()), _dumps())
 
 
 _dump_file = -1
@@ -67,27 +82,36 @@ def _dumps() -> int:
     return _dump_file
 
 
-def _fields(pid: int) -> list[str]:
-    """Return what the kernel says of a process, from its state on; nothing where there is none."""
+def start_ticks(pid: int) -> int:
+    """Return when a process began, in the kernel's ticks since it booted; 0 where there is none.
+
+    psutil adds the time of the boot, which is another one whenever the clock is set: not to be compared with
+    what another process has read.
+    """
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except OSError:
-        return []
+        return 0
 
 
 def is_stopped_or_gone(seat: ProcessIdentity) -> bool:
     """Return whether a process of this host will not answer for sure."""
-    fields = _fields(seat.pid)
-    return _is_gone(fields, seat) or fields[STATE] in "Tt"
+    return _status(seat) in (*ENDED, *STOPPED_BY)
 
 
 def is_gone(seat: ProcessIdentity) -> bool:
     """Return whether a process of this host is no more."""
-    return _is_gone(_fields(seat.pid), seat)
+    return _status(seat) in ENDED
 
 
-def _is_gone(fields: list[str], seat: ProcessIdentity) -> bool:
-    return not fields or fields[STATE] in "ZX" or (seat.began > 0 and int(fields[BEGAN]) != seat.began)
+def _status(seat: ProcessIdentity) -> str:
+    """Return the status of a process, as psutil calls it; STATUS_DEAD where there is none."""
+    if seat.began and start_ticks(seat.pid) != seat.began:
+        return psutil.STATUS_DEAD
+    try:
+        return psutil.Process(seat.pid).status()
+    except psutil.Error:
+        return psutil.STATUS_DEAD
 
 
 def inspect(rank: int, host: str, seat: ProcessIdentity, watched_s: float, *, deep: bool) -> RankState:
@@ -101,16 +125,16 @@ def inspect(rank: int, host: str, seat: ProcessIdentity, watched_s: float, *, de
         deep: whether a process that runs is sent the signal that dumps its stacks. A system call that it
             sleeps in may end early of that.
     """
-    fields = _fields(seat.pid)
-    if _is_gone(fields, seat):
+    status = _status(seat)
+    if status in ENDED:
         return RankState(rank, host, seat.pid, GONE, note="its process is gone")
-    if fields[STATE] in "Tt":
-        return RankState(rank, host, seat.pid, STOPPED, note=_stopped(fields[STATE]))
-    before_s, began_s = _cpu_s(fields), time.monotonic()
+    if status in STOPPED_BY:
+        return RankState(rank, host, seat.pid, STOPPED, note=f"its process is stopped {STOPPED_BY[status]}")
+    before_s, began_s = _cpu_s(seat), time.monotonic()
     text = _dumped(seat) if deep else ""
     time.sleep(max(0.0, SAMPLE_S - (time.monotonic() - began_s)))
-    share = max(0.0, _cpu_s(_fields(seat.pid)) - before_s) / (time.monotonic() - began_s)
-    state = STATES.get(fields[STATE], f"is in state {fields[STATE]}")
+    share = max(0.0, _cpu_s(seat) - before_s) / (time.monotonic() - began_s)
+    state = STATES.get(status, f"is in state {status}")
     note = (
         f"its process {state} ({share:.0%} of a core) but has not let Python's threads run for "
         f"{watched_s:.1f} s: in C code that keeps Python's interpreter lock, or short of time"
@@ -118,13 +142,13 @@ def inspect(rank: int, host: str, seat: ProcessIdentity, watched_s: float, *, de
     return RankState(rank, host, seat.pid, UNRESPONSIVE, stacks={DUMPED: text} if text else {}, note=note)
 
 
-def _stopped(state: str) -> str:
-    by = "by a debugger" if state == "t" else "by a signal (kill -CONT lets it go on)"
-    return f"its process is stopped {by}"
-
-
-def _cpu_s(fields: list[str]) -> float:
-    return (int(fields[USER_TIME]) + int(fields[SYSTEM_TIME])) / TICKS_PER_S if fields else 0.0
+def _cpu_s(seat: ProcessIdentity) -> float:
+    """Return the seconds on a core that a process has had; 0 where there is none."""
+    try:
+        times = psutil.Process(seat.pid).cpu_times()
+    except psutil.Error:
+        return 0.0
+    return times.user + times.system
 
 
 _one_at_a_time = threading.Lock()

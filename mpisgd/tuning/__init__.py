@@ -1,5 +1,6 @@
-"""What collectives are predicted to cost, and so which algorithm and plane `auto` takes."""
+"""What collectives are predicted to cost, and so which algorithm and transport `auto` takes."""
 
-from mpisgd.tuning.model import CostModel, Curve, Measured
+from mpisgd.tuning.curve import Curve, Segment
+from mpisgd.tuning.model import CostModel, Measured
 
-__all__ = ["CostModel", "Curve", "Measured"]
+__all__ = ["CostModel", "Curve", "Measured", "Segment"]

@@ -1,40 +1,21 @@
-"""`CostModel`: which algorithm is predicted to be fastest."""
+"""`CostModel`: which algorithm is predicted to be fastest.
+
+Groups use the profile of the job they are part of, and nobody measures every group. What carries over to
+other ranks is latency per step and bandwidth per byte on the busiest link; what changes is how many steps an
+algorithm takes there, and what its links carry.
+"""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from mpisgd.tuning.line import Line, Point, Segment
-from mpisgd.tuning.scaling import kind, link_share, num_steps
+from mpisgd.tuning.curve import ALL_REDUCE, Curve, Segment
 
-__all__ = ["ALL_REDUCE", "CostModel", "Curve", "Measured"]
-
-ALL_REDUCE = "all_reduce"
+__all__ = ["CostModel", "Measured", "kind", "link_share", "num_steps"]
 
 MAX_REMEMBERED = 4096
 CLEARLY = 0.9  # of the time of another; what machines do from run to run differs by as much
-
-
-@dataclass(frozen=True)
-class Curve:
-    """What one algorithm takes.
-
-    Attributes:
-        algorithm: as in `all_reduce(algorithm=...)`.
-        half: for float16 and bfloat16, in bytes of these; otherwise measured with float32.
-        line: the fit.
-        speakers: how many ranks of each host send over the link (`hierarchical`); 1 for all others.
-        points: what was measured.
-        collective: what it was used for; `node` and `mpi` can do others than all_reduce.
-    """
-
-    algorithm: str
-    half: bool
-    line: Line
-    speakers: int = 1
-    points: tuple[Point, ...] = ()
-    collective: str = ALL_REDUCE
 
 
 @dataclass(frozen=True)
@@ -106,13 +87,13 @@ class CostModel:
     def speakers(self, nbytes: int, half: bool = False) -> int:
         """Return how many ranks of each host should send over the link in `hierarchical`."""
         curves = self._curves.get(("hierarchical", half, ALL_REDUCE), ())
-        fastest = min(curves, key=lambda curve: curve.line.seconds(nbytes), default=None)
+        fastest = min(curves, key=lambda curve: curve.seconds(nbytes), default=None)
         return 1 if fastest is None else fastest.speakers
 
     def seconds(self, algorithm: str, nbytes: int, half: bool = False, collective: str = ALL_REDUCE) -> float:
         """Return what `algorithm` is predicted to take, infinite where nobody has measured it."""
         curves = self._curves.get((algorithm, half, collective), ())
-        return min((curve.line.seconds(nbytes) for curve in curves), default=float("inf"))
+        return min((curve.seconds(nbytes) for curve in curves), default=float("inf"))
 
     @cached_property
     def collectives(self) -> frozenset[str]:
@@ -121,7 +102,7 @@ class CostModel:
 
     def only(self, algorithm: str, collective: str) -> "CostModel":
         """Return a model by which these ranks have no choice."""
-        curve = Curve(algorithm, False, Line((Segment(math.inf, 0.0, 0.0),)), collective=collective)
+        curve = Curve(algorithm, False, (Segment(math.inf, 0.0, 0.0),), collective=collective)
         return replace(self, measured=(Measured(self.ranks_per_host, (curve,)),))
 
     @cached_property
@@ -146,5 +127,46 @@ def _carried_over(curve: Curve, there: Sequence[int], here: Sequence[int]) -> Cu
     """Return a curve that was measured `there` as it is expected `here`."""
     alpha = num_steps(curve.algorithm, here) / num_steps(curve.algorithm, there)
     beta = link_share(curve.algorithm, here) / link_share(curve.algorithm, there)
-    speakers = 1 if curve.speakers == 1 else min(here)
-    return replace(curve, line=curve.line.scaled(alpha, beta), speakers=speakers)
+    return curve.scaled(alpha, beta, speakers=1 if curve.speakers == 1 else min(here))
+
+
+def kind(ranks_per_host: Sequence[int]) -> str:
+    """Return what is comparable: one host, hosts with a rank each, or hosts with several."""
+    if len(ranks_per_host) == 1:
+        return "one host"
+    return "one rank per host" if max(ranks_per_host) == 1 else "several ranks per host"
+
+
+def link_share(algorithm: str, ranks_per_host: Sequence[int]) -> float:
+    """Return the bytes that the busiest host sends over its link, for each byte of the tensor.
+
+    On one host every rank counts as a host: the link is its way to memory. MPI is taken to be hierarchical.
+    """
+    size = sum(ranks_per_host)
+    per_link = ranks_per_host if len(ranks_per_host) > 1 else [1] * size
+    hosts, most = len(per_link), max(per_link)
+    if algorithm == "ring":  # crosses each link once, if hosts hold neighbours
+        return 2 * (size - 1) / size
+    if algorithm == "all_to_all":  # every rank of a host sends over the one link
+        return 2 * most * (size - most) / size
+    if algorithm == "halving_doubling":  # so here; ranks beyond a power of two send and get everything
+        power, extra = _power_of_two(size)
+        return 2 * most * max(0, power - most) / power + min(most, extra)
+    return 2 * (hosts - 1) / hosts
+
+
+def num_steps(algorithm: str, ranks_per_host: Sequence[int]) -> int:
+    """Return how many messages, or barriers, come one after the other."""
+    size, hosts = sum(ranks_per_host), len(ranks_per_host)
+    if algorithm in ("ring", "all_to_all"):
+        return 2 * (size - 1)
+    if algorithm == "halving_doubling":
+        power, extra = _power_of_two(size)
+        return 2 * (power.bit_length() - 1) + 2 * (extra > 0)
+    return math.ceil(math.log2(size if hosts == 1 else hosts))
+
+
+def _power_of_two(size: int) -> tuple[int, int]:
+    """Return the largest power of two that is not above `size`, and the rest."""
+    power = 1 << (size.bit_length() - 1)
+    return power, size - power

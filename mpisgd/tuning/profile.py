@@ -18,13 +18,23 @@ import tempfile
 from collections.abc import Sequence
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from mpisgd.config import cache_folder
-from mpisgd.tuning.line import Line, Segment
-from mpisgd.tuning.model import CostModel, Curve, Measured
+from mpisgd import config
+from mpisgd.errors import InvalidArgument
+from mpisgd.tuning.curve import Curve, Segment
+from mpisgd.tuning.model import CostModel, Measured
 
-__all__ = ["ProfileError", "as_profile", "built_in", "default_path", "read", "topology_name", "write"]
+__all__ = [
+    "ProfileError",
+    "as_profile",
+    "built_in",
+    "default_path",
+    "find_costs",
+    "read",
+    "topology_name",
+    "write",
+]
 
 FORMAT = "mpisgd profile"
 VERSION = 2
@@ -49,7 +59,7 @@ def topology_name(ranks_per_host: Sequence[int]) -> str:
 
 def default_path(ranks_per_host: Sequence[int]) -> Path:
     """Return where the profile of these ranks is looked for."""
-    return cache_folder() / f"profile-{topology_name(ranks_per_host)}.json"
+    return config.cache_folder() / f"profile-{topology_name(ranks_per_host)}.json"
 
 
 def as_profile(measured: Sequence[Measured], header: dict[str, Any]) -> dict[str, Any]:
@@ -73,21 +83,11 @@ def _as_text(profile: dict[str, Any]) -> str:
 
 def _curve_as_json(curve: Curve) -> dict[str, Any]:
     segments = [
-        [
-            None if math.isinf(piece.up_to_bytes) else round(piece.up_to_bytes),
-            _rounded(piece.alpha_s),
-            _rounded(piece.beta_s_per_byte),
-        ]
-        for piece in curve.line.segments
+        [None if math.isinf(end) else round(end), _rounded(alpha), _rounded(beta)]
+        for end, alpha, beta in curve.segments
     ]
-    return {
-        "collective": curve.collective,
-        "algorithm": curve.algorithm,
-        "half": curve.half,
-        "speakers": curve.speakers,
-        "segments": segments,
-        "points": [[round(nbytes), _rounded(seconds)] for nbytes, seconds in curve.points],
-    }
+    points = [[round(nbytes), _rounded(seconds)] for nbytes, seconds in curve.points]
+    return {**vars(curve), "segments": segments, "points": points}
 
 
 def _rounded(value: float) -> float:
@@ -148,23 +148,23 @@ def _curve(entry: dict[str, Any]) -> Curve:
     return Curve(
         algorithm=str(entry["algorithm"]),
         half=bool(entry["half"]),
-        line=_line(entry["segments"]),
+        segments=_segments(entry["segments"]),
         speakers=_whole(entry["speakers"]),
         points=tuple((_number(nbytes), _number(seconds)) for nbytes, seconds in entry["points"]),
         collective=str(entry["collective"]),
     )
 
 
-def _line(entries: Sequence[Any]) -> Line:
-    """Return the line, whose last segment is open, so that every size has one."""
-    segments = [
+def _segments(entries: Sequence[Any]) -> tuple[Segment, ...]:
+    """Return the segments, of which the last is open, so that every size has one."""
+    segments = tuple(
         Segment(math.inf if end is None else _number(end), _number(alpha), _number(beta))
         for end, alpha, beta in entries
-    ]
+    )
     ends = [segment.up_to_bytes for segment in segments]
     if not segments or ends[-1] != math.inf or any(end >= after for end, after in pairwise(ends)):
         raise ValueError(f"segments end at {ends}: expected ascending sizes, the last one open")
-    return Line(tuple(segments))
+    return segments
 
 
 def _whole(value: Any) -> int:
@@ -185,3 +185,54 @@ def built_in() -> CostModel:
     for path in sorted(BUILT_IN.glob("*.json")):
         model = model.completed(read(path))
     return model
+
+
+class Ranks(Protocol):
+    """What finding the model of a job asks of its communicator."""
+
+    @property
+    def rank(self) -> int:
+        """This process's."""
+
+    def broadcast_object(self, value: Any, root: int) -> Any:
+        """Return `root`'s value. Collective."""
+
+
+def find_costs(ranks: Ranks, ranks_per_host: Sequence[int]) -> tuple[CostModel, str]:
+    """Return the model of the job; and on rank 0 what to warn of, if anything.
+
+    Collective: rank 0 reads, so that hosts with other files agree. The warning is left to the caller: where
+    warnings are errors it may only come once a rank that fails ends the job.
+
+    Raises:
+        InvalidArgument: rank 0's MPISGD_PROFILE names a file that is not there; on every rank.
+    """
+    found: CostModel | InvalidArgument | None = None
+    complaint = ""
+    if ranks.rank == 0:
+        found, complaint = _look(ranks_per_host)
+    found = ranks.broadcast_object(found, 0)
+    if isinstance(found, InvalidArgument):
+        raise found
+    assert found is not None
+    return found, complaint
+
+
+def _look(ranks_per_host: Sequence[int]) -> tuple[CostModel | InvalidArgument, str]:
+    """Return the model, or what is wrong with what was asked for; and what to warn of."""
+    named = config.profile()
+    fallback = built_in().at(ranks_per_host)
+    if named == config.BUILT_IN_PROFILE:
+        return fallback, ""
+    path = Path(named) if named else default_path(ranks_per_host)
+    try:
+        return read(path).completed(fallback).at(ranks_per_host), ""
+    except FileNotFoundError:
+        if named:
+            return InvalidArgument(f"MPISGD_PROFILE={named!r}: rank 0 finds no such file"), ""
+        return fallback, ""
+    except ProfileError as exc:
+        return fallback, (
+            f"the profile {path} cannot be used ({exc}); built-in values are used instead. Measure again "
+            "with `python -m mpisgd tune`, or remove the file"
+        )

@@ -57,7 +57,7 @@ def test_a_profile_is_measured_and_found_by_the_next_job(tmp_path):
     for curve in measured.curves:
         assert [nbytes for nbytes, _ in curve.points] == [256 * 2**power for power in range(3)]
         for nbytes, seconds in curve.points:
-            assert 0 < curve.line.seconds(nbytes) < 100 * seconds
+            assert 0 < curve.seconds(nbytes) < 100 * seconds
 
     info = run(tmp_path, "-m", "mpisgd", "info")
     assert (info.returncode, info.stderr) == (0, "")

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from mpisgd import config
 from mpisgd.errors import MpisgdError
 
@@ -152,6 +154,6 @@ def _let_siblings_in() -> None:
 def _is_gone(pid: int) -> bool:
     """Return whether there is no such process any more, or only its number."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except (OSError, IndexError):
+        return psutil.Process(pid).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.Error:
         return True

@@ -9,6 +9,7 @@ __all__ = ["is_cuda_aware", "libmpi"]
 
 def libmpi() -> str | None:
     """Return the file of the MPI library in use, which need not be the one that was expected."""
+    # psutil would read smaps, for which the kernel walks all of the process's pages.
     try:
         found = re.search(r"/\S*/libmpi(?:ch)?\.so\S*", Path("/proc/self/maps").read_text())
     except OSError:

@@ -6,20 +6,18 @@ addresses at a free port, the others try them all, and what counts is that rank 
 Once one address is chosen the others are closed, and a socket filter on this one admits only the job's hosts.
 """
 
-import array
 import contextlib
-import fcntl
 import os
 import secrets
 import selectors
 import socket
-import struct
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from ipaddress import IPv6Address
-from pathlib import Path
+from collections.abc import Sequence
+from ipaddress import ip_address
 from typing import TYPE_CHECKING, NamedTuple
+
+import psutil
 
 from mpisgd.errors import Unreachable
 from mpisgd.transport.tcp_store.socket_filter import admit_only
@@ -31,8 +29,6 @@ __all__ = ["find_listener", "local_addresses"]
 
 CONNECT_TIMEOUT_S = 2.0  # an unreachable address does not answer at all; TCP tries again after a second
 TOKEN_BYTES = 16
-SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
-GLOBAL_SCOPE = "00"
 
 
 class Endpoint(NamedTuple):
@@ -51,25 +47,20 @@ class Listener(NamedTuple):
 
 def local_addresses() -> list[str]:
     """Return this host's addresses: IPv4, then IPv6, then its loopback (for ranks of the same host)."""
-    names = [name for _, name in socket.if_nameindex()]
-    found = [*filter(None, map(_ipv4_of, names)), *_ipv6()]
-    return [*(address for address in found if not address.startswith("127.")), "127.0.0.1"]
+    entries = [entry for entries in psutil.net_if_addrs().values() for entry in entries]
+    found = [
+        entry.address
+        for family in (socket.AF_INET, socket.AF_INET6)
+        for entry in entries
+        if entry.family == family and not _stays_on_a_link(entry.address)
+    ]
+    return [*found, "127.0.0.1"]
 
 
-def _ipv4_of(interface: str) -> str | None:
-    request = array.array("B", struct.pack("256s", interface[:15].encode()))
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked, contextlib.suppress(OSError):
-        fcntl.ioctl(asked.fileno(), SIOCGIFADDR, request)
-        return socket.inet_ntoa(request[20:24].tobytes())
-    return None
-
-
-def _ipv6() -> Iterator[str]:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/net/if_inet6").read_text().splitlines():
-            digits, _, _, scope, *_ = line.split()
-            if scope == GLOBAL_SCOPE:
-                yield str(IPv6Address(bytes.fromhex(digits)))
+def _stays_on_a_link(address: str) -> bool:
+    """Return whether an address means nothing without the interface: a loopback's and IPv6's local ones."""
+    plain = ip_address(address.partition("%")[0])
+    return plain.is_loopback or (plain.version == 6 and plain.is_link_local)
 
 
 def find_listener(wire: "Communicator") -> Listener:

@@ -16,8 +16,7 @@ from mpisgd import config
 from mpisgd.core.group import Group
 from mpisgd.core.topology import arrange
 from mpisgd.job.lifecycle import world
-from mpisgd.tuning import CostModel, Curve, Measured
-from mpisgd.tuning.line import Line, Segment
+from mpisgd.tuning import CostModel, Curve, Measured, Segment
 
 pytestmark = [
     pytest.mark.mpi(min_size=2),
@@ -30,7 +29,7 @@ UNEVEN = {2: [0, 1], 3: [0, 0, 2], 4: [0, 1, 1, 1]}
 
 def mpi_is_fastest() -> CostModel:
     """What `auto` would take then must not matter to ranks that reduce in shared memory."""
-    curves = (Curve("mpi", False, Line((Segment(math.inf, 0.0, 0.0),))),)
+    curves = (Curve("mpi", False, (Segment(math.inf, 0.0, 0.0),)),)
     return CostModel("test", tuple(Measured(ranks, curves) for ranks in ((1, 1), (2, 2))))
 
 

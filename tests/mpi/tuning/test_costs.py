@@ -13,17 +13,15 @@ from mpisgd.collectives.all_reduce import choose_algorithm
 from mpisgd.collectives.dispatch import TUNED, shm_transport
 from mpisgd.job.lifecycle import world
 from mpisgd.job.rank_info import topology
-from mpisgd.tuning import CostModel, Curve, Measured
-from mpisgd.tuning.find import find_costs
-from mpisgd.tuning.line import Line, Segment
-from mpisgd.tuning.profile import as_profile, built_in, default_path, write
+from mpisgd.tuning import CostModel, Curve, Measured, Segment
+from mpisgd.tuning.profile import as_profile, built_in, default_path, find_costs, write
 
 SHAPE = (2,)
 
 
 def profile(mpi_s: float, node_s: float):
     """A profile in which both take the same time, whatever the size."""
-    lines = {name: Line((Segment(math.inf, s, 0.0),)) for name, s in (("mpi", mpi_s), ("node", node_s))}
+    lines = {name: (Segment(math.inf, s, 0.0),) for name, s in (("mpi", mpi_s), ("node", node_s))}
     return as_profile([Measured(SHAPE, tuple(Curve(name, False, line) for name, line in lines.items()))], {})
 
 
@@ -31,7 +29,7 @@ def profile(mpi_s: float, node_s: float):
 def found(groups):
     """Find costs as `init()` does; and what this rank would warn of."""
     wire = world().queue.wire.duplicate()
-    yield lambda: find_costs(wire, topology())
+    yield lambda: find_costs(wire, topology().ranks_per_host)
     wire.free()
 
 
@@ -113,7 +111,7 @@ def test_a_group_has_the_jobs_model_for_its_own_ranks(group):
 
 def costs_of(**seconds: float) -> CostModel:
     """A model in which everything takes so long, on any ranks and for any dtype."""
-    lines = {name: Line((Segment(math.inf, s, 0.0),)) for name, s in seconds.items()}
+    lines = {name: (Segment(math.inf, s, 0.0),) for name, s in seconds.items()}
     curves = tuple(Curve(name, half, line) for name, line in lines.items() for half in (False, True))
     return CostModel("test", tuple(Measured(ranks, curves) for ranks in ((2,), (1, 1), (2, 2))))
 

@@ -2,9 +2,9 @@
 
 import pytest
 
+from mpisgd.bench.cases import BATCHES
 from mpisgd.bench.payload import WrongResult
 from mpisgd.bench.training import MODELS, StepTask, Training, build
-from mpisgd.bench.trial import BATCHES
 
 
 @pytest.mark.parametrize(

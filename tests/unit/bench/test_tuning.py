@@ -6,18 +6,17 @@ import math
 
 import pytest
 
-from mpisgd.bench.tune import SETTLED_BYTES, Way, contenders, ways
-from mpisgd.bench.tune_tables import cost_table, crossovers, doubts, one_line
+from mpisgd.bench.report.tuning import cost_table, crossovers, doubts, one_line
+from mpisgd.bench.tune import SETTLED_BYTES, contenders, to_measure
 from mpisgd.collectives.all_reduce import CHOICES
 from mpisgd.collectives.dispatch import TUNED
-from mpisgd.tuning import CostModel, Curve, Measured
-from mpisgd.tuning.line import Line, Segment
+from mpisgd.tuning import CostModel, Curve, Measured, Segment
 
-FAST, SLOW, OTHER = Way("node", False), Way("ring", False), Way("mpi", True)
+FAST, SLOW, OTHER = Curve("node", False), Curve("ring", False), Curve("mpi", True)
 
 
 def names(ranks, *, plane, half, direct=False):
-    found = ways(ranks, plane=plane, direct=direct)
+    found = to_measure(ranks, plane=plane, direct=direct)
     return {(way.algorithm, way.speakers) for way in found if way.purpose == ("all_reduce", half)}
 
 
@@ -36,14 +35,14 @@ def test_every_algorithm_that_may_win_is_measured(half):
 def test_on_one_host_other_collectives_are_measured_too():
     both = {("node", False), ("mpi", False)}
     for collective in TUNED:
-        found = {(w.algorithm, w.half) for w in ways([3], plane=True) if w.collective == collective}
+        found = {(w.algorithm, w.half) for w in to_measure([3], plane=True) if w.collective == collective}
         assert found == both, collective
     for ranks, plane in ([3], False), ([2, 2], True):
-        assert {way.collective for way in ways(ranks, plane=plane)} == {"all_reduce"}
+        assert {way.collective for way in to_measure(ranks, plane=plane)} == {"all_reduce"}
 
 
 def test_what_is_measured_is_what_all_reduce_has():
-    assert {way.algorithm for ranks in ([2], [2, 2]) for way in ways(ranks, plane=True)} <= set(CHOICES)
+    assert {way.algorithm for ranks in ([2], [2, 2]) for way in to_measure(ranks, plane=True)} <= set(CHOICES)
 
 
 @pytest.mark.parametrize(
@@ -69,10 +68,11 @@ def test_small_messages_put_nobody_out():
 
 
 def straight(alpha_s, beta_s_per_byte):
-    return Line((Segment(math.inf, alpha_s, beta_s_per_byte),))
+    return (Segment(math.inf, alpha_s, beta_s_per_byte),)
 
 
-def points(line, factor=1.0):
+def points(segments, factor=1.0):
+    line = Curve("mpi", False, segments)
     return tuple((4.0**i, line.seconds(4.0**i) * (factor if i % 2 else 1.0)) for i in range(4, 13))
 
 

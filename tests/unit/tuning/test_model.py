@@ -9,17 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpisgd.tuning import CostModel, Curve, Measured
-from mpisgd.tuning.line import Line, Segment
-from mpisgd.tuning.scaling import kind, link_share, num_steps
+from mpisgd.tuning import CostModel, Curve, Measured, Segment
+from mpisgd.tuning.model import kind, link_share, num_steps
 
 KINDS = ("one host", "one rank per host", "several ranks per host")
 ALGORITHMS = ("mpi", "node", "hierarchical", "ring", "halving_doubling", "all_to_all")
 SHAPES = st.lists(st.integers(1, 8), min_size=1, max_size=6).filter(lambda ranks: sum(ranks) > 1)
 
 
-def straight(alpha_s: float, beta_s_per_byte: float) -> Line:
-    return Line((Segment(math.inf, alpha_s, beta_s_per_byte),))
+def straight(alpha_s: float, beta_s_per_byte: float) -> tuple[Segment]:
+    return (Segment(math.inf, alpha_s, beta_s_per_byte),)
 
 
 NODE = Measured(
@@ -69,7 +68,7 @@ def test_hierarchical_is_as_fast_as_its_best_number_of_speakers():
     hosts = MODEL.at([2, 2])
     assert [hosts.speakers(nbytes) for nbytes in (4, 49_000, 51_000, 2**30)] == [1, 1, 2, 2]
     for nbytes in (4, 2**30):
-        predicted = [curve.line.seconds(nbytes) for curve in HOSTS.curves[2:]]
+        predicted = [curve.seconds(nbytes) for curve in HOSTS.curves[2:]]
         assert hosts.seconds("hierarchical", nbytes) == min(predicted)
     assert MODEL.speakers(4) == 1  # nothing like it on one host
 
@@ -80,7 +79,7 @@ def test_a_model_says_what_was_measured_for_the_ranks_it_was_measured_on():
         for curve in measured.curves:
             if curve.algorithm != "hierarchical":
                 for nbytes in (4, 2**20):
-                    wanted = curve.line.seconds(nbytes)
+                    wanted = curve.seconds(nbytes)
                     assert here.seconds(curve.algorithm, nbytes, curve.half) == pytest.approx(wanted)
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
+from itertools import groupby
 
 import pytest
 
-from mpisgd.tuning import CostModel, Curve, Measured
-from mpisgd.tuning.line import Line, Segment
+from mpisgd.tuning import CostModel, Curve, Measured, Segment
+from mpisgd.tuning.model import kind
 from mpisgd.tuning.profile import (
     ProfileError,
     as_profile,
@@ -19,9 +20,8 @@ from mpisgd.tuning.profile import (
     topology_name,
     write,
 )
-from mpisgd.tuning.scaling import kind
 
-LINE = Line((Segment(4096.0, 1e-6, 0.0), Segment(math.inf, 2e-6, 3e-10)))
+LINE = (Segment(4096.0, 1e-6, 0.0), Segment(math.inf, 2e-6, 3e-10))
 POINTS = ((256.0, 1e-6), (2.0**20, 3.2e-4))
 MEASURED = (
     Measured((2, 2), (Curve("mpi", False, LINE, 1, POINTS), Curve("hierarchical", True, LINE, 2, POINTS))),
@@ -138,3 +138,31 @@ def test_there_are_built_in_values_for_every_kind_of_ranks():
         names = ["mpi", "node"] if len(shape) == 1 else ["mpi", "all_to_all"]
         for half in (False, True):
             assert all(model.at(shape).seconds(name, 2**20, half) < math.inf for name in names)
+
+
+NODE = ("direct", "node", "mpi", "all_to_all")
+HOSTS = ("hierarchical", "mpi", "ring", "halving_doubling", "all_to_all")
+WITHOUT_SHARED_MEMORY = ("mpi", "ring", "halving_doubling", "all_to_all")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "candidates", "half", "wanted"),
+    [
+        ([2], NODE, False, {4: "node", 2**18: "direct"}),
+        ([2], NODE, True, {4: "node", 2**16: "direct"}),
+        ([8], NODE, False, {4: "node", 2**19: "direct"}),
+        ([8], NODE, True, {4: "node", 2**17: "direct"}),
+        ([1] * 8, HOSTS, False, {4: "hierarchical", 2**13: "mpi", 2**14: "hierarchical"}),
+        ([1] * 8, HOSTS, True, {4: "hierarchical", 2**12: "mpi", 2**13: "hierarchical"}),
+        ([4, 4, 4], HOSTS, False, {4: "hierarchical"}),
+        ([1] * 2, WITHOUT_SHARED_MEMORY, True, {4: "mpi", 2**13: "all_to_all"}),
+        ([1] * 8, WITHOUT_SHARED_MEMORY, True, {4: "mpi", 2**14: "all_to_all"}),
+        ([2, 2], WITHOUT_SHARED_MEMORY, False, {4: "mpi"}),
+    ],
+)
+def test_what_the_built_in_values_choose_from_which_size_on(ranks, candidates, half, wanted):
+    model = built_in().at(ranks)
+    runs = groupby(
+        (2**power for power in range(2, 29)), lambda nbytes: model.choose(candidates, nbytes, half)
+    )
+    assert {next(sizes): name for name, sizes in runs} == wanted

@@ -1,3 +1,6 @@
-"""A stand-in for Horovod on top of gloo, as far as `mpisgd.bench.hvd` uses it. Put its parent on the path."""
+"""A stand-in for Horovod on top of gloo, as far as `mpisgd.bench.peers.horovod` uses it.
+
+Put its parent on the path.
+"""
 
 __version__ = "stand-in"

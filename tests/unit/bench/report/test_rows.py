@@ -3,8 +3,8 @@
 import pytest
 
 from mpisgd.bench.cases import case_of
+from mpisgd.bench.report.rows import as_bytes, as_time, collective_rows, spread, step_rows
 from mpisgd.bench.scaling import scaling_rows
-from mpisgd.bench.summary import as_bytes, as_time, collective_rows, spread, step_rows
 
 
 def test_spread_is_the_median_and_the_range():

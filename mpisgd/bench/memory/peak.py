@@ -7,6 +7,7 @@ ranks took together, over the whole run: imports, MPI's start and the first step
 
 import dataclasses
 import json
+import statistics
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,21 +15,56 @@ from pathlib import Path
 from typing import Any
 
 from mpisgd.bench.jobs import run_job
-from mpisgd.bench.pss import Share, estimate, read_share, together
-from mpisgd.bench.summary import ALLOWED_FACTOR, ALLOWED_PER_RANK, memory_rows
-from mpisgd.bench.trial import OURS, SHARED, VARIANTS, Trial
+from mpisgd.bench.memory.process_memory import ProcessMemory, estimate, read_memory, together
+from mpisgd.bench.report.rows import OURS, SHARED
 from mpisgd.errors import JobError
 
-__all__ = ["OPTIMIZERS", "MemoryPlan", "Watch", "highest", "run_memory"]
+__all__ = [
+    "NONE",
+    "OPTIMIZERS",
+    "STARTED",
+    "VARIANTS",
+    "MemoryPlan",
+    "MemorySampler",
+    "TrainingRun",
+    "highest",
+    "memory_rows",
+    "run_memory",
+]
 
 GRAIN = 2**20  # growth that is worth a closer look
 OPTIMIZERS = {"SGD": False, "SGD with momentum": True}
 
+NONE, STARTED = "none", "none, MPI started"
+VARIANTS = (NONE, STARTED, OURS, SHARED)
 
+# What a training with mpisgd may take: this much of the one without, and this much more for each rank.
+ALLOWED_FACTOR, ALLOWED_PER_RANK = 1.05, 16 * 2**20
 NOTES = (
     "none: the same processes under the same launcher, without mpisgd, MPI or mpi4py",
     f"allowed: {ALLOWED_FACTOR} x none + {ALLOWED_PER_RANK // 2**20} MiB per rank",
 )
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """One training, as the program that does it is told.
+
+    Attributes:
+        variant: one of VARIANTS.
+        model: one of BATCHES.
+        momentum: whether the optimizer keeps a state.
+        steps: how many.
+        threads: of torch.
+        small: a miniature of the model.
+    """
+
+    variant: str
+    model: str
+    momentum: bool
+    steps: int
+    threads: int
+    small: bool
 
 
 @dataclass(frozen=True)
@@ -56,8 +92,8 @@ class MemoryPlan:
     limit_s: float
 
 
-class Watch:
-    """Looks at the ranks of a running job from outside.
+class MemorySampler:
+    """Samples the memory of a running job's ranks from outside.
 
     Args:
         folder: where the ranks leave their process numbers.
@@ -71,15 +107,15 @@ class Watch:
         self._files = [folder / f"rank-{rank}.pid" for rank in range(ranks)]
         self._pids: list[str] = []
         self._highest_estimate = 0
-        self.peak = Share()
+        self.peak = ProcessMemory()
 
-    def look(self) -> None:
-        """Look once: at counters, which cost nothing, and where they have grown at the pages themselves."""
+    def sample(self) -> None:
+        """Sample once: counters, which cost nothing, and where they have grown the pages themselves."""
         self._pids = self._pids or _texts(self._files)
         estimates = [estimate(pid, len(self._files)) for pid in self._pids]
         if sum(estimates) > self._highest_estimate + GRAIN:
             self._highest_estimate = sum(estimates)
-            shares = [read_share(pid) for pid in self._pids]
+            shares = [read_memory(pid) for pid in self._pids]
             there = together(share for share in shares if share is not None)
             self.peak = max(self.peak, there, key=_total)
 
@@ -90,13 +126,46 @@ def _texts(files: Iterable[Path]) -> list[str]:
     return texts if all(texts) else []
 
 
-def _total(share: Share) -> int:
+def _total(share: ProcessMemory) -> int:
     return share.total
 
 
-def highest(diaries: Sequence[Mapping[str, Share]]) -> Share:
+def highest(samples: Sequence[Mapping[str, ProcessMemory]]) -> ProcessMemory:
     """Return the most that the ranks together took at one point of the training."""
-    return max((together(diary[point] for diary in diaries) for point in diaries[0]), key=_total)
+    return max((together(points[point] for points in samples) for point in samples[0]), key=_total)
+
+
+def memory_rows(
+    training: str, peaks: Mapping[str, Sequence[ProcessMemory]], ranks: int
+) -> list[dict[str, Any]]:
+    """Return one row for each variant of one training; all are compared with the first.
+
+    Args:
+        training: its name.
+        peaks: of the host, one for each repeat.
+        ranks: on the host.
+    """
+    totals = {name: [share.total for share in shares] for name, shares in peaks.items()}
+    base = statistics.median(next(iter(totals.values())))
+    rows = []
+    for name, values in totals.items():
+        median = statistics.median(values)
+        middle = min(peaks[name], key=lambda share: abs(share.total - median))
+        rows.append(
+            {
+                "training": training,
+                "variant": name,
+                "median_bytes": median,
+                "min_bytes": min(values),
+                "max_bytes": max(values),
+                "repeats": len(values),
+                **{f"{part}_bytes": value for part, value in vars(middle).items()},
+                "ratio_to_none": median / base,
+                "extra_bytes_per_rank": (median - base) / ranks,
+                "ratio_to_allowed": median / (ALLOWED_FACTOR * base + ALLOWED_PER_RANK * ranks),
+            }
+        )
+    return rows
 
 
 def run_memory(
@@ -113,10 +182,10 @@ def run_memory(
     library = ""
     for model in plan.models:
         for optimizer in plan.optimizers:
-            peaks: dict[str, list[Share]] = {variant: [] for variant in VARIANTS}
+            peaks: dict[str, list[ProcessMemory]] = {variant: [] for variant in VARIANTS}
             for variant in VARIANTS * plan.repeats:
-                trial = Trial(variant, model, OPTIMIZERS[optimizer], plan.steps, plan.threads, plan.small)
-                peak, said = _run(trial, plan, launcher)
+                run = TrainingRun(variant, model, OPTIMIZERS[optimizer], plan.steps, plan.threads, plan.small)
+                peak, said = _run(run, plan, launcher)
                 peaks[variant].append(peak)
                 library = said or library
             new = memory_rows(f"{model}, {optimizer}", peaks, plan.ranks)
@@ -125,25 +194,27 @@ def run_memory(
     return {"rows": rows, "library": library, "notes": list(NOTES)}
 
 
-def _run(trial: Trial, plan: MemoryPlan, launcher: Sequence[str]) -> tuple[Share, str]:
+def _run(run: TrainingRun, plan: MemoryPlan, launcher: Sequence[str]) -> tuple[ProcessMemory, str]:
     """Return the peak of one training, and the MPI library's name."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        watch = Watch(folder, plan.ranks)
-        module = ["mpisgd.bench.trainee", str(folder), json.dumps(dataclasses.asdict(trial))]
-        run_job(launcher, plan.ranks, module, plan.limit_s, watch=watch.look)
+        sampler = MemorySampler(folder, plan.ranks)
+        module = ["mpisgd.bench.memory.trainer", str(folder), json.dumps(dataclasses.asdict(run))]
+        run_job(launcher, plan.ranks, module, plan.limit_s, watch=sampler.sample)
         files = _texts([folder / f"rank-{rank}.json" for rank in range(plan.ranks)])
     if not files:
         raise JobError("bench memory: not all ranks left a result; they must all be on this host", 1)
     results = [json.loads(text) for text in files]
-    _check_checksums(trial, [result["checksum"] for result in results])
-    diaries = [{point: Share(**share) for point, share in result["points"].items()} for result in results]
-    return max(watch.peak, highest(diaries), key=_total), results[0]["library"]
+    _check_checksums(run, [result["checksum"] for result in results])
+    samples = [
+        {point: ProcessMemory(**share) for point, share in result["points"].items()} for result in results
+    ]
+    return max(sampler.peak, highest(samples), key=_total), results[0]["library"]
 
 
-def _check_checksums(trial: Trial, checksums: Sequence[float]) -> None:
+def _check_checksums(run: TrainingRun, checksums: Sequence[float]) -> None:
     """Raise unless the ranks' parameters are equal where they trained together, and only there."""
     equal = len(set(checksums)) == 1
-    if len(checksums) > 1 and equal != (trial.variant in (OURS, SHARED)):
+    if len(checksums) > 1 and equal != (run.variant in (OURS, SHARED)):
         state = "equal" if equal else "different"
-        raise JobError(f"{trial.variant}, {trial.model}: the ranks ended with {state} parameters", 1)
+        raise JobError(f"{run.variant}, {run.model}: the ranks ended with {state} parameters", 1)

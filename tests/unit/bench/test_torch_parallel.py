@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mpisgd.bench.parallel import _layers
+from mpisgd.bench.torch_parallel import _layers
 from mpisgd.bench.training import MODELS
 
 

@@ -4,8 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpisgd.bench.summary import COMPUTE, LIMIT, PING_PONG, as_bytes
-from mpisgd.bench.trial import OURS, SHARED
+from mpisgd.bench.report.rows import COMPUTE, LIMIT, OURS, PING_PONG, SHARED, as_bytes
 from mpisgd.errors import JobError
 
 if TYPE_CHECKING:

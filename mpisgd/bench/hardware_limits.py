@@ -10,15 +10,14 @@ import torch
 import mpisgd
 from mpisgd.bench.cases import Case, link_bytes
 from mpisgd.bench.measure import Timed, Variant
-from mpisgd.bench.payload import Payload
-from mpisgd.bench.summary import LIMIT, PING_PONG
+from mpisgd.bench.report.rows import LIMIT, PING_PONG
 from mpisgd.job.rank_info import topology
 
 if TYPE_CHECKING:
-    from mpisgd.bench.ring import Ring
+    from mpisgd.bench.network import Ring
     from mpisgd.transport.mpi import Communicator
 
-__all__ = ["bounds", "in_rank", "limits", "settle"]
+__all__ = ["bounds", "keep_faster_limit", "limits"]
 
 # Beyond this the link's rate counts, not how long the way is.
 MAX_PING_BYTES = 64 * 2**10
@@ -27,21 +26,6 @@ NAP_S = 0.001
 OVER_MPI, OVER_TCP = "limit, MPI", "limit, TCP"
 
 Call = Callable[[], Any]
-
-
-def in_rank(
-    name: str, call: Call, payload: Payload | None, *, ours: bool = False, start: Call = mpisgd.barrier
-) -> Timed:
-    """Return a variant of this process; one without a payload has no result to check."""
-    return Timed(
-        name,
-        call,
-        reset=payload.reset if payload else lambda: None,
-        verify=payload.verify if payload else lambda: None,
-        start=start,
-        clock=time.perf_counter,
-        ours=ours,
-    )
 
 
 def bounds(case: Case, wire: "Communicator", ring: "Ring | None") -> list[Variant]:
@@ -55,16 +39,16 @@ def bounds(case: Case, wire: "Communicator", ring: "Ring | None") -> list[Varian
 def limits(case: Case, wire: "Communicator", ring: "Ring | None") -> list[Variant]:
     """Return what no algorithm can beat: copying, or passing over the link, the bytes of a case.
 
-    Collective. `settle` makes one of them out of several.
+    Collective. `keep_faster_limit` makes one of them out of several.
     """
     if mpisgd.num_nodes() == 1:
-        return [in_rank(LIMIT, _memcpy(case), None)]
+        return [Timed(LIMIT, _memcpy(case))]
     nbytes = max(1, round(link_bytes(case, [len(ranks) for ranks in topology().nodes])))
     over_tcp = [_over_tcp(nbytes, wire, ring)] if _all_leaders_have(ring) else []
     return [_over_mpi(nbytes, wire), *over_tcp]
 
 
-def settle(seconds: dict[str, list[float]]) -> None:
+def keep_faster_limit(seconds: dict[str, list[float]]) -> None:
     """Keep the faster of the ways over the link, as the limit."""
     ways = [seconds.pop(name) for name in (OVER_MPI, OVER_TCP) if name in seconds]
     if ways:
@@ -84,83 +68,33 @@ def _memcpy(case: Case) -> Call:
     return lambda: target.copy_(source)
 
 
-# -- between hosts: some ranks speak, the others sleep --------------------------------------------------
+# -- between hosts: some ranks send, the others sleep ---------------------------------------------------
 
 
-class Asleep:
-    """A variant as seen from a rank that has no part in it, and leaves its core to those who have.
+class OverLink(Timed):
+    """A variant in which some ranks have a part; the others sleep meanwhile, and leave their cores to those.
 
     Args:
         name: in tables.
-        wire: on which it is woken.
-        waker: the rank that wakes it.
+        senders: the ranks that have a part.
+        call: returns what the sender with this place does.
+        wire: to send over.
     """
 
-    ours = False
-
-    def __init__(self, name: str, wire: "Communicator", waker: int) -> None:
-        self.name = name
-        self._comm, self._waker = wire.comm, waker
-
-    def check(self) -> None:
-        """See `Variant`."""
+    def __init__(
+        self, name: str, senders: Sequence[int], call: Callable[[int], Call], wire: "Communicator"
+    ) -> None:
+        rank = mpisgd.rank()
+        super().__init__(name, call(senders.index(rank)) if rank in senders else lambda: None)
+        self._comm = wire.comm
 
     def time(self, calls: int) -> float:
         """See `Variant`; what others take does not count here."""
-        mpisgd.barrier()
-        request = self._comm.Irecv(bytearray(1), self._waker)
-        while not request.Test():
-            time.sleep(NAP_S)
-        return 0.0
-
-    def release(self) -> None:
-        """See `Variant`."""
-
-
-class Waking(Timed):
-    """A variant of a rank that wakes others when it is done.
-
-    Args:
-        name: in tables.
-        call: does it once.
-        wire: on which the others sleep.
-        sleepers: their ranks.
-    """
-
-    def __init__(self, name: str, call: Call, wire: "Communicator", sleepers: Sequence[int]) -> None:
-        super().__init__(
-            name,
-            call,
-            reset=lambda: None,
-            verify=lambda: None,
-            start=mpisgd.barrier,
-            clock=time.perf_counter,
-        )
-        self._comm, self._sleepers = wire.comm, sleepers
-
-    def time(self, calls: int) -> float:
-        """See `Variant`."""
         seconds = super().time(calls)
-        for rank in self._sleepers:
-            self._comm.Send(b"!", rank)
+        all_are_done = self._comm.Ibarrier()
+        while not all_are_done.Test():
+            time.sleep(NAP_S)
         return seconds
-
-
-def _spoken(name: str, speakers: Sequence[int], call: Callable[[int], Call], wire: "Communicator") -> Variant:
-    """Return a variant in which only some ranks speak.
-
-    Args:
-        name: in tables.
-        speakers: their ranks; the first wakes the others.
-        call: returns what the speaker with this place does.
-        wire: to speak over.
-    """
-    rank = mpisgd.rank()
-    if rank not in speakers:
-        return Asleep(name, wire, speakers[0])
-    sleepers = [other for other in range(mpisgd.size()) if other not in speakers]
-    place = speakers.index(rank)
-    return Waking(name, call(place), wire, sleepers if place == 0 else [])
 
 
 def _over_mpi(nbytes: int, wire: "Communicator") -> Variant:
@@ -172,7 +106,7 @@ def _over_mpi(nbytes: int, wire: "Communicator") -> Variant:
         after, before = leaders[(place + 1) % len(leaders)], leaders[place - 1]
         return lambda: wire.comm.Sendrecv(give, after, recvbuf=take, source=before)
 
-    return _spoken(OVER_MPI, leaders, call, wire)
+    return OverLink(OVER_MPI, leaders, call, wire)
 
 
 def _over_tcp(nbytes: int, wire: "Communicator", ring: "Ring | None") -> Variant:
@@ -183,7 +117,7 @@ def _over_tcp(nbytes: int, wire: "Communicator", ring: "Ring | None") -> Variant
         give, take = memoryview(_bytes(nbytes)), memoryview(_bytes(nbytes))
         return lambda: ring.pass_on(give, take)
 
-    return _spoken(OVER_TCP, [ranks[0] for ranks in topology().nodes], call, wire)
+    return OverLink(OVER_TCP, [ranks[0] for ranks in topology().nodes], call, wire)
 
 
 def _ping_pong(nbytes: int, wire: "Communicator") -> Variant:
@@ -203,7 +137,7 @@ def _ping_pong(nbytes: int, wire: "Communicator") -> Variant:
 
         return answer if place else serve
 
-    return _spoken(PING_PONG, pair, call, wire)
+    return OverLink(PING_PONG, pair, call, wire)
 
 
 def _bytes(nbytes: int) -> bytearray:

@@ -7,25 +7,28 @@ Horovod's negotiation and fusion.
 import importlib
 import itertools
 import os
-import time
 from collections.abc import Callable
 from typing import Any
 
 from mpisgd.bench.cases import Case
-from mpisgd.bench.measure import Timed, Unavailable, Variant
-from mpisgd.bench.network import Meeting
+from mpisgd.bench.measure import Unavailable, Variant, timed
+from mpisgd.bench.network import interface_to
 from mpisgd.bench.payload import Payload
+from mpisgd.bench.peers.framework import Framework, Rendezvous
 from mpisgd.bench.training import StepTask, Training
 from mpisgd.config import launcher_rank
 from mpisgd.job.mpi_settings import set_mpi_defaults
 
 __all__ = ["Horovod"]
 
+PORT = "horovod's port"
 
-class Horovod:
+
+class Horovod(Framework):
     """See `Framework`."""
 
     def __init__(self) -> None:
+        super().__init__()
         hvd = importlib.import_module("horovod.torch")
         self._library = "gloo" if launcher_rank() is None else "MPI"
         if not (hvd.gloo_built() if self._library == "gloo" else hvd.mpi_built()):
@@ -37,25 +40,25 @@ class Horovod:
         """See `Framework`."""
         return f"horovod {importlib.import_module('horovod').__version__}, over {self._library}"
 
-    def host(self, address: str) -> int:
-        """See `Framework`."""
-        if self._library == "MPI":
-            return 0
-        self._server = importlib.import_module("horovod.runner.http.http_server").RendezvousServer(0)
-        port: int = self._server.start()
-        self._server.init([])
-        return port
-
-    def join(self, meeting: Meeting) -> None:
+    def join(self, rendezvous: Rendezvous) -> None:
         """See `Framework`."""
         settings = {"CONTROLLER": self._library.lower(), "CPU_OPERATIONS": self._library.lower()}
         if self._library == "MPI":
             set_mpi_defaults()  # those that mpisgd gives itself
         else:
-            settings.update(_gloo_settings(meeting))
+            settings.update(_gloo_settings(rendezvous, self._server_port(rendezvous)))
         os.environ.update({f"HOROVOD_{name}": value for name, value in settings.items()})
         self._hvd.init()
-        assert (self._hvd.rank(), self._hvd.size()) == (meeting.rank, meeting.size)
+        assert (self._hvd.rank(), self._hvd.size()) == (rendezvous.topology.rank, rendezvous.topology.size)
+
+    def _server_port(self, rendezvous: Rendezvous) -> str:
+        """Return the port at which rank 0 runs Horovod's server; the store tells it the others."""
+        store = rendezvous.store()
+        if rendezvous.topology.rank == 0:
+            self._server = importlib.import_module("horovod.runner.http.http_server").RendezvousServer(0)
+            store.set(PORT, str(self._server.start()))
+            self._server.init([])
+        return bytes(store.get(PORT)).decode()
 
     def make(self, task: Any) -> Variant:
         """See `Framework`."""
@@ -66,14 +69,7 @@ class Horovod:
         calls = self._calls(payload)
         if case.collective not in calls:
             raise Unavailable(f"Horovod has no {case.collective}")
-        return Timed(
-            "Horovod",
-            calls[case.collective],
-            reset=payload.reset,
-            verify=payload.verify,
-            start=self._hvd.barrier,
-            clock=time.perf_counter,
-        )
+        return timed("Horovod", calls[case.collective], payload, start=self._hvd.barrier)
 
     def _calls(self, payload: Payload) -> dict[str, Callable[[], Any]]:
         """Return what does each collective on `payload`; names are kept, so that Horovod's cache works."""
@@ -100,18 +96,19 @@ class Horovod:
         )
 
 
-def _gloo_settings(meeting: Meeting) -> dict[str, str]:
+def _gloo_settings(rendezvous: Rendezvous, port: str) -> dict[str, str]:
     """Return what Horovod's launcher would say, less the prefix of the names."""
+    here = rendezvous.topology
     settings = {
-        "GLOO_RENDEZVOUS_ADDR": meeting.address,
-        "GLOO_RENDEZVOUS_PORT": meeting.port,
-        "GLOO_IFACE": meeting.interface,
-        "HOSTNAME": f"host-{meeting.node_rank}",
-        "RANK": meeting.rank,
-        "SIZE": meeting.size,
-        "LOCAL_RANK": meeting.local_rank,
-        "LOCAL_SIZE": meeting.local_size,
-        "CROSS_RANK": meeting.node_rank,
-        "CROSS_SIZE": meeting.num_nodes,
+        "GLOO_RENDEZVOUS_ADDR": rendezvous.address,
+        "GLOO_RENDEZVOUS_PORT": port,
+        "GLOO_IFACE": interface_to(rendezvous.address).name,
+        "HOSTNAME": f"host-{here.node_rank}",
+        "RANK": here.rank,
+        "SIZE": here.size,
+        "LOCAL_RANK": here.local_rank,
+        "LOCAL_SIZE": here.local_size,
+        "CROSS_RANK": here.node_rank,
+        "CROSS_SIZE": here.num_nodes,
     }
     return {name: str(value) for name, value in settings.items()}

@@ -7,20 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpisgd.bench.cases import Case, bus_factor
-from mpisgd.bench.pss import Share
 
 __all__ = [
-    "ALLOWED_FACTOR",
-    "ALLOWED_PER_RANK",
     "BOUND",
     "COMPUTE",
     "LIMIT",
+    "OURS",
     "PING_PONG",
+    "SHARED",
     "Spread",
     "as_bytes",
     "as_time",
     "collective_rows",
-    "memory_rows",
     "overlap_rows",
     "ratio",
     "spread",
@@ -28,11 +26,10 @@ __all__ = [
     "timed_rows",
 ]
 
+# Names of variants.
+OURS, SHARED = "mpisgd", "mpisgd, shared parameters"
 LIMIT, PING_PONG = "limit", "ping-pong"
 COMPUTE, BOUND = "compute alone", "bound"
-
-# What a training with mpisgd may take: this much of the one without, and this much more for each rank.
-ALLOWED_FACTOR, ALLOWED_PER_RANK = 1.05, 16 * 2**20
 
 TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 BYTES = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
@@ -142,37 +139,6 @@ def timed_rows(
         }
         for name, found in spreads.items()
     ]
-
-
-def memory_rows(training: str, peaks: Mapping[str, Sequence[Share]], ranks: int) -> list[dict[str, Any]]:
-    """Return one row for each variant of one training; all are compared with the first.
-
-    Args:
-        training: its name.
-        peaks: of the host, one for each repeat.
-        ranks: on the host.
-    """
-    totals = {name: [share.total for share in shares] for name, shares in peaks.items()}
-    base = statistics.median(next(iter(totals.values())))
-    rows = []
-    for name, values in totals.items():
-        median = statistics.median(values)
-        middle = min(peaks[name], key=lambda share: abs(share.total - median))
-        rows.append(
-            {
-                "training": training,
-                "variant": name,
-                "median_bytes": median,
-                "min_bytes": min(values),
-                "max_bytes": max(values),
-                "repeats": len(values),
-                **{f"{part}_bytes": value for part, value in vars(middle).items()},
-                "ratio_to_none": median / base,
-                "extra_bytes_per_rank": (median - base) / ranks,
-                "ratio_to_allowed": median / (ALLOWED_FACTOR * base + ALLOWED_PER_RANK * ranks),
-            }
-        )
-    return rows
 
 
 def as_time(seconds: float) -> str:

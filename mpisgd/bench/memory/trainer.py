@@ -1,4 +1,4 @@
-"""The program whose memory is measured: `python -m mpisgd.bench.trainee FOLDER TRIAL`, on every rank.
+"""The program whose memory is measured: `python -m mpisgd.bench.memory.trainer FOLDER RUN`, on every rank.
 
 It trains for some steps, with mpisgd or without, and leaves in FOLDER `rank-R.pid` at its start and
 `rank-R.json` at its end: its memory where that is largest (gradients are all there, the optimizer has made
@@ -18,9 +18,11 @@ from typing import Any
 import torch
 
 import mpisgd
-from mpisgd.bench.pss import Share, read_share
+from mpisgd.bench.cases import BATCHES
+from mpisgd.bench.memory.peak import NONE, STARTED, TrainingRun
+from mpisgd.bench.memory.process_memory import ProcessMemory, read_memory
+from mpisgd.bench.report.rows import OURS, SHARED
 from mpisgd.bench.training import LEARNING_RATE, StepTask, Training
-from mpisgd.bench.trial import BATCHES, NONE, OURS, SHARED, STARTED, Trial
 from mpisgd.config import launcher_rank, launcher_size
 from mpisgd.job.mpi_settings import set_mpi_defaults
 
@@ -64,44 +66,44 @@ PREPARATIONS: dict[str, Callable[[Training], str]] = {
 }
 
 
-class Diary:
+class MemoryLog:
     """What a process took, at the points where that is largest."""
 
     def __init__(self) -> None:
-        self.points: dict[str, Share] = {}
+        self.points: dict[str, ProcessMemory] = {}
 
-    def note(self, point: str) -> None:
-        """Write down the memory of now."""
-        if share := read_share():
+    def add(self, point: str) -> None:
+        """Record the memory of now."""
+        if share := read_memory():
             self.points[point] = share
 
 
-def train(trial: Trial, rank: int, size: int) -> dict[str, Any]:
+def train(run: TrainingRun, rank: int, size: int) -> dict[str, Any]:
     """Train; return what is to be known of it."""
-    torch.set_num_threads(trial.threads)
-    diary = Diary()
-    training = Training(StepTask(trial.model, BATCHES[trial.model], size, trial.small), rank)
+    torch.set_num_threads(run.threads)
+    log = MemoryLog()
+    training = Training(StepTask(run.model, BATCHES[run.model], size, run.small), rank)
     training.optimizer = torch.optim.SGD(
-        training.model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM if trial.momentum else 0.0
+        training.model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM if run.momentum else 0.0
     )
-    library = PREPARATIONS[trial.variant](training)
-    for number in range(trial.steps):
-        training.step(average=functools.partial(diary.note, f"backward {number}"))
-        diary.note(f"step {number}")
+    library = PREPARATIONS[run.variant](training)
+    for number in range(run.steps):
+        training.step(average=functools.partial(log.add, f"backward {number}"))
+        log.add(f"step {number}")
     return {
         "library": library,
         "checksum": sum(float(param.detach().double().sum()) for param in training.model.parameters()),
-        "points": {point: dataclasses.asdict(share) for point, share in diary.points.items()},
+        "points": {point: dataclasses.asdict(share) for point, share in log.points.items()},
     }
 
 
-def main(folder: Path, trial: Trial) -> None:
+def main(folder: Path, run: TrainingRun) -> None:
     """Train, and leave what was found."""
     rank, size = launcher_rank() or 0, launcher_size() or 1
     (folder / f"rank-{rank}.pid").write_text(str(os.getpid()))
-    result = train(trial, rank, size)
+    result = train(run, rank, size)
     (folder / f"rank-{rank}.json").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Trial(**json.loads(sys.argv[2])))
+    main(Path(sys.argv[1]), TrainingRun(**json.loads(sys.argv[2])))

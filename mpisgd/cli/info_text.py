@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 
-from mpisgd.cli.facts import RankFacts, Room
+from mpisgd.cli.collect_env import RankInfo, Space
 from mpisgd.config import timeout_s
 from mpisgd.errors import InvalidArgument
 from mpisgd.transport.device.selection import DeviceFacts, choose
@@ -16,7 +16,7 @@ LABEL_WIDTH = 18
 Rows = list[tuple[str, str]]  # label and text; hosts may share a label
 
 
-def as_text(ranks: Sequence[RankFacts], no_mpi: str = "") -> str:
+def as_text(ranks: Sequence[RankInfo], no_mpi: str = "") -> str:
     """Return the page.
 
     Args:
@@ -69,7 +69,7 @@ def as_size(nbytes: int) -> str:
     return f"{nbytes / 1024**power:.{1 if power else 0}f} {units[power]}"
 
 
-def common(ranks: Sequence[RankFacts], text_of: Callable[[RankFacts], str]) -> str:
+def common(ranks: Sequence[RankInfo], text_of: Callable[[RankInfo], str]) -> str:
     """Return what all ranks say, or, where they differ, what each says: that is often the bug itself."""
     said: dict[str, list[int]] = {}
     for rank in ranks:
@@ -79,13 +79,13 @@ def common(ranks: Sequence[RankFacts], text_of: Callable[[RankFacts], str]) -> s
     return "; ".join(f"{text} ({named('rank', who)})" for text, who in said.items())
 
 
-def hosts(ranks: Sequence[RankFacts]) -> list[list[RankFacts]]:
+def hosts(ranks: Sequence[RankInfo]) -> list[list[RankInfo]]:
     """Return the ranks of each host."""
     nodes = sorted({rank.node for rank in ranks})
     return [[rank for rank in ranks if rank.node == node] for node in nodes]
 
 
-def version_rows(ranks: Sequence[RankFacts]) -> Rows:
+def version_rows(ranks: Sequence[RankInfo]) -> Rows:
     """Return the versions of everything else."""
 
     def version(name: str) -> str:
@@ -94,7 +94,7 @@ def version_rows(ranks: Sequence[RankFacts]) -> Rows:
     return [(name, version(name)) for name in ranks[0].versions if name != "mpisgd"]
 
 
-def mpi_rows(ranks: Sequence[RankFacts], no_mpi: str) -> Rows:
+def mpi_rows(ranks: Sequence[RankInfo], no_mpi: str) -> Rows:
     """Return what is known of MPI, and what is wrong with it."""
     if no_mpi:
         because = as_lines(no_mpi.splitlines())
@@ -115,7 +115,7 @@ def mpi_rows(ranks: Sequence[RankFacts], no_mpi: str) -> Rows:
     return rows
 
 
-def host_rows(ranks: Sequence[RankFacts]) -> Rows:
+def host_rows(ranks: Sequence[RankInfo]) -> Rows:
     """Return who runs where, on what."""
     rows: Rows = []
     for here in hosts(ranks):
@@ -129,7 +129,7 @@ def host_rows(ranks: Sequence[RankFacts]) -> Rows:
     return rows
 
 
-def _host(here: Sequence[RankFacts]) -> str:
+def _host(here: Sequence[RankInfo]) -> str:
     cores = counted(here[0].cores_on_host, "core")
     usable = max(rank.cores_for_job for rank in here)
     if usable != here[0].cores_on_host:
@@ -138,15 +138,15 @@ def _host(here: Sequence[RankFacts]) -> str:
     return f"{named('rank', (rank.rank for rank in here))}; {cores}; {threads} per rank"
 
 
-def _binding(here: Sequence[RankFacts]) -> str:
+def _binding(here: Sequence[RankInfo]) -> str:
     if all(len(rank.affinity) >= rank.cores_for_job for rank in here):
         return "none: every rank may run on all of them"
     return common(here, lambda rank: named("core", rank.affinity))
 
 
-def _shared_memory(ranks: Sequence[RankFacts]) -> str:
+def _shared_memory(ranks: Sequence[RankInfo]) -> str:
     rooms = [rank.shared_memory for rank in ranks]
-    known = [room for room in rooms if isinstance(room, Room)]
+    known = [room for room in rooms if isinstance(room, Space)]
     if len(known) < len(rooms):
         return common(ranks, lambda rank: str(rank.shared_memory))
     least = min(known, key=lambda room: room.free_bytes)
@@ -154,21 +154,21 @@ def _shared_memory(ranks: Sequence[RankFacts]) -> str:
     return text if len(hosts(ranks)) == 1 else f"{text} (the host with the least)"
 
 
-def setting_rows(ranks: Sequence[RankFacts]) -> Rows:
+def setting_rows(ranks: Sequence[RankInfo]) -> Rows:
     """Return the settings, one to a line."""
     labels = {"set_by_mpisgd": "set by mpisgd", "set_before": "set before"}
     return [(label, as_lines(_settings(ranks, name)) or "nothing") for name, label in labels.items()]
 
 
-def _settings(ranks: Sequence[RankFacts], which: str) -> list[str]:
-    def text(name: str) -> Callable[[RankFacts], str]:
+def _settings(ranks: Sequence[RankInfo], which: str) -> list[str]:
+    def text(name: str) -> Callable[[RankInfo], str]:
         return lambda rank: getattr(rank, which).get(name, "unset")
 
     names = sorted({name for rank in ranks for name in getattr(rank, which)})
     return [f"{name}={common(ranks, text(name))}" for name in names]
 
 
-def uses(ranks: Sequence[RankFacts]) -> dict[str, str]:
+def uses(ranks: Sequence[RankInfo]) -> dict[str, str]:
     """Return what mpisgd makes of all this, in this version."""
     level = common(ranks, lambda rank: rank.mpi.thread_level if rank.mpi else "unknown")
     can = "yes" if level == "MULTIPLE" else "no"
@@ -184,7 +184,7 @@ def uses(ranks: Sequence[RankFacts]) -> dict[str, str]:
     }
 
 
-def _cpu_plane(ranks: Sequence[RankFacts]) -> str:
+def _cpu_plane(ranks: Sequence[RankInfo]) -> str:
     if len(ranks) == 1:
         return "one rank: nothing travels"
     if all("hierarchical" in rank.planes for rank in ranks):
@@ -196,7 +196,7 @@ def _cpu_plane(ranks: Sequence[RankFacts]) -> str:
     return "through MPI (no shared memory between the ranks)"
 
 
-def _device_plane(ranks: Sequence[RankFacts]) -> str:
+def _device_plane(ranks: Sequence[RankInfo]) -> str:
     if not any(rank.own_gpu for rank in ranks):
         return "no rank has a GPU"
     seats = [
@@ -211,14 +211,14 @@ def _device_plane(ranks: Sequence[RankFacts]) -> str:
     return f"through {verdict.way} (gpu={wanted!r}){why}"
 
 
-def _costs(ranks: Sequence[RankFacts]) -> str:
+def _costs(ranks: Sequence[RankInfo]) -> str:
     source = common(ranks, lambda rank: rank.costs)
     if source == "built-in":
         return "chooses by built-in costs (python -m mpisgd tune measures those here)"
     return f"chooses by the profile {source}"
 
 
-def _crowding(ranks: Sequence[RankFacts]) -> str:
+def _crowding(ranks: Sequence[RankInfo]) -> str:
     crowded = [here for here in hosts(ranks) if len(here) > max(rank.cores_for_job for rank in here)]
     if not crowded:
         return "none, every rank has a core"

@@ -7,19 +7,21 @@
 The kernel's proportional share (PSS) divides files, too, but among all programs on the host: any other one
 that uses torch would change it. Processes of one job map the same libraries, so the largest is what a host
 has for them that does nothing else.
+
+psutil gives the sum of the three only, so this reads the kernel's own files.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Share", "estimate", "read_share", "together"]
+__all__ = ["ProcessMemory", "estimate", "read_memory", "together"]
 
 KIB = 1024
 
 
 @dataclass(frozen=True)
-class Share:
+class ProcessMemory:
     """Bytes of one process, or of several together."""
 
     private: int = 0
@@ -32,17 +34,17 @@ class Share:
         return self.private + self.shared + self.files
 
 
-def together(shares: Iterable[Share]) -> Share:
+def together(shares: Iterable[ProcessMemory]) -> ProcessMemory:
     """Return what processes of one host take together."""
     shares = list(shares)
-    return Share(
+    return ProcessMemory(
         sum(share.private for share in shares),
         sum(share.shared for share in shares),
         max((share.files for share in shares), default=0),
     )
 
 
-def read_share(pid: int | str = "self") -> Share | None:
+def read_memory(pid: int | str = "self") -> ProcessMemory | None:
     """Return the memory of a process now; None where it has ended.
 
     Cost: the kernel walks all of the process's pages: 20 ms for a gigabyte.
@@ -50,7 +52,7 @@ def read_share(pid: int | str = "self") -> Share | None:
     pss, rss = _fields(f"/proc/{pid}/smaps_rollup"), _fields(f"/proc/{pid}/status")
     if "Pss_Anon" not in pss or "RssFile" not in rss:
         return None
-    return Share(pss["Pss_Anon"], pss["Pss_Shmem"], rss["RssFile"])
+    return ProcessMemory(pss["Pss_Anon"], pss["Pss_Shmem"], rss["RssFile"])
 
 
 def estimate(pid: int | str, sharers: int) -> int:

@@ -21,7 +21,7 @@ from mpisgd.config import THREAD_VARIABLES, available_cores, launcher_rank, laun
 from mpisgd.job.lifecycle import current_job, world
 from mpisgd.transport.device.cuda_aware import is_cuda_aware, libmpi
 
-__all__ = ["MpiFacts", "RankFacts", "Room", "mpi_facts", "rank_facts", "settings", "versions"]
+__all__ = ["MpiInfo", "RankInfo", "Space", "mpi_info", "rank_info", "settings", "versions"]
 
 SETTINGS = re.compile(r"(MPISGD|OMPI_MCA|PRTE_MCA|MPIR_CVAR|NCCL)_\w+")
 MORE_SETTINGS = {*THREAD_VARIABLES, "CUDA_VISIBLE_DEVICES", "I_MPI_FABRICS", "I_MPI_PIN"}
@@ -32,7 +32,7 @@ NOT_SETTINGS = {"OMPI_MCA_PREFIXES", "OMPI_MCA_cpu_type", "OMPI_MCA_initial_wdir
 
 
 @dataclass(frozen=True)
-class Room:
+class Space:
     """Bytes of a file system."""
 
     total_bytes: int
@@ -40,7 +40,7 @@ class Room:
 
 
 @dataclass(frozen=True)
-class MpiFacts:
+class MpiInfo:
     """The MPI library this rank runs on.
 
     Attributes:
@@ -57,7 +57,7 @@ class MpiFacts:
 
 
 @dataclass(frozen=True)
-class RankFacts:
+class RankInfo:
     """One rank, its host and its software.
 
     Attributes:
@@ -88,13 +88,13 @@ class RankFacts:
     node: int
     host: str
     versions: dict[str, str]
-    mpi: MpiFacts | None
+    mpi: MpiInfo | None
     launched: int | None
     cores_on_host: int
     cores_for_job: int
     affinity: list[int]
     num_threads: int
-    shared_memory: Room | str
+    shared_memory: Space | str
     gpus: str
     nccl: str
     set_by_mpisgd: dict[str, str]
@@ -107,15 +107,15 @@ class RankFacts:
     gpu_wanted: str = "auto"
 
 
-def rank_facts(before: dict[str, str], mpi: MpiFacts | None) -> RankFacts:
+def rank_info(before: dict[str, str], mpi: MpiInfo | None) -> RankInfo:
     """Return what this rank knows.
 
     Args:
         before: `settings()` as they were before `mpisgd.init()`.
-        mpi: `mpi_facts()`, or None where `mpisgd.init()` found no MPI.
+        mpi: `mpi_info()`, or None where `mpisgd.init()` found no MPI.
     """
     added = {name: value for name, value in settings().items() if name not in before}
-    return RankFacts(
+    return RankInfo(
         rank=mpisgd.rank() if mpi else launcher_rank() or 0,
         node=mpisgd.node_rank() if mpi else 0,
         host=socket.gethostname(),
@@ -162,12 +162,12 @@ def _package_version(name: str) -> str:
         return "unknown (not installed as a package)"
 
 
-def mpi_facts() -> MpiFacts:
+def mpi_info() -> MpiInfo:
     """Return what is known of the MPI library; only after `mpisgd.init()`, since looking starts MPI."""
     from mpisgd.transport import mpi
 
     file, library = libmpi(), mpi.library_version()
-    return MpiFacts(
+    return MpiInfo(
         library=library,
         libmpi=file or "unknown (no such file among those this process has mapped)",
         thread_level=mpi.thread_level(),
@@ -197,12 +197,12 @@ def _planes() -> tuple[str, ...]:
     return tuple(name for name, plane in there.items() if plane is not None)
 
 
-def _shared_memory() -> Room | str:
+def _shared_memory() -> Space | str:
     try:
         room = os.statvfs("/dev/shm")
     except OSError as exc:
         return f"unknown (/dev/shm: {exc.strerror})"
-    return Room(room.f_frsize * room.f_blocks, room.f_frsize * room.f_bavail)
+    return Space(room.f_frsize * room.f_blocks, room.f_frsize * room.f_bavail)
 
 
 def _or_unknown(look: Callable[[], str]) -> str:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpisgd.bench.schedule import Pace, calls_per_turn, goes_on, turns
+from mpisgd.bench.measure import Pace, calls_per_turn, goes_on, turns
 
 PACE = Pace(rounds=10, min_rounds=3, budget_s=1.0, turn_s=0.01, max_calls=100)
 

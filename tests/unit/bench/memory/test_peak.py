@@ -7,9 +7,8 @@ import time
 
 import pytest
 
-from mpisgd.bench.memory import Watch, highest
-from mpisgd.bench.pss import Share, estimate, read_share, together
-from mpisgd.bench.summary import memory_rows
+from mpisgd.bench.memory.peak import MemorySampler, highest, memory_rows
+from mpisgd.bench.memory.process_memory import ProcessMemory, estimate, read_memory, together
 
 MIB = 2**20
 
@@ -36,7 +35,7 @@ def holder():
 
 def test_private_memory_is_seen_from_outside(holder):
     small, large = holder(1), holder(65)
-    difference = read_share(large.pid).private - read_share(small.pid).private
+    difference = read_memory(large.pid).private - read_memory(small.pid).private
     assert difference == pytest.approx(64 * MIB, abs=MIB)
     assert estimate(large.pid, 2) - estimate(small.pid, 2) == pytest.approx(64 * MIB, abs=MIB)
 
@@ -52,7 +51,7 @@ def test_shared_memory_counts_once_for_all_that_map_it(tmp_path):
     try:
         for process in both:
             assert process.stdout.readline() == b"ready\n"
-        shares = [read_share(process.pid) for process in both]
+        shares = [read_memory(process.pid) for process in both]
         assert together(shares).shared == pytest.approx(32 * MIB, abs=MIB)
     finally:
         os.unlink(name)
@@ -61,42 +60,45 @@ def test_shared_memory_counts_once_for_all_that_map_it(tmp_path):
 
 
 def test_of_files_the_largest_counts():
-    assert together([Share(1, 2, 30), Share(4, 5, 20)]) == Share(5, 7, 30)
-    assert together([Share(1, 2, 30), Share(4, 5, 20)]).total == 42
+    assert together([ProcessMemory(1, 2, 30), ProcessMemory(4, 5, 20)]) == ProcessMemory(5, 7, 30)
+    assert together([ProcessMemory(1, 2, 30), ProcessMemory(4, 5, 20)]).total == 42
 
 
 def test_who_has_ended_takes_nothing():
     done = subprocess.Popen([sys.executable, "-c", ""])
     done.wait()
-    assert read_share(done.pid) is None
+    assert read_memory(done.pid) is None
     assert estimate(done.pid, 1) == 0
 
 
 def test_the_highest_point_is_that_of_the_sum():
-    diaries = [{"a": Share(10), "b": Share(1)}, {"a": Share(10), "b": Share(15)}]
-    assert highest(diaries) == Share(20)
+    samples = [
+        {"a": ProcessMemory(10), "b": ProcessMemory(1)},
+        {"a": ProcessMemory(10), "b": ProcessMemory(15)},
+    ]
+    assert highest(samples) == ProcessMemory(20)
 
 
 def test_a_watch_waits_for_all_ranks_and_keeps_the_peak(holder, tmp_path):
     first, second = holder(40), holder(20)
-    watch = Watch(tmp_path, 2)
+    sampler = MemorySampler(tmp_path, 2)
     (tmp_path / "rank-0.pid").write_text(str(first.pid))
-    watch.look()
-    assert watch.peak == Share()
+    sampler.sample()
+    assert sampler.peak == ProcessMemory()
     (tmp_path / "rank-1.pid").write_text(str(second.pid))
-    watch.look()
-    peak = watch.peak
+    sampler.sample()
+    peak = sampler.peak
     assert peak.private > 60 * MIB
     first.communicate()
     time.sleep(0.01)
-    watch.look()
-    assert watch.peak == peak
+    sampler.sample()
+    assert sampler.peak == peak
 
 
 def test_rows_compare_with_the_training_without():
     peaks = {
-        "none": [Share(600 * MIB), Share(500 * MIB), Share(700 * MIB)],
-        "mpisgd": [Share(600 * MIB, 40 * MIB, 22 * MIB)],
+        "none": [ProcessMemory(600 * MIB), ProcessMemory(500 * MIB), ProcessMemory(700 * MIB)],
+        "mpisgd": [ProcessMemory(600 * MIB, 40 * MIB, 22 * MIB)],
     }
     none, ours = memory_rows("mlp, SGD", peaks, ranks=2)
     assert (none["ratio_to_none"], none["extra_bytes_per_rank"]) == (1.0, 0.0)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["command", "machine", "now", "origin"]
+__all__ = ["command", "machine", "now", "provenance"]
 
 
 def command() -> str:
@@ -28,13 +28,13 @@ def machine() -> dict[str, Any]:
     return {"architecture": platform.machine(), "processor": _processor(), "cores": os.cpu_count()}
 
 
-def origin(kind: str) -> dict[str, Any]:
+def provenance(kind: str) -> dict[str, Any]:
     """Return the part of a record that needs no job: what was asked, when and where."""
     return {"kind": kind, "command": command(), "when": now(), "machine": machine()}
 
 
 def _processor() -> str:
-    """Return the processor's name as Linux knows it."""
+    """Return the processor's name as Linux knows it; psutil does not tell it."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -3,13 +3,12 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
+from operator import attrgetter
 
 from rich.table import Table
 
-from mpisgd.bench.summary import as_bytes, as_time
-from mpisgd.bench.tune import Way
+from mpisgd.bench.report.rows import as_bytes, as_time
 from mpisgd.tuning import CostModel, Curve, Measured
-from mpisgd.tuning.line import agreement
 from mpisgd.tuning.profile import topology_name
 
 __all__ = ["cost_table", "crossovers", "doubts", "one_line"]
@@ -20,9 +19,11 @@ LOOKED_AT = [2**power * part // 2 for power in range(8, 30) for part in (2, 3)]
 COLUMNS = ("up to", "latency", "GB/s", "R²")
 
 
-def one_line(ranks_per_host: Sequence[int], nbytes: int, medians: Mapping[Way, float]) -> str:
+def one_line(ranks_per_host: Sequence[int], nbytes: int, medians: Mapping[Curve, float]) -> str:
     """Return the medians of one size, to be said as soon as they are known."""
-    said = (f"{_purpose(*way.purpose)} {way.name} {as_time(seconds)}" for way, seconds in medians.items())
+    said = (
+        f"{_purpose(*curve.purpose)} {curve.name} {as_time(seconds)}" for curve, seconds in medians.items()
+    )
     return f"{_where(ranks_per_host)}, {as_bytes(nbytes)}: " + ", ".join(said)
 
 
@@ -32,7 +33,7 @@ def cost_table(measured: Measured) -> Table:
     table = Table("collective", "algorithm", title=title, title_justify="left")
     for column in COLUMNS:
         table.add_column(column, justify="right", no_wrap=True)
-    for _, curves in groupby(measured.curves, key=_purpose_of):
+    for _, curves in groupby(measured.curves, key=attrgetter("purpose")):
         for cells in (row for curve in curves for row in _rows(curve)):
             table.add_row(*cells)
         table.add_section()
@@ -41,9 +42,9 @@ def cost_table(measured: Measured) -> Table:
 
 def _rows(curve: Curve) -> Iterator[tuple[str, ...]]:
     """Yield a row for each segment; what the rows share stands in the first."""
-    head = (_purpose(*_purpose_of(curve)), Way(curve.algorithm, curve.half, curve.speakers).name)
-    good = f"{agreement(curve.line, curve.points):.3f}"
-    for piece in curve.line.segments:
+    head = (_purpose(*curve.purpose), curve.name)
+    good = f"{curve.agreement():.3f}"
+    for piece in curve.segments:
         end = "" if math.isinf(piece.up_to_bytes) else as_bytes(round(piece.up_to_bytes))
         rate = f"{1e-9 / piece.beta_s_per_byte:.3g}" if piece.beta_s_per_byte else "-"
         yield (*head, end, as_time(piece.alpha_s) if piece.alpha_s else "-", rate, good)
@@ -53,7 +54,7 @@ def _rows(curve: Curve) -> Iterator[tuple[str, ...]]:
 def crossovers(model: CostModel, measured: Measured) -> Iterator[str]:
     """Yield for each collective and kind of dtype which algorithm is chosen from which size on."""
     here = model.at(measured.ranks_per_host)
-    for purpose, curves in groupby(measured.curves, key=_purpose_of):
+    for purpose, curves in groupby(measured.curves, key=attrgetter("purpose")):
         names = tuple(dict.fromkeys(curve.algorithm for curve in curves))
         chosen = [(nbytes, _choice(here, names, nbytes, purpose)) for nbytes in LOOKED_AT]
         runs = [(name, next(run)[0]) for name, run in groupby(chosen, key=lambda pair: pair[1])]
@@ -64,7 +65,7 @@ def crossovers(model: CostModel, measured: Measured) -> Iterator[str]:
 def doubts(measured: Sequence[Measured]) -> Iterator[str]:
     """Yield what should make one measure again."""
     lines = [curve for one in measured for curve in one.curves]
-    poor = sum(agreement(curve.line, curve.points) < POOR for curve in lines)
+    poor = sum(curve.agreement() < POOR for curve in lines)
     if poor:
         yield f"{poor} of {len(lines)} fits are poor (R² below {POOR}): was the machine busy?"
 
@@ -73,7 +74,7 @@ def _choice(model: CostModel, names: tuple[str, ...], nbytes: int, purpose: tupl
     collective, half = purpose
     name = model.choose(names, nbytes, half, collective)
     speakers = model.speakers(nbytes, half) if name == "hierarchical" else 1
-    return Way(name, half, speakers).name
+    return Curve(name, half, speakers=speakers).name
 
 
 def _where(ranks_per_host: Sequence[int]) -> str:
@@ -81,10 +82,6 @@ def _where(ranks_per_host: Sequence[int]) -> str:
     if len(ranks_per_host) == 1:
         return f"{ranks_per_host[0]} ranks on one host"
     return f"{topology_name(ranks_per_host)} ranks on {len(ranks_per_host)} hosts"
-
-
-def _purpose_of(curve: Curve) -> tuple[str, bool]:
-    return curve.collective, curve.half
 
 
 def _purpose(collective: str, half: bool) -> str:

@@ -1,0 +1,1 @@
+"""What was measured, for people: rows, tables for a terminal, plots."""
