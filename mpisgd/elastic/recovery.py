@@ -19,12 +19,12 @@ capability".
 import gc
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from mpisgd.core import waiting
 from mpisgd.elastic.joining import Terms, grow
-from mpisgd.errors import JobError, MpisgdError
+from mpisgd.errors import JobError, MpisgdError, PeerLost
 from mpisgd.job import lifecycle as jobs
 from mpisgd.job import rank_info
 from mpisgd.monitor.startup_timeout import within
@@ -33,9 +33,20 @@ if TYPE_CHECKING:
     from mpisgd.core.topology import Topology
     from mpisgd.transport.mpi import Communicator
 
-__all__ = ["Recovered", "free_old_worlds", "has_quorum", "recover", "report", "silent_hosts"]
+__all__ = [
+    "Recovered",
+    "agree_on_end",
+    "free_old_worlds",
+    "has_quorum",
+    "outlives_losses",
+    "recover",
+    "report",
+    "silent_hosts",
+    "wait_for_notice",
+]
 
 MINORITY_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h
+NOTICE_S = 0.5  # the failure detector needs less; an error may come before it has looked
 SHRINKING = "the agreement of the remaining ranks on who they are"
 
 
@@ -51,6 +62,28 @@ class Recovered(NamedTuple):
     lost: tuple[int, ...]
     num_joiners: int
     took_s: float
+
+
+def outlives_losses() -> bool:
+    """Return whether the job goes on where a rank is lost."""
+    return jobs.is_initialized() and jobs.current_job().failure_detector is not None
+
+
+def wait_for_notice(is_likely: Callable[[], bool]) -> None:
+    """Return when the loss of a rank has been noticed, or is not likely any more, or after a while."""
+    deadline = time.monotonic() + NOTICE_S
+    while is_likely() and waiting.cancel_reason() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def agree_on_end() -> None:
+    """Return when all ranks come here: one that had left could not help the others after a loss.
+
+    Raises:
+        PeerLost: a rank was lost before.
+    """
+    if outlives_losses() and not jobs.current_job().wire.agree(True):
+        raise PeerLost("a rank of the job was lost at the end of elastic.run")
 
 
 def silent_hosts(nodes: Sequence[Sequence[int]], left: Collection[int]) -> list[int]:

@@ -1,7 +1,6 @@
 """`run`: a training function that continues with the remaining ranks when one is lost."""
 
 import functools
-import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -10,14 +9,19 @@ from mpisgd.core import waiting
 from mpisgd.core.consistency import Operation
 from mpisgd.elastic.decorator import Frontend, Function, elastic_function
 from mpisgd.elastic.joining import Terms, join
-from mpisgd.elastic.recovery import free_old_worlds, recover, report
+from mpisgd.elastic.recovery import (
+    agree_on_end,
+    free_old_worlds,
+    outlives_losses,
+    recover,
+    report,
+    wait_for_notice,
+)
 from mpisgd.elastic.state import State
 from mpisgd.errors import InvalidArgument, JobError, PeerLost
 from mpisgd.job import lifecycle as jobs
 
 __all__ = ["run"]
-
-NOTICE_S = 0.5  # the failure detector needs less; an error may come before it has looked
 
 
 def run(
@@ -97,10 +101,8 @@ def _resume(state: State, joiners: bool) -> None:
 
 def _end_together() -> None:
     """Return when all ranks do: a rank that has left cannot take part in a recovery."""
-    job = jobs.current_job()
-    job.world.queue.run(Operation("end of elastic.run"), lambda: None)
-    if job.failure_detector is not None and not job.wire.agree(True):
-        raise PeerLost("a rank of the job was lost at the end of elastic.run")
+    jobs.current_job().world.queue.run(Operation("end of elastic.run"), lambda: None)
+    agree_on_end()
 
 
 def _is_loss(exc: Exception) -> bool:
@@ -109,11 +111,9 @@ def _is_loss(exc: Exception) -> bool:
     A late rank is not lost. The others cannot continue without it, since it may still come, and a return to
     the last commit would wait for it again. So the job ends.
     """
-    if isinstance(exc, JobError) or not jobs.is_initialized() or jobs.current_job().failure_detector is None:
+    if isinstance(exc, JobError) or not outlives_losses():
         return False
-    deadline = time.monotonic() + NOTICE_S
-    while not isinstance(exc, PeerLost) and waiting.cancel_reason() is None and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for_notice(lambda: not isinstance(exc, PeerLost))
     return waiting.is_loss() or (isinstance(exc, PeerLost) and waiting.cancel_reason() is None)
 
 

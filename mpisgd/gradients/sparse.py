@@ -11,7 +11,7 @@ from mpisgd.collectives.sparse import all_reduce_sparse
 from mpisgd.core.dtypes import ReduceOp
 from mpisgd.core.group import Group
 
-__all__ = ["reduce_sparse"]
+__all__ = ["empty_sparse", "reduce_sparse"]
 
 NONE, SPARSE, DENSE = 0, 1, 2
 
@@ -62,7 +62,7 @@ def _reduce_one(
     total: Tensor | None = None
     if SPARSE in present:
         sparse_dim = int(kinds[:, 1].max())
-        own = grad if grad is not None and grad.is_sparse else _nothing(param, sparse_dim)
+        own = grad if grad is not None and grad.is_sparse else empty_sparse(param, sparse_dim)
         total = all_reduce_sparse(own, op, group)
     if DENSE in present:
         own = grad.clone() if grad is not None and not grad.is_sparse else torch.zeros_like(param)
@@ -71,7 +71,8 @@ def _reduce_one(
     return total
 
 
-def _nothing(param: Tensor, sparse_dim: int) -> Tensor:
+def empty_sparse(param: Tensor, sparse_dim: int) -> Tensor:
+    """Return a sparse tensor of the shape and dtype of `param` without values."""
     indices = torch.empty(sparse_dim, 0, dtype=torch.int64, device=param.device)
     values = torch.empty(0, *param.shape[sparse_dim:], dtype=param.dtype, device=param.device)
     return torch.sparse_coo_tensor(indices, values, param.shape, is_coalesced=True, check_invariants=False)

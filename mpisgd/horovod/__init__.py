@@ -44,6 +44,8 @@ from mpisgd.horovod.basics import (
     rocm_built,
     shutdown,
     size,
+    start_timeline,
+    stop_timeline,
 )
 from mpisgd.horovod.broadcast import broadcast, broadcast_, broadcast_async, broadcast_async_
 from mpisgd.horovod.compression import Compression
@@ -52,17 +54,21 @@ from mpisgd.horovod.exceptions import (
     HorovodVersionMismatchError,
     HostsUpdatedInterrupt,
 )
+from mpisgd.horovod.functions import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
 from mpisgd.horovod.handles import poll, synchronize
-from mpisgd.horovod.objects import allgather_object, broadcast_object
-from mpisgd.horovod.ops import Adasum, Average, Max, Min, Product, Sum
 from mpisgd.horovod.optimizer import DistributedOptimizer
-from mpisgd.horovod.parameters import broadcast_optimizer_state, broadcast_parameters
 from mpisgd.horovod.process_sets import (
     ProcessSet,
     add_process_set,
     global_process_set,
     remove_process_set,
 )
+from mpisgd.horovod.reduce_ops import Adasum, Average, Max, Min, Product, Sum
 from mpisgd.horovod.reducescatter import (
     grouped_reducescatter,
     grouped_reducescatter_async,
@@ -70,7 +76,6 @@ from mpisgd.horovod.reducescatter import (
     reducescatter_async,
 )
 from mpisgd.horovod.sparse import sparse_allreduce_async
-from mpisgd.horovod.timeline import start_timeline, stop_timeline
 
 if TYPE_CHECKING:
     from mpisgd.horovod.sync_batch_norm import SyncBatchNorm

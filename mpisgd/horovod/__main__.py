@@ -1,7 +1,7 @@
-"""`python -m mpisgd.horovod script.py`: see `mpisgd.horovod.stand_in`."""
+"""`python -m mpisgd.horovod script.py`: see `mpisgd.horovod.shim`."""
 
 import sys
 
-from mpisgd.horovod.stand_in.program import main
+from mpisgd.horovod.shim.program import main
 
 main(sys.argv[1:])

@@ -13,8 +13,8 @@ from torch import Tensor
 from mpisgd.horovod.allreduce import grouped_allreduce_async_
 from mpisgd.horovod.compression import Compressor
 from mpisgd.horovod.handles import synchronize
-from mpisgd.horovod.ops import Adasum
 from mpisgd.horovod.process_sets import ProcessSet
+from mpisgd.horovod.reduce_ops import Adasum
 from mpisgd.job import rank_info
 
 __all__ = ["adasum_optimizer"]

@@ -14,14 +14,15 @@ from mpisgd.horovod.allreduce import allreduce_async
 from mpisgd.horovod.arguments import as_tensor, as_tensors
 from mpisgd.horovod.engine.entry import Entry
 from mpisgd.horovod.handles import synchronize
-from mpisgd.horovod.ops import Average
 from mpisgd.horovod.process_sets import ProcessSet, global_process_set
+from mpisgd.horovod.reduce_ops import Average, name_of
 
 __all__ = [
     "HorovodAllgather",
     "HorovodGroupedAllgather",
     "allgather",
     "allgather_async",
+    "gather_to_reduce",
     "grouped_allgather",
     "grouped_allgather_async",
     "own_rows",
@@ -52,9 +53,20 @@ def grouped_allgather_async(
     return _start(as_tensors("allgather", tensors), name, process_set, list)
 
 
-def _start(tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet, finish: Any) -> int:
+def gather_to_reduce(tensor: Tensor, name: str, op: int, process_set: ProcessSet) -> int:
+    """Start to gather what every rank will combine by itself.
+
+    For a reduction whose parts cannot be added up on their way. As in other reductions, a rank that has
+    joined takes part with what changes nothing, here no rows.
+    """
+    return _start([tensor], name, process_set, lambda gathered: gathered[0], name_of(op))
+
+
+def _start(
+    tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet, finish: Any, op: str = ""
+) -> int:
     inputs = [tensor.detach() for tensor in tensors]
-    request = submission.described("allgather", name, inputs, process_set, ragged=True)
+    request = submission.make_request("allgather", name, inputs, process_set, ragged=True, op=op)
     return submission.submit(Entry(request, inputs, finish=finish))
 
 

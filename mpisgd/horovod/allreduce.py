@@ -14,8 +14,8 @@ from mpisgd.horovod.arguments import as_tensor, as_tensors, check_compression
 from mpisgd.horovod.compression import Compression, Compressor
 from mpisgd.horovod.engine.entry import Entry
 from mpisgd.horovod.handles import synchronize
-from mpisgd.horovod.ops import reduction_for
 from mpisgd.horovod.process_sets import ProcessSet, global_process_set
+from mpisgd.horovod.reduce_ops import reduction_for
 
 __all__ = [
     "HorovodAllreduce",
@@ -44,7 +44,7 @@ def _start(
 ) -> int:
     """Submit the reduction of `tensors` into `outputs`, and return its handle."""
     reduction = reduction_for(op, average, tensors[0].dtype)
-    request = submission.described(
+    request = submission.make_request(
         "allreduce",
         name,
         tensors,

@@ -50,7 +50,7 @@ def _start(
 ) -> int:
     """Submit the exchange; `finish` makes the handle's result of the pair of rows and numbers of rows."""
     own = as_tensor("alltoall", tensor).detach()
-    request = submission.described("alltoall", name, [own], process_set, ragged=True)
+    request = submission.make_request("alltoall", name, [own], process_set, ragged=True)
     rows = _rows_for(own, splits, len(engine().members(request.set_id)))
     device = splits.device if isinstance(splits, Tensor) else torch.device("cpu")
     entry = Entry(request, [own], splits=rows, finish=lambda got: finish((got[0], got[1].to(device))))

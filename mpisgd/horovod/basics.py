@@ -1,14 +1,16 @@
-"""`init`, `shutdown`, who is who, and what this build can do."""
+"""`init`, `shutdown`, ranks and sizes, `join`, `barrier`, the timeline, and what this build can do."""
 
 from typing import Any
 
 import torch
 
+from mpisgd.arguments import check_flag, check_text
 from mpisgd.horovod import state
 from mpisgd.horovod.arguments import as_ranks
 from mpisgd.horovod.engine.entry import Entry
+from mpisgd.horovod.engine.timeline import start_request, stop_request
 from mpisgd.horovod.process_sets import ProcessSet, add_process_set, global_process_set
-from mpisgd.horovod.submission import described
+from mpisgd.horovod.submission import make_request
 from mpisgd.job import lifecycle, rank_info
 
 __all__ = [
@@ -34,6 +36,8 @@ __all__ = [
     "rocm_built",
     "shutdown",
     "size",
+    "start_timeline",
+    "stop_timeline",
 ]
 
 
@@ -122,8 +126,8 @@ def is_homogeneous() -> bool:
 def join(device: int = -1) -> int:
     """Take part in the others' operations, without data, until all ranks have joined.
 
-    For ranks whose data is used up: they give zeros to a sum, no rows to a gathering, and what changes
-    nothing to a minimum, maximum or product. A broadcast from a rank that has joined is an error.
+    For ranks whose data is used up: they give zeros to a sum, and what changes nothing to a minimum, maximum
+    or product. What is no reduction (allgather, alltoall, broadcast, reducescatter) is an error meanwhile.
 
     Args:
         device: taken for compatibility.
@@ -137,7 +141,31 @@ def join(device: int = -1) -> int:
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return once every member has called it."""
     engine = state.engine()
-    engine.wait(engine.submit(Entry(described("barrier", "barrier", [], process_set))))
+    engine.wait(engine.submit(Entry(make_request("barrier", "barrier", [], process_set))))
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """EngineTimeline what all ranks do from now on, into one file that is there once the timeline has ended.
+
+    On one rank or on several: the first call counts for all. See `mpisgd.start_timeline`.
+
+    Args:
+        file_path: as there.
+        mark_cycles: whether to note when the ranks negotiate.
+
+    Raises:
+        InvalidArgument: a rank cannot write there.
+    """
+    check_text("start_timeline", "file_path", file_path)
+    check_flag("start_timeline", "mark_cycles", mark_cycles)
+    engine = state.engine()
+    engine.wait(engine.submit(Entry(start_request(file_path, mark_cycles))))
+
+
+def stop_timeline() -> None:
+    """End the timeline on all ranks, and write its file; nothing where none is recorded."""
+    engine = state.engine()
+    engine.wait(engine.submit(Entry(stop_request())))
 
 
 def mpi_threads_supported() -> bool:

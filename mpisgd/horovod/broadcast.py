@@ -13,8 +13,8 @@ from mpisgd.horovod.allreduce import allreduce_async
 from mpisgd.horovod.arguments import as_rank, as_tensor
 from mpisgd.horovod.engine.entry import Entry
 from mpisgd.horovod.handles import synchronize
-from mpisgd.horovod.ops import Average
 from mpisgd.horovod.process_sets import ProcessSet, global_process_set
+from mpisgd.horovod.reduce_ops import Average
 from mpisgd.horovod.state import engine
 from mpisgd.job.rank_info import rank
 
@@ -25,7 +25,7 @@ def _start(
     tensor: Tensor, output: Tensor, root_rank: int, name: str | None, process_set: ProcessSet, result: Tensor
 ) -> int:
     root_rank = as_rank("broadcast", root_rank)
-    request = submission.described(
+    request = submission.make_request(
         "broadcast", name, [tensor], process_set, in_place=output is tensor, root=root_rank
     )
     if root_rank not in engine().members(request.set_id):

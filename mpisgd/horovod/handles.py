@@ -63,5 +63,11 @@ def synchronize(handle: Any) -> Any:
     if not isinstance(handle, int):
         raise ValueError(f"synchronize: handle={shown(handle)}; expected what an _async function returned")
     with _lock:
-        found = _entries.pop(handle, None)
-    return None if found is None else state.engine().wait(found)
+        found = _entries.get(handle)
+    if found is None:
+        return None
+    try:
+        return state.engine().wait(found)
+    finally:
+        if found.done.is_set():  # else it was interrupted, and may be waited for again
+            forget(handle)

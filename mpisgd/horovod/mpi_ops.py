@@ -1,143 +1,17 @@
-"""Where Horovod keeps its operations: `horovod.torch.mpi_ops`."""
+"""Where Horovod keeps its operations, `horovod.torch.mpi_ops`: all that the modules here export."""
 
-from mpisgd.horovod.allgather import (
-    HorovodAllgather,
-    HorovodGroupedAllgather,
-    allgather,
-    allgather_async,
-    grouped_allgather,
-    grouped_allgather_async,
-)
-from mpisgd.horovod.allreduce import (
-    HorovodAllreduce,
-    HorovodGroupedAllreduce,
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-)
-from mpisgd.horovod.alltoall import HorovodAlltoall, alltoall, alltoall_async
-from mpisgd.horovod.basics import (
-    barrier,
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_homogeneous,
-    is_initialized,
-    join,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    rocm_built,
-    shutdown,
-    size,
-)
-from mpisgd.horovod.broadcast import (
-    HorovodBroadcast,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-)
-from mpisgd.horovod.compression import Compression
-from mpisgd.horovod.exceptions import HorovodInternalError
-from mpisgd.horovod.handles import poll, synchronize
-from mpisgd.horovod.ops import Adasum, Average, Max, Min, Product, Sum
-from mpisgd.horovod.process_sets import (
-    ProcessSet,
-    add_process_set,
-    global_process_set,
-    remove_process_set,
-)
-from mpisgd.horovod.reducescatter import (
-    HorovodGroupedReducescatter,
-    HorovodReducescatter,
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    reducescatter,
-    reducescatter_async,
-)
-from mpisgd.horovod.sparse import sparse_allreduce_async
+# ruff: noqa: F403
 
-__all__ = [
-    "Adasum",
-    "Average",
-    "Compression",
-    "HorovodAllgather",
-    "HorovodAllreduce",
-    "HorovodAlltoall",
-    "HorovodBroadcast",
-    "HorovodGroupedAllgather",
-    "HorovodGroupedAllreduce",
-    "HorovodGroupedReducescatter",
-    "HorovodInternalError",
-    "HorovodReducescatter",
-    "Max",
-    "Min",
-    "ProcessSet",
-    "Product",
-    "Sum",
-    "add_process_set",
-    "allgather",
-    "allgather_async",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "alltoall",
-    "alltoall_async",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
-    "join",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "poll",
-    "rank",
-    "reducescatter",
-    "reducescatter_async",
-    "remove_process_set",
-    "rocm_built",
-    "shutdown",
-    "size",
-    "sparse_allreduce_async",
-    "synchronize",
-]
+from mpisgd.horovod.allgather import *
+from mpisgd.horovod.allreduce import *
+from mpisgd.horovod.alltoall import *
+from mpisgd.horovod.basics import *
+from mpisgd.horovod.broadcast import *
+from mpisgd.horovod.compression import Compression as Compression
+from mpisgd.horovod.exceptions import HorovodInternalError as HorovodInternalError
+from mpisgd.horovod.handles import poll as poll
+from mpisgd.horovod.handles import synchronize as synchronize
+from mpisgd.horovod.process_sets import *
+from mpisgd.horovod.reduce_ops import *
+from mpisgd.horovod.reducescatter import *
+from mpisgd.horovod.sparse import sparse_allreduce_async as sparse_allreduce_async

@@ -18,9 +18,9 @@ from mpisgd.arguments import check_flag, shown
 from mpisgd.horovod.adasum_optimizer import adasum_optimizer
 from mpisgd.horovod.arguments import check_compression, check_optimizer
 from mpisgd.horovod.compression import Compression, Compressor
-from mpisgd.horovod.gradients import GradientExchange, Terms
-from mpisgd.horovod.ops import Adasum, Average, name_of
+from mpisgd.horovod.gradients import ExchangeOptions, GradientExchange
 from mpisgd.horovod.process_sets import ProcessSet, global_process_set
+from mpisgd.horovod.reduce_ops import Adasum, Average, name_of
 from mpisgd.job import rank_info
 
 __all__ = ["DistributedOptimizer", "begin_anew"]
@@ -92,7 +92,9 @@ def DistributedOptimizer(
     if num_groups:
         warnings.warn("Parameter `num_groups` has been replaced by `groups`", DeprecationWarning, 2)
         groups = num_groups if groups is None else groups
-    terms = Terms(op, compression, gradient_predivide_factor, sparse_as_dense, keep_none, process_set)
+    terms = ExchangeOptions(
+        op, compression, gradient_predivide_factor, sparse_as_dense, keep_none, process_set
+    )
     kind = type(optimizer)
     optimizer.__class__ = type(kind.__name__, (_DistributedOptimizer, kind), {})
     assert isinstance(optimizer, _DistributedOptimizer)
@@ -138,7 +140,7 @@ def _check(passes: int, op: int, factor: float) -> None:
     name_of(op)
 
 
-class _Share(NamedTuple):
+class _Covered(NamedTuple):
     """Parameters that were added together, and how many passes the gradient of each still waits for."""
 
     params: Sequence[Tensor]
@@ -168,7 +170,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         named: list[tuple[str, Tensor]],
         groups: int | Sequence[Sequence[Tensor]] | None,
         passes: int,
-        terms: Terms,
+        terms: ExchangeOptions,
     ) -> None:
         self._parameter_names = {param: name for name, param in named}
         self._groups, self._terms = groups, terms
@@ -176,7 +178,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self.backward_passes_per_step = passes
         self._synchronized = self._synchronized_for_scaler = False
         self._should_synchronize = True
-        self._shares: list[_Share] = []
+        self._covered: list[_Covered] = []
         self.register_step_pre_hook(_before_step)
         self._cover_new_ones()
 
@@ -184,17 +186,17 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         """Exchange the gradients of those parameters that are trained and not covered yet."""
         if not self._terms.process_set.included() or rank_info.size() == 1:
             return
-        covered = {id(param) for share in self._shares for param in share.params}
+        known = {id(param) for covered in self._covered for param in covered.params}
         params = [param for group in self.param_groups for param in group["params"]]
-        new = [param for param in params if param.requires_grad and id(param) not in covered]
+        new = [param for param in params if param.requires_grad and id(param) not in known]
         if not new:
             return
         names = [self._parameter_names[param] for param in new]
-        label = self._label + f".{len(self._shares)}" * bool(self._shares)
+        label = self._label + f".{len(self._covered)}" * bool(self._covered)
         exchange = GradientExchange(label, new, names, _indices(self._groups, new), self._terms)
-        self._shares.append(share := _Share(new, exchange, [self.backward_passes_per_step] * len(new)))
+        self._covered.append(covered := _Covered(new, exchange, [self.backward_passes_per_step] * len(new)))
         for index, param in enumerate(new):
-            param.register_post_accumulate_grad_hook(share.hook(index))
+            param.register_post_accumulate_grad_hook(covered.hook(index))
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Sum gradients locally over so many `backward()`s from now on."""
@@ -204,19 +206,19 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._count_passes_anew()
 
     def _count_passes_anew(self) -> None:
-        for share in self._shares:
-            share.delays[:] = [self.backward_passes_per_step] * len(share.delays)
+        for covered in self._covered:
+            covered.delays[:] = [self.backward_passes_per_step] * len(covered.delays)
 
     @property
     def _is_underway(self) -> bool:
-        return any(share.exchange.is_underway for share in self._shares)
+        return any(covered.exchange.is_underway for covered in self._covered)
 
     def synchronize(self) -> None:
         """Wait until every gradient is that of all ranks; send those that have not been sent."""
-        for share in self._shares:
-            share.exchange.send()
-        for share in self._shares:
-            share.exchange.receive()
+        for covered in self._covered:
+            covered.exchange.send()
+        for covered in self._covered:
+            covered.exchange.receive()
         self._count_passes_anew()
         self._synchronized = True
 
@@ -264,8 +266,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._cover_new_ones()
 
     def _forget_step(self) -> None:
-        for share in self._shares:
-            share.exchange.forget()
+        for covered in self._covered:
+            covered.exchange.forget()
         self._count_passes_anew()
         self._end_step()
 

@@ -3,9 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from mpisgd.arguments import shown
 from mpisgd.horovod import state
 from mpisgd.horovod.arguments import as_ranks
+from mpisgd.horovod.engine.entry import Entry
+from mpisgd.horovod.engine.request import Request
 from mpisgd.job import lifecycle, rank_info
 
 __all__ = [
@@ -131,10 +135,8 @@ def _checked(ranks: list[int]) -> list[int]:
 
 def _add_those_of_communicators(added: ProcessSet) -> ProcessSet:
     """Add the sets of all ranks' communicators that there are not yet. Collective."""
-    from mpisgd.horovod.objects import allgather_object  # which has process sets itself
-
     mine = _ranks_of(added.mpi_comm)
-    everyones = [ranks for ranks in allgather_object(mine, "process sets of communicators") if ranks]
+    everyones = [ranks for ranks in _gather(mine) if ranks]
     for ranks in everyones:
         if state.engine().find_set(ranks) is None:
             state.engine().add_set(_checked(ranks))
@@ -143,6 +145,16 @@ def _add_those_of_communicators(added: ProcessSet) -> ProcessSet:
     ranks = mine or everyones[0]  # a rank that is in none of them knows the first one
     added.settle(state.engine().find_set(ranks), ranks)
     return added
+
+
+def _gather(mine: list[int]) -> list[list[int]]:
+    """Return every rank's list of ranks. Collective."""
+    row = torch.zeros(1, rank_info.size(), dtype=torch.bool)
+    row[0, mine] = True
+    request = Request("allgather.process_sets", "allgather", dtypes=("bool",), shapes=((rank_info.size(),),))
+    engine = state.engine()
+    (rows,) = engine.wait(engine.submit(Entry(request, [row])))
+    return [listed.nonzero().view(-1).tolist() for listed in rows]
 
 
 def _ranks_of(comm: Any) -> list[int]:

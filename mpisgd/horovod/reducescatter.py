@@ -16,8 +16,8 @@ from mpisgd.horovod.compression import Compression, Compressor
 from mpisgd.horovod.engine.entry import Entry
 from mpisgd.horovod.exceptions import HorovodInternalError
 from mpisgd.horovod.handles import synchronize
-from mpisgd.horovod.ops import Average, Sum, name_of, reduction_for
 from mpisgd.horovod.process_sets import ProcessSet, global_process_set
+from mpisgd.horovod.reduce_ops import Average, Sum, name_of, reduction_for
 
 __all__ = [
     "HorovodGroupedReducescatter",
@@ -40,7 +40,7 @@ def _start(
     if name_of(op) not in ("Average", "Sum"):
         raise HorovodInternalError("Reducescatter currently only supports AVERAGE and SUM.")
     inputs = [tensor.detach() for tensor in tensors]
-    request = submission.described(
+    request = submission.make_request(
         "reducescatter",
         name,
         inputs,

@@ -7,14 +7,14 @@ from torch import Tensor
 
 from mpisgd.arguments import shown
 from mpisgd.errors import UnsupportedTensor
-from mpisgd.horovod.allgather import allgather_async
+from mpisgd.horovod.allgather import gather_to_reduce
 from mpisgd.horovod.arguments import as_tensor, check_name
 from mpisgd.horovod.handles import synchronize
-from mpisgd.horovod.ops import Average, Sum
 from mpisgd.horovod.process_sets import ProcessSet, global_process_set
+from mpisgd.horovod.reduce_ops import Average, Sum
 from mpisgd.horovod.state import engine
 
-__all__ = ["sparse_allreduce_async", "sparse_dims_sent_by_others", "without_rows"]
+__all__ = ["sparse_allreduce_async", "sparse_dims_sent_by_others"]
 
 
 def sparse_allreduce_async(
@@ -42,8 +42,8 @@ def sparse_allreduce_async(
     if as_tensor("sparse_allreduce_async", tensor).layout is not torch.sparse_coo:
         raise UnsupportedTensor(f"sparse_allreduce_async: tensor has layout {tensor.layout}; expected COO")
     own = tensor.detach().coalesce()
-    indices = allgather_async(own.indices().T.contiguous(), f"{name}.indices", process_set)
-    values = allgather_async(own.values(), f"{name}.values", process_set)
+    indices = gather_to_reduce(own.indices().T.contiguous(), f"{name}.indices", op, process_set)
+    values = gather_to_reduce(own.values(), f"{name}.values", op, process_set)
 
     def finish() -> Tensor:
         gathered, places = synchronize(values), synchronize(indices)
@@ -64,10 +64,3 @@ def sparse_dims_sent_by_others(process_set: ProcessSet, prefix: str) -> dict[str
     waiting = engine().awaited(set_id, f"allgather.{prefix}")
     indices = [request for request in waiting if request.label.endswith(".indices")]
     return {request.label.removesuffix(".indices"): request.shapes[0][0] for request in indices}
-
-
-def without_rows(like: Tensor, sparse_dim: int) -> Tensor:
-    """Return a sparse tensor of the shape and dtype of `like` that holds nothing."""
-    indices = torch.empty(sparse_dim, 0, dtype=torch.int64, device=like.device)
-    values = like.new_empty(0, *like.shape[sparse_dim:])
-    return torch.sparse_coo_tensor(indices, values, like.shape, check_invariants=False)

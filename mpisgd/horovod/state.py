@@ -7,8 +7,8 @@ from typing import Any
 from mpisgd.errors import PeerLost
 from mpisgd.horovod.engine.engine import Engine
 from mpisgd.horovod.engine.entry import Entry
-from mpisgd.horovod.engine.recording import requested
 from mpisgd.horovod.engine.settings import read_settings
+from mpisgd.horovod.engine.timeline import request_of_environment
 from mpisgd.horovod.exceptions import HorovodInternalError
 from mpisgd.job import lifecycle
 
@@ -25,7 +25,7 @@ def start(comm: Any = None) -> None:
         return
     lifecycle.init(comm)
     _engine = Engine(read_settings(), _say)
-    if (request := requested()) is not None:
+    if (request := request_of_environment()) is not None:
         _engine.wait(_engine.submit(Entry(request)))
     if not _registered:
         atexit.register(_leave)  # before the job's own end, which was registered earlier

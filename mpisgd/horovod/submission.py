@@ -14,10 +14,10 @@ from mpisgd.horovod.engine.request import Request
 from mpisgd.horovod.process_sets import ProcessSet
 from mpisgd.job.rank_info import rank
 
-__all__ = ["described", "set_joined_by_this_rank", "submit"]
+__all__ = ["make_request", "set_id_of_member", "submit"]
 
 
-def described(
+def make_request(
     kind: str,
     name: str | None,
     tensors: Sequence[Tensor],
@@ -47,7 +47,7 @@ def described(
     for what in ("prescale", "postscale"):
         if what in more:
             more[what] = as_number(kind, f"{what}_factor", more[what])
-    set_id = set_joined_by_this_rank(kind, process_set)
+    set_id = set_id_of_member(kind, process_set)
     check = check_output if in_place else check_tensor
     for tensor in tensors:
         check(kind, tensor)
@@ -64,7 +64,7 @@ def described(
     )
 
 
-def set_joined_by_this_rank(kind: str, process_set: ProcessSet) -> int:
+def set_id_of_member(kind: str, process_set: ProcessSet) -> int:
     """Return the number of a process set.
 
     Raises:

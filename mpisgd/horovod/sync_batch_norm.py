@@ -7,11 +7,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from mpisgd.arguments import shown
-from mpisgd.horovod.allgather import allgather_async
+from mpisgd.horovod.allgather import gather_to_reduce
 from mpisgd.horovod.allreduce import allreduce_
 from mpisgd.horovod.handles import synchronize
-from mpisgd.horovod.ops import Sum
 from mpisgd.horovod.process_sets import ProcessSet, global_process_set
+from mpisgd.horovod.reduce_ops import Sum
 from mpisgd.nn import sync_batch_norm
 from mpisgd.nn.batch_statistics import BatchStatistics, combine, local_row
 
@@ -63,7 +63,7 @@ class SyncBatchNorm(sync_batch_norm.SyncBatchNorm):
 
     def _statistics(self, input: Tensor) -> BatchStatistics:
         row = local_row(input.detach()).unsqueeze(0)
-        rows: Tensor = synchronize(allgather_async(row, NAME, self.process_set))
+        rows: Tensor = synchronize(gather_to_reduce(row, NAME, Sum, self.process_set))
         return combine(rows)
 
     def _add_up(self) -> Callable[[Tensor], object]:

@@ -58,7 +58,7 @@ def test_a_process_that_is_stopped_is_named_by_the_others_and_the_job_ends(progr
     assert "went on" not in done.stdout
     first, *_, last = done.stderr.split("mpisgd: ")[1:]
     assert first.startswith("warning: ")
-    assert "for rank 0 in the exchange of what is to be done" in first
+    assert "for rank 0 in the negotiation of operations" in first
     assert "stopped by a signal" in first
     assert "allreduce 'grad.0'" in first
     assert "longer than 2.5 s, after which the job ends" in last

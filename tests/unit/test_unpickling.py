@@ -11,11 +11,11 @@ ROOT = Path(__file__).resolve().parents[2]
 FROM_OTHER_RANKS = {
     "mpisgd/collectives/objects.py",
     "mpisgd/data/scatter.py",
-    "mpisgd/horovod/engine/cycle.py",
-    "mpisgd/horovod/objects.py",
+    "mpisgd/horovod/engine/exchange.py",
+    "mpisgd/horovod/functions.py",
 }
 # The program that the user starts, as `python` itself would run it.
-RUNS_PROGRAMS = {"mpisgd/horovod/stand_in/program.py"}
+RUNS_PROGRAMS = {"mpisgd/horovod/shim/program.py"}
 
 UNPICKLERS = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "_pickle"}
 

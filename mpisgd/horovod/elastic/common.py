@@ -1,4 +1,4 @@
-"""What does not know torch: `State`, `ObjectState` and the loop that starts a function over."""
+"""Without torch: `State`, `ObjectState` and the loop that starts a function over."""
 
 import copy
 import functools
@@ -13,7 +13,7 @@ from mpisgd.horovod.exceptions import HorovodInternalError, HostsUpdatedInterrup
 __all__ = ["ObjectState", "State", "run_fn"]
 
 REMOVED = 1  # of what `on_hosts_updated` is told: 1 removed, 2 added, 3 both
-MAX_VAIN_STARTS = 3
+MAX_RETRIES = 3
 
 
 class State:
@@ -137,7 +137,7 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], Any]) -> Callable[..., 
 
     @functools.wraps(func)
     def started_over(state: State, *args: Any, **kwargs: Any) -> Any:
-        cancel_reason = _VainStarts(state)
+        retries = _RetryLimit(state)
         skip_sync = False
         while True:
             try:
@@ -145,7 +145,7 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], Any]) -> Callable[..., 
                     state.sync()
                 return func(state, *args, **kwargs)
             except HorovodInternalError as exc:
-                cancel_reason.count(exc)
+                retries.count(exc)
                 state.restore()
                 skip_sync = False
             except HostsUpdatedInterrupt as exc:
@@ -156,8 +156,8 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], Any]) -> Callable[..., 
     return started_over
 
 
-class _VainStarts:
-    """Tells a failure that passes from one that would come for ever."""
+class _RetryLimit:
+    """Raises a failure that comes again and again instead of having it retried for ever."""
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -174,7 +174,7 @@ class _VainStarts:
         this = (self._state._num_commits, str(failure))
         self._number = self._number + 1 if this == self._last else 1
         self._last = this
-        if self._number == MAX_VAIN_STARTS:
+        if self._number == MAX_RETRIES:
             raise failure
         if self._state._rank() == 0:
             text = f"mpisgd.horovod: elastic: back to the last commit, since an operation failed: {failure}"

@@ -1,11 +1,11 @@
 r"""`Entry`: one submitted operation on this rank: its tensors, and what becomes of it.
 
-Tensors on a GPU are produced and used on the streams of those who submit and wait, and worked on in that of
-the thread that carries operations out:
+Tensors on a GPU are produced and used on the streams of the threads that submit and wait, and worked on in
+the stream of the thread that runs the cycle:
 
     submitting thread   produce .. * submit                     | take_result, use
-                                    \ ready                     / left
-    carrying thread                  | begin ... perform ... * complete
+                                    \ ready                     / finished
+    cycle's thread                   | begin ... perform ... * complete
 """
 
 import threading
@@ -19,7 +19,7 @@ from mpisgd.errors import MpisgdError
 from mpisgd.horovod.engine.request import Request
 from mpisgd.horovod.exceptions import HorovodInternalError
 
-__all__ = ["Entry", "as_horovods", "fail"]
+__all__ = ["Entry", "fail", "to_internal_error"]
 
 
 class Entry:
@@ -38,7 +38,7 @@ class Entry:
     Attributes:
         result: what the operation has left, once it is done.
         error: why it was not done.
-        verdict: why it never will be, where that has been found out; see `Engine.take_back`.
+        deadlock: why it never will be, where it is part of a deadlock; see `Engine.withdraw`.
     """
 
     def __init__(
@@ -59,24 +59,24 @@ class Entry:
         self.finish = finish
         self.result: Any = None
         self.error: BaseException | None = None
-        self.verdict: BaseException | None = None
+        self.deadlock: BaseException | None = None
         self.done = threading.Event()
         self._device = inputs[0].device if inputs and on_device(inputs[0]) else None
-        self._ready = self._point_in_stream()
-        self._left: Any = None
+        self._ready_event = self._record_event()
+        self._finished_event: Any = None
 
-    def _point_in_stream(self) -> Any:
-        """Return where this thread's stream is on the tensors' device; None where they are on the CPU."""
+    def _record_event(self) -> Any:
+        """Record an event in this thread's stream on the tensors' device; None where they are on the CPU."""
         return None if self._device is None else runtime().current_stream(self._device).record_event()
 
-    def _wait_for(self, point: Any) -> None:
-        """Let what this thread does with the tensors come after a point in another stream."""
-        if self._device is not None and point is not None:
-            runtime().current_stream(self._device).wait_event(point)
+    def _wait_for(self, event: Any) -> None:
+        """Let what this thread does with the tensors come after an event of another stream."""
+        if self._device is not None and event is not None:
+            runtime().current_stream(self._device).wait_event(event)
 
     def begin(self) -> None:
         """Let what this thread does with the tensors come after what produces them."""
-        self._wait_for(self._ready)
+        self._wait_for(self._ready_event)
 
     @property
     def nbytes(self) -> int:
@@ -86,7 +86,7 @@ class Entry:
     def complete(self, result: Any = None, error: BaseException | None = None) -> None:
         """Set the outcome, and wake who waits for it."""
         self.result, self.error = result, error
-        self._left = self._point_in_stream()
+        self._finished_event = self._record_event()
         self.inputs = self.outputs = ()
         self.done.set()
 
@@ -98,7 +98,7 @@ class Entry:
         """
         if self.error is not None:
             raise self.error
-        self._wait_for(self._left)
+        self._wait_for(self._finished_event)
         result, finish = self.result, self.finish
         return result if finish is None else finish(result)
 
@@ -106,11 +106,12 @@ class Entry:
 def fail(entries: Iterable[Entry], exc: BaseException) -> None:
     """Complete operations that were not done because the engine has failed."""
     for entry in entries:
-        entry.complete(error=as_horovods(exc))
+        if not entry.done.is_set():
+            entry.complete(error=to_internal_error(exc))
 
 
-def as_horovods(exc: BaseException) -> HorovodInternalError:
-    """Return an error in Horovod's words, of which that was the cause."""
+def to_internal_error(exc: BaseException) -> HorovodInternalError:
+    """Return a HorovodInternalError that was caused by this error."""
     if isinstance(exc, HorovodInternalError):
         return exc
     error = HorovodInternalError(str(exc) if isinstance(exc, MpisgdError) else f"the engine failed: {exc!r}")

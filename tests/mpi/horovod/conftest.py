@@ -22,4 +22,4 @@ def horovod(request: pytest.FixtureRequest, job: None) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def no_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wake-up that got lost is made up for by the next alarm: without it, it is a hang."""
-    monkeypatch.setattr(engine, "ALARM_S", 1000.0)
+    monkeypatch.setattr(engine, "CHECK_INTERVAL_S", 1000.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 
@@ -108,6 +109,23 @@ def test_no_wake_up_is_lost_whenever_a_rank_stops_waiting():
             while not hvd.poll(handle) and time.monotonic() < deadline:  # nobody waits on this rank
                 time.sleep(0.001)
         hvd.synchronize(handle)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_who_is_interrupted_while_waiting_may_wait_again():
+    """Ctrl-C on one rank is that rank's business, and not an error of the operation."""
+    handle = hvd.allreduce_async(torch.ones(1), name="interrupted", op=hvd.Sum) if hvd.rank() == 0 else None
+    if handle is not None:
+        main = threading.get_ident()
+        timer = threading.Timer(0.3, lambda: signal.pthread_kill(main, signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            hvd.synchronize(handle)
+        timer.join()
+    hvd.allreduce(torch.ones(1), name="goes on")
+    if handle is None:
+        handle = hvd.allreduce_async(torch.ones(1), name="interrupted", op=hvd.Sum)
+    everyone(hvd.synchronize(handle).item() == hvd.size())
 
 
 # --- who is who ---------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from reductions import near
 from verdicts import everyone
 
 import mpisgd.horovod as hvd
-from mpisgd.horovod.engine.perform import rows_of
+from mpisgd.horovod.engine.operations import rows_of
 
 F64 = torch.float64
 

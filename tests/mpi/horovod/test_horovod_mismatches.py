@@ -7,7 +7,7 @@ import torch
 from verdicts import everyone, raises_everywhere, referee, same_on_all_ranks
 
 import mpisgd.horovod as hvd
-from mpisgd.horovod.engine import clashes
+from mpisgd.horovod.engine import name_conflicts
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -99,7 +99,7 @@ CASES = {
 @pytest.fixture(autouse=True)
 def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """What may still turn out to be right is not waited for as long as usual."""
-    monkeypatch.setattr(clashes, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(name_conflicts, "GRACE_S", 0.1)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -9,7 +9,7 @@ from reductions import everyones, near, wanted
 from verdicts import raises_everywhere
 
 import mpisgd.horovod as hvd
-from mpisgd.horovod.engine.perform import rows_of
+from mpisgd.horovod.engine.operations import rows_of
 
 
 def wait(handle):

@@ -157,3 +157,43 @@ def test_optimizer_state_of_a_distributed_optimizer_and_of_a_root_without_any():
     hvd.broadcast_optimizer_state(opt, 0)
     assert not opt.state
     same_on_all_ranks(content(opt))
+
+
+class Partly(nn.Module):
+    """A parameter that is trained, one that is not, and one whose gradient is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(4, 2, sparse=True)
+        self.line = nn.Linear(2, 2, bias=False)
+        self.kept = nn.Parameter(torch.ones(3), requires_grad=False)
+
+
+def test_a_fresh_optimizer_has_zero_gradients_afterwards():
+    """As Horovod leaves it; programs broadcast these gradients or look at them."""
+    model = Partly()
+    opt = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    before = [param.detach().clone() for param in model.parameters()]
+    hvd.broadcast_optimizer_state(opt, 0, model)
+    assert torch.equal(hvd.broadcast(model.line.weight.grad, 0), torch.zeros(2, 2))
+    assert model.kept.grad is None
+    assert model.words.weight.grad.is_sparse
+    assert torch.equal(model.words.weight.grad.to_dense(), torch.zeros(4, 2))
+    assert all(map(torch.equal, before, model.parameters()))
+    same_on_all_ranks(content(opt))
+
+
+def test_gradients_that_sparse_adam_can_take_are_left_behind():
+    words = nn.Embedding(4, 2, sparse=True)
+    opt = torch.optim.SparseAdam(list(words.parameters()), lr=0.1)
+    hvd.broadcast_optimizer_state(opt, 0)
+    assert words.weight.grad.is_sparse
+    words(torch.tensor([1, 2])).sum().backward()
+    opt.step()
+
+
+def test_gradients_of_an_optimizer_that_has_state_are_left_alone():
+    opt = trained(OPTIMIZERS["adamw"], hvd.rank(), 1)
+    opt.zero_grad()
+    hvd.broadcast_optimizer_state(opt, 0)
+    assert all(param.grad is None for param in opt.param_groups[0]["params"])

@@ -136,7 +136,7 @@ OTHERS = {
 @pytest.mark.parametrize("early", [False, True])
 @pytest.mark.parametrize("case", OTHERS)
 def test_models_that_differ_are_an_error_that_names_the_first_parameter(case, early, monkeypatch):
-    monkeypatch.setattr(GradientExchange, "_sets_out_early", lambda exchange: early)
+    monkeypatch.setattr(GradientExchange, "_sends_early", lambda exchange: early)
     shapes, said = OTHERS[case]
     own = shapes if hvd.rank() == 0 else OURS
     named = [(name, nn.Parameter(torch.ones(shape, dtype=torch.float64))) for name, shape in own.items()]

@@ -27,7 +27,7 @@ def lists(*places: list[int]):
 
 def sends(early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let buckets set out during backward, as they do between hosts, or at its end."""
-    monkeypatch.setattr(GradientExchange, "_sets_out_early", lambda exchange: early)
+    monkeypatch.setattr(GradientExchange, "_sends_early", lambda exchange: early)
 
 
 ARGUMENTS = {
@@ -368,6 +368,30 @@ def test_gradients_that_are_sparse_on_some_ranks_and_dense_on_others():
         return model(inputs).square().mean()
 
     check(model=Words, loss=loss, optimizer=other_words)
+
+
+@pytest.mark.parametrize("as_dense", [False, True])
+def test_sparse_adam(as_dense):
+    """It takes sparse gradients only, so they are sparse again when they have travelled as dense ones."""
+
+    class OnlyWords(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(6, 2, sparse=True)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return self.words(inputs.abs().mul(4).long() % 6)
+
+    def loss(model: nn.Module, inputs: torch.Tensor, rank: int, step: int):
+        if step == 2 and rank == hvd.size() - 1 > 0:
+            return None  # what it had at the steps before was sparse
+        return model(inputs).square().mean()
+
+    def sparse_adam(net: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SparseAdam(list(net.parameters()), lr=0.1)
+
+    ours = check(model=OnlyWords, loss=loss, optimizer=sparse_adam, sparse_as_dense=as_dense)
+    everyone(ours.model.words.weight.grad.is_sparse)
 
 
 def test_sparse_gradients_do_not_travel_as_zeros_too(monkeypatch):

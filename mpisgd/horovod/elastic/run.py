@@ -1,0 +1,126 @@
+"""`hvd.elastic.run`: from a failed operation to an engine that runs again, on the ranks that are left.
+
+What has failed on all ranks leaves them together, so they end the engine together and start another. A lost
+rank leaves the others anywhere: each ends its own engine by itself, and mpisgd's recovery finds them together
+again, in a world of those that are left (see `mpisgd.elastic.recovery`).
+"""
+
+import functools
+from typing import Any
+
+from mpisgd.core import waiting
+from mpisgd.elastic.decorator import Frontend, Function, elastic_function
+from mpisgd.elastic.joining import Terms, join
+from mpisgd.elastic.recovery import (
+    agree_on_end,
+    free_old_worlds,
+    outlives_losses,
+    recover,
+    report,
+    wait_for_notice,
+)
+from mpisgd.errors import JobError, MpisgdError, PeerLost
+from mpisgd.horovod import basics, state
+from mpisgd.horovod.elastic.common import State, run_fn
+from mpisgd.horovod.exceptions import HorovodInternalError
+
+__all__ = ["run"]
+
+
+def run(
+    func: Function | None = None,
+    *,
+    min_ranks: int = 1,
+    max_ranks: int | None = None,
+    regrow: bool = False,
+) -> Any:
+    """Let `func(state, ...)` start over when an operation fails or the ranks change.
+
+    Before every start the state is that of rank 0 on all ranks. After a `HorovodInternalError` it is first
+    put back to the last commit. Where that was the loss of a rank, those that are left are numbered anew, and
+    process sets of one's own are gone: a reset callback may add them again.
+
+    Args:
+        func: takes a `State` first.
+        min_ranks: with fewer left the job ends. This and what follows is beyond Horovod, whose `horovodrun`
+            has such options.
+        max_ranks: how many there may be when lost ones are replaced; as many as at first by default.
+        regrow: start a process in the place of each lost one; see `mpisgd.elastic.run`.
+
+    Raises:
+        HorovodInternalError: from the function made: the same failure came again and again with no commit in
+            between, or a rank is lost and this MPI does not outlive that.
+        JobError: likewise: too few ranks are left, or this part of a cut network must not go on.
+    """
+    return elastic_function(FRONTEND, func, min_ranks=min_ranks, max_ranks=max_ranks, regrow=regrow)
+
+
+def _start_over(terms: Terms) -> None:
+    """Make operations possible again. Collective over the ranks that are left.
+
+    Args:
+        terms: how many ranks there may be.
+
+    Raises:
+        HorovodInternalError: a rank is lost, or does not answer, and this MPI does not outlive that.
+        JobError: too few ranks are left, or this part of a cut network must not go on.
+    """
+    while True:
+        try:
+            if _is_lost():
+                state.abandon()
+                report(recover(str(waiting.cancel_reason()), terms), "mpisgd.horovod")
+            state.restart()
+        except MpisgdError as exc:
+            if isinstance(exc, JobError) or not _is_lost():
+                raise
+        else:
+            free_old_worlds()
+            return
+
+
+def _is_lost() -> bool:
+    """Return whether a rank is gone and the others can go on without it."""
+    if not outlives_losses():
+        return False
+    wait_for_notice(state.is_broken)
+    return waiting.is_loss()
+
+
+def _join_the_others() -> None:
+    """Leave the world of newcomers for that of the job. Collective over newcomers and those who wait."""
+    state.stop()
+    join()
+    state.start()
+
+
+def _end_together() -> None:
+    """Return when all ranks come here, where some may be lost.
+
+    Raises:
+        HorovodInternalError: a rank was lost before.
+    """
+    if not outlives_losses():
+        return
+    basics.barrier()
+    try:
+        agree_on_end()
+    except PeerLost as exc:
+        raise HorovodInternalError(str(exc)) from exc
+
+
+def _join(state: State) -> None:
+    _join_the_others()
+    state.on_reset()
+
+
+def _until_done(func: Function, state: State, terms: Terms, newcomer: bool) -> Any:
+    def to_the_end(state: State) -> Any:
+        result = func(state)
+        _end_together()
+        return result
+
+    return run_fn(to_the_end, functools.partial(_start_over, terms))(state)
+
+
+FRONTEND = Frontend(lambda func, state: None, _join, _until_done)
