@@ -153,7 +153,7 @@ def _one_check(plan: ChecksPlan) -> dict[str, Any]:
 
 def _checks_in_a_row(count: int) -> float:
     """Return the seconds on a core of what a check adds to a meeting of the ranks, described as in a step."""
-    spread_of_world, history, differences = world().queue.consistency.spread, b"", 0
+    spread_of_world, history, differences = world().queue.consistency.digest_exchange, b"", 0
     started_s = time.thread_time()
     for number in range(count):
         described = f"bucket {number % 8} of plan 0123456789abcdef, step {number // 8}, reduction 0"

@@ -16,8 +16,8 @@ import torch
 from mpisgd.arguments import shown
 from mpisgd.collectives.all_reduce import all_reduce
 from mpisgd.config import PREEMPTED
-from mpisgd.core.dtypes import ReduceOp
 from mpisgd.core.group import Group
+from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
 from mpisgd.job.lifecycle import group_or_world
 

@@ -5,11 +5,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from mpisgd.accelerator.buffers import readable
 from mpisgd.collectives.common import device_word, link_of, run, run_in_steps
 from mpisgd.collectives.dispatch import shm_transport
-from mpisgd.core.buffers import check_tensor, dtype_name, readable
+from mpisgd.collectives.tensor_arguments import check_tensor
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
+from mpisgd.dtypes import dtype_name
 from mpisgd.errors import ShapeMismatch
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.transport.shm import data_movement

@@ -5,22 +5,25 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from mpisgd.accelerator.buffers import StagedOutput
 from mpisgd.accelerator.runtime import on_device
 from mpisgd.arguments import shown
 from mpisgd.collectives.algorithms import ALGORITHMS
 from mpisgd.collectives.common import direct_of, link_of, operation_on, run, run_in_steps
-from mpisgd.core.buffers import StagedOutput, check_output
+from mpisgd.collectives.tensor_arguments import check_output
 from mpisgd.core.consistency import Operation
-from mpisgd.core.dtypes import HALF_TYPES, ReduceOp, check_op, for_mpi, for_torch
 from mpisgd.core.group import Group
 from mpisgd.core.work import Work
+from mpisgd.dtypes import HALF_TYPES, ReduceOp, check_op
 from mpisgd.errors import InvalidArgument
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.transport.cma.transport import CmaTransport
 from mpisgd.transport.device.chunked_pipeline import goes_in_chunks, reduce_in_chunks
 from mpisgd.transport.internode.transport import InternodeTransport
+from mpisgd.transport.mpi_reduction import for_mpi
 from mpisgd.transport.shm import reduction
 from mpisgd.transport.shm.transport import ShmTransport
+from mpisgd.transport.torch_reduction import for_torch
 
 __all__ = ["all_reduce", "can_go_direct", "choose_algorithm", "reduce_flat", "reduce_tensor"]
 

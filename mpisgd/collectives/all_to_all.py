@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from mpisgd.accelerator.buffers import StagedOutput, apart, cut_by, readable
 from mpisgd.arguments import shown
 from mpisgd.collectives.common import (
     device_word,
@@ -15,20 +16,11 @@ from mpisgd.collectives.common import (
     run_in_steps,
 )
 from mpisgd.collectives.dispatch import shm_transport
-from mpisgd.core.buffers import (
-    StagedOutput,
-    apart,
-    check_output,
-    check_same,
-    check_tensor,
-    check_tensors,
-    cut_by,
-    dtype_name,
-    readable,
-)
+from mpisgd.collectives.tensor_arguments import check_output, check_same, check_tensor, check_tensors
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.core.work import Work
+from mpisgd.dtypes import dtype_name
 from mpisgd.errors import CollectiveMismatch, ShapeMismatch
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.transport.shm import data_movement

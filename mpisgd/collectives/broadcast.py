@@ -4,9 +4,10 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from mpisgd.accelerator.buffers import StagedOutput, readable
 from mpisgd.collectives.common import direct_of, operation_on, run, run_in_steps
 from mpisgd.collectives.dispatch import shm_transport
-from mpisgd.core.buffers import StagedOutput, check_output, readable
+from mpisgd.collectives.tensor_arguments import check_output
 from mpisgd.core.group import Group
 from mpisgd.core.work import Work
 from mpisgd.job.lifecycle import group_or_world

@@ -5,16 +5,17 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from mpisgd.accelerator.buffers import ALONE_BYTES, StagedOutput, as_one, cut_by, readable
 from mpisgd.collectives.all_gather import check_gathered, gather_flat, gather_on_node
 from mpisgd.collectives.all_reduce import choose_algorithm, reduce_flat
 from mpisgd.collectives.common import device_word, direct_of, run, run_in_steps
 from mpisgd.collectives.dispatch import shm_transport
 from mpisgd.collectives.reduce_scatter import check_scattered, cut, own_part_on_node, reduce_own
-from mpisgd.core.buffers import ALONE_BYTES, StagedOutput, as_one, check_tensors, cut_by, dtype_name, readable
+from mpisgd.collectives.tensor_arguments import check_tensors
 from mpisgd.core.consistency import Operation
-from mpisgd.core.dtypes import ReduceOp, check_op
 from mpisgd.core.group import Group
 from mpisgd.core.work import Work
+from mpisgd.dtypes import ReduceOp, check_op, dtype_name
 from mpisgd.errors import ShapeMismatch
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.transport.shm import data_movement

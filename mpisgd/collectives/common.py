@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 
 from mpisgd.accelerator.runtime import on_device, runtime
-from mpisgd.core.buffers import dtype_name
 from mpisgd.core.consistency import Operation
-from mpisgd.core.dtypes import ReduceOp
 from mpisgd.core.group import Group
 from mpisgd.core.work import Work
+from mpisgd.dtypes import ReduceOp, dtype_name
 from mpisgd.job.lifecycle import current_job
 from mpisgd.transport.cma.transport import CmaTransport
 from mpisgd.transport.device.device_collectives import DeviceCollectives

@@ -5,17 +5,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from mpisgd.accelerator.buffers import StagedOutput, apart, readable
 from mpisgd.collectives.common import direct_of, operation_on, run, run_in_steps
 from mpisgd.collectives.dispatch import shm_transport
-from mpisgd.core.buffers import (
-    StagedOutput,
-    apart,
-    check_output,
-    check_same,
-    check_tensor,
-    check_tensors,
-    readable,
-)
+from mpisgd.collectives.tensor_arguments import check_output, check_same, check_tensor, check_tensors
 from mpisgd.core.group import Group
 from mpisgd.core.work import Work
 from mpisgd.errors import InvalidArgument

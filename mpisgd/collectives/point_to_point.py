@@ -4,9 +4,10 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from mpisgd.accelerator.buffers import StagedOutput, readable
 from mpisgd.accelerator.runtime import on_device, runtime
 from mpisgd.arguments import shown
-from mpisgd.core.buffers import StagedOutput, check_output, check_tensor, readable
+from mpisgd.collectives.tensor_arguments import check_output, check_tensor
 from mpisgd.core.group import Group
 from mpisgd.errors import InvalidArgument, InvalidRank, ShapeMismatch
 from mpisgd.job.lifecycle import group_or_world

@@ -4,13 +4,15 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from mpisgd.accelerator.buffers import StagedOutput, readable
 from mpisgd.collectives.common import direct_of, operation_on, run, run_in_steps
 from mpisgd.collectives.dispatch import shm_transport
-from mpisgd.core.buffers import StagedOutput, check_output, readable
-from mpisgd.core.dtypes import ReduceOp, check_op, for_mpi
+from mpisgd.collectives.tensor_arguments import check_output
 from mpisgd.core.group import Group
 from mpisgd.core.work import Work
+from mpisgd.dtypes import ReduceOp, check_op
 from mpisgd.job.lifecycle import group_or_world
+from mpisgd.transport.mpi_reduction import for_mpi
 from mpisgd.transport.shm import reduction
 from mpisgd.transport.shm.transport import ShmTransport
 

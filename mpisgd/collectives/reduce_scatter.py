@@ -5,21 +5,14 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from mpisgd.accelerator.buffers import StagedOutput, overlap, readable
 from mpisgd.collectives.algorithms.all_to_all import reduce_own_part
 from mpisgd.collectives.common import direct_of, link_of, operation_on, run, run_in_steps
 from mpisgd.collectives.dispatch import shm_transport
-from mpisgd.core.buffers import (
-    StagedOutput,
-    check_output,
-    check_same,
-    check_tensor,
-    check_tensors,
-    overlap,
-    readable,
-)
-from mpisgd.core.dtypes import ReduceOp, check_op
+from mpisgd.collectives.tensor_arguments import check_output, check_same, check_tensor, check_tensors
 from mpisgd.core.group import Group
 from mpisgd.core.work import Work
+from mpisgd.dtypes import ReduceOp, check_op
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.transport.shm import reduction
 from mpisgd.transport.shm.staging import equal_ranges, range_of

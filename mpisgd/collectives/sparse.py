@@ -4,9 +4,10 @@ import torch
 from torch import Tensor
 
 from mpisgd.collectives.all_gather_ragged import all_gather_ragged
-from mpisgd.core.dtypes import ReduceOp, divide
 from mpisgd.core.group import Group
+from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import UnsupportedOp
+from mpisgd.transport.torch_reduction import divide
 
 __all__ = ["all_reduce_sparse"]
 

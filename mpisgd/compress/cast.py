@@ -11,8 +11,8 @@ from torch import Tensor
 
 from mpisgd.compress.compressor import BucketReducer, Compressor
 from mpisgd.compress.dense_sum import reduce_gradient
-from mpisgd.core.dtypes import ReduceOp
 from mpisgd.core.group import Group
+from mpisgd.dtypes import ReduceOp
 
 __all__ = ["Cast", "CastReducer", "Compression"]
 

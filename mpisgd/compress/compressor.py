@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpisgd.core.dtypes import ReduceOp
 from mpisgd.core.group import Group
+from mpisgd.dtypes import ReduceOp
 
 __all__ = ["BucketReducer", "Compressor"]
 

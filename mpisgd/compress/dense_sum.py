@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from mpisgd.collectives.all_reduce import choose_algorithm, reduce_tensor
-from mpisgd.core.dtypes import ReduceOp
 from mpisgd.core.group import Group
+from mpisgd.dtypes import ReduceOp
 
 __all__ = ["reduce_gradient"]
 

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 from mpisgd.arguments import check_flag, check_seed
 from mpisgd.collectives.gather import scatter
 from mpisgd.collectives.objects import broadcast_object, scatter_object
-from mpisgd.core.buffers import check_tensor
+from mpisgd.collectives.tensor_arguments import check_tensor
 from mpisgd.core.group import Group
 from mpisgd.data.partition import length_of, split_evenly
 from mpisgd.errors import InvalidArgument, MpisgdError

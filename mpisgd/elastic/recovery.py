@@ -115,12 +115,12 @@ def recover(reason: str, terms: Terms) -> Recovered:
         JobError: too few are left, or they have no quorum; on all survivors, which are then in a new world.
     """
     started = time.monotonic()
-    old = jobs.give_up(reason)
+    old = jobs.abandon(reason)
     assert old.failure_detector is not None
     before, old_wire, end = old.world.known_topology, old.wire, old.failure_detector.abort
     with within(2 * old.timeout_s, "the recovery from the loss of a rank", end=end):
         while True:
-            waiting.take_back()
+            waiting.allow_waits()
             with within(old.timeout_s, SHRINKING, end=end, exit_code=MINORITY_EXIT_CODE):
                 left_wire = old_wire.shrink()
             old_wire.acknowledge()
@@ -128,7 +128,7 @@ def recover(reason: str, terms: Terms) -> Recovered:
             if old_wire.agree(outcome is not None):
                 break
             if outcome is not None:
-                begun = jobs.give_up("another rank was lost meanwhile")
+                begun = jobs.abandon("another rank was lost meanwhile")
                 if begun.failure_detector is not None:
                     begun.failure_detector.stop()
     old.failure_detector.stop()
@@ -180,7 +180,7 @@ def _check_terms(before: "Topology", left: list[int], terms: Terms) -> None:
 
 def free_old_worlds() -> None:
     """Free the memory of earlier worlds, once nothing of them is in use."""
-    jobs.let_go()
+    jobs.free_abandoned()
     gc.collect()  # reference cycles hold some 10 MB for each loss
 
 

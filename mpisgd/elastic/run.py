@@ -114,7 +114,7 @@ def _is_loss(exc: Exception) -> bool:
     if isinstance(exc, JobError) or not outlives_losses():
         return False
     wait_for_notice(lambda: not isinstance(exc, PeerLost))
-    return waiting.is_loss() or (isinstance(exc, PeerLost) and waiting.cancel_reason() is None)
+    return waiting.cancelled_by_loss() or (isinstance(exc, PeerLost) and waiting.cancel_reason() is None)
 
 
 def _warn_without_fault_tolerance() -> None:

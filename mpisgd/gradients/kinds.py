@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from mpisgd.collectives.all_reduce import all_reduce, reduce_flat
-from mpisgd.core.dtypes import ReduceOp
 from mpisgd.core.group import Group
+from mpisgd.dtypes import ReduceOp
 from mpisgd.transport.shm import reduction
 
 __all__ = ["ALL_DENSE", "DENSE", "MISSING", "NONFINITE", "SPARSE", "KindsExchange", "join_rest", "kind_of"]

@@ -8,10 +8,10 @@ from torch import Tensor
 from mpisgd import tracing
 from mpisgd.accelerator.runtime import on_device
 from mpisgd.collectives.common import device_word, direct_of, run
-from mpisgd.core.buffers import dtype_name
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.core.work import Work
+from mpisgd.dtypes import dtype_name
 from mpisgd.gradients.finite import marked
 from mpisgd.gradients.in_flight import InFlightReduction
 from mpisgd.gradients.kinds import KindsExchange

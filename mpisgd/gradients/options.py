@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from mpisgd.arguments import check_flag, check_positive, shown
 from mpisgd.compress.compressor import Compressor
-from mpisgd.core.dtypes import ReduceOp
+from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
 
 __all__ = ["ReductionOptions", "check_options"]

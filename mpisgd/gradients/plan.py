@@ -7,11 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mpisgd.accelerator.buffers import ALONE_BYTES
 from mpisgd.accelerator.runtime import on_device
 from mpisgd.compress.compressor import BucketReducer, Compressor
-from mpisgd.core.buffers import ALONE_BYTES, dtype_name
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
+from mpisgd.dtypes import dtype_name
 from mpisgd.gradients.bucketing import ALIGN_BYTES, Bucket, Item, launch_order, plan_buckets, plan_hash
 from mpisgd.gradients.fusion_buffer import FusionBuffer
 from mpisgd.gradients.layout import layout_of

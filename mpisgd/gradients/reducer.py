@@ -17,8 +17,8 @@ from torch import Tensor
 
 from mpisgd.accelerator.runtime import on_device
 from mpisgd.collectives.all_reduce import all_reduce
-from mpisgd.core.dtypes import ReduceOp
 from mpisgd.core.group import Group
+from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import CollectiveMismatch, InvalidArgument
 from mpisgd.gradients.compression_state import CompressionState
 from mpisgd.gradients.finite import are_finite, raise_for

@@ -8,8 +8,8 @@ from torch import Tensor
 from mpisgd.collectives.all_gather import all_gather_into_tensor
 from mpisgd.collectives.all_reduce import all_reduce
 from mpisgd.collectives.sparse import all_reduce_sparse
-from mpisgd.core.dtypes import ReduceOp
 from mpisgd.core.group import Group
+from mpisgd.dtypes import ReduceOp
 
 __all__ = ["empty_sparse", "reduce_sparse"]
 

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from mpisgd.compress.compressor import BucketReducer
 from mpisgd.compress.dense_sum import reduce_gradient
-from mpisgd.core.dtypes import ReduceOp
 from mpisgd.core.group import Group
+from mpisgd.dtypes import ReduceOp
 from mpisgd.transport.shm.reduction import reduce_to_owners
 from mpisgd.transport.shm.region import Region
 

@@ -6,7 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mpisgd.core.buffers import ALONE_BYTES, dtype_name
+from mpisgd.accelerator.buffers import ALONE_BYTES
+from mpisgd.dtypes import dtype_name
 from mpisgd.gradients.bucketing import Bucket, Item, plan_buckets
 from mpisgd.gradients.fusion_buffer import FusionBuffer
 from mpisgd.gradients.unbucketed import UnbucketedGradient

@@ -6,7 +6,8 @@ from typing import Any
 from torch import Tensor
 
 from mpisgd.arguments import shown
-from mpisgd.core.buffers import check_output, check_tensor, dtype_name
+from mpisgd.collectives.tensor_arguments import check_output, check_tensor
+from mpisgd.dtypes import dtype_name
 from mpisgd.horovod import handles, state
 from mpisgd.horovod.arguments import as_number, check_name
 from mpisgd.horovod.engine.entry import Entry

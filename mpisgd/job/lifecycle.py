@@ -253,7 +253,7 @@ def give_up(reason: str) -> Job:
     job = current_job()
     if job.failure_detector is not None:
         job.failure_detector.retire()
-    waiting.give_up(PeerLost(reason))
+    waiting.cancel_all(PeerLost(reason))
     revoke_all()
     job.monitor.close()
     for group in job.groups:

@@ -44,7 +44,7 @@ class FailureDetector:
         self._is_retired = False
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mpisgd failure detector", daemon=True)
-        waiting.take_back()
+        waiting.allow_waits()
         self._thread.start()
 
     def _run(self) -> None:
@@ -117,7 +117,7 @@ class FailureDetector:
 
 def _end_waits(error: MpisgdError) -> None:
     """End every wait of this process, and of those that share a communicator with it."""
-    waiting.give_up(error)
+    waiting.cancel_all(error)
     revoke_all()
 
 

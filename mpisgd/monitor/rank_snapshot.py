@@ -20,7 +20,7 @@ from mpisgd.monitor.rank_state import RUNS, WAITS, RankState, Wait, group_key
 
 if TYPE_CHECKING:
     from mpisgd.core.group import Group
-    from mpisgd.core.operation_queue import OperationQueue, Underway
+    from mpisgd.core.operation_queue import OperationQueue, RunningOperation
     from mpisgd.transport.messages.point_to_point import PointToPoint
 
 __all__ = ["MONITOR_THREAD", "failed_threads", "note_failed_thread", "stack_of", "take_snapshot"]
@@ -118,7 +118,7 @@ def _waits(
     by_thread: dict[int, list[RegisteredWait]] = collections.defaultdict(list)
     for registered in wait_registry.registered():
         by_thread[registered.thread].append(registered)
-    running = [(group, group.queue.underway) for group in groups]
+    running = [(group, group.queue.running) for group in groups]
     operations = {underway.thread: (group, underway) for group, underway in running if underway is not None}
     found = []
     for thread in by_thread.keys() | mpi_calls.keys():
@@ -133,7 +133,7 @@ def _waits(
 def _wait(
     registered: Sequence[RegisteredWait],
     mpi_call: tuple[str, float] | None,
-    operation: "tuple[_OpenGroup, Underway] | None",
+    operation: "tuple[_OpenGroup, RunningOperation] | None",
 ) -> Wait:
     """Put together one thread's wait: the outermost says what for, the innermost the timeout."""
     now_s = time.monotonic()

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import torch
 
 from mpisgd.compress.cast import Compression
-from mpisgd.core.dtypes import ReduceOp
 from mpisgd.core.group import Group
+from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.options import ReductionOptions
 from mpisgd.gradients.reducer import GradientReducer

@@ -18,8 +18,8 @@ from torch import Tensor
 from mpisgd.arguments import check_flag, check_positive, shown
 from mpisgd.compress.cast import Compression
 from mpisgd.compress.compressor import Compressor
-from mpisgd.core.dtypes import ReduceOp
 from mpisgd.core.group import Group
+from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.accumulation import AccumulationWindow
 from mpisgd.gradients.options import ReductionOptions, check_options

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from mpisgd.accelerator.runtime import on_device
 from mpisgd.collectives.objects import all_gather_object
-from mpisgd.core.buffers import dtype_name
 from mpisgd.core.consistency import ranks_text
 from mpisgd.core.group import Group
+from mpisgd.dtypes import dtype_name
 from mpisgd.errors import InvalidArgument, OutOfSync, UnsupportedTensor
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.optim.fingerprint import fingerprints

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from mpisgd.accelerator.runtime import on_device
-from mpisgd.core.buffers import dtype_name
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
+from mpisgd.dtypes import dtype_name
 from mpisgd.errors import InvalidArgument, UnsupportedTensor
 
 __all__ = ["agree_on", "name_parameters"]

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
+from mpisgd.accelerator.buffers import readable
 from mpisgd.collectives.nested_state import put_together, take_apart
-from mpisgd.core.buffers import readable
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.transport.shm.data_movement import exchange_spans

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from mpisgd.core.dtypes import ReduceOp
+from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import UnsupportedTorch
 
 __all__ = [

@@ -28,9 +28,9 @@ from mpisgd.collectives.point_to_point import irecv, isend
 from mpisgd.collectives.reduce import reduce
 from mpisgd.collectives.reduce_scatter import reduce_scatter, reduce_scatter_tensor
 from mpisgd.collectives.sparse import all_reduce_sparse
-from mpisgd.core.dtypes import ReduceOp
 from mpisgd.core.group import Group
 from mpisgd.core.work import Work
+from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import NotInitialized
 from mpisgd.job.groups import close_group
 from mpisgd.job.lifecycle import current_job, is_initialized

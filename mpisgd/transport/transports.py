@@ -4,7 +4,7 @@ import warnings
 from typing import TYPE_CHECKING, NamedTuple
 
 from mpisgd import config
-from mpisgd.core.consistency import DigestExchange
+from mpisgd.core.interfaces import DigestExchange
 from mpisgd.core.topology import Topology
 from mpisgd.transport.cma.cross_memory_attach import open_cross_memory_attach
 from mpisgd.transport.cma.transport import CmaTransport

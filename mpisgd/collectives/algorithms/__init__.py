@@ -12,7 +12,7 @@ from mpisgd.collectives.algorithms.all_to_all import direct
 from mpisgd.collectives.algorithms.halving_doubling import halving_doubling
 from mpisgd.collectives.algorithms.reduce_broadcast import reduce_broadcast
 from mpisgd.collectives.algorithms.ring import ring
-from mpisgd.core.dtypes import ReduceOp
+from mpisgd.dtypes import ReduceOp
 from mpisgd.transport.messages.link import Link
 
 __all__ = ["ALGORITHMS", "Link"]

@@ -7,8 +7,9 @@ them in rank order, half types in float32 with one rounding at the end, although
 import torch
 from torch import Tensor
 
-from mpisgd.core.dtypes import ReduceOp, combine_in_rank_order
+from mpisgd.dtypes import ReduceOp
 from mpisgd.transport.messages.link import Link, split_evenly
+from mpisgd.transport.torch_reduction import combine_in_rank_order
 
 __all__ = ["direct", "reduce_own_part"]
 

@@ -8,8 +8,9 @@ their tensor to a partner first and get the result from it at the end.
 import torch
 from torch import Tensor
 
-from mpisgd.core.dtypes import ReduceOp, combine
+from mpisgd.dtypes import ReduceOp
 from mpisgd.transport.messages.link import Link
+from mpisgd.transport.torch_reduction import combine
 
 __all__ = ["halving_doubling"]
 

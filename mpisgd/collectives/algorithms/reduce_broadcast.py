@@ -6,8 +6,9 @@ The obvious way, and the one to compare with: the whole tensor travels 2 log2(si
 import torch
 from torch import Tensor
 
-from mpisgd.core.dtypes import ReduceOp, combine
+from mpisgd.dtypes import ReduceOp
 from mpisgd.transport.messages.link import Link
+from mpisgd.transport.torch_reduction import combine
 
 __all__ = ["reduce_broadcast"]
 

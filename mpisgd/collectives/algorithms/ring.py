@@ -13,8 +13,9 @@ passing finished chunks on, everyone holds all. For 3 ranks and chunks a b c (ca
 import torch
 from torch import Tensor
 
-from mpisgd.core.dtypes import ReduceOp, combine
+from mpisgd.dtypes import ReduceOp
 from mpisgd.transport.messages.link import Link, split_evenly
+from mpisgd.transport.torch_reduction import combine
 
 __all__ = ["ring"]
 

@@ -84,7 +84,7 @@ def _is_lost() -> bool:
     if not outlives_losses():
         return False
     wait_for_notice(state.is_broken)
-    return waiting.is_loss()
+    return waiting.cancelled_by_loss()
 
 
 def _join_the_others() -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from mpisgd.core.buffers import ALONE_BYTES
+from mpisgd.accelerator.buffers import ALONE_BYTES
 from mpisgd.horovod.engine.request_table import Decision
 
 __all__ = ["fuse"]

@@ -17,8 +17,8 @@ from mpisgd.collectives.all_to_all import all_to_all_single
 from mpisgd.collectives.broadcast import broadcast
 from mpisgd.collectives.coalesced import all_reduce_coalesced
 from mpisgd.collectives.reduce_scatter import reduce_scatter_tensor
-from mpisgd.core.dtypes import ReduceOp
 from mpisgd.core.group import Group
+from mpisgd.dtypes import ReduceOp
 from mpisgd.horovod.engine.adasum import adasum
 from mpisgd.horovod.engine.entry import Entry
 from mpisgd.horovod.engine.request import Request

@@ -14,13 +14,14 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from mpisgd.core.dtypes import ReduceOp, combine_in_rank_order
+from mpisgd.dtypes import ReduceOp
 from mpisgd.transport.cma.cross_memory_attach import CrossMemoryAttach
 from mpisgd.transport.cma.peer_access import PeerAccess
 from mpisgd.transport.messages.link import split_evenly
 from mpisgd.transport.shm.reduction import all_reduce_in_parts
 from mpisgd.transport.shm.staging import copy_bytes, prefetch, typed_pieces
 from mpisgd.transport.shm.transport import ShmTransport
+from mpisgd.transport.torch_reduction import combine_in_rank_order
 
 __all__ = ["CmaTransport"]
 

@@ -11,17 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpisgd.accelerator.buffers import cut_by
 from mpisgd.accelerator.runtime import runtime
-from mpisgd.core.buffers import cut_by
 from mpisgd.core.consistency import Operation
-from mpisgd.core.dtypes import ReduceOp, combine_in_rank_order, divide
 from mpisgd.core.work import Work
+from mpisgd.dtypes import ReduceOp
 from mpisgd.transport.device.device_collectives import DeviceCollectives
 from mpisgd.transport.messages.link import Link
+from mpisgd.transport.torch_reduction import combine_in_rank_order, divide
 
 __all__ = ["CudaAwareMpi"]
 
-# What every MPI adds rightly without help (see `mpisgd.core.dtypes.for_mpi`).
+# What every MPI adds rightly without help (see `mpisgd.transport.mpi_reduction.for_mpi`).
 ADDED = (torch.float32, torch.float64, torch.int32, torch.int64)
 OPS = (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT)
 

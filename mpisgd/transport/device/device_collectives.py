@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mpisgd.core.buffers import StagedOutput, as_one, cut_by, in_order, overlap
+from mpisgd.accelerator.buffers import StagedOutput, as_one, cut_by, in_order, overlap
 from mpisgd.core.consistency import Operation
-from mpisgd.core.dtypes import ReduceOp
 from mpisgd.core.work import Work
+from mpisgd.dtypes import ReduceOp
 
 if TYPE_CHECKING:
     from mpisgd.core.group import Group

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from mpisgd.accelerator.runtime import runtime
 from mpisgd.core.consistency import Operation
-from mpisgd.core.dtypes import BOOL_OPS, COMPLEX, HALF_TYPES, ReduceOp
-from mpisgd.core.operation_queue import mode_of
+from mpisgd.core.operation_queue import inference_mode_of
 from mpisgd.core.work import Work
+from mpisgd.dtypes import BOOL_OPS, COMPLEX, HALF_TYPES, ReduceOp
 from mpisgd.errors import NcclFailed
 from mpisgd.transport.device.device_collectives import DeviceCollectives
 
@@ -73,7 +73,7 @@ class Nccl(DeviceCollectives):
     ) -> Work | None:
         """Queue the operation behind what the current stream has to do."""
         self.group.queue.note(operation)
-        with mode_of(tensors):
+        with inference_mode_of(tensors):
             begun = _attempt(operation, launch)
         works = begun if isinstance(begun, list) else [begun]
         work = NcclWork(operation.kind, works, finish, tensors=tensors, device=device)
@@ -170,7 +170,7 @@ class NcclWork(Work):
         """Do the rest on the current stream, or let it wait for the stream that has done it."""
         stream = runtime().current_stream(self._device)
         if self._finished is None:
-            with mode_of(self._tensors):
+            with inference_mode_of(self._tensors):
                 self._finish()
             self._finished = stream.record_event()
         else:

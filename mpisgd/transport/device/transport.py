@@ -83,7 +83,7 @@ def _open(group: "Group", tensor: Tensor, operation: Operation, wanted: str) -> 
     if verdict.way == NCCL:
         opened = _open_nccl(group)
         if isinstance(opened, DeviceCollectives):
-            group.queue.after_mismatch = lambda: _forget(group)
+            group.queue.on_mismatch = lambda: _forget(group)
             return DeviceTransport(verdict, opened)
         if wanted == NCCL:
             raise opened

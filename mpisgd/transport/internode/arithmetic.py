@@ -12,16 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mpisgd.core.dtypes import (
-    ADDED_AS_THEY_ARE,
-    COMBINE,
-    HALF_TYPES,
-    Finish,
-    ReduceOp,
-    combine,
-    divide,
-    for_torch,
-)
+from mpisgd.dtypes import HALF_TYPES, ReduceOp
+from mpisgd.transport.torch_reduction import ADDED_AS_THEY_ARE, COMBINE, Finish, combine, divide, for_torch
 
 __all__ = ["Arithmetic", "prepare"]
 

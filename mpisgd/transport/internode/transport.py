@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from mpisgd.core.dtypes import HALF_TYPES, Finish, ReduceOp
 from mpisgd.core.topology import Topology
 from mpisgd.core.waiting import Backoff
+from mpisgd.dtypes import HALF_TYPES, ReduceOp
 from mpisgd.errors import CollectiveTimeout
 from mpisgd.transport.internode.arithmetic import Arithmetic, prepare
 from mpisgd.transport.internode.leader import Leader
@@ -40,6 +40,7 @@ from mpisgd.transport.messages.link import split_evenly
 from mpisgd.transport.shm.region import Region
 from mpisgd.transport.shm.staging import copy_bytes
 from mpisgd.transport.shm.transport import ShmTransport
+from mpisgd.transport.torch_reduction import Finish
 
 if TYPE_CHECKING:
     from mpisgd.transport.mpi import Communicator

@@ -16,7 +16,7 @@ from torch import Tensor
 from mpisgd import tracing
 from mpisgd.core import wait_registry
 from mpisgd.core.wait_registry import Message, WaitReason
-from mpisgd.core.waiting import Backoff, message_begins, message_ends
+from mpisgd.core.waiting import Backoff, add_pending_message, remove_pending_message
 from mpisgd.core.work import Work
 from mpisgd.errors import CollectiveMismatch, CollectiveTimeout, MpiFailed, MpisgdError, PeerLost
 
@@ -90,7 +90,7 @@ class PointToPoint:
         wait_registry.mark_communicating()
         with self._lock:
             self._in_flight.add(work)
-            message_begins(work)
+            add_pending_message(work)
             unpolled = list(self._in_flight) if len(self._in_flight) > MAX_UNPOLLED else []
         for other in unpolled:
             other.is_completed()
@@ -101,7 +101,7 @@ class PointToPoint:
         with self._lock:
             self.num_ended += 1
             self._in_flight.discard(work)
-            message_ends(work)
+            remove_pending_message(work)
 
     def watch(self, work: "MessageWork") -> None:
         """See to it that `work` ends without anyone waiting for it."""

@@ -10,9 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mpisgd.core.dtypes import ReduceOp, combine_in_rank_order
+from mpisgd.dtypes import ReduceOp
 from mpisgd.transport.messages.link import split_evenly
 from mpisgd.transport.shm.staging import Span, copy_bytes, prefetch, typed_pieces
+from mpisgd.transport.torch_reduction import combine_in_rank_order
 
 __all__ = ["ChunkPartition", "partition_chunk"]
 

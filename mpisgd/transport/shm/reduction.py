@@ -18,9 +18,10 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from mpisgd.core.dtypes import ADDED_AS_THEY_ARE, ReduceOp, combine_in_rank_order
+from mpisgd.dtypes import ReduceOp
 from mpisgd.transport.shm.staging import BUFFER_BYTES, CHUNK_BYTES, MemoryRange, copy_bytes, prefetch
 from mpisgd.transport.shm.transport import ShmTransport
+from mpisgd.transport.torch_reduction import ADDED_AS_THEY_ARE, combine_in_rank_order
 
 __all__ = [
     "all_reduce",

@@ -7,10 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mpisgd.core.dtypes import ReduceOp, combine_in_rank_order
+from mpisgd.dtypes import ReduceOp
 from mpisgd.transport.ipc.segment import Segment
 from mpisgd.transport.messages.link import split_evenly
 from mpisgd.transport.shm.staging import CHUNK_BYTES, MemoryRange, copy_bytes, prefetch, range_of
+from mpisgd.transport.torch_reduction import combine_in_rank_order
 
 __all__ = ["Region", "combine_chunks"]
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mpisgd.core.dtypes import HALF_TYPES
+from mpisgd.dtypes import HALF_TYPES
 
 __all__ = [
     "BUFFER_BYTES",

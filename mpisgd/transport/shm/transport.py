@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mpisgd.core.dtypes import ReduceOp
+from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import CollectiveTimeout
 from mpisgd.transport.ipc.control_block import CONTROL_BYTES, ControlBlock
 from mpisgd.transport.ipc.segment import Segment, open_segment

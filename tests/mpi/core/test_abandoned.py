@@ -11,7 +11,7 @@ import torch
 import mpisgd
 from mpisgd.core.waiting import Backoff
 from mpisgd.errors import PeerLost
-from mpisgd.job.lifecycle import current_job, let_go
+from mpisgd.job.lifecycle import current_job, free_abandoned
 from mpisgd.monitor.rank_state import Message
 from mpisgd.transport.messages.link import Link
 from mpisgd.transport.messages.point_to_point import MessageWork, PointToPoint

@@ -30,7 +30,7 @@ def device(request, monkeypatch) -> Iterator[EagerDevice]:
     yield stand_in
     set_runtime(None)
     plane, world().device = world().device, None
-    world().queue.after_mismatch = lambda: None
+    world().queue.on_mismatch = lambda: None
     if plane is not None:
         plane.close()
 

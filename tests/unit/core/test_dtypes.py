@@ -4,21 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from mpisgd.dtypes import BITWISE, FLOATING, INTEGER, REDUCIBLE, ReduceOp, check_op
+from mpisgd.transport.mpi_reduction import for_mpi
+from mpisgd.transport.torch_reduction import AT_ONCE_NUMEL, COMBINE, combine, combine_in_rank_order, for_torch
 
-from mpisgd.core.dtypes import (
-    AT_ONCE_NUMEL,
-    BITWISE,
-    COMBINE,
-    FLOATING,
-    INTEGER,
-    REDUCIBLE,
-    ReduceOp,
-    check_op,
-    combine,
-    combine_in_rank_order,
-    for_mpi,
-    for_torch,
-)
 from mpisgd.errors import UnsupportedOp
 
 NAN = float("nan")

@@ -13,12 +13,12 @@ from mpisgd.core.waiting import (
     YIELD_S,
     Backoff,
     _pause,
+    add_pending_message,
     cancel_reason,
     give_up,
     is_loss,
     is_oversubscribed,
-    message_begins,
-    message_ends,
+    remove_pending_message,
     set_oversubscribed,
     take_back,
 )
@@ -62,10 +62,10 @@ def test_pauses_are_short_while_messages_are_under_way():
     usual = _pause(0.2, 0.0)
     messages = [object(), object()]
     for message in messages:
-        message_begins(message)
+        add_pending_message(message)
     for message in messages:
         assert _pause(0.2, 0.0) <= usual / 20
-        message_ends(message)
+        remove_pending_message(message)
     assert _pause(0.2, 0.0) == usual
 
 

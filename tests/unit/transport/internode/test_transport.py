@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from mpisgd.dtypes import ReduceOp
 
-from mpisgd.core.dtypes import ReduceOp
 from mpisgd.core.topology import arrange
 from mpisgd.errors import CollectiveTimeout
 from mpisgd.transport.internode.transport import CHUNK_BYTES, InternodeTransport

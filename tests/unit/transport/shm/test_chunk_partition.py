@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from mpisgd.transport.torch_reduction import combine_in_rank_order
 
 from mpisgd import ReduceOp
-from mpisgd.core.dtypes import combine_in_rank_order
 from mpisgd.transport.shm.chunk_partition import partition_chunk
 
 
