@@ -32,7 +32,7 @@ from mpisgd.collectives.reduce_scatter import reduce_scatter_tensor as reduce_sc
 from mpisgd.compress.cast import Compression as Compression
 from mpisgd.compress.compressor import BucketReducer as BucketReducer
 from mpisgd.compress.compressor import Compressor as Compressor
-from mpisgd.core.dtypes import ReduceOp as ReduceOp
+from mpisgd.dtypes import ReduceOp as ReduceOp
 from mpisgd.core.group import Group as Group
 from mpisgd.core.work import Work as Work
 from mpisgd.errors import AlreadyInitialized as AlreadyInitialized

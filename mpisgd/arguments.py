@@ -1,4 +1,4 @@
-"""Arguments of any public function, looked at before anything is sent."""
+"""Checks of the arguments of public functions, before anything is sent."""
 
 import math
 import operator

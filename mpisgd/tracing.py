@@ -1,4 +1,4 @@
-"""The sink that a recorder plugs into, so that what communicates need not know who looks on.
+"""The sink that a recorder plugs into, so that what communicates does not depend on the timeline.
 
 Where `sink` is None, an operation pays for one comparison. Times are nanoseconds of `time.monotonic_ns`.
 """
@@ -9,16 +9,13 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from mpisgd.core.consistency import Operation
-    from mpisgd.transport.mpi import Communicator
-
 __all__ = [
-    "Observed",
+    "Operation",
+    "OperationSpan",
     "Sink",
     "Track",
     "abandon",
@@ -48,6 +45,26 @@ class Track(NamedTuple):
     ranks: tuple[int, ...] = ()
 
 
+class Operation(Protocol):
+    """What is recorded of an operation; see `mpisgd.core.consistency.Operation`."""
+
+    @property
+    def kind(self) -> str:
+        """The public name, `all_reduce`."""
+
+    @property
+    def dtype(self) -> str:
+        """As in `float32`, or ""."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensor."""
+
+    @property
+    def extra(self) -> str:
+        """May name the algorithm."""
+
+
 class Sink(Protocol):
     """Who records. Any thread may call it, and it never waits."""
 
@@ -72,8 +89,8 @@ sink: Sink | None = None
 _purpose = threading.local()
 
 
-def start_recorder(path: str, wire: "Communicator") -> None:
-    """Record into a file from now on; see `mpisgd.timeline.session`. Collective."""
+def start_recorder(path: str, wire: Any) -> None:
+    """Record into a file from now on; see `open_timeline` of the recorder. Collective over `wire`."""
     importlib.import_module(RECORDER).open_timeline(path, wire)
 
 
@@ -84,7 +101,7 @@ def flush() -> None:
 
 
 def abandon() -> None:
-    """Record no more, without meeting the others: one of them was lost."""
+    """Stop recording without communicating: a rank was lost."""
     if sink is not None:
         importlib.import_module(RECORDER).abandon_timeline()
 
@@ -120,7 +137,7 @@ def _with_contents(contents: Mapping[str, Any]) -> Iterator[None]:
 def part(
     track: Track, name: str, nbytes: int, contents: Callable[[], Mapping[str, Any]]
 ) -> contextlib.AbstractContextManager[None]:
-    """Record a part of the operation under way, with what is in it."""
+    """Record a part of the running operation, with its contents."""
     return contextlib.nullcontext() if sink is None else _recorded_part(sink, track, name, nbytes, contents())
 
 
@@ -152,7 +169,7 @@ def _noted_as_blocked(sink: Sink, name: str) -> Iterator[None]:
         sink.span(track, f"wait for {name}", begin_ns, time.monotonic_ns(), "blocked", {})
 
 
-class Observed:
+class OperationSpan:
     """One operation of a queue while it is being recorded; made when it is submitted.
 
     Args:
@@ -160,12 +177,12 @@ class Observed:
         track: the queue's.
         operation: what it is.
         tensors: what it moves.
-        way: the plane or algorithm that moves it, where the operation does not name it.
+        transport: what moves it, where the operation does not name an algorithm.
         async_op: whether its caller went on.
     """
 
     def __init__(
-        self, sink: Sink, track: Track, operation: "Operation", tensors: Any, way: str, async_op: bool
+        self, sink: Sink, track: Track, operation: Operation, tensors: Any, transport: str, async_op: bool
     ) -> None:
         self._sink = sink
         self._track = track
@@ -177,7 +194,7 @@ class Observed:
         algorithm = operation.extra.removeprefix("algorithm=")
         self._args: dict[str, Any] = {
             "bytes": _nbytes(tensors, operation),
-            "way": way if algorithm == operation.extra else algorithm,
+            "way": transport if algorithm == operation.extra else algorithm,
             "async": async_op,
             **getattr(_purpose, "contents", {}),
         }
@@ -218,7 +235,7 @@ class Observed:
         self._sink.span(self._track, "move", met_ns, end_ns, "phase", {})
 
 
-def _nbytes(tensors: Any, operation: "Operation") -> int:
+def _nbytes(tensors: Any, operation: Operation) -> int:
     """Return the bytes of an operation's tensors on this rank, or of what its description tells."""
     if isinstance(tensors, torch.Tensor):
         return tensors.nbytes

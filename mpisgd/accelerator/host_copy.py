@@ -18,7 +18,7 @@ def copy_tree(source: Any, into: Any = None) -> Any:
         source: dicts, lists and tuples of tensors and of whatever can be deep-copied.
         into: an earlier copy that is not needed any more; its tensors are overwritten.
 
-    Cost: one pass over the memory; from devices, into pinned memory, all copies under way at once.
+    Cost: one pass over the memory; from devices, into pinned memory, all copies in flight at once.
     """
     devices: set[torch.device] = set()
     copied = _copy(source, into, devices)

@@ -1,4 +1,4 @@
-"""All that mpisgd asks of torch.cuda, in few lines and behind an interface.
+"""All that mpisgd asks of torch.cuda, behind a small interface.
 
 Most machines that test mpisgd have no GPU. So whatever can be wrong without one is elsewhere, and runs in the
 tests on a stand-in that executes streams as late as it may.
@@ -60,7 +60,7 @@ class Runtime(Protocol):
     def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return [numel] uninitialized elements of host memory that a device reads and writes by itself.
 
-        It may be let go of while copies that were started with it are under way.
+        It may be freed while copies that were started with it are in flight.
         """
 
     def copy(self, out: Tensor, source: Tensor) -> None:
@@ -113,7 +113,7 @@ class Cuda:
     def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return page-locked memory. torch keeps what is let go of for the next time.
 
-        It also knows which copies are under way in it, so nobody gets it before they are done.
+        It also knows which copies are in flight, and does not reuse it before they are done.
         """
         return torch.empty(numel, dtype=dtype, pin_memory=True)
 

@@ -75,7 +75,7 @@ class _Switch:
     def __init__(self, group: Group) -> None:
         self._queue = group.queue
         full = group.queue.consistency
-        bare = _BareHandshake(full.wire, full.spread, name=full.name, timeout_s=full.timeout_s)
+        bare = _BareHandshake(full.wire, full.digest_exchange, name=full.name, timeout_s=full.timeout_s)
         self._ways = {True: (full, queue_module.call_site), False: (bare, lambda: _nowhere)}
 
     def turn(self, on: bool) -> None:
@@ -156,8 +156,8 @@ def _checks_in_a_row(count: int) -> float:
     spread_of_world, history, differences = world().queue.consistency.digest_exchange, b"", 0
     started_s = time.thread_time()
     for number in range(count):
-        described = f"bucket {number % 8} of plan 0123456789abcdef, step {number // 8}, reduction 0"
-        operation = Operation("gradients", op="AVG", dtype="float32", shape=(6553600,), extra=described)
+        bucket, step = f"bucket {number % 8} of plan 0123456789abcdef", f"step {number // 8}, reduction 0"
+        operation = Operation("gradients", "AVG", "float32", (6553600,), extra=bucket, when=step)
         queue_module.call_site()
         history = fold(history, operation)
         low, high = spread_of_world.extremes()

@@ -24,6 +24,7 @@ from mpisgd.transport.mpi_reduction import for_mpi
 from mpisgd.transport.shm import reduction
 from mpisgd.transport.shm.transport import ShmTransport
 from mpisgd.transport.torch_reduction import for_torch
+from mpisgd.tuning import CostModel
 
 __all__ = ["all_reduce", "can_go_direct", "choose_algorithm", "reduce_flat", "reduce_tensor"]
 
@@ -159,7 +160,8 @@ def choose_algorithm(group: Group, algorithm: str, tensor: Tensor) -> str:
     if algorithm != "auto":
         return algorithm
     half = tensor.dtype in HALF_TYPES
-    return group.costs.choose(_candidates(group, half), tensor.nbytes, half)
+    costs: CostModel = group.costs
+    return costs.choose(_candidates(group, half), tensor.nbytes, half)
 
 
 def can_go_direct(group: Group) -> bool:

@@ -81,7 +81,7 @@ def run(
         group: of the operation.
         operation: see `OperationQueue.run`, as for `action`, `tensors`, `async_op`, `before` and `after`.
         like: one of its tensors; where it is, all are. None: it has none.
-        way: see `OperationQueue.run`.
+        way: what moves it; see `transport` of `OperationQueue.run`.
     """
     queue = group.queue
     if like is None or not on_device(like):
@@ -92,7 +92,7 @@ def run(
             async_op=async_op,
             before=before,
             after=after,
-            way=way,
+            transport=way,
             like=like,
         )
     plane = device_transport_of(group, like, operation, current_job().gpu)
@@ -104,7 +104,7 @@ def run(
         async_op=async_op,
         before=None if before is None else passage.through(before),
         after=after,
-        way=f"{way}, through host memory",
+        transport=f"{way}, through host memory",
         like=like,
     )
     if work is None:

@@ -12,7 +12,7 @@ from mpisgd.core.group import Group
 from mpisgd.errors import InvalidArgument, InvalidRank, ShapeMismatch
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.transport.device.stream_guard import StreamGuard
-from mpisgd.transport.messages.point_to_point import MessageWork
+from mpisgd.transport.messages.point_to_point import MessageWork, PointToPoint
 
 __all__ = ["irecv", "isend", "recv", "send"]
 
@@ -33,9 +33,8 @@ def isend(tensor: Tensor, dst: int, group: Group | None = None, tag: int = 0) ->
     group = group_or_world(group)
     check_tensor("isend", tensor)
     _check_tag("isend", tag, group)
-    return group.point_to_point.send(
-        "send", readable(tensor), group.group_rank("isend", "dst", dst), tag, [tensor]
-    )
+    messages: PointToPoint = group.point_to_point
+    return messages.send("send", readable(tensor), group.group_rank("isend", "dst", dst), tag, [tensor])
 
 
 def irecv(tensor: Tensor, src: int | None = None, group: Group | None = None, tag: int = 0) -> MessageWork:
@@ -64,7 +63,8 @@ def irecv(tensor: Tensor, src: int | None = None, group: Group | None = None, ta
             raise ShapeMismatch(f"recv: got {nbytes} bytes, the tensor has {expected} ({list(tensor.shape)})")
         settle()
 
-    return group.point_to_point.receive("recv", landing.flat, root, tag, [tensor], arrived)
+    messages: PointToPoint = group.point_to_point
+    return messages.receive("recv", landing.flat, root, tag, [tensor], arrived)
 
 
 def _after_earlier_work(tensor: Tensor, settle: Callable[[], None]) -> Callable[[], None]:

@@ -11,17 +11,15 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
+from mpisgd.core.interfaces import Communicator, DigestExchange
 from mpisgd.core.waiting import Backoff
 from mpisgd.errors import CollectiveMismatch, CollectiveTimeout
 
-if TYPE_CHECKING:
-    from mpisgd.transport.mpi import Communicator
-
-__all__ = ["ConsistencyCheck", "ConsistencyChecker", "DigestExchange", "Operation", "ranks_text"]
+__all__ = ["ConsistencyCheck", "ConsistencyChecker", "Operation", "ranks_text"]
 
 LEFT_TAG = 40  # of the queue's communicator, above the rounds of a dissemination and below an algorithm's
 
@@ -37,6 +35,7 @@ class Operation(NamedTuple):
         root: group rank of src or dst, or -1.
         extra: anything else that must be equal, as text.
         device: `cuda` for tensors on a device, "" for those of the CPU.
+        when: what tells this call from others of the operation, such as the step, where that must be equal.
     """
 
     kind: str
@@ -46,56 +45,43 @@ class Operation(NamedTuple):
     root: int = -1
     extra: str = ""
     device: str = ""
+    when: str = ""
 
     def __str__(self) -> str:
         parts = [f"op={self.op}"] if self.op else []
         parts += [f"dtype={self.dtype}", f"shape={list(self.shape)}"] if self.dtype else []
         parts += [f"root={self.root}"] if self.root >= 0 else []
         parts += [f"device={self.device}"] if self.device else []
-        parts += [self.extra] if self.extra else []
+        parts += [text for text in (self.extra, self.when) if text]
         return f"{self.kind}({', '.join(parts)})"
 
 
 @lru_cache(maxsize=4096)
-def _encoded(operation: Operation) -> bytes:
-    return repr(tuple(operation)).encode()
+def _encoded(recurring: tuple[object, ...]) -> bytes:
+    """Return the bytes of an operation's fields. Without `when`: each call would be another entry."""
+    return repr(recurring).encode()
 
 
 def fold(history: bytes, operation: Operation) -> bytes:
     """Return the 8-byte hash of everything up to and including `operation`."""
-    return hashlib.blake2b(history + _encoded(operation), digest_size=8).digest()
-
-
-class DigestExchange(Protocol):
-    """How the ranks of a group learn the smallest and the largest of their digests. One at a time."""
-
-    def start(self, digest: int) -> None:
-        """Begin with this rank's digest."""
-
-    def advance(self) -> bool:
-        """Go as far as possible without waiting; return whether it is over."""
-
-    def extremes(self) -> tuple[int, int]:
-        """Return the smallest and the largest digest, once it is over."""
-
-    def sleep(self, limit_s: float) -> bool:
-        """Sleep for so long, or until somebody wakes this rank; False where nobody would."""
-
-    def missing(self) -> str:
-        """Say for whom this rank waits, while it is not over."""
+    when = operation.when
+    described = _encoded(operation[:-1]) + when.encode() if when else _encoded(operation)
+    return hashlib.blake2b(history + described, digest_size=8).digest()
 
 
 class ConsistencyChecker:
-    """The exchange at the beginning of a group's operations. One at a time, by one thread.
+    """The consistency checks of a group's operations. One at a time, by one thread.
 
     Attributes:
         number: how many operations this rank has begun.
         timeout_s: how long to wait for the other ranks.
     """
 
-    def __init__(self, wire: "Communicator", spread: DigestExchange, *, name: str, timeout_s: float) -> None:
+    def __init__(
+        self, wire: Communicator, digest_exchange: DigestExchange, *, name: str, timeout_s: float
+    ) -> None:
         self.wire = wire
-        self.spread = spread
+        self.digest_exchange = digest_exchange
         self.name = name
         self.timeout_s = timeout_s
         self.number = 0
@@ -108,7 +94,7 @@ class ConsistencyChecker:
         detail: Callable[[], str] | None = None,
         before: Callable[[], None] | None = None,
     ) -> "ConsistencyCheck":
-        """Start to find out whether every rank of the group is at `operation`; see `ConsistencyCheck`.
+        """Start to compare `operation` with those of the other ranks; see `ConsistencyCheck`.
 
         Args:
             operation: what this rank is about to do.
@@ -116,7 +102,7 @@ class ConsistencyChecker:
             detail: tells more when the ranks disagree, in lines; those that differ are shown.
             before: called before this rank tells the others anything.
 
-        Cost: what the spread costs.
+        Cost: that of the digest exchange.
         """
         self.number += 1
         if before is not None:
@@ -125,7 +111,7 @@ class ConsistencyChecker:
         return ConsistencyCheck(self, operation, site, detail, int.from_bytes(self._history, "little"))
 
     def note(self, operation: Operation) -> None:
-        """Count an operation that meets nobody; the next one that does will compare it, too."""
+        """Count an operation that is not compared; the next one that is compares it, too."""
         self.number += 1
         self._history = fold(self._history, operation)
 
@@ -158,9 +144,9 @@ class ConsistencyChecker:
         """Gather what every rank was about to do, and say who differs. Collective.
 
         Raises:
-            CollectiveTimeout: another rank gave up its operation earlier, so it has not come to compare.
+            CollectiveTimeout: another rank timed out earlier, so it does not come to compare.
         """
-        self._meet_again(mine)
+        self._wait_for_all(mine)
         groups: dict[tuple[int, str, str], list[int]] = defaultdict(list)
         views = self.wire.all_gather_object((self.number, mine, detail))
         for rank, view in zip(self.wire.global_ranks, views, strict=True):
@@ -172,16 +158,16 @@ class ConsistencyChecker:
             lines += [f"      {line}" for line in _only_here(more, common)]
         return "\n".join(lines)
 
-    def _meet_again(self, mine: str) -> None:
-        """See that everyone is here: one that gave up waiting has left its digest, but does not compare."""
-        everyone_is_here = self.wire.barrier_request()
-        patience = Backoff(self.timeout_s)
-        patience.wait_for(lambda: self.wire.poll([everyone_is_here]) or self.somebody_left())
-        if not self.wire.poll([everyone_is_here]):
+    def _wait_for_all(self, mine: str) -> None:
+        """Wait until all ranks compare: one that has timed out has left its digest, but does not come."""
+        barrier = self.wire.barrier_request()
+        backoff = Backoff(self.timeout_s)
+        backoff.wait_for(lambda: self.wire.poll([barrier]) or self.somebody_left())
+        if not self.wire.poll([barrier]):
             raise CollectiveTimeout(
-                f"{mine}: rank {self.me} (group '{self.name}', operation {self.number}) finds another rank "
-                f"at something else, which has given that up before: it did not come within "
-                f"{patience.waited_s:.1f} s to compare. What it raised tells more"
+                f"{mine}: rank {self.me} (group '{self.name}', operation {self.number}) found another rank "
+                f"at a different operation, and that rank did not come within {backoff.waited_s:.1f} s to "
+                "compare them: it has timed out before. See the error that it raised"
             )
 
 
@@ -193,60 +179,61 @@ def _only_here(detail: str, common: set[str]) -> list[str]:
 
 
 class ConsistencyCheck:
-    """One handshake under way, and the verdict at its end."""
+    """One consistency check in flight, and its result."""
 
     def __init__(
         self,
-        handshake: ConsistencyChecker,
+        checker: ConsistencyChecker,
         operation: Operation,
         site: Callable[[], str],
         detail: Callable[[], str] | None,
         digest: int,
     ) -> None:
-        self._consistency = handshake
+        self._checker = checker
         self._operation = operation
         self._site = site
         self._detail = detail
-        self.advance = handshake.spread.advance
-        handshake.spread.start(digest)
+        self.advance = checker.digest_exchange.advance
+        checker.digest_exchange.start(digest)
 
-    def wait(self, patience: Backoff) -> None:
-        """Go to the end, where every rank has come; one who has just found that some are missing calls it.
+    def wait(self, backoff: Backoff) -> None:
+        """Wait until every rank has come; call it after `advance` has returned False.
 
         Raises:
             CollectiveTimeout: other ranks did not come; the group cannot be used again.
         """
-        if not patience.wait_for(self.advance, self._consistency.spread.sleep):
-            raise CollectiveTimeout(self._who_is_missing(patience))
+        if not backoff.wait_for(self.advance, self._checker.digest_exchange.sleep):
+            raise CollectiveTimeout(self._who_is_missing(backoff))
 
     def differs(self) -> bool:
         """Return whether it is over and the ranks are not about to do the same thing."""
-        low, high = self._consistency.spread.extremes() if self.advance() else (0, 0)
+        low, high = self._checker.digest_exchange.extremes() if self.advance() else (0, 0)
         return low != high
 
     def verify(self) -> None:
-        """See that all ranks are about to do the same thing. Call when the exchange is over.
+        """Raise unless all ranks are about to do the same thing. Call when the exchange is over.
 
         Raises:
             CollectiveMismatch: on every rank, when one of them is about to do something else. The group
                 can be used again: all ranks count the operation as done.
         """
-        low, high = self._consistency.spread.extremes()
+        low, high = self._checker.digest_exchange.extremes()
         if low != high:
-            self._consistency.resume_after(low, high)
+            self._checker.resume_after(low, high)
             detail = self._detail() if self._detail is not None else ""
-            raise CollectiveMismatch(self._consistency.compare(f"{self._what}  at {self._site()}", detail))
+            raise CollectiveMismatch(self._checker.compare(f"{self._what}  at {self._site()}", detail))
 
     @property
     def _what(self) -> str:
-        return self._consistency.text_of(self._operation)
+        return self._checker.text_of(self._operation)
 
-    def _who_is_missing(self, patience: Backoff) -> str:
-        shake, seen = self._consistency, f" ({patience.verdict})" if patience.verdict else ""
+    def _who_is_missing(self, backoff: Backoff) -> str:
+        checker, seen = self._checker, f" ({backoff.verdict})" if backoff.verdict else ""
         return (
-            f"{self._what} at {self._site()}: rank {shake.me} (group '{shake.name}', operation "
-            f"{shake.number}) has waited {patience.waited_s:.1f} s for {shake.spread.missing()}{seen}. Raise "
-            "MPISGD_TIMEOUT_S or the group's own timeout if ranks may be that far apart"
+            f"{self._what} at {self._site()}: rank {checker.me} (group '{checker.name}', operation "
+            f"{checker.number}) has waited {backoff.waited_s:.1f} s for "
+            f"{checker.digest_exchange.missing()}{seen}. Raise MPISGD_TIMEOUT_S or the group's own timeout "
+            "if ranks may be that far apart"
         )
 
 

@@ -1,25 +1,33 @@
-"""`Group`: some ranks of the job, with communicators, an order and a time limit of their own."""
+"""`Group`: some ranks of the job, with communicators, an order and a timeout of their own."""
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from mpisgd.arguments import as_index, shown
+from mpisgd.core.interfaces import PointToPoint, Transports
 from mpisgd.core.operation_queue import OperationQueue
-from mpisgd.core.topology import Topology, discover
+from mpisgd.core.topology import Topology
 from mpisgd.errors import InvalidRank, MpisgdError, NotInGroup, NotInitialized, PeerLost
-from mpisgd.tracing import Track
-from mpisgd.transport.internode.transport import InternodeTransport
-from mpisgd.transport.messages.point_to_point import PointToPoint
-from mpisgd.transport.shm.transport import ShmTransport
-from mpisgd.transport.transports import Transports, open_transports
-from mpisgd.tuning import CostModel
 
-if TYPE_CHECKING:
-    from mpisgd.transport.device.transport import DeviceTransport
-    from mpisgd.transport.mpi import Communicator
+__all__ = ["Endpoint", "Group"]
 
-__all__ = ["Group"]
+
+class Endpoint(NamedTuple):
+    """What one member communicates with the others through; `mpisgd.job.group_factory` opens it.
+
+    Attributes:
+        queue: the order of the group's collectives.
+        point_to_point: the group's messages.
+        transports: how bytes move besides the communicator.
+        topology: which members share a host.
+    """
+
+    queue: OperationQueue
+    point_to_point: PointToPoint
+    transports: Transports
+    topology: Topology
+
 
 _left: "list[Group]" = []  # until the process ends: MPI may still write to their memory
 
@@ -27,7 +35,8 @@ _left: "list[Group]" = []  # until the process ends: MPI may still write to thei
 class Group:
     """Ranks that communicate with each other; made by `mpisgd.new_group`, never directly.
 
-    `src` and `dst` of every operation are ranks of the job (global ranks), as in torch.distributed.
+    `src` and `dst` of every operation are ranks of the job (global ranks), as in torch.distributed. The
+    transports are handed on as they are: whoever uses one imports its type.
 
     Attributes:
         name: for messages.
@@ -35,53 +44,24 @@ class Group:
         rank: this process within the group, -1 when it is no member.
         size: number of members.
         ordinal: among the groups of the same ranks, counted as they are made; the same on all members.
-        costs: predicts which algorithm is fastest among these ranks.
-        device: the way of tensors on a GPU; None before there were any.
+        costs: predicts which algorithm is fastest among these ranks, a `mpisgd.tuning.CostModel`.
+        device: the transport of tensors on a GPU; None before there were any.
         known_calls: what collectives have found out about calls that come again and again.
     """
 
-    def __init__(
-        self,
-        name: str,
-        ranks: Sequence[int],
-        wire: "Communicator | None",
-        *,
-        timeout_s: float,
-        threads: bool,
-        topology: Topology | None = None,
-        costs: CostModel | None = None,
-    ):
+    def __init__(self, name: str, ranks: Sequence[int], endpoint: Endpoint | None, *, costs: Any) -> None:
         self.name = name
         self.ranks = tuple(ranks)
         self.size = len(self.ranks)
         self.ordinal = 0
-        self.rank = -1 if wire is None else wire.rank
+        self.rank = -1 if endpoint is None else endpoint.topology.rank
         self.pid = os.getpid()
+        self.costs = costs
+        self.device: Any = None
+        self.known_calls: dict[Any, Any] = {}
+        self._endpoint = endpoint
         self._closed = False
         self._lost = ""
-        self._queue: OperationQueue | None = None
-        self._point_to_point: PointToPoint | None = None
-        self._topology: Topology | None = None
-        self._transports: Transports | None = None
-        self.costs = costs or CostModel("none", ())
-        self.device: DeviceTransport | None = None
-        self.known_calls: dict[Any, Any] = {}
-        if wire is not None:
-            self._topology = topology or discover(wire)
-            self.costs = self.costs.at(self._topology.ranks_per_host)
-            self._transports = open_transports(
-                wire, self._topology, self.costs, name=name, timeout_s=timeout_s
-            )
-            self._queue = OperationQueue(
-                wire, self._transports.spread, name=name, timeout_s=timeout_s, threads_allowed=threads
-            )
-            self._queue.track = Track(f"group {name}", self.ranks)
-            if self._transports.cma is not None:
-                self._queue.when_left = self._transports.cma.access.revoke
-            self._point_to_point = PointToPoint(
-                wire.duplicate(), timeout_s=timeout_s, threads_allowed=threads
-            )
-            self._point_to_point.group = (name, self.ranks)
 
     def __repr__(self) -> str:
         return f"Group('{self.name}', ranks={list(self.ranks)}, rank={self.rank})"
@@ -92,67 +72,63 @@ class Group:
 
     @property
     def is_open(self) -> bool:
-        """Return whether this rank is a member and the group was not closed."""
-        return self.rank >= 0 and not self._closed
+        """Return whether this rank is a member and the group was neither closed nor abandoned."""
+        return self.rank >= 0 and not self._closed and not self._lost
 
     @property
     def queue(self) -> OperationQueue:
         """The order of this group's collectives."""
-        self._need_membership()
-        assert self._queue is not None
-        return self._queue
+        return self._usable_endpoint().queue
 
     @property
-    def point_to_point(self) -> PointToPoint:
+    def point_to_point(self) -> Any:
         """The group's point-to-point messages."""
-        self._need_membership()
-        assert self._point_to_point is not None
-        return self._point_to_point
+        return self._usable_endpoint().point_to_point
 
     @property
     def topology(self) -> Topology:
         """Which members share a host."""
-        self._need_membership()
-        assert self._topology is not None
-        return self._topology
+        return self._usable_endpoint().topology
 
     @property
     def known_topology(self) -> Topology:
-        """The same, also of a group that is no more."""
-        assert self._topology is not None
-        return self._topology
+        """The same, also of a group that was closed or abandoned."""
+        assert self._endpoint is not None
+        return self._endpoint.topology
 
     @property
-    def transports(self) -> Transports:
+    def transports(self) -> Any:
         """What the group communicates through besides MPI itself."""
-        self._need_membership()
-        assert self._transports is not None
-        return self._transports
+        return self._usable_endpoint().transports
 
     @property
-    def shm(self) -> ShmTransport | None:
+    def shm(self) -> Any:
         """The shared memory of the group, None unless all its ranks share one host and can have it."""
-        return self.transports.shm
+        return self._usable_endpoint().transports.shm
 
     @property
-    def internode(self) -> InternodeTransport | None:
-        """The way between the group's hosts, None where there is one host only."""
-        return self.transports.internode
+    def internode(self) -> Any:
+        """The transport between the group's hosts, None where there is one host only."""
+        return self._usable_endpoint().transports.internode
 
-    def _need_membership(self) -> None:
+    def _usable_endpoint(self) -> Endpoint:
+        if self._endpoint is None or self._lost or self._closed or self.pid != os.getpid():
+            raise self._why_unusable()
+        return self._endpoint
+
+    def _why_unusable(self) -> MpisgdError:
         if self._lost:
-            raise PeerLost(f"group '{self.name}' is no more: {self._lost}")
+            return PeerLost(f"group '{self.name}' was abandoned: {self._lost}")
         if self._closed:
-            raise NotInitialized(f"group '{self.name}' was closed by mpisgd.shutdown()")
+            return NotInitialized(f"group '{self.name}' was closed by mpisgd.shutdown()")
         if self.rank < 0:
-            raise NotInGroup(
+            return NotInGroup(
                 f"group '{self.name}' has the ranks {list(self.ranks)}; this rank is none of them"
             )
-        if self.pid != os.getpid():
-            raise NotInitialized(
-                f"this process was forked from rank {self.ranks[self.rank]} of the job: MPI cannot be used "
-                "in it (a DataLoader's workers must not communicate)"
-            )
+        return NotInitialized(
+            f"this process was forked from rank {self.ranks[self.rank]} of the job: MPI cannot be used in it "
+            "(DataLoader workers must not communicate)"
+        )
 
     def group_rank(self, name: str, what: str, global_rank: int) -> int:
         """Return the place of a global rank in this group; `name` and `what` go into the error."""
@@ -164,39 +140,39 @@ class Group:
                 f"{_shortened(self.ranks)}"
             ) from None
 
-    def give_up(self, reason: str) -> None:
-        """Let this group be: a rank of the job was lost. Meets nobody; returns when its threads have ended.
+    def abandon(self, reason: str) -> None:
+        """Give this group up, since a rank of the job was lost. Sends nothing; its threads have ended then.
 
-        All its communicators have been revoked, and nobody waits any more, so they end at once.
+        All its communicators have been revoked and all waits cancelled, so the threads end at once.
         """
-        self._let_be(PeerLost(reason))
+        self._abandon(PeerLost(reason))
         self._lost = reason
 
     def leave(self) -> None:
-        """Let this group be: an operation of it has failed on some member. Meets nobody.
+        """Give this group up, since an operation of it has failed on some member. Sends nothing.
 
         MPI may be in the middle of something in it, so its communicators and its memory are kept.
         """
         self.queue.consistency.leave()
-        self._let_be(NotInitialized(f"group '{self.name}' was destroyed"))
+        self._abandon(NotInitialized(f"group '{self.name}' was destroyed"))
         self._closed = True
         _left.append(self)
 
-    def _let_be(self, error: MpisgdError) -> None:
-        if self._queue is not None and self._point_to_point is not None:
-            self._queue.broken = self._queue.broken or error
-            self._queue.drain()
-            self._point_to_point.give_up(error)
+    def _abandon(self, error: MpisgdError) -> None:
+        if self._endpoint is not None:
+            queue = self._endpoint.queue
+            queue.broken = queue.broken or error
+            queue.drain()
+            self._endpoint.point_to_point.abandon(error)
 
     def close(self) -> None:
         """Free the communicators. Collective over the members."""
         if self.device is not None:
             self.device.close()
-        if self._queue is not None and self._point_to_point is not None:
-            self._point_to_point.wire.free()
-            if self._transports is not None and self._transports.local is not None:
-                self._transports.local.free()
-            self._queue.wire.free()
+        if self._endpoint is not None:
+            self._endpoint.point_to_point.close()
+            self._endpoint.transports.close()
+            self._endpoint.queue.wire.free()
         self._closed = True
 
 

@@ -1,80 +1,52 @@
-"""A queue: the one order in which a group's collectives run.
+"""`OperationQueue`: the one order in which a group's collectives run.
 
 MPI demands that all ranks of a communicator call its collectives in the same order. A queue keeps that order
-for calls that block and calls that do not: the latter wait in a queue for the queue's thread, and a blocking
-call runs at once in its caller's thread only when nothing is queued or running. No queue waits for another;
-one thread for two groups that ranks use in opposite order would deadlock.
+for blocking and for asynchronous calls: the latter wait in it for its thread, and a blocking call runs at
+once in its caller's thread when nothing is queued or running. No queue waits for another: one thread for two
+groups that ranks use in opposite order would deadlock.
 """
 
 import collections
 import contextlib
-import functools
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from mpisgd import tracing
 from mpisgd.arguments import check_flag
 from mpisgd.core import wait_registry
-from mpisgd.core.consistency import ConsistencyCheck, ConsistencyChecker, DigestExchange, Operation
+from mpisgd.core.call_site import call_site
+from mpisgd.core.consistency import ConsistencyCheck, ConsistencyChecker, Operation
+from mpisgd.core.interfaces import Communicator, DigestExchange
 from mpisgd.core.waiting import Backoff
 from mpisgd.core.work import QueuedWork, Work
 from mpisgd.errors import CollectiveMismatch, Deadlock, MpiFailed, MpisgdError
 
-if TYPE_CHECKING:
-    from types import FrameType
+__all__ = ["OperationQueue", "RunningOperation", "call_site", "inference_mode_of"]
 
-    from mpisgd.transport.mpi import Communicator
+# With `runs_inline`, an asynchronous operation waits so long for the other ranks before it is left to the
+# queue's thread. Waking the thread takes about as long, and the cores have nothing to spare for it.
+INLINE_WAIT_S = 0.0003
 
-__all__ = ["OperationQueue", "Underway", "call_site", "mode_of"]
-
-# A call site is a line of the program: not ours, and not torch's, which calls us at the end of backward.
-NOT_THE_PROGRAM = (
-    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
-    os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
-)
-
-# An eager queue waits so long for the others before it leaves an asynchronous operation to its thread. Waking
-# the thread takes about as long, and the cores have nothing to spare for it.
-EAGER_S = 0.0003
-
-_AS_IT_IS = contextlib.nullcontext()
+_NO_CONTEXT = contextlib.nullcontext()
 
 
-def call_site() -> Callable[[], str]:
-    """Return what tells, when asked, the line of the program that called into mpisgd."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and _is_not_the_program(frame.f_code.co_filename):
-        frame = frame.f_back
-    if frame is None:
-        return lambda: "unknown place"
-    code, line = frame.f_code, frame.f_lineno
-    return lambda: f"{code.co_filename}:{line} in {code.co_name}"
-
-
-@functools.cache
-def _is_not_the_program(filename: str) -> bool:
-    return filename.startswith(NOT_THE_PROGRAM)
-
-
-def mode_of(tensors: Any) -> contextlib.AbstractContextManager[Any]:
+def inference_mode_of(tensors: Any) -> contextlib.AbstractContextManager[Any]:
     """Return torch's inference mode for tensors that were made in it; outside they cannot be written to."""
     for tensor in tensors or ():
         if tensor.is_inference():
             return torch.inference_mode()
-    return _AS_IT_IS
+    return _NO_CONTEXT
 
 
-class _Job(NamedTuple):
-    """One operation and how to do it; see `OperationQueue.run`.
+class _Submission(NamedTuple):
+    """One operation as it was submitted; see `OperationQueue.run`.
 
-    `exchange` is the agreement on it, where that has begun; `meets`: whether there is one; `watch`: who
-    records it.
+    `check`: its consistency check, where that has begun; `communicates`: whether there is one; `span`: its
+    entry in the timeline.
     """
 
     operation: Operation
@@ -85,13 +57,13 @@ class _Job(NamedTuple):
     after: Work | None
     tensors: Any
     timeout_s: float | None
-    exchange: ConsistencyCheck | None = None
-    meets: bool = True
-    watch: tracing.Observed | None = None
+    check: ConsistencyCheck | None = None
+    communicates: bool = True
+    span: tracing.OperationSpan | None = None
 
 
-class Underway(NamedTuple):
-    """What a queue is in the middle of: the operation, who called it where, on which thread."""
+class RunningOperation(NamedTuple):
+    """The operation that a queue runs now, who called it where, and on which thread."""
 
     operation: Operation
     site: Callable[[], str]
@@ -103,43 +75,46 @@ class OperationQueue:
 
     Args:
         wire: the queue's own communicator.
-        spread: how its ranks compare what they are about to do.
+        digest_exchange: how its ranks compare what they are about to do.
         name: of the group, for messages.
         timeout_s: how long an operation waits for the other ranks.
         threads_allowed: whether MPI runs at THREAD_MULTIPLE, without which nothing can be asynchronous.
+        ranks: the group's global ranks, for the timeline.
+        on_failure: called when an operation fails on this rank that others may still come to.
 
     Attributes:
+        wire: the communicator; the transports and the collectives know its own type.
         broken: why the queue cannot be used any more.
-        underway: the operation that runs now, None in between.
-        track: what a recorder calls it.
-        after_mismatch: called on every rank when they have found out that they disagree.
-        when_left: called when this rank leaves an operation to which others may still come.
-        eager: whether an asynchronous operation runs in its caller's thread when all ranks come to it at
-            about the same time. That is right where no core is idle, so that nothing can be won by a thread.
-            It waits for nothing but the other ranks' call of the same operation, and not for long, so a
-            program that is right without it is right with it.
+        running: the operation that runs now, None in between.
+        on_mismatch: called on every rank when they have found out that they disagree.
+        runs_inline: whether an asynchronous operation runs in its caller's thread when all ranks come to it
+            at about the same time. That is right where no core is idle, so that a thread wins nothing. It
+            waits for nothing but the other ranks' call of the same operation, and not for long, so a program
+            that is right without it is right with it.
     """
 
     def __init__(
         self,
-        wire: "Communicator",
-        spread: DigestExchange,
+        wire: Communicator,
+        digest_exchange: DigestExchange,
         *,
         name: str,
         timeout_s: float,
         threads_allowed: bool,
+        ranks: tuple[int, ...] = (),
+        on_failure: Callable[[], None] = lambda: None,
     ) -> None:
-        self.wire = wire
+        self.wire: Any = wire
         self.name = name
-        self.track = tracing.Track(f"group {name}")
-        self.consistency = ConsistencyChecker(wire, spread, name=name, timeout_s=timeout_s)
+        self.track = tracing.Track(f"group {name}", ranks)
+        self.consistency = ConsistencyChecker(wire, digest_exchange, name=name, timeout_s=timeout_s)
         self.broken: MpisgdError | None = None
-        self.underway: Underway | None = None
+        self.running: RunningOperation | None = None
         self.threads_allowed = threads_allowed
-        self.after_mismatch: Callable[[], None] = lambda: None
-        self.when_left: Callable[[], None] = lambda: None
-        self.eager = False
-        self._queue: collections.deque[tuple[_Job, QueuedWork]] = collections.deque()
+        self.on_mismatch: Callable[[], None] = lambda: None
+        self.runs_inline = False
+        self._on_failure = on_failure
+        self._queue: collections.deque[tuple[_Submission, QueuedWork]] = collections.deque()
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._busy: int | None = None  # the thread whose turn it is
@@ -157,7 +132,7 @@ class OperationQueue:
         before: Callable[[], None] | None = None,
         after: Work | None = None,
         timeout_s: float | None = None,
-        way: str = "-",
+        transport: str = "-",
         like: Any = None,
     ) -> QueuedWork | None:
         """Run `action` after all ranks have agreed on `operation`, in this queue's order.
@@ -172,15 +147,18 @@ class OperationQueue:
             after: an earlier operation without which this one makes no sense: it is dropped if that failed.
                 All ranks drop it: what fails without breaking the queue fails on all of them.
             timeout_s: how long to wait for the other ranks, instead of the queue's limit.
-            way: what moves it, for who records it, unless the operation names an algorithm.
+            transport: what moves it, for the timeline, unless the operation names an algorithm.
             like: a tensor of the size that is moved, where there are no `tensors`.
         """
         if async_op is not True and async_op is not False:
             async_op = check_flag(operation.kind, "async_op", async_op)
-        job = _Job(operation, action, call_site(), detail, before, after, tensors, timeout_s)
+        submission = _Submission(operation, action, call_site(), detail, before, after, tensors, timeout_s)
         if tracing.sink is not None:
-            watch = tracing.Observed(tracing.sink, self.track, operation, tensors or like, way, async_op)
-            job = job._replace(watch=watch)
+            submission = submission._replace(
+                span=tracing.OperationSpan(
+                    tracing.sink, self.track, operation, tensors or like, transport, async_op
+                )
+            )
         # A callback of the operation that runs on this thread may call the next one: waiting for our own
         # turn would be for ever, and all ranks come by here at the same point of the order.
         thread = threading.get_ident()
@@ -188,35 +166,37 @@ class OperationQueue:
         inside = self._busy == thread
         if not async_op and (inside or self._take_turn()):
             try:
-                self._perform(job)
+                self._perform(submission)
             finally:
                 if not inside:
                     self._end_turn()
             return None
         if async_op:
-            self._need_thread(operation)
+            self._check_threads_allowed(operation)
         work = QueuedWork(operation.kind, tensors)
         if inside:
-            self._complete(job, work)
-        elif async_op and self.eager and self._take_turn():
-            self._start_here(job, work)
+            self._complete(submission, work)
+        elif async_op and self.runs_inline and self._take_turn():
+            self._run_inline(submission, work)
         else:
-            self._enqueue(job, work)
+            self._enqueue(submission, work)
         if async_op:
             return work
         work.wait()
         return None
 
     def note(self, operation: Operation) -> None:
-        """Give an operation that others carry out, such as NCCL, its place in the order. Meets nobody."""
+        """Give an operation that others carry out, such as NCCL, its place in the order. Sends nothing."""
         if self.broken is not None:
             raise self.broken
         if tracing.sink is not None:
             tracing.sink.instant(self.track, f"{operation} launched", time.monotonic_ns())
         inside = self._busy == threading.get_ident()
         if not inside and not self._take_turn():
-            job = _Job(operation, lambda: None, call_site(), None, None, None, None, None, meets=False)
-            self._enqueue(job, QueuedWork(operation.kind, None))
+            submission = _Submission(
+                operation, lambda: None, call_site(), None, None, None, None, None, communicates=False
+            )
+            self._enqueue(submission, QueuedWork(operation.kind, None))
             return
         self.consistency.note(operation)
         if not inside:
@@ -230,7 +210,7 @@ class OperationQueue:
             self._busy = threading.get_ident()
             return True
 
-    def _need_thread(self, operation: Operation) -> None:
+    def _check_threads_allowed(self, operation: Operation) -> None:
         if not self.threads_allowed:
             raise MpiFailed(
                 f"{operation.kind}: async_op=True needs an MPI that runs at thread level MULTIPLE; this one "
@@ -243,103 +223,103 @@ class OperationQueue:
             if self._thread is not None:
                 self._changed.notify_all()
 
-    def _perform(self, job: _Job) -> None:
-        """Agree and act. Whatever goes wrong leaves the other ranks in the middle, and the queue broken."""
-        self._refuse_in_vain(job)
-        if not job.meets:
-            self.consistency.note(job.operation)
+    def _perform(self, submission: _Submission) -> None:
+        """Check and act. Whatever goes wrong leaves the other ranks in the middle, and the queue broken."""
+        self._check_usable(submission)
+        if not submission.communicates:
+            self.consistency.note(submission.operation)
             return
-        self.underway = Underway(job.operation, job.site, threading.get_ident())
+        self.running = RunningOperation(submission.operation, submission.site, threading.get_ident())
         try:
-            exchange = self._begin(job) if job.exchange is None else job.exchange
-            if not exchange.advance():
-                exchange.wait(Backoff(job.timeout_s or self.consistency.timeout_s))
-            if job.watch is not None:
-                job.watch.met()
-            exchange.verify()
-            self._act(job)
+            check = self._begin(submission) if submission.check is None else submission.check
+            if not check.advance():
+                check.wait(Backoff(submission.timeout_s or self.consistency.timeout_s))
+            if submission.span is not None:
+                submission.span.met()
+            check.verify()
+            self._act(submission)
         except BaseException as exc:
-            self._note_failure(job, exc)
+            self._note_failure(submission, exc)
             raise
         finally:
-            self.underway = None
-        if job.watch is not None:
-            job.watch.ends()
+            self.running = None
+        if submission.span is not None:
+            submission.span.ends()
 
-    def _act(self, job: _Job) -> None:
-        """Do the communication. What the ranks find out only now, such as sizes, is said with its place."""
+    def _act(self, submission: _Submission) -> None:
+        """Do the communication. To a mismatch found only now, such as one of sizes, add where it was."""
         try:
-            with mode_of(job.tensors):
-                job.action()
+            with inference_mode_of(submission.tensors):
+                submission.action()
         except Deadlock:
             raise
         except CollectiveMismatch as exc:
-            place = f"group '{self.name}', operation {self.consistency.number}, at {job.site()}"
+            place = f"group '{self.name}', operation {self.consistency.number}, at {submission.site()}"
             raise CollectiveMismatch(f"{exc} ({place})") from None
 
-    def _start_here(self, job: _Job, work: QueuedWork) -> None:
+    def _run_inline(self, submission: _Submission, work: QueuedWork) -> None:
         """Perform an asynchronous operation now if the others come to it, else leave it to the thread."""
         try:
-            exchange = self._try_to_meet(job)
+            check = self._begin_and_wait_shortly(submission)
         except BaseException as exc:
             work.complete(exc)
         else:
-            job = job._replace(exchange=exchange)
-            if exchange.advance():
-                self._complete(job, work)
+            submission = submission._replace(check=check)
+            if check.advance():
+                self._complete(submission, work)
             else:
-                self._enqueue(job, work, first=True)
+                self._enqueue(submission, work, first=True)
         finally:
             self._end_turn()
 
-    def _try_to_meet(self, job: _Job) -> ConsistencyCheck:
-        """Begin the agreement and give the others a moment to join it."""
-        self._refuse_in_vain(job)
+    def _begin_and_wait_shortly(self, submission: _Submission) -> ConsistencyCheck:
+        """Begin the consistency check and give the others a moment to come to it."""
+        self._check_usable(submission)
         try:
-            exchange = self._begin(job)
-            exchange.advance() or Backoff(EAGER_S).wait_for(exchange.advance)
+            check = self._begin(submission)
+            check.advance() or Backoff(INLINE_WAIT_S).wait_for(check.advance)
         except BaseException as exc:
-            self._note_failure(job, exc)
+            self._note_failure(submission, exc)
             raise
-        return exchange
+        return check
 
-    def _begin(self, job: _Job) -> ConsistencyCheck:
-        if job.watch is None:
-            return self.consistency.begin(job.operation, job.site, job.detail, job.before)
-        return self._begin_watched(job, job.watch)
+    def _begin(self, submission: _Submission) -> ConsistencyCheck:
+        if submission.span is None:
+            return self.consistency.begin(
+                submission.operation, submission.site, submission.detail, submission.before
+            )
+        return self._begin_recorded(submission, submission.span)
 
-    def _begin_watched(self, job: _Job, watch: tracing.Observed) -> ConsistencyCheck:
+    def _begin_recorded(self, submission: _Submission, span: tracing.OperationSpan) -> ConsistencyCheck:
         def before() -> None:
-            if job.before is not None:
-                job.before()
-            watch.arrives(self.consistency.number)
+            if submission.before is not None:
+                submission.before()
+            span.arrives(self.consistency.number)
 
-        watch.begins()
-        return self.consistency.begin(job.operation, job.site, job.detail, before)
+        span.begins()
+        return self.consistency.begin(submission.operation, submission.site, submission.detail, before)
 
-    def _refuse_in_vain(self, job: _Job) -> None:
-        """Raise where an earlier failure leaves no sense in this operation."""
+    def _check_usable(self, submission: _Submission) -> None:
+        """Raise where an earlier failure makes this operation impossible."""
         if self.broken is not None:
             raise self.broken
-        if job.after is not None and (error := job.after.error) is not None:
+        if submission.after is not None and (error := submission.after.error) is not None:
             raise error
 
-    def _note_failure(self, job: _Job, exc: BaseException) -> None:
-        if job.watch is not None:
-            job.watch.ends(exc)
-        if isinstance(exc, CollectiveMismatch) and not isinstance(
-            exc, Deadlock
-        ):  # that the ranks found out together, and go on together
-            self.after_mismatch()
+    def _note_failure(self, submission: _Submission, exc: BaseException) -> None:
+        if submission.span is not None:
+            submission.span.ends(exc)
+        if isinstance(exc, CollectiveMismatch) and not isinstance(exc, Deadlock):  # the same on all ranks
+            self.on_mismatch()
         else:
-            self.broken = self._as_broken(job.operation, exc)
-            self.when_left()
+            self.broken = self._as_broken(submission.operation, exc)
+            self._on_failure()
 
-    def _complete(self, job: _Job, work: QueuedWork) -> None:
-        """Perform a queued operation; an error belongs to whoever waits for it."""
+    def _complete(self, submission: _Submission, work: QueuedWork) -> None:
+        """Perform a queued operation; its error is raised by the work's `wait()`."""
         error: BaseException | None = None
         try:
-            self._perform(job)
+            self._perform(submission)
         except BaseException as exc:
             error = exc
         work.complete(error)
@@ -349,7 +329,7 @@ class OperationQueue:
             return exc
         return MpiFailed(f"group '{self.name}' cannot be used any more: {operation} failed with {exc!r}")
 
-    def _enqueue(self, job: _Job, work: QueuedWork, *, first: bool = False) -> None:
+    def _enqueue(self, submission: _Submission, work: QueuedWork, *, first: bool = False) -> None:
         with self._changed:
             if self._thread is None:
                 self._thread = threading.Thread(
@@ -357,9 +337,9 @@ class OperationQueue:
                 )
                 self._thread.start()
             if first:
-                self._queue.appendleft((job, work))
+                self._queue.appendleft((submission, work))
             else:
-                self._queue.append((job, work))
+                self._queue.append((submission, work))
             self._changed.notify_all()
 
     def _serve(self) -> None:
@@ -368,21 +348,26 @@ class OperationQueue:
             with self._changed:
                 self._changed.wait_for(lambda: self._busy is None and (self._queue or self._closing))
                 if not self._queue:
+                    self._thread = None  # under the lock: what is submitted from now on starts another thread
                     return
-                job, work = self._queue.popleft()
+                submission, work = self._queue.popleft()
                 self._busy = threading.get_ident()
-            self._complete(job, work)
+            self._complete(submission, work)
             self._end_turn()
-            del job, work  # an idle thread must not keep the last operation's tensors alive
+            del submission, work  # an idle thread must not keep the last operation's tensors alive
 
     def drain(self) -> None:
-        """Let the queue run empty and end the thread. The queue can be used again.
+        """Run all that is queued and end the thread. The queue can be used again.
 
-        Every operation in the queue has its own time limit, so this ends.
+        Every operation in the queue has its own timeout, so this ends.
         """
-        with self._changed:
-            thread, self._closing = self._thread, True
-            self._changed.notify_all()
-        if thread is not None and thread is not threading.current_thread():
+        while True:
+            with self._changed:
+                thread = self._thread
+                if thread is threading.current_thread():
+                    return
+                self._closing = thread is not None
+                self._changed.notify_all()
+            if thread is None:
+                return
             thread.join()
-        self._thread, self._closing = None, False

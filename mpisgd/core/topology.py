@@ -3,10 +3,8 @@
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from mpisgd.transport.mpi import Communicator
+from mpisgd.core.interfaces import Communicator
 
 __all__ = ["Topology", "discover"]
 
@@ -74,7 +72,7 @@ def arrange(rank: int, leaders: Sequence[int], hostnames: Sequence[str]) -> Topo
     return Topology(rank, tuple(nodes.values()), tuple(hostnames[leader] for leader in nodes))
 
 
-def discover(wire: "Communicator") -> Topology:
+def discover(wire: Communicator) -> Topology:
     """Find out which ranks share memory. Collective."""
     local = wire.same_host()
     leader = min(local.all_gather_object(wire.rank))

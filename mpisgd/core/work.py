@@ -16,7 +16,7 @@ __all__ = ["QueuedWork", "Work"]
 
 
 class Work(abc.ABC):
-    """An operation under way; what `async_op=True` returns.
+    """An operation in flight; what `async_op=True` returns.
 
     The operation's tensors belong to it until it is done: leave them alone until `wait()` has returned.
     """
@@ -52,7 +52,7 @@ class Work(abc.ABC):
 
 
 class QueuedWork(Work):
-    """A collective in the queue of its group's queue, completed by the thread that runs it."""
+    """A collective in its group's queue, completed by the thread that runs it."""
 
     def __init__(self, name: str, tensors: Any) -> None:
         self.name = name
@@ -60,12 +60,12 @@ class QueuedWork(Work):
         self._done = threading.Event()
         self._lock = threading.Lock()
         self._error: BaseException | None = None
-        self._told = False
+        self._reported = False
         self._future: torch.futures.Future[Any] | None = None
         self._callback: Callable[[], None] | None = None
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until the queue has run this operation. The queue has the time limit on other ranks."""
+        """Block until the queue has run this operation, which has its own timeout on the other ranks."""
         done = self._done.is_set()
         if not done:
             with (
@@ -75,7 +75,7 @@ class QueuedWork(Work):
                 done = self._done.wait(timeout_s)
         if not done:
             raise CollectiveTimeout(f"{self.name}: not done after {timeout_s} s")
-        self._told = True
+        self._reported = True
         if self._error is not None:
             raise self._error
         if self._future is not None:
@@ -109,7 +109,7 @@ class QueuedWork(Work):
         callback()
 
     def complete(self, error: BaseException | None) -> None:
-        """Mark the operation as done. Called once, by whoever ran it."""
+        """Mark the operation as done. Called once, by the thread that ran it."""
         self._error = error
         with self._lock:
             if self._callback is not None:
@@ -120,12 +120,12 @@ class QueuedWork(Work):
             self._settle(future)
 
     def __del__(self) -> None:
-        """An error that nobody waited for must not be lost."""
-        if self._error is not None and not self._told:
+        """Warn of an error that was never raised by `wait()` or the future."""
+        if self._error is not None and not self._reported:
             warnings.warn(f"{self.name} failed and nobody waited for it: {self._error}", RuntimeWarning, 2)
 
     def _settle(self, future: "torch.futures.Future[Any]") -> None:
-        self._told = True
+        self._reported = True
         if self._error is None:
             future.set_result(self.tensors)
         else:

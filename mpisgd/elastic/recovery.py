@@ -27,6 +27,7 @@ from mpisgd.elastic.joining import Terms, grow
 from mpisgd.errors import JobError, MpisgdError, PeerLost
 from mpisgd.job import lifecycle as jobs
 from mpisgd.job import rank_info
+from mpisgd.job.world import Job
 from mpisgd.monitor.startup_timeout import within
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ def recover(reason: str, terms: Terms) -> Recovered:
 
 
 def _try_to_begin(
-    old: jobs.Job, left_wire: "Communicator", before: "Topology", terms: Terms
+    old: Job, left_wire: "Communicator", before: "Topology", terms: Terms
 ) -> tuple[list[int], int] | None:
     """Make the new world; return None if another rank was lost meanwhile.
 

@@ -55,7 +55,7 @@ class BucketLauncher:
             self._reduce_all(slots, flats)
 
         operation = self._operation(in_flight, what, dtype_name(flats[0].dtype), numel, "")
-        self._group.queue.run(operation, reduce, before=kinds.before, way="bucket by bucket")
+        self._group.queue.run(operation, reduce, before=kinds.before, transport="bucket by bucket")
         in_flight.kinds.append(kinds)
         in_flight.launched.extend([None] * len(slots))
 
@@ -100,8 +100,8 @@ class BucketLauncher:
     ) -> Operation:
         """Say what all ranks must agree on; plans that differ have other names."""
         assert in_flight.plan is not None
-        extra = f"{what} of plan {in_flight.plan.name}, {in_flight.when}"
-        return Operation("gradients", self._options.op.name, dtype, (numel,), extra=extra, device=device)
+        extra, op = f"{what} of plan {in_flight.plan.name}", self._options.op.name
+        return Operation("gradients", op, dtype, (numel,), extra=extra, device=device, when=in_flight.when)
 
     def _contents(self, *slots: BucketSlot) -> Callable[[], Mapping[str, Any]]:
         return lambda: contents(self._named[i] for slot in slots for i in slot.bucket.indices)

@@ -20,6 +20,7 @@ from mpisgd.gradients.sum_reducer import SumReducer
 from mpisgd.gradients.unbucketed import UnbucketedGradient
 from mpisgd.transport.ipc.segment import Segment
 from mpisgd.transport.shm.region import Region
+from mpisgd.transport.shm.transport import ShmTransport
 
 __all__ = ["BucketSlot", "Plan", "agree_on_plan", "describe"]
 
@@ -177,7 +178,8 @@ def _slot(bucket: Bucket, params: Sequence[Tensor], group: Group, compression: C
 
 def _shared(numel: int, dtype: torch.dtype, group: Group) -> Region | None:
     """Return shared memory for this host's ranks. Collective, also over hosts where a rank is alone."""
-    memory, made = group.transports.memory, list[Segment | None]()
+    memory: ShmTransport | None = group.transports.memory
+    made: list[Segment | None] = []
     group.queue.run(
         Operation("gradients", dtype=dtype_name(dtype), shape=(numel,), extra="allocation"),
         lambda: made.append(None if memory is None else memory.open_segment(numel * dtype.itemsize)),

@@ -40,13 +40,17 @@ class ExceptHook:
         wire: of the job's world.
         topology: of the job.
         console: claimed by the rank of each host that prints.
-
-    Attributes:
         abort: ends every process of the job with an exit code.
     """
 
-    def __init__(self, wire: "Communicator", topology: Topology, console: ConsoleLock) -> None:
-        self.abort: Callable[[int], None] = wire.abort
+    def __init__(
+        self,
+        wire: "Communicator",
+        topology: Topology,
+        console: ConsoleLock,
+        abort: Callable[[int], None],
+    ) -> None:
+        self._abort = abort
         self._wire = wire
         self._topology = topology
         self._console = console
@@ -93,7 +97,7 @@ class ExceptHook:
         sys.stdout.flush()
         sys.stderr.flush()
         if self._wire.size > 1:
-            self.abort(exit_code)
+            self._abort(exit_code)
         sys.exit(exit_code)  # alone: the ordinary way out, MPI is finalized on it
 
     def _give_precedence(self, exc: BaseException) -> None:

@@ -1,9 +1,8 @@
-"""The end of a program whose job has lost ranks: MPI's own may wait for them for ever.
+"""How a process exits whose job has lost ranks: MPI's own finalize may wait for them for ever.
 
-Open MPI 5.0 counts the ranks of a host that does not answer any more among those that still run, and its
-finalize meets them. So the ranks leave without it, and the one that `mpirun` has started itself ends that.
-Where single ranks were lost finalize works, as a rule: after the loss of one that had replaced another it
-now and then does not return.
+Open MPI 5.0 counts the ranks of a lost host among those that still run, and its finalize waits for them. So
+the ranks exit without it, and the child of `mpirun` kills `mpirun`. Where single ranks were lost finalize
+works, as a rule: after the loss of one that had replaced another it now and then does not return.
 """
 
 import contextlib
@@ -21,17 +20,17 @@ __all__ = ["exit_after_loss", "exit_without_host"]
 LAUNCHERS = ("prterun", "mpirun", "mpiexec", "prte")
 OTHERS_LEAVE_S = 1.0
 FINALIZE_S = 5.0
-HAND_ON_S = 0.3  # mpirun brings what was printed to the terminal
+FORWARD_S = 0.3  # mpirun forwards what was printed to the terminal
 
 
 def exit_after_loss() -> None:
-    """Let MPI's own end take a few seconds at most, then end by SIGALRM; call when all ranks are leaving."""
+    """Limit MPI's own finalize to a few seconds, by SIGALRM; call when all ranks are leaving."""
     if signal.getsignal(signal.SIGALRM) is signal.SIG_DFL:
         signal.setitimer(signal.ITIMER_REAL, FINALIZE_S)
 
 
 def exit_without_host(local_rank: int) -> None:
-    """Leave the process at once, as a success; call when all ranks are leaving. Does not return."""
+    """Exit at once, with success; call when all ranks are leaving. Does not return."""
     sys.stdout.flush()
     sys.stderr.flush()
     launcher = os.getppid()
@@ -39,12 +38,12 @@ def exit_without_host(local_rank: int) -> None:
         time.sleep(OTHERS_LEAVE_S)
         note(ENDED_NOTE)
         print(
-            "mpisgd: the program has ended; mpirun would wait for the lost host for ever and is ended, too "
-            "(its exit code is 137, the program's was 0)",
+            "mpisgd: the program has ended with exit code 0. mpirun would wait for the lost host for ever "
+            "and is killed, so its own exit code is 137",
             file=sys.stderr,
             flush=True,
         )
-        time.sleep(HAND_ON_S)
+        time.sleep(FORWARD_S)
         with contextlib.suppress(OSError):
             os.kill(launcher, signal.SIGKILL)
     os._exit(0)

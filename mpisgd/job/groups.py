@@ -1,4 +1,4 @@
-"""Groups of some ranks of the job: made, and given back."""
+"""`new_group`, `open_group`, `close_group`: groups of some ranks of the job."""
 
 import zlib
 from collections.abc import Iterable, Sequence, Set
@@ -12,6 +12,7 @@ from mpisgd.core.group import Group
 from mpisgd.core.wait_registry import WaitReason, waiting_for
 from mpisgd.core.waiting import Backoff
 from mpisgd.errors import CollectiveMismatch, CollectiveTimeout, InvalidRank
+from mpisgd.job.group_factory import make_group
 from mpisgd.job.lifecycle import current_job
 from mpisgd.job.quiesce import end_operations
 from mpisgd.transport.messages.dissemination import Dissemination
@@ -46,29 +47,29 @@ def new_group(ranks: Sequence[int] | None = None, *, name: str | None = None) ->
     made: list[Communicator | None] = []
     operation = Operation("new_group", extra=f"ranks={members}" + (f", name={name!r}" if name else ""))
     job.world.queue.run(operation, lambda: made.append(job.world.queue.wire.subset(members)))
-    group = Group(
+    group = make_group(
         name or f"group {next(job.names)}",  # counted by all ranks alike: they have agreed
         members,
         made[0],
         timeout_s=job.timeout_s,
-        threads=job.threads_allowed,
+        threads_allowed=job.threads_allowed,
         costs=job.world.costs,
     )
-    _enlist(group, job.groups)
+    _add_to_job(group, job.groups)
     return group
 
 
 def open_group(
-    ranks: Sequence[int], *, name: str, timeout_s: float | None = None, eager: bool = False
+    ranks: Sequence[int], *, name: str, timeout_s: float | None = None, runs_inline: bool = False
 ) -> Group:
     """Make a group of some ranks of the job, this one among them. Collective over these ranks alone.
 
     Args:
         ranks: global ranks; their order is the order of the group's ranks.
         name: for messages; ranks may have different ones, as torch's are where some have made more groups.
-        timeout_s: how long its operations wait; default the job's limit.
-        eager: where all members share a host, asynchronous operations run in the caller's thread when the
-            members come to them at about the same time; see `OperationQueue.eager`.
+        timeout_s: how long its operations wait; default the job's timeout.
+        runs_inline: where all members share a host, asynchronous operations run in the caller's thread when
+            the members come to them at about the same time; see `OperationQueue.runs_inline`.
 
     Raises:
         InvalidRank: a rank twice, none at all, or one the job does not have; before anything is sent.
@@ -76,60 +77,62 @@ def open_group(
     """
     job = current_job()
     members = _check_members(ranks, job.world.size)
-    _come_together(job.world.queue.wire, members, name, timeout_s or job.timeout_s)
+    _wait_for_members(job.world.queue.wire, members, name, timeout_s or job.timeout_s)
     with waiting_for(WaitReason(f"the making of group '{name}'", members=tuple(members))):
         wire = job.world.queue.wire.among(members, _tag_of(members))
     where = job.world.topology.among(members)
-    group = Group(
+    group = make_group(
         name,
         members,
         wire,
         timeout_s=timeout_s or job.timeout_s,
-        threads=job.threads_allowed,
+        threads_allowed=job.threads_allowed,
         topology=where,
         costs=job.world.costs,
     )
-    group.queue.eager = eager and where.num_nodes == 1
+    group.queue.runs_inline = runs_inline and where.num_nodes == 1
     group.queue.run(Operation("new_group", extra=f"ranks={members}"), lambda: None)
-    _enlist(group, job.groups)
+    _add_to_job(group, job.groups)
     return group
 
 
-def _enlist(group: Group, groups: list[Group]) -> None:
-    """Add a group to those of the job. The members of equal ones have made these in the same order."""
+def _add_to_job(group: Group, groups: list[Group]) -> None:
+    """Add a group to those of the job. All members make groups of the same ranks in the same order."""
     alike = [other.ordinal for other in groups if other.ranks == group.ranks]
     group.ordinal = max(alike, default=-1) + 1
     groups.append(group)
 
 
-def _come_together(wire: "Communicator", members: Sequence[int], name: str, timeout_s: float) -> None:
-    """Return when all members are about to make the group: inside MPI nobody could end the wait for them."""
+def _wait_for_members(wire: "Communicator", members: Sequence[int], name: str, timeout_s: float) -> None:
+    """Return when all members are about to make the group: a wait for them inside MPI has no timeout."""
     ordered = sorted(members)
     room = (wire.tag_limit - FIRST_TAG) // MAX_ROUNDS
-    meeting = Dissemination(
+    rendezvous = Dissemination(
         wire, ordered, tag=FIRST_TAG + zlib.crc32(f"{ordered}".encode()) % room * MAX_ROUNDS
     )
     order = zlib.crc32(f"{members}".encode())
-    meeting.start(order, order)
+    rendezvous.start(order, order)
     text = f"new_group(ranks={list(members)})"
-    hint = WaitReason(f"new_group of {ordered}", members=tuple(ordered))
+    reason = WaitReason(f"new_group of {ordered}", members=tuple(ordered))
     try:
-        if not meeting.advance() and not Backoff(timeout_s).wait_for(meeting.advance, about=lambda: hint):
-            waited = f"waited {timeout_s:.1f} s for {meeting.missing()}"
+        if not rendezvous.advance() and not Backoff(timeout_s).wait_for(
+            rendezvous.advance, about=lambda: reason
+        ):
+            waited = f"waited {timeout_s:.1f} s for {rendezvous.missing()}, who must call it too"
             raise CollectiveTimeout(f"{text}, group '{name}': {waited}")
     finally:
-        meeting.close()
-    if meeting.extremes() != (order, order):
+        rendezvous.close()
+    if rendezvous.extremes() != (order, order):
         raise CollectiveMismatch(f"{text}, group '{name}': other members named the ranks in another order")
 
 
 def _tag_of(members: Sequence[int]) -> int:
-    """Return a number that keeps overlapping groups apart, below what every MPI takes as a tag."""
+    """Return a tag that differs between overlapping groups, as a rule, and that every MPI takes."""
     return zlib.crc32(f"{members}".encode()) % 2**15
 
 
 def close_group(group: Group) -> None:
-    """Give a group back before the end of the job. Collective over its members.
+    """Close a group before the end of the job. Collective over its members.
 
     Where an operation of it has failed on this rank, the others need not come: this rank leaves the group,
     and those that close it learn of that and leave it too.

@@ -1,4 +1,4 @@
-"""The end of groups: nobody leaves while another rank is in the middle of something."""
+"""`end_operations`: no rank leaves a group while another one is in the middle of an operation."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,16 +12,16 @@ __all__ = ["end_operations"]
 
 
 def end_operations(groups: Sequence[Group], timeout_s: float) -> list[Group]:
-    """Return when nothing is under way any more, here and on all other ranks.
+    """Return when nothing is in flight any more, on any rank. Collective over all groups.
 
     Returns:
         The groups that can be closed: without those that another member has left.
     """
     for group in groups:
         group.queue.drain()
-    ended = _part([group for group in groups if group.queue.broken is None], timeout_s)
+    ended = _agree_on_end([group for group in groups if group.queue.broken is None], timeout_s)
     for group in groups:
-        if group.queue.broken is not None:  # MPI would wait for ever for what was given up
+        if group.queue.broken is not None:  # MPI would wait for ever for what has failed
             raise group.queue.broken
     awaited = [group.queue.wire.all_gather_object(group.point_to_point.in_flight()) for group in ended]
     for group, messages in zip(ended, awaited, strict=True):
@@ -29,23 +29,23 @@ def end_operations(groups: Sequence[Group], timeout_s: float) -> list[Group]:
     return ended
 
 
-def _part(groups: Sequence[Group], timeout_s: float) -> list[Group]:
-    """Agree with everyone, in all groups at once, that nothing comes any more.
+def _agree_on_end(groups: Sequence[Group], timeout_s: float) -> list[Group]:
+    """Agree with all ranks, in all groups at once, that no operation follows.
 
     Returns:
         The groups that no member has left.
     """
-    patience = Backoff(timeout_s)
-    farewells = {
+    backoff = Backoff(timeout_s)
+    checks = {
         group: group.queue.consistency.begin(Operation("shutdown"), lambda: "the end of the program")
         for group in groups
     }
-    patience.wait_for(lambda: _is_settled(farewells), about=lambda: _about(groups))
-    for group, farewell in sorted(farewells.items(), key=lambda pair: not pair[1].differs()):
+    backoff.wait_for(lambda: _is_settled(checks), about=lambda: _reason(groups))
+    for group, check in sorted(checks.items(), key=lambda pair: not pair[1].differs()):
         try:
             if not _is_left(group):
-                farewell.wait(patience)
-                farewell.verify()
+                check.wait(backoff)
+                check.verify()
         except MpisgdError as exc:
             if not _is_left(group):
                 group.queue.broken = exc
@@ -58,16 +58,16 @@ def _is_left(group: Group) -> bool:
     return group.queue.consistency.somebody_left()
 
 
-def _about(groups: Sequence[Group]) -> WaitReason:
-    """Tell who asks that this rank is at the end: of its program, or of one group."""
+def _reason(groups: Sequence[Group]) -> WaitReason:
+    """Tell the monitor that this rank is at the end of its program, or of one group."""
     group = groups[0]
     return WaitReason("shutdown", group.name, (), group.ranks, group.queue.consistency.number, group.ordinal)
 
 
-def _is_settled(farewells: Mapping[Group, ConsistencyCheck]) -> bool:
-    """Move every one along; return whether all are over, or one of them has met somebody who stays.
+def _is_settled(checks: Mapping[Group, ConsistencyCheck]) -> bool:
+    """Poll all checks; return whether all are over, or one of them has found a rank at another operation.
 
-    Whoever stays waits there for this rank to say what it wanted, and comes to no other group's end.
+    That rank waits there for this one to compare, and comes to no other group's end.
     """
-    over = [farewell.advance() or _is_left(group) for group, farewell in farewells.items()]
-    return all(over) or any(farewell.differs() for farewell in farewells.values())
+    over = [check.advance() or _is_left(group) for group, check in checks.items()]
+    return all(over) or any(check.differs() for check in checks.values())

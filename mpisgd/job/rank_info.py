@@ -1,4 +1,4 @@
-"""Who is who in the job: this process's rank and its host's, and how many there are."""
+"""Rank and size, within the job, within a host, and of hosts."""
 
 from mpisgd.core.topology import Topology
 from mpisgd.job.lifecycle import world
@@ -22,7 +22,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """Return this rank's place among the ranks of its host."""
+    """Return this rank's index among the ranks of its host."""
     return topology().local_rank
 
 
@@ -32,7 +32,7 @@ def local_size() -> int:
 
 
 def node_rank() -> int:
-    """Return the number of this rank's host, counted from 0."""
+    """Return the index of this rank's host, counted from 0."""
     return topology().node_rank
 
 

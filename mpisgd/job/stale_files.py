@@ -1,10 +1,10 @@
-"""What a job that is killed would leave behind on a host, and how nothing is left.
+"""`remove_stale_files`: removes what killed jobs leave behind on a host, and what this one would.
 
-Open MPI's ranks of one host meet in files of /dev/shm, and its launcher has a folder in the temporary folder.
-Both are theirs to remove, and stay when everything is killed at once. So:
+Open MPI's ranks of one host share files in /dev/shm, and its launcher has a folder in the temporary folder.
+They remove both themselves, but not when everything is killed at once. So:
 
 - A file that all ranks of the host have mapped needs its name no more. It is unlinked at the start; the
-  memory goes with the last rank, whatever way it goes.
+  memory is freed when the last rank ends, however it ends.
 - The launcher's folder is needed to the end. A rank marks it as belonging to this launcher on this machine,
   and later jobs of the same user remove folders whose launcher is gone.
 """
@@ -22,7 +22,7 @@ from mpisgd.monitor.process_inspector import start_ticks
 if TYPE_CHECKING:
     from mpisgd.transport.mpi import Communicator
 
-__all__ = ["leave_nothing", "mapped_segments", "mark", "sweep"]
+__all__ = ["mapped_segments", "mark", "remove_stale_files", "sweep"]
 
 SHARED_MEMORY = Path("/dev/shm")
 SEGMENT = "sm_segment."  # of Open MPI's shared memory transport
@@ -31,8 +31,8 @@ FOLDER_VARIABLE = "PMIX_SERVER_TMPDIR"
 MARK = "mpisgd-launcher"
 
 
-def leave_nothing(wire: "Communicator") -> None:
-    """See that nothing remains of this job, and of those of this user that were killed. Collective."""
+def remove_stale_files(wire: "Communicator") -> None:
+    """Remove the files of killed jobs of this user, and those of this one that need no name. Collective."""
     local = wire.same_host()
     mapped = set.intersection(*local.all_gather_object(mapped_segments()))
     first = local.rank == 0

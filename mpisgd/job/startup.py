@@ -1,4 +1,4 @@
-"""What a job is given before it begins: its arguments, an MPI library, its share of the cores."""
+"""Before a job begins: its arguments are checked, MPI is loaded, its share of the cores is set."""
 
 import multiprocessing
 import os
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from mpisgd.transport.mpi import Communicator
 
 __all__ = [
+    "abort_if_mpi_failed",
     "check_arguments",
-    "end_where_mpi_failed",
+    "check_is_no_child",
+    "check_world_size",
     "load_mpi",
     "mpi_is_running",
-    "refuse_in_child",
-    "refuse_to_be_alone",
-    "say_what_came_too_late",
     "share_threads",
+    "warn_of_late_defaults",
 ]
 
 
@@ -41,16 +41,16 @@ def check_arguments(comm: Any, timeout_s: Any, num_threads: Any, gpu: Any) -> No
         raise InvalidArgument(f"init: gpu={shown(gpu)}; expected one of {', '.join(config.GPU_CHOICES)}")
 
 
-def refuse_in_child() -> None:
-    """A spawned child inherits its parent's environment and would take itself for its parent's rank."""
+def check_is_no_child() -> None:
+    """Raise in a spawned child: it inherits its parent's environment and would take its parent's rank."""
     if multiprocessing.parent_process() is not None and config.launcher_rank() is not None:
         raise NotInitialized(
-            "init: this process is a child of a rank of the job (a DataLoader's worker, say); only the "
+            "init: this process is a child of a rank of the job, such as a DataLoader worker; only the "
             "processes that mpirun started can be ranks. Put the program behind `if __name__ == '__main__':`"
         )
 
 
-def refuse_to_be_alone(size: int, library: str) -> None:
+def check_world_size(size: int, library: str) -> None:
     """Raise where several ranks were started and MPI has put each of them into a world of its own.
 
     Args:
@@ -65,8 +65,8 @@ def refuse_to_be_alone(size: int, library: str) -> None:
         raise JobError(
             f"init: {launched} ranks were started, but {library}, which Python has loaded, takes each of "
             "them for a job of its own. Start them with that library's mpirun, or under Slurm with the "
-            "--mpi of srun that it was built for; `python -m mpisgd info` shows both. "
-            "init(MPI.COMM_WORLD) takes it as it is"
+            "--mpi option of srun that it was built for; `python -m mpisgd info` shows both. If that is "
+            "what you want, call init(MPI.COMM_WORLD)"
         )
 
 
@@ -100,7 +100,7 @@ def share_threads(wire: "Communicator", where: Topology, num_threads: int | None
         torch.set_num_threads(shared)
 
 
-def say_what_came_too_late(library: str, defaults: dict[str, str], rank: int) -> None:
+def warn_of_late_defaults(library: str, defaults: dict[str, str], rank: int) -> None:
     """Warn of the `defaults` that an MPI which was running already has not got."""
     if rank == 0 and defaults and library.startswith("Open MPI"):
         settings = " ".join(f"{name}={value}" for name, value in defaults.items())
@@ -112,12 +112,12 @@ def say_what_came_too_late(library: str, defaults: dict[str, str], rank: int) ->
         )
 
 
-def end_where_mpi_failed(exc: RuntimeError) -> None:
+def abort_if_mpi_failed(exc: RuntimeError) -> None:
     """End the whole job if MPI has failed here: others may have met nothing and would wait for this rank."""
     of_mpi = isinstance(exc, MpiFailed) or type(exc).__module__.startswith("mpi4py")
     if of_mpi and (config.launcher_size() or 1) > 1:
         print_to_user(
-            f"rank {config.launcher_rank()}: MPI failed while the job was started, which ends: {exc}"
+            f"rank {config.launcher_rank()}: MPI failed while the job was started; the job ends: {exc}"
         )
         mpi = load_mpi()
         if mpi.survives_losses():

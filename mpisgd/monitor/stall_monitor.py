@@ -37,6 +37,7 @@ class StallMonitor:
         timeout_s: the job's.
         warning_s: after how long a wait is worth a warning; 0: never.
         say: takes what the user should know.
+        abort: see `Watchdog`, as for `revoke`.
 
     Attributes:
         watchdog: what is done about this rank's own long waits.
@@ -54,10 +55,14 @@ class StallMonitor:
         timeout_s: float,
         warning_s: float,
         say: Callable[[str], None],
+        abort: Callable[[str], None],
+        revoke: Callable[[str], None] | None,
     ) -> None:
         self.collector = StateCollector(wire, topology, groups, threads_allowed=threads_allowed)
         reporter = Reporter(self.collector, console, say)
-        self.watchdog = Watchdog(self.collector, reporter, timeout_s=timeout_s, warning_s=warning_s)
+        self.watchdog = Watchdog(
+            self.collector, reporter, timeout_s=timeout_s, warning_s=warning_s, abort=abort, revoke=revoke
+        )
         self._detector = DeadlockDetector(self.collector)
         self._say = say
         self._next_check_s = 0.0

@@ -30,22 +30,29 @@ class Watchdog:
         collector: tells what this rank and the others do.
         reporter: reports it.
         timeout_s: how long a call may be blocked inside MPI, where its operation has no timeout of its own.
+        abort: ends the job, or what stands for that, where a rank is blocked inside MPI; gets the reason.
+        revoke: ends all calls that are blocked inside MPI, with an error that says the reason; None where
+            that is not to be had.
 
     Attributes:
         warning_s: after how long the user is warned; 0: never.
         abort_s: after how long the job ends, whatever the wait's own timeout; 0: by that alone.
-        revoke: ends all calls that are blocked inside MPI, with an error that says the reason; None where
-            that is not to be had.
-        abort: ends the job, or what stands for that, where a rank is blocked inside MPI; gets the reason.
     """
 
     def __init__(
-        self, collector: StateCollector, reporter: Reporter, *, timeout_s: float, warning_s: float
+        self,
+        collector: StateCollector,
+        reporter: Reporter,
+        *,
+        timeout_s: float,
+        warning_s: float,
+        abort: Callable[[str], None],
+        revoke: Callable[[str], None] | None,
     ) -> None:
         self.warning_s = warning_s
         self.abort_s = 0.0
-        self.abort: Callable[[str], None] = lambda reason: None
-        self.revoke: Callable[[str], None] | None = None
+        self._abort = abort
+        self._revoke = revoke
         self._revoked_s = 0.0  # when that was done
         self._collector = collector
         self._reporter = reporter
@@ -92,19 +99,19 @@ class Watchdog:
     def _end_blocked(self, wait: Wait, timeout_s: float) -> None:
         """End a call that is blocked inside MPI, or the job."""
         longer = f"longer than its limit of {timeout_s:g} s (MPISGD_TIMEOUT_S). It is blocked in there"
-        if self.revoke is None:
+        if self._revoke is None:
             self._end(wait, timeout_s, f"{longer}, where no error can be raised, so the job ends")
         elif not self._revoked_s:
             states = self._report(wait, timeout_s, f"{longer}: all communicators of the job are revoked")
-            self.revoke(f"{self._who(wait, states)}: {longer}; no group can be used any more")
+            self._revoke(f"{self._who(wait, states)}: {longer}; no group can be used any more")
             self._revoked_s = time.monotonic()
         elif time.monotonic() > self._revoked_s + RETURN_S:
-            self.abort(f"{longer}, and is so {RETURN_S:g} s after it was revoked")
+            self._abort(f"{longer}, and is so {RETURN_S:g} s after it was revoked")
 
     def _end(self, wait: Wait, timeout_s: float, reason: str) -> None:
         """End the job, after one rank has reported why."""
         self._report(wait, timeout_s, reason)
-        self.abort(reason)
+        self._abort(reason)
 
     def _report(self, wait: Wait, timeout_s: float, reason: str) -> Sequence[RankState]:
         """Report what everyone does, or let another rank report it."""

@@ -1,6 +1,7 @@
-"""Which transports a group has: shared memory on each host, and messages between the hosts."""
+"""Which transports a group has: shared memory on each host, and one between the hosts."""
 
 import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from mpisgd import config
@@ -15,7 +16,6 @@ from mpisgd.transport.ipc.digest_exchange import ShmDigestExchange
 from mpisgd.transport.ipc.segment import Segment, open_segment
 from mpisgd.transport.messages.dissemination import Dissemination
 from mpisgd.transport.shm.transport import STAGING_BYTES, ShmTransport
-from mpisgd.tuning import CostModel
 
 if TYPE_CHECKING:
     from mpisgd.transport.mpi import Communicator
@@ -30,14 +30,14 @@ class Transports(NamedTuple):
         shm: the shared memory of the group, None unless all its ranks share one host and can have it.
         cma: its ranks' access to each other's memory, None where there is no `shm` or they have none.
         internode: the transport between several hosts, None on one.
-        spread: how the ranks compare what they are about to do.
+        digest_exchange: how the ranks compare what they are about to do.
         local: the ranks of this host, where there is need of them.
     """
 
     shm: ShmTransport | None
     cma: CmaTransport | None
     internode: InternodeTransport | None
-    spread: DigestExchange
+    digest_exchange: DigestExchange
     local: "Communicator | None"
 
     @property
@@ -45,13 +45,28 @@ class Transports(NamedTuple):
         """The shared memory of this host's ranks."""
         return self.shm if self.internode is None else self.internode.shm
 
+    def close(self) -> None:
+        """Free the communicator of this host's ranks. Collective."""
+        if self.local is not None:
+            self.local.free()
+
 
 def open_transports(
-    wire: "Communicator", topology: Topology, costs: CostModel, *, name: str, timeout_s: float
+    wire: "Communicator",
+    topology: Topology,
+    best_num_leaders: Callable[[int, bool], int],
+    *,
+    name: str,
+    timeout_s: float,
 ) -> Transports:
-    """Open what a group can have. Collective.
+    """Open what a group can have. Collective. One rank warns where ranks of a host cannot share memory.
 
-    Shared memory that should be there and is not is worth a warning, from one rank.
+    Args:
+        wire: the group's communicator.
+        topology: which of its ranks share a host.
+        best_num_leaders: see `InternodeTransport`.
+        name: of the group, for messages.
+        timeout_s: how long to wait for the other ranks in the middle of an operation.
     """
     shares = any(len(ranks) > 1 for ranks in topology.nodes)
     allowed = all(wire.all_gather_object(config.shared_memory()))
@@ -69,7 +84,7 @@ def open_transports(
         cma = None if reachable is None else CmaTransport(shm, reachable)
         return Transports(shm, cma, None, ShmDigestExchange(shm.control, wire.global_ranks), local)
     hosts = InternodeTransport(
-        wire, topology, shm, memory, best_num_leaders=costs.speakers, name=name, timeout_s=timeout_s
+        wire, topology, shm, memory, best_num_leaders=best_num_leaders, name=name, timeout_s=timeout_s
     )
     return Transports(None, None, hosts, _between_hosts(wire, topology, hosts), local)
 

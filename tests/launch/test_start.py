@@ -222,14 +222,14 @@ def test_a_rank_on_which_mpi_fails_at_the_start_ends_the_job(tmp_path):
         textwrap.dedent("""
         import os
         import mpisgd
-        from mpisgd.job import lifecycle
+        from mpisgd.job import world
 
         def broken(wire):
             from mpi4py import MPI
             raise MPI.Exception(MPI.ERR_OTHER)
 
         if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
-            lifecycle.discover = broken
+            world.discover = broken
         mpisgd.init()
         """)
     )

@@ -22,7 +22,7 @@ from mpisgd.transport.torch_reduction import combine_in_rank_order, divide
 
 __all__ = ["CudaAwareMpi"]
 
-# What every MPI adds rightly without help (see `mpisgd.transport.mpi_reduction.for_mpi`).
+# What every MPI adds rightly without help (see `mpisgd.transport.mpi_reduction`).
 ADDED = (torch.float32, torch.float64, torch.int32, torch.int64)
 OPS = (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT)
 

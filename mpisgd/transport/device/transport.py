@@ -71,9 +71,10 @@ def device_transport_of(group: "Group", tensor: Tensor, operation: Operation, wa
         InvalidArgument: NCCL was asked for and cannot be; on every rank.
         CollectiveMismatch: other ranks are not at an operation on device tensors; raised on every rank.
     """
-    if group.device is None:
-        group.device = _open(group, tensor, operation, wanted)
-    return group.device
+    transport: DeviceTransport | None = group.device
+    if transport is None:
+        transport = group.device = _open(group, tensor, operation, wanted)
+    return transport
 
 
 def _open(group: "Group", tensor: Tensor, operation: Operation, wanted: str) -> DeviceTransport:

@@ -163,12 +163,16 @@ class PointToPoint:
                 "of their programs, and nobody has received it"
             )
 
-    def give_up(self, error: MpisgdError) -> None:
+    def abandon(self, error: MpisgdError) -> None:
         """Fail whatever is in flight with such an error; nobody waits for it."""
         for work in list(self._in_flight):
             work.fail(type(error)(f"{work.name}: {error}"))
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(self.timeout_s)
+
+    def close(self) -> None:
+        """Free the communicator. Collective."""
+        self.wire.free()
 
 
 class MessageWork(Work):

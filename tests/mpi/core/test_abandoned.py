@@ -31,7 +31,7 @@ def test_what_comes_late_is_written_to_memory_that_was_kept(monkeypatch):
             with pytest.raises(PeerLost):
                 Link(wire, "test", 5.0).recv(theirs, 1)
         del theirs
-        let_go()
+        free_abandoned()
         gc.collect()
         assert memory() is not None
     mpisgd.barrier()
@@ -44,7 +44,7 @@ def test_what_comes_late_is_written_to_memory_that_was_kept(monkeypatch):
         assert Backoff(20.0).wait_for(lambda: wire.progress() or late[-1].item() == NUMEL)
         assert torch.equal(late, torch.arange(NUMEL) + 1.0)
         del kept, late
-        assert Backoff(20.0).wait_for(lambda: let_go() or gc.collect() < 0 or memory() is None)
+        assert Backoff(20.0).wait_for(lambda: free_abandoned() or gc.collect() < 0 or memory() is None)
     mpisgd.barrier()
     wire.free()
 
@@ -72,11 +72,11 @@ def test_the_memory_of_a_receive_that_is_cancelled_too_late_is_kept():
     work = MessageWork(messages, "recv", message, request, (tensor, None), print)  # type: ignore[arg-type]
     work.cancel()
     del work, tensor
-    let_go()
+    free_abandoned()
     gc.collect()
     assert memory() is not None
     request.is_over = True
-    let_go()
+    free_abandoned()
     gc.collect()
     assert memory() is None
 

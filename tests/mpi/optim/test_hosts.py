@@ -15,6 +15,7 @@ import mpisgd
 from mpisgd import config
 from mpisgd.core.group import Group
 from mpisgd.core.topology import arrange
+from mpisgd.job.group_factory import make_group
 from mpisgd.job.lifecycle import world
 from mpisgd.tuning import CostModel, Curve, Measured, Segment
 
@@ -38,12 +39,12 @@ def hosts() -> Iterator[Group]:
     leaders = UNEVEN[mpisgd.size()]
     where = arrange(mpisgd.rank(), leaders, [f"host{leader}" for leader in leaders])
     wire = world().queue.wire.duplicate()
-    made = Group(
+    made = make_group(
         "hosts",
         range(mpisgd.size()),
         wire,
         timeout_s=20,
-        threads=True,
+        threads_allowed=True,
         topology=where,
         costs=mpi_is_fastest(),
     )

@@ -16,6 +16,7 @@ import mpisgd
 from mpisgd import ReduceOp, config
 from mpisgd.core.group import Group
 from mpisgd.core.topology import arrange
+from mpisgd.job.group_factory import make_group
 from mpisgd.job.lifecycle import world
 from mpisgd.transport.internode.leader_exchange import PAYLOAD_BYTES
 from mpisgd.transport.internode.transport import CHUNK_BYTES, DEPTH
@@ -45,7 +46,9 @@ def emulated(job) -> dict[str, Group]:
     for name, leaders in ARRANGEMENTS.get(mpisgd.size(), {}).items():
         where = arrange(mpisgd.rank(), leaders, [f"host{leader}" for leader in leaders])
         wire = world().queue.wire.duplicate()
-        found[name] = Group(name, range(mpisgd.size()), wire, timeout_s=30, threads=True, topology=where)
+        found[name] = make_group(
+            name, range(mpisgd.size()), wire, timeout_s=30, threads_allowed=True, topology=where
+        )
     yield found
     for group in found.values():
         group.queue.drain()

@@ -14,13 +14,13 @@ from mpisgd.core.waiting import (
     Backoff,
     _pause,
     add_pending_message,
+    allow_waits,
+    cancel_all,
     cancel_reason,
-    give_up,
-    is_loss,
+    cancelled_by_loss,
     is_oversubscribed,
     remove_pending_message,
     set_oversubscribed,
-    take_back,
 )
 from mpisgd.errors import CollectiveTimeout, PeerLost
 
@@ -30,9 +30,9 @@ def test_what_is_ready_is_not_waited_for():
 
 
 def test_what_never_comes_is_given_up_at_the_limit():
-    patience = Backoff(0.1)
-    assert not patience.wait_for(lambda: False)
-    assert 0.1 <= patience.waited_s < 1.0
+    backoff = Backoff(0.1)
+    assert not backoff.wait_for(lambda: False)
+    assert 0.1 <= backoff.waited_s < 1.0
 
 
 def test_it_asks_until_the_answer_is_yes():
@@ -41,10 +41,10 @@ def test_it_asks_until_the_answer_is_yes():
 
 
 def test_a_second_wait_shares_the_limit():
-    patience = Backoff(0.1)
+    backoff = Backoff(0.1)
     time.sleep(0.12)
-    assert not patience.wait_for(lambda: False)
-    assert patience.wait_for(lambda: True)
+    assert not backoff.wait_for(lambda: False)
+    assert backoff.wait_for(lambda: True)
 
 
 def test_a_long_wait_costs_little_cpu():
@@ -70,30 +70,30 @@ def test_pauses_are_short_while_messages_are_under_way():
 
 
 @pytest.fixture
-def crowd() -> Iterator[None]:
+def oversubscribed() -> Iterator[None]:
     before = is_oversubscribed()
     set_oversubscribed(True)
     yield
     set_oversubscribed(before)
 
 
-@pytest.mark.usefixtures("crowd")
+@pytest.mark.usefixtures("oversubscribed")
 @pytest.mark.parametrize("wakes", [True, False])
-def test_where_cores_are_scarce_it_dozes_if_somebody_would_wake_it(wakes):
-    dozed: list[float] = []
+def test_where_cores_are_scarce_it_sleeps_if_a_rank_would_wake_it(wakes):
+    slept: list[float] = []
 
-    def doze(limit_s: float) -> bool:
-        dozed.append(limit_s)
+    def sleep(limit_s: float) -> bool:
+        slept.append(limit_s)
         return wakes
 
-    patience = Backoff(5.0)
-    assert patience.wait_for(lambda: len(dozed) >= 5, doze)
-    assert patience.waited_s >= YIELD_S  # before that it only gives up its core
-    assert all(0 < limit_s <= LONG_SLEEP_S for limit_s in dozed)
+    backoff = Backoff(5.0)
+    assert backoff.wait_for(lambda: len(slept) >= 5, sleep)
+    assert backoff.waited_s >= YIELD_S  # before that it only yields its core
+    assert all(0 < limit_s <= LONG_SLEEP_S for limit_s in slept)
 
 
-@pytest.mark.usefixtures("crowd")
-def test_a_doze_does_not_hide_the_time_limit():
+@pytest.mark.usefixtures("oversubscribed")
+def test_a_sleep_does_not_hide_the_time_limit():
     assert not Backoff(0.05).wait_for(lambda: False, lambda limit_s: True)
 
 
@@ -104,20 +104,20 @@ def test_a_doze_does_not_hide_the_time_limit():
         (PeerLost("gone"), CollectiveTimeout("late"), True),
     ],
 )
-def test_a_wait_in_vain_ends_with_the_first_reason_each_with_an_error_of_its_own(first, second, loss):
-    give_up(first)
-    give_up(second)
+def test_a_cancelled_wait_ends_with_the_first_reason_each_with_an_error_of_its_own(first, second, loss):
+    cancel_all(first)
+    cancel_all(second)
     try:
-        assert is_loss() == loss
+        assert cancelled_by_loss() == loss
         caught = []
         for _ in range(2):
             with pytest.raises(type(first), match=str(first)) as raised:
                 Backoff(5.0).wait_for(lambda: False)
             caught.append(raised.value)
         assert caught[0] is not caught[1]
-        assert Backoff(5.0).wait_for(lambda: True)  # what is there already was not waited for in vain
+        assert Backoff(5.0).wait_for(lambda: True)  # what is there already needs no wait
     finally:
-        take_back()
+        allow_waits()
     assert cancel_reason() is None
-    assert not is_loss()
+    assert not cancelled_by_loss()
     assert not Backoff(0.01).wait_for(lambda: False)

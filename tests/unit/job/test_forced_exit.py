@@ -21,10 +21,10 @@ def test_a_job_that_has_lost_ranks_does_not_wait_for_them(monkeypatch, lost_rank
     job = SimpleNamespace(world=world, lost_ranks=lost_ranks, lost_host=lost_host, timeout_s=60)
     said: list[str] = []
     monkeypatch.setattr(jobs, "_job", None if in_order else job)
-    monkeypatch.setattr(jobs, "_left", job if in_order else None)
+    monkeypatch.setattr(jobs, "_ended", job if in_order else None)
     monkeypatch.setattr(jobs, "shutdown", lambda: None)
     monkeypatch.setattr(jobs, "exit_after_loss", lambda: said.append("lost_ranks"))
     monkeypatch.setattr(jobs, "exit_without_host", lambda local_rank: said.append(f"lost_host {local_rank}"))
     monkeypatch.setattr(jobs, "set_alarm", lambda limit_s: said.append(f"limit {limit_s}"))
-    jobs._leave()
+    jobs._at_exit()
     assert said[0] == end  # the real `exit_without_host` does not return

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from mpisgd.dtypes import ReduceOp
 from torch.distributed import distributed_c10d
 
+from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import UnsupportedTorch
 from mpisgd.torch_backend import compat
 

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from mpisgd.dtypes import ReduceOp
 
 from mpisgd.core.topology import arrange
+from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import CollectiveTimeout
 from mpisgd.transport.internode.transport import CHUNK_BYTES, InternodeTransport
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from mpisgd.transport.torch_reduction import combine_in_rank_order
 
 from mpisgd import ReduceOp
 from mpisgd.transport.shm.chunk_partition import partition_chunk
+from mpisgd.transport.torch_reduction import combine_in_rank_order
 
 
 def inputs_of(size, numel, dtype):

@@ -12,9 +12,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mpisgd.dtypes import ReduceOp
 from torch import Tensor
 
+from mpisgd.dtypes import ReduceOp
 from mpisgd.transport.shm import data_movement, reduction
 from mpisgd.transport.shm.staging import Span, consecutive_spans, cut, equal_ranges, range_of
 

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from mpisgd.accelerator.buffers import StagedOutput, cut_by, overlap, readable
-from mpisgd.collectives.tensor_arguments import check_output, check_same, check_tensor, check_tensors
 from torch import Tensor
 
 from mpisgd.accelerator import runtime
+from mpisgd.accelerator.buffers import StagedOutput, cut_by, overlap, readable
+from mpisgd.collectives.tensor_arguments import check_output, check_same, check_tensor, check_tensors
 from mpisgd.errors import ShapeMismatch, UnsupportedTensor
 from mpisgd.transport.messages.link import split_evenly
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from mpisgd.dtypes import BITWISE, FLOATING, INTEGER, REDUCIBLE, ReduceOp, check_op
+from mpisgd.errors import UnsupportedOp
 from mpisgd.transport.mpi_reduction import for_mpi
 from mpisgd.transport.torch_reduction import AT_ONCE_NUMEL, COMBINE, combine, combine_in_rank_order, for_torch
-
-from mpisgd.errors import UnsupportedOp
 
 NAN = float("nan")
 

@@ -1,0 +1,144 @@
+"""From any tensor to contiguous host memory that can travel, and back.
+
+Contiguous tensors travel from where they are. Others (strided, channels_last, conjugated, on a GPU) are
+copied in logical order into contiguous memory and back afterwards, so ranks may use different layouts.
+
+What comes from a GPU lies in pinned memory then. The copies are work on the current stream, like any kernel:
+`copy_to_host` comes after what produced the tensor, and whatever uses it later comes after `copy_to_device`.
+The host waits for one thing only, its own copy in `copy_to_host`.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mpisgd.accelerator.runtime import on_device, runtime
+
+__all__ = [
+    "ALONE_BYTES",
+    "StagedOutput",
+    "apart",
+    "as_one",
+    "cut_by",
+    "in_order",
+    "overlap",
+    "readable",
+]
+
+# Smaller tensors cost less to copy to where others lie than a reduction of their own; see `bench step`.
+ALONE_BYTES = 512 * 2**10
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether the memory of `tensor` holds its elements in order, as they are."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def readable(tensor: Tensor) -> Tensor:
+    """Return the elements of `tensor` as a contiguous [numel] tensor on the CPU: its memory, or a copy."""
+    return copy_to_host(tensor) if on_device(tensor) else in_order(tensor)
+
+
+def in_order(tensor: Tensor) -> Tensor:
+    """Return the elements of `tensor` as a contiguous [numel] tensor, wherever it lies."""
+    if _is_plain(tensor):
+        return _flattened(tensor)
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+
+
+def _flattened(tensor: Tensor) -> Tensor:
+    """Return a plain tensor as [numel], itself if it is that already: a small message feels every call."""
+    if tensor.dim() == 1 and not tensor.requires_grad:
+        return tensor
+    return tensor.detach().view(-1)
+
+
+def as_one(flats: Sequence[Tensor]) -> Tensor:
+    """Return contiguous [n] tensors of one dtype as one, in new memory if there are several."""
+    return flats[0] if len(flats) == 1 else torch.cat(list(flats))
+
+
+def cut_by(flat: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+    """Return consecutive pieces of a contiguous [sum(lengths)] tensor, sharing its memory."""
+    return list(torch.split_with_sizes(flat, list(lengths)))
+
+
+def overlap(a: Tensor, b: Tensor) -> bool:
+    """Return whether two contiguous tensors share bytes."""
+    a_start, b_start = a.data_ptr(), b.data_ptr()
+    return a_start < b_start + b.nbytes and b_start < a_start + a.nbytes
+
+
+def apart(source: Tensor, places: Sequence[Tensor], own: int = -1) -> Tensor:
+    """Return `source`, copied if results will arrive in its memory.
+
+    Args:
+        source: contiguous.
+        places: where results arrive, contiguous.
+        own: the one where `source` itself arrives, if any: it may lie there already.
+    """
+    for i, place in enumerate(places):
+        if overlap(source, place) and not (i == own and source.data_ptr() == place.data_ptr()):
+            return source.clone()
+    return source
+
+
+class StagedOutput:
+    """Where a result arrives: contiguous memory `flat`, and `settle()` to bring it into the tensor.
+
+    Args:
+        tensor: the tensor to be overwritten.
+        keep: whether the present elements matter (in-place operations).
+        at_home: whether `flat` lies where the tensor does, rather than on the CPU.
+    """
+
+    def __init__(self, tensor: Tensor, *, keep: bool, at_home: bool = False) -> None:
+        self.tensor = tensor
+        self._staged = not at_home and on_device(tensor)
+        self._direct = not self._staged and _is_plain(tensor)
+        if self._direct:
+            self.flat = _flattened(tensor)
+        elif keep:
+            self.flat = copy_to_host(tensor) if self._staged else in_order(tensor)
+        elif self._staged:
+            self.flat = pinned_like(tensor)
+        else:
+            self.flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+
+    def settle(self, result: Tensor | None = None) -> None:
+        """Make `result` ([numel], default: what lies in `flat`) the tensor's elements.
+
+        Autograd is told that the tensor has changed, as after any in-place operation of torch.
+        """
+        if result is not None and result.data_ptr() != self.flat.data_ptr():
+            self.flat.copy_(result)
+        if self._direct:
+            torch.autograd.graph.increment_version(self.tensor)
+        elif self._staged:
+            copy_to_device(self.flat, self.tensor)
+        else:
+            self.tensor.detach().copy_(self.flat.view(self.tensor.shape))
+
+
+def pinned_like(tensor: Tensor) -> Tensor:
+    """Return pinned memory for the elements of `tensor`, [numel]."""
+    return runtime().pinned(tensor.numel(), tensor.dtype)
+
+
+def copy_to_host(tensor: Tensor) -> Tensor:
+    """Return the elements of a device tensor in pinned memory, [numel]; the copy is complete."""
+    source = tensor.detach().resolve_conj().resolve_neg()
+    there = pinned_like(tensor)
+    if tensor.numel():
+        runtime().copy(there.view(tensor.shape), source)
+        runtime().current_stream(tensor.device).record_event().synchronize()
+    return there
+
+
+def copy_to_device(flat: Tensor, tensor: Tensor) -> None:
+    """Begin to make `flat`, [numel] in pinned memory, the elements of a device tensor."""
+    if tensor.numel():
+        runtime().copy(tensor.detach(), flat.view(tensor.shape))
+    else:
+        torch.autograd.graph.increment_version(tensor)

@@ -1,0 +1,74 @@
+"""Checks of the tensors that are passed to an operation, before anything is sent."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mpisgd.accelerator.runtime import on_device
+from mpisgd.errors import ShapeMismatch, UnsupportedTensor
+
+__all__ = ["check_output", "check_place", "check_same", "check_tensor", "check_tensors"]
+
+
+def check_tensor(name: str, tensor: object, what: str = "tensor") -> Tensor:
+    """Return `tensor` if it is one that can travel, else raise UnsupportedTensor naming it."""
+    if not isinstance(tensor, Tensor):
+        raise UnsupportedTensor(f"{name}: {what} is a {type(tensor).__name__}; expected a torch.Tensor")
+    if (tensor.is_cpu or on_device(tensor)) and tensor.layout is torch.strided and not tensor.is_quantized:
+        return tensor
+    if tensor.layout is not torch.strided:
+        raise UnsupportedTensor(
+            f"{name}: {what} has layout {tensor.layout}; send its indices() and values(), or to_dense()"
+        )
+    if not tensor.is_cpu and not on_device(tensor):
+        raise UnsupportedTensor(
+            f"{name}: {what} is on {tensor.device}; tensors of the CPU and of CUDA devices can be sent"
+        )
+    raise UnsupportedTensor(f"{name}: {what} is quantized; send its int_repr()")
+
+
+def check_output(name: str, tensor: object, what: str = "tensor") -> Tensor:
+    """Return `tensor` if it can travel and can be written to, else raise UnsupportedTensor naming it."""
+    checked = check_tensor(name, tensor, what)
+    if not checked.is_contiguous() and any(
+        stride == 0 and length > 1 for stride, length in zip(checked.stride(), checked.shape, strict=True)
+    ):
+        raise UnsupportedTensor(
+            f"{name}: {what} is expanded: several of its elements are one place in memory; clone() it"
+        )
+    return checked
+
+
+def check_tensors(
+    name: str, tensors: object, what: str, *, count: int | None = None, output: bool = False
+) -> list[Tensor]:
+    """Return a list of tensors that can travel; `count`: how many, `output`: they will be written to."""
+    if isinstance(tensors, (Tensor, str, bytes)) or not isinstance(tensors, Sequence):
+        raise UnsupportedTensor(f"{name}: {what} is a {type(tensors).__name__}; expected a list of tensors")
+    if count is not None and len(tensors) != count:
+        raise ShapeMismatch(f"{name}: {what} has {len(tensors)} tensors; expected {count}, one per rank")
+    check = check_output if output else check_tensor
+    checked = [check(name, tensor, f"{what}[{i}]") for i, tensor in enumerate(tensors)]
+    for i, tensor in enumerate(checked):
+        check_place(name, f"{what}[{i}]", tensor, checked[0], f"{what}[0]")
+    return checked
+
+
+def check_place(name: str, what: str, tensor: Tensor, like: Tensor, like_what: str) -> None:
+    """Raise UnsupportedTensor unless both tensors are on the CPU, or both on the same device."""
+    if (on_device(tensor) or on_device(like)) and tensor.device != like.device:
+        raise UnsupportedTensor(
+            f"{name}: {what} is on {tensor.device}, {like_what} on {like.device}; an operation's tensors "
+            "are all on one device"
+        )
+
+
+def check_same(name: str, what: str, tensor: Tensor, numel: int, like: Tensor, why: str) -> None:
+    """Raise ShapeMismatch unless `tensor` has `numel` elements of the dtype of `like`."""
+    if tensor.numel() != numel or tensor.dtype != like.dtype:
+        raise ShapeMismatch(
+            f"{name}: {what} has {tensor.numel()} elements of {tensor.dtype}; expected {numel} of "
+            f"{like.dtype} ({why})"
+        )
+    check_place(name, what, tensor, like, "another of its tensors")

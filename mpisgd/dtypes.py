@@ -1,0 +1,87 @@
+"""Which reductions exist for which dtype."""
+
+import enum
+import functools
+
+import torch
+
+from mpisgd.arguments import shown
+from mpisgd.errors import UnsupportedOp
+
+__all__ = ["ReduceOp", "check_op", "dtype_name"]
+
+
+class ReduceOp(enum.Enum):
+    """How elements of several ranks become one; the names are torch.distributed's.
+
+    bool: SUM and MAX are OR, PRODUCT and MIN are AND; there is no AVG. AVG is SUM divided by the number of
+    ranks; of integers the quotient is truncated toward zero, as NCCL does it. BAND, BOR and BXOR are for
+    integers and bool.
+    """
+
+    SUM = "SUM"
+    AVG = "AVG"
+    PRODUCT = "PRODUCT"
+    MIN = "MIN"
+    MAX = "MAX"
+    BAND = "BAND"
+    BOR = "BOR"
+    BXOR = "BXOR"
+
+    __hash__ = object.__hash__  # there is one of each, and Enum's own is ten times slower
+
+    def __repr__(self) -> str:
+        return f"ReduceOp.{self.name}"
+
+
+HALF_TYPES = (torch.float16, torch.bfloat16)
+UNSIGNED_AS_SIGNED = {
+    torch.uint16: torch.int16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+}
+FLOATING = (*HALF_TYPES, torch.float32, torch.float64)
+COMPLEX = (torch.complex64, torch.complex128)
+INTEGER = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *UNSIGNED_AS_SIGNED)
+REDUCIBLE = (*FLOATING, *COMPLEX, *INTEGER, torch.bool)
+
+
+BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
+ORDERED = (ReduceOp.MIN, ReduceOp.MAX)
+
+# bool travels as bytes of 0 and 1, where OR is the maximum and AND the minimum.
+BOOL_OPS = {
+    ReduceOp.SUM: ReduceOp.MAX,
+    ReduceOp.PRODUCT: ReduceOp.MIN,
+    ReduceOp.BOR: ReduceOp.MAX,
+    ReduceOp.BAND: ReduceOp.MIN,
+}
+
+
+def check_op(name: str, op: object, dtype: torch.dtype) -> ReduceOp:
+    """Return `op` as ours (torch.distributed's are taken too), or raise where the dtype does not have it."""
+    ours = _as_ours(name, op)
+    if dtype not in REDUCIBLE:
+        raise UnsupportedOp(f"{name}: {dtype} has no reduction; convert the tensor, or send it as it is")
+    if ours is ReduceOp.AVG and dtype is torch.bool:
+        raise UnsupportedOp(f"{name}: AVG of {dtype} is not defined; convert the tensor to numbers")
+    if ours in BITWISE and dtype not in (*INTEGER, torch.bool):
+        raise UnsupportedOp(f"{name}: {ours.name} needs an integer or bool tensor, got {dtype}")
+    if ours in ORDERED and dtype in COMPLEX:
+        raise UnsupportedOp(f"{name}: {ours.name} of {dtype} is not defined: complex numbers have no order")
+    return ours
+
+
+def _as_ours(name: str, op: object) -> ReduceOp:
+    if isinstance(op, ReduceOp):
+        return op
+    text = str(op).rpartition(".")[2]  # torch's own prints as RedOpType.SUM
+    if "RedOpType" in str(op) and text in ReduceOp.__members__:
+        return ReduceOp[text]
+    raise UnsupportedOp(f"{name}: op={shown(op)}; expected one of " + ", ".join(ReduceOp.__members__))
+
+
+@functools.cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return `float32` for torch.float32."""
+    return str(dtype).removeprefix("torch.")

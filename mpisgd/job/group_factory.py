@@ -1,0 +1,62 @@
+"""`make_group`: opens what the members of a group communicate through, and makes the `Group` of it."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from mpisgd.core.group import Endpoint, Group
+from mpisgd.core.operation_queue import OperationQueue
+from mpisgd.core.topology import Topology, discover
+from mpisgd.transport.messages.point_to_point import PointToPoint
+from mpisgd.transport.transports import Transports, open_transports
+from mpisgd.tuning import CostModel
+
+if TYPE_CHECKING:
+    from mpisgd.transport.mpi import Communicator
+
+__all__ = ["make_group"]
+
+
+def make_group(
+    name: str,
+    ranks: Sequence[int],
+    wire: "Communicator | None",
+    *,
+    timeout_s: float,
+    threads_allowed: bool,
+    topology: Topology | None = None,
+    costs: CostModel | None = None,
+) -> Group:
+    """Make a group of the ranks of `wire`, which it owns from now on. Collective over them.
+
+    Args:
+        name: for messages.
+        ranks: the members' global ranks, in the order of the group's ranks.
+        wire: their communicator; None on a rank that is no member.
+        timeout_s: how long its operations wait for the other ranks.
+        threads_allowed: whether MPI runs at THREAD_MULTIPLE.
+        topology: which of them share a host; None: found out.
+        costs: the job's measurements, of which those for such a group are taken.
+    """
+    costs = costs or CostModel("none", ())
+    if wire is None:
+        return Group(name, ranks, None, costs=costs)
+    topology = topology or discover(wire)
+    costs = costs.at(topology.ranks_per_host)
+    transports = open_transports(wire, topology, costs.speakers, name=name, timeout_s=timeout_s)
+    queue = OperationQueue(
+        wire,
+        transports.digest_exchange,
+        name=name,
+        timeout_s=timeout_s,
+        threads_allowed=threads_allowed,
+        ranks=tuple(ranks),
+        on_failure=_revoke_access(transports),
+    )
+    messages = PointToPoint(wire.duplicate(), timeout_s=timeout_s, threads_allowed=threads_allowed)
+    messages.group = (name, tuple(ranks))
+    return Group(name, ranks, Endpoint(queue, messages, transports, topology), costs=costs)
+
+
+def _revoke_access(transports: Transports) -> Callable[[], None]:
+    """Return what tells the host's ranks that this one has left an operation that they may still come to."""
+    return (lambda: None) if transports.cma is None else transports.cma.access.revoke

@@ -1,0 +1,167 @@
+"""`Job`: what `init()` sets up, and how it is made from a communicator."""
+
+import functools
+import itertools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from mpisgd import config, tracing
+from mpisgd.core.group import Group
+from mpisgd.core.topology import Topology, discover
+from mpisgd.core.waiting import set_oversubscribed
+from mpisgd.job.excepthook import ExceptHook
+from mpisgd.job.group_factory import make_group
+from mpisgd.job.startup import load_mpi
+from mpisgd.monitor.console import ConsoleLock, print_to_user
+from mpisgd.monitor.stall_monitor import StallMonitor
+from mpisgd.tuning.profile import find_costs
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from mpisgd.monitor.failure_detector import FailureDetector
+    from mpisgd.monitor.process_inspector import ProcessIdentity
+    from mpisgd.transport.mpi import Communicator
+
+__all__ = ["Job", "make_job"]
+
+
+@dataclass
+class Job:
+    """What `init()` has set up.
+
+    Attributes:
+        comm: the user's communicator, None for MPI.COMM_WORLD.
+        wire: the ranks, by the communicator that all else was made of.
+        world: the group of all of them.
+        hooks: ends the job when an exception is not caught.
+        timeout_s: how long operations wait.
+        threads_allowed: whether MPI runs at THREAD_MULTIPLE.
+        gpu: how tensors on GPUs travel, one of `config.GPU_CHOICES`.
+        console: held by the rank of a host that prints.
+        monitor: tells what the other ranks are doing.
+        failure_detector: notices the loss of a rank, where the job survives that.
+        complaint: about the job's profile, to be told to the user; "" for none.
+        groups: all that were made, the world first.
+        names: numbers of the groups without a name.
+        at_end: called by all ranks in `shutdown()`, once nothing is in flight any more.
+        lost_ranks: whether ranks were lost before this world was made.
+        lost_host: whether a host was, for which MPI's own finalize would wait.
+    """
+
+    comm: "MPI.Intracomm | None"
+    wire: "Communicator"
+    world: Group
+    hooks: ExceptHook
+    timeout_s: float
+    threads_allowed: bool
+    gpu: str
+    console: ConsoleLock
+    monitor: StallMonitor
+    failure_detector: "FailureDetector | None"
+    complaint: str = ""
+    groups: list[Group] = field(default_factory=list)
+    names: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
+    at_end: list[Callable[[], None]] = field(default_factory=list)
+    lost_ranks: bool = False
+    lost_host: bool = False
+
+
+def make_job(wire: "Communicator", comm: "MPI.Intracomm | None", timeout_s: float, gpu: str) -> Job:
+    """Make the job of the ranks of `wire`, which it owns from now on. Collective over them."""
+    detector = _start_failure_detector(wire)
+    try:
+        return _make_with(detector, wire, comm, timeout_s, gpu)
+    except BaseException:
+        if detector is not None:
+            detector.stop()
+        raise
+
+
+def _start_failure_detector(wire: "Communicator") -> "FailureDetector | None":
+    """Start to look for lost ranks, where MPI survives their loss and threads may call it."""
+    mpi = load_mpi()
+    if wire.size == 1 or mpi.thread_level() != "MULTIPLE" or not mpi.survives_losses():
+        return None
+    from mpisgd.monitor.failure_detector import FailureDetector  # importing it starts MPI
+
+    return FailureDetector(wire)
+
+
+def _make_with(
+    detector: "FailureDetector | None",
+    wire: "Communicator",
+    comm: "MPI.Intracomm | None",
+    timeout_s: float,
+    gpu: str,
+) -> Job:
+    threads_allowed = load_mpi().thread_level() == "MULTIPLE"
+    abort = wire.abort if detector is None else detector.abort
+    topology = discover(wire)
+    set_oversubscribed(topology.local_size > config.available_cores())
+    costs, complaint = find_costs(wire, topology.ranks_per_host)
+    world = make_group(
+        "world",
+        range(wire.size),
+        wire,
+        timeout_s=timeout_s,
+        threads_allowed=threads_allowed,
+        topology=topology,
+        costs=costs,
+    )
+    console = ConsoleLock(wire)
+    hooks = ExceptHook(wire, topology, console, abort)
+    groups = [world]
+    monitor = StallMonitor(
+        wire,
+        topology,
+        functools.partial(_open_groups, groups),
+        console,
+        threads_allowed=threads_allowed,
+        timeout_s=timeout_s,
+        warning_s=config.stall_warning_s(),
+        say=print_to_user,
+        abort=functools.partial(_abort_from_thread, abort if threads_allowed else None),
+        revoke=None if detector is None else detector.revoke,
+    )
+    if detector is not None:
+        detector.enable_abort(_on_this_host(monitor, topology), topology.local_rank)
+    return Job(
+        comm,
+        wire,
+        world,
+        hooks,
+        timeout_s,
+        threads_allowed,
+        gpu,
+        console,
+        monitor,
+        detector,
+        complaint or "",
+        groups,
+    )
+
+
+def _open_groups(groups: list[Group]) -> list[Group]:
+    """Return those that this rank is a member of and that can be used."""
+    return [group for group in list(groups) if group.is_open]
+
+
+def _on_this_host(monitor: StallMonitor, topology: Topology) -> "list[ProcessIdentity]":
+    """Return the processes of this host's ranks."""
+    return [monitor.collector.processes[rank] for rank in topology.nodes[topology.node_rank]]
+
+
+def _abort_from_thread(abort: Callable[[int], None] | None, reason: str) -> None:
+    """End the job while the main thread is blocked inside MPI. Does not return.
+
+    Args:
+        abort: ends all ranks; None where only the main thread may call MPI.
+        reason: has been printed before.
+    """
+    tracing.flush()
+    if abort is not None:
+        abort(1)
+    os._exit(1)  # the launcher ends the others when it sees that

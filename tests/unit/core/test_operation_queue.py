@@ -1,0 +1,102 @@
+"""The queue by itself: one rank, and a communicator and a digest exchange that need no MPI."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from mpisgd.core.consistency import Operation
+from mpisgd.core.operation_queue import OperationQueue
+from mpisgd.errors import MpiFailed
+
+
+class Alone:
+    """A communicator of one rank, and its digest exchange."""
+
+    rank, size, global_ranks = 0, 1, (0,)
+
+    def __init__(self) -> None:
+        self.digest = 0
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        return [obj]
+
+    def start(self, digest: int) -> None:
+        self.digest = digest
+
+    def advance(self) -> bool:
+        return True
+
+    def extremes(self) -> tuple[int, int]:
+        return self.digest, self.digest
+
+
+def make_queue(**options: Any) -> OperationQueue:
+    alone = Alone()
+    settings = {"name": "test", "timeout_s": 5.0, "threads_allowed": True, **options}
+    return OperationQueue(alone, alone, **settings)
+
+
+def test_operations_run_in_the_order_of_their_calls():
+    queue, done = make_queue(), []
+    started, go = threading.Event(), threading.Event()
+
+    def first() -> None:
+        started.set()
+        go.wait(5.0)
+        done.append(0)
+
+    works = [queue.run(Operation("first"), first, async_op=True)]
+    assert started.wait(5.0)
+    works += [queue.run(Operation("next"), lambda i=i: done.append(i), async_op=True) for i in (1, 2)]
+    go.set()
+    queue.run(Operation("last"), lambda: done.append(3))
+    assert done == [0, 1, 2, 3]
+    assert all(work.wait(5.0) for work in works)
+    queue.drain()
+
+
+def test_a_drained_queue_can_be_used_again():
+    queue, done = make_queue(), []
+    for i in range(3):
+        queue.run(Operation("barrier"), lambda i=i: done.append(i), async_op=True)
+        queue.drain()
+        assert done == list(range(i + 1))
+
+
+def test_what_is_submitted_while_the_thread_ends_is_run(monkeypatch):
+    """It was appended for a thread that had ended, and forgotten with it: its `wait()` never returned."""
+    queue, works = make_queue(), []
+    queue.run(Operation("barrier"), lambda: None, async_op=True).wait(5.0)
+    join = threading.Thread.join
+
+    def submit_after_end(thread: threading.Thread, timeout: float | None = None) -> None:
+        join(thread, timeout)
+        if not works:  # another thread of the program, between the end of the queue's thread and drain's
+            works.append(queue.run(Operation("barrier"), lambda: None, async_op=True))
+
+    monkeypatch.setattr(threading.Thread, "join", submit_after_end)
+    queue.drain()
+    assert works[0].wait(5.0)
+    monkeypatch.undo()
+    queue.drain()
+
+
+def test_a_failed_operation_breaks_the_queue_for_all_that_wait_in_it():
+    told: list[str] = []
+    queue = make_queue(on_failure=lambda: told.append("left"))
+
+    def fail() -> None:
+        raise OSError("no memory")
+
+    works = [queue.run(Operation("reduce"), fail, async_op=True)]
+    queue.drain()
+    works.append(queue.run(Operation("barrier"), lambda: None, async_op=True))
+    with pytest.raises(OSError, match="no memory"):
+        works[0].wait(5.0)
+    with pytest.raises(MpiFailed, match="cannot be used any more"):
+        works[1].wait(5.0)
+    assert told == ["left"]
+    queue.drain()
