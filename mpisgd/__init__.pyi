@@ -32,9 +32,9 @@ from mpisgd.collectives.reduce_scatter import reduce_scatter_tensor as reduce_sc
 from mpisgd.compress.cast import Compression as Compression
 from mpisgd.compress.compressor import BucketReducer as BucketReducer
 from mpisgd.compress.compressor import Compressor as Compressor
-from mpisgd.dtypes import ReduceOp as ReduceOp
 from mpisgd.core.group import Group as Group
 from mpisgd.core.work import Work as Work
+from mpisgd.dtypes import ReduceOp as ReduceOp
 from mpisgd.errors import AlreadyInitialized as AlreadyInitialized
 from mpisgd.errors import CheckpointDamaged as CheckpointDamaged
 from mpisgd.errors import CheckpointError as CheckpointError

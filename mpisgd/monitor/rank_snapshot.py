@@ -118,8 +118,8 @@ def _waits(
     by_thread: dict[int, list[RegisteredWait]] = collections.defaultdict(list)
     for registered in wait_registry.registered():
         by_thread[registered.thread].append(registered)
-    running = [(group, group.queue.running) for group in groups]
-    operations = {underway.thread: (group, underway) for group, underway in running if underway is not None}
+    pairs = [(group, group.queue.running) for group in groups]
+    operations = {running.thread: (group, running) for group, running in pairs if running is not None}
     found = []
     for thread in by_thread.keys() | mpi_calls.keys():
         wait = _wait(by_thread.get(thread, []), mpi_calls.get(thread), operations.get(thread))
@@ -150,11 +150,11 @@ def _wait(
     if reasons:
         return Wait(**reasons[0]._asdict(), **common)
     if operation is not None:
-        group, underway = operation
+        group, running = operation
         common["timeout_s"] = common["timeout_s"] or group.queue.consistency.timeout_s
-        number, site = group.queue.consistency.number, underway.site()
+        number, site = group.queue.consistency.number, running.site()
         common["ordinal"] = group.ordinal
-        return Wait(str(underway.operation), group.name, group.ranks, number, (), site, **common)
+        return Wait(str(running.operation), group.name, group.ranks, number, (), site, **common)
     return Wait(f"MPI {call}" if call else "other ranks", **common)
 
 

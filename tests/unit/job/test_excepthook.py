@@ -17,7 +17,7 @@ def seen(monkeypatch):
     """What the hook of before has been given; the job's stands in front of it."""
     found: list[type[BaseException]] = []
     monkeypatch.setattr(threading, "excepthook", lambda args: found.append(args.exc_type))
-    hooks = ExceptHook(SimpleNamespace(abort=None), None, None)
+    hooks = ExceptHook(SimpleNamespace(), None, None, lambda code: None)
     hooks.install()
     yield found
     hooks.remove()
@@ -50,7 +50,7 @@ def test_an_orderly_end_of_a_thread_is_no_failure(seen):
 
 def test_the_hooks_are_given_back_and_what_was_kept_is_gone():
     before = sys.excepthook, threading.excepthook
-    hooks = ExceptHook(SimpleNamespace(abort=None), None, None)
+    hooks = ExceptHook(SimpleNamespace(), None, None, lambda code: None)
     hooks.install()
     assert threading.excepthook != before[1]
     hooks.remove()
@@ -60,7 +60,7 @@ def test_the_hooks_are_given_back_and_what_was_kept_is_gone():
 
 def test_hooks_that_someone_else_has_taken_since_stay(monkeypatch):
     monkeypatch.setattr(threading, "excepthook", threading.excepthook)
-    hooks = ExceptHook(SimpleNamespace(abort=None), None, None)
+    hooks = ExceptHook(SimpleNamespace(), None, None, lambda code: None)
     hooks.install()
     threading.excepthook = mine = lambda args: None
     hooks.remove()

@@ -65,7 +65,7 @@ def test_a_group_that_is_closed_meanwhile_is_left_out():
     """It once ended the monitor's thread, and with it all stall reports and timeouts inside MPI."""
     consistency = SimpleNamespace(number=5)
     messages = SimpleNamespace(in_flight=list, num_ended=2)
-    queue = SimpleNamespace(consistency=consistency, underway=None)
+    queue = SimpleNamespace(consistency=consistency, running=None)
     group = SimpleNamespace(name="world", ranks=(0, 1), ordinal=0, queue=queue, point_to_point=messages)
     state = take_snapshot(0, "here", [ClosedGroup(), group], stacks=False)
     assert state.num_begun == {"[0,1] 0": 5}
