@@ -18,8 +18,8 @@ from mpisgd.bench.collectives import our_call
 from mpisgd.bench.measure import Pace, Timed, measure, slowest, timed
 from mpisgd.bench.payload import Payload
 from mpisgd.bench.report.rows import spread
-from mpisgd.collectives.all_reduce import can_go_direct
-from mpisgd.collectives.dispatch import TUNED, WAYS
+from mpisgd.collectives.all_reduce import can_use_cma
+from mpisgd.collectives.dispatch import HOST_TRANSPORTS, TUNED
 from mpisgd.core.group import Group
 from mpisgd.job.lifecycle import world
 from mpisgd.job.rank_info import topology
@@ -89,7 +89,9 @@ def to_measure(ranks_per_host: Sequence[int], *, plane: bool, direct: bool = Fal
     reducing = [Curve(name, half, speakers=speakers) for half in DTYPES for name, speakers in known]
     if len(ranks_per_host) > 1 or not plane:
         return reducing
-    return reducing + [Curve(name, False, collective=collective) for collective in TUNED for name in WAYS]
+    return reducing + [
+        Curve(name, False, collective=collective) for collective in TUNED for name in HOST_TRANSPORTS
+    ]
 
 
 def tune(budget_s: float, last_bytes: int, passes: int, report: Report) -> list[Measured]:
@@ -135,7 +137,7 @@ def _free_choice(group: Group | None) -> Iterator[None]:
 def _pass(place: RankSet, budget_s: float, last_bytes: int, best: Best, report: Report) -> None:
     """Go through the sizes once, as far as the time suffices; put better medians into `best`."""
     plane = _everywhere(_has_plane(place.group))
-    direct = _everywhere(place.group is None or can_go_direct(place.group))
+    direct = _everywhere(place.group is None or can_use_cma(place.group))
     wanted = to_measure(place.ranks_per_host, plane=plane, direct=direct)
     sizes = powers(FIRST_BYTES, max(last_bytes, LEAST_BYTES), FACTOR)
     used_s = 0.0

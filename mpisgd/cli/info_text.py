@@ -204,11 +204,11 @@ def _device_plane(ranks: Sequence[RankInfo]) -> str:
     ]
     wanted = ranks[0].gpu_wanted
     try:
-        verdict = choose(wanted, seats, [rank.rank for rank in ranks])
+        selection = choose(wanted, seats, [rank.rank for rank in ranks])
     except InvalidArgument as exc:
         return f"an error: {exc}"
-    why = f": {verdict.reason}" if verdict.reason else ""
-    return f"through {verdict.way} (gpu={wanted!r}){why}"
+    why = f": {selection.reason}" if selection.reason else ""
+    return f"through {selection.name} (gpu={wanted!r}){why}"
 
 
 def _costs(ranks: Sequence[RankInfo]) -> str:

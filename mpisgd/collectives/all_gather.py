@@ -1,22 +1,23 @@
 """`all_gather`: everyone gets everyone's tensor, in a list or in one tensor."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from mpisgd.accelerator.buffers import StagedOutput, apart, overlap, readable
-from mpisgd.collectives.common import direct_of, operation_on, run, run_in_steps
-from mpisgd.collectives.dispatch import shm_transport
+from mpisgd.accelerator.buffers import apart
+from mpisgd.collectives.dispatch import Call, Collective, operation_on, run
+from mpisgd.collectives.packing import own_part
 from mpisgd.collectives.tensor_arguments import check_output, check_same, check_tensor, check_tensors
 from mpisgd.core.group import Group
 from mpisgd.core.work import Work
 from mpisgd.job.lifecycle import group_or_world
+from mpisgd.transport.device.backend import DeviceBackend
 from mpisgd.transport.shm import data_movement
-from mpisgd.transport.shm.staging import MemoryRange, equal_ranges, range_of
+from mpisgd.transport.shm.staging import equal_ranges, range_of
 from mpisgd.transport.shm.transport import ShmTransport
 
-__all__ = ["all_gather", "all_gather_into_tensor", "check_gathered", "gather_flat", "gather_on_node"]
+__all__ = ["ALL_GATHER_INTO", "all_gather", "all_gather_into_tensor", "check_gathered"]
 
 
 def all_gather(
@@ -45,31 +46,21 @@ def all_gather(
     outputs = check_tensors("all_gather", tensor_list, "tensor_list", count=group.size, output=True)
     for i, output in enumerate(outputs):
         check_same("all_gather", f"tensor_list[{i}]", output, tensor.numel(), tensor, "as `tensor`")
-    operation = operation_on("all_gather", tensor)
-    if (direct := direct_of(group, operation, tensor)) is not None:
-        return direct.all_gather(operation, outputs, tensor, async_op)
-    if (plane := shm_transport(group, "all_gather_list", group.size * tensor.nbytes)) is not None:
-        steps = _list_on_node(plane, outputs, tensor)
-        return run_in_steps(group, plane, operation, steps, tensors=outputs, async_op=async_op)
-
-    def action() -> None:
-        gathered = torch.empty(group.size * tensor.numel(), dtype=tensor.dtype)
-        group.queue.wire.all_gather(gathered, readable(tensor))
-        for output, piece in zip(
-            outputs, gathered.chunk(group.size) if gathered.numel() else (), strict=False
-        ):
-            StagedOutput(output, keep=False).settle(piece)
-
-    return run(group, operation, action, tensors=outputs, async_op=async_op, like=tensor)
+    call = Call(group, operation_on("all_gather", tensor), outputs, [tensor])
+    return run(ALL_GATHER, call, async_op)
 
 
-def _list_on_node(plane: ShmTransport, outputs: Sequence[Tensor], tensor: Tensor) -> Iterator[None]:
-    landings = [StagedOutput(output, keep=False) for output in outputs]
-    places = [landing.flat for landing in landings]
-    mine = apart(readable(tensor), places, own=plane.rank)
-    yield from data_movement.all_gather(plane, [range_of(place) for place in places], range_of(mine))
-    for landing in landings:
-        landing.settle()
+def _flats_of_list(call: Call) -> Iterator[tuple[Tensor, Tensor]]:
+    (tensor,) = call.inputs
+    out = call.write_as_one(call.outputs)
+    yield out, apart(call.read(tensor), [out])
+
+
+def _list_by_shm(call: Call, shm: ShmTransport) -> Iterator[None]:
+    (tensor,) = call.inputs
+    flats = [call.write(output) for output in call.outputs]
+    mine = apart(call.read(tensor), flats, own=call.group.rank)
+    yield from data_movement.all_gather(shm, [range_of(flat) for flat in flats], range_of(mine))
 
 
 def all_gather_into_tensor(
@@ -95,20 +86,8 @@ def all_gather_into_tensor(
     """
     group = group_or_world(group)
     check_gathered("all_gather_into_tensor", output_tensor, input_tensor, group.size)
-    operation = operation_on("all_gather_into_tensor", input_tensor)
-    if (direct := direct_of(group, operation, input_tensor)) is not None:
-        return direct.all_gather_into(operation, [(output_tensor, input_tensor)], async_op)
-    if (plane := shm_transport(group, "all_gather", output_tensor.nbytes)) is not None:
-        steps = gather_on_node(plane, output_tensor, input_tensor)
-        return run_in_steps(group, plane, operation, steps, tensors=[output_tensor], async_op=async_op)
-    return run(
-        group,
-        operation,
-        lambda: gather_flat(group, output_tensor, input_tensor),
-        tensors=[output_tensor],
-        async_op=async_op,
-        like=input_tensor,
-    )
+    call = Call(group, operation_on("all_gather_into_tensor", input_tensor), [output_tensor], [input_tensor])
+    return run(ALL_GATHER_INTO, call, async_op, output_tensor.nbytes)
 
 
 def check_gathered(name: str, output: Tensor, tensor: Tensor, size: int) -> None:
@@ -120,28 +99,36 @@ def check_gathered(name: str, output: Tensor, tensor: Tensor, size: int) -> None
     )
 
 
-def gather_flat(group: Group, output: Tensor, tensor: Tensor) -> None:
-    """Gather everyone's `tensor` into `output` by MPI; runs inside the queue."""
-    landing = StagedOutput(output, keep=False)
-    mine, places = _to_be_gathered(landing.flat, tensor, group)
-    in_place = range_of(mine) == places[group.rank]
-    group.queue.wire.all_gather(landing.flat, None if in_place else mine)
-    landing.settle()
+def _flats(call: Call) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield where everyone's input goes, and this rank's, which may lie in its place there, of each pair."""
+    for output, tensor in zip(call.outputs, call.inputs, strict=True):
+        out = call.write(output)
+        yield out, own_part(out, call.read(tensor), call.group.rank)
 
 
-def gather_on_node(plane: ShmTransport, output: Tensor, tensor: Tensor) -> Iterator[None]:
-    """Gather everyone's `tensor` into `output` through the staging memory."""
-    landing = StagedOutput(output, keep=False)
-    mine, places = _to_be_gathered(landing.flat, tensor, plane)
-    yield from data_movement.all_gather(plane, places, range_of(mine))
-    landing.settle()
+Flats = Callable[[Call], Iterator[tuple[Tensor, Tensor]]]
 
 
-def _to_be_gathered(
-    flat: Tensor, tensor: Tensor, members: Group | ShmTransport
-) -> tuple[Tensor, list[MemoryRange]]:
-    """Return this rank's contiguous [n], which may lie in its own place in `flat`, and everyone's places."""
-    mine, places = readable(tensor), equal_ranges(flat, members.size)
-    if range_of(mine) != places[members.rank] and overlap(mine, flat):
-        mine = mine.clone()
-    return mine, places
+def _mpi(call: Call, flats: Flats = _flats) -> None:
+    for out, mine in flats(call):
+        in_place = mine.data_ptr() == out.data_ptr() + call.group.rank * mine.nbytes
+        call.wire.all_gather(out, None if in_place else mine)
+
+
+def _shm(call: Call, shm: ShmTransport) -> Iterator[None]:
+    for out, mine in _flats(call):
+        yield from data_movement.all_gather(shm, equal_ranges(out, call.group.size), range_of(mine))
+
+
+def _device(call: Call, backend: DeviceBackend, flats: Flats = _flats) -> Callable[[], Any]:
+    pairs = list(flats(call))
+    return lambda: [backend.all_gather(out, mine) for out, mine in pairs]
+
+
+ALL_GATHER_INTO = Collective("all_gather", _mpi, _shm, device=_device)
+ALL_GATHER = Collective(
+    "all_gather_list",
+    lambda call: _mpi(call, _flats_of_list),
+    _list_by_shm,
+    device=lambda call, backend: _device(call, backend, _flats_of_list),
+)

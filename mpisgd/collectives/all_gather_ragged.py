@@ -5,9 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mpisgd.accelerator.buffers import readable
-from mpisgd.collectives.common import device_word, link_of, run, run_in_steps
-from mpisgd.collectives.dispatch import shm_transport
+from mpisgd.collectives.dispatch import Call, Collective, device_kind, run
 from mpisgd.collectives.tensor_arguments import check_tensor
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
@@ -45,38 +43,39 @@ def all_gather_ragged(tensor: Tensor, group: Group | None = None) -> list[Tensor
         )
     row_shape = tuple(tensor.shape[1:])
     operation = Operation(
-        "all_gather_ragged", dtype=dtype_name(tensor.dtype), shape=row_shape, device=device_word(tensor)
+        "all_gather_ragged", dtype=dtype_name(tensor.dtype), shape=row_shape, device=device_kind(tensor)
     )
-    pieces: list[Tensor] = []
-    if (plane := shm_transport(group, "all_gather_ragged")) is not None:
-        steps = _on_node(plane, pieces, tensor)
-        run_in_steps(group, plane, operation, steps, tensors=[], async_op=False, like=tensor)
-        return [piece.to(tensor.device) for piece in pieces]
-
-    def action() -> None:
-        rows = torch.empty(group.size, dtype=torch.int64)
-        group.queue.wire.all_gather(rows, torch.tensor([tensor.shape[0]]))
-        mine = readable(tensor)
-        pieces.extend(_room(rows, tensor))
-        pieces[group.rank].view(-1).copy_(mine)
-        others = [rank for rank in range(group.size) if rank != group.rank]
-        link_of(group, "all_gather_ragged").transfer(
-            sends=[(rank, mine) for rank in others],
-            receives=[(rank, pieces[rank].view(-1)) for rank in others],
-        )
-
-    run(group, operation, action, tensors=[], async_op=False, like=tensor)
+    pieces: list[Tensor] = []  # filled when their sizes are known
+    run(ALL_GATHER_RAGGED, Call(group, operation, pieces, [tensor]), async_op=False)
     return [piece.to(tensor.device) for piece in pieces]
 
 
-def _on_node(plane: ShmTransport, pieces: list[Tensor], tensor: Tensor) -> Iterator[None]:
-    rows, mine = torch.empty(plane.size, dtype=torch.int64), torch.tensor(tensor.shape[:1])
-    yield from data_movement.all_gather(plane, equal_ranges(rows, plane.size), range_of(mine))
-    pieces.extend(_room(rows, tensor))
-    mine = readable(tensor)
-    yield from data_movement.all_gather(plane, [range_of(piece) for piece in pieces], range_of(mine))
+def _mpi(call: Call) -> None:
+    (tensor,), size, me = call.inputs, call.group.size, call.group.rank
+    rows = torch.empty(size, dtype=torch.int64)
+    call.wire.all_gather(rows, torch.tensor(tensor.shape[:1]))
+    mine, pieces = call.read(tensor), _room(rows, tensor)
+    pieces[me].view(-1).copy_(mine)
+    others = [rank for rank in range(size) if rank != me]
+    call.link.transfer(
+        sends=[(rank, mine) for rank in others],
+        receives=[(rank, pieces[rank].view(-1)) for rank in others],
+    )
+    call.outputs += pieces
+
+
+def _shm(call: Call, shm: ShmTransport) -> Iterator[None]:
+    (tensor,), size = call.inputs, call.group.size
+    rows, mine = torch.empty(size, dtype=torch.int64), torch.tensor(tensor.shape[:1])
+    yield from data_movement.all_gather(shm, equal_ranges(rows, size), range_of(mine))
+    mine, pieces = call.read(tensor), _room(rows, tensor)
+    yield from data_movement.all_gather(shm, [range_of(piece) for piece in pieces], range_of(mine))
+    call.outputs += pieces
 
 
 def _room(rows: Tensor, tensor: Tensor) -> list[Tensor]:
     """Return uninitialized tensors like `tensor`, of as many rows as everyone has."""
     return [torch.empty((num, *tensor.shape[1:]), dtype=tensor.dtype) for num in rows.tolist()]
+
+
+ALL_GATHER_RAGGED = Collective("all_gather_ragged", _mpi, _shm)

@@ -1,7 +1,8 @@
 """`all_reduce` and its algorithms."""
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -9,7 +10,8 @@ from mpisgd.accelerator.buffers import StagedOutput
 from mpisgd.accelerator.runtime import on_device
 from mpisgd.arguments import shown
 from mpisgd.collectives.algorithms import ALGORITHMS
-from mpisgd.collectives.common import direct_of, link_of, operation_on, run, run_in_steps
+from mpisgd.collectives.dispatch import Call, Collective, link_of, operation_on, run, run_in_steps
+from mpisgd.collectives.packing import messages_of, put
 from mpisgd.collectives.tensor_arguments import check_output
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
@@ -18,15 +20,15 @@ from mpisgd.dtypes import HALF_TYPES, ReduceOp, check_op
 from mpisgd.errors import InvalidArgument
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.transport.cma.transport import CmaTransport
+from mpisgd.transport.device.backend import DeviceBackend
 from mpisgd.transport.device.chunked_pipeline import goes_in_chunks, reduce_in_chunks
 from mpisgd.transport.internode.transport import InternodeTransport
 from mpisgd.transport.mpi_reduction import for_mpi
 from mpisgd.transport.shm import reduction
-from mpisgd.transport.shm.transport import ShmTransport
 from mpisgd.transport.torch_reduction import for_torch
 from mpisgd.tuning import CostModel
 
-__all__ = ["all_reduce", "can_go_direct", "choose_algorithm", "reduce_flat", "reduce_tensor"]
+__all__ = ["ALL_REDUCE_COALESCED", "all_reduce", "can_use_cma", "choose_algorithm", "reduce_tensor"]
 
 CHOICES: Sequence[str] = ("auto", "mpi", "node", "direct", "hierarchical", *ALGORITHMS)
 MAX_KNOWN_CALLS = 1024
@@ -52,11 +54,15 @@ def all_reduce(
         async_op: return at once with a `Work`; leave the tensor alone until its `wait()`.
         algorithm: `mpi` (MPI_Allreduce), `node` (shared memory, for ranks of one host), `direct` (in each
             other's memory, the same), `hierarchical` (shared memory on each of several hosts, messages
-            between them), `ring`, `halving_doubling`, `reduce_broadcast`, `all_to_all`, or `auto`. float16
-            and bfloat16 are summed in float32 by all of them and rounded once; `node`, `direct` and
-            `all_to_all` move the halves themselves, `hierarchical` float32 on the first half of the way
-            between hosts, the others float32. For tensors on a GPU `auto` is NCCL where there is one; any
-            other goes through host memory.
+            between them), `ring`, `halving_doubling`, `reduce_broadcast`, `all_to_all`, or `auto`. None of
+            them fails because of the job's shape: between several hosts `node` and `direct` are
+            `hierarchical`, on one host that is `node`, and on one rank each leaves the tensor as it is.
+            What the ranks cannot have falls back with one warning: `direct` to `node`, and all three to
+            `auto` where there is no shared memory. float16 and bfloat16 are summed in float32 by all
+            algorithms and rounded once; `node`, `direct` and `all_to_all` move 16-bit floats,
+            `hierarchical` float32 in the reduction between hosts and 16-bit floats afterwards, the others
+            float32. For tensors on a GPU `auto` is NCCL where there is one; any other algorithm goes
+            through host memory.
 
     Raises:
         UnsupportedTensor, UnsupportedOp, InvalidArgument: found locally, before anything is sent.
@@ -66,49 +72,36 @@ def all_reduce(
     """
     group = group_or_world(group)
     check_output("all_reduce", tensor)
-    asked = algorithm
-    operation, op, algorithm, plane = _call(group, tensor, op, algorithm)
-    if asked == "auto" and (direct := direct_of(group, operation, tensor, op=op)) is not None:
-        return direct.all_reduce(operation, tensor, op, async_op)
-    if plane is not None and not goes_in_chunks(tensor):
-        steps = _on_plane(plane, tensor, op)
-        return run_in_steps(group, plane, operation, steps, tensors=[tensor], async_op=async_op)
-
-    return run(
-        group,
-        operation,
-        lambda: reduce_tensor(group, tensor, op, algorithm),
-        tensors=[tensor],
-        async_op=async_op,
-        like=tensor,
-    )
+    known = _known_call(group, tensor, op, algorithm)
+    call = Call(group, known.operation, [tensor], op=known.op)
+    if known.steps is not None and not on_device(tensor):  # what `run` would find out again
+        return run_in_steps(known.steps, call, known.transport, async_op)
+    row = known.row._replace(steps=None) if goes_in_chunks(tensor) else known.row
+    return run(row, call, async_op, transport=known.transport)
 
 
-class _Call(NamedTuple):
+class _KnownCall(NamedTuple):
     """What is the same whenever tensors of one form are reduced."""
 
     operation: Operation
     op: ReduceOp
-    algorithm: str
-    plane: ShmTransport | CmaTransport | InternodeTransport | None
+    row: Collective
+    steps: Callable[[Call, Any], Iterator[None]] | None
+    transport: Any
 
 
-def _call(group: Group, tensor: Tensor, op: ReduceOp, algorithm: str) -> _Call:
-    """Check the arguments and find out how to go about it: once, since small messages feel it."""
+def _known_call(group: Group, tensor: Tensor, op: ReduceOp, algorithm: str) -> _KnownCall:
+    """Check the arguments and ask the table: once, since small messages feel it."""
     key = None
     if type(op) is ReduceOp and type(algorithm) is str:
         key = (tensor.shape, tensor.dtype, on_device(tensor), op, algorithm)
         if (known := group.known_calls.get(key)) is not None:
             return known  # type: ignore[no-any-return]
     op = check_op("all_reduce", op, tensor.dtype)
-    algorithm = choose_algorithm(group, algorithm, tensor)
-    operation = operation_on("all_reduce", tensor, op=op, extra=ALGORITHM_TEXT[algorithm])
-    plane = {
-        "node": group.shm,
-        "direct": group.transports.cma,
-        "hierarchical": group.internode,
-    }.get(algorithm)
-    call = _Call(operation, op, algorithm, plane)
+    chosen = choose_algorithm(group, algorithm, tensor)
+    operation = operation_on("all_reduce", tensor, op=op, extra=ALGORITHM_TEXT[chosen])
+    row = ROWS[chosen] if algorithm == "auto" else ROWS[chosen]._replace(device=None)
+    call = _KnownCall(operation, op, row, row.steps, _transport(group, chosen))
     if key is not None:
         if len(group.known_calls) >= MAX_KNOWN_CALLS:
             group.known_calls.clear()
@@ -116,24 +109,12 @@ def _call(group: Group, tensor: Tensor, op: ReduceOp, algorithm: str) -> _Call:
     return call
 
 
-def _on_plane(
-    plane: ShmTransport | CmaTransport | InternodeTransport, tensor: Tensor, op: ReduceOp
-) -> Iterator[None]:
-    landing = StagedOutput(
-        tensor, keep=True
-    )  # made when it is our turn: another operation may write it before
-    yield from _steps(plane, landing.flat, op)
-    landing.settle()
-
-
-def _steps(
-    plane: ShmTransport | CmaTransport | InternodeTransport, flat: Tensor, op: ReduceOp
-) -> Iterator[None]:
-    return (
-        reduction.all_reduce(plane, flat, op)
-        if isinstance(plane, ShmTransport)
-        else plane.all_reduce(flat, op)
-    )
+def _transport(group: Group, algorithm: str) -> Any:
+    """Return what the steps of an algorithm go through, None for one that has none."""
+    if algorithm not in IN_STEPS:
+        return None
+    by_name = {"node": group.shm, "direct": group.transports.cma, "hierarchical": group.internode}
+    return by_name[algorithm]
 
 
 def choose_algorithm(group: Group, algorithm: str, tensor: Tensor) -> str:
@@ -142,29 +123,46 @@ def choose_algorithm(group: Group, algorithm: str, tensor: Tensor) -> str:
         raise InvalidArgument(
             f"all_reduce: algorithm={shown(algorithm)}; expected one of {', '.join(CHOICES)}"
         )
-    if algorithm == "node" and group.shm is None:
-        raise InvalidArgument(
-            f"all_reduce: algorithm='node' needs shared memory; the {group.size} ranks of group "
-            f"'{group.name}' are on {group.topology.num_nodes} host(s) or cannot have it"
-        )
-    if algorithm == "direct" and not can_go_direct(group):
-        raise InvalidArgument(
-            f"all_reduce: algorithm='direct' needs ranks on one host that may reach each other's memory; the "
-            f"{group.size} ranks of group '{group.name}' are on {group.topology.num_nodes} host(s) or may not"
-        )
-    if algorithm == "hierarchical" and group.internode is None:
-        raise InvalidArgument(
-            f"all_reduce: algorithm='hierarchical' needs several hosts; group '{group.name}' has "
-            f"{group.topology.num_nodes}, or ranks on one host that cannot share memory"
-        )
+    half = tensor.dtype in HALF_TYPES
+    if algorithm in IN_STEPS:
+        algorithm = _as_these_ranks_have_it(group, algorithm)
     if algorithm != "auto":
         return algorithm
-    half = tensor.dtype in HALF_TYPES
     costs: CostModel = group.costs
     return costs.choose(_candidates(group, half), tensor.nbytes, half)
 
 
-def can_go_direct(group: Group) -> bool:
+def _as_these_ranks_have_it(group: Group, algorithm: str) -> str:
+    """Return what the name of a transport's algorithm means in a group of this shape.
+
+    On one rank there is nothing to do; `node` between hosts is `hierarchical`, and that is `node` on one.
+    """
+    if group.size == 1:
+        return "mpi"
+    if group.internode is not None:
+        return "hierarchical"
+    if group.shm is None:
+        _warn(
+            group, f"algorithm={algorithm!r} needs shared memory, which its ranks cannot have; it is 'auto'"
+        )
+        return "auto"
+    if algorithm == "direct" and not can_use_cma(group):
+        _warn(group, "algorithm='direct' needs ranks that may reach each other's memory; it is 'node'")
+        return "node"
+    return "node" if algorithm == "hierarchical" else algorithm
+
+
+_warned: set[str] = set()
+
+
+def _warn(group: Group, reason: str) -> None:
+    """Tell of a fallback, once and from one rank."""
+    if group.rank == 0 and reason not in _warned:
+        _warned.add(reason)
+        warnings.warn(f"all_reduce in group '{group.name}': {reason}", RuntimeWarning, stacklevel=2)
+
+
+def can_use_cma(group: Group) -> bool:
     """Return whether the ranks of a group share one host and can reach each other's memory."""
     return group.transports.cma is not None
 
@@ -172,10 +170,10 @@ def can_go_direct(group: Group) -> bool:
 def _candidates(group: Group, half: bool) -> tuple[str, ...]:
     """Return what `auto` may take, the best guess first where nothing was measured.
 
-    MPI would get half types as float32, so they go through what adds them by itself.
+    MPI would get 16-bit floats as float32, so they go through what adds them by itself.
     """
     if group.shm is not None:
-        ours = ("node", "direct") if can_go_direct(group) else ("node",)
+        ours = ("node", "direct") if can_use_cma(group) else ("node",)
         return ours if half else (*ours, "mpi")
     if group.internode is not None:
         return ("hierarchical", "all_to_all") if half else ("hierarchical", "mpi")
@@ -185,34 +183,63 @@ def _candidates(group: Group, half: bool) -> tuple[str, ...]:
 def reduce_tensor(group: Group, tensor: Tensor, op: ReduceOp, algorithm: str) -> None:
     """Combine any tensor over the ranks in place, through the CPU; runs inside the queue."""
     in_chunks = goes_in_chunks(tensor)
-    landing = StagedOutput(tensor, keep=True, at_home=in_chunks)
+    output = StagedOutput(tensor, keep=True, at_home=in_chunks)
     if in_chunks:
-        reduce_in_chunks(landing.flat, lambda chunk: reduce_flat(group, chunk, op, algorithm))
+        reduce_in_chunks(output.flat, lambda chunk: reduce_flat(group, chunk, op, algorithm))
     else:
-        reduce_flat(group, landing.flat, op, algorithm)
-    landing.settle()
+        reduce_flat(group, output.flat, op, algorithm)
+    output.settle()
 
 
 def reduce_flat(group: Group, flat: Tensor, op: ReduceOp, algorithm: str) -> None:
     """Combine contiguous `flat` [n] over the ranks in place; runs inside the queue."""
-    if algorithm == "mpi":
-        work, name, finish = for_mpi(flat, op, group.size)
-        group.queue.wire.all_reduce(work, name)
-    elif algorithm in ("node", "direct"):
-        plane = group.shm if algorithm == "node" else group.transports.cma
-        assert plane is not None
-        plane.run_steps(_steps(plane, flat, op))
-        return
-    elif algorithm == "hierarchical":
+    if algorithm == "hierarchical":
         assert group.internode is not None
         group.internode.all_reduce_now(flat, op)
-        return
+    elif algorithm in IN_STEPS:
+        transport = _transport(group, algorithm)
+        transport.run_steps(IN_STEPS[algorithm](transport, flat, op))
+    elif algorithm == "mpi":
+        work, name, finish = for_mpi(flat, op, group.size)
+        group.queue.wire.all_reduce(work, name)
+        put(finish(work), flat)
     elif algorithm == "all_to_all":  # sees all pieces at once, so it can add any dtype by itself
         ALGORITHMS[algorithm](link_of(group, "all_reduce"), flat, op)
-        return
     else:
         work, arithmetic, finish = for_torch(flat, op, group.size)
         ALGORITHMS[algorithm](link_of(group, "all_reduce"), work, arithmetic)
-    result = finish(work)
-    if result.data_ptr() != flat.data_ptr():
-        flat.copy_(result)
+        put(finish(work), flat)
+
+
+IN_STEPS: dict[str, Callable[[Any, Tensor, ReduceOp], Iterator[None]]] = {
+    "node": reduction.all_reduce,
+    "direct": CmaTransport.all_reduce,
+    "hierarchical": InternodeTransport.all_reduce,
+}
+
+
+def _device(call: Call, backend: DeviceBackend) -> Callable[[], Any]:
+    flats = [call.write_as_one(message, keep=True) for message in messages_of(call.outputs)]
+    return lambda: [backend.all_reduce(flat, call.op) for flat in flats]
+
+
+def _row(algorithm: str) -> Collective:
+    def steps(call: Call, transport: Any) -> Iterator[None]:
+        return IN_STEPS[algorithm](transport, call.write(call.outputs[0], keep=True), call.op)
+
+    return Collective(
+        "all_reduce",
+        mpi=lambda call: reduce_tensor(call.group, call.outputs[0], call.op, algorithm),
+        steps=steps if algorithm in IN_STEPS else None,
+        device=_device,
+    )
+
+
+def _reduce_messages(call: Call) -> None:
+    for message in messages_of(call.outputs):
+        flat = call.write_as_one(message, keep=True)
+        reduce_flat(call.group, flat, call.op, choose_algorithm(call.group, "auto", flat))
+
+
+ROWS = {algorithm: _row(algorithm) for algorithm in CHOICES if algorithm != "auto"}
+ALL_REDUCE_COALESCED = Collective("all_reduce_coalesced", _reduce_messages, device=_device)

@@ -1,21 +1,14 @@
 """`all_to_all`: every rank has something for every rank."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mpisgd.accelerator.buffers import StagedOutput, apart, cut_by, readable
+from mpisgd.accelerator.buffers import apart, cut_by
 from mpisgd.arguments import shown
-from mpisgd.collectives.common import (
-    device_word,
-    direct_of,
-    link_of,
-    operation_on,
-    run,
-    run_in_steps,
-)
-from mpisgd.collectives.dispatch import shm_transport
+from mpisgd.collectives.dispatch import Call, Collective, device_kind, operation_on, run
 from mpisgd.collectives.tensor_arguments import check_output, check_same, check_tensor, check_tensors
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
@@ -23,11 +16,12 @@ from mpisgd.core.work import Work
 from mpisgd.dtypes import dtype_name
 from mpisgd.errors import CollectiveMismatch, ShapeMismatch
 from mpisgd.job.lifecycle import group_or_world
+from mpisgd.transport.device.backend import DeviceBackend
 from mpisgd.transport.shm import data_movement
 from mpisgd.transport.shm.staging import equal_ranges, range_of
 from mpisgd.transport.shm.transport import ShmTransport
 
-__all__ = ["all_to_all", "all_to_all_single"]
+__all__ = ["all_to_all", "all_to_all_single", "exchange_on_device"]
 
 
 def all_to_all(
@@ -64,33 +58,9 @@ def all_to_all(
         for i, tensor in enumerate(tensors):
             check_same("all_to_all", f"{what}[{i}]", tensor, tensor.numel(), inputs[0], "one dtype for all")
 
-    def action() -> None:
-        landings = [StagedOutput(output, keep=False) for output in outputs]
-        places = [landing.flat for landing in landings]
-        _deal(group, "all_to_all", places, [apart(readable(tensor), places) for tensor in inputs])
-        for landing in landings:
-            landing.settle()
-
-    operation = Operation("all_to_all", dtype=dtype_name(inputs[0].dtype), device=device_word(inputs[0]))
-    if (direct := direct_of(group, operation, inputs[0])) is not None:
-        _agree_on_sizes(group, operation, [o.numel() for o in outputs], [t.numel() for t in inputs])
-        return direct.all_to_all(operation, outputs, inputs, async_op)
-    if (plane := shm_transport(group, "all_to_all_of_any_sizes")) is not None:
-        steps = _lists_on_node(group, plane, outputs, inputs)
-        return run_in_steps(group, plane, operation, steps, tensors=outputs, async_op=async_op)
-    return run(group, operation, action, tensors=outputs, async_op=async_op, like=inputs[0])
-
-
-def _lists_on_node(
-    group: Group, plane: ShmTransport, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
-) -> Iterator[None]:
-    landings = [StagedOutput(output, keep=False) for output in outputs]
-    places = [landing.flat for landing in landings]
-    yield from _deal_on_node(
-        group, plane, "all_to_all", places, [apart(readable(tensor), places) for tensor in inputs]
-    )
-    for landing in landings:
-        landing.settle()
+    operation = Operation("all_to_all", dtype=dtype_name(inputs[0].dtype), device=device_kind(inputs[0]))
+    sizes = [output.numel() for output in outputs], [tensor.numel() for tensor in inputs]
+    return run(ALL_TO_ALL_OF_ANY_SIZES, Call(group, operation, outputs, inputs, sizes=sizes), async_op)
 
 
 def all_to_all_single(
@@ -130,62 +100,22 @@ def all_to_all_single(
     takes = _split_sizes(output, output_split_sizes, group.size, "output")
     gives = _split_sizes(input, input_split_sizes, group.size, "input")
 
-    def action() -> None:
-        landing = StagedOutput(output, keep=False)
-        source = apart(readable(input), [landing.flat])
-        _deal(group, "all_to_all_single", cut_by(landing.flat, takes), cut_by(source, gives))
-        landing.settle()
-
     operation = Operation(
         "all_to_all_single",
         dtype=dtype_name(input.dtype),
         extra="with split sizes",
-        device=device_word(input),
+        device=device_kind(input),
     )
-    if (direct := direct_of(group, operation, input)) is not None:
-        _agree_on_sizes(group, operation, takes, gives)
-        return direct.all_to_all_single(operation, output, input, takes, gives, async_op)
-    if (plane := shm_transport(group, "all_to_all_of_any_sizes")) is not None:
-        steps = _split_on_node(group, plane, output, input, takes, gives)
-        return run_in_steps(group, plane, operation, steps, tensors=[output], async_op=async_op)
-    return run(group, operation, action, tensors=[output], async_op=async_op, like=output)
-
-
-def _split_on_node(
-    group: Group, plane: ShmTransport, output: Tensor, tensor: Tensor, takes: list[int], gives: list[int]
-) -> Iterator[None]:
-    landing = StagedOutput(output, keep=False)
-    source = apart(readable(tensor), [landing.flat])
-    yield from _deal_on_node(
-        group, plane, "all_to_all_single", cut_by(landing.flat, takes), cut_by(source, gives)
-    )
-    landing.settle()
+    call = Call(group, operation, [output], [input], sizes=(takes, gives))
+    return run(ALL_TO_ALL_OF_ANY_SIZES, call, async_op)
 
 
 def _equal_parts(group: Group, output: Tensor, tensor: Tensor, async_op: bool) -> Work | None:
     check_same("all_to_all_single", "output", output, tensor.numel(), tensor, "as `input`")
     parts = _split_sizes(tensor, None, group.size, "input")
     operation = operation_on("all_to_all_single", tensor)
-    if (direct := direct_of(group, operation, tensor)) is not None:
-        return direct.all_to_all_single(operation, output, tensor, parts, parts, async_op)
-    if (plane := shm_transport(group, "all_to_all", tensor.nbytes)) is not None:
-        steps = _equal_parts_on_node(plane, output, tensor)
-        return run_in_steps(group, plane, operation, steps, tensors=[output], async_op=async_op)
-
-    def action() -> None:
-        landing = StagedOutput(output, keep=False)
-        source = apart(readable(tensor), [landing.flat])
-        group.queue.wire.all_to_all(landing.flat, source)
-        landing.settle()
-
-    return run(group, operation, action, tensors=[output], async_op=async_op, like=output)
-
-
-def _equal_parts_on_node(plane: ShmTransport, output: Tensor, tensor: Tensor) -> Iterator[None]:
-    landing = StagedOutput(output, keep=False)
-    source = apart(readable(tensor), [landing.flat])
-    yield from data_movement.all_to_all_equal(plane, range_of(landing.flat), range_of(source))
-    landing.settle()
+    call = Call(group, operation, [output], [tensor], sizes=(parts, parts))
+    return run(ALL_TO_ALL, call, async_op, tensor.nbytes)
 
 
 def _split_sizes(tensor: Tensor, sizes: Sequence[int] | None, parts: int, what: str) -> list[int]:
@@ -211,57 +141,117 @@ def _are_counts(sizes: object) -> bool:
     return listed and all(isinstance(size, int) and size >= 0 for size in sizes)  # type: ignore[attr-defined]
 
 
-def _agree_on_sizes(group: Group, operation: Operation, takes: Sequence[int], gives: Sequence[int]) -> None:
-    """Compare what the ranks send with what others expect, where the tensors go another way. Collective."""
-    sizes = operation._replace(extra="sizes")
-    group.queue.run(sizes, lambda: _compare_sizes(group, operation.kind, takes, gives))
+# -- equal parts ----------------------------------------------------------------------------------------
 
 
-def _compare_sizes(group: Group, name: str, takes: Sequence[int], gives: Sequence[int]) -> None:
-    """Raise, on all ranks, if what one sends is not what another expects; runs inside the queue."""
-    everyone = torch.empty(group.size, 2, group.size, dtype=torch.int64)
-    mine = torch.tensor([list(gives), list(takes)])
-    group.queue.wire.all_gather(everyone.view(-1), mine.view(-1))
-    _check_matrix(group, name, everyone)
+def _flats(call: Call) -> tuple[Tensor, Tensor]:
+    """Return where everything arrives, and what is sent, apart from it."""
+    out = call.write(call.outputs[0])
+    return out, apart(call.read(call.inputs[0]), [out])
 
 
-def _deal(group: Group, name: str, outputs: list[Tensor], inputs: list[Tensor]) -> None:
-    """Send every piece its way; runs inside the queue."""
-    _compare_sizes(group, name, [piece.numel() for piece in outputs], [piece.numel() for piece in inputs])
-    outputs[group.rank].copy_(inputs[group.rank])
-    others = [rank for rank in range(group.size) if rank != group.rank]
-    link_of(group, name).transfer(
-        sends=[(rank, inputs[rank]) for rank in others],
-        receives=[(rank, outputs[rank]) for rank in others],
+def _mpi(call: Call) -> None:
+    call.wire.all_to_all(*_flats(call))
+
+
+def _shm(call: Call, shm: ShmTransport) -> Iterator[None]:
+    out, source = _flats(call)
+    yield from data_movement.all_to_all_equal(shm, range_of(out), range_of(source))
+
+
+def _device(call: Call, backend: DeviceBackend) -> Callable[[], Any]:
+    assert call.sizes is not None
+    return exchange_on_device(call, backend, *call.sizes)
+
+
+ALL_TO_ALL = Collective("all_to_all", _mpi, _shm, device=_device)
+
+
+# -- parts of any sizes, in one tensor or in several ----------------------------------------------------
+
+
+def _pieces(call: Call) -> tuple[list[Tensor], list[Tensor]]:
+    """Return where what comes from each rank goes, and what goes to each."""
+    outs = [call.write(output) for output in call.outputs]
+    sources = [apart(call.read(tensor), outs) for tensor in call.inputs]
+    if call.sizes is None or len(outs) == call.group.size:
+        return outs, sources
+    takes, gives = call.sizes
+    return cut_by(outs[0], takes), cut_by(sources[0], gives)
+
+
+def _deal(call: Call) -> None:
+    outs, sources = _pieces(call)
+    _compare_sizes(call)
+    me = call.group.rank
+    outs[me].copy_(sources[me])
+    others = [rank for rank in range(call.group.size) if rank != me]
+    call.link.transfer(
+        sends=[(rank, sources[rank]) for rank in others],
+        receives=[(rank, outs[rank]) for rank in others],
     )
 
 
-def _deal_on_node(
-    group: Group, plane: ShmTransport, name: str, outputs: list[Tensor], inputs: list[Tensor]
-) -> Iterator[None]:
-    """Bring every piece its way through the staging memory."""
-    everyone = torch.empty(group.size, 2, group.size, dtype=torch.int64)
-    mine = torch.tensor([[piece.numel() for piece in pieces] for pieces in (inputs, outputs)])
-    yield from data_movement.all_gather(plane, equal_ranges(everyone, plane.size), range_of(mine))
-    _check_matrix(group, name, everyone)
-    sizes = (everyone[:, 0] * inputs[0].element_size()).tolist()
-    takes, gives = [range_of(piece) for piece in outputs], [range_of(piece) for piece in inputs]
-    yield from data_movement.all_to_all(plane, takes, gives, sizes)
+def _deal_by_shm(call: Call, shm: ShmTransport) -> Iterator[None]:
+    outs, sources = _pieces(call)
+    everyone, mine = _sizes(call)
+    yield from data_movement.all_gather(shm, equal_ranges(everyone, call.group.size), range_of(mine))
+    _check_matrix(call, everyone)
+    sizes = (everyone[:, 0] * sources[0].element_size()).tolist()
+    takes, gives = [range_of(piece) for piece in outs], [range_of(piece) for piece in sources]
+    yield from data_movement.all_to_all(shm, takes, gives, sizes)
 
 
-def _check_matrix(group: Group, name: str, everyone: Tensor) -> None:
-    """Raise, on all ranks, if what one sends is not what another expects.
+def _deal_on_device(call: Call, backend: DeviceBackend) -> Callable[[], Any]:
+    sizes = call.operation._replace(extra="sizes")
+    call.group.queue.run(sizes, lambda: _compare_sizes(call))  # NCCL would wait for ever
+    return _device(call, backend)
+
+
+def exchange_on_device(
+    call: Call, backend: DeviceBackend, takes: Sequence[int], gives: Sequence[int]
+) -> Callable[[], Any]:
+    """Return what begins to bring consecutive parts of all inputs to the ranks, and theirs to the outputs.
 
     Args:
-        group: of the operation.
-        name: of the operation.
-        everyone: [size, 2, size]; what each rank sends to each, and what it expects from each.
+        call: a root's collective has no outputs or no inputs on the other ranks.
+        backend: what does it.
+        takes: elements that come from each rank.
+        gives: elements that go to each.
     """
+    like = (call.outputs or call.inputs)[0]
+    out = call.write_as_one(call.outputs) if call.outputs else like.new_empty(0)
+    source = call.read_as_one(call.inputs) if call.inputs else like.new_empty(0)
+    source = apart(source, [out])
+    return lambda: backend.all_to_all(out, source, takes, gives)
+
+
+def _sizes(call: Call) -> tuple[Tensor, Tensor]:
+    """Return room for everyone's sizes, [size, 2, size], and this rank's: what it gives, what it takes."""
+    assert call.sizes is not None
+    takes, gives = call.sizes
+    everyone = torch.empty(call.group.size, 2, call.group.size, dtype=torch.int64)
+    return everyone, torch.tensor([list(gives), list(takes)])
+
+
+def _compare_sizes(call: Call) -> None:
+    """Raise, on all ranks, if what one sends is not what another expects; runs inside the queue."""
+    everyone, mine = _sizes(call)
+    call.wire.all_gather(everyone.view(-1), mine.view(-1))
+    _check_matrix(call, everyone)
+
+
+def _check_matrix(call: Call, everyone: Tensor) -> None:
+    """Raise, on all ranks, if what one sends is not what another expects; `everyone` as in `_sizes`."""
     sent, expected = everyone[:, 0], everyone[:, 1].T
     wrong = (sent != expected).nonzero()
     if len(wrong):
         src, dst = wrong[0].tolist()
+        ranks = call.group.ranks
         raise CollectiveMismatch(
-            f"{name}: rank {group.ranks[src]} sends {sent[src, dst]} elements to rank "
-            f"{group.ranks[dst]}, which expects {expected[src, dst]}"
+            f"{call.operation.kind}: rank {ranks[src]} sends {sent[src, dst]} elements to rank {ranks[dst]}, "
+            f"which expects {expected[src, dst]}"
         )
+
+
+ALL_TO_ALL_OF_ANY_SIZES = Collective("all_to_all_of_any_sizes", _deal, _deal_by_shm, device=_deal_on_device)

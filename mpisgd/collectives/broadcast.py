@@ -1,21 +1,22 @@
 """`broadcast`: one rank's tensor becomes everyone's."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch import Tensor
 
-from mpisgd.accelerator.buffers import StagedOutput, readable
-from mpisgd.collectives.common import direct_of, operation_on, run, run_in_steps
-from mpisgd.collectives.dispatch import shm_transport
+from mpisgd.collectives.dispatch import Call, Collective, operation_on, run
+from mpisgd.collectives.packing import messages_of
 from mpisgd.collectives.tensor_arguments import check_output
 from mpisgd.core.group import Group
 from mpisgd.core.work import Work
 from mpisgd.job.lifecycle import group_or_world
+from mpisgd.transport.device.backend import DeviceBackend
 from mpisgd.transport.shm import data_movement
 from mpisgd.transport.shm.staging import range_of
 from mpisgd.transport.shm.transport import ShmTransport
 
-__all__ = ["broadcast"]
+__all__ = ["BROADCAST", "broadcast"]
 
 
 def broadcast(tensor: Tensor, src: int, group: Group | None = None, async_op: bool = False) -> Work | None:
@@ -39,29 +40,28 @@ def broadcast(tensor: Tensor, src: int, group: Group | None = None, async_op: bo
     group = group_or_world(group)
     check_output("broadcast", tensor)
     root = group.group_rank("broadcast", "src", src)
-    operation = operation_on("broadcast", tensor, root=root)
-    if (direct := direct_of(group, operation, tensor)) is not None:
-        return direct.broadcast(operation, tensor, root, async_op)
-    if (plane := shm_transport(group, "broadcast", tensor.nbytes)) is not None:
-        steps = _on_node(plane, tensor, root)
-        return run_in_steps(group, plane, operation, steps, tensors=[tensor], async_op=async_op)
-
-    def action() -> None:
-        if group.rank == root:
-            group.queue.wire.broadcast(readable(tensor), root)
-        else:
-            landing = StagedOutput(tensor, keep=False)
-            group.queue.wire.broadcast(landing.flat, root)
-            landing.settle()
-
-    return run(group, operation, action, tensors=[tensor], async_op=async_op, like=tensor)
+    call = Call(group, operation_on("broadcast", tensor, root=root), [tensor])
+    return run(BROADCAST, call, async_op, tensor.nbytes)
 
 
-def _on_node(plane: ShmTransport, tensor: Tensor, root: int) -> Iterator[None]:
-    if plane.rank == root:
-        source = readable(tensor)
-        yield from data_movement.broadcast(plane, [range_of(source)], root)
-    else:
-        landing = StagedOutput(tensor, keep=False)
-        yield from data_movement.broadcast(plane, [range_of(landing.flat)], root)
-        landing.settle()
+def _mpi(call: Call) -> None:
+    for flat in _messages(call):
+        call.wire.broadcast(flat, call.root)
+
+
+def _shm(call: Call, shm: ShmTransport) -> Iterator[None]:
+    flats = [call.read(t) if call.is_root else call.write(t) for t in call.outputs]
+    yield from data_movement.broadcast(shm, [range_of(flat) for flat in flats], call.root)
+
+
+def _device(call: Call, backend: DeviceBackend) -> Callable[[], Any]:
+    flats = list(_messages(call))
+    return lambda: [backend.broadcast(flat, call.root) for flat in flats]
+
+
+def _messages(call: Call) -> Iterator[Tensor]:
+    bring = call.read_as_one if call.is_root else call.write_as_one
+    return map(bring, messages_of(call.outputs))
+
+
+BROADCAST = Collective("broadcast", _mpi, _shm, device=_device)

@@ -1,49 +1,312 @@
-"""Which way a collective goes for ranks of one host: through shared memory, or MPI's own.
+"""The transport table: which transports can do a collective, which of them does a call, and how it runs.
 
-The answer depends on what the handshake compares (the collective, sizes, the group), and on the job's profile
-where `tune` has measured the collective, so all ranks agree.
+Every collective has a row (`Collective`): what it is on each transport, as a small function of a `Call`.
+`run` takes the first transport that the group and the call's tensors allow:
+
+    device   tensors on a GPU, from where they lie: NCCL or CUDA-aware MPI, where the group has one
+    shm      shared memory, where all ranks are on one host and the message is large enough; an all-reduce may
+             also go through cma, or between hosts through internode (see `all_reduce.choose_algorithm`)
+    mpi      the library's own collectives, or messages
+
+All but the first take tensors of a GPU through host memory.
+
+The choice depends on nothing but what the ranks compare (the collective, sizes, the group) and the job's
+profile, where `tune` has measured the collective: so all ranks agree.
 """
 
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpisgd.accelerator.runtime import on_device, runtime
+from mpisgd.collectives.packing import Packer
+from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
+from mpisgd.core.work import Work
+from mpisgd.dtypes import ReduceOp, dtype_name
+from mpisgd.job.lifecycle import current_job
+from mpisgd.transport.cma.transport import CmaTransport
+from mpisgd.transport.device.backend import DeviceBackend
+from mpisgd.transport.device.transport import DeviceTransport, device_transport
+from mpisgd.transport.internode.transport import InternodeTransport
+from mpisgd.transport.messages.link import Link
 from mpisgd.transport.shm.transport import ShmTransport
 
-__all__ = ["NODE_FROM_BYTES", "TUNED", "shm_transport"]
+__all__ = [
+    "HOST_TRANSPORTS",
+    "SHM_FROM_BYTES",
+    "TUNED",
+    "Call",
+    "Collective",
+    "device_backend",
+    "device_kind",
+    "link_of",
+    "operation_on",
+    "run",
+    "run_in_queue",
+    "run_in_steps",
+    "shm_for",
+]
 
-WAYS = ("node", "mpi")
+HOST_TRANSPORTS = ("node", "mpi")  # as profiles call shared memory and MPI
 TUNED = ("broadcast", "all_gather", "all_to_all")  # those of which MPI's own may be the better one
-# From how many bytes on (of the larger side of a rank) the node plane is taken where nobody has measured.
-# Small messages are fast there because the handshake is their only meeting; for large ones two copies through
-# the cache may take less time than MPI's one between address spaces. That is a matter of the machine: 16 MiB
-# took an all-gather 0.7 of MPI's time on an AMD EPYC and 1.3 times as long on an Intel Xeon, hence `tune`. Up
-# to 2 MiB MPI's own all_gather and all_to_all won on the Xeon, and on the EPYC their time and a handshake's
-# came to as much as the plane's; 4 ranks on 2 cores lost a tenth by it or won a third. Measured with
-# `mpirun -n 2 python -m mpisgd bench collectives --sizes 4KiB,64KiB,1MiB,16MiB,64MiB`, and with -n 4.
-NODE_FROM_BYTES = {
-    "broadcast": 0,
-    "gather": 0,
-    "scatter": 0,
-    "all_gather": 2 * 2**20,
-    "all_gather_list": 0,  # MPI's would need scratch
-    "all_gather_ragged": 0,
-    "all_to_all": 2 * 2**20,
-    "all_to_all_of_any_sizes": 0,
-    "reduce": 0,
-    "reduce_scatter": 0,
-    "coalesced": 0,
-}
+# From how many bytes on (of the larger side of a rank) shared memory is taken where nobody has measured.
+# Small messages are fast there because the consistency check is their only barrier; for large ones two copies
+# through the cache may take less time than MPI's one between address spaces. That is a matter of the machine:
+# 16 MiB took an all-gather 0.7 of MPI's time on an AMD EPYC and 1.3 times as long on an Intel Xeon, hence
+# `tune`. Up to 2 MiB MPI's own all_gather and all_to_all won on the Xeon, and on the EPYC their time and a
+# consistency check's came to as much as shared memory's; 4 ranks on 2 cores lost a tenth or won a third.
+# Measured with `mpirun -n 2 python -m mpisgd bench collectives --sizes 4KiB,64KiB,1MiB,16MiB,64MiB`, and with
+# -n 4. The collectives that are not listed always take it: MPI's own would need scratch memory or more steps.
+SHM_FROM_BYTES = {"all_gather": 2 * 2**20, "all_to_all": 2 * 2**20}
+
+HostTransport = ShmTransport | CmaTransport | InternodeTransport
 
 
-def shm_transport(group: Group, kind: str, nbytes: int = 0) -> ShmTransport | None:
-    """Return the plane that `kind` on `nbytes` goes through, None where MPI's own is to be taken.
+class Call(Packer):
+    """One call of a collective, its arguments checked, and the memory in which its tensors travel.
+
+    Attributes:
+        group: its ranks.
+        operation: what the ranks must agree on.
+        outputs: what its Work's future holds, in most cases the tensors that are overwritten.
+        inputs: the tensors that are only read.
+        op: of a reduction.
+        sizes: elements that come from each rank and that go to each, where they differ.
+        like: one of the tensors, None if there are none: where it lies, all do.
+    """
+
+    __slots__ = ("group", "inputs", "like", "op", "operation", "outputs", "sizes")
+
+    def __init__(
+        self,
+        group: Group,
+        operation: Operation,
+        outputs: list[Tensor],
+        inputs: Sequence[Tensor] = (),
+        *,
+        op: ReduceOp | None = None,
+        sizes: tuple[Sequence[int], Sequence[int]] | None = None,
+    ) -> None:
+        self.group = group
+        self.operation = operation
+        self.outputs = outputs
+        self.inputs = inputs
+        self.op: Any = op
+        self.sizes = sizes
+        self.like = outputs[0] if outputs else inputs[0] if inputs else None
+        self.on_device = False
+        self._results = []
+
+    @property
+    def root(self) -> int:
+        """The group rank of src or dst."""
+        return self.operation.root
+
+    @property
+    def is_root(self) -> bool:
+        """Whether this rank is src or dst."""
+        return self.group.rank == self.operation.root
+
+    @property
+    def wire(self) -> Any:
+        """The communicator of the group's queue."""
+        return self.group.queue.wire
+
+    @property
+    def link(self) -> Link:
+        """The same as the algorithms see it."""
+        return link_of(self.group, self.operation.kind)
+
+
+class Collective(NamedTuple):
+    """A row of the table.
+
+    Attributes:
+        name: of SHM_FROM_BYTES and of the measured profile.
+        mpi: does a call by MPI's collectives or messages, after the ranks have agreed on it.
+        steps: does it through shared memory, or for an all-reduce between hosts: a generator that yields
+            wherever all ranks must have come. The first of these places is the consistency check; what comes
+            before it may write into this rank's coming half of the staging memory and nothing else. It keeps
+            alive what it passes the places of.
+        device: packs the tensors where they lie, and returns what then begins the operation there.
+    """
+
+    name: str
+    mpi: Callable[[Call], None]
+    steps: Callable[[Call, Any], Iterator[None]] | None = None
+    device: Callable[[Call, DeviceBackend], Callable[[], Any]] | None = None
+
+
+def run(
+    row: Collective, call: Call, async_op: bool, nbytes: int = 0, *, transport: HostTransport | None = None
+) -> Work | None:
+    """Do a call by the best transport for it, in the queue of its group.
+
+    Args:
+        row: what the collective is on each transport.
+        call: its arguments.
+        async_op: return at once with a `Work`.
+        nbytes: of the larger side of a rank; left out where ranks do not know each other's sizes.
+        transport: what the row's steps go through, where the caller has chosen it.
+    """
+    like = call.like
+    if row.device is not None and like is not None and on_device(like):
+        dtypes = [tensor.dtype for tensor in call.outputs] if call.op is not None else []
+        backend = device_backend(call.group, call.operation, like, op=call.op, dtypes=dtypes)
+        if backend is not None:
+            return _run_on_device(row.device, backend, call, like.device, async_op)
+    if row.steps is not None:
+        if transport is None:
+            transport = shm_for(call.group, row.name, nbytes)
+        if transport is not None:
+            return run_in_steps(row.steps, call, transport, async_op)
+
+    def action() -> None:
+        row.mpi(call)
+        call.finish()
+
+    return run_in_queue(
+        call.group, call.operation, action, tensors=call.outputs, async_op=async_op, like=like
+    )
+
+
+def shm_for(group: Group, name: str, nbytes: int) -> ShmTransport | None:
+    """Return the shared memory that a collective on `nbytes` goes through, None where it is MPI's turn."""
+    shm = group.shm
+    if shm is None:
+        return None
+    if name in group.costs.collectives:
+        return shm if group.costs.choose(HOST_TRANSPORTS, nbytes, collective=name) == "node" else None
+    return shm if nbytes >= SHM_FROM_BYTES.get(name, 0) else None
+
+
+def _run_on_device(
+    begin: Callable[[Call, DeviceBackend], Callable[[], Any]],
+    backend: DeviceBackend,
+    call: Call,
+    device: torch.device,
+    async_op: bool,
+) -> Work | None:
+    call.on_device = True
+    launch = begin(call, backend)
+    return backend.run(
+        call.operation, launch, call.finish, tensors=call.outputs, device=device, async_op=async_op
+    )
+
+
+def device_backend(
+    group: Group,
+    operation: Operation,
+    tensor: Tensor,
+    *,
+    op: ReduceOp | None = None,
+    dtypes: Sequence[torch.dtype] = (),
+) -> DeviceBackend | None:
+    """Return what does an operation where its tensors lie; None: they go through host memory.
+
+    Collective at the group's first operation on a device.
 
     Args:
         group: of the operation.
-        kind: one of NODE_FROM_BYTES.
-        nbytes: of the larger side of a rank; left out where ranks do not know each other's sizes.
+        operation: what it is.
+        tensor: one of its tensors; where it is, all are.
+        op: of a reduction.
+        dtypes: of what is reduced.
     """
-    plane = group.shm
-    if plane is None:
+    if not on_device(tensor):
         return None
-    if kind in group.costs.collectives:
-        return plane if group.costs.choose(WAYS, nbytes, collective=kind) == "node" else None
-    return plane if nbytes >= NODE_FROM_BYTES[kind] else None
+    backend = _device_transport(group, operation, tensor).backend
+    if backend is None or not all(backend.takes(op, dtype) for dtype in dtypes):
+        return None
+    return backend
+
+
+def _device_transport(group: Group, operation: Operation, tensor: Tensor) -> DeviceTransport:
+    return device_transport(group, tensor, operation, current_job().gpu)
+
+
+def run_in_steps(
+    steps_of: Callable[[Call, Any], Iterator[None]], call: Call, transport: HostTransport, async_op: bool
+) -> Work | None:
+    """Run the steps of a row through a transport; see `Collective`."""
+
+    def all_steps() -> Iterator[None]:
+        yield from steps_of(call, transport)
+        call.finish()
+
+    steps = all_steps()
+    return run_in_queue(
+        call.group,
+        call.operation,
+        partial(transport.run_steps, steps),
+        tensors=call.outputs,
+        async_op=async_op,
+        like=call.like,
+        before=partial(next, steps, None),
+        way="hierarchical" if isinstance(transport, InternodeTransport) else "node",
+    )
+
+
+def run_in_queue(
+    group: Group,
+    operation: Operation,
+    action: Callable[[], None],
+    *,
+    tensors: Any,
+    async_op: bool,
+    like: Tensor | None,
+    before: Callable[[], None] | None = None,
+    after: Work | None = None,
+    way: str = "mpi",
+) -> Work | None:
+    """Run an action on the host in the group's queue; on a device its copies keep the order of the streams.
+
+    Args:
+        group: of the operation.
+        operation: see `OperationQueue.run`, as for `action`, `tensors`, `async_op`, `before` and `after`.
+        like: one of its tensors; where it is, all are. None: it has none.
+        way: see `OperationQueue.run`.
+    """
+    guard = None
+    if like is not None and on_device(like):
+        guard = _device_transport(group, operation, like).stream_guard(like.device, waits=async_op)
+        action, way = guard.to_its_end(action), f"{way}, through host memory"
+        before = None if before is None else guard.through(before)
+    work = group.queue.run(
+        operation,
+        action,
+        tensors=tensors,
+        async_op=async_op,
+        before=before,
+        after=after,
+        transport=way,
+        like=like,
+    )
+    if guard is not None and work is None:
+        guard.join()
+    return work
+
+
+def operation_on(
+    kind: str, tensor: Tensor, *, op: ReduceOp | None = None, root: int = -1, extra: str = ""
+) -> Operation:
+    """Describe an operation whose tensor must be alike on all ranks."""
+    name = op.name if op is not None else ""
+    return Operation(
+        kind, name, dtype_name(tensor.dtype), tuple(tensor.shape), root, extra, device_kind(tensor)
+    )
+
+
+def device_kind(tensor: Tensor | None) -> str:
+    """Return what `Operation` calls the place of a tensor. Ranks may have devices of different numbers."""
+    return runtime().kind if tensor is not None and on_device(tensor) else ""
+
+
+def link_of(group: Group, kind: str) -> Link:
+    """Return the queue's communicator as the algorithms see it."""
+    queue = group.queue
+    return Link(queue.wire, f"{kind} (group '{group.name}')", queue.consistency.timeout_s)

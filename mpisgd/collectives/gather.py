@@ -1,18 +1,19 @@
 """`gather` and `scatter`: from everyone to one rank, and from one rank to everyone."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from mpisgd.accelerator.buffers import StagedOutput, apart, readable
-from mpisgd.collectives.common import direct_of, operation_on, run, run_in_steps
-from mpisgd.collectives.dispatch import shm_transport
+from mpisgd.accelerator.buffers import apart
+from mpisgd.collectives.all_to_all import exchange_on_device
+from mpisgd.collectives.dispatch import Call, Collective, operation_on, run
 from mpisgd.collectives.tensor_arguments import check_output, check_same, check_tensor, check_tensors
 from mpisgd.core.group import Group
 from mpisgd.core.work import Work
 from mpisgd.errors import InvalidArgument
 from mpisgd.job.lifecycle import group_or_world
+from mpisgd.transport.device.backend import DeviceBackend
 from mpisgd.transport.shm import data_movement
 from mpisgd.transport.shm.staging import range_of
 from mpisgd.transport.shm.transport import ShmTransport
@@ -51,34 +52,31 @@ def gather(
     check_tensor("gather", tensor)
     root = group.group_rank("gather", "dst", dst)
     outputs = _check_list("gather", "gather_list", gather_list, tensor, group, root, output=True)
-    operation = operation_on("gather", tensor, root=root)
-    if (direct := direct_of(group, operation, tensor)) is not None:
-        return direct.gather(operation, outputs, tensor, root, async_op)
-    if (plane := shm_transport(group, "gather", group.size * tensor.nbytes)) is not None:
-        steps = _gather_on_node(plane, outputs, tensor, root)
-        return run_in_steps(group, plane, operation, steps, tensors=outputs, async_op=async_op, like=tensor)
-
-    def action() -> None:
-        if group.rank != root:
-            group.queue.wire.gather(None, readable(tensor), root)
-            return
-        gathered = torch.empty(group.size, tensor.numel(), dtype=tensor.dtype)
-        group.queue.wire.gather(gathered, readable(tensor), root)
-        for output, piece in zip(outputs, gathered, strict=True):
-            StagedOutput(output, keep=False).settle(piece)
-
-    return run(group, operation, action, tensors=outputs, async_op=async_op, like=tensor)
+    call = Call(group, operation_on("gather", tensor, root=root), outputs, [tensor])
+    return run(GATHER, call, async_op)
 
 
-def _gather_on_node(
-    plane: ShmTransport, outputs: Sequence[Tensor], tensor: Tensor, root: int
-) -> Iterator[None]:
-    landings = [StagedOutput(output, keep=False) for output in outputs]
-    places = [landing.flat for landing in landings]
-    mine = apart(readable(tensor), places, own=root)
-    yield from data_movement.gather(plane, [range_of(place) for place in places], range_of(mine), root)
-    for landing in landings:
-        landing.settle()
+def _gather_by_mpi(call: Call) -> None:
+    mine = call.read(call.inputs[0])
+    out = call.write_as_one(call.outputs) if call.is_root else None
+    call.wire.gather(out, mine if out is None else apart(mine, [out]), call.root)
+
+
+def _gather_by_shm(call: Call, shm: ShmTransport) -> Iterator[None]:
+    flats = [call.write(output) for output in call.outputs]
+    mine = apart(call.read(call.inputs[0]), flats, own=call.root)
+    yield from data_movement.gather(shm, [range_of(flat) for flat in flats], range_of(mine), call.root)
+
+
+def _gather_on_device(call: Call, backend: DeviceBackend) -> Callable[[], Any]:
+    return exchange_on_device(call, backend, *_takes_and_gives(call, call.inputs[0].numel(), call.is_root))
+
+
+def _takes_and_gives(call: Call, numel: int, takes: bool) -> tuple[list[int], list[int]]:
+    """Return what this rank exchanges with each: all with the root, where it `takes`, or gives, from all."""
+    with_all = [numel if takes else 0] * call.group.size
+    with_root = [numel if rank == call.root else 0 for rank in range(call.group.size)]
+    return with_all, with_root
 
 
 def scatter(
@@ -112,29 +110,24 @@ def scatter(
     check_output("scatter", tensor)
     root = group.group_rank("scatter", "src", src)
     inputs = _check_list("scatter", "scatter_list", scatter_list, tensor, group, root, output=False)
-    operation = operation_on("scatter", tensor, root=root)
-    if (direct := direct_of(group, operation, tensor)) is not None:
-        return direct.scatter(operation, tensor, inputs, root, async_op)
-    if (plane := shm_transport(group, "scatter", group.size * tensor.nbytes)) is not None:
-        steps = _scatter_on_node(plane, tensor, inputs, root)
-        return run_in_steps(group, plane, operation, steps, tensors=[tensor], async_op=async_op)
-
-    def action() -> None:
-        landing = StagedOutput(tensor, keep=False)
-        source = torch.cat([readable(piece) for piece in inputs]) if group.rank == root else None
-        group.queue.wire.scatter(landing.flat, source, root)
-        landing.settle()
-
-    return run(group, operation, action, tensors=[tensor], async_op=async_op, like=tensor)
+    call = Call(group, operation_on("scatter", tensor, root=root), [tensor], inputs)
+    return run(SCATTER, call, async_op)
 
 
-def _scatter_on_node(
-    plane: ShmTransport, tensor: Tensor, inputs: Sequence[Tensor], root: int
-) -> Iterator[None]:
-    landing, pieces = StagedOutput(tensor, keep=False), [readable(piece) for piece in inputs]
-    places = [range_of(piece) for piece in pieces]
-    yield from data_movement.scatter(plane, range_of(landing.flat), places, root)
-    landing.settle()
+def _scatter_by_mpi(call: Call) -> None:
+    out = call.write(call.outputs[0])
+    source = apart(call.read_as_one(call.inputs), [out]) if call.is_root else None
+    call.wire.scatter(out, source, call.root)
+
+
+def _scatter_by_shm(call: Call, shm: ShmTransport) -> Iterator[None]:
+    out, pieces = call.write(call.outputs[0]), [call.read(piece) for piece in call.inputs]
+    yield from data_movement.scatter(shm, range_of(out), [range_of(piece) for piece in pieces], call.root)
+
+
+def _scatter_on_device(call: Call, backend: DeviceBackend) -> Callable[[], Any]:
+    gives, takes = _takes_and_gives(call, call.outputs[0].numel(), call.is_root)
+    return exchange_on_device(call, backend, takes, gives)
 
 
 def _check_list(
@@ -163,3 +156,7 @@ def _check_list(
     for i, tensor in enumerate(checked):
         check_same(name, f"{what}[{i}]", tensor, like.numel(), like, "as `tensor`")
     return checked
+
+
+GATHER = Collective("gather", _gather_by_mpi, _gather_by_shm, device=_gather_on_device)
+SCATTER = Collective("scatter", _scatter_by_mpi, _scatter_by_shm, device=_scatter_on_device)

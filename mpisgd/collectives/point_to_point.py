@@ -54,8 +54,8 @@ def irecv(tensor: Tensor, src: int | None = None, group: Group | None = None, ta
     check_output("irecv", tensor)
     _check_tag("irecv", tag, group)
     root = None if src is None else group.group_rank("irecv", "src", src)
-    landing = StagedOutput(tensor, keep=False)
-    settle = _after_earlier_work(tensor, landing.settle)
+    output = StagedOutput(tensor, keep=False)
+    settle = _after_earlier_work(tensor, output.settle)
 
     def arrived(nbytes: int) -> None:
         expected = tensor.numel() * tensor.element_size()
@@ -64,7 +64,7 @@ def irecv(tensor: Tensor, src: int | None = None, group: Group | None = None, ta
         settle()
 
     messages: PointToPoint = group.point_to_point
-    return messages.receive("recv", landing.flat, root, tag, [tensor], arrived)
+    return messages.receive("recv", output.flat, root, tag, [tensor], arrived)
 
 
 def _after_earlier_work(tensor: Tensor, settle: Callable[[], None]) -> Callable[[], None]:

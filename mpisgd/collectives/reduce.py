@@ -1,17 +1,18 @@
 """`reduce`: everyone's tensor becomes one, on one rank."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch import Tensor
 
-from mpisgd.accelerator.buffers import StagedOutput, readable
-from mpisgd.collectives.common import direct_of, operation_on, run, run_in_steps
-from mpisgd.collectives.dispatch import shm_transport
+from mpisgd.collectives.dispatch import Call, Collective, operation_on, run
+from mpisgd.collectives.packing import put
 from mpisgd.collectives.tensor_arguments import check_output
 from mpisgd.core.group import Group
 from mpisgd.core.work import Work
 from mpisgd.dtypes import ReduceOp, check_op
 from mpisgd.job.lifecycle import group_or_world
+from mpisgd.transport.device.backend import DeviceBackend
 from mpisgd.transport.mpi_reduction import for_mpi
 from mpisgd.transport.shm import reduction
 from mpisgd.transport.shm.transport import ShmTransport
@@ -47,28 +48,30 @@ def reduce(
     check_output("reduce", tensor)
     op = check_op("reduce", op, tensor.dtype)
     root = group.group_rank("reduce", "dst", dst)
-    operation = operation_on("reduce", tensor, op=op, root=root)
-    if (direct := direct_of(group, operation, tensor, op=op)) is not None:
-        return direct.reduce(operation, tensor, root, op, async_op)
-    if (plane := shm_transport(group, "reduce", tensor.nbytes)) is not None:
-        steps = _on_node(plane, tensor, op, root)
-        return run_in_steps(group, plane, operation, steps, tensors=[tensor], async_op=async_op)
-
-    def action() -> None:
-        landing = StagedOutput(tensor, keep=True) if group.rank == root else None
-        flat = landing.flat if landing is not None else readable(tensor)
-        work, name, finish = for_mpi(flat, op, group.size)
-        group.queue.wire.reduce(work, name, root)
-        if landing is not None:
-            landing.settle(finish(work))
-
-    return run(group, operation, action, tensors=[tensor], async_op=async_op, like=tensor)
+    call = Call(group, operation_on("reduce", tensor, op=op, root=root), [tensor], op=op)
+    return run(REDUCE, call, async_op, tensor.nbytes)
 
 
-def _on_node(plane: ShmTransport, tensor: Tensor, op: ReduceOp, root: int) -> Iterator[None]:
-    if plane.rank == root:
-        landing = StagedOutput(tensor, keep=True)
-        yield from reduction.reduce(plane, landing.flat, op, root)
-        landing.settle()
-    else:
-        yield from reduction.reduce(plane, readable(tensor), op, root)
+def _flat(call: Call) -> Tensor:
+    (tensor,) = call.outputs
+    return call.write(tensor, keep=True) if call.is_root else call.read(tensor)
+
+
+def _mpi(call: Call) -> None:
+    flat = _flat(call)
+    work, name, finish = for_mpi(flat, call.op, call.group.size)
+    call.wire.reduce(work, name, call.root)
+    if call.is_root:
+        put(finish(work), flat)
+
+
+def _shm(call: Call, shm: ShmTransport) -> Iterator[None]:
+    return reduction.reduce(shm, _flat(call), call.op, call.root)
+
+
+def _device(call: Call, backend: DeviceBackend) -> Callable[[], Any]:
+    flat = _flat(call)
+    return lambda: backend.reduce(flat, call.root, call.op)
+
+
+REDUCE = Collective("reduce", _mpi, _shm, device=_device)

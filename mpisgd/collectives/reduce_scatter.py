@@ -1,31 +1,26 @@
 """`reduce_scatter`: everyone's tensors are combined, and every rank keeps its own part of the result."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mpisgd.accelerator.buffers import StagedOutput, overlap, readable
+from mpisgd.accelerator.buffers import apart, as_one, cut_by, overlap
 from mpisgd.collectives.algorithms.all_to_all import reduce_own_part
-from mpisgd.collectives.common import direct_of, link_of, operation_on, run, run_in_steps
-from mpisgd.collectives.dispatch import shm_transport
+from mpisgd.collectives.dispatch import Call, Collective, operation_on, run
+from mpisgd.collectives.packing import put
 from mpisgd.collectives.tensor_arguments import check_output, check_same, check_tensor, check_tensors
 from mpisgd.core.group import Group
 from mpisgd.core.work import Work
 from mpisgd.dtypes import ReduceOp, check_op
 from mpisgd.job.lifecycle import group_or_world
+from mpisgd.transport.device.backend import DeviceBackend
 from mpisgd.transport.shm import reduction
 from mpisgd.transport.shm.staging import equal_ranges, range_of
 from mpisgd.transport.shm.transport import ShmTransport
 
-__all__ = [
-    "check_scattered",
-    "cut",
-    "own_part_on_node",
-    "reduce_own",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-]
+__all__ = ["REDUCE_SCATTER", "check_scattered", "reduce_scatter", "reduce_scatter_tensor"]
 
 
 def reduce_scatter(
@@ -59,19 +54,10 @@ def reduce_scatter(
     inputs = check_tensors("reduce_scatter", input_list, "input_list", count=group.size)
     for i, tensor in enumerate(inputs):
         check_same("reduce_scatter", f"input_list[{i}]", tensor, output.numel(), output, "as `output`")
-    operation = operation_on("reduce_scatter", output, op=op)
-    if (direct := direct_of(group, operation, output, op=op)) is not None:
-        return direct.reduce_scatter(operation, output, inputs, op, async_op)
-    if (plane := shm_transport(group, "reduce_scatter", group.size * output.nbytes)) is not None:
-        steps = _list_on_node(plane, output, inputs, op)
-        return run_in_steps(group, plane, operation, steps, tensors=[output], async_op=async_op)
     return run(
-        group,
-        operation,
-        lambda: reduce_own(group, output, [readable(tensor) for tensor in inputs], op),
-        tensors=[output],
-        async_op=async_op,
-        like=output,
+        REDUCE_SCATTER,
+        Call(group, operation_on("reduce_scatter", output, op=op), [output], inputs, op=op),
+        async_op,
     )
 
 
@@ -103,19 +89,7 @@ def reduce_scatter_tensor(
     group = group_or_world(group)
     op = check_scattered("reduce_scatter_tensor", output, input, op, group.size)
     operation = operation_on("reduce_scatter_tensor", output, op=op)
-    if (direct := direct_of(group, operation, output, op=op)) is not None:
-        return direct.reduce_scatter_from(operation, [(output, input)], op, async_op)
-    if (plane := shm_transport(group, "reduce_scatter", input.nbytes)) is not None:
-        steps = own_part_on_node(plane, output, input, op)
-        return run_in_steps(group, plane, operation, steps, tensors=[output], async_op=async_op)
-    return run(
-        group,
-        operation,
-        lambda: reduce_own(group, output, cut(input, group.size), op),
-        tensors=[output],
-        async_op=async_op,
-        like=output,
-    )
+    return run(REDUCE_SCATTER, Call(group, operation, [output], [input], op=op), async_op)
 
 
 def check_scattered(name: str, output: Tensor, tensor: Tensor, op: ReduceOp, size: int) -> ReduceOp:
@@ -126,33 +100,41 @@ def check_scattered(name: str, output: Tensor, tensor: Tensor, op: ReduceOp, siz
     return check_op(name, op, output.dtype)
 
 
-def cut(tensor: Tensor, parts: int) -> list[Tensor]:
-    """Return `parts` equal contiguous pieces of a tensor's elements."""
-    return list(readable(tensor).view(parts, -1) if tensor.numel() else readable(tensor).new_empty(parts, 0))
+def _flats(call: Call) -> Iterator[tuple[Tensor, list[Tensor]]]:
+    """Yield where each result goes, and what is combined: one part per rank, or all of them as one tensor."""
+    each = len(call.inputs) // max(1, len(call.outputs))
+    for i, output in enumerate(call.outputs):
+        inputs = call.inputs[i * each : (i + 1) * each]
+        yield call.write(output), [call.read(tensor) for tensor in inputs]
 
 
-def reduce_own(group: Group, output: Tensor, parts: list[Tensor], op: ReduceOp) -> None:
-    """Combine everyone's part of this rank into `output` by messages; runs inside the queue."""
-    landing = StagedOutput(output, keep=False)
-    landing.settle(reduce_own_part(link_of(group, "reduce_scatter"), parts, op))
+def _parts(flats: list[Tensor], size: int) -> list[Tensor]:
+    """Return one contiguous part per rank."""
+    return flats if len(flats) == size else cut_by(flats[0], [flats[0].numel() // size] * size)
 
 
-def own_part_on_node(plane: ShmTransport, output: Tensor, tensor: Tensor, op: ReduceOp) -> Iterator[None]:
-    """Combine everyone's piece of this rank of `tensor` into `output` through the staging memory."""
-    landing, flat = StagedOutput(output, keep=False), readable(tensor)
-    length = landing.flat.numel()
-    own = flat[plane.rank * length : (plane.rank + 1) * length]
-    result = torch.empty_like(own) if overlap(landing.flat, flat) else landing.flat
-    yield from reduction.reduce_scatter(plane, equal_ranges(flat, plane.size), own, op, result)
-    landing.settle(result)
+def _mpi(call: Call) -> None:
+    for out, flats in _flats(call):
+        put(reduce_own_part(call.link, _parts(flats, call.group.size), call.op), out)
 
 
-def _list_on_node(
-    plane: ShmTransport, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp
-) -> Iterator[None]:
-    landing, parts = StagedOutput(output, keep=False), [readable(tensor) for tensor in inputs]
-    own = parts[plane.rank]
-    overlaps = any(overlap(landing.flat, part) for part in parts)
-    result = torch.empty_like(own) if overlaps else landing.flat
-    yield from reduction.reduce_scatter(plane, [range_of(part) for part in parts], own, op, result)
-    landing.settle(result)
+def _shm(call: Call, shm: ShmTransport) -> Iterator[None]:
+    rank, size = call.group.rank, call.group.size
+    for out, flats in _flats(call):
+        if len(flats) == size:
+            own, places = flats[rank], [range_of(flat) for flat in flats]
+        else:
+            length = out.numel()
+            own, places = flats[0][rank * length : (rank + 1) * length], equal_ranges(flats[0], size)
+        overlaps = any(overlap(out, flat) for flat in flats)
+        result = torch.empty_like(own) if overlaps else out
+        yield from reduction.reduce_scatter(shm, places, own, call.op, result)
+        put(result, out)
+
+
+def _device(call: Call, backend: DeviceBackend) -> Callable[[], Any]:
+    pairs = [(out, apart(as_one(flats), [out])) for out, flats in _flats(call)]
+    return lambda: [backend.reduce_scatter(out, flat, call.op) for out, flat in pairs]
+
+
+REDUCE_SCATTER = Collective("reduce_scatter", _mpi, _shm, device=_device)

@@ -3,11 +3,12 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mpisgd import tracing
 from mpisgd.accelerator.runtime import on_device
-from mpisgd.collectives.common import device_word, direct_of, run
+from mpisgd.collectives.dispatch import device_backend, device_kind, run_in_queue
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.core.work import Work
@@ -64,7 +65,7 @@ class BucketLauncher:
         flat, mine = self._load(in_flight, slot)
         kinds = KindsExchange(mine, self._group)
         what, dtype = f"bucket {len(in_flight.launched)}", dtype_name(flat.dtype)
-        operation = self._operation(in_flight, what, dtype, flat.numel(), device_word(flat))
+        operation = self._operation(in_flight, what, dtype, flat.numel(), device_kind(flat))
         with tracing.holding(self._contents(slot)):
             work = self._send_from_device(operation, flat)
             if work is None:
@@ -143,17 +144,25 @@ class BucketLauncher:
         dtype = compression.wire_dtype(flat.dtype)
         if dtype is None or not on_device(flat):
             return None
-        direct = direct_of(self._group, operation, flat, op=self._op, dtypes=[dtype])
-        if direct is None:
+        backend = device_backend(self._group, operation, flat, op=self._op, dtypes=[dtype])
+        if backend is None:
             return None
         wire = flat.to(dtype)
 
         def arrived() -> None:
+            torch.autograd.graph.increment_version(wire)
             if wire is not flat:
                 flat.copy_(wire)
             self._undo_predivision(flat)
 
-        return direct.all_reduce(operation, wire, self._op, async_op=True, then=arrived)
+        return backend.run(
+            operation,
+            lambda: backend.all_reduce(wire, self._op),
+            arrived,
+            tensors=[wire],
+            device=wire.device,
+            async_op=True,
+        )
 
     def _send(
         self,
@@ -167,7 +176,7 @@ class BucketLauncher:
             kinds.finish()
             self._reduce_one(slot, flat)
 
-        return run(
+        return run_in_queue(
             self._group,
             operation,
             reduce,

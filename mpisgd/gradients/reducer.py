@@ -103,7 +103,7 @@ class GradientReducer:
     def _gpu_sends(self) -> bool:
         """Return whether gradients travel while the GPU computes, with nothing to do for the host."""
         device = self.group.device
-        return device is not None and device.verdict.way == NCCL and any(map(on_device, self.params))
+        return device is not None and device.selection.name == NCCL and any(map(on_device, self.params))
 
     @torch.no_grad()
     def ready(self, index: int) -> None:

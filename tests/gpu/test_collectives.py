@@ -39,7 +39,7 @@ def check(call: Callable[..., Any], *tensors: Tensor) -> None:
 
 def test_it_goes_the_way_it_should(expected_way):
     assert world().device is not None
-    assert world().device.verdict.way == expected_way
+    assert world().device.selection.name == expected_way
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

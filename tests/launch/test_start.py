@@ -66,7 +66,9 @@ def test_the_way_of_gpu_tensors_is_the_same_on_all_ranks(start):
         2,
         MPISGD_GPU="auto",
     )
-    why = "the ranks of the job want different ways for GPU tensors: rank 0 gpu='mpi', rank 1 gpu='auto'"
+    why = (
+        "the ranks of the job want different transports for GPU tensors: rank 0 gpu='mpi', rank 1 gpu='auto'"
+    )
     assert said(done) == [f"init: {why}"] * 2 + ["nccl"] * 2
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from mpisgd.collectives.algorithms.all_to_all import direct
+from mpisgd.collectives.algorithms.all_to_all import all_to_all
 from mpisgd.collectives.algorithms.halving_doubling import halving_doubling
 from mpisgd.collectives.algorithms.reduce_broadcast import reduce_broadcast
 from mpisgd.collectives.algorithms.ring import ring
@@ -21,5 +21,5 @@ ALGORITHMS: dict[str, Callable[[Link, Tensor, ReduceOp], None]] = {
     "ring": ring,
     "halving_doubling": halving_doubling,
     "reduce_broadcast": reduce_broadcast,
-    "all_to_all": direct,
+    "all_to_all": all_to_all,
 }

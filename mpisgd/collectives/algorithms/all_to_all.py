@@ -1,7 +1,7 @@
 """All-to-all: every rank owns one part, gets everyone's piece of it, and hands the result to everyone.
 
 The least steps for the least bytes, and the only form in which one owner sees all the pieces at once: it adds
-them in rank order, half types in float32 with one rounding at the end, although halves travel.
+them in rank order, 16-bit floats in float32 with one rounding at the end, although 16 bits travel.
 """
 
 import torch
@@ -11,10 +11,10 @@ from mpisgd.dtypes import ReduceOp
 from mpisgd.transport.messages.link import Link, split_evenly
 from mpisgd.transport.torch_reduction import combine_in_rank_order
 
-__all__ = ["direct", "reduce_own_part"]
+__all__ = ["all_to_all", "reduce_own_part"]
 
 
-def direct(link: Link, flat: Tensor, op: ReduceOp) -> None:
+def all_to_all(link: Link, flat: Tensor, op: ReduceOp) -> None:
     """Combine `flat` [n], of any reducible dtype, over the ranks, in place; `op` may be AVG.
 
     Cost: sends 2 (size - 1) / size * n elements in 2 (size - 1) messages per rank.

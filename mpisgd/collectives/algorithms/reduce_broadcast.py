@@ -1,6 +1,6 @@
 """Reduce to one rank along a binomial tree, and broadcast the result along the same tree.
 
-The obvious way, and the one to compare with: the whole tensor travels 2 log2(size) hops one after another.
+The obvious algorithm, to compare with: the whole tensor travels 2 log2(size) hops one after another.
 """
 
 import torch

@@ -1,8 +1,8 @@
 """`CudaAwareMpi`: collectives by an MPI that takes addresses on a GPU.
 
-What MPI moves or adds as it is goes this way, on the queue's communicator and in its order; the rest is
-staged. MPI knows nothing of streams: the host waits for what the current stream has to do before MPI may look
-at the memory, and what MPI returns is there.
+It carries what MPI moves or adds as it is, on the queue's communicator and in its order; the rest goes
+through host memory. MPI knows nothing of streams: the host waits for what the current stream has to do before
+MPI may look at the memory, and what MPI returns is there.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from mpisgd.accelerator.runtime import runtime
 from mpisgd.core.consistency import Operation
 from mpisgd.core.work import Work
 from mpisgd.dtypes import ReduceOp
-from mpisgd.transport.device.device_collectives import DeviceCollectives
+from mpisgd.transport.device.backend import DeviceBackend
 from mpisgd.transport.messages.link import Link
 from mpisgd.transport.torch_reduction import combine_in_rank_order, divide
 
@@ -27,8 +27,8 @@ ADDED = (torch.float32, torch.float64, torch.int32, torch.int64)
 OPS = (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT)
 
 
-class CudaAwareMpi(DeviceCollectives):
-    """See `DeviceCollectives`."""
+class CudaAwareMpi(DeviceBackend):
+    """See `DeviceBackend`."""
 
     def takes(self, op: ReduceOp | None, dtype: torch.dtype) -> bool:
         """Return whether MPI can add that; it moves everything."""
@@ -38,7 +38,7 @@ class CudaAwareMpi(DeviceCollectives):
         """Nothing is held."""
 
     def abandon(self) -> None:
-        """Nothing is under way that the queue does not know of."""
+        """Nothing is in flight that the queue does not know of."""
 
     def run(
         self,
@@ -51,44 +51,50 @@ class CudaAwareMpi(DeviceCollectives):
         async_op: bool,
     ) -> Work | None:
         """Run the operation in the queue, between what produced the tensors and what uses them."""
-        plane = self.group.device
-        assert plane is not None
+        transport = self.group.device
+        assert transport is not None
 
         def action() -> None:
             runtime().current_stream(device).record_event().synchronize()
             launch()
             finish()
 
-        passage = plane.passage(device, waits=async_op)
+        guard = transport.stream_guard(device, waits=async_op)
         work = self.group.queue.run(
-            operation, passage.to_its_end(action), tensors=list(tensors), async_op=async_op
+            operation, guard.to_its_end(action), tensors=list(tensors), async_op=async_op
         )
         if work is None:
-            passage.join()
+            guard.join()
         return work
 
-    def _all_reduce(self, flat: Tensor, op: ReduceOp) -> None:
+    def all_reduce(self, flat: Tensor, op: ReduceOp) -> None:
+        """Combine `flat` in place."""
         self.group.queue.wire.all_reduce(flat, _sum_or(op))
         self._average(flat, op)
 
-    def _reduce(self, flat: Tensor, root: int, op: ReduceOp) -> None:
+    def reduce(self, flat: Tensor, root: int, op: ReduceOp) -> None:
+        """Combine `flat` into root's."""
         self.group.queue.wire.reduce(flat, _sum_or(op), root)
         if self.rank == root:
             self._average(flat, op)
 
-    def _broadcast(self, flat: Tensor, root: int) -> None:
+    def broadcast(self, flat: Tensor, root: int) -> None:
+        """Copy root's `flat` into everyone's."""
         self.group.queue.wire.broadcast(flat, root)
 
-    def _all_gather(self, out: Tensor, flat: Tensor) -> None:
+    def all_gather(self, out: Tensor, flat: Tensor) -> None:
+        """Copy everyone's `flat` into `out`."""
         in_place = flat.data_ptr() == out.data_ptr() + self.rank * flat.nbytes
         self.group.queue.wire.all_gather(out, None if in_place else flat)
 
-    def _reduce_scatter(self, out: Tensor, flat: Tensor, op: ReduceOp) -> None:
+    def reduce_scatter(self, out: Tensor, flat: Tensor, op: ReduceOp) -> None:
+        """Exchange the parts and combine this rank's own: MPI would add in an order of its own."""
         pieces = flat.new_empty(flat.numel())
-        self._all_to_all(pieces, flat, *[[out.numel()] * self.size] * 2)
+        self.all_to_all(pieces, flat, *[[out.numel()] * self.size] * 2)
         combine_in_rank_order(pieces.chunk(self.size) if pieces.numel() else [out] * self.size, op, out=out)
 
-    def _all_to_all(self, out: Tensor, flat: Tensor, takes: Sequence[int], gives: Sequence[int]) -> None:
+    def all_to_all(self, out: Tensor, flat: Tensor, takes: Sequence[int], gives: Sequence[int]) -> None:
+        """Exchange parts of any sizes by messages."""
         outputs, inputs = cut_by(out, takes), cut_by(flat, gives)
         outputs[self.rank].copy_(inputs[self.rank])
         queue = self.group.queue

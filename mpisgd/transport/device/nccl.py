@@ -7,6 +7,7 @@ out whether all ranks did the same; for a rank that waits for the GPU before tha
 """
 
 import datetime
+import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from mpisgd.core.operation_queue import inference_mode_of
 from mpisgd.core.work import Work
 from mpisgd.dtypes import BOOL_OPS, COMPLEX, HALF_TYPES, ReduceOp
 from mpisgd.errors import NcclFailed
-from mpisgd.transport.device.device_collectives import DeviceCollectives
+from mpisgd.transport.device.backend import DeviceBackend
 
 if TYPE_CHECKING:
     from mpisgd.core.group import Group
@@ -31,8 +32,8 @@ ADDED = (*HALF_TYPES, torch.float32, torch.float64, torch.int8, torch.uint8, tor
 OPS = (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX)
 
 
-class Nccl(DeviceCollectives):
-    """See `DeviceCollectives`.
+class Nccl(DeviceBackend):
+    """See `DeviceBackend`.
 
     Args:
         group: its members.
@@ -42,6 +43,7 @@ class Nccl(DeviceCollectives):
     def __init__(self, group: "Group", inner: Any) -> None:
         super().__init__(group)
         self._inner = inner
+        self._order = threading.Lock()
 
     def takes(self, op: ReduceOp | None, dtype: torch.dtype) -> bool:
         """Return whether NCCL can add that; it moves everything."""
@@ -58,7 +60,7 @@ class Nccl(DeviceCollectives):
         self._inner.shutdown()
 
     def abandon(self) -> None:
-        """Break off what is under way."""
+        """Break off what is in flight."""
         self._inner.abort()
 
     def run(
@@ -71,9 +73,12 @@ class Nccl(DeviceCollectives):
         device: torch.device,
         async_op: bool,
     ) -> Work | None:
-        """Queue the operation behind what the current stream has to do."""
-        self.group.queue.note(operation)
-        with inference_mode_of(tensors):
+        """Queue the operation behind what the current stream has to do.
+
+        Threads launch in the order in which their operations were noted, as NCCL wants it on all ranks.
+        """
+        with self._order, inference_mode_of(tensors):
+            self.group.queue.note(operation)
             begun = _attempt(operation, launch)
         works = begun if isinstance(begun, list) else [begun]
         work = NcclWork(operation.kind, works, finish, tensors=tensors, device=device)
@@ -82,27 +87,33 @@ class Nccl(DeviceCollectives):
         work.wait()
         return None
 
-    def _all_reduce(self, flat: Tensor, op: ReduceOp) -> Any:
+    def all_reduce(self, flat: Tensor, op: ReduceOp) -> Any:
+        """Combine `flat` in place."""
         form, op = _as_added(flat, op)
         return self._inner.allreduce([form], _torch_op(op)) if flat.numel() else None
 
-    def _reduce(self, flat: Tensor, root: int, op: ReduceOp) -> Any:
+    def reduce(self, flat: Tensor, root: int, op: ReduceOp) -> Any:
+        """Combine `flat` into root's."""
         form, op = _as_added(flat, op)
         return self._inner.reduce(form, root, _torch_op(op)) if flat.numel() else None
 
-    def _broadcast(self, flat: Tensor, root: int) -> Any:
+    def broadcast(self, flat: Tensor, root: int) -> Any:
+        """Copy root's `flat` into everyone's, as bytes."""
         return self._inner.broadcast(_as_bytes(flat), root) if flat.numel() else None
 
-    def _all_gather(self, out: Tensor, flat: Tensor) -> Any:
+    def all_gather(self, out: Tensor, flat: Tensor) -> Any:
+        """Copy everyone's `flat` into `out`, as bytes."""
         return self._inner._allgather_base(_as_bytes(out), _as_bytes(flat)) if flat.numel() else None
 
-    def _reduce_scatter(self, out: Tensor, flat: Tensor, op: ReduceOp) -> Any:
+    def reduce_scatter(self, out: Tensor, flat: Tensor, op: ReduceOp) -> Any:
+        """Combine `flat` and leave this rank's part in `out`."""
         options = dist.ReduceScatterOptions()
         (into, op), (source, _) = _as_added(out, op), _as_added(flat, op)
         options.reduceOp = _torch_op(op)
         return self._inner._reduce_scatter_base(into, source, options) if flat.numel() else None
 
-    def _all_to_all(self, out: Tensor, flat: Tensor, takes: Sequence[int], gives: Sequence[int]) -> Any:
+    def all_to_all(self, out: Tensor, flat: Tensor, takes: Sequence[int], gives: Sequence[int]) -> Any:
+        """Exchange parts of any sizes, as bytes."""
         itemsize = flat.element_size()
         sizes = [[numel * itemsize for numel in side] for side in (takes, gives)]
         return self._inner.alltoall_base(_as_bytes(out), _as_bytes(flat), *sizes)

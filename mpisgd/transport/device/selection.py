@@ -1,4 +1,4 @@
-"""Which way device tensors take in a group: decided by all ranks alike, from what each of them has."""
+"""What carries a group's device tensors: selected by all ranks alike, from what each of them has."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from mpisgd.errors import InvalidArgument
 
-__all__ = ["AWARE", "NCCL", "STAGING", "DeviceFacts", "Verdict", "agree_on_wanted", "choose"]
+__all__ = ["AWARE", "NCCL", "STAGING", "DeviceFacts", "Selection", "agree_on_wanted", "choose"]
 
 NCCL = "nccl"
 AWARE = "cuda-aware mpi"
@@ -31,15 +31,15 @@ class DeviceFacts(NamedTuple):
     aware: bool
 
 
-class Verdict(NamedTuple):
-    """The way that was chosen.
+class Selection(NamedTuple):
+    """What carries device tensors.
 
     Attributes:
-        way: NCCL, AWARE or STAGING.
+        name: NCCL, AWARE or STAGING.
         reason: why it is not NCCL, where that was not asked for; "" otherwise.
     """
 
-    way: str
+    name: str
     reason: str = ""
 
 
@@ -50,52 +50,54 @@ def agree_on_wanted(wanted: Sequence[str]) -> str:
         wanted: of every rank of the job, each one of `mpisgd.config.GPU_CHOICES`.
 
     Raises:
-        InvalidArgument: they want different ways; on every rank.
+        InvalidArgument: they want different ones; on every rank.
     """
     wishes = {wish: [r for r, other in enumerate(wanted) if other == wish] for wish in wanted}
     if len(wishes) > 1:
         told = ", ".join(f"{_named(ranks)} gpu={wish!r}" for wish, ranks in wishes.items())
-        error = InvalidArgument(f"init: the ranks of the job want different ways for GPU tensors: {told}")
+        error = InvalidArgument(
+            f"init: the ranks of the job want different transports for GPU tensors: {told}"
+        )
         error.on_every_rank = True
         raise error
     return wanted[0]
 
 
-def choose(wanted: str, seats: Sequence[DeviceFacts], ranks: Sequence[int]) -> Verdict:
-    """Return the way for a group.
+def choose(wanted: str, facts: Sequence[DeviceFacts], ranks: Sequence[int]) -> Selection:
+    """Return what carries device tensors in a group.
 
     Args:
         wanted: one of `mpisgd.config.GPU_CHOICES`.
-        seats: of every member.
+        facts: of every member.
         ranks: what to call them.
 
     Raises:
         InvalidArgument: "nccl" was asked for and cannot be; on every rank, since all see the same.
     """
     if wanted == "mpi":
-        return Verdict(AWARE if all(seat.aware for seat in seats) else STAGING)
-    obstacle = _obstacle(seats, ranks)
+        return Selection(AWARE if all(each.aware for each in facts) else STAGING)
+    obstacle = _obstacle(facts, ranks)
     if not obstacle:
-        return Verdict(NCCL)
+        return Selection(NCCL)
     if wanted == "nccl":
         error = InvalidArgument(f"gpu='nccl' cannot be: {obstacle}")
         error.on_every_rank = True
         raise error
-    return Verdict(STAGING, obstacle)
+    return Selection(STAGING, obstacle)
 
 
-def _obstacle(seats: Sequence[DeviceFacts], ranks: Sequence[int]) -> str:
+def _obstacle(facts: Sequence[DeviceFacts], ranks: Sequence[int]) -> str:
     """Say what NCCL lacks, "" if nothing."""
-    if without := [rank for rank, seat in zip(ranks, seats, strict=True) if not seat.gpu]:
+    if without := [rank for rank, each in zip(ranks, facts, strict=True) if not each.gpu]:
         return f"no GPU for {_named(without)}"
-    if without := [rank for rank, seat in zip(ranks, seats, strict=True) if not seat.nccl]:
+    if without := [rank for rank, each in zip(ranks, facts, strict=True) if not each.nccl]:
         return f"the torch of {_named(without)} has no NCCL"
     users: dict[tuple[int, str], list[int]] = defaultdict(list)
-    for rank, seat in zip(ranks, seats, strict=True):
-        users[seat.node, seat.gpu].append(rank)
+    for rank, each in zip(ranks, facts, strict=True):
+        users[each.node, each.gpu].append(rank)
     for (node, gpu), sharing in users.items():
         if len(sharing) > 1:
-            host = next(seat.hostname for seat in seats if seat.node == node)
+            host = next(each.hostname for each in facts if each.node == node)
             return f"{_named(sharing)} share one GPU of host {host} ({gpu}), where NCCL needs one for each"
     return ""
 

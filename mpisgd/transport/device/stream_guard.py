@@ -1,4 +1,4 @@
-r"""`StreamGuard`: one operation's way from the stream of its caller to a stream of ours, and back.
+r"""`StreamGuard`: orders one operation on a stream of ours after its caller's work and before its use.
 
 An operation may run on the queue's thread, whose current stream is not its caller's. So its copies go to a
 stream of the group's own:

@@ -1,4 +1,4 @@
-"""`DeviceTransport`: how a group's operations on device tensors go. Opened at the first, by all ranks.
+"""`DeviceTransport`: what a group has for tensors on a device. Opened at the first of them, by all ranks.
 
 A group that never sees a GPU pays nothing. The first operation on one finds out, in the queue's order, what
 every rank has, and what was chosen then holds for all later ones: so ranks cannot choose differently.
@@ -15,35 +15,35 @@ from torch._C._distributed_c10d import PrefixStore
 from mpisgd.accelerator.runtime import Stream, runtime
 from mpisgd.core.consistency import Operation
 from mpisgd.errors import Unreachable
+from mpisgd.transport.device.backend import DeviceBackend
 from mpisgd.transport.device.cuda_aware import is_cuda_aware
 from mpisgd.transport.device.cuda_aware_mpi import CudaAwareMpi
-from mpisgd.transport.device.device_collectives import DeviceCollectives
 from mpisgd.transport.device.nccl import Nccl
-from mpisgd.transport.device.selection import AWARE, NCCL, STAGING, DeviceFacts, Verdict, choose
+from mpisgd.transport.device.selection import AWARE, NCCL, STAGING, DeviceFacts, Selection, choose
 from mpisgd.transport.device.stream_guard import StreamGuard
 from mpisgd.transport.tcp_store.store import open_store
 
 if TYPE_CHECKING:
     from mpisgd.core.group import Group
 
-__all__ = ["DeviceTransport", "device_transport_of"]
+__all__ = ["DeviceTransport", "device_transport"]
 
 
 class DeviceTransport:
     """What one group does with device tensors.
 
     Attributes:
-        verdict: the way that was chosen.
-        direct: what takes them where they lie; None where all are staged.
+        selection: NCCL, CUDA-aware MPI or host memory, and why.
+        backend: what takes them where they lie; None where all go through host memory.
     """
 
-    def __init__(self, verdict: Verdict, direct: DeviceCollectives | None) -> None:
-        self.verdict = verdict
-        self.direct = direct
+    def __init__(self, selection: Selection, backend: DeviceBackend | None) -> None:
+        self.selection = selection
+        self.backend = backend
         self._streams: dict[torch.device, Stream] = {}
 
-    def passage(self, device: torch.device, *, waits: bool) -> StreamGuard:
-        """Return the way of one operation whose tensors go through host memory.
+    def stream_guard(self, device: torch.device, *, waits: bool) -> StreamGuard:
+        """Return what orders the copies of one operation after its caller's work, and before its use.
 
         The stream is the group's own: on one shared with other groups its copies could come after theirs,
         and no group waits for another.
@@ -54,12 +54,12 @@ class DeviceTransport:
 
     def close(self) -> None:
         """Give back what it holds. Collective."""
-        if self.direct is not None:
-            self.direct.close()
+        if self.backend is not None:
+            self.backend.close()
 
 
-def device_transport_of(group: "Group", tensor: Tensor, operation: Operation, wanted: str) -> DeviceTransport:
-    """Return the group's way for device tensors. Collective at the first time.
+def device_transport(group: "Group", tensor: Tensor, operation: Operation, wanted: str) -> DeviceTransport:
+    """Return the group's transport for device tensors. Collective at the first time.
 
     Args:
         group: of the operation.
@@ -78,23 +78,23 @@ def device_transport_of(group: "Group", tensor: Tensor, operation: Operation, wa
 
 
 def _open(group: "Group", tensor: Tensor, operation: Operation, wanted: str) -> DeviceTransport:
-    verdict = choose(wanted, _gather_seats(group, tensor, operation), group.ranks)
-    if verdict.way == AWARE:
-        return DeviceTransport(verdict, CudaAwareMpi(group))
-    if verdict.way == NCCL:
+    selection = choose(wanted, _gather_facts(group, tensor, operation), group.ranks)
+    if selection.name == AWARE:
+        return DeviceTransport(selection, CudaAwareMpi(group))
+    if selection.name == NCCL:
         opened = _open_nccl(group)
-        if isinstance(opened, DeviceCollectives):
+        if isinstance(opened, DeviceBackend):
             group.queue.on_mismatch = lambda: _forget(group)
-            return DeviceTransport(verdict, opened)
+            return DeviceTransport(selection, opened)
         if wanted == NCCL:
             raise opened
-        verdict = Verdict(STAGING, str(opened))
-    if verdict.reason and group.rank == 0:
-        _warn(verdict.reason)
-    return DeviceTransport(verdict, None)
+        selection = Selection(STAGING, str(opened))
+    if selection.reason and group.rank == 0:
+        _warn(selection.reason)
+    return DeviceTransport(selection, None)
 
 
-def _gather_seats(group: "Group", tensor: Tensor, operation: Operation) -> list[DeviceFacts]:
+def _gather_facts(group: "Group", tensor: Tensor, operation: Operation) -> list[DeviceFacts]:
     """Return what every rank has. Collective."""
     mine = DeviceFacts(
         hostname=socket.gethostname(),
@@ -103,15 +103,15 @@ def _gather_seats(group: "Group", tensor: Tensor, operation: Operation) -> list[
         nccl=runtime().has_nccl(),
         aware=is_cuda_aware(),
     )
-    seats: list[DeviceFacts] = []
+    facts: list[DeviceFacts] = []
     first = Operation(operation.kind, extra=f"the group's first on {runtime().kind}")
-    group.queue.run(first, lambda: seats.extend(group.queue.wire.all_gather_object(mine)))
-    return seats
+    group.queue.run(first, lambda: facts.extend(group.queue.wire.all_gather_object(mine)))
+    return facts
 
 
-def _open_nccl(group: "Group") -> DeviceCollectives | Unreachable:
+def _open_nccl(group: "Group") -> DeviceBackend | Unreachable:
     """Return NCCL among the members, or why there is none, the same on all. Collective."""
-    opened: list[DeviceCollectives | Unreachable] = []
+    opened: list[DeviceBackend | Unreachable] = []
 
     def action() -> None:
         try:
@@ -131,9 +131,9 @@ def _timeout_s(group: "Group") -> float:
 
 def _forget(group: "Group") -> None:
     """After a disagreement some ranks may wait in NCCL for others that never come: begin anew, all of us."""
-    plane, group.device = group.device, None
-    if plane is not None and plane.direct is not None:
-        plane.direct.abandon()
+    device, group.device = group.device, None
+    if device is not None and device.backend is not None:
+        device.backend.abandon()
 
 
 _warned = False

@@ -7,25 +7,24 @@ import zlib
 import pytest
 import torch
 from closed_form import assert_equal, assert_near, combined, given, ops_of
-from verdicts import referee, same_on_all_ranks
+from verdicts import same_on_all_ranks
 
 import mpisgd
 from mpisgd import ReduceOp
+from mpisgd.collectives.all_reduce import choose_algorithm
 
 ON_ONE_HOST = ["mpi", "node", "direct"]
 NAMES = [*ON_ONE_HOST, "hierarchical", "ring", "halving_doubling", "reduce_broadcast", "all_to_all"]
 algorithms = pytest.mark.parametrize("algorithm", NAMES)
 
+# Where ranks share no memory, the names of its algorithms fall back; test_cma.py looks at the warning.
+pytestmark = pytest.mark.filterwarnings("ignore:all_reduce in group:RuntimeWarning")
 
-@pytest.fixture(autouse=True)
-def skip_without_the_transport(request, groups):
-    """`hierarchical` runs here on the test cluster only; test_internode.py emulates hosts."""
-    params = getattr(getattr(request.node, "callspec", None), "params", {})
-    group = groups[params.get("group", "world")]
-    by_name = {"node": group.shm, "direct": group.transports.cma, "hierarchical": group.internode}
-    transport = by_name.get(params.get("algorithm"), group)
-    if not all(referee().allgather(transport is not None)):
-        pytest.skip("a group of one rank, on another number of hosts, or without shared memory")
+
+@pytest.fixture(scope="module")
+def alone(job) -> mpisgd.Group:
+    """A group of this rank."""
+    return [mpisgd.new_group([rank]) for rank in range(mpisgd.size())][mpisgd.rank()]
 
 
 def sizes(n: int) -> list[int]:
@@ -92,6 +91,19 @@ def test_every_kind_of_group(group, algorithm):
     assert_near(mine, combined(inputs, ReduceOp.MAX))
 
 
+@algorithms
+def test_no_name_fails_because_of_the_shape_of_the_group(algorithm, groups, alone):
+    """On one rank every algorithm is the identity; `hierarchical` on one host is `node`."""
+    world = groups["world"]
+    mine = given(mpisgd.rank(), torch.float32, (100,))
+    before = mine.clone()
+    mpisgd.all_reduce(mine, ReduceOp.AVG, alone, algorithm=algorithm)
+    assert_equal(mine, before)
+    chosen = choose_algorithm(world, algorithm, mine)
+    if algorithm == "hierarchical" and world.shm is not None:
+        assert chosen == "node"
+
+
 def claimed(algorithm: str, rank: int, size: int, n: int) -> tuple[int, int]:
     """(elements, messages) that `rank` sends, by the docstrings; n is divisible by whatever is needed."""
     if size == 1 or algorithm in ON_ONE_HOST:
@@ -122,10 +134,11 @@ def test_the_cost_is_what_the_docstring_says(algorithm, dtype, itemsize, groups)
     before, calls = (wire.sent_bytes, wire.sent_messages), wire.calls["Allreduce"]
     mpisgd.all_reduce(given(mpisgd.rank(), dtype, (n,)), algorithm=algorithm)
     sent = (wire.sent_bytes - before[0], wire.sent_messages - before[1])
-    elements, messages = claimed(algorithm, wire.rank, wire.size, n)
-    itemsize = itemsize or (2 if algorithm == "all_to_all" else 4)  # halves travel, or float32
+    chosen = choose_algorithm(groups["world"], algorithm, torch.zeros(n, dtype=dtype))
+    elements, messages = claimed(chosen, wire.rank, wire.size, n)
+    itemsize = itemsize or (2 if chosen == "all_to_all" else 4)  # halves travel, or float32
     assert sent == (elements * itemsize, messages)
-    assert wire.calls["Allreduce"] - calls == (algorithm == "mpi")
+    assert wire.calls["Allreduce"] - calls == (chosen == "mpi")
 
 
 def test_agreeing_on_an_operation_is_not_counted(groups):

@@ -72,7 +72,7 @@ def way(request, job) -> Any:
         set_runtime(stand_in)
         group = opened(wanted)
         set_runtime(None)
-    assert group.device.verdict.way == request.param
+    assert group.device.selection.name == request.param
     yield stand_in, group
     close_group(group)
 
@@ -164,9 +164,9 @@ def test_every_way_takes_what_it_should(way, group):
     )
     new_copies = stand_in.num_copies - copies
     new_calls = [inner.calls[known:] for inner, known in zip(stand_in.opened, calls, strict=True)]
-    if group.device.verdict.way == "nccl":
+    if group.device.selection.name == "nccl":
         everyone((new_copies, new_calls) == (0, [["allreduce", "all_gather"]]), f"{new_copies} {new_calls}")
-    elif group.device.verdict.way == "cuda-aware mpi":
+    elif group.device.selection.name == "cuda-aware mpi":
         everyone(new_copies == 0, f"{new_copies}")
     else:
         everyone(new_copies == 4, f"{new_copies}")
@@ -191,7 +191,7 @@ def test_ranks_that_share_a_gpu_are_staged_with_one_warning(device, monkeypatch)
         warnings.simplefilter("always")
         mpisgd.all_reduce(torch.zeros(3), group=group)
         mpisgd.all_reduce(torch.zeros(4), group=group)
-    everyone(group.device.verdict.way == "pinned host memory")
+    everyone(group.device.selection.name == "pinned host memory")
     everyone(len(seen) == (group.rank == 0), f"{[str(one.message) for one in seen]}")
     if group.rank == 0:
         assert "share one GPU of host" in str(seen[0].message)
@@ -222,7 +222,7 @@ def test_ranks_that_went_different_ways_are_told_at_the_next_meeting(device):
     group = opened("auto")
     first = device.opened[-1]
     if group.rank == 0:
-        group.device.direct._inner.allreduce = lambda tensors, op: None  # it would wait for the others
+        group.device.backend._inner.allreduce = lambda tensors, op: None  # it would wait for the others
     mine = torch.ones(3 if group.rank == 0 else 4)
     if group.rank == 0:
         mpisgd.all_reduce(mine, group=group)

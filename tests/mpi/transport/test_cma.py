@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
+import warnings
+
 import pytest
 import torch
 from closed_form import assert_equal, assert_near, combined, given
+from verdicts import everyone
 
 import mpisgd
 from mpisgd import ReduceOp
 from mpisgd.transport.cma.transport import CHUNK_BYTES, CmaTransport
+
+all_reduce = importlib.import_module("mpisgd.collectives.all_reduce")  # `mpisgd` has a function of that name
 
 
 @pytest.fixture
@@ -74,9 +80,32 @@ def test_one_rank_that_does_not_want_it_keeps_all_from_it(group, monkeypatch, sw
     if group.rank == 0:
         monkeypatch.setenv(switch, "0")
     without = mpisgd.new_group()
-    with pytest.raises(mpisgd.InvalidArgument, match="algorithm='direct' needs ranks on one host"):
-        mpisgd.all_reduce(torch.zeros(1), group=without, algorithm="direct")
     inputs = [given(rank, torch.float32, (CHUNK_BYTES,)) for rank in range(group.size)]
     mine = inputs[group.rank].clone()
     mpisgd.all_reduce(mine, group=without)
     assert_near(mine, combined(inputs, ReduceOp.SUM))  # MPI adds in an order of its own
+
+
+@pytest.mark.parametrize(
+    ("switch", "names", "used"),
+    [
+        ("MPISGD_CROSS_MEMORY", ["direct"], "algorithm=node"),
+        ("MPISGD_SHARED_MEMORY", ["node", "direct", "hierarchical"], "algorithm=mpi"),
+    ],
+)
+def test_an_algorithm_that_cannot_be_had_falls_back_with_one_warning(group, monkeypatch, switch, names, used):
+    monkeypatch.setenv(switch, "0")
+    monkeypatch.setattr(all_reduce, "_warned", set())
+    without = mpisgd.new_group()
+    for name in names:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            for numel in (3, 4):
+                mine = torch.full((numel,), 1.0)
+                mpisgd.all_reduce(mine, group=without, algorithm=name)
+                everyone(mine.tolist() == [group.size] * numel)
+        texts = [str(one.message) for one in seen]
+        everyone(len(texts) == (group.rank == 0), f"{texts}")
+        everyone(all(f"algorithm='{name}' needs" in text for text in texts), f"{texts}")
+    operations = {known.operation.extra for known in without.known_calls.values()}
+    everyone(operations == {used}, f"{operations}")

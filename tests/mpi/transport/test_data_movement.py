@@ -33,8 +33,7 @@ def way(request, groups, monkeypatch) -> str:
     """The way that every collective takes, whatever is the better one."""
     if request.param == "node" and groups["world"].shm is None:
         pytest.skip("one rank, several hosts, or MPISGD_SHARED_MEMORY=0")
-    for kind in dispatch.NODE_FROM_BYTES:
-        monkeypatch.setitem(dispatch.NODE_FROM_BYTES, kind, 0 if request.param == "node" else 2**63)
+    monkeypatch.setattr(dispatch, "shm_for", lambda group, *_: group.shm if request.param == "node" else None)
     return request.param
 
 

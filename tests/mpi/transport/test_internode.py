@@ -91,6 +91,16 @@ def test_chunks_fill_the_pipeline_and_run_over(hosts, num_leaders, monkeypatch):
             assert_near(reduced(hosts, inputs, ReduceOp.AVG), combined(inputs, ReduceOp.AVG))
 
 
+@pytest.mark.parametrize("algorithm", ["node", "direct"])
+def test_algorithms_of_one_host_are_the_hierarchical_one_between_hosts(hosts, algorithm):
+    inputs = [given(rank, torch.float32, (100,)) for rank in range(hosts.size)]
+    mine = inputs[hosts.rank].clone()
+    mpisgd.all_reduce(mine, ReduceOp.SUM, hosts, algorithm=algorithm)
+    assert_near(mine, combined(inputs, ReduceOp.SUM))
+    used = {known.operation.extra for known in hosts.known_calls.values()}
+    everyone(used == {"algorithm=hierarchical"}, f"{used}")
+
+
 def test_operations_follow_each_other_without_a_race(hosts):
     """Slots and messages are used again and again: many sizes, no pause, late ranks."""
     for round_ in range(40):

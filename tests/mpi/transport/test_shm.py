@@ -103,11 +103,5 @@ def test_operations_follow_each_other_without_a_race(shm):
         assert_equal(mine, combined(inputs, ReduceOp.SUM))
 
 
-def test_node_is_refused_where_there_is_no_shared_memory():
-    alone = [mpisgd.new_group([rank]) for rank in range(mpisgd.size())][mpisgd.rank()]
-    with pytest.raises(mpisgd.InvalidArgument, match="shared memory"):
-        mpisgd.all_reduce(torch.zeros(1), group=alone, algorithm="node")
-
-
 def test_the_memory_has_no_name(shm):
     everyone(not any("mpisgd" in name for name in os.listdir("/dev/shm")), "a name in /dev/shm")

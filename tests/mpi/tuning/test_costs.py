@@ -10,7 +10,7 @@ from verdicts import everyone, raises_everywhere, same_on_all_ranks
 
 import mpisgd
 from mpisgd.collectives.all_reduce import choose_algorithm
-from mpisgd.collectives.dispatch import TUNED, shm_transport
+from mpisgd.collectives.dispatch import TUNED, shm_for
 from mpisgd.job.lifecycle import world
 from mpisgd.job.rank_info import topology
 from mpisgd.tuning import CostModel, Curve, Measured, Segment
@@ -139,6 +139,6 @@ def test_other_collectives_go_the_way_that_was_measured_to_be_faster(groups, mon
     for way in ("node", "mpi"):
         monkeypatch.setattr(group, "costs", group.costs.only(way, collective))
         for nbytes in (4, 2**20, 2**30):
-            assert (shm_transport(group, collective, nbytes) is not None) == (way == "node")
+            assert (shm_for(group, collective, nbytes) is not None) == (way == "node")
         others = set(TUNED) - {collective}  # nobody has measured those: by their size
-        assert all(shm_transport(group, other, 2**30) is not None for other in others)
+        assert all(shm_for(group, other, 2**30) is not None for other in others)

@@ -8,7 +8,7 @@ from mpisgd.errors import InvalidArgument
 from mpisgd.transport.device.selection import AWARE, NCCL, STAGING, DeviceFacts, agree_on_wanted, choose
 
 
-def seats(gpus: str, *, nccl: bool = True, aware: bool = False) -> list[DeviceFacts]:
+def facts(gpus: str, *, nccl: bool = True, aware: bool = False) -> list[DeviceFacts]:
     """One seat per word `host:gpu`; hosts are numbered by their names."""
     places = [word.split(":") for word in gpus.split()]
     hosts = sorted({host for host, _ in places})
@@ -18,17 +18,17 @@ def seats(gpus: str, *, nccl: bool = True, aware: bool = False) -> list[DeviceFa
 @pytest.mark.parametrize("gpus", ["a:0", "a:0 a:1", "a:0 b:0", "a:0 a:1 b:1 b:0"])
 @pytest.mark.parametrize("wanted", ["auto", "nccl"])
 def test_a_gpu_of_its_own_for_every_rank_means_nccl(wanted, gpus):
-    here = seats(gpus)
+    here = facts(gpus)
     assert choose(wanted, here, range(len(here))) == (NCCL, "")
 
 
 @pytest.mark.parametrize(
     ("here", "why"),
     [
-        (seats("a:0 a:1 b:x b:x"), "ranks 2, 3 share one GPU of host b (x), where NCCL needs one for each"),
-        (seats("a:0 a:1", nccl=False), "the torch of ranks 0, 1 has no NCCL"),
-        ([*seats("a:0"), seats("a:1", nccl=False)[0]], "the torch of rank 1 has no NCCL"),
-        ([*seats("a:0"), DeviceFacts("a", 0, "", True, False)], "no GPU for rank 1"),
+        (facts("a:0 a:1 b:x b:x"), "ranks 2, 3 share one GPU of host b (x), where NCCL needs one for each"),
+        (facts("a:0 a:1", nccl=False), "the torch of ranks 0, 1 has no NCCL"),
+        ([*facts("a:0"), facts("a:1", nccl=False)[0]], "the torch of rank 1 has no NCCL"),
+        ([*facts("a:0"), DeviceFacts("a", 0, "", True, False)], "no GPU for rank 1"),
     ],
 )
 def test_otherwise_the_reason_is_told(here, why):
@@ -40,18 +40,18 @@ def test_otherwise_the_reason_is_told(here, why):
 
 
 def test_ranks_are_called_by_their_names_in_the_job():
-    assert "ranks 5, 9 share" in choose("auto", seats("a:0 a:0"), [5, 9]).reason
+    assert "ranks 5, 9 share" in choose("auto", facts("a:0 a:0"), [5, 9]).reason
 
 
 def test_mpi_is_taken_as_it_is():
-    assert choose("mpi", seats("a:0 a:0", aware=True), [0, 1]) == (AWARE, "")
-    assert choose("mpi", seats("a:0 a:1"), [0, 1]) == (STAGING, "")
-    one_is_not = [*seats("a:0", aware=True), *seats("a:1")]
+    assert choose("mpi", facts("a:0 a:0", aware=True), [0, 1]) == (AWARE, "")
+    assert choose("mpi", facts("a:0 a:1"), [0, 1]) == (STAGING, "")
+    one_is_not = [*facts("a:0", aware=True), *facts("a:1")]
     assert choose("mpi", one_is_not, [0, 1]) == (STAGING, "")
 
 
 def test_hosts_of_one_name_are_told_apart():
-    assert choose("auto", [DeviceFacts("node", n, "0", True, False) for n in range(2)], [0, 1]).way == NCCL
+    assert choose("auto", [DeviceFacts("node", n, "0", True, False) for n in range(2)], [0, 1]).name == NCCL
 
 
 def test_all_ranks_want_the_same():

@@ -1,0 +1,41 @@
+"""What NCCL needs of its callers, with a stand-in for NCCL."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import torch
+
+from mpisgd.core.consistency import Operation
+from mpisgd.transport.device.nccl import Nccl
+
+
+def test_two_threads_launch_in_the_order_in_which_they_were_noted():
+    """The order was noted first and the launch came after it: another thread could launch in between.
+
+    NCCL wants the same order on all ranks, and what they compare is what was noted.
+    """
+    noted, launched, threads = [], [], []
+
+    def run(name: str) -> None:
+        device.run(
+            Operation(name),
+            lambda: launched.append(name),
+            lambda: None,
+            tensors=[],
+            device=torch.device("cpu"),
+            async_op=True,
+        )
+
+    def note(operation: Operation) -> None:
+        noted.append(operation.kind)
+        if operation.kind == "first":  # and now the other thread has all the time it wants
+            threads.append(threading.Thread(target=run, args=("second",)))
+            threads[0].start()
+            threads[0].join(timeout=0.5)
+
+    device = Nccl(SimpleNamespace(rank=0, size=2, queue=SimpleNamespace(note=note)), inner=None)
+    run("first")
+    threads[0].join()
+    assert launched == noted == ["first", "second"]
