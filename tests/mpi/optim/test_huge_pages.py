@@ -55,11 +55,11 @@ def test_large_gradients_are_reduced_where_they_lie_if_in_large_pages(direct, mo
 
 
 def test_one_rank_without_them_keeps_all_from_it(direct, monkeypatch):
-    monkeypatch.setattr(config, "large_pages", lambda: mpisgd.rank() != 0)
+    monkeypatch.setattr(config, "huge_pages", lambda: mpisgd.rank() != 0)
     theirs = mpisgd.new_group().transports.cma
     assert theirs is not None
     everyone(not theirs.huge_pages)
-    monkeypatch.setattr(config, "large_pages", lambda: True)
+    monkeypatch.setattr(config, "huge_pages", lambda: True)
     ours = mpisgd.new_group().transports.cma
     assert ours is not None
     everyone(ours.huge_pages)
