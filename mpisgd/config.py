@@ -57,6 +57,7 @@ DEFAULT_STALL_WARNING_S = 60.0
 ASYNC_FINALIZE = {"OMPI_MCA_async_mpi_finalize": "1"}
 FABRICS = ("infiniband", "cxi")  # device classes of Linux
 BUILT_IN_PROFILE = "built-in"
+BACKEND = "mpisgd"  # of torch.distributed
 GPU_CHOICES = ("auto", "nccl", "mpi")
 # The exit code of a preempted job that has saved its state, as in HTCondor's manual. Python, mpirun and the
 # shell use none like it (143 is any process that SIGTERM has killed).

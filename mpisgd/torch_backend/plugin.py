@@ -9,10 +9,9 @@ from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 from mpisgd import config
+from mpisgd.config import BACKEND
 
 __all__ = ["BACKEND", "publish_rank", "register"]
-
-BACKEND = "mpisgd"
 
 
 def register() -> None:

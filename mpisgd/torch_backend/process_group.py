@@ -28,6 +28,7 @@ from mpisgd.collectives.point_to_point import irecv, isend
 from mpisgd.collectives.reduce import reduce
 from mpisgd.collectives.reduce_scatter import reduce_scatter, reduce_scatter_tensor
 from mpisgd.collectives.sparse import all_reduce_sparse
+from mpisgd.config import BACKEND
 from mpisgd.core.group import Group
 from mpisgd.core.work import Work
 from mpisgd.dtypes import ReduceOp
@@ -36,7 +37,6 @@ from mpisgd.job.groups import close_group
 from mpisgd.job.lifecycle import current_job, is_initialized
 from mpisgd.torch_backend import compat
 from mpisgd.torch_backend.barrier import pass_monitored
-from mpisgd.torch_backend.plugin import BACKEND
 from mpisgd.torch_backend.profiling import with_profiler_events
 from mpisgd.torch_backend.short_forms import with_short_forms
 from mpisgd.torch_backend.work import BackendWork

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, autograd
 
-from mpisgd.torch_backend.plugin import BACKEND
+from mpisgd.config import BACKEND
 from mpisgd.torch_backend.work import BackendWork
 
 __all__ = ["with_profiler_events"]
