@@ -124,10 +124,8 @@ def _operations(training: Training) -> int:
 
 def _one_check(plan: StepPlan) -> dict[str, Any]:
     """Return the cost of one check on the slowest rank."""
-    rounds = [
-        slowest(_checks_in_a_row(NUM_CHECKS_IN_SMALL if plan.small else NUM_CHECKS))
-        for _ in range(plan.pace.rounds)
-    ]
+    count = NUM_CHECKS_IN_SMALL if plan.small else NUM_CHECKS
+    rounds = [slowest(_checks_in_a_row(count)) for _ in range(plan.pace.rounds)]
     return vars(spread(rounds))
 
 

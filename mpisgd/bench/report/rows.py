@@ -118,10 +118,7 @@ def timed_rows(
             **what,
             "variant": name,
             **vars(found),
-            **{
-                f"ratio_to_{base}": found.median_s / base_s if base_s else None
-                for base, base_s in bases.items()
-            },
+            **{f"ratio_to_{base}": found.median_s / s if s else None for base, s in bases.items()},
         }
         for name, found in spreads.items()
     ]
