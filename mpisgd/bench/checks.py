@@ -7,42 +7,23 @@ the time on a core that one check takes by itself, times the number of operation
 
 import functools
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import mpisgd
-from mpisgd.bench.cases import BATCHES
-from mpisgd.bench.measure import Pace, measure, slowest
+from mpisgd.bench.measure import measure, slowest
 from mpisgd.bench.report.rows import spread, timed_rows
+from mpisgd.bench.step import StepPlan, wrapped
 from mpisgd.bench.training import StepTask, Training
 from mpisgd.core import operation_queue as queue_module
 from mpisgd.core.consistency import ConsistencyCheck, ConsistencyChecker, Operation, fold
 from mpisgd.core.group import Group
 from mpisgd.job.lifecycle import world
 
-__all__ = ["ChecksPlan", "run_checks"]
+__all__ = ["run_checks"]
 
+NUM_CHECKS, NUM_CHECKS_IN_SMALL = 2000, 50  # in a row, for the cost of one
 CHECKED, BARE = "mpisgd", "ranks meet, nothing is checked"
-
-
-@dataclass(frozen=True)
-class ChecksPlan:
-    """What to measure.
-
-    Attributes:
-        models: some of MODELS.
-        batch: examples of one rank; None: each model's own.
-        small: miniatures of the models.
-        pace: for each model.
-        num_operations: in a row, for the cost of one.
-    """
-
-    models: Sequence[str]
-    batch: int | None
-    small: bool
-    pace: Pace
-    num_operations: int
 
 
 class _BareExchange(ConsistencyCheck):
@@ -88,7 +69,7 @@ def _nowhere() -> str:
     return "nowhere"
 
 
-def run_checks(plan: ChecksPlan, report: Callable[[str, Any], None]) -> dict[str, Any]:
+def run_checks(plan: StepPlan, report: Callable[[str, Any], None]) -> dict[str, Any]:
     """Measure the models of `plan`; return rows and the cost of one check. Collective.
 
     Args:
@@ -99,8 +80,7 @@ def run_checks(plan: ChecksPlan, report: Callable[[str, Any], None]) -> dict[str
     one = _one_check(plan)
     rows: list[dict[str, Any]] = []
     for model in plan.models:
-        task = StepTask(model, plan.batch or BATCHES[model], mpisgd.size(), plan.small)
-        new = _rows(task, plan, switch, one["median_s"])
+        new = _rows(plan.task(model), plan, switch, one["median_s"])
         report(model, new)
         rows += new
     switch.turn(True)
@@ -111,13 +91,10 @@ def run_checks(plan: ChecksPlan, report: Callable[[str, Any], None]) -> dict[str
     return {"rows": rows, "one_check": one, "notes": notes}
 
 
-def _rows(task: StepTask, plan: ChecksPlan, switch: _Switch, check_s: float) -> list[dict[str, Any]]:
+def _rows(task: StepTask, plan: StepPlan, switch: _Switch, check_s: float) -> list[dict[str, Any]]:
     variants, operations = [], 0
     for name, on in ((CHECKED, True), (BARE, False)):
-        training = Training(task, mpisgd.rank())
-        training.optimizer = mpisgd.DistributedOptimizer(
-            training.optimizer, named_parameters=training.model.named_parameters()
-        )
+        training = wrapped(task)
         operations = _operations(training)
         variants.append(training.timed(name, start=functools.partial(_start, switch, on), ours=True))
     found = measure(variants, plan.pace)
@@ -145,9 +122,10 @@ def _operations(training: Training) -> int:
     return world().queue.consistency.number - before
 
 
-def _one_check(plan: ChecksPlan) -> dict[str, Any]:
+def _one_check(plan: StepPlan) -> dict[str, Any]:
     """Return the cost of one check on the slowest rank."""
-    rounds = [slowest(_checks_in_a_row(plan.num_operations)) for _ in range(plan.pace.rounds)]
+    count = NUM_CHECKS_IN_SMALL if plan.small else NUM_CHECKS
+    rounds = [slowest(_checks_in_a_row(count)) for _ in range(plan.pace.rounds)]
     return vars(spread(rounds))
 
 

@@ -17,7 +17,7 @@ from mpisgd.job.lifecycle import world
 if TYPE_CHECKING:
     from mpisgd.transport.mpi import Communicator
 
-__all__ = ["StepPlan", "ours", "remote", "run_steps"]
+__all__ = ["StepPlan", "ours", "remote", "run_steps", "wrapped"]
 
 # Both, since it depends on the model which is faster; the faster one is the reference.
 BASELINES = {"none, gradients dropped": True, "none, gradients zeroed": False}
@@ -43,9 +43,9 @@ class StepPlan:
     small: bool
     pace: Pace
 
-    def task(self, model: str, size: int) -> StepTask:
-        """Return what to train."""
-        return StepTask(model, self.batch or BATCHES[model], size, self.small)
+    def task(self, model: str) -> StepTask:
+        """Return what to train on the ranks of this job."""
+        return StepTask(model, self.batch or BATCHES[model], mpisgd.size(), self.small)
 
 
 def run_steps(plan: StepPlan, peers: Peers, report: Callable[[str, Any], None]) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def run_steps(plan: StepPlan, peers: Peers, report: Callable[[str, Any], None]) 
     left_out: list[dict[str, str]] = []
     with group_on_mpisgd(wanted="gloo" in {*peers.running, *peers.left_out}) as reason:
         for model in plan.models:
-            task = plan.task(model, mpisgd.size())
+            task = plan.task(model)
             variants = [
                 *_in_ranks(task, wire),
                 *([] if reason else _in_torch(task, plan.bucket_bytes)),
@@ -110,13 +110,19 @@ def _alone(name: str, task: StepTask) -> Variant:
 
 def ours(task: StepTask, name: str = OURS, *, share_parameters: bool = False) -> Variant:
     """Return the step with mpisgd's optimizer."""
+    training = wrapped(task, share_parameters=share_parameters)
+    return training.timed(name, start=mpisgd.barrier, ours=True)
+
+
+def wrapped(task: StepTask, *, share_parameters: bool = False) -> Training:
+    """Return a training with mpisgd's optimizer."""
     training = Training(task, mpisgd.rank())
     training.optimizer = mpisgd.DistributedOptimizer(
         training.optimizer,
         named_parameters=training.model.named_parameters(),
         share_parameters=share_parameters,
     )
-    return training.timed(name, start=mpisgd.barrier, ours=True)
+    return training
 
 
 def _as_horovod(task: StepTask) -> Variant:

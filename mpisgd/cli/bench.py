@@ -75,10 +75,9 @@ def collectives(
     from mpisgd.bench import cases
     from mpisgd.bench.collectives import CollectivesPlan, run_collectives
     from mpisgd.bench.measure import Pace
-    from mpisgd.bench.report.tables import collective_tables
     from mpisgd.collectives.all_reduce import CHOICES
 
-    output = _output(json_file, plot_file)
+    output = Output(json_file, plot_file)
     if quick:
         only, sizes, rounds = "all_reduce,broadcast" if only == "all" else only, "4,64KiB", min(rounds, 3)
     plan = CollectivesPlan(
@@ -92,7 +91,6 @@ def collectives(
         "collectives",
         _peers(peers),
         lambda others: run_collectives(plan, others, _log_case),
-        collective_tables,
         output,
         limit_s=time_limit_s,
     )
@@ -114,18 +112,16 @@ def step(
 ) -> None:
     """Time training steps beside those without communication, DDP and FSDP2, MPI by hand and Horovod."""
     from mpisgd.bench.cases import sizes
-    from mpisgd.bench.report.tables import step_table
     from mpisgd.bench.step import StepPlan, run_steps
     from mpisgd.bench.training import MODELS
 
-    output = _output(json_file, plot_file)
+    output = Output(json_file, plot_file)
     pace = _pace_of_steps(rounds, budget_s, quick)
     plan = StepPlan(_choice("--models", models, tuple(MODELS)), batch or None, sizes(buckets), quick, pace)
     measure_in_job(
         "step",
         _peers(peers),
         lambda others: run_steps(plan, others, log_rows_once),
-        lambda rows: [step_table(rows)],
         output,
         limit_s=time_limit_s,
         threads=threads,
@@ -158,9 +154,8 @@ def overlap(
     from mpisgd.bench.cases import BATCHES, sizes
     from mpisgd.bench.measure import Pace
     from mpisgd.bench.overlap import OverlapPlan, run_overlap
-    from mpisgd.bench.report.tables import overlap_table
 
-    output = _output(json_file, plot_file)
+    output = Output(json_file, plot_file)
     (name,) = _choice("--model", model, tuple(BATCHES))
     pace = Pace(min(rounds, 2) if quick else rounds, min(rounds, 2), budget_s, turn_s=0.0, max_calls=1)
     plan = OverlapPlan(name, batch or None, share, factor, sizes(buckets), quick, pace)
@@ -168,7 +163,6 @@ def overlap(
         "overlap",
         _peers(peers),
         lambda others: run_overlap(plan, others, log_rows_once),
-        lambda rows: [overlap_table(rows)],
         output,
         limit_s=time_limit_s,
         threads=threads,
@@ -188,20 +182,17 @@ def checks(
     time_limit_s: TimeLimit = 3600.0,
 ) -> None:
     """Time training steps beside those in which the ranks meet without comparing what they do."""
-    from mpisgd.bench.checks import ChecksPlan, run_checks
-    from mpisgd.bench.report.tables import checks_table
+    from mpisgd.bench.checks import run_checks
+    from mpisgd.bench.step import StepPlan
     from mpisgd.bench.training import MODELS
 
-    output = _output(json_file, None)
+    output = Output(json_file)
     pace = _pace_of_steps(rounds, budget_s, quick)
-    plan = ChecksPlan(
-        _choice("--models", models, tuple(MODELS)), batch or None, quick, pace, 50 if quick else 2000
-    )
+    plan = StepPlan(_choice("--models", models, tuple(MODELS)), batch or None, (), quick, pace)
     measure_in_job(
         "checks",
         [],
         lambda _: run_checks(plan, log_rows_once),
-        lambda rows: [checks_table(rows)],
         output,
         limit_s=time_limit_s,
         threads=threads,
@@ -229,12 +220,11 @@ def scaling(
 ) -> None:
     """Time training steps over rank counts. Run it without mpirun: it starts one for each count."""
     from mpisgd.bench.jobs import mpirun
-    from mpisgd.bench.report.tables import scaling_table
     from mpisgd.bench.scaling import launch, scaling_rows
     from mpisgd.bench.training import MODELS
 
     _refuse_under_mpirun("scaling")
-    output = _output(json_file, plot_file)
+    output = Output(json_file, plot_file)
     counts = sorted({1, *_counts(ranks)})
     options = {
         "--models": ",".join(_choice("--models", models, tuple(MODELS))),
@@ -253,7 +243,7 @@ def scaling(
             log(f"{num_ranks(count)} measured")
     record = {**records[-1], **provenance("scaling"), "rows": scaling_rows(records), "jobs": records}
     record["title"] = record["title"].replace("step: ", "scaling: ", 1)
-    output.put(record, [scaling_table(record["rows"])])
+    output.put(record)
 
 
 @bench.command()
@@ -275,10 +265,9 @@ def memory(
     from mpisgd.bench.cases import BATCHES
     from mpisgd.bench.jobs import mpirun
     from mpisgd.bench.memory.peak import OPTIMIZERS, MemoryPlan, run_memory
-    from mpisgd.bench.report.tables import memory_table
 
     _refuse_under_mpirun("memory")
-    output = _output(json_file, plot_file)
+    output = Output(json_file, plot_file)
     plan = MemoryPlan(
         _choice("--models", models, tuple(BATCHES)),
         list(OPTIMIZERS)[:1] if quick else list(OPTIMIZERS),
@@ -292,7 +281,7 @@ def memory(
     record = {**provenance("memory"), "size": ranks, **run_memory(plan, mpirun(launcher), log_rows)}
     library = record["library"]
     record["title"] = title("memory", size=ranks, hosts=1, threads=plan.threads, library=library)
-    output.put(record, [memory_table(record["rows"])])
+    output.put(record)
 
 
 # -- what was asked for --------------------------------------------------------------------------------
@@ -319,13 +308,6 @@ def _peers(text: str) -> list[str]:
     from mpisgd.bench.peers.remote import FRAMEWORKS
 
     return [] if text in ("", "none") else _choice("--peers", text, FRAMEWORKS)
-
-
-def _output(json_file: Path | None, plot_file: Path | None) -> Output:
-    """Return where the record goes, once that is known to be possible."""
-    output = Output(json_file, plot_file)
-    output.check()
-    return output
 
 
 def _pace_of_steps(rounds: int, budget_s: float, quick: bool) -> "Pace":

@@ -17,8 +17,6 @@ from mpisgd.cli.provenance import machine, provenance
 from mpisgd.config import launcher_rank
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from mpisgd.bench.peers.remote import Peers
 
 __all__ = ["Output", "log", "log_rows", "log_rows_once", "measure_in_job", "num_ranks", "title"]
@@ -34,9 +32,9 @@ class Output:
     """
 
     json_file: Path | None
-    plot_file: Path | None
+    plot_file: Path | None = None
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         """Raise now rather than after minutes of measuring."""
         from mpisgd.bench.report.plots import need_matplotlib
 
@@ -48,12 +46,12 @@ class Output:
         if self.plot_file is not None:
             need_matplotlib()
 
-    def put(self, record: dict[str, Any], tables: "Sequence[Table]") -> None:
+    def put(self, record: dict[str, Any]) -> None:
         """Print the tables and write the files."""
         from mpisgd.bench.report.plots import PLOTS
-        from mpisgd.bench.report.tables import show
+        from mpisgd.bench.report.tables import show, tables_of
 
-        show(tables, _notes(record))
+        show(tables_of(record["kind"], record["rows"]), _notes(record))
         if self.json_file is not None:
             self.json_file.write_text(json.dumps(record, indent=1) + "\n")
         if self.plot_file is not None:
@@ -64,7 +62,6 @@ def measure_in_job(
     kind: str,
     frameworks: Sequence[str],
     run: "Callable[[Peers], dict[str, Any]]",
-    tables: "Callable[[list[dict[str, Any]]], Sequence[Table]]",
     output: Output,
     *,
     limit_s: float,
@@ -77,7 +74,6 @@ def measure_in_job(
         kind: the command.
         frameworks: peers to measure beside.
         run: returns the record's rows and whatever else belongs to it.
-        tables: of the rows.
         output: where it goes.
         limit_s: when to give up.
         threads: of torch; 0: mpisgd's choice.
@@ -88,7 +84,7 @@ def measure_in_job(
     with _job(limit_s, threads, min_hosts), open_peers(frameworks) as peers:
         record = {**_header(kind, peers), **run(peers)}
         if mpisgd.rank() == 0:
-            output.put(record, tables(record["rows"]))
+            output.put(record)
 
 
 @contextlib.contextmanager

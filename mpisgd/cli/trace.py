@@ -69,20 +69,12 @@ def _tables(summary: "Summary", top: int) -> "list[Table]":
     return [_operations(summary, top), _stragglers(summary), _hidden(summary)]
 
 
-def _table(title: str, first: list[str], numbers: list[str]) -> "Table":
-    from rich.table import Table
-
-    table = Table(*first, title=title, title_justify="left")
-    for column in numbers:
-        table.add_column(column, justify="right", no_wrap=True)
-    return table
-
-
 def _operations(summary: "Summary", top: int) -> "Table":
     from mpisgd.bench.report.rows import as_bytes, as_time
+    from mpisgd.bench.report.tables import new_table
 
     numbers = ["count", "total", "median", "waiting", "bytes", "GB/s"]
-    table = _table("operations, of an average rank", ["operation", "where", "algorithm"], numbers)
+    table = new_table("operations, of an average rank", ["operation", "where", "algorithm"], numbers)
     for row in summary.rows[:top]:
         times = [as_time(value / 1e6) for value in (row.total_us, row.median_us, row.wait_us)]
         rate = f"{row.bytes_per_s / 1e9:.3g}" if row.nbytes else "-"
@@ -94,9 +86,10 @@ def _operations(summary: "Summary", top: int) -> "Table":
 
 def _stragglers(summary: "Summary") -> "Table":
     from mpisgd.bench.report.rows import as_time
+    from mpisgd.bench.report.tables import new_table
 
     numbers = ["came last", "share", "total", "median", "worst"]
-    table = _table("stragglers: how long others waited for one rank", ["rank"], numbers)
+    table = new_table("stragglers: how long others waited for one rank", ["rank"], numbers)
     table.add_column("worst at")
     for late in summary.late:
         share = f"{late.times / summary.num_common:.0%}"
@@ -107,8 +100,9 @@ def _stragglers(summary: "Summary") -> "Table":
 
 def _hidden(summary: "Summary") -> "Table":
     from mpisgd.bench.report.rows import as_time
+    from mpisgd.bench.report.tables import new_table
 
-    table = _table("overlap", ["rank"], ["communication", "hidden", "share"])
+    table = new_table("overlap", ["rank"], ["communication", "hidden", "share"])
     for each in summary.overlaps:
         times = [as_time(value / 1e6) for value in (each.communication_us, each.hidden_us)]
         table.add_row(str(each.rank), *times, f"{each.share:.0%}")

@@ -1,81 +1,16 @@
 """Horovod's torch API on mpisgd: `import mpisgd.horovod as hvd` in place of `import horovod.torch as hvd`."""
 
+# ruff: noqa: F403, F405  # the names are those of `__all__`
+
 import importlib
 from typing import TYPE_CHECKING, Any
 
 from mpisgd.horovod import elastic, mpi_ops
-from mpisgd.horovod.allgather import (
-    allgather,
-    allgather_async,
-    grouped_allgather,
-    grouped_allgather_async,
-)
-from mpisgd.horovod.allreduce import (
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-)
-from mpisgd.horovod.alltoall import alltoall, alltoall_async
-from mpisgd.horovod.basics import (
-    barrier,
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_homogeneous,
-    is_initialized,
-    join,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    rocm_built,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-)
-from mpisgd.horovod.broadcast import broadcast, broadcast_, broadcast_async, broadcast_async_
 from mpisgd.horovod.compression import Compression
-from mpisgd.horovod.exceptions import (
-    HorovodInternalError,
-    HorovodVersionMismatchError,
-    HostsUpdatedInterrupt,
-)
-from mpisgd.horovod.functions import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
-from mpisgd.horovod.handles import poll, synchronize
+from mpisgd.horovod.exceptions import *
+from mpisgd.horovod.functions import *
+from mpisgd.horovod.mpi_ops import *
 from mpisgd.horovod.optimizer import DistributedOptimizer
-from mpisgd.horovod.process_sets import (
-    ProcessSet,
-    add_process_set,
-    global_process_set,
-    remove_process_set,
-)
-from mpisgd.horovod.reduce_ops import Adasum, Average, Max, Min, Product, Sum
-from mpisgd.horovod.reducescatter import (
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    reducescatter,
-    reducescatter_async,
-)
-from mpisgd.horovod.sparse import sparse_allreduce_async
 
 if TYPE_CHECKING:
     from mpisgd.horovod.sync_batch_norm import SyncBatchNorm

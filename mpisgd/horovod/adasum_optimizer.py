@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpisgd.horovod.allreduce import grouped_allreduce_async_
 from mpisgd.horovod.compression import Compressor
-from mpisgd.horovod.handles import synchronize
+from mpisgd.horovod.ops.allreduce import grouped_allreduce_async_
+from mpisgd.horovod.ops.handles import synchronize
+from mpisgd.horovod.ops.reduce_ops import Adasum
 from mpisgd.horovod.process_sets import ProcessSet
-from mpisgd.horovod.reduce_ops import Adasum
 from mpisgd.job import rank_info
 
 __all__ = ["adasum_optimizer"]

@@ -9,8 +9,8 @@ from mpisgd.horovod import state
 from mpisgd.horovod.arguments import as_ranks
 from mpisgd.horovod.engine.entry import Entry
 from mpisgd.horovod.engine.timeline import start_request, stop_request
+from mpisgd.horovod.ops.submission import make_request
 from mpisgd.horovod.process_sets import ProcessSet, add_process_set, global_process_set
-from mpisgd.horovod.submission import make_request
 from mpisgd.job import lifecycle, rank_info
 
 __all__ = [

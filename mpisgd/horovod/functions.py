@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpisgd.horovod.allgather import allgather_async
 from mpisgd.horovod.arguments import as_rank, check_name, check_optimizer
-from mpisgd.horovod.broadcast import broadcast_, broadcast_async_
-from mpisgd.horovod.handles import synchronize
+from mpisgd.horovod.ops.allgather import allgather_async
+from mpisgd.horovod.ops.broadcast import broadcast_, broadcast_async_
+from mpisgd.horovod.ops.handles import synchronize
+from mpisgd.horovod.ops.submission import set_id_of_member
 from mpisgd.horovod.process_sets import ProcessSet, global_process_set
-from mpisgd.horovod.submission import set_id_of_member
 from mpisgd.job.rank_info import rank
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]

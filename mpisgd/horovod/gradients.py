@@ -22,14 +22,14 @@ from mpisgd.gradients.kinds import SPARSE
 from mpisgd.gradients.sparse import empty_sparse
 from mpisgd.gradients.trace_contents import contents
 from mpisgd.gradients.unbucketed import not_twice
-from mpisgd.horovod import handles, submission
-from mpisgd.horovod.allreduce import allreduce_async_
 from mpisgd.horovod.compression import Compressor
 from mpisgd.horovod.engine.entry import Entry
 from mpisgd.horovod.gradient_plan import make_plan
+from mpisgd.horovod.ops import handles, submission
+from mpisgd.horovod.ops.allreduce import allreduce_async_
+from mpisgd.horovod.ops.reduce_ops import Average, Sum, name_of
+from mpisgd.horovod.ops.sparse import sparse_allreduce_async, sparse_dims_sent_by_others
 from mpisgd.horovod.process_sets import ProcessSet
-from mpisgd.horovod.reduce_ops import Average, Sum, name_of
-from mpisgd.horovod.sparse import sparse_allreduce_async, sparse_dims_sent_by_others
 from mpisgd.horovod.state import engine
 
 __all__ = ["ExchangeOptions", "GradientExchange"]

@@ -19,8 +19,8 @@ from mpisgd.horovod.adasum_optimizer import adasum_optimizer
 from mpisgd.horovod.arguments import check_compression, check_optimizer
 from mpisgd.horovod.compression import Compression, Compressor
 from mpisgd.horovod.gradients import ExchangeOptions, GradientExchange
+from mpisgd.horovod.ops.reduce_ops import Adasum, Average, name_of
 from mpisgd.horovod.process_sets import ProcessSet, global_process_set
-from mpisgd.horovod.reduce_ops import Adasum, Average, name_of
 from mpisgd.job import rank_info
 
 __all__ = ["DistributedOptimizer", "begin_anew"]

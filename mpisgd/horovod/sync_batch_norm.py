@@ -7,11 +7,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from mpisgd.arguments import shown
-from mpisgd.horovod.allgather import gather_to_reduce
-from mpisgd.horovod.allreduce import allreduce_
-from mpisgd.horovod.handles import synchronize
+from mpisgd.horovod.ops.allgather import gather_to_reduce
+from mpisgd.horovod.ops.allreduce import allreduce_
+from mpisgd.horovod.ops.handles import synchronize
+from mpisgd.horovod.ops.reduce_ops import Sum
 from mpisgd.horovod.process_sets import ProcessSet, global_process_set
-from mpisgd.horovod.reduce_ops import Sum
 from mpisgd.nn import sync_batch_norm
 from mpisgd.nn.batch_statistics import BatchStatistics, combine, local_row
 

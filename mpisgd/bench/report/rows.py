@@ -20,7 +20,6 @@ __all__ = [
     "as_time",
     "collective_rows",
     "overlap_rows",
-    "ratio",
     "spread",
     "step_rows",
     "timed_rows",
@@ -50,29 +49,21 @@ def spread(seconds: Sequence[float]) -> Spread:
     return Spread(statistics.median(seconds), min(seconds), max(seconds), len(seconds))
 
 
-def ratio(value: float, reference: float | None) -> float | None:
-    """Return value / reference, None where there is none."""
-    return value / reference if reference else None
-
-
 def collective_rows(case: Case, seconds: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
     """Return one row for each variant of one case, in the order given."""
-    spreads = {name: spread(values) for name, values in seconds.items() if values}
-    limit, ping_pong = (spreads[name].median_s if name in spreads else None for name in (LIMIT, PING_PONG))
-    return [
-        {
-            "collective": case.collective,
-            "dtype": case.dtype,
-            "bytes": case.nbytes,
-            "variant": name,
-            **vars(found),
-            "algbw_gb_s": case.nbytes / found.median_s / 1e9,
-            "busbw_gb_s": case.nbytes / found.median_s / 1e9 * bus_factor(case.collective, case.size),
-            "ratio_to_limit": ratio(found.median_s, limit),
-            "ratio_to_ping_pong": ratio(found.median_s, ping_pong),
-        }
-        for name, found in spreads.items()
-    ]
+    what = {"collective": case.collective, "dtype": case.dtype, "bytes": case.nbytes}
+    bases = {"limit": _fastest(seconds, [LIMIT]), "ping_pong": _fastest(seconds, [PING_PONG])}
+    rows = timed_rows(what, seconds, bases)
+    for row in rows:
+        row["algbw_gb_s"] = case.nbytes / row["median_s"] / 1e9
+        row["busbw_gb_s"] = row["algbw_gb_s"] * bus_factor(case.collective, case.size)
+    return rows
+
+
+def _fastest(seconds: Mapping[str, Sequence[float]], names: Sequence[str]) -> float | None:
+    """Return the smallest median of these variants, None where none was measured."""
+    medians = [statistics.median(seconds[name]) for name in names if seconds.get(name)]
+    return min(medians, default=None)
 
 
 def step_rows(
@@ -91,19 +82,11 @@ def step_rows(
         controls: other variants without communication.
         batch: examples of all ranks together.
     """
-    spreads = {name: spread(values) for name, values in seconds.items() if values}
-    base = min((spreads[name].median_s for name in baselines if name in spreads), default=None)
-    return [
-        {
-            "model": model,
-            "variant": name,
-            "communicates": name not in (*baselines, *controls),
-            **vars(found),
-            "examples_per_s": batch / found.median_s,
-            "ratio_to_no_communication": ratio(found.median_s, base),
-        }
-        for name, found in spreads.items()
-    ]
+    rows = timed_rows({"model": model}, seconds, {"no_communication": _fastest(seconds, baselines)})
+    for row in rows:
+        row["communicates"] = row["variant"] not in (*baselines, *controls)
+        row["examples_per_s"] = batch / row["median_s"]
+    return rows
 
 
 def overlap_rows(name: str, batch: int, seconds: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
@@ -120,14 +103,14 @@ def overlap_rows(name: str, batch: int, seconds: Mapping[str, Sequence[float]]) 
 
 
 def timed_rows(
-    what: Mapping[str, Any], seconds: Mapping[str, Sequence[float]], bases: Mapping[str, float]
+    what: Mapping[str, Any], seconds: Mapping[str, Sequence[float]], bases: Mapping[str, float | None]
 ) -> list[dict[str, Any]]:
     """Return one row for each variant, in the order given.
 
     Args:
         what: the same in all rows.
         seconds: by variant.
-        bases: what medians are compared with; each gives a `ratio_to_` of its name.
+        bases: what medians are compared with, if it is known; each gives a `ratio_to_` of its name.
     """
     spreads = {name: spread(values) for name, values in seconds.items() if values}
     return [
@@ -135,7 +118,7 @@ def timed_rows(
             **what,
             "variant": name,
             **vars(found),
-            **{f"ratio_to_{base}": found.median_s / base_s for base, base_s in bases.items()},
+            **{f"ratio_to_{base}": found.median_s / s if s else None for base, s in bases.items()},
         }
         for name, found in spreads.items()
     ]

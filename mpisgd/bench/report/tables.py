@@ -1,116 +1,152 @@
 """Measured rows as tables for a terminal."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
 from mpisgd.bench.report.rows import as_bytes, as_time
 
-__all__ = [
-    "checks_table",
-    "collective_tables",
-    "memory_table",
-    "one_line",
-    "overlap_table",
-    "scaling_table",
-    "show",
-    "step_table",
-    "timed_table",
-]
+__all__ = ["new_table", "one_line", "show", "tables_of", "timed_table"]
 
 WIDTH = 116
 Row = dict[str, Any]
 
 
-def collective_tables(rows: Iterable[Row]) -> list[Table]:
-    """Return a table for each collective and dtype."""
+class Column(NamedTuple):
+    """A column of numbers: what stands above it, and what it says of a row."""
+
+    heading: str
+    text: Callable[[Row], str]
+
+
+def _number(heading: str, field: str, form: str = ".2f") -> Column:
+    """Return the column of a field, which is empty where the field is None."""
+    return Column(heading, lambda row: "" if row[field] is None else format(row[field], form))
+
+
+def _time(which: str) -> Column:
+    return Column(which, lambda row: as_time(row[f"{which}_s"]))
+
+
+def _memory(heading: str, which: str) -> Column:
+    return Column(heading, lambda row: as_bytes(row[f"{which}_bytes"]))
+
+
+TIMES = (_time("median"), _time("min"), _time("max"))
+EXAMPLES = _number("examples/s", "examples_per_s", ".0f")
+
+
+class Layout(NamedTuple):
+    """One table of a record.
+
+    Attributes:
+        title: above it.
+        section: the field whose values are told once for all rows that share it.
+        columns: what stands beside the variants.
+    """
+
+    title: str
+    section: str
+    columns: Sequence[Column]
+
+
+# By the kind of record; of collectives there is a table for each.
+LAYOUTS = {
+    "step": Layout(
+        "training step",
+        "model",
+        [*TIMES, EXAMPLES, _number("x no communication", "ratio_to_no_communication")],
+    ),
+    "scaling": Layout(
+        "scaling",
+        "model",
+        [
+            _number("ranks", "ranks", "d"),
+            *TIMES,
+            EXAMPLES,
+            _number("speed-up", "speed_up"),
+            _number("efficiency", "efficiency", ".0%"),
+        ],
+    ),
+    "overlap": Layout(
+        "a training step between hosts",
+        "model",
+        [
+            *TIMES,
+            _number("x limit", "ratio_to_link"),
+            _number("x max", "ratio_to_larger"),
+            _number("x bound", "ratio_to_bound"),
+        ],
+    ),
+    "checks": Layout(
+        "checks",
+        "model",
+        [
+            *TIMES,
+            _number("x unchecked", "ratio_to_bare"),
+            _number("operations", "operations", "d"),
+            _number("checks alone", "part_of_step", ".2%"),
+        ],
+    ),
+    "memory": Layout(
+        "memory of the host, all ranks together",
+        "training",
+        [
+            _memory("peak", "median"),
+            _memory("min", "min"),
+            _memory("max", "max"),
+            _number("x none", "ratio_to_none"),
+            Column("more per rank", lambda row: f"{row['extra_bytes_per_rank'] / 2**20:.1f} MiB"),
+            _number("x allowed", "ratio_to_allowed"),
+        ],
+    ),
+}
+
+
+def tables_of(kind: str, rows: Iterable[Row]) -> list[Table]:
+    """Return the tables of a record of this kind."""
+    if kind != "collectives":
+        return [_table(LAYOUTS[kind], rows)]
     groups = groupby(rows, lambda row: (row["collective"], row["dtype"]))
     return [_collective_table(f"{name}, {dtype}", list(group)) for (name, dtype), group in groups]
 
 
 def _collective_table(title: str, rows: Sequence[Row]) -> Table:
     """Return one table; with what a ping-pong says where one was played."""
-    relative = {"ratio_to_limit": "x limit"}
+    rates = (_number("GB/s", "algbw_gb_s", ".3g"), _number("bus GB/s", "busbw_gb_s", ".3g"))
+    columns = [*TIMES, *rates, _number("x limit", "ratio_to_limit")]
     if any(row["ratio_to_ping_pong"] for row in rows):
-        relative["ratio_to_ping_pong"] = "x ping-pong"
-    table = _table(title, ["size"], *_times("GB/s", "bus GB/s", *relative.values()))
-
-    def cells(row: Row) -> Iterator[str]:
-        yield from (*_spread(row), _rate(row["algbw_gb_s"]), _rate(row["busbw_gb_s"]))
-        yield from (_ratio(row[name]) for name in relative)
-
-    return _fill(table, rows, "bytes", cells, as_bytes)
+        columns.append(_number("x ping-pong", "ratio_to_ping_pong"))
+    sized = [{**row, "size": as_bytes(row["bytes"])} for row in rows]
+    return _table(Layout(title, "size", columns), sized)
 
 
-def step_table(rows: Iterable[Row]) -> Table:
-    """Return one table for all models."""
-    table = _table("training step", ["model"], *_times("examples/s", "x no communication"))
-
-    def cells(row: Row) -> tuple[str, ...]:
-        return *_spread(row), f"{row['examples_per_s']:.0f}", _ratio(row["ratio_to_no_communication"])
-
-    return _fill(table, rows, "model", cells)
+def timed_table(title: str, section: str, rows: Iterable[Row], field: str, heading: str) -> Table:
+    """Return a table of `timed_rows`, and of what one of their fields compares them with."""
+    return _table(Layout(title, section, [*TIMES, _number(heading, field)]), rows)
 
 
-def scaling_table(rows: Iterable[Row]) -> Table:
-    """Return the training steps of one variant after the other, over rank counts."""
-    table = _table("scaling", ["model"], *_times("examples/s", "speed-up", "efficiency"))
-    for row in rows:
-        speed_up = f"{row['speed_up']:.2f}"
-        efficiency = f"{row['efficiency']:.0%}"
-        name = f"{row['variant']}, {row['ranks']} ranks" if row["ranks"] > 1 else f"{row['variant']}, 1 rank"
-        table.add_row(row["model"], name, *_spread(row), f"{row['examples_per_s']:.0f}", speed_up, efficiency)
+def _table(layout: Layout, rows: Iterable[Row]) -> Table:
+    """Return a table in sections, whose value stands in the first row of each."""
+    headings = [column.heading for column in layout.columns]
+    table = new_table(layout.title, [layout.section, "variant"], headings)
+    for value, section in groupby(rows, lambda row: row[layout.section]):
+        for place, row in enumerate(section):
+            cells = [column.text(row) for column in layout.columns]
+            table.add_row("" if place else str(value), row["variant"], *cells)
+        table.add_section()
     return table
 
 
-def overlap_table(rows: Iterable[Row]) -> Table:
-    """Return the steps between hosts, and their parts."""
-    relative = {"ratio_to_link": "x limit", "ratio_to_larger": "x max", "ratio_to_bound": "x bound"}
-    return timed_table("a training step between hosts", "model", rows, relative)
-
-
-def checks_table(rows: Iterable[Row]) -> Table:
-    """Return the steps with and without checks, and what all checks of a step come to."""
-    table = _table("checks", ["model"], *_times("x unchecked", "operations", "checks alone"))
-
-    def cells(row: Row) -> tuple[str, ...]:
-        part = "" if row["part_of_step"] is None else f"{row['part_of_step']:.2%}"
-        return *_spread(row), _ratio(row["ratio_to_bare"]), str(row["operations"]), part
-
-    return _fill(table, rows, "model", cells)
-
-
-def timed_table(title: str, first: str, rows: Iterable[Row], relative: Mapping[str, str]) -> Table:
-    """Return a table of times.
-
-    Args:
-        title: above it.
-        first: the field that says what was timed.
-        rows: of `timed_rows`.
-        relative: fields that follow the times, and what stands above them.
-    """
-    table = _table(title, [first], *_times(*relative.values()))
-
-    def cells(row: Row) -> tuple[str, ...]:
-        return *_spread(row), *(_ratio(row[field]) for field in relative)
-
-    return _fill(table, rows, first, cells)
-
-
-def memory_table(rows: Iterable[Row]) -> Table:
-    """Return the host's peaks."""
-    numbers = ("peak", "min", "max", "x none", "more per rank", "x allowed")
-    table = _table("memory of the host, all ranks together", ["training"], *numbers)
-
-    def cells(row: Row) -> tuple[str, ...]:
-        peaks = (as_bytes(row[f"{which}_bytes"]) for which in ("median", "min", "max"))
-        more = f"{row['extra_bytes_per_rank'] / 2**20:.1f} MiB"
-        return *peaks, _ratio(row["ratio_to_none"]), more, _ratio(row["ratio_to_allowed"])
-
-    return _fill(table, rows, "training", cells)
+def new_table(title: str, words: Iterable[str], numbers: Iterable[str]) -> Table:
+    """Return a table without rows, by the headings of its columns of words and of those of numbers."""
+    table = Table(*words, title=title, title_justify="left")
+    for heading in numbers:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
 
 
 def one_line(what: str, rows: Iterable[Row]) -> str:
@@ -130,41 +166,3 @@ def show(tables: Sequence[Table], notes: Iterable[str]) -> None:
         console.print(table)
     for note in notes:
         console.print(note, highlight=False, markup=False, soft_wrap=True)
-
-
-def _times(*more: str) -> list[str]:
-    return ["median", "min", "max", *more]
-
-
-def _table(title: str, first: list[str], *numbers: str) -> Table:
-    table = Table(*first, "variant", title=title, title_justify="left")
-    for column in numbers:
-        table.add_column(column, justify="right", no_wrap=True)
-    return table
-
-
-def _fill(
-    table: Table,
-    rows: Iterable[Row],
-    field: str,
-    cells: Callable[[Row], Iterable[str]],
-    label: Callable[[Any], str] = str,
-) -> Table:
-    """Add rows in sections, one for each value of a field, which stands in the first row of its section."""
-    for value, section in groupby(rows, lambda row: row[field]):
-        for place, row in enumerate(section):
-            table.add_row(label(value) if place == 0 else "", row["variant"], *cells(row))
-        table.add_section()
-    return table
-
-
-def _spread(row: Row) -> tuple[str, str, str]:
-    return as_time(row["median_s"]), as_time(row["min_s"]), as_time(row["max_s"])
-
-
-def _rate(value: float) -> str:
-    return f"{value:.3g}"
-
-
-def _ratio(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"

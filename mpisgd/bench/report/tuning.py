@@ -8,6 +8,7 @@ from operator import attrgetter
 from rich.table import Table
 
 from mpisgd.bench.report.rows import as_bytes, as_time
+from mpisgd.bench.report.tables import new_table
 from mpisgd.tuning import CostModel, Curve, Measured
 from mpisgd.tuning.profile import topology_name
 
@@ -16,7 +17,6 @@ __all__ = ["cost_table", "crossovers", "doubts", "one_line"]
 POOR = 0.95  # an R² below it
 # Sizes at which the choice is looked up for people: 1, 1.5, 2, 3, 4, 6 ... KiB, as one would say them.
 LOOKED_AT = [2**power * part // 2 for power in range(8, 30) for part in (2, 3)]
-COLUMNS = ("up to", "latency", "GB/s", "R²")
 
 
 def one_line(ranks_per_host: Sequence[int], nbytes: int, medians: Mapping[Curve, float]) -> str:
@@ -29,10 +29,8 @@ def one_line(ranks_per_host: Sequence[int], nbytes: int, medians: Mapping[Curve,
 
 def cost_table(measured: Measured) -> Table:
     """Return the lines of one set of ranks."""
-    title = _where(measured.ranks_per_host)
-    table = Table("collective", "algorithm", title=title, title_justify="left")
-    for column in COLUMNS:
-        table.add_column(column, justify="right", no_wrap=True)
+    words, numbers = ("collective", "algorithm"), ("up to", "latency", "GB/s", "R²")
+    table = new_table(_where(measured.ranks_per_host), words, numbers)
     for _, curves in groupby(measured.curves, key=attrgetter("purpose")):
         for cells in (row for curve in curves for row in _rows(curve)):
             table.add_row(*cells)

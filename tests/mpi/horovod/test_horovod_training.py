@@ -9,8 +9,8 @@ from torch import nn
 from verdicts import everyone, same_on_all_ranks
 
 import mpisgd.horovod as hvd
-from mpisgd.horovod import submission
 from mpisgd.horovod.gradients import GradientExchange
+from mpisgd.horovod.ops import submission
 
 
 def in_two_passes(run: Run, step: int) -> None:

@@ -8,9 +8,9 @@ from torch import nn
 
 import mpisgd.horovod as hvd
 from mpisgd import UnsupportedOp
-from mpisgd.horovod.alltoall import _rows_for
+from mpisgd.horovod.ops.alltoall import _rows_for
+from mpisgd.horovod.ops.reduce_ops import name_of, reduction_for
 from mpisgd.horovod.optimizer import _indices, _named
-from mpisgd.horovod.reduce_ops import name_of, reduction_for
 
 
 def model() -> nn.Module:

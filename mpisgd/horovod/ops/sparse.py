@@ -7,11 +7,11 @@ from torch import Tensor
 
 from mpisgd.arguments import shown
 from mpisgd.errors import UnsupportedTensor
-from mpisgd.horovod.allgather import gather_to_reduce
 from mpisgd.horovod.arguments import as_tensor, check_name
-from mpisgd.horovod.handles import synchronize
+from mpisgd.horovod.ops.allgather import gather_to_reduce
+from mpisgd.horovod.ops.handles import synchronize
+from mpisgd.horovod.ops.reduce_ops import Average, Sum
 from mpisgd.horovod.process_sets import ProcessSet, global_process_set
-from mpisgd.horovod.reduce_ops import Average, Sum
 from mpisgd.horovod.state import engine
 
 __all__ = ["sparse_allreduce_async", "sparse_dims_sent_by_others"]

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpisgd.horovod import handles, submission
 from mpisgd.horovod.arguments import as_tensor, as_tensors, check_compression
 from mpisgd.horovod.compression import Compression, Compressor
 from mpisgd.horovod.engine.entry import Entry
-from mpisgd.horovod.handles import synchronize
+from mpisgd.horovod.ops.handles import synchronize
+from mpisgd.horovod.ops.reduce_ops import reduction_for
+from mpisgd.horovod.ops.submission import make_request, submit
 from mpisgd.horovod.process_sets import ProcessSet, global_process_set
-from mpisgd.horovod.reduce_ops import reduction_for
 
 __all__ = [
     "HorovodAllreduce",
@@ -33,45 +33,30 @@ __all__ = [
 
 def _start(
     tensors: Sequence[Tensor],
-    outputs: Sequence[Tensor],
     average: bool | None,
     name: str | None,
     op: int | None,
     factors: tuple[float, float],
     process_set: ProcessSet,
     *,
+    in_place: bool = False,
     grouped: bool = False,
 ) -> int:
-    """Submit the reduction of `tensors` into `outputs`, and return its handle."""
-    reduction = reduction_for(op, average, tensors[0].dtype)
-    request = submission.make_request(
+    """Submit the reduction of `tensors`, and return its handle."""
+    inputs = [tensor.detach() for tensor in tensors]
+    outputs = inputs if in_place else [torch.empty_like(tensor) for tensor in inputs]
+    request = make_request(
         "allreduce",
         name,
-        tensors,
+        inputs,
         process_set,
-        in_place=outputs is tensors,
-        op=reduction,
+        in_place=in_place,
+        op=reduction_for(op, average, inputs[0].dtype),
         prescale=factors[0],
         postscale=factors[1],
     )
-    finish = _as_list if grouped else _only
-    return submission.submit(Entry(request, tensors, outputs, finish=finish))
-
-
-def _only(outputs: Sequence[Tensor]) -> Tensor:
-    return outputs[0]
-
-
-def _as_list(outputs: Sequence[Tensor]) -> list[Tensor]:
-    return list(outputs)
-
-
-def _fresh(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [torch.empty_like(tensor, requires_grad=False) for tensor in tensors]
-
-
-def _detached(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [tensor.detach() for tensor in tensors]
+    results = list(tensors) if in_place else outputs  # in place: the user's own, with their history
+    return submit(Entry(request, inputs, outputs, finish=lambda _: results if grouped else results[0]))
 
 
 def allreduce_async(
@@ -99,8 +84,7 @@ def allreduce_async(
         HorovodInternalError: from `synchronize`: the members gave different shapes, dtypes or options.
     """
     factors = (prescale_factor, postscale_factor)
-    as_tensor("allreduce", tensor)
-    return _start(_detached([tensor]), _fresh([tensor]), average, name, op, factors, process_set)
+    return _start([as_tensor("allreduce", tensor)], average, name, op, factors, process_set)
 
 
 def allreduce_async_(
@@ -113,16 +97,8 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start to combine `tensor` in place; see `allreduce_async`."""
-    factors, own = (prescale_factor, postscale_factor), _detached([as_tensor("allreduce", tensor)])
-    handle = _start(own, own, average, name, op, factors, process_set)
-    return _giving_back(handle, [tensor])
-
-
-def _giving_back(handle: int, tensors: Sequence[Tensor], *, grouped: bool = False) -> int:
-    """Let a handle return the tensors that the user gave, which were worked on without their history."""
-    entry = handles.entry(handle)
-    entry.finish = (lambda _: list(tensors)) if grouped else (lambda _: tensors[0])
-    return handle
+    factors = (prescale_factor, postscale_factor)
+    return _start([as_tensor("allreduce", tensor)], average, name, op, factors, process_set, in_place=True)
 
 
 def allreduce_(
@@ -185,9 +161,8 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start to combine several tensors, which run together; the handle's result is a list of new tensors."""
-    given = _detached(as_tensors("allreduce", tensors))
-    factors = (prescale_factor, postscale_factor)
-    return _start(given, _fresh(given), average, name, op, factors, process_set, grouped=True)
+    given, factors = as_tensors("allreduce", tensors), (prescale_factor, postscale_factor)
+    return _start(given, average, name, op, factors, process_set, grouped=True)
 
 
 def grouped_allreduce_async_(
@@ -200,9 +175,8 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Start to combine several tensors in place; see `grouped_allreduce_async`."""
-    own, factors = _detached(as_tensors("allreduce", tensors)), (prescale_factor, postscale_factor)
-    handle = _start(own, own, average, name, op, factors, process_set, grouped=True)
-    return _giving_back(handle, tensors, grouped=True)
+    given, factors = as_tensors("allreduce", tensors), (prescale_factor, postscale_factor)
+    return _start(given, average, name, op, factors, process_set, in_place=True, grouped=True)
 
 
 def grouped_allreduce_(

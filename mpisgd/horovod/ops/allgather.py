@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpisgd.horovod import submission
-from mpisgd.horovod.allreduce import allreduce_async
 from mpisgd.horovod.arguments import as_tensor, as_tensors
 from mpisgd.horovod.engine.entry import Entry
-from mpisgd.horovod.handles import synchronize
+from mpisgd.horovod.ops import submission
+from mpisgd.horovod.ops.allreduce import allreduce_async
+from mpisgd.horovod.ops.handles import synchronize
+from mpisgd.horovod.ops.reduce_ops import Average, name_of
 from mpisgd.horovod.process_sets import ProcessSet, global_process_set
-from mpisgd.horovod.reduce_ops import Average, name_of
 
 __all__ = [
     "HorovodAllgather",

@@ -8,10 +8,11 @@ from torch import Tensor
 from mpisgd.arguments import shown
 from mpisgd.collectives.tensor_arguments import check_output, check_tensor
 from mpisgd.dtypes import dtype_name
-from mpisgd.horovod import handles, state
+from mpisgd.horovod import state
 from mpisgd.horovod.arguments import as_number, check_name
 from mpisgd.horovod.engine.entry import Entry
 from mpisgd.horovod.engine.request import Request
+from mpisgd.horovod.ops import handles
 from mpisgd.horovod.process_sets import ProcessSet
 from mpisgd.job.rank_info import rank
 

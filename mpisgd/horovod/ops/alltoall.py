@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from mpisgd.arguments import shown
-from mpisgd.horovod import submission
 from mpisgd.horovod.arguments import as_tensor
 from mpisgd.horovod.engine.entry import Entry
-from mpisgd.horovod.handles import synchronize
+from mpisgd.horovod.ops import submission
+from mpisgd.horovod.ops.handles import synchronize
 from mpisgd.horovod.process_sets import ProcessSet, global_process_set
 from mpisgd.horovod.state import engine
 

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpisgd.horovod import submission
-from mpisgd.horovod.allgather import allgather_async
 from mpisgd.horovod.arguments import as_tensor, as_tensors, check_compression
 from mpisgd.horovod.compression import Compression, Compressor
 from mpisgd.horovod.engine.entry import Entry
 from mpisgd.horovod.exceptions import HorovodInternalError
-from mpisgd.horovod.handles import synchronize
+from mpisgd.horovod.ops import submission
+from mpisgd.horovod.ops.allgather import allgather_async
+from mpisgd.horovod.ops.handles import synchronize
+from mpisgd.horovod.ops.reduce_ops import Average, Sum, name_of, reduction_for
 from mpisgd.horovod.process_sets import ProcessSet, global_process_set
-from mpisgd.horovod.reduce_ops import Average, Sum, name_of, reduction_for
 
 __all__ = [
     "HorovodGroupedReducescatter",

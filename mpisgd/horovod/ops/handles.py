@@ -8,7 +8,7 @@ from mpisgd.arguments import shown
 from mpisgd.horovod import state
 from mpisgd.horovod.engine.entry import Entry
 
-__all__ = ["entry", "forget", "keep", "poll", "synchronize"]
+__all__ = ["forget", "keep", "poll", "synchronize"]
 
 _numbers = itertools.count()
 _entries: dict[int, Entry] = {}
@@ -21,12 +21,6 @@ def keep(entry: Entry) -> int:
         handle = next(_numbers)
         _entries[handle] = entry
     return handle
-
-
-def entry(handle: int) -> Entry:
-    """Return what a number stands for."""
-    with _lock:
-        return _entries[handle]
 
 
 def forget(handle: int) -> None:
