@@ -13,10 +13,9 @@ blocked in MPI. The engine reports its long waits to `core/wait_registry.py`, an
     hang_report        what all ranks do, in words
     reporter           one rank prints it, not all; console: the lock for that
     watchdog           long waits: a warning, in the end an error or the end of the job
-    deadlock_detector  ends waits that can never end otherwise; deadlock_analysis finds them
+    deadlock_detector  ends waits that can never end otherwise
     stall_monitor      all of it together, and the thread
 
     failure_detector   notices lost ranks and ends the waits for them; job_abort: ends all ranks
     heartbeat          how hosts notice that another one is dead: period and timeout are there
-    startup_timeout    what comes before and after a stall monitor
 """

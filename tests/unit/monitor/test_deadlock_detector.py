@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mpisgd.core.wait_registry import Message
-from mpisgd.monitor.deadlock_analysis import describe_deadlock, fingerprint, stuck_ranks
+from mpisgd.monitor.deadlock_detector import describe_deadlock, fingerprint, stuck_ranks
 from mpisgd.monitor.rank_state import (
     GONE,
     LEFT,
