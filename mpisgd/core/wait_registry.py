@@ -18,6 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 __all__ = [
@@ -58,7 +59,8 @@ class Message(NamedTuple):
     tag: int
 
 
-class WaitReason(NamedTuple):
+@dataclass(frozen=True)
+class WaitReason:
     """What a wait is for, where no operation of a queue tells it.
 
     Attributes:

@@ -23,7 +23,7 @@ from mpisgd.core.waiting import Backoff
 from mpisgd.errors import MpisgdError, PeerLost
 from mpisgd.job import lifecycle as jobs
 from mpisgd.job.forced_exit import exit_after_loss
-from mpisgd.monitor.startup_timeout import within
+from mpisgd.job.startup_timeout import within
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -27,8 +27,8 @@ from mpisgd.elastic.joining import Terms, grow
 from mpisgd.errors import JobError, MpisgdError, PeerLost
 from mpisgd.job import lifecycle as jobs
 from mpisgd.job import rank_info
+from mpisgd.job.startup_timeout import within
 from mpisgd.job.world import Job
-from mpisgd.monitor.startup_timeout import within
 
 if TYPE_CHECKING:
     from mpisgd.core.topology import Topology

@@ -24,9 +24,9 @@ from mpisgd.job.startup import (
     share_threads,
     warn_of_late_defaults,
 )
+from mpisgd.job.startup_timeout import set_alarm, within
 from mpisgd.job.world import Job, make_job
 from mpisgd.monitor import heartbeat
-from mpisgd.monitor.startup_timeout import set_alarm, within
 from mpisgd.transport.device.selection import agree_on_wanted
 
 if TYPE_CHECKING:

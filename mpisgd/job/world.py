@@ -14,7 +14,7 @@ from mpisgd.core.waiting import set_oversubscribed
 from mpisgd.job.excepthook import ExceptHook
 from mpisgd.job.group_factory import make_group
 from mpisgd.job.startup import load_mpi
-from mpisgd.monitor.console import ConsoleLock, print_to_user
+from mpisgd.monitor.console import ConsoleLock
 from mpisgd.monitor.stall_monitor import StallMonitor
 from mpisgd.tuning.profile import find_costs
 
@@ -81,7 +81,7 @@ def make_job(wire: "Communicator", comm: "MPI.Intracomm | None", timeout_s: floa
 
 
 def _start_failure_detector(wire: "Communicator") -> "FailureDetector | None":
-    """Start to look for lost ranks, where MPI survives their loss and threads may call it."""
+    """Start to detect lost ranks, where MPI survives their loss and threads may call it."""
     mpi = load_mpi()
     if wire.size == 1 or mpi.thread_level() != "MULTIPLE" or not mpi.survives_losses():
         return None
@@ -122,7 +122,6 @@ def _make_with(
         threads_allowed=threads_allowed,
         timeout_s=timeout_s,
         warning_s=config.stall_warning_s(),
-        say=print_to_user,
         abort=functools.partial(_abort_from_thread, abort if threads_allowed else None),
         revoke=None if detector is None else detector.revoke,
     )

@@ -8,15 +8,14 @@ blocked in MPI. The engine reports its long waits to `core/wait_registry.py`, an
     rank_state         what one rank does, and its form for travelling
     rank_snapshot      this process's own state
     process_inspector  a process that does not answer, seen from outside
-    mailbox            questions and answers: the interface; shm_mailbox on a host, mpi_mailbox between hosts
+    shm_mailbox        questions and answers among the ranks of a host; mpi_mailbox: between hosts
     state_collector    the states of all ranks
     hang_report        what all ranks do, in words
     reporter           one rank prints it, not all; console: the lock for that
     watchdog           long waits: a warning, in the end an error or the end of the job
-    deadlock_detector  ends waits that can never end otherwise; deadlock_analysis finds them
+    deadlock_detector  ends waits that can never end otherwise
     stall_monitor      all of it together, and the thread
 
     failure_detector   notices lost ranks and ends the waits for them; job_abort: ends all ranks
     heartbeat          how hosts notice that another one is dead: period and timeout are there
-    startup_timeout    what comes before and after a stall monitor
 """

@@ -101,7 +101,7 @@ class FailureDetector:
             self._abort.free()
 
     def retire(self) -> None:
-        """Look for nothing but the abort of the job from now on: the failure is known."""
+        """Notice nothing but the abort of the job from now on: the failure is known."""
         self.stop()
         self._is_retired = True
         self._stopped.clear()

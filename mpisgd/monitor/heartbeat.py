@@ -1,6 +1,6 @@
 """The heartbeats by which hosts detect that another one is dead: their period, their timeout, and the thread.
 
-Open MPI sends them, and looks for those of others, only while it is called, and a program may compute for
+Open MPI sends them, and checks for those of others, only while it is called, and a program may compute for
 minutes. So a thread of ours calls it. Open MPI has one of its own for that, which cannot be used: in 5.0 it
 beats before all ranks have come so far in MPI_Init that they know what a heartbeat is, and these crash (in 4
 of 240 starts); and MPI's end waits for it for ever.
@@ -16,7 +16,7 @@ __all__ = ["is_enabled", "settings", "start", "stop"]
 
 PERIOD_S = 1.0
 TIMEOUT_S = 10.0  # a host whose heartbeat has not come for so long is lost
-CALL_S = 0.1  # between two calls of MPI, which looks at its clock at every eighth call at the latest
+CALL_S = 0.1  # between two calls of MPI, which reads its clock at every eighth call at the latest
 LAST_CALL_S = 2.0  # the last one takes microseconds
 
 # A rank that detects a loss tells the others, who could not agree on what to do otherwise.

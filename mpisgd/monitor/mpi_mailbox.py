@@ -9,17 +9,30 @@ import torch
 from torch import Tensor
 
 from mpisgd.errors import MpisgdError
-from mpisgd.monitor.mailbox import Question
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
     from mpisgd.transport.mpi import Communicator
 
-__all__ = ["MpiMailbox"]
+__all__ = ["MpiMailbox", "Question"]
 
 QUESTION, ANSWER, NOTICE = 1, 2, 3
 HEADER_BYTES = 8  # of an answer: the question's number
+
+
+class Question(NamedTuple):
+    """What another rank asks.
+
+    Attributes:
+        number: what the answer is to carry.
+        src: the rank that asks.
+        deep: whether the stacks of processes that do not answer are wanted; see `StateCollector.collect`.
+    """
+
+    number: int
+    src: int
+    deep: bool
 
 
 class _Receive(NamedTuple):
@@ -32,14 +45,12 @@ class _Receive(NamedTuple):
 
 
 class MpiMailbox:
-    """The messages of one rank; see `Mailbox`.
+    """The questions, answers and notices of one rank to and from other hosts.
 
     Args:
         wire: a communicator of its own over all ranks.
         ranks: the global ranks of other hosts.
     """
-
-    max_bytes: int | None = None
 
     def __init__(self, wire: "Communicator", ranks: Collection[int]) -> None:
         self.ranks = frozenset(ranks)
@@ -53,7 +64,7 @@ class MpiMailbox:
         self._lock = threading.Lock()
         self._is_closed = False
 
-    def ask(self, ranks: Sequence[int], *, deep: bool) -> int:
+    def ask(self, ranks: Sequence[int], *, deep: bool = False) -> int:
         """Ask some ranks; return the number of the question."""
         with self._lock:
             self._number += 1

@@ -94,58 +94,60 @@ def start_ticks(pid: int) -> int:
         return 0
 
 
-def is_stopped_or_gone(seat: ProcessIdentity) -> bool:
+def is_stopped_or_gone(process: ProcessIdentity) -> bool:
     """Return whether a process of this host will not answer for sure."""
-    return _status(seat) in (*ENDED, *STOPPED_BY)
+    return _status(process) in (*ENDED, *STOPPED_BY)
 
 
-def is_gone(seat: ProcessIdentity) -> bool:
+def is_gone(process: ProcessIdentity) -> bool:
     """Return whether a process of this host is no more."""
-    return _status(seat) in ENDED
+    return _status(process) in ENDED
 
 
-def _status(seat: ProcessIdentity) -> str:
+def _status(process: ProcessIdentity) -> str:
     """Return the status of a process, as psutil calls it; STATUS_DEAD where there is none."""
-    if seat.began and start_ticks(seat.pid) != seat.began:
+    if process.began and start_ticks(process.pid) != process.began:
         return psutil.STATUS_DEAD
     try:
-        return psutil.Process(seat.pid).status()
+        return psutil.Process(process.pid).status()
     except psutil.Error:
         return psutil.STATUS_DEAD
 
 
-def inspect(rank: int, host: str, seat: ProcessIdentity, watched_s: float, *, deep: bool) -> RankState:
+def inspect(rank: int, host: str, process: ProcessIdentity, watched_s: float, *, deep: bool) -> RankState:
     """Return the state of a rank of this host that does not answer.
 
     Args:
         rank: its global rank.
         host: name of this host.
-        seat: where it is.
+        process: where it is.
         watched_s: how long it was waited for.
         deep: whether a process that runs is sent the signal that dumps its stacks. A system call that it
             sleeps in may end early of that.
     """
-    status = _status(seat)
+    status = _status(process)
     if status in ENDED:
-        return RankState(rank, host, seat.pid, GONE, note="its process is gone")
+        return RankState(rank, host, process.pid, GONE, note="its process is gone")
     if status in STOPPED_BY:
-        return RankState(rank, host, seat.pid, STOPPED, note=f"its process is stopped {STOPPED_BY[status]}")
-    before_s, began_s = _cpu_s(seat), time.monotonic()
-    text = _dumped(seat) if deep else ""
+        return RankState(
+            rank, host, process.pid, STOPPED, note=f"its process is stopped {STOPPED_BY[status]}"
+        )
+    before_s, began_s = _cpu_s(process), time.monotonic()
+    text = _dumped(process) if deep else ""
     time.sleep(max(0.0, SAMPLE_S - (time.monotonic() - began_s)))
-    share = max(0.0, _cpu_s(seat) - before_s) / (time.monotonic() - began_s)
+    share = max(0.0, _cpu_s(process) - before_s) / (time.monotonic() - began_s)
     state = STATES.get(status, f"is in state {status}")
     note = (
         f"its process {state} ({share:.0%} of a core) but has not let Python's threads run for "
         f"{watched_s:.1f} s: in C code that keeps Python's interpreter lock, or short of time"
     )
-    return RankState(rank, host, seat.pid, UNRESPONSIVE, stacks={DUMPED: text} if text else {}, note=note)
+    return RankState(rank, host, process.pid, UNRESPONSIVE, stacks={DUMPED: text} if text else {}, note=note)
 
 
-def _cpu_s(seat: ProcessIdentity) -> float:
+def _cpu_s(process: ProcessIdentity) -> float:
     """Return the seconds on a core that a process has had; 0 where there is none."""
     try:
-        times = psutil.Process(seat.pid).cpu_times()
+        times = psutil.Process(process.pid).cpu_times()
     except psutil.Error:
         return 0.0
     return times.user + times.system
@@ -154,18 +156,18 @@ def _cpu_s(seat: ProcessIdentity) -> float:
 _one_at_a_time = threading.Lock()
 
 
-def _dumped(seat: ProcessIdentity) -> str:
+def _dumped(process: ProcessIdentity) -> str:
     """Let a process dump its stacks, and return them; "" where it cannot."""
-    if seat.dumps < 0:
+    if process.dumps < 0:
         return ""
     try:
-        file = os.open(f"/proc/{seat.pid}/fd/{seat.dumps}", os.O_RDONLY)
+        file = os.open(f"/proc/{process.pid}/fd/{process.dumps}", os.O_RDONLY)
     except OSError:
         return ""
     try:
         with _one_at_a_time:
             start = os.fstat(file).st_size
-            os.kill(seat.pid, DUMP_SIGNAL)
+            os.kill(process.pid, DUMP_SIGNAL)
             dump = os.pread(file, _settled_size(file, start) - start, start).decode(errors="replace")
             return _without_repetition(dump)
     except OSError:

@@ -8,6 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,7 +40,7 @@ NOT_THE_PROGRAM = (PACKAGE, os.path.dirname(os.path.abspath(torch.__file__)) + o
 
 
 class _OpenGroup(NamedTuple):
-    """What is looked at of a group, which another thread may close meanwhile."""
+    """What is read of a group, which another thread may close meanwhile."""
 
     name: str
     ranks: tuple[int, ...]
@@ -125,8 +126,7 @@ def _waits(
         wait = _wait(by_thread.get(thread, []), mpi_calls.get(thread), operations.get(thread))
         site = wait.site or _site(frames.get(thread))
         is_main = thread == threading.main_thread().ident
-        named = {"site": site, "thread": names.get(thread, str(thread)), "is_main": is_main}
-        found.append(Wait(**{**wait.__dict__, **named}))
+        found.append(replace(wait, site=site, thread=names.get(thread, str(thread)), is_main=is_main))
     return sorted(found, key=lambda wait: -wait.waited_s)
 
 
@@ -148,13 +148,12 @@ def _wait(
         "serial": wait_registry.serial_of(since_s),
     }
     if reasons:
-        return Wait(**reasons[0]._asdict(), **common)
+        return Wait(**vars(reasons[0]), **common)
     if operation is not None:
         group, running = operation
         common["timeout_s"] = common["timeout_s"] or group.queue.consistency.timeout_s
-        number, site = group.queue.consistency.number, running.site()
-        common["ordinal"] = group.ordinal
-        return Wait(str(running.operation), group.name, group.ranks, number, (), site, **common)
+        what, number = str(running.operation), group.queue.consistency.number
+        return Wait(what, group.name, (), group.ranks, number, group.ordinal, site=running.site(), **common)
     return Wait(f"MPI {call}" if call else "other ranks", **common)
 
 

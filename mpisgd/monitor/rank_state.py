@@ -1,12 +1,11 @@
-"""`RankState`: what one rank does at a moment, and its text form, in which it travels."""
+"""`RankState`: what one rank does at a moment, and its form for travelling."""
 
 import dataclasses
-import json
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from mpisgd.core.wait_registry import Message
+from mpisgd.core.wait_registry import Message, WaitReason
 
 __all__ = [
     "GONE",
@@ -37,15 +36,10 @@ def group_key(ranks: Sequence[int], ordinal: int) -> str:
 
 
 @dataclass(frozen=True)
-class Wait:
+class Wait(WaitReason):
     """What one thread of a rank waits for.
 
     Attributes:
-        what: the operation.
-        group: name of its group, or "".
-        members: global ranks of that group.
-        number: of the operation among those of its group; 0 for what has none, such as messages.
-        awaited: global ranks that it knows to wait for; empty where only the others' states tell.
         site: the line of the program that called it.
         waited_s: how long it has waited.
         timeout_s: after how long it raises; None: when the operation does that it waits for.
@@ -53,16 +47,8 @@ class Wait:
         is_main: whether that is the main thread.
         mpi_call: the MPI call it is blocked in, "" where it is in none.
         serial: tells one wait of a rank from another.
-        ordinal: of the group among those of the same ranks.
-        is_local: whether it is for another thread of this rank, which waits itself or works.
-        message: the one that it waits for, if it is for one.
     """
 
-    what: str
-    group: str = ""
-    members: tuple[int, ...] = ()
-    number: int = 0
-    awaited: tuple[int, ...] = ()
     site: str = ""
     waited_s: float = 0.0
     timeout_s: float | None = None
@@ -70,9 +56,6 @@ class Wait:
     is_main: bool = False
     mpi_call: str = ""
     serial: int = 0
-    is_local: bool = False
-    ordinal: int = 0
-    message: Message | None = None
 
     def is_shared_by(self, other: "RankState") -> bool:
         """Return whether another rank waits for the same, of which operations have no number."""
@@ -115,16 +98,12 @@ class RankState:
 
 
 def encode(states: Sequence[RankState], max_bytes: int | None = None) -> bytes:
-    """Return the text form of some ranks' states, with as many stacks as there is room for."""
+    """Return some ranks' states as one message, with as many stacks as there is room for."""
     states = list(states)
-    while len(text := _as_json(states)) > (max_bytes or len(text)):
-        longest = max(range(len(states)), key=lambda i: len(_as_json([states[i]])))
+    while len(text := pickle.dumps(states)) > (max_bytes or len(text)):
+        longest = max(range(len(states)), key=lambda i: len(pickle.dumps(states[i])))
         states[longest] = _shortened(states[longest])
     return text
-
-
-def _as_json(states: Sequence[RankState]) -> bytes:
-    return json.dumps([dataclasses.asdict(state) for state in states]).encode()
 
 
 def _shortened(state: RankState) -> RankState:
@@ -136,22 +115,6 @@ def _shortened(state: RankState) -> RankState:
 
 
 def decode(text: bytes) -> list[RankState]:
-    """Return the states of a text form."""
-    return [_state(_tuples(fields)) for fields in json.loads(text)]
-
-
-def _tuples(value: Any) -> Any:
-    """Return what was written, which JSON has made lists of."""
-    if isinstance(value, dict):
-        return {name: _tuples(entry) for name, entry in value.items()}
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
-
-
-def _state(fields: dict[str, Any]) -> RankState:
-    waits = tuple(Wait(**{**wait, "message": _message(wait["message"])}) for wait in fields["waits"])
-    messages = tuple(Message(*message) for message in fields["messages"])
-    return RankState(**{**fields, "waits": waits, "messages": messages})
-
-
-def _message(entries: tuple[Any, ...] | None) -> Message | None:
-    return None if entries is None else Message(*entries)
+    """Return the states of a message that another rank has made by `encode`."""
+    states: list[RankState] = pickle.loads(text)
+    return states

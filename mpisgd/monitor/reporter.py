@@ -8,7 +8,7 @@ import contextlib
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 
-from mpisgd.monitor.console import ConsoleLock
+from mpisgd.monitor.console import ConsoleLock, print_to_user
 from mpisgd.monitor.hang_report import hang_report, main_wait
 from mpisgd.monitor.rank_state import WAITS, RankState, Wait, group_key
 from mpisgd.monitor.state_collector import StateCollector
@@ -35,11 +35,9 @@ class Reporter:
     Args:
         collector: asks the others.
         console: held while this rank reports.
-        say: takes the text.
     """
 
-    def __init__(self, collector: StateCollector, console: ConsoleLock, say: Callable[[str], None]) -> None:
-        self.say = say
+    def __init__(self, collector: StateCollector, console: ConsoleLock) -> None:
         self._collector = collector
         self._console = console
 
@@ -64,7 +62,7 @@ class Reporter:
             states = self._collector.collect(deep=True)
             reported = any(key in state.reported for state in states)
             if not reported and not self._will_be_reported(level, key, after_s, states):
-                self.say(f"{headline(states)}\n{hang_report(states)}")
+                print_to_user(f"{headline(states)}\n{hang_report(states)}")
                 for other in {key, *_keys(level, states)}:
                     shm.note_reported(other)
             return states

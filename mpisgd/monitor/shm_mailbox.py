@@ -2,7 +2,8 @@
 
 Each rank has a page of words and room for an answer. Who asks writes the time into the word ASKED of those it
 asks, and wakes them; an answer carries the time at which it was begun, and answers what was asked before. It
-is for everyone, so any number of ranks may ask at once and need not know of each other.
+is for everyone, so any number of ranks may ask at once and need not know of each other. `MpiMailbox` has the
+same methods: any thread may ask; one thread alone, the monitor's, reads questions and notices, and answers.
 """
 
 import mmap
@@ -12,7 +13,6 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from mpisgd import config
-from mpisgd.monitor.mailbox import Question
 from mpisgd.transport.ipc.futex import Futex
 from mpisgd.transport.ipc.segment import PAGE, Segment, open_segment
 
@@ -34,15 +34,13 @@ POLL_S = 0.2  # where nobody can be woken
 
 
 class ShmMailbox:
-    """This rank's view of its host's questions and answers; see `Mailbox`.
+    """The questions, answers and notices of one rank to and from others of its host.
 
     Args:
         segment: SHARE_BYTES for each rank.
         ranks: the global ranks of the segment, in its order.
         rank: this one's.
     """
-
-    max_bytes: int | None = ANSWER_BYTES
 
     def __init__(self, segment: Segment, ranks: Sequence[int], rank: int) -> None:
         self.ranks = tuple(ranks)
@@ -63,7 +61,7 @@ class ShmMailbox:
 
     # -- asking ----------------------------------------------------------------------------------------
 
-    def ask(self, ranks: Collection[int], *, deep: bool = False) -> int:
+    def ask(self, ranks: Collection[int]) -> int:
         """Ask some ranks of the segment; return the stamp from which on their answers count."""
         stamp = time.monotonic_ns()
         for rank in ranks:
@@ -82,9 +80,6 @@ class ShmMailbox:
         # It may be writing the next answer at this moment; then the text is asked for again.
         return text if zlib.crc32(text) == words[self._word(rank, CHECKSUM)] else None
 
-    def forget(self, number: int) -> None:
-        """Do nothing: an answer is for everyone."""
-
     def has_left(self, rank: int) -> bool:
         """Return whether a rank has said that it will answer no more."""
         return self._words[self._word(rank, LEFT)] != 0
@@ -95,16 +90,16 @@ class ShmMailbox:
         """Return the stamp of the last question to this rank; what `sleep` compares."""
         return self._words[self._word(self._rank, ASKED)]
 
-    def questions(self) -> list[Question]:
-        """Return one question for all that were asked before now.
+    def questions(self) -> list[int]:
+        """Return one stamp for all questions that were asked before now, if there are any.
 
-        Its number is the time now, not the word ASKED: of two ranks that ask at once, one may write its older
+        It is the time now, not the word ASKED: of two ranks that ask at once, one may write its older
         stamp over the other's. That question was asked before now, too.
         """
         if self.asked() <= self._answered:
             return []
         self._answered = max(self.asked(), time.monotonic_ns())
-        return [Question(self._answered)]
+        return [self._answered]
 
     def sleep(self, asked: int, limit_s: float) -> None:
         """Sleep until somebody asks, not at all if somebody has since `asked`."""
@@ -117,15 +112,15 @@ class ShmMailbox:
         """Wake this rank's own thread."""
         self.ask([self._rank])
 
-    def answer(self, question: Question, text: bytes) -> None:
-        """Put down the answer to all that was asked up to the question's number."""
+    def answer(self, stamp: int, text: bytes) -> None:
+        """Put down the answer, of ANSWER_BYTES at most, to all that was asked up to the stamp."""
         words, start = self._words, self._room(self._rank)
         # No text has this checksum: what is read meanwhile does not count.
         words[self._word(self._rank, CHECKSUM)] = 2**32
         self._bytes[start : start + len(text)] = text
         words[self._word(self._rank, LENGTH)] = len(text)
         words[self._word(self._rank, CHECKSUM)] = zlib.crc32(text)
-        words[self._word(self._rank, ANSWERED)] = question.number
+        words[self._word(self._rank, ANSWERED)] = stamp
 
     # -- stalls that were reported; see `mpisgd.monitor.reporter` ---------------------------------------
 
@@ -170,7 +165,7 @@ class ShmMailbox:
             if count != self._num_read.get(rank, 0) and rank != self._rank:
                 start = self._room(rank) + ANSWER_BYTES
                 text = bytes(self._bytes[start : start + self._words[self._word(rank, NOTICE_LENGTH)]])
-                # It may be writing the next one at this moment; then this one is looked at again.
+                # It may be writing the next one at this moment; then this one is read again.
                 if zlib.crc32(text) == self._words[self._word(rank, NOTICE_CHECKSUM)]:
                     self._num_read[rank] = count
                     found.append(text)

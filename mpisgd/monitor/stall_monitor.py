@@ -1,4 +1,4 @@
-"""`StallMonitor`: the thread of each process that answers what it does and looks after its long waits."""
+"""`StallMonitor`: the thread of each process that answers what it does and checks its long waits."""
 
 import threading
 import time
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from mpisgd.core import wait_registry
-from mpisgd.monitor.console import ConsoleLock
+from mpisgd.monitor.console import ConsoleLock, print_to_user
 from mpisgd.monitor.deadlock_detector import DeadlockDetector
 from mpisgd.monitor.rank_snapshot import MONITOR_THREAD
 from mpisgd.monitor.rank_state import RankState, group_key
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["StallMonitor"]
 
-CHECK_S = 1.0  # how often the thread looks after this rank's waits
+CHECK_S = 1.0  # how often the thread checks this rank's waits
 
 
 class StallMonitor:
@@ -36,7 +36,6 @@ class StallMonitor:
         threads_allowed: whether the thread may call MPI; without, other hosts cannot be asked.
         timeout_s: the job's.
         warning_s: after how long a wait is worth a warning; 0: never.
-        say: takes what the user should know.
         abort: see `Watchdog`, as for `revoke`.
 
     Attributes:
@@ -54,17 +53,15 @@ class StallMonitor:
         threads_allowed: bool,
         timeout_s: float,
         warning_s: float,
-        say: Callable[[str], None],
         abort: Callable[[str], None],
         revoke: Callable[[str], None] | None,
     ) -> None:
         self.collector = StateCollector(wire, topology, groups, threads_allowed=threads_allowed)
-        reporter = Reporter(self.collector, console, say)
+        reporter = Reporter(self.collector, console)
         self.watchdog = Watchdog(
             self.collector, reporter, timeout_s=timeout_s, warning_s=warning_s, abort=abort, revoke=revoke
         )
         self._detector = DeadlockDetector(self.collector)
-        self._say = say
         self._next_check_s = 0.0
         self._has_failed = False
         self._is_over = False
@@ -104,7 +101,9 @@ class StallMonitor:
     def _report_failure(self) -> None:
         if not self._has_failed:
             self._has_failed = True
-            self._say(f"the stall monitor has failed, and tries again:\n{traceback.format_exc().rstrip()}")
+            print_to_user(
+                f"the stall monitor has failed, and tries again:\n{traceback.format_exc().rstrip()}"
+            )
 
     def close(self) -> None:
         """Answer no more. Not collective."""

@@ -10,8 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from mpisgd.monitor.mailbox import Mailbox, Question
-from mpisgd.monitor.mpi_mailbox import MpiMailbox
+from mpisgd.monitor.mpi_mailbox import MpiMailbox, Question
 from mpisgd.monitor.process_inspector import (
     ProcessIdentity,
     identify_this_process,
@@ -20,7 +19,7 @@ from mpisgd.monitor.process_inspector import (
 )
 from mpisgd.monitor.rank_snapshot import take_snapshot
 from mpisgd.monitor.rank_state import LEFT, UNRESPONSIVE, RankState, decode, encode
-from mpisgd.monitor.shm_mailbox import ShmMailbox, open_shm_mailbox, private_mailbox
+from mpisgd.monitor.shm_mailbox import ANSWER_BYTES, ShmMailbox, open_shm_mailbox, private_mailbox
 
 if TYPE_CHECKING:
     from mpisgd.core.group import Group
@@ -31,10 +30,10 @@ __all__ = ["StateCollector"]
 
 ANSWER_S = 2.0  # who lets threads run answers within milliseconds; on an oversubscribed machine later
 SURE_S = 0.2  # whom the kernel then says to be stopped or gone will not answer
-QUESTIONS_S = 1.0  # how often the monitor's thread looks for questions from other hosts
+QUESTIONS_S = 1.0  # how often the monitor's thread receives questions from other hosts
 POLL_S = 0.005
 ASKED_PER_HOST = 3
-# The other host's rank looks for the question, waits for its own host's, and sends.
+# The other host's rank receives the question, waits for its own host's, and sends.
 REMOTE_S = QUESTIONS_S + ANSWER_S + 1.5
 
 
@@ -46,7 +45,7 @@ class HostQuery:
         self._collector = collector
         self._deep = deep
         self._missing = [rank for rank in collector.domain if rank != collector.rank]
-        self._number = collector.shm.ask(self._missing, deep=deep)
+        self._number = collector.shm.ask(self._missing)
         self._states: list[RankState] = []
 
     def is_over(self) -> bool:
@@ -128,7 +127,10 @@ class StateCollector:
         self._mpi: MpiMailbox | None = None
         if self._wire is not None and threads_allowed:
             self._mpi = MpiMailbox(self._wire, sum(self._others, ()))
-        self._mailboxes: list[Mailbox] = [self.shm, *([] if self._mpi is None else [self._mpi])]
+        self._mailboxes: list[ShmMailbox | MpiMailbox] = [
+            self.shm,
+            *([] if self._mpi is None else [self._mpi]),
+        ]
         self._gathering: list[tuple[MpiMailbox, Question, HostQuery]] = []
         self._num_asking = 0
         self._lock = threading.Lock()
@@ -220,8 +222,8 @@ class StateCollector:
     def answer(self) -> None:
         """Answer what this rank was asked, here and from other hosts; on one thread only."""
         self._thread = threading.get_ident()
-        for question in self.shm.questions():
-            self.shm.answer(question, encode([self.snapshot()], self.shm.max_bytes))
+        for stamp in self.shm.questions():
+            self.shm.answer(stamp, encode([self.snapshot()], ANSWER_BYTES))
         if self._mpi is not None:
             for question in self._mpi.questions():
                 self._gathering.append((self._mpi, question, HostQuery(self, deep=question.deep)))
@@ -229,7 +231,7 @@ class StateCollector:
             mailbox, question, query = entry
             if query.is_over():
                 self._gathering.remove(entry)
-                mailbox.answer(question, encode(query.states(), mailbox.max_bytes))
+                mailbox.answer(question, encode(query.states()))
 
     def sleep_until_asked(self, asked: int) -> None:
         """Sleep until another rank of this host asks, not at all if one has since `shm.asked()`."""

@@ -18,7 +18,7 @@ from mpisgd.monitor.state_collector import StateCollector
 __all__ = ["Watchdog"]
 
 WARNING, TIMEOUT = "warning", "timeout"
-SHORT_S = 1.0  # waits up to this are looked at no closer
+SHORT_S = 1.0  # waits up to this are not examined
 RETURN_S = 10.0  # the freed calls have returned by then (2 to 5 s were seen)
 REPORT_S = 1.0  # after another rank has reported, this one lets it finish
 
@@ -60,7 +60,7 @@ class Watchdog:
         self._warned: set[int] = set()
 
     def check(self) -> None:
-        """Look whether something waits too long; called again and again by the monitor's thread."""
+        """Check whether something waits too long; called again and again by the monitor's thread."""
         if self._oldest_s() < SHORT_S:
             self._warned.clear()
             return

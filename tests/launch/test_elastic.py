@@ -192,9 +192,9 @@ def test_new_ranks_that_come_too_late_are_gone_on_without_and_end(tmp_path):
 STUCK = """
 import os, signal, time
 import mpisgd
-import mpisgd.monitor.startup_timeout
+import mpisgd.job.startup_timeout
 mpisgd.init(timeout_s=4.0)
-mpisgd.monitor.startup_timeout.LEAST_S = 4.0
+mpisgd.job.startup_timeout.LEAST_S = 4.0
 
 @mpisgd.elastic.run
 def train(state):

@@ -273,8 +273,8 @@ os._exit(7)
 GUARDED = """
 import atexit, os, signal, sys, time
 from mpi4py import MPI
-import mpisgd.monitor.startup_timeout
-mpisgd.monitor.startup_timeout.LEAST_S = 2.0
+import mpisgd.job.startup_timeout
+mpisgd.job.startup_timeout.LEAST_S = 2.0
 late = MPI.COMM_WORLD.Get_rank() == 1
 if late and "start" in sys.argv:
     time.sleep(100)

@@ -20,8 +20,8 @@ WORLD = (0, 1, 2, 3)
 SUM = Wait(
     "all_reduce(op=SUM)",
     "world",
-    WORLD,
-    7,
+    members=WORLD,
+    number=7,
     site="train.py:9 in step",
     waited_s=4.0,
     timeout_s=60,
@@ -69,7 +69,9 @@ def test_where_there_is_no_number_it_is_who_does_not_wait_likewise():
 
 def test_what_the_main_thread_waits_for_counts_unless_another_thread_does_the_waiting():
     behind = Wait("all_reduce (asynchronous)", waited_s=5.0, is_main=True)
-    queue = Wait("all_reduce(op=SUM)", "world", WORLD, 7, waited_s=4.9, timeout_s=60, thread="queue")
+    queue = Wait(
+        "all_reduce(op=SUM)", "world", members=WORLD, number=7, waited_s=4.9, timeout_s=60, thread="queue"
+    )
     assert main_wait(RankState(0, waits=(behind, queue))) == queue
     assert main_wait(RankState(0, waits=(queue, SUM))) == SUM
     assert main_wait(RankState(0, waits=(behind,))) == behind
@@ -106,7 +108,7 @@ def test_long_stacks_and_many_of_them_are_cut():
     assert "call 99" in text
     assert "call 1\n" not in text
     many = tuple(range(20))
-    wait = Wait("barrier()", "world", many, 2, waited_s=1.0, timeout_s=9, is_main=True)
+    wait = Wait("barrier()", "world", members=many, number=2, waited_s=1.0, timeout_s=9, is_main=True)
     states = [RankState(0, waits=(wait,), state=WAITS, num_begun={group_key(many, 0): 2})]
     text = hang_report(states + [RankState(rank, stacks={"MainThread": f"line {rank}"}) for rank in many[1:]])
     assert text.count("is here") == 6

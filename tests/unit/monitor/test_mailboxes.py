@@ -8,8 +8,7 @@ from collections import defaultdict
 
 import pytest
 
-from mpisgd.monitor.mailbox import Mailbox, Question
-from mpisgd.monitor.mpi_mailbox import MpiMailbox
+from mpisgd.monitor.mpi_mailbox import MpiMailbox, Question
 from mpisgd.monitor.shm_mailbox import (
     ANSWER_BYTES,
     ASKED,
@@ -62,30 +61,30 @@ def mpi_mailboxes(size: int) -> list[MpiMailbox]:
 
 
 @pytest.fixture(params=[shm_mailboxes, mpi_mailboxes], ids=["memory", "messages"])
-def mailboxes(request) -> list[Mailbox]:
+def mailboxes(request) -> list[ShmMailbox] | list[MpiMailbox]:
     return request.param(3)
 
 
-def reply(mailbox: Mailbox, text: bytes) -> None:
+def reply(mailbox: ShmMailbox | MpiMailbox, text: bytes) -> None:
     """Answer the one question that has come."""
     (question,) = mailbox.questions()
     mailbox.answer(question, text)
     assert mailbox.questions() == []
 
 
-def take_in(mailbox: Mailbox) -> None:
-    """Do what the monitor's thread does: what has come between hosts comes in when it looks."""
+def take_in(mailbox: ShmMailbox | MpiMailbox) -> None:
+    """Do what the monitor's thread does: what has come between hosts comes in when it asks."""
     assert mailbox.questions() == []
 
 
 def test_an_answer_counts_for_what_was_asked_before_it(mailboxes):
     mine, other, _ = mailboxes
-    before = mine.ask([1], deep=False)
+    before = mine.ask([1])
     assert mine.answer_from(1, before) is None
     reply(other, b"all is well")
     take_in(mine)
     assert mine.answer_from(1, before) == b"all is well"
-    later = mine.ask([1], deep=False)
+    later = mine.ask([1])
     assert mine.answer_from(1, later) is None
     reply(other, b"not any more")
     take_in(mine)
@@ -94,7 +93,7 @@ def test_an_answer_counts_for_what_was_asked_before_it(mailboxes):
 
 def test_several_are_asked_and_each_answers_for_itself(mailboxes):
     mine, second, third = mailboxes
-    number = mine.ask([1, 2], deep=False)
+    number = mine.ask([1, 2])
     reply(second, b"second")
     reply(third, b"third")
     take_in(mine)
@@ -130,7 +129,7 @@ def test_of_two_that_ask_at_once_both_are_answered(monkeypatch):
 def test_an_answer_that_is_half_written_is_not_taken():
     mine, other = shm_mailboxes(2)
     stamp = mine.ask([1])
-    other.answer(Question(stamp), b"x" * 100)
+    other.answer(stamp, b"x" * 100)
     other._bytes[other._room(1)] = ord("y")
     assert mine.answer_from(1, stamp) is None
 
@@ -224,7 +223,7 @@ def test_questions_are_forgotten_while_answers_come_in():
     thread.start()
     try:
         for _ in range(300):
-            number = mine.ask([1], deep=False)
+            number = mine.ask([1])
             mine.answer_from(1, number)
             mine.forget(number)
     finally:
@@ -251,4 +250,4 @@ def test_a_thread_that_is_late_leaves_a_closed_mailbox_alone():
     mailbox.close()
     assert mailbox.questions() == []
     mailbox.notify(b"nothing can go on", [1])
-    assert mailbox.ask([1, 2, 3], deep=False) == 1  # numbered as ever, sent to nobody
+    assert mailbox.ask([1, 2, 3]) == 1  # numbered as ever, sent to nobody

@@ -8,8 +8,8 @@ import time
 import pytest
 
 from mpisgd import config
-from mpisgd.monitor import startup_timeout
-from mpisgd.monitor.startup_timeout import within
+from mpisgd.job import startup_timeout
+from mpisgd.job.startup_timeout import within
 
 
 @pytest.fixture

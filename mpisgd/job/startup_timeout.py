@@ -73,7 +73,7 @@ def set_alarm(limit_s: float) -> bool:
     """End the process by SIGALRM if it lives longer from now on; return whether that could be had.
 
     For MPI's start, during which mpi4py keeps the interpreter's lock, and its end, which comes after the
-    interpreter's own: no thread of Python's can look on. A program that uses this signal itself keeps it.
+    interpreter's own: no thread of Python's can watch. A program that uses this signal itself keeps it.
     """
     if signal.getsignal(signal.SIGALRM) is not signal.SIG_DFL or any(signal.getitimer(signal.ITIMER_REAL)):
         return False

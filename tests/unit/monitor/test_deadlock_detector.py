@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mpisgd.core.wait_registry import Message
-from mpisgd.monitor.deadlock_analysis import describe_deadlock, fingerprint, stuck_ranks
+from mpisgd.monitor.deadlock_detector import describe_deadlock, fingerprint, stuck_ranks
 from mpisgd.monitor.rank_state import (
     GONE,
     LEFT,
@@ -26,7 +26,15 @@ A, B = group_key(ALL, 0), group_key(ALL, 1)
 
 def at(number: int, ordinal: int = 0, members: tuple[int, ...] = ALL, **more) -> Wait:
     """A wait for all members of a group, in operation `number`."""
-    return Wait("barrier()", f"group {ordinal}", members, number, site="x.py:1", ordinal=ordinal, **more)
+    return Wait(
+        "barrier()",
+        f"group {ordinal}",
+        members=members,
+        number=number,
+        site="x.py:1",
+        ordinal=ordinal,
+        **more,
+    )
 
 
 def waits(rank: int, *those: Wait, num_begun: dict[str, int], **more) -> RankState:
