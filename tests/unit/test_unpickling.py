@@ -1,4 +1,4 @@
-"""What is unpickled came from a rank of the job, by MPI: nothing from files, and nothing from the network."""
+"""What is unpickled came from a rank of the job, by MPI or the ranks' own memory: no files, no other sockets."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ FROM_OTHER_RANKS = {
     "mpisgd/data/scatter.py",
     "mpisgd/horovod/engine/exchange.py",
     "mpisgd/horovod/functions.py",
+    "mpisgd/monitor/rank_state.py",  # by MPI, or by memory without a name, under a checksum
 }
 # The program that the user starts, as `python` itself would run it.
 RUNS_PROGRAMS = {"mpisgd/horovod/shim/program.py"}
