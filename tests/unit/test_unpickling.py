@@ -1,4 +1,4 @@
-"""What is unpickled came from a rank of the job, by MPI or the ranks' own memory: no files, no other sockets."""
+"""What is unpickled came from a rank of the job, by MPI or shared memory: no files, no other sockets."""
 
 from __future__ import annotations
 

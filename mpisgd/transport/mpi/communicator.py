@@ -56,6 +56,7 @@ class Communicator:
         sent_bytes: payload handed to MPI's point-to-point sends by this rank.
         sent_messages: number of those sends.
         calls: how often each of MPI's own collectives was called.
+        given_bytes: what this rank has given to each of them, as far as it is reduced, gathered or exchanged.
         global_ranks: what its ranks are called in messages: the job's ranks.
     """
 
@@ -67,6 +68,7 @@ class Communicator:
         self.sent_bytes = 0
         self.sent_messages = 0
         self.calls: Counter[str] = Counter()
+        self.given_bytes: Counter[str] = Counter()
         self.tag_limit: int = comm.Get_attr(MPI.TAG_UB) or 32767
         if not apart:
             _wires.add(self)
@@ -269,6 +271,7 @@ class Communicator:
     @mpi_call("Allreduce", collective=True, blocks=True)
     def all_reduce(self, tensor: Tensor, op: str) -> None:
         """Combine `tensor` [n] over the ranks, in place."""
+        self.given_bytes["Allreduce"] += tensor.nbytes
         mpi_op, mpi_type = native(op, tensor.dtype)
         for piece in pieces(tensor):
             self.comm.Allreduce(MPI.IN_PLACE, [address(piece), piece.numel(), mpi_type], mpi_op)
@@ -287,6 +290,7 @@ class Communicator:
     @mpi_call("Allgather", collective=True, blocks=True)
     def all_gather(self, out: Tensor, tensor: Tensor | None) -> None:
         """Put everyone's `tensor` [n] into `out` [size * n]; None: mine is already in its place there."""
+        self.given_bytes["Allgather"] += out.nbytes // self.size
         mine = MPI.IN_PLACE if tensor is None else spec(tensor)
         self.comm.Allgather(mine, spec(out, self.size))
 
@@ -303,6 +307,7 @@ class Communicator:
     @mpi_call("Alltoall", collective=True, blocks=True)
     def all_to_all(self, out: Tensor, tensor: Tensor) -> None:
         """Hand piece r of `tensor` [size * n] to rank r; piece s of `out` [size * n] comes from rank s."""
+        self.given_bytes["Alltoall"] += tensor.nbytes
         self.comm.Alltoall(spec(tensor, self.size), spec(out, self.size))
 
     @mpi_call("bcast", collective=True, blocks=True)
