@@ -120,7 +120,7 @@ class AccumulationWindow:
             return
         reduces = not self._muted and self._passes + 1 >= self._passes_per_step
         overlaps = reduces and not self._would_reduce_twice() and self.gradients.begin(self._when)
-        self._hooks.told_of_each = overlaps or self.gradients.sums
+        self._hooks.reports_each = overlaps or self.gradients.sums
 
     def _became_ready(self, index: int) -> None:
         if self.gradients.sums:

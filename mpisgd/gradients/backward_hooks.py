@@ -30,13 +30,13 @@ class _Notes:
         observed: see `BackwardHooks`.
         graph_task: the number of the backward whose beginning has been noticed. A flag would stay set for
             ever when a backward raises.
-        told_of_each: see `BackwardHooks`.
+        reports_each: see `BackwardHooks`.
     """
 
     def __init__(self) -> None:
         self.observed: dict[int, None] = {}
         self.graph_task = -1
-        self.told_of_each = False
+        self.reports_each = False
 
 
 class BackwardHooks:
@@ -70,13 +70,13 @@ class BackwardHooks:
         return self._notes.observed
 
     @property
-    def told_of_each(self) -> bool:
+    def reports_each(self) -> bool:
         """Whether `on_ready(index)` is called whenever a gradient has been accumulated."""
-        return self._notes.told_of_each
+        return self._notes.reports_each
 
-    @told_of_each.setter
-    def told_of_each(self, wanted: bool) -> None:
-        self._notes.told_of_each = wanted
+    @reports_each.setter
+    def reports_each(self, wanted: bool) -> None:
+        self._notes.reports_each = wanted
 
     def watch(self, params: Sequence[Tensor]) -> None:
         """Watch those of `params` that can ever have a gradient, frozen ones too.
@@ -105,7 +105,7 @@ class BackwardHooks:
             self._notes.graph_task = graph_task
             if graph_task != self._outer_task:
                 self._begin()
-        if self._notes.told_of_each and (on_ready := self._on_ready()) is not None:
+        if self._notes.reports_each and (on_ready := self._on_ready()) is not None:
             on_ready(index)
 
     def _begin(self) -> None:
@@ -135,7 +135,7 @@ def _hook(notes: _Notes, watch: "weakref.ref[BackwardHooks]", index: int) -> Cal
     current_task, observed = torch._C._current_graph_task_id, notes.observed
 
     def hook(_: Tensor) -> None:
-        if notes.told_of_each or current_task() != notes.graph_task:
+        if notes.reports_each or current_task() != notes.graph_task:
             alive = watch()
             if alive is None:
                 return

@@ -10,7 +10,7 @@ from mpisgd.core.group import Group
 from mpisgd.errors import NonFiniteGradients
 from mpisgd.gradients.kinds import NONFINITE, SPARSE
 
-__all__ = ["are_finite", "marked", "raise_for"]
+__all__ = ["are_finite", "mark_nonfinite", "raise_for"]
 
 MOST_NAMES = 5
 
@@ -26,7 +26,7 @@ def are_finite(tensor: Tensor) -> bool:
     return bool(tensor.sum(dtype=wide).isfinite()) or bool(tensor.isfinite().all())
 
 
-def marked(kinds: bytes, grads: Sequence[Tensor | None], flat: Tensor) -> bytes:
+def mark_nonfinite(kinds: bytes, grads: Sequence[Tensor | None], flat: Tensor) -> bytes:
     """Return the kinds of some gradients with NONFINITE added where it holds; `flat` has the dense ones."""
     if are_finite(flat) and not any(kind & SPARSE for kind in kinds):
         return kinds

@@ -108,6 +108,6 @@ class FusionBuffer:
             elif param.grad is not view:
                 param.grad = view
 
-    def left(self, place: int) -> Tensor | None:
+    def leftover(self, place: int) -> Tensor | None:
         """Return the tensor in which the last reduction left the gradient of the parameter at `place`."""
         return self.views[place]

@@ -46,7 +46,7 @@ class InFlightReduction:
             self._missing = [len(slot.bucket.indices) for slot in self._slots]
             self._place_of = {i: at for at, slot in enumerate(self._slots) for i in slot.bucket.indices}
 
-    def has_left(self, index: int) -> bool:
+    def was_launched(self, index: int) -> bool:
         """Return whether the bucket of this parameter has set out."""
         return self._place_of.get(index, len(self.launched)) < len(self.launched)
 
@@ -68,7 +68,7 @@ class InFlightReduction:
         """The bucket that set out last; without it there is no sense in another."""
         return self.launched[-1] if self.launched else None
 
-    def left_behind(self) -> Sequence[BucketSlot]:
+    def not_launched(self) -> Sequence[BucketSlot]:
         """Return the buckets that have not set out."""
         return self._slots[len(self.launched) :]
 

@@ -13,14 +13,14 @@ from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.core.work import Work
 from mpisgd.dtypes import dtype_name
-from mpisgd.gradients.finite import marked
+from mpisgd.gradients.finite import mark_nonfinite
 from mpisgd.gradients.in_flight import InFlightReduction
 from mpisgd.gradients.kinds import KindsExchange
 from mpisgd.gradients.options import ReductionOptions
 from mpisgd.gradients.plan import BucketSlot
 from mpisgd.gradients.sum_reducer import reduce_to_their_owners
 from mpisgd.gradients.trace_contents import contents
-from mpisgd.gradients.unbucketed import not_twice
+from mpisgd.gradients.unbucketed import without_aliases
 
 __all__ = ["BucketLauncher"]
 
@@ -76,10 +76,10 @@ class BucketLauncher:
     def _load(self, in_flight: InFlightReduction, slot: BucketSlot) -> tuple[Tensor, bytes]:
         """Bring this rank's gradients to where they travel; return the memory and their kinds."""
         grads = [p.grad for p in self.params_of(slot)]
-        kinds = slot.storage.load(not_twice(slot.storage, grads, in_flight.addresses))
+        kinds = slot.storage.load(without_aliases(slot.storage, grads, in_flight.addresses))
         flat = slot.storage.flat
         if self._options.error_if_nonfinite:
-            kinds = marked(kinds, grads, flat)
+            kinds = mark_nonfinite(kinds, grads, flat)
         if (factor := self._options.predivide_factor) != 1.0:
             flat.div_(factor)  # before the others may look at it
         in_flight.loaded.append(flat)

@@ -113,7 +113,7 @@ class GradientReducer:
             InvalidArgument: it had been taken for complete before, and has been sent.
         """
         in_flight = self._in_flight
-        if in_flight.has_left(index):
+        if in_flight.was_launched(index):
             raise InvalidArgument(
                 f"DistributedOptimizer: parameter {index} got a second gradient in one backward (reentrant "
                 "checkpointing does that) when its first was already on its way; pass overlap=False"
@@ -206,7 +206,7 @@ class GradientReducer:
 
         Which of both must not depend on this rank's backward: another one may have had none.
         """
-        rest = in_flight.left_behind()
+        rest = in_flight.not_launched()
         if self._overlaps() or any(on_device(self._launcher.params_of(slot)[0]) for slot in rest):
             for slot in rest:
                 self._launcher.launch(in_flight, slot)
@@ -285,7 +285,7 @@ class GradientReducer:
             index: tensor
             for slot in slots
             for place, index in enumerate(slot.bucket.indices)
-            if (tensor := slot.storage.left(place)) is not None
+            if (tensor := slot.storage.leftover(place)) is not None
         }
 
     def are_with_owners(self) -> bool:

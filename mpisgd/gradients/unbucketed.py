@@ -14,7 +14,7 @@ from mpisgd.gradients.bucketing import Bucket
 from mpisgd.gradients.kinds import kind_of
 from mpisgd.gradients.layout import layout_of
 
-__all__ = ["UnbucketedGradient", "not_twice"]
+__all__ = ["UnbucketedGradient", "without_aliases"]
 
 
 def _num_uses(tensor: Tensor) -> int:
@@ -104,12 +104,12 @@ class UnbucketedGradient:
         if param.grad is not grad:
             param.grad = grad
 
-    def left(self, place: int) -> Tensor | None:
+    def leftover(self, place: int) -> Tensor | None:
         """Return the tensor in which the last reduction left the gradient, None if it is gone."""
         return None if self._left is None else self._left()
 
 
-def not_twice(load: object, grads: list[Tensor | None], addresses: set[int]) -> list[Tensor | None]:
+def without_aliases(load: object, grads: list[Tensor | None], addresses: set[int]) -> list[Tensor | None]:
     """Return `grads`, copied where the program uses one tensor as the gradient of two parameters.
 
     It would be reduced in place once for each.

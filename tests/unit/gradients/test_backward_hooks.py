@@ -69,7 +69,7 @@ def test_it_tells_of_each_gradient_if_asked_to(model):
     diary = Diary(model)
     loss_of(model).backward()
     assert diary.ready == []
-    diary.watch.told_of_each = True
+    diary.watch.reports_each = True
     for _ in range(2):
         loss_of(model).backward()
     assert sorted(diary.ready) == [0, 0, 1, 1, 2, 2]

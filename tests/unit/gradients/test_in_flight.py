@@ -43,7 +43,7 @@ def fly(flight: InFlightReduction, order: list[int]) -> list[list[tuple[int, ...
 def test_nothing_waits_for_what_comes_later_in_the_plan():
     flight = InFlightReduction(plan(), "now", in_background=True)
     assert fly(flight, [4, 3, 2, 1, 0]) == [[], [(4, 3)], [(2,)], [], [(1, 0)]]
-    assert flight.left_behind() == ()
+    assert flight.not_launched() == ()
 
 
 def test_nothing_overtakes():
@@ -54,12 +54,12 @@ def test_nothing_overtakes():
 def test_a_gradient_counts_once_and_strangers_do_not():
     flight = InFlightReduction(plan(), "now", in_background=True)
     assert fly(flight, [4, 4, 99]) == [[], [], []]
-    assert not flight.has_left(4)
+    assert not flight.was_launched(4)
     assert fly(flight, [3]) == [[(4, 3)]]
-    assert flight.has_left(4)
-    assert flight.has_left(3)
-    assert not flight.has_left(2)
-    assert not flight.has_left(99)
+    assert flight.was_launched(4)
+    assert flight.was_launched(3)
+    assert not flight.was_launched(2)
+    assert not flight.was_launched(99)
 
 
 def test_what_is_held_is_left_behind():
@@ -67,13 +67,13 @@ def test_what_is_held_is_left_behind():
     fly(flight, [4, 3])
     flight.held = True
     assert fly(flight, [2, 1, 0]) == [[], [], []]
-    assert [slot.bucket.indices for slot in flight.left_behind()] == [(2,), (1, 0)]
+    assert [slot.bucket.indices for slot in flight.not_launched()] == [(2,), (1, 0)]
 
 
 def test_in_the_foreground_everything_is_left_behind():
     flight = InFlightReduction(plan(), "now")
     assert fly(flight, [4, 3, 2, 1, 0]) == [[]] * 5
-    assert len(flight.left_behind()) == 3
+    assert len(flight.not_launched()) == 3
 
 
 def test_the_first_error_is_told_and_all_are_waited_for():

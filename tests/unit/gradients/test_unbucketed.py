@@ -115,14 +115,14 @@ def test_a_dimension_of_length_one_may_have_any_stride():
 def test_it_knows_what_it_left_and_keeps_nothing_alive():
     param = parameter(3, 2)
     solo = solo_of(param)
-    assert solo.left(0) is None
+    assert solo.leftover(0) is None
     (param * param).sum().backward()
     reduced(solo, param)
-    assert solo.left(0) is param.grad
+    assert solo.leftover(0) is param.grad
     watched = weakref.ref(param.grad.untyped_storage())
     param.grad = None
     gc.collect()
-    assert solo.left(0) is None
+    assert solo.leftover(0) is None
     assert watched() is None
 
 
