@@ -1,4 +1,4 @@
-"""`InFlightReduction`: one reduction under way: which gradients are complete, which buckets have set out."""
+"""`InFlightReduction`: one reduction in flight: which gradients are complete, which buckets are launched."""
 
 import contextlib
 from collections.abc import Sequence
@@ -14,16 +14,16 @@ __all__ = ["InFlightReduction"]
 
 
 class InFlightReduction:
-    """The buckets of a plan, which set out in its order, each when all its gradients are complete.
+    """The buckets of a plan, launched in its order, each when all its gradients are complete.
 
     Args:
-        plan: what it follows; None where no reduction is under way.
+        plan: what it follows; None where there is none.
         when: which reduction of the program it is.
         in_background: whether the queue's thread does the work.
 
     Attributes:
-        launched: the buckets that have set out; None for one that has arrived already.
-        kinds: of the gradients in them, in the same order, joined over the ranks as the buckets arrive.
+        launched: the work of each bucket that was launched; None for one that is complete.
+        kinds: of the gradients in them, in the same order, joined over the ranks as the buckets complete.
         held: whether the rest must wait for the end of backward.
         addresses: of the gradients that travel from where they lie.
         loaded: the memory of the buckets that have been brought there, in their order.
@@ -47,7 +47,7 @@ class InFlightReduction:
             self._place_of = {i: at for at, slot in enumerate(self._slots) for i in slot.bucket.indices}
 
     def was_launched(self, index: int) -> bool:
-        """Return whether the bucket of this parameter has set out."""
+        """Return whether the bucket of this parameter was launched."""
         return self._place_of.get(index, len(self.launched)) < len(self.launched)
 
     def complete(self, index: int) -> None:
@@ -57,7 +57,7 @@ class InFlightReduction:
             self._missing[self._place_of[index]] -= 1
 
     def next_complete(self) -> BucketSlot | None:
-        """Return the bucket whose turn it is, if it can set out already."""
+        """Return the next bucket to launch, if its gradients are complete."""
         place = len(self.launched)
         if self.held or place == len(self._missing) or self._missing[place]:
             return None
@@ -65,11 +65,11 @@ class InFlightReduction:
 
     @property
     def latest(self) -> Work | None:
-        """The bucket that set out last; without it there is no sense in another."""
+        """The work launched last; if that fails, the next one is dropped."""
         return self.launched[-1] if self.launched else None
 
     def not_launched(self) -> Sequence[BucketSlot]:
-        """Return the buckets that have not set out."""
+        """Return the buckets that were not launched."""
         return self._slots[len(self.launched) :]
 
     def unreduced(self) -> list[Tensor]:
@@ -78,7 +78,7 @@ class InFlightReduction:
         return [flat for i, flat in enumerate(self.loaded) if i >= len(arrived) or not arrived[i]]
 
     def wait(self) -> None:
-        """Return when all that set out has arrived.
+        """Return when all that was launched is complete.
 
         Raises:
             MpisgdError: the first that went wrong; what came after it is not told again.

@@ -2,7 +2,7 @@
 
 Where no rank has a gradient it stays None, as in one process: momentum and weight decay then leave the
 parameter alone. So each rank sends a byte per parameter. It travels with the bucket, before whose operation
-it is known, and costs no meeting of its own.
+it is known, and costs no synchronization of its own.
 """
 
 from collections.abc import Iterator, Sequence
@@ -81,7 +81,7 @@ def _steps(group: Group, flat: Tensor) -> Iterator[None] | None:
 def join_rest(exchanges: Sequence[KindsExchange], group: Group) -> bytes:
     """Return the joined kinds of all exchanges, in order. Collective where some are not over.
 
-    Those whose gradients a device has sent by itself, without a meeting of the ranks, are joined here.
+    Those whose gradients a device has sent by itself, without a consistency check, are joined here.
     """
     rest = [exchange for exchange in exchanges if not exchange.is_over]
     if rest:

@@ -19,7 +19,7 @@ class ReductionOptions(NamedTuple):
         compression: what travels.
         predivide_factor: divide by this before the sum, and by size / factor after it (AVG only).
         bucket_cap_bytes: gradients travel in buckets of at most this many bytes.
-        overlap: whether buckets set out during backward; None: where that can win, between hosts and where
+        overlap: whether buckets are sent during backward; None: where that can win, between hosts and where
             the GPU sends by itself.
         error_if_nonfinite: whether to look for infinities and NaNs in what this rank contributes.
     """

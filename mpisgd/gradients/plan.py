@@ -59,7 +59,7 @@ class Plan(NamedTuple):
 
     Attributes:
         covered: indices of the parameters that take part.
-        slots: the buckets, in the order in which they set out.
+        slots: the buckets, in the order in which they are launched.
         sparse: indices of those whose gradients are sparse, which travel apart.
         name: differs between plans that differ.
     """

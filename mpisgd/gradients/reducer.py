@@ -4,7 +4,7 @@ It looks at `p.grad` at the moment it is called, whatever the program did before
 fusion buffer where the last reduction left it, a fresh tensor of autograd's or of the user's. Afterwards
 every gradient that exists on some rank is reduced, and the others are None.
 
-Between hosts the buckets set out while backward is still at work on others, in the order of the plan:
+Between hosts buckets are sent while backward computes further gradients, in the order of the plan:
 
     backward        ... | c, d ready |      b ready      |   a ready    | reduce: send the rest, wait
     queue's thread      | [c d] .......... | [b] ............. | [a] ........... |
@@ -81,7 +81,7 @@ class GradientReducer:
     # -- while backward is at work ------------------------------------------------------------------
 
     def begin(self, when: str) -> bool:
-        """Get ready to send buckets during the backward that begins; return whether any will be.
+        """Prepare to send buckets during the backward that begins; return whether any will be sent.
 
         Args:
             when: as for `reduce`, which must follow at its end.
@@ -202,7 +202,7 @@ class GradientReducer:
             in_flight.wait()
 
     def _launch_rest(self, in_flight: InFlightReduction) -> None:
-        """Send what has not left; where nothing leaves before, the ranks meet only once for all of it.
+        """Send what was not sent yet; without overlap all of it is one operation.
 
         Which of both must not depend on this rank's backward: another one may have had none.
         """

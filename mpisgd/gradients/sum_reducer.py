@@ -49,11 +49,11 @@ class SumReducer(BucketReducer):
 def reduce_to_their_owners(buckets: Sequence[OwnedBucket], group: Group, op: ReduceOp) -> None:
     """Reduce each bucket into its owner's memory: half of an all-reduce, on one host, inside the queue.
 
-    Nobody waits at the end: the ranks must meet before anyone writes into a bucket again.
+    There is no barrier at the end: the ranks must synchronize before one writes into a bucket again.
     """
     shm = group.shm
     assert shm is not None
-    # Before the regions: ranks meet in there, and would wait for whoever still combines one of its own.
+    # Before the regions: these have barriers, and would wait for a rank that still reduces one of its own.
     staged = [(flat, owner) for flat, region, owner in buckets if region is None]
     shm.run_steps(reduce_to_owners(shm, [flat for flat, _ in staged], [owner for _, owner in staged], op))
     for _, region, owner in buckets:

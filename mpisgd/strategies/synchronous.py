@@ -1,4 +1,4 @@
-"""`Synchronous`: one model on all ranks, which meet in every step to average their gradients.
+"""`Synchronous`: one model on all ranks, which average their gradients in every step.
 
 N ranks compute what one process computes on the joined batch.
 """
