@@ -66,7 +66,7 @@ class Operation(Protocol):
 
 
 class Sink(Protocol):
-    """Who records. Any thread may call it, and it never waits."""
+    """What records the events. Any thread may call it, and it never waits."""
 
     def span(
         self, track: Track, name: str, begin_ns: int, end_ns: int, cat: str, args: Mapping[str, Any]
@@ -173,7 +173,7 @@ class OperationSpan:
     """One operation of a queue while it is being recorded; made when it is submitted.
 
     Args:
-        sink: who records.
+        sink: what records it.
         track: the queue's.
         operation: what it is.
         tensors: what it moves.

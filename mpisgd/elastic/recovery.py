@@ -1,7 +1,7 @@
 """Recovery from a loss: the survivors make a new world, with joiners if the program asked for them.
 
     a rank is gone         all waits end (monitor/failure_detector.py)
-    give up the old world  threads end, communicators are revoked
+    abandon the old world  threads end, communicators are revoked
     shrink                 to the survivors, in their order; waits for all of them
     quorum                 may we continue, or are we the smaller part of a partitioned network?
     grow                   joiners, if wanted
@@ -48,7 +48,7 @@ __all__ = [
 
 MINORITY_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h
 NOTICE_S = 0.5  # the failure detector needs less; an error may come before it has looked
-SHRINKING = "the agreement of the remaining ranks on who they are"
+SHRINKING = "the agreement of the remaining ranks"
 
 
 class Recovered(NamedTuple):
@@ -167,16 +167,16 @@ def _try_to_begin(
 
 def _check_terms(before: "Topology", left: list[int], terms: Terms) -> None:
     """Raise JobError where the survivors must not continue."""
-    who = f"{len(left)} of {before.size} ranks are left (of the world before: {_listed(left)})"
+    left_text = f"{len(left)} of {before.size} ranks are left (of the world before: {_listed(left)})"
     if not has_quorum(before.nodes, left):
         hosts = ", ".join(before.hostnames[host] for host in silent_hosts(before.nodes, left))
         raise JobError(
-            f"elastic: {who}, and the others, on {hosts}, may be alive behind a network partition: this part "
-            "ends, since it is the smaller one (of two equal parts: the one without the lowest rank)",
+            f"elastic: {left_text}, and the others, on {hosts}, may be alive behind a network partition: this "
+            "part ends, since it is the smaller one (of two equal parts: the one without the lowest rank)",
             MINORITY_EXIT_CODE,
         )
     if len(left) < terms.min_ranks:
-        raise JobError(f"elastic: {who}; min_ranks={terms.min_ranks}", MINORITY_EXIT_CODE)
+        raise JobError(f"elastic: {left_text}; min_ranks={terms.min_ranks}", MINORITY_EXIT_CODE)
 
 
 def free_old_worlds() -> None:
@@ -194,10 +194,10 @@ def report(recovered: Recovered, prefix: str = "mpisgd") -> None:
     """
     if rank_info.rank() == 0:
         lost = recovered.lost
-        who = f"rank {lost[0]} is" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))} are"
+        gone = f"rank {lost[0]} is" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))} are"
         joined = f", {recovered.num_joiners} of them new" if recovered.num_joiners else ""
         print(
-            f"{prefix}: elastic: {who} lost; {rank_info.size()} ranks go on from the last commit{joined} "
+            f"{prefix}: elastic: {gone} lost; {rank_info.size()} ranks go on from the last commit{joined} "
             f"(recovered in {recovered.took_s:.2f} s)",
             file=sys.stderr,
             flush=True,

@@ -27,7 +27,7 @@ class OptimizerShard:
         group: the ranks that train together.
 
     Attributes:
-        parameters: where they lie and who owns them.
+        parameters: where they lie and which rank owns each.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, named: Named, group: Group) -> None:
@@ -154,7 +154,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raise unless an optimizer can be applied to some of its parameters at a time.
 
     Raises:
-        InvalidArgument: it looks at all of them together.
+        InvalidArgument: it needs all of them together.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise InvalidArgument(

@@ -117,7 +117,7 @@ class SharedParameters:
                 shared.extend(_allocate(self._memory, params, owners))
             for tensor, owner in zip(shared, owners, strict=bool(shared)):
                 if owner == self._rank:
-                    tensor.zero_()  # who touches memory first has it near
+                    tensor.zero_()  # memory is on the NUMA node of the rank that touches it first
 
         def fill() -> None:
             if self._rank == 0 and shared:
@@ -155,7 +155,7 @@ class SharedParameters:
         return id(param) not in self._others
 
     def give_away(self) -> None:
-        """Leave the reduced gradients with their owners; the others have none to look at."""
+        """Leave the reduced gradients with their owners; the others have none."""
         self._given = True
         for param, absent in self._absent:
             if param.grad is not None:

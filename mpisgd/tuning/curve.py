@@ -99,8 +99,8 @@ class Curve:
         """Return R^2 of segments and points, in logarithms: the sizes span many powers of ten."""
         measured = np.log([seconds for _, seconds in self.points])
         missed = measured - np.log([self.seconds(nbytes) for nbytes, _ in self.points])
-        spread = measured - measured.mean()
-        return float(1.0 - missed @ missed / (spread @ spread)) if spread.any() else 1.0
+        deviation = measured - measured.mean()
+        return float(1.0 - missed @ missed / (deviation @ deviation)) if deviation.any() else 1.0
 
 
 def fit(points: Sequence[Point], max_segments: int = MAX_SEGMENTS) -> tuple[Segment, ...]:

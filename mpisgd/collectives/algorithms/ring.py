@@ -1,4 +1,4 @@
-"""Ring all-reduce: every rank talks to its two neighbours only, and no byte travels more often than it must.
+"""Ring all-reduce: every rank exchanges messages with its two neighbours only, and sends no byte twice.
 
 After n - 1 steps of passing partial sums on, rank r holds the finished chunk r + 1; after n - 1 more steps of
 passing finished chunks on, everyone holds all. For 3 ranks and chunks a b c (capital: finished):

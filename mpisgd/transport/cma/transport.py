@@ -68,7 +68,7 @@ class CmaTransport:
         Cost: two barriers; three passes over the message, two of them in cache.
         """
         address = self.reachable_address(flat)
-        self.access.grant(flat if address else None, address)  # who runs this revokes it, if something raises
+        self.access.grant(flat if address else None, address)  # the caller revokes it, if something raises
         yield
         addresses = self.access.addresses()
         if not all(addresses):
@@ -92,7 +92,7 @@ class CmaTransport:
         ):
             here = [address + start * flat.element_size() for address in addresses]
             if not self.access.begin_access():
-                return  # one has left, for whom all others wait at the end
+                return  # one has left; all others wait for it at the end
             self.combine(mine, here, op)
             for rank in self._others:
                 self._memory.write(rank, here[rank], here[self._rank], mine.nbytes)

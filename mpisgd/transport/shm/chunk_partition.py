@@ -19,10 +19,10 @@ __all__ = ["ChunkPartition", "partition_chunk"]
 
 
 class ChunkPartition(NamedTuple):
-    """The view of one rank of one chunk, in one of its staging buffers.
+    """One chunk as one rank works on it, in one of its staging buffers.
 
     Attributes:
-        rank: whose view.
+        rank: of this rank.
         start: where the part begins that this rank combines, in elements of the chunk.
         stop: where it ends.
         staged: that part of everyone's staging buffer, one tensor [stop - start] per rank.
