@@ -188,7 +188,7 @@ def reduce_tensor(group: Group, tensor: Tensor, op: ReduceOp, algorithm: str) ->
         reduce_in_chunks(output.flat, lambda chunk: reduce_flat(group, chunk, op, algorithm))
     else:
         reduce_flat(group, output.flat, op, algorithm)
-    output.settle()
+    output.copy_back()
 
 
 def reduce_flat(group: Group, flat: Tensor, op: ReduceOp, algorithm: str) -> None:

@@ -235,7 +235,7 @@ class OperationQueue:
             if not check.advance():
                 check.wait(Backoff(submission.timeout_s or self.consistency.timeout_s))
             if submission.span is not None:
-                submission.span.met()
+                submission.span.all_arrived()
             check.verify()
             self._act(submission)
         except BaseException as exc:

@@ -40,9 +40,9 @@ class OwnedGradients(GradientReducer):
 
     def _unload(self, in_flight: InFlightReduction) -> list[int] | None:
         nonfinite = super()._unload(in_flight)
-        self._shared.give_away()
+        self._shared.leave_gradients_with_owners()
         return nonfinite
 
     def are_with_owners(self) -> bool:
         """Return whether reduced gradients are with the ranks that own them, and were not reset since."""
-        return self._shared.has_given(self.holds_reduced)
+        return self._shared.gradients_are_with_owners(self.holds_reduced)

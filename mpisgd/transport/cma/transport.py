@@ -17,7 +17,7 @@ from torch import Tensor
 from mpisgd.dtypes import ReduceOp
 from mpisgd.transport.cma.cross_memory_attach import CrossMemoryAttach
 from mpisgd.transport.cma.peer_access import PeerAccess
-from mpisgd.transport.messages.link import split_evenly
+from mpisgd.transport.messages.link import even_ranges
 from mpisgd.transport.shm.reduction import all_reduce_in_parts
 from mpisgd.transport.shm.staging import copy_bytes, prefetch, typed_pieces
 from mpisgd.transport.shm.transport import ShmTransport
@@ -85,7 +85,7 @@ class CmaTransport:
         return address if not self.access.is_revoked and self._memory.is_mine(address, flat.nbytes) else 0
 
     def _combine_part(self, flat: Tensor, op: ReduceOp, addresses: Sequence[int]) -> None:
-        first, last = split_evenly(flat.numel(), self._shm.size)[self._rank]
+        first, last = even_ranges(flat.numel(), self._shm.size)[self._rank]
         step = self._chunk_bytes // flat.element_size()
         for start, mine in zip(
             itertools.count(first, step), torch.split(flat[first:last], step), strict=False

@@ -36,7 +36,7 @@ from mpisgd.transport.internode.leader_exchange import (
 )
 from mpisgd.transport.internode.piece_exchange import PieceExchange
 from mpisgd.transport.ipc.segment import Segment
-from mpisgd.transport.messages.link import split_evenly
+from mpisgd.transport.messages.link import even_ranges
 from mpisgd.transport.shm.region import Region
 from mpisgd.transport.shm.staging import copy_bytes
 from mpisgd.transport.shm.transport import ShmTransport
@@ -218,12 +218,12 @@ class InternodeTransport:
         else:
             partial, result = self._slot(mine, arithmetic.partial)
             pieces = pieces_of(chunk)
-            own = slice(*split_evenly(mine.numel(), self.shm.size)[self.shm.rank])
+            own = slice(*even_ranges(mine.numel(), self.shm.size)[self.shm.rank])
             arithmetic.on_host([piece[own] for piece in pieces], partial[own])
             self.shm.barrier()
         exchange = None
         if self._local_rank < self._num_leaders:
-            piece = slice(*split_evenly(mine.numel(), self._num_leaders)[self._local_rank])
+            piece = slice(*even_ranges(mine.numel(), self._num_leaders)[self._local_rank])
             exchange = PieceExchange(self._leader, partial[piece], result[piece], arithmetic)
         self._in_flight.append(_InFlight(result, mine, exchange))
 

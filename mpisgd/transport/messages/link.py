@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from mpisgd.transport.mpi import Communicator
 
-__all__ = ["Link", "split_evenly"]
+__all__ = ["Link", "even_ranges"]
 
 TAG = 64  # above the consistency check's; the queue runs one operation at a time, so one tag is enough
 
@@ -75,6 +75,6 @@ def _without_empty(transfers: list[tuple[int, Tensor]]) -> list[tuple[int, Tenso
     return [(rank, tensor) for rank, tensor in transfers if tensor.numel()]
 
 
-def split_evenly(total: int, parts: int) -> list[tuple[int, int]]:
+def even_ranges(total: int, parts: int) -> list[tuple[int, int]]:
     """Return `parts` consecutive (start, stop) that cover range(total); sizes differ by at most one."""
     return [(total * i // parts, total * (i + 1) // parts) for i in range(parts)]
