@@ -34,13 +34,13 @@ class ReduceOp(enum.Enum):
         return f"ReduceOp.{self.name}"
 
 
-HALF_TYPES = (torch.float16, torch.bfloat16)
+HALF_DTYPES = (torch.float16, torch.bfloat16)
 UNSIGNED_AS_SIGNED = {
     torch.uint16: torch.int16,
     torch.uint32: torch.int32,
     torch.uint64: torch.int64,
 }
-FLOATING = (*HALF_TYPES, torch.float32, torch.float64)
+FLOATING = (*HALF_DTYPES, torch.float32, torch.float64)
 COMPLEX = (torch.complex64, torch.complex128)
 INTEGER = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *UNSIGNED_AS_SIGNED)
 REDUCIBLE = (*FLOATING, *COMPLEX, *INTEGER, torch.bool)

@@ -66,7 +66,7 @@ class Operation(Protocol):
 
 
 class Sink(Protocol):
-    """Who records. Any thread may call it, and it never waits."""
+    """What records the events. Any thread may call it, and it never waits."""
 
     def span(
         self, track: Track, name: str, begin_ns: int, end_ns: int, cat: str, args: Mapping[str, Any]
@@ -173,7 +173,7 @@ class OperationSpan:
     """One operation of a queue while it is being recorded; made when it is submitted.
 
     Args:
-        sink: who records.
+        sink: what records it.
         track: the queue's.
         operation: what it is.
         tensors: what it moves.
@@ -190,7 +190,7 @@ class OperationSpan:
         given: tuple[str, str] = getattr(_purpose, "given", DIRECT)
         self._cat, self._name = given
         self._thread = threading.get_ident()
-        self._submitted_ns = self._begun_ns = self._arrived_ns = self._met_ns = time.monotonic_ns()
+        self._submitted_ns = self._begun_ns = self._arrived_ns = self._all_arrived_ns = time.monotonic_ns()
         algorithm = operation.extra.removeprefix("algorithm=")
         self._args: dict[str, Any] = {
             "bytes": _nbytes(tensors, operation),
@@ -208,20 +208,20 @@ class OperationSpan:
         self._arrived_ns = time.monotonic_ns()
         self._args["number"] = number
 
-    def met(self) -> None:
+    def all_arrived(self) -> None:
         """All ranks are here."""
-        self._met_ns = time.monotonic_ns()
+        self._all_arrived_ns = time.monotonic_ns()
 
     def ends(self, error: BaseException | None = None) -> None:
         """It is done, or has failed."""
         end_ns, operation = time.monotonic_ns(), self._operation
         name = self._name or operation.kind
         arrived_ns = max(self._arrived_ns, self._begun_ns)
-        met_ns = max(self._met_ns, arrived_ns) if error is None else end_ns
+        all_arrived_ns = max(self._all_arrived_ns, arrived_ns) if error is None else end_ns
         args = self._args | {
             "what": str(operation),
             "arrived_us": (arrived_ns - self._begun_ns) / 1000,
-            "wait_us": (met_ns - arrived_ns) / 1000,
+            "wait_us": (all_arrived_ns - arrived_ns) / 1000,
             "blocking": not threading.current_thread().name.startswith(OUR_THREADS),
         }
         if threading.get_ident() != self._thread:
@@ -231,8 +231,8 @@ class OperationSpan:
         if error is not None:
             args["error"] = str(error)
         self._sink.span(self._track, name, self._begun_ns, end_ns, self._cat, args)
-        self._sink.span(self._track, "wait for the others", arrived_ns, met_ns, "phase", {})
-        self._sink.span(self._track, "move", met_ns, end_ns, "phase", {})
+        self._sink.span(self._track, "wait for the others", arrived_ns, all_arrived_ns, "phase", {})
+        self._sink.span(self._track, "move", all_arrived_ns, end_ns, "phase", {})
 
 
 def _nbytes(tensors: Any, operation: Operation) -> int:

@@ -85,7 +85,7 @@ def apart(source: Tensor, places: Sequence[Tensor], own: int = -1) -> Tensor:
 
 
 class StagedOutput:
-    """Where a result arrives: contiguous memory `flat`, and `settle()` to bring it into the tensor.
+    """Where a result arrives: contiguous memory `flat`, and `copy_back()` to bring it into the tensor.
 
     Args:
         tensor: the tensor to be overwritten.
@@ -106,7 +106,7 @@ class StagedOutput:
         else:
             self.flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
 
-    def settle(self, result: Tensor | None = None) -> None:
+    def copy_back(self, result: Tensor | None = None) -> None:
         """Make `result` ([numel], default: what lies in `flat`) the tensor's elements.
 
         Autograd is told that the tensor has changed, as after any in-place operation of torch.

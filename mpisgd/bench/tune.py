@@ -23,7 +23,7 @@ from mpisgd.collectives.dispatch import HOST_TRANSPORTS, TUNED
 from mpisgd.core.group import Group
 from mpisgd.job.lifecycle import world
 from mpisgd.job.rank_info import topology
-from mpisgd.tuning import Curve, Measured
+from mpisgd.tuning import Curve, MeasuredCurves
 from mpisgd.tuning.curve import ALL_REDUCE, FREE_POINTS, fit
 
 __all__ = ["RankSet", "contenders", "rank_sets", "to_measure", "tune"]
@@ -82,11 +82,11 @@ def to_measure(ranks_per_host: Sequence[int], *, plane: bool, direct: bool = Fal
     names = ["mpi", "all_to_all"]
     if len(ranks_per_host) > 1:
         names += ["ring", "halving_doubling"]
-        ours = [("hierarchical", speakers) for speakers in sorted({1, min(ranks_per_host)})]
+        ours = [("hierarchical", num_leaders) for num_leaders in sorted({1, min(ranks_per_host)})]
     else:
         ours = [("node", 1), *([("direct", 1)] if direct else [])]
     known = [*(ours if plane else []), *((name, 1) for name in names)]
-    reducing = [Curve(name, half, speakers=speakers) for half in DTYPES for name, speakers in known]
+    reducing = [Curve(name, half, num_leaders=num_leaders) for half in DTYPES for name, num_leaders in known]
     if len(ranks_per_host) > 1 or not plane:
         return reducing
     return reducing + [
@@ -94,7 +94,7 @@ def to_measure(ranks_per_host: Sequence[int], *, plane: bool, direct: bool = Fal
     ]
 
 
-def tune(budget_s: float, last_bytes: int, passes: int, report: Report) -> list[Measured]:
+def tune(budget_s: float, last_bytes: int, passes: int, report: Report) -> list[MeasuredCurves]:
     """Measure and fit. Collective.
 
     The median of a size's rounds passes over what disturbs some of them. A machine may be busy for longer:
@@ -113,7 +113,9 @@ def tune(budget_s: float, last_bytes: int, passes: int, report: Report) -> list[
             with _free_choice(place.group):
                 _pass(place, budget_s / len(places) / passes, last_bytes, found, report)
     return [
-        Measured(place.ranks_per_host, tuple(_measured(curve, seconds) for curve, seconds in found.items()))
+        MeasuredCurves(
+            place.ranks_per_host, tuple(_measured(curve, seconds) for curve, seconds in found.items())
+        )
         for place, found in zip(places, best, strict=True)
     ]
 
@@ -212,7 +214,7 @@ def _timed(curve: Curve, group: Group | None, payload: Payload | None) -> Timed:
 
     def call() -> None:
         if hosts is not None:
-            hosts.best_num_leaders = lambda nbytes, half: curve.speakers
+            hosts.best_num_leaders = lambda nbytes, half: curve.num_leaders
         group.costs = only
         collective()
 

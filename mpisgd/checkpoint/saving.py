@@ -18,7 +18,7 @@ from mpisgd.core.group import Group
 from mpisgd.errors import CheckpointError, InvalidArgument
 from mpisgd.job.lifecycle import group_or_world
 
-__all__ = ["Content", "check_arguments", "collect", "save", "to_disk"]
+__all__ = ["Content", "check_save_arguments", "collect", "save", "to_disk"]
 
 KIND = "checkpoint.save"
 
@@ -66,13 +66,13 @@ def save(
     """
     group = group_or_world(group)
     check_flag(KIND, "rng", rng)
-    folder = check_arguments(KIND, folder, step, keep_last, state)
+    folder = check_save_arguments(KIND, folder, step, keep_last, state)
     content = collect(group, step, state, rng=rng)
     operation = Operation(KIND, root=ROOT, extra="written")
     return at_root(group, operation, lambda: to_disk(folder, content, keep_last))
 
 
-def check_arguments(
+def check_save_arguments(
     kind: str, folder: object, step: object, keep_last: object, state: Mapping[str, Any]
 ) -> Path:
     """Return the folder, or raise InvalidArgument."""

@@ -180,7 +180,7 @@ def _array_parts(encoder: _Encoder, value: Any, path: Path) -> Any:
 _DICTS = {
     dict: "dict",
     collections.OrderedDict: "ordered",
-    collections.defaultdict: "dict",  # its factory is code; who loads it has one
+    collections.defaultdict: "dict",  # its factory is code, which the loading program has
     collections.Counter: "counter",
 }
 _ENCODERS: dict[type, Callable[[_Encoder, Any, Path], Any]] = {

@@ -13,7 +13,7 @@ from torch import Tensor
 from mpisgd.accelerator.host_copy import copy_tree
 from mpisgd.arguments import check_flag, shown
 from mpisgd.checkpoint import files
-from mpisgd.checkpoint.saving import Content, check_arguments, collect, to_disk
+from mpisgd.checkpoint.saving import Content, check_save_arguments, collect, to_disk
 from mpisgd.checkpoint.shared_errors import ROOT, at_root
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
@@ -60,7 +60,7 @@ class Writer:
         rng: bool = True,
         group: Group | None = None,
     ) -> None:
-        self.folder = check_arguments("checkpoint.Writer", folder, 0, keep_last, {"nothing": None})
+        self.folder = check_save_arguments("checkpoint.Writer", folder, 0, keep_last, {"nothing": None})
         check_flag("checkpoint.Writer", "rng", rng)
         if not isinstance(when_busy, str) or when_busy not in WHEN_BUSY:
             raise InvalidArgument(f"checkpoint.Writer: when_busy={shown(when_busy)}; expected wait or skip")
@@ -91,7 +91,7 @@ class Writer:
 
         Cost: one copy of the state in memory, on the first rank.
         """
-        check_arguments("checkpoint.save", self.folder, step, self.keep_last, state)
+        check_save_arguments("checkpoint.save", self.folder, step, self.keep_last, state)
         group = group_or_world(self._group)
         asked = Operation("checkpoint.save", root=ROOT, extra=f"may begin, step {operator.index(step)}")
         if not at_root(group, asked, self._may_begin):

@@ -15,7 +15,7 @@ from mpisgd.cli.provenance import command, machine, now
 
 if TYPE_CHECKING:
     from mpisgd.bench.tune import RankSet
-    from mpisgd.tuning import Curve, Measured
+    from mpisgd.tuning import Curve, MeasuredCurves
 
 __all__ = ["tune"]
 
@@ -59,7 +59,7 @@ def _report(place: "RankSet", nbytes: int, medians: "dict[Curve, float]") -> Non
         print(one_line(place.ranks_per_host, nbytes, medians), file=sys.stderr, flush=True)
 
 
-def _write(out: Path | None, measured: "list[Measured]") -> None:
+def _write(out: Path | None, measured: "list[MeasuredCurves]") -> None:
     """Write the profile; on rank 0."""
     from mpisgd.job.rank_info import topology
     from mpisgd.tuning.profile import as_profile, default_path, write

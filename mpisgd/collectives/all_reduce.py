@@ -16,7 +16,7 @@ from mpisgd.collectives.tensor_arguments import check_output
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.core.work import Work
-from mpisgd.dtypes import HALF_TYPES, ReduceOp, check_op
+from mpisgd.dtypes import HALF_DTYPES, ReduceOp, check_op
 from mpisgd.errors import InvalidArgument
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.transport.cma.transport import CmaTransport
@@ -123,7 +123,7 @@ def choose_algorithm(group: Group, algorithm: str, tensor: Tensor) -> str:
         raise InvalidArgument(
             f"all_reduce: algorithm={shown(algorithm)}; expected one of {', '.join(CHOICES)}"
         )
-    half = tensor.dtype in HALF_TYPES
+    half = tensor.dtype in HALF_DTYPES
     if algorithm in IN_STEPS:
         algorithm = _as_these_ranks_have_it(group, algorithm)
     if algorithm != "auto":
@@ -188,7 +188,7 @@ def reduce_tensor(group: Group, tensor: Tensor, op: ReduceOp, algorithm: str) ->
         reduce_in_chunks(output.flat, lambda chunk: reduce_flat(group, chunk, op, algorithm))
     else:
         reduce_flat(group, output.flat, op, algorithm)
-    output.settle()
+    output.copy_back()
 
 
 def reduce_flat(group: Group, flat: Tensor, op: ReduceOp, algorithm: str) -> None:

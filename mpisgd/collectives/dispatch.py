@@ -247,7 +247,7 @@ def run_in_steps(
         async_op=async_op,
         like=call.like,
         before=partial(next, steps, None),
-        way="hierarchical" if isinstance(transport, InternodeTransport) else "node",
+        transport="hierarchical" if isinstance(transport, InternodeTransport) else "node",
     )
 
 
@@ -261,7 +261,7 @@ def run_in_queue(
     like: Tensor | None,
     before: Callable[[], None] | None = None,
     after: Work | None = None,
-    way: str = "mpi",
+    transport: str = "mpi",
 ) -> Work | None:
     """Run an action on the host in the group's queue; on a device its copies keep the order of the streams.
 
@@ -269,12 +269,12 @@ def run_in_queue(
         group: of the operation.
         operation: see `OperationQueue.run`, as for `action`, `tensors`, `async_op`, `before` and `after`.
         like: one of its tensors; where it is, all are. None: it has none.
-        way: see `OperationQueue.run`.
+        transport: see `OperationQueue.run`.
     """
     guard = None
     if like is not None and on_device(like):
         guard = _device_transport(group, operation, like).stream_guard(like.device, waits=async_op)
-        action, way = guard.to_its_end(action), f"{way}, through host memory"
+        action, transport = guard.to_its_end(action), f"{transport}, through host memory"
         before = None if before is None else guard.through(before)
     work = group.queue.run(
         operation,
@@ -283,7 +283,7 @@ def run_in_queue(
         async_op=async_op,
         before=before,
         after=after,
-        transport=way,
+        transport=transport,
         like=like,
     )
     if guard is not None and work is None:

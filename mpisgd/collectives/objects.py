@@ -18,7 +18,7 @@ def broadcast_object(obj: Any = None, src: int = 0, group: Group | None = None) 
     Collective: all ranks of `group` call it in the same order.
 
     Args:
-        obj: what to send, looked at on `src` only, which gets the very same object back.
+        obj: what to send, used on `src` only, which gets the very same object back.
         src: global rank of the one that has it.
         group: defaults to all processes of the job.
 

@@ -50,7 +50,7 @@ class Packer:
     def finish(self) -> None:
         """Bring all results into the tensors."""
         for output, result in self._results:
-            output.settle(result)
+            output.copy_back(result)
 
 
 def messages_of(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

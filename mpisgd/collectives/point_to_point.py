@@ -55,28 +55,28 @@ def irecv(tensor: Tensor, src: int | None = None, group: Group | None = None, ta
     _check_tag("irecv", tag, group)
     root = None if src is None else group.group_rank("irecv", "src", src)
     output = StagedOutput(tensor, keep=False)
-    settle = _after_earlier_work(tensor, output.settle)
+    copy_back = _after_earlier_work(tensor, output.copy_back)
 
     def arrived(nbytes: int) -> None:
         expected = tensor.numel() * tensor.element_size()
         if nbytes != expected:
             raise ShapeMismatch(f"recv: got {nbytes} bytes, the tensor has {expected} ({list(tensor.shape)})")
-        settle()
+        copy_back()
 
     messages: PointToPoint = group.point_to_point
     return messages.receive("recv", output.flat, root, tag, [tensor], arrived)
 
 
-def _after_earlier_work(tensor: Tensor, settle: Callable[[], None]) -> Callable[[], None]:
-    """Return `settle` as any thread may call it: on a device what the caller's stream has to do comes first.
+def _after_earlier_work(tensor: Tensor, copy_back: Callable[[], None]) -> Callable[[], None]:
+    """Return `copy_back` for any thread to call: on a device what the caller's stream has to do comes first.
 
     Messages go through host memory, also where there is NCCL: it has no tags, and lets two ranks that both
     send before they receive wait for ever.
     """
     if not on_device(tensor):
-        return settle
+        return copy_back
     stream = runtime().new_stream(tensor.device)
-    return StreamGuard(tensor.device, stream, waits=True).to_its_end(settle)
+    return StreamGuard(tensor.device, stream, waits=True).to_its_end(copy_back)
 
 
 def send(tensor: Tensor, dst: int, group: Group | None = None, tag: int = 0) -> None:

@@ -141,16 +141,16 @@ class ConsistencyChecker:
         self._history = low.to_bytes(8, "little") + high.to_bytes(8, "little")
 
     def compare(self, mine: str, detail: str) -> str:
-        """Gather what every rank was about to do, and say who differs. Collective.
+        """Gather what every rank was about to do, and tell which ranks differ. Collective.
 
         Raises:
             CollectiveTimeout: another rank timed out earlier, so it does not come to compare.
         """
         self._wait_for_all(mine)
         groups: dict[tuple[int, str, str], list[int]] = defaultdict(list)
-        views = self.wire.all_gather_object((self.number, mine, detail))
-        for rank, view in zip(self.wire.global_ranks, views, strict=True):
-            groups[view].append(rank)
+        descriptions = self.wire.all_gather_object((self.number, mine, detail))
+        for rank, description in zip(self.wire.global_ranks, descriptions, strict=True):
+            groups[description].append(rank)
         common = set.intersection(*(set(more.splitlines()) for _, _, more in groups))
         lines = [f"the ranks of group '{self.name}' do not agree on what comes next:"]
         for (number, text, more), ranks in sorted(groups.items(), key=lambda item: item[1]):

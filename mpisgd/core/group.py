@@ -10,10 +10,10 @@ from mpisgd.core.operation_queue import OperationQueue
 from mpisgd.core.topology import Topology
 from mpisgd.errors import InvalidRank, MpisgdError, NotInGroup, NotInitialized, PeerLost
 
-__all__ = ["Endpoint", "Group"]
+__all__ = ["Group", "GroupResources"]
 
 
-class Endpoint(NamedTuple):
+class GroupResources(NamedTuple):
     """What one member communicates with the others through; `mpisgd.job.group_factory` opens it.
 
     Attributes:
@@ -49,17 +49,19 @@ class Group:
         known_calls: what collectives have found out about calls that come again and again.
     """
 
-    def __init__(self, name: str, ranks: Sequence[int], endpoint: Endpoint | None, *, costs: Any) -> None:
+    def __init__(
+        self, name: str, ranks: Sequence[int], resources: GroupResources | None, *, costs: Any
+    ) -> None:
         self.name = name
         self.ranks = tuple(ranks)
         self.size = len(self.ranks)
         self.ordinal = 0
-        self.rank = -1 if endpoint is None else endpoint.topology.rank
+        self.rank = -1 if resources is None else resources.topology.rank
         self.pid = os.getpid()
         self.costs = costs
         self.device: Any = None
         self.known_calls: dict[Any, Any] = {}
-        self._endpoint = endpoint
+        self._resources = resources
         self._closed = False
         self._lost = ""
 
@@ -78,43 +80,43 @@ class Group:
     @property
     def queue(self) -> OperationQueue:
         """The order of this group's collectives."""
-        return self._usable_endpoint().queue
+        return self._usable_resources().queue
 
     @property
     def point_to_point(self) -> Any:
         """The group's point-to-point messages."""
-        return self._usable_endpoint().point_to_point
+        return self._usable_resources().point_to_point
 
     @property
     def topology(self) -> Topology:
         """Which members share a host."""
-        return self._usable_endpoint().topology
+        return self._usable_resources().topology
 
     @property
     def known_topology(self) -> Topology:
         """The same, also of a group that was closed or abandoned."""
-        assert self._endpoint is not None
-        return self._endpoint.topology
+        assert self._resources is not None
+        return self._resources.topology
 
     @property
     def transports(self) -> Any:
         """What the group communicates through besides MPI itself."""
-        return self._usable_endpoint().transports
+        return self._usable_resources().transports
 
     @property
     def shm(self) -> Any:
         """The shared memory of the group, None unless all its ranks share one host and can have it."""
-        return self._usable_endpoint().transports.shm
+        return self._usable_resources().transports.shm
 
     @property
     def internode(self) -> Any:
         """The transport between the group's hosts, None where there is one host only."""
-        return self._usable_endpoint().transports.internode
+        return self._usable_resources().transports.internode
 
-    def _usable_endpoint(self) -> Endpoint:
-        if self._endpoint is None or self._lost or self._closed or self.pid != os.getpid():
+    def _usable_resources(self) -> GroupResources:
+        if self._resources is None or self._lost or self._closed or self.pid != os.getpid():
             raise self._why_unusable()
-        return self._endpoint
+        return self._resources
 
     def _why_unusable(self) -> MpisgdError:
         if self._lost:
@@ -159,20 +161,20 @@ class Group:
         _left.append(self)
 
     def _abandon(self, error: MpisgdError) -> None:
-        if self._endpoint is not None:
-            queue = self._endpoint.queue
+        if self._resources is not None:
+            queue = self._resources.queue
             queue.broken = queue.broken or error
             queue.drain()
-            self._endpoint.point_to_point.abandon(error)
+            self._resources.point_to_point.abandon(error)
 
     def close(self) -> None:
         """Free the communicators. Collective over the members."""
         if self.device is not None:
             self.device.close()
-        if self._endpoint is not None:
-            self._endpoint.point_to_point.close()
-            self._endpoint.transports.close()
-            self._endpoint.queue.wire.free()
+        if self._resources is not None:
+            self._resources.point_to_point.close()
+            self._resources.transports.close()
+            self._resources.queue.wire.free()
         self._closed = True
 
 

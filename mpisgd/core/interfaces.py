@@ -60,7 +60,7 @@ class DigestExchange(Protocol):
         """Sleep for so long, or until another rank wakes this one; False at once where none would."""
 
     def missing(self) -> str:
-        """Say for whom this rank waits, while it is not over."""
+        """Describe the ranks that this rank waits for, while it is not over."""
 
 
 class PointToPoint(Protocol):

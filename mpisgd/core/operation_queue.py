@@ -142,7 +142,7 @@ class OperationQueue:
             action: does the communication; runs on this thread or on the queue's.
             tensors: what the Work's future holds; kept alive until done.
             async_op: return at once with the Work.
-            detail: tells more about this rank's view when the ranks disagree.
+            detail: tells more about this rank's call when the ranks disagree.
             before: called when the operation's turn has come, before the others hear of it.
             after: an earlier operation without which this one makes no sense: it is dropped if that failed.
                 All ranks drop it: what fails without breaking the queue fails on all of them.
@@ -235,7 +235,7 @@ class OperationQueue:
             if not check.advance():
                 check.wait(Backoff(submission.timeout_s or self.consistency.timeout_s))
             if submission.span is not None:
-                submission.span.met()
+                submission.span.all_arrived()
             check.verify()
             self._act(submission)
         except BaseException as exc:

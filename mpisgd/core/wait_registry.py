@@ -49,7 +49,7 @@ class Message(NamedTuple):
     Attributes:
         group: name of its group.
         receives: whether the rank is at the receiving end.
-        partners: global ranks of whom one is at the other end.
+        partners: global ranks, of which one is at the other end.
         tag: as the program gave it.
     """
 
@@ -92,7 +92,7 @@ class RegisteredWait(NamedTuple):
         since_s: when the wait began, by `time.monotonic`.
         timeout_s: after how many seconds it ends with an error; infinite: the wait for a thread that has one.
         reason: tells what for; None where the operation on the thread's queue says it.
-        wake: has the thread look for its `cancel_error`; None where it does so by itself.
+        wake: has the thread check its `cancel_error`; None where it does so by itself.
     """
 
     thread: int
@@ -112,7 +112,7 @@ def serial_of(since_s: float) -> int:
     return int(since_s * 1000)
 
 
-# Set by the monitor: called by a thread whose wait has timed out, returns who is missing.
+# Set by the monitor: called by a thread whose wait has timed out, returns the missing ranks as text.
 on_timeout: Callable[[], str] | None = None
 # By thread: the MPI call that it is blocked in, which cannot be interrupted, and since when.
 mpi_calls: dict[int, tuple[str, float]] = {}
@@ -177,7 +177,7 @@ def waiting_for(reason: WaitReason, timeout_s: float | None = None) -> Iterator[
 
 
 def report_timeout() -> str:
-    """Report that this thread's wait has timed out, before it unregisters; return who is missing, or ""."""
+    """Report this thread's timeout before it unregisters; return the missing ranks as text, or ""."""
     return "" if on_timeout is None else on_timeout()
 
 

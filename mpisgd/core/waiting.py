@@ -32,7 +32,7 @@ LONG_SLEEP_S = 0.005  # a long wait costs about one per cent of a core
 # Where cores are scarce, yielding the core is quicker than being woken for this long (4 ranks on 2 cores: a
 # barrier took 8 us, by sleeping at once 34 us).
 YIELD_S = 0.0003
-# Who will be woken sleeps longer; it wakes by itself to move MPI's messages along.
+# A rank that will be woken sleeps longer; it wakes by itself to move MPI's messages along.
 WAKEABLE_SLEEP_S = 0.0002
 # Pauses are this share of what has been waited already: late partners are noticed that much later.
 SHARE = 1 / 20
@@ -57,7 +57,7 @@ def cancel_all(error: MpisgdError) -> None:
 
 
 def allow_waits() -> None:
-    """Take back `cancel_all`."""
+    """Undo `cancel_all`."""
     global _cancelled_by
     _cancelled_by = None
 
@@ -93,7 +93,7 @@ def add_pending_message(message: object) -> None:
 
 
 def remove_pending_message(message: object) -> None:
-    """Take back `add_pending_message`."""
+    """Undo `add_pending_message`."""
     _pending_messages.discard(id(message))
 
 

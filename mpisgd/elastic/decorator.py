@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from mpisgd.arguments import check_callable, check_flag, check_positive, shown
-from mpisgd.elastic.joining import Terms, is_joiner
+from mpisgd.elastic.joining import ElasticOptions, is_joiner
 from mpisgd.errors import InvalidArgument
 from mpisgd.job import rank_info
 
@@ -20,13 +20,13 @@ class Frontend(NamedTuple):
     Attributes:
         check_state: raises where the first argument of a function, given second, is not a state.
         join: lets a joiner enter the job; gets the state.
-        until_done: calls a function, with a state and on some terms, until it returns on every remaining
+        until_done: calls a function, with a state and options, until it returns on every remaining
             rank; the last argument is whether this rank has just joined.
     """
 
     check_state: Callable[[Function, Any], None]
     join: Callable[[Any], None]
-    until_done: Callable[[Function, Any, Terms, bool], Any]
+    until_done: Callable[[Function, Any, ElasticOptions, bool], Any]
 
 
 def elastic_function(
@@ -44,14 +44,14 @@ def elastic_function(
     _check(func, min_ranks, max_ranks, regrow)
 
     @functools.wraps(func)
-    def wrapper(state: Any, *args: Any, **options: Any) -> Any:
+    def wrapper(state: Any, *args: Any, **kwargs: Any) -> Any:
         frontend.check_state(func, state)
         joiner = is_joiner()
         if joiner:
             frontend.join(state)
         size = rank_info.size()
-        terms = Terms(min_ranks, size if max_ranks is None else min(size, max_ranks), regrow)
-        return frontend.until_done(lambda state: func(state, *args, **options), state, terms, joiner)
+        options = ElasticOptions(min_ranks, size if max_ranks is None else min(size, max_ranks), regrow)
+        return frontend.until_done(lambda state: func(state, *args, **kwargs), state, options, joiner)
 
     return wrapper
 

@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 
     from mpisgd.transport.mpi import Communicator
 
-__all__ = ["Terms", "grow", "is_joiner", "join"]
+__all__ = ["ElasticOptions", "grow", "is_joiner", "join"]
 
 TO_JOIN, JOINED = "1", "0"  # values of JOINER_VARIABLE; child processes inherit them
 READY, COME = 7, 8  # tags
 JOIN_TIMEOUT_S = 120.0  # for a program to start and to make its model
 
 
-class Terms(NamedTuple):
-    """The conditions under which a job continues after a loss.
+class ElasticOptions(NamedTuple):
+    """How a job continues after a loss.
 
     Attributes:
         min_ranks: the job ends with fewer.
@@ -56,14 +56,14 @@ def is_joiner() -> bool:
     return os.environ.get(config.JOINER_VARIABLE) == TO_JOIN
 
 
-def grow(left: "Communicator", terms: Terms) -> tuple["Communicator", int]:
+def grow(left: "Communicator", options: ElasticOptions) -> tuple["Communicator", int]:
     """Return a communicator of survivors and joiners, and the number of joiners. Collective over `left`.
 
     If a process cannot be started, or does not come, the job continues without joiners and rank 0 prints why.
     The next loss tries again.
     """
-    missing = terms.wanted - left.size
-    if not terms.regrow or missing <= 0:
+    missing = options.wanted - left.size
+    if not options.regrow or missing <= 0:
         return left, 0
     try:
         joiners = left.spawn(_this_program(), missing, {config.JOINER_VARIABLE: TO_JOIN})

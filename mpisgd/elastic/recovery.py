@@ -1,7 +1,7 @@
 """Recovery from a loss: the survivors make a new world, with joiners if the program asked for them.
 
     a rank is gone         all waits end (monitor/failure_detector.py)
-    give up the old world  threads end, communicators are revoked
+    abandon the old world  threads end, communicators are revoked
     shrink                 to the survivors, in their order; waits for all of them
     quorum                 may we continue, or are we the smaller part of a partitioned network?
     grow                   joiners, if wanted
@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from mpisgd.core import waiting
-from mpisgd.elastic.joining import Terms, grow
+from mpisgd.elastic.joining import ElasticOptions, grow
 from mpisgd.errors import JobError, MpisgdError, PeerLost
 from mpisgd.job import lifecycle as jobs
 from mpisgd.job import rank_info
@@ -48,7 +48,7 @@ __all__ = [
 
 MINORITY_EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h
 NOTICE_S = 0.5  # the failure detector needs less; an error may come before it has looked
-SHRINKING = "the agreement of the remaining ranks on who they are"
+SHRINKING = "the agreement of the remaining ranks"
 
 
 class Recovered(NamedTuple):
@@ -105,12 +105,12 @@ def has_quorum(nodes: Sequence[Sequence[int]], left: Collection[int]) -> bool:
     return min(left) < min(unreachable)
 
 
-def recover(reason: str, terms: Terms) -> Recovered:
+def recover(reason: str, options: ElasticOptions) -> Recovered:
     """Leave a world that has lost ranks for one of the survivors. Collective over these.
 
     Args:
         reason: the error of the groups of the old world from now on.
-        terms: how many ranks there may be, and whether joiners are started.
+        options: how many ranks there may be, and whether joiners are started.
 
     Raises:
         JobError: too few are left, or they have no quorum; on all survivors, which are then in a new world.
@@ -125,7 +125,7 @@ def recover(reason: str, terms: Terms) -> Recovered:
             with within(old.timeout_s, SHRINKING, end=end, exit_code=MINORITY_EXIT_CODE):
                 left_wire = old_wire.shrink()
             old_wire.acknowledge()
-            outcome = _try_to_begin(old, left_wire, before, terms)
+            outcome = _try_to_begin(old, left_wire, before, options)
             if old_wire.agree(outcome is not None):
                 break
             if outcome is not None:
@@ -139,12 +139,12 @@ def recover(reason: str, terms: Terms) -> Recovered:
     if silent_hosts(before.nodes, left):
         jobs.current_job().lost_host = True
     recovered = Recovered(lost, num_joiners, time.monotonic() - started)
-    _check_terms(before, left, terms)
+    _check_options(before, left, options)
     return recovered
 
 
 def _try_to_begin(
-    old: Job, left_wire: "Communicator", before: "Topology", terms: Terms
+    old: Job, left_wire: "Communicator", before: "Topology", options: ElasticOptions
 ) -> tuple[list[int], int] | None:
     """Make the new world; return None if another rank was lost meanwhile.
 
@@ -153,8 +153,8 @@ def _try_to_begin(
     """
     try:
         left = left_wire.all_gather_object(before.rank)
-        fit = has_quorum(before.nodes, left) and len(left) >= terms.min_ranks
-        wire, num_joiners = grow(left_wire, terms) if fit else (left_wire, 0)
+        fit = has_quorum(before.nodes, left) and len(left) >= options.min_ranks
+        wire, num_joiners = grow(left_wire, options) if fit else (left_wire, 0)
         jobs.begin(wire, old.comm, old.timeout_s, old.gpu)
     except MpisgdError as exc:
         print(f"mpisgd: elastic: {exc}; once more", file=sys.stderr, flush=True)
@@ -165,18 +165,19 @@ def _try_to_begin(
     return left, num_joiners
 
 
-def _check_terms(before: "Topology", left: list[int], terms: Terms) -> None:
+def _check_options(before: "Topology", left: list[int], options: ElasticOptions) -> None:
     """Raise JobError where the survivors must not continue."""
-    who = f"{len(left)} of {before.size} ranks are left (of the world before: {_listed(left)})"
+    left_text = f"{len(left)} of {before.size} ranks are left (of the world before: {_listed(left)})"
     if not has_quorum(before.nodes, left):
         hosts = ", ".join(before.hostnames[host] for host in silent_hosts(before.nodes, left))
         raise JobError(
-            f"elastic: {who}, and the others, on {hosts}, may be alive behind a network partition: this part "
-            "ends, since it is the smaller one (of two equal parts: the one without the lowest rank)",
+            f"elastic: {left_text}, and the others, on {hosts}, may be alive behind a network "
+            "partition: this part ends, since it is the smaller one (of two equal parts: the one without the "
+            "lowest rank)",
             MINORITY_EXIT_CODE,
         )
-    if len(left) < terms.min_ranks:
-        raise JobError(f"elastic: {who}; min_ranks={terms.min_ranks}", MINORITY_EXIT_CODE)
+    if len(left) < options.min_ranks:
+        raise JobError(f"elastic: {left_text}; min_ranks={options.min_ranks}", MINORITY_EXIT_CODE)
 
 
 def free_old_worlds() -> None:
@@ -194,10 +195,10 @@ def report(recovered: Recovered, prefix: str = "mpisgd") -> None:
     """
     if rank_info.rank() == 0:
         lost = recovered.lost
-        who = f"rank {lost[0]} is" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))} are"
+        gone = f"rank {lost[0]} is" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))} are"
         joined = f", {recovered.num_joiners} of them new" if recovered.num_joiners else ""
         print(
-            f"{prefix}: elastic: {who} lost; {rank_info.size()} ranks go on from the last commit{joined} "
+            f"{prefix}: elastic: {gone} lost; {rank_info.size()} ranks go on from the last commit{joined} "
             f"(recovered in {recovered.took_s:.2f} s)",
             file=sys.stderr,
             flush=True,

@@ -8,7 +8,7 @@ from typing import Any
 from mpisgd.core import waiting
 from mpisgd.core.consistency import Operation
 from mpisgd.elastic.decorator import Frontend, Function, elastic_function
-from mpisgd.elastic.joining import Terms, join
+from mpisgd.elastic.joining import ElasticOptions, join
 from mpisgd.elastic.recovery import (
     agree_on_end,
     free_old_worlds,
@@ -74,7 +74,7 @@ def _check_state(func: Function, state: Any) -> None:
         )
 
 
-def _until_done(func: Function, state: State, terms: Terms, joiner: bool) -> Any:
+def _until_done(func: Function, state: State, options: ElasticOptions, joiner: bool) -> Any:
     """Call `func` until it returns on every remaining rank."""
     _warn_without_fault_tolerance()
     prepare: Callable[[], None] = functools.partial(_resume, state, True) if joiner else state.begin
@@ -86,7 +86,7 @@ def _until_done(func: Function, state: State, terms: Terms, joiner: bool) -> Any
         except Exception as exc:
             if not _is_loss(exc):
                 raise
-            recovered = recover(str(exc), terms)
+            recovered = recover(str(exc), options)
             report(recovered)
             prepare = functools.partial(_resume, state, recovered.num_joiners > 0)
         else:

@@ -185,7 +185,7 @@ class BucketLauncher:
             like=flat,
             before=kinds.before,
             after=in_flight.latest,
-            way=self._algorithm_name(slot),
+            transport=self._algorithm_name(slot),
         )
 
     def _algorithm_name(self, slot: BucketSlot) -> str:

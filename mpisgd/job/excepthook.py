@@ -110,7 +110,7 @@ class ExceptHook:
     def _report(self, exc: BaseException) -> str:
         if isinstance(exc, JobError):
             return f"{Path(sys.argv[0]).name or 'mpisgd'}: error: {exc}"
-        who = f"rank {self._wire.rank} of {self._wire.size}"
+        name = f"rank {self._wire.rank} of {self._wire.size}"
         host = self._topology.hostnames[self._topology.node_rank]
         report = "".join(traceback.format_exception(type(exc), exc, exc.__traceback__)).rstrip()
-        return report if self._wire.size == 1 else f"mpisgd: {who} on {host} raised, the job ends:\n{report}"
+        return report if self._wire.size == 1 else f"mpisgd: {name} on {host} raised, the job ends:\n{report}"

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from mpisgd.core.group import Endpoint, Group
+from mpisgd.core.group import Group, GroupResources
 from mpisgd.core.operation_queue import OperationQueue
 from mpisgd.core.topology import Topology, discover
 from mpisgd.transport.messages.point_to_point import PointToPoint
@@ -42,7 +42,7 @@ def make_group(
         return Group(name, ranks, None, costs=costs)
     topology = topology or discover(wire)
     costs = costs.at(topology.ranks_per_host)
-    transports = open_transports(wire, topology, costs.speakers, name=name, timeout_s=timeout_s)
+    transports = open_transports(wire, topology, costs.num_leaders, name=name, timeout_s=timeout_s)
     queue = OperationQueue(
         wire,
         transports.digest_exchange,
@@ -54,7 +54,7 @@ def make_group(
     )
     messages = PointToPoint(wire.duplicate(), timeout_s=timeout_s, threads_allowed=threads_allowed)
     messages.group = (name, tuple(ranks))
-    return Group(name, ranks, Endpoint(queue, messages, transports, topology), costs=costs)
+    return Group(name, ranks, GroupResources(queue, messages, transports, topology), costs=costs)
 
 
 def _revoke_access(transports: Transports) -> Callable[[], None]:

@@ -118,7 +118,7 @@ def _wait_for_members(wire: "Communicator", members: Sequence[int], name: str, t
         if not rendezvous.advance() and not Backoff(timeout_s).wait_for(
             rendezvous.advance, about=lambda: reason
         ):
-            waited = f"waited {timeout_s:.1f} s for {rendezvous.missing()}, who must call it too"
+            waited = f"waited {timeout_s:.1f} s for {rendezvous.missing()}; every member must call it"
             raise CollectiveTimeout(f"{text}, group '{name}': {waited}")
     finally:
         rendezvous.close()

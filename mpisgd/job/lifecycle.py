@@ -16,7 +16,7 @@ from mpisgd.job.quiesce import end_operations
 from mpisgd.job.stale_files import remove_stale_files
 from mpisgd.job.startup import (
     abort_if_mpi_failed,
-    check_arguments,
+    check_init_arguments,
     check_is_no_child,
     check_world_size,
     load_mpi,
@@ -84,7 +84,7 @@ def init(
         InvalidArgument: `comm` is no communicator, `timeout_s` or `num_threads` is not positive,
             MPISGD_PROFILE names no file, or the ranks give different `gpu`.
     """
-    check_arguments(comm, timeout_s, num_threads, gpu)
+    check_init_arguments(comm, timeout_s, num_threads, gpu)
     if _job is not None:
         _check_same(comm, gpu)
         return

@@ -54,7 +54,7 @@ def _agree_on_end(groups: Sequence[Group], timeout_s: float) -> list[Group]:
 
 
 def _is_left(group: Group) -> bool:
-    """Return whether a member has left the group: it sends no farewell, so none is complete there."""
+    """Return whether a member has left the group: then the agreement cannot be complete there."""
     return group.queue.consistency.somebody_left()
 
 

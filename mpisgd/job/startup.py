@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "abort_if_mpi_failed",
-    "check_arguments",
+    "check_init_arguments",
     "check_is_no_child",
     "check_world_size",
     "load_mpi",
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 
-def check_arguments(comm: Any, timeout_s: Any, num_threads: Any, gpu: Any) -> None:
+def check_init_arguments(comm: Any, timeout_s: Any, num_threads: Any, gpu: Any) -> None:
     """Raise InvalidArgument where an argument of `init` makes no sense."""
     # Whoever has a communicator has loaded mpi4py.
     loaded = sys.modules.get("mpi4py.MPI")
@@ -113,7 +113,7 @@ def warn_of_late_defaults(library: str, defaults: dict[str, str], rank: int) -> 
 
 
 def abort_if_mpi_failed(exc: RuntimeError) -> None:
-    """End the whole job if MPI has failed here: others may have met nothing and would wait for this rank."""
+    """End the whole job if MPI has failed here: others may have no error and would wait for this rank."""
     of_mpi = isinstance(exc, MpiFailed) or type(exc).__module__.startswith("mpi4py")
     if of_mpi and (config.launcher_size() or 1) > 1:
         print_to_user(

@@ -1,4 +1,4 @@
-"""`check_in_sync`: whether the ranks still hold the same numbers, and if not, which and since whom.
+"""`check_in_sync`: whether the ranks still hold the same numbers, and if not, what differs where.
 
 Ranks that start equal and step by the same gradients stay equal to the last bit. What makes them drift apart
 is silent: a seed that one rank does not set, a parameter changed outside the optimizer, a layer that is left
@@ -97,7 +97,7 @@ def _entries_of_optimizer(optimizer: torch.optim.Optimizer) -> list[tuple[str, A
 
 
 def _leaves(prefix: str, tree: Any) -> Iterable[tuple[str, Any]]:
-    """Yield what is in nested mappings and lists, with the way there as its name."""
+    """Yield what is in nested mappings and lists, with its path as its name."""
     if isinstance(tree, Mapping):
         pairs: Iterable[tuple[Any, Any]] = tree.items()
     elif isinstance(tree, (list, tuple)):
@@ -128,16 +128,16 @@ def _digest_of(value: Any) -> int:
 
 
 def _report(named: Sequence[tuple[str, Any]], mine: Sequence[int], group: Group) -> str:
-    """Say what differs first, and who holds what. Collective."""
+    """Raise, and tell what differs first, and which ranks hold what. Collective."""
     digests = _gather(list(mine), group)
     places = [i for i in range(len(named)) if len({theirs[i] for theirs in digests}) > 1]
-    views = _gather([_text_of(named[i][1], mine[i]) for i in places[:MOST_NAMES]], group)
+    texts = _gather([_text_of(named[i][1], mine[i]) for i in places[:MOST_NAMES]], group)
     lines = [f"{NAME}: {len(places)} of {len(named)} entries differ between the ranks of '{group.name}':"]
     for at, i in enumerate(places[:MOST_NAMES]):
         lines.append(f"  {_label(*named[i])}")
         held: dict[str, list[int]] = defaultdict(list)
-        for rank, view in zip(group.ranks, views, strict=True):
-            held[view[at]].append(rank)
+        for rank, told in zip(group.ranks, texts, strict=True):
+            held[told[at]].append(rank)
         lines += [f"      {ranks_text(ranks)}: {text}" for text, ranks in held.items()]
     if len(places) > MOST_NAMES:
         lines.append(f"  ... and {len(places) - MOST_NAMES} more")

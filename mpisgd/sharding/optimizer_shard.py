@@ -11,7 +11,7 @@ from mpisgd.errors import InvalidArgument
 from mpisgd.sharding.shared_parameters import Named, SharedParameters
 from mpisgd.sharding.shared_state import gather_states
 
-__all__ = ["OptimizerShard", "check_optimizer"]
+__all__ = ["OptimizerShard", "check_shardable_optimizer"]
 
 
 class OptimizerShard:
@@ -27,7 +27,7 @@ class OptimizerShard:
         group: the ranks that train together.
 
     Attributes:
-        parameters: where they lie and who owns them.
+        parameters: where they lie and which rank owns each.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, named: Named, group: Group) -> None:
@@ -67,7 +67,7 @@ class OptimizerShard:
         """Wait until nobody reads the parameters, and show the optimizer this rank's only. Collective."""
         self.show_all()  # a step that raised has left them hidden
         self.parameters.check_in_place()
-        self.parameters.meet_before_update()
+        self.parameters.barrier_before_update()
         self._drop_states()
         groups = self._optimizer.param_groups
         self._hidden = [group["params"] for group in groups]
@@ -87,7 +87,7 @@ class OptimizerShard:
         """Return the closure as it must be called within a step, which may have changed parameters before."""
 
         def when_all_are_updated() -> Any:
-            self.parameters.meet_after_update()
+            self.parameters.barrier_after_update()
             try:
                 return closure()
             except BaseException:
@@ -99,7 +99,7 @@ class OptimizerShard:
     def end_update(self) -> None:
         """Show all parameters again, and wait until all are updated. Collective."""
         self.show_all()
-        self.parameters.meet_after_update()
+        self.parameters.barrier_after_update()
 
     def show_all(self) -> None:
         """Give the optimizer all its parameters back, if they are hidden."""
@@ -150,11 +150,11 @@ class OptimizerShard:
         return [param for group in self._optimizer.param_groups for param in group["params"]]
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+def check_shardable_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raise unless an optimizer can be applied to some of its parameters at a time.
 
     Raises:
-        InvalidArgument: it looks at all of them together.
+        InvalidArgument: it needs all of them together.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise InvalidArgument(

@@ -20,7 +20,7 @@ class OwnedGradients(GradientReducer):
         named: all parameters, with names.
         group: the ranks.
         options: how to reduce.
-        shared: where the parameters lie and who owns them.
+        shared: where they lie and which rank owns each.
     """
 
     def __init__(
@@ -34,15 +34,15 @@ class OwnedGradients(GradientReducer):
         self._shared = shared
 
     def _sole_owners(self) -> Sequence[int] | None:
-        """Return who wants each gradient, where it can be brought to one rank alone."""
+        """Return the rank that needs each gradient, where it can be brought to one rank alone."""
         compressed = any(self.options.compression.changes(param.dtype) for param in self.params)
         return self._shared.owners if self._shared.one_host and not compressed else None
 
     def _unload(self, in_flight: InFlightReduction) -> list[int] | None:
         nonfinite = super()._unload(in_flight)
-        self._shared.give_away()
+        self._shared.leave_gradients_with_owners()
         return nonfinite
 
     def are_with_owners(self) -> bool:
         """Return whether reduced gradients are with the ranks that own them, and were not reset since."""
-        return self._shared.has_given(self.holds_reduced)
+        return self._shared.gradients_are_with_owners(self.holds_reduced)

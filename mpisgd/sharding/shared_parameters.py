@@ -52,7 +52,7 @@ class SharedParameters:
         self._addresses: list[int] = []
         self._params: list[Tensor] = []
         self._absent: list[tuple[Tensor, AbsentGradient]] = []
-        self._given = False
+        self._are_with_owners = False
         self._others: set[int] = set()  # ids of the parameters that other ranks own
         self.extend(named)
 
@@ -117,7 +117,7 @@ class SharedParameters:
                 shared.extend(_allocate(self._memory, params, owners))
             for tensor, owner in zip(shared, owners, strict=bool(shared)):
                 if owner == self._rank:
-                    tensor.zero_()  # who touches memory first has it near
+                    tensor.zero_()  # memory is on the NUMA node of the rank that touches it first
 
         def fill() -> None:
             if self._rank == 0 and shared:
@@ -154,34 +154,34 @@ class SharedParameters:
         """Return whether this rank updates a parameter."""
         return id(param) not in self._others
 
-    def give_away(self) -> None:
-        """Leave the reduced gradients with their owners; the others have none to look at."""
-        self._given = True
+    def leave_gradients_with_owners(self) -> None:
+        """Leave the reduced gradients with their owners; the others have none."""
+        self._are_with_owners = True
         for param, absent in self._absent:
             if param.grad is not None:
                 param.grad = absent
 
-    def drop_absent(self) -> None:
+    def drop_absent_gradients(self) -> None:
         """Forget the gradients of what others own: those that are with them, and what was not reduced."""
-        self._given = False
+        self._are_with_owners = False
         for param, _ in self._absent:
             param.grad = None
 
-    def has_given(self, holds_own: Callable[[], bool]) -> bool:
+    def gradients_are_with_owners(self, holds_own: Callable[[], bool]) -> bool:
         """Return whether reduced gradients are with their owners; the same on every rank.
 
         Args:
             holds_own: tells whether this rank has some of its own; it may own all that there are.
         """
-        if self._given:  # every backward asks
-            self._given = any(param.grad is absent for param, absent in self._absent) or holds_own()
-        return self._given
+        if self._are_with_owners:  # every backward asks
+            self._are_with_owners = any(param.grad is absent for param, absent in self._absent) or holds_own()
+        return self._are_with_owners
 
-    def meet_before_update(self) -> None:
+    def barrier_before_update(self) -> None:
         """Wait until nobody reads the parameters any more. Collective."""
         self._do("about to be updated", lambda: None)
 
-    def meet_after_update(self) -> None:
+    def barrier_after_update(self) -> None:
         """Wait until all of them are updated. Collective."""
         self._do("updated", lambda: None)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from mpisgd.core.group import Group
 from mpisgd.gradients.reducer import GradientReducer
 from mpisgd.sharding.grad_norm import clip_grad_norm_
-from mpisgd.sharding.optimizer_shard import OptimizerShard, check_optimizer
+from mpisgd.sharding.optimizer_shard import OptimizerShard, check_shardable_optimizer
 from mpisgd.sharding.owned_gradients import OwnedGradients
 from mpisgd.sharding.shared_parameters import check_shareable
 from mpisgd.strategies.strategy import Strategy, Synchronizer, Training
@@ -29,7 +29,7 @@ class Synchronous(Strategy):
     def check(self, training: Training) -> None:
         """Raise where the parameters cannot be shared, if they are to be."""
         if training.share_parameters:
-            check_optimizer(training.optimizer)
+            check_shardable_optimizer(training.optimizer)
             check_shareable(training.named)
 
     def synchronizer(self, training: Training) -> Synchronizer:
@@ -89,7 +89,7 @@ class _Shared(_Replicated):
 
     def before_zero_grad(self) -> None:
         """Forget the gradients that are with other ranks."""
-        self._shard.parameters.drop_absent()
+        self._shard.parameters.drop_absent_gradients()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """Clip by the norm of all gradients, of which each rank has its own. Collective."""

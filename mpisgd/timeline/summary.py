@@ -99,7 +99,7 @@ class Summary(NamedTuple):
     clock_error_us: float
 
 
-class _Seen(NamedTuple):
+class _Execution(NamedTuple):
     """One operation on one rank. `key`: the same on all its ranks; None for a rank alone."""
 
     rank: int
@@ -137,9 +137,9 @@ def summarise(events: Sequence[Event]) -> Summary:
     )
 
 
-def _of_queue(event: Event, track: dict[str, Any]) -> _Seen:
+def _of_queue(event: Event, track: dict[str, Any]) -> _Execution:
     args = event["args"]
-    return _Seen(
+    return _Execution(
         event["pid"],
         event["name"],
         track["name"],
@@ -154,9 +154,9 @@ def _of_queue(event: Event, track: dict[str, Any]) -> _Seen:
     )
 
 
-def _of_tensor(event: Event) -> _Seen:
+def _of_tensor(event: Event) -> _Execution:
     args = event["args"]
-    return _Seen(
+    return _Execution(
         event["pid"],
         args["operation"],
         f"hvd, set {args['process_set']}",
@@ -171,7 +171,7 @@ def _of_tensor(event: Event) -> _Seen:
     )
 
 
-def _messages(events: Iterable[Event]) -> list[_Seen]:
+def _messages(events: Iterable[Event]) -> list[_Execution]:
     """Return the messages, each from a pair of events."""
     begun: dict[tuple[int, str], Event] = {}
     found = []
@@ -186,23 +186,23 @@ def _messages(events: Iterable[Event]) -> list[_Seen]:
     return found
 
 
-def _of_message(begin: Event, end_us: float) -> _Seen:
+def _of_message(begin: Event, end_us: float) -> _Execution:
     kind, at_us = begin["name"].split()[0], begin["ts"]
     took_us, nbytes = end_us - at_us, begin["args"]["bytes"]
-    return _Seen(
+    return _Execution(
         begin["pid"], kind, "messages", "mpi", at_us, at_us, took_us, 0.0, nbytes, begin["name"], None
     )
 
 
-def _rows(seen: Iterable[_Seen]) -> list[Row]:
+def _rows(seen: Iterable[_Execution]) -> list[Row]:
     """Return a row for each kind of operation, the longest total first."""
-    groups: dict[tuple[str, str, str], list[_Seen]] = defaultdict(list)
+    groups: dict[tuple[str, str, str], list[_Execution]] = defaultdict(list)
     for each in seen:
         groups[each.kind, each.where, each.algorithm].append(each)
     return sorted((_row(*key, group) for key, group in groups.items()), key=lambda row: -row.total_us)
 
 
-def _row(kind: str, where: str, algorithm: str, group: Sequence[_Seen]) -> Row:
+def _row(kind: str, where: str, algorithm: str, group: Sequence[_Execution]) -> Row:
     num_ranks = len({each.rank for each in group})
     return Row(
         kind,
@@ -216,9 +216,9 @@ def _row(kind: str, where: str, algorithm: str, group: Sequence[_Seen]) -> Row:
     )
 
 
-def _common(seen: Iterable[_Seen]) -> list[list[_Seen]]:
+def _common(seen: Iterable[_Execution]) -> list[list[_Execution]]:
     """Return the operations of several ranks, each sorted by arrival."""
-    together: dict[object, list[_Seen]] = defaultdict(list)
+    together: dict[object, list[_Execution]] = defaultdict(list)
     for each in seen:
         if each.key is not None:
             together[each.key].append(each)
@@ -226,7 +226,7 @@ def _common(seen: Iterable[_Seen]) -> list[list[_Seen]]:
     return [sorted(group, key=lambda each: each.arrival_us) for group in whole]
 
 
-def _late(common: Iterable[Sequence[_Seen]]) -> list[Late]:
+def _late(common: Iterable[Sequence[_Execution]]) -> list[Late]:
     by_rank: dict[int, list[tuple[Interval, str]]] = defaultdict(list)
     for *_, before, last in common:
         by_rank[last.rank].append(((before.arrival_us, last.arrival_us), last.label))

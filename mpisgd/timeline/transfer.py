@@ -40,7 +40,7 @@ def _wait(wire: "Communicator", request: "MPI.Request", other: int, timeout_s: f
 
 
 def write_whole(wire: "Communicator", part: Path, whole: Path) -> None:
-    """Write the file of all ranks out of the parts of rank 0, here, and of the others, who send them."""
+    """Write the file of all ranks out of the parts of rank 0, here, and of the others, which send them."""
     with whole.open("wb") as out:
         for chunk in _chunks_of(part):
             out.write(chunk)

@@ -15,7 +15,7 @@ from mpisgd.job.lifecycle import current_job
 
 __all__ = ["monitored_barrier", "pass_monitored"]
 
-AT_ONCE_S = 1e-3  # for a timeout of 0, with which only those pass who come last
+AT_ONCE_S = 1e-3  # for a timeout of 0, with which only the last ranks pass
 
 
 def monitored_barrier(
@@ -66,5 +66,5 @@ def _failure(group: Group, timeout_s: float, wait_all_ranks: bool) -> str:
     late = current_job().monitor.late_in(group)
     if timeout_s == 0 or not late:
         return f"Rank 0 timed out in monitoredBarrier after {timeout_s * 1000:.0f} ms."
-    whom = f"Ranks {', '.join(map(str, late))}" if wait_all_ranks else f"Rank {late[0]}"
-    return f"{whom} failed to pass monitoredBarrier in {timeout_s * 1000:.0f} ms"
+    missing = f"Ranks {', '.join(map(str, late))}" if wait_all_ranks else f"Rank {late[0]}"
+    return f"{missing} failed to pass monitoredBarrier in {timeout_s * 1000:.0f} ms"

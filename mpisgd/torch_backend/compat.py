@@ -42,7 +42,7 @@ OLD_NAMES = {
 
 OLDEST = (2, 7)
 
-Meet = Callable[..., Iterator[tuple[Any, int, int]]]
+RendezvousHandler = Callable[..., Iterator[tuple[Any, int, int]]]
 C = TypeVar("C", bound=type)
 
 
@@ -121,14 +121,14 @@ def keep_works_of_reducers() -> None:
     reducers._set_forward_pass_work_handle = set_and_keep
 
 
-def take_over_rendezvous(scheme: str, backend: str, meet: Meet) -> None:
-    """Let `meet` serve the calls for `backend` that name no way to meet (torch takes env:// then)."""
+def take_over_rendezvous(scheme: str, backend: str, handler: RendezvousHandler) -> None:
+    """Let `handler` serve the calls for `backend` that name no rendezvous (torch takes env:// then)."""
     # By this name, since torch.distributed has a function called like its module.
     handlers = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
     original = handlers[scheme]
 
     def ours_or_original(url: str, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
-        return (meet if backend in _backend_asked_for() else original)(url, **kwargs)
+        return (handler if backend in _backend_asked_for() else original)(url, **kwargs)
 
     handlers[scheme] = ours_or_original
 

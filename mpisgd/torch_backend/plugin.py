@@ -1,4 +1,4 @@
-"""What torch learns of mpisgd at its own import: a backend's name, two ways to meet, and the rank.
+"""What torch learns of mpisgd at its own import: a backend's name, two rendezvous handlers, and the rank.
 
 An error here would be an error of `import torch`, in programs that never heard of mpisgd: nothing is raised.
 """
@@ -44,9 +44,9 @@ def _register() -> None:
     from mpisgd.torch_backend.compat import opt_out_of_flight_recorder, take_over_rendezvous
 
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
-    register_rendezvous_handler("mpi", _meet)  # type: ignore[no-untyped-call]
+    register_rendezvous_handler("mpi", _rendezvous)  # type: ignore[no-untyped-call]
     opt_out_of_flight_recorder(BACKEND)
-    take_over_rendezvous("env", BACKEND, _meet)
+    take_over_rendezvous("env", BACKEND, _rendezvous)
 
 
 def _create(options: Any, _: Any) -> Any:
@@ -56,8 +56,8 @@ def _create(options: Any, _: Any) -> Any:
     return create(options)
 
 
-def _meet(url: str, **_: Any) -> "Iterator[tuple[Any, int, int]]":
-    """Meet the other ranks: yield (store, rank, world size); torch calls this."""
-    from mpisgd.torch_backend.rendezvous import meet
+def _rendezvous(url: str, **_: Any) -> "Iterator[tuple[Any, int, int]]":
+    """Find the other ranks: yield (store, rank, world size); torch calls this."""
+    from mpisgd.torch_backend.rendezvous import mpi_rendezvous
 
-    yield meet(url)
+    yield mpi_rendezvous(url)

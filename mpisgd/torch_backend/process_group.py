@@ -271,7 +271,7 @@ class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
     getBackendName = _get_backend_name = name
 
     def get_group_store(self) -> Any:
-        """Return the store the ranks met through."""
+        """Return the store of the rendezvous."""
         return self._store
 
     @property

@@ -1,4 +1,4 @@
-"""How the ranks of a torch.distributed job meet when mpirun has started them: through MPI itself."""
+"""The rendezvous of a torch.distributed job that mpirun has started: through MPI itself."""
 
 from typing import Any
 from urllib.parse import parse_qs, urlparse
@@ -8,10 +8,10 @@ from mpisgd.core.consistency import Operation
 from mpisgd.job.lifecycle import current_job
 from mpisgd.transport.tcp_store.store import open_store
 
-__all__ = ["meet"]
+__all__ = ["mpi_rendezvous"]
 
 
-def meet(url: str) -> tuple[Any, int, int]:
+def mpi_rendezvous(url: str) -> tuple[Any, int, int]:
     """Return (store, rank, world size) of this process. Collective over the job.
 
     Args:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpisgd.dtypes import BOOL_OPS, COMPLEX, HALF_TYPES, INTEGER, ORDERED, UNSIGNED_AS_SIGNED, ReduceOp
+from mpisgd.dtypes import BOOL_OPS, COMPLEX, HALF_DTYPES, INTEGER, ORDERED, UNSIGNED_AS_SIGNED, ReduceOp
 
 __all__ = [
     "ADDED_AS_THEY_ARE",
@@ -62,7 +62,7 @@ def for_torch(flat: Tensor, op: ReduceOp, size: int) -> tuple[Tensor, ReduceOp, 
     if flat.dtype in UNSIGNED_AS_SIGNED:
         work, _, finish = as_signed(flat, added)
         return work, added, lambda work: finish_average(op, size, flat.dtype)(finish(work))
-    work = flat.float() if flat.dtype in HALF_TYPES else flat
+    work = flat.float() if flat.dtype in HALF_DTYPES else flat
     return work, added, finish_average(op, size, flat.dtype)
 
 
@@ -130,7 +130,7 @@ def combine_in_rank_order(pieces: Sequence[Tensor], op: ReduceOp, out: Tensor | 
             are the first to be read, and overlaps no other.
     """
     dtype = pieces[0].dtype
-    if dtype in ADDED_AS_THEY_ARE or (len(pieces) == 2 and dtype in HALF_TYPES and op is not ReduceOp.AVG):
+    if dtype in ADDED_AS_THEY_ARE or (len(pieces) == 2 and dtype in HALF_DTYPES and op is not ReduceOp.AVG):
         return _combine_directly(pieces, op, torch.empty_like(pieces[0]) if out is None else out)
     total, arithmetic, finish = for_torch(pieces[0], op, len(pieces))
     total = total.clone() if total.data_ptr() == pieces[0].data_ptr() else total

@@ -1,6 +1,6 @@
 """What collectives are predicted to cost, and so which algorithm and transport `auto` takes."""
 
-from mpisgd.tuning.curve import Curve, Segment
-from mpisgd.tuning.model import CostModel, Measured
+from mpisgd.tuning.curve import Curve, LineSegment
+from mpisgd.tuning.model import CostModel, MeasuredCurves
 
-__all__ = ["CostModel", "Curve", "Measured", "Segment"]
+__all__ = ["CostModel", "Curve", "LineSegment", "MeasuredCurves"]

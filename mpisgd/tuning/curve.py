@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["ALL_REDUCE", "Curve", "Point", "Segment", "fit"]
+__all__ = ["ALL_REDUCE", "Curve", "LineSegment", "Point", "fit"]
 
 ALL_REDUCE = "all_reduce"
 Point = tuple[float, float]  # bytes, seconds
@@ -41,7 +41,7 @@ PARAMETERS = 3
 BOTH, ALPHA, BETA = [0, 1], [0], [1]
 
 
-class Segment(NamedTuple):
+class LineSegment(NamedTuple):
     """Sizes that one latency and one bandwidth describe.
 
     Attributes:
@@ -63,22 +63,22 @@ class Curve:
         algorithm: as in `all_reduce(algorithm=...)`.
         half: for float16 and bfloat16, in bytes of these; otherwise measured with float32.
         segments: by ascending size, the last one open; none before it is measured.
-        speakers: how many ranks of each host send over the link (`hierarchical`); 1 for all others.
+        num_leaders: how many ranks of each host send over the link (`hierarchical`); 1 for all others.
         points: what was measured.
         collective: what it was used for; `node` and `mpi` can do others than all_reduce.
     """
 
     algorithm: str
     half: bool
-    segments: tuple[Segment, ...] = ()
-    speakers: int = 1
+    segments: tuple[LineSegment, ...] = ()
+    num_leaders: int = 1
     points: tuple[Point, ...] = ()
     collective: str = ALL_REDUCE
 
     @property
     def name(self) -> str:
         """In tables."""
-        return self.algorithm if self.speakers == 1 else f"{self.algorithm} ({self.speakers} speakers)"
+        return self.algorithm if self.num_leaders == 1 else f"{self.algorithm} ({self.num_leaders} leaders)"
 
     @property
     def purpose(self) -> tuple[str, bool]:
@@ -90,20 +90,20 @@ class Curve:
         segment = next(piece for piece in self.segments if nbytes <= piece.up_to_bytes)
         return segment.alpha_s + segment.beta_s_per_byte * nbytes
 
-    def scaled(self, alpha: float, beta: float, speakers: int) -> "Curve":
+    def scaled(self, alpha: float, beta: float, num_leaders: int) -> "Curve":
         """Return the curve with every latency times `alpha` and every inverse bandwidth times `beta`."""
-        segments = tuple(Segment(end, a * alpha, b * beta) for end, a, b in self.segments)
-        return replace(self, segments=segments, speakers=speakers)
+        segments = tuple(LineSegment(end, a * alpha, b * beta) for end, a, b in self.segments)
+        return replace(self, segments=segments, num_leaders=num_leaders)
 
     def agreement(self) -> float:
         """Return R^2 of segments and points, in logarithms: the sizes span many powers of ten."""
         measured = np.log([seconds for _, seconds in self.points])
         missed = measured - np.log([self.seconds(nbytes) for nbytes, _ in self.points])
-        spread = measured - measured.mean()
-        return float(1.0 - missed @ missed / (spread @ spread)) if spread.any() else 1.0
+        deviation = measured - measured.mean()
+        return float(1.0 - missed @ missed / (deviation @ deviation)) if deviation.any() else 1.0
 
 
-def fit(points: Sequence[Point], max_segments: int = MAX_SEGMENTS) -> tuple[Segment, ...]:
+def fit(points: Sequence[Point], max_segments: int = MAX_SEGMENTS) -> tuple[LineSegment, ...]:
     """Return the segments through measured points: the least squares of the relative errors.
 
     Relative, since a microsecond is much at 4 bytes and nothing at 64 MiB. A further segment must lower the
@@ -117,7 +117,7 @@ def fit(points: Sequence[Point], max_segments: int = MAX_SEGMENTS) -> tuple[Segm
     points = sorted(points)
 
     @functools.cache
-    def piece(first: int, end: int) -> tuple[float, Segment]:
+    def piece(first: int, end: int) -> tuple[float, LineSegment]:
         return _straight(points[first:end], is_last=end == len(points))
 
     def criterion(ends: Sequence[int]) -> float:
@@ -143,7 +143,7 @@ def _partitions(count: int, max_segments: int) -> Iterator[tuple[int, ...]]:
                 yield (0, *inner, count)
 
 
-def _straight(points: Sequence[Point], *, is_last: bool) -> tuple[float, Segment]:
+def _straight(points: Sequence[Point], *, is_last: bool) -> tuple[float, LineSegment]:
     """Return the best straight line with neither alpha nor beta below zero, and its squared relative error.
 
     In relative terms a point demands alpha / seconds + beta * bytes / seconds = 1: linear least squares. If
@@ -155,7 +155,7 @@ def _straight(points: Sequence[Point], *, is_last: bool) -> tuple[float, Segment
     few = [BETA] if is_last else [ALPHA, BETA]
     found = [_solved(demands, kept) for kept in ([BOTH, ALPHA, BETA] if len(points) >= FREE_POINTS else few)]
     error, alpha, beta = min((each for each in found if min(each[1:]) >= 0.0), key=lambda each: each[0])
-    return error, Segment(math.inf, alpha, beta)
+    return error, LineSegment(math.inf, alpha, beta)
 
 
 def _solved(demands: Any, kept: list[int]) -> tuple[float, float, float]:
@@ -166,7 +166,7 @@ def _solved(demands: Any, kept: list[int]) -> tuple[float, float, float]:
     return float(missed @ missed), float(solution[0]), float(solution[1])
 
 
-def _border(left: Segment, right: Segment, first: float, last: float) -> float:
+def _border(left: LineSegment, right: LineSegment, first: float, last: float) -> float:
     """Return where one segment ends and the next begins: where they meet, if that is between two points."""
     if left.beta_s_per_byte != right.beta_s_per_byte:
         meet = (right.alpha_s - left.alpha_s) / (left.beta_s_per_byte - right.beta_s_per_byte)

@@ -10,21 +10,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from mpisgd.tuning.curve import ALL_REDUCE, Curve, Segment
+from mpisgd.tuning.curve import ALL_REDUCE, Curve, LineSegment
 
-__all__ = ["CostModel", "Measured", "kind", "link_share", "num_steps"]
+__all__ = ["CostModel", "MeasuredCurves", "kind", "link_share", "num_steps"]
 
 MAX_REMEMBERED = 4096
 CLEARLY = 0.9  # of the time of another; what machines do from run to run differs by as much
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredCurves:
     """Curves of one set of ranks.
 
     Attributes:
         ranks_per_host: how many there were on each host, more than one in all.
-        curves: one for each collective, algorithm, kind of dtype and number of speakers.
+        curves: one for each collective, algorithm, kind of dtype and number of num_leaders.
     """
 
     ranks_per_host: tuple[int, ...]
@@ -48,7 +48,7 @@ class CostModel:
     """
 
     source: str
-    measured: tuple[Measured, ...]
+    measured: tuple[MeasuredCurves, ...]
     ranks_per_host: tuple[int, ...] = (1,)
 
     def at(self, ranks_per_host: Sequence[int]) -> "CostModel":
@@ -84,11 +84,11 @@ class CostModel:
             self._chosen[asked] = known
         return known
 
-    def speakers(self, nbytes: int, half: bool = False) -> int:
+    def num_leaders(self, nbytes: int, half: bool = False) -> int:
         """Return how many ranks of each host should send over the link in `hierarchical`."""
         curves = self._curves.get(("hierarchical", half, ALL_REDUCE), ())
         fastest = min(curves, key=lambda curve: curve.seconds(nbytes), default=None)
-        return 1 if fastest is None else fastest.speakers
+        return 1 if fastest is None else fastest.num_leaders
 
     def seconds(self, algorithm: str, nbytes: int, half: bool = False, collective: str = ALL_REDUCE) -> float:
         """Return what `algorithm` is predicted to take, infinite where nobody has measured it."""
@@ -102,8 +102,8 @@ class CostModel:
 
     def only(self, algorithm: str, collective: str) -> "CostModel":
         """Return a model by which these ranks have no choice."""
-        curve = Curve(algorithm, False, (Segment(math.inf, 0.0, 0.0),), collective=collective)
-        return replace(self, measured=(Measured(self.ranks_per_host, (curve,)),))
+        curve = Curve(algorithm, False, (LineSegment(math.inf, 0.0, 0.0),), collective=collective)
+        return replace(self, measured=(MeasuredCurves(self.ranks_per_host, (curve,)),))
 
     @cached_property
     def _chosen(self) -> dict[tuple[tuple[str, ...], int, bool, str], str]:
@@ -127,7 +127,7 @@ def _carried_over(curve: Curve, there: Sequence[int], here: Sequence[int]) -> Cu
     """Return a curve that was measured `there` as it is expected `here`."""
     alpha = num_steps(curve.algorithm, here) / num_steps(curve.algorithm, there)
     beta = link_share(curve.algorithm, here) / link_share(curve.algorithm, there)
-    return curve.scaled(alpha, beta, speakers=1 if curve.speakers == 1 else min(here))
+    return curve.scaled(alpha, beta, num_leaders=1 if curve.num_leaders == 1 else min(here))
 
 
 def kind(ranks_per_host: Sequence[int]) -> str:

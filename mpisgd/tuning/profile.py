@@ -22,8 +22,8 @@ from typing import Any, Protocol
 
 from mpisgd import config
 from mpisgd.errors import InvalidArgument
-from mpisgd.tuning.curve import Curve, Segment
-from mpisgd.tuning.model import CostModel, Measured
+from mpisgd.tuning.curve import Curve, LineSegment
+from mpisgd.tuning.model import CostModel, MeasuredCurves
 
 __all__ = [
     "ProfileError",
@@ -62,7 +62,7 @@ def default_path(ranks_per_host: Sequence[int]) -> Path:
     return config.cache_folder() / f"profile-{topology_name(ranks_per_host)}.json"
 
 
-def as_profile(measured: Sequence[Measured], header: dict[str, Any]) -> dict[str, Any]:
+def as_profile(measured: Sequence[MeasuredCurves], header: dict[str, Any]) -> dict[str, Any]:
     """Return what a profile file holds; `header`: machine, versions, command."""
     return {
         "format": FORMAT,
@@ -87,7 +87,9 @@ def _curve_as_json(curve: Curve) -> dict[str, Any]:
         for end, alpha, beta in curve.segments
     ]
     points = [[round(nbytes), _rounded(seconds)] for nbytes, seconds in curve.points]
-    return {**vars(curve), "segments": segments, "points": points}
+    fields = {**vars(curve), "segments": segments, "points": points}
+    fields["speakers"] = fields.pop("num_leaders")  # the name in the file
+    return fields
 
 
 def _rounded(value: float) -> float:
@@ -137,11 +139,11 @@ def read(path: Path) -> CostModel:
     return CostModel(str(path), measured)
 
 
-def _measured(entry: dict[str, Any]) -> Measured:
+def _measured(entry: dict[str, Any]) -> MeasuredCurves:
     ranks_per_host = tuple(_whole(ranks) for ranks in entry["ranks_per_host"])
     if sum(ranks_per_host) < 2:
         raise ValueError(f"ranks_per_host={list(ranks_per_host)}: expected two ranks or more")
-    return Measured(ranks_per_host, tuple(_curve(curve) for curve in entry["curves"]))
+    return MeasuredCurves(ranks_per_host, tuple(_curve(curve) for curve in entry["curves"]))
 
 
 def _curve(entry: dict[str, Any]) -> Curve:
@@ -149,16 +151,16 @@ def _curve(entry: dict[str, Any]) -> Curve:
         algorithm=str(entry["algorithm"]),
         half=bool(entry["half"]),
         segments=_segments(entry["segments"]),
-        speakers=_whole(entry["speakers"]),
+        num_leaders=_whole(entry["speakers"]),
         points=tuple((_number(nbytes), _number(seconds)) for nbytes, seconds in entry["points"]),
         collective=str(entry["collective"]),
     )
 
 
-def _segments(entries: Sequence[Any]) -> tuple[Segment, ...]:
+def _segments(entries: Sequence[Any]) -> tuple[LineSegment, ...]:
     """Return the segments, of which the last is open, so that every size has one."""
     segments = tuple(
-        Segment(math.inf if end is None else _number(end), _number(alpha), _number(beta))
+        LineSegment(math.inf if end is None else _number(end), _number(alpha), _number(beta))
         for end, alpha, beta in entries
     )
     ends = [segment.up_to_bytes for segment in segments]

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from mpisgd import ReduceOp
 
-HALF_TYPES = [torch.float16, torch.bfloat16]
-FLOATS = [*HALF_TYPES, torch.float32, torch.float64]
+HALF_DTYPES = [torch.float16, torch.bfloat16]
+FLOATS = [*HALF_DTYPES, torch.float32, torch.float64]
 COMPLEX = [torch.complex64, torch.complex128]
 UNSIGNED = [torch.uint8, torch.uint16, torch.uint32, torch.uint64]
 SIGNED = [torch.int8, torch.int16, torch.int32, torch.int64]
@@ -83,7 +83,7 @@ def ops_of(dtype: torch.dtype) -> list[ReduceOp]:
 def combined(inputs: Sequence[Tensor], op: ReduceOp) -> Tensor:
     """The combination of one tensor per rank, in rank order."""
     dtype = inputs[0].dtype
-    if dtype in HALF_TYPES:
+    if dtype in HALF_DTYPES:
         return combined([tensor.float() for tensor in inputs], op).to(dtype)
     arrays = [tensor.numpy() for tensor in inputs]
     if dtype is torch.bool and op is ReduceOp.BXOR:

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from mpisgd.bench.report.rows import as_bytes, as_time
 from mpisgd.bench.report.tables import new_table
-from mpisgd.tuning import CostModel, Curve, Measured
+from mpisgd.tuning import CostModel, Curve, MeasuredCurves
 from mpisgd.tuning.profile import topology_name
 
 __all__ = ["cost_table", "crossovers", "doubts", "one_line"]
@@ -27,7 +27,7 @@ def one_line(ranks_per_host: Sequence[int], nbytes: int, medians: Mapping[Curve,
     return f"{_where(ranks_per_host)}, {as_bytes(nbytes)}: " + ", ".join(said)
 
 
-def cost_table(measured: Measured) -> Table:
+def cost_table(measured: MeasuredCurves) -> Table:
     """Return the lines of one set of ranks."""
     words, numbers = ("collective", "algorithm"), ("up to", "latency", "GB/s", "R²")
     table = new_table(_where(measured.ranks_per_host), words, numbers)
@@ -49,7 +49,7 @@ def _rows(curve: Curve) -> Iterator[tuple[str, ...]]:
         head, good = ("", ""), ""
 
 
-def crossovers(model: CostModel, measured: Measured) -> Iterator[str]:
+def crossovers(model: CostModel, measured: MeasuredCurves) -> Iterator[str]:
     """Yield for each collective and kind of dtype which algorithm is chosen from which size on."""
     here = model.at(measured.ranks_per_host)
     for purpose, curves in groupby(measured.curves, key=attrgetter("purpose")):
@@ -60,7 +60,7 @@ def crossovers(model: CostModel, measured: Measured) -> Iterator[str]:
         yield f"{_where(measured.ranks_per_host)}, {_purpose(*purpose)}: {', '.join(said)}"
 
 
-def doubts(measured: Sequence[Measured]) -> Iterator[str]:
+def doubts(measured: Sequence[MeasuredCurves]) -> Iterator[str]:
     """Yield what should make one measure again."""
     lines = [curve for one in measured for curve in one.curves]
     poor = sum(curve.agreement() < POOR for curve in lines)
@@ -71,8 +71,8 @@ def doubts(measured: Sequence[Measured]) -> Iterator[str]:
 def _choice(model: CostModel, names: tuple[str, ...], nbytes: int, purpose: tuple[str, bool]) -> str:
     collective, half = purpose
     name = model.choose(names, nbytes, half, collective)
-    speakers = model.speakers(nbytes, half) if name == "hierarchical" else 1
-    return Curve(name, half, speakers=speakers).name
+    num_leaders = model.num_leaders(nbytes, half) if name == "hierarchical" else 1
+    return Curve(name, half, num_leaders=num_leaders).name
 
 
 def _where(ranks_per_host: Sequence[int]) -> str:

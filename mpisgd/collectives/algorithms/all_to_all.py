@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mpisgd.dtypes import ReduceOp
-from mpisgd.transport.messages.link import Link, split_evenly
+from mpisgd.transport.messages.link import Link, even_ranges
 from mpisgd.transport.torch_reduction import combine_in_rank_order
 
 __all__ = ["all_to_all", "reduce_own_part"]
@@ -19,7 +19,7 @@ def all_to_all(link: Link, flat: Tensor, op: ReduceOp) -> None:
 
     Cost: sends 2 (size - 1) / size * n elements in 2 (size - 1) messages per rank.
     """
-    parts = [flat[start:stop] for start, stop in split_evenly(flat.numel(), link.size)]
+    parts = [flat[start:stop] for start, stop in even_ranges(flat.numel(), link.size)]
     parts[link.rank].copy_(reduce_own_part(link, parts, op))
     others = [rank for rank in range(link.size) if rank != link.rank]
     link.transfer(

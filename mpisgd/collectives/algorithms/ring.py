@@ -1,4 +1,4 @@
-"""Ring all-reduce: every rank talks to its two neighbours only, and no byte travels more often than it must.
+"""Ring all-reduce: every rank exchanges messages with its two neighbours only, and sends no byte twice.
 
 After n - 1 steps of passing partial sums on, rank r holds the finished chunk r + 1; after n - 1 more steps of
 passing finished chunks on, everyone holds all. For 3 ranks and chunks a b c (capital: finished):
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mpisgd.dtypes import ReduceOp
-from mpisgd.transport.messages.link import Link, split_evenly
+from mpisgd.transport.messages.link import Link, even_ranges
 from mpisgd.transport.torch_reduction import combine
 
 __all__ = ["ring"]
@@ -26,7 +26,7 @@ def ring(link: Link, flat: Tensor, op: ReduceOp) -> None:
     Cost: sends 2 (size - 1) / size * n elements in 2 (size - 1) messages per rank.
     Source: Patarasuk and Yuan 2009; brought to deep learning by Baidu's ring all-reduce, 2017.
     """
-    chunks = [flat[start:stop] for start, stop in split_evenly(flat.numel(), link.size)]
+    chunks = [flat[start:stop] for start, stop in even_ranges(flat.numel(), link.size)]
     scratch = torch.empty_like(chunks[-1])  # the last one is a longest one
     after, before = (link.rank + 1) % link.size, (link.rank - 1) % link.size
     for step in range(link.size - 1):

@@ -10,7 +10,7 @@ from typing import Any
 
 from mpisgd.core import waiting
 from mpisgd.elastic.decorator import Frontend, Function, elastic_function
-from mpisgd.elastic.joining import Terms, join
+from mpisgd.elastic.joining import ElasticOptions, join
 from mpisgd.elastic.recovery import (
     agree_on_end,
     free_old_worlds,
@@ -55,11 +55,11 @@ def run(
     return elastic_function(FRONTEND, func, min_ranks=min_ranks, max_ranks=max_ranks, regrow=regrow)
 
 
-def _start_over(terms: Terms) -> None:
+def _start_over(options: ElasticOptions) -> None:
     """Make operations possible again. Collective over the ranks that are left.
 
     Args:
-        terms: how many ranks there may be.
+        options: how many ranks there may be.
 
     Raises:
         HorovodInternalError: a rank is lost, or does not answer, and this MPI does not outlive that.
@@ -69,7 +69,7 @@ def _start_over(terms: Terms) -> None:
         try:
             if _is_lost():
                 state.abandon()
-                report(recover(str(waiting.cancel_reason()), terms), "mpisgd.horovod")
+                report(recover(str(waiting.cancel_reason()), options), "mpisgd.horovod")
             state.restart()
         except MpisgdError as exc:
             if isinstance(exc, JobError) or not _is_lost():
@@ -114,13 +114,13 @@ def _join(state: State) -> None:
     state.on_reset()
 
 
-def _until_done(func: Function, state: State, terms: Terms, newcomer: bool) -> Any:
+def _until_done(func: Function, state: State, options: ElasticOptions, newcomer: bool) -> Any:
     def to_the_end(state: State) -> Any:
         result = func(state)
         _end_together()
         return result
 
-    return run_fn(to_the_end, functools.partial(_start_over, terms))(state)
+    return run_fn(to_the_end, functools.partial(_start_over, options))(state)
 
 
 FRONTEND = Frontend(lambda func, state: None, _join, _until_done)

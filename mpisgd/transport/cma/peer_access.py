@@ -1,11 +1,11 @@
 """`PeerAccess`: how long the other ranks of a host may write into memory of this one.
 
-Whoever leaves an operation before its end, at a timeout or by an interrupt, may free memory that a rank which
-comes late would still write to. So who writes says so, and looks first whether all still grant access; and
-who revokes its grant says so, and waits until nobody writes:
+A rank that leaves an operation before its end, at a timeout or by an interrupt, may free memory that a late
+rank would still write to. So a writer announces itself, and checks first that all still grant access; and a
+rank that revokes its grant announces that, and waits until nobody writes:
 
-    rank 0    writes ... | looks: all grant | writes | looks: rank 1 has revoked. Writes nothing more
-    rank 1    timeout ..................... revokes, waits ......... | returns
+    rank 0    writes ... | checks: all grant | writes | checks: rank 1 has revoked. Writes nothing more
+    rank 1    timeout ...................... revokes, waits ......... | returns
 """
 
 import time
@@ -20,13 +20,13 @@ __all__ = ["PeerAccess"]
 # own; the address that it grants access to.
 ACCESSES, REVOKED, ADDRESS = 32, 40, 48
 SETTLED_S = 0.01  # what others had begun to write when this rank revoked its grant has reached it by then
-GIVE_UP_S = 2.0  # who still seems to write then is stopped or dead in the middle of it
+WRITER_TIMEOUT_S = 2.0  # a rank that still seems to write then is stopped or dead in the middle of it
 
 _kept: list[Tensor] = []
 
 
 class PeerAccess:
-    """The memory of this rank that others may write to at the moment, and what they say of it.
+    """The memory of this rank that others may write to at the moment, and what they announce.
 
     Args:
         control: the words of the host's ranks.
@@ -43,7 +43,7 @@ class PeerAccess:
     def grant(self, tensor: Tensor | None, address: int = 0) -> None:
         """Let the others read and write `tensor`, at `address`, from now on; None: nothing.
 
-        They look after the next barrier, and another one follows after that.
+        They read the address after the next barrier, and another one follows after that.
         """
         self._granted = tensor
         self._control.write(ADDRESS, address)
@@ -79,7 +79,7 @@ class PeerAccess:
         self.is_revoked = True
         self._control.write(REVOKED, 1)
         time.sleep(SETTLED_S)  # also orders the word before and those after it
-        deadline_s = time.monotonic() + GIVE_UP_S
+        deadline_s = time.monotonic() + WRITER_TIMEOUT_S
         while any(self._control.read_all(ACCESSES)):
             if time.monotonic() > deadline_s:
                 _kept.append(self._granted)

@@ -17,7 +17,7 @@ from torch import Tensor
 from mpisgd.dtypes import ReduceOp
 from mpisgd.transport.cma.cross_memory_attach import CrossMemoryAttach
 from mpisgd.transport.cma.peer_access import PeerAccess
-from mpisgd.transport.messages.link import split_evenly
+from mpisgd.transport.messages.link import even_ranges
 from mpisgd.transport.shm.reduction import all_reduce_in_parts
 from mpisgd.transport.shm.staging import copy_bytes, prefetch, typed_pieces
 from mpisgd.transport.shm.transport import ShmTransport
@@ -68,7 +68,7 @@ class CmaTransport:
         Cost: two barriers; three passes over the message, two of them in cache.
         """
         address = self.reachable_address(flat)
-        self.access.grant(flat if address else None, address)  # who runs this revokes it, if something raises
+        self.access.grant(flat if address else None, address)  # the caller revokes it, if something raises
         yield
         addresses = self.access.addresses()
         if not all(addresses):
@@ -85,14 +85,14 @@ class CmaTransport:
         return address if not self.access.is_revoked and self._memory.is_mine(address, flat.nbytes) else 0
 
     def _combine_part(self, flat: Tensor, op: ReduceOp, addresses: Sequence[int]) -> None:
-        first, last = split_evenly(flat.numel(), self._shm.size)[self._rank]
+        first, last = even_ranges(flat.numel(), self._shm.size)[self._rank]
         step = self._chunk_bytes // flat.element_size()
         for start, mine in zip(
             itertools.count(first, step), torch.split(flat[first:last], step), strict=False
         ):
             here = [address + start * flat.element_size() for address in addresses]
             if not self.access.begin_access():
-                return  # one has left, for whom all others wait at the end
+                return  # one has left; all others wait for it at the end
             self.combine(mine, here, op)
             for rank in self._others:
                 self._memory.write(rank, here[rank], here[self._rank], mine.nbytes)

@@ -1,9 +1,9 @@
 """`Nccl`: a group's collectives through NCCL, by torch's own process group.
 
 NCCL's operations are work on the GPU: a call returns when the work is queued, and so does `wait()`, which
-lets the current stream wait. Nothing here meets the other ranks, or the GPU would run dry while the host
-waits for them. The operation is written into the queue's history, so that the next one that does meet finds
-out whether all ranks did the same; for a rank that waits for the GPU before that, NCCL has a time limit.
+lets the current stream wait. Nothing here synchronizes with the other ranks: the GPU would run dry while the
+host waits for them. The operation is written into the queue's history, so that the next one that does finds
+out whether all ranks did the same; for a rank that waits for the GPU before that, NCCL has a timeout.
 """
 
 import datetime
@@ -19,7 +19,7 @@ from mpisgd.accelerator.runtime import runtime
 from mpisgd.core.consistency import Operation
 from mpisgd.core.operation_queue import inference_mode_of
 from mpisgd.core.work import Work
-from mpisgd.dtypes import BOOL_OPS, COMPLEX, HALF_TYPES, ReduceOp
+from mpisgd.dtypes import BOOL_OPS, COMPLEX, HALF_DTYPES, ReduceOp
 from mpisgd.errors import NcclFailed
 from mpisgd.transport.device.backend import DeviceBackend
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Nccl", "NcclWork"]
 
-ADDED = (*HALF_TYPES, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
+ADDED = (*HALF_DTYPES, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
 OPS = (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX)
 
 

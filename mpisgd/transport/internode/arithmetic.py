@@ -1,8 +1,8 @@
 """How a reduction is done in two steps, on each host and then across them, exactly once rounded.
 
-Half types are added in float32 from the first rank to the last: what a host's ranks add up to stays float32
-on its way to the rank that finishes the element, and only the result is rounded, and travels, as a half. A
-rank that is alone on its host has nothing to add up, and sends halves.
+16-bit floats are added in float32 from the first rank to the last: a host's sum stays float32 until it
+reaches the rank that finishes the element, and only the result is rounded, and travels, as a half. A rank
+that is alone on its host has nothing to add up, and sends halves.
 """
 
 import functools
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mpisgd.dtypes import HALF_TYPES, ReduceOp
+from mpisgd.dtypes import HALF_DTYPES, ReduceOp
 from mpisgd.transport.torch_reduction import ADDED_AS_THEY_ARE, COMBINE, Finish, combine, divide, for_torch
 
 __all__ = ["Arithmetic", "prepare"]
@@ -77,7 +77,7 @@ def prepare(flat: Tensor, op: ReduceOp, size: int, *, alone: bool) -> tuple[Tens
         flat: of any reducible dtype.
         op: any that the dtype has.
         size: the number of ranks.
-        alone: whether every rank is alone on its host, so that half types need not be added up there.
+        alone: whether every rank is alone on its host, so that 16-bit floats need not be added up there.
     """
     known = _arithmetic(flat.dtype, op, size, alone)
     if known is not None:
@@ -90,7 +90,7 @@ def prepare(flat: Tensor, op: ReduceOp, size: int, *, alone: bool) -> tuple[Tens
 def _arithmetic(dtype: torch.dtype, op: ReduceOp, size: int, alone: bool) -> Arithmetic | None:
     """Return how a tensor is reduced as it is, None where it needs another form."""
     plain, divisor = _division(op, size)
-    if dtype in HALF_TYPES:
+    if dtype in HALF_DTYPES:
         return Arithmetic(plain, dtype if alone else torch.float32, torch.float32, divisor)
     return Arithmetic(plain, dtype, dtype, divisor) if dtype in ADDED_AS_THEY_ARE else None
 

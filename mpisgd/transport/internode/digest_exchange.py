@@ -81,7 +81,7 @@ class InternodeDigestExchange:
         return self._here.control.read(RESULT + 1, 0), self._here.control.read(RESULT + 2, 0)
 
     def missing(self) -> str:
-        """Say for whom this rank waits."""
+        """Describe the ranks that this rank waits for."""
         if self._between is not None and self._between_started:
             return self._between.missing()
         assert self._here is not None

@@ -106,6 +106,6 @@ class LeaderExchange:
         return self._messages.extremes()
 
     def missing(self) -> str:
-        """Say for whom this rank waits."""
+        """Describe the ranks that this rank waits for."""
         ranks = [self._leader.wire.global_ranks[rank] for _, rank in self._leader.others]
         return f"one of the ranks {ranks} of other hosts, which has not come or waits for another one itself"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mpisgd.transport.internode.arithmetic import Arithmetic
 from mpisgd.transport.internode.leader import Leader
-from mpisgd.transport.messages.link import split_evenly
+from mpisgd.transport.messages.link import even_ranges
 
 __all__ = ["PieceExchange"]
 
@@ -40,7 +40,7 @@ class PieceExchange:
     def __init__(self, leader: Leader, partial: Tensor, result: Tensor, arithmetic: Arithmetic) -> None:
         self._leader = leader
         self._arithmetic = arithmetic
-        cuts = split_evenly(partial.numel(), len(leader.ranks))
+        cuts = even_ranges(partial.numel(), len(leader.ranks))
         self._partials = [partial[start:stop] for start, stop in cuts]
         self._results = [result[start:stop] for start, stop in cuts]
         own = self._partials[leader.host]

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from mpisgd.core.topology import Topology
 from mpisgd.core.waiting import Backoff
-from mpisgd.dtypes import HALF_TYPES, ReduceOp
+from mpisgd.dtypes import HALF_DTYPES, ReduceOp
 from mpisgd.errors import CollectiveTimeout
 from mpisgd.transport.internode.arithmetic import Arithmetic, prepare
 from mpisgd.transport.internode.leader import Leader
@@ -36,7 +36,7 @@ from mpisgd.transport.internode.leader_exchange import (
 )
 from mpisgd.transport.internode.piece_exchange import PieceExchange
 from mpisgd.transport.ipc.segment import Segment
-from mpisgd.transport.messages.link import split_evenly
+from mpisgd.transport.messages.link import even_ranges
 from mpisgd.transport.shm.region import Region
 from mpisgd.transport.shm.staging import copy_bytes
 from mpisgd.transport.shm.transport import ShmTransport
@@ -77,7 +77,7 @@ class InternodeTransport:
         shm: the shared memory of this host's ranks; None where this rank is alone on it.
         memory: more of it, MEMORY_BYTES for the first rank; None likewise.
         best_num_leaders: tells how many ranks of each host should exchange messages with the others, from the
-            bytes of the message and whether it is of a half type; the same on all ranks.
+            bytes of the message and whether it is of 16-bit floats; the same on all ranks.
         name: of the group, for messages.
         timeout_s: how long to wait for the others in the middle of an operation.
 
@@ -160,7 +160,7 @@ class InternodeTransport:
     def all_reduce_now(self, flat: Tensor, op: ReduceOp) -> None:
         """Combine `flat` [n], of any reducible dtype, over the ranks, in place; after the check.
 
-        Cost: with h hosts, 2 (h - 1) / h * n elements leave each host (half types: as float32 on the first
+        Cost: with h hosts, 2 (h - 1) / h * n elements leave each host (16-bit floats: as float32 on the first
         half of the way, unless every rank is alone); two barriers on the host per chunk of CHUNK_BYTES.
         """
         work, arithmetic, finish = self._prepare(flat, op)
@@ -179,7 +179,7 @@ class InternodeTransport:
         self, work: Tensor, arithmetic: Arithmetic, pieces_of: Callable[[slice], list[Tensor]]
     ) -> None:
         """Let the chunks of `work` pass; `pieces_of` returns those of this host's ranks, all being there."""
-        best = self.best_num_leaders(work.nbytes, work.dtype in HALF_TYPES)
+        best = self.best_num_leaders(work.nbytes, work.dtype in HALF_DTYPES)
         self._num_leaders = max(1, min(best, self.max_num_leaders))
         step = CHUNK_BYTES // arithmetic.partial.itemsize
         try:
@@ -194,7 +194,7 @@ class InternodeTransport:
             self._abandon()
 
     def _abandon(self) -> None:
-        """Give up what is in flight, if anything is: MPI may still write to the memory of every chunk."""
+        """Abandon what is in flight, if anything is: MPI may still write to the memory of every chunk."""
         exchanges = [exchange for _, _, exchange in self._in_flight if exchange is not None]
         if exchanges:
             self._wire.abandon([r for each in exchanges for r in each.requests], list(self._in_flight))
@@ -218,12 +218,12 @@ class InternodeTransport:
         else:
             partial, result = self._slot(mine, arithmetic.partial)
             pieces = pieces_of(chunk)
-            own = slice(*split_evenly(mine.numel(), self.shm.size)[self.shm.rank])
+            own = slice(*even_ranges(mine.numel(), self.shm.size)[self.shm.rank])
             arithmetic.on_host([piece[own] for piece in pieces], partial[own])
             self.shm.barrier()
         exchange = None
         if self._local_rank < self._num_leaders:
-            piece = slice(*split_evenly(mine.numel(), self._num_leaders)[self._local_rank])
+            piece = slice(*even_ranges(mine.numel(), self._num_leaders)[self._local_rank])
             exchange = PieceExchange(self._leader, partial[piece], result[piece], arithmetic)
         self._in_flight.append(_InFlight(result, mine, exchange))
 
@@ -274,7 +274,7 @@ class InternodeTransport:
 
     def _is_small(self, flat: Tensor) -> bool:
         """Return whether a message can travel with the consistency check."""
-        widest = 4 if flat.dtype in HALF_TYPES else flat.element_size()
+        widest = 4 if flat.dtype in HALF_DTYPES else flat.element_size()
         return self._messages is not None and flat.numel() * widest <= PAYLOAD_BYTES
 
     def _small(self, flat: Tensor, op: ReduceOp) -> Iterator[None]:

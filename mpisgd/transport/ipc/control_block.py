@@ -2,7 +2,7 @@
 
 Every rank counts its arrivals in a word of its own. Nobody else writes it, so no atomic operation is needed:
 a rank has arrived when its count is as large as mine. On x86 stores become visible in order; elsewhere a lock
-orders them (`order_memory`). Those who sleep until a word changes do so by futex.
+orders them (`order_memory`). A rank that sleeps until a word changes does so by futex.
 """
 
 import platform
@@ -26,7 +26,7 @@ _fence = threading.Lock()
 
 
 class ControlBlock:
-    """This rank's view of the control words of its host.
+    """The control words of a host, as this rank sees them.
 
     `progress` is called again and again while others are missing: they may be waiting for a message of this
     rank, and MPI moves large ones only while somebody asks it to.
@@ -90,7 +90,7 @@ class ControlBlock:
         return True
 
     def _not_yet(self) -> bool:
-        """Return False. One who is going to sleep makes progress when it wakes in vain."""
+        """Return False. A rank that is going to sleep makes progress when it wakes for nothing."""
         if not (is_oversubscribed() and self._futex.available):
             self.progress()
         return False
@@ -98,7 +98,7 @@ class ControlBlock:
     # -- the barrier -----------------------------------------------------------------------------------
 
     def arrive(self) -> None:
-        """Count one arrival; all that this rank wrote before is visible to those who see it."""
+        """Count one arrival; all that this rank wrote before is visible to the ranks that see it."""
         self.arrivals += 1
         self.publish(ARRIVALS, self.arrivals)
 

@@ -36,6 +36,6 @@ class ShmDigestExchange:
         return self.control.extremes(self.turn)
 
     def missing(self) -> str:
-        """Say for whom this rank waits; "" if for none."""
+        """Describe the ranks that this rank waits for; "" if for none."""
         missing = [str(self._ranks[local]) for local in self.control.missing()]
         return f"rank{'s' * (len(missing) > 1)} {', '.join(missing)}" if missing else ""

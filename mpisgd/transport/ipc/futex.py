@@ -1,6 +1,6 @@
 """`Futex`: sleeping until another rank of this host changes a word of shared memory.
 
-Where ranks share a core, a waiting one that looks again and again takes the time that the others need. The
+Where ranks share a core, a waiting one that polls again and again takes the time that the others need. The
 kernel's futex lets it sleep on a word and be woken by whoever writes it. The C library has no function for
 it, only the system call.
 """

@@ -67,7 +67,7 @@ class Dissemination:
             each.close(over=self._round is None)
 
     def missing(self) -> str:
-        """Say for whom this rank waits."""
+        """Describe the ranks that this rank waits for."""
         assert self._round is not None
         src = self._wire.global_ranks[self._round.src]
         return f"rank {src}, which has not come or waits for another rank itself"

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from mpisgd.transport.mpi import Communicator
 
-__all__ = ["Link", "split_evenly"]
+__all__ = ["Link", "even_ranges"]
 
 TAG = 64  # above the consistency check's; the queue runs one operation at a time, so one tag is enough
 
@@ -55,18 +55,18 @@ class Link:
         sends, receives = _without_empty(sends or []), _without_empty(receives or [])
         requests: list[MPI.Request] = [self._wire.irecv(tensor, src, TAG) for src, tensor in receives]
         requests += [self._wire.isend(tensor, dst, TAG) for dst, tensor in sends]
-        patience = Backoff(self._timeout_s)
+        backoff = Backoff(self._timeout_s)
         in_time = False
         try:
-            in_time = patience.wait_for(lambda: self._wire.poll(requests))
+            in_time = backoff.wait_for(lambda: self._wire.poll(requests))
         finally:  # a lost rank ends the wait, too
             if not in_time:
                 self._wire.abandon(requests, (sends, receives))
         if not in_time:
-            names, seen = self._wire.global_ranks, f": {patience.verdict}" if patience.verdict else ""
+            names, seen = self._wire.global_ranks, f": {backoff.verdict}" if backoff.verdict else ""
             partners = sorted({names[rank] for rank, _ in sends + receives})
             raise CollectiveTimeout(
-                f"{self._name}: rank {names[self.rank]} has waited {patience.waited_s:.1f} s in the middle "
+                f"{self._name}: rank {names[self.rank]} has waited {backoff.waited_s:.1f} s in the middle "
                 f"of the operation for one of the ranks {partners}{seen}"
             )
 
@@ -75,6 +75,6 @@ def _without_empty(transfers: list[tuple[int, Tensor]]) -> list[tuple[int, Tenso
     return [(rank, tensor) for rank, tensor in transfers if tensor.numel()]
 
 
-def split_evenly(total: int, parts: int) -> list[tuple[int, int]]:
+def even_ranges(total: int, parts: int) -> list[tuple[int, int]]:
     """Return `parts` consecutive (start, stop) that cover range(total); sizes differ by at most one."""
     return [(total * i // parts, total * (i + 1) // parts) for i in range(parts)]

@@ -41,7 +41,7 @@ class PointToPoint:
 
     Attributes:
         num_ended: how many messages have ended.
-        group: name and global ranks of the group, for those who ask what this rank waits for.
+        group: name and global ranks of the group, for reports of what this rank waits for.
     """
 
     def __init__(self, wire: "Communicator", *, timeout_s: float, threads_allowed: bool) -> None:
@@ -73,8 +73,8 @@ class PointToPoint:
     ) -> "MessageWork":
         """Start receiving into contiguous `memory`; `arrived(nbytes)` runs when the message is there."""
         request = self.wire.irecv(memory, src, tag)
-        whom = "any rank" if src is None else f"rank {self.wire.global_ranks[src]}"
-        name = f"{name} from {whom}"
+        source = "any rank" if src is None else f"rank {self.wire.global_ranks[src]}"
+        name = f"{name} from {source}"
         others = [rank for rank in range(self.wire.size) if rank != self.wire.rank or src == rank]
         partners = tuple(self.wire.global_ranks[rank] for rank in (others if src is None else [src]))
         message = Message(self.group[0], True, partners, tag)
@@ -179,7 +179,7 @@ class MessageWork(Work):
     """One message in flight.
 
     Attributes:
-        message: who is at the other end.
+        message: which ranks are at the other end.
         source: group rank it came from, once it is done (None for a message sent).
     """
 
@@ -257,15 +257,15 @@ class MessageWork(Work):
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until the message is through."""
-        patience = Backoff(
+        backoff = Backoff(
             self._point_to_point.timeout_s if timeout_s is None else timeout_s, quiet=timeout_s is not None
         )
         with tracing.blocked(self.name):
-            through = patience.wait_for(self.is_completed, about=self._wait_reason)
+            through = backoff.wait_for(self.is_completed, about=self._wait_reason)
         if not through:
-            wire, seen = self._point_to_point.wire, f" ({patience.verdict})" if patience.verdict else ""
+            wire, seen = self._point_to_point.wire, f" ({backoff.verdict})" if backoff.verdict else ""
             raise CollectiveTimeout(
-                f"{self.name}: rank {wire.global_ranks[wire.rank]} has waited {patience.waited_s:.1f} s; the "
+                f"{self.name}: rank {wire.global_ranks[wire.rank]} has waited {backoff.waited_s:.1f} s; the "
                 "other side has not called its part (same tag?). Raise MPISGD_TIMEOUT_S or the group's own "
                 f"timeout if ranks may be that far apart{seen}"
             )
@@ -274,8 +274,8 @@ class MessageWork(Work):
         return True
 
     def _wait_reason(self) -> WaitReason:
-        whom = self.message.partners if len(self.message.partners) == 1 else ()
-        return WaitReason(self.name, self.message.group, whom, message=self.message)
+        partners = self.message.partners if len(self.message.partners) == 1 else ()
+        return WaitReason(self.name, self.message.group, partners, message=self.message)
 
     def is_answered(self, everyones: Sequence[Sequence[Message]]) -> bool:
         """Return whether a partner has the other half of this message in flight; `everyones`: see `drain`."""
@@ -312,7 +312,7 @@ class MessageWork(Work):
                 self._finish()
 
     def cancel(self) -> None:
-        """Give up waiting for this message, unless it is there."""
+        """Cancel this message, unless it is there."""
         with self._lock, contextlib.suppress(MpisgdError):
             if not self.is_completed():
                 self._point_to_point.wire.cancel(self._request, self._memory)

@@ -128,7 +128,7 @@ class Communicator:
     # -- where a rank was lost (ULFM) ---------------------------------------------------------------
 
     def lost(self) -> list[int]:
-        """Return the ranks of this wire that are known to be gone. Looking lets MPI notice it."""
+        """Return the ranks of this wire that are known to be gone. The query lets MPI notice it."""
         with contextlib.suppress(MpisgdError):
             self.progress()
         failed = self.comm.Get_failed()
@@ -211,7 +211,7 @@ class Communicator:
 
     @mpi_call("Cancel")
     def cancel(self, request: MPI.Request, memory: object) -> None:
-        """Give up a receive; where a message for it is already coming in, `memory` is kept until it has."""
+        """Cancel a receive; where a message for it is already coming in, `memory` is kept until it has."""
         request.Cancel()
         if not request.Test():
             self.abandon([request], memory)
@@ -237,7 +237,7 @@ class Communicator:
         return status.Get_source(), status.Get_tag(), status.Get_count(MPI.BYTE)
 
     def abandon(self, requests: Sequence[MPI.Request], memory: object) -> None:
-        """Give up requests. MPI may still write to their memory, which is kept; see `free_abandoned`."""
+        """Abandon requests. MPI may still write to their memory, which is kept; see `free_abandoned`."""
         _abandoned.append((list(requests), memory))
 
     @mpi_call("Request_free")
@@ -312,12 +312,12 @@ class Communicator:
 
     @mpi_call("bcast", collective=True, blocks=True)
     def broadcast_object(self, obj: Any, root: int) -> Any:
-        """Return root's object, pickled on the way."""
+        """Return root's object, sent pickled."""
         return self.comm.bcast(obj, root)
 
     @mpi_call("allgather", collective=True, blocks=True)
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Return everyone's object, pickled on the way."""
+        """Return everyone's object, sent pickled."""
         return self.comm.allgather(obj)
 
     @mpi_call("gather", collective=True, blocks=True)

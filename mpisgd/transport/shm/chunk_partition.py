@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mpisgd.dtypes import ReduceOp
-from mpisgd.transport.messages.link import split_evenly
+from mpisgd.transport.messages.link import even_ranges
 from mpisgd.transport.shm.staging import Span, copy_bytes, prefetch, typed_pieces
 from mpisgd.transport.torch_reduction import combine_in_rank_order
 
@@ -19,10 +19,10 @@ __all__ = ["ChunkPartition", "partition_chunk"]
 
 
 class ChunkPartition(NamedTuple):
-    """The view of one rank of one chunk, in one of its staging buffers.
+    """One chunk as one rank works on it, in one of its staging buffers.
 
     Attributes:
-        rank: whose view.
+        rank: of this rank.
         start: where the part begins that this rank combines, in elements of the chunk.
         stop: where it ends.
         staged: that part of everyone's staging buffer, one tensor [stop - start] per rank.
@@ -89,7 +89,7 @@ def partition_chunk(buffers: Sequence[Tensor], rank: int, numel: int, dtype: tor
         dtype: of the chunk.
     """
     itemsize, size = dtype.itemsize, len(buffers)
-    cuts = split_evenly(numel, size)
+    cuts = even_ranges(numel, size)
     start, stop = cuts[rank]
     staged = typed_pieces(buffers, stop - start, dtype, [start * itemsize] * size)
 

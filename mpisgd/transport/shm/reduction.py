@@ -165,8 +165,8 @@ def reduce_to_owners(
     All owners work at once: what is written for them and what they combine has about the same size on every
     rank if what they own has.
 
-    Cost: one barrier per chunk of those who own most; every rank writes what is for the others and combines
-    what is its own.
+    Cost: one barrier per chunk of the rank that owns most; every rank writes what is for the others and
+    combines what is its own.
     """
     slot_bytes = BUFFER_BYTES // shm.size // ALIGN_BYTES * ALIGN_BYTES
     queues: list[list[Tensor]] = [[] for _ in range(shm.size)]

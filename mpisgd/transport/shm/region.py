@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mpisgd.dtypes import ReduceOp
 from mpisgd.transport.ipc.segment import Segment
-from mpisgd.transport.messages.link import split_evenly
+from mpisgd.transport.messages.link import even_ranges
 from mpisgd.transport.shm.staging import CHUNK_BYTES, MemoryRange, copy_bytes, prefetch, range_of
 from mpisgd.transport.torch_reduction import combine_in_rank_order
 
@@ -57,7 +57,7 @@ class Region:
     @functools.cached_property
     def part_for_all(self) -> list[RegionChunk]:
         """What this rank combines where every rank combines its part for everyone; cut once and for all."""
-        first, last = split_evenly(self.mine.numel(), len(self.everyones))[self._rank]
+        first, last = even_ranges(self.mine.numel(), len(self.everyones))[self._rank]
         return self._cut(first, last, range(len(self.everyones)))
 
     @functools.cached_property

@@ -7,7 +7,7 @@ from typing import Any
 
 import junk
 import torch
-from junk import Predicate, either, flag, landing, nothing, positive_int
+from junk import Predicate, either, flag, nothing, positive_int, writable
 from public_calls import NUMEL, Call, dense_list, model, ones, optimizer, some_path
 
 import mpisgd
@@ -60,7 +60,7 @@ def line(function: Any, good: Any, **takes: Predicate) -> Call:
 
 def written(name: str) -> Predicate:
     """What is reduced in place must be a tensor that can be written to."""
-    return landing if name.endswith("_") else junk.dense
+    return writable if name.endswith("_") else junk.dense
 
 
 def a_tensor() -> dict[str, Any]:

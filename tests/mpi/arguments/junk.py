@@ -142,13 +142,13 @@ def dense(value: Any) -> bool:
     return ours and not value.is_quantized
 
 
-def landing(value: Any) -> bool:
+def writable(value: Any) -> bool:
     """A tensor of any shape that can be written to."""
     return dense(value) and 0 not in value.stride()
 
 
 def tensor_like(numel: int, dtype: torch.dtype, *, output: bool = False) -> Predicate:
-    fits = landing if output else dense
+    fits = writable if output else dense
     return lambda value: fits(value) and value.numel() == numel and value.dtype == dtype
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import junk
 import torch
-from junk import Predicate, either, flag, landing, nothing, positive, positive_int, tensor_like
+from junk import Predicate, either, flag, nothing, positive, positive_int, tensor_like, writable
 
 import mpisgd
 import mpisgd.data
@@ -113,7 +113,7 @@ def dataset() -> torch.utils.data.Dataset[Any]:
 
 
 def as_many_of_any_size(value: Any) -> bool:
-    listed = isinstance(value, list) and len(value) == mpisgd.size() and all(map(landing, value))
+    listed = isinstance(value, list) and len(value) == mpisgd.size() and all(map(writable, value))
     return listed and all(tensor.dtype == FLOAT for tensor in value)
 
 
@@ -139,7 +139,7 @@ def reads_joined(value: Any) -> bool:
 
 
 def dense_list(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and all(map(landing, value))
+    return isinstance(value, (list, tuple)) and all(map(writable, value))
 
 
 def splits(value: Any) -> bool:
@@ -161,15 +161,15 @@ def has_length(value: Any) -> bool:
 
 
 CALLS: dict[str, Call] = {
-    "all_reduce": Call(mpisgd.all_reduce, lambda: {"tensor": ones()}, {"tensor": landing}),
+    "all_reduce": Call(mpisgd.all_reduce, lambda: {"tensor": ones()}, {"tensor": writable}),
     "all_reduce_coalesced": Call(
         mpisgd.all_reduce_coalesced, lambda: {"tensors": [ones()]}, {"tensors": dense_list}
     ),
-    "broadcast": Call(mpisgd.broadcast, lambda: {"tensor": ones(), "src": 0}, {"tensor": landing}),
+    "broadcast": Call(mpisgd.broadcast, lambda: {"tensor": ones(), "src": 0}, {"tensor": writable}),
     "broadcast_coalesced": Call(
         mpisgd.broadcast_coalesced, lambda: {"tensors": [ones()], "src": 0}, {"tensors": dense_list}
     ),
-    "reduce": Call(mpisgd.reduce, lambda: {"tensor": ones(), "dst": 0}, {"tensor": landing}),
+    "reduce": Call(mpisgd.reduce, lambda: {"tensor": ones(), "dst": 0}, {"tensor": writable}),
     "gather": Call(
         mpisgd.gather,
         lambda: {"tensor": ones(), "gather_list": one_each(), "dst": own_rank()},
@@ -248,14 +248,14 @@ CALLS: dict[str, Call] = {
     "recv": Call(
         mpisgd.recv,
         lambda: {"tensor": ones(), "src": (mpisgd.rank() + 1) % mpisgd.size()},
-        {"tensor": landing, "src": either(nothing, lambda value: USUAL["src"](value))},
+        {"tensor": writable, "src": either(nothing, lambda value: USUAL["src"](value))},
         min_size=2,
     ),
     "isend": Call(mpisgd.isend, lambda: {"tensor": ones(), "dst": 0}),
     "irecv": Call(
         mpisgd.irecv,
         lambda: {"tensor": ones(), "src": 0},
-        {"tensor": landing, "src": either(nothing, lambda value: USUAL["src"](value))},
+        {"tensor": writable, "src": either(nothing, lambda value: USUAL["src"](value))},
     ),
     "broadcast_object": Call(mpisgd.broadcast_object, lambda: {"obj": 1, "src": 0}),
     "all_gather_object": Call(

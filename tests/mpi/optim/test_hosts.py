@@ -17,7 +17,7 @@ from mpisgd.core.group import Group
 from mpisgd.core.topology import arrange
 from mpisgd.job.group_factory import make_group
 from mpisgd.job.lifecycle import world
-from mpisgd.tuning import CostModel, Curve, Measured, Segment
+from mpisgd.tuning import CostModel, Curve, LineSegment, MeasuredCurves
 
 pytestmark = [
     pytest.mark.mpi(min_size=2),
@@ -30,8 +30,8 @@ UNEVEN = {2: [0, 1], 3: [0, 0, 2], 4: [0, 1, 1, 1]}
 
 def mpi_is_fastest() -> CostModel:
     """What `auto` would take then must not matter to ranks that reduce in shared memory."""
-    curves = (Curve("mpi", False, (Segment(math.inf, 0.0, 0.0),)),)
-    return CostModel("test", tuple(Measured(ranks, curves) for ranks in ((1, 1), (2, 2))))
+    curves = (Curve("mpi", False, (LineSegment(math.inf, 0.0, 0.0),)),)
+    return CostModel("test", tuple(MeasuredCurves(ranks, curves) for ranks in ((1, 1), (2, 2))))
 
 
 @pytest.fixture

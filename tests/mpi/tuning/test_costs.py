@@ -13,7 +13,7 @@ from mpisgd.collectives.all_reduce import choose_algorithm
 from mpisgd.collectives.dispatch import TUNED, shm_for
 from mpisgd.job.lifecycle import world
 from mpisgd.job.rank_info import topology
-from mpisgd.tuning import CostModel, Curve, Measured, Segment
+from mpisgd.tuning import CostModel, Curve, LineSegment, MeasuredCurves
 from mpisgd.tuning.profile import as_profile, built_in, default_path, find_costs, write
 
 SHAPE = (2,)
@@ -21,8 +21,10 @@ SHAPE = (2,)
 
 def profile(mpi_s: float, node_s: float):
     """A profile in which both take the same time, whatever the size."""
-    lines = {name: (Segment(math.inf, s, 0.0),) for name, s in (("mpi", mpi_s), ("node", node_s))}
-    return as_profile([Measured(SHAPE, tuple(Curve(name, False, line) for name, line in lines.items()))], {})
+    lines = {name: (LineSegment(math.inf, s, 0.0),) for name, s in (("mpi", mpi_s), ("node", node_s))}
+    return as_profile(
+        [MeasuredCurves(SHAPE, tuple(Curve(name, False, line) for name, line in lines.items()))], {}
+    )
 
 
 @pytest.fixture
@@ -111,9 +113,9 @@ def test_a_group_has_the_jobs_model_for_its_own_ranks(group):
 
 def costs_of(**seconds: float) -> CostModel:
     """A model in which everything takes so long, on any ranks and for any dtype."""
-    lines = {name: (Segment(math.inf, s, 0.0),) for name, s in seconds.items()}
+    lines = {name: (LineSegment(math.inf, s, 0.0),) for name, s in seconds.items()}
     curves = tuple(Curve(name, half, line) for name, line in lines.items() for half in (False, True))
-    return CostModel("test", tuple(Measured(ranks, curves) for ranks in ((2,), (1, 1), (2, 2))))
+    return CostModel("test", tuple(MeasuredCurves(ranks, curves) for ranks in ((2,), (1, 1), (2, 2))))
 
 
 @pytest.mark.mpi(min_size=2)

@@ -12,7 +12,7 @@ from mpisgd.accelerator import runtime
 from mpisgd.accelerator.buffers import StagedOutput, cut_by, overlap, readable
 from mpisgd.collectives.tensor_arguments import check_output, check_same, check_tensor, check_tensors
 from mpisgd.errors import ShapeMismatch, UnsupportedTensor
-from mpisgd.transport.messages.link import split_evenly
+from mpisgd.transport.messages.link import even_ranges
 
 VALUES = torch.arange(24.0).reshape(2, 3, 4)
 LAYOUTS = {
@@ -45,18 +45,18 @@ def test_readable_copies_only_what_it_must():
 @pytest.mark.parametrize("keep", [False, True])
 def test_what_lands_is_in_the_tensor_afterwards(layout, keep):
     tensor = LAYOUTS[layout]()
-    landing = StagedOutput(tensor, keep=keep)
+    output = StagedOutput(tensor, keep=keep)
     if keep:
-        assert torch.equal(landing.flat, VALUES.flatten())
-    landing.flat.copy_(torch.arange(24.0) * 2)
-    landing.settle()
+        assert torch.equal(output.flat, VALUES.flatten())
+    output.flat.copy_(torch.arange(24.0) * 2)
+    output.copy_back()
     assert torch.equal(tensor, VALUES * 2)
 
 
 @layouts
 def test_a_result_from_elsewhere_is_taken(layout):
     tensor = LAYOUTS[layout]()
-    StagedOutput(tensor, keep=False).settle(torch.arange(24.0) * 3)
+    StagedOutput(tensor, keep=False).copy_back(torch.arange(24.0) * 3)
     assert torch.equal(tensor, VALUES * 3)
 
 
@@ -64,16 +64,16 @@ def test_a_result_from_elsewhere_is_taken(layout):
 def test_autograd_learns_of_the_change(layout):
     tensor = LAYOUTS[layout]()
     before = tensor._version
-    StagedOutput(tensor, keep=False).settle()
+    StagedOutput(tensor, keep=False).copy_back()
     assert tensor._version > before
 
 
 def test_a_scalar_and_an_empty_tensor_land():
     for shape in ((), (0,), (2, 0)):
         tensor = torch.zeros(shape)
-        landing = StagedOutput(tensor, keep=False)
-        assert landing.flat.shape == (tensor.numel(),)
-        landing.settle()
+        output = StagedOutput(tensor, keep=False)
+        assert output.flat.shape == (tensor.numel(),)
+        output.copy_back()
 
 
 @pytest.mark.parametrize(
@@ -88,8 +88,8 @@ def test_overlap(a, b, expected):
 
 @pytest.mark.parametrize("total", [0, 1, 2, 7, 8, 1000])
 @pytest.mark.parametrize("parts", [1, 2, 3, 7, 8])
-def test_split_evenly_loses_nothing_and_is_balanced(total, parts):
-    pieces = split_evenly(total, parts)
+def test_even_ranges_lose_nothing_and_is_balanced(total, parts):
+    pieces = even_ranges(total, parts)
     assert [start for start, _ in pieces] == [0, *[stop for _, stop in pieces[:-1]]]
     assert pieces[-1][1] == total
     lengths = [stop - start for start, stop in pieces]

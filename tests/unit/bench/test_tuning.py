@@ -10,14 +10,14 @@ from mpisgd.bench.report.tuning import cost_table, crossovers, doubts, one_line
 from mpisgd.bench.tune import SETTLED_BYTES, contenders, to_measure
 from mpisgd.collectives.all_reduce import CHOICES
 from mpisgd.collectives.dispatch import TUNED
-from mpisgd.tuning import CostModel, Curve, Measured, Segment
+from mpisgd.tuning import CostModel, Curve, LineSegment, MeasuredCurves
 
 FAST, SLOW, OTHER = Curve("node", False), Curve("ring", False), Curve("mpi", True)
 
 
 def names(ranks, *, plane, half, direct=False):
     found = to_measure(ranks, plane=plane, direct=direct)
-    return {(way.algorithm, way.speakers) for way in found if way.purpose == ("all_reduce", half)}
+    return {(way.algorithm, way.num_leaders) for way in found if way.purpose == ("all_reduce", half)}
 
 
 @pytest.mark.parametrize("half", [False, True])
@@ -68,7 +68,7 @@ def test_small_messages_put_nobody_out():
 
 
 def straight(alpha_s, beta_s_per_byte):
-    return (Segment(math.inf, alpha_s, beta_s_per_byte),)
+    return (LineSegment(math.inf, alpha_s, beta_s_per_byte),)
 
 
 def points(segments, factor=1.0):
@@ -77,7 +77,7 @@ def points(segments, factor=1.0):
 
 
 NODE, MPI = straight(10e-6, 1e-10), straight(1e-6, 4e-10)  # they meet at 30,000 bytes
-MEASURED = Measured(
+MEASURED = MeasuredCurves(
     (2,),
     (
         Curve("node", False, NODE, points=points(NODE)),
@@ -86,7 +86,7 @@ MEASURED = Measured(
         Curve("mpi", False, MPI, points=points(MPI), collective="broadcast"),
     ),
 )
-HOSTS = Measured(
+HOSTS = MeasuredCurves(
     (2, 2),
     (
         Curve("hierarchical", False, NODE, 1, points(NODE)),
@@ -104,9 +104,9 @@ def test_crossovers_are_said_in_round_sizes():
     ]
 
 
-def test_speakers_are_part_of_what_is_chosen():
+def test_leaders_are_part_of_what_is_chosen():
     (said,) = crossovers(MODEL, HOSTS)
-    assert said == "2+2 ranks on 2 hosts, all_reduce: hierarchical (2 speakers), hierarchical from 32 KiB on"
+    assert said == "2+2 ranks on 2 hosts, all_reduce: hierarchical (2 leaders), hierarchical from 32 KiB on"
 
 
 def test_the_table_has_a_row_for_each_segment():
@@ -122,7 +122,9 @@ def test_the_table_has_a_row_for_each_segment():
 
 def test_poor_fits_are_owned_up_to():
     assert list(doubts([MEASURED, HOSTS])) == []
-    poor = Measured((2,), (*MEASURED.curves, Curve("ring", False, MPI, points=points(MPI, factor=20.0))))
+    poor = MeasuredCurves(
+        (2,), (*MEASURED.curves, Curve("ring", False, MPI, points=points(MPI, factor=20.0)))
+    )
     (said,) = doubts([poor])
     assert said.startswith("1 of 5 fits are poor")
 

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpisgd.tuning.curve import Curve, Point, Segment, fit
+from mpisgd.tuning.curve import Curve, LineSegment, Point, fit
 
 SIZES = [256.0 * 2**power for power in range(19)]  # to 64 MiB
 
 
-def curve_of(segments: tuple[Segment, ...], points: Iterable[Point] = ()) -> Curve:
+def curve_of(segments: tuple[LineSegment, ...], points: Iterable[Point] = ()) -> Curve:
     return Curve("mpi", False, segments, points=tuple(points))
 
 
@@ -24,13 +24,13 @@ def fitted(points: list[Point], **options) -> Curve:
     return curve_of(fit(points, **options), points)
 
 
-ONE = curve_of((Segment(math.inf, 10e-6, 1e-10),))
+ONE = curve_of((LineSegment(math.inf, 10e-6, 1e-10),))
 # A protocol that changes at 40 KiB, caches that end at 3 MiB.
 THREE = curve_of(
     (
-        Segment(40 * 2**10, 8e-6, 5e-10),
-        Segment(3 * 2**20, 40e-6, 2e-10),
-        Segment(math.inf, 0.0, 6e-10),
+        LineSegment(40 * 2**10, 8e-6, 5e-10),
+        LineSegment(3 * 2**20, 40e-6, 2e-10),
+        LineSegment(math.inf, 0.0, 6e-10),
     )
 )
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpisgd.tuning import CostModel, Curve, Measured, Segment
+from mpisgd.tuning import CostModel, Curve, LineSegment, MeasuredCurves
 from mpisgd.tuning.model import kind, link_share, num_steps
 
 KINDS = ("one host", "one rank per host", "several ranks per host")
@@ -17,11 +17,11 @@ ALGORITHMS = ("mpi", "node", "hierarchical", "ring", "halving_doubling", "all_to
 SHAPES = st.lists(st.integers(1, 8), min_size=1, max_size=6).filter(lambda ranks: sum(ranks) > 1)
 
 
-def straight(alpha_s: float, beta_s_per_byte: float) -> tuple[Segment]:
-    return (Segment(math.inf, alpha_s, beta_s_per_byte),)
+def straight(alpha_s: float, beta_s_per_byte: float) -> tuple[LineSegment]:
+    return (LineSegment(math.inf, alpha_s, beta_s_per_byte),)
 
 
-NODE = Measured(
+NODE = MeasuredCurves(
     (2,),
     (
         Curve("mpi", False, straight(1e-6, 4e-10)),
@@ -30,13 +30,13 @@ NODE = Measured(
         Curve("node", True, straight(10e-6, 1e-10)),  # at 10,000
     ),
 )
-HOSTS = Measured(
+HOSTS = MeasuredCurves(
     (2, 2),
     (
         Curve("mpi", False, straight(100e-6, 20e-9)),
         Curve("ring", False, straight(300e-6, 12e-9)),
-        Curve("hierarchical", False, straight(150e-6, 10e-9), speakers=1),
-        Curve("hierarchical", False, straight(250e-6, 8e-9), speakers=2),  # from 50,000 bytes on
+        Curve("hierarchical", False, straight(150e-6, 10e-9), num_leaders=1),
+        Curve("hierarchical", False, straight(250e-6, 8e-9), num_leaders=2),  # from 50,000 bytes on
     ),
 )
 MODEL = CostModel("test", (NODE, HOSTS), (2,))
@@ -64,13 +64,13 @@ def test_only_candidates_are_chosen():
     assert MODEL.choose(("mpi",), 2**30) == "mpi"
 
 
-def test_hierarchical_is_as_fast_as_its_best_number_of_speakers():
+def test_hierarchical_is_as_fast_as_its_best_number_of_leaders():
     hosts = MODEL.at([2, 2])
-    assert [hosts.speakers(nbytes) for nbytes in (4, 49_000, 51_000, 2**30)] == [1, 1, 2, 2]
+    assert [hosts.num_leaders(nbytes) for nbytes in (4, 49_000, 51_000, 2**30)] == [1, 1, 2, 2]
     for nbytes in (4, 2**30):
         predicted = [curve.seconds(nbytes) for curve in HOSTS.curves[2:]]
         assert hosts.seconds("hierarchical", nbytes) == min(predicted)
-    assert MODEL.speakers(4) == 1  # nothing like it on one host
+    assert MODEL.num_leaders(4) == 1  # nothing like it on one host
 
 
 def test_a_model_says_what_was_measured_for_the_ranks_it_was_measured_on():
@@ -91,12 +91,12 @@ def test_more_hosts_take_more_steps_and_carry_more():
 
 
 def test_as_many_speakers_as_the_smallest_host_has_ranks():
-    assert MODEL.at([8, 6]).speakers(2**30) == 6
-    assert MODEL.at([2, 1]).speakers(2**30) == 1
+    assert MODEL.at([8, 6]).num_leaders(2**30) == 6
+    assert MODEL.at([2, 1]).num_leaders(2**30) == 1
 
 
 def test_what_is_missing_comes_from_another_model():
-    other = CostModel("other", (Measured((4,), NODE.curves), Measured((1, 1), HOSTS.curves)))
+    other = CostModel("other", (MeasuredCurves((4,), NODE.curves), MeasuredCurves((1, 1), HOSTS.curves)))
     joined = CostModel("mine", (NODE,)).completed(other)
     assert joined.source == "mine"
     assert [measured.ranks_per_host for measured in joined.measured] == [(2,), (1, 1)]
@@ -157,7 +157,7 @@ def test_collectives_have_curves_of_their_own():
         Curve("mpi", False, quick, collective="broadcast"),
         Curve("node", False, slow, collective="broadcast"),
     )
-    model = CostModel("test", (Measured((2,), curves),)).at([2])
+    model = CostModel("test", (MeasuredCurves((2,), curves),)).at([2])
     assert model.choose(("mpi", "node"), 4) == "node"
     assert model.choose(("node", "mpi"), 4, collective="broadcast") == "mpi"
     assert model.choose(("node", "mpi"), 4, collective="all_gather") == "node"

@@ -9,7 +9,7 @@ from itertools import groupby
 
 import pytest
 
-from mpisgd.tuning import CostModel, Curve, Measured, Segment
+from mpisgd.tuning import CostModel, Curve, LineSegment, MeasuredCurves
 from mpisgd.tuning.model import kind
 from mpisgd.tuning.profile import (
     ProfileError,
@@ -21,11 +21,13 @@ from mpisgd.tuning.profile import (
     write,
 )
 
-LINE = (Segment(4096.0, 1e-6, 0.0), Segment(math.inf, 2e-6, 3e-10))
+LINE = (LineSegment(4096.0, 1e-6, 0.0), LineSegment(math.inf, 2e-6, 3e-10))
 POINTS = ((256.0, 1e-6), (2.0**20, 3.2e-4))
 MEASURED = (
-    Measured((2, 2), (Curve("mpi", False, LINE, 1, POINTS), Curve("hierarchical", True, LINE, 2, POINTS))),
-    Measured((2,), (Curve("node", False, LINE), Curve("mpi", False, LINE, collective="broadcast"))),
+    MeasuredCurves(
+        (2, 2), (Curve("mpi", False, LINE, 1, POINTS), Curve("hierarchical", True, LINE, 2, POINTS))
+    ),
+    MeasuredCurves((2,), (Curve("node", False, LINE), Curve("mpi", False, LINE, collective="broadcast"))),
 )
 HEADER = {"command": "python -m mpisgd tune", "machine": {"cores": 2}}
 

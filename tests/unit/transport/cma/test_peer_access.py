@@ -51,11 +51,11 @@ def test_who_wrote_itself_does_not_keep_others_from_leaving(ranks):
     ranks[0].revoke()  # says that it writes no more, before it waits
     before = time.monotonic()
     ranks[1].revoke()
-    assert time.monotonic() - before < module.GIVE_UP_S
+    assert time.monotonic() - before < module.WRITER_TIMEOUT_S
 
 
 def test_memory_that_somebody_dead_may_still_write_to_is_kept(ranks, monkeypatch):
-    monkeypatch.setattr(module, "GIVE_UP_S", 0.05)
+    monkeypatch.setattr(module, "WRITER_TIMEOUT_S", 0.05)
     kept: list[torch.Tensor] = []
     monkeypatch.setattr(module, "_kept", kept)
     tensor = torch.zeros(1)
