@@ -151,6 +151,23 @@ def test_a_rank_that_exits_early_ends_the_others_with_an_error_that_says_so(job,
     assert done.seconds < 15
 
 
+@pytest.mark.parametrize("first", [0, 2])
+def test_one_rank_destroys_its_group_and_the_others_end_the_program(job, first):
+    """It once told the others of its messages inside MPI, while they waited for it at the world's end."""
+    done = job(
+        f"""
+        import torch.distributed as dist
+        dist.init_process_group("mpisgd")
+        dist.all_reduce(torch.ones(3))
+        if rank == {first}:
+            dist.destroy_process_group()
+        """,
+        3,
+        LIMIT="15",
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_rank_that_shuts_down_early_is_told_with_the_others(job):
     done = job(
         f"""

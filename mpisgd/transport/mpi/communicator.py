@@ -294,6 +294,11 @@ class Communicator:
         mine = MPI.IN_PLACE if tensor is None else spec(tensor)
         self.comm.Allgather(mine, spec(out, self.size))
 
+    @mpi_call("Iallgather", collective=True)
+    def all_gather_request(self, out: Tensor, tensor: Tensor) -> MPI.Request:
+        """Start an all-gather of `tensor` [n] into `out` [size * n]; both must live until it is over."""
+        return self.comm.Iallgather(spec(tensor), spec(out, self.size))
+
     @mpi_call("Gather", collective=True, blocks=True)
     def gather(self, out: Tensor | None, tensor: Tensor, root: int) -> None:
         """Put everyone's `tensor` [n] into root's `out` [size * n]."""
