@@ -307,6 +307,7 @@ CALLS: dict[str, Call] = {
         {
             "optimizer": lambda _: False,
             "named_parameters": nothing,
+            "strategy": nothing,
             "compression": nothing,
             "backward_passes_per_step": positive_int,
             "gradient_predivide_factor": lambda value: (
@@ -412,9 +413,15 @@ WITHOUT_ARGUMENTS = {
     "stop_timeline",
 }
 NOT_CALLED = {
+    "BucketReducer": "a base class",
     "Compression": "a choice of constants",
+    "Compressor": "a base class",
     "Group": "made by new_group",
     "ReduceOp": "a choice of constants",
+    "Strategy": "a base class",
+    "Synchronizer": "a base class",
+    "Synchronous": "takes no arguments",
+    "Training": "made by DistributedOptimizer",
     "Work": "made by the operations",
     "Loaded": "made by load",
     "Preemption": "made by on_preemption",
