@@ -21,7 +21,7 @@ from mpisgd.accelerator.runtime import on_device
 from mpisgd.gradients.kinds import SPARSE
 from mpisgd.gradients.sparse import empty_sparse
 from mpisgd.gradients.trace_contents import contents
-from mpisgd.gradients.unbucketed import not_twice
+from mpisgd.gradients.unbucketed import copy_aliased
 from mpisgd.horovod import handles, submission
 from mpisgd.horovod.allreduce import allreduce_async_
 from mpisgd.horovod.compression import Compressor
@@ -242,7 +242,7 @@ class GradientExchange:
         grads = [self._params[index].grad for index in load.bucket.indices]
         if self._terms.sparse_as_dense:
             grads = [self._dense(index, grad) for index, grad in zip(load.bucket.indices, grads, strict=True)]
-        kinds = load.load(not_twice(load, grads, self._step.addresses))
+        kinds = load.load(copy_aliased(load, grads, self._step.addresses))
         if SPARSE in kinds:
             for index, grad in zip(load.bucket.indices, grads, strict=True):
                 if grad is not None and grad.is_sparse:  # it sets out by itself
