@@ -194,7 +194,7 @@ class OperationSpan:
         algorithm = operation.extra.removeprefix("algorithm=")
         self._args: dict[str, Any] = {
             "bytes": _nbytes(tensors, operation),
-            "way": transport if algorithm == operation.extra else algorithm,
+            "transport": transport if algorithm == operation.extra else algorithm,
             "async": async_op,
             **getattr(_purpose, "contents", {}),
         }

@@ -18,8 +18,8 @@ from mpisgd.accelerator.runtime import on_device, runtime
 __all__ = [
     "ALONE_BYTES",
     "StagedOutput",
-    "apart",
     "as_one",
+    "clone_if_overlapping",
     "cut_by",
     "in_order",
     "overlap",
@@ -70,7 +70,7 @@ def overlap(a: Tensor, b: Tensor) -> bool:
     return a_start < b_start + b.nbytes and b_start < a_start + a.nbytes
 
 
-def apart(source: Tensor, places: Sequence[Tensor], own: int = -1) -> Tensor:
+def clone_if_overlapping(source: Tensor, places: Sequence[Tensor], own: int = -1) -> Tensor:
     """Return `source`, copied if results will arrive in its memory.
 
     Args:

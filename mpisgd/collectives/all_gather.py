@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mpisgd.accelerator.buffers import apart
+from mpisgd.accelerator.buffers import clone_if_overlapping
 from mpisgd.collectives.dispatch import Call, Collective, operation_on, run
 from mpisgd.collectives.packing import own_part
 from mpisgd.collectives.tensor_arguments import check_output, check_same, check_tensor, check_tensors
@@ -53,13 +53,13 @@ def all_gather(
 def _flats_of_list(call: Call) -> Iterator[tuple[Tensor, Tensor]]:
     (tensor,) = call.inputs
     out = call.write_as_one(call.outputs)
-    yield out, apart(call.read(tensor), [out])
+    yield out, clone_if_overlapping(call.read(tensor), [out])
 
 
 def _list_by_shm(call: Call, shm: ShmTransport) -> Iterator[None]:
     (tensor,) = call.inputs
     flats = [call.write(output) for output in call.outputs]
-    mine = apart(call.read(tensor), flats, own=call.group.rank)
+    mine = clone_if_overlapping(call.read(tensor), flats, own=call.group.rank)
     yield from data_movement.all_gather(shm, [range_of(flat) for flat in flats], range_of(mine))
 
 

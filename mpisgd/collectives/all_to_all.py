@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpisgd.accelerator.buffers import apart, cut_by
+from mpisgd.accelerator.buffers import clone_if_overlapping, cut_by
 from mpisgd.arguments import shown
 from mpisgd.collectives.dispatch import Call, Collective, device_kind, operation_on, run
 from mpisgd.collectives.tensor_arguments import check_output, check_same, check_tensor, check_tensors
@@ -147,7 +147,7 @@ def _are_counts(sizes: object) -> bool:
 def _flats(call: Call) -> tuple[Tensor, Tensor]:
     """Return where everything arrives, and what is sent, apart from it."""
     out = call.write(call.outputs[0])
-    return out, apart(call.read(call.inputs[0]), [out])
+    return out, clone_if_overlapping(call.read(call.inputs[0]), [out])
 
 
 def _mpi(call: Call) -> None:
@@ -173,7 +173,7 @@ ALL_TO_ALL = Collective("all_to_all", _mpi, _shm, device=_device)
 def _pieces(call: Call) -> tuple[list[Tensor], list[Tensor]]:
     """Return where what comes from each rank goes, and what goes to each."""
     outs = [call.write(output) for output in call.outputs]
-    sources = [apart(call.read(tensor), outs) for tensor in call.inputs]
+    sources = [clone_if_overlapping(call.read(tensor), outs) for tensor in call.inputs]
     if call.sizes is None or len(outs) == call.group.size:
         return outs, sources
     takes, gives = call.sizes
@@ -222,7 +222,7 @@ def exchange_on_device(
     like = (call.outputs or call.inputs)[0]
     out = call.write_as_one(call.outputs) if call.outputs else like.new_empty(0)
     source = call.read_as_one(call.inputs) if call.inputs else like.new_empty(0)
-    source = apart(source, [out])
+    source = clone_if_overlapping(source, [out])
     return lambda: backend.all_to_all(out, source, takes, gives)
 
 

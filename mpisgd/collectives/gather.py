@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mpisgd.accelerator.buffers import apart
+from mpisgd.accelerator.buffers import clone_if_overlapping
 from mpisgd.collectives.all_to_all import exchange_on_device
 from mpisgd.collectives.dispatch import Call, Collective, operation_on, run
 from mpisgd.collectives.tensor_arguments import check_output, check_same, check_tensor, check_tensors
@@ -59,12 +59,12 @@ def gather(
 def _gather_by_mpi(call: Call) -> None:
     mine = call.read(call.inputs[0])
     out = call.write_as_one(call.outputs) if call.is_root else None
-    call.wire.gather(out, mine if out is None else apart(mine, [out]), call.root)
+    call.wire.gather(out, mine if out is None else clone_if_overlapping(mine, [out]), call.root)
 
 
 def _gather_by_shm(call: Call, shm: ShmTransport) -> Iterator[None]:
     flats = [call.write(output) for output in call.outputs]
-    mine = apart(call.read(call.inputs[0]), flats, own=call.root)
+    mine = clone_if_overlapping(call.read(call.inputs[0]), flats, own=call.root)
     yield from data_movement.gather(shm, [range_of(flat) for flat in flats], range_of(mine), call.root)
 
 
@@ -116,7 +116,7 @@ def scatter(
 
 def _scatter_by_mpi(call: Call) -> None:
     out = call.write(call.outputs[0])
-    source = apart(call.read_as_one(call.inputs), [out]) if call.is_root else None
+    source = clone_if_overlapping(call.read_as_one(call.inputs), [out]) if call.is_root else None
     call.wire.scatter(out, source, call.root)
 
 

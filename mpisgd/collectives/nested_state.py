@@ -1,4 +1,4 @@
-"""A nested state and its tensors, taken apart to travel: the tensors as they lie, all else pickled."""
+"""A nested state and its tensors, separated to be sent: the tensors as they lie, all else pickled."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -6,40 +6,40 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["put_together", "take_apart"]
+__all__ = ["allocate_tensors", "extract_tensors"]
 
 
-class _Outline(NamedTuple):
+class _TensorSpec(NamedTuple):
     """What travels in a tensor's place: enough to make room for it, on this rank's own device."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     device_type: str
 
-    def room(self) -> Tensor:
+    def empty(self) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=self.device_type)
 
 
-def take_apart(tree: Any) -> tuple[Any, list[Tensor]]:
+def extract_tensors(tree: Any) -> tuple[Any, list[Tensor]]:
     """Return (an outline of nested dicts, lists and tuples, the tensors in it)."""
     tensors: list[Tensor] = []
 
-    def take_out(tensor: Tensor) -> _Outline:
+    def take_out(tensor: Tensor) -> _TensorSpec:
         tensors.append(tensor)
-        return _Outline(tuple(tensor.shape), tensor.dtype, tensor.device.type)
+        return _TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.device.type)
 
     return _replace(tree, Tensor, take_out), tensors
 
 
-def put_together(outline: Any) -> tuple[Any, list[Tensor]]:
-    """Return (the tree of an outline, the tensors in it, to be filled), in the order of `take_apart`."""
+def allocate_tensors(outline: Any) -> tuple[Any, list[Tensor]]:
+    """Return (the tree of an outline, the tensors in it, to be filled), in the order of `extract_tensors`."""
     tensors: list[Tensor] = []
 
-    def make_room(entry: _Outline) -> Tensor:
-        tensors.append(entry.room())
+    def allocate(entry: _TensorSpec) -> Tensor:
+        tensors.append(entry.empty())
         return tensors[-1]
 
-    return _replace(outline, _Outline, make_room), tensors
+    return _replace(outline, _TensorSpec, allocate), tensors
 
 
 def _replace(tree: Any, kind: type, by: Callable[[Any], Any]) -> Any:

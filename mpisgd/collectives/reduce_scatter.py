@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpisgd.accelerator.buffers import apart, as_one, cut_by, overlap
+from mpisgd.accelerator.buffers import as_one, clone_if_overlapping, cut_by, overlap
 from mpisgd.collectives.algorithms.all_to_all import reduce_own_part
 from mpisgd.collectives.dispatch import Call, Collective, operation_on, run
 from mpisgd.collectives.packing import put
@@ -133,7 +133,7 @@ def _shm(call: Call, shm: ShmTransport) -> Iterator[None]:
 
 
 def _device(call: Call, backend: DeviceBackend) -> Callable[[], Any]:
-    pairs = [(out, apart(as_one(flats), [out])) for out, flats in _flats(call)]
+    pairs = [(out, clone_if_overlapping(as_one(flats), [out])) for out, flats in _flats(call)]
     return lambda: [backend.reduce_scatter(out, flat, call.op) for out, flat in pairs]
 
 

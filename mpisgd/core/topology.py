@@ -23,7 +23,7 @@ class Topology:
     nodes: tuple[tuple[int, ...], ...]
     hostnames: tuple[str, ...]
 
-    def among(self, members: Sequence[int]) -> "Topology":
+    def subset(self, members: Sequence[int]) -> "Topology":
         """Return the topology of a group of some of these ranks, this one among them.
 
         Args:

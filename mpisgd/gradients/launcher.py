@@ -20,7 +20,7 @@ from mpisgd.gradients.options import ReductionOptions
 from mpisgd.gradients.plan import BucketSlot
 from mpisgd.gradients.sum_reducer import reduce_to_their_owners
 from mpisgd.gradients.trace_contents import contents
-from mpisgd.gradients.unbucketed import without_aliases
+from mpisgd.gradients.unbucketed import copy_aliased
 
 __all__ = ["BucketLauncher"]
 
@@ -76,7 +76,7 @@ class BucketLauncher:
     def _load(self, in_flight: InFlightReduction, slot: BucketSlot) -> tuple[Tensor, bytes]:
         """Bring this rank's gradients to where they travel; return the memory and their kinds."""
         grads = [p.grad for p in self.params_of(slot)]
-        kinds = slot.storage.load(without_aliases(slot.storage, grads, in_flight.addresses))
+        kinds = slot.storage.load(copy_aliased(slot.storage, grads, in_flight.addresses))
         flat = slot.storage.flat
         if self._options.error_if_nonfinite:
             kinds = mark_nonfinite(kinds, grads, flat)

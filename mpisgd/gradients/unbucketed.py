@@ -14,7 +14,7 @@ from mpisgd.gradients.bucketing import Bucket
 from mpisgd.gradients.kinds import kind_of
 from mpisgd.gradients.layout import layout_of
 
-__all__ = ["UnbucketedGradient", "without_aliases"]
+__all__ = ["UnbucketedGradient", "copy_aliased"]
 
 
 def _num_uses(tensor: Tensor) -> int:
@@ -109,7 +109,7 @@ class UnbucketedGradient:
         return None if self._left is None else self._left()
 
 
-def without_aliases(load: object, grads: list[Tensor | None], addresses: set[int]) -> list[Tensor | None]:
+def copy_aliased(load: object, grads: list[Tensor | None], addresses: set[int]) -> list[Tensor | None]:
     """Return `grads`, copied where the program uses one tensor as the gradient of two parameters.
 
     It would be reduced in place once for each.

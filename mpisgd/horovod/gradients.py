@@ -21,7 +21,7 @@ from mpisgd.accelerator.runtime import on_device
 from mpisgd.gradients.kinds import SPARSE
 from mpisgd.gradients.sparse import empty_sparse
 from mpisgd.gradients.trace_contents import contents
-from mpisgd.gradients.unbucketed import without_aliases
+from mpisgd.gradients.unbucketed import copy_aliased
 from mpisgd.horovod.compression import Compressor
 from mpisgd.horovod.engine.entry import Entry
 from mpisgd.horovod.gradient_plan import make_plan
@@ -242,7 +242,7 @@ class GradientExchange:
         grads = [self._params[index].grad for index in load.bucket.indices]
         if self._terms.sparse_as_dense:
             grads = [self._dense(index, grad) for index, grad in zip(load.bucket.indices, grads, strict=True)]
-        kinds = load.load(without_aliases(load, grads, self._step.addresses))
+        kinds = load.load(copy_aliased(load, grads, self._step.addresses))
         if SPARSE in kinds:
             for index, grad in zip(load.bucket.indices, grads, strict=True):
                 if grad is not None and grad.is_sparse:  # it sets out by itself

@@ -79,8 +79,8 @@ def open_group(
     members = _check_members(ranks, job.world.size)
     _wait_for_members(job.world.queue.wire, members, name, timeout_s or job.timeout_s)
     with waiting_for(WaitReason(f"the making of group '{name}'", members=tuple(members))):
-        wire = job.world.queue.wire.among(members, _tag_of(members))
-    where = job.world.topology.among(members)
+        wire = job.world.queue.wire.create_group(members, _tag_of(members))
+    where = job.world.topology.subset(members)
     group = make_group(
         name,
         members,

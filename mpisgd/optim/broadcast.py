@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mpisgd.collectives.broadcast import broadcast
 from mpisgd.collectives.coalesced import broadcast_coalesced
-from mpisgd.collectives.nested_state import put_together, take_apart
+from mpisgd.collectives.nested_state import allocate_tensors, extract_tensors
 from mpisgd.collectives.objects import broadcast_object
 from mpisgd.core.group import Group
 from mpisgd.errors import InvalidArgument
@@ -125,10 +125,10 @@ def broadcast_optimizer_state(
     params = [(f"group {i}", p) for i, g in enumerate(optimizer.param_groups) for p in g["params"]]
     agree_on("broadcast_optimizer_state", params, group, root=root)
     mine = optimizer.state_dict()  # on every rank: those that share parameters bring it together
-    outline, tensors = take_apart(mine) if group.rank == root else (None, [])
+    outline, tensors = extract_tensors(mine) if group.rank == root else (None, [])
     outline = broadcast_object(outline, src, group)
     if group.rank != root:
-        mine, tensors = put_together(outline)
+        mine, tensors = allocate_tensors(outline)
     broadcast_tensors(tensors, src, group)
     if group.rank != root:
         optimizer.load_state_dict(mine)

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from mpisgd.accelerator.buffers import readable
-from mpisgd.collectives.nested_state import put_together, take_apart
+from mpisgd.collectives.nested_state import allocate_tensors, extract_tensors
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.transport.shm.data_movement import exchange_spans
@@ -33,8 +33,8 @@ def gather_states(mine: States, group: Group) -> States:
     def exchange() -> None:
         if memory is None or local is None:
             return
-        outline, tensors = take_apart(mine)
-        theirs = [put_together(other) for other in local.all_gather_object(outline)]
+        outline, tensors = extract_tensors(mine)
+        theirs = [allocate_tensors(other) for other in local.all_gather_object(outline)]
         rooms = [tensors if rank == memory.rank else room for rank, (_, room) in enumerate(theirs)]
         _exchange(memory, rooms)
         for rank, (states, _) in enumerate(theirs):

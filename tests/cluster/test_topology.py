@@ -27,7 +27,7 @@ REPORT = """
     every_rank = {
         "host": socket.gethostname(), "local_rank": mpisgd.local_rank(), "local_size": mpisgd.local_size(),
         "node_rank": mpisgd.node_rank(), "num_nodes": mpisgd.num_nodes(),
-        "planes": [name for name, group in groups.items() if group.shm is not None],
+        "shared_memory": [name for name, group in groups.items() if group.shm is not None],
     }
     everyone = [None] * mpisgd.size()
     mpisgd.all_gather_object(everyone, every_rank)
@@ -66,7 +66,7 @@ def test_every_rank_knows_its_place(slots):
 @pytest.mark.parametrize("hosts", [pytest.param("2,2", marks=LONG), "2,1"])
 def test_only_ranks_of_one_host_share_memory(hosts):
     for rank in reported(hosts)[0]:
-        assert rank["planes"] == (["node"] if rank["local_size"] > 1 else [])
+        assert rank["shared_memory"] == (["node"] if rank["local_size"] > 1 else [])
 
 
 @LONG

@@ -11,7 +11,7 @@ from watched import ANY_ADDRESS, Job, descendants, listens_on, mapped, modes_of_
 SHARED_MEMORY = Path("/dev/shm")
 NUM_RANKS = 2
 
-# Everything that opens files or sockets: both planes, a thread, named operations, a torch.distributed group.
+# Everything that opens files or sockets: shared memory, MPI, a thread, named operations, a torch group.
 PROGRAM = """
 import os, sys, time
 import torch

@@ -22,7 +22,7 @@ DTYPES = [
 
 
 def given(dtype: torch.dtype, *shape: int) -> Tensor:
-    """Differs by rank and element, and sums are exact, in half types too."""
+    """Differs by rank and element, and sums are exact, in 16-bit floats too."""
     numel = torch.Size(shape).numel()
     values = (torch.arange(numel) * 7 + mpisgd.rank() * 13) % 17 - 8
     return values.to(dtype).view(shape) if dtype is not torch.uint8 else values.abs().to(dtype).view(shape)

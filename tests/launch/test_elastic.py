@@ -113,7 +113,7 @@ def test_two_losses_leave_the_curve_of_the_remaining_ranks(tmp_path, how):
     assert end["resets"] == [3, 2]
     # at the second loss the pieces were those of three ranks, one of which had taken over a lost one's
     assert sorted(end["shared_out"]) == ["0", "1", "2"]
-    assert end["tickets"][0] == 0 + 1 + 2 + 3  # which came from its guardian: it had no other copy
+    assert end["tickets"][0] == 0 + 1 + 2 + 3  # which came from its buddy: it had no other copy
     told = [line for line in done.stderr.splitlines() if "mpisgd" in line]
     assert len(told) == 2
     assert "rank 2 is lost; 3 ranks go on" in told[0]

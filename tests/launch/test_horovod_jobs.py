@@ -1,4 +1,4 @@
-"""How a program with `mpisgd.horovod` starts and ends: alone, on some of the ranks, without a farewell."""
+"""How a program with `mpisgd.horovod` starts and ends: alone, on some of the ranks, without `shutdown()`."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def test_nobody_touches_the_memory_of_a_rank_that_left_before_the_others_came():
 
 
 def test_nobody_writes_into_the_memory_of_a_rank_that_has_left():
-    """The others give up at their time limit, and the job ends."""
+    """The others raise at their timeout, and the job ends."""
     done = of_three_ranks(LEAVING)
     assert done.stdout == "written before: True\nleft to write: True\nwritten after: False\n"
     assert "has waited 2.0 s in the middle of an operation for rank 0" in done.stderr

@@ -39,7 +39,7 @@ STOP = "os.kill(os.getpid(), signal.SIGSTOP)"
 
 @pytest.fixture
 def job(tmp_path):
-    """Run a program's text on some ranks with a time limit and a time for warnings."""
+    """Run a program's text on some ranks with a timeout and a time for warnings."""
 
     def run(
         text: str, num_ranks: int, *, limit_s: float, options: Sequence[str] = (), **env: str

@@ -108,7 +108,7 @@ def assert_equal(got: Tensor, wanted: Tensor) -> None:
 
 
 def assert_near(got: Tensor, wanted: Tensor) -> None:
-    """Equal, up to the order of floating-point sums. Half types are exact: float32, one rounding."""
+    """Equal, up to the order of floating-point sums. 16-bit floats are exact: float32, one rounding."""
     if got.dtype in TOLERANCE:
         tolerance = TOLERANCE[got.dtype]
         torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance * 10)

@@ -48,7 +48,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def job(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The job's world, with a time limit that makes a hang a failure."""
+    """The job's world, with a timeout that makes a hang a failure."""
     if not request.config.getoption("--with-mpi"):
         yield
         return

@@ -84,7 +84,7 @@ class EagerDevice:
 
 
 class GlooAsNccl:
-    """torch's gloo group with NCCL's abilities: it has means, and adds half types in float32."""
+    """torch's gloo group with NCCL's abilities: it has means, and adds 16-bit floats in float32."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout_s: float) -> None:
         self._inner = dist.ProcessGroupGloo(store, rank, size, datetime.timedelta(seconds=timeout_s))

@@ -165,7 +165,7 @@ class BatchTimeline:
                 **mine,
                 "process_set": request.set_id,
                 "ranks": self._group.size,
-                "plane": _plane_of(self._group),
+                "transport": _transport_of(self._group),
                 "together": together,
                 "negotiate_us": (self._decided_ns - first_ns) / 1000,
                 "queue_us": (self._begun_ns - self._decided_ns) / 1000,
@@ -176,7 +176,7 @@ class BatchTimeline:
             sink.overlapping("horovod", f"{request.set_id} {request.name}", phases, args)
 
 
-def _plane_of(group: Group) -> str:
+def _transport_of(group: Group) -> str:
     if group.shm is not None:
         return "node"
     return "mpi" if group.internode is None else "hierarchical"

@@ -93,7 +93,7 @@ class Communicator:
         return None if comm == MPI.COMM_NULL else Communicator(_intra(comm), self)
 
     @mpi_call("Comm_create_group", blocks=True)
-    def among(self, ranks: Sequence[int], tag: int) -> "Communicator":
+    def create_group(self, ranks: Sequence[int], tag: int) -> "Communicator":
         """Return a wire over `ranks` in the order given. Collective over them alone.
 
         Args:

@@ -14,7 +14,7 @@ from mpisgd import Group, ReduceOp
 
 N = 131  # more than two vectors of bytes, and odd: where MPI changes to vector instructions
 
-# All dtypes in the world; on the other kinds of group two that take different ways through the code.
+# All dtypes in the world; on the other kinds of group two that take different transports through the code.
 CASES = [(dtype, "world") for dtype in DTYPES] + [
     (dtype, kind) for dtype in (torch.bfloat16, torch.int64) for kind in ("duplicate", "half", "reversed")
 ]

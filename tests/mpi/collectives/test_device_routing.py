@@ -1,4 +1,4 @@
-"""Tensors of a pretended GPU: every collective, by each of the ways there are, as it is for the CPU."""
+"""Tensors of a pretended GPU: every collective, by each of the transports there are, as it is for the CPU."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from mpisgd import ReduceOp
 from mpisgd.accelerator.runtime import set_runtime
 from mpisgd.job.groups import close_group
 from mpisgd.job.lifecycle import current_job
-from mpisgd.transport.device import transport as gpu_plane
+from mpisgd.transport.device import transport as device_transport
 
-# What NCCL and MPI add, what they only move, and what goes another way.
+# What NCCL and MPI add, what they only move, and what takes another transport.
 DTYPES = [torch.float32, torch.bfloat16, torch.int16, torch.bool, torch.complex64]
-WAYS = {
+TRANSPORTS = {
     "pinned host memory": ("auto", {}),
     "nccl": ("auto", {"nccl": True}),
     "cuda-aware mpi": ("mpi", {}),
@@ -63,12 +63,12 @@ def opened(wanted: str, *, ranks: Any = None) -> mpisgd.Group:
     return group
 
 
-@pytest.fixture(scope="module", params=WAYS)
-def way(request, job) -> Any:
-    wanted, options = WAYS[request.param]
+@pytest.fixture(scope="module", params=TRANSPORTS)
+def transport(request, job) -> Any:
+    wanted, options = TRANSPORTS[request.param]
     stand_in = EagerDevice(**options)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu_plane, "is_cuda_aware", lambda: True)
+        patch.setattr(device_transport, "is_cuda_aware", lambda: True)
         set_runtime(stand_in)
         group = opened(wanted)
         set_runtime(None)
@@ -78,9 +78,9 @@ def way(request, job) -> Any:
 
 
 @pytest.fixture
-def group(way) -> Any:
-    set_runtime(way[0])
-    yield way[1]
+def group(transport) -> Any:
+    set_runtime(transport[0])
+    yield transport[1]
     set_runtime(None)
 
 
@@ -154,9 +154,9 @@ def test_messages_keep_their_tags(group):
             work.wait()
 
 
-def test_every_way_takes_what_it_should(way, group):
-    """By the calls that reach gloo, and by the copies: a test of routing that all ways pass shows nothing."""
-    stand_in, _ = way
+def test_every_transport_takes_what_it_should(transport, group):
+    """By the calls that reach gloo, and by the copies: a test that all transports pass shows nothing."""
+    stand_in, _ = transport
     copies, calls = stand_in.num_copies, [len(inner.calls) for inner in stand_in.opened]
     mpisgd.all_reduce(torch.ones(5), group=group)
     mpisgd.all_gather_into_tensor(
@@ -179,13 +179,13 @@ def test_objects_and_barriers_know_nothing_of_devices(group):
     mpisgd.barrier(group)
 
 
-# -- how the way is chosen ------------------------------------------------------------------------------
+# -- how it is chosen -----------------------------------------------------------------------------------
 
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("device", [{"nccl": True, "shared": True}], indirect=True)
 def test_ranks_that_share_a_gpu_are_staged_with_one_warning(device, monkeypatch):
-    monkeypatch.setattr(gpu_plane, "_warned", False)
+    monkeypatch.setattr(device_transport, "_warned", False)
     group = mpisgd.new_group()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -217,7 +217,7 @@ def test_nccl_that_cannot_be_is_an_error_on_every_rank_and_the_group_lives(devic
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("device", [{"nccl": True}], indirect=True)
-def test_ranks_that_went_different_ways_are_told_at_the_next_meeting(device):
+def test_ranks_that_took_different_transports_are_told_at_the_next_check(device):
     """NCCL meets nobody: what the ranks did is compared when they next meet, and then they begin anew."""
     group = opened("auto")
     first = device.opened[-1]

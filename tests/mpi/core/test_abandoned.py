@@ -1,4 +1,4 @@
-"""The memory of a receive that was given up is there until MPI has written to it."""
+"""The memory of a receive that was cancelled is there until MPI has written to it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class MatchedRequest:
     is_over = False
 
     def Cancel(self) -> None:
-        """In vain."""
+        """Does nothing."""
 
     def Free(self) -> None:
         """MPI goes on nevertheless."""

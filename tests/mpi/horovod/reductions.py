@@ -44,7 +44,7 @@ def wanted(op: str, tensors: Sequence[Tensor]) -> Tensor:
 
 
 def near(got: Tensor, right: Tensor) -> None:
-    """Equal up to rounding: a quotient may be taken as a product, which half types feel in the last bit."""
+    """Equal up to rounding: a quotient may be a product, which 16-bit floats show in the last bit."""
     if got.dtype in (torch.float16, torch.bfloat16):
         torch.testing.assert_close(got, right, rtol=2 * torch.finfo(got.dtype).eps, atol=1e-3)
     else:

@@ -98,7 +98,7 @@ def test_what_another_thread_submits_goes_out_while_one_waits():
 
 @pytest.mark.mpi(min_size=2)
 def test_no_wake_up_is_lost_whenever_a_rank_stops_waiting():
-    """Ranks come late by turns, so that the others' threads doze, and have to be awake for the next."""
+    """Ranks come late by turns, so that the others' threads sleep, and have to be awake for the next."""
     for turn in range(4):
         if turn % hvd.size() == hvd.rank():
             time.sleep(0.12 + 0.001 * turn)

@@ -131,7 +131,7 @@ def test_evaluation_sends_nothing():
         assert torch.equal(norm(batch_of(0)), make_norm(torch.nn.BatchNorm1d).eval()(batch_of(0)))
 
 
-def test_copies_and_files_talk_to_the_same_ranks():
+def test_copies_and_files_synchronize_with_the_same_ranks():
     chosen = hvd.ProcessSet([0])
     norm = hvd.SyncBatchNorm(CHANNELS, process_set=chosen)
     assert copy.deepcopy(norm).process_set is chosen

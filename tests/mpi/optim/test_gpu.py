@@ -29,10 +29,10 @@ def device(request, monkeypatch) -> Iterator[EagerDevice]:
     set_runtime(stand_in)
     yield stand_in
     set_runtime(None)
-    plane, world().device = world().device, None
+    transport, world().device = world().device, None
     world().queue.on_mismatch = lambda: None
-    if plane is not None:
-        plane.close()
+    if transport is not None:
+        transport.close()
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:

@@ -55,7 +55,7 @@ def hosts() -> Iterator[Group]:
 
 @pytest.mark.parametrize("bucket_cap_bytes", [1, 2**20])
 def test_a_rank_that_is_alone_on_its_host_goes_along(hosts, bucket_cap_bytes):
-    """It has no shared memory, and must not choose another way than those who have."""
+    """It has no shared memory, and must not choose another transport than those that have."""
     check_equal_runs(group=hosts, bucket_cap_bytes=bucket_cap_bytes)
 
 

@@ -1,4 +1,4 @@
-"""Which way large gradients go depends on the pages they lie in; what comes out does not."""
+"""Which transport large gradients take depends on the pages they lie in; what comes out does not."""
 
 from __future__ import annotations
 

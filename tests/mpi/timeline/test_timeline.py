@@ -52,8 +52,8 @@ def test_every_operation_of_every_rank_is_in_one_file(path):
         first, second = spans_of(found, r, "all_reduce")
         assert (first["args"]["bytes"], second["args"]["bytes"]) == (400, 4000)
         assert (first["args"]["async"], second["args"]["async"]) == (False, True)
-        assert first["args"]["way"] == ("mpi" if size == 1 else "node")
-        assert second["args"]["way"] == "ring"
+        assert first["args"]["transport"] == ("mpi" if size == 1 else "node")
+        assert second["args"]["transport"] == "ring"
         assert second["args"]["queue_us"] > 0
         assert spans_of(found, r, "broadcast")[0]["args"]["bytes"] == 56
         sending = f"send to rank {(r + 1) % size}"

@@ -39,7 +39,7 @@ from mpisgd.torch_backend import bf16_compress
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
-# A half type keeps 11 or 8 bits. Measured over 4 steps: at most 4e-5 and 3e-4.
+# A 16-bit float keeps 11 or 8 bits. Measured over 4 steps: at most 4e-5 and 3e-4.
 HALF_DRIFT = {torch.float16: 4e-4, torch.bfloat16: 4e-3}
 # Measured at 2 to 4 ranks: at most 1.2e-14.
 MANY, POWER_DRIFT = 20, 1e-12
@@ -94,7 +94,9 @@ def test_all_reduce_hook_equals_one_process():
 def test_gradients_travel_as_a_half_type(hook, dtype):
     _, ours = check_equal(wrap=hooked(hook), tol=HALF_DRIFT[dtype])
     for param in ours.model.parameters():
-        everyone(torch.equal(param.grad.to(dtype).double(), param.grad), "a gradient that no half type holds")
+        everyone(
+            torch.equal(param.grad.to(dtype).double(), param.grad), "a gradient that no 16-bit float holds"
+        )
 
 
 # -- hooks that wait inside a callback ----------------------------------------------------------------

@@ -43,7 +43,7 @@ class Mixed(nn.Module):
 
 
 def test_types_of_parameters_may_be_mixed():
-    # The half type decides: gradients of the ranks are rounded to 8 bits before they are added.
+    # The 16-bit type decides: gradients of the ranks are rounded to 8 bits before they are added.
     check_equal(model=Mixed, dtype=None, tol=2e-3)
 
 

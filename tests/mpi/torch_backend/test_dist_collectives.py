@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings(r"ignore:`torch.distributed.\w+_tensor` 
 
 N = 37  # odd, and more than a vector of anything
 
-# All dtypes in the default group; in the others two that take different ways through the code.
+# All dtypes in the default group; in the others two that take different transports through the code.
 CASES = [(dtype, "default") for dtype in DTYPES] + [
     (dtype, kind) for dtype in (torch.bfloat16, torch.int64) for kind in ("half", "reversed")
 ]

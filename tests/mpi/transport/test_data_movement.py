@@ -1,4 +1,4 @@
-"""Each collective by each way, shared memory and MPI's own: around the borders of chunks, from every root."""
+"""Each collective by shared memory and by MPI's own: around the borders of chunks, from every root."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def small_chunks(monkeypatch) -> None:
 
 
 @pytest.fixture(params=["node", "mpi"])
-def way(request, groups, monkeypatch) -> str:
-    """The way that every collective takes, whatever is the better one."""
+def transport(request, groups, monkeypatch) -> str:
+    """The transport that every collective takes, whatever is the better one."""
     if request.param == "node" and groups["world"].shm is None:
         pytest.skip("one rank, several hosts, or MPISGD_SHARED_MEMORY=0")
     monkeypatch.setattr(dispatch, "shm_for", lambda group, *_: group.shm if request.param == "node" else None)
@@ -162,28 +162,28 @@ CHECKS: dict[str, Callable[[Group, torch.dtype, int, bool], None]] = {
 
 @pytest.mark.parametrize("collective", CHECKS)
 @pytest.mark.parametrize("length", LENGTHS)
-def test_lengths_around_the_borders_of_chunks(way, small_chunks, world, collective, length):
+def test_lengths_around_the_borders_of_chunks(transport, small_chunks, world, collective, length):
     CHECKS[collective](world, torch.float32, length_of(length, torch.float32), False)
 
 
 @pytest.mark.parametrize("collective", CHECKS)
-def test_several_chunks_as_large_as_they_are(way, world, collective):
+def test_several_chunks_as_large_as_they_are(transport, world, collective):
     CHECKS[collective](world, torch.float32, 2 * data_movement.CHUNK_BYTES // 4 + 3, False)
 
 
 @pytest.mark.parametrize("collective", CHECKS)
 @pytest.mark.parametrize("dtype", ONE_PER_CLASS, ids=str)
-def test_dtypes_and_scattered_memory(way, small_chunks, world, collective, dtype):
+def test_dtypes_and_scattered_memory(transport, small_chunks, world, collective, dtype):
     for apart, text in ((True, "chunk + 1"), (False, "chunk // 2"), (True, "5")):
         CHECKS[collective](world, dtype, length_of(text, dtype), apart)
 
 
-def test_the_way_is_the_one_that_was_asked_for(way, world):
+def test_the_transport_is_the_one_that_was_asked_for(transport, world):
     before = world.queue.wire.calls.total()
     mpisgd.broadcast(torch.zeros(5), 0)
     mpisgd.reduce(torch.zeros(5), 0)
     mpisgd.all_gather_into_tensor(torch.zeros(5 * world.size), torch.zeros(5))
-    assert world.queue.wire.calls.total() - before == (0 if way == "node" else 3)
+    assert world.queue.wire.calls.total() - before == (0 if transport == "node" else 3)
 
 
 @pytest.mark.parametrize("steps", [reduction.reduce_at_root, reduction.reduce_in_parts])
@@ -203,7 +203,7 @@ def test_reductions_add_in_rank_order(small_chunks, world, monkeypatch, steps, d
 
 
 @pytest.mark.parametrize("numel", [5, CHUNK_BYTES // 4 + 3])
-def test_what_a_rank_gives_may_lie_where_results_arrive(way, small_chunks, world, numel):
+def test_what_a_rank_gives_may_lie_where_results_arrive(transport, small_chunks, world, numel):
     rank, size = world.rank, world.size
     inputs = [given(other, torch.float32, (numel,)) for other in range(size)]
     outputs = [torch.zeros(numel) for _ in range(size)]
@@ -225,7 +225,7 @@ def test_what_a_rank_gives_may_lie_where_results_arrive(way, small_chunks, world
     assert_near(both[rank], inputs[rank] * size)
 
 
-def test_operations_of_all_kinds_follow_each_other_without_a_race(way, small_chunks, world):
+def test_operations_of_all_kinds_follow_each_other_without_a_race(transport, small_chunks, world):
     """A chunk is written before the consistency check: nobody may still be reading there."""
     for round_ in range(24):
         numel = (1, 700, CHUNK_BYTES // 4 + 5, CHUNK_BYTES // 2)[round_ % 4]
@@ -240,7 +240,7 @@ def test_operations_of_all_kinds_follow_each_other_without_a_race(way, small_chu
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_disagreement_leaves_the_buffers_in_step(way, groups):
+def test_a_disagreement_leaves_the_buffers_in_step(transport, groups):
     """Some have written a chunk before the check, which then fails; the next operation must be right."""
     group = groups["duplicate"]
     for odd in range(2):
@@ -255,7 +255,7 @@ def test_a_disagreement_leaves_the_buffers_in_step(way, groups):
             assert_equal(mine, given(root, torch.float32, (7,)))
 
 
-def test_several_in_flight_at_once(way, small_chunks, world):
+def test_several_in_flight_at_once(transport, small_chunks, world):
     numel = CHUNK_BYTES // 8
     outputs = [torch.zeros(world.size * numel) for _ in range(6)]
     works = [
@@ -270,7 +270,7 @@ def test_several_in_flight_at_once(way, small_chunks, world):
         assert_equal(output, torch.cat(wanted))
 
 
-def test_tensors_of_inference_mode(way, world):
+def test_tensors_of_inference_mode(transport, world):
     with torch.inference_mode():
         mine, reduced = given(world.rank, torch.float32), given(world.rank, torch.float32)
         gathered = torch.zeros(world.size, 131)
@@ -285,7 +285,7 @@ def test_tensors_of_inference_mode(way, world):
         assert_near(reduced, combined(inputs, ReduceOp.SUM))
 
 
-def test_autograd_sees_that_the_tensor_has_changed(way, world):
+def test_autograd_sees_that_the_tensor_has_changed(transport, world):
     """As after any in-place operation of torch: a gradient that needs the old elements must not come out."""
     leaf = torch.ones(5, requires_grad=True)
     outputs = [torch.ones(5) for _ in range(world.size)]

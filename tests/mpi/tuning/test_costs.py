@@ -138,9 +138,9 @@ def test_other_collectives_go_the_way_that_was_measured_to_be_faster(groups, mon
     group = groups["world"]
     if group.shm is None:
         pytest.skip("one host with shared memory")
-    for way in ("node", "mpi"):
-        monkeypatch.setattr(group, "costs", group.costs.only(way, collective))
+    for transport in ("node", "mpi"):
+        monkeypatch.setattr(group, "costs", group.costs.only(transport, collective))
         for nbytes in (4, 2**20, 2**30):
-            assert (shm_for(group, collective, nbytes) is not None) == (way == "node")
+            assert (shm_for(group, collective, nbytes) is not None) == (transport == "node")
         others = set(TUNED) - {collective}  # nobody has measured those: by their size
         assert all(shm_for(group, other, 2**30) is not None for other in others)

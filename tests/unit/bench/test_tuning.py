@@ -1,4 +1,4 @@
-"""What `tune` measures, when it gives up on an algorithm, and how it says what it found."""
+"""What `tune` measures, when it drops an algorithm, and how it says what it found."""
 
 from __future__ import annotations
 

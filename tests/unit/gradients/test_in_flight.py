@@ -27,63 +27,63 @@ def plan() -> Plan:
     return Plan(tuple(range(5)), tuple(BucketSlot(load, SumReducer(16)) for load in loads), frozenset(), "p")
 
 
-def fly(flight: InFlightReduction, order: list[int]) -> list[list[tuple[int, ...]]]:
+def complete(reduction: InFlightReduction, order: list[int]) -> list[list[tuple[int, ...]]]:
     """Which buckets set out at each gradient."""
     told = []
     for index in order:
-        flight.complete(index)
+        reduction.complete(index)
         gone = []
-        while (slot := flight.next_complete()) is not None:
-            flight.launched.append(None)
+        while (slot := reduction.next_complete()) is not None:
+            reduction.launched.append(None)
             gone.append(slot.bucket.indices)
         told.append(gone)
     return told
 
 
 def test_nothing_waits_for_what_comes_later_in_the_plan():
-    flight = InFlightReduction(plan(), "now", in_background=True)
-    assert fly(flight, [4, 3, 2, 1, 0]) == [[], [(4, 3)], [(2,)], [], [(1, 0)]]
-    assert flight.not_launched() == ()
+    reduction = InFlightReduction(plan(), "now", in_background=True)
+    assert complete(reduction, [4, 3, 2, 1, 0]) == [[], [(4, 3)], [(2,)], [], [(1, 0)]]
+    assert reduction.not_launched() == ()
 
 
 def test_nothing_overtakes():
-    flight = InFlightReduction(plan(), "now", in_background=True)
-    assert fly(flight, [0, 1, 2, 3, 4]) == [[], [], [], [], [(4, 3), (2,), (1, 0)]]
+    reduction = InFlightReduction(plan(), "now", in_background=True)
+    assert complete(reduction, [0, 1, 2, 3, 4]) == [[], [], [], [], [(4, 3), (2,), (1, 0)]]
 
 
 def test_a_gradient_counts_once_and_strangers_do_not():
-    flight = InFlightReduction(plan(), "now", in_background=True)
-    assert fly(flight, [4, 4, 99]) == [[], [], []]
-    assert not flight.was_launched(4)
-    assert fly(flight, [3]) == [[(4, 3)]]
-    assert flight.was_launched(4)
-    assert flight.was_launched(3)
-    assert not flight.was_launched(2)
-    assert not flight.was_launched(99)
+    reduction = InFlightReduction(plan(), "now", in_background=True)
+    assert complete(reduction, [4, 4, 99]) == [[], [], []]
+    assert not reduction.was_launched(4)
+    assert complete(reduction, [3]) == [[(4, 3)]]
+    assert reduction.was_launched(4)
+    assert reduction.was_launched(3)
+    assert not reduction.was_launched(2)
+    assert not reduction.was_launched(99)
 
 
-def test_what_is_held_is_left_behind():
-    flight = InFlightReduction(plan(), "now", in_background=True)
-    fly(flight, [4, 3])
-    flight.held = True
-    assert fly(flight, [2, 1, 0]) == [[], [], []]
-    assert [slot.bucket.indices for slot in flight.not_launched()] == [(2,), (1, 0)]
+def test_what_is_held_is_not_launched():
+    reduction = InFlightReduction(plan(), "now", in_background=True)
+    complete(reduction, [4, 3])
+    reduction.held = True
+    assert complete(reduction, [2, 1, 0]) == [[], [], []]
+    assert [slot.bucket.indices for slot in reduction.not_launched()] == [(2,), (1, 0)]
 
 
-def test_in_the_foreground_everything_is_left_behind():
-    flight = InFlightReduction(plan(), "now")
-    assert fly(flight, [4, 3, 2, 1, 0]) == [[]] * 5
-    assert len(flight.not_launched()) == 3
+def test_in_the_foreground_everything_is_not_launched():
+    reduction = InFlightReduction(plan(), "now")
+    assert complete(reduction, [4, 3, 2, 1, 0]) == [[]] * 5
+    assert len(reduction.not_launched()) == 3
 
 
 def test_the_first_error_is_told_and_all_are_waited_for():
-    flight = InFlightReduction(plan(), "now", in_background=True)
+    reduction = InFlightReduction(plan(), "now", in_background=True)
     works = [QueuedWork("gradients", None) for _ in range(3)]
     first, second = CollectiveMismatch("first"), CollectiveMismatch("second")
     for work, error in zip(works, (None, first, second), strict=True):
         work.complete(error)
-        flight.launched.append(work)
+        reduction.launched.append(work)
     with pytest.raises(CollectiveMismatch, match="first"):
-        flight.wait()
+        reduction.wait()
     del works, work
-    flight.launched.clear()  # nothing warns of an error that nobody waited for
+    reduction.launched.clear()  # nothing warns of an error that nobody waited for

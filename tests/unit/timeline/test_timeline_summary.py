@@ -38,7 +38,7 @@ def beginning(rank: int, **clock: float) -> list[dict]:
 def operation(rank: int, number: int, at: float, wait: float, move: float, **more) -> dict:
     args = {
         "bytes": 1000,
-        "way": "node",
+        "transport": "node",
         "number": number,
         "arrived_us": 0.0,
         "wait_us": wait,
@@ -116,7 +116,7 @@ def test_what_the_program_waits_for_is_not_hidden():
 def test_negotiated_tensors_are_matched_by_their_number():
     events = [*beginning(0), *beginning(1)]
     for rank, late in ((0, 0.0), (1, 40.0)):
-        args = {"operation": "allreduce", "number": 7, "bytes": 12, "process_set": 0, "plane": "node"}
+        args = {"operation": "allreduce", "number": 7, "bytes": 12, "process_set": 0, "transport": "node"}
         args |= {"negotiate_us": 50.0, "queue_us": 1.0, "run_us": 9.0, "late_us": late}
         events.append(
             {"name": "g", "ph": "b", "pid": rank, "tid": 0, "cat": "horovod", "ts": 0.0, "args": args}

@@ -1,4 +1,4 @@
-"""Which way device tensors take: from what the ranks have, without any of it."""
+"""Which transport device tensors take: from what the ranks have, without any of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mpisgd.transport.device.selection import AWARE, NCCL, STAGING, DeviceFacts,
 
 
 def facts(gpus: str, *, nccl: bool = True, aware: bool = False) -> list[DeviceFacts]:
-    """One seat per word `host:gpu`; hosts are numbered by their names."""
+    """One rank per word `host:gpu`; hosts are numbered by their names."""
     places = [word.split(":") for word in gpus.split()]
     hosts = sorted({host for host, _ in places})
     return [DeviceFacts(host, hosts.index(host), gpu, nccl, aware) for host, gpu in places]

@@ -39,7 +39,7 @@ class SilentWire:
 
 @pytest.mark.parametrize("num_chunks", [1, 3, 6])
 def test_the_memory_of_every_chunk_in_flight_is_kept_when_the_time_is_over(num_chunks):
-    """The requests of later chunks were not given up: their memory could be freed before MPI wrote to it."""
+    """The requests of later chunks were not abandoned: their memory could be freed before MPI wrote to it."""
     wire, where = SilentWire(), arrange(0, [0, 1], ["host0", "host1"])
     transport = InternodeTransport(
         wire,  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""`Futex`: asleep until the word is written and the sleeper woken, or the timeout; never asleep in vain."""
+"""`Futex`: asleep until the word is written and the sleeper woken, or the timeout; never without need."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def small_chunks(monkeypatch):
 
 
 def play(size: int, program: Callable[[FakeStaging], Iterator[None]], seed: int = 0) -> None:
-    """Let every rank go on to its next meeting, in an order that changes from one to the next."""
+    """Let every rank go on to its next barrier, in an order that changes from one to the next."""
     buffers = [[torch.zeros(STEP, dtype=torch.uint8) for _ in range(size)] for _ in range(2)]
     running = [program(FakeStaging(rank, buffers)) for rank in range(size)]
     order = random.Random(seed)
@@ -51,7 +51,7 @@ def play(size: int, program: Callable[[FakeStaging], Iterator[None]], seed: int 
     while ended == {False}:
         ranks = order.sample(range(size), size)
         ended = {next(running[rank], running) is running for rank in ranks}
-    assert ended == {True}, "some ranks have more meetings than others"
+    assert ended == {True}, "some ranks have more barriers than others"
 
 
 def value(*key: int, numel: int) -> Tensor:
