@@ -117,7 +117,7 @@ def _make_with(
     monitor = StallMonitor(
         wire,
         topology,
-        functools.partial(_open_groups, groups),
+        groups,
         console,
         threads_allowed=threads_allowed,
         timeout_s=timeout_s,
@@ -141,11 +141,6 @@ def _make_with(
         complaint or "",
         groups,
     )
-
-
-def _open_groups(groups: list[Group]) -> list[Group]:
-    """Return those that this rank is a member of and that can be used."""
-    return [group for group in list(groups) if group.is_open]
 
 
 def _on_this_host(monitor: StallMonitor, topology: Topology) -> "list[ProcessIdentity]":

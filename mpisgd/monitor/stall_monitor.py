@@ -31,7 +31,7 @@ class StallMonitor:
     Args:
         wire: of the job's world.
         topology: of the job.
-        groups: tells the groups of which this rank is a member.
+        groups: of the job; other threads may add and remove some.
         console: held while this rank reports.
         threads_allowed: whether the thread may call MPI; without, other hosts cannot be asked.
         timeout_s: the job's.
@@ -47,7 +47,7 @@ class StallMonitor:
         self,
         wire: "Communicator",
         topology: "Topology",
-        groups: Callable[[], Sequence["Group"]],
+        groups: Sequence["Group"],
         console: ConsoleLock,
         *,
         threads_allowed: bool,
