@@ -27,7 +27,6 @@ __all__ = [
     "launcher_local_size",
     "launcher_rank",
     "launcher_size",
-    "mpi_defaults",
     "note",
     "profile",
     "shared_memory",
@@ -41,7 +40,6 @@ __all__ = [
 # Rank and sizes as launchers export them: Open MPI, then the PMI of MPICH and Intel MPI, then Slurm's srun.
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 LOCAL_SIZE_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
-LAUNCHER_PREFIXES = ("OMPI_COMM_WORLD_", "PMIX_", "PMI_", "SLURM_")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 LOCAL_RANK_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
@@ -53,9 +51,6 @@ SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", SLURM_STEP_VARIABLE, "SLUR
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 DEFAULT_TIMEOUT_S = 1800.0
 DEFAULT_STALL_WARNING_S = 60.0
-# MPI_Finalize otherwise has a barrier of all ranks ever started, which may wait for lost ones for ever.
-ASYNC_FINALIZE = {"OMPI_MCA_async_mpi_finalize": "1"}
-FABRICS = ("infiniband", "cxi")  # device classes of Linux
 BUILT_IN_PROFILE = "built-in"
 BACKEND = "mpisgd"  # of torch.distributed
 GPU_CHOICES = ("auto", "nccl", "mpi")
@@ -233,54 +228,6 @@ def _quota_cores() -> int:
         return math.ceil(int(quota) / int(period))
     except (OSError, ValueError):  # no cgroup v2 here, or "max"
         return 1 << 20
-
-
-def mpi_defaults(
-    env: Mapping[str, str] = os.environ,
-    *,
-    cores: int | None = None,
-    local_size: int | None = None,
-    fabric: bool | None = None,
-) -> dict[str, str]:
-    """Return mpisgd's defaults for settings of MPI that the user has not set; for before MPI starts.
-
-    - More ranks than cores on a host: waiting ranks yield their core. With Open MPI's default, spinning, an
-      all-reduce was 15 times slower.
-    - No one-sided windows over UCX: every window would print an error line.
-    - With fault tolerance: a finalize without a barrier, since mpisgd has synchronized the remaining
-      ranks. `mpisgd.monitor.heartbeat` adds the heartbeats between hosts.
-    - On one host no TCP transport: it has no use there but listens on every address of the host.
-    - Without a fabric such as InfiniBand no OFI transport: it would sleep for a second at the start.
-    """
-    cores = available_cores() if cores is None else cores
-    local_size = launcher_local_size(env) if local_size is None else local_size
-    wanted = {"OMPI_MCA_osc": "^ucx"}
-    if local_size is not None and local_size > cores:
-        wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
-    if fault_tolerance(env):
-        wanted |= ASYNC_FINALIZE
-    if not _needs_network(env):
-        wanted["OMPI_MCA_btl"] = "^tcp,ofi"
-    elif not (_has_fabric() if fabric is None else fabric):
-        wanted["OMPI_MCA_btl"] = "^ofi"
-    return {name: value for name, value in wanted.items() if name not in env}
-
-
-def _needs_network(env: Mapping[str, str]) -> bool:
-    """Return whether Open MPI's ranks may have to reach each other by TCP.
-
-    One host is certain only under Open MPI's own `mpirun`, or without a launcher. With fault tolerance,
-    joiners may be spawned, and these use TCP on the same host too.
-    """
-    if not any(name.startswith(LAUNCHER_PREFIXES) for name in env):
-        return False
-    size, local_size = (env.get(f"OMPI_COMM_WORLD_{name}") for name in ("SIZE", "LOCAL_SIZE"))
-    return size is None or size != local_size or fault_tolerance(env)
-
-
-def _has_fabric(devices: Path = Path("/sys/class")) -> bool:
-    """Return whether this host has a fabric: InfiniBand, EFA, Slingshot."""
-    return any(any((devices / kind).glob("*")) for kind in FABRICS)
 
 
 def default_threads(current: int, local_size: int, cores: int, env: Mapping[str, str] = os.environ) -> int:

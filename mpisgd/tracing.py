@@ -108,65 +108,47 @@ def abandon() -> None:
 
 def purpose(cat: str, name: str = "") -> contextlib.AbstractContextManager[None]:
     """Record this thread's operations as what they are for: another category, and another name if given."""
-    return contextlib.nullcontext() if sink is None else _with_purpose(cat, name)
-
-
-@contextlib.contextmanager
-def _with_purpose(cat: str, name: str) -> Iterator[None]:
-    _purpose.given = (cat, name)
-    try:
-        yield
-    finally:
-        _purpose.given = DIRECT
+    return contextlib.nullcontext() if sink is None else _noted("given", (cat, name), DIRECT)
 
 
 def holding(contents: Callable[[], Mapping[str, Any]]) -> contextlib.AbstractContextManager[None]:
     """Record this thread's operations with further arguments: what is in the tensors that they move."""
-    return contextlib.nullcontext() if sink is None else _with_contents(contents())
+    return contextlib.nullcontext() if sink is None else _noted("contents", contents(), {})
 
 
 @contextlib.contextmanager
-def _with_contents(contents: Mapping[str, Any]) -> Iterator[None]:
-    _purpose.contents = contents
+def _noted(attribute: str, value: Any, afterwards: Any) -> Iterator[None]:
+    """Let this thread's operations find a value in `_purpose` meanwhile."""
+    setattr(_purpose, attribute, value)
     try:
         yield
     finally:
-        _purpose.contents = {}
+        setattr(_purpose, attribute, afterwards)
 
 
 def part(
     track: Track, name: str, nbytes: int, contents: Callable[[], Mapping[str, Any]]
 ) -> contextlib.AbstractContextManager[None]:
     """Record a part of the running operation, with its contents."""
-    return contextlib.nullcontext() if sink is None else _recorded_part(sink, track, name, nbytes, contents())
-
-
-@contextlib.contextmanager
-def _recorded_part(
-    sink: Sink, track: Track, name: str, nbytes: int, contents: Mapping[str, Any]
-) -> Iterator[None]:
-    begin_ns = time.monotonic_ns()
-    try:
-        yield
-    finally:
-        sink.span(track, name, begin_ns, time.monotonic_ns(), "phase", {"bytes": nbytes, **contents})
+    if sink is None:
+        return contextlib.nullcontext()
+    return _span(sink, track, name, "phase", {"bytes": nbytes, **contents()})
 
 
 def blocked(name: str) -> contextlib.AbstractContextManager[None]:
     """Note that the program waits for `name` meanwhile, and does nothing else."""
-    if sink is None or threading.current_thread().name.startswith(OUR_THREADS):
+    if sink is None or (thread := threading.current_thread().name).startswith(OUR_THREADS):
         return contextlib.nullcontext()
-    return _noted_as_blocked(sink, name)
+    return _span(sink, Track(thread), f"wait for {name}", "blocked", {})
 
 
 @contextlib.contextmanager
-def _noted_as_blocked(sink: Sink, name: str) -> Iterator[None]:
+def _span(sink: Sink, track: Track, name: str, cat: str, args: Mapping[str, Any]) -> Iterator[None]:
     begin_ns = time.monotonic_ns()
     try:
         yield
     finally:
-        track = Track(threading.current_thread().name)
-        sink.span(track, f"wait for {name}", begin_ns, time.monotonic_ns(), "blocked", {})
+        sink.span(track, name, begin_ns, time.monotonic_ns(), cat, args)
 
 
 class OperationSpan:

@@ -73,11 +73,6 @@ class Group:
         return self
 
     @property
-    def is_open(self) -> bool:
-        """Return whether this rank is a member and the group was neither closed nor abandoned."""
-        return self.rank >= 0 and not self._closed and not self._lost
-
-    @property
     def queue(self) -> OperationQueue:
         """The order of this group's collectives."""
         return self._usable_resources().queue

@@ -23,6 +23,7 @@ from mpisgd.core.waiting import Backoff
 from mpisgd.errors import MpisgdError, PeerLost
 from mpisgd.job import lifecycle as jobs
 from mpisgd.job.forced_exit import exit_after_loss
+from mpisgd.job.startup import load_mpi
 from mpisgd.job.startup_timeout import within
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def join() -> None:
     Ends the process if the survivors have continued without it.
     """
     os.environ[config.JOINER_VARIABLE] = JOINED
-    survivors = jobs.parent_wire()
+    survivors = load_mpi().parent()
     assert survivors is not None
     alone = jobs.current_job()
     jobs.shutdown()

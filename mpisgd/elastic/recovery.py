@@ -27,6 +27,7 @@ from mpisgd.elastic.joining import ElasticOptions, grow
 from mpisgd.errors import JobError, MpisgdError, PeerLost
 from mpisgd.job import lifecycle as jobs
 from mpisgd.job import rank_info
+from mpisgd.job.startup import load_mpi
 from mpisgd.job.startup_timeout import within
 from mpisgd.job.world import Job
 
@@ -158,7 +159,7 @@ def _try_to_begin(
         jobs.begin(wire, old.comm, old.timeout_s, old.gpu)
     except MpisgdError as exc:
         print(f"mpisgd: elastic: {exc}; once more", file=sys.stderr, flush=True)
-        jobs.revoke_all()
+        load_mpi().revoke_all()
         return None
     new = jobs.current_job()
     new.lost_ranks, new.lost_host = True, old.lost_host
@@ -182,7 +183,7 @@ def _check_options(before: "Topology", left: list[int], options: ElasticOptions)
 
 def free_old_worlds() -> None:
     """Free the memory of earlier worlds, once nothing of them is in use."""
-    jobs.free_abandoned()
+    load_mpi().free_abandoned()
     gc.collect()  # reference cycles hold some 10 MB for each loss
 
 

@@ -38,12 +38,9 @@ __all__ = [
     "abandon",
     "begin",
     "current_job",
-    "free_abandoned",
     "group_or_world",
     "init",
     "is_initialized",
-    "parent_wire",
-    "revoke_all",
     "shutdown",
     "world",
 ]
@@ -157,7 +154,7 @@ def abandon(reason: str) -> Job:
     if job.failure_detector is not None:
         job.failure_detector.retire()
     waiting.cancel_all(PeerLost(reason))
-    revoke_all()
+    load_mpi().revoke_all()
     job.monitor.close()
     for group in job.groups:
         group.abandon(reason)
@@ -165,22 +162,6 @@ def abandon(reason: str) -> Job:
     tracing.abandon()
     _job = None
     return job
-
-
-def revoke_all() -> None:
-    """End whatever is in flight between the ranks; see `mpisgd.transport.mpi`."""
-    load_mpi().revoke_all()
-
-
-def free_abandoned() -> None:
-    """Free the memory of what was abandoned and is complete; see `mpisgd.transport.mpi`."""
-    load_mpi().free_abandoned()
-
-
-def parent_wire() -> "Communicator | None":
-    """Return the communicator with the ranks that spawned this process; None where `mpirun` started it."""
-    wire: Communicator | None = load_mpi().parent()
-    return wire
 
 
 def _check_same(comm: "MPI.Intracomm | None", gpu: str | None) -> None:

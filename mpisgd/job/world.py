@@ -15,7 +15,10 @@ from mpisgd.job.excepthook import ExceptHook
 from mpisgd.job.group_factory import make_group
 from mpisgd.job.startup import load_mpi
 from mpisgd.monitor.console import ConsoleLock
+from mpisgd.monitor.reporter import Reporter
 from mpisgd.monitor.stall_monitor import StallMonitor
+from mpisgd.monitor.state_collector import StateCollector
+from mpisgd.monitor.watchdog import Watchdog
 from mpisgd.tuning.profile import find_costs
 
 if TYPE_CHECKING:
@@ -114,17 +117,16 @@ def _make_with(
     console = ConsoleLock(wire)
     hooks = ExceptHook(wire, topology, console, abort)
     groups = [world]
-    monitor = StallMonitor(
-        wire,
-        topology,
-        functools.partial(_open_groups, groups),
-        console,
-        threads_allowed=threads_allowed,
+    collector = StateCollector(wire, topology, groups, threads_allowed=threads_allowed)
+    watchdog = Watchdog(
+        collector,
+        Reporter(collector, console),
         timeout_s=timeout_s,
         warning_s=config.stall_warning_s(),
         abort=functools.partial(_abort_from_thread, abort if threads_allowed else None),
         revoke=None if detector is None else detector.revoke,
     )
+    monitor = StallMonitor(collector, watchdog)
     if detector is not None:
         detector.enable_abort(_on_this_host(monitor, topology), topology.local_rank)
     return Job(
@@ -141,11 +143,6 @@ def _make_with(
         complaint or "",
         groups,
     )
-
-
-def _open_groups(groups: list[Group]) -> list[Group]:
-    """Return those that this rank is a member of and that can be used."""
-    return [group for group in list(groups) if group.is_open]
 
 
 def _on_this_host(monitor: StallMonitor, topology: Topology) -> "list[ProcessIdentity]":

@@ -14,7 +14,7 @@ blocked in MPI. The engine reports its long waits to `core/wait_registry.py`, an
     reporter           one rank prints it, not all; console: the lock for that
     watchdog           long waits: a warning, in the end an error or the end of the job
     deadlock_detector  ends waits that can never end otherwise
-    stall_monitor      all of it together, and the thread
+    stall_monitor      the thread that answers, and that calls the two above
 
     failure_detector   notices lost ranks and ends the waits for them; job_abort: ends all ranks
     heartbeat          how hosts notice that another one is dead: period and timeout are there

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from mpisgd.monitor.rank_state import LEFT, RUNS, WAITS, RankState, Wait, group_key
 
-__all__ = ["failed_thread_lines", "hang_report", "main_wait", "missing", "place", "ranks_text"]
+__all__ = ["activity", "failed_thread_lines", "hang_report", "main_wait", "missing", "place", "ranks_text"]
 
 MAX_STACKS = 6
 MAX_LINES = 28  # of a stack; the innermost calls are kept
@@ -57,7 +57,7 @@ def hang_report(states: Sequence[RankState]) -> str:
     """Return the report: a row for each rank, alike ones together, and the stacks of the missing ones."""
     rows: dict[tuple[str, str], list[RankState]] = defaultdict(list)
     for state in states:
-        rows[state.host, _does(state, states)].append(state)
+        rows[state.host, activity(state, states)].append(state)
     cells = [("ranks", "host", "for", "what they do")]
     for (host, text), alike in rows.items():
         waited = [wait.waited_s for state in alike if (wait := main_wait(state)) is not None]
@@ -77,7 +77,8 @@ def failed_thread_lines(states: Sequence[RankState]) -> list[str]:
     return [f"  rank {state.rank}: {failed}" for state in states for failed in state.failed_threads]
 
 
-def _does(state: RankState, states: Sequence[RankState]) -> str:
+def activity(state: RankState, states: Sequence[RankState]) -> str:
+    """Return what a rank does, in one line."""
     wait = main_wait(state)
     if wait is not None:
         late = [rank for rank in missing(wait, states) if rank != state.rank]

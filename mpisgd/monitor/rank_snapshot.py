@@ -51,8 +51,8 @@ class _OpenGroup(NamedTuple):
 
 def _open_groups(groups: Iterable["Group"]) -> list[_OpenGroup]:
     found = []
-    for group in groups:
-        with contextlib.suppress(MpisgdError):  # it has been closed, or lost, since it was listed
+    for group in list(groups):
+        with contextlib.suppress(MpisgdError):  # closed, or lost, or this rank is no member
             found.append(
                 _OpenGroup(group.name, group.ranks, group.ordinal, group.queue, group.point_to_point)
             )
@@ -67,7 +67,7 @@ def take_snapshot(
     Args:
         rank: its global rank.
         host: name of this host.
-        groups: those it is a member of.
+        groups: of the job; those that it can use are examined.
         reported: see `RankState.reported`.
         stacks: whether they are wanted.
     """

@@ -26,10 +26,10 @@ NOTICE_BYTES = 2**16
 SHARE_BYTES = PAGE + ANSWER_BYTES + NOTICE_BYTES
 # Words of a rank, in two cache lines: what others write, and what it writes itself; then the last stalls that
 # it has reported to its user, and how many there were.
-ASKED, ANSWERED, LENGTH, CHECKSUM, LEFT, NUM_REPORTED, REPORTED = 0, 8, 9, 10, 11, 12, 64
+ASKED, ANSWERED, LENGTH, LEFT, NUM_REPORTED, REPORTED = 0, 8, 9, 11, 12, 64
 MAX_REPORTED = 64
-# How many notices it has given, and the length and the checksum of the last.
-NUM_NOTICES, NOTICE_LENGTH, NOTICE_CHECKSUM = 32, 33, 34
+# How many notices it has given, and the length of the last, which its checksum follows.
+NUM_NOTICES, NOTICE_LENGTH = 32, 33
 POLL_S = 0.2  # where nobody can be woken
 
 
@@ -59,6 +59,20 @@ class ShmMailbox:
     def _room(self, rank: int) -> int:
         return self._places[rank] * SHARE_BYTES + PAGE
 
+    def _write(self, start: int, length: int, text: bytes) -> None:
+        """Write a text of this rank; `length` is the word of its length, which its checksum follows."""
+        length = self._word(self._rank, length)
+        self._words[length + 1] = 2**32  # no text has this checksum: what is read meanwhile does not count
+        self._bytes[start : start + len(text)] = text
+        self._words[length] = len(text)
+        self._words[length + 1] = zlib.crc32(text)
+
+    def _read(self, rank: int, start: int, length: int) -> bytes | None:
+        """Return a text of a rank; None while it is writing the next one: the caller tries again then."""
+        length = self._word(rank, length)
+        text = bytes(self._bytes[start : start + self._words[length]])
+        return text if zlib.crc32(text) == self._words[length + 1] else None
+
     # -- asking ----------------------------------------------------------------------------------------
 
     def ask(self, ranks: Collection[int]) -> int:
@@ -72,13 +86,9 @@ class ShmMailbox:
 
     def answer_from(self, rank: int, number: int) -> bytes | None:
         """Return the answer of a rank to what was asked at the stamp `number`, None while there is none."""
-        words = self._words
-        if words[self._word(rank, ANSWERED)] < number:
+        if self._words[self._word(rank, ANSWERED)] < number:
             return None
-        start, length = self._room(rank), words[self._word(rank, LENGTH)]
-        text = bytes(self._bytes[start : start + min(length, ANSWER_BYTES)])
-        # It may be writing the next answer at this moment; then the text is asked for again.
-        return text if zlib.crc32(text) == words[self._word(rank, CHECKSUM)] else None
+        return self._read(rank, self._room(rank), LENGTH)
 
     def has_left(self, rank: int) -> bool:
         """Return whether a rank has said that it will answer no more."""
@@ -114,13 +124,8 @@ class ShmMailbox:
 
     def answer(self, stamp: int, text: bytes) -> None:
         """Put down the answer, of ANSWER_BYTES at most, to all that was asked up to the stamp."""
-        words, start = self._words, self._room(self._rank)
-        # No text has this checksum: what is read meanwhile does not count.
-        words[self._word(self._rank, CHECKSUM)] = 2**32
-        self._bytes[start : start + len(text)] = text
-        words[self._word(self._rank, LENGTH)] = len(text)
-        words[self._word(self._rank, CHECKSUM)] = zlib.crc32(text)
-        words[self._word(self._rank, ANSWERED)] = stamp
+        self._write(self._room(self._rank), LENGTH, text)
+        self._words[self._word(self._rank, ANSWERED)] = stamp
 
     # -- stalls that were reported; see `mpisgd.monitor.reporter` ---------------------------------------
 
@@ -150,10 +155,7 @@ class ShmMailbox:
         here = [rank for rank in ranks if rank in self._places]
         if len(text) > NOTICE_BYTES or not here:
             return
-        start = self._room(self._rank) + ANSWER_BYTES
-        self._bytes[start : start + len(text)] = text
-        self._words[self._word(self._rank, NOTICE_LENGTH)] = len(text)
-        self._words[self._word(self._rank, NOTICE_CHECKSUM)] = zlib.crc32(text)
+        self._write(self._room(self._rank) + ANSWER_BYTES, NOTICE_LENGTH, text)
         self._words[self._word(self._rank, NUM_NOTICES)] += 1
         self.ask(here)
 
@@ -163,10 +165,8 @@ class ShmMailbox:
         for rank in self.ranks:
             count = self._words[self._word(rank, NUM_NOTICES)]
             if count != self._num_read.get(rank, 0) and rank != self._rank:
-                start = self._room(rank) + ANSWER_BYTES
-                text = bytes(self._bytes[start : start + self._words[self._word(rank, NOTICE_LENGTH)]])
-                # It may be writing the next one at this moment; then this one is read again.
-                if zlib.crc32(text) == self._words[self._word(rank, NOTICE_CHECKSUM)]:
+                text = self._read(rank, self._room(rank) + ANSWER_BYTES, NOTICE_LENGTH)
+                if text is not None:
                     self._num_read[rank] = count
                     found.append(text)
         return found

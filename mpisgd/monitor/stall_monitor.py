@@ -3,22 +3,18 @@
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from mpisgd.core import wait_registry
-from mpisgd.monitor.console import ConsoleLock, print_to_user
+from mpisgd.monitor.console import print_to_user
 from mpisgd.monitor.deadlock_detector import DeadlockDetector
 from mpisgd.monitor.rank_snapshot import MONITOR_THREAD
 from mpisgd.monitor.rank_state import RankState, group_key
-from mpisgd.monitor.reporter import Reporter
 from mpisgd.monitor.state_collector import ANSWER_S, StateCollector
 from mpisgd.monitor.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from mpisgd.core.group import Group
-    from mpisgd.core.topology import Topology
-    from mpisgd.transport.mpi import Communicator
 
 __all__ = ["StallMonitor"]
 
@@ -26,47 +22,22 @@ CHECK_S = 1.0  # how often the thread checks this rank's waits
 
 
 class StallMonitor:
-    """The monitor of one rank. Making one is collective over the job.
+    """The monitor of one rank. Without other ranks it has no thread.
 
     Args:
-        wire: of the job's world.
-        topology: of the job.
-        groups: tells the groups of which this rank is a member.
-        console: held while this rank reports.
-        threads_allowed: whether the thread may call MPI; without, other hosts cannot be asked.
-        timeout_s: the job's.
-        warning_s: after how long a wait is worth a warning; 0: never.
-        abort: see `Watchdog`, as for `revoke`.
-
-    Attributes:
-        watchdog: what is done about this rank's own long waits.
         collector: asks the other ranks, and answers them.
+        watchdog: what is done about this rank's own long waits.
     """
 
-    def __init__(
-        self,
-        wire: "Communicator",
-        topology: "Topology",
-        groups: Callable[[], Sequence["Group"]],
-        console: ConsoleLock,
-        *,
-        threads_allowed: bool,
-        timeout_s: float,
-        warning_s: float,
-        abort: Callable[[str], None],
-        revoke: Callable[[str], None] | None,
-    ) -> None:
-        self.collector = StateCollector(wire, topology, groups, threads_allowed=threads_allowed)
-        reporter = Reporter(self.collector, console)
-        self.watchdog = Watchdog(
-            self.collector, reporter, timeout_s=timeout_s, warning_s=warning_s, abort=abort, revoke=revoke
-        )
+    def __init__(self, collector: StateCollector, watchdog: Watchdog) -> None:
+        self.collector = collector
+        self.watchdog = watchdog
         self._detector = DeadlockDetector(self.collector)
         self._next_check_s = 0.0
         self._has_failed = False
         self._is_over = False
         self._thread: threading.Thread | None = None
-        if wire.size > 1:
+        if len(collector.processes) > 1:
             self._thread = threading.Thread(target=self._serve, name=MONITOR_THREAD, daemon=True)
             self._thread.start()
             wait_registry.on_timeout = self.watchdog.on_timeout

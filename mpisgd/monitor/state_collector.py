@@ -86,7 +86,7 @@ class StateCollector:
     Args:
         wire: of the job's world.
         topology: of the job.
-        groups: tells the groups of which this rank is a member.
+        groups: of the job; other threads may add and remove some.
         threads_allowed: whether a thread may call MPI; without, other hosts cannot be asked.
 
     Attributes:
@@ -102,7 +102,7 @@ class StateCollector:
         self,
         wire: "Communicator",
         topology: "Topology",
-        groups: Callable[[], Sequence["Group"]],
+        groups: Sequence["Group"],
         *,
         threads_allowed: bool,
     ) -> None:
@@ -140,7 +140,7 @@ class StateCollector:
 
     def snapshot(self, *, stacks: bool = True) -> RankState:
         """Return this rank's own state, with the stacks if wanted."""
-        return take_snapshot(self.rank, self.host, self._groups(), self.shm.reported(), stacks=stacks)
+        return take_snapshot(self.rank, self.host, self._groups, self.shm.reported(), stacks=stacks)
 
     def collect(self, *, deep: bool = False) -> list[RankState]:
         """Return what every rank of the job does, by rank. Not collective; any thread may call it.

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from mpisgd.core import wait_registry
-from mpisgd.monitor.hang_report import missing, place, ranks_text
-from mpisgd.monitor.rank_state import RUNS, WAITS, RankState, Wait
+from mpisgd.monitor.hang_report import activity, missing, place, ranks_text
+from mpisgd.monitor.rank_state import RankState, Wait
 from mpisgd.monitor.reporter import Reporter, stall_key
 from mpisgd.monitor.state_collector import StateCollector
 
@@ -153,12 +153,5 @@ class Watchdog:
         if not states:
             return ""
         late = [states[rank] for rank in missing(wait, states) if rank != self._collector.rank]
-        return "; ".join(f"rank {state.rank} {_in_short(state)}" for state in late[:4])
-
-
-def _in_short(state: RankState) -> str:
-    if state.state == WAITS:
-        return f"waits in {place(state.waits[0])}"
-    if state.state == RUNS:
-        return ", ".join(["is in code of its own", *state.failed_threads])
-    return f"({state.note or state.state})"
+        texts = [", ".join([activity(state, states), *state.failed_threads]) for state in late[:4]]
+        return "; ".join(f"rank {state.rank}: {text}" for state, text in zip(late, texts, strict=False))
