@@ -14,8 +14,9 @@ that communicates, a transfer for which both sides are there and which may only 
 
 from collections.abc import Mapping, Sequence
 
+from mpisgd.arguments import ranks_text
 from mpisgd.core.wait_registry import Message
-from mpisgd.monitor.hang_report import failed_thread_lines, missing, place, ranks_text
+from mpisgd.monitor.hang_report import failed_thread_lines, missing, place
 from mpisgd.monitor.rank_state import LEFT, WAITS, RankState, Wait, group_key
 
 __all__ = ["describe_deadlock", "fingerprint", "stuck_ranks"]

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpisgd import tracing
+from mpisgd.arguments import ranks_text
 from mpisgd.core import waiting
 from mpisgd.core.wait_registry import WaitReason
 from mpisgd.errors import MpisgdError
@@ -28,7 +29,7 @@ from mpisgd.horovod.engine.executor import Executor
 from mpisgd.horovod.engine.name_conflicts import RESOLVE, NameConflicts
 from mpisgd.horovod.engine.process_set_table import ProcessSetTable
 from mpisgd.horovod.engine.progress_loop import ProgressLoop
-from mpisgd.horovod.engine.request import Request, ranks_text
+from mpisgd.horovod.engine.request import Request
 from mpisgd.horovod.engine.request_cache import RequestCache
 from mpisgd.horovod.engine.request_table import JOIN, WORLD, RequestTable
 from mpisgd.horovod.engine.settings import Settings
