@@ -4,7 +4,7 @@ import math
 import operator
 import os
 import reprlib
-from collections.abc import MutableSequence, Sequence
+from collections.abc import Iterable, MutableSequence, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,23 @@ __all__ = [
     "check_seed",
     "check_text",
     "has_state_dict",
+    "ranks_text",
     "shown",
 ]
+
+MAX_RANKS = 12  # that a message lists
 
 
 def shown(value: Any) -> str:
     """Return what a message says of a value: short, whatever was passed."""
     return reprlib.repr(value)
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Return `rank 3`, or `ranks 0, 2`; of many, the first ones."""
+    listed = sorted(ranks)
+    more = f" and {len(listed) - MAX_RANKS} more" if len(listed) > MAX_RANKS else ""
+    return f"rank{'s' * (len(listed) != 1)} {', '.join(map(str, listed[:MAX_RANKS]))}{more}"
 
 
 def as_index(value: Any) -> int:

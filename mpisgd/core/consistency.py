@@ -9,17 +9,18 @@ with the same history. Only when they differ do descriptions and call sites trav
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
+from mpisgd.arguments import ranks_text
 from mpisgd.core.interfaces import Communicator, DigestExchange
 from mpisgd.core.waiting import Backoff
 from mpisgd.errors import CollectiveMismatch, CollectiveTimeout
 
-__all__ = ["ConsistencyCheck", "ConsistencyChecker", "Operation", "ranks_text"]
+__all__ = ["ConsistencyCheck", "ConsistencyChecker", "Operation"]
 
 LEFT_TAG = 40  # of the queue's communicator, above the rounds of a dissemination and below an algorithm's
 
@@ -235,8 +236,3 @@ class ConsistencyCheck:
             f"{checker.digest_exchange.missing()}{seen}. Raise MPISGD_TIMEOUT_S or the group's own timeout "
             "if ranks may be that far apart"
         )
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Return "rank 3" or "ranks 0, 2"."""
-    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))

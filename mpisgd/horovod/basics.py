@@ -140,8 +140,7 @@ def join(device: int = -1) -> int:
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return once every member has called it."""
-    engine = state.engine()
-    engine.wait(engine.submit(Entry(make_request("barrier", "barrier", [], process_set))))
+    state.engine().perform(Entry(make_request("barrier", "barrier", [], process_set)))
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
@@ -158,14 +157,12 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """
     check_text("start_timeline", "file_path", file_path)
     check_flag("start_timeline", "mark_cycles", mark_cycles)
-    engine = state.engine()
-    engine.wait(engine.submit(Entry(start_request(file_path, mark_cycles))))
+    state.engine().perform(Entry(start_request(file_path, mark_cycles)))
 
 
 def stop_timeline() -> None:
     """End the timeline on all ranks, and write its file; nothing where none is recorded."""
-    engine = state.engine()
-    engine.wait(engine.submit(Entry(stop_request())))
+    state.engine().perform(Entry(stop_request()))
 
 
 def mpi_threads_supported() -> bool:

@@ -50,9 +50,6 @@ class ProcessSet:
     def __repr__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
 
-    def __str__(self) -> str:
-        return repr(self)
-
     def __deepcopy__(self, memo: object) -> "ProcessSet":
         return self  # a copied layer talks to the same ranks
 
@@ -152,8 +149,7 @@ def _gather(mine: list[int]) -> list[list[int]]:
     row = torch.zeros(1, rank_info.size(), dtype=torch.bool)
     row[0, mine] = True
     request = Request("allgather.process_sets", "allgather", dtypes=("bool",), shapes=((rank_info.size(),),))
-    engine = state.engine()
-    (rows,) = engine.wait(engine.submit(Entry(request, [row])))
+    (rows,) = state.engine().perform(Entry(request, [row]))
     return [listed.nonzero().view(-1).tolist() for listed in rows]
 
 

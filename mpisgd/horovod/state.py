@@ -26,7 +26,7 @@ def start(comm: Any = None) -> None:
     lifecycle.init(comm)
     _engine = Engine(read_settings(), _say)
     if (request := request_of_environment()) is not None:
-        _engine.wait(_engine.submit(Entry(request)))
+        _engine.perform(Entry(request))
     if not _registered:
         atexit.register(_leave)  # before the job's own end, which was registered earlier
         _registered = True

@@ -21,10 +21,11 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 
+from mpisgd.arguments import ranks_text
 from mpisgd.core import wait_registry
 from mpisgd.core.wait_registry import Message
 from mpisgd.errors import Deadlock
-from mpisgd.monitor.hang_report import failed_thread_lines, missing, place, ranks_text
+from mpisgd.monitor.hang_report import failed_thread_lines, missing, place
 from mpisgd.monitor.rank_state import LEFT, WAITS, RankState, Wait, group_key
 from mpisgd.monitor.state_collector import StateCollector
 

@@ -3,20 +3,13 @@
 from collections import defaultdict
 from collections.abc import Sequence
 
+from mpisgd.arguments import ranks_text
 from mpisgd.monitor.rank_state import LEFT, RUNS, WAITS, RankState, Wait, group_key
 
-__all__ = ["activity", "failed_thread_lines", "hang_report", "main_wait", "missing", "place", "ranks_text"]
+__all__ = ["activity", "failed_thread_lines", "hang_report", "main_wait", "missing", "place"]
 
 MAX_STACKS = 6
 MAX_LINES = 28  # of a stack; the innermost calls are kept
-MAX_RANKS = 12
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Return `rank 3`, or `ranks 0, 2`; of many, the first ones."""
-    shown = ", ".join(map(str, sorted(ranks)[:MAX_RANKS]))
-    more = f" and {len(ranks) - MAX_RANKS} more" if len(ranks) > MAX_RANKS else ""
-    return f"rank{'s' * (len(ranks) != 1)} {shown}{more}"
 
 
 def main_wait(state: RankState) -> Wait | None:

@@ -9,8 +9,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from mpisgd.arguments import ranks_text
 from mpisgd.core import wait_registry
-from mpisgd.monitor.hang_report import activity, missing, place, ranks_text
+from mpisgd.monitor.hang_report import activity, missing, place
 from mpisgd.monitor.rank_state import RankState, Wait
 from mpisgd.monitor.reporter import Reporter, stall_key
 from mpisgd.monitor.state_collector import StateCollector

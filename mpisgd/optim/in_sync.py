@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from mpisgd.accelerator.runtime import on_device
+from mpisgd.arguments import ranks_text
 from mpisgd.collectives.objects import all_gather_object
-from mpisgd.core.consistency import ranks_text
 from mpisgd.core.group import Group
 from mpisgd.dtypes import dtype_name
 from mpisgd.errors import InvalidArgument, OutOfSync, UnsupportedTensor

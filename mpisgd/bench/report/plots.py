@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mpisgd.bench.report.rows import COMPUTE, LIMIT, OURS, PING_PONG, SHARED, as_bytes
+from mpisgd.bench.report.rows import LIMIT, OURS, PING_PONG, SHARED, as_bytes, as_time
 from mpisgd.errors import JobError
 
 if TYPE_CHECKING:
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 __all__ = ["PLOTS", "need_matplotlib"]
 
-Rows = Sequence[dict[str, Any]]
 NUM_COLUMNS = 4
 # Ours stand out, and a variant has the same colour in every panel.
 COLOURS = ("#0b6e4f", "#c8553d", "#3d6fb4", "#8a5a9e", "#d99a2b", "#5f6b73", "#2aa7a1", "#a23b72")
@@ -68,49 +67,41 @@ def _label_sizes(ax: "Axes", sizes: Sequence[int]) -> None:
     ax.minorticks_off()
 
 
-def plot_steps(path: Path, record: dict[str, Any]) -> None:
-    """Draw each variant's step as a multiple of the step without communication."""
+class Bars(NamedTuple):
+    """What the bars of a record are multiples of.
 
-    def label(ax: "Axes", model: str, rows: Rows) -> float:
-        base: float = rows[0]["median_s"] / rows[0]["ratio_to_no_communication"]
-        ax.set(title=f"{model} ({base * 1e3:.3g} ms alone)", xlabel="x no communication (median, range)")
-        return base
+    Attributes:
+        panel: the field whose values have axes of their own.
+        unit: of the fields `median_`, `min_` and `max_`.
+        ratio: the field of the median's multiple.
+        base: what that is a multiple of.
+        as_text: writes it for people.
+    """
 
-    _plot_bars(path, record, "model", "s", label)
-
-
-def plot_memory(path: Path, record: dict[str, Any]) -> None:
-    """Draw each variant's peak as a multiple of that without mpisgd."""
-
-    def label(ax: "Axes", training: str, rows: Rows) -> float:
-        base: int = rows[0]["median_bytes"]
-        ax.set(title=training, xlabel=f"x none, {as_bytes(base)} (median, range)")
-        return base
-
-    _plot_bars(path, record, "training", "bytes", label)
+    panel: str
+    unit: str
+    ratio: str
+    base: str
+    as_text: Callable[[Any], str] = as_time
 
 
-def plot_overlap(path: Path, record: dict[str, Any]) -> None:
-    """Draw steps and their parts as multiples of the larger of link and compute."""
-
-    def label(ax: "Axes", model: str, rows: Rows) -> float:
-        base: float = max(row["median_s"] for row in rows if row["variant"] in (LIMIT, COMPUTE))
-        ax.set(title=model, xlabel=f"x larger of limit and compute, {base * 1e3:.3g} ms (median, range)")
-        return base
-
-    _plot_bars(path, record, "model", "s", label)
+BARS = {
+    "step": Bars("model", "s", "ratio_to_no_communication", "no communication"),
+    "overlap": Bars("model", "s", "ratio_to_larger", "larger of limit and compute"),
+    "memory": Bars("training", "bytes", "ratio_to_none", "none", as_bytes),
+}
 
 
-def _plot_bars(
-    path: Path, record: dict[str, Any], key: str, unit: str, label: Callable[["Axes", str, Rows], float]
-) -> None:
-    """Draw the rows of each value of `key` into axes of its own; `label` names them, and returns the base."""
-    rows = record["rows"]
-    names = list(dict.fromkeys(row[key] for row in rows))
+def plot_bars(path: Path, record: dict[str, Any]) -> None:
+    """Draw the median of each variant as a multiple of the base."""
+    rows, bars = record["rows"], BARS[record["kind"]]
+    names = list(dict.fromkeys(row[bars.panel] for row in rows))
     figure, axes = _figure(len(names), record)
     for ax, name in zip(axes, names, strict=False):
-        here = [row for row in rows if row[key] == name]
-        _draw_bars(ax, here, unit, label(ax, name, here))
+        here = [row for row in rows if row[bars.panel] == name]
+        base = here[0][f"median_{bars.unit}"] / here[0][bars.ratio]
+        ax.set(title=name, xlabel=f"x {bars.base}, {bars.as_text(base)} (median, range)")
+        _draw_bars(ax, here, bars.unit, base)
     _finish(figure, axes, path, legend=False)
 
 
@@ -196,8 +187,8 @@ def _finish(figure: "Figure", axes: Sequence["Axes"], path: Path, *, legend: boo
 # By the kind of record.
 PLOTS: dict[str, Callable[[Path, dict[str, Any]], None]] = {
     "collectives": plot_collectives,
-    "step": plot_steps,
+    "step": plot_bars,
     "scaling": plot_scaling,
-    "memory": plot_memory,
-    "overlap": plot_overlap,
+    "memory": plot_bars,
+    "overlap": plot_bars,
 }

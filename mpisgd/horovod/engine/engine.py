@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpisgd import tracing
+from mpisgd.arguments import ranks_text
 from mpisgd.core import waiting
 from mpisgd.core.wait_registry import WaitReason
 from mpisgd.errors import MpisgdError
@@ -28,7 +29,7 @@ from mpisgd.horovod.engine.executor import Executor
 from mpisgd.horovod.engine.name_conflicts import RESOLVE, NameConflicts
 from mpisgd.horovod.engine.process_set_table import ProcessSetTable
 from mpisgd.horovod.engine.progress_loop import ProgressLoop
-from mpisgd.horovod.engine.request import Request, ranks_text
+from mpisgd.horovod.engine.request import Request
 from mpisgd.horovod.engine.request_cache import RequestCache
 from mpisgd.horovod.engine.request_table import JOIN, WORLD, RequestTable
 from mpisgd.horovod.engine.settings import Settings
@@ -102,16 +103,8 @@ class Engine:
         """Why nothing can be negotiated any more, None as long as it can."""
         return self.queue.broken
 
-    def submit(self, entry: Entry) -> Entry:
-        """Submit an operation, which runs once every member has submitted it.
-
-        Raises:
-            ValueError: one of this name is pending.
-            HorovodInternalError: the engine was closed, here or by another rank's failure.
-        """
-        return self._submit(entry)
-
-    def _submit(self, entry: Entry, *, by_engine: bool = False) -> Entry:
+    def submit(self, entry: Entry, *, by_engine: bool = False) -> Entry:
+        """Submit an operation, which runs once every member has submitted it; see `TensorQueue.add`."""
         if self.queue.add(entry, by_engine=by_engine):
             self._wake_up.wake_own()
         return entry
@@ -121,6 +114,10 @@ class Engine:
         if not entry.done.is_set():
             self._progress.until(entry)
         return entry.take_result()
+
+    def perform(self, entry: Entry) -> Any:
+        """Submit an operation, and return its result."""
+        return self.wait(self.submit(entry))
 
     def join(self) -> int:
         """Take part in the others' operations without data until all ranks have joined; who was last."""
@@ -155,16 +152,14 @@ class Engine:
         Raises:
             HorovodInternalError: the ranks do not all ask for the same change at the same time.
         """
-        set_id: int = self._change(Request("add_process_set.sets", "add_process_set", ranks=tuple(ranks)))
+        request = Request("add_process_set.sets", "add_process_set", ranks=tuple(ranks))
+        set_id: int = self.perform(Entry(request))
         return set_id
 
     def remove_set(self, set_id: int, ranks: Sequence[int]) -> None:
         """Remove a process set; what is pending in it fails. Collective over the job; see `add_set`."""
         kind = "remove_process_set"
-        self._change(Request(f"{kind}.sets", kind, root=set_id, ranks=tuple(ranks)))
-
-    def _change(self, request: Request) -> Any:
-        return self.wait(self.submit(Entry(request)))
+        self.perform(Entry(Request(f"{kind}.sets", kind, root=set_id, ranks=tuple(ranks))))
 
     def close(self) -> None:
         """Submit nothing any more, and return when no rank does. Collective.
@@ -283,7 +278,7 @@ class Engine:
         if self.group.rank == 0:
             now_s = time.monotonic()
             for entry in self._conflicts.check(self._request_table.name_conflicts(), now_s):
-                self._submit(entry, by_engine=True)
+                self.submit(entry, by_engine=True)
             if self._settings.shortest_stall_s:
                 self._stalls.check(self._request_table.waiting(), now_s)
 
@@ -332,7 +327,7 @@ class Engine:
             name = f"{WITHDRAW}.{request.set_id}.{request.name}"
             entry.deadlock = HorovodInternalError(str(error))
             withdrawal = Request(name, WITHDRAW, request.set_id, op=request.name)
-            self._submit(Entry(withdrawal), by_engine=True)
+            self.submit(Entry(withdrawal), by_engine=True)
 
     def abort(self, exc: BaseException) -> None:
         """Fail everything that is pending, or ever will be."""

@@ -1,22 +1,23 @@
 """`exchange`: in every cycle all ranks learn what each has submitted since the last one.
 
 One all-gather of a small fixed message: flags, and a bit for each known request. A second one
-follows where a rank has submitted a request that is not in the cache, with these requests.
+follows where a rank has submitted a request that is not in the cache, with these requests, pickled.
 """
 
-import pickle
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from mpisgd.collectives.all_gather import all_gather_into_tensor
-from mpisgd.collectives.all_gather_ragged import all_gather_ragged
+from mpisgd.collectives.objects import all_gather_object
 from mpisgd.core.group import Group
 from mpisgd.horovod.engine.request import Request
 from mpisgd.horovod.engine.request_cache import RequestCache
 
 __all__ = ["CycleMessage", "exchange"]
+
+T = TypeVar("T")
 
 JOINED, LEAVING, WANTS_STACKS = 1, 2, 4
 
@@ -55,17 +56,16 @@ def exchange(
     """
     known = [slot for request in mine.requests if (slot := cache.slot(request)) is not None]
     new = [request for request in mine.requests if cache.slot(request) is None]
-    packed = pickle.dumps([tuple(request) for request in new]) if new else b""
     flags = JOINED * mine.joined | LEAVING * mine.leaving | WANTS_STACKS * mine.wants_stacks
-    sent = torch.tensor([flags, len(packed), *cache.as_words(known)])
+    sent = torch.tensor([flags, len(new), *cache.as_words(known)])
     everyone = torch.empty(group.size, len(sent), dtype=torch.int64)
     all_gather_into_tensor(everyone, sent, group)
-    unpacked = _all_new(packed, group) if everyone[:, 1].any() else [[]] * group.size
+    everyones_new = _everyones(new, group) if everyone[:, 1].any() else [[]] * group.size
     asked = bool((everyone[:, 0] & WANTS_STACKS).any())
-    stacks = _all_texts(stack(), group) if asked else [""] * group.size
+    stacks = _everyones(stack(), group) if asked else [""] * group.size
     return [
         CycleMessage(
-            [*map(cache.request, cache.from_words(row[2:])), *unpacked[rank]],
+            [*map(cache.request, cache.from_words(row[2:])), *everyones_new[rank]],
             bool(row[0] & JOINED),
             bool(row[0] & LEAVING),
             bool(row[0] & WANTS_STACKS),
@@ -75,20 +75,7 @@ def exchange(
     ]
 
 
-def _all_new(packed: bytes, group: Group) -> list[list[Request]]:
-    """Return the requests that are not in the cache, by rank."""
-    return [_unpack(piece) for piece in _all_bytes(packed, group)]
-
-
-def _all_texts(text: str, group: Group) -> list[str]:
-    return [piece.decode() for piece in _all_bytes(text.encode(errors="replace"), group)]
-
-
-def _all_bytes(mine: bytes, group: Group) -> list[bytes]:
-    gathered = all_gather_ragged(torch.tensor(list(mine), dtype=torch.uint8), group)
-    return [piece.numpy().tobytes() for piece in gathered]
-
-
-def _unpack(piece: bytes) -> list[Request]:
-    fields: Iterable[tuple[object, ...]] = pickle.loads(piece) if piece else ()
-    return [Request(*each) for each in fields]  # type: ignore[arg-type]
+def _everyones(mine: T, group: Group) -> list[T]:
+    gathered: list[Any] = [None] * group.size
+    all_gather_object(gathered, mine, group)
+    return gathered

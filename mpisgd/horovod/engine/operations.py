@@ -23,7 +23,7 @@ from mpisgd.horovod.engine.adasum import adasum
 from mpisgd.horovod.engine.entry import Entry
 from mpisgd.horovod.engine.request import Request
 
-__all__ = ["perform_operation", "rows_of", "scale"]
+__all__ = ["perform_operation", "scale"]
 
 REDUCTIONS = {
     "Sum": ReduceOp.SUM,
@@ -227,24 +227,17 @@ def _reduce_scatter(
 
 def _own_rows(tensor: Tensor, request: Request, group: Group) -> Tensor:
     """Reduce `tensor`, and return this rank's rows; everyone's are padded to as many as the first has."""
-    starts = rows_of(tensor.shape[0], group.size)
-    most = starts[1]
+    shares = tensor.tensor_split(group.size)  # the first ones have a row more if need be
+    most = len(shares[0])
     padded = tensor.new_zeros(group.size, most, *tensor.shape[1:])
-    for rank, place in enumerate(padded):
-        rows = tensor[starts[rank] : starts[rank + 1]]
+    for place, rows in zip(padded, shares, strict=True):
         place[: len(rows)] = rows
     scale(padded, request.prescale)
     own = tensor.new_empty(most, *tensor.shape[1:])
     op, factor = _reduction(request, tensor.dtype, group)
     reduce_scatter_tensor(own, padded, op, group)
     scale(own, factor)
-    return own[: starts[group.rank + 1] - starts[group.rank]].contiguous()
-
-
-def rows_of(num_rows: int, size: int) -> list[int]:
-    """Return where the rows of each rank begin, and the end; the first ranks have one more if need be."""
-    rows, rest = divmod(num_rows, size)
-    return [rank * rows + min(rank, rest) for rank in range(size + 1)]
+    return own[: len(shares[group.rank])].contiguous()
 
 
 def _barrier(request: Request, entry: Entry | None, group: Group, device: torch.device) -> None:

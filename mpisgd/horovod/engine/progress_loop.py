@@ -10,11 +10,11 @@ import time
 from typing import Protocol
 
 from mpisgd import tracing
+from mpisgd.arguments import ranks_text
 from mpisgd.core import wait_registry
 from mpisgd.core.wait_registry import NO_TIMEOUT_S, WaitReason
 from mpisgd.errors import CollectiveTimeout
 from mpisgd.horovod.engine.entry import Entry
-from mpisgd.horovod.engine.request import ranks_text
 from mpisgd.horovod.engine.tensor_queue import TensorQueue
 from mpisgd.horovod.engine.wake_up import WakeUp
 from mpisgd.monitor.rank_snapshot import stack_of

@@ -4,12 +4,14 @@ import itertools
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 
-__all__ = ["Request", "differences", "ranks_text"]
+from mpisgd.arguments import ranks_text
+
+__all__ = ["Request", "differences"]
 
 
 class Request(NamedTuple):
@@ -123,9 +125,3 @@ def _shown(value: object) -> str:
         items = [list(item) if isinstance(item, tuple) else item for item in value]
         return str(items[0]) if len(items) == 1 else ", ".join(map(str, items))
     return str(value)
-
-
-def ranks_text(ranks: Iterable[int]) -> str:
-    """Return `rank 1` or `ranks 1, 2`."""
-    listed = sorted(ranks)
-    return f"rank{'s' * (len(listed) != 1)} {', '.join(map(str, listed))}"

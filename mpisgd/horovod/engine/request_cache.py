@@ -5,7 +5,7 @@ All ranks put the same requests in at the same time, so a number means the same 
 
 from collections.abc import Iterable
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from mpisgd.horovod.engine.request import Request
@@ -55,17 +55,13 @@ class RequestCache:
 
     def as_words(self, slots: Iterable[int]) -> list[int]:
         """Return the words that hold a bit for each of `slots`, as signed integers."""
-        words = [0] * self.num_words
-        for slot in slots:
-            words[slot // 64] |= 1 << (slot % 64)
-        return [word - 2**64 if word >= 2**63 else word for word in words]
+        bits = np.zeros(64 * self.num_words, dtype=bool)
+        bits[list(slots)] = True
+        words: list[int] = np.packbits(bits, bitorder="little").view(np.int64).tolist()
+        return words
 
     def from_words(self, words: Tensor) -> list[int]:
         """Return the slots whose bits are set in `words` [num_words] of int64."""
-        bits = torch.tensor(words.tolist(), dtype=torch.int64).view(torch.uint8)
-        return [
-            8 * place + bit
-            for place in bits.nonzero().view(-1).tolist()
-            for bit in range(8)
-            if int(bits[place]) >> bit & 1
-        ]
+        bits = np.unpackbits(words.numpy().view(np.uint8), bitorder="little")
+        slots: list[int] = np.flatnonzero(bits).tolist()
+        return slots

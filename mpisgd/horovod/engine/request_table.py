@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from mpisgd.horovod.engine.request import Request, differences, ranks_text
+from mpisgd.arguments import ranks_text
+from mpisgd.horovod.engine.request import Request, differences
 
 __all__ = ["JOIN", "WORLD", "Decision", "RequestTable"]
 

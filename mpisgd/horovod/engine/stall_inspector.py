@@ -12,10 +12,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from mpisgd.arguments import ranks_text
 from mpisgd.core import wait_registry
 from mpisgd.core.group import Group
 from mpisgd.core.wait_registry import WaitReason
-from mpisgd.horovod.engine.request import Request, ranks_text
+from mpisgd.horovod.engine.request import Request
 from mpisgd.horovod.engine.settings import Settings
 from mpisgd.job.lifecycle import current_job
 from mpisgd.monitor.rank_snapshot import stack_of

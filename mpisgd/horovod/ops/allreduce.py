@@ -12,9 +12,9 @@ from torch import Tensor
 from mpisgd.horovod.arguments import as_tensor, as_tensors, check_compression
 from mpisgd.horovod.compression import Compression, Compressor
 from mpisgd.horovod.engine.entry import Entry
+from mpisgd.horovod.ops import submission
 from mpisgd.horovod.ops.handles import synchronize
 from mpisgd.horovod.ops.reduce_ops import reduction_for
-from mpisgd.horovod.ops.submission import make_request, submit
 from mpisgd.horovod.process_sets import ProcessSet, global_process_set
 
 __all__ = [
@@ -45,7 +45,7 @@ def _start(
     """Submit the reduction of `tensors`, and return its handle."""
     inputs = [tensor.detach() for tensor in tensors]
     outputs = inputs if in_place else [torch.empty_like(tensor) for tensor in inputs]
-    request = make_request(
+    request = submission.make_request(
         "allreduce",
         name,
         inputs,
@@ -56,7 +56,9 @@ def _start(
         postscale=factors[1],
     )
     results = list(tensors) if in_place else outputs  # in place: the user's own, with their history
-    return submit(Entry(request, inputs, outputs, finish=lambda _: results if grouped else results[0]))
+    return submission.submit(
+        Entry(request, inputs, outputs, finish=lambda _: results if grouped else results[0])
+    )
 
 
 def allreduce_async(

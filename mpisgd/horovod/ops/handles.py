@@ -1,7 +1,6 @@
 """Handles: numbers that stand for operations under way."""
 
 import itertools
-import threading
 from typing import Any
 
 from mpisgd.arguments import shown
@@ -12,21 +11,18 @@ __all__ = ["forget", "keep", "poll", "synchronize"]
 
 _numbers = itertools.count()
 _entries: dict[int, Entry] = {}
-_lock = threading.Lock()
 
 
 def keep(entry: Entry) -> int:
     """Let the next number stand for an operation, and return it."""
-    with _lock:
-        handle = next(_numbers)
-        _entries[handle] = entry
+    handle = next(_numbers)
+    _entries[handle] = entry
     return handle
 
 
 def forget(handle: int) -> None:
     """Let a number stand for nothing any more."""
-    with _lock:
-        _entries.pop(handle, None)
+    _entries.pop(handle, None)
 
 
 def poll(handle: int) -> bool:
@@ -35,8 +31,7 @@ def poll(handle: int) -> bool:
     Raises:
         ValueError: nobody knows this handle.
     """
-    with _lock:
-        found = _entries.get(handle) if isinstance(handle, int) else None
+    found = _entries.get(handle) if isinstance(handle, int) else None
     if found is None:
         raise ValueError(f"handle {shown(handle)} was not given out, or has been synchronized")
     return found.done.is_set()
@@ -56,8 +51,7 @@ def synchronize(handle: Any) -> Any:
         return handle()
     if not isinstance(handle, int):
         raise ValueError(f"synchronize: handle={shown(handle)}; expected what an _async function returned")
-    with _lock:
-        found = _entries.get(handle)
+    found = _entries.get(handle)
     if found is None:
         return None
     try:

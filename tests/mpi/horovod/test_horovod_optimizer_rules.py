@@ -11,7 +11,7 @@ from torch import nn
 from verdicts import everyone, raises_everywhere
 
 import mpisgd.horovod as hvd
-from mpisgd.horovod.engine.request import ranks_text
+from mpisgd.arguments import ranks_text
 from mpisgd.horovod.gradients import GradientExchange
 
 

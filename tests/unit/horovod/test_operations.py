@@ -2,23 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from mpisgd.horovod.engine.operations import rows_of, scale
-
-
-@given(st.integers(0, 1000), st.integers(1, 20))
-def test_rows_are_shared_as_equally_as_can_be_with_the_rest_for_the_first(num_rows, size):
-    starts = rows_of(num_rows, size)
-    shares = [end - start for start, end in itertools.pairwise(starts)]
-    assert (starts[0], starts[-1], len(shares)) == (0, num_rows, size)
-    assert shares == sorted(shares, reverse=True)
-    assert shares[0] - shares[-1] <= 1
+from mpisgd.horovod.engine.operations import scale
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64, torch.bfloat16])

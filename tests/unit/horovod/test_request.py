@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from mpisgd.horovod.engine.request import Request, differences, ranks_text
+from mpisgd.horovod.engine.request import Request, differences
 
 PLAIN = Request("allreduce.x", "allreduce", 0, "Sum", ("float32",), ((2, 3),))
 
@@ -69,8 +69,3 @@ def test_shapes_of_several_tensors_are_shown_in_turn():
 def test_the_label_is_the_name_that_the_program_gave():
     assert PLAIN.label == "x"
     assert Request("allreduce.allreduce.x", "allreduce").label == "allreduce.x"
-
-
-@pytest.mark.parametrize(("ranks", "text"), [([3], "rank 3"), ([2, 0], "ranks 0, 2"), ((), "ranks ")])
-def test_ranks_in_words(ranks, text):
-    assert ranks_text(ranks) == text
