@@ -14,11 +14,14 @@ import time
 import pytest
 from launcher import ENVIRONMENT, mpirun, run_python
 
+# Who waited for the timeout of START would take twice as long; the start of a slow machine takes a third of it.
+PROMPT_S = 60
+
 START = """
 import os, sys, time
 import torch
 import mpisgd
-mpisgd.init(timeout_s=float(os.environ.get("LIMIT", 20)))
+mpisgd.init(timeout_s=float(os.environ.get("LIMIT", 120)))
 rank, size = mpisgd.rank(), mpisgd.size()
 """
 
@@ -63,7 +66,7 @@ def test_an_exception_on_one_rank_ends_the_job_with_its_traceback_once(job, culp
     assert done.stderr.count(f"ZeroDivisionError: by rank {culprit}") == 1
     assert f"rank {culprit} of 3" in done.stderr
     assert "in broken" in done.stderr
-    assert done.seconds < 15
+    assert done.seconds < PROMPT_S
 
 
 def test_an_exception_ends_ranks_that_compute_or_wait_for_a_message(job):
@@ -81,7 +84,7 @@ def test_an_exception_ends_ranks_that_compute_or_wait_for_a_message(job):
     assert done.returncode != 0
     assert done.stderr.count("Traceback") == 1
     assert "KeyError: 'gone'" in done.stderr
-    assert done.seconds < 15
+    assert done.seconds < PROMPT_S
 
 
 def test_the_same_exception_on_all_ranks_is_one_traceback(job):
@@ -148,7 +151,7 @@ def test_a_rank_that_exits_early_ends_the_others_with_an_error_that_says_so(job,
     assert "the end of the program" in done.stderr
     assert "all_reduce" in done.stderr
     assert done.stderr.count("Traceback") == 1
-    assert done.seconds < 15
+    assert done.seconds < PROMPT_S
 
 
 @pytest.mark.parametrize("first", [0, 2])
@@ -199,7 +202,7 @@ def test_a_rank_that_does_not_come_is_named_within_the_time_limit(job):
     assert "CollectiveTimeout" in done.stderr
     assert "rank 1" in done.stderr
     assert "MPISGD_TIMEOUT_S" in done.stderr
-    assert done.seconds < 15
+    assert done.seconds < PROMPT_S
 
 
 def test_a_group_whose_rank_did_not_come_refuses_from_then_on(job):
@@ -227,7 +230,7 @@ def test_a_group_whose_rank_did_not_come_refuses_from_then_on(job):
     assert done.stdout.count("came in vain: True") == 1
     assert done.stdout.count("the world goes on") == 2
     assert done.returncode == 1  # what was started in the group never ended: no clean exit
-    assert done.seconds < 20
+    assert done.seconds < PROMPT_S
 
 
 def test_shutdown_after_a_rank_did_not_come_does_not_hang(job):
@@ -248,7 +251,7 @@ def test_shutdown_after_a_rank_did_not_come_does_not_hang(job):
     )
     assert done.returncode != 0
     assert "CollectiveTimeout" in done.stderr
-    assert done.seconds < 20
+    assert done.seconds < PROMPT_S
 
 
 @pytest.mark.parametrize(
@@ -300,7 +303,7 @@ def test_an_interrupt_ends_the_job(job):
     done = job("if rank == 1:\n    raise KeyboardInterrupt\nmpisgd.barrier()", 2)
     assert done.returncode != 0
     assert done.stderr.count("Traceback") == 1
-    assert done.seconds < 15
+    assert done.seconds < PROMPT_S
 
 
 def test_nothing_is_left_behind_by_a_job_that_is_killed(tmp_path):

@@ -113,6 +113,15 @@ def test_a_failed_cycle_is_the_operations_error():
     assert isinstance(engine.failure, ValueError)
 
 
+@pytest.fixture
+def interruptible():
+    """Ctrl-C raises KeyboardInterrupt, even if a shell has started the tests with interrupts ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_while_another_thread_performs_the_operation_gives_no_result():
     engine = OneOperation(told, done)
     main = threading.main_thread().ident
