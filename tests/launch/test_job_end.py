@@ -14,7 +14,7 @@ import time
 import pytest
 from launcher import ENVIRONMENT, mpirun, run_python
 
-# Who waited for the timeout of START would take twice as long; the start of a slow machine takes a third of it.
+# A rank that waits for the timeout of START takes twice as long, the start on a slow machine a third of it.
 PROMPT_S = 60
 
 START = """
