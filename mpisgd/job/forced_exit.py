@@ -14,6 +14,7 @@ import time
 import psutil
 
 from mpisgd.config import ENDED_NOTE, note
+from mpisgd.monitor.console import print_to_user
 
 __all__ = ["exit_after_loss", "exit_without_host"]
 
@@ -37,11 +38,9 @@ def exit_without_host(local_rank: int) -> None:
     if local_rank == 0 and _name_of(launcher) in LAUNCHERS:
         time.sleep(OTHERS_LEAVE_S)
         note(ENDED_NOTE)
-        print(
-            "mpisgd: the program has ended with exit code 0. mpirun would wait for the lost host for ever "
-            "and is killed, so its own exit code is 137",
-            file=sys.stderr,
-            flush=True,
+        print_to_user(
+            "the program has ended with exit code 0. mpirun would wait for the lost host for ever and is "
+            "killed, so its own exit code is 137"
         )
         time.sleep(FORWARD_S)
         with contextlib.suppress(OSError):

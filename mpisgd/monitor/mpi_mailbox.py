@@ -107,9 +107,9 @@ class MpiMailbox:
             return notices
 
     @property
-    def is_receiving(self) -> bool:
-        """Return whether a message is half here."""
-        return bool(self._receives)
+    def is_busy(self) -> bool:
+        """Return whether a message is half here, or answers are awaited: whether to poll often."""
+        return bool(self._receives or self._answers)
 
     def _send(self, text: bytes, dst: int, tag: int) -> None:
         memory = torch.frombuffer(bytearray(text), dtype=torch.uint8)

@@ -4,10 +4,9 @@ Between hosts a question goes to a few ranks of each at once, since one of them 
 the states of its host's ranks and sends them all. Who does not answer is described from outside.
 """
 
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from mpisgd.monitor.mpi_mailbox import MpiMailbox, Question
@@ -132,8 +131,6 @@ class StateCollector:
             *([] if self._mpi is None else [self._mpi]),
         ]
         self._gathering: list[tuple[MpiMailbox, Question, HostQuery]] = []
-        self._num_asking = 0
-        self._lock = threading.Lock()
         self._thread: int | None = None  # the one that answers
 
     # -- asking ----------------------------------------------------------------------------------------
@@ -153,13 +150,17 @@ class StateCollector:
                 takes may disturb what they do.
         """
         asked = [rank for domain in self._others for rank in domain[:ASKED_PER_HOST]]
-        with self._asking():
-            number = 0 if self._mpi is None else self._mpi.ask(asked, deep=deep)
+        number = 0 if self._mpi is None else self._mpi.ask(asked, deep=deep)
+        try:
+            self.shm.wake()  # this rank's own thread receives the answers
             query = HostQuery(self, deep=deep)
             self._wait_for(query.is_over, ANSWER_S + POLL_S)
             states = {state.rank: state for state in query.states()}
             if self._mpi is not None:
                 states |= self._remote_states(self._mpi, number, query.began_s + REMOTE_S)
+        finally:
+            if self._mpi is not None:
+                self._mpi.forget(number)
         return [states.get(rank) or self._unreached(rank) for rank in range(len(self.processes))]
 
     def collect_host(self) -> list[RankState]:
@@ -177,7 +178,6 @@ class StateCollector:
 
         self._wait_for(lambda: all(map(answers, self._others)), deadline_s - time.monotonic())
         found = [state for domain in self._others for text in answers(domain) for state in decode(text)]
-        mpi.forget(number)
         return {state.rank: state for state in found}
 
     def _unreached(self, rank: int) -> RankState:
@@ -194,17 +194,6 @@ class StateCollector:
     def notices(self) -> list[bytes]:
         """Return what other ranks have let this one know since this was last called."""
         return [text for mailbox in self._mailboxes for text in mailbox.notices()]
-
-    @contextlib.contextmanager
-    def _asking(self) -> Iterator[None]:
-        with self._lock:
-            self._num_asking += 1
-        self.shm.wake()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._num_asking -= 1
 
     def _wait_for(self, ready: Callable[[], bool], limit_s: float) -> None:
         deadline_s = time.monotonic() + limit_s
@@ -235,7 +224,7 @@ class StateCollector:
 
     def sleep_until_asked(self, asked: int) -> None:
         """Sleep until another rank of this host asks, not at all if one has since `shm.asked()`."""
-        busy = self._mpi is not None and (self._num_asking or self._gathering or self._mpi.is_receiving)
+        busy = self._mpi is not None and (self._gathering or self._mpi.is_busy)
         self.shm.sleep(asked, POLL_S if busy else QUESTIONS_S)
 
     def close(self) -> None:
