@@ -12,6 +12,7 @@ from typing import Any
 
 import mpisgd
 from mpisgd.bench.measure import measure, slowest
+from mpisgd.bench.peers.remote import Peers
 from mpisgd.bench.report.rows import spread, timed_rows
 from mpisgd.bench.step import StepPlan, wrapped
 from mpisgd.bench.training import StepTask, Training
@@ -26,14 +27,14 @@ NUM_CHECKS, NUM_CHECKS_IN_SMALL = 2000, 50  # in a row, for the cost of one
 CHECKED, BARE = "mpisgd", "ranks meet, nothing is checked"
 
 
-class _BareExchange(ConsistencyCheck):
+class _BareCheck(ConsistencyCheck):
     """One at whose end nothing is compared."""
 
     def verify(self) -> None:
         """See nothing."""
 
 
-class _BareHandshake(ConsistencyChecker):
+class _BareChecker(ConsistencyChecker):
     """One that lets the ranks meet, and that is all."""
 
     def begin(
@@ -47,7 +48,7 @@ class _BareHandshake(ConsistencyChecker):
         self.number += 1
         if before is not None:
             before()
-        return _BareExchange(self, operation, site, None, 0)
+        return _BareCheck(self, operation, site, None, 0)
 
 
 class _Switch:
@@ -56,7 +57,7 @@ class _Switch:
     def __init__(self, group: Group) -> None:
         self._queue = group.queue
         full = group.queue.consistency
-        bare = _BareHandshake(full.wire, full.digest_exchange, name=full.name, timeout_s=full.timeout_s)
+        bare = _BareChecker(full.wire, full.digest_exchange, name=full.name, timeout_s=full.timeout_s)
         self._ways = {True: (full, queue_module.call_site), False: (bare, lambda: _nowhere)}
 
     def turn(self, on: bool) -> None:
@@ -69,11 +70,12 @@ def _nowhere() -> str:
     return "nowhere"
 
 
-def run_checks(plan: StepPlan, report: Callable[[str, Any], None]) -> dict[str, Any]:
+def run_checks(plan: StepPlan, peers: Peers, report: Callable[[str, Any], None]) -> dict[str, Any]:
     """Measure the models of `plan`; return rows and the cost of one check. Collective.
 
     Args:
         plan: the same on every rank.
+        peers: none have a part in this.
         report: called with each model and its rows.
     """
     switch = _Switch(world())

@@ -14,7 +14,7 @@ from mpisgd.bench.measure import Pace, Timed, Unavailable, Variant, measure, tim
 from mpisgd.bench.network import open_ring
 from mpisgd.bench.payload import Payload, torch_call
 from mpisgd.bench.peers.remote import Peers
-from mpisgd.bench.report.rows import collective_rows
+from mpisgd.bench.report.rows import as_bytes, collective_rows
 from mpisgd.core.group import Group
 from mpisgd.job.lifecycle import world
 
@@ -58,14 +58,14 @@ class CollectivesPlan:
 
 
 def run_collectives(
-    plan: CollectivesPlan, peers: Peers, report: Callable[[Case, list[dict[str, Any]]], None]
+    plan: CollectivesPlan, peers: Peers, report: Callable[[str, Any], None]
 ) -> dict[str, Any]:
     """Measure the cases of `plan`; return rows, and what was left out. Collective.
 
     Args:
         plan: the same on every rank.
         peers: other frameworks.
-        report: called with the rows of each case.
+        report: called with each case and its rows.
     """
     wire = world().queue.wire.duplicate()
     rows: list[dict[str, Any]] = []
@@ -76,7 +76,7 @@ def run_collectives(
             keep_faster_limit(found.seconds)
             peers.drop_broken()
             new = collective_rows(case, found.seconds)
-            report(case, new)
+            report(f"{case.collective} {case.dtype} {as_bytes(case.nbytes)}", new)
             rows += new
             left_out += found.left_out_of(collective=case.collective, dtype=case.dtype, bytes=case.nbytes)
     wire.free()

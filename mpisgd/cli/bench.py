@@ -10,17 +10,16 @@ python -m mpisgd bench memory --ranks 2
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 import mpisgd
 from mpisgd.cli.provenance import provenance
-from mpisgd.cli.record import Output, log, log_rows, log_rows_once, measure_in_job, num_ranks, title
+from mpisgd.cli.record import Output, log, log_rows, measure_in_job, num_ranks, title
 from mpisgd.config import available_cores, is_launched
 
 if TYPE_CHECKING:
-    from mpisgd.bench.cases import Case
     from mpisgd.bench.measure import Pace
 
 __all__ = ["bench"]
@@ -87,13 +86,7 @@ def collectives(
         _choice("--algorithms", algorithms, CHOICES),
         Pace(rounds, min(rounds, 3), budget_s, turn_s=0.004, max_calls=100),
     )
-    measure_in_job(
-        "collectives",
-        _peers(peers),
-        lambda others: run_collectives(plan, others, _log_case),
-        output,
-        limit_s=time_limit_s,
-    )
+    measure_in_job("collectives", run_collectives, plan, output, peers=_peers(peers), limit_s=time_limit_s)
 
 
 @bench.command()
@@ -119,12 +112,7 @@ def step(
     pace = _pace_of_steps(rounds, budget_s, quick)
     plan = StepPlan(_choice("--models", models, tuple(MODELS)), batch or None, sizes(buckets), quick, pace)
     measure_in_job(
-        "step",
-        _peers(peers),
-        lambda others: run_steps(plan, others, log_rows_once),
-        output,
-        limit_s=time_limit_s,
-        threads=threads,
+        "step", run_steps, plan, output, peers=_peers(peers), limit_s=time_limit_s, threads=threads
     )
 
 
@@ -161,9 +149,10 @@ def overlap(
     plan = OverlapPlan(name, batch or None, share, factor, sizes(buckets), quick, pace)
     measure_in_job(
         "overlap",
-        _peers(peers),
-        lambda others: run_overlap(plan, others, log_rows_once),
+        run_overlap,
+        plan,
         output,
+        peers=_peers(peers),
         limit_s=time_limit_s,
         threads=threads,
         min_hosts=2,
@@ -189,14 +178,7 @@ def checks(
     output = Output(json_file)
     pace = _pace_of_steps(rounds, budget_s, quick)
     plan = StepPlan(_choice("--models", models, tuple(MODELS)), batch or None, (), quick, pace)
-    measure_in_job(
-        "checks",
-        [],
-        lambda _: run_checks(plan, log_rows_once),
-        output,
-        limit_s=time_limit_s,
-        threads=threads,
-    )
+    measure_in_job("checks", run_checks, plan, output, limit_s=time_limit_s, threads=threads)
 
 
 @bench.command()
@@ -321,9 +303,3 @@ def _pace_of_steps(rounds: int, budget_s: float, quick: bool) -> "Pace":
 def _refuse_under_mpirun(command: str) -> None:
     if is_launched():
         raise mpisgd.JobError(f"bench {command} starts mpirun itself; run it without")
-
-
-def _log_case(case: "Case", rows: list[dict[str, Any]]) -> None:
-    from mpisgd.bench.report.rows import as_bytes
-
-    log_rows_once(f"{case.collective} {case.dtype} {as_bytes(case.nbytes)}", rows)

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import mpisgd
 from mpisgd.cli.provenance import machine, provenance
@@ -19,7 +19,9 @@ from mpisgd.config import launcher_rank
 if TYPE_CHECKING:
     from mpisgd.bench.peers.remote import Peers
 
-__all__ = ["Output", "log", "log_rows", "log_rows_once", "measure_in_job", "num_ranks", "title"]
+__all__ = ["Output", "log", "log_rows", "measure_in_job", "num_ranks", "title"]
+
+P = TypeVar("P")
 
 
 @dataclass(frozen=True)
@@ -60,11 +62,12 @@ class Output:
 
 def measure_in_job(
     kind: str,
-    frameworks: Sequence[str],
-    run: "Callable[[Peers], dict[str, Any]]",
+    run: "Callable[[P, Peers, Callable[[str, Any], None]], dict[str, Any]]",
+    plan: P,
     output: Output,
     *,
     limit_s: float,
+    peers: Sequence[str] = (),
     threads: int = 0,
     min_hosts: int = 1,
 ) -> None:
@@ -72,17 +75,19 @@ def measure_in_job(
 
     Args:
         kind: the command.
-        frameworks: peers to measure beside.
-        run: returns the record's rows and whatever else belongs to it.
+        run: returns the record's rows and whatever else belongs to it; given the plan, the peers, and what
+            to call with the rows of each case.
+        plan: what to measure.
         output: where it goes.
         limit_s: when to give up.
+        peers: other frameworks to measure beside.
         threads: of torch; 0: mpisgd's choice.
         min_hosts: how many there must be.
     """
     from mpisgd.bench.peers.remote import open_peers
 
-    with _job(limit_s, threads, min_hosts), open_peers(frameworks) as peers:
-        record = {**_header(kind, peers), **run(peers)}
+    with _job(limit_s, threads, min_hosts), open_peers(peers) as running:
+        record = {**_header(kind, running), **run(plan, running, _log_rows_once)}
         if mpisgd.rank() == 0:
             output.put(record)
 
@@ -145,7 +150,7 @@ def num_ranks(number: int) -> str:
     return "1 rank" if number == 1 else f"{number} ranks"
 
 
-def log_rows_once(what: str, rows: list[dict[str, Any]]) -> None:
+def _log_rows_once(what: str, rows: list[dict[str, Any]]) -> None:
     """Print the medians of one case, on rank 0."""
     if mpisgd.rank() == 0:
         log_rows(what, rows)
