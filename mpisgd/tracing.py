@@ -89,9 +89,9 @@ sink: Sink | None = None
 _purpose = threading.local()
 
 
-def start_recorder(path: str, wire: Any) -> None:
-    """Record into a file from now on; see `open_timeline` of the recorder. Collective over `wire`."""
-    importlib.import_module(RECORDER).open_timeline(path, wire)
+def start_recorder(path: str, communicator: Any) -> None:
+    """Record into a file from now on; see `open_timeline` of the recorder. Collective over `communicator`."""
+    importlib.import_module(RECORDER).open_timeline(path, communicator)
 
 
 def flush() -> None:

@@ -204,7 +204,7 @@ def build_host(host: Host, rate: str) -> None:
 
 
 def limit(tc: Sequence[str | Path], device: str, rate: str) -> None:
-    """Give what leaves through `device` a rate; headers count, as they do on a wire."""
+    """Give what leaves through `device` a rate; headers count, as they do on a communicator."""
     bucket = ["tbf", "rate", rate, "burst", str(BURST_BYTES), "latency", QUEUE]
     run(*tc, "qdisc", "add", "dev", device, "root", *bucket)
 

@@ -57,7 +57,7 @@ class _Switch:
     def __init__(self, group: Group) -> None:
         self._queue = group.queue
         full = group.queue.consistency
-        bare = _BareChecker(full.wire, full.digest_exchange, name=full.name, timeout_s=full.timeout_s)
+        bare = _BareChecker(full.communicator, full.digest_exchange, name=full.name, timeout_s=full.timeout_s)
         self._ways = {True: (full, queue_module.call_site), False: (bare, lambda: _nowhere)}
 
     def turn(self, on: bool) -> None:

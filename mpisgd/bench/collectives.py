@@ -67,28 +67,32 @@ def run_collectives(
         peers: other frameworks.
         report: called with each case and its rows.
     """
-    wire = world().queue.wire.duplicate()
+    communicator = world().queue.communicator.duplicate()
     rows: list[dict[str, Any]] = []
     left_out: list[dict[str, Any]] = []
     with open_ring() as ring:
         for case in plan.cases(mpisgd.size()):
-            found = measure([*_contestants(case, plan, peers, wire), *bounds(case, wire, ring)], plan.pace)
+            found = measure(
+                [*_contestants(case, plan, peers, communicator), *bounds(case, communicator, ring)], plan.pace
+            )
             keep_faster_limit(found.seconds)
             peers.drop_broken()
             new = collective_rows(case, found.seconds)
             report(f"{case.collective} {case.dtype} {as_bytes(case.nbytes)}", new)
             rows += new
             left_out += found.left_out_of(collective=case.collective, dtype=case.dtype, bytes=case.nbytes)
-    wire.free()
+    communicator.free()
     return {"rows": rows, "left_out": left_out}
 
 
-def _contestants(case: Case, plan: CollectivesPlan, peers: Peers, wire: "Communicator") -> list[Variant]:
+def _contestants(
+    case: Case, plan: CollectivesPlan, peers: Peers, communicator: "Communicator"
+) -> list[Variant]:
     """Return all ways of doing the collective."""
     payload = Payload(case, mpisgd.rank())
     algorithms = plan.algorithms if case.collective == "all_reduce" else ["auto"]
     remote = [variant for name in peers.running for variant in peers.variants(name, {name: case})]
-    return [*_ours(payload, algorithms), _mpis(payload, wire), *remote]
+    return [*_ours(payload, algorithms), _mpis(payload, communicator), *remote]
 
 
 # -- mpisgd --------------------------------------------------------------------------------------------
@@ -109,21 +113,21 @@ def our_call(payload: Payload, group: Group, algorithm: str = "auto") -> Call:
 # -- MPI -----------------------------------------------------------------------------------------------
 
 
-def _mpis(payload: Payload, wire: "Communicator") -> Variant:
+def _mpis(payload: Payload, communicator: "Communicator") -> Variant:
     """Return MPI's own call on the same memory, as lean as mpi4py can make it: nothing is prepared in it."""
     from mpisgd.transport.mpi import ELEMENT_TYPES
 
     case = payload.case
     if case.reduces and payload.input.dtype not in ELEMENT_TYPES:
         return Timed(MPI_NAME, functools.partial(_refuse, f"MPI has no arithmetic for {case.dtype}"))
-    return timed(MPI_NAME, _mpi_call(payload, wire), payload)
+    return timed(MPI_NAME, _mpi_call(payload, communicator), payload)
 
 
 def _refuse(reason: str) -> None:
     raise Unavailable(reason)
 
 
-def _mpi_call(payload: Payload, wire: "Communicator") -> Call:
+def _mpi_call(payload: Payload, communicator: "Communicator") -> Call:
     from mpisgd.transport.mpi import ELEMENT_TYPES, MPI
 
     def spec(tensor: torch.Tensor, pieces: int = 1) -> list[Any]:
@@ -132,7 +136,7 @@ def _mpi_call(payload: Payload, wire: "Communicator") -> Call:
             return [memory, tensor.numel(), ELEMENT_TYPES[tensor.dtype]]
         return [memory, tensor.nbytes // pieces, MPI.BYTE]
 
-    comm, rank, size, next_root = wire.comm, payload.rank, payload.case.size, payload.next_root
+    comm, rank, size, next_root = communicator.comm, payload.rank, payload.case.size, payload.next_root
     given, out = payload.input, payload.output
     whole, half = spec(out), spec(given)
     in_pieces, out_pieces = spec(given, size), spec(out, size)

@@ -28,15 +28,15 @@ OVER_MPI, OVER_TCP = "limit, MPI", "limit, TCP"
 Call = Callable[[], Any]
 
 
-def bounds(case: Case, wire: "Communicator", ring: "Ring | None") -> list[Variant]:
+def bounds(case: Case, communicator: "Communicator", ring: "Ring | None") -> list[Variant]:
     """Return the limit, and for few bytes between hosts a ping-pong."""
-    found = limits(case, wire, ring)
+    found = limits(case, communicator, ring)
     if mpisgd.num_nodes() > 1 and case.nbytes <= MAX_PING_BYTES:
-        found.append(_ping_pong(case.nbytes, wire))
+        found.append(_ping_pong(case.nbytes, communicator))
     return found
 
 
-def limits(case: Case, wire: "Communicator", ring: "Ring | None") -> list[Variant]:
+def limits(case: Case, communicator: "Communicator", ring: "Ring | None") -> list[Variant]:
     """Return what no algorithm can beat: copying, or passing over the link, the bytes of a case.
 
     Collective. `keep_faster_limit` makes one of them out of several.
@@ -44,8 +44,8 @@ def limits(case: Case, wire: "Communicator", ring: "Ring | None") -> list[Varian
     if mpisgd.num_nodes() == 1:
         return [Timed(LIMIT, _memcpy(case))]
     nbytes = max(1, round(link_bytes(case, [len(ranks) for ranks in topology().nodes])))
-    over_tcp = [_over_tcp(nbytes, wire, ring)] if _all_leaders_have(ring) else []
-    return [_over_mpi(nbytes, wire), *over_tcp]
+    over_tcp = [_over_tcp(nbytes, communicator, ring)] if _all_leaders_have(ring) else []
+    return [_over_mpi(nbytes, communicator), *over_tcp]
 
 
 def keep_faster_limit(seconds: dict[str, list[float]]) -> None:
@@ -78,15 +78,15 @@ class OverLink(Timed):
         name: in tables.
         senders: the ranks that have a part.
         call: returns what the sender with this place does.
-        wire: to send over.
+        communicator: to send over.
     """
 
     def __init__(
-        self, name: str, senders: Sequence[int], call: Callable[[int], Call], wire: "Communicator"
+        self, name: str, senders: Sequence[int], call: Callable[[int], Call], communicator: "Communicator"
     ) -> None:
         rank = mpisgd.rank()
         super().__init__(name, call(senders.index(rank)) if rank in senders else lambda: None)
-        self._comm = wire.comm
+        self._comm = communicator.comm
 
     def time(self, calls: int) -> float:
         """See `Variant`; what others take does not count here."""
@@ -97,19 +97,19 @@ class OverLink(Timed):
         return seconds
 
 
-def _over_mpi(nbytes: int, wire: "Communicator") -> Variant:
+def _over_mpi(nbytes: int, communicator: "Communicator") -> Variant:
     """Return what sends the bytes that must leave a host to the next one, while as many come in."""
     leaders = [ranks[0] for ranks in topology().nodes]
 
     def call(place: int) -> Call:
         give, take = _bytes(nbytes), _bytes(nbytes)
         after, before = leaders[(place + 1) % len(leaders)], leaders[place - 1]
-        return lambda: wire.comm.Sendrecv(give, after, recvbuf=take, source=before)
+        return lambda: communicator.comm.Sendrecv(give, after, recvbuf=take, source=before)
 
-    return OverLink(OVER_MPI, leaders, call, wire)
+    return OverLink(OVER_MPI, leaders, call, communicator)
 
 
-def _over_tcp(nbytes: int, wire: "Communicator", ring: "Ring | None") -> Variant:
+def _over_tcp(nbytes: int, communicator: "Communicator", ring: "Ring | None") -> Variant:
     """Return the same without MPI."""
 
     def call(_: int) -> Call:
@@ -117,10 +117,10 @@ def _over_tcp(nbytes: int, wire: "Communicator", ring: "Ring | None") -> Variant
         give, take = memoryview(_bytes(nbytes)), memoryview(_bytes(nbytes))
         return lambda: ring.pass_on(give, take)
 
-    return OverLink(OVER_TCP, [ranks[0] for ranks in topology().nodes], call, wire)
+    return OverLink(OVER_TCP, [ranks[0] for ranks in topology().nodes], call, communicator)
 
 
-def _ping_pong(nbytes: int, wire: "Communicator") -> Variant:
+def _ping_pong(nbytes: int, communicator: "Communicator") -> Variant:
     """Return a message from the first host to the second, and one back."""
     pair = [ranks[0] for ranks in topology().nodes[:2]]
 
@@ -128,16 +128,16 @@ def _ping_pong(nbytes: int, wire: "Communicator") -> Variant:
         ball, other = _bytes(nbytes), pair[1 - place]
 
         def serve() -> None:
-            wire.comm.Send(ball, other)
-            wire.comm.Recv(ball, other)
+            communicator.comm.Send(ball, other)
+            communicator.comm.Recv(ball, other)
 
         def answer() -> None:
-            wire.comm.Recv(ball, other)
-            wire.comm.Send(ball, other)
+            communicator.comm.Recv(ball, other)
+            communicator.comm.Send(ball, other)
 
         return answer if place else serve
 
-    return OverLink(PING_PONG, pair, call, wire)
+    return OverLink(PING_PONG, pair, call, communicator)
 
 
 def _bytes(nbytes: int) -> bytearray:

@@ -97,7 +97,7 @@ def open_ring() -> Iterator[Ring | None]:
 def _own_address() -> str | None:
     """Return an address of this host on the way to rank 0's; None if that cannot be reached. Collective."""
     try:
-        (address, _), listener = find_listener(world().queue.wire)
+        (address, _), listener = find_listener(world().queue.communicator)
     except mpisgd.Unreachable:
         return None
     if listener is not None:

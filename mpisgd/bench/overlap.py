@@ -132,21 +132,21 @@ def run_overlap(plan: OverlapPlan, peers: Peers, report: Callable[[str, Any], No
         peers: other frameworks.
         report: called with the rows of each batch.
     """
-    wire = world().queue.wire.duplicate()
+    communicator = world().queue.communicator.duplicate()
     rows: list[dict[str, Any]] = []
     left_out: list[dict[str, str]] = []
     with open_ring() as ring:
-        first = plan.batch or _search(plan, wire, ring)
+        first = plan.batch or _search(plan, communicator, ring)
         for batch in (first, plan.factor * first):
             task = StepTask(plan.model, batch, mpisgd.size(), plan.small)
             name = f"{plan.model}, batch {batch}"
-            found = _measure(task, plan, peers, wire, ring)
+            found = _measure(task, plan, peers, communicator, ring)
             peers.drop_broken()
             new = overlap_rows(name, batch, found.seconds)
             report(name, new)
             rows += new
             left_out += found.left_out_of(model=name)
-    wire.free()
+    communicator.free()
     return {"rows": rows, "left_out": left_out, "gradient_bytes": _gradient_bytes(task)}
 
 
@@ -154,7 +154,7 @@ def _gradient_bytes(task: StepTask) -> int:
     return sum(param.nbytes for param in build(task).parameters())
 
 
-def _search(plan: OverlapPlan, wire: "Communicator", ring: Ring | None) -> int:
+def _search(plan: OverlapPlan, communicator: "Communicator", ring: Ring | None) -> int:
     """Return the batch whose step alone takes the wanted share of the link's time; the same on all ranks."""
 
     def alone(batch: int) -> float:
@@ -162,14 +162,14 @@ def _search(plan: OverlapPlan, wire: "Communicator", ring: Ring | None) -> int:
         return min(measure([variant], SEARCH).seconds[COMPUTE])  # what a busy machine adds would mislead
 
     task = StepTask(plan.model, 1, mpisgd.size(), plan.small, communicates=False)
-    link = measure(_link(task, wire, ring), SEARCH).seconds
+    link = measure(_link(task, communicator, ring), SEARCH).seconds
     keep_faster_limit(link)
     return find_batch(alone, plan.share * statistics.median(link[LIMIT]))
 
 
-def _link(task: StepTask, wire: "Communicator", ring: Ring | None) -> list[Variant]:
+def _link(task: StepTask, communicator: "Communicator", ring: Ring | None) -> list[Variant]:
     """Return what passes the bytes of the gradients that must leave a host."""
-    return limits(case_of("all_reduce", "float32", _gradient_bytes(task), task.size), wire, ring)
+    return limits(case_of("all_reduce", "float32", _gradient_bytes(task), task.size), communicator, ring)
 
 
 def _marked(training: MarkedTraining) -> Timed:
@@ -183,10 +183,10 @@ def _reduce(task: StepTask) -> Timed:
 
 
 def _measure(
-    task: StepTask, plan: OverlapPlan, peers: Peers, wire: "Communicator", ring: Ring | None
+    task: StepTask, plan: OverlapPlan, peers: Peers, communicator: "Communicator", ring: Ring | None
 ) -> Measured:
     alone = MarkedTraining(replace(task, communicates=False), mpisgd.rank())
-    parts: list[Variant] = [_marked(alone), *_link(task, wire, ring), _reduce(task)]
+    parts: list[Variant] = [_marked(alone), *_link(task, communicator, ring), _reduce(task)]
     found = measure([*parts, ours(task), *remote(task, plan.bucket_bytes, peers)], plan.pace)
     keep_faster_limit(found.seconds)
     link_s = statistics.median(found.seconds[LIMIT])

@@ -56,7 +56,7 @@ def run_steps(plan: StepPlan, peers: Peers, report: Callable[[str, Any], None]) 
         peers: other frameworks.
         report: called with each model and its rows.
     """
-    wire = world().queue.wire.duplicate()
+    communicator = world().queue.communicator.duplicate()
     rows: list[dict[str, Any]] = []
     models: dict[str, Any] = {}
     left_out: list[dict[str, str]] = []
@@ -64,7 +64,7 @@ def run_steps(plan: StepPlan, peers: Peers, report: Callable[[str, Any], None]) 
         for model in plan.models:
             task = plan.task(model)
             variants = [
-                *_in_ranks(task, wire),
+                *_in_ranks(task, communicator),
                 *([] if reason else _in_torch(task, plan.bucket_bytes)),
                 *peers.variants("gloo", {CONTROL: replace(task, communicates=False)}),
                 *remote(task, plan.bucket_bytes, peers),
@@ -77,7 +77,7 @@ def run_steps(plan: StepPlan, peers: Peers, report: Callable[[str, Any], None]) 
             rows += new
             models[model] = _describe(task)
             left_out += found.left_out_of(model=model)
-    wire.free()
+    communicator.free()
     return {"rows": rows, "models": models, "left_out": left_out}
 
 
@@ -90,7 +90,7 @@ def _describe(task: StepTask) -> dict[str, Any]:
     }
 
 
-def _in_ranks(task: StepTask, wire: "Communicator") -> list[Variant]:
+def _in_ranks(task: StepTask, communicator: "Communicator") -> list[Variant]:
     """Return the variants that run in the ranks themselves."""
     return [
         *(
@@ -100,7 +100,7 @@ def _in_ranks(task: StepTask, wire: "Communicator") -> list[Variant]:
         ours(task),
         ours(task, SHARED, share_parameters=True),
         _as_horovod(task),
-        _by_hand(task, wire),
+        _by_hand(task, communicator),
     ]
 
 
@@ -135,7 +135,7 @@ def _as_horovod(task: StepTask) -> Variant:
     return training.timed("mpisgd.horovod", start=mpisgd.barrier, ours=True)
 
 
-def _by_hand(task: StepTask, wire: "Communicator") -> Variant:
+def _by_hand(task: StepTask, communicator: "Communicator") -> Variant:
     """Return what people write who have mpi4py only: one call for each tensor."""
     from mpisgd.transport.mpi import MPI
 
@@ -145,7 +145,7 @@ def _by_hand(task: StepTask, wire: "Communicator") -> Variant:
     def average() -> None:
         for param in params:
             assert param.grad is not None
-            wire.comm.Allreduce(MPI.IN_PLACE, param.grad)
+            communicator.comm.Allreduce(MPI.IN_PLACE, param.grad)
             param.grad.div_(size)
 
     return training.timed("MPI, a call per tensor", start=mpisgd.barrier, average=average)

@@ -16,7 +16,7 @@ ROOT = 0  # the group rank that reads and writes the files
 def gather_at_root(group: Group, operation: Operation, obj: Any) -> list[Any] | None:
     """Return the objects of all ranks on the root, None elsewhere. Collective."""
     got: list[list[Any] | None] = []
-    group.queue.run(operation, lambda: got.append(group.queue.wire.gather_object(obj, ROOT)))
+    group.queue.run(operation, lambda: got.append(group.queue.communicator.gather_object(obj, ROOT)))
     return got[0]
 
 
@@ -39,7 +39,7 @@ def at_root(group: Group, operation: Operation, action: Callable[[], T]) -> T:
             failure = _caused_by(exc, f"{operation.kind}: {type(exc).__name__}: {exc}")
     outcomes: list[Any] = []
     mine = (result, failure and (type(failure), str(failure)))
-    group.queue.run(operation, lambda: outcomes.append(group.queue.wire.broadcast_object(mine, ROOT)))
+    group.queue.run(operation, lambda: outcomes.append(group.queue.communicator.broadcast_object(mine, ROOT)))
     if failure is not None:
         raise failure
     theirs, problem = outcomes[0]
@@ -57,7 +57,7 @@ def _caused_by(cause: Exception, text: str) -> CheckpointError:
 def agree(group: Group, operation: Operation, problem: str | None, kind: type[CheckpointError]) -> None:
     """Raise `kind` on every rank where one of them has a problem. Collective."""
     got: list[Any] = []
-    group.queue.run(operation, lambda: got.extend(group.queue.wire.all_gather_object(problem)))
+    group.queue.run(operation, lambda: got.extend(group.queue.communicator.all_gather_object(problem)))
     if text := merge_problems(group, got):
         raise kind(f"{operation.kind}: {text}")
 

@@ -112,7 +112,7 @@ Flats = Callable[[Call], Iterator[tuple[Tensor, Tensor]]]
 def _mpi(call: Call, flats: Flats = _flats) -> None:
     for out, mine in flats(call):
         in_place = mine.data_ptr() == out.data_ptr() + call.group.rank * mine.nbytes
-        call.wire.all_gather(out, None if in_place else mine)
+        call.communicator.all_gather(out, None if in_place else mine)
 
 
 def _shm(call: Call, shm: ShmTransport) -> Iterator[None]:

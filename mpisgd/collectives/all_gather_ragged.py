@@ -53,7 +53,7 @@ def all_gather_ragged(tensor: Tensor, group: Group | None = None) -> list[Tensor
 def _mpi(call: Call) -> None:
     (tensor,), size, me = call.inputs, call.group.size, call.group.rank
     rows = torch.empty(size, dtype=torch.int64)
-    call.wire.all_gather(rows, torch.tensor(tensor.shape[:1]))
+    call.communicator.all_gather(rows, torch.tensor(tensor.shape[:1]))
     mine, pieces = call.read(tensor), _room(rows, tensor)
     pieces[me].view(-1).copy_(mine)
     others = [rank for rank in range(size) if rank != me]

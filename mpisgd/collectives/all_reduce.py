@@ -201,7 +201,7 @@ def reduce_flat(group: Group, flat: Tensor, op: ReduceOp, algorithm: str) -> Non
         transport.run_steps(IN_STEPS[algorithm](transport, flat, op))
     elif algorithm == "mpi":
         work, name, finish = for_mpi(flat, op, group.size)
-        group.queue.wire.all_reduce(work, name)
+        group.queue.communicator.all_reduce(work, name)
         put(finish(work), flat)
     elif algorithm == "all_to_all":  # sees all pieces at once, so it can add any dtype by itself
         ALGORITHMS[algorithm](link_of(group, "all_reduce"), flat, op)

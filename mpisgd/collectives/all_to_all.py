@@ -151,7 +151,7 @@ def _flats(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def _mpi(call: Call) -> None:
-    call.wire.all_to_all(*_flats(call))
+    call.communicator.all_to_all(*_flats(call))
 
 
 def _shm(call: Call, shm: ShmTransport) -> Iterator[None]:
@@ -237,7 +237,7 @@ def _sizes(call: Call) -> tuple[Tensor, Tensor]:
 def _compare_sizes(call: Call) -> None:
     """Raise, on all ranks, if what one sends is not what another expects; runs inside the queue."""
     everyone, mine = _sizes(call)
-    call.wire.all_gather(everyone.view(-1), mine.view(-1))
+    call.communicator.all_gather(everyone.view(-1), mine.view(-1))
     _check_matrix(call, everyone)
 
 

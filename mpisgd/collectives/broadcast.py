@@ -46,7 +46,7 @@ def broadcast(tensor: Tensor, src: int, group: Group | None = None, async_op: bo
 
 def _mpi(call: Call) -> None:
     for flat in _messages(call):
-        call.wire.broadcast(flat, call.root)
+        call.communicator.broadcast(flat, call.root)
 
 
 def _shm(call: Call, shm: ShmTransport) -> Iterator[None]:

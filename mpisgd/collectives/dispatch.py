@@ -112,9 +112,9 @@ class Call(Packer):
         return self.group.rank == self.operation.root
 
     @property
-    def wire(self) -> Any:
+    def communicator(self) -> Any:
         """The communicator of the group's queue."""
-        return self.group.queue.wire
+        return self.group.queue.communicator
 
     @property
     def link(self) -> Link:
@@ -309,4 +309,4 @@ def device_kind(tensor: Tensor | None) -> str:
 def link_of(group: Group, kind: str) -> Link:
     """Return the queue's communicator as the algorithms see it."""
     queue = group.queue
-    return Link(queue.wire, f"{kind} (group '{group.name}')", queue.consistency.timeout_s)
+    return Link(queue.communicator, f"{kind} (group '{group.name}')", queue.consistency.timeout_s)

@@ -59,7 +59,7 @@ def gather(
 def _gather_by_mpi(call: Call) -> None:
     mine = call.read(call.inputs[0])
     out = call.write_as_one(call.outputs) if call.is_root else None
-    call.wire.gather(out, mine if out is None else clone_if_overlapping(mine, [out]), call.root)
+    call.communicator.gather(out, mine if out is None else clone_if_overlapping(mine, [out]), call.root)
 
 
 def _gather_by_shm(call: Call, shm: ShmTransport) -> Iterator[None]:
@@ -117,7 +117,7 @@ def scatter(
 def _scatter_by_mpi(call: Call) -> None:
     out = call.write(call.outputs[0])
     source = clone_if_overlapping(call.read_as_one(call.inputs), [out]) if call.is_root else None
-    call.wire.scatter(out, source, call.root)
+    call.communicator.scatter(out, source, call.root)
 
 
 def _scatter_by_shm(call: Call, shm: ShmTransport) -> Iterator[None]:

@@ -32,7 +32,7 @@ def broadcast_object(obj: Any = None, src: int = 0, group: Group | None = None) 
     got: list[bytes] = []
     group.queue.run(
         Operation("broadcast_object", root=root),
-        lambda: got.append(group.queue.wire.broadcast_object(payload, root)),
+        lambda: got.append(group.queue.communicator.broadcast_object(payload, root)),
     )
     return obj if group.rank == root else pickle.loads(got[0])
 
@@ -56,7 +56,8 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Group | None = No
     payload = pickle.dumps(obj)
     got: list[bytes] = []
     group.queue.run(
-        Operation("all_gather_object"), lambda: got.extend(group.queue.wire.all_gather_object(payload))
+        Operation("all_gather_object"),
+        lambda: got.extend(group.queue.communicator.all_gather_object(payload)),
     )
     object_list[:] = map(pickle.loads, got)
 
@@ -86,7 +87,7 @@ def gather_object(
     got: list[bytes] = []
     group.queue.run(
         Operation("gather_object", root=root),
-        lambda: got.extend(group.queue.wire.gather_object(payload, root) or ()),
+        lambda: got.extend(group.queue.communicator.gather_object(payload, root) or ()),
     )
     if object_gather_list is not None and group.rank == root:
         object_gather_list[:] = map(pickle.loads, got)
@@ -115,6 +116,6 @@ def scatter_object(objects: Sequence[Any] | None = None, src: int = 0, group: Gr
     got: list[bytes] = []
     group.queue.run(
         Operation("scatter_object", root=root),
-        lambda: got.append(group.queue.wire.scatter_object(payloads, root)),
+        lambda: got.append(group.queue.communicator.scatter_object(payloads, root)),
     )
     return pickle.loads(got[0])

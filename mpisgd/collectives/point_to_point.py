@@ -103,6 +103,6 @@ def _refuse_self(name: str, what: str, peer: int | None, group: Group | None) ->
 
 
 def _check_tag(name: str, tag: int, group: Group) -> None:
-    limit = group.point_to_point.wire.tag_limit
+    limit = group.point_to_point.communicator.tag_limit
     if not isinstance(tag, int) or not 0 <= tag <= limit:
         raise InvalidArgument(f"{name}: tag={shown(tag)}; expected an integer from 0 to {limit}")

@@ -60,7 +60,7 @@ def _flat(call: Call) -> Tensor:
 def _mpi(call: Call) -> None:
     flat = _flat(call)
     work, name, finish = for_mpi(flat, call.op, call.group.size)
-    call.wire.reduce(work, name, call.root)
+    call.communicator.reduce(work, name, call.root)
     if call.is_root:
         put(finish(work), flat)
 

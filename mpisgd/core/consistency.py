@@ -79,9 +79,9 @@ class ConsistencyChecker:
     """
 
     def __init__(
-        self, wire: Communicator, digest_exchange: DigestExchange, *, name: str, timeout_s: float
+        self, communicator: Communicator, digest_exchange: DigestExchange, *, name: str, timeout_s: float
     ) -> None:
-        self.wire = wire
+        self.communicator = communicator
         self.digest_exchange = digest_exchange
         self.name = name
         self.timeout_s = timeout_s
@@ -119,23 +119,23 @@ class ConsistencyChecker:
     def leave(self) -> None:
         """Tell the other members that this rank gives the group up and comes to none of its operations."""
         word = torch.zeros(1, dtype=torch.uint8)
-        others = [rank for rank in range(self.wire.size) if rank != self.wire.rank]
-        self.wire.abandon([self.wire.isend(word, rank, LEFT_TAG) for rank in others], word)
+        others = [rank for rank in range(self.communicator.size) if rank != self.communicator.rank]
+        self.communicator.abandon([self.communicator.isend(word, rank, LEFT_TAG) for rank in others], word)
 
     def somebody_left(self) -> bool:
         """Return whether another member has given the group up, as far as is known here."""
-        return self.wire.probe(LEFT_TAG) is not None
+        return self.communicator.probe(LEFT_TAG) is not None
 
     @property
     def me(self) -> int:
         """This rank, as messages call it."""
-        return self.wire.global_ranks[self.wire.rank]
+        return self.communicator.global_ranks[self.communicator.rank]
 
     def text_of(self, operation: Operation) -> str:
         """Return what messages say of an operation: its root as a rank of the job."""
         if operation.root < 0:
             return str(operation)
-        return str(operation._replace(root=self.wire.global_ranks[operation.root]))
+        return str(operation._replace(root=self.communicator.global_ranks[operation.root]))
 
     def resume_after(self, low: int, high: int) -> None:
         """Give all ranks the same history again after a disagreement."""
@@ -149,8 +149,8 @@ class ConsistencyChecker:
         """
         self._wait_for_all(mine)
         groups: dict[tuple[int, str, str], list[int]] = defaultdict(list)
-        descriptions = self.wire.all_gather_object((self.number, mine, detail))
-        for rank, description in zip(self.wire.global_ranks, descriptions, strict=True):
+        descriptions = self.communicator.all_gather_object((self.number, mine, detail))
+        for rank, description in zip(self.communicator.global_ranks, descriptions, strict=True):
             groups[description].append(rank)
         common = set.intersection(*(set(more.splitlines()) for _, _, more in groups))
         lines = [f"the ranks of group '{self.name}' do not agree on what comes next:"]
@@ -161,10 +161,10 @@ class ConsistencyChecker:
 
     def _wait_for_all(self, mine: str) -> None:
         """Wait until all ranks compare: one that has timed out has left its digest, but does not come."""
-        barrier = self.wire.barrier_request()
+        barrier = self.communicator.barrier_request()
         backoff = Backoff(self.timeout_s)
-        backoff.wait_for(lambda: self.wire.poll([barrier]) or self.somebody_left())
-        if not self.wire.poll([barrier]):
+        backoff.wait_for(lambda: self.communicator.poll([barrier]) or self.somebody_left())
+        if not self.communicator.poll([barrier]):
             raise CollectiveTimeout(
                 f"{mine}: rank {self.me} (group '{self.name}', operation {self.number}) found another rank "
                 f"at a different operation, and that rank did not come within {backoff.waited_s:.1f} s to "

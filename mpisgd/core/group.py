@@ -169,7 +169,7 @@ class Group:
         if self._resources is not None:
             self._resources.point_to_point.close()
             self._resources.transports.close()
-            self._resources.queue.wire.free()
+            self._resources.queue.communicator.free()
         self._closed = True
 
 

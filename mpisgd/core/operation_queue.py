@@ -74,7 +74,7 @@ class OperationQueue:
     """The queue, the lock and (once something is asynchronous) the thread of one group.
 
     Args:
-        wire: the queue's own communicator.
+        communicator: the queue's own communicator.
         digest_exchange: how its ranks compare what they are about to do.
         name: of the group, for messages.
         timeout_s: how long an operation waits for the other ranks.
@@ -83,7 +83,7 @@ class OperationQueue:
         on_failure: called when an operation fails on this rank that others may still come to.
 
     Attributes:
-        wire: the communicator; the transports and the collectives know its own type.
+        communicator: the communicator; the transports and the collectives know its own type.
         broken: why the queue cannot be used any more.
         running: the operation that runs now, None in between.
         on_mismatch: called on every rank when they have found out that they disagree.
@@ -95,7 +95,7 @@ class OperationQueue:
 
     def __init__(
         self,
-        wire: Communicator,
+        communicator: Communicator,
         digest_exchange: DigestExchange,
         *,
         name: str,
@@ -104,10 +104,10 @@ class OperationQueue:
         ranks: tuple[int, ...] = (),
         on_failure: Callable[[], None] = lambda: None,
     ) -> None:
-        self.wire: Any = wire
+        self.communicator: Any = communicator
         self.name = name
         self.track = tracing.Track(f"group {name}", ranks)
-        self.consistency = ConsistencyChecker(wire, digest_exchange, name=name, timeout_s=timeout_s)
+        self.consistency = ConsistencyChecker(communicator, digest_exchange, name=name, timeout_s=timeout_s)
         self.broken: MpisgdError | None = None
         self.running: RunningOperation | None = None
         self.threads_allowed = threads_allowed

@@ -72,10 +72,10 @@ def arrange(rank: int, leaders: Sequence[int], hostnames: Sequence[str]) -> Topo
     return Topology(rank, tuple(nodes.values()), tuple(hostnames[leader] for leader in nodes))
 
 
-def discover(wire: Communicator) -> Topology:
+def discover(communicator: Communicator) -> Topology:
     """Find out which ranks share memory. Collective."""
-    local = wire.same_host()
-    leader = min(local.all_gather_object(wire.rank))
+    local = communicator.same_host()
+    leader = min(local.all_gather_object(communicator.rank))
     local.free()
-    seen = wire.all_gather_object((leader, socket.gethostname()))
-    return arrange(wire.rank, [lead for lead, _ in seen], [name for _, name in seen])
+    seen = communicator.all_gather_object((leader, socket.gethostname()))
+    return arrange(communicator.rank, [lead for lead, _ in seen], [name for _, name in seen])

@@ -84,7 +84,7 @@ def agree_on_end() -> None:
     Raises:
         PeerLost: a rank was lost before.
     """
-    if outlives_losses() and not jobs.current_job().wire.agree(True):
+    if outlives_losses() and not jobs.current_job().communicator.agree(True):
         raise PeerLost("a rank of the job was lost at the end of elastic.run")
 
 
@@ -119,15 +119,15 @@ def recover(reason: str, options: ElasticOptions) -> Recovered:
     started = time.monotonic()
     old = jobs.abandon(reason)
     assert old.failure_detector is not None
-    before, old_wire, end = old.world.known_topology, old.wire, old.failure_detector.abort
+    before, old_communicator, end = old.world.known_topology, old.communicator, old.failure_detector.abort
     with within(2 * old.timeout_s, "the recovery from the loss of a rank", end=end):
         while True:
             waiting.allow_waits()
             with within(old.timeout_s, SHRINKING, end=end, exit_code=MINORITY_EXIT_CODE):
-                left_wire = old_wire.shrink()
-            old_wire.acknowledge()
-            outcome = _try_to_begin(old, left_wire, before, options)
-            if old_wire.agree(outcome is not None):
+                left_communicator = old_communicator.shrink()
+            old_communicator.acknowledge()
+            outcome = _try_to_begin(old, left_communicator, before, options)
+            if old_communicator.agree(outcome is not None):
                 break
             if outcome is not None:
                 begun = jobs.abandon("another rank was lost meanwhile")
@@ -145,7 +145,7 @@ def recover(reason: str, options: ElasticOptions) -> Recovered:
 
 
 def _try_to_begin(
-    old: Job, left_wire: "Communicator", before: "Topology", options: ElasticOptions
+    old: Job, left_communicator: "Communicator", before: "Topology", options: ElasticOptions
 ) -> tuple[list[int], int] | None:
     """Make the new world; return None if another rank was lost meanwhile.
 
@@ -153,10 +153,10 @@ def _try_to_begin(
         The old ranks of the survivors, and the number of joiners.
     """
     try:
-        left = left_wire.all_gather_object(before.rank)
+        left = left_communicator.all_gather_object(before.rank)
         fit = has_quorum(before.nodes, left) and len(left) >= options.min_ranks
-        wire, num_joiners = grow(left_wire, options) if fit else (left_wire, 0)
-        jobs.begin(wire, old.comm, old.timeout_s, old.gpu)
+        communicator, num_joiners = grow(left_communicator, options) if fit else (left_communicator, 0)
+        jobs.begin(communicator, old.comm, old.timeout_s, old.gpu)
     except MpisgdError as exc:
         print(f"mpisgd: elastic: {exc}; once more", file=sys.stderr, flush=True)
         load_mpi().revoke_all()

@@ -103,7 +103,7 @@ def agree_on_plan(
     everyone: list[tuple[Sequence[int], list[int]]] = []
     group.queue.run(
         Operation("gradients", extra=f"new plan for {describe(covered, len(params))}, {when}"),
-        lambda: everyone.extend(group.queue.wire.all_gather_object((observed, mine))),
+        lambda: everyone.extend(group.queue.communicator.all_gather_object((observed, mine))),
     )
     sparse = known_sparse.union(*(indices for _, indices in everyone)).intersection(covered)
     dense = set(covered) - sparse

@@ -157,7 +157,7 @@ def _ranks_of(comm: Any) -> list[int]:
     """Return a communicator's ranks of the job, which it counts its own way. Not collective."""
     if not comm:
         return []
-    theirs, world = comm.Get_group(), lifecycle.world().queue.wire.comm.Get_group()
+    theirs, world = comm.Get_group(), lifecycle.world().queue.communicator.comm.Get_group()
     return sorted(theirs.Translate_ranks(list(range(theirs.Get_size())), world))
 
 

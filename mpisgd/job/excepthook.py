@@ -37,7 +37,7 @@ class ExceptHook:
     of it.
 
     Args:
-        wire: of the job's world.
+        communicator: of the job's world.
         topology: of the job.
         console: claimed by the rank of each host that prints.
         abort: ends every process of the job with an exit code.
@@ -45,13 +45,13 @@ class ExceptHook:
 
     def __init__(
         self,
-        wire: "Communicator",
+        communicator: "Communicator",
         topology: Topology,
         console: ConsoleLock,
         abort: Callable[[int], None],
     ) -> None:
         self._abort = abort
-        self._wire = wire
+        self._communicator = communicator
         self._topology = topology
         self._console = console
         self._previous = sys.excepthook
@@ -96,13 +96,13 @@ class ExceptHook:
         tracing.flush()
         sys.stdout.flush()
         sys.stderr.flush()
-        if self._wire.size > 1:
+        if self._communicator.size > 1:
             self._abort(exit_code)
         sys.exit(exit_code)  # alone: the ordinary way out, MPI is finalized on it
 
     def _give_precedence(self, exc: BaseException) -> None:
         """Let another rank print first: the first host's, and the lowest where all raise the same error."""
-        if isinstance(exc, MpisgdError) and exc.on_every_rank and self._wire.rank > 0:
+        if isinstance(exc, MpisgdError) and exc.on_every_rank and self._communicator.rank > 0:
             time.sleep(PRECEDENCE_S)
         if self._topology.node_rank > 0:
             time.sleep(PRECEDENCE_S)
@@ -110,7 +110,11 @@ class ExceptHook:
     def _report(self, exc: BaseException) -> str:
         if isinstance(exc, JobError):
             return f"{Path(sys.argv[0]).name or 'mpisgd'}: error: {exc}"
-        name = f"rank {self._wire.rank} of {self._wire.size}"
+        name = f"rank {self._communicator.rank} of {self._communicator.size}"
         host = self._topology.hostnames[self._topology.node_rank]
         report = "".join(traceback.format_exception(type(exc), exc, exc.__traceback__)).rstrip()
-        return report if self._wire.size == 1 else f"mpisgd: {name} on {host} raised, the job ends:\n{report}"
+        return (
+            report
+            if self._communicator.size == 1
+            else f"mpisgd: {name} on {host} raised, the job ends:\n{report}"
+        )

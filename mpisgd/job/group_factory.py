@@ -19,32 +19,32 @@ __all__ = ["make_group"]
 def make_group(
     name: str,
     ranks: Sequence[int],
-    wire: "Communicator | None",
+    communicator: "Communicator | None",
     *,
     timeout_s: float,
     threads_allowed: bool,
     topology: Topology | None = None,
     costs: CostModel | None = None,
 ) -> Group:
-    """Make a group of the ranks of `wire`, which it owns from now on. Collective over them.
+    """Make a group of the ranks of `communicator`, which it owns from now on. Collective over them.
 
     Args:
         name: for messages.
         ranks: the members' global ranks, in the order of the group's ranks.
-        wire: their communicator; None on a rank that is no member.
+        communicator: their communicator; None on a rank that is no member.
         timeout_s: how long its operations wait for the other ranks.
         threads_allowed: whether MPI runs at THREAD_MULTIPLE.
         topology: which of them share a host; None: found out.
         costs: the job's measurements, of which those for such a group are taken.
     """
     costs = costs or CostModel("none", ())
-    if wire is None:
+    if communicator is None:
         return Group(name, ranks, None, costs=costs)
-    topology = topology or discover(wire)
+    topology = topology or discover(communicator)
     costs = costs.at(topology.ranks_per_host)
-    transports = open_transports(wire, topology, costs.num_leaders, name=name, timeout_s=timeout_s)
+    transports = open_transports(communicator, topology, costs.num_leaders, name=name, timeout_s=timeout_s)
     queue = OperationQueue(
-        wire,
+        communicator,
         transports.digest_exchange,
         name=name,
         timeout_s=timeout_s,
@@ -52,7 +52,7 @@ def make_group(
         ranks=tuple(ranks),
         on_failure=_revoke_access(transports),
     )
-    messages = PointToPoint(wire.duplicate(), timeout_s=timeout_s, threads_allowed=threads_allowed)
+    messages = PointToPoint(communicator.duplicate(), timeout_s=timeout_s, threads_allowed=threads_allowed)
     messages.group = (name, tuple(ranks))
     return Group(name, ranks, GroupResources(queue, messages, transports, topology), costs=costs)
 

@@ -46,7 +46,7 @@ def new_group(ranks: Sequence[int] | None = None, *, name: str | None = None) ->
         check_text("new_group", "name", name)
     made: list[Communicator | None] = []
     operation = Operation("new_group", extra=f"ranks={members}" + (f", name={name!r}" if name else ""))
-    job.world.queue.run(operation, lambda: made.append(job.world.queue.wire.subset(members)))
+    job.world.queue.run(operation, lambda: made.append(job.world.queue.communicator.subset(members)))
     group = make_group(
         name or f"group {next(job.names)}",  # counted by all ranks alike: they have agreed
         members,
@@ -77,14 +77,14 @@ def open_group(
     """
     job = current_job()
     members = _check_members(ranks, job.world.size)
-    _wait_for_members(job.world.queue.wire, members, name, timeout_s or job.timeout_s)
+    _wait_for_members(job.world.queue.communicator, members, name, timeout_s or job.timeout_s)
     with waiting_for(WaitReason(f"the making of group '{name}'", members=tuple(members))):
-        wire = job.world.queue.wire.create_group(members, _tag_of(members))
+        communicator = job.world.queue.communicator.create_group(members, _tag_of(members))
     where = job.world.topology.subset(members)
     group = make_group(
         name,
         members,
-        wire,
+        communicator,
         timeout_s=timeout_s or job.timeout_s,
         threads_allowed=job.threads_allowed,
         topology=where,
@@ -103,12 +103,14 @@ def _add_to_job(group: Group, groups: list[Group]) -> None:
     groups.append(group)
 
 
-def _wait_for_members(wire: "Communicator", members: Sequence[int], name: str, timeout_s: float) -> None:
+def _wait_for_members(
+    communicator: "Communicator", members: Sequence[int], name: str, timeout_s: float
+) -> None:
     """Return when all members are about to make the group: a wait for them inside MPI has no timeout."""
     ordered = sorted(members)
-    room = (wire.tag_limit - FIRST_TAG) // MAX_ROUNDS
+    room = (communicator.tag_limit - FIRST_TAG) // MAX_ROUNDS
     rendezvous = Dissemination(
-        wire, ordered, tag=FIRST_TAG + zlib.crc32(f"{ordered}".encode()) % room * MAX_ROUNDS
+        communicator, ordered, tag=FIRST_TAG + zlib.crc32(f"{ordered}".encode()) % room * MAX_ROUNDS
     )
     order = zlib.crc32(f"{members}".encode())
     rendezvous.start(order, order)

@@ -99,16 +99,18 @@ def init(
 def _start(comm: "MPI.Intracomm | None", num_threads: int | None, limit_s: float, wanted_gpu: str) -> None:
     """Do what `init` says."""
     was_running, defaults = mpi_is_running(), mpi_defaults()
-    wire = _start_mpi(comm, was_running)
-    wishes = wire.all_gather_object((wanted_gpu, config.timeline()))
-    job = begin(wire, comm, limit_s, agree_on_wanted([gpu for gpu, _ in wishes]))
-    remove_stale_files(wire)
-    share_threads(wire, job.world.topology, num_threads)
+    communicator = _start_mpi(comm, was_running)
+    wishes = communicator.all_gather_object((wanted_gpu, config.timeline()))
+    job = begin(communicator, comm, limit_s, agree_on_wanted([gpu for gpu, _ in wishes]))
+    remove_stale_files(communicator)
+    share_threads(communicator, job.world.topology, num_threads)
     runtime().take_device(job.world.topology.local_rank)
     if was_running:
-        warn_of_late_defaults(load_mpi().library_version(), defaults, wire.rank)
+        warn_of_late_defaults(load_mpi().library_version(), defaults, communicator.rank)
     if (path := next((path for _, path in wishes if path), None)) is not None:
-        tracing.start_recorder(path, wire)  # by the first rank's wish: not every launcher hands it to all
+        tracing.start_recorder(
+            path, communicator
+        )  # by the first rank's wish: not every launcher hands it to all
     if job.complaint:
         warnings.warn(job.complaint, RuntimeWarning, stacklevel=3)
     _register_exit()
@@ -124,8 +126,8 @@ def _start_mpi(comm: "MPI.Intracomm | None", was_running: bool) -> "Communicator
         check_world_size(mpi.MPI.COMM_WORLD.Get_size(), mpi.library_version().partition(",")[0])
     if heartbeat.is_enabled() and mpi.thread_level() == "MULTIPLE":
         heartbeat.start(mpi.progress)
-    wire: Communicator = mpi.Communicator((comm or mpi.MPI.COMM_WORLD).Dup())
-    return wire
+    communicator: Communicator = mpi.Communicator((comm or mpi.MPI.COMM_WORLD).Dup())
+    return communicator
 
 
 def _register_exit() -> None:
@@ -135,10 +137,10 @@ def _register_exit() -> None:
         _exit_registered = True
 
 
-def begin(wire: "Communicator", comm: "MPI.Intracomm | None", timeout_s: float, gpu: str) -> Job:
-    """Make the job's world of the ranks of `wire`, which it owns from now on. Collective over them."""
+def begin(communicator: "Communicator", comm: "MPI.Intracomm | None", timeout_s: float, gpu: str) -> Job:
+    """Make the job's world of the ranks of `communicator`, which it owns from now on. Collective."""
     global _job
-    _job = make_job(wire, comm, timeout_s, gpu)
+    _job = make_job(communicator, comm, timeout_s, gpu)
     _job.hooks.install()
     return _job
 

@@ -111,27 +111,27 @@ class _MessageExchange:
     """An all-gather of the messages in flight: of their lengths when pickled, then of the pickles."""
 
     def __init__(self, group: Group) -> None:
-        self._wire: Communicator = group.queue.wire
+        self._communicator: Communicator = group.queue.communicator
         pickled = pickle.dumps(group.point_to_point.in_flight())
         self._mine = torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
         self._length = torch.tensor([len(pickled)])
-        self._lengths = torch.zeros(self._wire.size, dtype=torch.int64)
+        self._lengths = torch.zeros(self._communicator.size, dtype=torch.int64)
         self._texts: torch.Tensor | None = None
-        self._request = self._wire.all_gather_request(self._lengths, self._length)
+        self._request = self._communicator.all_gather_request(self._lengths, self._length)
 
     def advance(self) -> bool:
         """Go as far as possible without waiting; return whether it is over."""
-        if self._wire.poll([self._request]) and self._texts is None:
+        if self._communicator.poll([self._request]) and self._texts is None:
             longest = int(self._lengths.max())
             self._mine = torch.nn.functional.pad(self._mine, (0, longest - len(self._mine)))
-            self._texts = torch.zeros(self._wire.size * longest, dtype=torch.uint8)
-            self._request = self._wire.all_gather_request(self._texts, self._mine)
-        return self._texts is not None and self._wire.poll([self._request])
+            self._texts = torch.zeros(self._communicator.size * longest, dtype=torch.uint8)
+            self._request = self._communicator.all_gather_request(self._texts, self._mine)
+        return self._texts is not None and self._communicator.poll([self._request])
 
     def received(self) -> list[list[Message]]:
         """Return everyone's messages, by rank."""
         assert self._texts is not None
-        rows = self._texts.view(self._wire.size, -1)
+        rows = self._texts.view(self._communicator.size, -1)
         return [
             pickle.loads(row[:length].numpy().tobytes())
             for row, length in zip(rows, self._lengths.tolist(), strict=True)

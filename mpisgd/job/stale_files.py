@@ -31,9 +31,9 @@ FOLDER_VARIABLE = "PMIX_SERVER_TMPDIR"
 MARK = "mpisgd-launcher"
 
 
-def remove_stale_files(wire: "Communicator") -> None:
+def remove_stale_files(communicator: "Communicator") -> None:
     """Remove the files of killed jobs of this user, and those of this one that need no name. Collective."""
-    local = wire.same_host()
+    local = communicator.same_host()
     mapped = set.intersection(*local.all_gather_object(mapped_segments()))
     first = local.rank == 0
     local.free()

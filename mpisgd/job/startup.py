@@ -88,14 +88,14 @@ def load_mpi() -> Any:
     return mpi
 
 
-def share_threads(wire: "Communicator", where: Topology, num_threads: int | None) -> None:
+def share_threads(communicator: "Communicator", where: Topology, num_threads: int | None) -> None:
     """Give every rank of the job the same number of torch threads, so that results do not differ by rank."""
     import torch
 
     wanted = num_threads or config.default_threads(
         torch.get_num_threads(), where.local_size, config.available_cores()
     )
-    shared = min(wire.all_gather_object(wanted))
+    shared = min(communicator.all_gather_object(wanted))
     if shared != torch.get_num_threads():
         torch.set_num_threads(shared)
 

@@ -37,7 +37,7 @@ class Job:
 
     Attributes:
         comm: the user's communicator, None for MPI.COMM_WORLD.
-        wire: the ranks, by the communicator that all else was made of.
+        communicator: the ranks, by the communicator that all else was made of.
         world: the group of all of them.
         hooks: ends the job when an exception is not caught.
         timeout_s: how long operations wait.
@@ -55,7 +55,7 @@ class Job:
     """
 
     comm: "MPI.Intracomm | None"
-    wire: "Communicator"
+    communicator: "Communicator"
     world: Group
     hooks: ExceptHook
     timeout_s: float
@@ -72,52 +72,52 @@ class Job:
     lost_host: bool = False
 
 
-def make_job(wire: "Communicator", comm: "MPI.Intracomm | None", timeout_s: float, gpu: str) -> Job:
-    """Make the job of the ranks of `wire`, which it owns from now on. Collective over them."""
-    detector = _start_failure_detector(wire)
+def make_job(communicator: "Communicator", comm: "MPI.Intracomm | None", timeout_s: float, gpu: str) -> Job:
+    """Make the job of the ranks of `communicator`, which it owns from now on. Collective over them."""
+    detector = _start_failure_detector(communicator)
     try:
-        return _make_with(detector, wire, comm, timeout_s, gpu)
+        return _make_with(detector, communicator, comm, timeout_s, gpu)
     except BaseException:
         if detector is not None:
             detector.stop()
         raise
 
 
-def _start_failure_detector(wire: "Communicator") -> "FailureDetector | None":
+def _start_failure_detector(communicator: "Communicator") -> "FailureDetector | None":
     """Start to detect lost ranks, where MPI survives their loss and threads may call it."""
     mpi = load_mpi()
-    if wire.size == 1 or mpi.thread_level() != "MULTIPLE" or not mpi.survives_losses():
+    if communicator.size == 1 or mpi.thread_level() != "MULTIPLE" or not mpi.survives_losses():
         return None
     from mpisgd.monitor.failure_detector import FailureDetector  # importing it starts MPI
 
-    return FailureDetector(wire)
+    return FailureDetector(communicator)
 
 
 def _make_with(
     detector: "FailureDetector | None",
-    wire: "Communicator",
+    communicator: "Communicator",
     comm: "MPI.Intracomm | None",
     timeout_s: float,
     gpu: str,
 ) -> Job:
     threads_allowed = load_mpi().thread_level() == "MULTIPLE"
-    abort = wire.abort if detector is None else detector.abort
-    topology = discover(wire)
+    abort = communicator.abort if detector is None else detector.abort
+    topology = discover(communicator)
     set_oversubscribed(topology.local_size > config.available_cores())
-    costs, complaint = find_costs(wire, topology.ranks_per_host)
+    costs, complaint = find_costs(communicator, topology.ranks_per_host)
     world = make_group(
         "world",
-        range(wire.size),
-        wire,
+        range(communicator.size),
+        communicator,
         timeout_s=timeout_s,
         threads_allowed=threads_allowed,
         topology=topology,
         costs=costs,
     )
-    console = ConsoleLock(wire)
-    hooks = ExceptHook(wire, topology, console, abort)
+    console = ConsoleLock(communicator)
+    hooks = ExceptHook(communicator, topology, console, abort)
     groups = [world]
-    collector = StateCollector(wire, topology, groups, threads_allowed=threads_allowed)
+    collector = StateCollector(communicator, topology, groups, threads_allowed=threads_allowed)
     watchdog = Watchdog(
         collector,
         Reporter(collector, console),
@@ -131,7 +131,7 @@ def _make_with(
         detector.enable_abort(_on_this_host(monitor, topology), topology.local_rank)
     return Job(
         comm,
-        wire,
+        communicator,
         world,
         hooks,
         timeout_s,

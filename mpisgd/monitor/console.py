@@ -27,11 +27,11 @@ class ConsoleLock:
     whenever it wants to.
 
     Args:
-        wire: of the job's world.
+        communicator: of the job's world.
     """
 
-    def __init__(self, wire: "Communicator") -> None:
-        local = wire.same_host()
+    def __init__(self, communicator: "Communicator") -> None:
+        local = communicator.same_host()
         self._file = open_shared(local, 0)
         local.barrier()  # the first rank's own must stay until the others have opened it
         local.free()

@@ -30,15 +30,15 @@ POLL_S = 0.05  # that costs 0.3 % of a core
 
 
 class FailureDetector:
-    """Notices lost ranks of `wire` from its making until `stop()`.
+    """Notices lost ranks of `communicator` from its making until `stop()`.
 
     Attributes:
-        lost: ranks of the wire that are gone, as far as this rank knows; None before a failure.
+        lost: ranks of the communicator that are gone, as far as this rank knows; None before a failure.
     """
 
-    def __init__(self, wire: "Communicator") -> None:
+    def __init__(self, communicator: "Communicator") -> None:
         self.lost: list[int] | None = None
-        self._wire = wire
+        self._communicator = communicator
         self._overdue: Communicator | None = None
         self._abort: JobAbort | None = None
         self._is_retired = False
@@ -53,7 +53,7 @@ class FailureDetector:
             if self._abort is not None and self._abort.is_called():
                 self._abort.follow()
             if has_failed:
-                self._wire.lost()  # MPI's messages move
+                self._communicator.lost()  # MPI's messages move
             else:
                 has_failed = self._check()
 
@@ -61,7 +61,7 @@ class FailureDetector:
         """Return whether there is a failure; every wait is ended then."""
         if self._overdue is not None and self._overdue.is_revoked():
             _end_waits(CollectiveTimeout(OVERDUE))
-        elif (lost := self._wire.lost()) or self._wire.is_revoked():
+        elif (lost := self._communicator.lost()) or self._communicator.is_revoked():
             self.lost = lost
             _end_waits(PeerLost(_loss_text(lost)))
         else:
@@ -69,15 +69,15 @@ class FailureDetector:
         return True
 
     def enable_abort(self, processes: "Sequence[ProcessIdentity]", place: int) -> None:
-        """Make `revoke` and `abort` possible. Collective over the wire.
+        """Make `revoke` and `abort` possible. Collective over the communicator.
 
         Args:
             processes: of the ranks of this host.
             place: this rank's among them.
         """
-        self._overdue = self._wire.duplicate(apart=True)
+        self._overdue = self._communicator.duplicate(apart=True)
         set_apart(self._overdue)
-        self._abort = JobAbort(self._wire, processes, place)
+        self._abort = JobAbort(self._communicator, processes, place)
 
     def abort(self, exit_code: int) -> None:
         """End all processes of the job, this one too."""

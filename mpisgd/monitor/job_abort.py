@@ -27,22 +27,24 @@ PROPAGATE_S = 0.1  # MPI sends the revocation on
 
 
 class JobAbort:
-    """The abort of the ranks of `wire`. Making one is collective over these.
+    """The abort of the ranks of `communicator`. Making one is collective over these.
 
     Args:
-        wire: of the job's world.
+        communicator: of the job's world.
         processes: of the ranks of this host, in their order.
         place: this rank's among them.
     """
 
-    def __init__(self, wire: "Communicator", processes: Sequence[ProcessIdentity], place: int) -> None:
-        self._wire = wire.duplicate(apart=True)
+    def __init__(
+        self, communicator: "Communicator", processes: Sequence[ProcessIdentity], place: int
+    ) -> None:
+        self._communicator = communicator.duplicate(apart=True)
         self._before, self._behind = processes[:place], processes[place + 1 :]
         self._is_ours = False
 
     def is_called(self) -> bool:
         """Return whether another rank has called for it."""
-        return not self._is_ours and self._wire.is_revoked()
+        return not self._is_ours and self._communicator.is_revoked()
 
     def call(self, exit_code: int, *, all_are_here: bool) -> NoReturn:
         """End all ranks; `exit_code` is the job's, unless a rank had to be killed.
@@ -52,7 +54,7 @@ class JobAbort:
                 one, and only those that are stopped are killed.
         """
         self._is_ours = True
-        self._wire.revoke()
+        self._communicator.revoke()
         others = [*self._before, *self._behind]
         self._exit_after(others if all_are_here else _stopped(others), exit_code)
 
@@ -76,7 +78,7 @@ class JobAbort:
 
     def free(self) -> None:
         """Give the communicator back. Collective."""
-        self._wire.free()
+        self._communicator.free()
 
 
 def _stopped(processes: Sequence[ProcessIdentity]) -> list[ProcessIdentity]:

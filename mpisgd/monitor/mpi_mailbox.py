@@ -48,13 +48,13 @@ class MpiMailbox:
     """The questions, answers and notices of one rank to and from other hosts.
 
     Args:
-        wire: a communicator of its own over all ranks.
+        communicator: a communicator of its own over all ranks.
         ranks: the global ranks of other hosts.
     """
 
-    def __init__(self, wire: "Communicator", ranks: Collection[int]) -> None:
+    def __init__(self, communicator: "Communicator", ranks: Collection[int]) -> None:
         self.ranks = frozenset(ranks)
-        self._wire = wire
+        self._communicator = communicator
         self._number = 0
         self._answers: dict[int, dict[int, bytes]] = {}  # by question that is not forgotten, by rank
         self._questions: list[Question] = []
@@ -114,7 +114,7 @@ class MpiMailbox:
     def _send(self, text: bytes, dst: int, tag: int) -> None:
         memory = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         with self._lock:
-            self._guarded(lambda: self._sends.append((self._wire.isend(memory, dst, tag), memory)))
+            self._guarded(lambda: self._sends.append((self._communicator.isend(memory, dst, tag), memory)))
 
     def _guarded(self, act: Callable[[], None]) -> None:
         """Where MPI refuses (a rank is lost), nothing can be asked any more; whoever waits for it learns."""
@@ -125,14 +125,14 @@ class MpiMailbox:
                 self._is_closed = True
 
     def _receive(self) -> None:
-        self._sends = [each for each in self._sends if not self._wire.poll([each[0]])]
-        while (found := self._wire.probe()) is not None:
+        self._sends = [each for each in self._sends if not self._communicator.poll([each[0]])]
+        while (found := self._communicator.probe()) is not None:
             src, tag, nbytes = found
             memory = torch.empty(nbytes, dtype=torch.uint8)
-            self._receives.append(_Receive(self._wire.irecv(memory, src, tag), memory, src, tag))
+            self._receives.append(_Receive(self._communicator.irecv(memory, src, tag), memory, src, tag))
         receives, self._receives = self._receives, []
         for each in receives:
-            if self._wire.poll([each.request]):
+            if self._communicator.poll([each.request]):
                 self._sort(each.memory.numpy().tobytes(), each.src, each.tag)
             else:
                 self._receives.append(each)

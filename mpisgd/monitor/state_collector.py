@@ -83,7 +83,7 @@ class StateCollector:
     """The questions and answers of one rank. Making one is collective over the job.
 
     Args:
-        wire: of the job's world.
+        communicator: of the job's world.
         topology: of the job.
         groups: of the job; other threads may add and remove some.
         threads_allowed: whether a thread may call MPI; without, other hosts cannot be asked.
@@ -99,18 +99,18 @@ class StateCollector:
 
     def __init__(
         self,
-        wire: "Communicator",
+        communicator: "Communicator",
         topology: "Topology",
         groups: Sequence["Group"],
         *,
         threads_allowed: bool,
     ) -> None:
-        self.rank = wire.rank
+        self.rank = communicator.rank
         self.host = topology.hostnames[topology.node_rank]
         self._groups = groups
-        local = wire.split(topology.node_rank)
+        local = communicator.split(topology.node_rank)
         shm = open_shm_mailbox(local, topology.nodes[topology.node_rank])
-        entries = wire.all_gather_object((identify_this_process(), self.host, shm is not None))
+        entries = communicator.all_gather_object((identify_this_process(), self.host, shm is not None))
         local.free()  # all ranks have opened by now what its first rank has made
         self.processes: list[ProcessIdentity] = [process for process, _, _ in entries]
         self._hosts = [host for _, host, _ in entries]
@@ -122,10 +122,10 @@ class StateCollector:
         self.domain = next(domain for domain in self.domains if self.rank in domain)
         self._others = [domain for domain in self.domains if domain is not self.domain]
         self.shm: ShmMailbox = shm or private_mailbox(self.rank)
-        self._wire = wire.duplicate() if self._others else None
+        self._communicator = communicator.duplicate() if self._others else None
         self._mpi: MpiMailbox | None = None
-        if self._wire is not None and threads_allowed:
-            self._mpi = MpiMailbox(self._wire, sum(self._others, ()))
+        if self._communicator is not None and threads_allowed:
+            self._mpi = MpiMailbox(self._communicator, sum(self._others, ()))
         self._mailboxes: list[ShmMailbox | MpiMailbox] = [
             self.shm,
             *([] if self._mpi is None else [self._mpi]),
@@ -234,5 +234,5 @@ class StateCollector:
 
     def free(self) -> None:
         """Give the communicator back. Collective."""
-        if self._wire is not None:
-            self._wire.free()
+        if self._communicator is not None:
+            self._communicator.free()

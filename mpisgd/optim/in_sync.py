@@ -61,7 +61,9 @@ def check_tensors_in_sync(named: Sequence[tuple[str, Any]], group: Group) -> Non
     everyones = torch.empty(group.size, 8, dtype=torch.uint8)
 
     def exchange() -> None:
-        group.queue.wire.all_gather(everyones.view(-1), torch.frombuffer(bytearray(told), dtype=torch.uint8))
+        group.queue.communicator.all_gather(
+            everyones.view(-1), torch.frombuffer(bytearray(told), dtype=torch.uint8)
+        )
 
     agree_on(NAME, named, group, action=exchange)
     if bool((everyones != everyones[0]).any()):

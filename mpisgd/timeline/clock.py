@@ -37,17 +37,17 @@ class Clock(NamedTuple):
         return (at_ns + self.offset_ns - self.origin_ns) / 1000
 
 
-def align(wire: "Communicator") -> Clock:
+def align(communicator: "Communicator") -> Clock:
     """Return this rank's clock. Collective.
 
     Ranks under one kernel share a clock. The others exchange ping-pong messages with rank 0.
     """
-    gathered = wire.all_gather_object((_which_clock(), time.monotonic_ns()))
+    gathered = communicator.all_gather_object((_which_clock(), time.monotonic_ns()))
     (first, origin_ns) = gathered[0]
     offset_ns = error_ns = 0
     for rank, (which, _) in enumerate(gathered):
-        if which != first and wire.rank in (0, rank):
-            offset_ns, error_ns = offset_by_messages(wire, rank)
+        if which != first and communicator.rank in (0, rank):
+            offset_ns, error_ns = offset_by_messages(communicator, rank)
     return Clock(origin_ns, offset_ns, error_ns)
 
 
@@ -58,7 +58,7 @@ def _which_clock() -> tuple[str, str]:
 
 
 def offset_by_messages(
-    wire: "Communicator", other: int, now_ns: Callable[[], int] = time.monotonic_ns
+    communicator: "Communicator", other: int, now_ns: Callable[[], int] = time.monotonic_ns
 ) -> tuple[int, int]:
     """Return the offset of rank 0's clock to that of `other`, and the bound of its error.
 
@@ -66,17 +66,17 @@ def offset_by_messages(
     between its two ends, in the middle if both messages took equally long.
     """
     question, answer = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-    if wire.rank == 0:
+    if communicator.rank == 0:
         for _ in range(ROUNDS):
-            receive(wire, question, other, TAG, TIMEOUT_S)
+            receive(communicator, question, other, TAG, TIMEOUT_S)
             answer[0] = now_ns()
-            send(wire, answer, other, TAG, TIMEOUT_S)
+            send(communicator, answer, other, TAG, TIMEOUT_S)
         return 0, 0
     best_ns, offset_ns = 2**62, 0
     for _ in range(ROUNDS):
         begin_ns = now_ns()
-        send(wire, question, 0, TAG, TIMEOUT_S)
-        receive(wire, answer, 0, TAG, TIMEOUT_S)
+        send(communicator, question, 0, TAG, TIMEOUT_S)
+        receive(communicator, answer, 0, TAG, TIMEOUT_S)
         end_ns = now_ns()
         if end_ns - begin_ns < best_ns:
             best_ns, offset_ns = end_ns - begin_ns, int(answer) - (begin_ns + end_ns) // 2

@@ -22,26 +22,26 @@ __all__ = ["abandon_timeline", "close_timeline", "open_timeline", "start_timelin
 class Session:
     """A timeline that all ranks are recording."""
 
-    def __init__(self, path: str, wire: "Communicator", mark_cycles: bool) -> None:
+    def __init__(self, path: str, communicator: "Communicator", mark_cycles: bool) -> None:
         self.path = path
         self.mark_cycles = mark_cycles
-        self.wire = wire
-        self.names: Names = names_for(path, wire.rank)
+        self.communicator = communicator
+        self.names: Names = names_for(path, communicator.rank)
         self.recorder = self._open()
 
     def _open(self) -> Recorder:
-        clock = align(self.wire)
+        clock = align(self.communicator)
         recorder, problem = None, ""
         try:
-            recorder = Recorder(self.names.part, self.wire.rank, clock, mark_cycles=self.mark_cycles)
+            recorder = Recorder(self.names.part, self.communicator.rank, clock, mark_cycles=self.mark_cycles)
         except (OSError, ValueError) as exc:  # ValueError: a zero byte in the name
             problem = f"{str(self.names.part)!r}: {getattr(exc, 'strerror', exc)}"
-        problems = self.wire.all_gather_object(problem)
+        problems = self.communicator.all_gather_object(problem)
         if recorder is not None and not any(problems):
             return recorder
         if recorder is not None:
             recorder.close()
-        self.wire.free()
+        self.communicator.free()
         text = "; ".join(f"rank {rank} cannot write {line}" for rank, line in enumerate(problems) if line)
         raise InvalidArgument(f"timeline: path={shown(self.path)}: {text}")
 
@@ -49,13 +49,13 @@ class Session:
         """Close the files of all ranks and merge them into one. Collective."""
         self.recorder.close()
         if self.names.whole is not None:
-            if self.wire.rank == 0:
-                write_whole(self.wire, self.names.part, self.names.whole)
+            if self.communicator.rank == 0:
+                write_whole(self.communicator, self.names.part, self.names.whole)
             else:
-                send_part(self.wire, self.names.part)
-            self.wire.barrier()
+                send_part(self.communicator, self.names.part)
+            self.communicator.barrier()
             self.names.part.unlink(missing_ok=True)
-        self.wire.free()
+        self.communicator.free()
 
 
 _session: Session | None = None
@@ -81,7 +81,7 @@ def start_timeline(path: str) -> None:
 
     def action() -> None:
         try:
-            open_timeline(path, queue.wire)
+            open_timeline(path, queue.communicator)
         except InvalidArgument as exc:  # on all ranks: no reason not to use the queue any more
             errors.append(exc)
 
@@ -95,19 +95,19 @@ def stop_timeline() -> None:
     world().queue.run(Operation("stop_timeline"), close_timeline)
 
 
-def open_timeline(path: str, wire: "Communicator", mark_cycles: bool = False) -> None:
-    """Record into `path` from now on, and close an earlier timeline. Collective over `wire`'s ranks.
+def open_timeline(path: str, communicator: "Communicator", mark_cycles: bool = False) -> None:
+    """Record into `path` from now on, and close an earlier timeline. Collective over `communicator`'s ranks.
 
     Args:
         path: see `start_timeline`.
-        wire: over all ranks; duplicated.
+        communicator: over all ranks; duplicated.
         mark_cycles: whether to mark the cycles of Horovod's negotiation.
     """
     global _session
     if _session is not None and (_session.path, _session.mark_cycles) == (path, mark_cycles):
         return
     close_timeline()
-    _session = Session(path, wire.duplicate(), mark_cycles)
+    _session = Session(path, communicator.duplicate(), mark_cycles)
     tracing.sink = _session.recorder
     at_end = current_job().at_end
     if close_timeline not in at_end:

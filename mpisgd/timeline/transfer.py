@@ -24,40 +24,46 @@ TIMEOUT_S = 600.0
 TAG = 2
 
 
-def send(wire: "Communicator", tensor: Tensor, dst: int, tag: int, timeout_s: float = TIMEOUT_S) -> None:
+def send(
+    communicator: "Communicator", tensor: Tensor, dst: int, tag: int, timeout_s: float = TIMEOUT_S
+) -> None:
     """Send a tensor and wait for the end of the message."""
-    _wait(wire, wire.isend(tensor, dst, tag), dst, timeout_s)
+    _wait(communicator, communicator.isend(tensor, dst, tag), dst, timeout_s)
 
 
-def receive(wire: "Communicator", tensor: Tensor, src: int, tag: int, timeout_s: float = TIMEOUT_S) -> None:
+def receive(
+    communicator: "Communicator", tensor: Tensor, src: int, tag: int, timeout_s: float = TIMEOUT_S
+) -> None:
     """Receive a tensor."""
-    _wait(wire, wire.irecv(tensor, src, tag), src, timeout_s)
+    _wait(communicator, communicator.irecv(tensor, src, tag), src, timeout_s)
 
 
-def _wait(wire: "Communicator", request: "MPI.Request", other: int, timeout_s: float) -> None:
-    if not Backoff(timeout_s).wait_for(lambda: wire.poll([request])):
-        raise CollectiveTimeout(f"timeline: rank {wire.rank} has waited {timeout_s:g} s for rank {other}")
+def _wait(communicator: "Communicator", request: "MPI.Request", other: int, timeout_s: float) -> None:
+    if not Backoff(timeout_s).wait_for(lambda: communicator.poll([request])):
+        raise CollectiveTimeout(
+            f"timeline: rank {communicator.rank} has waited {timeout_s:g} s for rank {other}"
+        )
 
 
-def write_whole(wire: "Communicator", part: Path, whole: Path) -> None:
+def write_whole(communicator: "Communicator", part: Path, whole: Path) -> None:
     """Write the file of all ranks out of the parts of rank 0, here, and of the others, which send them."""
     with whole.open("wb") as out:
         for chunk in _chunks_of(part):
             out.write(chunk)
-        for rank in range(1, wire.size):
-            for chunk in _received(wire, rank):
+        for rank in range(1, communicator.size):
+            for chunk in _received(communicator, rank):
                 out.write(chunk)
         out.write(closing_line().encode())
 
 
-def send_part(wire: "Communicator", part: Path) -> None:
+def send_part(communicator: "Communicator", part: Path) -> None:
     """Send this rank's part to rank 0, without its first and its last line."""
     begin = len("[\n")
     for chunk in itertools.chain(_chunks_of(part), [b""]):
         content, begin = bytearray(chunk[begin:]), 0
-        send(wire, torch.tensor([len(content)]), 0, TAG)
+        send(communicator, torch.tensor([len(content)]), 0, TAG)
         if content:
-            send(wire, torch.frombuffer(content, dtype=torch.uint8), 0, TAG)
+            send(communicator, torch.frombuffer(content, dtype=torch.uint8), 0, TAG)
 
 
 def _chunks_of(part: Path) -> Iterator[bytes]:
@@ -68,12 +74,12 @@ def _chunks_of(part: Path) -> Iterator[bytes]:
             yield file.read(min(CHUNK_BYTES, left))
 
 
-def _received(wire: "Communicator", rank: int) -> Iterator[bytes]:
+def _received(communicator: "Communicator", rank: int) -> Iterator[bytes]:
     length = torch.zeros(1, dtype=torch.int64)
     while True:
-        receive(wire, length, rank, TAG)
+        receive(communicator, length, rank, TAG)
         if not int(length):
             return
         chunk = torch.empty(int(length), dtype=torch.uint8)
-        receive(wire, chunk, rank, TAG)
+        receive(communicator, chunk, rank, TAG)
         yield chunk.numpy().tobytes()

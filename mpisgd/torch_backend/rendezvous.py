@@ -22,8 +22,10 @@ def mpi_rendezvous(url: str) -> tuple[Any, int, int]:
     job = current_job()
     rank, size = config.torchrun_rank()
     found: list[Any] = []
-    wire, where, limit_s = job.world.queue.wire, job.world.topology, job.timeout_s
-    job.world.queue.run(Operation("open_store"), lambda: found.append(open_store(wire, where, limit_s)))
+    communicator, where, limit_s = job.world.queue.communicator, job.world.topology, job.timeout_s
+    job.world.queue.run(
+        Operation("open_store"), lambda: found.append(open_store(communicator, where, limit_s))
+    )
     return (
         found[0],
         asked.get("rank", job.world.rank if rank is None else rank),

@@ -52,7 +52,7 @@ class Transports(NamedTuple):
 
 
 def open_transports(
-    wire: "Communicator",
+    communicator: "Communicator",
     topology: Topology,
     best_num_leaders: Callable[[int, bool], int],
     *,
@@ -62,36 +62,40 @@ def open_transports(
     """Open what a group can have. Collective. One rank warns where ranks of a host cannot share memory.
 
     Args:
-        wire: the group's communicator.
+        communicator: the group's communicator.
         topology: which of its ranks share a host.
         best_num_leaders: see `InternodeTransport`.
         name: of the group, for messages.
         timeout_s: how long to wait for the other ranks in the middle of an operation.
     """
     shares = any(len(ranks) > 1 for ranks in topology.nodes)
-    allowed = all(wire.all_gather_object(config.shared_memory()))
-    if wire.size == 1 or (shares and not allowed):
-        return _messages_only(wire)
-    local = wire.split(topology.node_rank)
+    allowed = all(communicator.all_gather_object(config.shared_memory()))
+    if communicator.size == 1 or (shares and not allowed):
+        return _messages_only(communicator)
+    local = communicator.split(topology.node_rank)
     shm, memory = _open_memory(local, topology.num_nodes > 1, name, timeout_s)
-    if not all(wire.all_gather_object(shm is not None or local.size == 1)):
-        _warn(wire, name)
+    if not all(communicator.all_gather_object(shm is not None or local.size == 1)):
+        _warn(communicator, name)
         local.free()
-        return _messages_only(wire)
+        return _messages_only(communicator)
     if topology.num_nodes == 1:
         assert shm is not None
         reachable = open_cross_memory_attach(local)
         cma = None if reachable is None else CmaTransport(shm, reachable)
-        return Transports(shm, cma, None, ShmDigestExchange(shm.control, wire.global_ranks), local)
+        return Transports(shm, cma, None, ShmDigestExchange(shm.control, communicator.global_ranks), local)
     hosts = InternodeTransport(
-        wire, topology, shm, memory, best_num_leaders=best_num_leaders, name=name, timeout_s=timeout_s
+        communicator, topology, shm, memory, best_num_leaders=best_num_leaders, name=name, timeout_s=timeout_s
     )
-    return Transports(None, None, hosts, _between_hosts(wire, topology, hosts), local)
+    return Transports(None, None, hosts, _between_hosts(communicator, topology, hosts), local)
 
 
-def _messages_only(wire: "Communicator") -> Transports:
+def _messages_only(communicator: "Communicator") -> Transports:
     return Transports(
-        None, None, None, InternodeDigestExchange(None, Dissemination(wire), wire.global_ranks[0]), None
+        None,
+        None,
+        None,
+        InternodeDigestExchange(None, Dissemination(communicator), communicator.global_ranks[0]),
+        None,
     )
 
 
@@ -109,19 +113,19 @@ def _open_memory(
 
 
 def _between_hosts(
-    wire: "Communicator", topology: Topology, hosts: InternodeTransport
+    communicator: "Communicator", topology: Topology, hosts: InternodeTransport
 ) -> InternodeDigestExchange:
     first = [ranks[0] for ranks in topology.nodes]
     between: Dissemination | LeaderExchange | None = hosts.leader_exchange
-    if between is None and wire.rank in first:
-        between = Dissemination(wire, first)
-    ranks = [wire.global_ranks[rank] for rank in topology.nodes[topology.node_rank]]
+    if between is None and communicator.rank in first:
+        between = Dissemination(communicator, first)
+    ranks = [communicator.global_ranks[rank] for rank in topology.nodes[topology.node_rank]]
     here = None if hosts.shm is None else ShmDigestExchange(hosts.shm.control, ranks)
     return InternodeDigestExchange(here, between, ranks[0])
 
 
-def _warn(wire: "Communicator", name: str) -> None:
-    if wire.rank == 0:
+def _warn(communicator: "Communicator", name: str) -> None:
+    if communicator.rank == 0:
         warnings.warn(
             f"ranks of group '{name}' share a host but no memory (separate containers?); everything goes "
             "through MPI instead, which is slower. MPISGD_SHARED_MEMORY=0 asks for that in silence",

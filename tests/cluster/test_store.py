@@ -11,7 +11,7 @@ def test_every_host_reads_what_every_other_has_set():
         from mpisgd.job.lifecycle import world
         from mpisgd.transport.tcp_store.store import open_store
         mpisgd.init()
-        store = open_store(world().queue.wire, world().topology, 20)
+        store = open_store(world().queue.communicator, world().topology, 20)
         store.set(f"from {mpisgd.rank()}", f"host {mpisgd.node_rank()}")
         seen = [store.get(f"from {rank}").decode() for rank in range(mpisgd.size())]
         assert seen == ["host 0", "host 0", "host 1"], seen

@@ -226,7 +226,7 @@ def test_a_rank_on_which_mpi_fails_at_the_start_ends_the_job(tmp_path):
         import mpisgd
         from mpisgd.job import world
 
-        def broken(wire):
+        def broken(communicator):
             from mpi4py import MPI
             raise MPI.Exception(MPI.ERR_OTHER)
 

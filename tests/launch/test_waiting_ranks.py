@@ -111,7 +111,7 @@ def test_a_rank_blocked_inside_mpi_ends_the_job_with_the_report(job):
 if rank == 1:
     reading_data()
 with waiting_for(WaitReason("tea", members=(0, 1, 2))):
-    world().queue.wire.barrier()
+    world().queue.communicator.barrier()
         """,
         3,
         limit_s=2,
@@ -139,7 +139,7 @@ def train(state):
         if rank == 2:
             mpisgd.irecv(torch.zeros(2), 1).wait(50)
         with waiting_for(WaitReason("tea", members=(0, 1, 3))):
-            world().queue.wire.barrier()
+            world().queue.communicator.barrier()
     except mpisgd.CollectiveTimeout as exc:
         with open(f"{tmp_path}/got-{{rank}}", "w") as file:
             file.write(str(exc))

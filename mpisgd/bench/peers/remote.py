@@ -76,7 +76,7 @@ class Peers:
     def open(self, wanted: Sequence[str]) -> None:
         """Start frameworks on all ranks, or note why they cannot be had. Collective."""
         try:
-            (address, port), listener = find_listener(world().queue.wire)
+            (address, port), listener = find_listener(world().queue.communicator)
         except mpisgd.Unreachable as exc:
             self.left_out.update(dict.fromkeys(wanted, str(exc)))
             return

@@ -69,9 +69,9 @@ class Engine:
         self.group = open_group(range(job.world.size), name="horovod")
         self.num_joins = self.num_cycles = 0
         self._settings = settings
-        self._wire = self.group.queue.wire.duplicate()
-        self._local = self._wire.same_host()
-        self._wake_up = WakeUp(self._wire, self._local, self.group.topology)
+        self._communicator = self.group.queue.communicator.duplicate()
+        self._local = self._communicator.same_host()
+        self._wake_up = WakeUp(self._communicator, self._local, self.group.topology)
         self._departed: set[int] = set()
         self._request_table = RequestTable({WORLD: self.group.ranks})
         self._cache = RequestCache(settings.cache_capacity)
@@ -180,7 +180,7 @@ class Engine:
         if self.broken is None:
             self._process_sets.close()
             self._local.free()
-            self._wire.free()
+            self._communicator.free()
 
     def abandon(self, why: MpisgdError) -> None:
         """End without the other ranks; what is under way fails, as it has on the ranks that are left."""

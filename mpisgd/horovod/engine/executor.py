@@ -78,7 +78,7 @@ class Executor:
         world = self._process_sets.group(WORLD)
         assert world is not None
         try:
-            IMMEDIATE[request.kind](request, world.queue.wire)
+            IMMEDIATE[request.kind](request, world.queue.communicator)
         except MpisgdError as exc:  # raised on all ranks alike, and only one may wait
             error = exc
         if (entry := self._queue.take(request)) is not None:

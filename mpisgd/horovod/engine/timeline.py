@@ -51,11 +51,11 @@ def request_of_environment(env: Mapping[str, str] = os.environ) -> Request | Non
     return start_request(path, env.get("HOROVOD_TIMELINE_MARK_CYCLES", "0") not in ("", "0"))
 
 
-def _start(request: Request, wire: "Communicator") -> None:
-    open_timeline(request.op, wire, mark_cycles=request.root == 1)
+def _start(request: Request, communicator: "Communicator") -> None:
+    open_timeline(request.op, communicator, mark_cycles=request.root == 1)
 
 
-def _stop(request: Request, wire: "Communicator") -> None:
+def _stop(request: Request, communicator: "Communicator") -> None:
     close_timeline()
 
 

@@ -31,13 +31,13 @@ class WakeUp:
     """Puts a thread of this rank to sleep, and wakes those of all ranks of a job; any thread may wake.
 
     Args:
-        wire: a communicator of its own over all ranks.
+        communicator: a communicator of its own over all ranks.
         local: over the ranks of this host.
-        topology: of `wire`.
+        topology: of `communicator`.
     """
 
-    def __init__(self, wire: "Communicator", local: "Communicator", topology: "Topology") -> None:
-        self._wire = wire
+    def __init__(self, communicator: "Communicator", local: "Communicator", topology: "Topology") -> None:
+        self._communicator = communicator
         self._mine = topology.local_rank
         segment = open_segment(local, PAGE)
         self._segment: Segment = segment if segment is not None else _private_segment(local.size)
@@ -69,7 +69,7 @@ class WakeUp:
         self._wake_host(cycle)
         note = torch.tensor([cycle])
         self._sent = [(request, kept) for request, kept in self._sent if not request.Test()]
-        self._sent += [(self._wire.isend(note, peer), note) for peer in self._peers]
+        self._sent += [(self._communicator.isend(note, peer), note) for peer in self._peers]
 
     def _wake_host(self, cycle: int) -> None:
         for local_rank in self._locals:
@@ -115,8 +115,8 @@ class WakeUp:
         """Receive the messages of other hosts, and wake the ranks of this one."""
         while True:
             if self._request is None:
-                self._request = self._wire.irecv(self._inbox, None)
-            if self._wire.poll_one(self._request) is None:
+                self._request = self._communicator.irecv(self._inbox, None)
+            if self._communicator.poll_one(self._request) is None:
                 return
             self._request, cycle = None, int(self._inbox)
             self._poll_interval_s = POLL_INTERVAL_S
@@ -128,7 +128,7 @@ class WakeUp:
         """Cancel the receive; all ranks have left."""
         if self._request is not None:
             with contextlib.suppress(MpisgdError):
-                self._wire.cancel(self._request, self._inbox)
+                self._communicator.cancel(self._request, self._inbox)
         self._request = None
 
 

@@ -69,23 +69,23 @@ class CudaAwareMpi(DeviceBackend):
 
     def all_reduce(self, flat: Tensor, op: ReduceOp) -> None:
         """Combine `flat` in place."""
-        self.group.queue.wire.all_reduce(flat, _sum_or(op))
+        self.group.queue.communicator.all_reduce(flat, _sum_or(op))
         self._average(flat, op)
 
     def reduce(self, flat: Tensor, root: int, op: ReduceOp) -> None:
         """Combine `flat` into root's."""
-        self.group.queue.wire.reduce(flat, _sum_or(op), root)
+        self.group.queue.communicator.reduce(flat, _sum_or(op), root)
         if self.rank == root:
             self._average(flat, op)
 
     def broadcast(self, flat: Tensor, root: int) -> None:
         """Copy root's `flat` into everyone's."""
-        self.group.queue.wire.broadcast(flat, root)
+        self.group.queue.communicator.broadcast(flat, root)
 
     def all_gather(self, out: Tensor, flat: Tensor) -> None:
         """Copy everyone's `flat` into `out`."""
         in_place = flat.data_ptr() == out.data_ptr() + self.rank * flat.nbytes
-        self.group.queue.wire.all_gather(out, None if in_place else flat)
+        self.group.queue.communicator.all_gather(out, None if in_place else flat)
 
     def reduce_scatter(self, out: Tensor, flat: Tensor, op: ReduceOp) -> None:
         """Exchange the parts and combine this rank's own: MPI would add in an order of its own."""
@@ -99,7 +99,9 @@ class CudaAwareMpi(DeviceBackend):
         outputs[self.rank].copy_(inputs[self.rank])
         queue = self.group.queue
         others = [rank for rank in range(self.size) if rank != self.rank]
-        Link(queue.wire, f"all_to_all (group '{self.group.name}')", queue.consistency.timeout_s).transfer(
+        Link(
+            queue.communicator, f"all_to_all (group '{self.group.name}')", queue.consistency.timeout_s
+        ).transfer(
             sends=[(rank, inputs[rank]) for rank in others],
             receives=[(rank, outputs[rank]) for rank in others],
         )

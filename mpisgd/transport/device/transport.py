@@ -105,7 +105,7 @@ def _gather_facts(group: "Group", tensor: Tensor, operation: Operation) -> list[
     )
     facts: list[DeviceFacts] = []
     first = Operation(operation.kind, extra=f"the group's first on {runtime().kind}")
-    group.queue.run(first, lambda: facts.extend(group.queue.wire.all_gather_object(mine)))
+    group.queue.run(first, lambda: facts.extend(group.queue.communicator.all_gather_object(mine)))
     return facts
 
 
@@ -115,7 +115,9 @@ def _open_nccl(group: "Group") -> DeviceBackend | Unreachable:
 
     def action() -> None:
         try:
-            store: Any = PrefixStore("nccl", open_store(group.queue.wire, group.topology, _timeout_s(group)))
+            store: Any = PrefixStore(
+                "nccl", open_store(group.queue.communicator, group.topology, _timeout_s(group))
+            )
         except Unreachable as exc:
             opened.append(exc)
         else:

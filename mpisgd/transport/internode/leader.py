@@ -23,16 +23,16 @@ class Leader:
     """This rank and its counterparts.
 
     Args:
-        wire: the queue's communicator.
-        ranks: one of `wire`'s ranks per host, this one among them.
+        communicator: the queue's communicator.
+        ranks: one of `communicator`'s ranks per host, this one among them.
         host: which of them this one is.
 
     Attributes:
         others: every other host's number and rank; each leader begins with another one.
     """
 
-    def __init__(self, wire: "Communicator", ranks: Sequence[int], host: int) -> None:
-        self.wire = wire
+    def __init__(self, communicator: "Communicator", ranks: Sequence[int], host: int) -> None:
+        self.communicator = communicator
         self.ranks = ranks
         self.host = host
         order = [*range(host + 1, len(ranks)), *range(host)]
@@ -42,8 +42,12 @@ class Leader:
         self, tag: int, sends: Callable[[int], Tensor], receives: Callable[[int], Tensor]
     ) -> "list[MPI.Request]":
         """Start a message to and from every other host; both functions tell the memory for a host."""
-        requests = [self.wire.irecv(f, rank, tag) for h, rank in self.others for f in _frames(receives(h))]
-        requests += [self.wire.isend(f, rank, tag) for h, rank in self.others for f in _frames(sends(h))]
+        requests = [
+            self.communicator.irecv(f, rank, tag) for h, rank in self.others for f in _frames(receives(h))
+        ]
+        requests += [
+            self.communicator.isend(f, rank, tag) for h, rank in self.others for f in _frames(sends(h))
+        ]
         return requests
 
 

@@ -99,7 +99,7 @@ class LeaderExchange:
 
     def advance(self) -> bool:
         """Go as far as possible without waiting; return whether it is over."""
-        return self._leader.wire.poll(self._requests)
+        return self._leader.communicator.poll(self._requests)
 
     def extremes(self) -> tuple[int, int]:
         """Return the smallest and the largest digest."""
@@ -107,5 +107,5 @@ class LeaderExchange:
 
     def missing(self) -> str:
         """Describe the ranks that this rank waits for."""
-        ranks = [self._leader.wire.global_ranks[rank] for _, rank in self._leader.others]
+        ranks = [self._leader.communicator.global_ranks[rank] for _, rank in self._leader.others]
         return f"one of the ranks {ranks} of other hosts, which has not come or waits for another one itself"

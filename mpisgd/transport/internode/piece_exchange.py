@@ -50,7 +50,7 @@ class PieceExchange:
 
     def advance(self) -> bool:
         """Go as far as possible without waiting; return whether the whole result is there."""
-        if not self._leader.wire.poll(self.requests):
+        if not self._leader.communicator.poll(self.requests):
             return False
         if self.sends_results:
             return True
@@ -58,4 +58,4 @@ class PieceExchange:
         self._arithmetic.across(self._sums, mine)
         self.sends_results = True
         self.requests = self._leader.start(RESULTS_TAG, lambda _: mine, self._results.__getitem__)
-        return self._leader.wire.poll(self.requests)
+        return self._leader.communicator.poll(self.requests)

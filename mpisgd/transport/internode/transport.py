@@ -72,7 +72,7 @@ class InternodeTransport:
     CPU tensors.
 
     Args:
-        wire: the queue's communicator.
+        communicator: the queue's communicator.
         topology: of the group.
         shm: the shared memory of this host's ranks; None where this rank is alone on it.
         memory: more of it, MEMORY_BYTES for the first rank; None likewise.
@@ -90,7 +90,7 @@ class InternodeTransport:
 
     def __init__(
         self,
-        wire: "Communicator",
+        communicator: "Communicator",
         topology: Topology,
         shm: ShmTransport | None,
         memory: Segment | None,
@@ -103,14 +103,14 @@ class InternodeTransport:
         self.best_num_leaders = best_num_leaders
         self._num_leaders = 1
         self.max_num_leaders = min(map(len, topology.nodes))
-        self._wire = wire
+        self._communicator = communicator
         self._topology = topology
         self._all_alone = max(map(len, topology.nodes)) == 1
         self._name = name
         self._timeout_s = timeout_s
         self._local_rank = topology.local_rank
         self._leader = Leader(
-            wire,
+            communicator,
             [ranks[min(self._local_rank, self.max_num_leaders - 1)] for ranks in topology.nodes],
             topology.node_rank,
         )
@@ -197,7 +197,9 @@ class InternodeTransport:
         """Abandon what is in flight, if anything is: MPI may still write to the memory of every chunk."""
         exchanges = [exchange for _, _, exchange in self._in_flight if exchange is not None]
         if exchanges:
-            self._wire.abandon([r for each in exchanges for r in each.requests], list(self._in_flight))
+            self._communicator.abandon(
+                [r for each in exchanges for r in each.requests], list(self._in_flight)
+            )
         self._in_flight.clear()
 
     def _staged(self, mine: Tensor) -> list[Tensor]:
@@ -268,7 +270,7 @@ class InternodeTransport:
         if self._in_flight and self._in_flight[0].exchange is not None:
             self._advance()
         else:
-            self._wire.progress()
+            self._communicator.progress()
 
     # -- small messages -----------------------------------------------------------------------------
 
@@ -318,8 +320,8 @@ class InternodeTransport:
         """Wait for one of the ranks `others`, in the middle of an operation."""
         if ready() or Backoff(self._timeout_s).wait_for(ready, sleep):
             return
-        names = self._wire.global_ranks
+        names, rank = self._communicator.global_ranks, self._communicator.rank
         raise CollectiveTimeout(
-            f"group '{self._name}': rank {names[self._wire.rank]} has waited {self._timeout_s:.1f} s in the "
-            f"middle of an operation for one of the ranks {[names[rank] for rank in others]}"
+            f"group '{self._name}': rank {names[rank]} has waited {self._timeout_s:.1f} s in the "
+            f"middle of an operation for one of the ranks {[names[other] for other in others]}"
         )

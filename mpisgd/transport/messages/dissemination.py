@@ -23,17 +23,17 @@ class Dissemination:
     """The exchange by messages, between any ranks. Cost: ceil(log2(size)) messages of 16 bytes per rank.
 
     Args:
-        wire: carries the messages.
+        communicator: carries the messages.
         ranks: those of its ranks that take part, this one among them; None: all.
         tag: of the first round; as many follow as there are rounds.
     """
 
     def __init__(
-        self, wire: "Communicator", ranks: Sequence[int] | None = None, *, tag: int = FIRST_TAG
+        self, communicator: "Communicator", ranks: Sequence[int] | None = None, *, tag: int = FIRST_TAG
     ) -> None:
-        ranks = range(wire.size) if ranks is None else ranks
-        self._wire = wire
-        self._rounds = [_Round(wire, ranks, k, tag) for k in range((len(ranks) - 1).bit_length())]
+        ranks = range(communicator.size) if ranks is None else ranks
+        self._communicator = communicator
+        self._rounds = [_Round(communicator, ranks, k, tag) for k in range((len(ranks) - 1).bit_length())]
         self._ahead: Iterator[_Round] = iter(())
         self._round: _Round | None = None
         self._low = self._high = 0
@@ -69,34 +69,34 @@ class Dissemination:
     def missing(self) -> str:
         """Describe the ranks that this rank waits for."""
         assert self._round is not None
-        src = self._wire.global_ranks[self._round.src]
+        src = self._communicator.global_ranks[self._round.src]
         return f"rank {src}, which has not come or waits for another rank itself"
 
 
 class _Round:
     """One round, prepared once."""
 
-    def __init__(self, wire: "Communicator", ranks: Sequence[int], k: int, tag: int) -> None:
-        me, distance = ranks.index(wire.rank), 1 << k
+    def __init__(self, communicator: "Communicator", ranks: Sequence[int], k: int, tag: int) -> None:
+        me, distance = ranks.index(communicator.rank), 1 << k
         self.src = ranks[(me - distance) % len(ranks)]
         self._mine = bytearray(PAIR.size)
         self._theirs = bytearray(PAIR.size)
-        self._wire = wire
+        self._communicator = communicator
         dst = ranks[(me + distance) % len(ranks)]
-        self._requests = wire.persistent(self._mine, dst, self._theirs, self.src, tag + k)
+        self._requests = communicator.persistent(self._mine, dst, self._theirs, self.src, tag + k)
 
     def start(self, low: int, high: int) -> None:
         PAIR.pack_into(self._mine, 0, low, high)
-        self._wire.start(self._requests)
+        self._communicator.start(self._requests)
 
     def done(self) -> bool:
-        return self._wire.poll(self._requests)
+        return self._communicator.poll(self._requests)
 
     def close(self, *, over: bool) -> None:
         if over:
-            self._wire.release(self._requests)
+            self._communicator.release(self._requests)
         else:  # a late message still arrives here
-            self._wire.abandon(self._requests, [self._mine, self._theirs])
+            self._communicator.abandon(self._requests, [self._mine, self._theirs])
 
     def received(self) -> tuple[int, int]:
         return PAIR.unpack(self._theirs)

@@ -25,10 +25,10 @@ class Link:
         size: number of ranks.
     """
 
-    def __init__(self, wire: "Communicator", name: str, timeout_s: float) -> None:
-        self.rank = wire.rank
-        self.size = wire.size
-        self._wire = wire
+    def __init__(self, communicator: "Communicator", name: str, timeout_s: float) -> None:
+        self.rank = communicator.rank
+        self.size = communicator.size
+        self._communicator = communicator
         self._name = name
         self._timeout_s = timeout_s
 
@@ -53,17 +53,17 @@ class Link:
             CollectiveTimeout: a partner stopped in the middle of the operation.
         """
         sends, receives = _without_empty(sends or []), _without_empty(receives or [])
-        requests: list[MPI.Request] = [self._wire.irecv(tensor, src, TAG) for src, tensor in receives]
-        requests += [self._wire.isend(tensor, dst, TAG) for dst, tensor in sends]
+        requests: list[MPI.Request] = [self._communicator.irecv(tensor, src, TAG) for src, tensor in receives]
+        requests += [self._communicator.isend(tensor, dst, TAG) for dst, tensor in sends]
         backoff = Backoff(self._timeout_s)
         in_time = False
         try:
-            in_time = backoff.wait_for(lambda: self._wire.poll(requests))
+            in_time = backoff.wait_for(lambda: self._communicator.poll(requests))
         finally:  # a lost rank ends the wait, too
             if not in_time:
-                self._wire.abandon(requests, (sends, receives))
+                self._communicator.abandon(requests, (sends, receives))
         if not in_time:
-            names, seen = self._wire.global_ranks, f": {backoff.verdict}" if backoff.verdict else ""
+            names, seen = self._communicator.global_ranks, f": {backoff.verdict}" if backoff.verdict else ""
             partners = sorted({names[rank] for rank, _ in sends + receives})
             raise CollectiveTimeout(
                 f"{self._name}: rank {names[self.rank]} has waited {backoff.waited_s:.1f} s in the middle "

@@ -35,7 +35,7 @@ class PointToPoint:
     """The messages in flight between this rank and the others of a group.
 
     Args:
-        wire: a communicator of its own.
+        communicator: a communicator of its own.
         timeout_s: how long `wait()` waits by default.
         threads_allowed: whether futures, which need a thread, can be had.
 
@@ -44,10 +44,10 @@ class PointToPoint:
         group: name and global ranks of the group, for reports of what this rank waits for.
     """
 
-    def __init__(self, wire: "Communicator", *, timeout_s: float, threads_allowed: bool) -> None:
-        self.wire = wire
+    def __init__(self, communicator: "Communicator", *, timeout_s: float, threads_allowed: bool) -> None:
+        self.communicator = communicator
         self.num_ended = 0
-        self.group: tuple[str, Sequence[int]] = ("", range(wire.size))
+        self.group: tuple[str, Sequence[int]] = ("", range(communicator.size))
         self.timeout_s = timeout_s
         self._threads_allowed = threads_allowed
         self._in_flight: set[MessageWork] = set()
@@ -57,9 +57,9 @@ class PointToPoint:
 
     def send(self, name: str, memory: Tensor, dst: int, tag: int, tensors: Any) -> "MessageWork":
         """Start sending contiguous `memory` to group rank `dst`."""
-        request = self.wire.isend(memory, dst, tag)
-        name = f"{name} to rank {self.wire.global_ranks[dst]}"
-        message = Message(self.group[0], False, (self.wire.global_ranks[dst],), tag)
+        request = self.communicator.isend(memory, dst, tag)
+        name = f"{name} to rank {self.communicator.global_ranks[dst]}"
+        message = Message(self.group[0], False, (self.communicator.global_ranks[dst],), tag)
         return self._keep(MessageWork(self, name, message, request, (memory, tensors), None))
 
     def receive(
@@ -72,11 +72,13 @@ class PointToPoint:
         arrived: Callable[[int], None],
     ) -> "MessageWork":
         """Start receiving into contiguous `memory`; `arrived(nbytes)` runs when the message is there."""
-        request = self.wire.irecv(memory, src, tag)
-        source = "any rank" if src is None else f"rank {self.wire.global_ranks[src]}"
+        request = self.communicator.irecv(memory, src, tag)
+        source = "any rank" if src is None else f"rank {self.communicator.global_ranks[src]}"
         name = f"{name} from {source}"
-        others = [rank for rank in range(self.wire.size) if rank != self.wire.rank or src == rank]
-        partners = tuple(self.wire.global_ranks[rank] for rank in (others if src is None else [src]))
+        others = [
+            rank for rank in range(self.communicator.size) if rank != self.communicator.rank or src == rank
+        ]
+        partners = tuple(self.communicator.global_ranks[rank] for rank in (others if src is None else [src]))
         message = Message(self.group[0], True, partners, tag)
         return self._keep(MessageWork(self, name, message, request, (memory, tensors), arrived))
 
@@ -172,7 +174,7 @@ class PointToPoint:
 
     def close(self) -> None:
         """Free the communicator. Collective."""
-        self.wire.free()
+        self.communicator.free()
 
 
 class MessageWork(Work):
@@ -221,7 +223,7 @@ class MessageWork(Work):
 
     def _ask(self) -> None:
         try:
-            outcome = self._point_to_point.wire.poll_one(self._request)
+            outcome = self._point_to_point.communicator.poll_one(self._request)
             if outcome is None:
                 return
             if self._arrived is not None:
@@ -263,9 +265,11 @@ class MessageWork(Work):
         with tracing.blocked(self.name):
             through = backoff.wait_for(self.is_completed, about=self._wait_reason)
         if not through:
-            wire, seen = self._point_to_point.wire, f" ({backoff.verdict})" if backoff.verdict else ""
+            seen = f" ({backoff.verdict})" if backoff.verdict else ""
+            communicator = self._point_to_point.communicator
+            rank = communicator.global_ranks[communicator.rank]
             raise CollectiveTimeout(
-                f"{self.name}: rank {wire.global_ranks[wire.rank]} has waited {backoff.waited_s:.1f} s; the "
+                f"{self.name}: rank {rank} has waited {backoff.waited_s:.1f} s; the "
                 "other side has not called its part (same tag?). Raise MPISGD_TIMEOUT_S or the group's own "
                 f"timeout if ranks may be that far apart{seen}"
             )
@@ -279,8 +283,8 @@ class MessageWork(Work):
 
     def is_answered(self, everyones: Sequence[Sequence[Message]]) -> bool:
         """Return whether a partner has the other half of this message in flight; `everyones`: see `drain`."""
-        names = self._point_to_point.wire.global_ranks
-        me = names[self._point_to_point.wire.rank]
+        names = self._point_to_point.communicator.global_ranks
+        me = names[self._point_to_point.communicator.rank]
         theirs = [m for partner in self.message.partners for m in everyones[names.index(partner)]]
         return any(
             m.receives != self.is_receive and m.tag == self.message.tag and me in m.partners for m in theirs
@@ -307,7 +311,7 @@ class MessageWork(Work):
         """End this message without its being through; MPI may still write to its memory, which is kept."""
         with self._lock:
             if not self._done:
-                self._point_to_point.wire.abandon([self._request], self._memory)
+                self._point_to_point.communicator.abandon([self._request], self._memory)
                 self._error = error
                 self._finish()
 
@@ -315,5 +319,5 @@ class MessageWork(Work):
         """Cancel this message, unless it is there."""
         with self._lock, contextlib.suppress(MpisgdError):
             if not self.is_completed():
-                self._point_to_point.wire.cancel(self._request, self._memory)
+                self._point_to_point.communicator.cancel(self._request, self._memory)
                 self._finish()

@@ -45,15 +45,15 @@ class Revocable(Protocol):
 _apart: Revocable | None = None
 
 
-def set_apart(wire: Revocable | None) -> None:
-    """Let this wire, a duplicate set apart from `revoke_all`, tell why others are revoked.
+def set_apart(communicator: Revocable | None) -> None:
+    """Let this communicator, a duplicate set apart from `revoke_all`, tell why others are revoked.
 
     It is revoked by itself, before all others, where that is not done for a loss: a rank has been blocked
     inside MPI for longer than its timeout. MPI's messages keep their order, so whoever finds anything
     revoked knows by this one why.
     """
     global _apart
-    _apart = wire
+    _apart = communicator
 
 
 def mpi_call(

@@ -15,19 +15,19 @@ from mpisgd.transport.mpi.datatypes import address, native, pieces, spec
 
 __all__ = ["Communicator", "free_abandoned", "revoke_all"]
 
-_wires: "weakref.WeakSet[Communicator]" = weakref.WeakSet()
-# Requests that were abandoned, with their memory, which MPI may write to even when their wire is freed.
+_communicators: "weakref.WeakSet[Communicator]" = weakref.WeakSet()
+# Requests that were abandoned, with their memory, which MPI may write to even when the communicator is freed.
 _abandoned: list[tuple[list[MPI.Request], object]] = []
 
 
 def revoke_all() -> None:
-    """End whatever goes on over any wire, here and on all other ranks that it reaches; nothing waits for it.
+    """End whatever goes on over any communicator, here and on all ranks that it reaches, without waiting.
 
     Every rank that was lost may have left others in the middle of anything, on communicators that not all
     of them have finished making.
     """
-    for wire in list(_wires):
-        wire.revoke()
+    for communicator in list(_communicators):
+        communicator.revoke()
 
 
 def free_abandoned() -> None:
@@ -71,13 +71,13 @@ class Communicator:
         self.given_bytes: Counter[str] = Counter()
         self.tag_limit: int = comm.Get_attr(MPI.TAG_UB) or 32767
         if not apart:
-            _wires.add(self)
+            _communicators.add(self)
 
     # -- life of the communicator -------------------------------------------------------------------
 
     @mpi_call("Comm_dup", blocks=True)
     def duplicate(self, *, apart: bool = False) -> "Communicator":
-        """Return a wire of its own over the same ranks. Collective.
+        """Return a communicator of its own over the same ranks. Collective.
 
         Args:
             apart: whether `revoke_all` spares it.
@@ -86,7 +86,7 @@ class Communicator:
 
     @mpi_call("Comm_split", blocks=True)
     def subset(self, ranks: Sequence[int]) -> "Communicator | None":
-        """Return a wire over `ranks` in the order given, None on the others. Collective over this wire."""
+        """Return a communicator over `ranks` in that order, None on the others. Collective over this one."""
         color = 0 if self.rank in ranks else MPI.UNDEFINED
         key = ranks.index(self.rank) if self.rank in ranks else 0
         comm = self.comm.Split(color, key)
@@ -94,10 +94,10 @@ class Communicator:
 
     @mpi_call("Comm_create_group", blocks=True)
     def create_group(self, ranks: Sequence[int], tag: int) -> "Communicator":
-        """Return a wire over `ranks` in the order given. Collective over them alone.
+        """Return a communicator over `ranks` in the order given. Collective over them alone.
 
         Args:
-            ranks: of this wire, this one among them.
+            ranks: of this communicator, this one among them.
             tag: keeps apart what threads or overlapping sets of ranks ask for at the same time.
         """
         members = self.comm.Get_group().Incl(list(ranks))
@@ -107,18 +107,18 @@ class Communicator:
 
     @mpi_call("Comm_split", blocks=True)
     def split(self, color: int) -> "Communicator":
-        """Return a wire over the ranks that give the same `color`, ordered as here. Collective."""
+        """Return a communicator over the ranks that give the same `color`, ordered as here. Collective."""
         return Communicator(_intra(self.comm.Split(color, self.rank)), self)
 
     @mpi_call("Comm_split_type", blocks=True)
     def same_host(self) -> "Communicator":
-        """Return a wire over the ranks that share this rank's host. Collective."""
+        """Return a communicator over the ranks that share this rank's host. Collective."""
         return Communicator(_intra(self.comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank)), self)
 
     @mpi_call("Comm_free", blocks=True)
     def free(self) -> None:
         """Free the communicator. Collective."""
-        _wires.discard(self)
+        _communicators.discard(self)
         self.comm.Free()
 
     def abort(self, exit_code: int) -> None:
@@ -128,7 +128,7 @@ class Communicator:
     # -- where a rank was lost (ULFM) ---------------------------------------------------------------
 
     def lost(self) -> list[int]:
-        """Return the ranks of this wire that are known to be gone. The query lets MPI notice it."""
+        """Return the ranks of this communicator that are known to be gone. The query lets MPI notice it."""
         with contextlib.suppress(MpisgdError):
             self.progress()
         failed = self.comm.Get_failed()
@@ -137,7 +137,7 @@ class Communicator:
         return sorted(failed.Translate_ranks(range(failed.size), self.comm.Get_group()))
 
     def revoke(self) -> None:
-        """End whatever goes on over this wire, on every rank."""
+        """End whatever goes on over this communicator, on every rank."""
         with contextlib.suppress(MPI.Exception):
             self.comm.Revoke()
 
@@ -147,7 +147,7 @@ class Communicator:
 
     @mpi_call("Shrink", blocks=True)
     def shrink(self) -> "Communicator":
-        """Return a wire over the ranks that are left, in their order. Collective over these."""
+        """Return a communicator over the ranks that are left, in their order. Collective over these."""
         return Communicator(self.comm.Shrink())
 
     @mpi_call("Agree", blocks=True)
@@ -173,14 +173,14 @@ class Communicator:
 
     @mpi_call("Intercomm_merge", blocks=True)
     def merge(self, *, behind: bool) -> "Communicator":
-        """Return a wire over both sides of this one, and free this one. Collective.
+        """Return a communicator over both sides of this one, and free this one. Collective.
 
         Args:
             behind: whether my side comes last.
         """
         comm: Any = self.comm
         merged = Communicator(comm.Merge(behind))
-        _wires.discard(self)
+        _communicators.discard(self)
         comm.Disconnect()  # else MPI's end crashes in Open MPI 5.0
         return merged
 

@@ -36,7 +36,7 @@ class ShmTransport:
     CPU tensors; roots are ranks of the host.
 
     Args:
-        wire: a communicator of these ranks.
+        communicator: a communicator of these ranks.
         segment: shared by them, STAGING_BYTES for each.
         name: of the group, for messages.
         timeout_s: how long to wait for the others in the middle of an operation.
@@ -47,11 +47,13 @@ class ShmTransport:
         control: the words through which they wait for each other.
     """
 
-    def __init__(self, wire: "Communicator", segment: Segment, *, name: str, timeout_s: float) -> None:
-        self.rank = wire.rank
-        self.size = wire.size
-        self._wire = wire
-        self.control = ControlBlock(segment, wire.rank, wire.size, wire.progress)
+    def __init__(
+        self, communicator: "Communicator", segment: Segment, *, name: str, timeout_s: float
+    ) -> None:
+        self.rank = communicator.rank
+        self.size = communicator.size
+        self._communicator = communicator
+        self.control = ControlBlock(segment, communicator.rank, communicator.size, communicator.progress)
         self._name = name
         self._timeout_s = timeout_s
         self._turn = 0
@@ -62,7 +64,7 @@ class ShmTransport:
         # Making these anew takes longer than adding up a small message.
         self._pieces = lru_cache(MAX_CACHED)(lambda turn, *what: typed_pieces(buffers[turn], *what))
         self._partition = lru_cache(MAX_CACHED)(
-            lambda turn, *what: partition_chunk(buffers[turn], wire.rank, *what)
+            lambda turn, *what: partition_chunk(buffers[turn], communicator.rank, *what)
         )
 
     def next_addresses(self) -> list[int]:
@@ -97,7 +99,7 @@ class ShmTransport:
     def barrier(self) -> None:
         """Wait for the ranks of this host, in the middle of an operation."""
         if not self.control.barrier(self._timeout_s):
-            names = self._wire.global_ranks
+            names = self._communicator.global_ranks
             missing = ", ".join(str(names[local]) for local in self.control.missing())
             raise CollectiveTimeout(
                 f"group '{self._name}': rank {names[self.rank]} has waited {self._timeout_s:.1f} s in the "
@@ -106,7 +108,7 @@ class ShmTransport:
 
     def open_segment(self, nbytes: int) -> Segment | None:
         """Return new memory, `nbytes` for each rank, None on all of them if there is none. Collective."""
-        return open_segment(self._wire, nbytes)
+        return open_segment(self._communicator, nbytes)
 
     def region(self, segment: Segment, numel: int, dtype: torch.dtype) -> Region:
         """Return the tensors that lie in `segment`. Not collective."""

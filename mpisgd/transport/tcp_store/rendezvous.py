@@ -63,20 +63,20 @@ def _stays_on_a_link(address: str) -> bool:
     return plain.is_loopback or (plain.version == 6 and plain.is_link_local)
 
 
-def find_listener(wire: "Communicator") -> Listener:
+def find_listener(communicator: "Communicator") -> Listener:
     """Return a listening socket of rank 0 that all ranks reach, and its address. Collective.
 
     Raises:
         Unreachable: there is none; on every rank.
     """
-    listeners = _listen(local_addresses(), wire.size) if wire.rank == 0 else {}
-    endpoints, token = wire.broadcast_object((list(listeners), secrets.token_bytes(TOKEN_BYTES)), 0)
-    attempts = _probe(endpoints, token) if wire.rank != 0 else {}
-    reached = wire.all_gather_object(sorted(attempts))[1:]
-    chosen = _reached_by_all(listeners, reached, token) if wire.rank == 0 else None
-    chosen = wire.broadcast_object(chosen, 0)
+    listeners = _listen(local_addresses(), communicator.size) if communicator.rank == 0 else {}
+    endpoints, token = communicator.broadcast_object((list(listeners), secrets.token_bytes(TOKEN_BYTES)), 0)
+    attempts = _probe(endpoints, token) if communicator.rank != 0 else {}
+    reached = communicator.all_gather_object(sorted(attempts))[1:]
+    chosen = _reached_by_all(listeners, reached, token) if communicator.rank == 0 else None
+    chosen = communicator.broadcast_object(chosen, 0)
     for endpoint, other in {**listeners, **attempts}.items():
-        if endpoint != chosen or wire.rank != 0:
+        if endpoint != chosen or communicator.rank != 0:
             other.close()
     if chosen is None:
         raise Unreachable(_unreachable_text(endpoints, reached))

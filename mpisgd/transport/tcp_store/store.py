@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 __all__ = ["open_store"]
 
 
-def open_store(wire: "Communicator", topology: "Topology", timeout_s: float) -> Store:
-    """Open a store that all ranks of `wire` share. Collective.
+def open_store(communicator: "Communicator", topology: "Topology", timeout_s: float) -> Store:
+    """Open a store that all ranks of `communicator` share. Collective.
 
     Args:
-        wire: the ranks; rank 0 serves the others where there are several hosts.
+        communicator: the ranks; rank 0 serves the others where there are several hosts.
         topology: where they live.
         timeout_s: how long `get` and `wait` wait for a key that nobody has set.
 
@@ -37,16 +37,16 @@ def open_store(wire: "Communicator", topology: "Topology", timeout_s: float) -> 
         into the store as long as they live, and a number that was closed could by then be another file.
     """
     timeout = datetime.timedelta(seconds=timeout_s)
-    store = _in_file(wire) if topology.num_nodes == 1 else None
-    store = store or _over_network(wire, timeout)
+    store = _in_file(communicator) if topology.num_nodes == 1 else None
+    store = store or _over_network(communicator, timeout)
     store.set_timeout(timeout)
     return store
 
 
-def _in_file(wire: "Communicator") -> Store | None:
+def _in_file(communicator: "Communicator") -> Store | None:
     """Return a store in a memfd, None on all ranks if one of them cannot open it (separate containers)."""
-    fd = open_shared(wire, 0)
-    if all(wire.all_gather_object(fd >= 0)):
+    fd = open_shared(communicator, 0)
+    if all(communicator.all_gather_object(fd >= 0)):
         # Every rank's own descriptor: the store outlives the rank that made the file.
         return FileStore(f"/proc/self/fd/{fd}", -1)
     if fd >= 0:
@@ -54,9 +54,9 @@ def _in_file(wire: "Communicator") -> Store | None:
     return None
 
 
-def _over_network(wire: "Communicator", timeout: datetime.timedelta) -> Store:
+def _over_network(communicator: "Communicator", timeout: datetime.timedelta) -> Store:
     """Return a store that rank 0 serves."""
-    (address, port), listener = find_listener(wire)
+    (address, port), listener = find_listener(communicator)
     if listener is None:
         return TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
     return TCPStore(

@@ -130,22 +130,22 @@ def claimed(algorithm: str, rank: int, size: int, n: int) -> tuple[int, int]:
 @pytest.mark.parametrize(("dtype", "itemsize"), [(torch.float64, 8), (torch.bfloat16, None)], ids=str)
 def test_the_cost_is_what_the_docstring_says(algorithm, dtype, itemsize, groups):
     """Counted where mpi4py is called. Agreeing on the operation is not payload and not in it."""
-    wire, n = groups["world"].queue.wire, 64 * mpisgd.size()
-    before, calls = (wire.sent_bytes, wire.sent_messages), wire.calls["Allreduce"]
+    communicator, n = groups["world"].queue.communicator, 64 * mpisgd.size()
+    before, calls = (communicator.sent_bytes, communicator.sent_messages), communicator.calls["Allreduce"]
     mpisgd.all_reduce(given(mpisgd.rank(), dtype, (n,)), algorithm=algorithm)
-    sent = (wire.sent_bytes - before[0], wire.sent_messages - before[1])
+    sent = (communicator.sent_bytes - before[0], communicator.sent_messages - before[1])
     chosen = choose_algorithm(groups["world"], algorithm, torch.zeros(n, dtype=dtype))
-    elements, messages = claimed(chosen, wire.rank, wire.size, n)
+    elements, messages = claimed(chosen, communicator.rank, communicator.size, n)
     itemsize = itemsize or (2 if chosen == "all_to_all" else 4)  # halves travel, or float32
     assert sent == (elements * itemsize, messages)
-    assert wire.calls["Allreduce"] - calls == (chosen == "mpi")
+    assert communicator.calls["Allreduce"] - calls == (chosen == "mpi")
 
 
 def test_agreeing_on_an_operation_is_not_counted(groups):
-    wire = groups["world"].queue.wire
-    before = (wire.sent_bytes, wire.sent_messages)
+    communicator = groups["world"].queue.communicator
+    before = (communicator.sent_bytes, communicator.sent_messages)
     mpisgd.barrier()
-    assert (wire.sent_bytes, wire.sent_messages) == before
+    assert (communicator.sent_bytes, communicator.sent_messages) == before
 
 
 def test_an_unknown_algorithm_is_refused():

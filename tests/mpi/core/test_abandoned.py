@@ -21,32 +21,32 @@ NUMEL = 300_000  # more than MPI sends before the receiver has asked for it
 
 @pytest.mark.mpi(min_size=2)
 def test_what_comes_late_is_written_to_memory_that_was_kept(monkeypatch):
-    wire = current_job().wire.duplicate()
-    rank = wire.rank
+    communicator = current_job().communicator.duplicate()
+    rank = communicator.rank
     theirs = torch.full((NUMEL,), -1.0)
     memory = weakref.ref(theirs.untyped_storage())
     if rank == 0:
         with monkeypatch.context() as patch:
             patch.setattr(Backoff, "wait_for", lost)
             with pytest.raises(PeerLost):
-                Link(wire, "test", 5.0).recv(theirs, 1)
+                Link(communicator, "test", 5.0).recv(theirs, 1)
         del theirs
         free_abandoned()
         gc.collect()
         assert memory() is not None
     mpisgd.barrier()
     if rank == 1:
-        Link(wire, "test", 20.0).send(torch.arange(NUMEL, dtype=torch.float32) + rank, 0)
+        Link(communicator, "test", 20.0).send(torch.arange(NUMEL, dtype=torch.float32) + rank, 0)
     if rank == 0:
         kept = memory()
         assert kept is not None
         late = torch.empty(0).set_(kept)
-        assert Backoff(20.0).wait_for(lambda: wire.progress() or late[-1].item() == NUMEL)
+        assert Backoff(20.0).wait_for(lambda: communicator.progress() or late[-1].item() == NUMEL)
         assert torch.equal(late, torch.arange(NUMEL) + 1.0)
         del kept, late
         assert Backoff(20.0).wait_for(lambda: free_abandoned() or gc.collect() < 0 or memory() is None)
     mpisgd.barrier()
-    wire.free()
+    communicator.free()
 
 
 class MatchedRequest:
@@ -65,7 +65,7 @@ class MatchedRequest:
 
 
 def test_the_memory_of_a_receive_that_is_cancelled_too_late_is_kept():
-    messages = PointToPoint(current_job().wire, timeout_s=5.0, threads_allowed=False)
+    messages = PointToPoint(current_job().communicator, timeout_s=5.0, threads_allowed=False)
     tensor, request = torch.zeros(5), MatchedRequest()
     memory = weakref.ref(tensor.untyped_storage())
     message = Message("test", True, (0,), 0)
@@ -92,7 +92,7 @@ def test_a_receive_whose_message_is_there_is_finished_at_the_end(groups):
         mpisgd.send(torch.full((3,), 7.0), 0)
     mpisgd.barrier()
     if mpisgd.rank() == 0:
-        assert Backoff(20.0).wait_for(lambda: messages.wire.progress() or tensor[2].item() == 7.0)
+        assert Backoff(20.0).wait_for(lambda: messages.communicator.progress() or tensor[2].item() == 7.0)
         messages.drain([[]] * mpisgd.size())
         assert work.source == 1
 

@@ -38,11 +38,11 @@ def mpi_is_fastest() -> CostModel:
 def hosts() -> Iterator[Group]:
     leaders = UNEVEN[mpisgd.size()]
     where = arrange(mpisgd.rank(), leaders, [f"host{leader}" for leader in leaders])
-    wire = world().queue.wire.duplicate()
+    communicator = world().queue.communicator.duplicate()
     made = make_group(
         "hosts",
         range(mpisgd.size()),
-        wire,
+        communicator,
         timeout_s=20,
         threads_allowed=True,
         topology=where,

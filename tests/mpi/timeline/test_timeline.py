@@ -89,18 +89,18 @@ def test_who_came_late_is_seen_by_the_others_waiting(path):
 @pytest.mark.mpi(min_size=2)
 def test_clocks_are_compared_by_messages():
     """Other ranks' clocks go wrong on purpose."""
-    wire = world().queue.wire.duplicate()
-    wrong_ns = 3_000_000_000 * wire.rank
+    communicator = world().queue.communicator.duplicate()
+    wrong_ns = 3_000_000_000 * communicator.rank
     mpisgd.barrier()
     results = [
-        offset_by_messages(wire, other, lambda: time.monotonic_ns() + wrong_ns)
-        for other in range(1, wire.size)
-        if wire.rank in (0, other)
+        offset_by_messages(communicator, other, lambda: time.monotonic_ns() + wrong_ns)
+        for other in range(1, communicator.size)
+        if communicator.rank in (0, other)
     ]
     offset_ns, error_ns = results[0]
     everyone(abs(offset_ns + wrong_ns) <= error_ns, f"{offset_ns} +- {error_ns} for {-wrong_ns}")
     everyone(error_ns < 500_000_000)
-    wire.free()
+    communicator.free()
 
 
 def test_a_rank_that_cannot_write_is_named_by_all(tmp_path):

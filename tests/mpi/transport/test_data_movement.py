@@ -179,11 +179,11 @@ def test_dtypes_and_scattered_memory(transport, small_chunks, world, collective,
 
 
 def test_the_transport_is_the_one_that_was_asked_for(transport, world):
-    before = world.queue.wire.calls.total()
+    before = world.queue.communicator.calls.total()
     mpisgd.broadcast(torch.zeros(5), 0)
     mpisgd.reduce(torch.zeros(5), 0)
     mpisgd.all_gather_into_tensor(torch.zeros(5 * world.size), torch.zeros(5))
-    assert world.queue.wire.calls.total() - before == (0 if transport == "node" else 3)
+    assert world.queue.communicator.calls.total() - before == (0 if transport == "node" else 3)
 
 
 @pytest.mark.parametrize("steps", [reduction.reduce_at_root, reduction.reduce_in_parts])

@@ -45,9 +45,9 @@ def emulated(job) -> dict[str, Group]:
     found = {}
     for name, leaders in ARRANGEMENTS.get(mpisgd.size(), {}).items():
         where = arrange(mpisgd.rank(), leaders, [f"host{leader}" for leader in leaders])
-        wire = world().queue.wire.duplicate()
+        communicator = world().queue.communicator.duplicate()
         found[name] = make_group(
-            name, range(mpisgd.size()), wire, timeout_s=30, threads_allowed=True, topology=where
+            name, range(mpisgd.size()), communicator, timeout_s=30, threads_allowed=True, topology=where
         )
     yield found
     for group in found.values():
@@ -149,12 +149,12 @@ def test_disagreement_is_seen_on_every_rank_and_survived(hosts, odd):
 def test_bytes_between_hosts_are_the_fewest_possible(hosts):
     """2 (h - 1) / h of the message leave each host, whatever rank sends them, and the check's few bytes."""
     transport, length = hosts.internode, 3 * CHUNK_BYTES // 4 + 24
-    wire = hosts.queue.wire
-    before = wire.sent_bytes
+    communicator = hosts.queue.communicator
+    before = communicator.sent_bytes
     mpisgd.all_reduce(torch.ones(length), group=hosts, algorithm="hierarchical")
     h = hosts.topology.num_nodes
     total = torch.zeros(h)
-    total[hosts.topology.node_rank] = wire.sent_bytes - before
+    total[hosts.topology.node_rank] = communicator.sent_bytes - before
     mpisgd.all_reduce(total)
     limit = 2 * (h - 1) / h * length * 4
     assert transport is not None

@@ -37,7 +37,7 @@ def opened(request, job):
     where = one_host() if request.param == "one host" else several_hosts()
     if mpisgd.size() == 1 and request.param != "one host":
         pytest.skip("one rank is on one host")
-    store = open_store(world().queue.wire, where, WAIT_S)
+    store = open_store(world().queue.communicator, where, WAIT_S)
     yield request.param, store
     referee().barrier()  # the ranks must not lose their server
 
@@ -103,7 +103,7 @@ def test_a_key_that_nobody_sets_is_an_error_at_the_time_limit(store):
 
 def test_two_stores_share_nothing(opened):
     where = one_host() if opened[0] == "one host" else several_hosts()
-    other = open_store(world().queue.wire, where, WAIT_S)
+    other = open_store(world().queue.communicator, where, WAIT_S)
     opened[1].set(f"only here {mpisgd.rank()}", "x")
     referee().barrier()
     everyone(not any(other.check([f"only here {r}"]) for r in range(mpisgd.size())))
@@ -128,7 +128,7 @@ def sockets_that_listen() -> set[str]:
 
 def test_on_one_host_nothing_listens_and_the_file_is_private():
     before = sockets_that_listen()
-    store = open_store(world().queue.wire, one_host(), WAIT_S)
+    store = open_store(world().queue.communicator, one_host(), WAIT_S)
     everyone(sockets_that_listen() == before)
     modes = [
         os.stat(entry).st_mode & 0o777
@@ -142,7 +142,7 @@ def test_on_one_host_nothing_listens_and_the_file_is_private():
 @pytest.mark.mpi(min_size=2)
 def test_between_hosts_rank_0_listens_on_one_address_and_no_longer_than_the_store_lives():
     before = sockets_that_listen()
-    store = open_store(world().queue.wire, several_hosts(), WAIT_S)
+    store = open_store(world().queue.communicator, several_hosts(), WAIT_S)
     new = sockets_that_listen() - before
     any_address = {"00000000", "0" * 32}
     everyone(len(new) == (mpisgd.rank() == 0), f"{new}")
@@ -167,7 +167,7 @@ def is_heard(endpoint: rendezvous.Endpoint, source: str) -> bool:
 @pytest.mark.mpi(min_size=2)
 def test_a_host_that_is_not_of_the_job_is_not_heard(monkeypatch):
     monkeypatch.setattr(rendezvous, "local_addresses", lambda: ["127.0.0.2"])
-    store = open_store(world().queue.wire, several_hosts(), WAIT_S)
+    store = open_store(world().queue.communicator, several_hosts(), WAIT_S)
     assert isinstance(store, dist.TCPStore)
     endpoint = rendezvous.Endpoint(store.host, store.port)
     everyone(not is_heard(endpoint, "127.0.0.9"), "a stranger was")
@@ -182,7 +182,7 @@ def test_an_address_that_not_all_ranks_reach_is_not_taken(monkeypatch):
     monkeypatch.setattr(rendezvous, "local_addresses", lambda: addresses)
     probe, last = rendezvous._probe, mpisgd.rank() == mpisgd.size() - 1
     monkeypatch.setattr(rendezvous, "_probe", lambda endpoints, token: probe(endpoints[last:], token))
-    listener = rendezvous.find_listener(world().queue.wire)
+    listener = rendezvous.find_listener(world().queue.communicator)
     everyone(listener.endpoint.address == "127.0.0.3", f"{listener}")
     if listener.socket is not None:
         listener.socket.close()
@@ -194,7 +194,7 @@ def test_hosts_that_cannot_reach_each_other_are_told_so(monkeypatch):
     if mpisgd.rank() == 1:
         monkeypatch.setattr(rendezvous, "_probe", lambda endpoints, token: {})
     with raises_everywhere(mpisgd.Unreachable) as caught:
-        open_store(world().queue.wire, several_hosts(), WAIT_S)
+        open_store(world().queue.communicator, several_hosts(), WAIT_S)
     others = mpisgd.size() - 1
     everyone(f"127.0.0.2 ({others - 1} of {others})" in caught.text, caught.text)
 
@@ -210,4 +210,4 @@ def test_a_stranger_at_the_door_is_not_counted(monkeypatch):
             rendezvous, "_probe", lambda endpoints, token: probe(endpoints, bytes(len(token)))
         )
     with raises_everywhere(mpisgd.Unreachable):
-        rendezvous.find_listener(world().queue.wire)
+        rendezvous.find_listener(world().queue.communicator)

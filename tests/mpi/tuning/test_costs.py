@@ -30,9 +30,9 @@ def profile(mpi_s: float, node_s: float):
 @pytest.fixture
 def found(groups):
     """Find costs as `init()` does; and what this rank would warn of."""
-    wire = world().queue.wire.duplicate()
-    yield lambda: find_costs(wire, topology().ranks_per_host)
-    wire.free()
+    communicator = world().queue.communicator.duplicate()
+    yield lambda: find_costs(communicator, topology().ranks_per_host)
+    communicator.free()
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ class Network:
         self.inboxes: dict[int, list[tuple[int, int, bytes]]] = defaultdict(list)
 
 
-class FakeWire:
+class FakeCommunicator:
     """A communicator of one rank on which every message arrives at once."""
 
     def __init__(self, network: Network, rank: int) -> None:
@@ -57,7 +57,7 @@ def shm_mailboxes(size: int) -> list[ShmMailbox]:
 def mpi_mailboxes(size: int) -> list[MpiMailbox]:
     """Every rank on a host of its own."""
     network = Network()
-    return [MpiMailbox(FakeWire(network, rank), set(range(size)) - {rank}) for rank in range(size)]
+    return [MpiMailbox(FakeCommunicator(network, rank), set(range(size)) - {rank}) for rank in range(size)]
 
 
 @pytest.fixture(params=[shm_mailboxes, mpi_mailboxes], ids=["memory", "messages"])
@@ -239,7 +239,7 @@ def test_a_question_says_who_asks_and_how_thoroughly():
 
 
 class Freed:
-    """A wire whose communicator has been given back: MPI ends the job of whoever uses it."""
+    """A communicator that has been freed: MPI ends the job of whoever uses it."""
 
     def __getattr__(self, name: str) -> object:
         raise AssertionError(f"{name} of a communicator that is no more")

@@ -13,7 +13,7 @@ from mpisgd.errors import CollectiveTimeout
 from mpisgd.transport.internode.transport import CHUNK_BYTES, InternodeTransport
 
 
-class SilentWire:
+class SilentCommunicator:
     """A communicator of two ranks, one of which never answers."""
 
     rank, size, global_ranks = 0, 2, (0, 1)
@@ -40,9 +40,9 @@ class SilentWire:
 @pytest.mark.parametrize("num_chunks", [1, 3, 6])
 def test_the_memory_of_every_chunk_in_flight_is_kept_when_the_time_is_over(num_chunks):
     """The requests of later chunks were not abandoned: their memory could be freed before MPI wrote to it."""
-    wire, where = SilentWire(), arrange(0, [0, 1], ["host0", "host1"])
+    communicator, where = SilentCommunicator(), arrange(0, [0, 1], ["host0", "host1"])
     transport = InternodeTransport(
-        wire,  # type: ignore[arg-type]
+        communicator,  # type: ignore[arg-type]
         where,
         None,
         None,
@@ -52,6 +52,6 @@ def test_the_memory_of_every_chunk_in_flight_is_kept_when_the_time_is_over(num_c
     )
     with pytest.raises(CollectiveTimeout):
         transport.all_reduce_now(torch.zeros(num_chunks * CHUNK_BYTES // 4), ReduceOp.SUM)
-    assert wire.started
-    assert wire.abandoned == wire.started
-    assert len(wire.kept) == 1
+    assert communicator.started
+    assert communicator.abandoned == communicator.started
+    assert len(communicator.kept) == 1

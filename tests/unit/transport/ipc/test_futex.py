@@ -14,7 +14,7 @@ LONG_S = 30.0
 
 
 class Alone:
-    """The wire of a single rank."""
+    """The communicator of a single rank."""
 
     rank, size = 0, 1
 
