@@ -1,6 +1,8 @@
 """Measured rows as PNG files."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -9,9 +11,10 @@ from mpisgd.errors import JobError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 __all__ = ["PLOTS", "need_matplotlib"]
+
+Row = dict[str, Any]
 
 NUM_COLUMNS = 4
 # Ours stand out, and a variant has the same colour in every panel.
@@ -31,21 +34,18 @@ def need_matplotlib() -> None:
 
 def plot_collectives(path: Path, record: dict[str, Any]) -> None:
     """Draw time over size for each collective, the limit dashed."""
-    rows = record["rows"]
-    panels = list(dict.fromkeys((row["collective"], row["dtype"]) for row in rows))
-    names = list(dict.fromkeys(row["variant"] for row in rows if row["variant"] not in BOUNDS))
-    figure, axes = _figure(len(panels), record)
-    for ax, (collective, dtype) in zip(axes, panels, strict=False):
-        here = [row for row in rows if (row["collective"], row["dtype"]) == (collective, dtype)]
-        for name in [*names, *BOUNDS]:
-            _draw_line(ax, name, names, [row for row in here if row["variant"] == name])
-        _label_sizes(ax, sorted({row["bytes"] for row in here}))
-        ax.set(title=f"{collective}, {dtype}", yscale="log", ylabel="microseconds (median, range)")
-        ax.grid(alpha=0.25, which="major")
-    _finish(figure, axes, path)
+    variants = (row["variant"] for row in record["rows"])
+    names = list(dict.fromkeys(name for name in variants if name not in BOUNDS))
+    with _panels(path, record, "collective", "dtype") as panels:
+        for ax, here in panels:
+            for name in [*names, *BOUNDS]:
+                _draw_line(ax, name, names, [row for row in here if row["variant"] == name])
+            _label_sizes(ax, sorted({row["bytes"] for row in here}))
+            ax.set(yscale="log", ylabel="microseconds (median, range)")
+            ax.grid(alpha=0.25, which="major")
 
 
-def _draw_line(ax: "Axes", name: str, names: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
+def _draw_line(ax: "Axes", name: str, names: Sequence[str], rows: Sequence[Row]) -> None:
     if not rows:
         return
     x = [row["bytes"] for row in rows]
@@ -94,18 +94,15 @@ BARS = {
 
 def plot_bars(path: Path, record: dict[str, Any]) -> None:
     """Draw the median of each variant as a multiple of the base."""
-    rows, bars = record["rows"], BARS[record["kind"]]
-    names = list(dict.fromkeys(row[bars.panel] for row in rows))
-    figure, axes = _figure(len(names), record)
-    for ax, name in zip(axes, names, strict=False):
-        here = [row for row in rows if row[bars.panel] == name]
-        base = here[0][f"median_{bars.unit}"] / here[0][bars.ratio]
-        ax.set(title=name, xlabel=f"x {bars.base}, {bars.as_text(base)} (median, range)")
-        _draw_bars(ax, here, bars.unit, base)
-    _finish(figure, axes, path, legend=False)
+    bars = BARS[record["kind"]]
+    with _panels(path, record, bars.panel) as panels:
+        for ax, here in panels:
+            base = here[0][f"median_{bars.unit}"] / here[0][bars.ratio]
+            ax.set(xlabel=f"x {bars.base}, {bars.as_text(base)} (median, range)")
+            _draw_bars(ax, here, bars.unit, base)
 
 
-def _draw_bars(ax: "Axes", rows: Sequence[dict[str, Any]], unit: str, base: float) -> None:
+def _draw_bars(ax: "Axes", rows: Sequence[Row], unit: str, base: float) -> None:
     """Draw a bar for each row, the first on top: its median over `base`, and its range."""
     rows = rows[::-1]
     middle, low, high = (
@@ -133,50 +130,49 @@ def plot_scaling(path: Path, record: dict[str, Any]) -> None:
     """Draw examples per second over ranks, log-log, with the line of perfect scaling."""
     from matplotlib.ticker import LogFormatter
 
-    rows = record["rows"]
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    names = sorted({row["variant"] for row in rows}, key=lambda name: name != "mpisgd")
-    figure, axes = _figure(len(models), record)
-    for ax, model in zip(axes, models, strict=False):
-        here = [row for row in rows if row["model"] == model]
-        counts = sorted({row["ranks"] for row in here})
-        for name in names:
-            mine = [row for row in here if row["variant"] == name]
-            x, y = [row["ranks"] for row in mine], [row["examples_per_s"] for row in mine]
-            ax.plot(x, y, marker="o", color=COLOURS[names.index(name) % len(COLOURS)], label=name)
-        first = max(row["examples_per_s"] / row["speed_up"] for row in here)
-        ax.plot(counts, [first * count for count in counts], "--", color="black", label="perfect", zorder=1)
-        ax.set_xscale("log", base=2)
-        ax.set_xticks(counts, [str(count) for count in counts])
-        ax.minorticks_off()
-        ax.set(title=model, yscale="log", xlabel="ranks", ylabel="examples per second")
-        ax.yaxis.set_major_formatter(LogFormatter())
-        ax.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1, 0.5)))  # as plain numbers
-    _finish(figure, axes, path)
+    names = sorted({row["variant"] for row in record["rows"]}, key=lambda name: name != "mpisgd")
+    with _panels(path, record, "model") as panels:
+        for ax, here in panels:
+            counts = sorted({row["ranks"] for row in here})
+            for name, colour in zip(names, itertools.cycle(COLOURS), strict=False):
+                mine = [row for row in here if row["variant"] == name]
+                x, y = [row["ranks"] for row in mine], [row["examples_per_s"] for row in mine]
+                ax.plot(x, y, marker="o", color=colour, label=name)
+            first = max(row["examples_per_s"] / row["speed_up"] for row in here)
+            perfect = [first * count for count in counts]
+            ax.plot(counts, perfect, "--", color="black", label="perfect", zorder=1)
+            ax.set_xscale("log", base=2)
+            ax.set_xticks(counts, [str(count) for count in counts])
+            ax.minorticks_off()
+            ax.set(yscale="log", xlabel="ranks", ylabel="examples per second")
+            ax.yaxis.set_major_formatter(LogFormatter())
+            ax.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1, 0.5)))  # as plain numbers
 
 
-def _figure(num_panels: int, record: dict[str, Any]) -> tuple["Figure", list["Axes"]]:
+@contextlib.contextmanager
+def _panels(path: Path, record: dict[str, Any], *fields: str) -> Iterator["list[tuple[Axes, list[Row]]]"]:
+    """Yield axes for the rows of each value of `fields`, and write the file when they are drawn."""
     from matplotlib import pyplot
 
-    columns = min(max(num_panels, 1), NUM_COLUMNS)
-    num_rows = -(-num_panels // columns) or 1
+    panels: dict[str, list[Row]] = {}
+    for row in record["rows"]:
+        panels.setdefault(", ".join(row[field] for field in fields), []).append(row)
+    columns = min(max(len(panels), 1), NUM_COLUMNS)
+    num_rows = -(-len(panels) // columns) or 1
     figure, grid = pyplot.subplots(
         num_rows, columns, figsize=(5 * columns, 4 * num_rows + 0.6), squeeze=False, layout="constrained"
     )
     axes = list(grid.flat)
-    for ax in axes[num_panels:]:
+    for ax in axes[len(panels) :]:
         ax.set_visible(False)
+    for ax, title in zip(axes, panels, strict=False):
+        ax.set(title=title)
     figure.suptitle(record["title"], fontsize=10)
-    return figure, axes
-
-
-def _finish(figure: "Figure", axes: Sequence["Axes"], path: Path, *, legend: bool = True) -> None:
-    from matplotlib import pyplot
-
-    if legend:
-        labelled = {
-            label: line for ax in axes for line, label in zip(*ax.get_legend_handles_labels(), strict=True)
-        }
+    yield list(zip(axes, panels.values(), strict=False))
+    labelled = {
+        label: line for ax in axes for line, label in zip(*ax.get_legend_handles_labels(), strict=True)
+    }
+    if labelled:
         figure.legend(
             list(labelled.values()), list(labelled), loc="outside lower center", ncols=6, frameon=False
         )

@@ -5,7 +5,6 @@ the first rank of a host, which polls for it every few milliseconds while it sle
 """
 
 import contextlib
-import os
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +39,8 @@ class WakeUp:
         self._communicator = communicator
         self._mine = topology.local_rank
         segment = open_segment(local, PAGE)
-        self._segment: Segment = segment if segment is not None else _private_segment(local.size)
+        # Where the host's ranks cannot share any, memory of this process alone.
+        self._segment: Segment = segment if segment is not None else Segment(-1, PAGE, local.size)
         self._unshared = segment is None  # then all ranks are woken by messages
         self._words = memoryview(self._segment.memory).cast("Q")
         self._futex = Futex(self._segment)
@@ -130,12 +130,3 @@ class WakeUp:
             with contextlib.suppress(MpisgdError):
                 self._communicator.cancel(self._request, self._inbox)
         self._request = None
-
-
-def _private_segment(size: int) -> Segment:
-    """Return memory of this process alone, where the host's ranks cannot share any."""
-    fd = os.memfd_create("mpisgd")
-    os.ftruncate(fd, PAGE * size)
-    segment = Segment(fd, PAGE, size)
-    os.close(fd)
-    return segment
