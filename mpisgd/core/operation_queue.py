@@ -63,7 +63,7 @@ class _Submission(NamedTuple):
 
 
 class RunningOperation(NamedTuple):
-    """The operation that a queue runs now, who called it where, and on which thread."""
+    """The operation that a queue runs now, its call site, and its thread."""
 
     operation: Operation
     site: Callable[[], str]

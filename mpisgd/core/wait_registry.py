@@ -1,10 +1,10 @@
 """What the engine reports about its waits: the one interface between it and whoever monitors it.
 
 Engine                                             Monitor
-    register / unregister: a thread waits              registered: who waits, for how long
+    register / unregister: a thread waits              registered: what waits, for how long
     waiting_for: the same, as a context manager        cancel: end a wait with an error
     cancel_error: has the wait been cancelled?         on_timeout: set it to report timeouts
-    report_timeout: who was missing at a timeout       mpi_calls, has_communicated, workers: read them
+    report_timeout: the ranks missing at a timeout     mpi_calls, has_communicated, workers: read them
     mpi_calls: blocking MPI calls under way
     mark_communicating: this thread calls operations
     workers: threads that sleep until there is work
