@@ -71,12 +71,12 @@ def _mine(groups: Sequence[Group]) -> Group | None:
     return next((group for group in groups if group.rank >= 0), None)
 
 
-def to_measure(ranks_per_host: Sequence[int], *, plane: bool, direct: bool = False) -> list[Curve]:
+def to_measure(ranks_per_host: Sequence[int], *, shared_memory: bool, direct: bool = False) -> list[Curve]:
     """Return what is worth measuring there, as curves without segments.
 
     Args:
         ranks_per_host: of the ranks.
-        plane: whether those of a host share memory.
+        shared_memory: whether those of a host share memory.
         direct: whether they can reach each other's.
     """
     names = ["mpi", "all_to_all"]
@@ -85,9 +85,9 @@ def to_measure(ranks_per_host: Sequence[int], *, plane: bool, direct: bool = Fal
         ours = [("hierarchical", num_leaders) for num_leaders in sorted({1, min(ranks_per_host)})]
     else:
         ours = [("node", 1), *([("direct", 1)] if direct else [])]
-    known = [*(ours if plane else []), *((name, 1) for name in names)]
+    known = [*(ours if shared_memory else []), *((name, 1) for name in names)]
     reducing = [Curve(name, half, num_leaders=num_leaders) for half in DTYPES for name, num_leaders in known]
-    if len(ranks_per_host) > 1 or not plane:
+    if len(ranks_per_host) > 1 or not shared_memory:
         return reducing
     return reducing + [
         Curve(name, False, collective=collective) for collective in TUNED for name in HOST_TRANSPORTS
@@ -138,9 +138,9 @@ def _free_choice(group: Group | None) -> Iterator[None]:
 
 def _pass(place: RankSet, budget_s: float, last_bytes: int, best: Best, report: Report) -> None:
     """Go through the sizes once, as far as the time suffices; put better medians into `best`."""
-    plane = _everywhere(_has_plane(place.group))
+    shared_memory = _everywhere(_has_shared_memory(place.group))
     direct = _everywhere(place.group is None or can_use_cma(place.group))
-    wanted = to_measure(place.ranks_per_host, plane=plane, direct=direct)
+    wanted = to_measure(place.ranks_per_host, shared_memory=shared_memory, direct=direct)
     sizes = powers(FIRST_BYTES, max(last_bytes, LEAST_BYTES), FACTOR)
     used_s = 0.0
     for done, nbytes in enumerate(sizes):
@@ -177,7 +177,7 @@ def _fastest(wanted: Sequence[Curve], best: Best, nbytes: int, purpose: tuple[st
     return min(best[curve][nbytes] for curve in wanted if curve.purpose == purpose)
 
 
-def _has_plane(group: Group | None) -> bool:
+def _has_shared_memory(group: Group | None) -> bool:
     return group is None or group.shm is not None or group.internode is not None
 
 

@@ -174,17 +174,17 @@ def uses(ranks: Sequence[RankInfo]) -> dict[str, str]:
     can = "yes" if level == "MULTIPLE" else "no"
     return {
         "async operations": f"{can}, thread level {level}",
-        "CPU tensors": _cpu_plane(ranks),
+        "CPU tensors": _cpu_transport(ranks),
         "all_reduce": _costs(ranks),
-        "GPU tensors": _device_plane(ranks),
-        "half types": "float16 and bfloat16 are summed in float32",
-        "crowded hosts": _crowding(ranks),
-        "time limit": f"operations wait {timeout_s():g} s for other ranks (MPISGD_TIMEOUT_S)",
+        "GPU tensors": _device_transport(ranks),
+        "half precision": "float16 and bfloat16 are summed in float32",
+        "oversubscribed": _oversubscription(ranks),
+        "timeout": f"operations wait {timeout_s():g} s for other ranks (MPISGD_TIMEOUT_S)",
         "a lost rank": "ends the job; mpisgd.elastic can go on without it (docs/elastic.md)",
     }
 
 
-def _cpu_plane(ranks: Sequence[RankInfo]) -> str:
+def _cpu_transport(ranks: Sequence[RankInfo]) -> str:
     if len(ranks) == 1:
         return "one rank: nothing travels"
     if all("hierarchical" in rank.planes for rank in ranks):
@@ -196,15 +196,15 @@ def _cpu_plane(ranks: Sequence[RankInfo]) -> str:
     return "through MPI (no shared memory between the ranks)"
 
 
-def _device_plane(ranks: Sequence[RankInfo]) -> str:
+def _device_transport(ranks: Sequence[RankInfo]) -> str:
     if not any(rank.own_gpu for rank in ranks):
         return "no rank has a GPU"
-    seats = [
+    devices = [
         DeviceFacts(rank.host, rank.node, rank.own_gpu, rank.has_nccl, rank.cuda_aware) for rank in ranks
     ]
     wanted = ranks[0].gpu_wanted
     try:
-        selection = choose(wanted, seats, [rank.rank for rank in ranks])
+        selection = choose(wanted, devices, [rank.rank for rank in ranks])
     except InvalidArgument as exc:
         return f"an error: {exc}"
     why = f": {selection.reason}" if selection.reason else ""
@@ -218,12 +218,12 @@ def _costs(ranks: Sequence[RankInfo]) -> str:
     return f"chooses by the profile {source}"
 
 
-def _crowding(ranks: Sequence[RankInfo]) -> str:
-    crowded = [here for here in hosts(ranks) if len(here) > max(rank.cores_for_job for rank in here)]
-    if not crowded:
+def _oversubscription(ranks: Sequence[RankInfo]) -> str:
+    oversubscribed = [here for here in hosts(ranks) if len(here) > max(rank.cores_for_job for rank in here)]
+    if not oversubscribed:
         return "none, every rank has a core"
     environment = {**ranks[0].set_before, **ranks[0].set_by_mpisgd}
-    names = ", ".join(here[0].host for here in crowded)
+    names = ", ".join(here[0].host for here in oversubscribed)
     if ranks[0].mpi is None or not ranks[0].mpi.library.startswith("Open MPI"):
         return f"{names}: more ranks than cores"
     yields = environment.get("OMPI_MCA_mpi_yield_when_idle", "0") not in ("0", "false")

@@ -1,9 +1,9 @@
 """Run a Typer application as one program spread over the ranks of a job.
 
 Under `mpirun -n 8` a mistyped option would be reported eight times, and `--help` printed eight times.
-Here the first rank speaks for all, as the launcher numbers them: the command line is read long before MPI
+Here the rank that the launcher numbers 0 reports for all: the command line is read long before MPI
 starts. A launcher ends the whole job as soon as one process fails, so the others, who fail at the same
-moment, first give the speaker time to be heard.
+moment, wait first, so that its message is printed.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ __all__ = ["run_program"]
 
 # How long the other ranks wait before they fail too. The first rank may be slower to load its libraries;
 # where the launcher ends the job with its first failure, as mpirun does, nobody waits this long.
-SPEAKER_TIME_S = 10.0
+FIRST_REPORT_S = 10.0
 
 # Typer stopped building on click, so the class is reached in the way that both have in common.
 UsageError: type[Any] = next(cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "ClickException")
@@ -44,7 +44,7 @@ def run_program(app: typer.Typer, *, prog_name: str | None = None) -> None:
     """
     prog_name = prog_name or Path(sys.argv[0]).name
     command = typer.main.get_command(app)
-    if not _is_speaker():
+    if not _is_reporting_rank():
         _parse_in_silence(command)
     try:
         with command.make_context(prog_name, sys.argv[1:]) as context:
@@ -59,7 +59,7 @@ def run_program(app: typer.Typer, *, prog_name: str | None = None) -> None:
         _end(prog_name, exc, same_everywhere=False)
 
 
-def _is_speaker() -> bool:
+def _is_reporting_rank() -> bool:
     return launcher_rank() in (None, 0)
 
 
@@ -96,23 +96,23 @@ def _end(prog_name: str, error: JobError, *, same_everywhere: bool) -> NoReturn:
         prog_name: what the message begins with.
         error: what ends the program.
         same_everywhere: every rank has met it. Otherwise this rank may be the only one, and then it
-            speaks too once the first has had its time.
+            prints too, after a wait for the first.
     """
     if _in_job():
         raise error
-    if _is_speaker():
+    if _is_reporting_rank():
         _print_error(f"{prog_name}: error: {error}")
     elif not same_everywhere:
-        time.sleep(SPEAKER_TIME_S)
+        time.sleep(FIRST_REPORT_S)
         _print_error(f"{prog_name}: error on rank {launcher_rank()}: {error}")
         sys.exit(error.exit_code)
     _exit(error.exit_code)
 
 
 def _exit(code: int) -> NoReturn:
-    """Exit with `code`; where that would cut the speaker short, after it has had its time."""
-    if code != 0 and not _is_speaker() and not _in_job():
-        time.sleep(SPEAKER_TIME_S)
+    """Exit with `code`; where that would end the job before the reporting rank has printed, after a wait."""
+    if code != 0 and not _is_reporting_rank() and not _in_job():
+        time.sleep(FIRST_REPORT_S)
     sys.exit(code)
 
 

@@ -229,7 +229,7 @@ class ConsistencyCheck:
         return self._checker.text_of(self._operation)
 
     def _who_is_missing(self, backoff: Backoff) -> str:
-        checker, seen = self._checker, f" ({backoff.verdict})" if backoff.verdict else ""
+        checker, seen = self._checker, f" ({backoff.missing})" if backoff.missing else ""
         return (
             f"{self._what} at {self._site()}: rank {checker.me} (group '{checker.name}', operation "
             f"{checker.number}) has waited {backoff.waited_s:.1f} s for "

@@ -101,14 +101,14 @@ class Backoff:
     """One wait: `wait_for(ready)` until it holds or `limit_s` seconds are over.
 
     Attributes:
-        verdict: which ranks were missing at the timeout, as far as they could tell.
+        missing: which ranks were missing at the timeout, as far as they could tell.
         quiet: whether the timeout is not reported, since the caller goes on.
     """
 
     def __init__(self, limit_s: float, *, quiet: bool = False) -> None:
         self.limit_s = limit_s
         self.quiet = quiet
-        self.verdict = ""
+        self.missing = ""
         self.started = time.monotonic()
 
     @property
@@ -141,7 +141,7 @@ class Backoff:
                 waited = self.waited_s
                 if waited >= self.limit_s:
                     if noted and not self.quiet:
-                        self.verdict = wait_registry.report_timeout()
+                        self.missing = wait_registry.report_timeout()
                     return False
                 if waited >= REGISTER_S:
                     if not noted:

@@ -100,7 +100,7 @@ class GradientExchange:
         params: of which some may never have a gradient.
         names: theirs, which must be the same on all ranks too.
         groups: lists of indices that travel together; what is in none is packed by size.
-        terms: how.
+        options: how.
     """
 
     def __init__(
@@ -109,13 +109,13 @@ class GradientExchange:
         params: Sequence[Tensor],
         names: Sequence[str],
         groups: Sequence[Sequence[int]],
-        terms: ExchangeOptions,
+        options: ExchangeOptions,
     ) -> None:
         self._label = label
         self._params = params
         self._names = names
         self._groups = groups
-        self._terms = terms
+        self._options = options
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -152,7 +152,7 @@ class GradientExchange:
 
     def _sends_early(self) -> bool:
         """Return whether gradients can be sent during backward without slowing it down."""
-        set_id = self._terms.process_set.process_set_id
+        set_id = self._options.process_set.process_set_id
         assert set_id is not None
         return engine().spans_hosts(set_id) or any(map(on_device, self._params))
 
@@ -172,7 +172,7 @@ class GradientExchange:
         else:
             for place in left:
                 self._send([place], f"{self._label}.{place}")
-        if self._terms.keep_none:
+        if self._options.keep_none:
             self._ask_which_exist()
 
     @torch.no_grad()
@@ -212,17 +212,17 @@ class GradientExchange:
         """Send buckets as one operation."""
         if not places:
             return
-        terms = self._terms
-        pairs = [terms.compression.compress(self._loaded(place)) for place in places]
+        options = self._options
+        pairs = [options.compression.compress(self._loaded(place)) for place in places]
         wires = [wire for wire, _ in pairs]
-        prescale, postscale = terms.factors
+        prescale, postscale = options.factors
         request = submission.make_request(
             "allreduce",
             name,
             wires,
-            terms.process_set,
+            options.process_set,
             in_place=True,
-            op=name_of(terms.op),
+            op=name_of(options.op),
             prescale=prescale,
             postscale=postscale,
             about=self._plan.about,
@@ -240,7 +240,7 @@ class GradientExchange:
         """Bring this rank's gradients into a bucket, and return what travels."""
         load = self._plan.loads[place]
         grads = [self._params[index].grad for index in load.bucket.indices]
-        if self._terms.sparse_as_dense:
+        if self._options.sparse_as_dense:
             grads = [self._dense(index, grad) for index, grad in zip(load.bucket.indices, grads, strict=True)]
         kinds = load.load(copy_aliased(load, grads, self._step.addresses))
         if SPARSE in kinds:
@@ -263,7 +263,7 @@ class GradientExchange:
         handles.synchronize(sent.handle)
         for place, wire, context in zip(sent.places, sent.wires, sent.contexts, strict=True):
             flat = self._plan.loads[place].flat
-            arrived = self._terms.compression.decompress(wire, context)
+            arrived = self._options.compression.decompress(wire, context)
             if arrived.data_ptr() != flat.data_ptr():
                 flat.copy_(arrived)
 
@@ -272,7 +272,7 @@ class GradientExchange:
     def _ask_which_exist(self) -> None:
         mine = torch.tensor([param.grad is not None for param in self._params])
         name = f"{self._label}.exist"
-        handle = allreduce_async_(mine, None, name, Sum, process_set=self._terms.process_set)
+        handle = allreduce_async_(mine, None, name, Sum, process_set=self._options.process_set)
         self._step.exist = handle, mine
 
     def _exist_somewhere(self) -> Sequence[bool]:
@@ -290,8 +290,8 @@ class GradientExchange:
         return f"{self._label}.{self._names[index]}.{self._num_steps % 2}"
 
     def _send_sparse(self, index: int, grad: Tensor) -> None:
-        name, terms = self._sparse_name(index), self._terms
-        handle = sparse_allreduce_async(grad, name, terms.op, terms.process_set)
+        name, options = self._sparse_name(index), self._options
+        handle = sparse_allreduce_async(grad, name, options.op, options.process_set)
         self._step.sparse[index] = grad.sparse_dim(), handle
 
     def _as_sparse(self, index: int, sparse_dim: int) -> Tensor:
@@ -306,7 +306,7 @@ class GradientExchange:
 
         Others have submitted theirs before the buckets of these parameters, which have arrived.
         """
-        sent_by_others = sparse_dims_sent_by_others(self._terms.process_set, f"{self._label}.")
+        sent_by_others = sparse_dims_sent_by_others(self._options.process_set, f"{self._label}.")
         if not sent_by_others:
             return
         for index, param in enumerate(self._params):

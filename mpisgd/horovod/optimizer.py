@@ -92,13 +92,13 @@ def DistributedOptimizer(
     if num_groups:
         warnings.warn("Parameter `num_groups` has been replaced by `groups`", DeprecationWarning, 2)
         groups = num_groups if groups is None else groups
-    terms = ExchangeOptions(
+    options = ExchangeOptions(
         op, compression, gradient_predivide_factor, sparse_as_dense, keep_none, process_set
     )
     kind = type(optimizer)
     optimizer.__class__ = type(kind.__name__, (_DistributedOptimizer, kind), {})
     assert isinstance(optimizer, _DistributedOptimizer)
-    optimizer._set_up(named, groups, backward_passes_per_step, terms)
+    optimizer._set_up(named, groups, backward_passes_per_step, options)
     return optimizer
 
 
@@ -170,11 +170,11 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         named: list[tuple[str, Tensor]],
         groups: int | Sequence[Sequence[Tensor]] | None,
         passes: int,
-        terms: ExchangeOptions,
+        options: ExchangeOptions,
     ) -> None:
         self._parameter_names = {param: name for name, param in named}
-        self._groups, self._terms = groups, terms
-        self._label = f"gradients.{_number_in(terms.process_set)}"
+        self._groups, self._options = groups, options
+        self._label = f"gradients.{_number_in(options.process_set)}"
         self.backward_passes_per_step = passes
         self._synchronized = self._synchronized_for_scaler = False
         self._should_synchronize = True
@@ -184,7 +184,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     def _cover_new_ones(self) -> None:
         """Exchange the gradients of those parameters that are trained and not covered yet."""
-        if not self._terms.process_set.included() or rank_info.size() == 1:
+        if not self._options.process_set.included() or rank_info.size() == 1:
             return
         known = {id(param) for covered in self._covered for param in covered.params}
         params = [param for group in self.param_groups for param in group["params"]]
@@ -193,7 +193,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             return
         names = [self._parameter_names[param] for param in new]
         label = self._label + f".{len(self._covered)}" * bool(self._covered)
-        exchange = GradientExchange(label, new, names, _indices(self._groups, new), self._terms)
+        exchange = GradientExchange(label, new, names, _indices(self._groups, new), self._options)
         self._covered.append(covered := _Covered(new, exchange, [self.backward_passes_per_step] * len(new)))
         for index, param in enumerate(new):
             param.register_post_accumulate_grad_hook(covered.hook(index))

@@ -37,7 +37,7 @@ def test_a_profile_is_measured_and_found_by_the_next_job(tmp_path):
     path = tmp_path / "mpisgd" / "profile-2.json"
     assert done.stdout.splitlines()[0].strip() == "2 ranks on one host"
     assert done.stdout.count(f"written to {path}") == 1
-    for purpose in ("all_reduce", "all_reduce of half types", "broadcast", "all_gather", "all_to_all"):
+    for purpose in ("all_reduce", "all_reduce of half precision", "broadcast", "all_gather", "all_to_all"):
         assert done.stdout.count(f"2 ranks on one host, {purpose}: ") == 1
 
     page = json.loads(path.read_text())

@@ -83,5 +83,5 @@ def _where(ranks_per_host: Sequence[int]) -> str:
 
 
 def _purpose(collective: str, half: bool) -> str:
-    """Return `all_reduce`, `all_reduce of half types`."""
-    return f"{collective} of half types" if half else collective
+    """Return `all_reduce`, `all_reduce of half precision`."""
+    return f"{collective} of half precision" if half else collective

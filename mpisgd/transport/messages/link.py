@@ -63,7 +63,7 @@ class Link:
             if not in_time:
                 self._communicator.abandon(requests, (sends, receives))
         if not in_time:
-            names, seen = self._communicator.global_ranks, f": {backoff.verdict}" if backoff.verdict else ""
+            names, seen = self._communicator.global_ranks, f": {backoff.missing}" if backoff.missing else ""
             partners = sorted({names[rank] for rank, _ in sends + receives})
             raise CollectiveTimeout(
                 f"{self._name}: rank {names[self.rank]} has waited {backoff.waited_s:.1f} s in the middle "

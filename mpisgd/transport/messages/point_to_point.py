@@ -265,7 +265,7 @@ class MessageWork(Work):
         with tracing.blocked(self.name):
             through = backoff.wait_for(self.is_completed, about=self._wait_reason)
         if not through:
-            seen = f" ({backoff.verdict})" if backoff.verdict else ""
+            seen = f" ({backoff.missing})" if backoff.missing else ""
             communicator = self._point_to_point.communicator
             rank = communicator.global_ranks[communicator.rank]
             raise CollectiveTimeout(

@@ -11,10 +11,11 @@ import torch
 import mpisgd
 from mpisgd.core.waiting import Backoff
 from mpisgd.errors import PeerLost
-from mpisgd.job.lifecycle import current_job, free_abandoned
+from mpisgd.job.lifecycle import current_job
 from mpisgd.monitor.rank_state import Message
 from mpisgd.transport.messages.link import Link
 from mpisgd.transport.messages.point_to_point import MessageWork, PointToPoint
+from mpisgd.transport.mpi import free_abandoned
 
 NUMEL = 300_000  # more than MPI sends before the receiver has asked for it
 

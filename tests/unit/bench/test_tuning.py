@@ -15,8 +15,8 @@ from mpisgd.tuning import CostModel, Curve, LineSegment, MeasuredCurves
 FAST, SLOW, OTHER = Curve("node", False), Curve("ring", False), Curve("mpi", True)
 
 
-def names(ranks, *, plane, half, direct=False):
-    found = to_measure(ranks, plane=plane, direct=direct)
+def names(ranks, *, shared_memory, half, direct=False):
+    found = to_measure(ranks, shared_memory=shared_memory, direct=direct)
     return {(way.algorithm, way.num_leaders) for way in found if way.purpose == ("all_reduce", half)}
 
 
@@ -24,25 +24,29 @@ def names(ranks, *, plane, half, direct=False):
 def test_every_algorithm_that_may_win_is_measured(half):
     hosts = {("mpi", 1), ("all_to_all", 1), ("ring", 1), ("halving_doubling", 1)}
     alone = {("node", 1), ("mpi", 1), ("all_to_all", 1)}
-    assert names([4], plane=True, half=half) == alone
-    assert names([4], plane=True, half=half, direct=True) == alone | {("direct", 1)}
-    assert names([4], plane=False, half=half) == {("mpi", 1), ("all_to_all", 1)}
-    assert names([4, 3], plane=True, half=half) == hosts | {("hierarchical", 1), ("hierarchical", 3)}
-    assert names([1, 1], plane=True, half=half) == hosts | {("hierarchical", 1)}
-    assert names([2, 2], plane=False, half=half) == hosts
+    assert names([4], shared_memory=True, half=half) == alone
+    assert names([4], shared_memory=True, half=half, direct=True) == alone | {("direct", 1)}
+    assert names([4], shared_memory=False, half=half) == {("mpi", 1), ("all_to_all", 1)}
+    assert names([4, 3], shared_memory=True, half=half) == hosts | {("hierarchical", 1), ("hierarchical", 3)}
+    assert names([1, 1], shared_memory=True, half=half) == hosts | {("hierarchical", 1)}
+    assert names([2, 2], shared_memory=False, half=half) == hosts
 
 
 def test_on_one_host_other_collectives_are_measured_too():
     both = {("node", False), ("mpi", False)}
     for collective in TUNED:
-        found = {(w.algorithm, w.half) for w in to_measure([3], plane=True) if w.collective == collective}
+        found = {
+            (w.algorithm, w.half) for w in to_measure([3], shared_memory=True) if w.collective == collective
+        }
         assert found == both, collective
-    for ranks, plane in ([3], False), ([2, 2], True):
-        assert {way.collective for way in to_measure(ranks, plane=plane)} == {"all_reduce"}
+    for ranks, shared_memory in ([3], False), ([2, 2], True):
+        assert {way.collective for way in to_measure(ranks, shared_memory=shared_memory)} == {"all_reduce"}
 
 
 def test_what_is_measured_is_what_all_reduce_has():
-    assert {way.algorithm for ranks in ([2], [2, 2]) for way in to_measure(ranks, plane=True)} <= set(CHOICES)
+    assert {way.algorithm for ranks in ([2], [2, 2]) for way in to_measure(ranks, shared_memory=True)} <= set(
+        CHOICES
+    )
 
 
 @pytest.mark.parametrize(
@@ -99,7 +103,7 @@ MODEL = CostModel("test", (MEASURED, HOSTS))
 def test_crossovers_are_said_in_round_sizes():
     assert list(crossovers(MODEL, MEASURED)) == [
         "2 ranks on one host, all_reduce: mpi, node from 32 KiB on",
-        "2 ranks on one host, all_reduce of half types: node",
+        "2 ranks on one host, all_reduce of half precision: node",
         "2 ranks on one host, broadcast: mpi",
     ]
 
@@ -117,7 +121,7 @@ def test_the_table_has_a_row_for_each_segment():
     assert columns["latency"] == ["10.0 us", "1.00 us", "10.0 us", "1.00 us"]
     assert columns["GB/s"] == ["10", "2.5", "10", "2.5"]
     assert columns["R²"] == ["1.000"] * 4
-    assert columns["collective"] == ["all_reduce", "all_reduce", "all_reduce of half types", "broadcast"]
+    assert columns["collective"] == ["all_reduce", "all_reduce", "all_reduce of half precision", "broadcast"]
 
 
 def test_poor_fits_are_owned_up_to():
@@ -131,5 +135,5 @@ def test_poor_fits_are_owned_up_to():
 
 def test_a_size_is_one_line():
     assert one_line([2], 4096, {FAST: 1e-5, OTHER: 2e-3}) == (
-        "2 ranks on one host, 4 KiB: all_reduce node 10.0 us, all_reduce of half types mpi 2.00 ms"
+        "2 ranks on one host, 4 KiB: all_reduce node 10.0 us, all_reduce of half precision mpi 2.00 ms"
     )

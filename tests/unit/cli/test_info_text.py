@@ -135,7 +135,7 @@ def test_the_launcher_of_another_mpi_is_noticed():
 )
 def test_more_ranks_than_cores_are_noticed(set_by_mpisgd, said):
     text = page(lambda rank: {"cores_for_job": 2, "set_by_mpisgd": set_by_mpisgd})
-    assert line(text, "crowded hosts") == f"alpha: more ranks than cores, waiting ranks {said} their core"
+    assert line(text, "oversubscribed") == f"alpha: more ranks than cores, waiting ranks {said} their core"
     assert "8 cores, 2 for this job" in text
 
 
