@@ -73,9 +73,12 @@ def all_reduce(
     group = group_or_world(group)
     check_output("all_reduce", tensor)
     known = _known_call(group, tensor, op, algorithm)
-    call = Call(group, known.operation, [tensor], op=known.op)
     if known.steps is not None and not on_device(tensor):  # what `run` would find out again
-        return run_in_steps(known.steps, call, known.transport, async_op)
+        steps = _in_place(known.steps, known.transport, tensor, known.op)
+        return run_in_steps(
+            group, known.operation, steps, known.transport, outputs=[tensor], async_op=async_op, like=tensor
+        )
+    call = Call(group, known.operation, [tensor], op=known.op)
     row = known.row._replace(steps=None) if goes_in_chunks(tensor) else known.row
     return run(row, call, async_op, transport=known.transport)
 
@@ -86,7 +89,7 @@ class _KnownCall(NamedTuple):
     operation: Operation
     op: ReduceOp
     row: Collective
-    steps: Callable[[Call, Any], Iterator[None]] | None
+    steps: Callable[[Any, Tensor, ReduceOp], Iterator[None]] | None
     transport: Any
 
 
@@ -101,7 +104,7 @@ def _known_call(group: Group, tensor: Tensor, op: ReduceOp, algorithm: str) -> _
     chosen = choose_algorithm(group, algorithm, tensor)
     operation = operation_on("all_reduce", tensor, op=op, extra=ALGORITHM_TEXT[chosen])
     row = ROWS[chosen] if algorithm == "auto" else ROWS[chosen]._replace(device=None)
-    call = _KnownCall(operation, op, row, row.steps, _transport(group, chosen))
+    call = _KnownCall(operation, op, row, IN_STEPS.get(chosen), _transport(group, chosen))
     if key is not None:
         if len(group.known_calls) >= MAX_KNOWN_CALLS:
             group.known_calls.clear()
@@ -223,9 +226,17 @@ def _device(call: Call, backend: DeviceBackend) -> Callable[[], Any]:
     return lambda: [backend.all_reduce(flat, call.op) for flat in flats]
 
 
+def _in_place(
+    steps_of: Callable[[Any, Tensor, ReduceOp], Iterator[None]], transport: Any, tensor: Tensor, op: ReduceOp
+) -> Iterator[None]:
+    output = StagedOutput(tensor, keep=True)  # only now: an operation before this one may write it
+    yield from steps_of(transport, output.flat, op)
+    output.copy_back()
+
+
 def _row(algorithm: str) -> Collective:
     def steps(call: Call, transport: Any) -> Iterator[None]:
-        return IN_STEPS[algorithm](transport, call.write(call.outputs[0], keep=True), call.op)
+        return _in_place(IN_STEPS[algorithm], transport, call.outputs[0], call.op)
 
     return Collective(
         "all_reduce",

@@ -163,7 +163,16 @@ def run(
         if transport is None:
             transport = shm_for(call.group, row.name, nbytes)
         if transport is not None:
-            return run_in_steps(row.steps, call, transport, async_op)
+            steps = _all_steps(row.steps, call, transport)
+            return run_in_steps(
+                call.group,
+                call.operation,
+                steps,
+                transport,
+                outputs=call.outputs,
+                async_op=async_op,
+                like=like,
+            )
 
     def action() -> None:
         row.mpi(call)
@@ -230,25 +239,31 @@ def _device_transport(group: Group, operation: Operation, tensor: Tensor) -> Dev
 
 
 def run_in_steps(
-    steps_of: Callable[[Call, Any], Iterator[None]], call: Call, transport: HostTransport, async_op: bool
+    group: Group,
+    operation: Operation,
+    steps: Iterator[None],
+    transport: HostTransport,
+    *,
+    outputs: list[Tensor],
+    async_op: bool,
+    like: Tensor | None,
 ) -> Work | None:
-    """Run the steps of a row through a transport; see `Collective`."""
-
-    def all_steps() -> Iterator[None]:
-        yield from steps_of(call, transport)
-        call.finish()
-
-    steps = all_steps()
+    """Run steps through a transport; see `Collective` and, for the other arguments, `run_in_queue`."""
     return run_in_queue(
-        call.group,
-        call.operation,
+        group,
+        operation,
         partial(transport.run_steps, steps),
-        tensors=call.outputs,
+        tensors=outputs,
         async_op=async_op,
-        like=call.like,
+        like=like,
         before=partial(next, steps, None),
         transport="hierarchical" if isinstance(transport, InternodeTransport) else "node",
     )
+
+
+def _all_steps(row: Callable[[Call, Any], Iterator[None]], call: Call, transport: Any) -> Iterator[None]:
+    yield from row(call, transport)
+    call.finish()
 
 
 def run_in_queue(
