@@ -24,12 +24,12 @@ def group(monkeypatch):
 
 def reduce(reducer, group, dtype) -> dict[str, int]:
     """What this rank has handed to mpi4py for one bucket: to sends, and to each collective."""
-    wire = group.queue.wire
-    before, given = wire.sent_bytes, dict(wire.given_bytes)
+    communicator = group.queue.communicator
+    before, given = communicator.sent_bytes, dict(communicator.given_bytes)
     bucket = torch.arange(NUMEL, dtype=dtype) + group.rank
     group.queue.run(Operation("a bucket"), lambda: reducer.reduce(bucket, group, ReduceOp.AVG))
-    found = {name: count - given.get(name, 0) for name, count in wire.given_bytes.items()}
-    return {"sends": wire.sent_bytes - before, **found}
+    found = {name: count - given.get(name, 0) for name, count in communicator.given_bytes.items()}
+    return {"sends": communicator.sent_bytes - before, **found}
 
 
 @pytest.mark.mpi(min_size=2)
