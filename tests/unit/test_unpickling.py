@@ -11,8 +11,8 @@ ROOT = Path(__file__).resolve().parents[2]
 FROM_OTHER_RANKS = {
     "mpisgd/collectives/objects.py",
     "mpisgd/data/scatter.py",
-    "mpisgd/horovod/engine/exchange.py",
     "mpisgd/horovod/functions.py",
+    "mpisgd/job/quiesce.py",  # by MPI
     "mpisgd/monitor/rank_state.py",  # by MPI, or by memory without a name, under a checksum
 }
 # The program that the user starts, as `python` itself would run it.
