@@ -68,7 +68,7 @@ LONG = pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("hosts", [pytest.param("2,2", marks=LONG), pytest.param("1,1,1", marks=LONG), "2,1"])
 def test_what_matters_of_the_suite_passes(hosts, tmp_path):
-    folders = [f"tests/mpi/{folder}" for folder in ("comm", "optim", "horovod")]
+    folders = [f"tests/mpi/{folder}" for folder in ("core", "collectives", "job", "optim", "horovod")]
     run_tests(hosts, tmp_path, *folders, "-k", SELECTION)
 
 
