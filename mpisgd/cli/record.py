@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Output", "log", "log_rows", "measure_in_job", "num_ranks", "title"]
 
+REPORT_S = 5.0  # how much later than the first rank the others end the job at the time limit
 P = TypeVar("P")
 
 
@@ -111,6 +113,8 @@ def _job(limit_s: float, threads: int, min_hosts: int) -> Iterator[None]:
 def _give_up(limit_s: float) -> None:
     if launcher_rank() in (None, 0):
         log(f"bench: no end within {limit_s:.0f} s (--time-limit); the job ends")
+    else:
+        time.sleep(REPORT_S)  # the launcher ends all with the first: that one is to have printed
     os._exit(124)
 
 

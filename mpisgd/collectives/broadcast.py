@@ -50,7 +50,8 @@ def _mpi(call: Call) -> None:
 
 
 def _shm(call: Call, shm: ShmTransport) -> Iterator[None]:
-    flats = [call.read(t) if call.is_root else call.write(t) for t in call.outputs]
+    bring = call.read if call.is_root else call.write
+    flats = list(map(bring, call.outputs))
     yield from data_movement.broadcast(shm, [range_of(flat) for flat in flats], call.root)
 
 

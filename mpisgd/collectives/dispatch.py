@@ -15,7 +15,7 @@ profile, where `tune` has measured the collective: so all ranks agree.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -62,6 +62,8 @@ TUNED = ("broadcast", "all_gather", "all_to_all")  # those of which MPI's own ma
 # Measured with `mpirun -n 2 python -m mpisgd bench collectives --sizes 4KiB,64KiB,1MiB,16MiB,64MiB`, and with
 # -n 4. The collectives that are not listed always take it: MPI's own would need scratch memory or more steps.
 SHM_FROM_BYTES = {"all_gather": 2 * 2**20, "all_to_all": 2 * 2**20}
+
+MAX_KNOWN_OPERATIONS = 1024
 
 HostTransport = ShmTransport | CmaTransport | InternodeTransport
 
@@ -310,10 +312,15 @@ def operation_on(
     kind: str, tensor: Tensor, *, op: ReduceOp | None = None, root: int = -1, extra: str = ""
 ) -> Operation:
     """Describe an operation whose tensor must be alike on all ranks."""
+    return _operation(kind, op, tensor.dtype, tensor.shape, root, extra, device_kind(tensor))
+
+
+@lru_cache(MAX_KNOWN_OPERATIONS)  # programs repeat themselves, and small messages feel what this takes
+def _operation(
+    kind: str, op: ReduceOp | None, dtype: torch.dtype, shape: torch.Size, root: int, extra: str, device: str
+) -> Operation:
     name = op.name if op is not None else ""
-    return Operation(
-        kind, name, dtype_name(tensor.dtype), tuple(tensor.shape), root, extra, device_kind(tensor)
-    )
+    return Operation(kind, name, dtype_name(dtype), tuple(shape), root, extra, device)
 
 
 def device_kind(tensor: Tensor | None) -> str:
