@@ -91,31 +91,38 @@ class StagedOutput:
         tensor: the tensor to be overwritten.
         keep: whether the present elements matter (in-place operations).
         at_home: whether `flat` lies where the tensor does, rather than on the CPU.
+
+    Attributes:
+        flat: see above, [numel].
+        result: [numel], where the result came to lie elsewhere; None at first.
     """
+
+    __slots__ = ("_is_direct", "_is_staged", "flat", "result", "tensor")
 
     def __init__(self, tensor: Tensor, *, keep: bool, at_home: bool = False) -> None:
         self.tensor = tensor
-        self._staged = not at_home and on_device(tensor)
-        self._direct = not self._staged and _is_plain(tensor)
-        if self._direct:
+        self.result: Tensor | None = None
+        self._is_staged = not at_home and on_device(tensor)
+        self._is_direct = not self._is_staged and _is_plain(tensor)
+        if self._is_direct:
             self.flat = _flattened(tensor)
         elif keep:
-            self.flat = copy_to_host(tensor) if self._staged else in_order(tensor)
-        elif self._staged:
+            self.flat = copy_to_host(tensor) if self._is_staged else in_order(tensor)
+        elif self._is_staged:
             self.flat = pinned_like(tensor)
         else:
             self.flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
 
-    def copy_back(self, result: Tensor | None = None) -> None:
-        """Make `result` ([numel], default: what lies in `flat`) the tensor's elements.
+    def copy_back(self) -> None:
+        """Make what lies in `flat`, or in `result` where there is one, the tensor's elements.
 
         Autograd is told that the tensor has changed, as after any in-place operation of torch.
         """
-        if result is not None and result.data_ptr() != self.flat.data_ptr():
-            self.flat.copy_(result)
-        if self._direct:
+        if self.result is not None and self.result.data_ptr() != self.flat.data_ptr():
+            self.flat.copy_(self.result)
+        if self._is_direct:
             torch.autograd.graph.increment_version(self.tensor)
-        elif self._staged:
+        elif self._is_staged:
             copy_to_device(self.flat, self.tensor)
         else:
             self.tensor.detach().copy_(self.flat.view(self.tensor.shape))

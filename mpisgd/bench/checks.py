@@ -133,7 +133,7 @@ def _one_check(plan: StepPlan) -> dict[str, Any]:
 
 def _checks_in_a_row(count: int) -> float:
     """Return the seconds on a core of what a check adds to a meeting of the ranks, described as in a step."""
-    spread_of_world, history, differences = world().queue.consistency.digest_exchange, b"", 0
+    spread_of_world, history, differences = world().queue.consistency.digest_exchange, 0, 0
     started_s = time.thread_time()
     for number in range(count):
         bucket, step = f"bucket {number % 8} of plan 0123456789abcdef", f"step {number // 8}, reduction 0"

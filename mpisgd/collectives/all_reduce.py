@@ -10,7 +10,7 @@ from mpisgd.accelerator.buffers import StagedOutput
 from mpisgd.accelerator.runtime import on_device
 from mpisgd.arguments import shown
 from mpisgd.collectives.algorithms import ALGORITHMS
-from mpisgd.collectives.dispatch import Call, Collective, link_of, operation_on, run, run_in_steps
+from mpisgd.collectives.dispatch import Call, Collective, link_of, operation_on, run
 from mpisgd.collectives.packing import messages_of, put
 from mpisgd.collectives.tensor_arguments import check_output
 from mpisgd.core.consistency import Operation
@@ -73,14 +73,10 @@ def all_reduce(
     group = group_or_world(group)
     check_output("all_reduce", tensor)
     known = _known_call(group, tensor, op, algorithm)
-    if known.steps is not None and not on_device(tensor):  # what `run` would find out again
-        steps = _in_place(known.steps, known.transport, tensor, known.op)
-        return run_in_steps(
-            group, known.operation, steps, known.transport, outputs=[tensor], async_op=async_op, like=tensor
-        )
     call = Call(group, known.operation, [tensor], op=known.op)
-    row = known.row._replace(steps=None) if goes_in_chunks(tensor) else known.row
-    return run(row, call, async_op, transport=known.transport)
+    if goes_in_chunks(tensor):
+        return run(known.row._replace(steps=None), call, async_op)
+    return run(known.row, call, async_op, transport=known.transport)
 
 
 class _KnownCall(NamedTuple):
@@ -89,7 +85,6 @@ class _KnownCall(NamedTuple):
     operation: Operation
     op: ReduceOp
     row: Collective
-    steps: Callable[[Any, Tensor, ReduceOp], Iterator[None]] | None
     transport: Any
 
 
@@ -104,7 +99,7 @@ def _known_call(group: Group, tensor: Tensor, op: ReduceOp, algorithm: str) -> _
     chosen = choose_algorithm(group, algorithm, tensor)
     operation = operation_on("all_reduce", tensor, op=op, extra=ALGORITHM_TEXT[chosen])
     row = ROWS[chosen] if algorithm == "auto" else ROWS[chosen]._replace(device=None)
-    call = _KnownCall(operation, op, row, IN_STEPS.get(chosen), _transport(group, chosen))
+    call = _KnownCall(operation, op, row, _transport(group, chosen))
     if key is not None:
         if len(group.known_calls) >= MAX_KNOWN_CALLS:
             group.known_calls.clear()
@@ -226,17 +221,9 @@ def _device(call: Call, backend: DeviceBackend) -> Callable[[], Any]:
     return lambda: [backend.all_reduce(flat, call.op) for flat in flats]
 
 
-def _in_place(
-    steps_of: Callable[[Any, Tensor, ReduceOp], Iterator[None]], transport: Any, tensor: Tensor, op: ReduceOp
-) -> Iterator[None]:
-    output = StagedOutput(tensor, keep=True)  # only now: an operation before this one may write it
-    yield from steps_of(transport, output.flat, op)
-    output.copy_back()
-
-
 def _row(algorithm: str) -> Collective:
     def steps(call: Call, transport: Any) -> Iterator[None]:
-        return _in_place(IN_STEPS[algorithm], transport, call.outputs[0], call.op)
+        return IN_STEPS[algorithm](transport, call.write(call.outputs[0], keep=True), call.op)
 
     return Collective(
         "all_reduce",

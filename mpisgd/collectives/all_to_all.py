@@ -127,7 +127,7 @@ def _split_sizes(tensor: Tensor, sizes: Sequence[int] | None, parts: int, what: 
                 f"all_to_all_single: {what} has {rows} rows, which {parts} ranks cannot share equally; pad "
                 f"it or give {what}_split_sizes"
             )
-        sizes = [rows // parts] * parts
+        return [tensor.numel() // parts] * parts
     if not _are_counts(sizes) or len(sizes) != parts or sum(sizes) != rows:
         raise ShapeMismatch(
             f"all_to_all_single: {what}_split_sizes={shown(sizes)}; expected {parts} sizes that add up to "

@@ -50,9 +50,10 @@ def _mpi(call: Call) -> None:
 
 
 def _shm(call: Call, shm: ShmTransport) -> Iterator[None]:
-    bring = call.read if call.is_root else call.write
-    flats = list(map(bring, call.outputs))
-    yield from data_movement.broadcast(shm, [range_of(flat) for flat in flats], call.root)
+    root = call.root
+    bring = call.read if shm.rank == root else call.write
+    flats = [bring(tensor) for tensor in call.outputs]
+    yield from data_movement.broadcast(shm, [range_of(flat) for flat in flats], root)
 
 
 def _device(call: Call, backend: DeviceBackend) -> Callable[[], Any]:

@@ -47,7 +47,6 @@ __all__ = [
     "operation_on",
     "run",
     "run_in_queue",
-    "run_in_steps",
     "shm_for",
 ]
 
@@ -101,7 +100,7 @@ class Call(Packer):
         self.sizes = sizes
         self.like = outputs[0] if outputs else inputs[0] if inputs else None
         self.on_device = False
-        self._results = []
+        self._outputs = []
 
     @property
     def root(self) -> int:
@@ -130,10 +129,10 @@ class Collective(NamedTuple):
     Attributes:
         name: of SHM_FROM_BYTES and of the measured profile.
         mpi: does a call by MPI's collectives or messages, after the ranks have agreed on it.
-        steps: does it through shared memory, or for an all-reduce between hosts: a generator that yields
-            wherever all ranks must have come. The first of these places is the consistency check; what comes
-            before it may write into this rank's coming half of the staging memory and nothing else. It keeps
-            alive what it passes the places of.
+        steps: does it through shared memory, or for an all-reduce between hosts: returns a generator that
+            yields wherever all ranks must have come. The first of these places is the consistency check; what
+            comes before it may write into this rank's coming half of the staging memory and nothing else. The
+            generator keeps alive what it passes the addresses of.
         device: packs the tensors where they lie, and returns what then begins the operation there.
     """
 
@@ -156,38 +155,60 @@ def run(
         transport: what the row's steps go through, where the caller has chosen it.
     """
     like = call.like
-    if row.device is not None and like is not None and on_device(like):
+    if like is not None and row.device is not None and on_device(like):
         dtypes = [tensor.dtype for tensor in call.outputs] if call.op is not None else []
         backend = device_backend(call.group, call.operation, like, op=call.op, dtypes=dtypes)
         if backend is not None:
             return _run_on_device(row.device, backend, call, like.device, async_op)
-    if row.steps is not None:
-        if transport is None:
-            transport = shm_for(call.group, row.name, nbytes)
-        if transport is not None:
-            steps = _all_steps(row.steps, call, transport)
-            return run_in_steps(
-                call.group,
-                call.operation,
-                steps,
-                transport,
-                outputs=call.outputs,
-                async_op=async_op,
-                like=like,
-            )
-
-    def action() -> None:
-        row.mpi(call)
-        call.finish()
-
+    if transport is None and row.steps is not None:
+        transport = shm_for(call.group, row.name, nbytes)
+    if transport is None:
+        action = partial(_run_by_mpi, row.mpi, call)
+        return run_in_queue(
+            call.group, call.operation, action, tensors=call.outputs, async_op=async_op, like=like
+        )
+    steps = _Steps(row.steps, call, transport)
     return run_in_queue(
-        call.group, call.operation, action, tensors=call.outputs, async_op=async_op, like=like
+        call.group,
+        call.operation,
+        steps.run,
+        tensors=call.outputs,
+        async_op=async_op,
+        like=like,
+        before=steps.begin,
+        transport=transport.name,
     )
+
+
+def _run_by_mpi(row: Callable[[Call], None], call: Call) -> None:
+    row(call)
+    call.finish()
+
+
+class _Steps:
+    """A row's steps of one call: nothing is read or written before the call's turn in the queue."""
+
+    __slots__ = ("_call", "_row", "_steps", "_transport")
+
+    def __init__(self, row: Any, call: Call, transport: HostTransport) -> None:
+        self._row = row
+        self._call = call
+        self._transport = transport
+
+    def begin(self) -> None:
+        """Come to the consistency check."""
+        self._steps = self._row(self._call, self._transport)
+        next(self._steps, None)
+
+    def run(self) -> None:
+        """Do the rest, after the check."""
+        self._transport.run_steps(self._steps)
+        self._call.finish()
 
 
 def shm_for(group: Group, name: str, nbytes: int) -> ShmTransport | None:
     """Return the shared memory that a collective on `nbytes` goes through, None where it is MPI's turn."""
-    shm = group.shm
+    shm: ShmTransport | None = group.shm
     if shm is None:
         return None
     if name in group.costs.collectives:
@@ -238,34 +259,6 @@ def device_backend(
 
 def _device_transport(group: Group, operation: Operation, tensor: Tensor) -> DeviceTransport:
     return device_transport(group, tensor, operation, current_job().gpu)
-
-
-def run_in_steps(
-    group: Group,
-    operation: Operation,
-    steps: Iterator[None],
-    transport: HostTransport,
-    *,
-    outputs: list[Tensor],
-    async_op: bool,
-    like: Tensor | None,
-) -> Work | None:
-    """Run steps through a transport; see `Collective` and, for the other arguments, `run_in_queue`."""
-    return run_in_queue(
-        group,
-        operation,
-        partial(transport.run_steps, steps),
-        tensors=outputs,
-        async_op=async_op,
-        like=like,
-        before=partial(next, steps, None),
-        transport="hierarchical" if isinstance(transport, InternodeTransport) else "node",
-    )
-
-
-def _all_steps(row: Callable[[Call, Any], Iterator[None]], call: Call, transport: Any) -> Iterator[None]:
-    yield from row(call, transport)
-    call.finish()
 
 
 def run_in_queue(

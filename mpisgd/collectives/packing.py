@@ -17,11 +17,11 @@ class Packer:
         on_device: whether that memory lies where the tensors do, rather than on the host.
     """
 
-    __slots__ = ("_results", "on_device")
+    __slots__ = ("_outputs", "on_device")
 
     def __init__(self, *, on_device: bool = False) -> None:
         self.on_device = on_device
-        self._results: list[tuple[StagedOutput, Tensor | None]] = []
+        self._outputs: list[StagedOutput] = []
 
     def read(self, tensor: Tensor) -> Tensor:
         """Return the elements of an input as contiguous [numel]."""
@@ -34,7 +34,7 @@ class Packer:
     def write(self, tensor: Tensor, *, keep: bool = False) -> Tensor:
         """Return contiguous [numel] for the result in `tensor`; `keep`: what it holds now is an input."""
         output = StagedOutput(tensor, keep=keep, at_home=self.on_device)
-        self._results.append((output, None))
+        self._outputs.append(output)
         return output.flat
 
     def write_as_one(self, tensors: Sequence[Tensor], *, keep: bool = False) -> Tensor:
@@ -44,13 +44,15 @@ class Packer:
         outputs = [StagedOutput(tensor, keep=keep, at_home=self.on_device) for tensor in tensors]
         flats = [output.flat for output in outputs]
         whole = as_one(flats) if keep else flats[0].new_empty(sum(map(torch.numel, flats)))
-        self._results += zip(outputs, cut_by(whole, [flat.numel() for flat in flats]), strict=True)
+        for output, result in zip(outputs, cut_by(whole, [flat.numel() for flat in flats]), strict=True):
+            output.result = result
+        self._outputs += outputs
         return whole
 
     def finish(self) -> None:
         """Bring all results into the tensors."""
-        for output, result in self._results:
-            output.copy_back(result)
+        for output in self._outputs:
+            output.copy_back()
 
 
 def messages_of(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

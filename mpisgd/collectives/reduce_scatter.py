@@ -126,8 +126,7 @@ def _shm(call: Call, shm: ShmTransport) -> Iterator[None]:
         else:
             length = out.numel()
             own, places = flats[0][rank * length : (rank + 1) * length], equal_ranges(flats[0], size)
-        overlaps = any(overlap(out, flat) for flat in flats)
-        result = torch.empty_like(own) if overlaps else out
+        result = torch.empty_like(own) if True in [overlap(out, flat) for flat in flats] else out
         yield from reduction.reduce_scatter(shm, places, own, call.op, result)
         put(result, out)
 

@@ -2,9 +2,10 @@
 
 MPI itself does not notice: two swapped calls of equal size give wrong sums in silence, a shorter tensor on
 one rank is an error there and a hang elsewhere. So every operation begins with an exchange of 16 bytes:
-each rank folds the operation's description into a running 64-bit hash, and everyone learns the smallest and
-the largest hash of the group (`DigestExchange`). Equal means that all ranks are here, at the same operation,
-with the same history. Only when they differ do descriptions and call sites travel, and every rank raises.
+each rank folds its hash of the operation's description into a running 64-bit hash, and everyone learns the
+smallest and the largest hash of the group (`DigestExchange`). Equal means that all ranks are here, at the
+same operation, with the same history. Only when they differ do descriptions and call sites travel, and every
+rank raises.
 """
 
 import hashlib
@@ -57,17 +58,25 @@ class Operation(NamedTuple):
         return f"{self.kind}({', '.join(parts)})"
 
 
+MULTIPLIER = 6364136223846793005  # Knuth's, of a linear congruential generator modulo 2**64
+MASK = 2**64 - 1
+
+
 @lru_cache(maxsize=4096)
-def _encoded(recurring: tuple[object, ...]) -> bytes:
-    """Return the bytes of an operation's fields. Without `when`: each call would be another entry."""
-    return repr(recurring).encode()
+def _digest(recurring: tuple[object, ...]) -> int:
+    """Return the 64-bit hash of an operation's fields. Without `when`: each call would be another entry."""
+    return _hash(repr(recurring))
 
 
-def fold(history: bytes, operation: Operation) -> bytes:
-    """Return the 8-byte hash of everything up to and including `operation`."""
-    when = operation.when
-    described = _encoded(operation[:-1]) + when.encode() if when else _encoded(operation)
-    return hashlib.blake2b(history + described, digest_size=8).digest()
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def fold(history: int, operation: Operation) -> int:
+    """Return the 64-bit hash of everything up to and including `operation`."""
+    if operation.when:
+        history = (history * MULTIPLIER + _hash(operation.when)) & MASK
+    return (history * MULTIPLIER + _digest(operation[:-1])) & MASK
 
 
 class ConsistencyChecker:
@@ -86,7 +95,7 @@ class ConsistencyChecker:
         self.name = name
         self.timeout_s = timeout_s
         self.number = 0
-        self._history = b""
+        self._history = 0
 
     def begin(
         self,
@@ -109,7 +118,7 @@ class ConsistencyChecker:
         if before is not None:
             before()
         self._history = fold(self._history, operation)
-        return ConsistencyCheck(self, operation, site, detail, int.from_bytes(self._history, "little"))
+        return ConsistencyCheck(self, operation, site, detail, self._history)
 
     def note(self, operation: Operation) -> None:
         """Count an operation that is not compared; the next one that is compares it, too."""
@@ -139,7 +148,7 @@ class ConsistencyChecker:
 
     def resume_after(self, low: int, high: int) -> None:
         """Give all ranks the same history again after a disagreement."""
-        self._history = low.to_bytes(8, "little") + high.to_bytes(8, "little")
+        self._history = (low * MULTIPLIER + high) & MASK
 
     def compare(self, mine: str, detail: str) -> str:
         """Gather what every rank was about to do, and tell which ranks differ. Collective.

@@ -1,6 +1,7 @@
 """`Group`: some ranks of the job, with communicators, an order and a timeout of their own."""
 
 import os
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +31,15 @@ class GroupResources(NamedTuple):
 
 
 _left: "list[Group]" = []  # until the process ends: MPI may still write to their memory
+_groups: "weakref.WeakSet[Group]" = weakref.WeakSet()  # of this process
+
+
+def _end_in_forked_process() -> None:
+    for group in _groups:
+        group._usable = None
+
+
+os.register_at_fork(after_in_child=_end_in_forked_process)
 
 
 class Group:
@@ -62,8 +72,10 @@ class Group:
         self.device: Any = None
         self.known_calls: dict[Any, Any] = {}
         self._resources = resources
+        self._usable = resources  # None once they may not be used any more
         self._closed = False
         self._lost = ""
+        _groups.add(self)
 
     def __repr__(self) -> str:
         return f"Group('{self.name}', ranks={list(self.ranks)}, rank={self.rank})"
@@ -75,17 +87,17 @@ class Group:
     @property
     def queue(self) -> OperationQueue:
         """The order of this group's collectives."""
-        return self._usable_resources().queue
+        return self.resources.queue
 
     @property
     def point_to_point(self) -> Any:
         """The group's point-to-point messages."""
-        return self._usable_resources().point_to_point
+        return self.resources.point_to_point
 
     @property
     def topology(self) -> Topology:
         """Which members share a host."""
-        return self._usable_resources().topology
+        return self.resources.topology
 
     @property
     def known_topology(self) -> Topology:
@@ -96,22 +108,24 @@ class Group:
     @property
     def transports(self) -> Any:
         """What the group communicates through besides MPI itself."""
-        return self._usable_resources().transports
+        return self.resources.transports
 
     @property
     def shm(self) -> Any:
         """The shared memory of the group, None unless all its ranks share one host and can have it."""
-        return self._usable_resources().transports.shm
+        return self.resources.transports.shm
 
     @property
     def internode(self) -> Any:
         """The transport between the group's hosts, None where there is one host only."""
-        return self._usable_resources().transports.internode
+        return self.resources.transports.internode
 
-    def _usable_resources(self) -> GroupResources:
-        if self._resources is None or self._lost or self._closed or self.pid != os.getpid():
+    @property
+    def resources(self) -> GroupResources:
+        """All of these at once: a small message feels every call."""
+        if self._usable is None:
             raise self._why_unusable()
-        return self._resources
+        return self._usable
 
     def _why_unusable(self) -> MpisgdError:
         if self._lost:
@@ -143,7 +157,7 @@ class Group:
         All its communicators have been revoked and all waits cancelled, so the threads end at once.
         """
         self._abandon(PeerLost(reason))
-        self._lost = reason
+        self._lost, self._usable = reason, None
 
     def leave(self) -> None:
         """Give this group up, since an operation of it has failed on some member. Sends nothing.
@@ -152,7 +166,7 @@ class Group:
         """
         self.queue.consistency.leave()
         self._abandon(NotInitialized(f"group '{self.name}' was destroyed"))
-        self._closed = True
+        self._closed, self._usable = True, None
         _left.append(self)
 
     def _abandon(self, error: MpisgdError) -> None:
@@ -170,7 +184,7 @@ class Group:
             self._resources.point_to_point.close()
             self._resources.transports.close()
             self._resources.queue.communicator.free()
-        self._closed = True
+        self._closed, self._usable = True, None
 
 
 def _shortened(ranks: tuple[int, ...]) -> str:

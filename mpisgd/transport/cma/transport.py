@@ -42,6 +42,8 @@ class CmaTransport:
         huge_pages: whether large tensors lie in huge pages, on all ranks.
     """
 
+    name = "node"
+
     def __init__(self, shm: ShmTransport, memory: CrossMemoryAttach) -> None:
         self.access = PeerAccess(shm.control)
         self.huge_pages = memory.huge_pages

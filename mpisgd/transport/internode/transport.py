@@ -88,6 +88,8 @@ class InternodeTransport:
         max_num_leaders: how many there can be: the ranks of the smallest host.
     """
 
+    name = "hierarchical"
+
     def __init__(
         self,
         communicator: "Communicator",

@@ -13,6 +13,7 @@ They yield wherever all ranks of the host must have arrived (`mpisgd.transport.s
 contiguous CPU tensors of any reducible dtype; roots are group ranks.
 """
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from mpisgd.dtypes import ReduceOp
 from mpisgd.transport.shm.staging import BUFFER_BYTES, CHUNK_BYTES, MemoryRange, copy_bytes, prefetch
-from mpisgd.transport.shm.transport import ShmTransport
+from mpisgd.transport.shm.transport import MAX_CACHED, ShmTransport
 from mpisgd.transport.torch_reduction import ADDED_AS_THEY_ARE, combine_in_rank_order
 
 __all__ = [
@@ -151,10 +152,16 @@ def reduce_scatter(
             copy_bytes(address + slot * nbytes, part + first, nbytes)
         yield
         shm.swap_buffers()
-        starts = tuple((rank - src - 1) % size * nbytes if src != rank else 0 for src in range(size))
-        pieces = list(shm.pieces(chunk.stop - chunk.start, out.dtype, starts))
+        starts = _starts_for(rank, size, nbytes)
+        pieces = shm.pieces(chunk.stop - chunk.start, out.dtype, starts).copy()
         pieces[rank] = own[chunk]
         combine_in_rank_order(pieces, op, out=out[chunk])
+
+
+@functools.lru_cache(MAX_CACHED)
+def _starts_for(rank: int, size: int, nbytes: int) -> tuple[int, ...]:
+    """Return where what is for `rank` begins in everyone's buffer, in slots of `nbytes`."""
+    return tuple((rank - src - 1) % size * nbytes if src != rank else 0 for src in range(size))
 
 
 def reduce_to_owners(

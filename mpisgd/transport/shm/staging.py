@@ -96,11 +96,12 @@ def consecutive_spans(ranges: Iterable[MemoryRange], rank: int) -> list[Span]:
     return spans
 
 
-def cut(spans: Sequence[Span], length: int, step: int) -> Iterator[Sequence[Span]]:
-    """Yield the parts of `spans` that lie in each chunk of `step` bytes, at least in one."""
-    if length <= step:
-        yield spans
-        return
+def cut(spans: Sequence[Span], length: int, step: int) -> Iterable[Sequence[Span]]:
+    """Return the parts of `spans` that lie in each chunk of `step` bytes, at least in one."""
+    return (spans,) if length <= step else _cut(spans, length, step)
+
+
+def _cut(spans: Sequence[Span], length: int, step: int) -> Iterator[Sequence[Span]]:
     ahead = sorted(spans, key=lambda span: span.start, reverse=True)
     here: list[Span] = []
     for start in range(0, length, step):

@@ -47,6 +47,8 @@ class ShmTransport:
         control: the words through which they wait for each other.
     """
 
+    name = "node"
+
     def __init__(
         self, communicator: "Communicator", segment: Segment, *, name: str, timeout_s: float
     ) -> None:
