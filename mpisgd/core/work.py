@@ -12,7 +12,7 @@ from mpisgd import tracing
 from mpisgd.core.wait_registry import WaitReason, waiting_for
 from mpisgd.errors import CollectiveTimeout
 
-__all__ = ["QueuedWork", "Work"]
+__all__ = ["CompletableWork", "QueuedWork", "Work"]
 
 
 class Work(abc.ABC):
@@ -51,28 +51,84 @@ class Work(abc.ABC):
         callback()
 
 
-class QueuedWork(Work):
-    """A collective in its group's queue, completed by the thread that runs it."""
+class CompletableWork(Work):
+    """A work that a thread of this process completes: all but how to wait for it.
+
+    Args:
+        name: of the operation, for messages.
+        tensors: what the future holds; kept alive until then.
+    """
 
     def __init__(self, name: str, tensors: Any) -> None:
         self.name = name
         self.tensors = tensors
-        self._done = threading.Event()
-        self._lock = threading.Lock()
+        self._done = False
+        self._lock = threading.RLock()
         self._error: BaseException | None = None
-        self._reported = False
         self._future: torch.futures.Future[Any] | None = None
         self._callback: Callable[[], None] | None = None
 
+    @property
+    def error(self) -> BaseException | None:
+        """What went wrong, None if nothing has (yet)."""
+        return self._error
+
+    def get_future(self) -> "torch.futures.Future[Any]":
+        """Return the future of this operation; callbacks run on the thread that completes it."""
+        with self._lock:
+            if self._future is None:
+                self._future = torch.futures.Future()
+                if self._done:
+                    self._settle(self._future)
+            return self._future
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call `callback` on the thread that completes the operation, or now."""
+        with self._lock:
+            if not self._done:
+                self._callback = callback
+                return
+        callback()
+
+    def complete(self, error: BaseException | None) -> None:
+        """Mark the operation as done. Called once, by the thread that ran it."""
+        self._error = error
+        with self._lock:
+            self._done = True
+            if self._callback is not None:
+                self._callback()
+            self._end_waits()
+            future = self._future
+        if future is not None:
+            self._settle(future)
+
+    def _end_waits(self) -> None:
+        """Wake who waits, before callbacks of the future run: they may wait for this operation, too."""
+
+    def _settle(self, future: "torch.futures.Future[Any]") -> None:
+        if self._error is None:
+            future.set_result(self.tensors)
+        else:
+            future.set_exception(self._error)
+
+
+class QueuedWork(CompletableWork):
+    """A collective in its group's queue, completed by the thread that runs it."""
+
+    def __init__(self, name: str, tensors: Any) -> None:
+        super().__init__(name, tensors)
+        self._ended = threading.Event()
+        self._reported = False
+
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until the queue has run this operation, which has its own timeout on the other ranks."""
-        done = self._done.is_set()
+        done = self._ended.is_set()
         if not done:
             with (
                 tracing.blocked(self.name),
                 waiting_for(WaitReason(f"{self.name} (asynchronous)", is_local=True), timeout_s),
             ):
-                done = self._done.wait(timeout_s)
+                done = self._ended.wait(timeout_s)
         if not done:
             raise CollectiveTimeout(f"{self.name}: not done after {timeout_s} s")
         self._reported = True
@@ -82,42 +138,12 @@ class QueuedWork(Work):
             self._future.wait()  # it is completed right after the event is set
         return True
 
-    @property
-    def error(self) -> BaseException | None:
-        """What went wrong, None if nothing has (yet)."""
-        return self._error
-
     def is_completed(self) -> bool:
         """Return whether the queue has run this operation."""
-        return self._done.is_set()
+        return self._ended.is_set()
 
-    def get_future(self) -> "torch.futures.Future[Any]":
-        """Return the future of this operation; callbacks run on the thread that completes it."""
-        with self._lock:
-            if self._future is None:
-                self._future = torch.futures.Future()
-                if self._done.is_set():
-                    self._settle(self._future)
-            return self._future
-
-    def when_done(self, callback: Callable[[], None]) -> None:
-        """Call `callback` on the thread that completes the operation, or now."""
-        with self._lock:
-            if not self._done.is_set():
-                self._callback = callback
-                return
-        callback()
-
-    def complete(self, error: BaseException | None) -> None:
-        """Mark the operation as done. Called once, by the thread that ran it."""
-        self._error = error
-        with self._lock:
-            if self._callback is not None:
-                self._callback()
-            self._done.set()
-            future = self._future
-        if future is not None:
-            self._settle(future)
+    def _end_waits(self) -> None:
+        self._ended.set()
 
     def __del__(self) -> None:
         """Warn of an error that was never raised by `wait()` or the future."""
@@ -126,7 +152,4 @@ class QueuedWork(Work):
 
     def _settle(self, future: "torch.futures.Future[Any]") -> None:
         self._reported = True
-        if self._error is None:
-            future.set_result(self.tensors)
-        else:
-            future.set_exception(self._error)
+        super()._settle(future)

@@ -17,8 +17,15 @@ from mpisgd import tracing
 from mpisgd.core import wait_registry
 from mpisgd.core.wait_registry import Message, WaitReason
 from mpisgd.core.waiting import Backoff, add_pending_message, remove_pending_message
-from mpisgd.core.work import Work
-from mpisgd.errors import CollectiveMismatch, CollectiveTimeout, MpiFailed, MpisgdError, PeerLost
+from mpisgd.core.work import CompletableWork
+from mpisgd.errors import (
+    CollectiveMismatch,
+    CollectiveTimeout,
+    MpiFailed,
+    MpisgdError,
+    NotInitialized,
+    PeerLost,
+)
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -177,7 +184,7 @@ class PointToPoint:
         self.communicator.free()
 
 
-class MessageWork(Work):
+class MessageWork(CompletableWork):
     """One message in flight.
 
     Attributes:
@@ -194,7 +201,7 @@ class MessageWork(Work):
         memory: tuple[Tensor, Any],
         arrived: Callable[[int], None] | None,
     ) -> None:
-        self.name = name
+        super().__init__(name, memory[1])
         self.source: int | None = None
         self.is_receive = arrived is not None
         self.message = message
@@ -202,17 +209,7 @@ class MessageWork(Work):
         self._request = request
         self._memory = memory
         self._arrived = arrived
-        self._done = False
-        self._error: BaseException | None = None
-        self._future: torch.futures.Future[Any] | None = None
-        self._callback: Callable[[], None] | None = None
-        self._lock = threading.RLock()
         self._started_ns = 0 if tracing.sink is None else time.monotonic_ns()
-
-    @property
-    def error(self) -> BaseException | None:
-        """What went wrong, None if nothing has (yet)."""
-        return self._error
 
     def is_completed(self) -> bool:
         """Return whether the message is through; asking moves it along."""
@@ -222,6 +219,7 @@ class MessageWork(Work):
             return self._done
 
     def _ask(self) -> None:
+        error = None
         try:
             outcome = self._point_to_point.communicator.poll_one(self._request)
             if outcome is None:
@@ -230,32 +228,17 @@ class MessageWork(Work):
                 self.source = outcome[0]
                 self._arrived(outcome[1])
         except MpisgdError as exc:
-            self._error = exc
-        self._finish()
+            error = exc
+        self.complete(error)
 
-    def _finish(self) -> None:
-        self._done = True
+    def complete(self, error: BaseException | None) -> None:
+        """Mark the message as over; the group need not hold it any longer."""
         self._point_to_point.release(self)
-        if self._started_ns:
-            self._record()
-        if self._callback is not None:
-            self._callback()
-        if self._future is not None:
-            self._resolve(self._future)
-
-    def _record(self) -> None:
-        phase = (self.name, self._started_ns, time.monotonic_ns())
-        args = {"bytes": self._memory[0].nbytes}
-        if tracing.sink is not None:
+        if self._started_ns and tracing.sink is not None:
+            phase = (self.name, self._started_ns, time.monotonic_ns())
+            args = {"bytes": self._memory[0].nbytes}
             tracing.sink.overlapping("message", f"message {id(self)}", [phase], args)
-
-    def when_done(self, callback: Callable[[], None]) -> None:
-        """Call `callback` on the thread that finds the message through, or now."""
-        with self._lock:
-            if not self._done:
-                self._callback = callback
-                return
-        callback()
+        super().complete(error)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until the message is through."""
@@ -293,31 +276,20 @@ class MessageWork(Work):
     def get_future(self) -> "torch.futures.Future[Any]":
         """Return a future of this message; from now on it makes progress by itself."""
         with self._lock:
-            if self._future is None:
-                self._future = torch.futures.Future()
-                if self._done:
-                    self._resolve(self._future)
-                else:
-                    self._point_to_point.watch(self)
-            return self._future
-
-    def _resolve(self, future: "torch.futures.Future[Any]") -> None:
-        if self._error is None:
-            future.set_result(self._memory[1])
-        else:
-            future.set_exception(self._error)
+            if self._future is None and not self._done:
+                self._point_to_point.watch(self)
+            return super().get_future()
 
     def fail(self, error: MpisgdError) -> None:
         """End this message without its being through; MPI may still write to its memory, which is kept."""
         with self._lock:
             if not self._done:
                 self._point_to_point.communicator.abandon([self._request], self._memory)
-                self._error = error
-                self._finish()
+                self.complete(error)
 
     def cancel(self) -> None:
         """Cancel this message, unless it is there."""
         with self._lock, contextlib.suppress(MpisgdError):
             if not self.is_completed():
                 self._point_to_point.communicator.cancel(self._request, self._memory)
-                self._finish()
+                self.complete(NotInitialized(f"{self.name}: cancelled at the end, no message had come"))

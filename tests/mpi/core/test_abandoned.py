@@ -72,6 +72,7 @@ def test_the_memory_of_a_receive_that_is_cancelled_too_late_is_kept():
     message = Message("test", True, (0,), 0)
     work = MessageWork(messages, "recv", message, request, (tensor, None), print)  # type: ignore[arg-type]
     work.cancel()
+    assert isinstance(work.error, mpisgd.NotInitialized), "its future must not be given what never came"
     del work, tensor
     free_abandoned()
     gc.collect()
