@@ -1,15 +1,30 @@
-"""Collectives on Python objects. They are pickled: slow, and only between ranks of one job."""
+"""Collectives on Python objects. They are pickled: slow, and only between ranks of one job.
+
+The tensors of a nested state can be separated from it, to be sent as they lie.
+"""
 
 import pickle
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
 
 from mpisgd.arguments import check_objects
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.job.lifecycle import group_or_world
 
-__all__ = ["all_gather_object", "broadcast_object", "gather_object", "scatter_object"]
+__all__ = [
+    "all_gather_object",
+    "allocate_tensors",
+    "broadcast_object",
+    "extract_tensors",
+    "gather_object",
+    "scatter_object",
+]
+
+T = TypeVar("T")
 
 
 def broadcast_object(obj: Any = None, src: int = 0, group: Group | None = None) -> Any:
@@ -29,12 +44,12 @@ def broadcast_object(obj: Any = None, src: int = 0, group: Group | None = None) 
     group = group_or_world(group)
     root = group.group_rank("broadcast_object", "src", src)
     payload = pickle.dumps(obj) if group.rank == root else None
-    got: list[bytes] = []
-    group.queue.run(
+    got = _run(
+        group,
         Operation("broadcast_object", root=root),
-        lambda: got.append(group.queue.communicator.broadcast_object(payload, root)),
+        lambda: group.queue.communicator.broadcast_object(payload, root),
     )
-    return obj if group.rank == root else pickle.loads(got[0])
+    return obj if group.rank == root else pickle.loads(got)
 
 
 def all_gather_object(object_list: list[Any], obj: Any, group: Group | None = None) -> None:
@@ -54,10 +69,8 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Group | None = No
     group = group_or_world(group)
     check_objects("all_gather_object", "object_list", object_list, group.size, output=True)
     payload = pickle.dumps(obj)
-    got: list[bytes] = []
-    group.queue.run(
-        Operation("all_gather_object"),
-        lambda: got.extend(group.queue.communicator.all_gather_object(payload)),
+    got = _run(
+        group, Operation("all_gather_object"), lambda: group.queue.communicator.all_gather_object(payload)
     )
     object_list[:] = map(pickle.loads, got)
 
@@ -84,10 +97,10 @@ def gather_object(
     if group.rank == root:
         check_objects("gather_object", "object_gather_list", object_gather_list, group.size, output=True)
     payload = pickle.dumps(obj)
-    got: list[bytes] = []
-    group.queue.run(
+    got = _run(
+        group,
         Operation("gather_object", root=root),
-        lambda: got.extend(group.queue.communicator.gather_object(payload, root) or ()),
+        lambda: group.queue.communicator.gather_object(payload, root),
     )
     if object_gather_list is not None and group.rank == root:
         object_gather_list[:] = map(pickle.loads, got)
@@ -113,9 +126,60 @@ def scatter_object(objects: Sequence[Any] | None = None, src: int = 0, group: Gr
     if group.rank == root:
         check_objects("scatter_object", "objects", objects, group.size)
         payloads = [pickle.dumps(obj) for obj in objects or ()]
-    got: list[bytes] = []
-    group.queue.run(
+    got = _run(
+        group,
         Operation("scatter_object", root=root),
-        lambda: got.append(group.queue.communicator.scatter_object(payloads, root)),
+        lambda: group.queue.communicator.scatter_object(payloads, root),
     )
-    return pickle.loads(got[0])
+    return pickle.loads(got)
+
+
+def _run(group: Group, operation: Operation, action: Callable[[], T]) -> T:
+    """Return what an action returns that is run in the group's queue."""
+    results: list[T] = []
+    group.queue.run(operation, lambda: results.append(action()))
+    return results[0]
+
+
+class _TensorSpec(NamedTuple):
+    """What travels in a tensor's place: enough to make room for it, on this rank's own device."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device_type: str
+
+    def empty(self) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device_type)
+
+
+def extract_tensors(tree: Any) -> tuple[Any, list[Tensor]]:
+    """Return (an outline of nested dicts, lists and tuples, the tensors in it)."""
+    tensors: list[Tensor] = []
+
+    def take_out(tensor: Tensor) -> _TensorSpec:
+        tensors.append(tensor)
+        return _TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.device.type)
+
+    return _replace(tree, Tensor, take_out), tensors
+
+
+def allocate_tensors(outline: Any) -> tuple[Any, list[Tensor]]:
+    """Return (the tree of an outline, the tensors in it, to be filled), in the order of `extract_tensors`."""
+    tensors: list[Tensor] = []
+
+    def allocate(entry: _TensorSpec) -> Tensor:
+        tensors.append(entry.empty())
+        return tensors[-1]
+
+    return _replace(outline, _TensorSpec, allocate), tensors
+
+
+def _replace(tree: Any, kind: type, by: Callable[[Any], Any]) -> Any:
+    """Return a copy of nested dicts, lists and tuples in which every leaf of `kind` is replaced."""
+    if isinstance(tree, kind):
+        return by(tree)
+    if isinstance(tree, dict):
+        return {key: _replace(value, kind, by) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_replace(value, kind, by) for value in tree)
+    return tree

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from mpisgd.collectives.all_gather_ragged import all_gather_ragged
+from mpisgd.collectives.all_gather import all_gather_ragged
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import UnsupportedOp

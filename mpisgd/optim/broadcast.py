@@ -8,8 +8,7 @@ from torch import Tensor
 
 from mpisgd.collectives.broadcast import broadcast
 from mpisgd.collectives.coalesced import broadcast_coalesced
-from mpisgd.collectives.nested_state import allocate_tensors, extract_tensors
-from mpisgd.collectives.objects import broadcast_object
+from mpisgd.collectives.objects import allocate_tensors, broadcast_object, extract_tensors
 from mpisgd.core.group import Group
 from mpisgd.errors import InvalidArgument
 from mpisgd.job.lifecycle import group_or_world

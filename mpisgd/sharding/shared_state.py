@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from mpisgd.accelerator.buffers import readable
-from mpisgd.collectives.nested_state import allocate_tensors, extract_tensors
+from mpisgd.collectives.objects import allocate_tensors, extract_tensors
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.transport.shm.data_movement import exchange_spans

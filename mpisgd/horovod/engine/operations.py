@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpisgd.collectives.all_gather import all_gather, all_gather_into_tensor
-from mpisgd.collectives.all_gather_ragged import all_gather_ragged
+from mpisgd.collectives.all_gather import all_gather, all_gather_into_tensor, all_gather_ragged
 from mpisgd.collectives.all_reduce import all_reduce
 from mpisgd.collectives.all_to_all import all_to_all_single
 from mpisgd.collectives.broadcast import broadcast

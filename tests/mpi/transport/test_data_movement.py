@@ -13,7 +13,7 @@ from verdicts import everyone, raises_everywhere
 import mpisgd
 from mpisgd import Group, ReduceOp
 from mpisgd.collectives import dispatch
-from mpisgd.collectives.all_gather_ragged import all_gather_ragged
+from mpisgd.collectives.all_gather import all_gather_ragged
 from mpisgd.transport.shm import data_movement, reduction
 
 CHUNK_BYTES = 2**12  # here: the borders are the same, and there are more of them in a short time
