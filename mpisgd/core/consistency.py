@@ -84,6 +84,7 @@ class ConsistencyChecker:
 
     Attributes:
         number: how many operations this rank has begun.
+        history: the hash of all of them.
         timeout_s: how long to wait for the other ranks.
     """
 
@@ -95,7 +96,7 @@ class ConsistencyChecker:
         self.name = name
         self.timeout_s = timeout_s
         self.number = 0
-        self._history = 0
+        self.history = 0
 
     def begin(
         self,
@@ -117,13 +118,13 @@ class ConsistencyChecker:
         self.number += 1
         if before is not None:
             before()
-        self._history = fold(self._history, operation)
-        return ConsistencyCheck(self, operation, site, detail, self._history)
+        self.history = fold(self.history, operation)
+        return ConsistencyCheck(self, operation, site, detail, self.history)
 
     def note(self, operation: Operation) -> None:
         """Count an operation that is not compared; the next one that is compares it, too."""
         self.number += 1
-        self._history = fold(self._history, operation)
+        self.history = fold(self.history, operation)
 
     def leave(self) -> None:
         """Tell the other members that this rank gives the group up and comes to none of its operations."""
@@ -145,10 +146,6 @@ class ConsistencyChecker:
         if operation.root < 0:
             return str(operation)
         return str(operation._replace(root=self.communicator.global_ranks[operation.root]))
-
-    def resume_after(self, low: int, high: int) -> None:
-        """Give all ranks the same history again after a disagreement."""
-        self._history = (low * MULTIPLIER + high) & MASK
 
     def compare(self, mine: str, detail: str) -> str:
         """Gather what every rank was about to do, and tell which ranks differ. Collective.
@@ -229,7 +226,7 @@ class ConsistencyCheck:
         """
         low, high = self._checker.digest_exchange.extremes()
         if low != high:
-            self._checker.resume_after(low, high)
+            self._checker.history = (low * MULTIPLIER + high) & MASK  # the same on all ranks again
             detail = self._detail() if self._detail is not None else ""
             raise CollectiveMismatch(self._checker.compare(f"{self._what}  at {self._site()}", detail))
 

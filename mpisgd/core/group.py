@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from mpisgd.arguments import as_index, shown
-from mpisgd.core.interfaces import PointToPoint, Transports
 from mpisgd.core.operation_queue import OperationQueue
 from mpisgd.core.topology import Topology
 from mpisgd.errors import InvalidRank, MpisgdError, NotInGroup, NotInitialized, PeerLost
@@ -19,14 +18,14 @@ class GroupResources(NamedTuple):
 
     Attributes:
         queue: the order of the group's collectives.
-        point_to_point: the group's messages.
-        transports: how bytes move besides the communicator.
+        point_to_point: the group's messages: `close()`, and `abandon(error)`, which fails what is in flight.
+        transports: how bytes move besides the communicator: `shm`, `internode`, `close()`.
         topology: which members share a host.
     """
 
     queue: OperationQueue
-    point_to_point: PointToPoint
-    transports: Transports
+    point_to_point: Any
+    transports: Any
     topology: Topology
 
 

@@ -1,15 +1,13 @@
-"""What core asks of the rooms above it, which give it these: the transports and their communicator.
+"""What core asks of the rooms above it, which give it these; it imports none of them.
 
-Core imports none of them. A group hands them on as they are, and whoever uses them (the collectives, the
-gradients) knows their own types, so what core does not use itself is typed `Any` here.
+A group hands its transports on as they are, and whoever uses them (the collectives, the gradients) knows
+their own types, so what core does not use itself is typed `Any`.
 """
 
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from mpisgd.errors import MpisgdError
-
-__all__ = ["Communicator", "DigestExchange", "PointToPoint", "Transports"]
+__all__ = ["Communicator", "DigestExchange"]
 
 
 class Communicator(Protocol):
@@ -61,28 +59,3 @@ class DigestExchange(Protocol):
 
     def missing(self) -> str:
         """Describe the ranks that this rank waits for, while it is not over."""
-
-
-class PointToPoint(Protocol):
-    """A group's point-to-point messages, on a communicator of their own."""
-
-    def abandon(self, error: MpisgdError) -> None:
-        """Fail whatever is in flight with such an error, without communicating."""
-
-    def close(self) -> None:
-        """Free the communicator. Collective."""
-
-
-class Transports(Protocol):
-    """How the bytes of a group's collectives move, besides the communicator itself."""
-
-    @property
-    def shm(self) -> Any:
-        """The shared memory of the group, None unless all its ranks share one host and can have it."""
-
-    @property
-    def internode(self) -> Any:
-        """The transport between several hosts, None on one."""
-
-    def close(self) -> None:
-        """Free what they hold. Collective."""

@@ -171,8 +171,11 @@ class OperationQueue:
                 if not inside:
                     self._end_turn()
             return None
-        if async_op:
-            self._check_threads_allowed(operation)
+        if async_op and not self.threads_allowed:
+            raise MpiFailed(
+                f"{operation.kind}: async_op=True needs an MPI that runs at thread level MULTIPLE; this one "
+                "does not (was MPI started elsewhere with less?)"
+            )
         work = QueuedWork(operation.kind, tensors)
         if inside:
             self._complete(submission, work)
@@ -209,13 +212,6 @@ class OperationQueue:
                 return False
             self._busy = threading.get_ident()
             return True
-
-    def _check_threads_allowed(self, operation: Operation) -> None:
-        if not self.threads_allowed:
-            raise MpiFailed(
-                f"{operation.kind}: async_op=True needs an MPI that runs at thread level MULTIPLE; this one "
-                "does not (was MPI started elsewhere with less?)"
-            )
 
     def _end_turn(self) -> None:
         with self._lock:
@@ -312,7 +308,10 @@ class OperationQueue:
         if isinstance(exc, CollectiveMismatch) and not isinstance(exc, Deadlock):  # the same on all ranks
             self.on_mismatch()
         else:
-            self.broken = self._as_broken(submission.operation, exc)
+            reason = (
+                f"group '{self.name}' cannot be used any more: {submission.operation} failed with {exc!r}"
+            )
+            self.broken = exc if isinstance(exc, MpisgdError) else MpiFailed(reason)
             self._on_failure()
 
     def _complete(self, submission: _Submission, work: QueuedWork) -> None:
@@ -323,11 +322,6 @@ class OperationQueue:
         except BaseException as exc:
             error = exc
         work.complete(error)
-
-    def _as_broken(self, operation: Operation, exc: BaseException) -> MpisgdError:
-        if isinstance(exc, MpisgdError):
-            return exc
-        return MpiFailed(f"group '{self.name}' cannot be used any more: {operation} failed with {exc!r}")
 
     def _enqueue(self, submission: _Submission, work: QueuedWork, *, first: bool = False) -> None:
         with self._changed:
