@@ -16,8 +16,7 @@ import torch
 import typer
 
 import mpisgd
-from mpisgd.bench.measure import Pace, Timed, measure
-from mpisgd.bench.payload import WrongResult
+from mpisgd.bench.measure import Pace, Subject, Timed, WrongResult, measure
 from mpisgd.bench.report import tables
 from mpisgd.bench.report.rows import timed_rows
 from mpisgd.cli.program import run_program
@@ -28,7 +27,7 @@ app = typer.Typer(add_completion=False)
 FUSED = "mpisgd, fused"
 
 
-class Gradients:
+class Gradients(Subject):
     """The same gradients for every variant: `num` tensors, in turn a matrix and its bias."""
 
     def __init__(self, num: int, width: int) -> None:
@@ -38,12 +37,12 @@ class Gradients:
         self.model = torch.nn.Module()
         self.model.params = torch.nn.ParameterList(self.params)
 
-    def put(self) -> None:
+    def reset(self) -> None:
         """Leave fresh gradients behind, as backward does."""
         for param, value in zip(self.params, self.values, strict=True):
             param.grad = value.clone()
 
-    def check(self) -> None:
+    def verify(self) -> None:
         """Raise unless every gradient is the mean over the ranks."""
         mean = (mpisgd.size() - 1) / 2
         for i, param in enumerate(self.params):
@@ -82,16 +81,13 @@ def memcpy(gradients: Gradients) -> Callable[[], None]:
 
 def variants(gradients: Gradients) -> list[Timed]:
     """Return what is compared."""
-
-    def timed(name: str, call: Callable[[], object], check: Callable[[], None] = gradients.check) -> Timed:
-        return Timed(name, call, reset=gradients.put, verify=check, ours=True)
-
-    return [
-        timed(FUSED, lambda: mpisgd.average_gradients(gradients.model)),
-        timed("mpisgd.all_reduce, one call each", one_call_each(gradients.params)),
-        timed("comm.Allreduce, one call each", by_hand(gradients.params)),
-        timed("one memcpy of all bytes", memcpy(gradients), lambda: None),
-    ]
+    calls = {
+        FUSED: lambda: mpisgd.average_gradients(gradients.model),
+        "mpisgd.all_reduce, one call each": one_call_each(gradients.params),
+        "comm.Allreduce, one call each": by_hand(gradients.params),
+    }
+    averages = [Timed(name, call, gradients, ours=True) for name, call in calls.items()]
+    return [*averages, Timed("one memcpy of all bytes", memcpy(gradients))]
 
 
 @app.command()

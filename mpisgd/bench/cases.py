@@ -26,20 +26,12 @@ __all__ = [
 
 ITEM_BYTES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "int32": 4, "int64": 8}
 
-# Which side of a rank holds one piece for every rank: the other one holds a single piece.
-PIECES: dict[str, tuple[int | str, int | str]] = {
-    "all_reduce": (1, 1),
-    "reduce": (1, 1),
-    "broadcast": (1, 1),
-    "reduce_scatter": ("size", 1),
-    "all_gather": (1, "size"),
-    "all_to_all": ("size", "size"),
-    "gather": (1, "size"),
-    "scatter": ("size", 1),
-}
-COLLECTIVES = tuple(PIECES)
-REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 IN_PLACE = ("all_reduce", "reduce", "broadcast")
+COLLECTIVES = (*IN_PLACE, "reduce_scatter", "all_gather", "all_to_all", "gather", "scatter")
+# In which a rank's input or output has a piece for each rank; otherwise it is a single piece.
+INPUT_OF_PIECES = ("reduce_scatter", "all_to_all", "scatter")
+OUTPUT_OF_PIECES = ("all_gather", "all_to_all", "gather")
+REDUCING = ("all_reduce", "reduce", "reduce_scatter")
 
 # The models that are trained, and examples of one rank; enough work for a step that is not all communication.
 BATCHES = {"mlp": 32, "deep": 32, "transformer": 4}
@@ -68,12 +60,12 @@ class Case:
     @property
     def input_numel(self) -> int:
         """Elements a rank gives."""
-        return self.count * self._pieces(0)
+        return self.count * (self.size if self.collective in INPUT_OF_PIECES else 1)
 
     @property
     def output_numel(self) -> int:
         """Elements a rank gets."""
-        return self.count * self._pieces(1)
+        return self.count * (self.size if self.collective in OUTPUT_OF_PIECES else 1)
 
     @property
     def nbytes(self) -> int:
@@ -90,14 +82,10 @@ class Case:
         """Whether elements are added, not only moved."""
         return self.collective in REDUCING
 
-    def _pieces(self, side: int) -> int:
-        pieces = PIECES[self.collective][side]
-        return self.size if isinstance(pieces, str) else pieces
-
 
 def case_of(collective: str, dtype: str, nbytes: int, size: int) -> Case:
     """Return the case whose larger side has `nbytes`, less what divides into no whole pieces."""
-    pieces = size if "size" in PIECES[collective] else 1
+    pieces = 1 if collective in IN_PLACE else size
     return Case(collective, dtype, max(1, nbytes // (pieces * ITEM_BYTES[dtype])), size)
 
 

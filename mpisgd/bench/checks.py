@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 import mpisgd
-from mpisgd.bench.measure import measure, slowest
+from mpisgd.bench.measure import Timed, measure, slowest
 from mpisgd.bench.peers.remote import Peers
 from mpisgd.bench.report.rows import spread, timed_rows
-from mpisgd.bench.step import StepPlan, wrapped
+from mpisgd.bench.step import StepPlan
 from mpisgd.bench.training import StepTask, Training
 from mpisgd.core import operation_queue as queue_module
 from mpisgd.core.consistency import ConsistencyCheck, ConsistencyChecker, Operation, fold
@@ -52,40 +52,38 @@ class _BareChecker(ConsistencyChecker):
 
 
 class _Switch:
-    """Switches the checks of a group off and on again; all ranks at the same point of their order."""
+    """Switches the checks of a group off and on again."""
 
     def __init__(self, group: Group) -> None:
         self._queue = group.queue
         full = group.queue.consistency
         bare = _BareChecker(full.communicator, full.digest_exchange, name=full.name, timeout_s=full.timeout_s)
-        self._ways = {True: (full, queue_module.call_site), False: (bare, lambda: _nowhere)}
+        self._ways: dict[bool, tuple[ConsistencyChecker, Callable[[], Callable[[], str]]]] = {
+            True: (full, queue_module.call_site),
+            False: (bare, lambda: str),  # str(): no site
+        }
 
     def turn(self, on: bool) -> None:
+        """Switch them on or off. Collective."""
         number = self._queue.consistency.number
         self._queue.consistency, queue_module.call_site = self._ways[on]
         self._queue.consistency.number = number
-
-
-def _nowhere() -> str:
-    return "nowhere"
+        mpisgd.barrier()
 
 
 def run_checks(plan: StepPlan, peers: Peers, report: Callable[[str, Any], None]) -> dict[str, Any]:
     """Measure the models of `plan`; return rows and the cost of one check. Collective.
 
-    Args:
-        plan: the same on every rank.
-        peers: none have a part in this.
-        report: called with each model and its rows.
+    No peer has a part in this.
     """
     switch = _Switch(world())
-    one = _one_check(plan)
+    count = NUM_CHECKS_IN_SMALL if plan.small else NUM_CHECKS
+    one = vars(spread([slowest(_checks_in_a_row(count)) for _ in range(plan.pace.rounds)]))
     rows: list[dict[str, Any]] = []
     for model in plan.models:
         new = _rows(plan.task(model), plan, switch, one["median_s"])
         report(model, new)
         rows += new
-    switch.turn(True)
     notes = [
         f"one check: {one['median_s'] * 1e6:.1f} us (rounds from {one['min_s'] * 1e6:.1f} to "
         f"{one['max_s'] * 1e6:.1f}), the slowest rank's; x operations is their part in the step"
@@ -96,24 +94,22 @@ def run_checks(plan: StepPlan, peers: Peers, report: Callable[[str, Any], None])
 def _rows(task: StepTask, plan: StepPlan, switch: _Switch, check_s: float) -> list[dict[str, Any]]:
     variants, operations = [], 0
     for name, on in ((CHECKED, True), (BARE, False)):
-        training = wrapped(task)
+        training = Training(task, mpisgd.rank())
+        training.distribute(mpisgd.DistributedOptimizer)
         operations = _operations(training)
-        variants.append(training.timed(name, start=functools.partial(_start, switch, on), ours=True))
+        start = functools.partial(switch.turn, on)
+        variants.append(Timed(name, training.step, training, start=start, ours=True))
     found = measure(variants, plan.pace)
     switch.turn(True)
     pairs = zip(found.seconds[CHECKED], found.seconds[BARE], strict=True)
     paired = spread([with_s / without_s for with_s, without_s in pairs])
     rows = timed_rows({"model": task.model}, found.seconds, {})
     for row in rows:
+        checked = row["variant"] == CHECKED
         row["operations"] = operations
-        row["ratio_to_bare"] = paired.median_s if row["variant"] == CHECKED else None
-        row["part_of_step"] = operations * check_s / row["median_s"] if row["variant"] == CHECKED else None
+        row["ratio_to_bare"] = paired.median_s if checked else None
+        row["part_of_step"] = operations * check_s / row["median_s"] if checked else None
     return rows
-
-
-def _start(switch: _Switch, on: bool) -> None:
-    switch.turn(on)
-    mpisgd.barrier()
 
 
 def _operations(training: Training) -> int:
@@ -122,13 +118,6 @@ def _operations(training: Training) -> int:
     before = world().queue.consistency.number
     training.step()
     return world().queue.consistency.number - before
-
-
-def _one_check(plan: StepPlan) -> dict[str, Any]:
-    """Return the cost of one check on the slowest rank."""
-    count = NUM_CHECKS_IN_SMALL if plan.small else NUM_CHECKS
-    rounds = [slowest(_checks_in_a_row(count)) for _ in range(plan.pace.rounds)]
-    return vars(spread(rounds))
 
 
 def _checks_in_a_row(count: int) -> float:

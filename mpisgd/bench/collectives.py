@@ -1,7 +1,7 @@
 """`bench collectives`: mpisgd's beside MPI's own calls, other frameworks, and what memory or link allow."""
 
-import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ import torch
 import mpisgd
 from mpisgd.bench.cases import Case, case_of
 from mpisgd.bench.hardware_limits import bounds, keep_faster_limit
-from mpisgd.bench.measure import Pace, Timed, Unavailable, Variant, measure, timed
+from mpisgd.bench.measure import Pace, Timed, Unavailable, Variant, measure
 from mpisgd.bench.network import open_ring
 from mpisgd.bench.payload import Payload, torch_call
 from mpisgd.bench.peers.remote import Peers
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["CollectivesPlan", "run_collectives"]
 
-MPI_NAME = "MPI"
 Call = Callable[[], Any]
 
 
@@ -45,28 +44,16 @@ class CollectivesPlan:
     algorithms: Sequence[str]
     pace: Pace
 
-    def cases(self, size: int) -> Iterator[Case]:
-        """Yield every case, each once although small sizes may round up to the same."""
-        seen = set()
-        for collective in self.collectives:
-            for dtype in self.dtypes:
-                for nbytes in self.sizes:
-                    case = case_of(collective, dtype, nbytes, size)
-                    if case not in seen:
-                        seen.add(case)
-                        yield case
+    def cases(self, size: int) -> list[Case]:
+        """Return every case, each once although small sizes may round up to the same."""
+        every = itertools.product(self.collectives, self.dtypes, self.sizes)
+        return list(dict.fromkeys(case_of(*what, size) for what in every))
 
 
 def run_collectives(
     plan: CollectivesPlan, peers: Peers, report: Callable[[str, Any], None]
 ) -> dict[str, Any]:
-    """Measure the cases of `plan`; return rows, and what was left out. Collective.
-
-    Args:
-        plan: the same on every rank.
-        peers: other frameworks.
-        report: called with each case and its rows.
-    """
+    """Measure the cases of `plan`; return rows, and what was left out. Collective."""
     communicator = world().queue.communicator.duplicate()
     rows: list[dict[str, Any]] = []
     left_out: list[dict[str, Any]] = []
@@ -91,18 +78,15 @@ def _contestants(
     """Return all ways of doing the collective."""
     payload = Payload(case, mpisgd.rank())
     algorithms = plan.algorithms if case.collective == "all_reduce" else ["auto"]
-    remote = [variant for name in peers.running for variant in peers.variants(name, {name: case})]
-    return [*_ours(payload, algorithms), _mpis(payload, communicator), *remote]
-
-
-# -- mpisgd --------------------------------------------------------------------------------------------
-
-
-def _ours(payload: Payload, algorithms: Iterable[str]) -> Iterator[Timed]:
-    """Yield mpisgd's collective, with each algorithm."""
-    for algorithm in algorithms:
-        name = "mpisgd" if algorithm == "auto" else f"mpisgd {algorithm}"
-        yield timed(name, our_call(payload, world(), algorithm), payload, ours=True)
+    names = ["mpisgd" if algorithm == "auto" else f"mpisgd {algorithm}" for algorithm in algorithms]
+    return [
+        *(
+            Timed(name, our_call(payload, world(), algorithm), payload, ours=True)
+            for name, algorithm in zip(names, algorithms, strict=True)
+        ),
+        Timed("MPI", _mpi_call(payload, communicator), payload),
+        *(variant for name in peers.running for variant in peers.variants(name, {name: case})),
+    ]
 
 
 def our_call(payload: Payload, group: Group, algorithm: str = "auto") -> Call:
@@ -110,25 +94,16 @@ def our_call(payload: Payload, group: Group, algorithm: str = "auto") -> Call:
     return torch_call(mpisgd, payload, group.ranks, group, algorithm=algorithm)
 
 
-# -- MPI -----------------------------------------------------------------------------------------------
-
-
-def _mpis(payload: Payload, communicator: "Communicator") -> Variant:
-    """Return MPI's own call on the same memory, as lean as mpi4py can make it: nothing is prepared in it."""
-    from mpisgd.transport.mpi import ELEMENT_TYPES
-
-    case = payload.case
-    if case.reduces and payload.input.dtype not in ELEMENT_TYPES:
-        return Timed(MPI_NAME, functools.partial(_refuse, f"MPI has no arithmetic for {case.dtype}"))
-    return timed(MPI_NAME, _mpi_call(payload, communicator), payload)
-
-
-def _refuse(reason: str) -> None:
-    raise Unavailable(reason)
-
-
 def _mpi_call(payload: Payload, communicator: "Communicator") -> Call:
+    """Return MPI's own call on the same memory, as lean as mpi4py can make it: nothing is prepared in it."""
     from mpisgd.transport.mpi import ELEMENT_TYPES, MPI
+
+    if payload.case.reduces and payload.input.dtype not in ELEMENT_TYPES:
+
+        def refuse() -> None:
+            raise Unavailable(f"MPI has no arithmetic for {payload.case.dtype}")
+
+        return refuse
 
     def spec(tensor: torch.Tensor, pieces: int = 1) -> list[Any]:
         memory = MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)

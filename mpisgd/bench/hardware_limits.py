@@ -1,8 +1,9 @@
 """What bounds a collective: copying its bytes on one host, between hosts the link and a ping-pong over it."""
 
+import functools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +33,7 @@ def bounds(case: Case, communicator: "Communicator", ring: "Ring | None") -> lis
     """Return the limit, and for few bytes between hosts a ping-pong."""
     found = limits(case, communicator, ring)
     if mpisgd.num_nodes() > 1 and case.nbytes <= MAX_PING_BYTES:
-        found.append(_ping_pong(case.nbytes, communicator))
+        found.append(OverLink(PING_PONG, _ping_pong(case.nbytes, communicator), communicator))
     return found
 
 
@@ -41,11 +42,15 @@ def limits(case: Case, communicator: "Communicator", ring: "Ring | None") -> lis
 
     Collective. `keep_faster_limit` makes one of them out of several.
     """
-    if mpisgd.num_nodes() == 1:
-        return [Timed(LIMIT, _memcpy(case))]
-    nbytes = max(1, round(link_bytes(case, [len(ranks) for ranks in topology().nodes])))
-    over_tcp = [_over_tcp(nbytes, communicator, ring)] if _all_leaders_have(ring) else []
-    return [_over_mpi(nbytes, communicator), *over_tcp]
+    here = topology()
+    if here.num_nodes == 1:
+        source = torch.ones(case.nbytes, dtype=torch.uint8)
+        target = torch.zeros_like(source)
+        return [Timed(LIMIT, lambda: target.copy_(source))]  # all ranks copy at once
+    calls: dict[str, Call] = {}
+    if here.local_rank == 0:
+        calls = _leader_calls(max(1, round(link_bytes(case, here.ranks_per_host))), communicator, ring)
+    return [OverLink(name, calls.get(name), communicator) for name in mpisgd.broadcast_object(list(calls))]
 
 
 def keep_faster_limit(seconds: dict[str, list[float]]) -> None:
@@ -53,19 +58,6 @@ def keep_faster_limit(seconds: dict[str, list[float]]) -> None:
     ways = [seconds.pop(name) for name in (OVER_MPI, OVER_TCP) if name in seconds]
     if ways:
         seconds[LIMIT] = min(ways, key=statistics.median)
-
-
-def _all_leaders_have(ring: "Ring | None") -> bool:
-    has: list[bool] = [False] * mpisgd.size()
-    mpisgd.all_gather_object(has, ring is not None)
-    return all(has[ranks[0]] for ranks in topology().nodes)
-
-
-def _memcpy(case: Case) -> Call:
-    """Return a copy of the case's bytes; all ranks copy at once."""
-    source = torch.ones(case.nbytes, dtype=torch.uint8)
-    target = torch.zeros_like(source)
-    return lambda: target.copy_(source)
 
 
 # -- between hosts: some ranks send, the others sleep ---------------------------------------------------
@@ -76,16 +68,12 @@ class OverLink(Timed):
 
     Args:
         name: in tables.
-        senders: the ranks that have a part.
-        call: returns what the sender with this place does.
+        call: what this rank does, None where it has no part.
         communicator: to send over.
     """
 
-    def __init__(
-        self, name: str, senders: Sequence[int], call: Callable[[int], Call], communicator: "Communicator"
-    ) -> None:
-        rank = mpisgd.rank()
-        super().__init__(name, call(senders.index(rank)) if rank in senders else lambda: None)
+    def __init__(self, name: str, call: Call | None, communicator: "Communicator") -> None:
+        super().__init__(name, call or (lambda: None))
         self._comm = communicator.comm
 
     def time(self, calls: int) -> float:
@@ -97,47 +85,35 @@ class OverLink(Timed):
         return seconds
 
 
-def _over_mpi(nbytes: int, communicator: "Communicator") -> Variant:
-    """Return what sends the bytes that must leave a host to the next one, while as many come in."""
-    leaders = [ranks[0] for ranks in topology().nodes]
+def _leader_calls(nbytes: int, communicator: "Communicator", ring: "Ring | None") -> dict[str, Call]:
+    """Return what sends the bytes that must leave a host to the next one, while as many come in.
 
-    def call(place: int) -> Call:
-        give, take = _bytes(nbytes), _bytes(nbytes)
-        after, before = leaders[(place + 1) % len(leaders)], leaders[place - 1]
-        return lambda: communicator.comm.Sendrecv(give, after, recvbuf=take, source=before)
-
-    return OverLink(OVER_MPI, leaders, call, communicator)
-
-
-def _over_tcp(nbytes: int, communicator: "Communicator", ring: "Ring | None") -> Variant:
-    """Return the same without MPI."""
-
-    def call(_: int) -> Call:
-        assert ring is not None
-        give, take = memoryview(_bytes(nbytes)), memoryview(_bytes(nbytes))
-        return lambda: ring.pass_on(give, take)
-
-    return OverLink(OVER_TCP, [ranks[0] for ranks in topology().nodes], call, communicator)
+    By MPI, and by a ring of TCP connections where the hosts' leaders have one: all of them do, or none.
+    """
+    here = topology()
+    after, before = (here.nodes[(here.node_rank + way) % here.num_nodes][0] for way in (1, -1))
+    give, take = memoryview(_bytes(nbytes)), memoryview(_bytes(nbytes))
+    comm = communicator.comm
+    calls: dict[str, Call] = {OVER_MPI: lambda: comm.Sendrecv(give, after, recvbuf=take, source=before)}
+    if ring is not None:
+        calls[OVER_TCP] = functools.partial(ring, give, take)
+    return calls
 
 
-def _ping_pong(nbytes: int, communicator: "Communicator") -> Variant:
-    """Return a message from the first host to the second, and one back."""
-    pair = [ranks[0] for ranks in topology().nodes[:2]]
+def _ping_pong(nbytes: int, communicator: "Communicator") -> Call | None:
+    """Return a message from the first host to the second, and one back; None in other ranks."""
+    pair, rank = [ranks[0] for ranks in topology().nodes[:2]], mpisgd.rank()
+    if rank not in pair:
+        return None
+    serves = rank == pair[0]
+    ball, other, comm = _bytes(nbytes), pair[serves], communicator.comm
+    first, second = (comm.Send, comm.Recv) if serves else (comm.Recv, comm.Send)
 
-    def call(place: int) -> Call:
-        ball, other = _bytes(nbytes), pair[1 - place]
+    def play() -> None:
+        first(ball, other)
+        second(ball, other)
 
-        def serve() -> None:
-            communicator.comm.Send(ball, other)
-            communicator.comm.Recv(ball, other)
-
-        def answer() -> None:
-            communicator.comm.Recv(ball, other)
-            communicator.comm.Send(ball, other)
-
-        return answer if place else serve
-
-    return OverLink(PING_PONG, pair, call, communicator)
+    return play
 
 
 def _bytes(nbytes: int) -> bytearray:

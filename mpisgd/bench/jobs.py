@@ -36,7 +36,7 @@ def mpirun(launcher: str = "") -> list[str]:
     return [found]
 
 
-class Job:
+class Job(subprocess.Popen[bytes]):
     """A launcher, or another program, as a child that prints nothing here.
 
     Args:
@@ -46,49 +46,32 @@ class Job:
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the process
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=self._errors,
-            env=dict(env),
-        )
-
-    def is_running(self) -> bool:
-        """Return whether it has not ended yet."""
-        return self._process.poll() is None
-
-    def exit_code(self, limit_s: float) -> int:
-        """Return its exit code once it has ended.
-
-        Raises:
-            subprocess.TimeoutExpired: it has not, within the limit.
-        """
-        return self._process.wait(limit_s)
+        nothing = subprocess.DEVNULL
+        super().__init__(command, stdin=nothing, stdout=nothing, stderr=self._errors, env=env)
 
     def exit_report(self) -> str:
         """Return how it ended, and the last line it wrote to stderr."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_S)
+            self.wait(END_S)
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
-        return f"exit code {self._process.returncode}: {last}"
+        return f"exit code {self.returncode}: {last}"
 
     def end(self) -> None:
         """End it and what it started; a launcher that is asked takes its ranks along."""
-        for insist in (self._process.poll, self._process.terminate, self._kill):
+        for insist in (self.poll, self.terminate, self._kill_all):
             insist()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(END_S)
+                self.wait(END_S)
                 return
 
-    def _kill(self) -> None:
+    def _kill_all(self) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
-            for started in psutil.Process(self._process.pid).children(recursive=True):
+            for started in psutil.Process(self.pid).children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     started.kill()
-        self._process.kill()
+        self.kill()
 
 
 def run_job(
@@ -97,8 +80,8 @@ def run_job(
     module: Sequence[str],
     limit_s: float,
     *,
-    watch: Callable[[], object] | None = None,
-    every_s: float = 0.005,
+    watch: Callable[[], object] = lambda: None,
+    every_s: float = 0.05,
 ) -> None:
     """Run a Python module with its arguments on some ranks.
 
@@ -115,21 +98,14 @@ def run_job(
     """
     command = [*launcher, "-n", str(num_ranks), sys.executable, "-m", *module]
     job = Job(command, {**OVERSUBSCRIBE, **os.environ})
-    try:
-        code = job.exit_code(limit_s) if watch is None else _watch(job, limit_s, watch, every_s)
-    except subprocess.TimeoutExpired as exc:
-        raise JobError(f"{shlex.join(command)}: no end within {limit_s:.0f} s", 1) from exc
-    finally:
-        if job.is_running():
-            job.end()
-    if code != 0:
-        raise JobError(f"{module[0]} on {num_ranks} ranks ended with {job.exit_report()}", 1)
-
-
-def _watch(job: Job, limit_s: float, watch: Callable[[], object], every_s: float) -> int:
-    """Return the exit code; until there is one, look again and again."""
     deadline = time.monotonic() + limit_s
-    while job.is_running() and time.monotonic() < deadline:
-        watch()
-        time.sleep(every_s)
-    return job.exit_code(0)
+    try:
+        while job.poll() is None:
+            if time.monotonic() > deadline:
+                raise JobError(f"{shlex.join(command)}: no end within {limit_s:.0f} s", 1)
+            watch()
+            time.sleep(every_s)
+    finally:
+        job.end()
+    if job.returncode != 0:
+        raise JobError(f"{module[0]} on {num_ranks} ranks ended with {job.exit_report()}", 1)

@@ -16,20 +16,20 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 import mpisgd
-from mpisgd.bench.payload import Payload, WrongResult
 
 __all__ = [
     "Measured",
     "Pace",
+    "Subject",
     "Timed",
     "Unavailable",
     "Variant",
+    "WrongResult",
     "calls_per_turn",
     "first_reason",
     "goes_on",
     "measure",
     "slowest",
-    "timed",
     "turns",
 ]
 
@@ -57,6 +57,10 @@ class Pace:
 
 class Unavailable(Exception):
     """A variant cannot be had here; the text says why."""
+
+
+class WrongResult(Exception):
+    """A variant does not compute what it should."""
 
 
 class Variant(Protocol):
@@ -97,14 +101,23 @@ class Measured:
         return [{**what, "variant": name, "reason": reason} for name, reason in self.left_out.items()]
 
 
+class Subject:
+    """What a variant works on; this one needs no preparation, and nothing of it can be wrong."""
+
+    def reset(self) -> None:
+        """Make everything ready for a call."""
+
+    def verify(self) -> None:
+        """Raise WrongResult unless one call after `reset()` did the right thing."""
+
+
 class Timed:
     """A variant that is a function in this process.
 
     Args:
         name: in tables.
         call: does it once.
-        reset: makes ready for a call.
-        verify: raises WrongResult unless a call after `reset` did the right thing.
+        subject: what it works on.
         start: brings all ranks together.
         ours: whether it is mpisgd's.
     """
@@ -113,26 +126,24 @@ class Timed:
         self,
         name: str,
         call: Callable[[], object],
+        subject: Subject | None = None,
         *,
-        reset: Callable[[], object] | None = None,
-        verify: Callable[[], None] | None = None,
         start: Callable[[], object] = mpisgd.barrier,
         ours: bool = False,
     ) -> None:
         self.name = name
         self.ours = ours
-        self._call, self._reset, self._verify = call, reset or _nothing, verify or _nothing
-        self._start = start
+        self._call, self._subject, self._start = call, subject or Subject(), start
 
     def check(self) -> None:
         """See `Variant`."""
-        self._reset()
+        self._subject.reset()
         self._call()
-        self._verify()
+        self._subject.verify()
 
     def time(self, calls: int) -> float:
         """See `Variant`. Short calls are preceded by one that is not counted: it aligns the ranks."""
-        self._reset()
+        self._subject.reset()
         self._start()
         if calls > 1:
             self._call()
@@ -143,23 +154,8 @@ class Timed:
 
     def release(self) -> None:
         """See `Variant`."""
-        self._call = self._reset = self._verify = _nothing
-
-
-def _nothing() -> None:
-    """Stand in for functions that held memory."""
-
-
-def timed(
-    name: str,
-    call: Callable[[], object],
-    payload: Payload,
-    *,
-    start: Callable[[], object] = mpisgd.barrier,
-    ours: bool = False,
-) -> Timed:
-    """Return a variant that works on a payload; see `Timed`."""
-    return Timed(name, call, reset=payload.reset, verify=payload.verify, start=start, ours=ours)
+        self._subject = Subject()
+        self._call = self._subject.reset
 
 
 def turns(variants: Sequence[T], round_number: int) -> list[T]:
@@ -190,14 +186,14 @@ def measure(variants: Sequence[Variant], pace: Pace) -> Measured:
     Raises:
         JobError: a variant that is `ours` computes something wrong.
     """
-    found = Measured({variant.name: [] for variant in variants})
-    running = [variant for variant in variants if _passes(variant, found)]
+    found = Measured()
+    running: list[Variant] = []
     calls: dict[str, int] = {}
-    for variant in list(running):
-        if (seconds := _turn(variant, 1, found)) is None:
-            running.remove(variant)
-        else:
+    for variant in variants:
+        if _passes(variant, found) and (seconds := _turn(variant, 1, found)) is not None:
+            running.append(variant)
             calls[variant.name] = calls_per_turn(seconds, pace)
+            found.seconds[variant.name] = []
     rounds, used_s = 0, 0.0
     while running and goes_on(rounds, used_s, pace):
         for variant in turns(running, rounds):
@@ -222,7 +218,7 @@ def _passes(variant: Variant, found: Measured) -> bool:
         reason = str(exc)
         if variant.ours and isinstance(exc, WrongResult):
             raise mpisgd.JobError(f"{variant.name}: {exc}", exit_code=1) from exc
-    return not _left_out(variant, reason, found)
+    return _goes_on_everywhere(variant, reason, found)
 
 
 def _turn(variant: Variant, calls: int, found: Measured) -> float | None:
@@ -233,10 +229,18 @@ def _turn(variant: Variant, calls: int, found: Measured) -> float | None:
     except Unavailable as exc:
         reason = str(exc)
     seconds = slowest(mine)
-    if seconds == float("inf"):
-        _left_out(variant, reason, found)
-        return None
-    return seconds
+    if seconds < float("inf"):
+        return seconds
+    _goes_on_everywhere(variant, reason, found)
+    return None
+
+
+def _goes_on_everywhere(variant: Variant, reason: str, found: Measured) -> bool:
+    """Return whether no rank has a reason to give up a variant; note the first reason on all of them."""
+    if first := first_reason(reason):
+        found.left_out[variant.name] = first
+        found.seconds.pop(variant.name, None)
+    return not first
 
 
 def slowest(seconds: float) -> float:
@@ -251,11 +255,3 @@ def first_reason(reason: str) -> str:
     reasons: list[str] = [""] * mpisgd.size()
     mpisgd.all_gather_object(reasons, reason)
     return next((text for text in reasons if text), "")
-
-
-def _left_out(variant: Variant, reason: str, found: Measured) -> bool:
-    """Note on all ranks why the first of them cannot go on with a variant; return whether one cannot."""
-    if first := first_reason(reason):
-        found.left_out[variant.name] = first
-        found.seconds.pop(variant.name, None)
-    return bool(first)

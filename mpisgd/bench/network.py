@@ -6,10 +6,11 @@ it receives.
 """
 
 import contextlib
+import functools
 import ipaddress
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import psutil
@@ -44,25 +45,17 @@ def interface_to(address: str) -> Interface:
     return Interface(names[0], own)
 
 
-class Ring:
-    """The connections of one host's leader.
+Ring = Callable[[memoryview, memoryview], None]  # sends one to the next host while it fills the other
 
-    Args:
-        after: to the next host.
-        before: from the one before.
-    """
 
-    def __init__(self, after: socket.socket, before: socket.socket) -> None:
-        self._after, self._before = after, before
-
-    def pass_on(self, give: memoryview, take: memoryview) -> None:
-        """Send `give` to the next host while as much comes in from the one before."""
-        sender = threading.Thread(target=self._after.sendall, args=(give,))
-        sender.start()
-        got = 0
-        while got < len(take):
-            got += self._before.recv_into(take[got : got + RECEIVE_BYTES])
-        sender.join()
+def _pass_on(after: socket.socket, before: socket.socket, give: memoryview, take: memoryview) -> None:
+    """Send `give` to the next host while as much comes in from the one before."""
+    sender = threading.Thread(target=after.sendall, args=(give,))
+    sender.start()
+    got = 0
+    while got < len(take):
+        got += before.recv_into(take[got : got + RECEIVE_BYTES])
+    sender.join()
 
 
 @contextlib.contextmanager
@@ -91,7 +84,7 @@ def open_ring() -> Iterator[Ring | None]:
         for connection in (after, before):
             connection.settimeout(None)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        yield Ring(after, before)
+        yield functools.partial(_pass_on, after, before)
 
 
 def _own_address() -> str | None:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import mpisgd
-from mpisgd.bench.cases import case_of
+from mpisgd.bench.cases import Case
 from mpisgd.bench.hardware_limits import keep_faster_limit, limits
-from mpisgd.bench.measure import Measured, Pace, Timed, Variant, measure, timed
+from mpisgd.bench.measure import Measured, Pace, Timed, Variant, measure
 from mpisgd.bench.network import Ring, open_ring
 from mpisgd.bench.payload import Payload
 from mpisgd.bench.peers.remote import Peers
@@ -101,16 +101,18 @@ class MarkedTraining(Training):
         super().__init__(task, rank)
         self.gradients: list[list[tuple[float, int]]] = []
         self.optimizer_s: list[float] = []
-        self._started = self._backward_ended = 0.0
+        self._started = 0.0
         for param in self.model.parameters():
             param.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
 
-    def marked_step(self) -> None:
+    def step(self) -> None:
         """Take one step."""
         self.gradients.append([])
         self._started = time.perf_counter()
-        self.step(average=self._end_backward)
-        self.optimizer_s.append(time.perf_counter() - self._backward_ended)
+        self.backward()
+        backward_ended = time.perf_counter()
+        self.optimizer.step()
+        self.optimizer_s.append(time.perf_counter() - backward_ended)
 
     def earliest_ends(self, bytes_per_s: float) -> list[float]:
         """Return when each step could have ended at best, with a link of this rate."""
@@ -120,18 +122,9 @@ class MarkedTraining(Training):
     def _note(self, param: torch.Tensor) -> None:
         self.gradients[-1].append((time.perf_counter() - self._started, param.nbytes))
 
-    def _end_backward(self) -> None:
-        self._backward_ended = time.perf_counter()
-
 
 def run_overlap(plan: OverlapPlan, peers: Peers, report: Callable[[str, Any], None]) -> dict[str, Any]:
-    """Measure a step and its parts, at two batches; return rows and what was left out. Collective.
-
-    Args:
-        plan: the same on every rank.
-        peers: other frameworks.
-        report: called with the rows of each batch.
-    """
+    """Measure a step and its parts, at two batches; return rows and what was left out. Collective."""
     communicator = world().queue.communicator.duplicate()
     rows: list[dict[str, Any]] = []
     left_out: list[dict[str, str]] = []
@@ -147,50 +140,42 @@ def run_overlap(plan: OverlapPlan, peers: Peers, report: Callable[[str, Any], No
             rows += new
             left_out += found.left_out_of(model=name)
     communicator.free()
-    return {"rows": rows, "left_out": left_out, "gradient_bytes": _gradient_bytes(task)}
+    return {"rows": rows, "left_out": left_out, "gradient_bytes": _as_one_tensor(task).nbytes}
 
 
-def _gradient_bytes(task: StepTask) -> int:
-    return sum(param.nbytes for param in build(task).parameters())
+def _as_one_tensor(task: StepTask) -> Case:
+    """Return the all-reduce of as many elements as the gradients have."""
+    return Case("all_reduce", "float32", sum(param.numel() for param in build(task).parameters()), task.size)
 
 
 def _search(plan: OverlapPlan, communicator: "Communicator", ring: Ring | None) -> int:
     """Return the batch whose step alone takes the wanted share of the link's time; the same on all ranks."""
 
     def alone(batch: int) -> float:
-        variant = _marked(MarkedTraining(replace(task, batch=batch), mpisgd.rank()))
-        return min(measure([variant], SEARCH).seconds[COMPUTE])  # what a busy machine adds would mislead
+        training = MarkedTraining(replace(task, batch=batch), mpisgd.rank())
+        found = measure([Timed(COMPUTE, training.step)], SEARCH)
+        return min(found.seconds[COMPUTE])  # what a busy machine adds would mislead
 
     task = StepTask(plan.model, 1, mpisgd.size(), plan.small, communicates=False)
-    link = measure(_link(task, communicator, ring), SEARCH).seconds
+    link = measure(limits(_as_one_tensor(task), communicator, ring), SEARCH).seconds
     keep_faster_limit(link)
     return find_batch(alone, plan.share * statistics.median(link[LIMIT]))
-
-
-def _link(task: StepTask, communicator: "Communicator", ring: Ring | None) -> list[Variant]:
-    """Return what passes the bytes of the gradients that must leave a host."""
-    return limits(case_of("all_reduce", "float32", _gradient_bytes(task), task.size), communicator, ring)
-
-
-def _marked(training: MarkedTraining) -> Timed:
-    return Timed(COMPUTE, training.marked_step)
-
-
-def _reduce(task: StepTask) -> Timed:
-    """Return our all-reduce of as many bytes as the gradients have."""
-    payload = Payload(case_of("all_reduce", "float32", _gradient_bytes(task), task.size), mpisgd.rank())
-    return timed(REDUCE, lambda: mpisgd.all_reduce(payload.output), payload, ours=True)
 
 
 def _measure(
     task: StepTask, plan: OverlapPlan, peers: Peers, communicator: "Communicator", ring: Ring | None
 ) -> Measured:
     alone = MarkedTraining(replace(task, communicates=False), mpisgd.rank())
-    parts: list[Variant] = [_marked(alone), *_link(task, communicator, ring), _reduce(task)]
+    payload = Payload(_as_one_tensor(task), mpisgd.rank())
+    parts: list[Variant] = [
+        Timed(COMPUTE, alone.step),
+        *limits(payload.case, communicator, ring),
+        Timed(REDUCE, lambda: mpisgd.all_reduce(payload.output), payload, ours=True),
+    ]
     found = measure([*parts, ours(task), *remote(task, plan.bucket_bytes, peers)], plan.pace)
     keep_faster_limit(found.seconds)
     link_s = statistics.median(found.seconds[LIMIT])
-    ends = torch.tensor(alone.earliest_ends(_gradient_bytes(task) / link_s), dtype=torch.float64)
+    ends = torch.tensor(alone.earliest_ends(payload.case.nbytes / link_s), dtype=torch.float64)
     mpisgd.all_reduce(ends, mpisgd.ReduceOp.MAX)
     found.seconds[BOUND] = ends.tolist()[-len(found.seconds[LIMIT]) :]  # those of the rounds that count
     return found

@@ -10,18 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpisgd.bench.cases import Case
+from mpisgd.bench.cases import INPUT_OF_PIECES, Case
+from mpisgd.bench.measure import Subject, WrongResult
 
-__all__ = ["Payload", "WrongResult", "expected", "given", "torch_call"]
+__all__ = ["Payload", "expected", "given", "torch_call"]
 
 PERIOD = 13
 
 
-class WrongResult(Exception):
-    """A variant does not compute what it should."""
-
-
-class Payload:
+class Payload(Subject):
     """Input and output of one rank in one case; every variant in a process works on the same memory.
 
     Attributes:
@@ -46,7 +43,7 @@ class Payload:
         return self._turn % self.case.size
 
     def reset(self) -> None:
-        """Make everything ready for the next call."""
+        """See `Subject`."""
         self._turn = -1
         if self.case.in_place:
             self.output.copy_(self.input)
@@ -54,11 +51,12 @@ class Payload:
             self.output.zero_()
 
     def verify(self) -> None:
-        """Raise WrongResult unless `output` is what one call after `reset()` leaves."""
+        """See `Subject`; sums may have a rounding error."""
         wanted = expected(self.case, self.rank)
         if wanted is None:
             return
-        close = torch.isclose(self.output, wanted, rtol=_tolerance(wanted.dtype), atol=0.0)
+        rtol = 4 * torch.finfo(wanted.dtype).eps if wanted.dtype.is_floating_point else 0.0
+        close = torch.isclose(self.output, wanted, rtol=rtol, atol=0.0)
         if not bool(close.all()):
             first = int((~close).nonzero()[0])
             raise WrongResult(
@@ -114,20 +112,15 @@ def given(case: Case, rank: int) -> Tensor:
 
 def expected(case: Case, rank: int) -> Tensor | None:
     """Return what `rank` gets out from root 0, None where only the root gets something."""
-    count, everyone = case.count, range(case.size)
-    total = case.size * (case.size + 1) // 2
     if case.collective in ("reduce", "gather") and rank != 0:
         return None
-    if case.collective in ("all_reduce", "reduce"):
-        return _pattern(case, 0, count) * total
-    if case.collective == "broadcast":
-        return given(case, 0)
-    if case.collective == "reduce_scatter":
-        return _pattern(case, rank * count, count) * total
-    if case.collective == "scatter":
-        return _pattern(case, rank * count, count)
-    first = rank * count if case.collective == "all_to_all" else 0
-    return torch.cat([_pattern(case, first, count) * (other + 1) for other in everyone])
+    first = rank * case.count if case.collective in INPUT_OF_PIECES else 0
+    piece = _pattern(case, first, case.count)
+    if case.reduces:
+        return piece * (case.size * (case.size + 1) // 2)
+    if case.collective in ("broadcast", "scatter"):
+        return piece
+    return torch.cat([piece * (other + 1) for other in range(case.size)])
 
 
 def _pattern(case: Case, first: int, numel: int) -> Tensor:
@@ -135,8 +128,3 @@ def _pattern(case: Case, first: int, numel: int) -> Tensor:
     dtype: torch.dtype = getattr(torch, case.dtype)
     period = (torch.arange(first, first + PERIOD) % PERIOD + 1).to(dtype)
     return period.repeat(-(-numel // PERIOD))[:numel].clone()
-
-
-def _tolerance(dtype: torch.dtype) -> float:
-    """Return the relative rounding error that a sum may have."""
-    return 4 * torch.finfo(dtype).eps if dtype.is_floating_point else 0.0

@@ -9,16 +9,18 @@ number of ranks, tells how much.
 import json
 import statistics
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from mpisgd.bench.jobs import run_job
+from mpisgd.bench.report.rows import OURS
 
 __all__ = ["launch", "scaling_rows"]
 
 ALONE = "no communication"
-OURS = "mpisgd"
 
 
 def launch(
@@ -68,14 +70,10 @@ def scaling_rows(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: (row["model"], row["variant"] != ALONE, row["ranks"]))
 
 
-def _steps(rows: Iterable[dict[str, Any]]) -> Iterable[tuple[str, str, dict[str, Any]]]:
-    """Yield mpisgd's row of each model, and the faster one of those without communication."""
-    alone: dict[str, dict[str, Any]] = {}
-    for row in rows:
-        model = row["model"]
-        if row["variant"] == OURS:
-            yield model, OURS, row
-        elif not row["communicates"] and row["median_s"] <= alone.get(model, row)["median_s"]:
-            alone[model] = row
-    for model, row in alone.items():
-        yield model, ALONE, row
+def _steps(rows: Iterable[dict[str, Any]]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield mpisgd's row of each model, and the fastest one of those without communication."""
+    for model, section in groupby(rows, key=itemgetter("model")):
+        here = list(section)
+        alone = [row for row in here if not row["communicates"]]
+        yield model, ALONE, min(alone, key=itemgetter("median_s"))
+        yield model, OURS, next(row for row in here if row["variant"] == OURS)

@@ -4,10 +4,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 import mpisgd
 import mpisgd.horovod as hvd
 from mpisgd.bench.cases import BATCHES
-from mpisgd.bench.measure import Pace, Variant, measure
+from mpisgd.bench.measure import Pace, Timed, Variant, measure
 from mpisgd.bench.peers.remote import Peers
 from mpisgd.bench.report.rows import OURS, SHARED, step_rows
 from mpisgd.bench.torch_parallel import group_on_mpisgd, torch_step
@@ -17,7 +19,7 @@ from mpisgd.job.lifecycle import world
 if TYPE_CHECKING:
     from mpisgd.transport.mpi import Communicator
 
-__all__ = ["StepPlan", "ours", "remote", "run_steps", "wrapped"]
+__all__ = ["StepPlan", "ours", "remote", "run_steps"]
 
 # Both, since it depends on the model which is faster; the faster one is the reference.
 BASELINES = {"none, gradients dropped": True, "none, gradients zeroed": False}
@@ -49,14 +51,9 @@ class StepPlan:
 
 
 def run_steps(plan: StepPlan, peers: Peers, report: Callable[[str, Any], None]) -> dict[str, Any]:
-    """Measure the models of `plan`; return rows, the models, and what was left out. Collective.
-
-    Args:
-        plan: the same on every rank.
-        peers: other frameworks.
-        report: called with each model and its rows.
-    """
+    """Measure the models of `plan`; return rows, the models, and what was left out. Collective."""
     communicator = world().queue.communicator.duplicate()
+    hvd.init()
     rows: list[dict[str, Any]] = []
     models: dict[str, Any] = {}
     left_out: list[dict[str, str]] = []
@@ -75,91 +72,70 @@ def run_steps(plan: StepPlan, peers: Peers, report: Callable[[str, Any], None]) 
             new = step_rows(model, found.seconds, list(BASELINES), [CONTROL], task.batch * task.size)
             report(model, new)
             rows += new
-            models[model] = _describe(task)
+            params = list(build(task).parameters())
+            models[model] = {
+                "parameters": sum(param.numel() for param in params),
+                "tensors": len(params),
+                "batch_per_rank": task.batch,
+            }
             left_out += found.left_out_of(model=model)
     communicator.free()
     return {"rows": rows, "models": models, "left_out": left_out}
 
 
-def _describe(task: StepTask) -> dict[str, Any]:
-    params = list(build(task).parameters())
-    return {
-        "parameters": sum(param.numel() for param in params),
-        "tensors": len(params),
-        "batch_per_rank": task.batch,
-    }
-
-
 def _in_ranks(task: StepTask, communicator: "Communicator") -> list[Variant]:
     """Return the variants that run in the ranks themselves."""
+    alone = [
+        Training(replace(task, set_to_none=to_none, communicates=False), mpisgd.rank())
+        for to_none in BASELINES.values()
+    ]
+    by_hand = ByHand(task, communicator)
     return [
-        *(
-            _alone(name, replace(task, set_to_none=to_none, communicates=False))
-            for name, to_none in BASELINES.items()
-        ),
+        *(Timed(name, training.step, training) for name, training in zip(BASELINES, alone, strict=True)),
         ours(task),
         ours(task, SHARED, share_parameters=True),
-        _as_horovod(task),
-        _by_hand(task, communicator),
+        ours(task, "mpisgd.horovod", hvd.DistributedOptimizer),
+        Timed("MPI, a call per tensor", by_hand.step, by_hand),
     ]
 
 
-def _alone(name: str, task: StepTask) -> Variant:
-    return Training(task, mpisgd.rank()).timed(name, start=mpisgd.barrier)
-
-
-def ours(task: StepTask, name: str = OURS, *, share_parameters: bool = False) -> Variant:
-    """Return the step with mpisgd's optimizer."""
-    training = wrapped(task, share_parameters=share_parameters)
-    return training.timed(name, start=mpisgd.barrier, ours=True)
-
-
-def wrapped(task: StepTask, *, share_parameters: bool = False) -> Training:
-    """Return a training with mpisgd's optimizer."""
+def ours(
+    task: StepTask,
+    name: str = OURS,
+    wrapper: Callable[..., torch.optim.Optimizer] = mpisgd.DistributedOptimizer,
+    **options: Any,
+) -> Variant:
+    """Return the step with mpisgd's optimizer, or another of its wrappers."""
     training = Training(task, mpisgd.rank())
-    training.optimizer = mpisgd.DistributedOptimizer(
-        training.optimizer,
-        named_parameters=training.model.named_parameters(),
-        share_parameters=share_parameters,
-    )
-    return training
+    training.distribute(wrapper, **options)
+    return Timed(name, training.step, training, ours=True)
 
 
-def _as_horovod(task: StepTask) -> Variant:
-    """Return the step of a program written for Horovod, on mpisgd."""
-    hvd.init()
-    training = Training(task, hvd.rank())
-    training.optimizer = hvd.DistributedOptimizer(
-        training.optimizer, named_parameters=training.model.named_parameters()
-    )
-    return training.timed("mpisgd.horovod", start=mpisgd.barrier, ours=True)
+class ByHand(Training):
+    """What people write who have mpi4py only: one call for each tensor."""
 
+    def __init__(self, task: StepTask, communicator: "Communicator") -> None:
+        super().__init__(task, mpisgd.rank())
+        self._comm, self._params = communicator.comm, list(self.model.parameters())
 
-def _by_hand(task: StepTask, communicator: "Communicator") -> Variant:
-    """Return what people write who have mpi4py only: one call for each tensor."""
-    from mpisgd.transport.mpi import MPI
+    def backward(self) -> None:
+        """Average the gradients too."""
+        from mpisgd.transport.mpi import MPI
 
-    training = Training(task, mpisgd.rank())
-    params, size = list(training.model.parameters()), mpisgd.size()
-
-    def average() -> None:
-        for param in params:
+        super().backward()
+        for param in self._params:
             assert param.grad is not None
-            communicator.comm.Allreduce(MPI.IN_PLACE, param.grad)
-            param.grad.div_(size)
-
-    return training.timed("MPI, a call per tensor", start=mpisgd.barrier, average=average)
+            self._comm.Allreduce(MPI.IN_PLACE, param.grad)
+            param.grad.div_(self.task.size)
 
 
 def _in_torch(task: StepTask, bucket_bytes: Sequence[int]) -> list[Variant]:
     """Return torch's own ways over mpisgd."""
-    return [
-        *(
-            torch_step(_ddp("mpisgd", nbytes), replace(task, bucket_bytes=nbytes), ours=True)
-            for nbytes in bucket_bytes
-        ),
-        torch_step("FSDP2 mpisgd", replace(task, sharded=True), ours=True),
+    ddp = [
+        torch_step(_ddp("mpisgd", nbytes), replace(task, bucket_bytes=nbytes), ours=True)
+        for nbytes in bucket_bytes
     ]
+    return [*ddp, torch_step("FSDP2 mpisgd", replace(task, sharded=True), ours=True)]
 
 
 def _ddp(backend: str, nbytes: int) -> str:

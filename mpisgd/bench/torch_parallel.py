@@ -43,14 +43,13 @@ def torch_step(name: str, task: StepTask, *, ours: bool = False) -> Timed:
         Unavailable: this torch has no FSDP2.
     """
     training = Training(task, dist.get_rank())
-    forward: nn.Module | None = None
     if task.sharded:
         _shard(training)
     elif task.communicates:
-        forward = DistributedDataParallel(
+        training.forward = DistributedDataParallel(
             training.model, gradient_as_bucket_view=True, bucket_cap_mb=task.bucket_bytes / MIB
         )
-    return training.timed(name, forward=forward, start=dist.barrier, ours=ours)
+    return Timed(name, training.step, training, start=dist.barrier, ours=ours)
 
 
 def _shard(training: Training) -> None:

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpisgd.bench.measure import Timed
-from mpisgd.bench.payload import WrongResult
+from mpisgd.bench.measure import Subject, WrongResult
 
 __all__ = ["MODELS", "StepTask", "Training"]
 
@@ -88,22 +87,19 @@ class LanguageModel(nn.Module):
         return self.head(x).flatten(0, 1)  # type: ignore[no-any-return]
 
 
-def _mlp(small: bool) -> nn.Module:
-    wide, inputs = (64, 32) if small else (3072, 1024)
-    widths = [inputs, wide, wide, wide]
+def mlp(inputs: int, width: int) -> nn.Module:
+    """Return a few large layers: what counts is the number of bytes."""
+    widths = [inputs, width, width, width]
     hidden = [layer for a, b in itertools.pairwise(widths) for layer in (nn.Linear(a, b), nn.ReLU())]
-    return nn.Sequential(*hidden, nn.Linear(wide, NUM_CLASSES))
+    return nn.Sequential(*hidden, nn.Linear(width, NUM_CLASSES))
 
 
-def _deep(small: bool) -> nn.Module:
-    return DeepNarrow(20, 16) if small else DeepNarrow(302, 64)
-
-
-def _transformer(small: bool) -> nn.Module:
-    return LanguageModel(64, 16, 2) if small else LanguageModel(8192, 256, 6)
-
-
-MODELS = {"mlp": _mlp, "deep": _deep, "transformer": _transformer}
+# Each is made at its full size, or as a miniature.
+MODELS: dict[str, Callable[[bool], nn.Module]] = {
+    "mlp": lambda small: mlp(32, 64) if small else mlp(1024, 3072),
+    "deep": lambda small: DeepNarrow(20, 16) if small else DeepNarrow(302, 64),
+    "transformer": lambda small: LanguageModel(64, 16, 2) if small else LanguageModel(8192, 256, 6),
+}
 
 
 def build(task: StepTask) -> nn.Module:
@@ -127,58 +123,53 @@ def examples(task: StepTask, rank: int) -> tuple[Tensor, Tensor]:
     return torch.randn(task.batch, width, generator=generator), targets
 
 
-class Training:
+class Training(Subject):
     """A model, its optimizer and the batch of one rank.
 
     Attributes:
         model: fresh.
+        forward: the model, or what wraps it.
         optimizer: plain SGD, whose few passes over the parameters hide no communication.
     """
 
     def __init__(self, task: StepTask, rank: int) -> None:
         self.task = task
         self.model = build(task)
+        self.forward = self.model
         self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE)
-        self._inputs, self._targets = examples(task, rank)
+        self.inputs, self.targets = examples(task, rank)
 
-    def join_batches(self) -> None:
-        """Train on the batches of all ranks instead."""
-        pairs = [examples(self.task, rank) for rank in range(self.task.size)]
-        self._inputs, self._targets = (torch.cat(tensors) for tensors in zip(*pairs, strict=True))
+    def distribute(self, wrapper: Callable[..., torch.optim.Optimizer], **options: Any) -> None:
+        """Wrap the optimizer in one that averages gradients, such as `mpisgd.DistributedOptimizer`."""
+        named = self.model.named_parameters()
+        self.optimizer = wrapper(self.optimizer, named_parameters=named, **options)
 
-    def step(
-        self,
-        forward: nn.Module | None = None,
-        average: Callable[[], None] | None = None,
-        zero_grad: Callable[[], None] | None = None,
-    ) -> None:
-        """Take one step.
-
-        Args:
-            forward: what wraps the model, if anything does.
-            average: called after backward, where nothing else averages the gradients.
-            zero_grad: instead of the optimizer's.
-        """
-        if zero_grad is None:
-            self.optimizer.zero_grad(set_to_none=self.task.set_to_none)
-        else:
-            zero_grad()
-        output = (forward or self.model)(self._inputs)
-        loss = nn.functional.cross_entropy(output, self._targets)
-        loss.backward()  # type: ignore[no-untyped-call]
-        if average is not None:
-            average()
+    def step(self) -> None:
+        """Take one step."""
+        self.backward()
         self.optimizer.step()
+
+    def backward(self) -> None:
+        """Take the part of a step that leaves gradients behind."""
+        self.zero_grad()
+        loss = nn.functional.cross_entropy(self.forward(self.inputs), self.targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def zero_grad(self) -> None:
+        """Reset the gradients."""
+        self.optimizer.zero_grad(set_to_none=self.task.set_to_none)
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Go back to the first parameters."""
+        """Go back to the first parameters; see `Subject`."""
         for param, first in zip(self.model.parameters(), _reference(self.task.common())[0], strict=True):
             param.copy_(_like(param, first))
 
     @torch.no_grad()
     def verify(self) -> None:
-        """Raise WrongResult unless the parameters are what one process has after its first step."""
+        """See `Subject`: with communication, parameters are what one process has after its first step."""
+        if not self.task.communicates:
+            return
         before, after = _reference(self.task.common())
         for i, (param, first, wanted) in enumerate(zip(self.model.parameters(), before, after, strict=True)):
             error, change = (_whole(param) - wanted).norm(), (wanted - first).norm()
@@ -187,26 +178,6 @@ class Training:
                     f"parameter {i} of {self.task.model} is off by {float(error):.3g} after one step, in "
                     f"which it should have changed by {float(change):.3g}"
                 )
-
-    def timed(
-        self,
-        name: str,
-        *,
-        start: Callable[[], object],
-        forward: nn.Module | None = None,
-        average: Callable[[], None] | None = None,
-        zero_grad: Callable[[], None] | None = None,
-        ours: bool = False,
-    ) -> Timed:
-        """Return one step as a variant."""
-        return Timed(
-            name,
-            lambda: self.step(forward, average, zero_grad),
-            reset=self.reset,
-            verify=self.verify if self.task.communicates else None,
-            start=start,
-            ours=ours,
-        )
 
 
 def _whole(param: Any) -> Any:
@@ -229,7 +200,8 @@ def _like(param: Any, value: Tensor) -> Tensor:
 def _reference(task: StepTask) -> tuple[list[Tensor], list[Tensor]]:
     """Return the parameters before and after one step of one process on the joined batch."""
     training = Training(task, 0)
-    training.join_batches()
+    batches = [examples(task, rank) for rank in range(task.size)]
+    training.inputs, training.targets = (torch.cat(tensors) for tensors in zip(*batches, strict=True))
     before = [param.detach().clone() for param in training.model.parameters()]
     training.step()
     return before, [param.detach() for param in training.model.parameters()]

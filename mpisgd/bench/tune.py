@@ -7,17 +7,16 @@ Groups use the job's profile, so the kinds of groups that a program may make are
 one host, and one rank of each host. The hosts' groups run at the same time.
 """
 
-import contextlib
+import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import mpisgd
 from mpisgd.bench.cases import case_of, powers
 from mpisgd.bench.collectives import our_call
-from mpisgd.bench.measure import Pace, Timed, measure, slowest, timed
+from mpisgd.bench.measure import Pace, Timed, measure, slowest
 from mpisgd.bench.payload import Payload
-from mpisgd.bench.report.rows import spread
 from mpisgd.collectives.all_reduce import can_use_cma
 from mpisgd.collectives.dispatch import HOST_TRANSPORTS, TUNED
 from mpisgd.core.group import Group
@@ -110,36 +109,26 @@ def tune(budget_s: float, last_bytes: int, passes: int, report: Report) -> list[
     best: list[Best] = [{} for _ in places]
     for _ in range(passes):
         for place, found in zip(places, best, strict=True):
-            with _free_choice(place.group):
-                _pass(place, budget_s / len(places) / passes, last_bytes, found, report)
+            costs = None if place.group is None else place.group.costs
+            _pass(place, budget_s / len(places) / passes, last_bytes, found, report)
+            if place.group is not None and costs is not None:
+                place.group.costs = costs  # by which it chooses: while measured, it was told
     return [
-        MeasuredCurves(
-            place.ranks_per_host, tuple(_measured(curve, seconds) for curve, seconds in found.items())
-        )
+        MeasuredCurves(place.ranks_per_host, tuple(_fitted(*one) for one in found.items()))
         for place, found in zip(places, best, strict=True)
     ]
 
 
-def _measured(curve: Curve, seconds: dict[int, float]) -> Curve:
+def _fitted(curve: Curve, seconds: dict[int, float]) -> Curve:
     points = tuple((float(nbytes), seconds[nbytes]) for nbytes in sorted(seconds))
     return replace(curve, segments=fit(points), points=points)
 
 
-@contextlib.contextmanager
-def _free_choice(group: Group | None) -> Iterator[None]:
-    """Restore by what a group chooses: meanwhile it is told."""
-    costs = None if group is None else group.costs
-    try:
-        yield
-    finally:
-        if group is not None and costs is not None:
-            group.costs = costs
-
-
 def _pass(place: RankSet, budget_s: float, last_bytes: int, best: Best, report: Report) -> None:
     """Go through the sizes once, as far as the time suffices; put better medians into `best`."""
-    shared_memory = _everywhere(_has_shared_memory(place.group))
-    direct = _everywhere(place.group is None or can_use_cma(place.group))
+    group = place.group
+    shared_memory = _everywhere(group is None or group.shm is not None or group.internode is not None)
+    direct = _everywhere(group is None or can_use_cma(group))
     wanted = to_measure(place.ranks_per_host, shared_memory=shared_memory, direct=direct)
     sizes = powers(FIRST_BYTES, max(last_bytes, LEAST_BYTES), FACTOR)
     used_s = 0.0
@@ -166,19 +155,15 @@ def contenders(wanted: Sequence[Curve], best: Best, nbytes: int) -> list[Curve]:
     sizes = [size for size in (nbytes // FACTOR, nbytes) if size >= SETTLED_BYTES]
     if len(sizes) < 2:
         return list(wanted)
+
+    def fastest(purpose: tuple[str, bool], size: int) -> float:
+        return min(best[curve][size] for curve in wanted if curve.purpose == purpose)
+
     return [
         curve
         for curve in wanted
-        if any(best[curve][size] < HOPELESS * _fastest(wanted, best, size, curve.purpose) for size in sizes)
+        if any(best[curve][size] < HOPELESS * fastest(curve.purpose, size) for size in sizes)
     ]
-
-
-def _fastest(wanted: Sequence[Curve], best: Best, nbytes: int, purpose: tuple[str, bool]) -> float:
-    return min(best[curve][nbytes] for curve in wanted if curve.purpose == purpose)
-
-
-def _has_shared_memory(group: Group | None) -> bool:
-    return group is None or group.shm is not None or group.internode is not None
 
 
 def _everywhere(condition: bool) -> bool:
@@ -192,22 +177,20 @@ def _medians(place: RankSet, wanted: Sequence[Curve], nbytes: int, budget_s: flo
     """Return the seconds of a call by curve, those of a purpose in turns. Collective."""
     found: dict[Curve, float] = {}
     purposes = list(dict.fromkeys(curve.purpose for curve in wanted))
-    for purpose in purposes:
-        collective, half = purpose
+    pace = Pace(ROUNDS, MIN_ROUNDS, budget_s / len(purposes), TURN_S, MAX_CALLS)
+    for collective, half in purposes:
         case = case_of(collective, DTYPES[half], nbytes, sum(place.ranks_per_host))
         payload = None if place.group is None else Payload(case, place.group.rank)
-        alike = [curve for curve in wanted if curve.purpose == purpose]
-        variants = [_timed(curve, place.group, payload) for curve in alike]
-        pace = Pace(ROUNDS, MIN_ROUNDS, budget_s / len(purposes), TURN_S, MAX_CALLS)
-        seconds = measure(variants, pace).seconds
-        found |= {curve: spread(seconds[curve.name]).median_s for curve in alike}
+        alike = [curve for curve in wanted if curve.purpose == (collective, half)]
+        seconds = measure([_timed(curve, place.group, payload) for curve in alike], pace).seconds
+        found |= {curve: statistics.median(seconds[curve.name]) for curve in alike}
     return found
 
 
 def _timed(curve: Curve, group: Group | None, payload: Payload | None) -> Timed:
     """Return what a curve is measured by; on a rank outside the group one that does nothing."""
     if group is None or payload is None:
-        return Timed(curve.name, _nothing, ours=True)
+        return Timed(curve.name, lambda: None, ours=True)
     hosts, only = group.internode, group.costs.only(curve.algorithm, curve.collective)
     algorithm = curve.algorithm if curve.collective == ALL_REDUCE else "auto"
     collective = our_call(payload, group, algorithm)
@@ -218,8 +201,4 @@ def _timed(curve: Curve, group: Group | None, payload: Payload | None) -> Timed:
         group.costs = only
         collective()
 
-    return timed(curve.name, call, payload, ours=True)
-
-
-def _nothing() -> None:
-    """Stand in on ranks that only watch."""
+    return Timed(curve.name, call, payload, ours=True)

@@ -287,9 +287,9 @@ def _counts(text: str) -> list[int]:
 
 
 def _peers(text: str) -> list[str]:
-    from mpisgd.bench.peers.remote import FRAMEWORKS
+    from mpisgd.bench.peers.framework import FRAMEWORKS
 
-    return [] if text in ("", "none") else _choice("--peers", text, FRAMEWORKS)
+    return [] if text in ("", "none") else _choice("--peers", text, tuple(FRAMEWORKS))
 
 
 def _pace_of_steps(rounds: int, budget_s: float, quick: bool) -> "Pace":

@@ -52,14 +52,14 @@ class Output:
 
     def put(self, record: dict[str, Any]) -> None:
         """Print the tables and write the files."""
-        from mpisgd.bench.report.plots import PLOTS
+        from mpisgd.bench.report.plots import plot
         from mpisgd.bench.report.tables import show, tables_of
 
         show(tables_of(record["kind"], record["rows"]), _notes(record))
         if self.json_file is not None:
             self.json_file.write_text(json.dumps(record, indent=1) + "\n")
         if self.plot_file is not None:
-            PLOTS[record["kind"]](self.plot_file, record)
+            plot(self.plot_file, record)
 
 
 def measure_in_job(
@@ -133,7 +133,7 @@ def _header(kind: str, peers: "Peers") -> dict[str, Any]:
         "title": title(kind, size=size, hosts=hosts, threads=threads, library=library),
         "size": size,
         "hosts": hosts,
-        "peers": peers.versions,
+        "peers": {name: peer.version for name, peer in peers.running.items()},
         "peers_left_out": peers.left_out,  # grows while measuring
         "ranks": facts,
     }

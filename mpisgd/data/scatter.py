@@ -60,13 +60,6 @@ class _Plan:
     columns: tuple[tuple[torch.dtype, tuple[int, ...]], ...] | None
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """An error of the source, sent to the other ranks."""
-
-    text: str
-
-
 class _Source:
     """The data set on the source rank: item i is `base[rows[i]]`."""
 
@@ -77,21 +70,25 @@ class _Source:
         if shuffle:
             generator = torch.Generator().manual_seed(seed)
             self.rows = self.rows[torch.randperm(len(self.rows), generator=generator)]
-        self.tensors = [tensor.detach() for tensor in _columns(self.base)]
+        given = self.base.tensors if type(self.base) is TensorDataset else ()
+        self.tensors = [check_tensor(NAME, tensor, f"tensor {i}").detach() for i, tensor in enumerate(given)]
 
     @property
     def plan(self) -> _Plan:
         columns = tuple((tensor.dtype, tuple(tensor.shape[1:])) for tensor in self.tensors)
         return _Plan(len(self.rows), columns or None)
 
-    def tensor_rows(self, column: int, start: int, stop: int) -> Tensor:
-        """Return rows `start` to `stop` of one tensor; beyond the end, the last row."""
-        wanted = torch.arange(start, stop).clamp(max=len(self.rows) - 1)
+    def tensor_rows(self, column: int, start: int, count: int) -> Tensor:
+        """Return `count` rows of one tensor from `start` on; beyond the end, the last row."""
+        wanted = torch.arange(start, start + count).clamp(max=len(self.rows) - 1)
         return self.tensors[column][self.rows[wanted]].cpu()
 
     def pickled_items(self, start: int, stop: int) -> bytes:
         """Return a pickled list of the items `start` to `stop`."""
-        return _pickled([self._item(row) for row in self.rows[start:stop].tolist()])
+        file = io.BytesIO()
+        items = [self._item(row) for row in self.rows[start:stop].tolist()]
+        _ItemPickler(file, pickle.HIGHEST_PROTOCOL).dump(items)
+        return file.getvalue()
 
     def _item(self, row: int) -> Any:
         try:
@@ -109,47 +106,32 @@ def _flattened(dataset: "Dataset[Any]") -> "tuple[Dataset[Any], Tensor]":
     return base, rows[torch.as_tensor(dataset.indices, dtype=torch.int64)]
 
 
-def _columns(dataset: "Dataset[Any]") -> Sequence[Tensor]:
-    if type(dataset) is not TensorDataset:
-        return ()
-    return [check_tensor(NAME, tensor, f"tensor {i}") for i, tensor in enumerate(dataset.tensors)]
-
-
 class _ItemPickler(pickle.Pickler):
     """Pickles a slice of a tensor without the rest of its storage, which torch would include."""
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is Tensor and obj.layout is torch.strided and _is_part(obj):
-            whole: Any = obj.detach().clone()
-            return whole.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        strided = type(obj) is Tensor and obj.layout is torch.strided
+        if strided and obj.untyped_storage().nbytes() > obj.nbytes:
+            return obj.detach().clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return NotImplemented
 
 
-def _is_part(tensor: Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
-
-
-def _pickled(obj: Any) -> bytes:
-    file = io.BytesIO()
-    _ItemPickler(file, pickle.HIGHEST_PROTOCOL).dump(obj)
-    return file.getvalue()
-
-
-def _attempt(make: Callable[[], T]) -> "tuple[T | _Failure, Exception | None]":
-    """Return the result of `make`, or a failure to send in its place, with its cause."""
+def _attempt(make: Callable[[], T], src: int) -> T | InvalidArgument:
+    """Return the result of `make`, or the error that all ranks shall raise, to be sent in its place."""
     try:
-        return make(), None
+        return make()
     except Exception as exc:
         text = str(exc) if isinstance(exc, MpisgdError) else f"{type(exc).__name__}: {exc}"
-        return _Failure(text.removeprefix(f"{NAME}: ")), exc
-
-
-def _succeeded(outcome: "T | _Failure", src: int, cause: Exception | None) -> T:
-    """Return the outcome of the source's attempt, or raise its failure on every rank."""
-    if isinstance(outcome, _Failure):
-        error = InvalidArgument(f"{NAME}: rank {src}: {outcome.text}")
+        error = InvalidArgument(f"{NAME}: rank {src}: {text.removeprefix(f'{NAME}: ')}")
         error.on_every_rank = True
-        raise error from cause
+        error.__cause__ = exc  # known on `src` only
+        return error
+
+
+def _result(outcome: T | InvalidArgument) -> T:
+    """Return the result of an attempt, or raise its error."""
+    if isinstance(outcome, InvalidArgument):
+        raise outcome
     return outcome
 
 
@@ -190,11 +172,10 @@ def scatter_dataset(
     check_seed(NAME, seed)
     group = group_or_world(group)
     is_src = group.rank == group.group_rank(NAME, "src", src)
-    source, cause = _attempt(lambda: _Source(dataset, shuffle, seed) if is_src else None)
+    source = _attempt(lambda: _Source(dataset, shuffle, seed) if is_src else None, src)
     offer = source.plan if isinstance(source, _Source) else source
-    plan = _succeeded(broadcast_object(offer, src=src, group=group), src, cause)
-    assert not isinstance(source, _Failure)
-    return _Rounds(plan, source, src, group).receive()
+    plan = _result(broadcast_object(offer, src=src, group=group))
+    return _Rounds(plan, _result(source), src, group).receive()
 
 
 class _Rounds:
@@ -228,23 +209,23 @@ class _Rounds:
         step = max(1, ROUND_BYTES // max(1, row_bytes))
         for begin in range(0, self._longest, step):
             part = rows[begin : begin + step]
-            scatter(part, self._slices(column, begin, len(part)), src=self._src, group=self._group)
+            parts: list[Tensor] | None = None
+            if self._source is not None:
+                places = (start + begin for start in self._starts)
+                parts = [self._source.tensor_rows(column, place, len(part)) for place in places]
+            scatter(part, parts, src=self._src, group=self._group)
         return rows[: self._size]
-
-    def _slices(self, column: int, begin: int, count: int) -> list[Tensor] | None:
-        if self._source is None:
-            return None
-        places = [start + begin for start in self._starts]
-        return [self._source.tensor_rows(column, place, place + count) for place in places]
 
     def _items(self) -> list[Any]:
         """Receive this rank's items."""
         mine: list[Any] = []
         for begin in range(0, self._longest, ROUND_ITEMS):
-            outcome, cause = _attempt(partial(self._payloads, begin))
-            payloads = [outcome] * self._group.size if isinstance(outcome, _Failure) else outcome
-            payload = scatter_object(payloads, src=self._src, group=self._group)
-            mine += pickle.loads(_succeeded(payload, self._src, cause))
+            outcome = _attempt(partial(self._payloads, begin), self._src)
+            if isinstance(outcome, InvalidArgument):
+                scatter_object([outcome] * self._group.size, src=self._src, group=self._group)
+                raise outcome
+            payload = scatter_object(outcome, src=self._src, group=self._group)
+            mine += pickle.loads(_result(payload))
         return mine
 
     def _payloads(self, begin: int) -> list[bytes] | None:

@@ -5,6 +5,7 @@ numbers, and MPI is the rendezvous, so none of them needs to be given.
 """
 
 from collections.abc import Sequence
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 import mpisgd
 from mpisgd import config
 from mpisgd.errors import InvalidArgument
-from mpisgd.integrations.devices import assign_devices
 from mpisgd.job.mpi_settings import set_mpi_defaults
 from mpisgd.torch_backend.plugin import BACKEND
 
@@ -100,7 +100,7 @@ class MpisgdStrategy(DDPStrategy):
         num_ranks = mpisgd.local_size()
         if given and given[0].type == "cpu" and len(given) not in (1, num_ranks):  # 1, as above
             raise _disagreement(f"devices={len(given)}")
-        self._parallel_devices = assign_devices(given, num_ranks) if given else None
+        self._parallel_devices = list(islice(cycle(given), num_ranks)) if given else None
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:

@@ -81,7 +81,14 @@ class _Normalize(torch.autograd.Function):
             totals = torch.cat(sums).double()
             ctx.add_up(totals)
             slope, offset = totals.div_(-max(ctx.count, 1)).to(mean.dtype).chunk(2)
-            grad_values = _grad_values(grad, values, weight, mean, var, slope, offset, ctx.eps)
+            # The part with xhat is itself a batch norm, computed by torch's fused kernel. 16-bit floats are
+            # accumulated in float32 and rounded once.
+            gain = (var + ctx.eps).rsqrt()
+            if weight is not None:
+                gain = gain * weight.to(gain.dtype)
+            out = _scale(values.to(mean.dtype), mean, var, gain * slope, gain * offset, ctx.eps)
+            channelwise = (1, -1) + (1,) * (values.dim() - 2)
+            grad_values = out.addcmul_(grad, gain.view(channelwise)).to(values.dtype)
         return grad_values, grad_weight, grad_bias, None, None, None, None, None
 
 
@@ -103,26 +110,3 @@ def _local_sums(grad: Tensor, values: Tensor, mean: Tensor, var: Tensor, eps: fl
         grad, values, torch.ones_like(mean), mean, var, None, None, False, eps, [False, True, True]
     )
     return grad_weight, grad_bias
-
-
-def _grad_values(
-    grad: Tensor,
-    values: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    var: Tensor,
-    slope: Tensor,
-    offset: Tensor,
-    eps: float,
-) -> Tensor:
-    """Return dx; `slope` is -dw / N and `offset` -db / N of all ranks.
-
-    The part with xhat is itself a batch norm, computed by torch's fused kernel. 16-bit floats are accumulated
-    in float32 and rounded once.
-    """
-    gain = (var + eps).rsqrt()
-    if weight is not None:
-        gain = gain * weight.to(gain.dtype)
-    out = _scale(values.to(mean.dtype), mean, var, gain * slope, gain * offset, eps)
-    channelwise = (1, -1) + (1,) * (values.dim() - 2)
-    return out.addcmul_(grad, gain.view(channelwise)).to(values.dtype)

@@ -80,7 +80,13 @@ class SyncBatchNorm(_BatchNorm):
             return super().forward(input)
         self._check_input_dim(input)
         statistics = self._statistics(input)
-        self._check_count(input, statistics.count)
+        if statistics.count == 1:
+            error = InvalidArgument(
+                "Expected more than 1 value per channel when training, got one on all ranks together; "
+                f"input size {tuple(input.shape)} on this one"
+            )
+            error.on_every_rank = True
+            raise error
         if self.track_running_stats:
             self._track(statistics)
         return normalize(input, self.weight, self.bias, statistics, self.eps, self._add_up())
@@ -110,15 +116,6 @@ class SyncBatchNorm(_BatchNorm):
                 f"{self.num_features}"
             )
 
-    def _check_count(self, input: Tensor, count: int) -> None:
-        if count == 1:
-            error = InvalidArgument(
-                "Expected more than 1 value per channel when training, got one on all ranks together; "
-                f"input size {tuple(input.shape)} on this one"
-            )
-            error.on_every_rank = True
-            raise error
-
     @torch.no_grad()
     def _track(self, statistics: BatchStatistics) -> None:
         """Update the running statistics; an empty batch is counted and changes nothing else."""
@@ -126,9 +123,7 @@ class SyncBatchNorm(_BatchNorm):
         self.num_batches_tracked.add_(1)
         if statistics.count == 0:
             return
-        momentum = self.momentum
-        if momentum is None:
-            momentum = 1.0 / int(self.num_batches_tracked)
+        momentum = 1.0 / int(self.num_batches_tracked) if self.momentum is None else self.momentum
         unbiased = statistics.var * (statistics.count / (statistics.count - 1))
         _fold(self.running_mean, statistics.mean, momentum)
         _fold(self.running_var, unbiased, momentum)

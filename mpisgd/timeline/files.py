@@ -11,9 +11,12 @@ from typing import Any, NamedTuple
 
 from mpisgd.errors import InvalidArgument
 
-__all__ = ["Names", "as_line", "merge", "names_for", "read_events"]
+__all__ = ["CLOSING", "OPENING", "Names", "as_line", "merge", "names_for", "read_events"]
 
 Event = dict[str, Any]
+
+OPENING = "[\n"
+CLOSING = '{"name":"end","ph":"M","pid":0,"args":{}}\n]\n'  # an event first, since a comma precedes it
 
 
 class Names(NamedTuple):
@@ -56,7 +59,7 @@ def read_events(path: Path) -> Iterator[Event]:
     """
     try:
         with path.open() as file:
-            if file.readline().strip() != "[":
+            if file.readline().rstrip() != OPENING.rstrip():
                 raise InvalidArgument(f"{path}: not a timeline of mpisgd, whose first line is '['")
             for line in file:
                 try:
@@ -71,11 +74,4 @@ def read_events(path: Path) -> Iterator[Event]:
 def merge(events: Iterable[Event], path: Path) -> None:
     """Write events into one file."""
     with path.open("w") as file:
-        file.write("[\n")
-        file.writelines(map(as_line, events))
-        file.write(closing_line())
-
-
-def closing_line() -> str:
-    """Return the end of the array: an empty event, since a comma precedes it, and the bracket."""
-    return '{"name":"end","ph":"M","pid":0,"args":{}}\n]\n'
+        file.writelines([OPENING, *map(as_line, events), CLOSING])

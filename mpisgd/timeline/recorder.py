@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mpisgd.timeline.clock import Clock
-from mpisgd.timeline.files import Event, as_line, closing_line
+from mpisgd.timeline.files import CLOSING, OPENING, Event, as_line
 from mpisgd.tracing import Track
 
 __all__ = ["Recorder"]
@@ -53,8 +53,7 @@ class Recorder:
         self._closed = threading.Event()
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("w")
-        self._file.write("[\n")
-        self._file.writelines(map(as_line, self._head()))
+        self._file.writelines([OPENING, *map(as_line, self._head())])
         self._file.flush()
         self._thread = threading.Thread(target=self._serve, name="mpisgd timeline", daemon=True)
         self._thread.start()
@@ -78,7 +77,11 @@ class Recorder:
         self, track: Track, name: str, begin_ns: int, end_ns: int, cat: str, args: Mapping[str, Any]
     ) -> None:
         """See `mpisgd.tracing.Sink`."""
-        self._put(lambda: self._as_span(track, name, begin_ns, end_ns, cat, args))
+        self._put(
+            lambda: self._on_track(
+                track, name, "X", begin_ns, cat=cat, dur=(end_ns - begin_ns) / 1000, args=args
+            )
+        )
 
     def overlapping(
         self, cat: str, key: str, phases: Sequence[tuple[str, int, int]], args: Mapping[str, Any]
@@ -89,24 +92,22 @@ class Recorder:
     def instant(self, track: Track, name: str, at_ns: int) -> None:
         """See `mpisgd.tracing.Sink`."""
         if self.mark_cycles or not name.startswith("CYCLE"):
-            self._put(lambda: self._as_instant(track, name, at_ns))
+            self._put(lambda: self._on_track(track, name, "i", at_ns, s="t"))
 
     def flush(self) -> None:
         """Write the buffered events."""
         with self._writing:
             try:
                 while self._events:
-                    self._write(self._events.popleft()())
+                    events = self._events.popleft()()
+                    if self._file.closed:
+                        self.lost += 1
+                    else:
+                        self._file.writelines(map(as_line, events))
                 if not self._file.closed:
                     self._file.flush()
             except OSError as exc:
                 self._stop_after(exc)
-
-    def _write(self, events: list[Event]) -> None:
-        if self._file.closed:
-            self.lost += 1
-        else:
-            self._file.writelines(map(as_line, events))
 
     def _stop_after(self, exc: OSError) -> None:
         """Stop recording; the program continues."""
@@ -123,7 +124,7 @@ class Recorder:
         with self._writing:
             try:
                 if not self._file.closed:
-                    self._file.write(as_line(self._meta("lost", {"events": self.lost})) + closing_line())
+                    self._file.write(as_line(self._meta("lost", {"events": self.lost})) + CLOSING)
                     self._file.close()
             except OSError as exc:
                 self._stop_after(exc)
@@ -140,15 +141,6 @@ class Recorder:
         while not self._closed.wait(PERIOD_S):
             self.flush()
 
-    def _as_span(
-        self, track: Track, name: str, begin_ns: int, end_ns: int, cat: str, args: Mapping[str, Any]
-    ) -> list[Event]:
-        more = {"cat": cat, "dur": (end_ns - begin_ns) / 1000, "args": args}
-        return [*self._new_track(track), self._event(track, name, "X", begin_ns, **more)]
-
-    def _as_instant(self, track: Track, name: str, at_ns: int) -> list[Event]:
-        return [*self._new_track(track), self._event(track, name, "i", at_ns, s="t")]
-
     def _as_phases(
         self, cat: str, key: str, phases: Sequence[tuple[str, int, int]], args: Mapping[str, Any]
     ) -> list[Event]:
@@ -160,29 +152,24 @@ class Recorder:
         def end_what_does_not_hold(until_ns: float) -> None:
             while within and within[-1][1] < until_ns:
                 name, end_ns = within.pop()
-                events.append(self._event(None, name, "e", end_ns, **common))
+                events.append(self._event(name, "e", end_ns, **common))
 
         for name, begin_ns, end_ns in phases:
             end_what_does_not_hold(end_ns)
             within.append((name, end_ns))
-            more = {} if events else {"args": args}
-            events.append(self._event(None, name, "b", begin_ns, **common, **more))
+            more: dict[str, Any] = {} if events else {"args": args}
+            events.append(self._event(name, "b", begin_ns, **common, **more))
         end_what_does_not_hold(math.inf)
         return events
 
-    def _event(self, track: Track | None, name: str, kind: str, at_ns: int, **more: Any) -> Event:
-        tid = 0 if track is None else self._threads_of[track]
-        return {
-            "name": name,
-            "ph": kind,
-            "ts": self._clock.to_us(at_ns),
-            "pid": self._rank,
-            "tid": tid,
-        } | more
+    def _event(self, name: str, kind: str, at_ns: int, tid: int = 0, **more: Any) -> Event:
+        common = {"name": name, "ph": kind, "ts": self._clock.to_us(at_ns), "pid": self._rank, "tid": tid}
+        return common | more
 
-    def _new_track(self, track: Track) -> list[Event]:
-        """Return the event that names a track, if it is new."""
-        if track in self._threads_of:
-            return []
-        tid = self._threads_of[track] = len(self._threads_of) + 1
-        return [self._meta("thread_name", {"name": track.name, "ranks": track.ranks}, tid)]
+    def _on_track(self, track: Track, name: str, kind: str, at_ns: int, **more: Any) -> list[Event]:
+        """Return an event, after the one that names its track where that is new."""
+        naming: list[Event] = []
+        if track not in self._threads_of:
+            tid = self._threads_of[track] = len(self._threads_of) + 1
+            naming = [self._meta("thread_name", {"name": track.name, "ranks": track.ranks}, tid)]
+        return [*naming, self._event(name, kind, at_ns, self._threads_of[track], **more)]

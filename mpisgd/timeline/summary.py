@@ -100,19 +100,21 @@ class Summary(NamedTuple):
 
 
 class _Execution(NamedTuple):
-    """One operation on one rank. `key`: the same on all its ranks; None for a rank alone."""
+    """One operation on one rank.
+
+    Attributes:
+        what: kind, where and algorithm, as in `Row`.
+        key: the same on all its ranks; None where ranks are not compared.
+    """
 
     rank: int
-    kind: str
-    where: str
-    algorithm: str
-    begin_us: float
+    what: tuple[str, str, str]
     arrival_us: float
     moving_us: float
     wait_us: float
     nbytes: int
     label: str
-    key: object
+    key: object = None
 
 
 def summarise(events: Sequence[Event]) -> Summary:
@@ -121,9 +123,8 @@ def summarise(events: Sequence[Event]) -> Summary:
     spans = [event for event in events if event["ph"] == "X"]
     queue = [_of_queue(e, tracks[e["pid"], e["tid"]]) for e in spans if e["cat"] in MOVING]
     tensors = [_of_tensor(e) for e in events if e["ph"] == "b" and e.get("cat") == "horovod" and "args" in e]
-    program = [_of_queue(e, tracks[e["pid"], e["tid"]]) for e in spans if e["cat"] == "collective"]
     times = [e["ts"] for e in events if "ts" in e] + [e["ts"] + e["dur"] for e in spans]
-    common = _common([*program, *tensors])
+    common = _common([*queue, *tensors])
     about = [e["args"] for e in events if e["name"] == "mpisgd"]
     return Summary(
         sorted({args["rank"] for args in about}),
@@ -139,18 +140,16 @@ def summarise(events: Sequence[Event]) -> Summary:
 
 def _of_queue(event: Event, track: dict[str, Any]) -> _Execution:
     args = event["args"]
+    key = (track["name"], tuple(track["ranks"]), args.get("number"))
     return _Execution(
         event["pid"],
-        event["name"],
-        track["name"],
-        args["transport"],
-        event["ts"],
+        (event["name"], track["name"], args["transport"]),
         event["ts"] + args["arrived_us"],
         event["dur"] - args["wait_us"],
         args["wait_us"],
         args["bytes"],
         args["what"],
-        (track["name"], tuple(track["ranks"]), args.get("number")),
+        key if event["cat"] == "collective" else None,
     )
 
 
@@ -158,10 +157,7 @@ def _of_tensor(event: Event) -> _Execution:
     args = event["args"]
     return _Execution(
         event["pid"],
-        args["operation"],
-        f"hvd, set {args['process_set']}",
-        args["transport"],
-        event["ts"],
+        (args["operation"], f"hvd, set {args['process_set']}", args["transport"]),
         event["ts"] + (args["late_us"] or 0.0),
         args["queue_us"] + args["run_us"],
         args["negotiate_us"],
@@ -182,37 +178,29 @@ def _messages(events: Iterable[Event]) -> list[_Execution]:
         if event["ph"] == "b":
             begun[key] = event
         elif (begin := begun.pop(key, None)) is not None:
-            found.append(_of_message(begin, event["ts"]))
+            what = (begin["name"].split()[0], "messages", "mpi")
+            took_us, nbytes = event["ts"] - begin["ts"], begin["args"]["bytes"]
+            found.append(_Execution(begin["pid"], what, begin["ts"], took_us, 0.0, nbytes, begin["name"]))
     return found
-
-
-def _of_message(begin: Event, end_us: float) -> _Execution:
-    kind, at_us = begin["name"].split()[0], begin["ts"]
-    took_us, nbytes = end_us - at_us, begin["args"]["bytes"]
-    return _Execution(
-        begin["pid"], kind, "messages", "mpi", at_us, at_us, took_us, 0.0, nbytes, begin["name"], None
-    )
 
 
 def _rows(seen: Iterable[_Execution]) -> list[Row]:
     """Return a row for each kind of operation, the longest total first."""
     groups: dict[tuple[str, str, str], list[_Execution]] = defaultdict(list)
     for each in seen:
-        groups[each.kind, each.where, each.algorithm].append(each)
-    return sorted((_row(*key, group) for key, group in groups.items()), key=lambda row: -row.total_us)
+        groups[each.what].append(each)
+    return sorted((_row(what, group) for what, group in groups.items()), key=lambda row: -row.total_us)
 
 
-def _row(kind: str, where: str, algorithm: str, group: Sequence[_Execution]) -> Row:
-    num_ranks = len({each.rank for each in group})
+def _row(what: tuple[str, str, str], group: Sequence[_Execution]) -> Row:
+    by_rank = Counter(each.rank for each in group)
     return Row(
-        kind,
-        where,
-        algorithm,
-        max(Counter(each.rank for each in group).values()),
-        sum(each.moving_us for each in group) / num_ranks,
+        *what,
+        max(by_rank.values()),
+        sum(each.moving_us for each in group) / len(by_rank),
         median(each.moving_us for each in group),
-        sum(each.wait_us for each in group) / num_ranks,
-        sum(each.nbytes for each in group) / num_ranks,
+        sum(each.wait_us for each in group) / len(by_rank),
+        sum(each.nbytes for each in group) / len(by_rank),
     )
 
 
@@ -230,20 +218,19 @@ def _late(common: Iterable[Sequence[_Execution]]) -> list[Late]:
     by_rank: dict[int, list[tuple[Interval, str]]] = defaultdict(list)
     for *_, before, last in common:
         by_rank[last.rank].append(((before.arrival_us, last.arrival_us), last.label))
-    late = [_lateness(rank, found) for rank, found in by_rank.items()]
+    late = []
+    for rank, found in by_rank.items():
+        times = [(last_us - before_us, label) for (before_us, last_us), label in found]
+        total_us = _length(interval for interval, _ in found)  # several operations may have waited at once
+        late.append(Late(rank, len(times), total_us, median(took for took, _ in times), *max(times)))
     return sorted(late, key=lambda each: -each.total_us)
-
-
-def _lateness(rank: int, found: Sequence[tuple[Interval, str]]) -> Late:
-    times = [(last_us - before_us, label) for (before_us, last_us), label in found]
-    total_us = _length(interval for interval, _ in found)  # several operations may have waited at once
-    return Late(rank, len(times), total_us, median(took for took, _ in times), *max(times))
 
 
 # -- overlap ---------------------------------------------------------------------------------------------
 
 
 def _overlaps(spans: Iterable[Event]) -> list[Overlap]:
+    """Return the overlap of each rank: communication while the program was not blocked is hidden."""
     moving: dict[int, list[Interval]] = defaultdict(list)
     blocked: dict[int, list[Interval]] = defaultdict(list)
     for event in spans:
@@ -252,14 +239,10 @@ def _overlaps(spans: Iterable[Event]) -> list[Overlap]:
             moving[event["pid"]].append(interval)
         if event["cat"] == "blocked" or (event["cat"] == "collective" and event["args"]["blocking"]):
             blocked[event["pid"]].append(interval)
-    return [_overlap(rank, moving[rank], blocked[rank]) for rank in sorted(moving)]
-
-
-def _overlap(rank: int, moving: Sequence[Interval], blocked: Sequence[Interval]) -> Overlap:
-    """Return the overlap: communication while the program was not blocked is hidden."""
-    communication_us = _length(moving)
-    hidden_us = _length([*moving, *blocked]) - _length(blocked)
-    return Overlap(rank, communication_us, hidden_us)
+    return [
+        Overlap(rank, _length(moving[rank]), _length(moving[rank] + blocked[rank]) - _length(blocked[rank]))
+        for rank in sorted(moving)
+    ]
 
 
 def _length(intervals: Iterable[Interval]) -> float:

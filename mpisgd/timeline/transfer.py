@@ -1,7 +1,5 @@
 """Messages between the ranks of a timeline, and the concatenation of their files on rank 0."""
 
-import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +8,7 @@ from torch import Tensor
 
 from mpisgd.core.waiting import Backoff
 from mpisgd.errors import CollectiveTimeout
-from mpisgd.timeline.files import closing_line
+from mpisgd.timeline.files import CLOSING, OPENING
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -47,39 +45,28 @@ def _wait(communicator: "Communicator", request: "MPI.Request", other: int, time
 
 def write_whole(communicator: "Communicator", part: Path, whole: Path) -> None:
     """Write the file of all ranks out of the parts of rank 0, here, and of the others, which send them."""
+    size = torch.zeros(1, dtype=torch.int64)
     with whole.open("wb") as out:
-        for chunk in _chunks_of(part):
-            out.write(chunk)
+        out.write(OPENING.encode())
+        out.write(_events_of(part).numpy().data)
         for rank in range(1, communicator.size):
-            for chunk in _received(communicator, rank):
-                out.write(chunk)
-        out.write(closing_line().encode())
+            receive(communicator, size, rank, TAG)
+            for begin in range(0, int(size), CHUNK_BYTES):
+                chunk = torch.empty(min(CHUNK_BYTES, int(size) - begin), dtype=torch.uint8)
+                receive(communicator, chunk, rank, TAG)
+                out.write(chunk.numpy().data)
+        out.write(CLOSING.encode())
 
 
 def send_part(communicator: "Communicator", part: Path) -> None:
-    """Send this rank's part to rank 0, without its first and its last line."""
-    begin = len("[\n")
-    for chunk in itertools.chain(_chunks_of(part), [b""]):
-        content, begin = bytearray(chunk[begin:]), 0
-        send(communicator, torch.tensor([len(content)]), 0, TAG)
-        if content:
-            send(communicator, torch.frombuffer(content, dtype=torch.uint8), 0, TAG)
+    """Send the events of this rank's part to rank 0: their size, then chunks of them."""
+    events = _events_of(part)
+    send(communicator, torch.tensor([len(events)]), 0, TAG)
+    for begin in range(0, len(events), CHUNK_BYTES):
+        send(communicator, events[begin : begin + CHUNK_BYTES], 0, TAG)
 
 
-def _chunks_of(part: Path) -> Iterator[bytes]:
-    """Return a part without its last line."""
-    end = part.stat().st_size - len(closing_line())
-    with part.open("rb") as file:
-        while (left := end - file.tell()) > 0:
-            yield file.read(min(CHUNK_BYTES, left))
-
-
-def _received(communicator: "Communicator", rank: int) -> Iterator[bytes]:
-    length = torch.zeros(1, dtype=torch.int64)
-    while True:
-        receive(communicator, length, rank, TAG)
-        if not int(length):
-            return
-        chunk = torch.empty(int(length), dtype=torch.uint8)
-        receive(communicator, chunk, rank, TAG)
-        yield chunk.numpy().tobytes()
+def _events_of(part: Path) -> Tensor:
+    """Return the bytes of a part without its first and its last line; mapped, not read."""
+    content = torch.from_file(str(part), size=part.stat().st_size, dtype=torch.uint8)
+    return content[len(OPENING) : -len(CLOSING)]

@@ -5,12 +5,13 @@ they run, and adds what they saw themselves at the points where it is largest. T
 ranks took together, over the whole run: imports, MPI's start and the first step count.
 """
 
-import dataclasses
+import itertools
 import json
 import statistics
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,14 @@ __all__ = [
     "VARIANTS",
     "MemoryPlan",
     "MemorySampler",
-    "TrainingRun",
     "highest",
     "memory_rows",
     "run_memory",
 ]
 
 GRAIN = 2**20  # growth that is worth a closer look
-OPTIMIZERS = {"SGD": False, "SGD with momentum": True}
+OPTIMIZERS = {"SGD": 0.0, "SGD with momentum": 0.9}  # and their momentum
+TOTAL = attrgetter("total")
 
 NONE, STARTED = "none", "none, MPI started"
 VARIANTS = (NONE, STARTED, OURS, SHARED)
@@ -44,27 +45,6 @@ NOTES = (
     "none: the same processes under the same launcher, without mpisgd, MPI or mpi4py",
     f"allowed: {ALLOWED_FACTOR} x none + {ALLOWED_PER_RANK // 2**20} MiB per rank",
 )
-
-
-@dataclass(frozen=True)
-class TrainingRun:
-    """One training, as the program that does it is told.
-
-    Attributes:
-        variant: one of VARIANTS.
-        model: one of BATCHES.
-        momentum: whether the optimizer keeps a state.
-        steps: how many.
-        threads: of torch.
-        small: a miniature of the model.
-    """
-
-    variant: str
-    model: str
-    momentum: bool
-    steps: int
-    threads: int
-    small: bool
 
 
 @dataclass(frozen=True)
@@ -117,7 +97,7 @@ class MemorySampler:
             self._highest_estimate = sum(estimates)
             shares = [read_memory(pid) for pid in self._pids]
             there = together(share for share in shares if share is not None)
-            self.peak = max(self.peak, there, key=_total)
+            self.peak = max(self.peak, there, key=TOTAL)
 
 
 def _texts(files: Iterable[Path]) -> list[str]:
@@ -126,13 +106,9 @@ def _texts(files: Iterable[Path]) -> list[str]:
     return texts if all(texts) else []
 
 
-def _total(share: ProcessMemory) -> int:
-    return share.total
-
-
 def highest(samples: Sequence[Mapping[str, ProcessMemory]]) -> ProcessMemory:
     """Return the most that the ranks together took at one point of the training."""
-    return max((together(points[point] for points in samples) for point in samples[0]), key=_total)
+    return max((together(points[point] for points in samples) for point in samples[0]), key=TOTAL)
 
 
 def memory_rows(
@@ -180,41 +156,38 @@ def run_memory(
     """
     rows: list[dict[str, Any]] = []
     library = ""
-    for model in plan.models:
-        for optimizer in plan.optimizers:
-            peaks: dict[str, list[ProcessMemory]] = {variant: [] for variant in VARIANTS}
-            for variant in VARIANTS * plan.repeats:
-                run = TrainingRun(variant, model, OPTIMIZERS[optimizer], plan.steps, plan.threads, plan.small)
-                peak, said = _run(run, plan, launcher)
-                peaks[variant].append(peak)
-                library = said or library
-            new = memory_rows(f"{model}, {optimizer}", peaks, plan.ranks)
-            report(f"{model}, {optimizer}", new)
-            rows += new
+    for model, optimizer in itertools.product(plan.models, plan.optimizers):
+        peaks: dict[str, list[ProcessMemory]] = {variant: [] for variant in VARIANTS}
+        for variant in VARIANTS * plan.repeats:
+            peak, said = _run(variant, model, OPTIMIZERS[optimizer], plan, launcher)
+            peaks[variant].append(peak)
+            library = said or library
+        new = memory_rows(f"{model}, {optimizer}", peaks, plan.ranks)
+        report(f"{model}, {optimizer}", new)
+        rows += new
     return {"rows": rows, "library": library, "notes": list(NOTES)}
 
 
-def _run(run: TrainingRun, plan: MemoryPlan, launcher: Sequence[str]) -> tuple[ProcessMemory, str]:
+def _run(
+    variant: str, model: str, momentum: float, plan: MemoryPlan, launcher: Sequence[str]
+) -> tuple[ProcessMemory, str]:
     """Return the peak of one training, and the MPI library's name."""
+    task = {"variant": variant, "model": model, "small": plan.small}
+    options = {**task, "momentum": momentum, "steps": plan.steps, "threads": plan.threads}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         sampler = MemorySampler(folder, plan.ranks)
-        module = ["mpisgd.bench.memory.trainer", str(folder), json.dumps(dataclasses.asdict(run))]
-        run_job(launcher, plan.ranks, module, plan.limit_s, watch=sampler.sample)
+        module = ["mpisgd.bench.memory.trainer", str(folder), json.dumps(options)]
+        run_job(launcher, plan.ranks, module, plan.limit_s, watch=sampler.sample, every_s=0.005)
         files = _texts([folder / f"rank-{rank}.json" for rank in range(plan.ranks)])
     if not files:
         raise JobError("bench memory: not all ranks left a result; they must all be on this host", 1)
     results = [json.loads(text) for text in files]
-    _check_checksums(run, [result["checksum"] for result in results])
+    equal = len({result["checksum"] for result in results}) == 1
+    if plan.ranks > 1 and equal != (variant in (OURS, SHARED)):  # they trained together, and only there
+        state = "equal" if equal else "different"
+        raise JobError(f"{variant}, {model}: the ranks ended with {state} parameters", 1)
     samples = [
         {point: ProcessMemory(**share) for point, share in result["points"].items()} for result in results
     ]
-    return max(sampler.peak, highest(samples), key=_total), results[0]["library"]
-
-
-def _check_checksums(run: TrainingRun, checksums: Sequence[float]) -> None:
-    """Raise unless the ranks' parameters are equal where they trained together, and only there."""
-    equal = len(set(checksums)) == 1
-    if len(checksums) > 1 and equal != (run.variant in (OURS, SHARED)):
-        state = "equal" if equal else "different"
-        raise JobError(f"{run.variant}, {run.model}: the ranks ended with {state} parameters", 1)
+    return max(sampler.peak, highest(samples), key=TOTAL), results[0]["library"]

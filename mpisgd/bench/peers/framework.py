@@ -1,15 +1,17 @@
 """`Framework`: what a framework's process does for its rank."""
 
-import abc
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its type stubs forget it
 
 from mpisgd.bench.measure import Variant
 from mpisgd.core.topology import Topology
 
-__all__ = ["Framework", "Rendezvous"]
+__all__ = ["FRAMEWORKS", "Framework", "Rendezvous"]
+
+# Where each is to be found; imported in its own process only.
+FRAMEWORKS = {"gloo": "mpisgd.bench.peers.gloo:Gloo", "horovod": "mpisgd.bench.peers.horovod:Horovod"}
 
 JOIN_LIMIT_S = 60.0
 
@@ -32,34 +34,14 @@ class Rendezvous(NamedTuple):
         return TCPStore(self.address, self.port, is_master=False, timeout=timedelta(seconds=JOIN_LIMIT_S))
 
 
-class Framework(abc.ABC):
-    """Another framework, in a process of its own for each rank."""
+class Framework(Protocol):
+    """Another framework, in a process of its own for each rank; its constructor meets the others.
 
-    def __init__(self) -> None:
-        self._variants: dict[str, Variant] = {}
+    Attributes:
+        version: what it is called in the record.
+    """
 
-    @abc.abstractmethod
-    def version(self) -> str:
-        """Return what it is called in the record."""
+    version: str
 
-    @abc.abstractmethod
-    def join(self, rendezvous: Rendezvous) -> None:
-        """Meet the others."""
-
-    @abc.abstractmethod
     def make(self, task: Any) -> Variant:
         """Return what does `task`: a `Case` or a `StepTask`."""
-
-    def check(self, name: str, task: Any) -> None:
-        """Make the variant `name`, and check it; see `Variant`."""
-        self._variants[name] = self.make(task)
-        self._variants[name].check()
-
-    def time(self, name: str, calls: int) -> float:
-        """See `Variant`."""
-        return self._variants[name].time(calls)
-
-    def release(self, name: str) -> None:
-        """Give the memory of a variant back, if there is one."""
-        if variant := self._variants.pop(name, None):
-            variant.release()

@@ -7,34 +7,30 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mpisgd.bench.measure import Unavailable, Variant, timed
+from mpisgd.bench.measure import Timed, Unavailable, Variant
 from mpisgd.bench.network import interface_to
 from mpisgd.bench.payload import Payload, torch_call
-from mpisgd.bench.peers.framework import JOIN_LIMIT_S, Framework, Rendezvous
+from mpisgd.bench.peers.framework import JOIN_LIMIT_S, Rendezvous
 from mpisgd.bench.torch_parallel import torch_step
 from mpisgd.bench.training import StepTask
 
 __all__ = ["Gloo"]
 
 
-class Gloo(Framework):
+class Gloo:
     """See `Framework`."""
 
-    def version(self) -> str:
-        """See `Framework`."""
+    version = f"torch {torch.__version__}"
+
+    def __init__(self, rendezvous: Rendezvous) -> None:
         if not (dist.is_available() and dist.is_gloo_available()):
             raise Unavailable("this torch is built without gloo")
-        return f"torch {torch.__version__}"
-
-    def join(self, rendezvous: Rendezvous) -> None:
-        """See `Framework`."""
-        here = rendezvous.topology
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_to(rendezvous.address).name)
         dist.init_process_group(
             "gloo",
             store=rendezvous.store(),
-            rank=here.rank,
-            world_size=here.size,
+            rank=rendezvous.topology.rank,
+            world_size=rendezvous.topology.size,
             timeout=timedelta(seconds=JOIN_LIMIT_S),
         )
 
@@ -43,4 +39,4 @@ class Gloo(Framework):
         if isinstance(task, StepTask):
             return torch_step("torch", task)
         payload = Payload(task, dist.get_rank())
-        return timed("gloo", torch_call(dist, payload, range(task.size)), payload, start=dist.barrier)
+        return Timed("gloo", torch_call(dist, payload, range(task.size)), payload, start=dist.barrier)

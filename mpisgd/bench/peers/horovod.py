@@ -10,11 +10,10 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from mpisgd.bench.cases import Case
-from mpisgd.bench.measure import Unavailable, Variant, timed
+from mpisgd.bench.measure import Timed, Unavailable, Variant
 from mpisgd.bench.network import interface_to
 from mpisgd.bench.payload import Payload
-from mpisgd.bench.peers.framework import Framework, Rendezvous
+from mpisgd.bench.peers.framework import Rendezvous
 from mpisgd.bench.training import StepTask, Training
 from mpisgd.config import launcher_rank
 from mpisgd.job.mpi_settings import set_mpi_defaults
@@ -24,32 +23,24 @@ __all__ = ["Horovod"]
 PORT = "horovod's port"
 
 
-class Horovod(Framework):
+class Horovod:
     """See `Framework`."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        hvd = importlib.import_module("horovod.torch")
-        self._library = "gloo" if launcher_rank() is None else "MPI"
-        if not (hvd.gloo_built() if self._library == "gloo" else hvd.mpi_built()):
-            raise Unavailable(f"this Horovod is built without {self._library}")
-        self._hvd: Any = hvd
-        self._names = itertools.count()
-
-    def version(self) -> str:
-        """See `Framework`."""
-        return f"horovod {importlib.import_module('horovod').__version__}, over {self._library}"
-
-    def join(self, rendezvous: Rendezvous) -> None:
-        """See `Framework`."""
-        settings = {"CONTROLLER": self._library.lower(), "CPU_OPERATIONS": self._library.lower()}
-        if self._library == "MPI":
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        hvd: Any = importlib.import_module("horovod.torch")
+        library = "gloo" if launcher_rank() is None else "MPI"
+        if not (hvd.gloo_built() if library == "gloo" else hvd.mpi_built()):
+            raise Unavailable(f"this Horovod is built without {library}")
+        self.version = f"horovod {importlib.import_module('horovod').__version__}, over {library}"
+        self._hvd, self._names = hvd, itertools.count()
+        settings = {"CONTROLLER": library.lower(), "CPU_OPERATIONS": library.lower()}
+        if library == "MPI":
             set_mpi_defaults()  # those that mpisgd gives itself
         else:
             settings.update(_gloo_settings(rendezvous, self._server_port(rendezvous)))
         os.environ.update({f"HOROVOD_{name}": value for name, value in settings.items()})
-        self._hvd.init()
-        assert (self._hvd.rank(), self._hvd.size()) == (rendezvous.topology.rank, rendezvous.topology.size)
+        hvd.init()
+        assert (hvd.rank(), hvd.size()) == (rendezvous.topology.rank, rendezvous.topology.size)
 
     def _server_port(self, rendezvous: Rendezvous) -> str:
         """Return the port at which rank 0 runs Horovod's server; the store tells it the others."""
@@ -62,14 +53,15 @@ class Horovod(Framework):
 
     def make(self, task: Any) -> Variant:
         """See `Framework`."""
-        return self._step(task) if isinstance(task, StepTask) else self._collective(task)
-
-    def _collective(self, case: Case) -> Variant:
-        payload = Payload(case, self._hvd.rank())
+        if isinstance(task, StepTask):
+            training = _HorovodTraining(task, self._hvd.rank())
+            training.distribute(self._hvd.DistributedOptimizer)
+            return Timed("Horovod", training.step, training, start=self._hvd.barrier)
+        payload = Payload(task, self._hvd.rank())
         calls = self._calls(payload)
-        if case.collective not in calls:
-            raise Unavailable(f"Horovod has no {case.collective}")
-        return timed("Horovod", calls[case.collective], payload, start=self._hvd.barrier)
+        if task.collective not in calls:
+            raise Unavailable(f"Horovod has no {task.collective}")
+        return Timed("Horovod", calls[task.collective], payload, start=self._hvd.barrier)
 
     def _calls(self, payload: Payload) -> dict[str, Callable[[], Any]]:
         """Return what does each collective on `payload`; names are kept, so that Horovod's cache works."""
@@ -86,14 +78,13 @@ class Horovod(Framework):
             "all_to_all": lambda: into_output(hvd.alltoall(given, name=name)),
         }
 
-    def _step(self, task: StepTask) -> Variant:
-        training = Training(task, self._hvd.rank())
-        training.optimizer = self._hvd.DistributedOptimizer(
-            training.optimizer, named_parameters=training.model.named_parameters()
-        )
-        return training.timed(
-            "Horovod", start=self._hvd.barrier, zero_grad=lambda: training.model.zero_grad(set_to_none=True)
-        )
+
+class _HorovodTraining(Training):
+    """One whose optimizer may be an older Horovod's, which takes no `set_to_none`."""
+
+    def zero_grad(self) -> None:
+        """See `Training`."""
+        self.model.zero_grad(set_to_none=True)
 
 
 def _gloo_settings(rendezvous: Rendezvous, port: str) -> dict[str, str]:

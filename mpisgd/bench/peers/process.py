@@ -5,9 +5,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Client, Connection
-from typing import Any, NoReturn
+from typing import Any
 
 import psutil
 import torch
@@ -21,6 +21,8 @@ __all__ = ["Peer", "start_beside", "start_in_job"]
 
 START_LIMIT_S = 120.0
 ANSWER_LIMIT_S = 90.0
+# Nobody listens yet, or it has ended in the meantime.
+NOT_THERE = (FileNotFoundError, ConnectionRefusedError, ConnectionResetError, EOFError, psutil.NoSuchProcess)
 # They keep a thread busy even between requests.
 BUSY = ("horovod",)
 LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDI_", "MPI_LOCAL")
@@ -41,69 +43,64 @@ class Peer:
 
     Args:
         framework: one of FRAMEWORKS.
-        connection: to it.
+        connection: to it; it has told its process id there.
         job: what this rank has started: the process, the launcher of all of them, or nothing.
 
     Attributes:
+        version: of the framework, once it is loaded.
         broken: why it is gone, "" while it is there.
     """
 
     def __init__(self, framework: str, connection: Connection, job: Job | None) -> None:
-        self.broken = ""
+        self.version = self.broken = ""
         self._framework = framework
         self._connection, self._job = connection, job
-        self._process: psutil.Process | None = None
+        self._process = psutil.Process(connection.recv())
 
-    def load(self, rendezvous: Rendezvous) -> str:
-        """Let it import its framework and meet the others; return the version. Collective.
+    def load(self, rendezvous: Rendezvous) -> None:
+        """Let it import its framework and meet the others. Collective.
 
         Raises:
             Unavailable: as `ask`.
         """
-        cores, num_threads = os.sched_getaffinity(0), torch.get_num_threads()
-        task = (self._framework, cores, num_threads, rendezvous)
-        pid, version = self.ask("load", *task, limit_s=START_LIMIT_S)
-        self._process = psutil.Process(pid)
-        return str(version)
+        here = os.sched_getaffinity(0), torch.get_num_threads()
+        self.version = self.ask("load", self._framework, *here, rendezvous, limit_s=START_LIMIT_S)
 
     def ask(self, method: str, *args: Any, limit_s: float = ANSWER_LIMIT_S) -> Any:
-        """Request something and return the answer.
+        """Request something and return the answer. Collective.
+
+        A busy one runs until those of all ranks are done; then it is stopped.
 
         Raises:
             Unavailable: it cannot, has ended or did not answer in time; after the last two it is gone.
             WrongResult: see `Variant.check`.
         """
-        if self.broken:
-            raise Unavailable(self.broken)
-        try:
-            self._connection.send((method, args))
-            if not self._connection.poll(limit_s):
-                self._fail(f"no answer within {limit_s:.0f} s")
-            answer = self._connection.recv()
-        except (EOFError, OSError):
-            self._fail(f"its process ended: {self._job.exit_report() if self._job else 'rank 0 knows more'}")
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    def _fail(self, reason: str) -> NoReturn:
-        self.broken = reason
-        self.close()
-        raise Unavailable(reason)
-
-    @contextlib.contextmanager
-    def resumed(self) -> Iterator[None]:
-        """Let a busy one run in here, until those of all ranks are done; then it is stopped. Collective."""
         self._signal(signal.SIGCONT)
         try:
-            yield
+            answer = self._answer((method, args), limit_s)
         finally:
             if self._framework in BUSY:
                 mpisgd.barrier()
                 self._signal(signal.SIGSTOP)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def _answer(self, request: tuple[str, Any], limit_s: float) -> Any:
+        if not self.broken:
+            try:
+                self._connection.send(request)
+                if self._connection.poll(limit_s):
+                    return self._connection.recv()
+                self.broken = f"no answer within {limit_s:.0f} s"
+            except (EOFError, OSError):
+                why = self._job.exit_report() if self._job else "rank 0 knows more"
+                self.broken = f"its process ended: {why}"
+            self.close()
+        raise Unavailable(self.broken)
 
     def _signal(self, number: signal.Signals) -> None:
-        if self._framework in BUSY and self._process is not None:
+        if self._framework in BUSY:
             with contextlib.suppress(psutil.Error):
                 self._process.send_signal(number)
 
@@ -121,8 +118,7 @@ def start_beside(framework: str, folder: str) -> Peer:
     Raises:
         Unavailable: it did not come up.
     """
-    job = Job(_ended_with_parent(_worker(folder), signal.SIGKILL), _without_launcher())
-    return Peer(framework, _connect(f"{folder}/0", job), job)
+    return _connect(framework, f"{folder}/0", _start(_worker(folder), signal.SIGKILL))
 
 
 def start_in_job(framework: str, folder: str) -> Peer:
@@ -136,37 +132,32 @@ def start_in_job(framework: str, folder: str) -> Peer:
     if rank == 0:
         try:
             command = [*mpirun(), "-n", str(mpisgd.size()), *_worker(folder)]
-            job = Job(_ended_with_parent(command, signal.SIGTERM), {**SECOND_JOB, **_without_launcher()})
-            peer = Peer(framework, _connect(f"{folder}/0", job), job)
+            peer = _connect(framework, f"{folder}/0", _start(command, signal.SIGTERM))
         except (Unavailable, mpisgd.JobError) as exc:
             reason = f"its job did not come up: {exc}"
     if reason := mpisgd.broadcast_object(reason):
         raise Unavailable(reason)
-    return peer or Peer(framework, _connect(f"{folder}/{rank}", None), None)
-
-
-def _connect(address: str, job: Job | None) -> Connection:
-    """Return the connection to the process that listens there, once it does; end its job if it does not."""
-    deadline = time.monotonic() + START_LIMIT_S
-    while time.monotonic() < deadline and (job is None or job.is_running()):
-        with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
-            return Client(address)
-        time.sleep(0.02)
-    if job is None:
-        raise Unavailable("rank 0 knows more")
-    job.end()
-    raise Unavailable(job.exit_report())
+    return peer or _connect(framework, f"{folder}/{rank}", None)
 
 
 def _worker(folder: str) -> list[str]:
     return [sys.executable, "-m", "mpisgd.bench.peers.worker", folder]
 
 
-def _ended_with_parent(command: Sequence[str], end: signal.Signals) -> list[str]:
-    """Return a command that gets the signal `end` when this process ends."""
-    return [sys.executable, "-c", END_WITH_PARENT, str(int(end)), *command]
+def _start(command: Sequence[str], end: signal.Signals) -> Job:
+    """Start a command that is no rank of this job, and gets the signal `end` when this process ends."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES) or k.startswith(KEPT)}
+    return Job([sys.executable, "-c", END_WITH_PARENT, str(int(end)), *command], {**SECOND_JOB, **env})
 
 
-def _without_launcher() -> dict[str, str]:
-    """Return the environment without what makes this process a rank."""
-    return {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES) or k.startswith(KEPT)}
+def _connect(framework: str, address: str, job: Job | None) -> Peer:
+    """Return the process that listens there, once it does; end its job if it does not."""
+    deadline = time.monotonic() + START_LIMIT_S
+    while time.monotonic() < deadline and (job is None or job.poll() is None):
+        with contextlib.suppress(*NOT_THERE):
+            return Peer(framework, Client(address), job)
+        time.sleep(0.02)
+    if job is None:
+        raise Unavailable("rank 0 knows more")
+    job.end()
+    raise Unavailable(job.exit_report())

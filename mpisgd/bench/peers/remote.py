@@ -4,7 +4,7 @@ import contextlib
 import importlib.util
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its type stubs forget it
 
@@ -16,14 +16,12 @@ from mpisgd.job.lifecycle import world
 from mpisgd.job.rank_info import topology
 from mpisgd.transport.tcp_store.rendezvous import find_listener
 
-__all__ = ["FRAMEWORKS", "Peers", "open_peers"]
+__all__ = ["Peers", "open_peers"]
 
-FRAMEWORKS = ("gloo", "horovod")
 # At their best as the ranks of a job.
 IN_JOB = ("horovod",)
 
 Start = Callable[[str, str], Peer]  # given a framework and a folder
-T = TypeVar("T")
 
 
 class RemoteVariant:
@@ -44,17 +42,15 @@ class RemoteVariant:
 
     def check(self) -> None:
         """See `Variant`."""
-        with self._peer.resumed():
-            self._peer.ask("check", self.name, self._task)
+        self._peer.ask("check", self.name, self._task)
 
     def time(self, calls: int) -> float:
         """See `Variant`."""
-        with self._peer.resumed():
-            return float(self._peer.ask("time", self.name, calls))
+        return float(self._peer.ask("time", self.name, calls))
 
     def release(self) -> None:
         """See `Variant`."""
-        with contextlib.suppress(Unavailable), self._peer.resumed():
+        with contextlib.suppress(Unavailable):
             self._peer.ask("release", self.name)
 
 
@@ -63,18 +59,16 @@ class Peers:
 
     Attributes:
         running: this rank's process, by framework.
-        versions: by framework.
         left_out: the others, and why.
     """
 
     def __init__(self) -> None:
         self.running: dict[str, Peer] = {}
-        self.versions: dict[str, str] = {}
         self.left_out: dict[str, str] = {}
         self._store: TCPStore | None = None  # rank 0's; the processes need it to the end
 
     def open(self, wanted: Sequence[str]) -> None:
-        """Start frameworks on all ranks, or note why they cannot be had. Collective."""
+        """Start frameworks on all ranks, each in its best way, or note why they cannot be had. Collective."""
         try:
             (address, port), listener = find_listener(world().queue.communicator)
         except mpisgd.Unreachable as exc:
@@ -84,31 +78,23 @@ class Peers:
             fd = listener.detach()
             self._store = TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
         for framework in wanted:
-            self._open(framework, Rendezvous(topology(), address, port))
+            for start in _ways(framework):
+                if framework not in self.running:
+                    self._open(framework, Rendezvous(topology(), address, port), start)
 
-    def _open(self, framework: str, rendezvous: Rendezvous) -> None:
-        for start in _ways(framework):
-            reason = self._try(framework, rendezvous, start)
-            if not reason:
-                self.left_out.pop(framework, None)
-                return
-            self.left_out[framework] = reason
-
-    def _try(self, framework: str, rendezvous: Rendezvous, start: Start) -> str:
-        """Start a framework in one way and keep it, or return why it cannot be had so. Collective."""
+    def _open(self, framework: str, rendezvous: Rendezvous, start: Start) -> None:
+        """Start a framework in one way, or note why it cannot be had so. Collective."""
+        started: list[Peer] = []
         with tempfile.TemporaryDirectory() as folder:
-            reason, peer = _agreed(lambda: start(framework, folder))
-        if peer is None:
-            return reason
-        version = None
+            reason = _first_failure(lambda: started.append(start(framework, folder)))
+        reason = reason or _first_failure(lambda: started[0].load(rendezvous))
         if not reason:
-            with peer.resumed():
-                reason, version = _agreed(lambda: peer.load(rendezvous))
-        if version is None or reason:
+            self.running[framework] = started[0]
+            self.left_out.pop(framework, None)
+            return
+        self.left_out[framework] = reason
+        for peer in started:
             peer.close()
-            return reason
-        self.running[framework], self.versions[framework] = peer, version
-        return ""
 
     def variants(self, framework: str, tasks: Mapping[str, Any]) -> list[Variant]:
         """Return variants of a framework, by name; none where it is not running."""
@@ -150,10 +136,11 @@ def _ways(framework: str) -> list[Start]:
     return [start_beside]
 
 
-def _agreed(action: Callable[[], T]) -> tuple[str, T | None]:
-    """Return why `action` failed on some rank ("" where it did on none), and its value here. Collective."""
+def _first_failure(action: Callable[[], object]) -> str:
+    """Return why `action` failed on the first rank where it did, "" where it did on none. Collective."""
+    reason = ""
     try:
-        value = action()
+        action()
     except Unavailable as exc:
-        return first_reason(str(exc)), None
-    return first_reason(""), value
+        reason = str(exc)
+    return first_reason(reason)

@@ -2,13 +2,14 @@
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mpisgd.bench.cases import Case, bus_factor
 
 __all__ = [
+    "AS_TEXT",
     "BOUND",
     "COMPUTE",
     "LIMIT",
@@ -17,12 +18,14 @@ __all__ = [
     "SHARED",
     "Spread",
     "as_bytes",
+    "as_text",
     "as_time",
     "collective_rows",
     "overlap_rows",
     "spread",
     "step_rows",
     "timed_rows",
+    "unit_of",
 ]
 
 # Names of variants.
@@ -124,6 +127,17 @@ def timed_rows(
     ]
 
 
+def unit_of(row: Mapping[str, Any]) -> str:
+    """Return `s` or `bytes`, the unit of what a row tells: the end of `median_s` or `median_bytes`."""
+    return "s" if "median_s" in row else "bytes"
+
+
+def as_text(row: Mapping[str, Any], which: str) -> str:
+    """Return the `median`, `min` or `max` of a row for people."""
+    unit = unit_of(row)
+    return AS_TEXT[unit](row[f"{which}_{unit}"])
+
+
 def as_time(seconds: float) -> str:
     """Return `12.3 us`, `4.56 ms`, `1.20 s`."""
     if not math.isfinite(seconds):
@@ -137,3 +151,6 @@ def as_bytes(nbytes: int) -> str:
     """Return `4 B`, `64 KiB`, `1.5 MiB`."""
     scale, unit = next(pair for pair in BYTES if nbytes >= pair[0] or pair[0] == 1)
     return f"{nbytes / scale:.4g} {unit}"
+
+
+AS_TEXT: dict[str, Callable[[Any], str]] = {"s": as_time, "bytes": as_bytes}

@@ -1,13 +1,14 @@
 """Measured rows as tables for a terminal."""
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
-from mpisgd.bench.report.rows import as_bytes, as_time
+from mpisgd.bench.report.rows import as_bytes, as_text
 
 __all__ = ["new_table", "one_line", "show", "tables_of", "timed_table"]
 
@@ -27,16 +28,20 @@ def _number(heading: str, field: str, form: str = ".2f") -> Column:
     return Column(heading, lambda row: "" if row[field] is None else format(row[field], form))
 
 
-def _time(which: str) -> Column:
-    return Column(which, lambda row: as_time(row[f"{which}_s"]))
+def _ratio(heading: str, base: str) -> Column:
+    """Return the column of what the median is a multiple of."""
+    return _number(heading, f"ratio_to_{base}")
 
 
-def _memory(heading: str, which: str) -> Column:
-    return Column(heading, lambda row: as_bytes(row[f"{which}_bytes"]))
-
-
-TIMES = (_time("median"), _time("min"), _time("max"))
+SPREAD = [Column(which, partial(as_text, which=which)) for which in ("median", "min", "max")]
 EXAMPLES = _number("examples/s", "examples_per_s", ".0f")
+COLLECTIVE = [
+    *SPREAD,
+    _number("GB/s", "algbw_gb_s", ".3g"),
+    _number("bus GB/s", "busbw_gb_s", ".3g"),
+    _ratio("x limit", "limit"),
+    _ratio("x ping-pong", "ping_pong"),
+]
 
 
 class Layout(NamedTuple):
@@ -56,16 +61,14 @@ class Layout(NamedTuple):
 # By the kind of record; of collectives there is a table for each.
 LAYOUTS = {
     "step": Layout(
-        "training step",
-        "model",
-        [*TIMES, EXAMPLES, _number("x no communication", "ratio_to_no_communication")],
+        "training step", "model", [*SPREAD, EXAMPLES, _ratio("x no communication", "no_communication")]
     ),
     "scaling": Layout(
         "scaling",
         "model",
         [
             _number("ranks", "ranks", "d"),
-            *TIMES,
+            *SPREAD,
             EXAMPLES,
             _number("speed-up", "speed_up"),
             _number("efficiency", "efficiency", ".0%"),
@@ -74,19 +77,14 @@ LAYOUTS = {
     "overlap": Layout(
         "a training step between hosts",
         "model",
-        [
-            *TIMES,
-            _number("x limit", "ratio_to_link"),
-            _number("x max", "ratio_to_larger"),
-            _number("x bound", "ratio_to_bound"),
-        ],
+        [*SPREAD, _ratio("x limit", "link"), _ratio("x max", "larger"), _ratio("x bound", "bound")],
     ),
     "checks": Layout(
         "checks",
         "model",
         [
-            *TIMES,
-            _number("x unchecked", "ratio_to_bare"),
+            *SPREAD,
+            _ratio("x unchecked", "bare"),
             _number("operations", "operations", "d"),
             _number("checks alone", "part_of_step", ".2%"),
         ],
@@ -95,12 +93,11 @@ LAYOUTS = {
         "memory of the host, all ranks together",
         "training",
         [
-            _memory("peak", "median"),
-            _memory("min", "min"),
-            _memory("max", "max"),
-            _number("x none", "ratio_to_none"),
+            SPREAD[0]._replace(heading="peak"),
+            *SPREAD[1:],
+            _ratio("x none", "none"),
             Column("more per rank", lambda row: f"{row['extra_bytes_per_rank'] / 2**20:.1f} MiB"),
-            _number("x allowed", "ratio_to_allowed"),
+            _ratio("x allowed", "allowed"),
         ],
     ),
 }
@@ -110,23 +107,18 @@ def tables_of(kind: str, rows: Iterable[Row]) -> list[Table]:
     """Return the tables of a record of this kind."""
     if kind != "collectives":
         return [_table(LAYOUTS[kind], rows)]
-    groups = groupby(rows, lambda row: (row["collective"], row["dtype"]))
-    return [_collective_table(f"{name}, {dtype}", list(group)) for (name, dtype), group in groups]
-
-
-def _collective_table(title: str, rows: Sequence[Row]) -> Table:
-    """Return one table; with what a ping-pong says where one was played."""
-    rates = (_number("GB/s", "algbw_gb_s", ".3g"), _number("bus GB/s", "busbw_gb_s", ".3g"))
-    columns = [*TIMES, *rates, _number("x limit", "ratio_to_limit")]
-    if any(row["ratio_to_ping_pong"] for row in rows):
-        columns.append(_number("x ping-pong", "ratio_to_ping_pong"))
-    sized = [{**row, "size": as_bytes(row["bytes"])} for row in rows]
-    return _table(Layout(title, "size", columns), sized)
+    tables = []
+    for (name, dtype), group in groupby(rows, lambda row: (row["collective"], row["dtype"])):
+        sized = [{**row, "size": as_bytes(row["bytes"])} for row in group]
+        played = any(row["ratio_to_ping_pong"] for row in sized)
+        columns = COLLECTIVE if played else COLLECTIVE[:-1]
+        tables.append(_table(Layout(f"{name}, {dtype}", "size", columns), sized))
+    return tables
 
 
 def timed_table(title: str, section: str, rows: Iterable[Row], field: str, heading: str) -> Table:
     """Return a table of `timed_rows`, and of what one of their fields compares them with."""
-    return _table(Layout(title, section, [*TIMES, _number(heading, field)]), rows)
+    return _table(Layout(title, section, [*SPREAD, _number(heading, field)]), rows)
 
 
 def _table(layout: Layout, rows: Iterable[Row]) -> Table:
@@ -151,11 +143,7 @@ def new_table(title: str, words: Iterable[str], numbers: Iterable[str]) -> Table
 
 def one_line(what: str, rows: Iterable[Row]) -> str:
     """Return the medians of one case, to be said as soon as they are known."""
-    return f"{what}: " + ", ".join(f"{row['variant']} {_median(row)}" for row in rows)
-
-
-def _median(row: Row) -> str:
-    return as_time(row["median_s"]) if "median_s" in row else as_bytes(row["median_bytes"])
+    return f"{what}: " + ", ".join(f"{row['variant']} {as_text(row, 'median')}" for row in rows)
 
 
 def show(tables: Sequence[Table], notes: Iterable[str]) -> None:

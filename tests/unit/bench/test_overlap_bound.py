@@ -48,7 +48,7 @@ def test_the_search_ends_where_no_batch_is_large_enough():
 def test_every_gradient_is_noted_once_in_a_step_while_the_step_goes_on():
     training = MarkedTraining(StepTask("mlp", 4, 1, small=True, communicates=False), 0)
     for _ in range(2):
-        training.marked_step()
+        training.step()
     assert len(training.gradients) == len(training.optimizer_s) == 2
     for gradients in training.gradients:
         assert sorted(nbytes for _, nbytes in gradients) == sorted(
@@ -68,6 +68,6 @@ def test_every_gradient_is_noted_once_in_a_step_while_the_step_goes_on():
 def test_marks_change_nothing():
     marked = MarkedTraining(StepTask("mlp", 4, 1, small=True), 0)
     marked.reset()
-    marked.marked_step()
+    marked.step()
     marked.verify()
     assert all(torch.isfinite(param).all() for param in marked.model.parameters())

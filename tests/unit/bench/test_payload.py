@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from mpisgd.bench.cases import COLLECTIVES, ITEM_BYTES, case_of
-from mpisgd.bench.payload import Payload, WrongResult, expected, given
+from mpisgd.bench.measure import WrongResult
+from mpisgd.bench.payload import Payload, expected, given
 
 
 def by_definition(case, rank):
