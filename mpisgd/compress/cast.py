@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mpisgd.compress.compressor import BucketReducer, Compressor
-from mpisgd.compress.dense_sum import reduce_gradient
+from mpisgd.compress.compressor import Compressor
+from mpisgd.compress.sum_reducer import SumReducer
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
 
@@ -54,22 +54,18 @@ class Cast(Compressor):
         return CastReducer(self, numel, dtype)
 
 
-class CastReducer(BucketReducer):
+class CastReducer(SumReducer):
     """Casts, sums, casts back. Keeps nothing."""
 
     def __init__(self, cast: Cast, numel: int, dtype: torch.dtype) -> None:
+        super().__init__(numel * (cast.wire_dtype(dtype) or dtype).itemsize)
         self._cast = cast
-        self._nbytes = numel * (cast.wire_dtype(dtype) or dtype).itemsize
 
     def reduce(self, bucket: Tensor, group: Group, op: ReduceOp) -> None:
         """Sum the cast bucket; see `BucketReducer.reduce`."""
         wire = self._cast.compress(bucket)
-        reduce_gradient(group, wire, op)
+        super().reduce(wire, group, op)
         self._cast.decompress(wire, bucket)
-
-    def bytes_on_the_wire(self, size: int) -> int:
-        """Return 2 (size - 1) / size of the bucket's bytes: a reduce-scatter and an all-gather."""
-        return 2 * (size - 1) * self._nbytes // size
 
 
 class Compression:

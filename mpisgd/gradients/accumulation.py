@@ -12,7 +12,7 @@ the pass that fills it or in `step()` if none did.
 import collections
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,25 +23,23 @@ from mpisgd.gradients.backward_hooks import BackwardHooks
 __all__ = ["AccumulationWindow", "GradientSync"]
 
 
-class GradientSync(Protocol):
-    """What a window asks of whoever combines the gradients of the ranks.
+class GradientSync:
+    """Combines the gradients of the ranks when a window asks for it. This one leaves them on their rank.
 
     Attributes:
         params: the parameters whose gradients it combines; backward passes over others count for nothing.
         sums: whether a gradient that is combined twice comes out wrong, as a sum does and a mean does not.
     """
 
-    params: Sequence[Tensor]
-
-    @property
-    def sums(self) -> bool:
-        """See above."""
+    params: Sequence[Tensor] = ()
+    sums = False
 
     def cover(self, named: Sequence[tuple[str, Tensor]]) -> None:
         """Take over another list of parameters."""
 
     def begin(self, when: str) -> bool:
         """Get ready for a backward; return whether `ready` is to be called for each gradient."""
+        return False
 
     def ready(self, index: int) -> None:
         """Note that the gradient of a parameter is complete."""
@@ -57,18 +55,21 @@ class GradientSync(Protocol):
 
     def combine_loss(self, loss: Tensor) -> Tensor:
         """Return the loss of all ranks together."""
-
-    def are_with_owners(self) -> bool:
-        """Return whether reduced gradients are with the ranks that own them alone."""
-
-    def holds_reduced(self) -> bool:
-        """Return whether some gradient is still the one that the last reduction left, or adds to it."""
+        return loss
 
     def mark(self) -> None:
-        """Remember the state of the gradients for `kept_since_mark`."""
+        """Remember the state of the gradients for `would_reduce_twice`."""
 
-    def kept_since_mark(self, num_added: Mapping[int, int]) -> bool:
-        """Return whether some gradient has been kept since `mark()`."""
+    def would_reduce_twice(self, num_added: Mapping[int, int] | None) -> bool:
+        """Return whether something that may be reduced only once would be reduced once more.
+
+        The mean of means that all ranks have is the same again; a sum, or what only its owner has, is not.
+
+        Args:
+            num_added: how often backward has added to the gradient of each parameter since `mark()`. Whatever
+                else was done to it counts as a reset. None: gradients were reduced since then.
+        """
+        return False
 
 
 class AccumulationWindow:
@@ -83,7 +84,7 @@ class AccumulationWindow:
         steps: how many there have been.
     """
 
-    def __init__(self, gradients: "GradientSync", passes_per_step: int) -> None:
+    def __init__(self, gradients: GradientSync, passes_per_step: int) -> None:
         self.gradients = gradients
         self._passes_per_step = passes_per_step
         self._hooks = BackwardHooks(self._touched, self._became_ready, self._backward_ended)
@@ -98,14 +99,12 @@ class AccumulationWindow:
 
     def cover(self, named: Sequence[tuple[str, Tensor]]) -> None:
         """Take over a longer list of parameters."""
-        self._hooks.remove()
         self.gradients.cover(named)
         self._hooks.watch(self.gradients.params)
 
-    def move_to(self, gradients: "GradientSync") -> None:
+    def move_to(self, gradients: GradientSync) -> None:
         """Begin anew with other ranks; there are no gradients. What was on its way has failed."""
         self.gradients = gradients
-        self._hooks.remove()
         self._hooks.watch(gradients.params)
         self.steps = self._reductions = self._passes = 0
         self._pending = False
@@ -120,7 +119,7 @@ class AccumulationWindow:
             return
         reduces = not self._muted and self._passes + 1 >= self._passes_per_step
         overlaps = reduces and not self._would_reduce_twice() and self.gradients.begin(self._when)
-        self._hooks.reports_each = overlaps or self.gradients.sums
+        self._hooks.notes.reports_each = overlaps or self.gradients.sums
 
     def _became_ready(self, index: int) -> None:
         if self.gradients.sums:
@@ -140,30 +139,19 @@ class AccumulationWindow:
 
     def _reduce(self) -> None:
         if self._would_reduce_twice():
-            with_what = "share_parameters=True" if self.gradients.are_with_owners() else "op=SUM"
+            with_what = "op=SUM" if self.gradients.sums else "share_parameters=True"
             raise InvalidArgument(
                 f"DistributedOptimizer: with {with_what}, gradients that were reduced already would be "
                 "reduced once more; call optimizer.zero_grad() before, accumulate inside no_sync(), or set "
                 "backward_passes_per_step"
             )
-        self.gradients.reduce(self._when, list(self._hooks.observed))
+        self.gradients.reduce(self._when, list(self._hooks.notes.observed))
         self._reductions += 1
         self._passes = 0
         self._pending = False
 
     def _would_reduce_twice(self) -> bool:
-        """Return whether something that may be reduced only once would be reduced once more.
-
-        The mean of means that all ranks have is the same again; a sum, or what only its owner has, is not.
-        """
-        if self.gradients.are_with_owners():
-            return True
-        if not self.gradients.sums:
-            return False
-        return self.gradients.holds_reduced() if self._reductions else self._kept_since_step()
-
-    def _kept_since_step(self) -> bool:
-        return self.gradients.kept_since_mark(self._num_ready)
+        return self.gradients.would_reduce_twice(None if self._reductions else self._num_ready)
 
     # -- what the program asks for ------------------------------------------------------------------
 

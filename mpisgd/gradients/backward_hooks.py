@@ -17,20 +17,21 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["BackwardHooks"]
+__all__ = ["BackwardHooks", "Notes"]
 
 
 _watched: MutableMapping[Tensor, Any] = WeakTensorKeyDictionary()
 
 
-class _Notes:
-    """What the hooks write down. They hold this and not the watch, which holds the optimizer.
+class Notes:
+    """What the hooks write down. They hold this and not the `BackwardHooks`, which hold the optimizer.
 
     Attributes:
-        observed: see `BackwardHooks`.
+        observed: indices of the watched parameters in the order in which the latest backward reached them
+            first. One that several nested backward passes use becomes ready several times.
         graph_task: the number of the backward whose beginning has been noticed. A flag would stay set for
             ever when a backward raises.
-        reports_each: see `BackwardHooks`.
+        reports_each: whether `on_ready(index)` is called whenever a gradient has been accumulated.
     """
 
     def __init__(self) -> None:
@@ -48,12 +49,15 @@ class BackwardHooks:
         backward()    node    checkpoint's node                  next node ... end
                                 backward() of its part  end
         first gradient here --> touched                  first chance to queue the callback
+
+    Attributes:
+        notes: see there.
     """
 
     def __init__(
         self, on_touch: Callable[[bool], None], on_ready: Callable[[int], None], on_end: Callable[[], None]
     ) -> None:
-        self._notes = _Notes()
+        self.notes = Notes()
         # Weak, so that a forgotten optimizer is gone at once and reduces nothing any more.
         self._on_touch = weakref.WeakMethod(on_touch)
         self._on_ready = weakref.WeakMethod(on_ready)
@@ -61,35 +65,19 @@ class BackwardHooks:
         self._outer_task = -1
         self._hooks: dict[int, Any] = {}
 
-    @property
-    def observed(self) -> dict[int, None]:
-        """Indices of the watched parameters in the order in which the latest backward reached them first.
-
-        One that several nested backward passes use becomes ready several times.
-        """
-        return self._notes.observed
-
-    @property
-    def reports_each(self) -> bool:
-        """Whether `on_ready(index)` is called whenever a gradient has been accumulated."""
-        return self._notes.reports_each
-
-    @reports_each.setter
-    def reports_each(self, wanted: bool) -> None:
-        self._notes.reports_each = wanted
-
     def watch(self, params: Sequence[Tensor]) -> None:
-        """Watch those of `params` that can ever have a gradient, frozen ones too.
+        """Watch those of `params` that can ever have a gradient, frozen ones too, and no others.
 
         Whoever watched them until now does so no more: a forgotten optimizer may live on in a reference cycle
         until the garbage collector comes by, on each rank at another time.
         """
+        self.remove()
         for index, param in enumerate(params):
             if param.is_floating_point() or param.is_complex():
                 if param in _watched:
                     _watched[param].remove()
                 self._hooks[index] = _watched[param] = _register(
-                    param, _hook(self._notes, weakref.ref(self), index)
+                    param, _hook(self.notes, weakref.ref(self), index)
                 )
 
     def remove(self) -> None:
@@ -101,11 +89,11 @@ class BackwardHooks:
     def ready(self, index: int) -> None:
         """Note that the gradient of parameter `index` has been accumulated, where that is not all."""
         graph_task = torch._C._current_graph_task_id()
-        if graph_task != self._notes.graph_task:
-            self._notes.graph_task = graph_task
+        if graph_task != self.notes.graph_task:
+            self.notes.graph_task = graph_task
             if graph_task != self._outer_task:
                 self._begin()
-        if self._notes.reports_each and (on_ready := self._on_ready()) is not None:
+        if self.notes.reports_each and (on_ready := self._on_ready()) is not None:
             on_ready(index)
 
     def _begin(self) -> None:
@@ -122,7 +110,7 @@ class BackwardHooks:
         graph_task = torch._C._current_graph_task_id()
         if graph_task != self._outer_task:
             self._outer_task = graph_task
-            self._notes.observed.clear()
+            self.notes.observed.clear()
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
@@ -130,7 +118,7 @@ class BackwardHooks:
             on_end()
 
 
-def _hook(notes: _Notes, watch: "weakref.ref[BackwardHooks]", index: int) -> Callable[[Tensor], None]:
+def _hook(notes: Notes, watch: "weakref.ref[BackwardHooks]", index: int) -> Callable[[Tensor], None]:
     """Return a hook that does not keep the watch, and with it the optimizer, alive."""
     current_task, observed = torch._C._current_graph_task_id, notes.observed
 
@@ -199,14 +187,9 @@ def _frames() -> "Iterator[FrameType | None]":
     while frame is not None:
         yield frame
         frame = frame.f_back
-    if _is_the_engines():
+    if isinstance(threading.current_thread(), threading._DummyThread):  # Python has not started it
         yield None
 
 
 def _runs_backward(frame: "FrameType | None") -> bool:
     return frame is None or frame.f_code.co_name == "_engine_run_backward"
-
-
-def _is_the_engines() -> bool:
-    """Return whether Python has not started this thread."""
-    return isinstance(threading.current_thread(), threading._DummyThread)

@@ -18,8 +18,9 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from mpisgd.arguments import check_positive
 from mpisgd.errors import InvalidArgument
 
 __all__ = ["ALIGN_BYTES", "Bucket", "Item", "launch_order", "plan_buckets", "plan_hash"]
@@ -62,36 +63,27 @@ class Bucket:
     numel: int
 
 
-@dataclass
 class _Open:
     """A bucket that still takes items; `completed_at` is the position in the order of its last one."""
 
-    key: str
-    itemsize: int
-    indices: list[int] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
-    numel: int = 0
-    completed_at: int = -1
-
-    def next_offset(self, align_bytes: int) -> int:
+    def __init__(self, key: str, itemsize: int, align_bytes: int) -> None:
+        self.key = key
+        self.indices: list[int] = []
+        self.offsets: list[int] = []
+        self.numel = 0
+        self.completed_at = -1
         # The smallest step that is a whole number of elements and of alignment units: an itemsize that
         # does not divide `align_bytes` must not break either promise.
-        step = math.lcm(align_bytes, self.itemsize) // self.itemsize
-        return -(-self.numel // step) * step
+        self._step = math.lcm(align_bytes, itemsize) // itemsize
 
-    def has_room(self, item: Item, cap_bytes: int, align_bytes: int) -> bool:
-        end = self.next_offset(align_bytes) + item.numel
-        return not self.indices or end * self.itemsize <= cap_bytes
+    def next_offset(self) -> int:
+        return -(-self.numel // self._step) * self._step
 
-    def add(self, item: Item, position: int, align_bytes: int) -> None:
-        offset = self.next_offset(align_bytes)
+    def add(self, item: Item, position: int) -> None:
+        self.offsets.append(self.next_offset())
         self.indices.append(item.index)
-        self.offsets.append(offset)
-        self.numel = offset + item.numel
+        self.numel = self.offsets[-1] + item.numel
         self.completed_at = position
-
-    def freeze(self) -> Bucket:
-        return Bucket(self.key, tuple(self.indices), tuple(self.offsets), self.numel)
 
 
 def plan_buckets(
@@ -119,24 +111,25 @@ def plan_buckets(
         InvalidArgument: a size that is impossible, an index given twice, two element sizes under one key, or
             an `order` that is not a permutation of the indices.
     """
-    _check_limits(cap_bytes, align_bytes)
+    check_positive("buckets", "cap_bytes", cap_bytes, whole=True)
+    check_positive("buckets", "align_bytes", align_bytes, whole=True)
     by_index = _by_index(items)
     taken = sorted(by_index, reverse=True) if order is None else list(order)
     _check_permutation(taken, by_index)
-    done: list[_Open] = []
+    buckets: list[_Open] = []
     open_by_key: dict[str, _Open] = {}
     for position, index in enumerate(taken):
         item = by_index[index]
-        if item.numel * item.itemsize >= alone_bytes:
-            done.append(_Open(item.key, item.itemsize))
-            done[-1].add(item, position, align_bytes)
-            continue
-        bucket = open_by_key.get(item.key)
-        if bucket is None or not bucket.has_room(item, cap_bytes, align_bytes):
-            bucket = open_by_key[item.key] = _Open(item.key, item.itemsize)
-            done.append(bucket)
-        bucket.add(item, position, align_bytes)
-    return tuple(bucket.freeze() for bucket in sorted(done, key=lambda bucket: bucket.completed_at))
+        is_alone = item.numel * item.itemsize >= alone_bytes
+        bucket = None if is_alone else open_by_key.get(item.key)
+        if bucket is None or (bucket.next_offset() + item.numel) * item.itemsize > cap_bytes:
+            bucket = _Open(item.key, item.itemsize, align_bytes)
+            buckets.append(bucket)
+            if not is_alone:
+                open_by_key[item.key] = bucket
+        bucket.add(item, position)
+    buckets.sort(key=lambda bucket: bucket.completed_at)
+    return tuple(Bucket(b.key, tuple(b.indices), tuple(b.offsets), b.numel) for b in buckets)
 
 
 def plan_hash(buckets: Iterable[Bucket]) -> int:
@@ -165,18 +158,14 @@ def launch_order(num_items: int, observed: Sequence[int]) -> tuple[int, ...]:
     return (*observed, *(index for index in reversed(range(num_items)) if index not in seen))
 
 
-def _check_limits(cap_bytes: int, align_bytes: int) -> None:
-    if cap_bytes <= 0:
-        raise InvalidArgument(f"cap_bytes must be positive, got {cap_bytes}")
-    if align_bytes <= 0:
-        raise InvalidArgument(f"align_bytes must be positive, got {align_bytes}")
-
-
 def _by_index(items: Sequence[Item]) -> dict[int, Item]:
     _check_once([item.index for item in items], "item")
     itemsizes: dict[str, int] = {}
     for item in items:
-        _check_item(item)
+        if item.numel < 0 or item.itemsize <= 0:
+            raise InvalidArgument(
+                f"item {item.index}: impossible numel {item.numel}, itemsize {item.itemsize}"
+            )
         known = itemsizes.setdefault(item.key, item.itemsize)
         if known != item.itemsize:
             raise InvalidArgument(
@@ -184,13 +173,6 @@ def _by_index(items: Sequence[Item]) -> dict[int, Item]:
                 f"have {known}; a key names one dtype"
             )
     return {item.index: item for item in items}
-
-
-def _check_item(item: Item) -> None:
-    if item.numel < 0:
-        raise InvalidArgument(f"item {item.index}: numel must not be negative, got {item.numel}")
-    if item.itemsize <= 0:
-        raise InvalidArgument(f"item {item.index}: itemsize must be positive, got {item.itemsize}")
 
 
 def _check_permutation(order: Sequence[int], by_index: dict[int, Item]) -> None:

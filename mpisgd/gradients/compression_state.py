@@ -19,16 +19,13 @@ class CompressionState:
         self._plan: Plan | None = None
         self._waiting: dict[str, Mapping[str, Any]] = {}
 
-    def keep(self, plan: Plan | None) -> None:
-        """Take over the states of a plan that is about to be replaced."""
-        for slot in () if plan is None else plan.slots:
-            if state := slot.reducer.state_dict():
-                self._waiting[_key(slot.bucket.indices)] = state
-        self._plan = None
-
-    def hand_out(self, plan: Plan) -> None:
-        """Give the reducers of a new plan what was kept for them."""
+    def move_to(self, plan: Plan) -> None:
+        """Give the reducers of a new plan what those of the old one keep."""
+        self._waiting = self.state_dict()
         self._plan = plan
+        self._hand_out(plan)
+
+    def _hand_out(self, plan: Plan) -> None:
         waiting, self._waiting = self._waiting, {}
         for slot in plan.slots:
             if (state := waiting.get(_key(slot.bucket.indices))) is not None:
@@ -36,17 +33,15 @@ class CompressionState:
 
     def state_dict(self) -> dict[str, Mapping[str, Any]]:
         """Return this rank's states; {} where no reducer keeps anything."""
-        states = dict(self._waiting)
-        for slot in () if self._plan is None else self._plan.slots:
-            if state := slot.reducer.state_dict():
-                states[_key(slot.bucket.indices)] = state
-        return states
+        slots = () if self._plan is None else self._plan.slots
+        states = {_key(slot.bucket.indices): slot.reducer.state_dict() for slot in slots}
+        return {**self._waiting, **{key: state for key, state in states.items() if state}}
 
     def load_state_dict(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Take over what `state_dict()` has returned, now or as soon as there is a plan."""
         self._waiting = dict(states)
         if self._plan is not None:
-            self.hand_out(self._plan)
+            self._hand_out(self._plan)
 
 
 def _key(indices: tuple[int, ...]) -> str:

@@ -6,29 +6,56 @@ views[0]       views[1]       views[2]
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mpisgd.gradients.bucketing import Bucket
 from mpisgd.gradients.kinds import ALL_DENSE, DENSE, kind_of
-from mpisgd.gradients.layout import layout_of, window
 
-__all__ = ["FusionBuffer"]
+__all__ = ["FusionBuffer", "Layout", "layout_of", "window"]
+
+
+class Layout(NamedTuple):
+    """Shape and strides of a tensor whose elements fill `numel` places without gaps, in some order."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+def layout_of(param: Tensor) -> Layout:
+    """Return how a gradient lies: as its parameter, so that optimizers walk both alike, but without gaps."""
+    return Layout(param.shape, torch.empty_like(param, device="meta").stride())
+
+
+def window(flat: Tensor, offset: int, layout: Layout) -> Tensor:
+    """Return a tensor of this layout on the storage of `flat`, `offset` elements after its beginning.
+
+    It is a tensor of its own and not a slice: it has its own version counter, so that writing to one
+    gradient is no write to the others as far as autograd can see.
+    """
+    own = torch.empty(0, dtype=flat.dtype, device=flat.device)
+    return own.set_(flat.untyped_storage(), flat.storage_offset() + offset, *layout)
 
 
 class FusionBuffer:
     """Flat storage of one bucket.
 
-    Attributes:
+    Args:
         bucket: the plan it follows.
+        params: those of `bucket.indices`.
+        flat: memory of `bucket.numel` elements; None: new memory where the parameters are.
+
+    Attributes:
+        bucket: as given.
         flat: [bucket.numel], what travels.
         views: one tensor per parameter, of its shape, inside `flat`.
     """
 
-    def __init__(self, bucket: Bucket, params: Sequence[Tensor], flat: Tensor) -> None:
-        """Lay out `flat`, of `bucket.numel` elements, for the parameters of `bucket.indices`."""
+    def __init__(self, bucket: Bucket, params: Sequence[Tensor], flat: Tensor | None = None) -> None:
+        if flat is None:
+            flat = torch.empty(bucket.numel, dtype=params[0].dtype, device=params[0].device)
         self.bucket = bucket
         self.flat = flat.zero_()
         self._layouts = [layout_of(param) for param in params]
@@ -48,10 +75,14 @@ class FusionBuffer:
         )
         return alike and self._shapes == [p.shape for p in params]
 
-    def load(self, grads: Sequence[Tensor | None]) -> bytes:
+    def load(self, grads: Sequence[Tensor | None], used: set[int]) -> bytes:
         """Bring this rank's gradients into `flat`, each unless it lies there already; return their kinds.
 
         A gradient that is missing, or sparse and travels apart, counts as zeros.
+
+        Args:
+            grads: the gradients.
+            used: addresses of the gradients of other buckets that travel from where they lie.
         """
         self._renew_displaced()
         kinds = bytes(map(kind_of, grads))

@@ -14,12 +14,12 @@ __all__ = ["InFlightReduction"]
 
 
 class InFlightReduction:
-    """The buckets of a plan, launched in its order, each when all its gradients are complete.
+    """The buckets of a plan, by their places in it, and what has become of each.
 
     Args:
         plan: what it follows; None where there is none.
         when: which reduction of the program it is.
-        in_background: whether the queue's thread does the work.
+        in_background: whether buckets are launched during backward, each when all its gradients are complete.
 
     Attributes:
         launched: the work of each bucket that was launched; None for one that is complete.
@@ -33,48 +33,51 @@ class InFlightReduction:
         self.plan = plan
         self.when = when
         self.in_background = in_background
-        self.launched: list[Work | None] = []
+        self.slots: Sequence[BucketSlot] = () if plan is None else plan.slots
+        self.launched: dict[int, Work | None] = {}
         self.kinds: list[KindsExchange] = []
         self.held = False
-        self._slots = () if plan is None else plan.slots
         self.addresses: set[int] = set()
         self.loaded: list[Tensor] = []
         self._complete: set[int] = set()
         self._missing: list[int] = []
         self._place_of: dict[int, int] = {}
         if in_background:
-            self._missing = [len(slot.bucket.indices) for slot in self._slots]
-            self._place_of = {i: at for at, slot in enumerate(self._slots) for i in slot.bucket.indices}
+            self._missing = [len(slot.bucket.indices) for slot in self.slots]
+            self._place_of = {i: at for at, slot in enumerate(self.slots) for i in slot.bucket.indices}
 
     def was_launched(self, index: int) -> bool:
         """Return whether the bucket of this parameter was launched."""
-        return self._place_of.get(index, len(self.launched)) < len(self.launched)
+        return self._place_of.get(index) in self.launched
 
-    def complete(self, index: int) -> None:
-        """Note that the gradient of a parameter is complete."""
-        if index in self._place_of and index not in self._complete:
-            self._complete.add(index)
-            self._missing[self._place_of[index]] -= 1
+    def complete(self, index: int) -> int | None:
+        """Note that the gradient of a parameter is complete; return the bucket that is complete by that."""
+        place = self._place_of.get(index)
+        if place is None or index in self._complete:
+            return None
+        self._complete.add(index)
+        self._missing[place] -= 1
+        return None if self._missing[place] else place
 
-    def next_complete(self) -> BucketSlot | None:
-        """Return the next bucket to launch, if its gradients are complete."""
+    def next_complete(self) -> int | None:
+        """Return the bucket to launch next, where they are launched in order, if its gradients are there."""
         place = len(self.launched)
         if self.held or place == len(self._missing) or self._missing[place]:
             return None
-        return self._slots[place]
+        return place
 
     @property
     def latest(self) -> Work | None:
         """The work launched last; if that fails, the next one is dropped."""
-        return self.launched[-1] if self.launched else None
+        return next(reversed(self.launched.values()), None)
 
-    def not_launched(self) -> Sequence[BucketSlot]:
+    def not_launched(self) -> list[int]:
         """Return the buckets that were not launched."""
-        return self._slots[len(self.launched) :]
+        return [place for place in range(len(self.slots)) if place not in self.launched]
 
     def unreduced(self) -> list[Tensor]:
         """Return the memory of those buckets that were loaded and have come to nothing, once all is over."""
-        arrived = [work is None or work.error is None for work in self.launched]
+        arrived = [work is None or work.error is None for work in self.launched.values()]
         return [flat for i, flat in enumerate(self.loaded) if i >= len(arrived) or not arrived[i]]
 
     def wait(self) -> None:
@@ -83,7 +86,7 @@ class InFlightReduction:
         Raises:
             MpisgdError: the first that went wrong; what came after it is not told again.
         """
-        works = [work for work in self.launched if work is not None]
+        works = [work for work in self.launched.values() if work is not None]
         try:
             for work in works:
                 work.wait()

@@ -34,48 +34,35 @@ class KindsExchange:
 
     Attributes:
         mine: this rank's kinds.
-        is_over: whether `joined` can be asked for.
+        joined: those of all ranks, once they are known.
     """
 
     def __init__(self, mine: bytes, group: Group) -> None:
         self.mine = mine
-        self.is_over = not mine
-        self._everyones = bytearray(mine)
+        self.joined: bytes | None = None if mine else b""
         self._group = group
-        self._flat = torch.frombuffer(self._everyones, dtype=torch.uint8) if mine else None
-        self._steps = None if self._flat is None else _steps(group, self._flat)
-
-    @property
-    def joined(self) -> bytes:
-        """The kinds on all ranks."""
-        assert self.is_over
-        return bytes(self._everyones)
+        self._flat: Tensor  # from `before` on
+        self._steps: Iterator[None]
 
     def before(self) -> None:
         """Show this rank's kinds; before the consistency check of the operation."""
-        if self._steps is not None:
-            next(self._steps)
+        self._flat = torch.frombuffer(bytearray(self.mine), dtype=torch.uint8)
+        if self._group.shm is not None:
+            self._steps = reduction.all_reduce(self._group.shm, self._flat, ReduceOp.BOR)
+        elif self._group.internode is not None:
+            self._steps = self._group.internode.all_reduce(self._flat, ReduceOp.BOR)
+        else:
+            return
+        next(self._steps)
 
     def finish(self) -> None:
         """Join those of all ranks; after the check, before anything else of the operation."""
         transport = self._group.shm or self._group.internode
-        if transport is not None and self._steps is not None:
+        if transport is not None:
             transport.run_steps(self._steps)
-        elif self._flat is not None:
+        else:
             reduce_flat(self._group, self._flat, ReduceOp.BOR, "mpi")
-        self.is_over = True
-
-    def take(self, joined: bytes) -> None:
-        """Take over what was joined by another operation."""
-        self._everyones[:] = joined
-        self.is_over = True
-
-
-def _steps(group: Group, flat: Tensor) -> Iterator[None] | None:
-    """Return what joins `flat` in shared memory or between hosts, and yields for the consistency check."""
-    if group.shm is not None:
-        return reduction.all_reduce(group.shm, flat, ReduceOp.BOR)
-    return None if group.internode is None else group.internode.all_reduce(flat, ReduceOp.BOR)
+        self.joined = self._flat.numpy().tobytes()
 
 
 def join_rest(exchanges: Sequence[KindsExchange], group: Group) -> bytes:
@@ -83,12 +70,11 @@ def join_rest(exchanges: Sequence[KindsExchange], group: Group) -> bytes:
 
     Those whose gradients a device has sent by itself, without a consistency check, are joined here.
     """
-    rest = [exchange for exchange in exchanges if not exchange.is_over]
+    rest = [exchange for exchange in exchanges if exchange.joined is None]
     if rest:
-        joined = bytearray(b"".join(exchange.mine for exchange in rest))
-        all_reduce(torch.frombuffer(joined, dtype=torch.uint8), ReduceOp.BOR, group)
-        start = 0
+        flat = torch.frombuffer(bytearray().join(exchange.mine for exchange in rest), dtype=torch.uint8)
+        all_reduce(flat, ReduceOp.BOR, group)
+        joined = flat.numpy().tobytes()
         for exchange in rest:
-            exchange.take(bytes(joined[start : start + len(exchange.mine)]))
-            start += len(exchange.mine)
-    return b"".join(exchange.joined for exchange in exchanges)
+            exchange.joined, joined = joined[: len(exchange.mine)], joined[len(exchange.mine) :]
+    return b"".join(exchange.joined or b"" for exchange in exchanges)

@@ -1,6 +1,6 @@
 """`BucketLauncher`: loads buckets with this rank's gradients and sends them through the group's queue."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,11 +18,22 @@ from mpisgd.gradients.in_flight import InFlightReduction
 from mpisgd.gradients.kinds import KindsExchange
 from mpisgd.gradients.options import ReductionOptions
 from mpisgd.gradients.plan import BucketSlot
-from mpisgd.gradients.sum_reducer import reduce_to_their_owners
-from mpisgd.gradients.trace_contents import contents
-from mpisgd.gradients.unbucketed import copy_aliased
+from mpisgd.transport.shm.reduction import reduce_to_owners
 
-__all__ = ["BucketLauncher"]
+__all__ = ["BucketLauncher", "trace_contents"]
+
+MOST_NAMES = 5  # in a timeline
+
+
+def trace_contents(named: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
+    """Return what a timeline tells of gradients that travel together: the first few, and how many there are.
+
+    Args:
+        named: their parameters, with names, in the order in which they travel.
+    """
+    listed = list(named)
+    shown = {name: param.nbytes for name, param in listed[:MOST_NAMES]}
+    return {"parameters": shown, "num_parameters": len(listed)}
 
 
 class BucketLauncher:
@@ -44,8 +55,9 @@ class BucketLauncher:
         """Return the parameters of a bucket."""
         return [self._named[index][1] for index in slot.bucket.indices]
 
-    def launch_together(self, in_flight: InFlightReduction, slots: Sequence[BucketSlot]) -> None:
+    def launch_together(self, in_flight: InFlightReduction, places: Sequence[int]) -> None:
         """Reduce several buckets as one operation, which also tells which gradients exist."""
+        slots = [in_flight.slots[place] for place in places]
         loaded = [self._load(in_flight, slot) for slot in slots]
         flats = [flat for flat, _ in loaded]
         kinds = KindsExchange(b"".join(kinds for _, kinds in loaded), self._group)
@@ -58,32 +70,36 @@ class BucketLauncher:
         operation = self._operation(in_flight, what, dtype_name(flats[0].dtype), numel, "")
         self._group.queue.run(operation, reduce, before=kinds.before, transport="bucket by bucket")
         in_flight.kinds.append(kinds)
-        in_flight.launched.extend([None] * len(slots))
+        in_flight.launched.update(dict.fromkeys(places))
 
-    def launch(self, in_flight: InFlightReduction, slot: BucketSlot) -> None:
+    def launch(self, in_flight: InFlightReduction, place: int) -> None:
         """Load a bucket and send it: by the queue's thread during backward, by this one at its end."""
+        slot = in_flight.slots[place]
         flat, mine = self._load(in_flight, slot)
         kinds = KindsExchange(mine, self._group)
-        what, dtype = f"bucket {len(in_flight.launched)}", dtype_name(flat.dtype)
-        operation = self._operation(in_flight, what, dtype, flat.numel(), device_kind(flat))
+        dtype = dtype_name(flat.dtype)
+        operation = self._operation(in_flight, f"bucket {place}", dtype, flat.numel(), device_kind(flat))
+
+        def reduce() -> None:
+            kinds.finish()
+            self._reduce_one(slot, flat)
+
         with tracing.holding(self._contents(slot)):
             work = self._send_from_device(operation, flat)
             if work is None:
-                work = self._send(operation, flat, kinds, slot, in_flight)
+                work = run_in_queue(
+                    self._group,
+                    operation,
+                    reduce,
+                    tensors=None,
+                    async_op=in_flight.in_background,
+                    like=flat,
+                    before=kinds.before,
+                    after=in_flight.latest,
+                    transport=self._algorithm_name(slot),
+                )
         in_flight.kinds.append(kinds)
-        in_flight.launched.append(work)
-
-    def _load(self, in_flight: InFlightReduction, slot: BucketSlot) -> tuple[Tensor, bytes]:
-        """Bring this rank's gradients to where they travel; return the memory and their kinds."""
-        grads = [p.grad for p in self.params_of(slot)]
-        kinds = slot.storage.load(copy_aliased(slot.storage, grads, in_flight.addresses))
-        flat = slot.storage.flat
-        if self._options.error_if_nonfinite:
-            kinds = mark_nonfinite(kinds, grads, flat)
-        if (factor := self._options.predivide_factor) != 1.0:
-            flat.div_(factor)  # before the others may look at it
-        in_flight.loaded.append(flat)
-        return flat, kinds
+        in_flight.launched[place] = work
 
     def undo_division(self, in_flight: InFlightReduction) -> None:
         """Give gradients back as they were, where the ranks have found out that nothing is to be reduced."""
@@ -91,10 +107,17 @@ class BucketLauncher:
             for flat in in_flight.unreduced():
                 flat.mul_(factor)
 
-    def _undo_predivision(self, flat: Tensor) -> None:
-        """Turn a sum of what was divided before into the mean."""
+    def _load(self, in_flight: InFlightReduction, slot: BucketSlot) -> tuple[Tensor, bytes]:
+        """Bring this rank's gradients to where they travel; return the memory and their kinds."""
+        grads = [p.grad for p in self.params_of(slot)]
+        kinds = slot.storage.load(grads, in_flight.addresses)
+        flat = slot.storage.flat
+        if self._options.error_if_nonfinite:
+            kinds = mark_nonfinite(kinds, grads, flat)
         if (factor := self._options.predivide_factor) != 1.0:
-            flat.mul_(factor / self._group.size)
+            flat.div_(factor)  # before the others may look at it
+        in_flight.loaded.append(flat)
+        return flat, kinds
 
     def _operation(
         self, in_flight: InFlightReduction, what: str, dtype: str, numel: int, device: str
@@ -105,43 +128,20 @@ class BucketLauncher:
         return Operation("gradients", op, dtype, (numel,), extra=extra, device=device, when=in_flight.when)
 
     def _contents(self, *slots: BucketSlot) -> Callable[[], Mapping[str, Any]]:
-        return lambda: contents(self._named[i] for slot in slots for i in slot.bucket.indices)
+        return lambda: trace_contents(self._named[i] for slot in slots for i in slot.bucket.indices)
 
-    # -- inside the queue ---------------------------------------------------------------------------
-
-    def _reduce_all(self, slots: Sequence[BucketSlot], flats: Sequence[Tensor]) -> None:
-        """Reduce several buckets, one after the other or, where each goes to one rank, all at once."""
-        track = self._group.queue.track
-        if any(slot.owner is not None for slot in slots):
-            with tracing.part(track, "gradients", sum(flat.nbytes for flat in flats), self._contents(*slots)):
-                self._reduce_to_owners(slots, flats)
-            return
-        for slot, flat in zip(slots, flats, strict=True):
-            with tracing.part(track, "gradients", flat.nbytes, self._contents(slot)):
-                self._reduce_one(slot, flat)
-
-    def _reduce_one(self, slot: BucketSlot, flat: Tensor) -> None:
-        if slot.owner is not None:
-            self._reduce_to_owners([slot], [flat])
-            return
-        slot.reducer.reduce(flat, self._group, self._op)
-        self._undo_predivision(flat)
-
-    def _reduce_to_owners(self, slots: Sequence[BucketSlot], flats: Sequence[Tensor]) -> None:
-        owners = [slot.owner for slot in slots if slot.owner is not None]
-        regions = [slot.region for slot in slots]
-        reduce_to_their_owners(list(zip(flats, regions, owners, strict=True)), self._group, self._op)
-        for flat, owner in zip(flats, owners, strict=True):
-            if owner == self._group.rank:
-                self._undo_predivision(flat)
+    def _algorithm_name(self, slot: BucketSlot) -> str:
+        """Return the name of the algorithm that a bucket takes, for timelines."""
+        if not slot.in_shared_memory and slot.owner is None:
+            return "auto"
+        return "node" if self._group.shm is not None else "hierarchical"
 
     def _send_from_device(self, operation: Operation, flat: Tensor) -> Work | None:
         """Begin to all-reduce from where it lies on a device; None where that cannot be.
 
         The host goes on to the next one in any case.
         """
-        compression = self._options.compression
-        dtype = compression.wire_dtype(flat.dtype)
+        dtype = self._options.compression.wire_dtype(flat.dtype)
         if dtype is None or not on_device(flat):
             return None
         backend = device_backend(self._group, operation, flat, op=self._op, dtypes=[dtype])
@@ -164,32 +164,45 @@ class BucketLauncher:
             async_op=True,
         )
 
-    def _send(
-        self,
-        operation: Operation,
-        flat: Tensor,
-        kinds: KindsExchange,
-        slot: BucketSlot,
-        in_flight: InFlightReduction,
-    ) -> Work | None:
-        def reduce() -> None:
-            kinds.finish()
-            self._reduce_one(slot, flat)
+    # -- inside the queue ---------------------------------------------------------------------------
 
-        return run_in_queue(
-            self._group,
-            operation,
-            reduce,
-            tensors=None,
-            async_op=in_flight.in_background,
-            like=flat,
-            before=kinds.before,
-            after=in_flight.latest,
-            transport=self._algorithm_name(slot),
-        )
+    def _reduce_all(self, slots: Sequence[BucketSlot], flats: Sequence[Tensor]) -> None:
+        """Reduce several buckets, one after the other or, where each goes to one rank, all at once."""
+        track = self._group.queue.track
+        if any(slot.owner is not None for slot in slots):
+            with tracing.part(track, "gradients", sum(flat.nbytes for flat in flats), self._contents(*slots)):
+                self._reduce_to_owners(slots, flats)
+            return
+        for slot, flat in zip(slots, flats, strict=True):
+            with tracing.part(track, "gradients", flat.nbytes, self._contents(slot)):
+                self._reduce_one(slot, flat)
 
-    def _algorithm_name(self, slot: BucketSlot) -> str:
-        """Return the name of the algorithm that a bucket takes, for timelines."""
-        if not slot.in_shared_memory and slot.owner is None:
-            return "auto"
-        return "node" if self._group.shm is not None else "hierarchical"
+    def _reduce_one(self, slot: BucketSlot, flat: Tensor) -> None:
+        if slot.owner is not None:
+            self._reduce_to_owners([slot], [flat])
+            return
+        slot.reducer.reduce(flat, self._group, self._op)
+        self._undo_predivision(flat)
+
+    def _reduce_to_owners(self, slots: Sequence[BucketSlot], flats: Sequence[Tensor]) -> None:
+        """Reduce each bucket into its owner's memory: half of an all-reduce, on one host.
+
+        There is no barrier at the end: the ranks must synchronize before one writes into a bucket again.
+        """
+        shm = self._group.shm
+        assert shm is not None
+        owners = [slot.owner for slot in slots if slot.owner is not None]
+        buckets = list(zip(flats, [slot.region for slot in slots], owners, strict=True))
+        # Before the regions: it has barriers, which would wait for a rank that reduces one of its own.
+        staged = [(flat, owner) for flat, region, owner in buckets if region is None]
+        shm.run_steps(reduce_to_owners(shm, [flat for flat, _ in staged], [o for _, o in staged], self._op))
+        for flat, region, owner in buckets:
+            if region is not None:
+                shm.reduce_region(region, self._op, owner)
+            if owner == shm.rank:
+                self._undo_predivision(flat)
+
+    def _undo_predivision(self, flat: Tensor) -> None:
+        """Turn a sum of what was divided before into the mean."""
+        if (factor := self._options.predivide_factor) != 1.0:
+            flat.mul_(factor / self._group.size)

@@ -1,7 +1,7 @@
 """Which gradients travel together, and in what memory: agreed on by all ranks, followed every step."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,19 +10,19 @@ from torch import Tensor
 from mpisgd.accelerator.buffers import ALONE_BYTES
 from mpisgd.accelerator.runtime import on_device
 from mpisgd.compress.compressor import BucketReducer, Compressor
+from mpisgd.compress.sum_reducer import SumReducer
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.dtypes import dtype_name
 from mpisgd.gradients.bucketing import ALIGN_BYTES, Bucket, Item, launch_order, plan_buckets, plan_hash
-from mpisgd.gradients.fusion_buffer import FusionBuffer
-from mpisgd.gradients.layout import layout_of
-from mpisgd.gradients.sum_reducer import SumReducer
+from mpisgd.gradients.fusion_buffer import FusionBuffer, layout_of
+from mpisgd.gradients.options import ReductionOptions
 from mpisgd.gradients.unbucketed import UnbucketedGradient
 from mpisgd.transport.ipc.segment import Segment
 from mpisgd.transport.shm.region import Region
 from mpisgd.transport.shm.transport import ShmTransport
 
-__all__ = ["BucketSlot", "Plan", "agree_on_plan", "describe"]
+__all__ = ["BucketSlot", "Plan", "agree_on_plan", "item_of", "plain_slot"]
 
 
 class BucketSlot(NamedTuple):
@@ -81,8 +81,7 @@ def agree_on_plan(
     observed: Sequence[int],
     *,
     group: Group,
-    compression: Compressor,
-    cap_bytes: int,
+    options: ReductionOptions,
     when: str,
     owners: Sequence[int] | None = None,
 ) -> Plan:
@@ -94,46 +93,38 @@ def agree_on_plan(
         known_sparse: indices of those whose gradients were sparse once.
         observed: the order in which gradients became ready.
         group: the ranks.
-        compression: what travels.
-        cap_bytes: most bytes of a bucket.
+        options: what travels, and most bytes of a bucket.
         when: which reduction of the program this is.
         owners: the rank of the one host that wants the gradient of each parameter; None: all do.
     """
     mine = [i for i in covered if (grad := params[i].grad) is not None and grad.is_sparse]
     everyone: list[tuple[Sequence[int], list[int]]] = []
     group.queue.run(
-        Operation("gradients", extra=f"new plan for {describe(covered, len(params))}, {when}"),
+        Operation("gradients", extra=f"new plan for {_describe(covered, len(params))}, {when}"),
         lambda: everyone.extend(group.queue.communicator.all_gather_object((observed, mine))),
     )
     sparse = known_sparse.union(*(indices for _, indices in everyone)).intersection(covered)
     dense = set(covered) - sparse
     devices = name_devices([param.device for param in params])
+    # A compressor that looks at a bucket as a whole finds no padding in it.
+    padded = all(options.compression.wire_dtype(params[i].dtype) is not None for i in dense)
+    owner_of = [None] * len(params) if owners is None else owners
     buckets = plan_buckets(
-        [_item(i, params[i], devices, "" if owners is None else f":{owners[i]}") for i in sorted(dense)],
-        cap_bytes=cap_bytes,
+        [item_of(i, params[i], devices[params[i].device], owner_of[i]) for i in sorted(dense)],
+        cap_bytes=options.bucket_cap_bytes,
         order=[i for i in launch_order(len(params), everyone[0][0]) if i in dense],
-        align_bytes=_alignment([params[i].dtype for i in dense], compression),
+        align_bytes=ALIGN_BYTES if padded else 1,
         alone_bytes=ALONE_BYTES,
     )
-    slots = [_slot(b, [params[i] for i in b.indices], group, compression) for b in buckets]
-    if owners is not None:
-        slots = [slot._replace(owner=owners[slot.bucket.indices[0]]) for slot in slots]
-    name = f"{plan_hash(buckets):016x}-{_layout_hash(params, covered)}"
-    return Plan(covered, tuple(slots), sparse, name)
+    slots = [_slot(b, [params[i] for i in b.indices], group, options.compression) for b in buckets]
+    slots = [slot._replace(owner=owner_of[slot.bucket.indices[0]]) for slot in slots]
+    # The order in which elements travel is a part of the plan; `model.to(memory_format=...)` changes it.
+    strides = repr([layout_of(params[index]).stride for index in covered])
+    layout_hash = hashlib.blake2b(strides.encode(), digest_size=4).hexdigest()
+    return Plan(covered, tuple(slots), sparse, f"{plan_hash(buckets):016x}-{layout_hash}")
 
 
-def _alignment(dtypes: Sequence[torch.dtype], compression: Compressor) -> int:
-    """Return where gradients begin in a bucket; a compressor that looks at it as a whole finds no padding."""
-    return 1 if any(compression.wire_dtype(dtype) is None for dtype in dtypes) else ALIGN_BYTES
-
-
-def _layout_hash(params: Sequence[Tensor], covered: Sequence[int]) -> str:
-    """Return a name for the order in which elements travel; `model.to(memory_format=...)` changes it."""
-    strides = [layout_of(params[index]).stride for index in covered]
-    return hashlib.blake2b(repr(strides).encode(), digest_size=4).hexdigest()
-
-
-def describe(covered: tuple[int, ...], total: int) -> str:
+def _describe(covered: tuple[int, ...], total: int) -> str:
     """Say which of the parameters take part, shortly."""
     missing = sorted(set(range(total)) - set(covered))
     if not missing:
@@ -151,29 +142,39 @@ def name_devices(devices: Sequence[torch.device]) -> dict[torch.device, str]:
     return names
 
 
-def _item(index: int, param: Tensor, devices: Mapping[torch.device, str], owner: str) -> Item:
-    key = f"{dtype_name(param.dtype)}:{devices[param.device]}{owner}"
+def item_of(index: int, param: Tensor, device: str, owner: int | None = None) -> Item:
+    """Return what the packing of buckets must know of a parameter: those of other owners travel apart."""
+    key = f"{dtype_name(param.dtype)}:{device}" + ("" if owner is None else f":{owner}")
     return Item(index, param.numel(), param.element_size(), key)
 
 
+def plain_slot(bucket: Bucket, params: Sequence[Tensor]) -> BucketSlot:
+    """Return a bucket that is summed where it travels from: a large gradient's own memory, or new memory."""
+    nbytes = bucket.numel * params[0].element_size()
+    if _is_alone(bucket, params):
+        return BucketSlot(UnbucketedGradient(bucket, params[0]), SumReducer(nbytes))
+    return BucketSlot(FusionBuffer(bucket, params), SumReducer(nbytes))
+
+
+def _is_alone(bucket: Bucket, params: Sequence[Tensor]) -> bool:
+    return len(params) == 1 and bucket.numel * params[0].element_size() >= ALONE_BYTES
+
+
 def _slot(bucket: Bucket, params: Sequence[Tensor], group: Group, compression: Compressor) -> BucketSlot:
-    """Return the memory for a bucket: its gradient's own, or, where the ranks share memory, there.
+    """Return the memory for a bucket, shared by the ranks where they can, and what reduces it there.
 
     What is on a device stays there.
     """
     dtype = params[0].dtype
-    nbytes, compressed = bucket.numel * dtype.itemsize, compression.changes(dtype)
-    reducer = compression.reducer(bucket.numel, dtype) if compressed else SumReducer(nbytes)
-    if nbytes >= ALONE_BYTES and len(params) == 1:
-        return BucketSlot(UnbucketedGradient(bucket, params[0]), reducer)
+    if compression.changes(dtype):
+        return plain_slot(bucket, params)._replace(reducer=compression.reducer(bucket.numel, dtype))
     shares = group.shm is not None or group.internode is not None
-    if on_device(params[0]) or compressed or not bucket.numel or not shares:
-        flat = torch.empty(bucket.numel, dtype=dtype, device=params[0].device)
-        return BucketSlot(FusionBuffer(bucket, params, flat), reducer)
+    if _is_alone(bucket, params) or on_device(params[0]) or not bucket.numel or not shares:
+        return plain_slot(bucket, params)
     region = _shared(bucket.numel, dtype, group)
-    flat = torch.empty(bucket.numel, dtype=dtype) if region is None else region.mine
-    reducer = SumReducer(nbytes, in_shared_memory=True, region=region)
-    return BucketSlot(FusionBuffer(bucket, params, flat), reducer)
+    storage = FusionBuffer(bucket, params, None if region is None else region.mine)
+    nbytes = bucket.numel * dtype.itemsize
+    return BucketSlot(storage, SumReducer(nbytes, in_shared_memory=True, region=region))
 
 
 def _shared(numel: int, dtype: torch.dtype, group: Group) -> Region | None:

@@ -10,7 +10,7 @@ Between hosts buckets are sent while backward computes further gradients, in the
     queue's thread      | [c d] .......... | [b] ............. | [a] ........... |
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from mpisgd.collectives.all_reduce import all_reduce
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import CollectiveMismatch, InvalidArgument
+from mpisgd.gradients.accumulation import GradientSync
 from mpisgd.gradients.compression_state import CompressionState
 from mpisgd.gradients.finite import are_finite, raise_for
 from mpisgd.gradients.in_flight import InFlightReduction
@@ -33,50 +34,34 @@ from mpisgd.transport.device.selection import NCCL
 __all__ = ["GradientReducer"]
 
 
-class GradientReducer:
+class GradientReducer(GradientSync):
     """Follows the plan for a list of parameters, and makes a new one when it no longer fits.
 
     Args:
         named: all parameters that may ever have a gradient, with names; the list may grow at its end.
         group: the ranks that take part.
         options: how to reduce.
-        owners: returns the rank of the one host that wants each gradient; None: all ranks want all of them.
 
     Attributes:
         compression_state: what the reducers of compressed buckets keep from step to step.
     """
 
-    def __init__(
-        self,
-        named: Sequence[tuple[str, Tensor]],
-        group: Group,
-        options: ReductionOptions,
-        owners: Callable[[], Sequence[int] | None] = lambda: None,
-    ) -> None:
-        self.named = named
-        self.params: Sequence[Tensor] = [param for _, param in named]
+    def __init__(self, named: Sequence[tuple[str, Tensor]], group: Group, options: ReductionOptions) -> None:
         self.group = group
         self.options = options
+        self.sums = options.op is ReduceOp.SUM
         self.compression_state = CompressionState()
-        self._owners = owners
-        self._launcher = BucketLauncher(named, group, options)
-        self._plan: Plan | None = None
-        self._known_sparse: frozenset[int] = frozenset()
         self._marks: dict[int, int] = {}
         self._in_flight = InFlightReduction()
+        self.cover(named)
 
     def cover(self, named: Sequence[tuple[str, Tensor]]) -> None:
         """Take over another list of parameters; the next reduction makes a new plan."""
         self.named = named
         self.params = [param for _, param in named]
         self._launcher = BucketLauncher(named, self.group, self.options)
-        self._plan = None
-        self._known_sparse = frozenset()
-
-    @property
-    def sums(self) -> bool:
-        """Whether gradients are summed: then it matters whether one is reduced twice."""
-        return self.options.op is ReduceOp.SUM
+        self._plan: Plan | None = None
+        self._known_sparse: frozenset[int] = frozenset()
 
     # -- while backward is at work ------------------------------------------------------------------
 
@@ -98,12 +83,9 @@ class GradientReducer:
             return False
         if self.options.overlap is not None:
             return self.options.overlap
-        return self.group.internode is not None or self._gpu_sends()
-
-    def _gpu_sends(self) -> bool:
-        """Return whether gradients travel while the GPU computes, with nothing to do for the host."""
-        device = self.group.device
-        return device is not None and device.selection.name == NCCL and any(map(on_device, self.params))
+        device = self.group.device  # which may send while the GPU computes, with nothing to do for the host
+        gpu_sends = device is not None and device.selection.name == NCCL and any(map(on_device, self.params))
+        return self.group.internode is not None or gpu_sends
 
     @torch.no_grad()
     def ready(self, index: int) -> None:
@@ -119,8 +101,8 @@ class GradientReducer:
                 "checkpointing does that) when its first was already on its way; pass overlap=False"
             )
         in_flight.complete(index)
-        while (slot := in_flight.next_complete()) is not None:
-            self._launcher.launch(in_flight, slot)
+        while (place := in_flight.next_complete()) is not None:
+            self._launcher.launch(in_flight, place)
 
     def abandon(self) -> None:
         """Forget a backward that was left by an exception; return when what it had sent has arrived."""
@@ -147,7 +129,8 @@ class GradientReducer:
             NonFiniteGradients: where that is looked for; raised on every rank, gradients are reduced.
         """
         if self.group.size == 1:
-            self._check_finite_alone(observed, when)
+            if marked := [i for i, mark in enumerate(self._marks_of(range(len(self.params)))) if mark]:
+                raise_for(marked, observed, self.named, self.group, when)
             return
         if not self._in_flight.launched:
             plan = self._plan
@@ -156,20 +139,15 @@ class GradientReducer:
             self._in_flight = InFlightReduction(plan, when, in_background=False)
         in_flight, self._in_flight = self._in_flight, InFlightReduction()
         try:
-            self._launch_and_wait(in_flight)
+            try:
+                self._launch_rest(in_flight)
+            finally:
+                in_flight.wait()
         except CollectiveMismatch:
             self._launcher.undo_division(in_flight)
             raise
         nonfinite = self._unload(in_flight)
         if nonfinite is not None:
-            raise_for(nonfinite, observed, self.named, self.group, when)
-
-    def _check_finite_alone(self, observed: Sequence[int], when: str) -> None:
-        if not self.options.error_if_nonfinite:
-            return
-        grads = [(index, param.grad) for index, param in enumerate(self.params)]
-        nonfinite = [index for index, grad in grads if grad is not None and not are_finite(grad)]
-        if nonfinite:
             raise_for(nonfinite, observed, self.named, self.group, when)
 
     def _still_holds(self, plan: Plan) -> bool:
@@ -179,27 +157,23 @@ class GradientReducer:
         return tuple(i for i, p in enumerate(self.params) if p.requires_grad or p.grad is not None)
 
     def _new_plan(self, observed: Sequence[int], when: str) -> Plan:
-        self.compression_state.keep(self._plan)
         self._plan = agree_on_plan(
             self.params,
             self._coverable(),
             self._known_sparse,
             observed,
             group=self.group,
-            compression=self.options.compression,
-            cap_bytes=self.options.bucket_cap_bytes,
+            options=self.options,
             when=when,
             owners=self._owners(),
         )
-        self.compression_state.hand_out(self._plan)
+        self.compression_state.move_to(self._plan)
         self._known_sparse = self._plan.sparse
         return self._plan
 
-    def _launch_and_wait(self, in_flight: InFlightReduction) -> None:
-        try:
-            self._launch_rest(in_flight)
-        finally:
-            in_flight.wait()
+    def _owners(self) -> Sequence[int] | None:
+        """Return the rank of the one host that wants each gradient; None: all ranks want all of them."""
+        return None
 
     def _launch_rest(self, in_flight: InFlightReduction) -> None:
         """Send what was not sent yet; without overlap all of it is one operation.
@@ -207,9 +181,10 @@ class GradientReducer:
         Which of both must not depend on this rank's backward: another one may have had none.
         """
         rest = in_flight.not_launched()
-        if self._overlaps() or any(on_device(self._launcher.params_of(slot)[0]) for slot in rest):
-            for slot in rest:
-                self._launcher.launch(in_flight, slot)
+        first_params = [self.params[in_flight.slots[place].bucket.indices[0]] for place in rest]
+        if self._overlaps() or any(map(on_device, first_params)):
+            for place in rest:
+                self._launcher.launch(in_flight, place)
         elif rest:
             self._launcher.launch_together(in_flight, rest)
 
@@ -254,11 +229,12 @@ class GradientReducer:
     def _reduce_apart(self, sparse: Sequence[int], late: Mapping[int, Tensor | None]) -> None:
         """Reduce what is sparse on some rank.
 
-        The `late` ones were planned as dense: their dense parts are reduced already, and only the sparse
-        parts, given here, are missing. The next plan knows them as sparse.
+        The `late` ones were planned as dense: their dense parts are reduced already, and only what is sparse
+        among the gradients given here is missing. The next plan knows them as sparse.
         """
         indices = sorted({*sparse, *late})
-        grads = [_sparse_or_none(late[i]) if i in late else self.params[i].grad for i in indices]
+        missing = {i: grad for i, grad in late.items() if grad is not None and grad.is_sparse}
+        grads = [missing.get(i) if i in late else self.params[i].grad for i in indices]
         params = [self.params[i] for i in indices]
         reduced = reduce_sparse(params, grads, self.options.op, self.group)
         for index, param, total in zip(indices, params, reduced, strict=True):
@@ -288,31 +264,22 @@ class GradientReducer:
             if (tensor := slot.storage.leftover(place)) is not None
         }
 
-    def are_with_owners(self) -> bool:
-        """Return whether reduced gradients are with their owners alone, and were not reset since."""
-        return False
-
     def holds_reduced(self) -> bool:
         """Return whether some gradient is still the one that the last reduction left, or adds to it."""
         return any(self.params[index].grad is tensor for index, tensor in self._left().items())
 
     def mark(self) -> None:
-        """Remember the state of the gradients for `kept_since_mark`."""
+        """Remember the state of the gradients for `would_reduce_twice`."""
         self._marks = {index: tensor._version for index, tensor in self._left().items()}
 
-    def kept_since_mark(self, num_added: Mapping[int, int]) -> bool:
-        """Return whether some gradient has been kept since `mark()`: not replaced, not set to zero.
-
-        Args:
-            num_added: how often backward has added to the gradient of each parameter since. Whatever else
-                was done to it counts as a reset.
-        """
+    def would_reduce_twice(self, num_added: Mapping[int, int] | None) -> bool:
+        """Return whether a sum would be reduced once more: not replaced since, not set to zero."""
+        if not self.sums:
+            return False
+        if num_added is None:
+            return self.holds_reduced()
         return any(
             self.params[index].grad is tensor
             and tensor._version - self._marks.get(index, -1) == num_added.get(index, 0)
             for index, tensor in self._left().items()
         )
-
-
-def _sparse_or_none(grad: Tensor | None) -> Tensor | None:
-    return grad if grad is not None and grad.is_sparse else None

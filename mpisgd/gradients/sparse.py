@@ -10,10 +10,9 @@ from mpisgd.collectives.all_reduce import all_reduce
 from mpisgd.collectives.sparse import all_reduce_sparse
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
+from mpisgd.gradients.kinds import DENSE, SPARSE, kind_of
 
 __all__ = ["empty_sparse", "reduce_sparse"]
-
-NONE, SPARSE, DENSE = 0, 1, 2
 
 
 def reduce_sparse(
@@ -34,30 +33,20 @@ def reduce_sparse(
 
     Cost: every rank sends its indices and values to all others.
     """
-    kinds = _gather_kinds(grads, group)
+    own_kinds = [(kind_of(grad), 0 if grad is None else grad.sparse_dim()) for grad in grads]
+    mine = torch.tensor(own_kinds, dtype=torch.int64)
+    kinds = torch.empty(group.size, *mine.shape, dtype=torch.int64)
+    all_gather_into_tensor(kinds, mine, group)
     return [
         _reduce_one(param, grad, kinds[:, place], op, group)
         for place, (param, grad) in enumerate(zip(params, grads, strict=True))
     ]
 
 
-def _gather_kinds(grads: Sequence[Tensor | None], group: Group) -> Tensor:
-    """Return [size, len(grads), 2]: which kind each rank has, and its number of sparse dimensions."""
-    mine = torch.tensor([_kind(grad) for grad in grads], dtype=torch.int64)
-    everyone = torch.empty(group.size, *mine.shape, dtype=torch.int64)
-    all_gather_into_tensor(everyone, mine, group)
-    return everyone
-
-
-def _kind(grad: Tensor | None) -> tuple[int, int]:
-    if grad is None:
-        return NONE, 0
-    return (SPARSE, grad.sparse_dim()) if grad.is_sparse else (DENSE, 0)
-
-
 def _reduce_one(
     param: Tensor, grad: Tensor | None, kinds: Tensor, op: ReduceOp, group: Group
 ) -> Tensor | None:
+    """Combine one of them; `kinds` [size, 2] has each rank's kind and number of sparse dimensions."""
     present = set(kinds[:, 0].tolist())
     total: Tensor | None = None
     if SPARSE in present:

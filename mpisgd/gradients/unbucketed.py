@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from mpisgd.gradients.bucketing import Bucket
+from mpisgd.gradients.fusion_buffer import layout_of
 from mpisgd.gradients.kinds import kind_of
-from mpisgd.gradients.layout import layout_of
 
-__all__ = ["UnbucketedGradient", "copy_aliased"]
+__all__ = ["UnbucketedGradient"]
 
 
 def _num_uses(tensor: Tensor) -> int:
@@ -53,22 +53,24 @@ class UnbucketedGradient:
         assert self._grad is not None
         return self._grad.as_strided((self.bucket.numel,), (1,))
 
-    def load(self, grads: Sequence[Tensor | None]) -> bytes:
+    def load(self, grads: Sequence[Tensor | None], used: set[int]) -> bytes:
         """Take this rank's gradient as it lies, or a copy that lies as its parameter does; return its kind.
 
         One that is missing, or sparse and travels apart, counts as zeros.
+
+        Args:
+            grads: the gradient.
+            used: addresses of the gradients that travel from where they lie; grows. A tensor that the
+                program uses as the gradient of two parameters would be reduced in place once for each.
         """
         (grad,) = grads
-        if grad is None or grad.is_sparse:
-            self._grad = self._room().zero_()
-        elif self._is_ready(grad):
+        if grad is not None and not grad.is_sparse and self._is_ready(grad) and grad.data_ptr() not in used:
+            used.add(grad.data_ptr())
             self._grad = grad
         else:
-            self._grad = self._room().copy_(grad)
+            room = torch.empty_strided(*self._layout, dtype=self._dtype, device=self._device)
+            self._grad = room.zero_() if grad is None or grad.is_sparse else room.copy_(grad)
         return bytes([kind_of(grad)])
-
-    def _room(self) -> Tensor:
-        return torch.empty_strided(*self._layout, dtype=self._dtype, device=self._device)
 
     def _is_ready(self, grad: Tensor) -> bool:
         """Return whether `grad` lies as it must on all ranks, and nobody minds its being changed.
@@ -78,19 +80,15 @@ class UnbucketedGradient:
         storage may also hold the gradients of several parameters, of which each would be reduced where the
         others lie.
         """
+        strides = zip(grad.shape, grad.stride(), self._layout.stride, strict=True)
         return (
             grad.dtype == self._dtype
-            and self._lies_alike(grad)
+            and all(length == 1 or mine == wanted for length, mine, wanted in strides)
             and not grad.requires_grad
             and not (grad.is_conj() or grad.is_neg())
             and grad.untyped_storage().nbytes() == grad.nbytes
             and _num_uses(grad) == ALONE
         )
-
-    def _lies_alike(self, grad: Tensor) -> bool:
-        """Return whether the strides are the parameter's, except along dimensions of length 1."""
-        pairs = zip(grad.shape, grad.stride(), self._layout.stride, strict=True)
-        return grad.stride() == self._layout.stride or all(n == 1 or a == b for n, a, b in pairs)
 
     def unload(self, params: Sequence[Tensor], exists: Sequence[bool]) -> None:
         """Make the reduced gradient that of its parameter, or None if no rank has one."""
@@ -107,20 +105,3 @@ class UnbucketedGradient:
     def leftover(self, place: int) -> Tensor | None:
         """Return the tensor in which the last reduction left the gradient, None if it is gone."""
         return None if self._left is None else self._left()
-
-
-def copy_aliased(load: object, grads: list[Tensor | None], addresses: set[int]) -> list[Tensor | None]:
-    """Return `grads`, copied where the program uses one tensor as the gradient of two parameters.
-
-    It would be reduced in place once for each.
-
-    Args:
-        load: what they are brought into.
-        grads: the gradients.
-        addresses: of those that travel from where they lie; grows.
-    """
-    if isinstance(load, UnbucketedGradient) and (grad := grads[0]) is not None and not grad.is_sparse:
-        if grad.data_ptr() in addresses:
-            return [grad.clone()]
-        addresses.add(grad.data_ptr())
-    return grads

@@ -1,7 +1,7 @@
 """`GradientExchange`: the gradients of some parameters, which the engine reduces in buckets.
 
-On one host all are sent as one negotiated operation at the end of backward: no core is idle that could reduce
-them before. Between hosts each bucket is sent when its last gradient is ready:
+On one host all are sent as one negotiated operation in `step()`: no core is idle that could reduce them
+before. Between hosts each bucket is sent when its last gradient is ready:
 
     one host     backward ................. | send all of them and wait
     hosts        backward ...[c d]...[b]... | send the rest and wait
@@ -10,6 +10,7 @@ Ranks may complete their buckets in any order, and one that has joined takes par
 is missing at the end counts as zero, as in Horovod. Sparse gradients are sent apart.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,14 +18,17 @@ import torch
 from torch import Tensor
 
 from mpisgd import tracing
+from mpisgd.accelerator.buffers import ALONE_BYTES
 from mpisgd.accelerator.runtime import on_device
+from mpisgd.dtypes import dtype_name
+from mpisgd.gradients.bucketing import Bucket, plan_buckets
+from mpisgd.gradients.in_flight import InFlightReduction
 from mpisgd.gradients.kinds import SPARSE
+from mpisgd.gradients.launcher import trace_contents
+from mpisgd.gradients.plan import Plan, item_of, plain_slot
 from mpisgd.gradients.sparse import empty_sparse
-from mpisgd.gradients.trace_contents import contents
-from mpisgd.gradients.unbucketed import copy_aliased
 from mpisgd.horovod.compression import Compressor
 from mpisgd.horovod.engine.entry import Entry
-from mpisgd.horovod.gradient_plan import make_plan
 from mpisgd.horovod.ops import handles, submission
 from mpisgd.horovod.ops.allreduce import allreduce_async_
 from mpisgd.horovod.ops.reduce_ops import Average, Sum, name_of
@@ -34,12 +38,18 @@ from mpisgd.horovod.state import engine
 
 __all__ = ["ExchangeOptions", "GradientExchange"]
 
+BUCKET_BYTES = 25 * 2**20
+TOO_MANY = (
+    "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
+    "backward_passes_per_step to accumulate gradients locally."
+)
+
 
 class ExchangeOptions(NamedTuple):
     """How gradients are combined.
 
     Attributes:
-        op: Average or Sum.
+        op: Average or Sum; Adasum where steps are combined.
         compression: what travels.
         predivide_factor: divide by this before the sum, and by size / factor after it (Average).
         sparse_as_dense: whether sparse gradients travel as dense ones.
@@ -54,101 +64,82 @@ class ExchangeOptions(NamedTuple):
     keep_none: bool
     process_set: ProcessSet
 
-    @property
-    def factors(self) -> tuple[float, float]:
-        """What is multiplied before and after the reduction."""
-        if self.op != Average:
-            return 1.0, 1.0
-        return 1.0 / self.predivide_factor, self.predivide_factor
-
-
-class _Sent(NamedTuple):
-    """Buckets that were sent: which, the handle, what travels, and what `decompress` needs for each."""
-
-    places: Sequence[int]
-    handle: int
-    wires: Sequence[Tensor]
-    contexts: Sequence[Any]
-
-
-class _StepState:
-    """What has happened since the last `finish`.
-
-    Attributes:
-        num_ready: how many gradients are complete.
-        missing: how many gradients each bucket waits for; None where none is sent before `send`.
-        sent: the buckets that were sent.
-        sparse: the number of sparse dimensions and the handle of each sparse gradient sent, by index.
-        exist: the handle of what tells which gradients exist, and where it will be.
-        addresses: of the gradients that travel from where they lie.
-    """
-
-    def __init__(self) -> None:
-        self.num_ready = 0
-        self.missing: list[int] | None = None
-        self.sent: list[_Sent] = []
-        self.sparse: dict[int, tuple[int, Any]] = {}
-        self.exist: tuple[int, Tensor] | None = None
-        self.addresses: set[int] = set()
-
 
 class GradientExchange:
     """The gradients of some parameters, one step after the other.
 
     Args:
         label: what its operations are known by; of this exchange alone, and the same on all ranks.
-        params: of which some may never have a gradient.
-        names: theirs, which must be the same on all ranks too.
+        named: the parameters, of which some may never have a gradient, with names, the same on all ranks.
         groups: lists of indices that travel together; what is in none is packed by size.
         options: how.
+        passes: after how many backward passes a gradient is complete.
+
+    Attributes:
+        named: as given.
     """
 
     def __init__(
         self,
         label: str,
-        params: Sequence[Tensor],
-        names: Sequence[str],
+        named: Sequence[tuple[str, Tensor]],
         groups: Sequence[Sequence[int]],
         options: ExchangeOptions,
+        passes: int,
     ) -> None:
+        self.named = named
+        self._params = [param for _, param in named]
         self._label = label
-        self._params = params
-        self._names = names
         self._groups = groups
         self._options = options
+        self.count_passes(passes)
         self._begin_anew()
+        for index, param in enumerate(self._params):
+            hook = functools.partial(self._accumulated, index)
+            param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def count_passes(self, passes: int) -> None:
+        """Let every gradient be complete after so many backward passes from now on."""
+        self._passes_left = [passes] * len(self._params)
 
     def _begin_anew(self) -> None:
         """Know of no sparse gradients: after a join, since those who had joined have not seen any."""
-        self._plan = make_plan(self._params, self._names, self._groups, {})
-        self._densified: dict[int, int] = {}
-        self._num_steps = 0
         self._num_joins = engine().num_joins
-        self._step = _StepState()
+        self._num_steps = 0
+        self._densified: dict[int, int] = {}  # sparse dimensions, 0 for dense, before they were made dense
+        self._sparse_dims: dict[int, int] = {}
+        self._plan = _make_plan(self.named, self._groups, frozenset())
+        self._reset_step()
+
+    def _reset_step(self) -> None:
+        self._in_flight: InFlightReduction | None = None
+        self._sent: list[int] = []  # the handles of buckets
+        self._sparse: dict[int, tuple[int, Any]] = {}  # dimensions and handle, of those that were sent
+        self._exist: int | None = None  # the handle of what tells which gradients some rank has
 
     # -- during backward ---------------------------------------------------------------------------------
 
     @property
     def is_underway(self) -> bool:
-        """Whether gradients are complete that `finish` has not taken yet."""
-        return self._step.num_ready > 0 or bool(self._step.sent)
+        """Whether gradients are complete that `receive` has not taken yet."""
+        return self._in_flight is not None
 
-    def ready(self, index: int) -> None:
-        """Note that a gradient is complete, and send its bucket if it was the last one."""
-        if not self._step.num_ready:
-            self._begin_step()
-        now = self._step
-        now.num_ready += 1
-        if now.missing is not None and (place := self._plan.place_of.get(index)) is not None:
-            now.missing[place] -= 1
-            if now.missing[place] == 0:
-                self._send([place], f"{self._label}.{place}")
+    def _accumulated(self, index: int, _: Tensor) -> None:
+        """Note that backward has added to a gradient; send its bucket if that was all it waited for."""
+        left = self._passes_left[index] - 1  # hundreds of these run in a step
+        if left < 0:
+            raise AssertionError(TOO_MANY)
+        self._passes_left[index] = left
+        if not left:
+            in_flight = self._in_flight or self._begin_step()
+            if (place := in_flight.complete(index)) is not None:
+                self._send(in_flight, [place])
 
-    def _begin_step(self) -> None:
+    def _begin_step(self) -> InFlightReduction:
         if engine().num_joins != self._num_joins:
             self._begin_anew()
-        if self._sends_early():
-            self._step.missing = [len(load.bucket.indices) for load in self._plan.loads]
+        self._in_flight = InFlightReduction(self._plan, in_background=self._sends_early())
+        return self._in_flight
 
     def _sends_early(self) -> bool:
         """Return whether gradients can be sent during backward without slowing it down."""
@@ -161,145 +152,113 @@ class GradientExchange:
     @torch.no_grad()
     def send(self) -> None:
         """Send what has not been sent."""
-        if not self._step.num_ready:
-            self._begin_step()
-        for index, sparse_dim in self._plan.sparse_dims.items():
-            self._send_sparse(index, self._as_sparse(index, sparse_dim))
-        gone = {place for sent in self._step.sent for place in sent.places}
-        left = [place for place in range(len(self._plan.loads)) if place not in gone]
-        if self._step.missing is None:
-            self._send(left, self._label)
-        else:
-            for place in left:
-                self._send([place], f"{self._label}.{place}")
+        in_flight = self._in_flight or self._begin_step()
+        for index, sparse_dim in self._sparse_dims.items():
+            grad = self._params[index].grad  # one that was sparse on some rank before is sent in that form
+            if grad is None:
+                grad = empty_sparse(self._params[index], sparse_dim)
+            self._send_sparse(index, grad if grad.is_sparse else grad.to_sparse(sparse_dim))
+        rest = in_flight.not_launched()
+        together = [[place] for place in rest] if in_flight.in_background else [rest]
+        for places in together:
+            self._send(in_flight, places)
         if self._options.keep_none:
-            self._ask_which_exist()
+            mine = torch.tensor([param.grad is not None for param in self._params])
+            name = f"{self._label}.exist"
+            self._exist = allreduce_async_(mine, None, name, Sum, process_set=self._options.process_set)
 
     @torch.no_grad()
     def receive(self) -> None:
         """Wait for everything that was sent, and give every parameter its gradient."""
-        exists = self._exist_somewhere()
-        for sent in self._step.sent:
-            self._take(sent)
+        exists = [True] * len(self._params)
+        if self._exist is not None:
+            exists = handles.synchronize(self._exist).tolist()
+        for handle in self._sent:
+            handles.synchronize(handle)
         self._take_part_in_sparse_ones()
-        for load in self._plan.loads:
-            indices = load.bucket.indices
-            load.unload([self._params[index] for index in indices], [exists[index] for index in indices])
-        for index in self._step.sparse:
+        for slot in self._plan.slots:
+            indices = slot.bucket.indices
+            slot.storage.unload([self._params[i] for i in indices], [exists[i] for i in indices])
+        for index in self._sparse:
             self._settle_sparse(index, exists[index])
         for index, sparse_dim in self._densified.items():
-            if (grad := self._params[index].grad) is not None:
+            if sparse_dim and (grad := self._params[index].grad) is not None:
                 self._params[index].grad = grad.to_sparse(sparse_dim)
-        self._end_step()
-
-    def _end_step(self) -> None:
-        sparse_dims = {index: sparse_dim for index, (sparse_dim, _) in sorted(self._step.sparse.items())}
+        sparse_dims = {index: sparse_dim for index, (sparse_dim, _) in sorted(self._sparse.items())}
+        if sparse_dims != self._sparse_dims:
+            self._sparse_dims = sparse_dims
+            self._plan = _make_plan(self.named, self._groups, frozenset(sparse_dims))
         self._num_steps += 1
-        self._step = _StepState()
-        if sparse_dims != self._plan.sparse_dims:
-            self._plan = make_plan(self._params, self._names, self._groups, sparse_dims)
+        self._reset_step()
 
     def forget(self) -> None:
         """Forget what was sent: a step has failed, and the program starts over."""
-        for sent in self._step.sent:
-            handles.forget(sent.handle)
+        for handle in self._sent:
+            handles.forget(handle)
         self._begin_anew()
 
     # -- dense gradients ---------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _send(self, places: Sequence[int], name: str) -> None:
-        """Send buckets as one operation."""
+    def _send(self, in_flight: InFlightReduction, places: Sequence[int]) -> None:
+        """Send buckets as one operation: a single one during backward or after it, or all there are."""
         if not places:
             return
         options = self._options
-        pairs = [options.compression.compress(self._loaded(place)) for place in places]
+        flats = [self._loaded(in_flight, place) for place in places]
+        pairs = [options.compression.compress(flat) for flat in flats]
         wires = [wire for wire, _ in pairs]
-        prescale, postscale = options.factors
+
+        def take(_: object) -> None:
+            for flat, (wire, context) in zip(flats, pairs, strict=True):
+                arrived = options.compression.decompress(wire, context)
+                if arrived.data_ptr() != flat.data_ptr():
+                    flat.copy_(arrived)
+
+        factor = options.predivide_factor if options.op == Average else 1.0
         request = submission.make_request(
             "allreduce",
-            name,
+            f"{self._label}.{places[0]}" if in_flight.in_background else self._label,
             wires,
             options.process_set,
             in_place=True,
             op=name_of(options.op),
-            prescale=prescale,
-            postscale=postscale,
-            about=self._plan.about,
+            prescale=1.0 / factor,
+            postscale=factor,
+            about=self._plan.name,
         )
-        named = None if tracing.sink is None else self._contents(places)
-        handle = submission.submit(Entry(request, wires, wires, contents=named))
-        self._step.sent.append(_Sent(places, handle, wires, [context for _, context in pairs]))
+        contents = None
+        if tracing.sink is not None:
+            indices = [index for place in places for index in self._plan.slots[place].bucket.indices]
+            contents = trace_contents(self.named[index] for index in indices)
+        self._sent.append(submission.submit(Entry(request, wires, wires, contents=contents, finish=take)))
+        in_flight.launched.update(dict.fromkeys(places))
 
-    def _contents(self, places: Sequence[int]) -> dict[str, Any]:
-        """Return whose gradients are in some buckets, for the timeline."""
-        indices = [index for place in places for index in self._plan.loads[place].bucket.indices]
-        return contents((self._names[index], self._params[index]) for index in indices)
-
-    def _loaded(self, place: int) -> Tensor:
+    def _loaded(self, in_flight: InFlightReduction, place: int) -> Tensor:
         """Bring this rank's gradients into a bucket, and return what travels."""
-        load = self._plan.loads[place]
-        grads = [self._params[index].grad for index in load.bucket.indices]
+        storage = self._plan.slots[place].storage
+        indices = storage.bucket.indices
+        grads = [self._params[index].grad for index in indices]
         if self._options.sparse_as_dense:
-            grads = [self._dense(index, grad) for index, grad in zip(load.bucket.indices, grads, strict=True)]
-        kinds = load.load(copy_aliased(load, grads, self._step.addresses))
-        if SPARSE in kinds:
-            for index, grad in zip(load.bucket.indices, grads, strict=True):
+            existing = [(index, grad) for index, grad in zip(indices, grads, strict=True) if grad is not None]
+            self._densified.update((index, grad.sparse_dim()) for index, grad in existing)
+            grads = [None if grad is None else grad.to_dense() for grad in grads]
+        if SPARSE in storage.load(grads, in_flight.addresses):
+            for index, grad in zip(indices, grads, strict=True):
                 if grad is not None and grad.is_sparse:  # it sets out by itself
                     self._send_sparse(index, grad)
-        return load.flat
-
-    def _dense(self, index: int, grad: Tensor | None) -> Tensor | None:
-        """Return a gradient in the form it travels in, and remember the form it has otherwise."""
-        if grad is None:
-            return None
-        if not grad.is_sparse:
-            self._densified.pop(index, None)
-            return grad
-        self._densified[index] = grad.sparse_dim()
-        return grad.to_dense()
-
-    def _take(self, sent: _Sent) -> None:
-        handles.synchronize(sent.handle)
-        for place, wire, context in zip(sent.places, sent.wires, sent.contexts, strict=True):
-            flat = self._plan.loads[place].flat
-            arrived = self._options.compression.decompress(wire, context)
-            if arrived.data_ptr() != flat.data_ptr():
-                flat.copy_(arrived)
-
-    # -- which gradients there are -----------------------------------------------------------------------
-
-    def _ask_which_exist(self) -> None:
-        mine = torch.tensor([param.grad is not None for param in self._params])
-        name = f"{self._label}.exist"
-        handle = allreduce_async_(mine, None, name, Sum, process_set=self._options.process_set)
-        self._step.exist = handle, mine
-
-    def _exist_somewhere(self) -> Sequence[bool]:
-        """Return which gradients some rank has, by index; where nobody asks, all of them."""
-        if self._step.exist is None:
-            return [True] * len(self._params)
-        handle, exist = self._step.exist
-        handles.synchronize(handle)
-        return exist.tolist()
+        return storage.flat
 
     # -- sparse gradients --------------------------------------------------------------------------------
 
     def _sparse_name(self, index: int) -> str:
         """Return what a sparse gradient is known by: in this step, since others may be in the next one."""
-        return f"{self._label}.{self._names[index]}.{self._num_steps % 2}"
+        return f"{self._label}.{self.named[index][0]}.{self._num_steps % 2}"
 
     def _send_sparse(self, index: int, grad: Tensor) -> None:
         name, options = self._sparse_name(index), self._options
         handle = sparse_allreduce_async(grad, name, options.op, options.process_set)
-        self._step.sparse[index] = grad.sparse_dim(), handle
-
-    def _as_sparse(self, index: int, sparse_dim: int) -> Tensor:
-        """Return a gradient that was sparse on some rank before, in that form."""
-        grad = self._params[index].grad
-        if grad is None:
-            return empty_sparse(self._params[index], sparse_dim)
-        return grad if grad.is_sparse else grad.to_sparse(sparse_dim)
+        self._sparse[index] = grad.sparse_dim(), handle
 
     def _take_part_in_sparse_ones(self) -> None:
         """Send an empty gradient of each parameter whose gradient is sparse elsewhere, but not here.
@@ -311,17 +270,39 @@ class GradientExchange:
             return
         for index, param in enumerate(self._params):
             sparse_dim = sent_by_others.get(self._sparse_name(index))
-            if sparse_dim is not None and index not in self._step.sparse:
+            if sparse_dim is not None and index not in self._sparse:
                 self._send_sparse(index, empty_sparse(param, sparse_dim))
 
     def _settle_sparse(self, index: int, exists: bool) -> None:
         """Give a parameter its sparse gradient, with what was dense on other ranks added."""
         param = self._params[index]
-        total = handles.synchronize(self._step.sparse[index][1])
-        dense = param.grad if index in self._plan.place_of else None
+        total = handles.synchronize(self._sparse[index][1])
+        dense = None if index in self._plan.sparse else param.grad
         if not exists:
             param.grad = None
         elif dense is not None and bool(dense.any()):
             param.grad = dense.add_(total)
         else:
             param.grad = total
+
+
+def _make_plan(
+    named: Sequence[tuple[str, Tensor]], groups: Sequence[Sequence[int]], sparse: frozenset[int]
+) -> Plan:
+    """Plan for some parameters: the same on all ranks as long as these are.
+
+    Its name is a line for each parameter, by which ranks compare their plans.
+    """
+    params = [param for _, param in named]
+    dense = {i: item_of(i, param, param.device.type) for i, param in enumerate(params) if i not in sparse}
+    rest = dense.keys() - {index for group in groups for index in group}
+    buckets: list[Bucket] = []
+    for group in groups:
+        buckets += plan_buckets([dense[index] for index in group if index in dense], cap_bytes=2**62)
+    buckets += plan_buckets([dense[i] for i in rest], cap_bytes=BUCKET_BYTES, alone_bytes=ALONE_BYTES)
+    lines = [
+        f"{name} {dtype_name(param.dtype)}{list(param.shape)}" + " sparse" * (index in sparse)
+        for index, (name, param) in enumerate(named)
+    ]
+    slots = tuple(plain_slot(bucket, [params[index] for index in bucket.indices]) for bucket in buckets)
+    return Plan(tuple(range(len(named))), slots, sparse, "\n".join(lines))

@@ -9,26 +9,23 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mpisgd.arguments import check_flag, shown
-from mpisgd.horovod.adasum_optimizer import adasum_optimizer
+from mpisgd.horovod.adasum_optimizer import AdasumOptimizer
 from mpisgd.horovod.arguments import check_compression, check_optimizer
 from mpisgd.horovod.compression import Compression, Compressor
 from mpisgd.horovod.gradients import ExchangeOptions, GradientExchange
 from mpisgd.horovod.ops.reduce_ops import Adasum, Average, name_of
 from mpisgd.horovod.process_sets import ProcessSet, global_process_set
 from mpisgd.job import rank_info
+from mpisgd.optim.distributed import StepArguments, wrap_closure
 
 __all__ = ["DistributedOptimizer", "begin_anew"]
 
-TOO_MANY = (
-    "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
-    "backward_passes_per_step to accumulate gradients locally."
-)
 ZEROED = (
     "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
     "optimizer.synchronize(). This is prohibited as it can cause a race condition."
@@ -87,17 +84,15 @@ def DistributedOptimizer(
     if not isinstance(num_groups, int) or num_groups < 0:
         raise ValueError(f"num_groups={shown(num_groups)}; expected 0 or more")
     _indices(groups, [param for _, param in named])
-    if op == Adasum:
-        return adasum_optimizer(optimizer, named, compression, backward_passes_per_step, process_set)
-    if num_groups:
+    if num_groups and op != Adasum:
         warnings.warn("Parameter `num_groups` has been replaced by `groups`", DeprecationWarning, 2)
         groups = num_groups if groups is None else groups
     options = ExchangeOptions(
         op, compression, gradient_predivide_factor, sparse_as_dense, keep_none, process_set
     )
-    kind = type(optimizer)
-    optimizer.__class__ = type(kind.__name__, (_DistributedOptimizer, kind), {})
-    assert isinstance(optimizer, _DistributedOptimizer)
+    own, kind = AdasumOptimizer if op == Adasum else _DistributedOptimizer, type(optimizer)
+    optimizer.__class__ = type(kind.__name__, (own, kind), {})
+    assert isinstance(optimizer, AdasumOptimizer | _DistributedOptimizer)
     optimizer._set_up(named, groups, backward_passes_per_step, options)
     return optimizer
 
@@ -140,26 +135,7 @@ def _check(passes: int, op: int, factor: float) -> None:
     name_of(op)
 
 
-class _Covered(NamedTuple):
-    """Parameters that were added together, and how many passes the gradient of each still waits for."""
-
-    params: Sequence[Tensor]
-    exchange: GradientExchange
-    delays: list[int]
-
-    def hook(self, index: int) -> Callable[[Tensor], None]:
-        """Return what is called whenever backward has added to a gradient."""
-        delays, ready = self.delays, self.exchange.ready
-
-        def hook(_: Tensor) -> None:  # hundreds of them run in a step
-            left = delays[index] - 1
-            if left < 0:
-                raise AssertionError(TOO_MANY)
-            delays[index] = left
-            if not left:
-                ready(index)
-
-        return hook
+_num_made: "Counter[tuple[int, ...]]" = Counter()  # optimizers that this process has made for some ranks
 
 
 class _DistributedOptimizer(torch.optim.Optimizer):
@@ -174,11 +150,14 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     ) -> None:
         self._parameter_names = {param: name for name, param in named}
         self._groups, self._options = groups, options
-        self._label = f"gradients.{_number_in(options.process_set)}"
+        # Two optimizers may have gradients under way at once, of parameters of the same names and shapes.
+        members = tuple(options.process_set.members())
+        self._label = f"gradients.{_num_made[members]}"
+        _num_made[members] += 1
         self.backward_passes_per_step = passes
         self._synchronized = self._synchronized_for_scaler = False
         self._should_synchronize = True
-        self._covered: list[_Covered] = []
+        self._exchanges: list[GradientExchange] = []
         self.register_step_pre_hook(_before_step)
         self._cover_new_ones()
 
@@ -186,17 +165,14 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         """Exchange the gradients of those parameters that are trained and not covered yet."""
         if not self._options.process_set.included() or rank_info.size() == 1:
             return
-        known = {id(param) for covered in self._covered for param in covered.params}
+        known = {id(param) for exchange in self._exchanges for _, param in exchange.named}
         params = [param for group in self.param_groups for param in group["params"]]
         new = [param for param in params if param.requires_grad and id(param) not in known]
-        if not new:
-            return
-        names = [self._parameter_names[param] for param in new]
-        label = self._label + f".{len(self._covered)}" * bool(self._covered)
-        exchange = GradientExchange(label, new, names, _indices(self._groups, new), self._options)
-        self._covered.append(covered := _Covered(new, exchange, [self.backward_passes_per_step] * len(new)))
-        for index, param in enumerate(new):
-            param.register_post_accumulate_grad_hook(covered.hook(index))
+        if new:
+            label = self._label + f".{len(self._exchanges)}" * bool(self._exchanges)
+            named = [(self._parameter_names[param], param) for param in new]
+            indices, passes = _indices(self._groups, new), self.backward_passes_per_step
+            self._exchanges.append(GradientExchange(label, named, indices, self._options, passes))
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Sum gradients locally over so many `backward()`s from now on."""
@@ -206,19 +182,19 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._count_passes_anew()
 
     def _count_passes_anew(self) -> None:
-        for covered in self._covered:
-            covered.delays[:] = [self.backward_passes_per_step] * len(covered.delays)
+        for exchange in self._exchanges:
+            exchange.count_passes(self.backward_passes_per_step)
 
     @property
     def _is_underway(self) -> bool:
-        return any(covered.exchange.is_underway for covered in self._covered)
+        return any(exchange.is_underway for exchange in self._exchanges)
 
     def synchronize(self) -> None:
         """Wait until every gradient is that of all ranks; send those that have not been sent."""
-        for covered in self._covered:
-            covered.exchange.send()
-        for covered in self._covered:
-            covered.exchange.receive()
+        for exchange in self._exchanges:
+            exchange.send()
+        for exchange in self._exchanges:
+            exchange.receive()
         self._count_passes_anew()
         self._synchronized = True
 
@@ -266,18 +242,22 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._cover_new_ones()
 
     def _forget_step(self) -> None:
-        for covered in self._covered:
-            covered.exchange.forget()
+        for exchange in self._exchanges:
+            exchange.forget()
         self._count_passes_anew()
         self._end_step()
 
-    def _before_step(self) -> None:
-        """Wait for the gradients, unless the program or the scaler has seen to it."""
-        if self._should_synchronize and (not self._synchronized_for_scaler or self._is_underway):
-            if self._synchronized:
-                warnings.warn(TWICE, UserWarning, 4)
-            self.synchronize()
-        self._end_step()
+    def _synchronized_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return the closure of a step, after which the gradients are those of all ranks."""
+
+        def synchronized() -> Any:
+            loss = closure()
+            if self._should_synchronize:
+                self.synchronize()
+                self._end_step()
+            return loss
+
+        return synchronized
 
     def _end_step(self) -> None:
         self._synchronized = self._synchronized_for_scaler = False
@@ -293,39 +273,20 @@ def begin_anew(optimizer: torch.optim.Optimizer) -> None:
         optimizer._cover_new_ones()
 
 
-_numbers: "Counter[tuple[int, ...]]" = Counter()
-
-
-def _number_in(process_set: ProcessSet) -> int:
-    """Return how many optimizers this process has made for the members before.
-
-    Two of them may have gradients under way at once, of parameters of the same names and shapes.
-    """
-    members = tuple(process_set.members())
-    _numbers[members] += 1
-    return _numbers[members] - 1
-
-
 def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Wait for the gradients: now, or, where there is a closure, whenever it has run."""
+) -> StepArguments | None:
+    """Wait for the gradients, unless the program or the scaler has seen to it; after the closure, if any."""
     assert isinstance(optimizer, _DistributedOptimizer)
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if closure is None:
-        optimizer._before_step()
-        return None
-
-    def synchronized() -> Any:
-        loss = closure()
-        if optimizer._should_synchronize:
+    changed = wrap_closure(args, kwargs, optimizer._synchronized_closure)
+    if changed is None:
+        known = optimizer._synchronized_for_scaler and not optimizer._is_underway
+        if optimizer._should_synchronize and not known:
+            if optimizer._synchronized:
+                warnings.warn(TWICE, UserWarning, 3)
             optimizer.synchronize()
-            optimizer._end_step()
-        return loss
-
-    if len(args) > 1:
-        return (args[0], synchronized, *args[2:]), kwargs
-    return args, {**kwargs, "closure": synchronized}
+        optimizer._end_step()
+    return changed
 
 
 def _indices(groups: int | Sequence[Sequence[Tensor]] | None, params: Sequence[Tensor]) -> list[list[int]]:

@@ -1,7 +1,6 @@
 """`average_gradients`: for a training loop of one's own, without a wrapped optimizer."""
 
 import weakref
-from collections.abc import Sequence
 
 import torch
 
@@ -44,14 +43,10 @@ def average_gradients(model: torch.nn.Module, group: Group | None = None) -> Non
     named = list(model.named_parameters())
     params: list[torch.Tensor] = [param for _, param in named]
     reducer = _reducers.get(model)
-    if reducer is None or reducer.group is not group or not _same(reducer.params, params):
+    if reducer is None or reducer.group is not group or [*map(id, reducer.params)] != [*map(id, params)]:
         agree_on("average_gradients", named, group)
         options = ReductionOptions(
             ReduceOp.AVG, Compression.none, 1.0, DEFAULT_BUCKET_CAP_BYTES, overlap=False
         )
         reducer = _reducers[model] = GradientReducer(named, group, options)
     reducer.reduce("average_gradients")
-
-
-def _same(before: Sequence[torch.Tensor], now: Sequence[torch.Tensor]) -> bool:
-    return len(before) == len(now) and all(a is b for a, b in zip(before, now, strict=True))

@@ -1,5 +1,6 @@
 """One rank's parameters and optimizer state become everyone's: how ranks start equal."""
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
@@ -75,27 +76,19 @@ def _kind(entry: Any) -> str:
 
 def broadcast_tensors(tensors: list[Tensor], src: int, group: Group) -> None:
     """Broadcast many tensors, the small ones packed; those of the CPU and those of each device apart."""
-    places: dict[torch.device, list[Tensor]] = {}
+    packs: dict[torch.device, list[Tensor]] = defaultdict(list)
+    packed_bytes: Counter[torch.device] = Counter()
     for tensor in tensors:
-        places.setdefault(tensor.device, []).append(tensor)
-    for alike in places.values():
-        _broadcast_packed(alike, src, group)
-
-
-def _broadcast_packed(tensors: list[Tensor], src: int, group: Group) -> None:
-    pack: list[Tensor] = []
-    packed_bytes = 0
-    for tensor in tensors:
-        nbytes = tensor.numel() * tensor.element_size()
+        device, nbytes = tensor.device, tensor.numel() * tensor.element_size()
         if nbytes >= PACK_BYTES:
             broadcast(tensor, src, group)
             continue
-        if packed_bytes + nbytes > PACK_BYTES:
-            broadcast_coalesced(pack, src, group)
-            pack, packed_bytes = [], 0
-        pack.append(tensor)
-        packed_bytes += nbytes
-    if pack:
+        if packed_bytes[device] + nbytes > PACK_BYTES:
+            broadcast_coalesced(packs.pop(device), src, group)
+            packed_bytes[device] = 0
+        packs[device].append(tensor)
+        packed_bytes[device] += nbytes
+    for pack in packs.values():
         broadcast_coalesced(pack, src, group)
 
 

@@ -9,7 +9,7 @@ import contextlib
 import copyreg
 import inspect
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from mpisgd.optim.parameter_names import agree_on, name_parameters
 from mpisgd.strategies.strategy import Strategy, Training
 from mpisgd.strategies.synchronous import Synchronous
 
-__all__ = ["DEFAULT_BUCKET_CAP_BYTES", "DistributedOptimizer"]
+__all__ = ["DEFAULT_BUCKET_CAP_BYTES", "DistributedOptimizer", "StepArguments", "wrap_closure"]
 
 DEFAULT_BUCKET_CAP_BYTES = 25 * 2**20
 
@@ -70,6 +70,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             updates its own ones. Faster and smaller, and a narrower contract: see docs/guide.md. The
             parameters take the values of each host's first rank; they are to be on the CPU.
         group: the ranks that train together, all of the job by default.
+
+    Attributes:
+        strategy: how the ranks' models relate between two steps.
+        spans_job: whether all ranks of the job train together: no group was chosen.
 
     Raises:
         InvalidArgument, UnsupportedTensor: found locally, before anything is sent.
@@ -119,9 +123,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
             check_options(options)
             strategy = Synchronous() if strategy is None else strategy
-            _check_strategy(strategy)
+            _check(strategy, check_in_sync_every)
             check_positive("gradients", "backward_passes_per_step", backward_passes_per_step, whole=True)
-            _check_period(check_in_sync_every)
             check_flag("DistributedOptimizer", "share_parameters", share_parameters)
             named = name_parameters(optimizer, named_parameters)
             members = group_or_world(group)
@@ -131,23 +134,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             agree_on("DistributedOptimizer", named, members, extra=summary)
             self._synchronizer = strategy.synchronizer(training)
             self._window = AccumulationWindow(self._synchronizer.gradients, backward_passes_per_step)
-            self._strategy, self._check_in_sync_every = strategy, check_in_sync_every
+            self.strategy, self._check_in_sync_every = strategy, check_in_sync_every
         except BaseException:
             optimizer.__class__ = _wrapped(type(optimizer))
             raise
-        self._summary, self._spans_job = summary, group is None
+        self._summary, self.spans_job = summary, group is None
         self.register_step_pre_hook(_before_step)
         self.register_step_post_hook(_after_step)
-
-    @property
-    def strategy(self) -> Strategy:
-        """How the ranks' models relate between two steps."""
-        return self._strategy
-
-    @property
-    def spans_job(self) -> bool:
-        """Whether all ranks of the job train together: no group was chosen."""
-        return self._spans_job
 
     def synchronize(self) -> None:
         """Reduce now what was accumulated and not reduced yet; nothing if nothing was. Collective."""
@@ -212,21 +205,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         whole = "" if self._synchronizer.has_whole_state else ", with a part of the state"
         agree_on("rebuild", self._synchronizer.training.named, members, extra=self._summary + whole)
         self._synchronizer.move_to(members)
-        self._spans_job = group is None
+        self.spans_job = group is None
         super().zero_grad(set_to_none=True)
         self._window.move_to(self._synchronizer.gradients)
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Let `backward()` accumulate locally and send nothing; the next one outside reduces everything."""
-        with self._window.muted():
-            yield
+        return self._window.muted()
 
-    @contextlib.contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
+    def skip_synchronize(self) -> contextlib.AbstractContextManager[None]:
         """Let `step()` take the gradients as they are, after `synchronize()` or for a step of one's own."""
-        with self._window.skipping():
-            yield
+        return self._window.skipping()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy and pickle as the wrapped optimizer: a copy belongs to no job."""
@@ -251,22 +240,32 @@ def _wrapped(distributed: type[torch.optim.Optimizer]) -> type[torch.optim.Optim
     return wrapped
 
 
+StepArguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def wrap_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any], wrap: Callable[[Callable[[], Any]], Callable[[], Any]]
+) -> StepArguments | None:
+    """Return the arguments of `step`, the optimizer first, with its closure wrapped; None if it has none."""
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        return None
+    if len(args) > 1:
+        return (args[0], wrap(closure), *args[2:]), kwargs
+    return args, {**kwargs, "closure": wrap(closure)}
+
+
 def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+) -> StepArguments | None:
     """Reduce what is left to reduce: now, or, where there is a closure, whenever it has run."""
     assert isinstance(optimizer, DistributedOptimizer)
     window, synchronizer = optimizer._window, optimizer._synchronizer
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if closure is None:
+    changed = wrap_closure(args, kwargs, window.around)
+    if changed is None:
         window.flush_before_step()
     synchronizer.before_step()
-    if closure is None:
-        return None
-    closure = synchronizer.around(window.around(closure))
-    if len(args) > 1:
-        return (args[0], closure, *args[2:]), kwargs
-    return args, {**kwargs, "closure": closure}
+    return changed and wrap_closure(*changed, synchronizer.around)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
@@ -279,17 +278,16 @@ def _after_step(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
         check_tensors_in_sync(synchronizer.training.named, synchronizer.training.group)
 
 
-def _check_strategy(strategy: Any) -> None:
+def _check(strategy: Any, check_every: Any) -> None:
     if not isinstance(strategy, Strategy):
         raise InvalidArgument(
             f"DistributedOptimizer: strategy={shown(strategy)}; expected mpisgd.Synchronous() or another "
             "mpisgd.Strategy"
         )
-
-
-def _check_period(steps: Any) -> None:
-    if not isinstance(steps, int) or steps < 0:
-        raise InvalidArgument(f"check_in_sync_every={steps!r}; expected a number of steps, or 0 for never")
+    if not isinstance(check_every, int) or check_every < 0:
+        raise InvalidArgument(
+            f"check_in_sync_every={check_every!r}; expected a number of steps, or 0 for never"
+        )
 
 
 def _summary(strategy: Strategy, training: Training, passes: int, check_every: int) -> str:

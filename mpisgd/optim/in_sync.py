@@ -17,11 +17,10 @@ from mpisgd.accelerator.runtime import on_device
 from mpisgd.arguments import ranks_text
 from mpisgd.collectives.objects import all_gather_object
 from mpisgd.core.group import Group
-from mpisgd.dtypes import dtype_name
 from mpisgd.errors import InvalidArgument, OutOfSync, UnsupportedTensor
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.optim.fingerprint import fingerprints
-from mpisgd.optim.parameter_names import agree_on, name_parameters
+from mpisgd.optim.parameter_names import agree_on, describe, name_parameters
 
 __all__ = ["check_in_sync", "check_tensors_in_sync"]
 
@@ -56,7 +55,10 @@ def check_in_sync(state: State, group: Group | None = None) -> None:
 
 def check_tensors_in_sync(named: Sequence[tuple[str, Any]], group: Group) -> None:
     """As `check_in_sync`, for (name, value) pairs."""
-    mine = _digests([_check(name, value) for name, value in named])
+    for name, value in named:
+        if isinstance(value, Tensor) and not (value.is_cpu or on_device(value)):
+            raise UnsupportedTensor(f"{NAME}: {name} is on {value.device}, where its values cannot be read")
+    mine = _digests([value for _, value in named])
     told = hashlib.blake2b(repr(mine).encode(), digest_size=8).digest()
     everyones = torch.empty(group.size, 8, dtype=torch.uint8)
 
@@ -112,12 +114,6 @@ def _leaves(prefix: str, tree: Any) -> Iterable[tuple[str, Any]]:
         yield from _leaves(f"{prefix}{key}" + "." * deeper, value)
 
 
-def _check(name: str, value: Any) -> Any:
-    if isinstance(value, Tensor) and not (value.is_cpu or on_device(value)):
-        raise UnsupportedTensor(f"{NAME}: {name} is on {value.device}, where its values cannot be read")
-    return value
-
-
 def _digests(values: Sequence[Any]) -> list[int]:
     """Return a number for each value."""
     of_tensors = iter(fingerprints([value for value in values if isinstance(value, Tensor)]))
@@ -136,7 +132,7 @@ def _report(named: Sequence[tuple[str, Any]], mine: Sequence[int], group: Group)
     texts = _gather([_text_of(named[i][1], mine[i]) for i in places[:MOST_NAMES]], group)
     lines = [f"{NAME}: {len(places)} of {len(named)} entries differ between the ranks of '{group.name}':"]
     for at, i in enumerate(places[:MOST_NAMES]):
-        lines.append(f"  {_label(*named[i])}")
+        lines.append(f"  {describe(*named[i])}")
         held: dict[str, list[int]] = defaultdict(list)
         for rank, told in zip(group.ranks, texts, strict=True):
             held[told[at]].append(rank)
@@ -152,19 +148,10 @@ def _gather(mine: Any, group: Group) -> list[Any]:
     return everyones
 
 
-def _label(name: str, value: Any) -> str:
-    if not isinstance(value, Tensor):
-        return name
-    return f"{name}: {dtype_name(value.dtype)} {list(value.shape)}"
-
-
 def _text_of(value: Any, digest: int) -> str:
     if not isinstance(value, Tensor):
         return repr(value) if isinstance(value, PLAIN) else type(value).__name__
-    return f"hash {digest:016x}, norm {_norm(value)}"
-
-
-def _norm(tensor: Tensor) -> str:
-    values = tensor.detach().coalesce().values() if tensor.is_sparse else tensor.detach()
+    values = value.detach().coalesce().values() if value.is_sparse else value.detach()
     wide = torch.complex128 if values.is_complex() else torch.float64
-    return f"{torch.linalg.vector_norm(values.to(wide)).item():.10g}"
+    norm = torch.linalg.vector_norm(values.to(wide)).item()
+    return f"hash {digest:016x}, norm {norm:.10g}"

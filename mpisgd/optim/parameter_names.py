@@ -13,7 +13,7 @@ from mpisgd.core.group import Group
 from mpisgd.dtypes import dtype_name
 from mpisgd.errors import InvalidArgument, UnsupportedTensor
 
-__all__ = ["agree_on", "name_parameters"]
+__all__ = ["agree_on", "describe", "name_parameters"]
 
 
 def name_parameters(
@@ -40,27 +40,22 @@ def name_parameters(
     return named
 
 
-def _by_identity(named_parameters: Iterable[tuple[str, Tensor]]) -> dict[int, str]:
+def _by_identity(named_parameters: Any) -> dict[int, str]:
+    is_listed = isinstance(named_parameters, Iterable) and not isinstance(named_parameters, Tensor)
     names: dict[int, str] = {}
     seen: set[str] = set()
-    for name, param in _pairs(named_parameters):
-        if name in seen:
-            raise InvalidArgument(f"DistributedOptimizer: named_parameters has the name {name!r} twice")
-        seen.add(name)
-        names.setdefault(id(param), name)  # tied weights keep their first name
-    return names
-
-
-def _pairs(named_parameters: Any) -> list[tuple[str, Tensor]]:
-    listed = isinstance(named_parameters, Iterable) and not isinstance(named_parameters, Tensor)
-    pairs = list(named_parameters) if listed else [named_parameters]
-    for pair in pairs:
+    for pair in list(named_parameters) if is_listed else [named_parameters]:
         if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str):
             raise InvalidArgument(
                 f"DistributedOptimizer: named_parameters has a {type(pair).__name__}; expected (name, "
                 "parameter) pairs such as model.named_parameters()"
             )
-    return pairs
+        name, param = pair
+        if name in seen:
+            raise InvalidArgument(f"DistributedOptimizer: named_parameters has the name {name!r} twice")
+        seen.add(name)
+        names.setdefault(id(param), name)  # tied weights keep their first name
+    return names
 
 
 def _name_of(param: Tensor, given: dict[int, str] | None, fallback: str) -> str:
@@ -106,16 +101,16 @@ def agree_on(
         CollectiveMismatch: they have not; raised on every rank, and it shows what differs.
     """
     # Numbered, so that entries in another order show as lines that differ.
-    lines = [f"#{place} {_describe(name, value)}" for place, (name, value) in enumerate(named)]
+    lines = [f"#{place} {describe(name, value)}" for place, (name, value) in enumerate(named)]
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
     summary = f"{len(lines)} entries, hash {digest}" + (f", {extra}" if extra else "")
     group.queue.run(Operation(kind, root=root, extra=summary), action, detail=lambda: "\n".join(lines))
 
 
-def _describe(name: str, value: Any) -> str:
+def describe(name: str, value: Any) -> str:
+    """Return what ranks compare of a tensor but its values; of anything else, its type."""
     if not isinstance(value, Tensor):
         return f"{name}: {type(value).__name__}"
-    layout = (
-        "" if value.is_contiguous() or value.layout is not torch.strided else f" strides {value.stride()}"
-    )
+    is_plain = value.is_contiguous() or value.layout is not torch.strided
+    layout = "" if is_plain else f" strides {value.stride()}"
     return f"{name}: {dtype_name(value.dtype)} {list(value.shape)}{layout}"

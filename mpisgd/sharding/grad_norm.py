@@ -33,26 +33,21 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: it is not finite, where that is asked for; raised on every rank, nothing is scaled.
     """
-    total: Tensor = torch.linalg.vector_norm(_norms(params, shared, group, norm_type), norm_type)
+    own = {i: p.grad for i, p in enumerate(params) if p.grad is not None and shared.owns(p)}
+    mine = torch.zeros(len(params), dtype=torch.float64)  # the norm of each gradient, 0 where there is none
+    if own:
+        norms = torch._foreach_norm(list(own.values()), norm_type)
+        mine[list(own)] = torch.stack([norm.double() for norm in norms])
+    everyones = torch.empty(group.size, len(params), dtype=torch.float64)
+    all_gather_into_tensor(everyones.view(-1), mine, group)
+    of_owners = everyones[shared.group_ranks, torch.arange(len(params))]
+    total: Tensor = torch.linalg.vector_norm(of_owners, norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped. To "
             "scale them anyway, set error_if_nonfinite=False"
         )
     factor = torch.clamp(max_norm / (total + TINY), max=1.0)
-    own = [param.grad for param in params if param.grad is not None and shared.owns(param)]
     if own:
-        torch._foreach_mul_(own, factor)
+        torch._foreach_mul_(list(own.values()), factor)
     return total
-
-
-def _norms(params: Sequence[Tensor], shared: SharedParameters, group: Group, norm_type: float) -> Tensor:
-    """Return the norm of each gradient, [len(params)]; 0 where there is none."""
-    mine = torch.zeros(len(params), dtype=torch.float64)
-    own = {i: p.grad for i, p in enumerate(params) if p.grad is not None and shared.owns(p)}
-    if own:
-        norms = torch._foreach_norm(list(own.values()), norm_type)
-        mine[list(own)] = torch.stack([norm.double() for norm in norms])
-    everyones = torch.empty(group.size, len(params), dtype=torch.float64)
-    all_gather_into_tensor(everyones.view(-1), mine, group)
-    return everyones[shared.group_ranks, torch.arange(len(params))]

@@ -16,10 +16,10 @@ from torch import Tensor
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.errors import InvalidArgument, UnsupportedTensor
-from mpisgd.gradients.layout import layout_of, window
+from mpisgd.gradients.fusion_buffer import layout_of, window
 from mpisgd.sharding.absent_gradient import AbsentGradient
 from mpisgd.sharding.ownership import assign
-from mpisgd.transport.ipc.segment import PAGE, Segment
+from mpisgd.transport.ipc.segment import PAGE
 from mpisgd.transport.shm.transport import ShmTransport
 
 __all__ = ["SharedParameters", "check_shareable"]
@@ -48,9 +48,8 @@ class SharedParameters:
         self._memory = group.transports.memory
         self._rank = 0 if self._memory is None else self._memory.rank
         self._loads = [0] * (1 if self._memory is None else self._memory.size)
-        self._names: list[str] = []
+        self._named: list[tuple[str, Tensor]] = []
         self._addresses: list[int] = []
-        self._params: list[Tensor] = []
         self._absent: list[tuple[Tensor, AbsentGradient]] = []
         self._are_with_owners = False
         self._others: set[int] = set()  # ids of the parameters that other ranks own
@@ -61,29 +60,23 @@ class SharedParameters:
         """Whether ranks of this host share the work."""
         return len(self._loads) > 1
 
-    @property
-    def one_host(self) -> bool:
-        """Whether all ranks of the group are owners of the same copy."""
-        return self._group.shm is not None
-
     def extend(self, named: Named) -> None:
         """Take over a list that has grown at its end. Collective.
 
         Raises:
             UnsupportedTensor, InvalidArgument: found before anything is moved.
         """
-        new = named[len(self._params) :]
+        new = named[len(self._named) :]
         check_shareable(named)
         owners = assign([param.nbytes for _, param in new], self._loads)
         if new and (self._group.shm is not None or self._group.internode is not None):
             self._move([param for _, param in new], owners)
         for (name, param), owner in zip(new, owners, strict=True):
             self._loads[owner] += param.nbytes
-            self._params.append(param)
             if owner != self._rank:
                 self._absent.append((param, AbsentGradient(param, self._why(name, owner))))
                 self._others.add(id(param))
-        self._names += [name for name, _ in new]
+        self._named += new
         self.owners += owners
         self._addresses += [param.data_ptr() for _, param in new]
 
@@ -123,11 +116,11 @@ class SharedParameters:
             if self._rank == 0 and shared:
                 torch._foreach_copy_(shared, [param.detach() for param in params])
 
-        self._do("allocation", make_room)
+        self.barrier("allocation", make_room)
         if self._memory is not None and not shared:
             raise MemoryError("share_parameters: there is no shared memory for all parameters")
-        self._do("first values", fill)
-        self._do("in place", lambda: None)
+        self.barrier("first values", fill)
+        self.barrier("in place")
         for param, tensor in zip(params, shared, strict=bool(shared)):
             param.data = tensor
 
@@ -137,11 +130,10 @@ class SharedParameters:
         Raises:
             InvalidArgument: names one that the program has moved, as `model.half()` does.
         """
-        addresses = [param.data_ptr() for param in self._params]
-        if addresses == self._addresses:
+        if [param.data_ptr() for _, param in self._named] == self._addresses:
             return
-        for name, here, address in zip(self._names, addresses, self._addresses, strict=True):
-            if here != address:
+        for (name, param), address in zip(self._named, self._addresses, strict=True):
+            if param.data_ptr() != address:
                 raise InvalidArgument(
                     f"DistributedOptimizer: {name} is no longer where share_parameters=True has put it; "
                     "convert and move the model before the optimizer is wrapped, and write to parameters in "
@@ -153,6 +145,10 @@ class SharedParameters:
     def owns(self, param: Tensor) -> bool:
         """Return whether this rank updates a parameter."""
         return id(param) not in self._others
+
+    def own_of(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """Return those of some parameters that this rank updates."""
+        return [param for param in params if id(param) not in self._others]  # every step asks for hundreds
 
     def leave_gradients_with_owners(self) -> None:
         """Leave the reduced gradients with their owners; the others have none."""
@@ -177,17 +173,14 @@ class SharedParameters:
             self._are_with_owners = any(param.grad is absent for param, absent in self._absent) or holds_own()
         return self._are_with_owners
 
-    def barrier_before_update(self) -> None:
-        """Wait until nobody reads the parameters any more. Collective."""
-        self._do("about to be updated", lambda: None)
+    def barrier(self, what: str, then: Callable[[], None] = lambda: None) -> None:
+        """Wait until all ranks have come here, and do something then. Collective.
 
-    def barrier_after_update(self) -> None:
-        """Wait until all of them are updated. Collective."""
-        self._do("updated", lambda: None)
-
-    def _do(self, what: str, action: Callable[[], None]) -> None:
-        """Do something once all ranks have come to it."""
-        self._group.queue.run(Operation("shared parameters", extra=what), action)
+        Args:
+            what: the state of the parameters by then.
+            then: the action.
+        """
+        self._group.queue.run(Operation("shared parameters", extra=what), then)
 
 
 def check_shareable(named: Named) -> None:
@@ -212,29 +205,19 @@ def check_shareable(named: Named) -> None:
             )
 
 
-def _places(params: Sequence[Tensor], owners: Sequence[int], num_ranks: int) -> tuple[list[int], int]:
-    """Return where each parameter begins in its owner's share, in bytes, and how long a share must be."""
-    ends = [0] * num_ranks
-    starts = []
-    for param, owner in zip(params, owners, strict=True):
-        starts.append(ends[owner])
-        ends[owner] += -(-param.nbytes // ALIGN_BYTES) * ALIGN_BYTES
-    return starts, max(PAGE, *ends)
-
-
 def _allocate(memory: ShmTransport, params: Sequence[Tensor], owners: Sequence[int]) -> list[Tensor]:
     """Return a tensor for each parameter in shared memory, laid out as it is; none where there is no room.
 
     Collective over the host.
     """
-    starts, share_bytes = _places(params, owners, memory.size)
-    segment = memory.open_segment(share_bytes)
+    starts, ends = [], [0] * memory.size  # in the share of the owner, in bytes
+    for param, owner in zip(params, owners, strict=True):
+        starts.append(ends[owner])
+        ends[owner] += -(-param.nbytes // ALIGN_BYTES) * ALIGN_BYTES
+    segment = memory.open_segment(max(PAGE, *ends))
     if segment is None:
         return []
-    placed = zip(params, owners, starts, strict=True)
-    return [_tensor_in(segment, owner, start, param) for param, owner, start in placed]
-
-
-def _tensor_in(segment: Segment, owner: int, start: int, param: Tensor) -> Tensor:
-    flat = segment.share_as(owner, param.numel(), param.dtype, start=start)
-    return window(flat, 0, layout_of(param))
+    return [
+        window(segment.share_as(owner, param.numel(), param.dtype, start=start), 0, layout_of(param))
+        for param, owner, start in zip(params, owners, starts, strict=True)
+    ]

@@ -20,7 +20,6 @@ from torch import Tensor
 from mpisgd.core.group import Group
 from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.accumulation import GradientSync
-from mpisgd.gradients.local import LocalGradients
 from mpisgd.gradients.options import ReductionOptions
 
 __all__ = ["Strategy", "Synchronizer", "Training"]
@@ -51,6 +50,11 @@ class Training(NamedTuple):
         assert optimizer is not None
         return optimizer
 
+    @property
+    def params(self) -> list[Tensor]:
+        """The parameters of the optimizer, as its groups have them now."""
+        return [param for group in self.optimizer.param_groups for param in group["params"]]
+
 
 class Synchronizer:
     """The working part of a strategy. This one leaves every rank to itself; subclasses override methods.
@@ -61,11 +65,14 @@ class Synchronizer:
     Attributes:
         training: as given, and kept up to date.
         gradients: combines gradients at the end of a backward pass; by default they stay on their rank.
+        has_whole_state: whether this rank has the optimizer state of all parameters.
     """
+
+    gradients = GradientSync()
+    has_whole_state = True
 
     def __init__(self, training: Training) -> None:
         self.training = training
-        self.gradients: GradientSync = LocalGradients()
 
     def before_step(self) -> None:
         """Do what must be done before the wrapped optimizer updates parameters; gradients are reduced."""
@@ -86,8 +93,7 @@ class Synchronizer:
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """Clip the gradients of the optimizer by their norm; return the norm."""
-        params = [param for group in self.training.optimizer.param_groups for param in group["params"]]
-        return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
+        return torch.nn.utils.clip_grad_norm_(self.training.params, max_norm, norm_type, error_if_nonfinite)
 
     def state_dict(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the optimizer's state, which `make` makes of what the optimizer has now."""
@@ -95,11 +101,6 @@ class Synchronizer:
 
     def loaded(self, state_dict: Mapping[str, Any]) -> None:
         """Note that a state has been loaded into the optimizer; entries that torch does not know are ours."""
-
-    @property
-    def has_whole_state(self) -> bool:
-        """Whether this rank has the optimizer state of all parameters."""
-        return True
 
     def extend(self, named: Sequence[tuple[str, Tensor]]) -> None:
         """Take over a list of parameters that has grown at its end. Collective."""

@@ -9,8 +9,8 @@ from verdicts import everyone
 
 import mpisgd
 from mpisgd import Compression, ReduceOp, config
+from mpisgd.compress.sum_reducer import SumReducer
 from mpisgd.core.consistency import Operation
-from mpisgd.gradients.sum_reducer import SumReducer
 
 NUMEL = 2520  # divides evenly among up to 10 ranks
 

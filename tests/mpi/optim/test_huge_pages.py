@@ -10,7 +10,7 @@ from verdicts import everyone
 
 import mpisgd
 from mpisgd import config
-from mpisgd.compress import dense_sum
+from mpisgd.compress import sum_reducer
 from mpisgd.job.lifecycle import world
 from mpisgd.transport.cma.transport import CmaTransport
 
@@ -34,8 +34,8 @@ def direct(monkeypatch):
     cma = world().transports.cma
     if cma is None:
         pytest.skip("one rank, several hosts, or ranks that cannot reach each other's memory")
-    monkeypatch.setattr(dense_sum, "choose_algorithm", lambda *_: "direct")
-    monkeypatch.setattr(dense_sum, "IN_HUGE_PAGES_BYTES", LARGE_BYTES)
+    monkeypatch.setattr(sum_reducer, "choose_algorithm", lambda *_: "direct")
+    monkeypatch.setattr(sum_reducer, "IN_HUGE_PAGES_BYTES", LARGE_BYTES)
     return cma
 
 

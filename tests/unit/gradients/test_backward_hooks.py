@@ -58,18 +58,18 @@ def test_every_backward_is_told_once_when_all_gradients_are_there(model):
 def test_the_order_is_that_of_the_latest_backward(model):
     diary = Diary(model)
     loss_of(model).backward()
-    assert next(iter(diary.watch.observed)) == 2
-    assert sorted(diary.watch.observed) == [0, 1, 2]
+    assert next(iter(diary.watch.notes.observed)) == 2
+    assert sorted(diary.watch.notes.observed) == [0, 1, 2]
     model[0].requires_grad_(False)
     loss_of(model).backward()
-    assert list(diary.watch.observed) == [2]
+    assert list(diary.watch.notes.observed) == [2]
 
 
 def test_it_tells_of_each_gradient_if_asked_to(model):
     diary = Diary(model)
     loss_of(model).backward()
     assert diary.ready == []
-    diary.watch.reports_each = True
+    diary.watch.notes.reports_each = True
     for _ in range(2):
         loss_of(model).backward()
     assert sorted(diary.ready) == [0, 0, 1, 1, 2, 2]
@@ -123,7 +123,7 @@ def test_nested_backward_passes_end_with_the_outermost(model, depth, outside):
         inputs = torch.ones(4, 2, requires_grad=True)
         (nested(first(inputs)).sum() + nested(inputs * 2).sum()).backward()
     assert diary.ends == [list(range(len(diary.params)))] * 2
-    assert sorted(diary.watch.observed) == sorted(set(diary.watch.observed))
+    assert sorted(diary.watch.notes.observed) == sorted(set(diary.watch.notes.observed))
 
 
 def test_the_newest_watch_takes_over(model):

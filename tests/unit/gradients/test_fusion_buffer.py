@@ -100,7 +100,7 @@ def test_absorb_moves_what_exists_and_zeroes_what_does_not(made, data):
     grads = [gradient(kind, view, i) for i, (kind, view) in enumerate(zip(kinds, buffer.views, strict=True))]
     dense = [grad is not None and not grad.is_sparse for grad in grads]
     before = [grad.clone() if grad is not None else None for grad in grads]
-    buffer.load(grads)
+    buffer.load(grads, set())
     for view, grad, here in zip(buffer.views, before, dense, strict=True):
         assert torch.equal(view, grad if here else torch.zeros_like(view))
 
@@ -136,7 +136,7 @@ def test_gradients_may_have_changed_places_or_be_turned_inside_the_buffer():
         view.copy_(torch.arange(view.numel()).view_as(view) + 10 * place)
     one, other, square = buffer.views
     expected = other.clone(), one.clone(), square.T.clone()
-    buffer.load([other, one, square.T])
+    buffer.load([other, one, square.T], set())
     assert all(torch.equal(view, wanted) for view, wanted in zip(buffer.views, expected, strict=True))
 
 
@@ -148,7 +148,7 @@ def test_a_view_that_was_given_other_data_is_made_anew(attached):
     buffer = buffer_of(bucket, params)
     displaced, kept = buffer.views
     displaced.data = torch.full((2, 2), 5.0)
-    buffer.load([displaced if attached else torch.full((2, 2), 5.0), kept])
+    buffer.load([displaced if attached else torch.full((2, 2), 5.0), kept], set())
     assert buffer.views[0] is not displaced
     assert buffer.views[1] is kept
     assert buffer.flat[:4].tolist() == [5.0] * 4

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mpisgd.compress.sum_reducer import SumReducer
 from mpisgd.core.work import QueuedWork
 from mpisgd.errors import CollectiveMismatch
 from mpisgd.gradients.bucketing import Item, plan_buckets
 from mpisgd.gradients.fusion_buffer import FusionBuffer
 from mpisgd.gradients.in_flight import InFlightReduction
 from mpisgd.gradients.plan import BucketSlot, Plan
-from mpisgd.gradients.sum_reducer import SumReducer
 from mpisgd.gradients.unbucketed import UnbucketedGradient
 
 PARAMS = [torch.zeros(4) for _ in range(5)]
@@ -33,9 +33,9 @@ def complete(reduction: InFlightReduction, order: list[int]) -> list[list[tuple[
     for index in order:
         reduction.complete(index)
         gone = []
-        while (slot := reduction.next_complete()) is not None:
-            reduction.launched.append(None)
-            gone.append(slot.bucket.indices)
+        while (place := reduction.next_complete()) is not None:
+            reduction.launched[place] = None
+            gone.append(reduction.slots[place].bucket.indices)
         told.append(gone)
     return told
 
@@ -43,7 +43,7 @@ def complete(reduction: InFlightReduction, order: list[int]) -> list[list[tuple[
 def test_nothing_waits_for_what_comes_later_in_the_plan():
     reduction = InFlightReduction(plan(), "now", in_background=True)
     assert complete(reduction, [4, 3, 2, 1, 0]) == [[], [(4, 3)], [(2,)], [], [(1, 0)]]
-    assert reduction.not_launched() == ()
+    assert reduction.not_launched() == []
 
 
 def test_nothing_overtakes():
@@ -62,12 +62,21 @@ def test_a_gradient_counts_once_and_strangers_do_not():
     assert not reduction.was_launched(99)
 
 
+def test_buckets_that_need_no_order_are_told_when_they_are_complete():
+    reduction = InFlightReduction(plan(), "now", in_background=True)
+    assert [reduction.complete(index) for index in [0, 2, 1, 3, 3, 99]] == [None, 1, 2, None, None, None]
+    reduction.launched.update({2: None, 1: None})
+    assert reduction.not_launched() == [0]
+    assert reduction.was_launched(0)
+    assert not reduction.was_launched(4)
+
+
 def test_what_is_held_is_not_launched():
     reduction = InFlightReduction(plan(), "now", in_background=True)
     complete(reduction, [4, 3])
     reduction.held = True
     assert complete(reduction, [2, 1, 0]) == [[], [], []]
-    assert [slot.bucket.indices for slot in reduction.not_launched()] == [(2,), (1, 0)]
+    assert reduction.not_launched() == [1, 2]
 
 
 def test_in_the_foreground_everything_is_not_launched():
@@ -80,9 +89,9 @@ def test_the_first_error_is_told_and_all_are_waited_for():
     reduction = InFlightReduction(plan(), "now", in_background=True)
     works = [QueuedWork("gradients", None) for _ in range(3)]
     first, second = CollectiveMismatch("first"), CollectiveMismatch("second")
-    for work, error in zip(works, (None, first, second), strict=True):
+    for place, (work, error) in enumerate(zip(works, (None, first, second), strict=True)):
         work.complete(error)
-        reduction.launched.append(work)
+        reduction.launched[place] = work
     with pytest.raises(CollectiveMismatch, match="first"):
         reduction.wait()
     del works, work

@@ -26,7 +26,7 @@ def solo_of(param: Parameter) -> UnbucketedGradient:
 @torch.no_grad()
 def reduced(solo: UnbucketedGradient, param: Parameter, exists: bool = True) -> None:
     """What a reducer does; the sum over two equal ranks."""
-    solo.load([param.grad])
+    solo.load([param.grad], set())
     solo.flat.mul_(2)
     solo.unload([param], [exists])
 
@@ -56,14 +56,14 @@ def test_what_others_still_read_is_left_alone(still_used):
 def test_a_gradient_of_another_type_travels_as_its_parameter():
     param = parameter(3, 2)
     solo = solo_of(param)
-    solo.load([torch.full((3, 2), 0.5, dtype=torch.float64)])
+    solo.load([torch.full((3, 2), 0.5, dtype=torch.float64)], set())
     assert solo.flat.dtype == torch.float32
     assert solo.flat.tolist() == [0.5] * 6
 
 
 def test_a_missing_gradient_counts_as_zero_and_appears_where_others_have_one():
     param, solo = parameter(3, 2), solo_of(parameter(3, 2))
-    solo.load([None])
+    solo.load([None], set())
     assert solo.flat.tolist() == [0.0] * 6
     solo.flat.add_(5)
     solo.unload([param], [True])
@@ -75,7 +75,7 @@ def test_a_missing_gradient_counts_as_zero_and_appears_where_others_have_one():
 def test_a_sparse_one_counts_as_zero_for_it_travels_apart():
     param = parameter(3, 2)
     solo = solo_of(param)
-    solo.load([torch.ones(3, 2).to_sparse(1)])
+    solo.load([torch.ones(3, 2).to_sparse(1)], set())
     assert solo.flat.tolist() == [0.0] * 6
 
 

@@ -1,24 +1,21 @@
-"""`SumReducer`: a bucket whose gradients are summed as they are, where the bucket lies."""
-
-from collections.abc import Sequence
+"""`SumReducer`: the sum of dense gradients, by the algorithm that is fastest for what backward has made."""
 
 from torch import Tensor
 
+from mpisgd.collectives.all_reduce import choose_algorithm, reduce_tensor
 from mpisgd.compress.compressor import BucketReducer
-from mpisgd.compress.dense_sum import reduce_gradient
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
-from mpisgd.transport.shm.reduction import reduce_to_owners
 from mpisgd.transport.shm.region import Region
 
-__all__ = ["OwnedBucket", "SumReducer", "reduce_to_their_owners"]
+__all__ = ["SumReducer"]
 
-# What a bucket brings to its owner: its memory, the shared memory that this is, and the owner's rank.
-OwnedBucket = tuple[Tensor, Region | None, int]
+# Torch puts tensors of 2 MiB, a huge page, and more into such pages; the ends of smaller ones lie in others.
+IN_HUGE_PAGES_BYTES = 8 * 2**20
 
 
 class SumReducer(BucketReducer):
-    """Sums a bucket without compression. Keeps nothing.
+    """Sums a bucket where it lies. Keeps nothing.
 
     Args:
         nbytes: of the bucket.
@@ -39,23 +36,21 @@ class SumReducer(BucketReducer):
         elif self.in_shared_memory and group.internode is not None:
             group.internode.all_reduce_now(bucket, op)  # to the other hosts' ranks it is the same
         else:
-            reduce_gradient(group, bucket, op)
+            reduce_tensor(group, bucket, op, _algorithm(group, bucket))
 
     def bytes_on_the_wire(self, size: int) -> int:
         """Return 2 (size - 1) / size of the bucket's bytes: a reduce-scatter and an all-gather."""
         return 2 * (size - 1) * self._nbytes // size
 
 
-def reduce_to_their_owners(buckets: Sequence[OwnedBucket], group: Group, op: ReduceOp) -> None:
-    """Reduce each bucket into its owner's memory: half of an all-reduce, on one host, inside the queue.
+def _algorithm(group: Group, flat: Tensor) -> str:
+    """Choose as for any tensor, but for one thing.
 
-    There is no barrier at the end: the ranks must synchronize before one writes into a bucket again.
+    What backward has just made has left the caches by now, and then shared memory is as quick as reaching
+    into each other's memory (on 2 cores 2 and 4 ranks took 0.93 of the time, 3 ranks 1.3), unless the kernel
+    finds it in huge pages (1.13, 1.2 and 1.6).
     """
-    shm = group.shm
-    assert shm is not None
-    # Before the regions: these have barriers, and would wait for a rank that still reduces one of its own.
-    staged = [(flat, owner) for flat, region, owner in buckets if region is None]
-    shm.run_steps(reduce_to_owners(shm, [flat for flat, _ in staged], [owner for _, owner in staged], op))
-    for _, region, owner in buckets:
-        if region is not None:
-            shm.reduce_region(region, op, owner)
+    chosen, cma = choose_algorithm(group, "auto", flat), group.transports.cma
+    if chosen != "direct" or cma is None:
+        return chosen
+    return chosen if cma.huge_pages and flat.nbytes >= IN_HUGE_PAGES_BYTES else "node"
