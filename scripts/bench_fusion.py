@@ -111,7 +111,7 @@ def main(
         title = f"{mpisgd.size()} ranks on {mpisgd.num_nodes()} host(s), torch {torch.__version__}"
         tables.show([tables.timed_table(title, "gradients", rows, "ratio_to_fused", "x fused")], [])
         if json_file is not None:
-            record = {**provenance("fusion"), "title": title, "size": mpisgd.size(), "rows": rows}
+            record = {"kind": "fusion", **provenance(), "title": title, "size": mpisgd.size(), "rows": rows}
             json_file.write_text(json.dumps(record, indent=2) + "\n")
 
 

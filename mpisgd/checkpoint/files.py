@@ -17,14 +17,7 @@ from typing import BinaryIO
 
 from mpisgd import config
 
-__all__ = [
-    "checkpoints_in",
-    "make_writable",
-    "path_of",
-    "remove_older",
-    "remove_unfinished",
-    "write_file",
-]
+__all__ = ["checkpoints_in", "make_writable", "path_of", "remove_older", "remove_unfinished", "write_file"]
 
 NAME = re.compile(r"step-(\d{8,})\.safetensors")
 UNFINISHED = re.compile(r"\.step-\d{8,}\.safetensors\..*\.tmp")
@@ -64,29 +57,21 @@ def write_file(path: Path, write: Callable[[BinaryIO], None]) -> None:
     """
     temporary = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}.tmp")
     try:
-        with temporary.open("xb", buffering=0) as file:
-            _lock(file)
+        with temporary.open("xb") as file:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # for `remove_unfinished`; ends with us
             write(file)
+            file.flush()
             os.fsync(file.fileno())  # the bytes first, then the name
             temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-    _sync_folder(path.parent)
-    config.note(f"checkpoint {path}")
-
-
-def _lock(file: BinaryIO) -> None:
-    """Mark the file as being written, for `remove_unfinished`; the lock ends with the process."""
-    with contextlib.suppress(OSError):  # a file system without locks
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def _sync_folder(folder: Path) -> None:
-    opened = os.open(folder, os.O_RDONLY)
+    folder = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(opened)
+        os.fsync(folder)
     finally:
-        os.close(opened)
+        os.close(folder)
+    config.note(f"checkpoint {path}")
 
 
 def make_writable(folder: Path) -> None:

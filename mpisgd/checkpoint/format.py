@@ -10,12 +10,13 @@ DOCUMENT is JSON: {"version": 1, "step": 300, "ranks": 4, "crc32": {NAME: ...}, 
 with eight zeros in its own place. So every byte of the file is covered, and a reader needs no pickle.
 """
 
+import io
 import json
 import math
 import os
 import struct
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -79,6 +80,7 @@ class _Entry(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     nbytes: int
+    crc32: int
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
@@ -95,7 +97,7 @@ def _memory(tensor: Tensor) -> memoryview:
 
 
 def write(file: BinaryIO, document: Document, tensors: Mapping[str, Tensor]) -> None:
-    """Write a checkpoint into a file opened without a buffer.
+    """Write a checkpoint into a file.
 
     Args:
         file: at its beginning.
@@ -104,15 +106,9 @@ def write(file: BinaryIO, document: Document, tensors: Mapping[str, Tensor]) -> 
     """
     ordered = sorted(tensors.items(), key=lambda pair: -pair[1].element_size())
     header = _header(document, ordered)
-    _write_all(file, memoryview(struct.pack("<Q", len(header)) + header))
+    file.write(struct.pack("<Q", len(header)) + header)
     for _, tensor in ordered:
-        _write_all(file, _memory(tensor))
-
-
-def _write_all(file: BinaryIO, memory: memoryview) -> None:
-    done = 0
-    while done < len(memory):
-        done += file.write(memory[done : done + CHUNK_BYTES])
+        file.write(_memory(tensor))
 
 
 def _header(document: Document, ordered: Sequence[tuple[str, Tensor]]) -> bytes:
@@ -151,38 +147,27 @@ def read(path: Path, objects: Collection[str] = ()) -> tuple[Document, dict[str,
         CheckpointDamaged: it is not what was written; says what is wrong.
         OSError: it cannot be read.
     """
-    with path.open("rb", buffering=0) as file:
+    with path.open("rb") as file:
         try:
-            document, entries, crc32 = _read_header(file, path)
-            wanted = set(_wanted(document, objects))
+            document, entries = _read_header(file, path)
+            names = [name for name, kind in document.kinds.items() if kind == "value" or name in objects]
+            trees = [*(document.state[name] for name in names), *document.rng]
+            wanted = {name for tree in trees for name in tensor_names(tree)}
         except (KeyError, TypeError, ValueError) as exc:
             raise CheckpointDamaged(
                 f"{path} is no checkpoint of mpisgd: {type(exc).__name__}, {exc}"
             ) from exc
-        tensors = {}
-        for entry in entries:
-            tensor = _read_tensor(file, path, entry, crc32[entry.name], keep=entry.name in wanted)
-            if tensor is not None:
-                tensors[entry.name] = tensor
-    return document, tensors
+        found = {entry.name: _read_tensor(file, path, entry, keep=entry.name in wanted) for entry in entries}
+    return document, {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
-def _wanted(document: Document, objects: Collection[str]) -> Iterator[str]:
-    """Return the names of the tensors to keep."""
-    for name, tree in document.state.items():
-        if document.kinds[name] == "value" or name in objects:
-            yield from tensor_names(tree)
-    for tree in document.rng:
-        yield from tensor_names(tree)
-
-
-def _read_header(file: BinaryIO, path: Path) -> tuple[Document, list[_Entry], dict[str, int]]:
+def _read_header(file: io.BufferedReader, path: Path) -> tuple[Document, list[_Entry]]:
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")
     if not len(CRC_BEFORE) + 8 < length <= min(size - 8, MAX_HEADER_BYTES):
         raise CheckpointDamaged(f"{path} is cut short or no checkpoint: {size} bytes, header of {length}")
     header = bytearray(length)
-    _read_into(file, memoryview(header))
+    _read_into(file, header)
     if not header.startswith(CRC_BEFORE):
         raise CheckpointDamaged(f"{path} is no checkpoint of mpisgd, or its header is damaged")
     found = b"%08x" % zlib.crc32(_with_crc(bytes(header), 0))
@@ -196,15 +181,14 @@ def _read_header(file: BinaryIO, path: Path) -> tuple[Document, list[_Entry], di
         raise CheckpointDamaged(
             f"{path} was written by another version of mpisgd, which this one cannot read"
         )
-    crc32 = fields.pop("crc32")
-    entries = _entries(content)
+    entries = _entries(content, fields.pop("crc32"))
     end = 8 + length + sum(entry.nbytes for entry in entries)
     if end != size:
         raise CheckpointDamaged(f"{path} is cut short or damaged: {size} bytes instead of {end}")
-    return Document(**fields), entries, crc32
+    return Document(**fields), entries
 
 
-def _entries(content: Mapping[str, Any]) -> list[_Entry]:
+def _entries(content: Mapping[str, Any], crc32: Mapping[str, int]) -> list[_Entry]:
     """Return what lies in the data, in its order."""
     entries = []
     end = 0
@@ -214,38 +198,35 @@ def _entries(content: Mapping[str, Any]) -> list[_Entry]:
         begin, end = end, end + nbytes
         if entry["data_offsets"] != [begin, end]:
             raise ValueError(f"{name} is not where it should be")
-        entries.append(_Entry(name, dtype, shape, nbytes))
+        entries.append(_Entry(name, dtype, shape, nbytes, crc32[name]))
     return entries
 
 
-def _read_tensor(file: BinaryIO, path: Path, entry: _Entry, crc32: int, *, keep: bool) -> Tensor | None:
+def _read_tensor(file: io.BufferedReader, path: Path, entry: _Entry, *, keep: bool) -> Tensor | None:
     """Read one tensor and check it; return None unless it is to be kept."""
-    if keep:
-        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+    tensor = torch.empty(entry.shape, dtype=entry.dtype) if keep else None
+    if tensor is not None:
         _read_into(file, _memory(tensor))
         found = zlib.crc32(_memory(tensor))
     else:
-        tensor, found = None, _skim(file, entry.nbytes)
-    if found != crc32:
-        raise CheckpointDamaged(f"{path} is damaged: {entry.name} has checksum {found:08x}, not {crc32:08x}")
+        found = _skim(file, entry.nbytes)
+    if found != entry.crc32:
+        raise CheckpointDamaged(
+            f"{path} is damaged: {entry.name} has checksum {found:08x}, not {entry.crc32:08x}"
+        )
     return tensor
 
 
-def _skim(file: BinaryIO, nbytes: int) -> int:
+def _skim(file: io.BufferedReader, nbytes: int) -> int:
     """Return the checksum of the next bytes."""
-    buffer = memoryview(bytearray(min(nbytes, CHUNK_BYTES)))
-    crc32 = 0
+    crc32, buffer = 0, memoryview(bytearray(min(nbytes, CHUNK_BYTES)))
     for begin in range(0, nbytes, CHUNK_BYTES):
-        part = buffer[: min(CHUNK_BYTES, nbytes - begin)]
+        part = buffer[: nbytes - begin]
         _read_into(file, part)
         crc32 = zlib.crc32(part, crc32)
     return crc32
 
 
-def _read_into(file: BinaryIO, memory: memoryview) -> None:
-    done = 0
-    while done < len(memory):
-        count = file.readinto(memory[done : done + CHUNK_BYTES])  # type: ignore[attr-defined]
-        if not count:
-            raise CheckpointDamaged(f"{file.name} ends too early: another process is writing it")
-        done += count
+def _read_into(file: io.BufferedReader, memory: memoryview | bytearray) -> None:
+    if file.readinto(memory) < len(memory):
+        raise CheckpointDamaged(f"{file.name} ends too early: another process is writing it")

@@ -1,7 +1,7 @@
 """`load` and `latest`: the first rank reads and checks the file, and broadcasts the objects asked for."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ __all__ = ["Loaded", "latest", "load"]
 MAX_LINES = 5  # of what does not fit
 
 
-class Loaded(Mapping[str, Any]):
+class Loaded(dict[str, Any]):
     """The plain values of a checkpoint, by name.
 
     Attributes:
@@ -34,20 +34,11 @@ class Loaded(Mapping[str, Any]):
     """
 
     def __init__(self, path: Path, step: int, ranks: int, values: dict[str, Any]) -> None:
+        super().__init__(values)
         self.path, self.step, self.ranks = path, step, ranks
-        self._values = values
-
-    def __getitem__(self, name: str) -> Any:
-        return self._values[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
 
     def __repr__(self) -> str:
-        return f"Loaded({str(self.path)!r}, step={self.step}, ranks={self.ranks}, {self._values!r})"
+        return f"Loaded({str(self.path)!r}, step={self.step}, ranks={self.ranks}, {super().__repr__()})"
 
 
 def latest(folder: str | os.PathLike[str], *, group: Group | None = None) -> Path | None:
@@ -108,7 +99,9 @@ def load(
     group = group_or_world(group)
     found = _fetch(group, path, objects)
     state, values, states = _decoded(found, objects)
-    _check_fit(group, found.path, state, objects)
+    problems = [line for name, value in objects.items() for line in _misfits(name, value, state[name])]
+    problem = f"{found.path} does not fit: {'; '.join(problems)}" if problems else None
+    agree(group, Operation("checkpoint.load", extra="fits"), problem, CheckpointMismatch)
     _fill(group, state, objects)
     if rng and states:
         rng_state.restore(states, group.rank)
@@ -121,23 +114,19 @@ def load(
 def _fetch(group: Group, path: Path, objects: Mapping[str, Any]) -> Found:
     """Return the same checkpoint on every rank. Collective."""
     seen = newest_seen(group, "checkpoint.load", path)
-    here: list[Found] = []
+    here: dict[str, Tensor] = {}
 
-    def read() -> tuple[Path, format.Document, list[tuple[str, torch.dtype, tuple[int, ...]]]]:
+    def read() -> Found:
+        """Read; tell the others of the tensors what is not their content."""
         found = _read(path, seen or [], objects)
-        here.append(found)
-        outlines = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in found.tensors.items()]
-        return found.path, found.document, outlines
+        here.update(found.tensors)
+        return found._replace(tensors={name: tensor.to("meta") for name, tensor in here.items()})
 
     asked = Operation("checkpoint.load", root=ROOT, extra=", ".join(objects))
-    chosen, document, outlines = at_root(group, asked, read)
-    tensors = here[0].tensors if here else _allocated(outlines)
+    found = at_root(group, asked, read)
+    tensors = here or {name: torch.empty_like(like, device="cpu") for name, like in found.tensors.items()}
     broadcast_tensors([format.bytes_of(tensor) for tensor in tensors.values()], group.ranks[ROOT], group)
-    return Found(chosen, document, tensors)
-
-
-def _allocated(outlines: list[tuple[str, torch.dtype, tuple[int, ...]]]) -> dict[str, Tensor]:
-    return {name: torch.empty(shape, dtype=dtype) for name, dtype, shape in outlines}
+    return found._replace(tensors=tensors)
 
 
 def _read(path: Path, seen: list[Any], objects: Mapping[str, Any]) -> Found:
@@ -181,16 +170,11 @@ def _decoded(found: Found, objects: Mapping[str, Any]) -> tuple[dict[str, Any], 
 # --- from the state to the objects --------------------------------------------------------------------
 
 
-def _check_fit(group: Group, path: Path, state: Mapping[str, Any], objects: Mapping[str, Any]) -> None:
-    """Raise on every rank, before anything is loaded, if a state does not fit its object. Collective."""
-    problems = [line for name, value in objects.items() for line in _misfits(name, value, state[name])]
-    problem = f"{path} does not fit: {'; '.join(problems)}" if problems else None
-    agree(group, Operation("checkpoint.load", extra="fits"), problem, CheckpointMismatch)
-
-
 def _misfits(name: str, value: Any, saved: Any) -> list[str]:
     if isinstance(value, nn.Module):
-        return _shortened([f"{name}.{line}" for line in _differences(saved, value.state_dict())])
+        lines = [f"{name}.{line}" for line in _differences(saved, value.state_dict())]
+        more = len(lines) - MAX_LINES
+        return lines if more <= 0 else [*lines[:MAX_LINES], f"and {more} more"]
     if isinstance(value, torch.optim.Optimizer):
         theirs = [len(group["params"]) for group in saved["param_groups"]]
         ours = [len(group["params"]) for group in value.param_groups]
@@ -208,11 +192,6 @@ def _differences(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]
     return lines
 
 
-def _shortened(lines: list[str]) -> list[str]:
-    more = len(lines) - MAX_LINES
-    return lines if more <= 0 else [*lines[:MAX_LINES], f"and {more} more"]
-
-
 def _shape(shape: torch.Size | None) -> str:
     return "no tensor" if shape is None else str(list(shape))
 
@@ -221,19 +200,11 @@ def _fill(group: Group, state: Mapping[str, Any], objects: Mapping[str, Any]) ->
     """Load every object; raise on every rank if one `load_state_dict` raises. Collective."""
     problem = None
     for name, value in objects.items():
-        problem = problem or _attempt(name, lambda value=value, name=name: _load_into(value, state[name]))  # type: ignore[misc]
+        try:
+            value.load_state_dict(state[name])
+            if isinstance(value, torch.optim.Optimizer):
+                undo_casts(value, state[name]["state"])
+        except Exception as exc:
+            problem = f"{name}.load_state_dict() raised {type(exc).__name__}: {exc}"
+            break
     agree(group, Operation("checkpoint.load", extra="loaded"), problem, CheckpointError)
-
-
-def _attempt(name: str, action: Callable[[], None]) -> str | None:
-    try:
-        action()
-    except Exception as exc:
-        return f"{name}.load_state_dict() raised {type(exc).__name__}: {exc}"
-    return None
-
-
-def _load_into(value: Any, state: Any) -> None:
-    value.load_state_dict(state)
-    if isinstance(value, torch.optim.Optimizer):
-        undo_casts(value, state["state"])

@@ -27,26 +27,25 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class Preemption:
-    """Whether a rank of the job has received a preemption signal; made by `on_preemption`."""
+    """Whether a rank of the job has received a preemption signal; made by `on_preemption`.
+
+    Attributes:
+        told: whether this rank has received it; others may differ.
+    """
 
     def __init__(self, signals: Sequence[signal.Signals], group: Group | None) -> None:
+        self.told = False
         self._group = group
-        self._told = False
         self._pid = os.getpid()
         for number in signals:
             signal.signal(number, self._record)
 
     def _record(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() == self._pid:
-            self._told = True
+            self.told = True
         else:  # a forked DataLoader worker: the default action
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-
-    @property
-    def told(self) -> bool:
-        """Whether this rank has received the signal; others may differ."""
-        return self._told
 
     def agreed(self) -> bool:
         """Return whether any rank has received the signal: the same on every rank.
@@ -55,7 +54,7 @@ class Preemption:
 
         Cost: an all-reduce of 8 bytes.
         """
-        flag = torch.tensor([int(self._told)])
+        flag = torch.tensor([int(self.told)])
         all_reduce(flag, ReduceOp.MAX, group_or_world(self._group))
         return bool(flag.item())
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 __all__ = ["capture", "restore"]
 
@@ -38,8 +37,13 @@ def restore(states: Sequence[dict[str, Any]], rank: int) -> None:
     """
     if rank < len(states):
         _resume(states[rank])
-    else:
-        _seed(_derived_seed(states[rank % len(states)]["torch"], rank))
+        return
+    alike = states[rank % len(states)]["torch"].numpy().tobytes()
+    digest = hashlib.blake2b(alike + rank.to_bytes(8, "little"), digest_size=8).digest()
+    seed = int.from_bytes(digest, "little")
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
 
 
 def _resume(state: dict[str, Any]) -> None:
@@ -49,14 +53,3 @@ def _resume(state: dict[str, Any]) -> None:
     random.setstate((version, tuple(words.tolist()), gauss))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-
-
-def _derived_seed(state: Tensor, rank: int) -> int:
-    digest = hashlib.blake2b(state.numpy().tobytes() + rank.to_bytes(8, "little"), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
-
-
-def _seed(seed: int) -> None:
-    torch.manual_seed(seed)
-    np.random.seed(seed % 2**32)
-    random.seed(seed)

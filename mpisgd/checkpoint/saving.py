@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from mpisgd.arguments import as_path, check_flag, has_state_dict, shown
+from mpisgd.arguments import as_index, as_path, check_flag, has_state_dict, shown
 from mpisgd.checkpoint import files, format, rng_state
 from mpisgd.checkpoint.serialization import Encoded, encode
 from mpisgd.checkpoint.shared_errors import ROOT, at_root, gather_at_root, merge_problems
@@ -77,7 +77,11 @@ def check_save_arguments(
 ) -> Path:
     """Return the folder, or raise InvalidArgument."""
     path = as_path(kind, "folder", folder)
-    if isinstance(step, bool) or not _is_count(step):
+    try:
+        is_count = as_index(step) >= 0
+    except TypeError:
+        is_count = False
+    if not is_count:
         raise InvalidArgument(f"{kind}: step={shown(step)}; expected a number, 0 or more")
     if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
         raise InvalidArgument(
@@ -86,13 +90,6 @@ def check_save_arguments(
     if not state:
         raise InvalidArgument(f"{kind}: nothing to save; give it model=model and the like")
     return path
-
-
-def _is_count(step: Any) -> bool:
-    try:
-        return operator.index(step) >= 0
-    except TypeError:
-        return False
 
 
 def collect(group: Group, step: int, state: Mapping[str, Any], *, rng: bool) -> Content | None:
@@ -110,11 +107,15 @@ def collect(group: Group, step: int, state: Mapping[str, Any], *, rng: bool) -> 
     asked = Operation(KIND, root=ROOT, extra=f"step {step}, {', '.join(state)}")
     reports = gather_at_root(group, asked, report)
     at_root(group, Operation(KIND, root=ROOT, extra="checked"), lambda: _check_reports(group, reports))
-    _agree_on_structure(group, encoded)
+    # The tensors of all ranks are alike, since the file has those of one.
+    lines = [f"{name}: {tensor.dtype} {list(tensor.shape)}" for name, tensor in encoded.tensors.items()]
+    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
+    alike = Operation(KIND, extra=f"{len(lines)} tensors, hash {digest}")
+    group.queue.run(alike, lambda: None, detail=lambda: "\n".join(lines))
     if reports is None:
         return None
     kinds = {name: "object" if has_state_dict(value) else "value" for name, value in state.items()}
-    states = encode({"rng": [mine for _, mine in reports]}) if rng else Encoded({"rng": ["list"]}, {}, [])
+    states = encode({"rng": [mine for _, mine in reports if rng]})
     document = format.Document(step, group.size, encoded.tree, kinds, states.tree["rng"][1:])
     return Content(document, {**encoded.tensors, **states.tensors})
 
@@ -150,14 +151,6 @@ def _check_reports(group: Group, reports: list[Any] | None) -> None:
         )
 
 
-def _agree_on_structure(group: Group, encoded: Encoded) -> None:
-    """Check that the tensors of all ranks are alike, since the file has those of one. Collective."""
-    lines = [f"{name}: {tensor.dtype} {list(tensor.shape)}" for name, tensor in encoded.tensors.items()]
-    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
-    operation = Operation(KIND, extra=f"{len(lines)} tensors, hash {digest}")
-    group.queue.run(operation, lambda: None, detail=lambda: "\n".join(lines))
-
-
 def to_disk(folder: Path, content: Content | None, keep_last: int | None) -> Path:
     """Write a checkpoint and remove older ones. On the root.
 
@@ -168,13 +161,11 @@ def to_disk(folder: Path, content: Content | None, keep_last: int | None) -> Pat
     folder.mkdir(parents=True, exist_ok=True)
     files.remove_unfinished(folder)
     path = files.path_of(folder, content.document.step)
-    plain = {name: _plain(tensor) for name, tensor in content.tensors.items()}
+    plain = {  # contiguous memory of the CPU; no copy where it is that already
+        name: tensor.resolve_conj().resolve_neg().cpu().contiguous()
+        for name, tensor in content.tensors.items()
+    }
     files.write_file(path, lambda file: format.write(file, content.document, plain))
     if keep_last is not None:
         files.remove_older(path, keep_last)
     return path
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """Return a tensor as contiguous CPU memory: itself if it is that already."""
-    return tensor.resolve_conj().resolve_neg().cpu().contiguous()

@@ -76,27 +76,27 @@ class _Encoder:
         self._known: dict[Any, str] = {}
 
     def encode(self, value: Any, path: Path) -> Any:
-        if value is None or type(value) in (bool, int, str):
+        kind = type(value)
+        if value is None or kind in (bool, int, str):
             return value
-        if type(value) is float:
-            return value if math.isfinite(value) else ["float", repr(value)]
+        if kind in _PLAIN:
+            return _PLAIN[kind](value)
+        if kind in _SEQUENCES:
+            return [kind.__name__, *self._items(value, path)]
+        if kind is collections.deque:
+            return ["deque", value.maxlen, *self._items(value, path)]
+        if kind in _DICTS:
+            return self._dict(value, path)
         if isinstance(value, Tensor):
             return self._tensor(value, path)
-        if isinstance(value, dict):
-            return self._dict(value, path)
-        encoder = _ENCODERS.get(type(value))
-        if encoder is not None:
-            return encoder(self, value, path)
-        if isinstance(value, np.generic):
-            return ["numpy_scalar", *self._array(np.asarray(value), path)[1:]]
-        return self._refuse(value, path)
+        if kind is np.ndarray or isinstance(value, np.generic):
+            return self._array(value, path)
+        return self._refuse(path, f"is {_described(value)}")
 
-    def items(self, values: Iterable[Any], path: Path) -> list[Any]:
+    def _items(self, values: Iterable[Any], path: Path) -> list[Any]:
         return [self.encode(value, (*path, place)) for place, value in enumerate(values)]
 
     def _dict(self, value: dict[Any, Any], path: Path) -> Any:
-        if type(value) not in _DICTS:
-            return self._refuse(value, path)
         parts = []
         for key, entry in value.items():
             parts += [self.encode(key, path), self.encode(entry, (*path, key))]
@@ -108,42 +108,30 @@ class _Encoder:
     def _tensor(self, tensor: Tensor, path: Path) -> Any:
         problem = _why_not(tensor)
         if problem is not None:
-            self.problems.append(f"{_dotted(path)} {problem}")
-            return None
-        where = (
-            tensor.data_ptr(),
-            tensor.device,
-            tensor.dtype,
-            tuple(tensor.shape),
-            tensor.stride(),
-            tensor.is_conj(),
-            tensor.is_neg(),
-        )
-        if tensor.numel() and where in self._known:
-            return ["tensor", self._known[where]]
-        self._known[where] = self._name(path)
-        return ["tensor", self._keep(tensor.detach(), self._known[where])]
+            return self._refuse(path, problem)
+        memory = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.is_conj(), tensor.is_neg())
+        where = (*memory, tensor.shape, tensor.stride())
+        if not tensor.numel() or where not in self._known:
+            self._known[where] = self._keep(tensor.detach(), path)
+        return ["tensor", self._known[where]]
 
-    def _array(self, array: "np.ndarray[Any, Any]", path: Path) -> Any:
+    def _array(self, array: "np.ndarray[Any, Any] | np.generic", path: Path) -> Any:
         try:
             tensor = torch.from_numpy(np.array(array))  # a copy: arrays may be read-only or reversed
         except (TypeError, ValueError):
-            return self._refuse(array, path, f"an array of {array.dtype}")
-        return ["numpy", self._keep(tensor, self._name(path))]
+            return self._refuse(path, f"is an array of {array.dtype}")
+        return ["numpy" if isinstance(array, np.ndarray) else "numpy_scalar", self._keep(tensor, path)]
 
-    def _keep(self, tensor: Tensor, name: str) -> str:
-        self.tensors[name] = tensor
-        return name
-
-    def _name(self, path: Path) -> str:
-        """Return a readable name of its own: keys may have dots of their own."""
+    def _keep(self, tensor: Tensor, path: Path) -> str:
+        """Keep a tensor; return a readable name of its own: keys may have dots of their own."""
         name = _dotted(path)
         while name in self.tensors:
             name += "~"
+        self.tensors[name] = tensor
         return name
 
-    def _refuse(self, value: Any, path: Path, what: str = "") -> None:
-        self.problems.append(f"{_dotted(path)} is {what or _described(value)}")
+    def _refuse(self, path: Path, problem: str) -> None:
+        self.problems.append(f"{_dotted(path)} {problem}")
 
 
 def _why_not(tensor: Tensor) -> str | None:
@@ -173,28 +161,20 @@ def _described(value: Any) -> str:
     )
 
 
-def _array_parts(encoder: _Encoder, value: Any, path: Path) -> Any:
-    return encoder._array(value, path)
-
-
 _DICTS = {
     dict: "dict",
     collections.OrderedDict: "ordered",
     collections.defaultdict: "dict",  # its factory is code, which the loading program has
     collections.Counter: "counter",
 }
-_ENCODERS: dict[type, Callable[[_Encoder, Any, Path], Any]] = {
-    list: lambda encoder, value, path: ["list", *encoder.items(value, path)],
-    tuple: lambda encoder, value, path: ["tuple", *encoder.items(value, path)],
-    set: lambda encoder, value, path: ["set", *encoder.items(value, path)],
-    frozenset: lambda encoder, value, path: ["frozenset", *encoder.items(value, path)],
-    collections.deque: lambda encoder, value, path: ["deque", value.maxlen, *encoder.items(value, path)],
-    torch.Size: lambda encoder, value, path: ["size", *value],
-    bytes: lambda encoder, value, path: ["bytes", base64.b64encode(value).decode()],
-    complex: lambda encoder, value, path: ["complex", repr(value)],
-    torch.dtype: lambda encoder, value, path: ["dtype", str(value).removeprefix("torch.")],
-    torch.device: lambda encoder, value, path: ["device", str(value)],
-    np.ndarray: _array_parts,
+_SEQUENCES = (list, tuple, set, frozenset)
+_PLAIN: dict[type, Callable[[Any], Any]] = {
+    float: lambda value: value if math.isfinite(value) else ["float", repr(value)],
+    torch.Size: lambda value: ["size", *value],
+    bytes: lambda value: ["bytes", base64.b64encode(value).decode()],
+    complex: lambda value: ["complex", repr(value)],
+    torch.dtype: lambda value: ["dtype", str(value).removeprefix("torch.")],
+    torch.device: lambda value: ["device", str(value)],
 }
 
 Parts = list[Any]

@@ -33,10 +33,10 @@ def at_root(group: Group, operation: Operation, action: Callable[[], T]) -> T:
             result = action()
         except CheckpointError as exc:
             failure = exc
-        except OSError as exc:
-            failure = _caused_by(exc, f"{operation.kind}: {exc}")
         except Exception as exc:  # the others wait for the outcome
-            failure = _caused_by(exc, f"{operation.kind}: {type(exc).__name__}: {exc}")
+            text = str(exc) if isinstance(exc, OSError) else f"{type(exc).__name__}: {exc}"
+            failure = CheckpointError(f"{operation.kind}: {text}")
+            failure.__cause__ = exc
     outcomes: list[Any] = []
     mine = (result, failure and (type(failure), str(failure)))
     group.queue.run(operation, lambda: outcomes.append(group.queue.communicator.broadcast_object(mine, ROOT)))
@@ -46,12 +46,6 @@ def at_root(group: Group, operation: Operation, action: Callable[[], T]) -> T:
     if problem is not None:
         raise problem[0](problem[1])
     return cast(T, result if group.rank == ROOT else theirs)
-
-
-def _caused_by(cause: Exception, text: str) -> CheckpointError:
-    failure = CheckpointError(text)
-    failure.__cause__ = cause
-    return failure
 
 
 def agree(group: Group, operation: Operation, problem: str | None, kind: type[CheckpointError]) -> None:

@@ -5,7 +5,6 @@ import os
 import sys
 import threading
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from torch import Tensor
@@ -98,7 +97,10 @@ class Writer:
             return False
         content = collect(group, step, state, rng=self._rng)
         if content is not None:
-            self._begin(content)
+            self._snapshot = copy_tree(content.tensors, self._snapshot)
+            held = content._replace(tensors=self._snapshot)
+            self._thread = threading.Thread(target=self._write, args=(held,), name="mpisgd checkpoint")
+            self._thread.start()
         return True
 
     def wait(self) -> Path | None:
@@ -107,13 +109,7 @@ class Writer:
         Raises:
             CheckpointError: it could not be written; on every rank.
         """
-        group = group_or_world(self._group)
-
-        def newest() -> Path | None:
-            self._join()
-            return self._newest
-
-        return at_root(group, Operation("checkpoint.wait", root=ROOT), newest)
+        return at_root(group_or_world(self._group), Operation("checkpoint.wait", root=ROOT), self._join)
 
     @property
     def busy(self) -> bool:
@@ -126,20 +122,15 @@ class Writer:
         self._join()
         return True
 
-    def _join(self) -> None:
-        """Wait for the thread; raise its error, once."""
+    def _join(self) -> Path | None:
+        """Wait for the thread; return the newest file, or raise the thread's error, once."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         failure, self._failure = self._failure, None
         if failure is not None:
             raise CheckpointError(f"an earlier checkpoint could not be written: {failure}") from failure
-
-    def _begin(self, content: Content) -> None:
-        self._snapshot = copy_tree(content.tensors, self._snapshot)
-        held = content._replace(tensors=self._snapshot)
-        self._thread = threading.Thread(target=self._write, args=(held,), name="mpisgd checkpoint")
-        self._thread.start()
+        return self._newest
 
     def _write(self, content: Content) -> None:
         try:
@@ -152,8 +143,6 @@ class Writer:
     def __enter__(self) -> "Writer":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, exc: object, trace: object) -> None:
         if exc is None:  # otherwise the other ranks may not come here
             self.wait()

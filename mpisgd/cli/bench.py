@@ -15,8 +15,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import mpisgd
+from mpisgd.bench import cases
+from mpisgd.bench.jobs import mpirun
+from mpisgd.bench.memory.peak import OPTIMIZERS, MemoryPlan, run_memory
+from mpisgd.bench.scaling import launch, scaling_rows
 from mpisgd.cli.provenance import provenance
-from mpisgd.cli.record import Output, log, log_rows, measure_in_job, num_ranks, title
+from mpisgd.cli.record import Output, log_rows, measure_in_job, num_ranks, title
 from mpisgd.config import available_cores, is_launched
 
 if TYPE_CHECKING:
@@ -26,6 +30,7 @@ __all__ = ["bench"]
 
 bench = typer.Typer(add_completion=False, help="Measure collectives and training steps beside their peers.")
 
+# An option is called like its parameter unless it has a name here.
 Json = Annotated[
     Path | None,
     typer.Option("--json", readable=False, help="Write everything measured here, with machine and versions."),
@@ -35,43 +40,37 @@ Quick = Annotated[
     bool, typer.Option("--quick", help="A few seconds, to see that it works; the numbers mean little.")
 ]
 Frameworks = Annotated[
-    str, typer.Option("--peers", help="Other frameworks to measure beside; those not there are left out.")
+    str, typer.Option(help="Other frameworks to measure beside; those not there are left out.")
 ]
-Rounds = Annotated[
-    int, typer.Option("--rounds", min=1, help="Rounds that count, unless the budget ends them before.")
-]
+Rounds = Annotated[int, typer.Option(min=1, help="Rounds that count, unless the budget ends them before.")]
 Budget = Annotated[float, typer.Option("--budget", min=0.0, help="Seconds for each case.")]
 TimeLimit = Annotated[
     float, typer.Option("--time-limit", min=1.0, help="Seconds after which a job is ended.")
 ]
-Models = Annotated[str, typer.Option("--models", help="mlp, deep, transformer, separated by commas.")]
-Batch = Annotated[int, typer.Option("--batch", min=0, help="Examples of one rank; 0: each model's own.")]
-Threads = Annotated[int, typer.Option("--threads", min=0, help="Of torch on each rank; 0: mpisgd's choice.")]
+Models = Annotated[str, typer.Option(help="mlp, deep, transformer, separated by commas.")]
+Batch = Annotated[int, typer.Option(min=0, help="Examples of one rank; 0: each model's own.")]
+Threads = Annotated[int, typer.Option(min=0, help="Of torch on each rank; 0: mpisgd's choice.")]
 DdpBuckets = Annotated[str, typer.Option("--ddp-buckets", help="Bucket sizes to try with DDP.")]
-Launcher = Annotated[str, typer.Option("--launcher", help='For example "mpirun -hostfile hosts".')]
+Launcher = Annotated[str, typer.Option(help='For example "mpirun -hostfile hosts".')]
 ALL_PEERS = "gloo,horovod"
+MODELS = tuple(cases.BATCHES)
 
 
 @bench.command()
 def collectives(
-    only: Annotated[str, typer.Option("--only", help="Collectives, separated by commas.")] = "all",
-    sizes: Annotated[
-        str, typer.Option("--sizes", help="A range (times 4), or a list: 4,64KiB,1MiB.")
-    ] = "4-256MiB",
-    dtypes: Annotated[str, typer.Option("--dtypes", help="Separated by commas.")] = "float32",
-    algorithms: Annotated[
-        str, typer.Option("--algorithms", help="Of mpisgd.all_reduce: auto,mpi,ring,...")
-    ] = "auto",
+    only: Annotated[str, typer.Option(help="Collectives, separated by commas.")] = "all",
+    sizes: Annotated[str, typer.Option(help="A range (times 4), or a list: 4,64KiB,1MiB.")] = "4-256MiB",
+    dtypes: Annotated[str, typer.Option(help="Separated by commas.")] = "float32",
+    algorithms: Annotated[str, typer.Option(help="Of mpisgd.all_reduce: auto,mpi,ring,...")] = "auto",
     peers: Frameworks = ALL_PEERS,
     rounds: Rounds = 20,
     budget_s: Budget = 4.0,
     json_file: Json = None,
     plot_file: Plot = None,
     quick: Quick = False,
-    time_limit_s: TimeLimit = 3600.0,
+    limit_s: TimeLimit = 3600.0,
 ) -> None:
     """Time each collective beside MPI's own, gloo's, Horovod's, and what memory or link allow."""
-    from mpisgd.bench import cases
     from mpisgd.bench.collectives import CollectivesPlan, run_collectives
     from mpisgd.bench.measure import Pace
     from mpisgd.collectives.all_reduce import CHOICES
@@ -86,7 +85,7 @@ def collectives(
         _choice("--algorithms", algorithms, CHOICES),
         Pace(rounds, min(rounds, 3), budget_s, turn_s=0.004, max_calls=100),
     )
-    measure_in_job("collectives", run_collectives, plan, output, peers=_peers(peers), limit_s=time_limit_s)
+    measure_in_job("collectives", run_collectives, plan, output, _peers(peers), limit_s=limit_s)
 
 
 @bench.command()
@@ -101,33 +100,23 @@ def step(
     json_file: Json = None,
     plot_file: Plot = None,
     quick: Quick = False,
-    time_limit_s: TimeLimit = 3600.0,
+    limit_s: TimeLimit = 3600.0,
 ) -> None:
     """Time training steps beside those without communication, DDP and FSDP2, MPI by hand and Horovod."""
-    from mpisgd.bench.cases import sizes
     from mpisgd.bench.step import StepPlan, run_steps
-    from mpisgd.bench.training import MODELS
 
     output = Output(json_file, plot_file)
     pace = _pace_of_steps(rounds, budget_s, quick)
-    plan = StepPlan(_choice("--models", models, tuple(MODELS)), batch or None, sizes(buckets), quick, pace)
-    measure_in_job(
-        "step", run_steps, plan, output, peers=_peers(peers), limit_s=time_limit_s, threads=threads
-    )
+    plan = StepPlan(_choice("--models", models, MODELS), batch or None, cases.sizes(buckets), quick, pace)
+    measure_in_job("step", run_steps, plan, output, _peers(peers), limit_s=limit_s, threads=threads)
 
 
 @bench.command()
 def overlap(
-    model: Annotated[str, typer.Option("--model", help="mlp, deep or transformer.")] = "mlp",
-    batch: Annotated[
-        int, typer.Option("--batch", min=0, help="Examples of one rank; 0: found, see --share.")
-    ] = 0,
-    share: Annotated[
-        float, typer.Option("--share", min=0.0, help="Of the link's time that compute shall take.")
-    ] = 0.25,
-    factor: Annotated[
-        int, typer.Option("--factor", min=2, help="The second batch is so many times the first.")
-    ] = 4,
+    model: Annotated[str, typer.Option(help="mlp, deep or transformer.")] = "mlp",
+    batch: Annotated[int, typer.Option(min=0, help="Examples of one rank; 0: found, see --share.")] = 0,
+    share: Annotated[float, typer.Option(min=0.0, help="Of the link's time that compute shall take.")] = 0.25,
+    factor: Annotated[int, typer.Option(min=2, help="The second batch is so many times the first.")] = 4,
     threads: Threads = 0,
     buckets: DdpBuckets = "25MiB",
     peers: Frameworks = "gloo",
@@ -136,26 +125,18 @@ def overlap(
     json_file: Json = None,
     plot_file: Plot = None,
     quick: Quick = False,
-    time_limit_s: TimeLimit = 3600.0,
+    limit_s: TimeLimit = 3600.0,
 ) -> None:
     """Compare a step between hosts with its parts: compute, link, all-reduce. Needs several hosts."""
-    from mpisgd.bench.cases import BATCHES, sizes
     from mpisgd.bench.measure import Pace
     from mpisgd.bench.overlap import OverlapPlan, run_overlap
 
     output = Output(json_file, plot_file)
-    (name,) = _choice("--model", model, tuple(BATCHES))
+    (name,) = _choice("--model", model, MODELS)
     pace = Pace(min(rounds, 2) if quick else rounds, min(rounds, 2), budget_s, turn_s=0.0, max_calls=1)
-    plan = OverlapPlan(name, batch or None, share, factor, sizes(buckets), quick, pace)
+    plan = OverlapPlan(name, batch or None, share, factor, cases.sizes(buckets), quick, pace)
     measure_in_job(
-        "overlap",
-        run_overlap,
-        plan,
-        output,
-        peers=_peers(peers),
-        limit_s=time_limit_s,
-        threads=threads,
-        min_hosts=2,
+        "overlap", run_overlap, plan, output, _peers(peers), limit_s=limit_s, threads=threads, min_hosts=2
     )
 
 
@@ -168,99 +149,90 @@ def checks(
     budget_s: Budget = 60.0,
     json_file: Json = None,
     quick: Quick = False,
-    time_limit_s: TimeLimit = 3600.0,
+    limit_s: TimeLimit = 3600.0,
 ) -> None:
     """Time training steps beside those in which the ranks meet without comparing what they do."""
     from mpisgd.bench.checks import run_checks
     from mpisgd.bench.step import StepPlan
-    from mpisgd.bench.training import MODELS
 
     output = Output(json_file)
     pace = _pace_of_steps(rounds, budget_s, quick)
-    plan = StepPlan(_choice("--models", models, tuple(MODELS)), batch or None, (), quick, pace)
-    measure_in_job("checks", run_checks, plan, output, limit_s=time_limit_s, threads=threads)
+    plan = StepPlan(_choice("--models", models, MODELS), batch or None, (), quick, pace)
+    measure_in_job("checks", run_checks, plan, output, limit_s=limit_s, threads=threads)
 
 
 @bench.command()
 def scaling(
-    ranks: Annotated[str, typer.Option("--ranks", help="Rank counts; 1 is always among them.")] = "1,2,4",
+    ranks: Annotated[str, typer.Option(help="Rank counts; 1 is always among them.")] = "1,2,4",
     models: Models = "all",
     batch: Batch = 0,
-    threads: Annotated[
-        int, typer.Option("--threads", min=1, help="Of torch on each rank, at every count.")
-    ] = 1,
+    threads: Annotated[int, typer.Option(min=1, help="Of torch on each rank, at every count.")] = 1,
     launcher: Launcher = "",
-    repeats: Annotated[
-        int, typer.Option("--repeats", min=1, help="Times to go through all rank counts.")
-    ] = 2,
+    repeats: Annotated[int, typer.Option(min=1, help="Times to go through all rank counts.")] = 2,
     rounds: Rounds = 20,
     budget_s: Budget = 20.0,
     json_file: Json = None,
     plot_file: Plot = None,
     quick: Quick = False,
-    time_limit_s: TimeLimit = 1200.0,
+    limit_s: TimeLimit = 1200.0,
 ) -> None:
     """Time training steps over rank counts. Run it without mpirun: it starts one for each count."""
-    from mpisgd.bench.jobs import mpirun
-    from mpisgd.bench.scaling import launch, scaling_rows
-    from mpisgd.bench.training import MODELS
-
     _refuse_under_mpirun("scaling")
     output = Output(json_file, plot_file)
     counts = sorted({1, *_counts(ranks)})
     options = {
-        "--models": ",".join(_choice("--models", models, tuple(MODELS))),
+        "--models": ",".join(_choice("--models", models, MODELS)),
         "--batch": batch,
         "--peers": "none",
         "--rounds": rounds,
         "--threads": threads,
         "--budget": budget_s,
-        "--time-limit": time_limit_s,
+        "--time-limit": limit_s,
     }
     words = [str(word) for option in options.items() for word in option] + ["--quick"] * quick
     records = []
     for _ in range(1 if quick else repeats):
         for count in counts:
-            records.append(launch(mpirun(launcher), count, ["step", *words], time_limit_s))
-            log(f"{num_ranks(count)} measured")
-    record = {**records[-1], **provenance("scaling"), "rows": scaling_rows(records), "jobs": records}
+            records.append(launch(mpirun(launcher), count, ["step", *words], limit_s))
+            typer.echo(f"{num_ranks(count)} measured", err=True)
+    record = {
+        **records[-1],
+        **provenance(),
+        "kind": "scaling",
+        "rows": scaling_rows(records),
+        "jobs": records,
+    }
     record["title"] = record["title"].replace("step: ", "scaling: ", 1)
     output.put(record)
 
 
 @bench.command()
 def memory(
-    ranks: Annotated[int, typer.Option("--ranks", min=1, help="All of them on this host.")] = 2,
+    ranks: Annotated[int, typer.Option(min=1, help="All of them on this host.")] = 2,
     models: Models = "all",
-    threads: Annotated[
-        int, typer.Option("--threads", min=0, help="Of torch on each rank; 0: cores / ranks.")
-    ] = 0,
+    threads: Annotated[int, typer.Option(min=0, help="Of torch on each rank; 0: cores / ranks.")] = 0,
     launcher: Launcher = "",
-    steps: Annotated[int, typer.Option("--steps", min=2, help="Of each training.")] = 8,
-    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Of each training.")] = 3,
+    steps: Annotated[int, typer.Option(min=2, help="Of each training.")] = 8,
+    repeats: Annotated[int, typer.Option(min=1, help="Of each training.")] = 3,
     json_file: Json = None,
     plot_file: Plot = None,
     quick: Quick = False,
-    time_limit_s: TimeLimit = 300.0,
+    limit_s: TimeLimit = 300.0,
 ) -> None:
     """Compare the peak memory of trainings with and without mpisgd. Run it without mpirun."""
-    from mpisgd.bench.cases import BATCHES
-    from mpisgd.bench.jobs import mpirun
-    from mpisgd.bench.memory.peak import OPTIMIZERS, MemoryPlan, run_memory
-
     _refuse_under_mpirun("memory")
     output = Output(json_file, plot_file)
     plan = MemoryPlan(
-        _choice("--models", models, tuple(BATCHES)),
+        _choice("--models", models, MODELS),
         list(OPTIMIZERS)[:1] if quick else list(OPTIMIZERS),
         ranks=ranks,
         threads=threads or max(1, available_cores() // ranks),
         steps=2 if quick else steps,
         repeats=1 if quick else repeats,
         small=quick,
-        limit_s=time_limit_s,
+        limit_s=limit_s,
     )
-    record = {**provenance("memory"), "size": ranks, **run_memory(plan, mpirun(launcher), log_rows)}
+    record = {"kind": "memory", **provenance(), "size": ranks, **run_memory(plan, mpirun(launcher), log_rows)}
     library = record["library"]
     record["title"] = title("memory", size=ranks, hosts=1, threads=plan.threads, library=library)
     output.put(record)

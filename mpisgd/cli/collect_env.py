@@ -8,6 +8,7 @@ import importlib.metadata
 import os
 import platform
 import re
+import shutil
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,27 +17,19 @@ from typing import Any
 import torch
 
 import mpisgd
+from mpisgd import config
 from mpisgd.accelerator.runtime import runtime
-from mpisgd.config import THREAD_VARIABLES, available_cores, launcher_rank, launcher_size
 from mpisgd.job.lifecycle import current_job, world
 from mpisgd.transport.device.cuda_aware import is_cuda_aware, libmpi
 
-__all__ = ["MpiInfo", "RankInfo", "Space", "mpi_info", "rank_info", "settings", "versions"]
+__all__ = ["MpiInfo", "RankInfo", "mpi_info", "rank_info", "settings", "versions"]
 
 SETTINGS = re.compile(r"(MPISGD|OMPI_MCA|PRTE_MCA|MPIR_CVAR|NCCL)_\w+")
-MORE_SETTINGS = {*THREAD_VARIABLES, "CUDA_VISIBLE_DEVICES", "I_MPI_FABRICS", "I_MPI_PIN"}
+MORE_SETTINGS = {*config.THREAD_VARIABLES, "CUDA_VISIBLE_DEVICES", "I_MPI_FABRICS", "I_MPI_PIN"}
 # How large tensors get their memory, which is felt in steps.
 MORE_SETTINGS |= {"THP_MEM_ALLOC_ENABLE", "GLIBC_TUNABLES", "MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_"}
 # Open MPI's mpirun puts these into every job.
 NOT_SETTINGS = {"OMPI_MCA_PREFIXES", "OMPI_MCA_cpu_type", "OMPI_MCA_initial_wdir", "OMPI_MCA_num_procs"}
-
-
-@dataclass(frozen=True)
-class Space:
-    """Bytes of a file system."""
-
-    total_bytes: int
-    free_bytes: int
 
 
 @dataclass(frozen=True)
@@ -71,7 +64,7 @@ class RankInfo:
         cores_for_job: those the job may use on this host.
         affinity: the cores this rank may run on.
         num_threads: torch threads.
-        shared_memory: room in /dev/shm, or why that is unknown.
+        shared_memory: `total_bytes` and `free_bytes` of /dev/shm, or why they are unknown.
         gpus: what torch sees, or why it sees none.
         nccl: its version, or why there is none.
         own_gpu: what tells the GPU this rank works on from the others of its host; "" for none.
@@ -94,7 +87,7 @@ class RankInfo:
     cores_for_job: int
     affinity: list[int]
     num_threads: int
-    shared_memory: Space | str
+    shared_memory: dict[str, int] | str
     gpus: str
     nccl: str
     set_by_mpisgd: dict[str, str]
@@ -116,14 +109,14 @@ def rank_info(before: dict[str, str], mpi: MpiInfo | None) -> RankInfo:
     """
     added = {name: value for name, value in settings().items() if name not in before}
     return RankInfo(
-        rank=mpisgd.rank() if mpi else launcher_rank() or 0,
+        rank=mpisgd.rank() if mpi else config.launcher_rank() or 0,
         node=mpisgd.node_rank() if mpi else 0,
         host=socket.gethostname(),
         versions=versions(),
         mpi=mpi,
-        launched=launcher_size(),
+        launched=config.launcher_size(),
         cores_on_host=os.cpu_count() or 1,
-        cores_for_job=available_cores(),
+        cores_for_job=config.available_cores(),
         affinity=sorted(os.sched_getaffinity(0)),
         num_threads=torch.get_num_threads(),
         shared_memory=_shared_memory(),
@@ -186,7 +179,7 @@ def _fault_tolerance(library: str, libmpi: str | None) -> str:
         return "no (this library is built without ULFM)"
     if not library.startswith("Open MPI"):
         return "ULFM is in this library; unknown whether on in this run (only Open MPI says)"
-    if settings().get("OMPI_MCA_mpi_ft_enable", "").lower() in ("1", "true", "yes"):
+    if config.fault_tolerance():
         return "ULFM is in this library and on in this run"
     return "ULFM is in this library, off in this run (mpirun --with-ft ulfm)"
 
@@ -197,12 +190,12 @@ def _planes() -> tuple[str, ...]:
     return tuple(name for name, plane in there.items() if plane is not None)
 
 
-def _shared_memory() -> Space | str:
+def _shared_memory() -> dict[str, int] | str:
     try:
-        room = os.statvfs("/dev/shm")
+        room = shutil.disk_usage("/dev/shm")
     except OSError as exc:
         return f"unknown (/dev/shm: {exc.strerror})"
-    return Space(room.f_frsize * room.f_blocks, room.f_frsize * room.f_bavail)
+    return {"total_bytes": room.total, "free_bytes": room.free}
 
 
 def _or_unknown(look: Callable[[], str]) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 import mpisgd
-from mpisgd.config import launcher_rank
+from mpisgd.cli.program import is_reporting_rank
 
 if TYPE_CHECKING:
     from mpisgd.cli.collect_env import RankInfo
@@ -39,19 +39,13 @@ def info(
 
 
 def _print(ranks: "list[RankInfo]", as_json: bool, no_mpi: str = "") -> None:
-    from mpisgd.cli.info_text import as_text
+    from mpisgd.cli.info_text import as_text, uses
 
-    # By the launcher's count: under another MPI's mpirun every process is rank 0 of a world of one.
-    if launcher_rank() in (None, 0):
-        print(_as_json(ranks, no_mpi) if as_json else as_text(ranks, no_mpi), flush=True)
-
-
-def _as_json(ranks: "list[RankInfo]", no_mpi: str) -> str:
-    from mpisgd.cli.info_text import uses
-
-    page = {
-        "ranks": [dataclasses.asdict(rank) for rank in ranks],
-        "uses": {} if no_mpi else uses(ranks),
-        "no_mpi": no_mpi or None,
-    }
-    return json.dumps(page, indent=2)
+    if not is_reporting_rank():  # under another MPI's mpirun every process is rank 0 of a world of one
+        return
+    if not as_json:
+        print(as_text(ranks, no_mpi), flush=True)
+        return
+    facts = [dataclasses.asdict(rank) for rank in ranks]
+    page = {"ranks": facts, "uses": {} if no_mpi else uses(ranks), "no_mpi": no_mpi or None}
+    print(json.dumps(page, indent=2), flush=True)

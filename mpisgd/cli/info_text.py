@@ -1,9 +1,9 @@
 """The facts of all ranks as one page: what one pastes into a bug report."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 
-from mpisgd.cli.collect_env import RankInfo, Space
+from mpisgd.cli.collect_env import RankInfo
 from mpisgd.config import timeout_s
 from mpisgd.errors import InvalidArgument
 from mpisgd.transport.device.selection import DeviceFacts, choose
@@ -23,8 +23,9 @@ def as_text(ranks: Sequence[RankInfo], no_mpi: str = "") -> str:
         ranks: the facts of every rank, in rank order.
         no_mpi: why there is no MPI, where there is none.
     """
+    versions = {name: common(ranks, [rank.versions[name] for rank in ranks]) for name in ranks[0].versions}
     sections = {
-        f"mpisgd {common(ranks, lambda r: r.versions['mpisgd'])}": version_rows(ranks),
+        f"mpisgd {versions.pop('mpisgd')}": list(versions.items()),
         "MPI": mpi_rows(ranks, no_mpi),
         f"Job: {counted(len(ranks), 'rank')} on {counted(len(hosts(ranks)), 'host')}": host_rows(ranks),
         "Environment": setting_rows(ranks),
@@ -69,11 +70,11 @@ def as_size(nbytes: int) -> str:
     return f"{nbytes / 1024**power:.{1 if power else 0}f} {units[power]}"
 
 
-def common(ranks: Sequence[RankInfo], text_of: Callable[[RankInfo], str]) -> str:
+def common(ranks: Sequence[RankInfo], texts: Iterable[str]) -> str:
     """Return what all ranks say, or, where they differ, what each says: that is often the bug itself."""
     said: dict[str, list[int]] = {}
-    for rank in ranks:
-        said.setdefault(text_of(rank), []).append(rank.rank)
+    for rank, text in zip(ranks, texts, strict=True):
+        said.setdefault(text, []).append(rank.rank)
     if len(said) == 1:
         return next(iter(said))
     return "; ".join(f"{text} ({named('rank', who)})" for text, who in said.items())
@@ -85,26 +86,14 @@ def hosts(ranks: Sequence[RankInfo]) -> list[list[RankInfo]]:
     return [[rank for rank in ranks if rank.node == node] for node in nodes]
 
 
-def version_rows(ranks: Sequence[RankInfo]) -> Rows:
-    """Return the versions of everything else."""
-
-    def version(name: str) -> str:
-        return common(ranks, lambda rank: rank.versions[name])
-
-    return [(name, version(name)) for name in ranks[0].versions if name != "mpisgd"]
-
-
 def mpi_rows(ranks: Sequence[RankInfo], no_mpi: str) -> Rows:
     """Return what is known of MPI, and what is wrong with it."""
     if no_mpi:
         because = as_lines(no_mpi.splitlines())
         return [("library", "not found"), ("because", because), ("to install one", INSTALL_HINT)]
-
-    def fact(name: str) -> str:
-        return common(ranks, lambda rank: str(getattr(rank.mpi, name)))
-
     names = ("library", "libmpi", "thread_level", "fault_tolerance")
-    rows = [(name.replace("_", " "), fact(name)) for name in names]
+    facts = {name: common(ranks, [str(getattr(rank.mpi, name)) for rank in ranks]) for name in names}
+    rows = [(name.replace("_", " "), fact) for name, fact in facts.items()]
     launched = ranks[0].launched
     if launched is not None and launched != len(ranks):
         warning = (
@@ -121,11 +110,11 @@ def host_rows(ranks: Sequence[RankInfo]) -> Rows:
     for here in hosts(ranks):
         rows += [(f"host {here[0].host}", _host(here)), ("  binding", _binding(here))]
     rows.append(("shared memory", _shared_memory(ranks)))
-    rows.append(("GPUs", common(ranks, lambda rank: rank.gpus)))
+    rows.append(("GPUs", common(ranks, [rank.gpus for rank in ranks])))
     if any(rank.own_gpu for rank in ranks):
         own = [f"rank {rank.rank}: {rank.own_gpu or 'none'}" for rank in ranks]
         rows.append(("  by rank", as_lines(own)))
-    rows.append(("NCCL", common(ranks, lambda rank: rank.nccl)))
+    rows.append(("NCCL", common(ranks, [rank.nccl for rank in ranks])))
     return rows
 
 
@@ -134,43 +123,41 @@ def _host(here: Sequence[RankInfo]) -> str:
     usable = max(rank.cores_for_job for rank in here)
     if usable != here[0].cores_on_host:
         cores += f", {usable} for this job"
-    threads = common(here, lambda rank: counted(rank.num_threads, "torch thread"))
+    threads = common(here, [counted(rank.num_threads, "torch thread") for rank in here])
     return f"{named('rank', (rank.rank for rank in here))}; {cores}; {threads} per rank"
 
 
 def _binding(here: Sequence[RankInfo]) -> str:
     if all(len(rank.affinity) >= rank.cores_for_job for rank in here):
         return "none: every rank may run on all of them"
-    return common(here, lambda rank: named("core", rank.affinity))
+    return common(here, [named("core", rank.affinity) for rank in here])
 
 
 def _shared_memory(ranks: Sequence[RankInfo]) -> str:
     rooms = [rank.shared_memory for rank in ranks]
-    known = [room for room in rooms if isinstance(room, Space)]
+    known = [room for room in rooms if isinstance(room, dict)]
     if len(known) < len(rooms):
-        return common(ranks, lambda rank: str(rank.shared_memory))
-    least = min(known, key=lambda room: room.free_bytes)
-    text = f"/dev/shm {as_size(least.total_bytes)}, {as_size(least.free_bytes)} free"
+        return common(ranks, map(str, rooms))
+    least = min(known, key=lambda room: room["free_bytes"])
+    text = f"/dev/shm {as_size(least['total_bytes'])}, {as_size(least['free_bytes'])} free"
     return text if len(hosts(ranks)) == 1 else f"{text} (the host with the least)"
 
 
 def setting_rows(ranks: Sequence[RankInfo]) -> Rows:
     """Return the settings, one to a line."""
     labels = {"set_by_mpisgd": "set by mpisgd", "set_before": "set before"}
-    return [(label, as_lines(_settings(ranks, name)) or "nothing") for name, label in labels.items()]
+    return [(label, as_lines(_settings(ranks, which)) or "nothing") for which, label in labels.items()]
 
 
 def _settings(ranks: Sequence[RankInfo], which: str) -> list[str]:
-    def text(name: str) -> Callable[[RankInfo], str]:
-        return lambda rank: getattr(rank, which).get(name, "unset")
-
-    names = sorted({name for rank in ranks for name in getattr(rank, which)})
-    return [f"{name}={common(ranks, text(name))}" for name in names]
+    settings: list[dict[str, str]] = [getattr(rank, which) for rank in ranks]
+    names = sorted(set().union(*settings))
+    return [f"{name}={common(ranks, [mine.get(name, 'unset') for mine in settings])}" for name in names]
 
 
 def uses(ranks: Sequence[RankInfo]) -> dict[str, str]:
     """Return what mpisgd makes of all this, in this version."""
-    level = common(ranks, lambda rank: rank.mpi.thread_level if rank.mpi else "unknown")
+    level = common(ranks, [rank.mpi.thread_level if rank.mpi else "unknown" for rank in ranks])
     can = "yes" if level == "MULTIPLE" else "no"
     return {
         "async operations": f"{can}, thread level {level}",
@@ -212,7 +199,7 @@ def _device_transport(ranks: Sequence[RankInfo]) -> str:
 
 
 def _costs(ranks: Sequence[RankInfo]) -> str:
-    source = common(ranks, lambda rank: rank.costs)
+    source = common(ranks, [rank.costs for rank in ranks])
     if source == "built-in":
         return "chooses by built-in costs (python -m mpisgd tune measures those here)"
     return f"chooses by the profile {source}"

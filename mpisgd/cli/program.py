@@ -19,7 +19,7 @@ import typer
 from mpisgd.config import launcher_rank
 from mpisgd.errors import JobError
 
-__all__ = ["run_program"]
+__all__ = ["is_reporting_rank", "run_program"]
 
 # How long the other ranks wait before they fail too. The first rank may be slower to load its libraries;
 # where the launcher ends the job with its first failure, as mpirun does, nobody waits this long.
@@ -44,13 +44,15 @@ def run_program(app: typer.Typer, *, prog_name: str | None = None) -> None:
     """
     prog_name = prog_name or Path(sys.argv[0]).name
     command = typer.main.get_command(app)
-    if not _is_reporting_rank():
+    if not is_reporting_rank():
         _parse_in_silence(command)
     try:
         with command.make_context(prog_name, sys.argv[1:]) as context:
             command.invoke(context)
     except typer.Exit as exc:
-        _exit(exc.exit_code)
+        if exc.exit_code != 0 and not is_reporting_rank() and not _in_job():
+            time.sleep(FIRST_REPORT_S)  # an earlier end could end the job before that rank has printed
+        sys.exit(exc.exit_code)
     except typer.Abort:
         _end(prog_name, JobError("aborted", exit_code=1), same_everywhere=True)
     except UsageError as exc:
@@ -59,7 +61,8 @@ def run_program(app: typer.Typer, *, prog_name: str | None = None) -> None:
         _end(prog_name, exc, same_everywhere=False)
 
 
-def _is_reporting_rank() -> bool:
+def is_reporting_rank() -> bool:
+    """Return whether this process prints for all: by the launcher's count, long before MPI starts."""
     return launcher_rank() in (None, 0)
 
 
@@ -68,17 +71,15 @@ def _parse_in_silence(command: Any) -> None:
 
     That is where `--help`, and `--version` as programs have it, are printed.
     """
-    command.parse_args = _silent(command.parse_args)
-    for below in getattr(command, "commands", {}).values():
-        _parse_in_silence(below)
+    parse_args: Callable[..., list[str]] = command.parse_args
 
-
-def _silent(parse_args: Callable[..., list[str]]) -> Callable[..., list[str]]:
     def parse(*args: Any) -> list[str]:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             return parse_args(*args)
 
-    return parse
+    command.parse_args = parse
+    for below in getattr(command, "commands", {}).values():
+        _parse_in_silence(below)
 
 
 def _as_job_error(error: Any) -> JobError:
@@ -100,27 +101,15 @@ def _end(prog_name: str, error: JobError, *, same_everywhere: bool) -> NoReturn:
     """
     if _in_job():
         raise error
-    if _is_reporting_rank():
-        _print_error(f"{prog_name}: error: {error}")
-    elif not same_everywhere:
+    where = "" if is_reporting_rank() else f" on rank {launcher_rank()}"
+    if where:
         time.sleep(FIRST_REPORT_S)
-        _print_error(f"{prog_name}: error on rank {launcher_rank()}: {error}")
-        sys.exit(error.exit_code)
-    _exit(error.exit_code)
-
-
-def _exit(code: int) -> NoReturn:
-    """Exit with `code`; where that would end the job before the reporting rank has printed, after a wait."""
-    if code != 0 and not _is_reporting_rank() and not _in_job():
-        time.sleep(FIRST_REPORT_S)
-    sys.exit(code)
+    if not where or not same_everywhere:
+        typer.echo(f"{prog_name}: error{where}: {error}", err=True)
+    sys.exit(error.exit_code)
 
 
 def _in_job() -> bool:
     # Where nothing has imported it there is no job, and to import it here would load torch for an error.
     job = sys.modules.get("mpisgd.job.lifecycle")
     return job is not None and bool(job.is_initialized())
-
-
-def _print_error(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

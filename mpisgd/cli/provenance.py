@@ -8,19 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["command", "machine", "now", "provenance"]
-
-
-def command() -> str:
-    """Return the command line, as one would type it under mpirun."""
-    program = Path(sys.argv[0]).name
-    name = "-m mpisgd" if program == "__main__.py" else f"scripts/{program}"
-    return " ".join(["python", name, *sys.argv[1:]])
-
-
-def now() -> str:
-    """Return date and time, UTC."""
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+__all__ = ["machine", "provenance"]
 
 
 def machine() -> dict[str, Any]:
@@ -28,9 +16,13 @@ def machine() -> dict[str, Any]:
     return {"architecture": platform.machine(), "processor": _processor(), "cores": os.cpu_count()}
 
 
-def provenance(kind: str) -> dict[str, Any]:
-    """Return the part of a record that needs no job: what was asked, when and where."""
-    return {"kind": kind, "command": command(), "when": now(), "machine": machine()}
+def provenance() -> dict[str, Any]:
+    """Return the part of a record that needs no job: the command line, the time (UTC) and the machine."""
+    program = Path(sys.argv[0]).name
+    name = "-m mpisgd" if program == "__main__.py" else f"scripts/{program}"
+    command = " ".join(["python", name, *sys.argv[1:]])
+    when = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    return {"command": command, "when": when, "machine": machine()}
 
 
 def _processor() -> str:

@@ -5,7 +5,6 @@ import dataclasses
 import importlib.metadata
 import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,14 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import typer
+
 import mpisgd
+from mpisgd.bench.report.plots import need_matplotlib, plot
+from mpisgd.bench.report.rows import as_bytes
+from mpisgd.bench.report.tables import one_line, show, tables_of
+from mpisgd.cli.program import is_reporting_rank
 from mpisgd.cli.provenance import machine, provenance
-from mpisgd.config import launcher_rank
 
 if TYPE_CHECKING:
     from mpisgd.bench.peers.remote import Peers
 
-__all__ = ["Output", "log", "log_rows", "measure_in_job", "num_ranks", "title"]
+__all__ = ["Output", "log_rows", "measure_in_job", "num_ranks", "title"]
 
 REPORT_S = 5.0  # how much later than the first rank the others end the job at the time limit
 P = TypeVar("P")
@@ -40,8 +44,6 @@ class Output:
 
     def __post_init__(self) -> None:
         """Raise now rather than after minutes of measuring."""
-        from mpisgd.bench.report.plots import need_matplotlib
-
         for path in (self.json_file, self.plot_file):
             if path is not None and not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
                 raise mpisgd.JobError(
@@ -52,9 +54,6 @@ class Output:
 
     def put(self, record: dict[str, Any]) -> None:
         """Print the tables and write the files."""
-        from mpisgd.bench.report.plots import plot
-        from mpisgd.bench.report.tables import show, tables_of
-
         show(tables_of(record["kind"], record["rows"]), _notes(record))
         if self.json_file is not None:
             self.json_file.write_text(json.dumps(record, indent=1) + "\n")
@@ -67,9 +66,9 @@ def measure_in_job(
     run: "Callable[[P, Peers, Callable[[str, Any], None]], dict[str, Any]]",
     plan: P,
     output: Output,
+    peers: Sequence[str] = (),
     *,
     limit_s: float,
-    peers: Sequence[str] = (),
     threads: int = 0,
     min_hosts: int = 1,
 ) -> None:
@@ -81,15 +80,15 @@ def measure_in_job(
             to call with the rows of each case.
         plan: what to measure.
         output: where it goes.
-        limit_s: when to give up.
         peers: other frameworks to measure beside.
+        limit_s: when to give up.
         threads: of torch; 0: mpisgd's choice.
         min_hosts: how many there must be.
     """
     from mpisgd.bench.peers.remote import open_peers
 
     with _job(limit_s, threads, min_hosts), open_peers(peers) as running:
-        record = {**_header(kind, running), **run(plan, running, _log_rows_once)}
+        record = {**_header(kind, running), **run(plan, running, log_rows)}
         if mpisgd.rank() == 0:
             output.put(record)
 
@@ -111,8 +110,8 @@ def _job(limit_s: float, threads: int, min_hosts: int) -> Iterator[None]:
 
 
 def _give_up(limit_s: float) -> None:
-    if launcher_rank() in (None, 0):
-        log(f"bench: no end within {limit_s:.0f} s (--time-limit); the job ends")
+    if is_reporting_rank():
+        typer.echo(f"bench: no end within {limit_s:.0f} s (--time-limit); the job ends", err=True)
     else:
         time.sleep(REPORT_S)  # the launcher ends all with the first: that one is to have printed
     os._exit(124)
@@ -129,7 +128,8 @@ def _header(kind: str, peers: "Peers") -> dict[str, Any]:
     size, hosts = mpisgd.size(), mpisgd.num_nodes()
     threads, library = mine["num_threads"], mine["mpi"]["library"]
     return {
-        **provenance(kind),
+        "kind": kind,
+        **provenance(),
         "title": title(kind, size=size, hosts=hosts, threads=threads, library=library),
         "size": size,
         "hosts": hosts,
@@ -154,28 +154,14 @@ def num_ranks(number: int) -> str:
     return "1 rank" if number == 1 else f"{number} ranks"
 
 
-def _log_rows_once(what: str, rows: list[dict[str, Any]]) -> None:
-    """Print the medians of one case, on rank 0."""
-    if mpisgd.rank() == 0:
-        log_rows(what, rows)
-
-
 def log_rows(what: str, rows: list[dict[str, Any]]) -> None:
-    """Print the medians of one case, in a process that is no rank."""
-    from mpisgd.bench.report.tables import one_line
-
-    log(one_line(what, rows))
-
-
-def log(line: str) -> None:
-    """Print a line at once, where tables do not go."""
-    print(line, file=sys.stderr, flush=True)
+    """Print the medians of one case at once, where tables do not go."""
+    if is_reporting_rank():
+        typer.echo(one_line(what, rows), err=True)
 
 
 def _notes(record: dict[str, Any]) -> list[str]:
     """Return the lines below the tables."""
-    from mpisgd.bench.report.rows import as_bytes
-
     absent = [f"left out: {name}: {why}" for name, why in record.get("peers_left_out", {}).items()]
     where: dict[str, list[str]] = {}
     for entry in record.get("left_out", []):

@@ -26,24 +26,23 @@ __all__ = ["run"]
 USAGE_ERROR = 2
 SIGNALLED = 128  # codes above tell of a signal
 MAX_PAUSE_S = 60.0
-ALLOCATIONS = (
-    "SLURM_JOB_ID",
-    "PBS_NODEFILE",
-    "LSB_HOSTS",
-    "PE_HOSTFILE",
-)  # mpirun learns of slots from these
-
-
+# mpirun learns of slots from these.
+ALLOCATIONS = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_HOSTS", "PE_HOSTFILE")
 # mpirun ends a job when it notices that it has lost a host's daemon: it must not look.
 WITH_FAULT_TOLERANCE = ("--with-ft", "ulfm", "--prtemca", "oob_tcp_keepalive_time", "0")
 
 
 class Attempt(NamedTuple):
-    """How one start of the program ended."""
+    """How one start of the program ended, and what is known of its checkpoints then."""
 
     code: int
     seconds: float
-    checkpoint: str
+    newest: str
+
+    def report(self, then: str) -> None:
+        """Print it, and what comes then."""
+        ended = f"exit code {self.code} after {self.seconds:.1f} s"
+        typer.echo(f"mpisgd run: {ended}{then}, {self.newest}", err=True)
 
 
 def run(
@@ -51,8 +50,8 @@ def run(
     num_ranks: int | None = typer.Option(
         None, "-n", "--ranks", min=1, help="Processes; default: mpirun's own, all slots that there are."
     ),
-    hostfile: Path | None = typer.Option(None, "--hostfile", help="Hosts and slots; see hostfiles/."),
-    restarts: int = typer.Option(0, "--restarts", min=0, help="Start again so often after a failure."),
+    hostfile: Path | None = typer.Option(None, help="Hosts and slots; see hostfiles/."),
+    restarts: int = typer.Option(0, min=0, help="Start again so often after a failure."),
     pause_s: float = typer.Option(
         1.0,
         "--pause",
@@ -64,7 +63,7 @@ def run(
         False, "--elastic", help="Let mpisgd.elastic survive lost ranks and hosts (Open MPI 5)."
     ),
     launcher: str = typer.Option(
-        "", "--launcher", help='For example "mpirun --with-ft ulfm"; default: mpirun beside this Python.'
+        "", help='For example "mpirun --with-ft ulfm"; default: mpirun beside this Python.'
     ),
 ) -> None:
     """Start PROGRAM under mpirun; with --restarts again when it fails. Ends with the program's exit code.
@@ -91,12 +90,12 @@ def _run_all(words: Sequence[str], notes: str, restarts: int, pause_s: float) ->
         if supervisor.stopped_by is not None or not again:
             break
         pause = min(pause_s * 2**count, MAX_PAUSE_S)
-        _say(f"{_ended(attempt)}; restart {count + 1} of {restarts} in {pause:g} s, {_from(attempt)}")
+        attempt.report(f"; restart {count + 1} of {restarts} in {pause:g} s")
         supervisor.pause(pause)
     if supervisor.stopped_by is not None:
-        _say(f"{_ended(attempt)} after {supervisor.stopped_by.name}, {_from(attempt)}")
+        attempt.report(f" after {supervisor.stopped_by.name}")
     elif restarts:
-        _say(f"{_ended(attempt)}; not started again, {_from(attempt)}")
+        attempt.report("; not started again")
     return attempt.code
 
 
@@ -110,24 +109,9 @@ def _attempt(supervisor: Supervisor, words: Sequence[str], notes: str, count: in
     lines = Path(notes).read_text().splitlines()
     if ENDED_NOTE in lines and code > SIGNALLED:  # that was mpirun's end, or of ranks that were survived
         code = 0
-    said = [line for line in lines if line.startswith("checkpoint ")]
-    return Attempt(code, time.monotonic() - start, said[-1].partition(" ")[2] if said else "")
-
-
-def _ended(attempt: Attempt) -> str:
-    return f"exit code {attempt.code} after {attempt.seconds:.1f} s"
-
-
-def _from(attempt: Attempt) -> str:
-    return (
-        f"newest checkpoint: {attempt.checkpoint}"
-        if attempt.checkpoint
-        else "no checkpoint that is known here"
-    )
-
-
-def _say(line: str) -> None:
-    print(f"mpisgd run: {line}", file=sys.stderr, flush=True)
+    written = [line.partition(" ")[2] for line in lines if line.startswith("checkpoint ")]
+    newest = f"newest checkpoint: {written[-1]}" if written else "no checkpoint that is known here"
+    return Attempt(code, time.monotonic() - start, newest)
 
 
 # --- the command line ---------------------------------------------------------------------------------
@@ -159,7 +143,9 @@ def _launcher(words: Sequence[str], num_ranks: int | None, hostfile: Path | None
         options += WITH_FAULT_TOLERANCE
     if is_open_mpi:
         options += ["-x", "MPISGD_RESTART_COUNT"]  # to other hosts, too
-        if hostfile is None and _is_crowded(num_ranks):
+        # Nobody but us decides on slots here.
+        alone = hostfile is None and not any(name in os.environ for name in ALLOCATIONS)
+        if alone and num_ranks is not None and num_ranks > available_cores():
             options += ["--oversubscribe", "--bind-to", "none"]
     return [*words, *options]
 
@@ -169,9 +155,3 @@ def _is_open_mpi(program: str) -> bool:
         raise JobError(f"no such launcher: {program}", 127)
     said = subprocess.run([program, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True)
     return "Open MPI" in said.stdout
-
-
-def _is_crowded(num_ranks: int | None) -> bool:
-    """Whether there are more ranks than cores, on a machine where nobody else decides on that."""
-    alone = not any(name in os.environ for name in ALLOCATIONS)
-    return alone and num_ranks is not None and num_ranks > available_cores()

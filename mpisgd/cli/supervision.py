@@ -61,17 +61,12 @@ class Supervisor:
             time.sleep(0.05)
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
-        first = self.stopped_by is None
-        if first and number in STOPPING:
+        sent = signal.SIGTERM if number == signal.SIGHUP else number
+        if self.stopped_by is None and number in STOPPING:
             self.stopped_by = signal.Signals(number)
+            sent = signal.SIGUSR1 if number == signal.SIGTERM else sent
         if self._child is not None:
-            self._child.send_signal(_as_sent(signal.Signals(number), first=first))
-
-
-def _as_sent(number: signal.Signals, *, first: bool) -> signal.Signals:
-    if number == signal.SIGTERM and first:
-        return signal.SIGUSR1
-    return signal.SIGTERM if number == signal.SIGHUP else number
+            self._child.send_signal(sent)
 
 
 def _tied_to_parent() -> Callable[[], None] | None:

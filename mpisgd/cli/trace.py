@@ -1,18 +1,17 @@
 """`python -m mpisgd trace FILES`: merge the timelines of ranks, and say in numbers what is in them."""
 
-from collections.abc import Iterable
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
+from rich.table import Table
 
+from mpisgd.bench.report.rows import as_bytes, as_time
+from mpisgd.bench.report.tables import new_table, show
 from mpisgd.errors import InvalidArgument, JobError
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from mpisgd.timeline.summary import Summary
+from mpisgd.timeline.files import merge, read_events
+from mpisgd.timeline.summary import Summary, summarise
 
 __all__ = ["trace"]
 
@@ -21,16 +20,12 @@ LONGEST_NAME = 60
 
 def trace(
     files: list[Path] = typer.Argument(..., help="Timelines of ranks, or of all; or folders of them."),
-    out: Path | None = typer.Option(None, "--out", help="Write one file of all of them for Perfetto."),
-    top: int = typer.Option(15, "--top", min=1, help="The kinds of operations that took longest."),
+    out: Path | None = typer.Option(None, help="Write one file of all of them for Perfetto."),
+    top: int = typer.Option(15, min=1, help="The kinds of operations that took longest."),
 ) -> None:
     """Merge timelines, and sum them up: time per operation, who came last, what was hidden."""
-    from mpisgd.bench.report.tables import show
-    from mpisgd.timeline.files import merge
-    from mpisgd.timeline.summary import summarise
-
     try:
-        events = _read(_all_files(files))
+        events = _read(files)
         if out is not None:
             merge(events, out)
     except InvalidArgument as exc:
@@ -38,21 +33,16 @@ def trace(
     except OSError as exc:
         raise JobError(f"{out}: {exc.strerror}") from exc
     summary = summarise(events)
-    show(_tables(summary, top), _notes(summary))
+    show([_operations(summary, top), _stragglers(summary), _hidden(summary)], _notes(summary))
 
 
-def _all_files(given: Iterable[Path]) -> list[Path]:
-    return [file for path in given for file in (sorted(path.glob("*.json")) if path.is_dir() else [path])]
-
-
-def _read(files: list[Path]) -> list[dict[str, Any]]:
-    """Return the events of all files.
+def _read(given: list[Path]) -> list[dict[str, Any]]:
+    """Return the events of all files, those in folders included.
 
     Raises:
         InvalidArgument: no file, not a timeline, or a rank in two of them.
     """
-    from mpisgd.timeline.files import read_events
-
+    files = [file for path in given for file in (sorted(path.glob("*.json")) if path.is_dir() else [path])]
     events: list[dict[str, Any]] = []
     of_rank: dict[int, Path] = {}
     for file in files:
@@ -65,14 +55,7 @@ def _read(files: list[Path]) -> list[dict[str, Any]]:
     return events
 
 
-def _tables(summary: "Summary", top: int) -> "list[Table]":
-    return [_operations(summary, top), _stragglers(summary), _hidden(summary)]
-
-
-def _operations(summary: "Summary", top: int) -> "Table":
-    from mpisgd.bench.report.rows import as_bytes, as_time
-    from mpisgd.bench.report.tables import new_table
-
+def _operations(summary: Summary, top: int) -> Table:
     numbers = ["count", "total", "median", "waiting", "bytes", "GB/s"]
     table = new_table("operations, of an average rank", ["operation", "where", "algorithm"], numbers)
     for row in summary.rows[:top]:
@@ -84,10 +67,7 @@ def _operations(summary: "Summary", top: int) -> "Table":
     return table
 
 
-def _stragglers(summary: "Summary") -> "Table":
-    from mpisgd.bench.report.rows import as_time
-    from mpisgd.bench.report.tables import new_table
-
+def _stragglers(summary: Summary) -> Table:
     numbers = ["came last", "share", "total", "median", "worst"]
     table = new_table("stragglers: how long others waited for one rank", ["rank"], numbers)
     table.add_column("worst at")
@@ -98,10 +78,7 @@ def _stragglers(summary: "Summary") -> "Table":
     return table
 
 
-def _hidden(summary: "Summary") -> "Table":
-    from mpisgd.bench.report.rows import as_time
-    from mpisgd.bench.report.tables import new_table
-
+def _hidden(summary: Summary) -> Table:
     table = new_table("overlap", ["rank"], ["communication", "hidden", "share"])
     for each in summary.overlaps:
         times = [as_time(value / 1e6) for value in (each.communication_us, each.hidden_us)]
@@ -109,9 +86,7 @@ def _hidden(summary: "Summary") -> "Table":
     return table
 
 
-def _notes(summary: "Summary") -> list[str]:
-    from mpisgd.bench.report.rows import as_time
-
+def _notes(summary: Summary) -> list[str]:
     notes = [
         f"{len(summary.ranks)} ranks, {as_time(summary.duration_us / 1e6)}.",
         "total, median: without the time for the other ranks, which is `waiting` (hvd: the negotiation).",

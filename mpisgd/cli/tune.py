@@ -4,14 +4,14 @@ mpirun -np 2 python -m mpisgd tune
 mpirun -np 4 -hostfile hosts python -m mpisgd tune --budget 60
 """
 
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
 import mpisgd
-from mpisgd.cli.provenance import command, machine, now
+from mpisgd.bench.cases import parse_bytes
+from mpisgd.cli.provenance import provenance
 
 if TYPE_CHECKING:
     from mpisgd.bench.tune import RankSet
@@ -23,15 +23,14 @@ __all__ = ["tune"]
 def tune(
     budget_s: float = typer.Option(30.0, "--budget", min=0.0, help="Seconds; more of them, larger sizes."),
     last: str = typer.Option("64MiB", "--max-size", help="The largest size, if the budget suffices."),
-    passes: int = typer.Option(2, "--passes", min=1, help="Times to measure; the best counts."),
+    passes: int = typer.Option(2, min=1, help="Times to measure; the best counts."),
     out: Path | None = typer.Option(
-        None, "--out", readable=False, help="Write here, not where mpisgd looks by itself."
+        None, readable=False, help="Write here, not where mpisgd looks by itself."
     ),
     dry_run: bool = typer.Option(False, "--dry-run", help="Show what was measured and write nothing."),
 ) -> None:
     """Benchmark each algorithm by message size on these ranks, and save a profile for `auto`."""
     # Here, since they load torch: seconds that `--help` need not take.
-    from mpisgd.bench.cases import parse_bytes
     from mpisgd.bench.report.tables import show
     from mpisgd.bench.report.tuning import cost_table, crossovers, doubts
     from mpisgd.bench.tune import tune as measure_all
@@ -56,25 +55,20 @@ def _report(place: "RankSet", nbytes: int, medians: "dict[Curve, float]") -> Non
     from mpisgd.bench.report.tuning import one_line
 
     if mpisgd.rank() == 0:
-        print(one_line(place.ranks_per_host, nbytes, medians), file=sys.stderr, flush=True)
+        typer.echo(one_line(place.ranks_per_host, nbytes, medians), err=True)
 
 
 def _write(out: Path | None, measured: "list[MeasuredCurves]") -> None:
     """Write the profile; on rank 0."""
+    from mpisgd.cli.collect_env import mpi_info, versions
     from mpisgd.job.rank_info import topology
     from mpisgd.tuning.profile import as_profile, default_path, write
 
     path = out or default_path(topology().ranks_per_host)
+    # What one must know to repeat the measurement.
+    header = {**provenance(), "versions": {**versions(), "MPI": mpi_info().library.split(",")[0]}}
     try:
-        write(path, as_profile(measured, _header()))
+        write(path, as_profile(measured, header))
     except OSError as exc:
         raise mpisgd.JobError(f"cannot write the profile {path}: {exc.strerror}") from exc
     print(f"written to {path}{f'; MPISGD_PROFILE={out} makes jobs use it' if out else ''}", flush=True)
-
-
-def _header() -> dict[str, Any]:
-    """Return what one must know to repeat the measurement."""
-    from mpisgd.cli.collect_env import mpi_info, versions
-
-    library = {"MPI": mpi_info().library.split(",")[0]}
-    return {"command": command(), "when": now(), "machine": machine(), "versions": {**versions(), **library}}

@@ -76,11 +76,11 @@ class BuddyReplicas:
         """Save this rank's values as commit `number` and send a replica to the buddy. Collective."""
         if not self._values:
             return
-        mine = _pack([value.get() for value in self._values])
-        nodes = topology().nodes
+        stream = io.BytesIO()
+        torch.save([value.get() for value in self._values], stream)
+        mine, nodes = stream.getvalue(), topology().nodes
         owners = [other for other in range(size()) if other != rank() and buddy_of(nodes, other) == rank()]
-        replicas = _exchange(mine, buddy_of(nodes, rank()), owners)
-        self._commits[number] = {rank(): mine, **replicas}
+        self._commits[number] = {rank(): mine, **_exchange(mine, buddy_of(nodes, rank()), owners)}
         self._num_ranks = size()
         for old in sorted(self._commits)[:-2]:
             del self._commits[old]
@@ -93,34 +93,21 @@ class BuddyReplicas:
         """
         if not self._values:
             return
-        replicas, num_ranks = _gather(self._commits.get(number, {}), self._num_ranks)
-        missing = sorted(set(range(num_ranks)) - set(replicas))
+        gathered: list[Any] = [None] * size()
+        all_gather_object(gathered, (self._commits.get(number, {}), self._num_ranks))
+        replicas = {owner: replica for found, _ in gathered for owner, replica in found.items()}
+        missing = sorted(set(range(max(num_ranks for _, num_ranks in gathered))) - set(replicas))
         if missing:
             raise StateLost(
                 f"elastic: the PerRank values of rank {missing[0]} are lost: its buddy, which held their "
                 "replica, is lost too; start again from a checkpoint"
             )
-        values_of = {owner: _unpack(replica) for owner, replica in sorted(replicas.items())}
+        values_of: dict[int, list[Any]] = {
+            owner: torch.load(io.BytesIO(replica), weights_only=True)
+            for owner, replica in sorted(replicas.items())
+        }
         for i, value in enumerate(self._values):
             value.put({owner: values[i] for owner, values in values_of.items()})
-
-
-def _gather(found: dict[int, bytes], num_ranks: int) -> tuple[dict[int, bytes], int]:
-    gathered: list[Any] = [None] * size()
-    all_gather_object(gathered, (found, num_ranks))
-    replicas = {owner: replica for found, _ in gathered for owner, replica in found.items()}
-    return replicas, max(number for _, number in gathered)
-
-
-def _pack(values: list[Any]) -> bytes:
-    stream = io.BytesIO()
-    torch.save(values, stream)
-    return stream.getvalue()
-
-
-def _unpack(replica: bytes) -> list[Any]:
-    values: list[Any] = torch.load(io.BytesIO(replica), weights_only=True)
-    return values
 
 
 def _exchange(mine: bytes, buddy: int, owners: Sequence[int]) -> dict[int, bytes]:

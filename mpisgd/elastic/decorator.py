@@ -41,7 +41,13 @@ def elastic_function(
         return functools.partial(
             elastic_function, frontend, min_ranks=min_ranks, max_ranks=max_ranks, regrow=regrow
         )
-    _check(func, min_ranks, max_ranks, regrow)
+    check_callable("elastic.run", "func", func)
+    check_positive("elastic.run", "min_ranks", min_ranks, whole=True)
+    check_flag("elastic.run", "regrow", regrow)
+    if max_ranks is not None and (not isinstance(max_ranks, int) or max_ranks < min_ranks):
+        raise InvalidArgument(
+            f"elastic.run: max_ranks={shown(max_ranks)}; expected {min_ranks} (min_ranks) or more"
+        )
 
     @functools.wraps(func)
     def wrapper(state: Any, *args: Any, **kwargs: Any) -> Any:
@@ -54,13 +60,3 @@ def elastic_function(
         return frontend.until_done(lambda state: func(state, *args, **kwargs), state, options, joiner)
 
     return wrapper
-
-
-def _check(func: Any, min_ranks: Any, max_ranks: Any, regrow: Any) -> None:
-    check_callable("elastic.run", "func", func)
-    check_positive("elastic.run", "min_ranks", min_ranks, whole=True)
-    check_flag("elastic.run", "regrow", regrow)
-    if max_ranks is not None and (not isinstance(max_ranks, int) or max_ranks < min_ranks):
-        raise InvalidArgument(
-            f"elastic.run: max_ranks={shown(max_ranks)}; expected {min_ranks} (min_ranks) or more"
-        )

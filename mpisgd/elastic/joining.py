@@ -13,7 +13,7 @@ comes to `run` too late, the survivors continue without it, and it ends.
 import os
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,23 +67,18 @@ def grow(left: "Communicator", options: ElasticOptions) -> tuple["Communicator",
     if not options.regrow or missing <= 0:
         return left, 0
     try:
-        joiners = left.spawn(_this_program(), missing, {config.JOINER_VARIABLE: TO_JOIN})
+        program = [sys.executable, *sys.orig_argv[1:]]
+        joiners = left.spawn(program, missing, {config.JOINER_VARIABLE: TO_JOIN})
     except PeerLost:
         raise
     except MpisgdError as exc:
-        _print_no_joiners(left, str(exc))
-        return left, 0
+        return _without_joiners(left, str(exc))
     if problem := left.broadcast_object(_wait_for_joiners(joiners, missing) if left.rank == 0 else "", 0):
-        _print_no_joiners(left, problem)
         joiners.revoke()
-        return left, 0
+        return _without_joiners(left, problem)
     if left.rank == 0:
         _signal(lambda word, dst: joiners.isend(word, dst, COME), joiners, missing)
     return joiners.merge(behind=False), missing
-
-
-def _this_program() -> list[str]:
-    return [sys.executable, *sys.orig_argv[1:]]
 
 
 def _wait_for_joiners(joiners: "Communicator", number: int) -> str:
@@ -105,9 +100,10 @@ def _signal(start: Callable[[Tensor, int], "MPI.Request"], remote: "Communicator
     return done
 
 
-def _print_no_joiners(left: "Communicator", why: str) -> None:
+def _without_joiners(left: "Communicator", why: str) -> tuple["Communicator", int]:
     if left.rank == 0:
         print(f"mpisgd: elastic: no new ranks: {why}", file=sys.stderr, flush=True)
+    return left, 0
 
 
 def join() -> None:
@@ -128,17 +124,12 @@ def join() -> None:
         with within(alone.timeout_s, "its joining of the job"):
             jobs.begin(survivors.merge(behind=True), None, alone.timeout_s, alone.gpu)
     except MpisgdError:
-        _end_without_job()
+        print(
+            "mpisgd: elastic: a new rank ends: the others have gone on without it, or are gone (from its "
+            f"start on they wait {JOIN_TIMEOUT_S:g} s for it to come to elastic.run)",
+            file=sys.stderr,
+            flush=True,
+        )
+        exit_after_loss()
+        raise SystemExit(0) from None  # no failure of the job
     jobs.current_job().lost_ranks = True
-
-
-def _end_without_job() -> NoReturn:
-    """End a joiner without a job to join, which is no failure of the job."""
-    print(
-        "mpisgd: elastic: a new rank ends: the others have gone on without it, or are gone (from its start "
-        f"on they wait {JOIN_TIMEOUT_S:g} s for it to come to elastic.run)",
-        file=sys.stderr,
-        flush=True,
-    )
-    exit_after_loss()
-    raise SystemExit(0)

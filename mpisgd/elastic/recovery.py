@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from mpisgd.arguments import ranks_text
 from mpisgd.core import waiting
 from mpisgd.elastic.joining import ElasticOptions, grow
 from mpisgd.errors import JobError, MpisgdError, PeerLost
@@ -139,9 +140,8 @@ def recover(reason: str, options: ElasticOptions) -> Recovered:
     lost = tuple(sorted({rank for ranks in before.nodes for rank in ranks} - set(left)))
     if silent_hosts(before.nodes, left):
         jobs.current_job().lost_host = True
-    recovered = Recovered(lost, num_joiners, time.monotonic() - started)
     _check_options(before, left, options)
-    return recovered
+    return Recovered(lost, num_joiners, time.monotonic() - started)
 
 
 def _try_to_begin(
@@ -168,7 +168,8 @@ def _try_to_begin(
 
 def _check_options(before: "Topology", left: list[int], options: ElasticOptions) -> None:
     """Raise JobError where the survivors must not continue."""
-    left_text = f"{len(left)} of {before.size} ranks are left (of the world before: {_listed(left)})"
+    listed = ", ".join(map(str, left[:8])) + (", ..." if len(left) > 8 else "")
+    left_text = f"{len(left)} of {before.size} ranks are left (of the world before: {listed})"
     if not has_quorum(before.nodes, left):
         hosts = ", ".join(before.hostnames[host] for host in silent_hosts(before.nodes, left))
         raise JobError(
@@ -195,8 +196,7 @@ def report(recovered: Recovered, prefix: str = "mpisgd") -> None:
         prefix: of the line.
     """
     if rank_info.rank() == 0:
-        lost = recovered.lost
-        gone = f"rank {lost[0]} is" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))} are"
+        gone = f"{ranks_text(recovered.lost)} {'is' if len(recovered.lost) == 1 else 'are'}"
         joined = f", {recovered.num_joiners} of them new" if recovered.num_joiners else ""
         print(
             f"{prefix}: elastic: {gone} lost; {rank_info.size()} ranks go on from the last commit{joined} "
@@ -204,7 +204,3 @@ def report(recovered: Recovered, prefix: str = "mpisgd") -> None:
             file=sys.stderr,
             flush=True,
         )
-
-
-def _listed(ranks: list[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")

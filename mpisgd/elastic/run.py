@@ -25,25 +25,13 @@ __all__ = ["run"]
 
 
 def run(
-    func: Function | None = None,
-    *,
-    min_ranks: int = 1,
-    max_ranks: int | None = None,
-    regrow: bool = False,
+    func: Function | None = None, *, min_ranks: int = 1, max_ranks: int | None = None, regrow: bool = False
 ) -> Any:
     """Let `func(state, ...)` survive the loss of ranks: the others call it again, from the last commit.
 
-        @mpisgd.elastic.run
-        def train(state):
-            while state.epoch < 10:
-                ...
-                state.epoch += 1
-                state.commit()
-
-        train(state)
-
-    Needs a fault-tolerant MPI: `mpirun --with-ft ulfm` of Open MPI 5. With any other, rank 0 warns and a lost
-    rank ends the job; `python -m mpisgd run --restarts` starts it again from the last checkpoint.
+    A decorator; `mpisgd.elastic` has an example. Needs a fault-tolerant MPI: `mpirun --with-ft ulfm` of Open
+    MPI 5. With any other, rank 0 warns and a lost rank ends the job; `python -m mpisgd run --restarts` starts
+    it again from the last checkpoint.
 
     Before the first call the state of rank 0 is broadcast and committed. After a loss the remaining ranks are
     renumbered in their order; the world group, fusion buffers and samplers are made again; the last commit
@@ -82,7 +70,9 @@ def _until_done(func: Function, state: State, options: ElasticOptions, joiner: b
         try:
             prepare()
             result = func(state)
-            _end_together()
+            # All ranks return together: one that has left cannot take part in a recovery.
+            jobs.current_job().world.queue.run(Operation("end of elastic.run"), lambda: None)
+            agree_on_end()
         except Exception as exc:
             if not _is_loss(exc):
                 raise
@@ -97,12 +87,6 @@ def _resume(state: State, joiners: bool) -> None:
     """Restore the last commit in the new world, and free the memory of the old one."""
     state.resume(joiners)
     free_old_worlds()
-
-
-def _end_together() -> None:
-    """Return when all ranks do: a rank that has left cannot take part in a recovery."""
-    jobs.current_job().world.queue.run(Operation("end of elastic.run"), lambda: None)
-    agree_on_end()
 
 
 def _is_loss(exc: Exception) -> bool:

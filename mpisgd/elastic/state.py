@@ -1,24 +1,17 @@
 """`State`: what a training function needs to continue from its last commit."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from mpisgd.collectives.objects import all_gather_object
 from mpisgd.core.consistency import Operation
 from mpisgd.elastic.buddy_replicas import BuddyReplicas, PerRank
-from mpisgd.elastic.state_handlers import PlainHandler, StateHandler, handler_for
+from mpisgd.elastic.state_handlers import StateHandler, handler_for
 from mpisgd.errors import InvalidArgument
 from mpisgd.job.lifecycle import world
 from mpisgd.job.rank_info import size
 
 __all__ = ["State"]
-
-
-class _Commit(NamedTuple):
-    """A saved state: its number, which grows with each commit, and a copy of each value."""
-
-    number: int
-    copies: dict[str, Any]
 
 
 class State:
@@ -42,33 +35,30 @@ class State:
         handlers = {name: handler_for(value) for name, value in values.items()}
         object.__setattr__(self, "_handlers", handlers)
         self._replicas = BuddyReplicas([value for value in values.values() if isinstance(value, PerRank)])
-        self._commits: list[_Commit] = []
+        self._commits: dict[int, dict[str, Any]] = {}  # copies of the values, by number, oldest first
         self._began = False  # as an original rank, not as a joiner
         self._callbacks: list[Callable[[], Any]] = []
 
     # -- the values -----------------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
-        handler = self.__dict__.get("_handlers", {}).get(name)
-        if handler is None:
-            raise AttributeError(f"State has no value {name!r}; it has {', '.join(self._names())}")
-        return handler.value
+        handlers: dict[str, StateHandler] = self.__dict__.get("_handlers", {})
+        if name not in handlers:
+            raise AttributeError(f"State has no value {name!r}; it has {', '.join(handlers)}")
+        return handlers[name].value
 
     def __setattr__(self, name: str, value: Any) -> None:
         handlers: dict[str, StateHandler] = self.__dict__["_handlers"]
         if name in handlers:
-            was_plain = isinstance(handlers[name], PlainHandler)
-            handlers[name] = PlainHandler(value) if was_plain else handler_for(value)
+            was_plain = type(handlers[name]) is StateHandler
+            handlers[name] = StateHandler(value) if was_plain else handler_for(value)
         elif name.startswith("_"):
             object.__setattr__(self, name, value)
         else:
             raise AttributeError(
                 f"State has no value {name!r} to assign; give it to State(...) first, beside "
-                f"{', '.join(self._names())}"
+                f"{', '.join(handlers)}"
             )
-
-    def _names(self) -> list[str]:
-        return list(self.__dict__.get("_handlers", {}))
 
     # -- for the program ------------------------------------------------------------------------------
 
@@ -85,16 +75,16 @@ class State:
         self._commit(self.commits + 1)
 
     def _commit(self, number: int) -> None:
-        old = self._commits.pop(0).copies if len(self._commits) == 2 else {}
+        old = self._commits.pop(min(self._commits)) if len(self._commits) == 2 else {}
         copies = {name: handler.save(old.get(name)) for name, handler in self._handlers.items()}
         self._replicas.save(number)
-        self._commits.append(_Commit(number, copies))
+        self._commits[number] = copies
         world().queue.run(Operation("commit", extra=f"number {number}"), lambda: None)
 
     @property
     def commits(self) -> int:
         """The number of the last commit, those of `run` included; 0 before the first."""
-        return self._commits[-1].number if self._commits else 0
+        return max(self._commits, default=0)
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
         """Register functions to be called after each change of the ranks, when the state is restored.
@@ -109,7 +99,8 @@ class State:
         """Broadcast the values of rank 0 and commit them. Collective."""
         self._began = True
         self._commits.clear()
-        self._sync()
+        for handler in self._handlers.values():
+            handler.sync()
         self.commit()
 
     def resume(self, joiners: bool) -> None:
@@ -122,11 +113,14 @@ class State:
         """
         number = self._latest_common()
         if self._commits and number:
-            self._restore(number)
+            self._commits = {known: copies for known, copies in self._commits.items() if known <= number}
+            for name, handler in self._handlers.items():
+                handler.restore(self._commits[number][name])
         for handler in self._handlers.values():
             handler.reset()
         if joiners and number:
-            self._sync()
+            for handler in self._handlers.values():
+                handler.sync()
         if number:
             self._replicas.restore(number)
         for callback in self._callbacks:
@@ -142,14 +136,3 @@ class State:
         all_gather_object(gathered, (self.commits, self._began))
         latest: int = min(number for number, began in gathered if began or number)
         return latest
-
-    def _restore(self, number: int) -> None:
-        self._commits = [commit for commit in self._commits if commit.number <= number]
-        last = self._commits[-1]
-        assert last.number == number, (last.number, number)
-        for name, handler in self._handlers.items():
-            handler.restore(last.copies[name])
-
-    def _sync(self) -> None:
-        for handler in self._handlers.values():
-            handler.sync()

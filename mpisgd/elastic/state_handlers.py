@@ -1,6 +1,6 @@
 """How a `State` saves, restores and synchronizes its values: one handler for each, chosen by its type."""
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -10,58 +10,39 @@ from mpisgd.collectives.objects import broadcast_object
 from mpisgd.optim.broadcast import broadcast_optimizer_state, broadcast_parameters
 from mpisgd.optim.distributed import DistributedOptimizer
 
-__all__ = ["PlainHandler", "StateHandler", "handler_for"]
+__all__ = ["StateHandler", "handler_for"]
 
 
-class StateHandler(Protocol):
+class StateHandler:
     """Saves, restores and synchronizes one value of a state.
+
+    This one is for anything that can be copied and pickled: numbers, lists, tensors.
 
     Attributes:
         value: what the state's attribute is.
     """
 
-    value: Any
+    def __init__(self, value: Any) -> None:
+        self.value = value
 
     def save(self, into: Any) -> Any:
         """Return a copy of the value, in the memory of an older copy where that fits."""
-
-    def restore(self, saved: Any) -> None:
-        """Restore the value to what it was when `saved` was made; `saved` may be used again."""
-
-    def reset(self) -> None:
-        """Adapt the value to the present number of ranks."""
-
-    def sync(self) -> None:
-        """Broadcast the value of rank 0. Collective."""
-
-
-class PlainHandler:
-    """For anything that can be copied and pickled: numbers, lists, tensors."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def save(self, into: Any) -> Any:
-        """Return a deep copy."""
         return copy_tree(self.value, into)
 
     def restore(self, saved: Any) -> None:
-        """Restore a copy of the copy."""
+        """Restore the value to what it was when `saved` was made; `saved` may be used again."""
         self.value = copy_tree(saved)
 
     def reset(self) -> None:
-        """Do nothing: the value does not depend on the ranks."""
+        """Adapt the value to the present number of ranks, if it depends on it."""
 
     def sync(self) -> None:
-        """Broadcast rank 0's value."""
+        """Broadcast the value of rank 0. Collective."""
         self.value = broadcast_object(self.value)
 
 
-class _StateDictHandler:
+class _StateDictHandler(StateHandler):
     """For objects with `state_dict()` and `load_state_dict()`: schedulers, scalers, samplers."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
 
     def save(self, into: Any) -> Any:
         return copy_tree(self.value.state_dict(), into)
@@ -103,4 +84,4 @@ def handler_for(value: Any) -> StateHandler:
         return _ModuleHandler(value)
     if isinstance(value, torch.optim.Optimizer):
         return _OptimizerHandler(value)
-    return _StateDictHandler(value) if has_state_dict(value) else PlainHandler(value)
+    return _StateDictHandler(value) if has_state_dict(value) else StateHandler(value)

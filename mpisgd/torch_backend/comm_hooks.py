@@ -27,9 +27,5 @@ def bf16_compress(process_group: Any, bucket: dist.GradBucket) -> torch.futures.
     halves = buffer.to(torch.bfloat16)
     work = dist.all_reduce(halves, op=dist.ReduceOp.AVG, group=group, async_op=True)
     assert work is not None
-
-    def expand(_: Any) -> Tensor:
-        return buffer.copy_(halves)
-
-    reduced: torch.futures.Future[Tensor] = work.get_future().then(expand)
+    reduced: torch.futures.Future[Tensor] = work.get_future().then(lambda _: buffer.copy_(halves))
     return reduced

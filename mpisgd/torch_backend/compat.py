@@ -8,15 +8,17 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import UnsupportedTorch
+
+if TYPE_CHECKING:
+    from mpisgd.dtypes import ReduceOp
 
 __all__ = [
     "blocks",
@@ -58,8 +60,10 @@ def blocks(opts: Any) -> bool:
     return not getattr(opts, "asyncOp", True)
 
 
-def reduction_of(op: Any) -> ReduceOp:
+def reduction_of(op: Any) -> "ReduceOp":
     """Return torch's reduction as ours; what is multiplied first is a sum then, see `factor_of`."""
+    from mpisgd.dtypes import ReduceOp  # not above: where it is imported first, its `import torch` comes here
+
     kind = getattr(op, "op", op)
     if kind == dist.ReduceOp.PREMUL_SUM:
         return ReduceOp.SUM

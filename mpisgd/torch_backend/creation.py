@@ -1,19 +1,42 @@
-"""From what torch asks for to a process group: which ranks of the job its members are."""
+"""From what torch asks for to a store and a process group: which ranks of the job its members are."""
 
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import parse_qs, urlparse
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 
 import mpisgd
+from mpisgd import config
+from mpisgd.core.consistency import Operation
 from mpisgd.errors import InvalidArgument
 from mpisgd.job.groups import open_group
+from mpisgd.job.lifecycle import current_job
 from mpisgd.torch_backend import compat
 from mpisgd.torch_backend.process_group import ProcessGroupMpisgd
+from mpisgd.transport.tcp_store.store import open_store
 
-__all__ = ["create"]
+__all__ = ["create", "mpi_rendezvous"]
+
+
+def mpi_rendezvous(url: str) -> tuple[Any, int, int]:
+    """Return (store, rank, world size) of this process, by way of MPI itself. Collective over the job.
+
+    Args:
+        url: as torch makes it of `init_method`, `rank` and `world_size`. Where it tells no rank, that of the
+            environment counts (RANK, which another launcher may have set), else MPI's.
+    """
+    asked = {name: int(values[-1]) for name, values in parse_qs(urlparse(url).query).items()}
+    job = current_job()
+    rank, size = config.torchrun_rank()
+    stores: list[Any] = []
+    queue, where = job.world.queue, job.world.topology
+    opening = Operation("open_store")
+    queue.run(opening, lambda: stores.append(open_store(queue.communicator, where, job.timeout_s)))
+    rank = asked.get("rank", job.world.rank if rank is None else rank)
+    return stores[0], rank, asked.get("world_size", job.world.size if size is None else size)
 
 
 def create(options: Any) -> ProcessGroupMpisgd:

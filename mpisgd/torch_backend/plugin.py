@@ -58,6 +58,6 @@ def _create(options: Any, _: Any) -> Any:
 
 def _rendezvous(url: str, **_: Any) -> "Iterator[tuple[Any, int, int]]":
     """Find the other ranks: yield (store, rank, world size); torch calls this."""
-    from mpisgd.torch_backend.rendezvous import mpi_rendezvous
+    from mpisgd.torch_backend.creation import mpi_rendezvous
 
     yield mpi_rendezvous(url)

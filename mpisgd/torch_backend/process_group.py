@@ -31,7 +31,6 @@ from mpisgd.collectives.sparse import all_reduce_sparse
 from mpisgd.config import BACKEND
 from mpisgd.core.group import Group
 from mpisgd.core.work import Work
-from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import NotInitialized
 from mpisgd.job.groups import close_group
 from mpisgd.job.lifecycle import current_job, is_initialized
@@ -43,6 +42,9 @@ from mpisgd.torch_backend.work import BackendWork
 
 __all__ = ["ProcessGroupMpisgd"]
 
+
+Tensors = Sequence[Tensor]
+TensorLists = Sequence[Tensors]
 
 # Its methods are overloaded there in ways that only C++ knows how to write; see torch's own threaded group.
 _Base: Any = dist.ProcessGroup
@@ -57,6 +59,7 @@ class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
 
     Operations are issued in one order, in the group's queue: those that torch calls with `async_op=False` at
     once, the others at once too where all ranks are there and share a host, else in the queue's thread.
+    `with_short_forms` sees to it that `opts` is None only in methods that have no short form.
 
     Attributes:
         mpisgd_group: what native calls take as `group=`.
@@ -77,15 +80,15 @@ class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
 
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
         """Combine each tensor over the group, in place."""
-        opts = dist.AllreduceOptions() if opts is None else opts
         op, factor = compat.reduction_of(opts.reduceOp), compat.factor_of(opts.reduceOp)
-        tensors = _listed(tensors)
         if any(tensor.is_sparse for tensor in tensors):
-            return self._reduce_sparse(tensors, op)
+            for tensor in tensors:
+                tensor.copy_(all_reduce_sparse(tensor, op, self.mpisgd_group))
+            return self._track([], tensors)
         _multiply(tensors, factor)
         return self._issue(opts, tensors, [partial(all_reduce, t, op) for t in tensors])
 
-    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """Combine all tensors over the group, in place, in few messages."""
         opts = dist.AllreduceCoalescedOptions() if opts is None else opts
         op, factor = compat.reduction_of(opts.reduceOp), compat.factor_of(opts.reduceOp)
@@ -94,51 +97,37 @@ class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
 
     def broadcast(self, tensors: Any, opts: Any = None) -> dist.Work:
         """Copy the root's tensors into everyone's."""
-        opts = dist.BroadcastOptions() if opts is None else opts
         root = self._job_rank(opts.rootRank)
-        tensors = _listed(tensors)
         return self._issue(opts, tensors, [partial(broadcast, t, root) for t in tensors])
 
     def reduce(self, tensors: Any, opts: Any = None) -> dist.Work:
         """Combine each tensor over the group, into the root's."""
-        opts = dist.ReduceOptions() if opts is None else opts
         root, op = self._job_rank(opts.rootRank), compat.reduction_of(opts.reduceOp)
-        tensors = _listed(tensors)
         _multiply(tensors, compat.factor_of(opts.reduceOp))
         return self._issue(opts, tensors, [partial(reduce, t, root, op) for t in tensors])
 
-    def allgather(
-        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
-    ) -> dist.Work:
+    def allgather(self, outputs: TensorLists, inputs: Tensors, opts: Any = None) -> dist.Work:
         """Copy everyone's `inputs[i]` into `outputs[i]`, by rank."""
         pairs = list(zip(outputs, inputs, strict=True))
         result = list(outputs[0]) if len(pairs) == 1 else list(outputs)
         return self._issue(opts, result, [partial(all_gather, o, t) for o, t in pairs])
 
-    def allgather_coalesced(
-        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
-    ) -> dist.Work:
+    def allgather_coalesced(self, outputs: TensorLists, inputs: Tensors, opts: Any = None) -> dist.Work:
         """Copy everyone's `inputs[i]` into `outputs[rank][i]`."""
         return self.allgather(list(zip(*outputs, strict=True)), inputs, opts)
 
-    def reduce_scatter(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
-    ) -> dist.Work:
+    def reduce_scatter(self, outputs: Tensors, inputs: TensorLists, opts: Any = None) -> dist.Work:
         """Combine `inputs[i]` over the group; rank r keeps the r-th of them in `outputs[i]`."""
-        opts = dist.ReduceScatterOptions() if opts is None else opts
         op, factor = compat.reduction_of(opts.reduceOp), compat.factor_of(opts.reduceOp)
         pairs = [(out, _multiplied(tensors, factor)) for out, tensors in zip(outputs, inputs, strict=True)]
         return self._issue(opts, list(outputs), [partial(reduce_scatter, o, t, op) for o, t in pairs])
 
-    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         """Copy `inputs[r]` into the entry of this rank in rank r's outputs."""
         return self._issue(opts, list(outputs), [partial(all_to_all, outputs, inputs)])
 
-    def gather(
-        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
-    ) -> dist.Work:
+    def gather(self, outputs: TensorLists, inputs: Tensors, opts: Any = None) -> dist.Work:
         """Copy everyone's `inputs[i]` into the root's `outputs[i]`, by rank."""
-        opts = dist.GatherOptions() if opts is None else opts
         root = self._job_rank(opts.rootRank)
         lists: Sequence[Any] = outputs or [None] * len(inputs)  # only the root has some
         result = list(outputs[0]) if outputs else []
@@ -146,11 +135,8 @@ class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
             opts, result, [partial(gather, t, o, root) for o, t in zip(lists, inputs, strict=True)]
         )
 
-    def scatter(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None
-    ) -> dist.Work:
+    def scatter(self, outputs: Tensors, inputs: TensorLists, opts: Any = None) -> dist.Work:
         """Hand entry r of the root's `inputs[i]` to rank r's `outputs[i]`."""
-        opts = dist.ScatterOptions() if opts is None else opts
         root = self._job_rank(opts.rootRank)
         lists: Sequence[Any] = inputs or [None] * len(outputs)  # only the root has some
         pairs = zip(outputs, lists, strict=True)
@@ -162,9 +148,7 @@ class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
         """Put everyone's `input` into everyone's `output`, in rank order."""
         return self._issue(opts, [output], [partial(all_gather_into_tensor, output, input)])
 
-    def all_gather_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
-    ) -> dist.Work:
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         """Put everyone's `inputs[i]` into everyone's `outputs[i]`, in few messages."""
         return self._issue(opts, list(outputs), [partial(all_gather_into_tensor_coalesced, outputs, inputs)])
 
@@ -176,7 +160,7 @@ class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
         return self._issue(opts, [output], [partial(reduce_scatter_tensor, output, source, op)])
 
     def reduce_scatter_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> dist.Work:
         """Combine `inputs[i]` over the group; this rank keeps its slices, in few messages."""
         opts = dist.ReduceScatterOptions() if opts is None else opts
@@ -237,12 +221,6 @@ class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
         works = [call(group=self.mpisgd_group, async_op=async_op) for call in calls]
         return self._track([work for work in works if work is not None], result)
 
-    def _reduce_sparse(self, tensors: Sequence[Tensor], op: ReduceOp) -> dist.Work:
-        """Combine sparse tensors, in place; done when it returns."""
-        for tensor in tensors:
-            tensor.copy_(all_reduce_sparse(tensor, op, self.mpisgd_group))
-        return self._track([], tensors)
-
     def _track(self, works: Sequence[Work], result: Any) -> dist.Work:
         work = BackendWork(works, result)
         if self._coalesced is not None:
@@ -274,16 +252,6 @@ class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
         """Return the store of the rendezvous."""
         return self._store
 
-    @property
-    def group_name(self) -> str:
-        """What torch calls this group."""
-        return self._name
-
-    @property
-    def group_desc(self) -> str:
-        """What torch says the group is for."""
-        return self._desc
-
     def getGroupName(self) -> str:
         """Return what torch calls this group."""
         return self._name
@@ -300,8 +268,8 @@ class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
         """Take what torch says the group is for."""
         self._desc = desc
 
-    _set_group_name = setGroupName
-    _set_group_desc = setGroupDesc
+    group_name, group_desc = property(getGroupName), property(getGroupDesc)
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -336,9 +304,8 @@ class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
 
         Where an operation has failed this rank waits for nobody: the others learn that it has left the group.
         """
-        if (
-            is_initialized() and self.mpisgd_group in current_job().groups
-        ):  # else mpisgd.shutdown() was quicker
+        # Where mpisgd.shutdown() was quicker there is nothing to give back.
+        if is_initialized() and self.mpisgd_group in current_job().groups:
             close_group(self.mpisgd_group)
 
     def abort(self) -> None:
@@ -352,7 +319,7 @@ def _listed(tensors: Any) -> list[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
-def _multiply(tensors: Sequence[Tensor], factor: float | Tensor | None) -> None:
+def _multiply(tensors: Tensors, factor: float | Tensor | None) -> None:
     """Multiply in place, for what is a factor before a sum."""
     if factor is not None:
         with torch.no_grad():
@@ -360,6 +327,6 @@ def _multiply(tensors: Sequence[Tensor], factor: float | Tensor | None) -> None:
                 tensor.mul_(factor)
 
 
-def _multiplied(tensors: Sequence[Tensor], factor: float | Tensor | None) -> list[Tensor]:
+def _multiplied(tensors: Tensors, factor: float | Tensor | None) -> list[Tensor]:
     """Return the tensors as they are, or multiplied copies."""
     return list(tensors) if factor is None else [tensor.detach() * factor for tensor in tensors]

@@ -7,10 +7,11 @@ began it, so that is what is done here.
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torch import Tensor, autograd
+from torch.utils._pytree import tree_leaves
 
 from mpisgd.config import BACKEND
 from mpisgd.torch_backend.work import BackendWork
@@ -60,7 +61,7 @@ def _recorded(method: Callable[..., BackendWork], title: str, place: int | None)
     def record(self: Any, *args: Any, **kwargs: Any) -> BackendWork:
         if not _is_profiling():
             return method(self, *args, **kwargs)
-        given = list(_tensors_in(args[place])) if place is not None and place < len(args) else []
+        given: list[Tensor] = tree_leaves(args[place]) if place is not None and place < len(args) else []
         sparse = "sparse_" if any(tensor.is_sparse for tensor in given) else ""
         end = _begin(f"{BACKEND}:{sparse}{title}", given)
         try:
@@ -72,15 +73,6 @@ def _recorded(method: Callable[..., BackendWork], title: str, place: int | None)
         return work
 
     return record
-
-
-def _tensors_in(given: Any) -> Iterator[Tensor]:
-    """Yield a tensor, or those in a list of tensors or of lists of them."""
-    if isinstance(given, Tensor):
-        yield given
-    else:
-        for entry in given:
-            yield from _tensors_in(entry)
 
 
 def _begin(title: str, given: list[Tensor]) -> Callable[[], None]:

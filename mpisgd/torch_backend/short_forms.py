@@ -42,7 +42,7 @@ IN_OPTIONS = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}
 
 
 def with_short_forms(cls: C) -> C:
-    """Let a process group's methods be called in their short forms too.
+    """Let a process group's methods be called in their short forms too, and without options.
 
     A `timeout` counts for a barrier; other operations wait as long as the group's limit says.
     """
@@ -53,24 +53,20 @@ def with_short_forms(cls: C) -> C:
 
 def _taking_both(method: Callable[..., Any], form: Form) -> Callable[..., Any]:
     @functools.wraps(method)
-    def take(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def take(self: Any, *args: Any, opts: Any = None, **named: Any) -> Any:
         tensors, rest = args[: form.num_tensors], args[form.num_tensors :]
-        if _is_short(form, rest, kwargs):
-            rest, kwargs = (_options(form, rest, kwargs),), {}
-        return method(self, *_in_lists(tensors), *rest, **kwargs)
+        if opts is None and rest and isinstance(rest[0], form.options):
+            (opts,) = rest
+        elif opts is None:
+            opts = _options(form, rest, {name: named.pop(name) for name in IN_OPTIONS if name in named})
+        return method(self, *_in_lists(tensors), opts=opts, **named)
 
     return take
 
 
-def _is_short(form: Form, rest: tuple[Any, ...], named: dict[str, Any]) -> bool:
-    in_place = bool(rest) and not isinstance(rest[0], (form.options, type(None)))
-    return in_place or not named.keys().isdisjoint(IN_OPTIONS)
-
-
 def _options(form: Form, positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
     options = form.options()
-    given = {**dict(zip(form.fields, positional, strict=False)), **named}
-    for name, value in given.items():
+    for name, value in (*zip(form.fields, positional, strict=False), *named.items()):
         if value is not None:
             setattr(options, IN_OPTIONS[name], value)
     return options

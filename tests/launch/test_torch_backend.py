@@ -27,6 +27,18 @@ def said(done) -> list[str]:
     return sorted(done.stdout.splitlines())
 
 
+def test_the_backend_is_known_where_ours_is_imported_before_torch(start):
+    """`mpisgd.dtypes` imports torch, which imports the backend, which once wanted `mpisgd.dtypes` whole."""
+    done = start(
+        """
+        from mpisgd import ReduceOp
+        import torch.distributed as dist
+        print("mpisgd" in dist.Backend.backend_list)
+        """
+    )
+    assert said(done) == ["True"]
+
+
 def test_every_way_to_begin_and_to_begin_again(start):
     """Wrongly, bare, mpi://, as torchrun's programs do it, other ranks, a store, beside gloo; and no end."""
     done = start(

@@ -119,6 +119,7 @@ class Custom:
         (torch.eye(2).to_sparse(), "it.deep.1 has layout torch.sparse_coo"),
         (torch.ones(1, device="meta"), "it.deep.1 is a Tensor on meta"),
         (np.array([Custom()]), "it.deep.1 is an array of object"),
+        (np.datetime64("2026-01-01"), "it.deep.1 is an array of datetime64"),
     ],
 )
 def test_what_cannot_be_saved_is_named_with_its_place(value, said):

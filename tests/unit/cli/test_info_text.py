@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpisgd.cli.collect_env import MpiInfo, RankInfo, Space, settings
+from mpisgd.cli.collect_env import MpiInfo, RankInfo, settings
 from mpisgd.cli.info_text import as_ranges, as_size, as_text
 
 MPI = MpiInfo("Open MPI v5.0.11", "/opt/lib/libmpi.so.40", "MULTIPLE", "off")
@@ -25,7 +25,7 @@ def facts(rank, **changes):
         cores_for_job=8,
         affinity=list(range(8)),
         num_threads=2,
-        shared_memory=Space(64 * 2**20, 2**20),
+        shared_memory={"total_bytes": 64 * 2**20, "free_bytes": 2**20},
         gpus="none",
         nccl="none",
         set_by_mpisgd={"OMPI_MCA_osc": "^ucx"},
@@ -86,7 +86,7 @@ def test_each_host_has_its_ranks_and_the_least_shared_memory_counts():
         return {
             "node": rank % 2,
             "host": "beta" if rank % 2 else "alpha",
-            "shared_memory": Space(2**30, (rank % 2 + 1) * 2**20),
+            "shared_memory": {"total_bytes": 2**30, "free_bytes": (rank % 2 + 1) * 2**20},
         }
 
     text = page(changes)
