@@ -123,27 +123,23 @@ def torchrun_rank(env: Mapping[str, str] = os.environ) -> tuple[int | None, int 
 
 def timeout_s(env: Mapping[str, str] = os.environ) -> float:
     """Return how long to wait for other ranks, in seconds (MPISGD_TIMEOUT_S, default 1800)."""
-    value, text = _seconds("MPISGD_TIMEOUT_S", DEFAULT_TIMEOUT_S, env)
-    if not value > 0:
-        raise InvalidArgument(f"{text}: expected a positive number of seconds")
-    return value
+    return _seconds("MPISGD_TIMEOUT_S", DEFAULT_TIMEOUT_S, env)
 
 
 def stall_warning_s(env: Mapping[str, str] = os.environ) -> float:
     """Return after how long a wait is reported, in seconds (MPISGD_STALL_WARNING_S, default 60, 0: never)."""
-    value, text = _seconds("MPISGD_STALL_WARNING_S", DEFAULT_STALL_WARNING_S, env)
-    if not value >= 0:
-        raise InvalidArgument(f"{text}: expected a number of seconds, 0 for never")
-    return value
+    return _seconds("MPISGD_STALL_WARNING_S", DEFAULT_STALL_WARNING_S, env, zero_is_never=True)
 
 
-def _seconds(name: str, default: float, env: Mapping[str, str]) -> tuple[float, str]:
-    """Return a variable's value, NaN if it is not a number, and its name for an error."""
+def _seconds(name: str, default: float, env: Mapping[str, str], *, zero_is_never: bool = False) -> float:
+    """Return a variable's value in seconds, or raise InvalidArgument."""
     text = env.get(name, str(default))
-    try:
-        return float(text), f"{name}={text!r}"
-    except ValueError:
-        return math.nan, f"{name}={text!r}"
+    with contextlib.suppress(ValueError):
+        value = float(text)
+        if value > 0 or (value == 0 and zero_is_never):
+            return value
+    expected = "a number of seconds, 0 for never" if zero_is_never else "a positive number of seconds"
+    raise InvalidArgument(f"{name}={text!r}: expected {expected}")
 
 
 def check(env: Mapping[str, str] = os.environ) -> None:

@@ -109,7 +109,7 @@ class StagedOutput:
         elif keep:
             self.flat = copy_to_host(tensor) if self._is_staged else in_order(tensor)
         elif self._is_staged:
-            self.flat = pinned_like(tensor)
+            self.flat = runtime().pinned(tensor.numel(), tensor.dtype)
         else:
             self.flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
 
@@ -128,15 +128,10 @@ class StagedOutput:
             self.tensor.detach().copy_(self.flat.view(self.tensor.shape))
 
 
-def pinned_like(tensor: Tensor) -> Tensor:
-    """Return pinned memory for the elements of `tensor`, [numel]."""
-    return runtime().pinned(tensor.numel(), tensor.dtype)
-
-
 def copy_to_host(tensor: Tensor) -> Tensor:
     """Return the elements of a device tensor in pinned memory, [numel]; the copy is complete."""
     source = tensor.detach().resolve_conj().resolve_neg()
-    there = pinned_like(tensor)
+    there = runtime().pinned(tensor.numel(), tensor.dtype)
     if tensor.numel():
         runtime().copy(there.view(tensor.shape), source)
         runtime().current_stream(tensor.device).record_event().synchronize()

@@ -34,7 +34,9 @@ def _copy(source: Any, into: Any, devices: set[torch.device]) -> Any:
     if isinstance(source, dict):
         earlier = into if isinstance(into, dict) else {}
         copies = {key: _copy(value, earlier.get(key), devices) for key, value in source.items()}
-        return copies if type(source) is dict else _like(source, copies)
+        made = copy.copy(source)  # of its kind: an ordered dict, with torch's metadata
+        made.update(copies)
+        return made
     if type(source) in (list, tuple):
         known = into if isinstance(into, type(source)) and len(into) == len(source) else [None] * len(source)
         return type(source)(_copy(value, old, devices) for value, old in zip(source, known, strict=True))
@@ -52,10 +54,3 @@ def _copy_tensor(source: Tensor, into: Any, devices: set[torch.device]) -> Tenso
     devices.add(source.device)
     runtime().copy(room, source.resolve_conj().resolve_neg())
     return room
-
-
-def _like(source: dict[Any, Any], values: dict[Any, Any]) -> dict[Any, Any]:
-    """Return `values` as a dict of the kind of `source`: an ordered one, with torch's metadata."""
-    made = copy.copy(source)
-    made.update(values)
-    return made

@@ -6,75 +6,21 @@ tests on a stand-in that executes streams as late as it may.
 
 import contextlib
 import datetime
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Cuda", "Event", "Runtime", "Stream", "on_device", "runtime", "set_runtime"]
-
-
-class Event(Protocol):
-    """A point in a stream."""
-
-    def synchronize(self) -> None:
-        """Let this thread wait until the stream has come there."""
-
-
-class Stream(Protocol):
-    """Work of a device that is done in order."""
-
-    def record_event(self) -> Any:
-        """Return the point that the stream has reached when all work so far is done."""
-
-    def wait_event(self, event: Any) -> None:
-        """Let all later work of this stream wait for a point in another."""
-
-
-class Runtime(Protocol):
-    """What drives the devices."""
-
-    @property
-    def kind(self) -> str:
-        """What torch calls such devices: the first part of `cuda:0`."""
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Return whether a tensor lies on such a device."""
-
-    def take_device(self, local_rank: int) -> None:
-        """Make a device the current one, each rank of a host another, unless the program has chosen."""
-
-    def identity(self, device: torch.device) -> str:
-        """Return what tells a device from all others of its host."""
-
-    def current_stream(self, device: torch.device) -> Stream:
-        """Return the stream that this thread's work on `device` goes to."""
-
-    def new_stream(self, device: torch.device) -> Stream:
-        """Return a stream beside those of the program."""
-
-    def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
-        """Let this thread's work go to `stream` inside."""
-
-    def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return [numel] uninitialized elements of host memory that a device reads and writes by itself.
-
-        It may be freed while copies that were started with it are in flight.
-        """
-
-    def copy(self, out: Tensor, source: Tensor) -> None:
-        """Begin to copy between host and device on the current stream, both of one shape and dtype."""
-
-    def has_nccl(self) -> bool:
-        """Return whether this torch has NCCL."""
-
-    def open_nccl(self, store: Any, rank: int, size: int, timeout_s: float) -> Any:
-        """Return NCCL's process group over ranks that share `store`."""
+__all__ = ["Cuda", "on_device", "runtime", "set_runtime"]
 
 
 class Cuda:
-    """NVIDIA's GPUs, and AMD's, which torch calls by the same name."""
+    """NVIDIA's GPUs, and AMD's, which torch calls by the same name. A stand-in has the same methods.
+
+    Attributes:
+        kind: what torch calls such devices: the first part of `cuda:0`.
+    """
 
     kind = "cuda"
 
@@ -83,7 +29,7 @@ class Cuda:
         return tensor.is_cuda
 
     def take_device(self, local_rank: int) -> None:
-        """Take GPU number `local_rank`, counted round, unless the program has used CUDA already.
+        """Make GPU number `local_rank`, counted round, the current one, unless the program has used CUDA.
 
         That is what torch can tell: `torch.cuda.set_device` counts as a use, and so does any tensor on a
         GPU. GPU 0 is the current one by itself; not to touch it spares programs for the CPU its context.
@@ -94,7 +40,10 @@ class Cuda:
                 torch.cuda.set_device(number)
 
     def identity(self, device: torch.device) -> str:
-        """Return the GPU's own number: the index differs by process where CUDA_VISIBLE_DEVICES does."""
+        """Return the GPU's own number, which tells it from all others of its host.
+
+        Its index differs by process where CUDA_VISIBLE_DEVICES does.
+        """
         properties = torch.cuda.get_device_properties(device)
         return str(getattr(properties, "uuid", None) or f"{properties.name} {device.index}")
 
@@ -103,7 +52,7 @@ class Cuda:
         return torch.cuda.current_stream(device)
 
     def new_stream(self, device: torch.device) -> torch.cuda.Stream:
-        """Return one of torch's pool."""
+        """Return one beside those of the program, from torch's pool."""
         return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def on(self, stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[Any]:
@@ -111,14 +60,18 @@ class Cuda:
         return torch.cuda.stream(stream)
 
     def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return page-locked memory. torch keeps what is let go of for the next time.
+        """Return [numel] uninitialized elements of page-locked memory, which a device accesses by itself.
 
-        It also knows which copies are in flight, and does not reuse it before they are done.
+        torch keeps what is let go of for the next time. It knows which copies are in flight, and does not
+        reuse memory before they are done.
         """
         return torch.empty(numel, dtype=dtype, pin_memory=True)
 
     def copy(self, out: Tensor, source: Tensor) -> None:
-        """Begin to copy; what is strided is copied on the device first."""
+        """Begin to copy between host and device on the current stream, both of one shape and dtype.
+
+        What is strided is copied on the device first.
+        """
         out.copy_(source, non_blocking=True)
 
     def has_nccl(self) -> bool:
@@ -133,15 +86,15 @@ class Cuda:
 
 
 _CUDA = Cuda()
-_stand_in: Runtime | None = None
+_stand_in: Cuda | None = None
 
 
-def runtime() -> Runtime:
+def runtime() -> Cuda:
     """Return what drives the devices here."""
     return _stand_in or _CUDA
 
 
-def set_runtime(stand_in: Runtime | None) -> None:
+def set_runtime(stand_in: Cuda | None) -> None:
     """Put a stand-in in the place of CUDA, for tests; None: CUDA again."""
     global _stand_in
     _stand_in = stand_in

@@ -54,8 +54,6 @@ class ExceptHook:
         self._communicator = communicator
         self._topology = topology
         self._console = console
-        self._previous = sys.excepthook
-        self._previous_in_threads = threading.excepthook
 
     def install(self) -> None:
         """Take over `sys.excepthook` and `threading.excepthook`."""
@@ -83,8 +81,14 @@ class ExceptHook:
         self.fail(exc)
 
     def fail(self, exc: BaseException) -> None:
-        """Print what went wrong, once, and end the whole job. Does not return."""
-        self._give_precedence(exc)
+        """Print what went wrong, once, and end the whole job. Does not return.
+
+        Another rank prints first, if it can: the first host's, and the lowest where all raise the same error.
+        """
+        if isinstance(exc, MpisgdError) and exc.on_every_rank and self._communicator.rank > 0:
+            time.sleep(PRECEDENCE_S)
+        if self._topology.node_rank > 0:
+            time.sleep(PRECEDENCE_S)
         if self._console.claim_error(REPORT_S):
             print(self._report(exc), file=standard_error(), flush=True)
         else:
@@ -100,21 +104,12 @@ class ExceptHook:
             self._abort(exit_code)
         sys.exit(exit_code)  # alone: the ordinary way out, MPI is finalized on it
 
-    def _give_precedence(self, exc: BaseException) -> None:
-        """Let another rank print first: the first host's, and the lowest where all raise the same error."""
-        if isinstance(exc, MpisgdError) and exc.on_every_rank and self._communicator.rank > 0:
-            time.sleep(PRECEDENCE_S)
-        if self._topology.node_rank > 0:
-            time.sleep(PRECEDENCE_S)
-
     def _report(self, exc: BaseException) -> str:
         if isinstance(exc, JobError):
             return f"{Path(sys.argv[0]).name or 'mpisgd'}: error: {exc}"
+        report = "".join(traceback.format_exception(exc)).rstrip()
+        if self._communicator.size == 1:
+            return report
         name = f"rank {self._communicator.rank} of {self._communicator.size}"
         host = self._topology.hostnames[self._topology.node_rank]
-        report = "".join(traceback.format_exception(type(exc), exc, exc.__traceback__)).rstrip()
-        return (
-            report
-            if self._communicator.size == 1
-            else f"mpisgd: {name} on {host} raised, the job ends:\n{report}"
-        )
+        return f"mpisgd: {name} on {host} raised, the job ends:\n{report}"

@@ -34,22 +34,15 @@ def exit_without_host(local_rank: int) -> None:
     """Exit at once, with success; call when all ranks are leaving. Does not return."""
     sys.stdout.flush()
     sys.stderr.flush()
-    launcher = os.getppid()
-    if local_rank == 0 and _name_of(launcher) in LAUNCHERS:
-        time.sleep(OTHERS_LEAVE_S)
-        note(ENDED_NOTE)
-        print_to_user(
-            "the program has ended with exit code 0. mpirun would wait for the lost host for ever and is "
-            "killed, so its own exit code is 137"
-        )
-        time.sleep(FORWARD_S)
-        with contextlib.suppress(OSError):
-            os.kill(launcher, signal.SIGKILL)
+    with contextlib.suppress(psutil.Error):
+        launcher = psutil.Process(os.getppid())
+        if local_rank == 0 and launcher.name() in LAUNCHERS:
+            time.sleep(OTHERS_LEAVE_S)
+            note(ENDED_NOTE)
+            print_to_user(
+                "the program has ended with exit code 0. mpirun would wait for the lost host for ever and is "
+                "killed, so its own exit code is 137"
+            )
+            time.sleep(FORWARD_S)
+            launcher.kill()
     os._exit(0)
-
-
-def _name_of(pid: int) -> str:
-    try:
-        return psutil.Process(pid).name()
-    except psutil.Error:
-        return ""

@@ -1,13 +1,13 @@
 """`make_group`: opens what the members of a group communicate through, and makes the `Group` of it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mpisgd.core.group import Group, GroupResources
 from mpisgd.core.operation_queue import OperationQueue
 from mpisgd.core.topology import Topology, discover
 from mpisgd.transport.messages.point_to_point import PointToPoint
-from mpisgd.transport.transports import Transports, open_transports
+from mpisgd.transport.transports import open_transports
 from mpisgd.tuning import CostModel
 
 if TYPE_CHECKING:
@@ -50,13 +50,9 @@ def make_group(
         timeout_s=timeout_s,
         threads_allowed=threads_allowed,
         ranks=tuple(ranks),
-        on_failure=_revoke_access(transports),
+        # The host's ranks learn that this one has left an operation that they may still come to.
+        on_failure=(lambda: None) if transports.cma is None else transports.cma.access.revoke,
     )
     messages = PointToPoint(communicator.duplicate(), timeout_s=timeout_s, threads_allowed=threads_allowed)
     messages.group = (name, tuple(ranks))
     return Group(name, ranks, GroupResources(queue, messages, transports, topology), costs=costs)
-
-
-def _revoke_access(transports: Transports) -> Callable[[], None]:
-    """Return what tells the host's ranks that this one has left an operation that they may still come to."""
-    return (lambda: None) if transports.cma is None else transports.cma.access.revoke

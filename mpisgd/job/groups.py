@@ -78,8 +78,9 @@ def open_group(
     job = current_job()
     members = _check_members(ranks, job.world.size)
     _wait_for_members(job.world.queue.communicator, members, name, timeout_s or job.timeout_s)
+    tag = _checksum(members) % 2**15  # differs between overlapping groups, as a rule; every MPI takes it
     with waiting_for(WaitReason(f"the making of group '{name}'", members=tuple(members))):
-        communicator = job.world.queue.communicator.create_group(members, _tag_of(members))
+        communicator = job.world.queue.communicator.create_group(members, tag)
     where = job.world.topology.subset(members)
     group = make_group(
         name,
@@ -109,28 +110,25 @@ def _wait_for_members(
     """Return when all members are about to make the group: a wait for them inside MPI has no timeout."""
     ordered = sorted(members)
     room = (communicator.tag_limit - FIRST_TAG) // MAX_ROUNDS
-    rendezvous = Dissemination(
-        communicator, ordered, tag=FIRST_TAG + zlib.crc32(f"{ordered}".encode()) % room * MAX_ROUNDS
-    )
-    order = zlib.crc32(f"{members}".encode())
+    rendezvous = Dissemination(communicator, ordered, tag=FIRST_TAG + _checksum(ordered) % room * MAX_ROUNDS)
+    order = _checksum(members)
     rendezvous.start(order, order)
-    text = f"new_group(ranks={list(members)})"
+    text = f"new_group(ranks={list(members)}), group '{name}'"
     reason = WaitReason(f"new_group of {ordered}", members=tuple(ordered))
     try:
-        if not rendezvous.advance() and not Backoff(timeout_s).wait_for(
-            rendezvous.advance, about=lambda: reason
-        ):
-            waited = f"waited {timeout_s:.1f} s for {rendezvous.missing()}; every member must call it"
-            raise CollectiveTimeout(f"{text}, group '{name}': {waited}")
+        if not Backoff(timeout_s).wait_for(rendezvous.advance, about=lambda: reason):
+            missing = rendezvous.missing()
+            raise CollectiveTimeout(
+                f"{text}: waited {timeout_s:.1f} s for {missing}; every member must call it"
+            )
     finally:
         rendezvous.close()
     if rendezvous.extremes() != (order, order):
-        raise CollectiveMismatch(f"{text}, group '{name}': other members named the ranks in another order")
+        raise CollectiveMismatch(f"{text}: other members named the ranks in another order")
 
 
-def _tag_of(members: Sequence[int]) -> int:
-    """Return a tag that differs between overlapping groups, as a rule, and that every MPI takes."""
-    return zlib.crc32(f"{members}".encode()) % 2**15
+def _checksum(members: Sequence[int]) -> int:
+    return zlib.crc32(f"{members}".encode())
 
 
 def close_group(group: Group) -> None:

@@ -1,7 +1,9 @@
 """The job's life: `init`, `begin` a world, `abandon` it after a loss, `shutdown`."""
 
 import atexit
+import functools
 import os
+import sys
 import warnings
 from typing import TYPE_CHECKING
 
@@ -20,7 +22,6 @@ from mpisgd.job.startup import (
     check_is_no_child,
     check_world_size,
     load_mpi,
-    mpi_is_running,
     share_threads,
     warn_of_late_defaults,
 )
@@ -47,7 +48,6 @@ __all__ = [
 
 _job: Job | None = None
 _ended: Job | None = None  # the last one, after `shutdown()`
-_exit_registered = False
 
 
 def init(
@@ -83,7 +83,12 @@ def init(
     """
     check_init_arguments(comm, timeout_s, num_threads, gpu)
     if _job is not None:
-        _check_same(comm, gpu)
+        if gpu is not None and gpu != _job.gpu:
+            raise AlreadyInitialized(f"init: gpu={gpu!r}, but it was called before and chose {_job.gpu!r}")
+        if comm is not None and comm != _job.comm:
+            raise AlreadyInitialized(
+                "init: called before with another communicator; call shutdown() in between"
+            )
         return
     check_is_no_child()
     limit_s = timeout_s if timeout_s is not None else config.timeout_s()
@@ -98,7 +103,8 @@ def init(
 
 def _start(comm: "MPI.Intracomm | None", num_threads: int | None, limit_s: float, wanted_gpu: str) -> None:
     """Do what `init` says."""
-    was_running, defaults = mpi_is_running(), mpi_defaults()
+    loaded = sys.modules.get("mpi4py.MPI")  # looking does not start MPI
+    was_running, defaults = loaded is not None and loaded.Is_initialized(), mpi_defaults()
     communicator = _start_mpi(comm, was_running)
     wishes = communicator.all_gather_object((wanted_gpu, config.timeline()))
     job = begin(communicator, comm, limit_s, agree_on_wanted([gpu for gpu, _ in wishes]))
@@ -107,10 +113,9 @@ def _start(comm: "MPI.Intracomm | None", num_threads: int | None, limit_s: float
     runtime().take_device(job.world.topology.local_rank)
     if was_running:
         warn_of_late_defaults(load_mpi().library_version(), defaults, communicator.rank)
+    # By the first rank's wish: not every launcher hands it to all.
     if (path := next((path for _, path in wishes if path), None)) is not None:
-        tracing.start_recorder(
-            path, communicator
-        )  # by the first rank's wish: not every launcher hands it to all
+        tracing.start_recorder(path, communicator)
     if job.complaint:
         warnings.warn(job.complaint, RuntimeWarning, stacklevel=3)
     _register_exit()
@@ -130,11 +135,9 @@ def _start_mpi(comm: "MPI.Intracomm | None", was_running: bool) -> "Communicator
     return communicator
 
 
+@functools.cache  # once
 def _register_exit() -> None:
-    global _exit_registered
-    if not _exit_registered:
-        atexit.register(_at_exit)
-        _exit_registered = True
+    atexit.register(_at_exit)
 
 
 def begin(communicator: "Communicator", comm: "MPI.Intracomm | None", timeout_s: float, gpu: str) -> Job:
@@ -164,14 +167,6 @@ def abandon(reason: str) -> Job:
     tracing.abandon()
     _job = None
     return job
-
-
-def _check_same(comm: "MPI.Intracomm | None", gpu: str | None) -> None:
-    assert _job is not None
-    if gpu is not None and gpu != _job.gpu:
-        raise AlreadyInitialized(f"init: gpu={gpu!r}, but it was called before and chose {_job.gpu!r}")
-    if comm is not None and comm != _job.comm:
-        raise AlreadyInitialized("init: called before with another communicator; call shutdown() in between")
 
 
 def is_initialized() -> bool:

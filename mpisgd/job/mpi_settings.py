@@ -10,8 +10,6 @@ from mpisgd.monitor import heartbeat
 __all__ = ["mpi_defaults", "set_mpi_defaults"]
 
 LAUNCHER_PREFIXES = ("OMPI_COMM_WORLD_", "PMIX_", "PMI_", "SLURM_")
-# MPI_Finalize otherwise has a barrier of all ranks ever started, which may wait for lost ones for ever.
-ASYNC_FINALIZE = {"OMPI_MCA_async_mpi_finalize": "1"}
 FABRICS = ("infiniband", "cxi")  # device classes of Linux
 
 
@@ -27,8 +25,9 @@ def mpi_defaults(
     - More ranks than cores on a host: waiting ranks yield their core. With Open MPI's default, spinning, an
       all-reduce was 15 times slower.
     - No one-sided windows over UCX: every window would print an error line.
-    - With fault tolerance: a finalize without a barrier, since mpisgd has synchronized the remaining
-      ranks; between hosts the heartbeats, see `mpisgd.monitor.heartbeat`.
+    - With fault tolerance: a finalize without its barrier of all ranks ever started, which may wait for lost
+      ones for ever; mpisgd has synchronized the others. Between hosts the heartbeats, see
+      `mpisgd.monitor.heartbeat`.
     - On one host no TCP transport: it has no use there but listens on every address of the host.
     - Without a fabric such as InfiniBand no OFI transport: it would sleep for a second at the start.
     """
@@ -38,7 +37,7 @@ def mpi_defaults(
     if local_size is not None and local_size > cores:
         wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
     if config.fault_tolerance(env):
-        wanted |= ASYNC_FINALIZE
+        wanted["OMPI_MCA_async_mpi_finalize"] = "1"
     if not _needs_network(env):
         wanted["OMPI_MCA_btl"] = "^tcp,ofi"
     elif not (_has_fabric() if fabric is None else fabric):

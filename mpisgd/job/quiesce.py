@@ -4,7 +4,7 @@ Ranks may end several groups at once, and others one of them: all are polled tog
 """
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,7 +34,7 @@ def end_operations(groups: Sequence[Group], timeout_s: float) -> list[Group]:
         if group.queue.broken is not None:  # MPI would wait for ever for what has failed
             raise group.queue.broken
     for end in ends:
-        end.group.point_to_point.drain(end.everyones_messages())
+        end.group.point_to_point.drain(end.messages)
     return [end.group for end in ends]
 
 
@@ -74,18 +74,43 @@ def _is_settled(ends: "Sequence[_GroupEnd]") -> bool:
 
 
 class _GroupEnd:
-    """The end of one group: all members come to it, then tell each other which messages are in flight."""
+    """The end of one group: all members come to it, then tell each other which messages are in flight.
+
+    Attributes:
+        messages: which these are, by group rank; once it is over.
+    """
 
     def __init__(self, group: Group) -> None:
         self.group = group
         self.check = group.queue.consistency.begin(Operation("shutdown"), lambda: "the end of the program")
-        self._exchange: _MessageExchange | None = None
+        self.messages: list[list[Message]] = []
+        self._is_over = False
+        self._steps = self._exchange(group.queue.communicator)
 
     def advance(self) -> bool:
         """Go as far as possible without waiting; return whether it is over."""
-        if self._exchange is None and self.check.advance() and not self.check.differs():
-            self._exchange = _MessageExchange(self.group)
-        return self._exchange is not None and self._exchange.advance()
+        next(self._steps, None)
+        return self._is_over
+
+    def _exchange(self, communicator: "Communicator") -> Iterator[None]:
+        """Gather the messages in flight: lengths of pickles, then pickles; yield while others are late."""
+        while not self.check.advance() or self.check.differs():
+            yield
+        pickled = pickle.dumps(self.group.point_to_point.in_flight())
+        lengths = torch.zeros(communicator.size, dtype=torch.int64)
+        length = torch.tensor([len(pickled)])
+        request = communicator.all_gather_request(lengths, length)
+        while not communicator.poll([request]):
+            yield
+        longest = int(lengths.max())
+        mine = torch.frombuffer(bytearray(pickled.ljust(longest)), dtype=torch.uint8)
+        texts = torch.zeros(communicator.size * longest, dtype=torch.uint8)
+        request = communicator.all_gather_request(texts, mine)
+        while not communicator.poll([request]):
+            yield
+        # A pickle says itself where it ends.
+        self.messages = [pickle.loads(text.numpy().tobytes()) for text in texts.view(communicator.size, -1)]
+        self._is_over = True
 
     def is_left(self) -> bool:
         """Return whether a member has left the group: it comes to no end, so none is complete there."""
@@ -100,39 +125,3 @@ class _GroupEnd:
                 f"shutdown of group '{self.group.name}': waited {backoff.waited_s:.1f} s for a rank that has "
                 "come to it, but has not told which of its messages are in flight"
             )
-
-    def everyones_messages(self) -> list[list[Message]]:
-        """Return by group rank which messages are in flight there; call it when this is over."""
-        assert self._exchange is not None
-        return self._exchange.received()
-
-
-class _MessageExchange:
-    """An all-gather of the messages in flight: of their lengths when pickled, then of the pickles."""
-
-    def __init__(self, group: Group) -> None:
-        self._communicator: Communicator = group.queue.communicator
-        pickled = pickle.dumps(group.point_to_point.in_flight())
-        self._mine = torch.frombuffer(bytearray(pickled), dtype=torch.uint8)
-        self._length = torch.tensor([len(pickled)])
-        self._lengths = torch.zeros(self._communicator.size, dtype=torch.int64)
-        self._texts: torch.Tensor | None = None
-        self._request = self._communicator.all_gather_request(self._lengths, self._length)
-
-    def advance(self) -> bool:
-        """Go as far as possible without waiting; return whether it is over."""
-        if self._communicator.poll([self._request]) and self._texts is None:
-            longest = int(self._lengths.max())
-            self._mine = torch.nn.functional.pad(self._mine, (0, longest - len(self._mine)))
-            self._texts = torch.zeros(self._communicator.size * longest, dtype=torch.uint8)
-            self._request = self._communicator.all_gather_request(self._texts, self._mine)
-        return self._texts is not None and self._communicator.poll([self._request])
-
-    def received(self) -> list[list[Message]]:
-        """Return everyone's messages, by rank."""
-        assert self._texts is not None
-        rows = self._texts.view(self._communicator.size, -1)
-        return [
-            pickle.loads(row[:length].numpy().tobytes())
-            for row, length in zip(rows, self._lengths.tolist(), strict=True)
-        ]

@@ -11,9 +11,9 @@ They remove both themselves, but not when everything is killed at once. So:
 
 import contextlib
 import os
+import re
 import shutil
 import stat
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,15 +35,14 @@ def remove_stale_files(communicator: "Communicator") -> None:
     """Remove the files of killed jobs of this user, and those of this one that need no name. Collective."""
     local = communicator.same_host()
     mapped = set.intersection(*local.all_gather_object(mapped_segments()))
-    first = local.rank == 0
     local.free()
-    if not first:
+    if local.rank != 0:
         return
     for path in mapped:
         with contextlib.suppress(OSError):
             os.unlink(path)
-    folder = _launchers_folder(os.environ)
-    if folder is not None:
+    folder = Path(os.environ.get(FOLDER_VARIABLE, ""))
+    if folder.name.startswith(FOLDER):
         mark(folder)
         sweep(folder.parent)
 
@@ -52,22 +51,11 @@ def mapped_segments() -> set[str]:
     """Return the files of Open MPI's transport that this process has mapped and that still have a name."""
     # psutil reads smaps, for which the kernel walks all of the process's pages: 20 ms for a gigabyte.
     try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
+        maps = Path("/proc/self/maps").read_text()
     except OSError:
         return set()
-    prefix = f"{SHARED_MEMORY}/{SEGMENT}"
-    return {path for path in map(_path_of, lines) if path.startswith(prefix)}
-
-
-def _path_of(line: str) -> str:
-    """Return the file of a line of /proc/PID/maps, which has five fields before it."""
-    fields = line.split(maxsplit=5)
-    return fields[5] if len(fields) > 5 and not line.endswith(" (deleted)") else ""
-
-
-def _launchers_folder(env: Mapping[str, str]) -> Path | None:
-    folder = Path(env.get(FOLDER_VARIABLE, ""))
-    return folder if folder.name.startswith(FOLDER) else None
+    paths = re.findall(rf"(?<= ){SHARED_MEMORY}/{re.escape(SEGMENT)}.*", maps)
+    return {path for path in paths if not path.endswith(" (deleted)")}
 
 
 def mark(folder: Path) -> None:
@@ -88,13 +76,10 @@ def sweep(parent: Path) -> None:
     """Remove the marked folders in `parent` whose launcher is gone."""
     for folder in parent.glob(f"{FOLDER}*"):
         with contextlib.suppress(OSError):
-            if _is_ours(folder) and _is_abandoned(folder):
+            status = folder.lstat()
+            is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+            if is_ours and _is_abandoned(folder):
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_ours(folder: Path) -> bool:
-    status = folder.lstat()
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
 
 
 def _is_abandoned(folder: Path) -> bool:

@@ -21,7 +21,6 @@ __all__ = [
     "check_is_no_child",
     "check_world_size",
     "load_mpi",
-    "mpi_is_running",
     "share_threads",
     "warn_of_late_defaults",
 ]
@@ -68,12 +67,6 @@ def check_world_size(size: int, library: str) -> None:
             "--mpi option of srun that it was built for; `python -m mpisgd info` shows both. If that is "
             "what you want, call init(MPI.COMM_WORLD)"
         )
-
-
-def mpi_is_running() -> bool:
-    """Return whether someone has started MPI before us (looking does not start it)."""
-    loaded = sys.modules.get("mpi4py.MPI")
-    return loaded is not None and bool(loaded.Is_initialized())
 
 
 def load_mpi() -> Any:

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING
 
 from mpisgd import config, tracing
 from mpisgd.core.group import Group
-from mpisgd.core.topology import Topology, discover
+from mpisgd.core.topology import discover
 from mpisgd.core.waiting import set_oversubscribed
 from mpisgd.job.excepthook import ExceptHook
 from mpisgd.job.group_factory import make_group
 from mpisgd.job.startup import load_mpi
 from mpisgd.monitor.console import ConsoleLock
-from mpisgd.monitor.reporter import Reporter
 from mpisgd.monitor.stall_monitor import StallMonitor
 from mpisgd.monitor.state_collector import StateCollector
 from mpisgd.monitor.watchdog import Watchdog
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from mpisgd.monitor.failure_detector import FailureDetector
-    from mpisgd.monitor.process_inspector import ProcessIdentity
     from mpisgd.transport.mpi import Communicator
 
 __all__ = ["Job", "make_job"]
@@ -74,23 +72,17 @@ class Job:
 
 def make_job(communicator: "Communicator", comm: "MPI.Intracomm | None", timeout_s: float, gpu: str) -> Job:
     """Make the job of the ranks of `communicator`, which it owns from now on. Collective over them."""
-    detector = _start_failure_detector(communicator)
+    mpi = load_mpi()
+    if communicator.size == 1 or mpi.thread_level() != "MULTIPLE" or not mpi.survives_losses():
+        return _make_with(None, communicator, comm, timeout_s, gpu)
+    from mpisgd.monitor.failure_detector import FailureDetector  # importing it starts MPI
+
+    detector = FailureDetector(communicator)
     try:
         return _make_with(detector, communicator, comm, timeout_s, gpu)
     except BaseException:
-        if detector is not None:
-            detector.stop()
+        detector.stop()
         raise
-
-
-def _start_failure_detector(communicator: "Communicator") -> "FailureDetector | None":
-    """Start to detect lost ranks, where MPI survives their loss and threads may call it."""
-    mpi = load_mpi()
-    if communicator.size == 1 or mpi.thread_level() != "MULTIPLE" or not mpi.survives_losses():
-        return None
-    from mpisgd.monitor.failure_detector import FailureDetector  # importing it starts MPI
-
-    return FailureDetector(communicator)
 
 
 def _make_with(
@@ -120,7 +112,7 @@ def _make_with(
     collector = StateCollector(communicator, topology, groups, threads_allowed=threads_allowed)
     watchdog = Watchdog(
         collector,
-        Reporter(collector, console),
+        console,
         timeout_s=timeout_s,
         warning_s=config.stall_warning_s(),
         abort=functools.partial(_abort_from_thread, abort if threads_allowed else None),
@@ -128,7 +120,8 @@ def _make_with(
     )
     monitor = StallMonitor(collector, watchdog)
     if detector is not None:
-        detector.enable_abort(_on_this_host(monitor, topology), topology.local_rank)
+        here = [collector.processes[rank] for rank in topology.nodes[topology.node_rank]]
+        detector.enable_abort(here, topology.local_rank)
     return Job(
         comm,
         communicator,
@@ -140,14 +133,9 @@ def _make_with(
         console,
         monitor,
         detector,
-        complaint or "",
+        complaint,
         groups,
     )
-
-
-def _on_this_host(monitor: StallMonitor, topology: Topology) -> "list[ProcessIdentity]":
-    """Return the processes of this host's ranks."""
-    return [monitor.collector.processes[rank] for rank in topology.nodes[topology.node_rank]]
 
 
 def _abort_from_thread(abort: Callable[[int], None] | None, reason: str) -> None:

@@ -11,11 +11,11 @@ blocked in MPI. The engine reports its long waits to `core/wait_registry.py`, an
     shm_mailbox        questions and answers among the ranks of a host; mpi_mailbox: between hosts
     state_collector    the states of all ranks
     hang_report        what all ranks do, in words
-    reporter           one rank prints it, not all; console: the lock for that
     watchdog           long waits: a warning, in the end an error or the end of the job
+    console            one rank of a host prints at a time
     deadlock_detector  ends waits that can never end otherwise
     stall_monitor      the thread that answers, and that calls the two above
 
-    failure_detector   notices lost ranks and ends the waits for them; job_abort: ends all ranks
+    failure_detector   notices lost ranks and ends the waits for them; ends all ranks
     heartbeat          how hosts notice that another one is dead: period and timeout are there
 """

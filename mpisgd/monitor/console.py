@@ -1,12 +1,13 @@
 """What a job prints for its user: one rank of a host at a time, and of an error only one."""
 
+import contextlib
 import fcntl
 import io
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TextIO
 
 from mpisgd.transport.ipc.memfd import open_shared
@@ -60,6 +61,16 @@ class ConsoleLock:
             return False
         return True
 
+    @contextlib.contextmanager
+    def turn(self, timeout_s: float, sleep: Callable[[float], None] = time.sleep) -> Iterator[None]:
+        """Wait until nobody else of this host prints, or for `timeout_s`; nobody else does meanwhile then."""
+        acquired = self.acquire(timeout_s, sleep)
+        try:
+            yield
+        finally:
+            if acquired:
+                self.release()
+
     def release(self) -> None:
         """Let others print."""
         if self._file >= 0:
@@ -74,21 +85,11 @@ class ConsoleLock:
         """
         if self._file < 0:
             return True
-        deadline_s = time.monotonic() + timeout_s
-        while not (acquired := self._try()) and time.monotonic() < deadline_s and not self._is_claimed():
-            time.sleep(POLL_S)
-        try:
-            if self._is_claimed():
+        with self.turn(timeout_s):
+            if os.fstat(self._file).st_size > 0:  # what is in a file stays, also when its writer is gone
                 return False
             os.write(self._file, b"!")
             return True
-        finally:
-            if acquired:
-                self.release()
-
-    def _is_claimed(self) -> bool:
-        """Return whether an error was claimed: what is in a file stays, also when its writer is gone."""
-        return os.fstat(self._file).st_size > 0
 
     def close(self) -> None:
         """Give the file back; after that this rank prints whenever it wants to."""

@@ -25,7 +25,7 @@ from mpisgd.arguments import ranks_text
 from mpisgd.core import wait_registry
 from mpisgd.core.wait_registry import Message
 from mpisgd.errors import Deadlock
-from mpisgd.monitor.hang_report import failed_thread_lines, missing, place
+from mpisgd.monitor.hang_report import failed_thread_lines, for_whom, place
 from mpisgd.monitor.rank_state import LEFT, WAITS, RankState, Wait, group_key
 from mpisgd.monitor.state_collector import StateCollector
 
@@ -62,32 +62,23 @@ def _can_end(wait: Wait, rank: int, known: Mapping[int, RankState], able: set[in
     if wait.message is not None:
         return _can_arrive(wait.message, rank, known, able)
     if wait.awaited:
-        return all(member in able for member in wait.awaited)
+        return able.issuperset(wait.awaited)
     if wait.number:
-        return all(_has_come(known[member], wait) or member in able for member in wait.members)
+        key = group_key(wait.members, wait.ordinal)
+        come = {member for member in wait.members if known[member].num_begun.get(key, 0) >= wait.number}
+        return able >= {*wait.members} - come
     if wait.members:
         return all(wait.is_shared_by(known[member]) or member in able for member in wait.members)
     return not wait.is_local
 
 
-def _has_come(state: RankState, wait: Wait) -> bool:
-    return state.num_begun.get(group_key(wait.members, wait.ordinal), 0) >= wait.number
-
-
 def _can_arrive(message: Message, rank: int, known: Mapping[int, RankState], able: set[int]) -> bool:
     """Return whether some partner has the other end of a message, or is able to come to it."""
-    return any(
-        partner in able or any(_fit(message, rank, other, partner) for other in known[partner].messages)
+    other_end = message.group, message.tag, not message.receives
+    return not able.isdisjoint(message.partners) or any(
+        (other.group, other.tag, other.receives) == other_end and rank in other.partners
         for partner in message.partners
-    )
-
-
-def _fit(message: Message, rank: int, other: Message, partner: int) -> bool:
-    return (
-        message.receives != other.receives
-        and (message.group, message.tag) == (other.group, other.tag)
-        and partner in message.partners
-        and rank in other.partners
+        for other in known[partner].messages
     )
 
 
@@ -98,30 +89,17 @@ def fingerprint(state: RankState) -> tuple[object, ...]:
 
 def describe_deadlock(states: Sequence[RankState], stuck: set[int]) -> str:
     """Say who waits where and for which ranks; of those that are able, what they do."""
-    lines = [
-        f"{ranks_text(sorted(stuck))} can never go on, since each waits for another or for one at its end:"
-    ]
+    lines = [f"{ranks_text(stuck)} can never go on, since each waits for another or for one at its end:"]
     for state in states:
-        if state.rank in stuck:
-            lines += [
-                f"  rank {state.rank} {_text_of(wait, state, states)}"
-                for wait in state.waits
-                if not wait.is_local
-            ]
-        else:
+        if state.rank not in stuck:
             lines.append(f"  rank {state.rank} {'has left' if state.state == LEFT else state.state}")
+            continue
+        for wait in state.waits:
+            if not wait.is_local:
+                tag = f", tag {wait.message.tag}" if wait.message is not None else ""
+                whom = for_whom(wait, state.rank, states)
+                lines.append(f"  rank {state.rank} waits{whom} in {place(wait)}{tag}")
     return "\n".join([*lines, *failed_thread_lines(states)])
-
-
-def _text_of(wait: Wait, state: RankState, states: Sequence[RankState]) -> str:
-    late = wait.message.partners if wait.message is not None else missing(wait, states)
-    others = [rank for rank in late if rank != state.rank]
-    tag = f", tag {wait.message.tag}" if wait.message is not None else ""
-    return f"waits for {ranks_text(others)} in {place(wait)}{tag}"
-
-
-def _serials(state: RankState) -> list[int]:
-    return sorted(wait.serial for wait in state.waits)
 
 
 class DeadlockDetector:
@@ -148,14 +126,12 @@ class DeadlockDetector:
         if longest.since_s != self._since_s:
             self._since_s, self._next_s, self._suspects = longest.since_s, FIRST_S, {}
         waited_s = time.monotonic() - longest.since_s
-        if waited_s >= self._next_s and self._is_lowest():
+        if waited_s < self._next_s:
+            return
+        here = [state.rank for state in self._collector.collect_host() if state.state == WAITS]
+        if min(here, default=self._collector.rank) >= self._collector.rank:  # no lower one waits, too
             self._next_s = max(waited_s + SURE_S, waited_s * BACKOFF)
             self._analyse()
-
-    def _is_lowest(self) -> bool:
-        """Return whether no lower rank of this host waits, too."""
-        lower = [state for state in self._collector.collect_host() if state.rank < self._collector.rank]
-        return not any(state.state == WAITS for state in lower)
 
     def _analyse(self) -> None:
         states = self._collector.collect()
@@ -167,10 +143,7 @@ class DeadlockDetector:
         if any(before.get(rank) != suspects[rank] for rank in stuck):
             self._next_s = time.monotonic() - self._since_s + SURE_S  # seen for the first time
             return
-        self._notify(states, stuck)
-
-    def _notify(self, states: Sequence[RankState], stuck: set[int]) -> None:
-        serials = [(state.rank, _serials(state)) for state in states if state.rank in stuck]
+        serials = [(rank, [wait.serial for wait in states[rank].waits]) for rank in stuck]
         text = json.dumps([describe_deadlock(states, stuck), serials]).encode()
         self._collector.notify(text, stuck - {self._collector.rank})
         self._notices.append((time.monotonic(), text))

@@ -1,4 +1,4 @@
-"""`FailureDetector`: notices that a rank of the job was lost, and ends all waits for it.
+"""`FailureDetector`: notices that a rank of the job was lost, and ends all waits for it, or the job.
 
 MPI reports a loss only to ranks that are inside one of its calls, on a communicator of the lost rank's. But
 ranks of a host wait for each other in shared memory, where nothing is reported; and one that has learned of
@@ -6,52 +6,64 @@ the loss and gone on leaves others behind, waiting for it. So a thread of every 
 itself, or by the revocation of a communicator, ends every wait of this process: ours raise `PeerLost`, and
 MPI's calls return, since all communicators are revoked.
 
-The same ends a call that is blocked inside MPI at its timeout. Then no rank is lost, and every wait ends
-with `CollectiveTimeout`. A communicator of its own tells the two apart; see
-`mpisgd.transport.mpi.calls.set_apart`. Another one ends the job; see `mpisgd.monitor.job_abort`.
+Two communicators are there for nothing but to be revoked, and so to tell all ranks something else:
+
+- A call has been blocked inside MPI for longer than its timeout. Then no rank is lost, and every wait ends
+  with `CollectiveTimeout`; see `mpisgd.transport.mpi.calls.set_apart`.
+- The job ends. `MPI_Abort` of an MPI that outlives lost ranks ends the rank that calls it alone, if that
+  (Open MPI 5.0.11 under `--with-ft ulfm`), and the others take it for lost. So every rank that sees the
+  revocation ends its process, whatever it does, and after a while those of its host that are still there, as
+  they are stopped, or in C code that keeps the interpreter's lock.
 """
 
+import contextlib
+import os
+import signal
 import threading
+import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
+from mpisgd.arguments import ranks_text
 from mpisgd.core import waiting
 from mpisgd.errors import CollectiveTimeout, MpisgdError, PeerLost
-from mpisgd.monitor.job_abort import JobAbort
+from mpisgd.monitor.process_inspector import ProcessIdentity, is_gone, is_stopped_or_gone
 from mpisgd.transport.mpi import OVERDUE, revoke_all, set_apart
 
 if TYPE_CHECKING:
-    from mpisgd.monitor.process_inspector import ProcessIdentity
     from mpisgd.transport.mpi import Communicator
 
 __all__ = ["FailureDetector"]
 
 POLL_S = 0.05  # that costs 0.3 % of a core
+PROPAGATE_S = 0.1  # MPI sends the revocation on
+EXIT_S = 1.5  # every rank polls 20 times a second
+EXIT_POLL_S = 0.02
 
 
 class FailureDetector:
-    """Notices lost ranks of `communicator` from its making until `stop()`.
-
-    Attributes:
-        lost: ranks of the communicator that are gone, as far as this rank knows; None before a failure.
-    """
+    """Notices lost ranks of `communicator` from its making until `stop()`."""
 
     def __init__(self, communicator: "Communicator") -> None:
-        self.lost: list[int] | None = None
         self._communicator = communicator
-        self._overdue: Communicator | None = None
-        self._abort: JobAbort | None = None
+        self._overdue: Communicator | None = None  # revoked where a call is blocked for too long
+        self._aborted: Communicator | None = None  # revoked where the job ends
+        self._is_aborting = False
         self._is_retired = False
+        waiting.allow_waits()
+        self._start()
+
+    def _start(self) -> None:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mpisgd failure detector", daemon=True)
-        waiting.allow_waits()
         self._thread.start()
 
     def _run(self) -> None:
         has_failed = self._is_retired
         while not self._stopped.wait(POLL_S):
-            if self._abort is not None and self._abort.is_called():
-                self._abort.follow()
+            if self._aborted is not None and not self._is_aborting and self._aborted.is_revoked():
+                # Each waits for the ranks behind it alone, or all would wait for each other.
+                self._exit([*filter(is_stopped_or_gone, self._before), *self._behind], 0)
             if has_failed:
                 self._communicator.lost()  # MPI's messages move
             else:
@@ -62,27 +74,48 @@ class FailureDetector:
         if self._overdue is not None and self._overdue.is_revoked():
             _end_waits(CollectiveTimeout(OVERDUE))
         elif (lost := self._communicator.lost()) or self._communicator.is_revoked():
-            self.lost = lost
-            _end_waits(PeerLost(_loss_text(lost)))
+            who = f"{ranks_text(lost)} of the job {'were' if len(lost) > 1 else 'was'} lost"
+            found_out = "a rank of the job was lost, as another rank has found out"
+            _end_waits(PeerLost(f"{who}: killed, or out of reach" if lost else found_out))
         else:
             return False
         return True
 
-    def enable_abort(self, processes: "Sequence[ProcessIdentity]", place: int) -> None:
+    def enable_abort(self, processes: Sequence[ProcessIdentity], place: int) -> None:
         """Make `revoke` and `abort` possible. Collective over the communicator.
 
         Args:
-            processes: of the ranks of this host.
+            processes: of the ranks of this host, in their order.
             place: this rank's among them.
         """
         self._overdue = self._communicator.duplicate(apart=True)
         set_apart(self._overdue)
-        self._abort = JobAbort(self._communicator, processes, place)
+        self._before, self._behind = processes[:place], processes[place + 1 :]
+        self._aborted = self._communicator.duplicate(apart=True)
 
-    def abort(self, exit_code: int) -> None:
-        """End all processes of the job, this one too."""
-        assert self._abort is not None
-        self._abort.call(exit_code, all_are_here=not self._is_retired)
+    def abort(self, exit_code: int) -> NoReturn:
+        """End all processes of the job; `exit_code` is the job's, unless a rank had to be killed.
+
+        One that does not notice is killed: but where this world is left, it may be in the next one, and only
+        those that are stopped are.
+        """
+        assert self._aborted is not None
+        self._is_aborting = True
+        self._aborted.revoke()
+        others = [*self._before, *self._behind]
+        self._exit([*filter(is_stopped_or_gone, others)] if self._is_retired else others, exit_code)
+
+    def _exit(self, others: Sequence[ProcessIdentity], exit_code: int) -> NoReturn:
+        """End this process when `others` have ended, or else these, too."""
+        time.sleep(PROPAGATE_S)
+        deadline_s = time.monotonic() + EXIT_S
+        while others and time.monotonic() < deadline_s:
+            time.sleep(EXIT_POLL_S)
+            others = [process for process in others if not is_gone(process)]
+        for process in others:
+            with contextlib.suppress(OSError):
+                os.kill(process.pid, signal.SIGKILL)
+        os._exit(exit_code)
 
     def revoke(self, reason: str) -> None:
         """End every wait of the job, since one of this rank's has timed out inside MPI.
@@ -96,17 +129,15 @@ class FailureDetector:
     def free(self) -> None:
         """Give the communicators back. Collective; after `stop`."""
         set_apart(None)
-        if self._overdue is not None and self._abort is not None:
+        if self._overdue is not None and self._aborted is not None:
             self._overdue.free()
-            self._abort.free()
+            self._aborted.free()
 
     def retire(self) -> None:
         """Notice nothing but the abort of the job from now on: the failure is known."""
         self.stop()
         self._is_retired = True
-        self._stopped.clear()
-        self._thread = threading.Thread(target=self._run, name="mpisgd failure detector", daemon=True)
-        self._thread.start()
+        self._start()
 
     def stop(self) -> None:
         """End the thread."""
@@ -119,10 +150,3 @@ def _end_waits(error: MpisgdError) -> None:
     """End every wait of this process, and of those that share a communicator with it."""
     waiting.cancel_all(error)
     revoke_all()
-
-
-def _loss_text(lost: list[int]) -> str:
-    if not lost:
-        return "a rank of the job was lost, as another rank has found out"
-    who = f"rank {lost[0]} of the job was" if len(lost) == 1 else f"ranks {lost} of the job were"
-    return f"{who} lost: killed, or out of reach"

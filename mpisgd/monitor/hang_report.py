@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from mpisgd.arguments import ranks_text
 from mpisgd.monitor.rank_state import LEFT, RUNS, WAITS, RankState, Wait, group_key
 
-__all__ = ["activity", "failed_thread_lines", "hang_report", "main_wait", "missing", "place"]
+__all__ = ["activity", "failed_thread_lines", "for_whom", "hang_report", "main_wait", "missing", "place"]
 
 MAX_STACKS = 6
 MAX_LINES = 28  # of a stack; the innermost calls are kept
@@ -22,7 +22,9 @@ def main_wait(state: RankState) -> Wait | None:
 def missing(wait: Wait, states: Sequence[RankState]) -> list[int]:
     """Return the global ranks without which a wait does not end: who has not come, or does not answer."""
     by_rank = {state.rank: state for state in states}
-    if wait.awaited:
+    if wait.message is not None:
+        return list(wait.message.partners)
+    if wait.awaited or not states:
         return list(wait.awaited)
     if wait.number:
         key = group_key(wait.members, wait.ordinal)
@@ -32,13 +34,18 @@ def missing(wait: Wait, states: Sequence[RankState]) -> list[int]:
     return late or [rank for rank in wait.members if by_rank[rank].state not in (RUNS, WAITS)]
 
 
+def for_whom(wait: Wait, rank: int, states: Sequence[RankState]) -> str:
+    """Return ` for ranks 1, 2`, those that `rank` waits for; "" where that is not known."""
+    late = [other for other in missing(wait, states) if other != rank]
+    return f" for {ranks_text(late)}" if late else ""
+
+
 def place(wait: Wait) -> str:
     """Return which operation of which group a wait is in, and where the program called it."""
     parts = [wait.what]
     if wait.group:
-        parts.append(
-            f"operation {wait.number} of group '{wait.group}'" if wait.number else f"group '{wait.group}'"
-        )
+        operation = f"operation {wait.number} of " if wait.number else ""
+        parts.append(f"{operation}group '{wait.group}'")
     if wait.mpi_call:
         parts.append(f"inside MPI's {wait.mpi_call}")
     if wait.site:
@@ -53,16 +60,12 @@ def hang_report(states: Sequence[RankState]) -> str:
         rows[state.host, activity(state, states)].append(state)
     cells = [("ranks", "host", "for", "what they do")]
     for (host, text), alike in rows.items():
-        waited = [wait.waited_s for state in alike if (wait := main_wait(state)) is not None]
+        waited = [wait.waited_s for wait in filter(None, map(main_wait, alike))]
         since = f"{max(waited):.1f} s" if waited else ""
         cells.append((ranks_text([state.rank for state in alike]).partition(" ")[2], host, since, text))
-    widths = [max(len(row[i]) for row in cells) for i in range(3)]
-    lines = [
-        "  ".join([*(cell.ljust(width) for cell, width in zip(row[:3], widths, strict=True)), row[3]])
-        for row in cells
-    ]
-    rows_text = (f"  {line.rstrip()}" for line in lines)
-    return "\n".join([*rows_text, *failed_thread_lines(states), *_stacks(states)])
+    a, b, c = (max(len(row[i]) for row in cells) for i in range(3))
+    table = [f"  {ranks:{a}}  {host:{b}}  {since:{c}}  {text}".rstrip() for ranks, host, since, text in cells]
+    return "\n".join([*table, *failed_thread_lines(states), *_stacks(states)])
 
 
 def failed_thread_lines(states: Sequence[RankState]) -> list[str]:
@@ -74,28 +77,20 @@ def activity(state: RankState, states: Sequence[RankState]) -> str:
     """Return what a rank does, in one line."""
     wait = main_wait(state)
     if wait is not None:
-        late = [rank for rank in missing(wait, states) if rank != state.rank]
-        return f"waits{' for ' + ranks_text(late) if late else ''}: {place(wait)}"
-    if state.state == RUNS:
-        return f"in code of its own{_behind(state, states)}"
-    return "has left the job" if state.state == LEFT else f"{state.note} (process {state.pid})"
-
-
-def _behind(state: RankState, states: Sequence[RankState]) -> str:
-    """Say which operations that others wait in a rank has not come to."""
-    waits = [wait for other in states if (wait := main_wait(other)) is not None]
+        return f"waits{for_whom(wait, state.rank, states)}: {place(wait)}"
+    if state.state != RUNS:
+        return "has left the job" if state.state == LEFT else f"{state.note} (process {state.pid})"
     late = {
         f"operation {wait.number} of group '{wait.group}'"
-        for wait in waits
+        for wait in filter(None, map(main_wait, states))
         if wait.number and state.rank in missing(wait, states)
     }
-    return f", has not come to {', '.join(sorted(late))}" if late else ""
+    return f"in code of its own{', has not come to ' if late else ''}{', '.join(sorted(late))}"
 
 
 def _stacks(states: Sequence[RankState]) -> list[str]:
     """Return where the missing ranks are, those that do not wait themselves first."""
-    waits = [wait for state in states if (wait := main_wait(state)) is not None]
-    wanted = {rank for wait in waits for rank in missing(wait, states)}
+    wanted = {rank for wait in filter(None, map(main_wait, states)) for rank in missing(wait, states)}
     by_stack: dict[tuple[str, str], list[int]] = defaultdict(list)
     for state in sorted(states, key=lambda state: state.state == WAITS):
         if state.rank in wanted and state.stacks:

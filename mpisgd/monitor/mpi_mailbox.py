@@ -1,6 +1,6 @@
 """`MpiMailbox`: questions and answers between hosts, by messages on a communicator of their own."""
 
-import json
+import pickle
 import threading
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 
 __all__ = ["MpiMailbox", "Question"]
 
-QUESTION, ANSWER, NOTICE = 1, 2, 3
-HEADER_BYTES = 8  # of an answer: the question's number
-
 
 class Question(NamedTuple):
     """What another rank asks.
@@ -35,13 +32,12 @@ class Question(NamedTuple):
     deep: bool
 
 
-class _Receive(NamedTuple):
-    """A message that is being received."""
+class Answer(NamedTuple):
+    """What a rank answers to the question `number`."""
 
-    request: "MPI.Request"
-    memory: Tensor
+    number: int
     src: int
-    tag: int
+    text: bytes
 
 
 class MpiMailbox:
@@ -53,13 +49,13 @@ class MpiMailbox:
     """
 
     def __init__(self, communicator: "Communicator", ranks: Collection[int]) -> None:
-        self.ranks = frozenset(ranks)
+        self._ranks = frozenset(ranks)
         self._communicator = communicator
         self._number = 0
         self._answers: dict[int, dict[int, bytes]] = {}  # by question that is not forgotten, by rank
         self._questions: list[Question] = []
         self._notices: list[bytes] = []
-        self._receives: list[_Receive] = []
+        self._receives: list[tuple[MPI.Request, Tensor]] = []
         self._sends: list[tuple[MPI.Request, Tensor]] = []
         self._lock = threading.Lock()
         self._is_closed = False
@@ -68,11 +64,10 @@ class MpiMailbox:
         """Ask some ranks; return the number of the question."""
         with self._lock:
             self._number += 1
-            number = self._number
-            self._answers[number] = {}
-        for rank in ranks:
-            self._send(json.dumps([number, deep]).encode(), rank, QUESTION)
-        return number
+            question = Question(self._number, self._communicator.rank, deep)
+            self._answers[question.number] = {}
+        self._send(question, ranks)
+        return question.number
 
     def answer_from(self, rank: int, number: int) -> bytes | None:
         """Return what a rank has answered to a question, None while there is nothing."""
@@ -93,12 +88,11 @@ class MpiMailbox:
 
     def answer(self, question: Question, text: bytes) -> None:
         """Answer a question."""
-        self._send(question.number.to_bytes(HEADER_BYTES, "little") + text, question.src, ANSWER)
+        self._send(Answer(question.number, self._communicator.rank, text), [question.src])
 
     def notify(self, text: bytes, ranks: Collection[int]) -> None:
         """Send a notice."""
-        for rank in self.ranks.intersection(ranks):
-            self._send(text, rank, NOTICE)
+        self._send(text, self._ranks.intersection(ranks))
 
     def notices(self) -> list[bytes]:
         """Return the notices that came with the questions since this was last called."""
@@ -111,10 +105,15 @@ class MpiMailbox:
         """Return whether a message is half here, or answers are awaited: whether to poll often."""
         return bool(self._receives or self._answers)
 
-    def _send(self, text: bytes, dst: int, tag: int) -> None:
-        memory = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    def _send(self, message: Question | Answer | bytes, ranks: Collection[int]) -> None:
+        memory = torch.frombuffer(bytearray(pickle.dumps(message)), dtype=torch.uint8)
+
+        def start() -> None:
+            for rank in ranks:
+                self._sends.append((self._communicator.isend(memory, rank), memory))
+
         with self._lock:
-            self._guarded(lambda: self._sends.append((self._communicator.isend(memory, dst, tag), memory)))
+            self._guarded(start)
 
     def _guarded(self, act: Callable[[], None]) -> None:
         """Where MPI refuses (a rank is lost), nothing can be asked any more; whoever waits for it learns."""
@@ -129,23 +128,22 @@ class MpiMailbox:
         while (found := self._communicator.probe()) is not None:
             src, tag, nbytes = found
             memory = torch.empty(nbytes, dtype=torch.uint8)
-            self._receives.append(_Receive(self._communicator.irecv(memory, src, tag), memory, src, tag))
+            self._receives.append((self._communicator.irecv(memory, src, tag), memory))
         receives, self._receives = self._receives, []
-        for each in receives:
-            if self._communicator.poll([each.request]):
-                self._sort(each.memory.numpy().tobytes(), each.src, each.tag)
+        for request, memory in receives:
+            if self._communicator.poll([request]):
+                self._sort(pickle.loads(memory.numpy().tobytes()))
             else:
-                self._receives.append(each)
+                self._receives.append((request, memory))
 
-    def _sort(self, text: bytes, src: int, tag: int) -> None:
+    def _sort(self, message: Question | Answer | bytes) -> None:
         """Put what has come where it belongs."""
-        if tag == QUESTION:
-            number, deep = json.loads(text)
-            self._questions.append(Question(number, src, deep))
-        elif tag == NOTICE:
-            self._notices.append(text)
-        elif (answers := self._answers.get(int.from_bytes(text[:HEADER_BYTES], "little"))) is not None:
-            answers[src] = text[HEADER_BYTES:]
+        if isinstance(message, Question):
+            self._questions.append(message)
+        elif isinstance(message, bytes):
+            self._notices.append(message)
+        elif message.number in self._answers:
+            self._answers[message.number][message.src] = message.text
 
     def close(self) -> None:
         """Neither ask nor answer any more, whatever a thread that is late still wants."""

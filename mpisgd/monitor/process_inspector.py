@@ -7,6 +7,7 @@ of its threads into a file without a name, which takes no lock, and which the ot
 
 import contextlib
 import faulthandler
+import functools
 import os
 import re
 import signal
@@ -67,19 +68,18 @@ def identify_this_process() -> ProcessIdentity:
     return ProcessIdentity(os.getpid(), start_ticks(os.getpid()), _dumps())
 
 
-_dump_file = -1
-
-
+@functools.cache
 def _dumps() -> int:
     """Return the file that the fault handler dumps into on DUMP_SIGNAL, -1 where that cannot be had."""
-    global _dump_file
-    if _dump_file < 0 and DUMP_SIGNAL and signal.getsignal(DUMP_SIGNAL) is signal.SIG_DFL:
-        with contextlib.suppress(OSError, AttributeError, ValueError):
-            fd = os.memfd_create("mpisgd-stacks")
-            os.fchmod(fd, 0o600)
-            faulthandler.register(DUMP_SIGNAL, fd, all_threads=True)
-            _dump_file = fd
-    return _dump_file
+    if not DUMP_SIGNAL or signal.getsignal(DUMP_SIGNAL) is not signal.SIG_DFL:
+        return -1
+    try:
+        fd = os.memfd_create("mpisgd-stacks")
+        os.fchmod(fd, 0o600)
+        faulthandler.register(DUMP_SIGNAL, fd, all_threads=True)
+    except (OSError, AttributeError, ValueError):
+        return -1
+    return fd
 
 
 def start_ticks(pid: int) -> int:
@@ -95,7 +95,7 @@ def start_ticks(pid: int) -> int:
 
 
 def is_stopped_or_gone(process: ProcessIdentity) -> bool:
-    """Return whether a process of this host will not answer for sure."""
+    """Return whether a process of this host will certainly not answer."""
     return _status(process) in (*ENDED, *STOPPED_BY)
 
 
@@ -129,13 +129,15 @@ def inspect(rank: int, host: str, process: ProcessIdentity, watched_s: float, *,
     if status in ENDED:
         return RankState(rank, host, process.pid, GONE, note="its process is gone")
     if status in STOPPED_BY:
-        return RankState(
-            rank, host, process.pid, STOPPED, note=f"its process is stopped {STOPPED_BY[status]}"
-        )
-    before_s, began_s = _cpu_s(process), time.monotonic()
-    text = _dumped(process) if deep else ""
-    time.sleep(max(0.0, SAMPLE_S - (time.monotonic() - began_s)))
-    share = max(0.0, _cpu_s(process) - before_s) / (time.monotonic() - began_s)
+        note = f"its process is stopped {STOPPED_BY[status]}"
+        return RankState(rank, host, process.pid, STOPPED, note=note)
+    share, text = 0.0, ""
+    with contextlib.suppress(psutil.Error):
+        running = psutil.Process(process.pid)
+        running.cpu_percent()  # from now on
+        text = _dumped(process) if deep else ""
+        time.sleep(SAMPLE_S)
+        share = running.cpu_percent() / 100
     state = STATES.get(status, f"is in state {status}")
     note = (
         f"its process {state} ({share:.0%} of a core) but has not let Python's threads run for "
@@ -144,36 +146,19 @@ def inspect(rank: int, host: str, process: ProcessIdentity, watched_s: float, *,
     return RankState(rank, host, process.pid, UNRESPONSIVE, stacks={DUMPED: text} if text else {}, note=note)
 
 
-def _cpu_s(process: ProcessIdentity) -> float:
-    """Return the seconds on a core that a process has had; 0 where there is none."""
-    try:
-        times = psutil.Process(process.pid).cpu_times()
-    except psutil.Error:
-        return 0.0
-    return times.user + times.system
-
-
 _one_at_a_time = threading.Lock()
 
 
 def _dumped(process: ProcessIdentity) -> str:
     """Let a process dump its stacks, and return them; "" where it cannot."""
-    if process.dumps < 0:
-        return ""
     try:
-        file = os.open(f"/proc/{process.pid}/fd/{process.dumps}", os.O_RDONLY)
-    except OSError:
-        return ""
-    try:
-        with _one_at_a_time:
-            start = os.fstat(file).st_size
+        with _one_at_a_time, open(f"/proc/{process.pid}/fd/{process.dumps}", "rb") as file:
+            start = file.seek(0, os.SEEK_END)
             os.kill(process.pid, DUMP_SIGNAL)
-            dump = os.pread(file, _settled_size(file, start) - start, start).decode(errors="replace")
-            return _without_repetition(dump)
-    except OSError:
+            _wait_until_settled(file.fileno(), start)
+            return _without_repetition(file.read().decode(errors="replace"))
+    except OSError:  # also where it has no such file
         return ""
-    finally:
-        os.close(file)
 
 
 def _without_repetition(dump: str) -> str:
@@ -186,12 +171,11 @@ def _without_repetition(dump: str) -> str:
     return "\n".join(f"{head}\n{frames}" for head, frames in blocks.items())
 
 
-def _settled_size(file: int, start: int) -> int:
-    """Return the size of a file once it has grown beyond `start` and grows no more."""
+def _wait_until_settled(file: int, start: int) -> None:
+    """Return when a file has grown beyond `start` and grows no more, or after DUMP_S."""
     deadline_s, size = time.monotonic() + DUMP_S, start
     while time.monotonic() < deadline_s:
         time.sleep(SETTLED_S)
         before, size = size, os.fstat(file).st_size
         if size == before > start:
-            break
-    return size
+            return

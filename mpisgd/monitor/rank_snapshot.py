@@ -10,12 +10,12 @@ import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 from mpisgd.core import wait_registry
-from mpisgd.core.wait_registry import RegisteredWait
+from mpisgd.core.wait_registry import RegisteredWait, WaitReason
 from mpisgd.errors import MpisgdError
 from mpisgd.monitor.rank_state import RUNS, WAITS, RankState, Wait, group_key
 
@@ -39,23 +39,15 @@ WAITING = (HERE, os.path.join(PACKAGE, "core", "waiting.py"))
 NOT_THE_PROGRAM = (PACKAGE, os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, STANDARD_LIBRARY)
 
 
-class _OpenGroup(NamedTuple):
-    """What is read of a group, which another thread may close meanwhile."""
-
-    name: str
-    ranks: tuple[int, ...]
-    ordinal: int
-    queue: "OperationQueue"
-    point_to_point: "PointToPoint"
+_OpenGroup = tuple["Group", "OperationQueue", "PointToPoint"]
 
 
 def _open_groups(groups: Iterable["Group"]) -> list[_OpenGroup]:
+    """Return what is read of those that can be used now: another thread may close one meanwhile."""
     found = []
     for group in list(groups):
         with contextlib.suppress(MpisgdError):  # closed, or lost, or this rank is no member
-            found.append(
-                _OpenGroup(group.name, group.ranks, group.ordinal, group.queue, group.point_to_point)
-            )
+            found.append((group, group.queue, group.point_to_point))
     return found
 
 
@@ -84,13 +76,16 @@ def take_snapshot(
         WAITS if any(wait.is_main for wait in waits) else RUNS,
         waits,
         _stacks(frames, names) if stacks else {},
-        {group_key(group.ranks, group.ordinal): group.queue.consistency.number for group in opened},
-        tuple(message for group in opened for message in group.point_to_point.in_flight()),
+        {group_key(group.ranks, group.ordinal): queue.consistency.number for group, queue, _ in opened},
+        tuple(message for _, _, messages in opened for message in messages.in_flight()),
         any(may_work() for may_work in list(wait_registry.workers.values()))
         or any(_may_communicate(thread, frames) for thread in threads if thread.name not in waiting),
-        sum(group.queue.consistency.number + group.point_to_point.num_ended for group in opened),
+        sum(queue.consistency.number + messages.num_ended for _, queue, messages in opened),
         tuple(reported),
-        tuple(str(failed) for failed in failed_threads),
+        tuple(
+            f"thread {name!r} ended {time.monotonic() - at_s:.1f} s ago with {error}"
+            for at_s, name, error in failed_threads
+        ),
     )
 
 
@@ -119,8 +114,10 @@ def _waits(
     by_thread: dict[int, list[RegisteredWait]] = collections.defaultdict(list)
     for registered in wait_registry.registered():
         by_thread[registered.thread].append(registered)
-    pairs = [(group, group.queue.running) for group in groups]
-    operations = {running.thread: (group, running) for group, running in pairs if running is not None}
+    operations = {}
+    for group, queue, _ in groups:
+        if (running := queue.running) is not None:
+            operations[running.thread] = running, group, queue
     found = []
     for thread in by_thread.keys() | mpi_calls.keys():
         wait = _wait(by_thread.get(thread, []), mpi_calls.get(thread), operations.get(thread))
@@ -133,7 +130,7 @@ def _waits(
 def _wait(
     registered: Sequence[RegisteredWait],
     mpi_call: tuple[str, float] | None,
-    operation: "tuple[_OpenGroup, RunningOperation] | None",
+    operation: "tuple[RunningOperation, Group, OperationQueue] | None",
 ) -> Wait:
     """Put together one thread's wait: the outermost says what for, the innermost the timeout."""
     now_s = time.monotonic()
@@ -141,27 +138,36 @@ def _wait(
     since_s = min(since_s, *(wait.since_s for wait in registered), now_s)
     timeouts_s = [wait.timeout_s for wait in registered if wait.timeout_s != wait_registry.NO_TIMEOUT_S]
     reasons = [wait.reason() for wait in registered if wait.reason is not None]
-    common: dict[str, Any] = {
-        "waited_s": now_s - since_s,
-        "timeout_s": timeouts_s[-1] if timeouts_s else None,
-        "mpi_call": call,
-        "serial": wait_registry.serial_of(since_s),
-    }
+    timeout_s, site = timeouts_s[-1] if timeouts_s else None, ""
     if reasons:
-        return Wait(**vars(reasons[0]), **common)
-    if operation is not None:
-        group, running = operation
-        common["timeout_s"] = common["timeout_s"] or group.queue.consistency.timeout_s
-        what, number = str(running.operation), group.queue.consistency.number
-        return Wait(what, group.name, (), group.ranks, number, group.ordinal, site=running.site(), **common)
-    return Wait(f"MPI {call}" if call else "other ranks", **common)
+        reason = reasons[0]
+    elif operation is not None:
+        running, group, queue = operation
+        check = queue.consistency
+        timeout_s, site = timeout_s or check.timeout_s, running.site()
+        what = str(running.operation)
+        reason = WaitReason(what, group.name, (), group.ranks, check.number, group.ordinal)
+    else:
+        reason = WaitReason(f"MPI {call}" if call else "other ranks")
+    serial = wait_registry.serial_of(since_s)
+    return Wait(
+        **vars(reason), site=site, waited_s=now_s - since_s, timeout_s=timeout_s, mpi_call=call, serial=serial
+    )
 
 
 def _site(frame: FrameType | None) -> str:
     """Return the line of the program that a thread is at, or came from."""
-    while frame is not None and frame.f_code.co_filename.startswith(NOT_THE_PROGRAM):
+    while frame is not None and not _in_program(frame):
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}" if frame else ""
+    return _line(frame, frame.f_lineno) if frame is not None else ""
+
+
+def _in_program(frame: FrameType) -> bool:
+    return not frame.f_code.co_filename.startswith(NOT_THE_PROGRAM)
+
+
+def _line(frame: FrameType, line: int) -> str:
+    return f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
 
 
 def stack_of(frame: FrameType | None) -> str:
@@ -179,18 +185,8 @@ def _stacks(frames: Mapping[int, FrameType], names: Mapping[int, str]) -> dict[s
     return {names.get(ident or 0, str(ident)): stack_of(frames.get(ident or 0)) for ident in threads}
 
 
-class _FailedThread(NamedTuple):
-    """A thread that an uncaught error has ended."""
-
-    name: str
-    error: str
-    at_s: float
-
-    def __str__(self) -> str:
-        return f"thread {self.name!r} ended {time.monotonic() - self.at_s:.1f} s ago with {self.error}"
-
-
-failed_threads: "collections.deque[_FailedThread]" = collections.deque(maxlen=MAX_FAILED_THREADS)
+# Threads that an uncaught error has ended: when, the thread's name, and the error with its place.
+failed_threads: "collections.deque[tuple[float, str, str]]" = collections.deque(maxlen=MAX_FAILED_THREADS)
 
 
 def note_failed_thread(args: threading.ExceptHookArgs) -> None:
@@ -199,9 +195,7 @@ def note_failed_thread(args: threading.ExceptHookArgs) -> None:
         return
     error = traceback.format_exception_only(args.exc_type, args.exc_value)[-1].strip()
     sites = [
-        f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
-        for frame, line in traceback.walk_tb(args.exc_traceback)
-        if not frame.f_code.co_filename.startswith(NOT_THE_PROGRAM)
+        _line(frame, line) for frame, line in traceback.walk_tb(args.exc_traceback) if _in_program(frame)
     ]
     name = args.thread.name if args.thread is not None else "?"
-    failed_threads.append(_FailedThread(name, ", at ".join([error, *sites[-1:]]), time.monotonic()))
+    failed_threads.append((time.monotonic(), name, ", at ".join([error, *sites[-1:]])))

@@ -77,7 +77,7 @@ class RankState:
         messages: those that have not arrived.
         may_communicate: whether a thread that is known to communicate, or may, is neither waiting nor idle.
         progress: grows whenever one of its operations begins or a message ends.
-        reported: the stalls that it has reported to its user; see `mpisgd.monitor.reporter`.
+        reported: the stalls that it has reported to its user; see `mpisgd.monitor.watchdog`.
         failed_threads: in words, its threads that an uncaught error has ended.
         note: in words, what was seen from outside.
     """

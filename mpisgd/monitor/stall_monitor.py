@@ -59,7 +59,10 @@ class StallMonitor:
             try:
                 self._run_once()
             except Exception:
-                self._report_failure()
+                if not self._has_failed:
+                    self._has_failed = True
+                    trace = traceback.format_exc().rstrip()
+                    print_to_user(f"the stall monitor has failed, and tries again:\n{trace}")
             self.collector.sleep_until_asked(asked)
 
     def _run_once(self) -> None:
@@ -68,13 +71,6 @@ class StallMonitor:
         if time.monotonic() > self._next_check_s:
             self._next_check_s = time.monotonic() + CHECK_S
             self.watchdog.check()
-
-    def _report_failure(self) -> None:
-        if not self._has_failed:
-            self._has_failed = True
-            print_to_user(
-                f"the stall monitor has failed, and tries again:\n{traceback.format_exc().rstrip()}"
-            )
 
     def close(self) -> None:
         """Answer no more. Not collective."""

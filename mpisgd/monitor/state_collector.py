@@ -6,19 +6,15 @@ the states of its host's ranks and sends them all. Who does not answer is descri
 
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from mpisgd.monitor import process_inspector
 from mpisgd.monitor.mpi_mailbox import MpiMailbox, Question
-from mpisgd.monitor.process_inspector import (
-    ProcessIdentity,
-    identify_this_process,
-    inspect,
-    is_stopped_or_gone,
-)
+from mpisgd.monitor.process_inspector import ProcessIdentity
 from mpisgd.monitor.rank_snapshot import take_snapshot
 from mpisgd.monitor.rank_state import LEFT, UNRESPONSIVE, RankState, decode, encode
-from mpisgd.monitor.shm_mailbox import ANSWER_BYTES, ShmMailbox, open_shm_mailbox, private_mailbox
+from mpisgd.monitor.shm_mailbox import ANSWER_BYTES, open_shm_mailbox
 
 if TYPE_CHECKING:
     from mpisgd.core.group import Group
@@ -34,49 +30,6 @@ POLL_S = 0.005
 ASKED_PER_HOST = 3
 # The other host's rank receives the question, waits for its own host's, and sends.
 REMOTE_S = QUESTIONS_S + ANSWER_S + 1.5
-
-
-class HostQuery:
-    """A question to the other ranks of this host, and the states that have come in."""
-
-    def __init__(self, collector: "StateCollector", *, deep: bool) -> None:
-        self.began_s = time.monotonic()
-        self._collector = collector
-        self._deep = deep
-        self._missing = [rank for rank in collector.domain if rank != collector.rank]
-        self._number = collector.shm.ask(self._missing)
-        self._states: list[RankState] = []
-
-    def is_over(self) -> bool:
-        """Take in what has come; return whether all have answered, or have had their time."""
-        self._missing = [rank for rank in self._missing if not self._has_come(rank)]
-        waited_s = time.monotonic() - self.began_s
-        if waited_s > SURE_S:
-            return waited_s > ANSWER_S or all(map(self._will_not_answer, self._missing))
-        return not self._missing
-
-    def _has_come(self, rank: int) -> bool:
-        shm = self._collector.shm
-        if (text := shm.answer_from(rank, self._number)) is not None:
-            self._states += decode(text)
-            return True
-        if shm.has_left(rank):
-            pid = self._collector.processes[rank].pid
-            self._states.append(RankState(rank, self._collector.host, pid, LEFT))
-            return True
-        return False
-
-    def _will_not_answer(self, rank: int) -> bool:
-        return is_stopped_or_gone(self._collector.processes[rank])
-
-    def states(self) -> list[RankState]:
-        """Return the states of all ranks of the host, this one's first; once the query is over."""
-        waited_s, host = time.monotonic() - self.began_s, self._collector.host
-        silent = [
-            inspect(rank, host, self._collector.processes[rank], waited_s, deep=self._deep)
-            for rank in self._missing
-        ]
-        return [self._collector.snapshot(), *self._states, *silent]
 
 
 class StateCollector:
@@ -109,28 +62,23 @@ class StateCollector:
         self.host = topology.hostnames[topology.node_rank]
         self._groups = groups
         local = communicator.split(topology.node_rank)
-        shm = open_shm_mailbox(local, topology.nodes[topology.node_rank])
-        entries = communicator.all_gather_object((identify_this_process(), self.host, shm is not None))
+        self.shm = open_shm_mailbox(local, topology.nodes[topology.node_rank])
+        entries = communicator.all_gather_object(
+            (self.host, process_inspector.identify_this_process(), self.shm.ranks)
+        )
         local.free()  # all ranks have opened by now what its first rank has made
-        self.processes: list[ProcessIdentity] = [process for process, _, _ in entries]
-        self._hosts = [host for _, host, _ in entries]
-        self.domains = [
-            domain
-            for ranks in topology.nodes
-            for domain in ([ranks] if entries[ranks[0]][2] else [(rank,) for rank in ranks])
-        ]
-        self.domain = next(domain for domain in self.domains if self.rank in domain)
-        self._others = [domain for domain in self.domains if domain is not self.domain]
-        self.shm: ShmMailbox = shm or private_mailbox(self.rank)
-        self._communicator = communicator.duplicate() if self._others else None
-        self._mpi: MpiMailbox | None = None
-        if self._communicator is not None and threads_allowed:
-            self._mpi = MpiMailbox(self._communicator, sum(self._others, ()))
-        self._mailboxes: list[ShmMailbox | MpiMailbox] = [
-            self.shm,
-            *([] if self._mpi is None else [self._mpi]),
-        ]
-        self._gathering: list[tuple[MpiMailbox, Question, HostQuery]] = []
+        self._hosts: list[str] = [host for host, _, _ in entries]
+        self.processes: list[ProcessIdentity] = [process for _, process, _ in entries]
+        self.domain = self.shm.ranks
+        self.domains: list[tuple[int, ...]] = sorted({domain for _, _, domain in entries})
+        # The domains that are asked by messages.
+        self._others = [each for each in self.domains if each != self.domain and threads_allowed]
+        self._communicator = communicator.duplicate()
+        self._mpi = MpiMailbox(self._communicator, sum(self._others, ()))
+        if not self._others:
+            self._mpi.close()
+        self._mailboxes = (self.shm, self._mpi)
+        self._gathering: list[tuple[Question, Iterator[list[RankState] | None]]] = []
         self._thread: int | None = None  # the one that answers
 
     # -- asking ----------------------------------------------------------------------------------------
@@ -150,41 +98,71 @@ class StateCollector:
                 takes may disturb what they do.
         """
         asked = [rank for domain in self._others for rank in domain[:ASKED_PER_HOST]]
-        number = 0 if self._mpi is None else self._mpi.ask(asked, deep=deep)
+        deadline_s = time.monotonic() + REMOTE_S
+        number = self._mpi.ask(asked, deep=deep)
         try:
             self.shm.wake()  # this rank's own thread receives the answers
-            query = HostQuery(self, deep=deep)
-            self._wait_for(query.is_over, ANSWER_S + POLL_S)
-            states = {state.rank: state for state in query.states()}
-            if self._mpi is not None:
-                states |= self._remote_states(self._mpi, number, query.began_s + REMOTE_S)
+            found = self.collect_host(deep=deep) + self._remote_states(number, deadline_s)
         finally:
-            if self._mpi is not None:
-                self._mpi.forget(number)
+            self._mpi.forget(number)
+        states = {state.rank: state for state in found}
         return [states.get(rank) or self._unreached(rank) for rank in range(len(self.processes))]
 
-    def collect_host(self) -> list[RankState]:
+    def collect_host(self, *, deep: bool = False) -> list[RankState]:
         """As `collect`, for the ranks that share this one's host only; milliseconds where they answer."""
-        query = HostQuery(self, deep=False)
-        self._wait_for(query.is_over, ANSWER_S + POLL_S)
-        return query.states()
+        query = self._ask_host(deep=deep)
+        while (states := next(query)) is None:
+            self.sleep(POLL_S)
+        return states
 
-    def _remote_states(self, mpi: MpiMailbox, number: int, deadline_s: float) -> dict[int, RankState]:
+    def _ask_host(self, *, deep: bool) -> Iterator[list[RankState] | None]:
+        """Ask the other ranks of this host; yield None until they have answered, or have had their time.
+
+        Then yield the states of all, this one's first.
+        """
+        began_s, missing = time.monotonic(), [rank for rank in self.domain if rank != self.rank]
+        number = self.shm.ask(missing)
+        states: list[RankState] = []
+        while True:
+            for rank in list(missing):
+                if (text := self.shm.answer_from(rank, number)) is not None:
+                    states += decode(text)
+                elif self.shm.has_left(rank):
+                    states.append(self._unheard(rank, LEFT))
+                else:
+                    continue
+                missing.remove(rank)
+            waited_s, silent = time.monotonic() - began_s, [self.processes[rank] for rank in missing]
+            will_not_answer = waited_s > SURE_S and all(map(process_inspector.is_stopped_or_gone, silent))
+            if not missing or waited_s > ANSWER_S or will_not_answer:
+                break
+            yield None
+        seen = [
+            process_inspector.inspect(rank, self.host, self.processes[rank], waited_s, deep=deep)
+            for rank in missing
+        ]
+        yield [self.snapshot(), *states, *seen]
+
+    def _remote_states(self, number: int, deadline_s: float) -> list[RankState]:
         """Return the states of other hosts' ranks, once somebody of each host has sent them."""
 
         def answers(domain: Sequence[int]) -> list[bytes]:
-            texts = [mpi.answer_from(rank, number) for rank in domain[:ASKED_PER_HOST]]
+            texts = [self._mpi.answer_from(rank, number) for rank in domain[:ASKED_PER_HOST]]
             return [text for text in texts if text is not None]
 
-        self._wait_for(lambda: all(map(answers, self._others)), deadline_s - time.monotonic())
-        found = [state for domain in self._others for text in answers(domain) for state in decode(text)]
-        return {state.rank: state for state in found}
+        while not all(map(answers, self._others)) and time.monotonic() < deadline_s:
+            self.sleep(POLL_S)
+        return [state for domain in self._others for text in answers(domain) for state in decode(text)]
 
     def _unreached(self, rank: int) -> RankState:
         why = "does not answer: it is stopped or gone, or its host cannot be reached"
-        if self._mpi is None:
+        if not self._others:
             why = "cannot be asked: MPI runs without thread level MULTIPLE here, and it is on another host"
-        return RankState(rank, self._hosts[rank], self.processes[rank].pid, UNRESPONSIVE, note=why)
+        return self._unheard(rank, UNRESPONSIVE, why)
+
+    def _unheard(self, rank: int, state: str, note: str = "") -> RankState:
+        """Return the state of a rank that has told nothing itself."""
+        return RankState(rank, self._hosts[rank], self.processes[rank].pid, state, note=note)
 
     def notify(self, text: bytes, ranks: Collection[int]) -> None:
         """Let some other ranks know of a deadlock; see `mpisgd.monitor.deadlock_detector`."""
@@ -194,11 +172,6 @@ class StateCollector:
     def notices(self) -> list[bytes]:
         """Return what other ranks have let this one know since this was last called."""
         return [text for mailbox in self._mailboxes for text in mailbox.notices()]
-
-    def _wait_for(self, ready: Callable[[], bool], limit_s: float) -> None:
-        deadline_s = time.monotonic() + limit_s
-        while not ready() and time.monotonic() < deadline_s:
-            self.sleep(POLL_S)
 
     def sleep(self, seconds: float) -> None:
         """Sleep; on the thread that answers, whom others may be asking meanwhile, answer first."""
@@ -213,19 +186,17 @@ class StateCollector:
         self._thread = threading.get_ident()
         for stamp in self.shm.questions():
             self.shm.answer(stamp, encode([self.snapshot()], ANSWER_BYTES))
-        if self._mpi is not None:
-            for question in self._mpi.questions():
-                self._gathering.append((self._mpi, question, HostQuery(self, deep=question.deep)))
+        for question in self._mpi.questions():
+            self._gathering.append((question, self._ask_host(deep=question.deep)))
         for entry in list(self._gathering):
-            mailbox, question, query = entry
-            if query.is_over():
+            question, query = entry
+            if (states := next(query)) is not None:
                 self._gathering.remove(entry)
-                mailbox.answer(question, encode(query.states()))
+                self._mpi.answer(question, encode(states))
 
     def sleep_until_asked(self, asked: int) -> None:
         """Sleep until another rank of this host asks, not at all if one has since `shm.asked()`."""
-        busy = self._mpi is not None and (self._gathering or self._mpi.is_busy)
-        self.shm.sleep(asked, POLL_S if busy else QUESTIONS_S)
+        self.shm.sleep(asked, POLL_S if self._gathering or self._mpi.is_busy else QUESTIONS_S)
 
     def close(self) -> None:
         """Neither ask nor answer any more. Not collective."""
@@ -234,5 +205,4 @@ class StateCollector:
 
     def free(self) -> None:
         """Give the communicator back. Collective."""
-        if self._communicator is not None:
-            self._communicator.free()
+        self._communicator.free()

@@ -3,17 +3,21 @@
 A wait of ours ends at its timeout by itself and asks here what to say (`on_timeout`). A call that is blocked
 inside MPI cannot do that: the monitor's thread sees it and reports what everyone does. Where MPI can revoke
 communicators that ends the call, and with it all waits of the job. Else, or where it does not, the job ends.
+
+One rank reports a stall, not all of them. The ranks of a host take turns by the console's lock, and note in
+their mailbox what they have reported. Between hosts the lowest one reports: who has asked all others knows
+which of them are about to do so too.
 """
 
 import threading
 import time
+import zlib
 from collections.abc import Callable, Sequence
 
-from mpisgd.arguments import ranks_text
 from mpisgd.core import wait_registry
-from mpisgd.monitor.hang_report import activity, missing, place
-from mpisgd.monitor.rank_state import RankState, Wait
-from mpisgd.monitor.reporter import Reporter, stall_key
+from mpisgd.monitor.console import ConsoleLock, print_to_user
+from mpisgd.monitor.hang_report import activity, for_whom, hang_report, main_wait, missing, place
+from mpisgd.monitor.rank_state import WAITS, RankState, Wait, group_key
 from mpisgd.monitor.state_collector import StateCollector
 
 __all__ = ["Watchdog"]
@@ -22,6 +26,18 @@ WARNING, TIMEOUT = "warning", "timeout"
 SHORT_S = 1.0  # waits up to this are not examined
 RETURN_S = 10.0  # the freed calls have returned by then (2 to 5 s were seen)
 REPORT_S = 1.0  # after another rank has reported, this one lets it finish
+TURN_S = 8.0  # who has the lock asks all others first, which takes that long at most
+SLACK_S = 1.5  # the ranks' waits began about so far apart
+
+
+def _stall_key(level: str, wait: Wait, rank: int) -> int:
+    """Return a number for one stall, the same on all ranks that wait in it; messages are each rank's own."""
+    what: tuple[object, ...] = (rank, wait.serial)
+    if wait.number:
+        what = wait.number, group_key(wait.members, wait.ordinal)
+    elif wait.members:
+        what = wait.what, wait.members
+    return zlib.crc32(f"{level} {what}".encode()) or 1
 
 
 class Watchdog:
@@ -29,7 +45,7 @@ class Watchdog:
 
     Args:
         collector: tells what this rank and the others do.
-        reporter: reports it.
+        console: held while this rank reports.
         timeout_s: how long a call may be blocked inside MPI, where its operation has no timeout of its own.
         abort: ends the job, or what stands for that, where a rank is blocked inside MPI; gets the reason.
         revoke: ends all calls that are blocked inside MPI, with an error that says the reason; None where
@@ -43,7 +59,7 @@ class Watchdog:
     def __init__(
         self,
         collector: StateCollector,
-        reporter: Reporter,
+        console: ConsoleLock,
         *,
         timeout_s: float,
         warning_s: float,
@@ -56,7 +72,7 @@ class Watchdog:
         self._revoke = revoke
         self._revoked_s = 0.0  # when that was done
         self._collector = collector
-        self._reporter = reporter
+        self._console = console
         self._timeout_s = timeout_s
         self._warned: set[int] = set()
 
@@ -73,7 +89,7 @@ class Watchdog:
                 self._end(wait, self.abort_s, f"longer than {self.abort_s:g} s, after which the job ends")
             elif wait.mpi_call and wait.waited_s > timeout_s:
                 self._end_blocked(wait, timeout_s)
-            else:
+            elif 0 < self.warning_s < wait.waited_s:
                 self._warn(wait, timeout_s)
 
     def _oldest_s(self) -> float:
@@ -83,19 +99,14 @@ class Watchdog:
         return time.monotonic() - min(since_s) if since_s else 0.0
 
     def _warn(self, wait: Wait, timeout_s: float) -> None:
-        key = stall_key(WARNING, wait, self._collector.rank)
-        if not 0 < self.warning_s < wait.waited_s or key in self._warned:
-            return
-        self._warned.add(key)
-        self._reporter.report(
-            WARNING,
-            wait,
-            self.warning_s,
-            lambda states: (
-                f"warning: {self._who(wait, states)}. It goes on waiting for {timeout_s:g} s in all "
-                "(MPISGD_TIMEOUT_S; MPISGD_STALL_WARNING_S sets when this is said). What the ranks do:"
-            ),
-        )
+        key = _stall_key(WARNING, wait, self._collector.rank)
+        if key not in self._warned:
+            self._warned.add(key)
+            more = (
+                f". It goes on waiting for {timeout_s:g} s in all "
+                "(MPISGD_TIMEOUT_S; MPISGD_STALL_WARNING_S sets when this is said)"
+            )
+            self._report(WARNING, wait, self.warning_s, more)
 
     def _end_blocked(self, wait: Wait, timeout_s: float) -> None:
         """End a call that is blocked inside MPI, or the job."""
@@ -103,7 +114,7 @@ class Watchdog:
         if self._revoke is None:
             self._end(wait, timeout_s, f"{longer}, where no error can be raised, so the job ends")
         elif not self._revoked_s:
-            states = self._report(wait, timeout_s, f"{longer}: all communicators of the job are revoked")
+            states = self._report_end(wait, timeout_s, f"{longer}: all communicators of the job are revoked")
             self._revoke(f"{self._who(wait, states)}: {longer}; no group can be used any more")
             self._revoked_s = time.monotonic()
         elif time.monotonic() > self._revoked_s + RETURN_S:
@@ -111,23 +122,18 @@ class Watchdog:
 
     def _end(self, wait: Wait, timeout_s: float, reason: str) -> None:
         """End the job, after one rank has reported why."""
-        self._report(wait, timeout_s, reason)
+        self._report_end(wait, timeout_s, reason)
         self._abort(reason)
 
-    def _report(self, wait: Wait, timeout_s: float, reason: str) -> Sequence[RankState]:
-        """Report what everyone does, or let another rank report it."""
-        states = self._reporter.report(
-            TIMEOUT,
-            wait,
-            timeout_s,
-            lambda states: f"{self._who(wait, states)}: {reason}. What the ranks do:",
-        )
+    def _report_end(self, wait: Wait, timeout_s: float, reason: str) -> Sequence[RankState]:
+        """Report why a wait ends, or let another rank report it; return what everyone does."""
+        states = self._report(TIMEOUT, wait, timeout_s, f": {reason}")
         if not states:
             time.sleep(REPORT_S)
         return states
 
     def on_timeout(self) -> str:
-        """Report what everyone does, as this thread's wait has timed out; return who is missing.
+        """Report what everyone does, as this thread's wait has timed out; return who is missing, in one line.
 
         Called while the wait is still registered, so that others, too, see that this rank waits.
         """
@@ -135,24 +141,57 @@ class Watchdog:
         mine = [wait for wait in waits if wait.thread == threading.current_thread().name]
         if not mine:
             return ""
-        wait = mine[-1]
-        states = self._reporter.report(
-            TIMEOUT,
-            wait,
-            wait.timeout_s or 0.0,
-            lambda states: f"{self._who(wait, states)}. That is the limit. What the ranks do:",
-        )
-        return self._missing_in_short(wait, states)
+        states = self._report(TIMEOUT, mine[-1], mine[-1].timeout_s or 0.0, ". That is the limit")
+        late = missing(mine[-1], states) if states else []
+        texts = [
+            ", ".join([f"rank {rank}: {activity(states[rank], states)}", *states[rank].failed_threads])
+            for rank in late
+            if rank != self._collector.rank
+        ]
+        return "; ".join(texts[:4])
+
+    # -- reports -------------------------------------------------------------------------------------
 
     def _who(self, wait: Wait, states: Sequence[RankState]) -> str:
-        late = [rank for rank in (missing(wait, states) if states else ()) if rank != self._collector.rank]
-        for_whom = f" for {ranks_text(late)}" if late else ""
-        return f"rank {self._collector.rank} has waited {wait.waited_s:.1f} s{for_whom} in {place(wait)}"
+        """Say who has waited, how long, for whom and where."""
+        rank = self._collector.rank
+        return f"rank {rank} has waited {wait.waited_s:.1f} s{for_whom(wait, rank, states)} in {place(wait)}"
 
-    def _missing_in_short(self, wait: Wait, states: Sequence[RankState]) -> str:
-        """Say of the missing ranks what they do, in one line."""
-        if not states:
-            return ""
-        late = [states[rank] for rank in missing(wait, states) if rank != self._collector.rank]
-        texts = [", ".join([activity(state, states), *state.failed_threads]) for state in late[:4]]
-        return "; ".join(f"rank {state.rank}: {text}" for state, text in zip(late, texts, strict=False))
+    def _report(self, level: str, wait: Wait, after_s: float, more: str) -> Sequence[RankState]:
+        """Report what everyone does, unless another rank has, or is about to.
+
+        Args:
+            level: each stall is reported once at each level.
+            wait: this rank's own.
+            after_s: the other ranks that wait report it when they have waited for so long.
+            more: what the report says of the wait.
+
+        Returns:
+            What everyone does; nothing where another rank has reported it already.
+        """
+        key, shm = _stall_key(level, wait, self._collector.rank), self._collector.shm
+        with self._console.turn(TURN_S, self._collector.sleep):
+            if shm.is_reported(key):
+                return ()
+            states = self._collector.collect(deep=True)
+            reported = any(key in state.reported for state in states)
+            if not reported and not self._will_be_reported(level, key, after_s, states):
+                mark = "warning: " if level == WARNING else ""
+                headline = f"{mark}{self._who(wait, states)}{more}. What the ranks do:"
+                print_to_user(f"{headline}\n{hang_report(states)}")
+                waits = [(state.rank, main_wait(state)) for state in states]
+                for other in {key, *(_stall_key(level, each, rank) for rank, each in waits if each)}:
+                    shm.note_reported(other)
+            return states
+
+    def _will_be_reported(self, level: str, key: int, after_s: float, states: Sequence[RankState]) -> bool:
+        """Return whether a rank of a lower host has waited as long in the same stall."""
+        domains, first = self._collector.domains, self._collector.domain[0]
+        lower = [states[rank] for domain in domains if domain[0] < first for rank in domain]
+        return any(
+            (wait := main_wait(state)) is not None
+            and _stall_key(level, wait, state.rank) == key
+            and wait.waited_s > after_s - SLACK_S
+            for state in lower
+            if state.state == WAITS
+        )

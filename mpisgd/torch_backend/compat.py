@@ -62,7 +62,7 @@ def blocks(opts: Any) -> bool:
 
 def reduction_of(op: Any) -> "ReduceOp":
     """Return torch's reduction as ours; what is multiplied first is a sum then, see `factor_of`."""
-    from mpisgd.dtypes import ReduceOp  # not above: where it is imported first, its `import torch` comes here
+    from mpisgd.dtypes import ReduceOp  # which may be what imports torch, and so this module
 
     kind = getattr(op, "op", op)
     if kind == dist.ReduceOp.PREMUL_SUM:

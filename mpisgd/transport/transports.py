@@ -12,7 +12,6 @@ from mpisgd.transport.cma.transport import CmaTransport
 from mpisgd.transport.internode.digest_exchange import InternodeDigestExchange
 from mpisgd.transport.internode.leader_exchange import LeaderExchange
 from mpisgd.transport.internode.transport import MEMORY_BYTES, InternodeTransport
-from mpisgd.transport.ipc.digest_exchange import ShmDigestExchange
 from mpisgd.transport.ipc.segment import Segment, open_segment
 from mpisgd.transport.messages.dissemination import Dissemination
 from mpisgd.transport.shm.transport import STAGING_BYTES, ShmTransport
@@ -82,7 +81,7 @@ def open_transports(
         assert shm is not None
         reachable = open_cross_memory_attach(local)
         cma = None if reachable is None else CmaTransport(shm, reachable)
-        return Transports(shm, cma, None, ShmDigestExchange(shm.control, communicator.global_ranks), local)
+        return Transports(shm, cma, None, shm.control, local)
     hosts = InternodeTransport(
         communicator, topology, shm, memory, best_num_leaders=best_num_leaders, name=name, timeout_s=timeout_s
     )
@@ -120,7 +119,7 @@ def _between_hosts(
     if between is None and communicator.rank in first:
         between = Dissemination(communicator, first)
     ranks = [communicator.global_ranks[rank] for rank in topology.nodes[topology.node_rank]]
-    here = None if hosts.shm is None else ShmDigestExchange(hosts.shm.control, ranks)
+    here = None if hosts.shm is None else hosts.shm.control
     return InternodeDigestExchange(here, between, ranks[0])
 
 

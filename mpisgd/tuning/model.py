@@ -116,18 +116,14 @@ class CostModel:
         found: dict[tuple[str, bool, str], list[Curve]] = {}
         for measured in self.measured:
             if kind(measured.ranks_per_host) == kind(self.ranks_per_host):
+                here, there = self.ranks_per_host, measured.ranks_per_host
                 for curve in measured.curves:
-                    here = _carried_over(curve, measured.ranks_per_host, self.ranks_per_host)
+                    alpha = num_steps(curve.algorithm, here) / num_steps(curve.algorithm, there)
+                    beta = link_share(curve.algorithm, here) / link_share(curve.algorithm, there)
+                    num_leaders = 1 if curve.num_leaders == 1 else min(here)
                     key = (curve.algorithm, curve.half, curve.collective)
-                    found.setdefault(key, []).append(here)
+                    found.setdefault(key, []).append(curve.scaled(alpha, beta, num_leaders))
         return found
-
-
-def _carried_over(curve: Curve, there: Sequence[int], here: Sequence[int]) -> Curve:
-    """Return a curve that was measured `there` as it is expected `here`."""
-    alpha = num_steps(curve.algorithm, here) / num_steps(curve.algorithm, there)
-    beta = link_share(curve.algorithm, here) / link_share(curve.algorithm, there)
-    return curve.scaled(alpha, beta, num_leaders=1 if curve.num_leaders == 1 else min(here))
 
 
 def kind(ranks_per_host: Sequence[int]) -> str:

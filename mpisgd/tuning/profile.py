@@ -9,21 +9,23 @@ Between its first and last line stand `command`, `when`, `machine` and `versions
         "points": [[bytes, s], ...]}, ...]}, ...]}
 """
 
-import contextlib
 import json
 import math
 import os
 import re
-import tempfile
+import socket
 from collections.abc import Sequence
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from mpisgd import config
 from mpisgd.errors import InvalidArgument
 from mpisgd.tuning.curve import Curve, LineSegment
 from mpisgd.tuning.model import CostModel, MeasuredCurves
+
+if TYPE_CHECKING:
+    from mpisgd.transport.mpi import Communicator
 
 __all__ = [
     "ProfileError",
@@ -75,12 +77,6 @@ def as_profile(measured: Sequence[MeasuredCurves], header: dict[str, Any]) -> di
     }
 
 
-def _as_text(profile: dict[str, Any]) -> str:
-    """Return JSON with a line for each point and segment."""
-    text = json.dumps(profile, indent=1)
-    return re.sub(r"\[[^][{}]*\]", lambda numbers: " ".join(numbers[0].split()), text) + "\n"
-
-
 def _curve_as_json(curve: Curve) -> dict[str, Any]:
     segments = [
         [None if math.isinf(end) else round(end), _rounded(alpha), _rounded(beta)]
@@ -102,17 +98,16 @@ def write(path: Path, profile: dict[str, Any]) -> None:
     Raises:
         OSError: it cannot be written; an old file is unchanged then.
     """
+    # A line for each point and segment.
+    text = re.sub(r"\[[^][{}]*\]", lambda found: " ".join(found[0].split()), json.dumps(profile, indent=1))
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    draft = path.with_name(f".{path.name}-{socket.gethostname()}-{os.getpid()}")
     try:
-        with os.fdopen(handle, "w") as file:
-            file.write(_as_text(profile))
-        os.chmod(name, 0o644)  # mkstemp's are for their owner only; a cluster's profile is for everyone
-        os.replace(name, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
+        draft.write_text(f"{text}\n")
+        draft.chmod(0o644)  # a cluster's profile is for everyone
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def read(path: Path) -> CostModel:
@@ -189,18 +184,7 @@ def built_in() -> CostModel:
     return model
 
 
-class Ranks(Protocol):
-    """What finding the model of a job asks of its communicator."""
-
-    @property
-    def rank(self) -> int:
-        """This process's."""
-
-    def broadcast_object(self, value: Any, root: int) -> Any:
-        """Return `root`'s value. Collective."""
-
-
-def find_costs(ranks: Ranks, ranks_per_host: Sequence[int]) -> tuple[CostModel, str]:
+def find_costs(communicator: "Communicator", ranks_per_host: Sequence[int]) -> tuple[CostModel, str]:
     """Return the model of the job; and on rank 0 what to warn of, if anything.
 
     Collective: rank 0 reads, so that hosts with other files agree. The warning is left to the caller: where
@@ -211,9 +195,9 @@ def find_costs(ranks: Ranks, ranks_per_host: Sequence[int]) -> tuple[CostModel, 
     """
     found: CostModel | InvalidArgument | None = None
     complaint = ""
-    if ranks.rank == 0:
+    if communicator.rank == 0:
         found, complaint = _look(ranks_per_host)
-    found = ranks.broadcast_object(found, 0)
+    found = communicator.broadcast_object(found, 0)
     if isinstance(found, InvalidArgument):
         raise found
     assert found is not None

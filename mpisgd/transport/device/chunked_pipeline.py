@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mpisgd.accelerator.runtime import Event, on_device, runtime
+from mpisgd.accelerator.runtime import on_device, runtime
 
 __all__ = ["CHUNK_BYTES", "goes_in_chunks", "reduce_in_chunks"]
 
@@ -61,12 +61,12 @@ class _Line:
     def slot(self, number: int, chunk: Tensor) -> Tensor:
         return self._slots[number % SLOTS][: chunk.numel()]
 
-    def down(self, number: int, chunk: Tensor) -> Event:
+    def down(self, number: int, chunk: Tensor) -> torch.cuda.Event:
         """Begin to copy a chunk to the host; the event is when it is there."""
         self._down.wait_event(self._sent[number % SLOTS])
         with runtime().on(self._down):
             runtime().copy(self.slot(number, chunk), chunk)
-        arrived: Event = self._down.record_event()
+        arrived: torch.cuda.Event = self._down.record_event()
         return arrived
 
     def up(self, number: int, chunk: Tensor) -> None:

@@ -60,9 +60,8 @@ class CudaAwareMpi(DeviceBackend):
             finish()
 
         guard = transport.stream_guard(device, waits=async_op)
-        work = self.group.queue.run(
-            operation, guard.to_its_end(action), tensors=list(tensors), async_op=async_op
-        )
+        action_to_end = guard.to_its_end(action)
+        work = self.group.queue.run(operation, action_to_end, tensors=list(tensors), async_op=async_op)
         if work is None:
             guard.join()
         return work
@@ -97,11 +96,9 @@ class CudaAwareMpi(DeviceBackend):
         """Exchange parts of any sizes by messages."""
         outputs, inputs = cut_by(out, takes), cut_by(flat, gives)
         outputs[self.rank].copy_(inputs[self.rank])
-        queue = self.group.queue
+        queue, name = self.group.queue, f"all_to_all (group '{self.group.name}')"
         others = [rank for rank in range(self.size) if rank != self.rank]
-        Link(
-            queue.communicator, f"all_to_all (group '{self.group.name}')", queue.consistency.timeout_s
-        ).transfer(
+        Link(queue.communicator, name, queue.consistency.timeout_s).transfer(
             sends=[(rank, inputs[rank]) for rank in others],
             receives=[(rank, outputs[rank]) for rank in others],
         )

@@ -79,7 +79,10 @@ class Nccl(DeviceBackend):
         """
         with self._order, inference_mode_of(tensors):
             self.group.queue.note(operation)
-            begun = _attempt(operation, launch)
+            try:
+                begun = launch()
+            except RuntimeError as exc:
+                raise NcclFailed(f"{operation}: {exc}") from exc
         works = begun if isinstance(begun, list) else [begun]
         work = NcclWork(operation.kind, works, finish, tensors=tensors, device=device)
         if async_op:
@@ -89,13 +92,13 @@ class Nccl(DeviceBackend):
 
     def all_reduce(self, flat: Tensor, op: ReduceOp) -> Any:
         """Combine `flat` in place."""
-        form, op = _as_added(flat, op)
-        return self._inner.allreduce([form], _torch_op(op)) if flat.numel() else None
+        form, torch_op = _as_added(flat, op)
+        return self._inner.allreduce([form], torch_op) if flat.numel() else None
 
     def reduce(self, flat: Tensor, root: int, op: ReduceOp) -> Any:
         """Combine `flat` into root's."""
-        form, op = _as_added(flat, op)
-        return self._inner.reduce(form, root, _torch_op(op)) if flat.numel() else None
+        form, torch_op = _as_added(flat, op)
+        return self._inner.reduce(form, root, torch_op) if flat.numel() else None
 
     def broadcast(self, flat: Tensor, root: int) -> Any:
         """Copy root's `flat` into everyone's, as bytes."""
@@ -108,8 +111,8 @@ class Nccl(DeviceBackend):
     def reduce_scatter(self, out: Tensor, flat: Tensor, op: ReduceOp) -> Any:
         """Combine `flat` and leave this rank's part in `out`."""
         options = dist.ReduceScatterOptions()
-        (into, op), (source, _) = _as_added(out, op), _as_added(flat, op)
-        options.reduceOp = _torch_op(op)
+        into, options.reduceOp = _as_added(out, op)
+        source, _ = _as_added(flat, op)
         return self._inner._reduce_scatter_base(into, source, options) if flat.numel() else None
 
     def all_to_all(self, out: Tensor, flat: Tensor, takes: Sequence[int], gives: Sequence[int]) -> Any:
@@ -119,27 +122,18 @@ class Nccl(DeviceBackend):
         return self._inner.alltoall_base(_as_bytes(out), _as_bytes(flat), *sizes)
 
 
-def _attempt(operation: Operation, launch: Callable[[], Any]) -> Any:
-    try:
-        return launch()
-    except RuntimeError as exc:
-        raise NcclFailed(f"{operation}: {exc}") from exc
-
-
 def _as_bytes(flat: Tensor) -> Tensor:
     """NCCL knows few dtypes, and moves bytes as fast as any."""
     return flat.view(torch.uint8)
 
 
-def _as_added(flat: Tensor, op: ReduceOp) -> tuple[Tensor, ReduceOp]:
-    """Return what NCCL adds, in the same memory, and how."""
+def _as_added(flat: Tensor, op: ReduceOp) -> tuple[Tensor, Any]:
+    """Return what NCCL adds, in the same memory, and torch's name for how."""
     if flat.dtype is torch.bool:
-        return flat.view(torch.uint8), BOOL_OPS.get(op, op)
-    return (torch.view_as_real(flat).view(-1) if flat.is_complex() else flat), op
-
-
-def _torch_op(op: ReduceOp) -> Any:
-    return getattr(dist.ReduceOp, op.name)
+        flat, op = flat.view(torch.uint8), BOOL_OPS.get(op, op)
+    elif flat.is_complex():
+        flat = torch.view_as_real(flat).view(-1)
+    return flat, getattr(dist.ReduceOp, op.name)
 
 
 class NcclWork(Work):
@@ -199,8 +193,7 @@ class NcclWork(Work):
     def get_future(self) -> "torch.futures.Future[Any]":
         """Return a future whose callbacks run on streams that wait for the operation."""
         begun = [work.get_future() for work in self._begun]
-        together = torch.futures.collect_all(begun)
-        return together.then(self._settled)
+        return torch.futures.collect_all(begun).then(self._settled)
 
     def _settled(self, begun: "torch.futures.Future[Any]") -> list[Tensor]:
         for future in begun.value():

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from mpisgd.arguments import ranks_text
 from mpisgd.errors import InvalidArgument
 
 __all__ = ["AWARE", "NCCL", "STAGING", "DeviceFacts", "Selection", "agree_on_wanted", "choose"]
@@ -52,9 +53,9 @@ def agree_on_wanted(wanted: Sequence[str]) -> str:
     Raises:
         InvalidArgument: they want different ones; on every rank.
     """
-    wishes = {wish: [r for r, other in enumerate(wanted) if other == wish] for wish in wanted}
+    wishes = {wish: [rank for rank, other in enumerate(wanted) if other == wish] for wish in wanted}
     if len(wishes) > 1:
-        told = ", ".join(f"{_named(ranks)} gpu={wish!r}" for wish, ranks in wishes.items())
+        told = ", ".join(f"{ranks_text(ranks)} gpu={wish!r}" for wish, ranks in wishes.items())
         error = InvalidArgument(
             f"init: the ranks of the job want different transports for GPU tensors: {told}"
         )
@@ -89,18 +90,16 @@ def choose(wanted: str, facts: Sequence[DeviceFacts], ranks: Sequence[int]) -> S
 def _obstacle(facts: Sequence[DeviceFacts], ranks: Sequence[int]) -> str:
     """Say what NCCL lacks, "" if nothing."""
     if without := [rank for rank, each in zip(ranks, facts, strict=True) if not each.gpu]:
-        return f"no GPU for {_named(without)}"
+        return f"no GPU for {ranks_text(without)}"
     if without := [rank for rank, each in zip(ranks, facts, strict=True) if not each.nccl]:
-        return f"the torch of {_named(without)} has no NCCL"
+        return f"the torch of {ranks_text(without)} has no NCCL"
     users: dict[tuple[int, str], list[int]] = defaultdict(list)
     for rank, each in zip(ranks, facts, strict=True):
         users[each.node, each.gpu].append(rank)
     for (node, gpu), sharing in users.items():
         if len(sharing) > 1:
             host = next(each.hostname for each in facts if each.node == node)
-            return f"{_named(sharing)} share one GPU of host {host} ({gpu}), where NCCL needs one for each"
+            return (
+                f"{ranks_text(sharing)} share one GPU of host {host} ({gpu}), where NCCL needs one for each"
+            )
     return ""
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from mpisgd.accelerator.runtime import Stream, runtime
+from mpisgd.accelerator.runtime import runtime
 
 __all__ = ["StreamGuard"]
 
@@ -30,7 +30,7 @@ class StreamGuard:
         waits: whether the operation is over only when its copies are.
     """
 
-    def __init__(self, device: torch.device, stream: Stream, *, waits: bool) -> None:
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream, *, waits: bool) -> None:
         self._device = device
         self._stream = stream
         self._waits = waits

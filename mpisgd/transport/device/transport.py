@@ -6,13 +6,13 @@ every rank has, and what was chosen then holds for all later ones: so ranks cann
 
 import socket
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
-from mpisgd.accelerator.runtime import Stream, runtime
+from mpisgd.accelerator.runtime import runtime
 from mpisgd.core.consistency import Operation
 from mpisgd.errors import Unreachable
 from mpisgd.transport.device.backend import DeviceBackend
@@ -40,7 +40,7 @@ class DeviceTransport:
     def __init__(self, selection: Selection, backend: DeviceBackend | None) -> None:
         self.selection = selection
         self.backend = backend
-        self._streams: dict[torch.device, Stream] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def stream_guard(self, device: torch.device, *, waits: bool) -> StreamGuard:
         """Return what orders the copies of one operation after its caller's work, and before its use.
@@ -71,9 +71,9 @@ def device_transport(group: "Group", tensor: Tensor, operation: Operation, wante
         InvalidArgument: NCCL was asked for and cannot be; on every rank.
         CollectiveMismatch: other ranks are not at an operation on device tensors; raised on every rank.
     """
-    transport: DeviceTransport | None = group.device
-    if transport is None:
-        transport = group.device = _open(group, tensor, operation, wanted)
+    if group.device is None:
+        group.device = _open(group, tensor, operation, wanted)
+    transport: DeviceTransport = group.device
     return transport
 
 
@@ -112,23 +112,18 @@ def _gather_facts(group: "Group", tensor: Tensor, operation: Operation) -> list[
 def _open_nccl(group: "Group") -> DeviceBackend | Unreachable:
     """Return NCCL among the members, or why there is none, the same on all. Collective."""
     opened: list[DeviceBackend | Unreachable] = []
+    timeout_s = group.queue.consistency.timeout_s
 
     def action() -> None:
         try:
-            store: Any = PrefixStore(
-                "nccl", open_store(group.queue.communicator, group.topology, _timeout_s(group))
-            )
+            store = PrefixStore("nccl", open_store(group.queue.communicator, group.topology, timeout_s))
         except Unreachable as exc:
             opened.append(exc)
         else:
-            opened.append(Nccl(group, runtime().open_nccl(store, group.rank, group.size, _timeout_s(group))))
+            opened.append(Nccl(group, runtime().open_nccl(store, group.rank, group.size, timeout_s)))
 
     group.queue.run(Operation("gpu", extra="open NCCL"), action)
     return opened[0]
-
-
-def _timeout_s(group: "Group") -> float:
-    return group.queue.consistency.timeout_s
 
 
 def _forget(group: "Group") -> None:

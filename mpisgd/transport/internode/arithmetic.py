@@ -35,12 +35,11 @@ class Arithmetic(NamedTuple):
 
     def on_host(self, pieces: Sequence[Tensor], out: Tensor) -> None:
         """Combine the pieces [n] of a host's ranks into `out` [n] of `partial`, which overlaps none."""
-        if out.dtype == pieces[0].dtype and len(pieces) > 1:
-            COMBINE[self.op](pieces[0], pieces[1], out=out)
-            rest = pieces[2:]
+        first, *rest = pieces
+        if out.dtype == first.dtype and rest:
+            COMBINE[self.op](first, rest.pop(0), out=out)
         else:
-            out.copy_(pieces[0])
-            rest = pieces[1:]
+            out.copy_(first)
         for piece in rest:
             combine(self.op, out, piece)
 
@@ -81,7 +80,7 @@ def prepare(flat: Tensor, op: ReduceOp, size: int, *, alone: bool) -> tuple[Tens
     """
     known = _arithmetic(flat.dtype, op, size, alone)
     if known is not None:
-        return flat, known, _as_it_is
+        return flat, known, lambda work: work
     work, arithmetic, finish = for_torch(flat, op, size)  # the division, too, needs the other form
     return work, Arithmetic(arithmetic, work.dtype, work.dtype, 1), finish
 
@@ -89,16 +88,7 @@ def prepare(flat: Tensor, op: ReduceOp, size: int, *, alone: bool) -> tuple[Tens
 @functools.cache
 def _arithmetic(dtype: torch.dtype, op: ReduceOp, size: int, alone: bool) -> Arithmetic | None:
     """Return how a tensor is reduced as it is, None where it needs another form."""
-    plain, divisor = _division(op, size)
+    plain, divisor = (ReduceOp.SUM, size) if op is ReduceOp.AVG else (op, 1)
     if dtype in HALF_DTYPES:
         return Arithmetic(plain, dtype if alone else torch.float32, torch.float32, divisor)
     return Arithmetic(plain, dtype, dtype, divisor) if dtype in ADDED_AS_THEY_ARE else None
-
-
-def _division(op: ReduceOp, size: int) -> tuple[ReduceOp, int]:
-    """Return (the operation without division, the divisor)."""
-    return (ReduceOp.SUM, size) if op is ReduceOp.AVG else (op, 1)
-
-
-def _as_it_is(work: Tensor) -> Tensor:
-    return work

@@ -5,7 +5,7 @@ the other hosts, and at the end publishes the result for the others.
 """
 
 from mpisgd.transport.internode.leader_exchange import LeaderExchange
-from mpisgd.transport.ipc.digest_exchange import ShmDigestExchange
+from mpisgd.transport.ipc.control_block import ControlBlock
 from mpisgd.transport.messages.dissemination import Dissemination
 
 __all__ = ["InternodeDigestExchange"]
@@ -25,7 +25,7 @@ class InternodeDigestExchange:
     """
 
     def __init__(
-        self, here: ShmDigestExchange | None, between: Dissemination | LeaderExchange | None, first: int
+        self, here: ControlBlock | None, between: Dissemination | LeaderExchange | None, first: int
     ) -> None:
         self._here = here
         self._between = between
@@ -50,7 +50,7 @@ class InternodeDigestExchange:
         here, between = self._here, self._between
         if between is None:
             assert here is not None
-            return here.control.reached(RESULT, (0,), here.turn)
+            return here.reached(RESULT, (0,), here.turn)
         if not self._between_started:
             assert here is not None
             if not here.advance():
@@ -60,9 +60,9 @@ class InternodeDigestExchange:
             return False
         if here is not None:
             low, high = between.extremes()
-            here.control.write(RESULT + 1, low)
-            here.control.write(RESULT + 2, high)
-            here.control.publish(RESULT, here.turn)
+            here.write(RESULT + 1, low)
+            here.write(RESULT + 2, high)
+            here.publish(RESULT, here.turn)
         return True
 
     def sleep(self, limit_s: float) -> bool:
@@ -70,7 +70,7 @@ class InternodeDigestExchange:
         if self._here is None or self._between_started:
             return False
         if self._between is None:
-            return self._here.control.sleep_until_reached(RESULT, (0,), self._here.turn, limit_s)
+            return self._here.sleep_until_reached(RESULT, (0,), self._here.turn, limit_s)
         return self._here.sleep(limit_s)
 
     def extremes(self) -> tuple[int, int]:
@@ -78,7 +78,7 @@ class InternodeDigestExchange:
         if self._between is not None:
             return self._between.extremes()
         assert self._here is not None
-        return self._here.control.read(RESULT + 1, 0), self._here.control.read(RESULT + 2, 0)
+        return self._here.read(RESULT + 1, 0), self._here.read(RESULT + 2, 0)
 
     def missing(self) -> str:
         """Describe the ranks that this rank waits for."""

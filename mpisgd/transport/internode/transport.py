@@ -124,19 +124,15 @@ class InternodeTransport:
             slots = memory.share(0)[:SLOTS_BYTES].view(NUM_SLOTS, 2, CHUNK_BYTES)
             self._slots = [tuple(slot) for slot in slots]
             shm.control.progress = self._progress
-        self._messages = self._open_messages(memory)
-        self.leader_exchange = None
-        if self._messages is not None and self._local_rank == 0:
-            self.leader_exchange = LeaderExchange(self._leader, self._messages)
-
-    def _open_messages(self, memory: Segment | None) -> HostMessages | None:
-        """Return the hosts' messages, None where there are too many hosts."""
-        num_hosts = self._topology.num_nodes
-        if num_hosts > MAX_HOSTS:
-            return None
-        if memory is None:
-            return HostMessages(memoryview(bytearray(num_hosts * MESSAGE_BYTES)), num_hosts)
-        return HostMessages(memoryview(memory.memory)[SLOTS_BYTES:], num_hosts)
+        self._messages = self.leader_exchange = None
+        if (num_hosts := topology.num_nodes) <= MAX_HOSTS:
+            if memory is None:
+                room = memoryview(bytearray(num_hosts * MESSAGE_BYTES))
+            else:
+                room = memoryview(memory.memory)[SLOTS_BYTES:]
+            self._messages = HostMessages(room, num_hosts)
+            if self._local_rank == 0:
+                self.leader_exchange = LeaderExchange(self._leader, self._messages)
 
     def _prepare(self, flat: Tensor, op: ReduceOp) -> tuple[Tensor, Arithmetic, Finish]:
         return prepare(flat, op, self._topology.size, alone=self._all_alone)
@@ -149,8 +145,9 @@ class InternodeTransport:
 
         Cost: as `all_reduce_now`; a small message takes one message per pair of hosts, the check's.
         """
-        if self._is_small(flat):
-            yield from self._small(flat, op)
+        widest = 4 if flat.dtype in HALF_DTYPES else flat.element_size()
+        if self._messages is not None and flat.numel() * widest <= PAYLOAD_BYTES:
+            yield from self._small(flat, op, self._messages)
         else:
             yield
             self.all_reduce_now(flat, op)
@@ -192,17 +189,11 @@ class InternodeTransport:
                 self._contribute(chunk, work[chunk], arithmetic, pieces_of)
             while self._in_flight:
                 self._collect()
-        finally:
-            self._abandon()
-
-    def _abandon(self) -> None:
-        """Abandon what is in flight, if anything is: MPI may still write to the memory of every chunk."""
-        exchanges = [exchange for _, _, exchange in self._in_flight if exchange is not None]
-        if exchanges:
-            self._communicator.abandon(
-                [r for each in exchanges for r in each.requests], list(self._in_flight)
-            )
-        self._in_flight.clear()
+        finally:  # of what is in flight, if anything is, MPI may still write to the memory
+            exchanges = [exchange for _, _, exchange in self._in_flight if exchange is not None]
+            if requests := [request for exchange in exchanges for request in exchange.requests]:
+                self._communicator.abandon(requests, list(self._in_flight))
+            self._in_flight.clear()
 
     def _staged(self, mine: Tensor) -> list[Tensor]:
         """Return the pieces of this host's ranks, this one's `mine`, in staging memory."""
@@ -276,19 +267,13 @@ class InternodeTransport:
 
     # -- small messages -----------------------------------------------------------------------------
 
-    def _is_small(self, flat: Tensor) -> bool:
-        """Return whether a message can travel with the consistency check."""
-        widest = 4 if flat.dtype in HALF_DTYPES else flat.element_size()
-        return self._messages is not None and flat.numel() * widest <= PAYLOAD_BYTES
-
-    def _small(self, flat: Tensor, op: ReduceOp) -> Iterator[None]:
+    def _small(self, flat: Tensor, op: ReduceOp, messages: HostMessages) -> Iterator[None]:
         """Combine a small message over the ranks, in place: the hosts' sums travel with the check.
 
         Every rank adds them up for itself, which takes less time than waiting for one that does.
         """
-        assert self._messages is not None
         work, arithmetic, finish = self._prepare(flat, op)
-        payloads = self._messages.payloads(work.numel(), arithmetic.partial)
+        payloads = messages.payloads(work.numel(), arithmetic.partial)
         if self.shm is not None:
             copy_bytes(self.shm.next_addresses()[self.shm.rank], work.data_ptr(), work.nbytes)
         if self.leader_exchange is not None:

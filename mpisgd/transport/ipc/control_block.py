@@ -1,4 +1,4 @@
-"""The control block: a few words per rank of a host in shared memory, and the barrier that is made of them.
+"""The control block: a few words per rank of a host in shared memory, a barrier and an exchange of digests.
 
 Every rank counts its arrivals in a word of its own. Nobody else writes it, so no atomic operation is needed:
 a rank has arrived when its count is as large as mine. On x86 stores become visible in order; elsewhere a lock
@@ -7,8 +7,9 @@ orders them (`order_memory`). A rank that sleeps until a word changes does so by
 
 import platform
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
+from mpisgd.arguments import ranks_text
 from mpisgd.core.waiting import Backoff, is_oversubscribed
 from mpisgd.transport.ipc.futex import Futex
 from mpisgd.transport.ipc.segment import PAGE, Segment
@@ -26,26 +27,36 @@ _fence = threading.Lock()
 
 
 class ControlBlock:
-    """The control words of a host, as this rank sees them.
+    """The control words of a host, as this rank sees them; the `DigestExchange` of ranks that share a host.
 
     `progress` is called again and again while others are missing: they may be waiting for a message of this
     rank, and MPI moves large ones only while somebody asks it to.
 
+    Args:
+        segment: of the host, with CONTROL_BYTES at the beginning of every rank's share.
+        rank: this one among those of the host.
+        ranks: what these are called in messages.
+        progress: see above.
+
     Attributes:
         arrivals: how often this rank has arrived.
-        progress: see above; may be replaced.
+        progress: as given; may be replaced.
+        turn: how many exchanges this rank has started.
     """
 
-    def __init__(self, segment: Segment, rank: int, size: int, progress: Callable[[], None]) -> None:
-        self.rank = rank
+    def __init__(
+        self, segment: Segment, rank: int, ranks: Sequence[int], progress: Callable[[], None]
+    ) -> None:
         self.progress = progress
         self.arrivals = 0
+        self.turn = 0
+        self._ranks = ranks
         self._words = memoryview(segment.memory).cast("Q")
         self._futex = Futex(segment)
         stride = segment.share_bytes // WORD_BYTES
         self._mine = rank * stride
-        self._all = [other * stride for other in range(size)]
-        self._others = [other * stride for other in range(size) if other != rank]
+        self._all = [other * stride for other in range(len(ranks))]
+        self._others = [at for at in self._all if at != self._mine]
 
     # -- words -----------------------------------------------------------------------------------------
 
@@ -111,9 +122,13 @@ class ControlBlock:
         order_memory()
         return True
 
-    def missing(self) -> list[int]:
-        """Return the local ranks that have not arrived as often as this one."""
-        return [i for i, at in enumerate(self._all) if self._words[at + ARRIVALS] < self.arrivals]
+    advance = all_arrived
+
+    def missing(self) -> str:
+        """Describe the ranks that have not arrived as often as this one; "" if all have."""
+        pairs = zip(self._ranks, self.read_all(ARRIVALS), strict=True)
+        late = [rank for rank, arrivals in pairs if arrivals < self.arrivals]
+        return ranks_text(late) if late else ""
 
     def barrier(self, limit_s: float) -> bool:
         """Arrive, and return True once all have; False when the timeout came first."""
@@ -126,13 +141,15 @@ class ControlBlock:
 
     # -- digests ---------------------------------------------------------------------------------------
 
-    def show_digest(self, digest: int, turn: int) -> None:
-        """Write this rank's digest; `turn` alternates, so a fast rank overwrites nothing."""
-        self._words[self._mine + DIGESTS + (turn & 1)] = digest
+    def start(self, digest: int) -> None:
+        """Begin an exchange with this rank's digest. Two words alternate: a fast rank overwrites nothing."""
+        self.turn += 1
+        self._words[self._mine + DIGESTS + (self.turn & 1)] = digest
+        self.arrive()
 
-    def extremes(self, turn: int) -> tuple[int, int]:
-        """Return the smallest and the largest digest of the ranks."""
-        words, place = self._words, DIGESTS + (turn & 1)
+    def extremes(self) -> tuple[int, int]:
+        """Return the smallest and the largest digest, once all ranks have arrived."""
+        words, place = self._words, DIGESTS + (self.turn & 1)
         low = high = words[self._mine + place]
         for other in self._others:
             if (seen := words[other + place]) != low:

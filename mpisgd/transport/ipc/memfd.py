@@ -23,7 +23,8 @@ def open_shared(local: "Communicator", nbytes: int) -> int:
     compare what they got before anyone closes his.
     """
     fd = _create(nbytes) if local.rank == 0 else -1
-    path, identity = local.broadcast_object(_address(fd), 0)
+    address = (f"/proc/{os.getpid()}/fd/{fd}", _identity(fd)) if fd >= 0 else ("", (0, 0))
+    path, identity = local.broadcast_object(address, 0)
     return fd if local.rank == 0 else _open(path, identity)
 
 
@@ -42,12 +43,10 @@ def _create(nbytes: int) -> int:
     return fd
 
 
-def _address(fd: int) -> tuple[str, tuple[int, int]]:
-    """Return where others find `fd`, and what tells it from any other file."""
-    if fd < 0:
-        return "", (0, 0)
+def _identity(fd: int) -> tuple[int, int]:
+    """Return what tells a file from any other."""
     status = os.fstat(fd)
-    return f"/proc/{os.getpid()}/fd/{fd}", (status.st_dev, status.st_ino)
+    return status.st_dev, status.st_ino
 
 
 def _open(path: str, identity: tuple[int, int]) -> int:
@@ -56,8 +55,7 @@ def _open(path: str, identity: tuple[int, int]) -> int:
         fd = os.open(path, os.O_RDWR)
     except OSError:
         return -1
-    status = os.fstat(fd)
-    if (status.st_dev, status.st_ino) == identity:
+    if _identity(fd) == identity:
         return fd
     os.close(fd)
     return -1

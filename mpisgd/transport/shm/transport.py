@@ -55,7 +55,9 @@ class ShmTransport:
         self.rank = communicator.rank
         self.size = communicator.size
         self._communicator = communicator
-        self.control = ControlBlock(segment, communicator.rank, communicator.size, communicator.progress)
+        self.control = ControlBlock(
+            segment, communicator.rank, communicator.global_ranks, communicator.progress
+        )
         self._name = name
         self._timeout_s = timeout_s
         self._turn = 0
@@ -101,11 +103,10 @@ class ShmTransport:
     def barrier(self) -> None:
         """Wait for the ranks of this host, in the middle of an operation."""
         if not self.control.barrier(self._timeout_s):
-            names = self._communicator.global_ranks
-            missing = ", ".join(str(names[local]) for local in self.control.missing())
+            rank = self._communicator.global_ranks[self.rank]
             raise CollectiveTimeout(
-                f"group '{self._name}': rank {names[self.rank]} has waited {self._timeout_s:.1f} s in the "
-                f"middle of an operation for rank {missing}"
+                f"group '{self._name}': rank {rank} has waited {self._timeout_s:.1f} s in the middle of an "
+                f"operation for {self.control.missing()}"
             )
 
     def open_segment(self, nbytes: int) -> Segment | None:

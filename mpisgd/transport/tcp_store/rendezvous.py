@@ -7,6 +7,7 @@ Once one address is chosen the others are closed, and a socket filter on this on
 """
 
 import contextlib
+import itertools
 import os
 import secrets
 import selectors
@@ -14,6 +15,7 @@ import socket
 import time
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -46,21 +48,17 @@ class Listener(NamedTuple):
 
 
 def local_addresses() -> list[str]:
-    """Return this host's addresses: IPv4, then IPv6, then its loopback (for ranks of the same host)."""
-    entries = [entry for entries in psutil.net_if_addrs().values() for entry in entries]
-    found = [
-        entry.address
-        for family in (socket.AF_INET, socket.AF_INET6)
-        for entry in entries
-        if entry.family == family and not _stays_on_a_link(entry.address)
-    ]
-    return [*found, "127.0.0.1"]
+    """Return this host's addresses: IPv4, then IPv6, then its loopback (for ranks of the same host).
 
-
-def _stays_on_a_link(address: str) -> bool:
-    """Return whether an address means nothing without the interface: a loopback's and IPv6's local ones."""
-    plain = ip_address(address.partition("%")[0])
-    return plain.is_loopback or (plain.version == 6 and plain.is_link_local)
+    Those that mean nothing without their interface are left out: a loopback's, and IPv6's local ones.
+    """
+    found: dict[int, list[str]] = {socket.AF_INET: [], socket.AF_INET6: []}
+    for entry in itertools.chain.from_iterable(psutil.net_if_addrs().values()):
+        if entry.family in found:
+            plain = ip_address(entry.address.partition("%")[0])
+            if not (plain.is_loopback or (plain.version == 6 and plain.is_link_local)):
+                found[entry.family].append(entry.address)
+    return [*found[socket.AF_INET], *found[socket.AF_INET6], "127.0.0.1"]
 
 
 def find_listener(communicator: "Communicator") -> Listener:
@@ -97,38 +95,17 @@ def _listen(addresses: Sequence[str], backlog: int) -> dict[Endpoint, socket.soc
 def _probe(endpoints: Sequence[Endpoint], token: bytes) -> dict[Endpoint, socket.socket]:
     """Connect to all endpoints at once and send the token; return the connections that came about."""
     reached: dict[Endpoint, socket.socket] = {}
-    connecting = {endpoint: _start_connecting(endpoint) for endpoint in endpoints}
-    deadline = time.monotonic() + CONNECT_TIMEOUT_S
-    with selectors.DefaultSelector() as selector:
-        for endpoint, connection in connecting.items():
-            selector.register(connection, selectors.EVENT_WRITE, endpoint)
-        while connecting and (left := deadline - time.monotonic()) > 0:
-            for key, _ in selector.select(left):
-                selector.unregister(key.fileobj)
-                connection = connecting.pop(key.data)
-                if _send_token(connection, token):
-                    reached[key.data] = connection
-    for connection in connecting.values():
-        connection.close()
+
+    def connect(endpoint: Endpoint) -> None:
+        with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
+            connection = opened.enter_context(socket.create_connection(endpoint, CONNECT_TIMEOUT_S))
+            connection.sendall(token)
+            reached[endpoint] = connection
+            opened.pop_all()
+
+    with ThreadPoolExecutor(max(1, len(endpoints))) as threads:
+        list(threads.map(connect, endpoints))
     return reached
-
-
-def _start_connecting(endpoint: Endpoint) -> socket.socket:
-    family = socket.AF_INET6 if ":" in endpoint[0] else socket.AF_INET
-    connection = socket.socket(family, socket.SOCK_STREAM)
-    connection.setblocking(False)
-    connection.connect_ex(endpoint)  # an error shows when the token is sent
-    return connection
-
-
-def _send_token(connection: socket.socket, token: bytes) -> bool:
-    """Return whether the token is on its way; a connection that failed says so here."""
-    try:
-        connection.sendall(token)
-    except OSError:
-        connection.close()
-        return False
-    return True
 
 
 def _reached_by_all(
@@ -136,12 +113,11 @@ def _reached_by_all(
 ) -> Endpoint | None:
     """Return the first endpoint that every other rank's token has reached; from then on only they get in."""
     for endpoint, listener in listeners.items():
-        if not all(endpoint in endpoints for endpoints in reached):
-            continue
-        addresses = _accept_ranks(listener, token, len(reached))
-        if addresses is not None:
-            _admit_only_ranks(listener, addresses)
-            return endpoint
+        if all(endpoint in endpoints for endpoints in reached):
+            addresses = _accept_ranks(listener, token, len(reached))
+            if addresses is not None:
+                _admit_only_ranks(listener, addresses)
+                return endpoint
     return None
 
 
@@ -163,17 +139,10 @@ def _accept_ranks(listener: socket.socket, token: bytes, count: int) -> set[str]
                         selector.register(connection, selectors.EVENT_READ, address)
                     continue
                 selector.unregister(key.fileobj)
-                if _received(key.fd, token):
-                    addresses.append(key.data)
+                with contextlib.suppress(OSError):
+                    if os.read(key.fd, TOKEN_BYTES) == token:  # which is sent in one piece
+                        addresses.append(key.data)
     return set(addresses) if len(addresses) >= count else None
-
-
-def _received(fd: int, token: bytes) -> bool:
-    """Return whether the token, which is sent in one piece, is what a connection begins with."""
-    try:
-        return os.read(fd, TOKEN_BYTES) == token
-    except OSError:
-        return False
 
 
 def _admit_only_ranks(listener: socket.socket, addresses: set[str]) -> None:

@@ -38,9 +38,8 @@ def admit_only(listener: socket.socket, addresses: Iterable[str]) -> None:
         raise OSError("too many addresses for a socket filter")
     code = b"".join(struct.pack("HBBI", *instruction) for instruction in program)
     memory = ctypes.create_string_buffer(code, len(code))
-    listener.setsockopt(
-        socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HP", len(program), ctypes.addressof(memory))
-    )
+    where = struct.pack("HP", len(program), ctypes.addressof(memory))
+    listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, where)
     reject_pending(listener)
 
 

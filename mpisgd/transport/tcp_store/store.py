@@ -8,7 +8,7 @@ as the store lives, and admits hosts of the job alone (`mpisgd.transport.tcp_sto
 
 import datetime
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
@@ -57,13 +57,7 @@ def _in_file(communicator: "Communicator") -> Store | None:
 def _over_network(communicator: "Communicator", timeout: datetime.timedelta) -> Store:
     """Return a store that rank 0 serves."""
     (address, port), listener = find_listener(communicator)
-    if listener is None:
-        return TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
-    return TCPStore(
-        address,
-        port,
-        is_master=True,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+    serves: dict[str, Any] = {"is_master": False}
+    if listener is not None:
+        serves = {"is_master": True, "master_listen_fd": listener.detach()}
+    return TCPStore(address, port, timeout=timeout, wait_for_workers=False, **serves)

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections import defaultdict
+from types import SimpleNamespace
 
 import pytest
 
 from mpisgd.monitor.mpi_mailbox import MpiMailbox, Question
 from mpisgd.monitor.shm_mailbox import (
-    ANSWER_BYTES,
+    ANSWER,
     ASKED,
+    NOTICE,
     NOTICE_BYTES,
     SHARE_BYTES,
     ShmMailbox,
-    private_mailbox,
+    open_shm_mailbox,
 )
 from mpisgd.transport.ipc.segment import Segment
-
-PAGES = -(-SHARE_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class Network:
@@ -35,7 +34,7 @@ class FakeCommunicator:
     def __init__(self, network: Network, rank: int) -> None:
         self.network, self.rank = network, rank
 
-    def isend(self, memory, dst, tag) -> None:
+    def isend(self, memory, dst, tag=0) -> None:
         self.network.inboxes[dst].append((self.rank, tag, memory.numpy().tobytes()))
 
     def poll(self, requests) -> bool:
@@ -50,7 +49,7 @@ class FakeCommunicator:
 
 
 def shm_mailboxes(size: int) -> list[ShmMailbox]:
-    segment = Segment(-1, PAGES, size)
+    segment = Segment(-1, SHARE_BYTES, size)
     return [ShmMailbox(segment, range(size), rank) for rank in range(size)]
 
 
@@ -120,7 +119,7 @@ def test_of_two_that_ask_at_once_both_are_answered(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("time.monotonic_ns", lambda: next(now))
         early, late = first.ask([2]), second.ask([2])
-    first._words[first._word(2, ASKED)] = early
+    first._words[2][ASKED] = early
     assert other.asked() == early < late
     reply(other, b"all is well")
     assert first.answer_from(2, early) == second.answer_from(2, late) == b"all is well"
@@ -130,7 +129,7 @@ def test_an_answer_that_is_half_written_is_not_taken():
     mine, other = shm_mailboxes(2)
     stamp = mine.ask([1])
     other.answer(stamp, b"x" * 100)
-    other._bytes[other._room(1)] = ord("y")
+    other._bytes[1][ANSWER.start] = ord("y")
     assert mine.answer_from(1, stamp) is None
 
 
@@ -167,10 +166,9 @@ def test_what_one_has_reported_all_know_the_last_of_it_at_least():
 def test_a_notice_is_read_only_as_a_whole():
     mine, other = shm_mailboxes(2)
     other.notify(b"x" * 100, [0])
-    place = other._room(1) + ANSWER_BYTES
-    other._bytes[place] = ord("y")  # the next one is being written
+    other._bytes[1][NOTICE.start] = ord("y")  # the next one is being written
     assert mine.notices() == []
-    other._bytes[place] = ord("x")
+    other._bytes[1][NOTICE.start] = ord("x")
     assert mine.notices() == [b"x" * 100]
 
 
@@ -184,7 +182,7 @@ def test_a_notice_that_is_too_long_leaves_the_others_memory_alone():
 
 
 def test_a_rank_that_shares_no_memory_has_a_mailbox_of_its_own():
-    alone = private_mailbox(7)
+    alone = open_shm_mailbox(SimpleNamespace(rank=0, size=1, all_gather_object=lambda value: [value]), [7])
     alone.note_reported(3)
     assert alone.is_reported(3)
     alone.notify(b"for another host", [1])
@@ -240,6 +238,8 @@ def test_a_question_says_who_asks_and_how_thoroughly():
 
 class Freed:
     """A communicator that has been freed: MPI ends the job of whoever uses it."""
+
+    rank = 0
 
     def __getattr__(self, name: str) -> object:
         raise AssertionError(f"{name} of a communicator that is no more")

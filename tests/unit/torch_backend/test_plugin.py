@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
 import pytest
@@ -76,3 +77,12 @@ def test_an_error_is_a_warning_in_programs_that_never_asked_for_us(monkeypatch):
     monkeypatch.setattr(plugin, "_register", broken)
     with pytest.warns(RuntimeWarning, match="could not register .*no such thing"):
         plugin.register()
+
+
+@pytest.mark.parametrize("module", ["mpisgd.arguments", "mpisgd.dtypes", "mpisgd.errors"])
+def test_a_module_of_ours_may_be_the_first_that_imports_torch(module):
+    """torch imports the backend at the end of its own import, when such a module has only begun."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", f"import {module}"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr

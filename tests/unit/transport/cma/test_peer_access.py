@@ -17,7 +17,7 @@ from mpisgd.transport.ipc.segment import Segment
 @pytest.fixture
 def ranks():
     segment = Segment(-1, CONTROL_BYTES, 3)
-    return [PeerAccess(ControlBlock(segment, rank, 3, lambda: None)) for rank in range(3)]
+    return [PeerAccess(ControlBlock(segment, rank, range(3), lambda: None)) for rank in range(3)]
 
 
 def test_who_is_there_may_be_written_to(ranks):
