@@ -1,6 +1,6 @@
 """Arguments of Horovod's functions, looked at before anything is sent: what is wrong is named."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,23 +41,22 @@ def as_tensors(kind: str, value: Any) -> list[Tensor]:
 
 
 def as_rank(kind: str, value: Any) -> int:
-    """Return `value` as an integer, or raise ValueError."""
+    """Return a root rank as an integer, or raise ValueError."""
     try:
         return as_index(value)
     except TypeError:
         raise ValueError(f"{kind}: root_rank={shown(value)}; expected a rank of the job") from None
 
 
-def as_ranks(kind: str, what: str, values: Iterable[Any]) -> list[int]:
+def as_ranks(kind: str, what: str, values: Sequence[Any]) -> list[int]:
     """Return the ranks in a list as integers, or raise ValueError."""
-    return [_in_list(kind, what, value) for value in values]
-
-
-def _in_list(kind: str, what: str, value: Any) -> int:
-    try:
-        return as_index(value)
-    except TypeError:
-        raise ValueError(f"{kind}: {what} has {shown(value)} in it; expected ranks") from None
+    ranks = []
+    for value in values:
+        try:
+            ranks.append(as_index(value))
+        except TypeError:
+            raise ValueError(f"{kind}: {what} has {shown(value)} in it; expected ranks") from None
+    return ranks
 
 
 def as_number(kind: str, what: str, value: Any) -> float:

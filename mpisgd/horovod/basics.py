@@ -8,9 +8,11 @@ from mpisgd.arguments import check_flag, check_text
 from mpisgd.horovod import state
 from mpisgd.horovod.arguments import as_ranks
 from mpisgd.horovod.engine.entry import Entry
-from mpisgd.horovod.engine.timeline import start_request, stop_request
+from mpisgd.horovod.engine.request_table import JOIN
+from mpisgd.horovod.engine.timeline import STOP, start_request
 from mpisgd.horovod.ops.submission import make_request
 from mpisgd.horovod.process_sets import ProcessSet, add_process_set, global_process_set
+from mpisgd.horovod.state import is_initialized
 from mpisgd.job import lifecycle, rank_info
 
 __all__ = [
@@ -52,7 +54,8 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         ValueError: two process sets of the same ranks, or `comm` is a list with something else in it.
     """
     if isinstance(comm, list | tuple):
-        comm = _comm_of(as_ranks("init", "comm", comm))
+        ranks = as_ranks("init", "comm", comm)
+        comm = _comm_of(ranks) if ranks else None
     state.start(comm)
     for process_set in () if process_sets in (None, "dynamic") else process_sets:
         add_process_set(process_set)
@@ -60,8 +63,6 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
 def _comm_of(ranks: list[int]) -> Any:
     """Return the communicator of some of the processes that mpirun has started."""
-    if not ranks:
-        return None
     from mpisgd.transport.mpi import MPI, start
 
     start()
@@ -71,11 +72,6 @@ def _comm_of(ranks: list[int]) -> Any:
 def shutdown() -> None:
     """Let what was submitted run, and return when all ranks have called it. `init()` may be called again."""
     state.stop()
-
-
-def is_initialized() -> bool:
-    """Return whether `init()` was called, and `shutdown()` not since."""
-    return state.is_running()
 
 
 def rank() -> int:
@@ -135,7 +131,8 @@ def join(device: int = -1) -> int:
     Returns:
         The rank that joined last, the same on all of them.
     """
-    return state.engine().join()
+    last: int = state.engine().perform(Entry(JOIN))
+    return last
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
@@ -144,7 +141,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """EngineTimeline what all ranks do from now on, into one file that is there once the timeline has ended.
+    """Record what all ranks do from now on, into one file that is there once the timeline has ended.
 
     On one rank or on several: the first call counts for all. See `mpisgd.start_timeline`.
 
@@ -162,7 +159,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
 def stop_timeline() -> None:
     """End the timeline on all ranks, and write its file; nothing where none is recorded."""
-    state.engine().perform(Entry(stop_request()))
+    state.engine().perform(Entry(STOP))
 
 
 def mpi_threads_supported() -> bool:
@@ -176,19 +173,13 @@ def mpi_enabled() -> bool:
     return True
 
 
-def mpi_built() -> bool:
-    """Return True."""
-    return True
-
-
 def gloo_enabled() -> bool:
-    """Return False."""
+    """Return False: nothing here is built on gloo, DDL or oneCCL."""
     return False
 
 
-def gloo_built() -> bool:
-    """Return False."""
-    return False
+mpi_built = mpi_enabled
+gloo_built = ddl_built = ccl_built = gloo_enabled
 
 
 def nccl_built() -> int:
@@ -197,16 +188,6 @@ def nccl_built() -> int:
         return 0
     major, minor, patch = (*torch.cuda.nccl.version(), 0, 0)[:3]  # type: ignore[no-untyped-call]
     return int(major * 10000 + minor * 100 + patch)
-
-
-def ddl_built() -> bool:
-    """Return False."""
-    return False
-
-
-def ccl_built() -> bool:
-    """Return False."""
-    return False
 
 
 def cuda_built() -> bool:

@@ -59,9 +59,7 @@ def allgather_object(
 
     Args:
         obj: anything that pickles.
-        name: under which the members' calls find each other; the default is the same for all objects, whose
-            type may differ by rank.
-        process_set: who takes part.
+        name, process_set: as of `broadcast_object`.
     """
     check_name("allgather_object", name)
     name = name or "object"

@@ -12,12 +12,7 @@ from mpisgd.horovod.engine.entry import Entry
 from mpisgd.horovod.engine.request import Request
 from mpisgd.job import lifecycle, rank_info
 
-__all__ = [
-    "ProcessSet",
-    "add_process_set",
-    "global_process_set",
-    "remove_process_set",
-]
+__all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_process_set"]
 
 
 class ProcessSet:
@@ -118,10 +113,17 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     if added.mpi_comm is not None:
         return _add_those_of_communicators(added)
     ranks = _checked(added.ranks or [])
-    if state.engine().find_set(ranks) is not None:
+    if state.engine().process_sets.find(ranks) is not None:
         raise ValueError(f"Attempted to add a duplicate process set: {ranks}")
-    added.settle(state.engine().add_set(ranks), ranks)
+    added.settle(_change("add_process_set", ranks), ranks)
     return added
+
+
+def _change(kind: str, ranks: Sequence[int], set_id: int = -1) -> int:
+    """Add or remove a process set, and return its number. What is pending in one that is removed fails."""
+    request = Request(f"{kind}.sets", kind, root=set_id, ranks=tuple(ranks))
+    changed: int = state.engine().perform(Entry(request))
+    return changed
 
 
 def _checked(ranks: list[int]) -> list[int]:
@@ -132,42 +134,32 @@ def _checked(ranks: list[int]) -> list[int]:
 
 def _add_those_of_communicators(added: ProcessSet) -> ProcessSet:
     """Add the sets of all ranks' communicators that there are not yet. Collective."""
-    mine = _ranks_of(added.mpi_comm)
-    everyones = [ranks for ranks in _gather(mine) if ranks]
-    for ranks in everyones:
-        if state.engine().find_set(ranks) is None:
-            state.engine().add_set(_checked(ranks))
-    if not everyones:
-        raise ValueError("add_process_set: no rank is in its communicator")
-    ranks = mine or everyones[0]  # a rank that is in none of them knows the first one
-    added.settle(state.engine().find_set(ranks), ranks)
-    return added
-
-
-def _gather(mine: list[int]) -> list[list[int]]:
-    """Return every rank's list of ranks. Collective."""
+    mine: list[int] = []
+    if added.mpi_comm:  # which counts the ranks of the job in its own way; a rank may have none
+        theirs, ours = added.mpi_comm.Get_group(), lifecycle.world().queue.communicator.comm.Get_group()
+        mine = sorted(theirs.Translate_ranks(list(range(theirs.Get_size())), ours))
     row = torch.zeros(1, rank_info.size(), dtype=torch.bool)
     row[0, mine] = True
     request = Request("allgather.process_sets", "allgather", dtypes=("bool",), shapes=((rank_info.size(),),))
     (rows,) = state.engine().perform(Entry(request, [row]))
-    return [listed.nonzero().view(-1).tolist() for listed in rows]
-
-
-def _ranks_of(comm: Any) -> list[int]:
-    """Return a communicator's ranks of the job, which it counts its own way. Not collective."""
-    if not comm:
-        return []
-    theirs, world = comm.Get_group(), lifecycle.world().queue.communicator.comm.Get_group()
-    return sorted(theirs.Translate_ranks(list(range(theirs.Get_size())), world))
+    everyones = [ranks for row in rows if (ranks := row.nonzero().view(-1).tolist())]
+    if not everyones:
+        raise ValueError("add_process_set: no rank is in its communicator")
+    for ranks in everyones:
+        if state.engine().process_sets.find(ranks) is None:
+            _change("add_process_set", _checked(ranks))
+    ranks = mine or everyones[0]  # a rank that is in none of them knows the first one
+    added.settle(state.engine().process_sets.find(ranks), ranks)
+    return added
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Give a process set back; False if it is not there or is the global one. Collective over all ranks."""
     set_id = process_set.process_set_id
-    if set_id in (None, 0) or process_set.ranks is None:
+    if not set_id or process_set.ranks is None:
         return False
-    if state.engine().find_set(process_set.ranks) is None:
+    if state.engine().process_sets.find(process_set.ranks) is None:
         return False
-    state.engine().remove_set(set_id, process_set.ranks)
+    _change("remove_process_set", process_set.ranks, set_id)
     process_set.settle(None, process_set.ranks)
     return True

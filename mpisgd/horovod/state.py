@@ -4,7 +4,7 @@ import atexit
 import sys
 from typing import Any
 
-from mpisgd.errors import PeerLost
+from mpisgd.errors import MpisgdError
 from mpisgd.horovod.engine.engine import Engine
 from mpisgd.horovod.engine.entry import Entry
 from mpisgd.horovod.engine.settings import read_settings
@@ -12,45 +12,30 @@ from mpisgd.horovod.engine.timeline import request_of_environment
 from mpisgd.horovod.exceptions import HorovodInternalError
 from mpisgd.job import lifecycle
 
-__all__ = ["abandon", "engine", "is_broken", "is_running", "restart", "start", "stop"]
+__all__ = ["engine", "is_initialized", "restart", "start", "stop"]
 
 _engine: Engine | None = None
-_registered = False
 
 
 def start(comm: Any = None) -> None:
     """Start the job's world and the engine, unless they run. Collective."""
-    global _engine, _registered
+    global _engine
     if _engine is not None:
         return
     lifecycle.init(comm)
     _engine = Engine(read_settings(), _say)
     if (request := request_of_environment()) is not None:
         _engine.perform(Entry(request))
-    if not _registered:
-        atexit.register(_leave)  # before the job's own end, which was registered earlier
-        _registered = True
+    atexit.unregister(_leave)
+    atexit.register(_leave)  # before the job's own end, which was registered earlier
 
 
-def stop() -> None:
-    """Let what was submitted run, and end the engine when all ranks do. Collective."""
+def stop(lost: MpisgdError | None = None) -> None:
+    """Let what was submitted run, and end the engine when all ranks do; where one was lost, at once."""
     global _engine
     running, _engine = _engine, None
     if running is not None:
-        running.close()
-
-
-def abandon() -> None:
-    """End the engine without meeting anyone, since a rank was lost."""
-    global _engine
-    running, _engine = _engine, None
-    if running is not None:
-        running.abandon(PeerLost("a rank of the job was lost"))
-
-
-def is_broken() -> bool:
-    """Return whether the engine has failed."""
-    return _engine is not None and _engine.broken is not None
+        running.close(lost)
 
 
 def restart() -> None:
@@ -59,7 +44,7 @@ def restart() -> None:
     Raises:
         HorovodInternalError: a rank is lost, or does not answer; there is no way on without it.
     """
-    if _engine is not None and (broken := _engine.broken) is not None:
+    if _engine is not None and (broken := _engine.queue.broken) is not None:
         raise HorovodInternalError(
             f"the ranks cannot start over, since one of them is lost: {broken}; start the job again, from a "
             "checkpoint, or with `mpirun --with-ft ulfm`, where the others go on"
@@ -80,7 +65,7 @@ def _say(text: str) -> None:
     print(f"mpisgd.horovod: {text}", file=sys.stderr, flush=True)
 
 
-def is_running() -> bool:
+def is_initialized() -> bool:
     """Return whether `init()` was called, and `shutdown()` not since."""
     return _engine is not None
 

@@ -111,7 +111,7 @@ WAYS = {
     "sleeps": (
         "time.sleep(100)",
         "3",
-        ("hvd.shutdown: not over after 3 s", "rank 1 has neither", "progress_loop.py"),
+        ("hvd.shutdown: not over after 3 s", "rank 1 has neither", "horovod/engine/engine.py"),
     ),
     "receives": (
         "mpisgd.recv(torch.ones(1), 0)",

@@ -4,6 +4,7 @@ import copy
 import functools
 import queue
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,6 +15,7 @@ __all__ = ["ObjectState", "State", "run_fn"]
 
 REMOVED = 1  # of what `on_hosts_updated` is told: 1 removed, 2 added, 3 both
 MAX_RETRIES = 3
+RETRIED = "mpisgd.horovod: elastic: back to the last commit, since an operation failed"
 
 
 class State:
@@ -101,7 +103,6 @@ class ObjectState(State):
         self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int], **kwargs: Any
     ) -> None:
         super().__init__(bcast_object, get_rank)
-        self._saved_state = kwargs
         self._assign(kwargs)
         self._saved_state = copy.deepcopy(kwargs)
 
@@ -137,7 +138,7 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], Any]) -> Callable[..., 
 
     @functools.wraps(func)
     def started_over(state: State, *args: Any, **kwargs: Any) -> Any:
-        retries = _RetryLimit(state)
+        failures: deque[tuple[int, str]] = deque(maxlen=MAX_RETRIES)
         skip_sync = False
         while True:
             try:
@@ -145,7 +146,12 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], Any]) -> Callable[..., 
                     state.sync()
                 return func(state, *args, **kwargs)
             except HorovodInternalError as exc:
-                retries.count(exc)
+                if not isinstance(exc.__cause__, PeerLost):  # each rank can be lost but once
+                    failures.append((state._num_commits, str(exc)))
+                    if failures.count(failures[-1]) == MAX_RETRIES:  # with no commit in between
+                        raise
+                    if state._rank() == 0:
+                        print(f"{RETRIED}: {exc}", file=sys.stderr, flush=True)
                 state.restore()
                 skip_sync = False
             except HostsUpdatedInterrupt as exc:
@@ -154,28 +160,3 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], Any]) -> Callable[..., 
             state.on_reset()
 
     return started_over
-
-
-class _RetryLimit:
-    """Raises a failure that comes again and again instead of having it retried for ever."""
-
-    def __init__(self, state: State) -> None:
-        self._state = state
-        self._last: tuple[int, str] | None = None
-        self._number = 0
-
-    def count(self, failure: HorovodInternalError) -> None:
-        """Take note of a failure; raise it if it was here often enough and nothing was committed since.
-
-        A lost rank is none of these: each can be lost but once.
-        """
-        if isinstance(failure.__cause__, PeerLost):
-            return
-        this = (self._state._num_commits, str(failure))
-        self._number = self._number + 1 if this == self._last else 1
-        self._last = this
-        if self._number == MAX_RETRIES:
-            raise failure
-        if self._state._rank() == 0:
-            text = f"mpisgd.horovod: elastic: back to the last commit, since an operation failed: {failure}"
-            print(text, file=sys.stderr, flush=True)

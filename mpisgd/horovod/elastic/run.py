@@ -28,11 +28,7 @@ __all__ = ["run"]
 
 
 def run(
-    func: Function | None = None,
-    *,
-    min_ranks: int = 1,
-    max_ranks: int | None = None,
-    regrow: bool = False,
+    func: Function | None = None, *, min_ranks: int = 1, max_ranks: int | None = None, regrow: bool = False
 ) -> Any:
     """Let `func(state, ...)` start over when an operation fails or the ranks change.
 
@@ -42,10 +38,7 @@ def run(
 
     Args:
         func: takes a `State` first.
-        min_ranks: with fewer left the job ends. This and what follows is beyond Horovod, whose `horovodrun`
-            has such options.
-        max_ranks: how many there may be when lost ones are replaced; as many as at first by default.
-        regrow: start a process in the place of each lost one; see `mpisgd.elastic.run`.
+        min_ranks, max_ranks, regrow: as of `mpisgd.elastic.run`; of Horovod, `horovodrun` has such options.
 
     Raises:
         HorovodInternalError: from the function made: the same failure came again and again with no commit in
@@ -68,7 +61,7 @@ def _start_over(options: ElasticOptions) -> None:
     while True:
         try:
             if _is_lost():
-                state.abandon()
+                state.stop(PeerLost("a rank of the job was lost"))
                 report(recover(str(waiting.cancel_reason()), options), "mpisgd.horovod")
             state.restart()
         except MpisgdError as exc:
@@ -83,15 +76,8 @@ def _is_lost() -> bool:
     """Return whether a rank is gone and the others can go on without it."""
     if not outlives_losses():
         return False
-    wait_for_notice(state.is_broken)
+    wait_for_notice(lambda: state.is_initialized() and state.engine().queue.broken is not None)
     return waiting.cancelled_by_loss()
-
-
-def _join_the_others() -> None:
-    """Leave the world of newcomers for that of the job. Collective over newcomers and those who wait."""
-    state.stop()
-    join()
-    state.start()
 
 
 def _end_together() -> None:
@@ -109,9 +95,12 @@ def _end_together() -> None:
         raise HorovodInternalError(str(exc)) from exc
 
 
-def _join(state: State) -> None:
-    _join_the_others()
-    state.on_reset()
+def _join(newcomer: State) -> None:
+    """Leave the world of newcomers for that of the job. Collective over newcomers and those who wait."""
+    state.stop()
+    join()
+    state.start()
+    newcomer.on_reset()
 
 
 def _until_done(func: Function, state: State, options: ElasticOptions, newcomer: bool) -> Any:

@@ -10,6 +10,7 @@ the stream of the thread that runs the cycle:
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -22,46 +23,41 @@ from mpisgd.horovod.exceptions import HorovodInternalError
 __all__ = ["Entry", "fail", "to_internal_error"]
 
 
+@dataclass(eq=False)
 class Entry:
     """An operation of this rank, from its submission until somebody has taken the result.
 
     The tensors belong to it until it is done.
 
-    Args:
+    Attributes:
         request: what the other ranks are told.
         inputs: this rank's tensors; unchanged, except where they are outputs too.
         outputs: where results go whose shape is known: the inputs themselves for what is done in place.
         splits: rows for each member (alltoall).
         contents: what a timeline tells of the tensors besides.
         finish: makes the result out of what the operation has left; runs on the thread that takes it.
-
-    Attributes:
+        nbytes: how many bytes this rank gives.
+        submitted_ns: when it was submitted, where a timeline is recorded.
         result: what the operation has left, once it is done.
         error: why it was not done.
         deadlock: why it never will be, where it is part of a deadlock; see `Engine.withdraw`.
     """
 
-    def __init__(
-        self,
-        request: Request,
-        inputs: Sequence[Tensor] = (),
-        outputs: Sequence[Tensor] = (),
-        *,
-        splits: Sequence[int] | None = None,
-        contents: Mapping[str, Any] | None = None,
-        finish: Callable[[Any], Any] | None = None,
-    ) -> None:
-        self.request = request
-        self.inputs = inputs
-        self.outputs = outputs
-        self.splits = splits
-        self.contents = contents or {}
-        self.finish = finish
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self.deadlock: BaseException | None = None
-        self.done = threading.Event()
-        self._device = inputs[0].device if inputs and on_device(inputs[0]) else None
+    request: Request
+    inputs: Sequence[Tensor] = ()
+    outputs: Sequence[Tensor] = ()
+    splits: Sequence[int] = ()
+    contents: Mapping[str, Any] | None = None
+    finish: Callable[[Any], Any] = lambda result: result
+    result: Any = None
+    error: BaseException | None = None
+    deadlock: BaseException | None = None
+    submitted_ns: int | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.nbytes = sum(tensor.nbytes for tensor in self.inputs)
+        self._device = self.inputs[0].device if self.inputs and on_device(self.inputs[0]) else None
         self._ready_event = self._record_event()
         self._finished_event: Any = None
 
@@ -77,11 +73,6 @@ class Entry:
     def begin(self) -> None:
         """Let what this thread does with the tensors come after what produces them."""
         self._wait_for(self._ready_event)
-
-    @property
-    def nbytes(self) -> int:
-        """How many bytes this rank gives."""
-        return sum(tensor.nbytes for tensor in self.inputs)
 
     def complete(self, result: Any = None, error: BaseException | None = None) -> None:
         """Set the outcome, and wake who waits for it."""
@@ -99,8 +90,7 @@ class Entry:
         if self.error is not None:
             raise self.error
         self._wait_for(self._finished_event)
-        result, finish = self.result, self.finish
-        return result if finish is None else finish(result)
+        return self.finish(self.result)
 
 
 def fail(entries: Iterable[Entry], exc: BaseException) -> None:

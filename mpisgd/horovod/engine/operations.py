@@ -24,17 +24,10 @@ from mpisgd.horovod.engine.request import Request
 
 __all__ = ["perform_operation", "scale"]
 
-REDUCTIONS = {
-    "Sum": ReduceOp.SUM,
-    "Min": ReduceOp.MIN,
-    "Max": ReduceOp.MAX,
-    "Product": ReduceOp.PRODUCT,
-}
+REDUCTIONS = {"Sum": ReduceOp.SUM, "Min": ReduceOp.MIN, "Max": ReduceOp.MAX, "Product": ReduceOp.PRODUCT}
 
 # Memory of 32 MiB and more is mapped anew by every malloc: to pack small tensors there takes twice the time.
 MESSAGE_BYTES = 16 * 2**20
-
-Step = Callable[[str], None]
 
 
 def perform_operation(
@@ -42,7 +35,7 @@ def perform_operation(
     entries: Sequence[Entry | None],
     group: Group,
     devices: dict[str, torch.device],
-    step: Step = lambda _: None,
+    step: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Perform a negotiated operation, and complete its entries. Collective over the process set.
 
@@ -53,17 +46,22 @@ def perform_operation(
         devices: where tensors of each type of device were last; kept from one operation to the next.
         step: called with the name of each step, as Horovod's timeline has it.
     """
-    device = _device_of(requests[0], entries, devices)
-    for own in filter(None, entries):
-        own.begin()
-    if requests[0].kind == "allreduce" and requests[0].op != "Adasum":
-        results = _all_reduce(requests, entries, group, device, step)
+    first = requests[0]
+    device = _device_of(first, entries, devices)
+    parts = [entry or _stand_in(request, device) for request, entry in zip(requests, entries, strict=True)]
+    for part in parts:
+        part.begin()
+    results: list[Any]
+    if first.kind == "allreduce" and first.op != "Adasum":
+        step("MEMCPY_IN")
+        results = [_scaled_input(part) for part in parts]
+        step("MPI_ALLREDUCE")
+        _reduce([tensor for outputs in results for tensor in outputs], first, group)
     else:
-        step(f"MPI_{requests[0].kind.upper()}")
-        results = [_UNFUSED[requests[0].kind](requests[0], entries[0], group, device)]
-    for entry, result in zip(entries, results, strict=True):
-        if entry is not None:
-            entry.complete(result)
+        step(f"MPI_{first.kind.upper()}")
+        results = [_UNFUSED[first.kind](parts[0], group)]
+    for part, result in zip(parts, results, strict=True):
+        part.complete(result)
 
 
 def _device_of(
@@ -80,21 +78,26 @@ def _device_of(
     return devices.get(request.device, torch.device(request.device))
 
 
+def _stand_in(request: Request, device: torch.device) -> Entry:
+    """Return the part of a rank that has joined: the neutral element of a reduction, or no rows."""
+    rows = (0,) if request.kind == "allgather" else ()
+    tensors = []
+    for shape, dtype in zip(request.shapes, request.dtypes, strict=True):
+        tensor = torch.empty((*rows, *shape), dtype=getattr(torch, dtype), device=device)
+        lowest, highest = _limits(tensor.dtype)
+        tensors.append(tensor.fill_({"Product": 1, "Min": highest, "Max": lowest}.get(request.op, 0)))
+    return Entry(request._replace(prescale=1.0), tensors, tensors)
+
+
+def _limits(dtype: torch.dtype) -> tuple[Any, Any]:
+    if dtype.is_floating_point:
+        return -torch.inf, torch.inf
+    if dtype is torch.bool or dtype.is_complex:
+        return False, True
+    return torch.iinfo(dtype).min, torch.iinfo(dtype).max
+
+
 # --- all-reduce ---------------------------------------------------------------------------------------
-
-
-def _all_reduce(
-    requests: Sequence[Request],
-    entries: Sequence[Entry | None],
-    group: Group,
-    device: torch.device,
-    step: Step,
-) -> list[Any]:
-    step("MEMCPY_IN")
-    outputs = [_scaled_input(r, e, device) for r, e in zip(requests, entries, strict=True)]
-    step("MPI_ALLREDUCE")
-    _reduce([tensor for listed in outputs for tensor in listed], requests[0], group)
-    return outputs
 
 
 def _reduce(tensors: Sequence[Tensor], request: Request, group: Group) -> None:
@@ -125,14 +128,12 @@ def _messages(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     return messages
 
 
-def _scaled_input(request: Request, entry: Entry | None, device: torch.device) -> Sequence[Tensor]:
+def _scaled_input(entry: Entry) -> Sequence[Tensor]:
     """Return tensors that hold this rank's scaled input and may be overwritten."""
-    if entry is None:
-        return _neutral(request, device)
     for output, tensor in zip(entry.outputs, entry.inputs, strict=True):
         if output is not tensor:
             output.copy_(tensor)
-        scale(output, request.prescale)
+        scale(output, entry.request.prescale)
     return entry.outputs
 
 
@@ -158,55 +159,32 @@ def scale(tensor: Tensor, factor: float) -> None:
         tensor.copy_((tensor.double() * factor).trunc_())
 
 
-def _neutral(request: Request, device: torch.device) -> list[Tensor]:
-    """Return the neutral element of a reduction."""
-    tensors = []
-    for tensor in _uninitialized(request, device):
-        values = {"Product": 1, "Min": _limits(tensor.dtype)[1], "Max": _limits(tensor.dtype)[0]}
-        tensors.append(tensor.fill_(values.get(request.op, 0)))
-    return tensors
-
-
-def _limits(dtype: torch.dtype) -> tuple[Any, Any]:
-    if dtype.is_floating_point:
-        return -torch.inf, torch.inf
-    if dtype is torch.bool or dtype.is_complex:
-        return False, True
-    return torch.iinfo(dtype).min, torch.iinfo(dtype).max
-
-
-def _adasum(request: Request, entry: Entry | None, group: Group, device: torch.device) -> Sequence[Tensor]:
-    outputs = _scaled_input(request, entry, device)
-    for output in outputs:
+def _adasum(entry: Entry, group: Group) -> Sequence[Tensor]:
+    for output in _scaled_input(entry):
         everyone = [torch.empty_like(output) for _ in range(group.size)]
         all_gather(everyone, output, group)
         output.copy_(adasum(everyone))
-        scale(output, request.postscale)
-    return outputs
+        scale(output, entry.request.postscale)
+    return entry.outputs
 
 
 # --- the others ---------------------------------------------------------------------------------------
 
 
-def _all_gather(request: Request, entry: Entry | None, group: Group, device: torch.device) -> list[Tensor]:
-    tensors = _no_rows(request, device) if entry is None else entry.inputs
-    return [torch.cat(all_gather_ragged(tensor, group)) for tensor in tensors]
+def _all_gather(entry: Entry, group: Group) -> list[Tensor]:
+    return [torch.cat(all_gather_ragged(tensor, group)) for tensor in entry.inputs]
 
 
-def _broadcast(request: Request, entry: Entry | None, group: Group, device: torch.device) -> Sequence[Tensor]:
-    assert entry is not None
+def _broadcast(entry: Entry, group: Group) -> Sequence[Tensor]:
+    root = entry.request.root
     for tensor, output in zip(entry.inputs, entry.outputs, strict=True):
-        if output is not tensor and group.ranks[group.rank] == request.root:
+        if output is not tensor and group.ranks[group.rank] == root:
             output.copy_(tensor)
-        broadcast(output, request.root, group)
+        broadcast(output, root, group)
     return entry.outputs
 
 
-def _all_to_all(
-    request: Request, entry: Entry | None, group: Group, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    assert entry is not None
-    assert entry.splits is not None
+def _all_to_all(entry: Entry, group: Group) -> tuple[Tensor, Tensor]:
     tensor, given = entry.inputs[0], list(entry.splits)
     everyone = torch.empty(group.size, group.size, dtype=torch.int64)
     all_gather_into_tensor(everyone, torch.tensor(given), group)
@@ -217,45 +195,29 @@ def _all_to_all(
     return output, torch.tensor(taken, dtype=torch.int32 if fits else torch.int64)
 
 
-def _reduce_scatter(
-    request: Request, entry: Entry | None, group: Group, device: torch.device
-) -> list[Tensor]:
-    assert entry is not None
-    return [_own_rows(tensor, request, group) for tensor in entry.inputs]
+def _reduce_scatter(entry: Entry, group: Group) -> list[Tensor]:
+    """Return this rank's rows of the reductions; everyone's are padded to as many as the first has."""
+    results = []
+    for tensor in entry.inputs:
+        shares = tensor.tensor_split(group.size)  # the first ones have a row more if need be
+        most = len(shares[0])
+        padded = tensor.new_zeros(group.size, most, *tensor.shape[1:])
+        for place, rows in zip(padded, shares, strict=True):
+            place[: len(rows)] = rows
+        scale(padded, entry.request.prescale)
+        own = tensor.new_empty(most, *tensor.shape[1:])
+        op, factor = _reduction(entry.request, tensor.dtype, group)
+        reduce_scatter_tensor(own, padded, op, group)
+        scale(own, factor)
+        results.append(own[: len(shares[group.rank])].contiguous())
+    return results
 
 
-def _own_rows(tensor: Tensor, request: Request, group: Group) -> Tensor:
-    """Reduce `tensor`, and return this rank's rows; everyone's are padded to as many as the first has."""
-    shares = tensor.tensor_split(group.size)  # the first ones have a row more if need be
-    most = len(shares[0])
-    padded = tensor.new_zeros(group.size, most, *tensor.shape[1:])
-    for place, rows in zip(padded, shares, strict=True):
-        place[: len(rows)] = rows
-    scale(padded, request.prescale)
-    own = tensor.new_empty(most, *tensor.shape[1:])
-    op, factor = _reduction(request, tensor.dtype, group)
-    reduce_scatter_tensor(own, padded, op, group)
-    scale(own, factor)
-    return own[: len(shares[group.rank])].contiguous()
-
-
-def _barrier(request: Request, entry: Entry | None, group: Group, device: torch.device) -> None:
+def _barrier(entry: Entry, group: Group) -> None:
     """That all members have submitted it is the barrier."""
 
 
-def _uninitialized(request: Request, device: torch.device) -> list[Tensor]:
-    """Return uninitialized tensors of the shapes of a request."""
-    shapes = zip(request.shapes, request.dtypes, strict=True)
-    return [torch.empty(shape, dtype=getattr(torch, dtype), device=device) for shape, dtype in shapes]
-
-
-def _no_rows(request: Request, device: torch.device) -> list[Tensor]:
-    """Return tensors without rows, of which a request tells the shapes of one."""
-    rows = request._replace(shapes=tuple((0, *shape) for shape in request.shapes))
-    return _uninitialized(rows, device)
-
-
-_UNFUSED: dict[str, Callable[[Request, Entry | None, Group, torch.device], Any]] = {
+_UNFUSED: dict[str, Callable[[Entry, Group], Any]] = {
     "allreduce": _adasum,
     "allgather": _all_gather,
     "broadcast": _broadcast,

@@ -1,4 +1,4 @@
-"""`ProcessSetTable`: the groups of the process sets, by number."""
+"""`ProcessSetTable`: the process sets of a job, by number."""
 
 from collections.abc import Sequence
 
@@ -10,52 +10,43 @@ __all__ = ["ProcessSetTable"]
 
 
 class ProcessSetTable:
-    """The process sets of a job: the same on all ranks, but for the groups, which only members have.
+    """The process sets: the same on all ranks, but for the groups, which only members have.
 
     Args:
         world: the group of all ranks.
+
+    Attributes:
+        members: the global ranks of each set.
+        groups: the groups of those that this rank is in.
     """
 
     def __init__(self, world: Group) -> None:
+        self.members: dict[int, Sequence[int]] = {WORLD: world.ranks}
+        self.groups: dict[int, Group] = {WORLD: world}
         self._rank = world.rank
-        self._members: dict[int, Sequence[int]] = {WORLD: world.ranks}
-        self._groups: dict[int, Group] = {WORLD: world}
         self._num_made = 1
 
-    def members(self, set_id: int) -> Sequence[int]:
-        """Return the global ranks of a process set.
-
-        Raises:
-            ValueError: there is none of this number.
-        """
-        if (ranks := self._members.get(set_id)) is None:
-            raise ValueError("Process set provided does not exist, or has not been registered.")
-        return ranks
-
-    def group(self, set_id: int) -> Group | None:
-        """Return the group of a process set, None where this rank is not in it."""
-        return self._groups.get(set_id)
-
     def find(self, ranks: Sequence[int]) -> int | None:
-        """Return the number of the process set of these ranks, None if there is none."""
-        return next((i for i, known in list(self._members.items()) if list(known) == list(ranks)), None)
+        """Return the number of the process set of these ranks, None if there is none; from any thread."""
+        known = list(self.members.items())
+        return next((set_id for set_id, members in known if list(members) == list(ranks)), None)
 
     def add(self, ranks: Sequence[int]) -> int:
         """Make a process set, and return its number. Collective over the job."""
         set_id = self._num_made
         self._num_made += 1
         if self._rank in ranks:
-            self._groups[set_id] = open_group(ranks, name=f"process set {set_id}")
-        self._members[set_id] = ranks
+            self.groups[set_id] = open_group(ranks, name=f"process set {set_id}")
+        self.members[set_id] = ranks
         return set_id
 
     def remove(self, set_id: int) -> None:
         """Remove a process set. Collective over the job."""
-        self._members.pop(set_id, None)
-        if (group := self._groups.pop(set_id, None)) is not None:
+        self.members.pop(set_id, None)
+        if (group := self.groups.pop(set_id, None)) is not None:
             close_group(group)
 
     def close(self) -> None:
         """Close the groups of all process sets. Collective over the job."""
-        for group in self._groups.values():
+        for group in self.groups.values():
             close_group(group)

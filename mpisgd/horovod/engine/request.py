@@ -55,6 +55,10 @@ class Request(NamedTuple):
         """The name as the program gave it."""
         return self.name.removeprefix(f"{self.kind}.")
 
+    def __str__(self) -> str:
+        """Return the call as messages name it: `allreduce 'x'`, or `join`."""
+        return self.kind if self.name == self.kind else f"{self.kind} {self.label!r}"
+
     @property
     def nbytes(self) -> int:
         """How many bytes the tensors have, or, where ranks may differ, a row of each."""
@@ -87,12 +91,11 @@ def differences(requests: Mapping[int, Request]) -> str | None:
     first = next(iter(requests.values()))
     if (cause := _difference_in_about(requests)) is not None:
         return f"tensor {first.label!r}: {cause}"
-    found = [_difference(field, word, requests) for field, word in _TOLD.items()]
+    found = [
+        _difference(word, {rank: _shown(getattr(request, field)) for rank, request in requests.items()})
+        for field, word in _TOLD.items()
+    ]
     return f"tensor {first.label!r}: " + "; ".join(filter(None, found))
-
-
-def _difference(field: str, word: str, requests: Mapping[int, Request]) -> str | None:
-    return _told(word, {rank: _shown(getattr(request, field)) for rank, request in requests.items()})
 
 
 def _difference_in_about(requests: Mapping[int, Request]) -> str | None:
@@ -100,28 +103,24 @@ def _difference_in_about(requests: Mapping[int, Request]) -> str | None:
     listed = {rank: request.about.splitlines() for rank, request in requests.items()}
     for lines in itertools.zip_longest(*listed.values(), fillvalue="nothing"):
         if len(set(lines)) > 1:
-            return _told("parameter", dict(zip(listed, lines, strict=True)))
+            return _difference("parameter", dict(zip(listed, lines, strict=True)))
     return None
 
 
-def _told(word: str, values: Mapping[int, str]) -> str | None:
+def _difference(word: str, values: Mapping[int, str]) -> str | None:
     by_value: dict[str, list[int]] = defaultdict(list)
     for rank, value in sorted(values.items()):
         by_value[value].append(rank)
     if len(by_value) == 1:
         return None
-    return (
-        "mismatched "
-        + f"{word}: "
-        + ", ".join(f"{ranks_text(ranks)} gave {value}" for value, ranks in by_value.items())
-    )
+    told = ", ".join(f"{ranks_text(ranks)} gave {value}" for value, ranks in by_value.items())
+    return f"mismatched {word}: {told}"
 
 
 def _shown(value: object) -> str:
     """Return what a person calls a value: a single tensor's shape without the tuple around it."""
-    if isinstance(value, tuple) and value and isinstance(value[0], int):
+    if not isinstance(value, tuple):
+        return str(value)
+    if value and isinstance(value[0], int):
         return str(list(value))
-    if isinstance(value, tuple):
-        items = [list(item) if isinstance(item, tuple) else item for item in value]
-        return str(items[0]) if len(items) == 1 else ", ".join(map(str, items))
-    return str(value)
+    return ", ".join(str(list(item) if isinstance(item, tuple) else item) for item in value)

@@ -4,8 +4,8 @@ There is no coordinator that could be late or lost: in every cycle all ranks lea
 put it into their tables in the same order, and so make the same decisions.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from mpisgd.arguments import ranks_text
@@ -36,46 +36,33 @@ class RequestTable:
     """The operations that some members have submitted and others have not.
 
     Args:
-        members: the ranks of each process set.
+        members: the ranks of each process set, as they are at any time. What is pending in a set that is not
+            there, or will be, is an error.
+
+    Attributes:
+        joined: the ranks that have no more data, in the order of joining: until all have joined they take
+            part in everything.
     """
 
     def __init__(self, members: Mapping[int, Sequence[int]]) -> None:
-        self._members = {set_id: frozenset(ranks) for set_id, ranks in members.items()}
+        self.joined: dict[int, None] = {}
+        self._members = members
         self._pending: dict[tuple[int, str], dict[int, Request]] = {}
-        self._joined: dict[int, None] = {}  # in the order of joining
-
-    def add_set(self, set_id: int, ranks: Iterable[int]) -> None:
-        """Add a process set."""
-        self._members[set_id] = frozenset(ranks)
-
-    def remove_set(self, set_id: int) -> None:
-        """Forget a process set; what is pending in it, or will be, is an error."""
-        del self._members[set_id]
 
     def submit(self, rank: int, request: Request) -> None:
-        """Note what a rank has submitted."""
-        self._pending.setdefault(request.key, {})[rank] = request
-
-    def join(self, rank: int) -> None:
-        """Note that a rank has no more data; until all have joined it takes part in everything."""
-        self._joined.setdefault(rank)
+        """Note what a rank has submitted, or that it has joined."""
+        if request == JOIN:
+            self.joined.setdefault(rank)
+        else:
+            self._pending.setdefault(request.key, {})[rank] = request
 
     def all_joined(self) -> int | None:
         """Return the rank that joined last once all have, and begin anew; None before."""
-        if len(self._joined) < len(self._members[WORLD]):
+        if len(self.joined) < len(self._members[WORLD]):
             return None
-        last = next(reversed(self._joined))
-        self._joined.clear()
+        last = next(reversed(self.joined))
+        self.joined.clear()
         return last
-
-    @property
-    def joined(self) -> frozenset[int]:
-        """The ranks that have joined."""
-        return frozenset(self._joined)
-
-    def unjoin(self) -> None:
-        """Forget who has joined: not all of them will."""
-        self._joined.clear()
 
     def decide(self) -> list[Decision]:
         """Take out what every member has submitted or joined, in the order of the first submissions."""
@@ -87,42 +74,38 @@ class RequestTable:
         if key[0] not in self._members:
             del self._pending[key]
             return Decision(request, error=f"tensor {request.label!r}: its process set was removed")
-        absent = frozenset(self._members[key[0]] - submitted.keys())
-        if absent and not (key[0] == WORLD and absent <= self._joined.keys()):
+        absent = frozenset(self._members[key[0]]).difference(submitted)
+        if absent and not (key[0] == WORLD and absent <= self.joined.keys()):
             return None
         del self._pending[key]
         return Decision(request, absent, differences(submitted) or _error_without(request, absent))
 
-    def name_conflicts(self) -> list[tuple[int, str]]:
-        """Return process sets and labels that every member waits for, but not all in one operation.
+    def name_conflicts(self) -> dict[tuple[int, str], list[tuple[int, str]]]:
+        """Return what every member waits for under one label, but not all in one operation.
 
-        Names begin with the kind of operation; see `mpisgd.horovod.engine.name_conflicts`.
+        Names begin with the kind of operation; see `NameConflicts`.
+
+        Returns:
+            By process set and label, the keys of the operations.
         """
         if len(self._pending) < 2:
-            return []
-        labels = Counter((set_id, self._label((set_id, name))) for set_id, name in self._pending)
-        several = [each for each, times in labels.items() if times > 1]
-        return [each for each in several if self._cover_everyone_once(self._keys_of(*each))]
+            return {}
+        found = defaultdict(list)
+        for key, submitted in self._pending.items():
+            found[key[0], next(iter(submitted.values())).label].append(key)
+        return {each: keys for each, keys in found.items() if len(keys) > 1 and self._have_all_once(keys)}
 
-    def _label(self, key: tuple[int, str]) -> str:
-        return next(iter(self._pending[key].values())).label
-
-    def _keys_of(self, set_id: int, label: str) -> list[tuple[int, str]]:
-        return [key for key in self._pending if key[0] == set_id and self._label(key) == label]
+    def _have_all_once(self, keys: Sequence[tuple[int, str]]) -> bool:
+        """Return whether each member has submitted one of these operations of a process set."""
+        ranks = [rank for key in keys for rank in self._pending[key]]
+        return sorted(ranks) == sorted(self._members.get(keys[0][0], ()))
 
     def resolve(self, set_id: int, label: str) -> list[Decision]:
         """Take out what conflicts under a label, if it still does: an error on all ranks."""
-        if (set_id, label) not in self.name_conflicts():
-            return []
-        keys = self._keys_of(set_id, label)
-        together = {rank: r for key in keys for rank, r in self._pending.pop(key).items()}
-        error = differences(together)
+        keys = self.name_conflicts().get((set_id, label), [])
+        together = {rank: request for key in keys for rank, request in self._pending.pop(key).items()}
         requests = {request.key: request for request in together.values()}
-        return [Decision(request, frozenset(), error) for request in requests.values()]
-
-    def _cover_everyone_once(self, keys: Sequence[tuple[int, str]]) -> bool:
-        ranks = [rank for key in keys for rank in self._pending[key]]
-        return len(ranks) == len(set(ranks)) and set(ranks) == self._members[keys[0][0]]
+        return [Decision(request, error=differences(together)) for request in requests.values()]
 
     def waiting_for(self, rank: int, set_id: int, prefix: str) -> list[Request]:
         """Return what is pending in a process set without a rank, under names that begin with `prefix`."""
@@ -135,7 +118,7 @@ class RequestTable:
     def withdraw(self, rank: int, key: tuple[int, str]) -> None:
         """Forget that a rank has submitted an operation, or has joined."""
         if key == JOIN.key:
-            self._joined.pop(rank, None)
+            self.joined.pop(rank, None)
         elif (submitted := self._pending.get(key)) is not None:
             submitted.pop(rank, None)
             if not submitted:
@@ -151,12 +134,10 @@ class RequestTable:
 
     def missing(self, key: tuple[int, str]) -> frozenset[int]:
         """Return the members without which what is pending under a key, or the join, goes no further."""
-        if key == JOIN.key:
-            return self._members[WORLD] - self.joined
-        if key not in self._pending:
+        if key != JOIN.key and key not in self._pending:
             return frozenset()
-        have_come = {*self._pending[key], *(self._joined if key[0] == WORLD else ())}
-        return self._members.get(key[0], frozenset()) - have_come
+        have_come = {*self._pending.get(key, ()), *(self.joined if key[0] == WORLD else ())}
+        return frozenset(self._members.get(key[0], ())) - have_come
 
 
 def _error_without(request: Request, absent: frozenset[int]) -> str | None:

@@ -1,16 +1,18 @@
 """What stalls: which operations wait for which ranks, and what these do instead.
 
-There are two ways to stall. A rank's program does not submit what the others have: its engine still answers,
-and all ranks know from their tables which ranks are missing. Then the first rank warns, and may ask the
-others in a cycle for the Python stacks of their main threads (`StallInspector`). Or a rank's process does not
-run: the others wait for it in the middle of a cycle or of an operation, where none of them can go on to warn.
-The job reports that, as it does for any wait (`EngineWait`).
+There are three ways to stall. A rank's program does not submit what the others have: its engine still
+answers, and all ranks know from their tables which ranks are missing. Then the first rank warns, and may ask
+the others in a cycle for the Python stacks of their main threads (`StallInspector`). Or all members have
+submitted a name, but in operations of different kinds (`NameConflicts`). Or a rank's process does not run:
+the others wait for it in the middle of a cycle or of an operation, where none of them can go on to warn. The
+job reports that, as it does for any wait (`engine_wait`).
 """
 
+import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from mpisgd.arguments import ranks_text
 from mpisgd.core import wait_registry
@@ -18,15 +20,15 @@ from mpisgd.core.group import Group
 from mpisgd.core.wait_registry import WaitReason
 from mpisgd.horovod.engine.request import Request
 from mpisgd.horovod.engine.settings import Settings
-from mpisgd.job.lifecycle import current_job
 from mpisgd.monitor.rank_snapshot import stack_of
 
-__all__ = ["EngineWait", "StallInspector", "main_stack"]
+__all__ = ["NameConflicts", "StallInspector", "engine_wait", "main_stack", "registered_wait"]
 
 Waiting = Sequence[tuple[Request, frozenset[int]]]
 
 MOST_NAMES = 12
 MOST_PENDING = 3
+GRACE_S = 3.0  # how long a conflict of names may last
 
 
 def main_stack() -> str:
@@ -63,8 +65,11 @@ class StallInspector:
         self._warned = {key: at_s for key, at_s in self._warned.items() if key in keys}
         if self.wants_stacks or not keys:
             return
-        self._ends = self._are_over(now_s)
-        self._late = [each for each in waiting if self._ends or self._is_late(each[0], now_s)]
+        warning_s, end_s = self._settings.stall_warning_s, self._settings.stall_end_s
+        self._ends = end_s > 0 and now_s - min(self._since.values()) > end_s
+        last_s = self._since | self._warned
+        late = {key for key in keys if warning_s > 0 and now_s - last_s[key] > warning_s}
+        self._late = [each for each in waiting if self._ends or each[0].key in late]
         if not self._late:
             return
         self._warned |= dict.fromkeys((request.key for request, _ in self._late), now_s)
@@ -72,15 +77,6 @@ class StallInspector:
             self.wants_stacks = True
         else:
             self.report({})
-
-    def _are_over(self, now_s: float) -> bool:
-        limit_s = self._settings.stall_end_s
-        return limit_s > 0 and any(now_s - since_s > limit_s for since_s in self._since.values())
-
-    def _is_late(self, request: Request, now_s: float) -> bool:
-        limit_s = self._settings.stall_warning_s
-        last_s = self._warned.get(request.key, self._since[request.key])
-        return limit_s > 0 and now_s - last_s > limit_s
 
     def report(self, stacks: Mapping[int, str]) -> None:
         """Warn of what is late, and end the job where it is time.
@@ -91,9 +87,12 @@ class StallInspector:
         self.wants_stacks = False
         limit_s = self._settings.stall_end_s if self._ends else self._settings.stall_warning_s
         lines = [f"operations wait for more than {limit_s:g} s for ranks that have not submitted them:"]
-        lines += _listed([f"{r.kind} {r.label!r}: {ranks_text(missing)}" for r, missing in self._late])
-        missing_ranks = sorted(set().union(*(missing for _, missing in self._late)))
-        lines += [_stack_text(rank, stacks[rank]) for rank in missing_ranks if rank in stacks]
+        lines += [f"  {request}: {ranks_text(missing)}" for request, missing in self._late[:MOST_NAMES]]
+        if len(self._late) > MOST_NAMES:
+            lines.append(f"  ... and {len(self._late) - MOST_NAMES} more")
+        for rank in sorted(stacks.keys() & set().union(*(missing for _, missing in self._late))):
+            lines.append(f"  rank {rank} is here meanwhile (innermost call last):")
+            lines += [f"    {line}" for line in stacks[rank].rstrip().splitlines()]
         if self._ends:
             lines.append("the job ends (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS)")
         self._warn("\n".join(lines))
@@ -101,50 +100,63 @@ class StallInspector:
             self._end()
 
 
-def _listed(texts: Sequence[str]) -> list[str]:
-    lines = [f"  {text}" for text in texts[:MOST_NAMES]]
-    return lines + [f"  ... and {len(texts) - MOST_NAMES} more"] * (len(texts) > MOST_NAMES)
+class NameConflicts:
+    """Names that all members wait for, but in operations of different kinds; on the first rank.
+
+    Names of different kinds of operations are independent, so a rank may all-reduce `x` and then gather `x`
+    while another does it the other way round. But when nothing else is submitted, a program has called the
+    wrong function, and the ranks would wait for ever. So the first rank waits for a grace period, and then
+    has all ranks fail the operations at the same place of their order.
+
+    Attributes:
+        since_s: since when there is each conflict that is known, by process set and label.
+    """
+
+    def __init__(self) -> None:
+        self.since_s: dict[tuple[int, str], float] = {}
+
+    def check(self, found: Collection[tuple[int, str]], now_s: float) -> list[tuple[int, str]]:
+        """Return which conflicts have lasted for the grace period; each of them once.
+
+        Args:
+            found: the process sets and labels of all conflicts there are.
+            now_s: the time.
+        """
+        self.since_s = {conflict: self.since_s.get(conflict, now_s) for conflict in found}
+        lasting = [conflict for conflict, since_s in self.since_s.items() if now_s - since_s >= GRACE_S]
+        self.since_s |= dict.fromkeys(lasting, float("inf"))
+        return lasting
 
 
-def _stack_text(rank: int, stack: str) -> str:
-    body = "\n".join(f"    {line}" for line in stack.rstrip().splitlines())
-    return f"  rank {rank} is here meanwhile (innermost call last):\n{body}"
+@contextlib.contextmanager
+def registered_wait(
+    reason: Callable[[], WaitReason], since_s: float, wake: Callable[[], None] | None = None
+) -> Iterator[None]:
+    """Register that this thread waits; see `wait_registry.register`."""
+    key = object()
+    wait_registry.register(key, since_s, wait_registry.NO_TIMEOUT_S, reason, wake)
+    try:
+        yield
+    finally:
+        wait_registry.unregister(key)
 
 
-class EngineWait:
-    """Registers what the engine waits for in the middle of an exchange or of an operation.
-
-    The job reports stalls of these waits as of all others, by Horovod's settings as long as the engine runs.
+def engine_wait(
+    text: str, group: Group, pending: Callable[[], Sequence[Request]]
+) -> contextlib.AbstractContextManager[None]:
+    """Register what the engine waits for in the middle of an exchange or of an operation.
 
     Args:
-        settings: when to warn, and when to end the job.
+        text: what this thread does meanwhile, in words.
+        group: for whose other ranks it waits.
         pending: returns what was submitted here and waits.
     """
 
-    def __init__(self, settings: Settings, pending: Callable[[], Sequence[Request]]) -> None:
-        self._pending = pending
-        self._stalls = current_job().monitor.watchdog
-        self._before = self._stalls.warning_s, self._stalls.abort_s
-        self._stalls.warning_s, self._stalls.abort_s = settings.stall_warning_s, settings.stall_end_s
+    def reason() -> WaitReason:
+        told = [str(request) for request in pending()]
+        more = f" and {len(told) - MOST_PENDING} more" if len(told) > MOST_PENDING else ""
+        submitted = f" (submitted here: {', '.join(told[:MOST_PENDING])}{more})" if told else ""
+        number = group.queue.consistency.number
+        return WaitReason(text + submitted, group.name, (), group.ranks, number, group.ordinal)
 
-    def enter(self, text: str, group: Group) -> None:
-        """Register that this thread now waits for the others of a group."""
-        wait_registry.register(
-            self, time.monotonic(), wait_registry.NO_TIMEOUT_S, lambda: self._hint(text, group)
-        )
-
-    def _hint(self, text: str, group: Group) -> WaitReason:
-        pending = [f"{request.kind} {request.label!r}" for request in self._pending()]
-        more = f" and {len(pending) - MOST_PENDING} more" if len(pending) > MOST_PENDING else ""
-        submitted = f" (submitted here: {', '.join(pending[:MOST_PENDING])}{more})" if pending else ""
-        return WaitReason(
-            text + submitted, group.name, (), group.ranks, group.queue.consistency.number, group.ordinal
-        )
-
-    def leave(self) -> None:
-        """Register that it waits no more."""
-        wait_registry.unregister(self)
-
-    def close(self) -> None:
-        """Give the job its own settings back."""
-        self._stalls.warning_s, self._stalls.abort_s = self._before
+    return registered_wait(reason, time.monotonic())

@@ -46,17 +46,14 @@ class WakeUp:
         self._futex = Futex(self._segment)
         self._stride = self._segment.share_bytes // 8
         self._locals = [] if self._unshared else [i for i in range(local.size) if i != self._mine]
-        self._peers = self._message_peers(topology)
+        others = [rank for rank in range(topology.size) if rank != topology.rank]
+        firsts = [ranks[0] for i, ranks in enumerate(topology.nodes) if i != topology.node_rank]
+        self._peers = others if self._unshared else firsts
         self._polls = self._unshared or (bool(self._peers) and self._mine == 0)
         self._poll_interval_s = POLL_INTERVAL_S
         self._request: Any = None
         self._inbox = torch.zeros(1, dtype=torch.int64)
         self._sent: list[tuple[Any, torch.Tensor]] = []
-
-    def _message_peers(self, topology: "Topology") -> list[int]:
-        if self._unshared:
-            return [rank for rank in range(topology.size) if rank != topology.rank]
-        return [ranks[0] for i, ranks in enumerate(topology.nodes) if i != topology.node_rank]
 
     # -- waking ----------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from mpisgd.horovod.arguments import as_tensor, as_tensors
 from mpisgd.horovod.engine.entry import Entry
 from mpisgd.horovod.ops import submission
 from mpisgd.horovod.ops.allreduce import allreduce_async
+from mpisgd.horovod.ops.differentiable import OfOneTensor
 from mpisgd.horovod.ops.handles import synchronize
 from mpisgd.horovod.ops.reduce_ops import Average, name_of
 from mpisgd.horovod.process_sets import ProcessSet, global_process_set
@@ -36,8 +37,7 @@ def allgather_async(
 
     Args:
         tensor: [rows of this rank, ...]; dtype and other dimensions are alike on all members.
-        name: under which the members' calls find each other; by default the calls are counted.
-        process_set: who takes part.
+        name, process_set: as of `allreduce_async`.
 
     Raises:
         ValueError: no dimension, a name that is pending, a process set this rank is not in.
@@ -66,7 +66,7 @@ def _start(
     tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet, finish: Any, op: str = ""
 ) -> int:
     inputs = [tensor.detach() for tensor in tensors]
-    request = submission.make_request("allgather", name, inputs, process_set, ragged=True, op=op)
+    request = submission.make_request("allgather", name, inputs, process_set, op=op)
     return submission.submit(Entry(request, inputs, finish=finish))
 
 
@@ -74,8 +74,7 @@ def allgather(
     tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
     """Return everyone's rows, with a gradient; see `allgather_async`."""
-    gathered: Tensor = HorovodAllgather.apply(tensor, name, process_set)  # type: ignore[no-untyped-call]
-    return gathered
+    return HorovodAllgather.apply(as_tensor("allgather", tensor), name, process_set)
 
 
 def grouped_allgather(
@@ -84,22 +83,6 @@ def grouped_allgather(
     """Return everyone's rows of several tensors, with gradients; see `allgather_async`."""
     checked = as_tensors("allgather", tensors)
     return list(HorovodGroupedAllgather.apply(name, process_set, *checked))  # type: ignore[no-untyped-call]
-
-
-class HorovodAllgather(torch.autograd.Function):
-    """`allgather` as a function that has a gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, name: str | None, process_set: ProcessSet) -> Tensor:
-        """Gather."""
-        gathered: Tensor = synchronize(allgather_async(tensor, name, process_set))
-        ctx.rows, ctx.process_set = tensor.shape[0], process_set
-        return gathered
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Average the gradient, and take this rank's rows."""
-        return own_rows(grads[0], ctx.rows, ctx.process_set), None, None
 
 
 class HorovodGroupedAllgather(torch.autograd.Function):
@@ -114,16 +97,20 @@ class HorovodGroupedAllgather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Average the gradients, and take this rank's rows."""
-        pairs = zip(grads, ctx.rows, strict=True)
-        return None, None, *[own_rows(grad, rows, ctx.process_set) for grad, rows in pairs]
+        """Average the gradients, and take the rows that the gathering has from this rank."""
+        return None, None, *[own_rows(*pair, ctx.process_set) for pair in zip(grads, ctx.rows, strict=True)]
 
 
 def own_rows(grad: Tensor, rows: int, process_set: ProcessSet) -> Tensor:
     """Average `grad` over the members, and return the rows that a gathering has from this one."""
     handle = allreduce_async(grad, op=Average, process_set=process_set)
     everyones = synchronize(allgather_async(torch.tensor([rows]), process_set=process_set)).tolist()
+    start = sum(everyones[: process_set.rank()])
     averaged: Tensor = synchronize(handle)
-    mine = process_set.rank()
-    start = sum(everyones[:mine])
     return averaged[start : start + rows]
+
+
+class HorovodAllgather(OfOneTensor):
+    """`allgather` as a function that has a gradient."""
+
+    grouped = HorovodGroupedAllgather

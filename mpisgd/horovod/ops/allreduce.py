@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpisgd.horovod.arguments import as_tensor, as_tensors, check_compression
+from mpisgd.horovod.arguments import as_tensor, as_tensors
 from mpisgd.horovod.compression import Compression, Compressor
 from mpisgd.horovod.engine.entry import Entry
 from mpisgd.horovod.ops import submission
-from mpisgd.horovod.ops.handles import synchronize
+from mpisgd.horovod.ops.differentiable import OfOneTensor, compressed
+from mpisgd.horovod.ops.handles import synchronize, synchronous
 from mpisgd.horovod.ops.reduce_ops import reduction_for
 from mpisgd.horovod.process_sets import ProcessSet, global_process_set
 
@@ -103,19 +104,7 @@ def allreduce_async_(
     return _start([as_tensor("allreduce", tensor)], average, name, op, factors, process_set, in_place=True)
 
 
-def allreduce_(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> Tensor:
-    """Combine `tensor` in place, and return it; see `allreduce_async`."""
-    handle = allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
-    result: Tensor = synchronize(handle)
-    return result
+allreduce_ = synchronous("allreduce_", allreduce_async_)
 
 
 def allreduce(
@@ -129,28 +118,9 @@ def allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
     """Return the combination of everyone's `tensor`, with a gradient; see `allreduce_async`."""
-    check_compression("allreduce", compression)
-    smaller, ctx = compression.compress(as_tensor("allreduce", tensor))
     options = (average, name, op, prescale_factor, postscale_factor, process_set)
-    reduced: Tensor = HorovodAllreduce.apply(smaller, *options)  # type: ignore[no-untyped-call]
-    return compression.decompress(reduced, ctx)
-
-
-class HorovodAllreduce(torch.autograd.Function):
-    """`allreduce` as a function that has a gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, *options: Any) -> Tensor:
-        """Reduce; `options` as of `allreduce_async`."""
-        average, _, op, prescale, postscale, process_set = options
-        ctx.options = (average, None, op, prescale, postscale, process_set)
-        reduced: Tensor = synchronize(allreduce_async(tensor, *options))
-        return reduced
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Reduce the gradient in the same way."""
-        return synchronize(allreduce_async(grads[0], *ctx.options)), *[None] * 6
+    tensors = [as_tensor("allreduce", tensor)]
+    return compressed(HorovodGroupedAllreduce, "allreduce", tensors, compression, options)[0]
 
 
 def grouped_allreduce_async(
@@ -181,19 +151,7 @@ def grouped_allreduce_async_(
     return _start(given, average, name, op, factors, process_set, in_place=True, grouped=True)
 
 
-def grouped_allreduce_(
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: int | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> list[Tensor]:
-    """Combine several tensors in place, and return them; see `grouped_allreduce_async`."""
-    options = (average, name, op, prescale_factor, postscale_factor, process_set)
-    results: list[Tensor] = synchronize(grouped_allreduce_async_(tensors, *options))
-    return results
+grouped_allreduce_ = synchronous("grouped_allreduce_", grouped_allreduce_async_)
 
 
 def grouped_allreduce(
@@ -207,11 +165,9 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
     """Return the combinations of several tensors, with gradients; see `grouped_allreduce_async`."""
-    check_compression("allreduce", compression)
-    pairs = [compression.compress(tensor) for tensor in as_tensors("allreduce", tensors)]
     options = (average, name, op, prescale_factor, postscale_factor, process_set)
-    reduced = HorovodGroupedAllreduce.apply(*options, *[tensor for tensor, _ in pairs])  # type: ignore[no-untyped-call]
-    return [compression.decompress(r, ctx) for r, (_, ctx) in zip(reduced, pairs, strict=True)]
+    given = as_tensors("allreduce", tensors)
+    return compressed(HorovodGroupedAllreduce, "allreduce", given, compression, options)
 
 
 class HorovodGroupedAllreduce(torch.autograd.Function):
@@ -228,3 +184,9 @@ class HorovodGroupedAllreduce(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Reduce the gradients in the same way."""
         return *[None] * 6, *synchronize(grouped_allreduce_async(grads, *ctx.options))
+
+
+class HorovodAllreduce(OfOneTensor):
+    """`allreduce` as a function that has a gradient."""
+
+    grouped = HorovodGroupedAllreduce

@@ -1,6 +1,6 @@
 """`alltoall`: every rank has rows for every rank. Gradient: what was received goes back."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from mpisgd.horovod.engine.entry import Entry
 from mpisgd.horovod.ops import submission
 from mpisgd.horovod.ops.handles import synchronize
 from mpisgd.horovod.process_sets import ProcessSet, global_process_set
-from mpisgd.horovod.state import engine
 
 __all__ = ["HorovodAlltoall", "alltoall", "alltoall_async"]
 
@@ -30,8 +29,7 @@ def alltoall_async(
     Args:
         tensor: [rows, ...]; dtype and other dimensions are alike on all members.
         splits: how many rows each member gets, in order of rank; default the same for all.
-        name: under which the members' calls find each other; by default the calls are counted.
-        process_set: who takes part.
+        name, process_set: as of `allreduce_async`.
 
     Returns:
         A handle of what was received, one member's rows after the other's; with `splits`, of the pair of that
@@ -41,20 +39,22 @@ def alltoall_async(
         ValueError: splits that do not fit, before anything is sent.
         HorovodInternalError: from `synchronize`: the members differ in dtype or in other dimensions.
     """
-    pair = splits is not None
-    return _start(tensor, splits, name, process_set, lambda result: result if pair else result[0])
+    return _start(tensor, splits, name, process_set, with_counts=splits is not None)
 
 
 def _start(
-    tensor: Tensor, splits: Splits, name: str | None, process_set: ProcessSet, finish: Callable[..., Any]
+    tensor: Tensor, splits: Splits, name: str | None, process_set: ProcessSet, *, with_counts: bool
 ) -> int:
-    """Submit the exchange; `finish` makes the handle's result of the pair of rows and numbers of rows."""
     own = as_tensor("alltoall", tensor).detach()
-    request = submission.make_request("alltoall", name, [own], process_set, ragged=True)
-    rows = _rows_for(own, splits, len(engine().members(request.set_id)))
+    request = submission.make_request("alltoall", name, [own], process_set)
+    rows = _rows_for(own, splits, process_set.size())
     device = splits.device if isinstance(splits, Tensor) else torch.device("cpu")
-    entry = Entry(request, [own], splits=rows, finish=lambda got: finish((got[0], got[1].to(device))))
-    return submission.submit(entry)
+
+    def finish(result: tuple[Tensor, Tensor]) -> Any:
+        received, counts = result
+        return (received, counts.to(device)) if with_counts else received
+
+    return submission.submit(Entry(request, [own], splits=rows, finish=finish))
 
 
 def _rows_for(tensor: Tensor, splits: Splits, size: int) -> list[int]:
@@ -111,8 +111,7 @@ class HorovodAlltoall(torch.autograd.Function):
         ctx: Any, tensor: Tensor, splits: Splits, name: str | None, process_set: ProcessSet
     ) -> tuple[Tensor, Tensor]:
         """Exchange rows; the second result is how many came from each member."""
-        handle = _start(tensor, splits, name, process_set, lambda pair: pair)
-        received, counts = synchronize(handle)
+        received, counts = synchronize(_start(tensor, splits, name, process_set, with_counts=True))
         ctx.counts, ctx.process_set, ctx.shape = counts, process_set, tensor.shape
         ctx.mark_non_differentiable(counts)
         return received, counts

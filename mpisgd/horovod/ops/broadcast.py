@@ -12,10 +12,9 @@ from mpisgd.horovod.arguments import as_rank, as_tensor
 from mpisgd.horovod.engine.entry import Entry
 from mpisgd.horovod.ops import submission
 from mpisgd.horovod.ops.allreduce import allreduce_async
-from mpisgd.horovod.ops.handles import synchronize
+from mpisgd.horovod.ops.handles import synchronize, synchronous
 from mpisgd.horovod.ops.reduce_ops import Average
 from mpisgd.horovod.process_sets import ProcessSet, global_process_set
-from mpisgd.horovod.state import engine
 from mpisgd.job.rank_info import rank
 
 __all__ = ["HorovodBroadcast", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_"]
@@ -28,7 +27,7 @@ def _start(
     request = submission.make_request(
         "broadcast", name, [tensor], process_set, in_place=output is tensor, root=root_rank
     )
-    if root_rank not in engine().members(request.set_id):
+    if root_rank not in process_set.members():
         raise ValueError(f"broadcast received invalid root rank {root_rank} for provided process set")
     return submission.submit(Entry(request, [tensor], [output], finish=lambda _: result))
 
@@ -41,8 +40,7 @@ def broadcast_async(
     Args:
         tensor: of the same shape and dtype on all members; unchanged.
         root_rank: rank of the job, in a smaller process set too.
-        name: under which the members' calls find each other; by default the calls are counted.
-        process_set: who takes part.
+        name, process_set: as of `allreduce_async`.
 
     Raises:
         ValueError: a root outside the process set, a name that is pending.
@@ -60,12 +58,7 @@ def broadcast_async_(
     return _start(own, own, root_rank, name, process_set, tensor)
 
 
-def broadcast_(
-    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Tensor:
-    """Copy the root's `tensor` into everyone's, and return it; see `broadcast_async`."""
-    result: Tensor = synchronize(broadcast_async_(tensor, root_rank, name, process_set))
-    return result
+broadcast_ = synchronous("broadcast_", broadcast_async_)
 
 
 def broadcast(

@@ -1,13 +1,17 @@
 """Handles: numbers that stand for operations under way."""
 
+import functools
 import itertools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec
 
 from mpisgd.arguments import shown
 from mpisgd.horovod import state
 from mpisgd.horovod.engine.entry import Entry
 
-__all__ = ["forget", "keep", "poll", "synchronize"]
+__all__ = ["forget", "keep", "poll", "synchronize", "synchronous"]
+
+P = ParamSpec("P")
 
 _numbers = itertools.count()
 _entries: dict[int, Entry] = {}
@@ -59,3 +63,15 @@ def synchronize(handle: Any) -> Any:
     finally:
         if found.done.is_set():  # else it was interrupted, and may be waited for again
             forget(handle)
+
+
+def synchronous(name: str, start: Callable[P, int]) -> Callable[P, Any]:
+    """Return the function `name`, which waits for what `start` does and returns the result."""
+
+    @functools.wraps(start)
+    def call(*args: P.args, **kwargs: P.kwargs) -> Any:
+        return synchronize(start(*args, **kwargs))
+
+    call.__name__ = call.__qualname__ = name
+    call.__doc__ = f"Do what `{start.__name__}` does, wait for it, and return the result."
+    return call

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpisgd.horovod.arguments import as_tensor, as_tensors, check_compression
+from mpisgd.horovod.arguments import as_tensor, as_tensors
 from mpisgd.horovod.compression import Compression, Compressor
 from mpisgd.horovod.engine.entry import Entry
 from mpisgd.horovod.exceptions import HorovodInternalError
 from mpisgd.horovod.ops import submission
 from mpisgd.horovod.ops.allgather import allgather_async
+from mpisgd.horovod.ops.differentiable import OfOneTensor, compressed
 from mpisgd.horovod.ops.handles import synchronize
 from mpisgd.horovod.ops.reduce_ops import Average, Sum, name_of, reduction_for
 from mpisgd.horovod.process_sets import ProcessSet, global_process_set
@@ -49,8 +50,6 @@ def _start(
         prescale=factors[0],
         postscale=factors[1],
     )
-    if any(tensor.dim() == 0 for tensor in inputs):
-        raise ValueError("reducescatter: the tensor has no dimension; expected at least one")
     return submission.submit(Entry(request, inputs, finish=finish))
 
 
@@ -67,11 +66,8 @@ def reducescatter_async(
     Args:
         tensor: [rows, ...], of the same shape and dtype on all members. Where the rows cannot be shared
             equally, the first ranks get one more.
-        name: under which the members' calls find each other; by default the calls are counted.
         op: Average or Sum.
-        process_set: who takes part.
-        prescale_factor: multiplied before the reduction.
-        postscale_factor: multiplied after it.
+        name, process_set, prescale_factor, postscale_factor: as of `allreduce_async`.
 
     Raises:
         ValueError: no dimension, a name that is pending, a process set this rank is not in.
@@ -104,11 +100,9 @@ def reducescatter(
     postscale_factor: float = 1.0,
 ) -> Tensor:
     """Return this rank's rows of the combination, with a gradient; see `reducescatter_async`."""
-    check_compression("reducescatter", compression)
-    smaller, ctx = compression.compress(as_tensor("reducescatter", tensor))
     options = (name, op, process_set, prescale_factor, postscale_factor)
-    rows: Tensor = HorovodReducescatter.apply(smaller, *options)  # type: ignore[no-untyped-call]
-    return compression.decompress(rows, ctx)
+    tensors = [as_tensor("reducescatter", tensor)]
+    return compressed(HorovodGroupedReducescatter, "reducescatter", tensors, compression, options)[0]
 
 
 def grouped_reducescatter(
@@ -121,36 +115,9 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
     """Return this rank's rows of several combinations, with gradients; see `reducescatter_async`."""
-    check_compression("reducescatter", compression)
-    pairs = [compression.compress(tensor) for tensor in as_tensors("reducescatter", tensors)]
     options = (name, op, process_set, prescale_factor, postscale_factor)
-    rows = HorovodGroupedReducescatter.apply(*options, *[tensor for tensor, _ in pairs])  # type: ignore[no-untyped-call]
-    return [compression.decompress(r, ctx) for r, (_, ctx) in zip(rows, pairs, strict=True)]
-
-
-def _gathered(grad: Tensor, options: Any) -> Tensor:
-    """Return everyone's gradient, scaled as the reduction was."""
-    op, process_set, prescale, postscale = options
-    factor = prescale * postscale * (process_set.size() if op == Sum else 1)
-    gathered: Tensor = synchronize(allgather_async(grad, process_set=process_set))
-    gathered.mul_(factor)
-    return gathered
-
-
-class HorovodReducescatter(torch.autograd.Function):
-    """`reducescatter` as a function that has a gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, *options: Any) -> Tensor:
-        """Reduce and scatter; `options` as of `reducescatter_async`."""
-        ctx.options = options[1:]
-        rows: Tensor = synchronize(reducescatter_async(tensor, *options))
-        return rows
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Gather the gradients."""
-        return _gathered(grads[0], ctx.options), *[None] * 5
+    given = as_tensors("reducescatter", tensors)
+    return compressed(HorovodGroupedReducescatter, "reducescatter", given, compression, options)
 
 
 class HorovodGroupedReducescatter(torch.autograd.Function):
@@ -164,5 +131,14 @@ class HorovodGroupedReducescatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Gather the gradients."""
-        return *[None] * 5, *[_gathered(grad, ctx.options) for grad in grads]
+        """Gather everyone's gradients, and scale them as the reductions were."""
+        op, process_set, prescale, postscale = ctx.options
+        factor = prescale * postscale * (process_set.size() if op == Sum else 1)
+        handles = [allgather_async(grad, process_set=process_set) for grad in grads]
+        return *[None] * 5, *[synchronize(handle).mul_(factor) for handle in handles]
+
+
+class HorovodReducescatter(OfOneTensor):
+    """`reducescatter` as a function that has a gradient."""
+
+    grouped = HorovodGroupedReducescatter

@@ -18,6 +18,9 @@ from mpisgd.job.rank_info import rank
 
 __all__ = ["make_request", "set_id_of_member", "submit"]
 
+OF_ROWS = ("allgather", "alltoall", "reducescatter")
+RAGGED = ("allgather", "alltoall")  # of which ranks may have different numbers of rows
+
 
 def make_request(
     kind: str,
@@ -25,7 +28,6 @@ def make_request(
     tensors: Sequence[Tensor],
     process_set: ProcessSet,
     *,
-    ragged: bool = False,
     in_place: bool = False,
     **more: Any,
 ) -> Request:
@@ -36,7 +38,6 @@ def make_request(
         name: the user's; None: it is the next one without a name in its process set.
         tensors: of this rank.
         process_set: where it runs.
-        ragged: whether ranks may differ in the first dimension.
         in_place: whether the tensors will be overwritten.
         more: other fields of the request.
 
@@ -53,14 +54,14 @@ def make_request(
     check = check_output if in_place else check_tensor
     for tensor in tensors:
         check(kind, tensor)
-        if ragged and tensor.dim() == 0:
+        if kind in OF_ROWS and tensor.dim() == 0:
             raise ValueError(f"{kind}: the tensor has no dimension; expected at least one")
     return Request(
         "" if name is None else f"{kind}.{name}",
         kind,
         set_id,
         dtypes=tuple(dtype_name(tensor.dtype) for tensor in tensors),
-        shapes=tuple(tuple(tensor.shape[ragged:]) for tensor in tensors),
+        shapes=tuple(tuple(tensor.shape[kind in RAGGED :]) for tensor in tensors),
         device=tensors[0].device.type if tensors else "cpu",
         **more,
     )
@@ -75,9 +76,10 @@ def set_id_of_member(kind: str, process_set: ProcessSet) -> int:
     if not isinstance(process_set, ProcessSet):
         raise ValueError(f"{kind}: process_set={shown(process_set)}; expected an hvd.ProcessSet")
     set_id = process_set.process_set_id
-    if set_id is None:
+    members = None if set_id is None else state.engine().process_sets.members.get(set_id)
+    if set_id is None or members is None:
         raise ValueError(f"{kind}: Process set provided does not exist, or has not been registered.")
-    if rank() not in state.engine().members(set_id):
+    if rank() not in members:
         raise ValueError(f"{kind}: Rank {rank()} is not a member of the provided process set.")
     return set_id
 

@@ -6,7 +6,7 @@ import io
 import os
 import sys
 from importlib.machinery import PathFinder, SourceFileLoader
-from types import CodeType, ModuleType, TracebackType
+from types import CodeType, FrameType, ModuleType, TracebackType
 from typing import Any, NamedTuple, NoReturn
 
 from mpisgd.config import launcher_rank
@@ -46,7 +46,10 @@ def main(argv: list[str]) -> None:
     """Run what the command line says."""
     call = _parse(argv)
     if call.verbose and launcher_rank() in (None, 0):
-        print(_introduction(call), file=sys.stderr, flush=True)
+        real = PathFinder.find_spec("horovod")
+        instead = f", not {os.path.dirname(real.origin)}" if real is not None and real.origin else ""
+        text = f"mpisgd.horovod: horovod.torch is mpisgd.horovod in {call.target}{instead}"
+        print(text, file=sys.stderr, flush=True)
     install()
     try:
         _run(call)
@@ -84,12 +87,6 @@ def _parse(argv: list[str]) -> Call:
 def _refuse(text: str) -> NoReturn:
     print(f"mpisgd.horovod: error: {text}", file=sys.stderr)
     sys.exit(2)
-
-
-def _introduction(call: Call) -> str:
-    text = f"mpisgd.horovod: horovod.torch is mpisgd.horovod in {call.target}"
-    real = PathFinder.find_spec("horovod")
-    return text if real is None or real.origin is None else f"{text}, not {os.path.dirname(real.origin)}"
 
 
 def _script_code(call: Call, module: ModuleType) -> CodeType:
@@ -136,12 +133,11 @@ class _Unframed:
         self._hook = hook
 
     def __call__(self, kind: type[BaseException], exc: BaseException, trace: TracebackType | None) -> None:
-        while trace is not None and not _is_of_the_program(trace):
+        while trace is not None and _is_ours(trace.tb_frame):
             trace = trace.tb_next
         self._hook(kind, exc.with_traceback(trace), trace)
 
 
-def _is_of_the_program(trace: TracebackType) -> bool:
-    """Return whether a frame is neither ours nor one of `python -m`."""
-    frame = trace.tb_frame
-    return frame.f_code.co_filename not in OURS and frame.f_globals.get("__name__") != "runpy"
+def _is_ours(frame: FrameType) -> bool:
+    """Return whether a frame is one of ours, or of `python -m`."""
+    return frame.f_code.co_filename in OURS or frame.f_globals.get("__name__") == "runpy"

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 import mpisgd.horovod as hvd
-from mpisgd.horovod.engine import engine
+from mpisgd.horovod.engine import cycles
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -22,4 +22,4 @@ def horovod(request: pytest.FixtureRequest, job: None) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def no_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wake-up that got lost is made up for by the next alarm: without it, it is a hang."""
-    monkeypatch.setattr(engine, "CHECK_INTERVAL_S", 1000.0)
+    monkeypatch.setattr(cycles, "CHECK_INTERVAL_S", 1000.0)

@@ -150,7 +150,7 @@ def test_a_parameter_is_reduced_in_place():
 
 @pytest.mark.parametrize("limit", [0, 100, 2**20])
 def test_results_do_not_depend_on_what_travels_together(limit, monkeypatch):
-    monkeypatch.setattr(state.engine().executor, "fusion_bytes", limit)
+    monkeypatch.setattr(state.engine(), "fusion_bytes", limit)
     hvd.barrier()  # nothing is under way while ranks differ in the limit
     tensors = [given(hvd.rank() + i, torch.float64, (i,)) for i in range(20)]
     handles = [hvd.allreduce_async_(x, name=f"many.{i}", op=hvd.Sum) for i, x in enumerate(tensors)]

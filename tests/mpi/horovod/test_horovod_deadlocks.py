@@ -11,7 +11,7 @@ from verdicts import everyone, referee
 
 import mpisgd
 import mpisgd.horovod as hvd
-from mpisgd.horovod.engine import name_conflicts
+from mpisgd.horovod.engine import stall_inspector
 from mpisgd.job.lifecycle import current_job
 from mpisgd.monitor import deadlock_detector, stall_monitor, state_collector
 
@@ -125,7 +125,7 @@ def test_who_may_yet_come_is_waited_for(who):
 
 def test_a_clash_of_operations_is_told_as_one(monkeypatch):
     """The names are the same: what is wrong is known better than that nobody goes on."""
-    monkeypatch.setattr(name_conflicts, "GRACE_S", 8 * SOON_S)
+    monkeypatch.setattr(stall_inspector, "GRACE_S", 8 * SOON_S)
     kind, text, _ = end_of(
         lambda: (
             hvd.allreduce(torch.ones(1), name="clash")

@@ -7,7 +7,7 @@ import torch
 from verdicts import everyone, raises_everywhere, referee, same_on_all_ranks
 
 import mpisgd.horovod as hvd
-from mpisgd.horovod.engine import name_conflicts
+from mpisgd.horovod.engine import stall_inspector
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -99,7 +99,7 @@ CASES = {
 @pytest.fixture(autouse=True)
 def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """What may still turn out to be right is not waited for as long as usual."""
-    monkeypatch.setattr(name_conflicts, "GRACE_S", 0.1)
+    monkeypatch.setattr(stall_inspector, "GRACE_S", 0.1)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 import torch
@@ -141,6 +142,20 @@ def test_sets_that_cannot_be():
     with raises_everywhere(ValueError) as caught:
         hvd.allreduce(torch.ones(1), process_set=hvd.ProcessSet([0]))
     assert "does not exist, or has not been registered" in caught.text
+
+
+@pytest.mark.mpi(min_size=2)
+def test_what_its_members_have_submitted_fails_where_all_others_remove_the_set_first():
+    """All ranks then learn of both in one cycle, and of the removal first."""
+    last = hvd.size() - 1
+    alone = hvd.add_process_set([last])
+    if hvd.rank() == last:
+        time.sleep(0.1)
+        handle = hvd.allreduce_async(torch.ones(1), name="too late", process_set=alone)
+    hvd.remove_process_set(alone)
+    if hvd.rank() == last:
+        with pytest.raises(hvd.HorovodInternalError, match=r"'too late'.*was removed"):
+            hvd.synchronize(handle)
 
 
 @pytest.mark.mpi(min_size=2)

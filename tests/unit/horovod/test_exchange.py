@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mpisgd.horovod.engine.exchange import RequestCache
 from mpisgd.horovod.engine.fusion import fuse
 from mpisgd.horovod.engine.request import Request
-from mpisgd.horovod.engine.request_cache import RequestCache
 from mpisgd.horovod.engine.request_table import WORLD, Decision, RequestTable
 
 SIZE, ROUNDS, NAMES = 3, 4, 5

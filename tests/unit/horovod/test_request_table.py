@@ -74,7 +74,7 @@ def test_ranks_that_have_joined_are_not_waited_for(schedule, order, num_joined):
     joined = set(order[:num_joined])
     known = table()
     for rank in joined:
-        known.join(rank)
+        known.submit(rank, JOIN)
     decided = []
     for cycle in cycles:
         for rank, requests in cycle.items():
@@ -90,16 +90,16 @@ def test_ranks_that_have_joined_are_not_waited_for(schedule, order, num_joined):
 
 def test_joining_does_not_complete_what_nobody_has_submitted():
     known = table()
-    known.join(0)
+    known.submit(0, JOIN)
     assert known.decide() == []
 
 
 def test_who_joined_last_and_a_new_beginning():
     known = table()
     for rank in (2, 0, 3):
-        known.join(rank)
+        known.submit(rank, JOIN)
         assert known.all_joined() is None
-    known.join(1)
+    known.submit(1, JOIN)
     assert known.all_joined() == 1
     assert known.all_joined() is None
     known.submit(0, request(0))
@@ -109,7 +109,7 @@ def test_who_joined_last_and_a_new_beginning():
 def test_a_rank_may_join_with_operations_of_its_own_pending():
     known = table()
     known.submit(0, request(7))
-    known.join(0)
+    known.submit(0, JOIN)
     for rank in (1, 2):
         known.submit(rank, request(7))
     assert known.decide() == []
@@ -120,7 +120,7 @@ def test_a_rank_may_join_with_operations_of_its_own_pending():
 
 def test_a_process_set_cannot_be_joined():
     known = table()
-    known.join(2)
+    known.submit(2, JOIN)
     known.submit(0, request(0, set_id=1))
     assert known.decide() == []
 
@@ -139,7 +139,7 @@ def test_a_process_set_cannot_be_joined():
 )
 def test_only_reductions_can_do_without_a_rank_that_has_joined(kind, op, fails):
     known = table()
-    known.join(1)
+    known.submit(1, JOIN)
     for rank in (0, 2, 3):
         known.submit(rank, request(0, kind=kind, op=op))
     (decision,) = known.decide()
@@ -160,7 +160,7 @@ def test_a_mismatch_is_decided_once_and_forgotten():
 
 def test_a_mismatch_among_those_that_have_not_joined():
     known = table()
-    known.join(3)
+    known.submit(3, JOIN)
     for rank in (0, 1, 2):
         known.submit(rank, request(0, op="Sum" if rank else "Max"))
     (decision,) = known.decide()
@@ -172,10 +172,10 @@ def test_one_name_for_different_kinds_on_the_ranks_is_an_error_for_all_once_it_i
     """Names begin with the kind: neither would ever be complete."""
     known = table()
     for rank in MEMBERS[set_id]:
-        assert known.name_conflicts() == known.resolve(set_id, "0") == []
+        assert (known.name_conflicts(), known.resolve(set_id, "0")) == ({}, [])
         known.submit(rank, request(0, set_id, "allreduce" if rank == 2 else "allgather"))
     assert known.decide() == []
-    assert known.name_conflicts() == [(set_id, "0")]
+    assert list(known.name_conflicts()) == [(set_id, "0")]
     decisions = known.resolve(set_id, "0")
     assert {decision.request.kind for decision in decisions} == {"allreduce", "allgather"}
     others = ", ".join(str(rank) for rank in MEMBERS[set_id] if rank != 2)
@@ -195,7 +195,7 @@ def test_one_name_for_different_kinds_one_after_the_other_is_none(other_way_roun
             known.submit(rank, request(0, kind="allreduce" if first else "allgather"))
         decided = known.decide() if not other_way_round else []
         assert [decision.error for decision in decided] == [None] * len(decided)
-    assert known.name_conflicts() == []
+    assert known.name_conflicts() == {}
     assert [decision.error for decision in known.decide()] == [None, None][: 2 * bool(other_way_round)]
 
 
@@ -210,11 +210,12 @@ def test_the_same_name_in_two_process_sets_are_two_operations():
 
 
 def test_process_sets_come_and_go():
-    known = table()
-    known.add_set(9, [1, 3])
+    members = dict(MEMBERS)
+    known = RequestTable(members)
+    members[9] = (1, 3)
     known.submit(1, request(0, 9))
     known.submit(1, request(1, 2))
-    known.remove_set(9)
+    del members[9]
     (decision,) = known.decide()
     assert decision.request == request(0, 9)
     assert decision.error == "tensor '0': its process set was removed"
@@ -240,7 +241,7 @@ def test_who_is_missing_has_neither_submitted_nor_joined():
     world, some = request(0), request(0, 1)
     known.submit(1, world)
     known.submit(0, some)
-    known.join(2)
+    known.submit(2, JOIN)
     assert known.missing(world.key) == {0, 3}
     assert known.missing(some.key) == {2}
     assert known.missing(JOIN.key) == {0, 1, 3}
@@ -252,7 +253,7 @@ def test_what_one_rank_takes_back_is_still_the_others():
     known = table()
     for rank in (0, 2):
         known.submit(rank, request(0))
-    known.join(1)
+    known.submit(1, JOIN)
     known.withdraw(0, request(0).key)
     known.withdraw(3, request(0).key)
     assert known.missing(request(0).key) == {0, 3}
@@ -260,7 +261,7 @@ def test_what_one_rank_takes_back_is_still_the_others():
     known.withdraw(2, request(0).key)
     known.withdraw(1, JOIN.key)
     assert known.waiting() == []
-    assert known.joined == frozenset()
+    assert not known.joined
     for rank in MEMBERS[WORLD]:
         known.submit(rank, request(0))
     (decision,) = known.decide()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mpisgd.horovod.engine.request import Request
 from mpisgd.horovod.engine.settings import Settings, read_settings
-from mpisgd.horovod.engine.stall_inspector import StallInspector, main_stack
+from mpisgd.horovod.engine.stall_inspector import GRACE_S, NameConflicts, StallInspector, main_stack
 
 A = Request("allreduce.a", "allreduce")
 B = Request("allgather.b", "allgather")
@@ -98,3 +98,26 @@ def test_the_variables():
 
 def test_the_stack_is_the_main_threads():
     assert "test_the_stack_is_the_main_threads" in main_stack()
+
+
+# --- names that are waited for in operations of different kinds ---------------------------------------
+
+CONFLICT, OTHER = (0, "x"), (2, "y")
+
+
+def test_a_conflict_that_lasts_is_resolved_once():
+    known = NameConflicts()
+    assert known.check([], 100.0) == []
+    assert not known.since_s
+    assert known.check([CONFLICT], 101.0) == known.check([CONFLICT, OTHER], 101.0 + GRACE_S / 2) == []
+    assert known.since_s
+    assert known.check([CONFLICT, OTHER], 101.0 + GRACE_S) == [CONFLICT]
+    assert known.check([CONFLICT], 102.0 + GRACE_S) == []
+
+
+def test_one_that_comes_back_is_new():
+    known = NameConflicts()
+    known.check([CONFLICT], 0.0)
+    known.check([], 1.0)
+    assert known.check([CONFLICT], GRACE_S) == []
+    assert len(known.check([CONFLICT], 2 * GRACE_S)) == 1

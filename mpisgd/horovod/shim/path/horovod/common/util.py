@@ -69,17 +69,11 @@ def split_list(items: Sequence[Any], num_parts: int) -> list[Sequence[Any]]:
 @contextlib.contextmanager
 def env(**variables: str | None) -> Iterator[None]:
     """Set environment variables for a while; None: leave one out."""
-    before = {name: os.environ.get(name) for name in variables}
+    before = {name: os.environ.pop(name, None) for name in variables}
     try:
-        _set(variables)
+        os.environ.update({name: value for name, value in variables.items() if value is not None})
         yield
     finally:
-        _set(before)
-
-
-def _set(variables: dict[str, str | None]) -> None:
-    for name, value in variables.items():
-        if value is None:
+        for name in variables:
             os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+        os.environ.update({name: value for name, value in before.items() if value is not None})

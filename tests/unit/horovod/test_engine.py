@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from mpisgd.core.wait_registry import WaitReason
+from mpisgd.horovod.engine.engine import Engine
 from mpisgd.horovod.engine.entry import Entry, to_internal_error
-from mpisgd.horovod.engine.progress_loop import ProgressLoop
 from mpisgd.horovod.engine.request import Request
 from mpisgd.horovod.exceptions import HorovodInternalError
 
 
-class OneOperation:
+class OneOperation(Engine):
     """An engine with one operation: `run` is what a cycle does, `sleep` what a thread does between two."""
 
     def __init__(self, run: Callable[[OneOperation], Any], sleep: Callable[[OneOperation], Any]) -> None:
@@ -25,12 +25,9 @@ class OneOperation:
         self.failure: BaseException | None = None
         self.wanted = True
         self.num_waiting = 0
-        self._run, self._sleep = run, sleep
-        self.progress = ProgressLoop(self, self, self)  # type: ignore[arg-type]
-
-    def wait(self) -> Any:
-        self.progress.until(self.entry)
-        return self.entry.take_result()
+        self._run, self.while_asleep = run, sleep
+        self.queue = self.wake_up = self  # type: ignore[assignment]
+        self.lock = threading.Lock()
 
     # -- the cycles ------------------------------------------------------------------------------------
 
@@ -52,7 +49,7 @@ class OneOperation:
         self.failure = exc
         self.entry.complete(error=to_internal_error(exc))
 
-    def wait_hint(self, entry: Entry | None) -> WaitReason:
+    def _wait_reason(self, request: Request | None) -> WaitReason:
         return WaitReason("hvd.allreduce 'x'")
 
     # -- what was submitted, and the wake-up --------------------------------------------------------------
@@ -67,7 +64,7 @@ class OneOperation:
     def wake_own(self) -> None: ...
 
     def sleep(self, state: int, limit_s: float) -> None:
-        self._sleep(self)
+        self.while_asleep(self)
 
 
 def told(engine: OneOperation) -> None:
@@ -90,26 +87,26 @@ def done(engine: OneOperation) -> None:
 def test_an_interrupt_between_two_cycles_is_raised_and_leaves_the_operation_under_way():
     engine = OneOperation(told, interrupted)
     with pytest.raises(KeyboardInterrupt):
-        engine.wait()
+        engine.wait(engine.entry)
     assert (engine.failure, engine.entry.done.is_set(), engine.num_waiting) == (None, False, 0)
-    engine._sleep = done
-    assert engine.wait() == 7
+    engine.while_asleep = done
+    assert engine.wait(engine.entry) == 7
 
 
 def test_an_interrupt_in_a_cycle_is_raised_and_ends_the_engine():
     """The other ranks are in the middle of that cycle, and this one will not come back to it."""
     engine = OneOperation(interrupted, told)
     with pytest.raises(KeyboardInterrupt):
-        engine.wait()
+        engine.wait(engine.entry)
     assert isinstance(engine.failure, KeyboardInterrupt)
     with pytest.raises(HorovodInternalError):
-        engine.wait()
+        engine.wait(engine.entry)
 
 
 def test_a_failed_cycle_is_the_operations_error():
     engine = OneOperation(fails, told)
     with pytest.raises(HorovodInternalError, match="a cycle"):
-        engine.wait()
+        engine.wait(engine.entry)
     assert isinstance(engine.failure, ValueError)
 
 
@@ -133,10 +130,10 @@ def test_an_interrupt_while_another_thread_performs_the_operation_gives_no_resul
         time.sleep(0.05)  # for the lock
         signal.pthread_kill(main, signal.SIGINT)
 
-    with engine.progress.lock:  # a cycle runs
+    with engine.lock:  # a cycle runs
         thread = threading.Thread(target=interrupts)
         thread.start()
         with pytest.raises(KeyboardInterrupt):
-            engine.wait()
+            engine.wait(engine.entry)
         thread.join()
     assert (engine.failure, engine.entry.done.is_set()) == (None, False)
