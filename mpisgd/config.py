@@ -24,6 +24,7 @@ __all__ = [
     "gpu",
     "huge_pages",
     "is_launched",
+    "keep_memory",
     "launcher_local_size",
     "launcher_rank",
     "launcher_size",
@@ -147,6 +148,7 @@ def check(env: Mapping[str, str] = os.environ) -> None:
     stall_warning_s(env)
     shared_memory(env)
     cross_memory(env)
+    keep_memory(env)
 
 
 def shared_memory(env: Mapping[str, str] = os.environ) -> bool:
@@ -157,6 +159,11 @@ def shared_memory(env: Mapping[str, str] = os.environ) -> bool:
 def cross_memory(env: Mapping[str, str] = os.environ) -> bool:
     """Return whether ranks of a host may use cross-memory attach (MPISGD_CROSS_MEMORY, default 1)."""
     return _switch("MPISGD_CROSS_MEMORY", env)
+
+
+def keep_memory(env: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the C library keeps the memory that is freed (MPISGD_KEEP_MEMORY, default 1)."""
+    return _switch("MPISGD_KEEP_MEMORY", env)
 
 
 def huge_pages(env: Mapping[str, str] = os.environ, setting: Path = HUGE_PAGES) -> bool:

@@ -14,6 +14,7 @@ names the file and says what is wrong with it.
 from __future__ import annotations
 
 import gzip
+import importlib.util
 import math
 import struct
 import zipfile
@@ -98,14 +99,13 @@ def load(source: Path | str | None = None, *, num_classes: int = 10) -> ImageDat
 
 def read_digits() -> tuple[NDArray[np.generic], NDArray[np.generic]]:
     """The digits of the UCI repository (Alpaydin and Kaynak 1998), 8 x 8 pixels with values 0 to 16."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise DataError(
-            "the digits ship inside scikit-learn: pip install scikit-learn, or give --data"
-        ) from error
-    digits = load_digits()
-    return (digits.images / 16).astype(np.float32), digits.target
+    package = importlib.util.find_spec("sklearn")  # to import it takes longer than to train
+    if package is None or package.origin is None:
+        raise DataError("the digits ship inside scikit-learn: pip install scikit-learn, or give --data")
+    path = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    with described(path):
+        rows = np.loadtxt(path, dtype=np.float32, delimiter=",")
+    return (rows[:, :-1] / 16).reshape(-1, 8, 8), rows[:, -1].astype(np.int64)
 
 
 def read_mnist(folder: Path) -> tuple[Images, Images]:

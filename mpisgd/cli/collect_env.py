@@ -19,6 +19,7 @@ import torch
 import mpisgd
 from mpisgd import config
 from mpisgd.accelerator.runtime import runtime
+from mpisgd.job import malloc_settings
 from mpisgd.job.lifecycle import current_job, world
 from mpisgd.transport.device.cuda_aware import is_cuda_aware, libmpi
 
@@ -27,7 +28,7 @@ __all__ = ["MpiInfo", "RankInfo", "mpi_info", "rank_info", "settings", "versions
 SETTINGS = re.compile(r"(MPISGD|OMPI_MCA|PRTE_MCA|MPIR_CVAR|NCCL)_\w+")
 MORE_SETTINGS = {*config.THREAD_VARIABLES, "CUDA_VISIBLE_DEVICES", "I_MPI_FABRICS", "I_MPI_PIN"}
 # How large tensors get their memory, which is felt in steps.
-MORE_SETTINGS |= {"THP_MEM_ALLOC_ENABLE", "GLIBC_TUNABLES", "MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_"}
+MORE_SETTINGS |= {"THP_MEM_ALLOC_ENABLE", "GLIBC_TUNABLES", *malloc_settings.MALLOC_VARIABLES}
 # Open MPI's mpirun puts these into every job.
 NOT_SETTINGS = {"OMPI_MCA_PREFIXES", "OMPI_MCA_cpu_type", "OMPI_MCA_initial_wdir", "OMPI_MCA_num_procs"}
 
@@ -65,6 +66,7 @@ class RankInfo:
         affinity: the cores this rank may run on.
         num_threads: torch threads.
         shared_memory: `total_bytes` and `free_bytes` of /dev/shm, or why they are unknown.
+        freed_memory: what this process does with the memory that it frees.
         gpus: what torch sees, or why it sees none.
         nccl: its version, or why there is none.
         own_gpu: what tells the GPU this rank works on from the others of its host; "" for none.
@@ -98,6 +100,7 @@ class RankInfo:
     has_nccl: bool = False
     cuda_aware: bool = False
     gpu_wanted: str = "auto"
+    freed_memory: str = ""
 
 
 def rank_info(before: dict[str, str], mpi: MpiInfo | None) -> RankInfo:
@@ -130,6 +133,7 @@ def rank_info(before: dict[str, str], mpi: MpiInfo | None) -> RankInfo:
         has_nccl=runtime().has_nccl(),
         cuda_aware=mpi is not None and is_cuda_aware(),
         gpu_wanted=current_job().gpu if mpi else "auto",
+        freed_memory=malloc_settings.describe(),
     )
 
 

@@ -110,6 +110,7 @@ def host_rows(ranks: Sequence[RankInfo]) -> Rows:
     for here in hosts(ranks):
         rows += [(f"host {here[0].host}", _host(here)), ("  binding", _binding(here))]
     rows.append(("shared memory", _shared_memory(ranks)))
+    rows.append(("freed memory", common(ranks, [rank.freed_memory for rank in ranks])))
     rows.append(("GPUs", common(ranks, [rank.gpus for rank in ranks])))
     if any(rank.own_gpu for rank in ranks):
         own = [f"rank {rank.rank}: {rank.own_gpu or 'none'}" for rank in ranks]

@@ -13,6 +13,7 @@ from mpisgd.core import waiting
 from mpisgd.core.group import Group
 from mpisgd.errors import AlreadyInitialized, InvalidArgument, MpisgdError, PeerLost
 from mpisgd.job.forced_exit import exit_after_loss, exit_without_host
+from mpisgd.job.malloc_settings import keep_freed_memory, return_freed_memory
 from mpisgd.job.mpi_settings import mpi_defaults, set_mpi_defaults
 from mpisgd.job.quiesce import end_operations
 from mpisgd.job.stale_files import remove_stale_files
@@ -56,6 +57,7 @@ def init(
     timeout_s: float | None = None,
     num_threads: int | None = None,
     gpu: str | None = None,
+    keep_memory: bool | None = None,
 ) -> None:
     """Start MPI (unless it runs) and make the job's world out of `comm`.
 
@@ -72,6 +74,9 @@ def init(
         gpu: how tensors on GPUs travel, the same on all ranks: `auto`, by NCCL where every rank of a group
             has a GPU of its own, else through host memory, with a warning; `nccl`, or an error; `mpi`, by a
             CUDA-aware MPI where this one is, else through host memory. Default MPISGD_GPU, else auto.
+        keep_memory: whether the C library keeps the memory that this process frees, for the next training
+            step, until `shutdown()`; default MPISGD_KEEP_MEMORY, else True. Only on glibc, and only where
+            the environment says nothing about its allocator. Large tensors made before are not affected.
 
     Raises:
         AlreadyInitialized: called before with another communicator or another `gpu`.
@@ -81,7 +86,7 @@ def init(
         InvalidArgument: `comm` is no communicator, `timeout_s` or `num_threads` is not positive,
             MPISGD_PROFILE names no file, or the ranks give different `gpu`.
     """
-    check_init_arguments(comm, timeout_s, num_threads, gpu)
+    check_init_arguments(comm, timeout_s, num_threads, gpu, keep_memory)
     if _job is not None:
         if gpu is not None and gpu != _job.gpu:
             raise AlreadyInitialized(f"init: gpu={gpu!r}, but it was called before and chose {_job.gpu!r}")
@@ -93,6 +98,7 @@ def init(
     check_is_no_child()
     limit_s = timeout_s if timeout_s is not None else config.timeout_s()
     config.check()  # what is wrong should be known before MPI starts
+    keep_freed_memory(config.keep_memory() if keep_memory is None else keep_memory)
     with within(limit_s, "mpisgd.init()"):
         try:
             _start(comm, num_threads, limit_s, gpu or config.gpu())
@@ -202,7 +208,7 @@ def shutdown() -> None:
     """Leave the job's world: finish queued operations, wait until all ranks leave too, free everything.
 
     Collective. Called automatically at exit. MPI runs on until the process ends, and `init()` may be called
-    again.
+    again. What the C library has kept of freed memory is returned to the system.
 
     Raises:
         CollectiveMismatch: another rank is not leaving but in the middle of an operation.
@@ -232,6 +238,7 @@ def shutdown() -> None:
             group.close() if group in ended else group.leave()
     job.console.close()
     job.hooks.remove()
+    return_freed_memory()
     _job, _ended = None, job
 
 

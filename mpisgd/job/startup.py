@@ -7,7 +7,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from mpisgd import config
-from mpisgd.arguments import check_positive, shown
+from mpisgd.arguments import check_flag, check_positive, shown
 from mpisgd.core.topology import Topology
 from mpisgd.errors import InvalidArgument, JobError, MpiFailed, MpiNotFound, NotInitialized
 from mpisgd.monitor.console import print_to_user
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 
-def check_init_arguments(comm: Any, timeout_s: Any, num_threads: Any, gpu: Any) -> None:
+def check_init_arguments(comm: Any, timeout_s: Any, num_threads: Any, gpu: Any, keep_memory: Any) -> None:
     """Raise InvalidArgument where an argument of `init` makes no sense."""
     # Whoever has a communicator has loaded mpi4py.
     loaded = sys.modules.get("mpi4py.MPI")
@@ -38,6 +38,8 @@ def check_init_arguments(comm: Any, timeout_s: Any, num_threads: Any, gpu: Any) 
         check_positive("init", "num_threads", num_threads, whole=True)
     if gpu is not None and not (isinstance(gpu, str) and gpu in config.GPU_CHOICES):
         raise InvalidArgument(f"init: gpu={shown(gpu)}; expected one of {', '.join(config.GPU_CHOICES)}")
+    if keep_memory is not None:
+        check_flag("init", "keep_memory", keep_memory)
 
 
 def check_is_no_child() -> None:

@@ -160,6 +160,27 @@ def test_defaults_are_set_before_mpi_starts(start):
     assert said(done) == [f"^ucx {'1' if available_cores() < 4 else None}"] * 4
 
 
+def test_freed_memory_is_kept_unless_a_rank_is_told_not_to(start):
+    program = """
+        import sys, mpisgd
+        from mpisgd.job.malloc_settings import describe
+        try:
+            mpisgd.init(keep_memory="all")
+        except mpisgd.InvalidArgument as exc:
+            assert "init: keep_memory='all'" in str(exc)
+        mpisgd.init({})
+        print(describe())
+        mpisgd.shutdown()
+        print(describe())
+    """
+    kept, returned = "kept until shutdown()", "not kept: shutdown() was called"
+    off = "not kept: switched off"
+    assert said(start(program.format(""))) == [kept, returned]
+    assert said(start(program.format("keep_memory=False"))) == [off, off]
+    assert said(start(program.format(""), MPISGD_KEEP_MEMORY="0")) == [off, off]
+    assert said(start(program.format("keep_memory=True"), MPISGD_KEEP_MEMORY="0")) == [kept, returned]
+
+
 def test_children_of_a_rank_cannot_be_ranks(start):
     """Forked: the groups are there and refuse. Spawned: the environment says rank 0, and init refuses."""
     done = start(

@@ -121,7 +121,11 @@ def test_a_way_that_there_is_not_is_an_error():
 
 @pytest.mark.parametrize(
     ("name", "asked"),
-    [("MPISGD_SHARED_MEMORY", config.shared_memory), ("MPISGD_CROSS_MEMORY", config.cross_memory)],
+    [
+        ("MPISGD_SHARED_MEMORY", config.shared_memory),
+        ("MPISGD_CROSS_MEMORY", config.cross_memory),
+        ("MPISGD_KEEP_MEMORY", config.keep_memory),
+    ],
 )
 def test_memory_is_used_unless_it_is_switched_off(name, asked):
     assert asked({})

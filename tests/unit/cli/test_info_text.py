@@ -30,6 +30,7 @@ def facts(rank, **changes):
         nccl="none",
         set_by_mpisgd={"OMPI_MCA_osc": "^ucx"},
         set_before={},
+        freed_memory="kept until shutdown()",
     )
     return dataclasses.replace(plain, **changes)
 
