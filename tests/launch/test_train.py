@@ -65,7 +65,7 @@ def curves(num_ranks: int) -> dict[str, list[float]]:
 # --- the curve ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4, pytest.param(8, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_ranks", [2, 3, *(pytest.param(n, marks=pytest.mark.long) for n in (4, 8))])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-10), ("float32", 1e-4)])
 def test_every_number_of_ranks_gives_the_same_curve(num_ranks, dtype, tolerance):
     alone = curves(1)[dtype]

@@ -282,7 +282,12 @@ CALLS: dict[str, Call] = {
     "init": Call(
         mpisgd.init,
         dict,
-        {"comm": nothing, "num_threads": either(nothing, positive_int), "gpu": nothing},
+        {
+            "comm": nothing,
+            "num_threads": either(nothing, positive_int),
+            "gpu": nothing,
+            "keep_memory": either(nothing, flag),
+        },
     ),
     "broadcast_parameters": Call(
         mpisgd.broadcast_parameters,
