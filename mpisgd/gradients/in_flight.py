@@ -46,6 +46,11 @@ class InFlightReduction:
             self._missing = [len(slot.bucket.indices) for slot in self.slots]
             self._place_of = {i: at for at, slot in enumerate(self.slots) for i in slot.bucket.indices}
 
+    @property
+    def indices(self) -> list[int]:
+        """The parameters of all buckets, in the order of these."""
+        return [index for slot in self.slots for index in slot.bucket.indices]
+
     def was_launched(self, index: int) -> bool:
         """Return whether the bucket of this parameter was launched."""
         return self._place_of.get(index) in self.launched

@@ -18,7 +18,6 @@ from mpisgd.gradients.in_flight import InFlightReduction
 from mpisgd.gradients.kinds import KindsExchange
 from mpisgd.gradients.options import ReductionOptions
 from mpisgd.gradients.plan import BucketSlot
-from mpisgd.transport.shm.reduction import reduce_to_owners
 
 __all__ = ["BucketLauncher", "trace_contents"]
 
@@ -55,8 +54,19 @@ class BucketLauncher:
         """Return the parameters of a bucket."""
         return [self._named[index][1] for index in slot.bucket.indices]
 
-    def launch_together(self, in_flight: InFlightReduction, places: Sequence[int]) -> None:
-        """Reduce several buckets as one operation, which also tells which gradients exist."""
+    def launch_together(
+        self,
+        in_flight: InFlightReduction,
+        places: Sequence[int],
+        then: Callable[[bytes], bool] = lambda kinds: False,
+    ) -> None:
+        """Reduce several buckets as one operation, which also tells which gradients exist.
+
+        Args:
+            in_flight: what they belong to.
+            places: of the buckets in its plan.
+            then: called with the kinds of all these gradients; returns whether it takes care of the rest.
+        """
         slots = [in_flight.slots[place] for place in places]
         loaded = [self._load(in_flight, slot) for slot in slots]
         flats = [flat for flat, _ in loaded]
@@ -65,7 +75,9 @@ class BucketLauncher:
 
         def reduce() -> None:
             kinds.finish()
-            self._reduce_all(slots, flats)
+            assert kinds.joined is not None
+            if not then(kinds.joined):
+                self._reduce_all(slots, flats)
 
         operation = self._operation(in_flight, what, dtype_name(flats[0].dtype), numel, "")
         self._group.queue.run(operation, reduce, before=kinds.before, transport="bucket by bucket")
@@ -127,12 +139,12 @@ class BucketLauncher:
         extra, op = f"{what} of plan {in_flight.plan.name}", self._options.op.name
         return Operation("gradients", op, dtype, (numel,), extra=extra, device=device, when=in_flight.when)
 
-    def _contents(self, *slots: BucketSlot) -> Callable[[], Mapping[str, Any]]:
-        return lambda: trace_contents(self._named[i] for slot in slots for i in slot.bucket.indices)
+    def _contents(self, slot: BucketSlot) -> Callable[[], Mapping[str, Any]]:
+        return lambda: trace_contents(self._named[i] for i in slot.bucket.indices)
 
     def _algorithm_name(self, slot: BucketSlot) -> str:
         """Return the name of the algorithm that a bucket takes, for timelines."""
-        if not slot.in_shared_memory and slot.owner is None:
+        if not slot.in_shared_memory:
             return "auto"
         return "node" if self._group.shm is not None else "hierarchical"
 
@@ -153,7 +165,7 @@ class BucketLauncher:
             torch.autograd.graph.increment_version(wire)
             if wire is not flat:
                 flat.copy_(wire)
-            self._undo_predivision(flat)
+            self.undo_predivision(flat)
 
         return backend.run(
             operation,
@@ -167,42 +179,16 @@ class BucketLauncher:
     # -- inside the queue ---------------------------------------------------------------------------
 
     def _reduce_all(self, slots: Sequence[BucketSlot], flats: Sequence[Tensor]) -> None:
-        """Reduce several buckets, one after the other or, where each goes to one rank, all at once."""
-        track = self._group.queue.track
-        if any(slot.owner is not None for slot in slots):
-            with tracing.part(track, "gradients", sum(flat.nbytes for flat in flats), self._contents(*slots)):
-                self._reduce_to_owners(slots, flats)
-            return
+        """Reduce several buckets, one after the other."""
         for slot, flat in zip(slots, flats, strict=True):
-            with tracing.part(track, "gradients", flat.nbytes, self._contents(slot)):
+            with tracing.part(self._group.queue.track, "gradients", flat.nbytes, self._contents(slot)):
                 self._reduce_one(slot, flat)
 
     def _reduce_one(self, slot: BucketSlot, flat: Tensor) -> None:
-        if slot.owner is not None:
-            self._reduce_to_owners([slot], [flat])
-            return
         slot.reducer.reduce(flat, self._group, self._op)
-        self._undo_predivision(flat)
+        self.undo_predivision(flat)
 
-    def _reduce_to_owners(self, slots: Sequence[BucketSlot], flats: Sequence[Tensor]) -> None:
-        """Reduce each bucket into its owner's memory: half of an all-reduce, on one host.
-
-        There is no barrier at the end: the ranks must synchronize before one writes into a bucket again.
-        """
-        shm = self._group.shm
-        assert shm is not None
-        owners = [slot.owner for slot in slots if slot.owner is not None]
-        buckets = list(zip(flats, [slot.region for slot in slots], owners, strict=True))
-        # Before the regions: it has barriers, which would wait for a rank that reduces one of its own.
-        staged = [(flat, owner) for flat, region, owner in buckets if region is None]
-        shm.run_steps(reduce_to_owners(shm, [flat for flat, _ in staged], [o for _, o in staged], self._op))
-        for flat, region, owner in buckets:
-            if region is not None:
-                shm.reduce_region(region, self._op, owner)
-            if owner == shm.rank:
-                self._undo_predivision(flat)
-
-    def _undo_predivision(self, flat: Tensor) -> None:
+    def undo_predivision(self, flat: Tensor) -> None:
         """Turn a sum of what was divided before into the mean."""
         if (factor := self._options.predivide_factor) != 1.0:
             flat.mul_(factor / self._group.size)

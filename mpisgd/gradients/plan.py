@@ -31,12 +31,10 @@ class BucketSlot(NamedTuple):
     Attributes:
         storage: the memory of the gradients.
         reducer: combines them over the ranks.
-        owner: the rank of the one host that wants the result; None: all do.
     """
 
     storage: FusionBuffer | UnbucketedGradient
     reducer: BucketReducer
-    owner: int | None = None
 
     @property
     def bucket(self) -> Bucket:
@@ -83,9 +81,9 @@ def agree_on_plan(
     group: Group,
     options: ReductionOptions,
     when: str,
-    owners: Sequence[int] | None = None,
+    order: Sequence[int] | None = None,
 ) -> Plan:
-    """Make the same plan on every rank: rank 0's order, and apart what is sparse on any rank. Collective.
+    """Make the same plan on every rank, apart what is sparse on any rank. Collective.
 
     Args:
         params: all of the optimizer's.
@@ -95,7 +93,7 @@ def agree_on_plan(
         group: the ranks.
         options: what travels, and most bytes of a bucket.
         when: which reduction of the program this is.
-        owners: the rank of the one host that wants the gradient of each parameter; None: all do.
+        order: in which gradients lie in buckets, the same on all ranks; None: as rank 0 has observed them.
     """
     mine = [i for i in covered if (grad := params[i].grad) is not None and grad.is_sparse]
     everyone: list[tuple[Sequence[int], list[int]]] = []
@@ -108,16 +106,15 @@ def agree_on_plan(
     devices = name_devices([param.device for param in params])
     # A compressor that looks at a bucket as a whole finds no padding in it.
     padded = all(options.compression.wire_dtype(params[i].dtype) is not None for i in dense)
-    owner_of = [None] * len(params) if owners is None else owners
+    taken = launch_order(len(params), everyone[0][0]) if order is None else order
     buckets = plan_buckets(
-        [item_of(i, params[i], devices[params[i].device], owner_of[i]) for i in sorted(dense)],
+        [item_of(i, params[i], devices[params[i].device]) for i in sorted(dense)],
         cap_bytes=options.bucket_cap_bytes,
-        order=[i for i in launch_order(len(params), everyone[0][0]) if i in dense],
+        order=[i for i in taken if i in dense],
         align_bytes=ALIGN_BYTES if padded else 1,
         alone_bytes=ALONE_BYTES,
     )
     slots = [_slot(b, [params[i] for i in b.indices], group, options.compression) for b in buckets]
-    slots = [slot._replace(owner=owner_of[slot.bucket.indices[0]]) for slot in slots]
     # The order in which elements travel is a part of the plan; `model.to(memory_format=...)` changes it.
     strides = repr([layout_of(params[index]).stride for index in covered])
     layout_hash = hashlib.blake2b(strides.encode(), digest_size=4).hexdigest()
@@ -142,10 +139,9 @@ def name_devices(devices: Sequence[torch.device]) -> dict[torch.device, str]:
     return names
 
 
-def item_of(index: int, param: Tensor, device: str, owner: int | None = None) -> Item:
-    """Return what the packing of buckets must know of a parameter: those of other owners travel apart."""
-    key = f"{dtype_name(param.dtype)}:{device}" + ("" if owner is None else f":{owner}")
-    return Item(index, param.numel(), param.element_size(), key)
+def item_of(index: int, param: Tensor, device: str) -> Item:
+    """Return what the packing of buckets must know of a parameter."""
+    return Item(index, param.numel(), param.element_size(), f"{dtype_name(param.dtype)}:{device}")
 
 
 def plain_slot(bucket: Bucket, params: Sequence[Tensor]) -> BucketSlot:

@@ -165,14 +165,14 @@ class GradientReducer(GradientSync):
             group=self.group,
             options=self.options,
             when=when,
-            owners=self._owners(),
+            order=self._order_in_buckets(),
         )
         self.compression_state.move_to(self._plan)
         self._known_sparse = self._plan.sparse
         return self._plan
 
-    def _owners(self) -> Sequence[int] | None:
-        """Return the rank of the one host that wants each gradient; None: all ranks want all of them."""
+    def _order_in_buckets(self) -> Sequence[int] | None:
+        """Return the order in which gradients lie in buckets; None: that in which rank 0 observes them."""
         return None
 
     def _launch_rest(self, in_flight: InFlightReduction) -> None:
@@ -198,8 +198,7 @@ class GradientReducer(GradientSync):
         """
         assert in_flight.plan is not None
         sparse = sorted(in_flight.plan.sparse)
-        in_flight.kinds.append(KindsExchange(self._marks_of(sparse), self.group))
-        kinds = join_rest(in_flight.kinds, self.group)
+        kinds = self._join_kinds(in_flight, sparse)
         late: dict[int, Tensor | None] = {}
         start = 0
         for slot in in_flight.plan.slots:
@@ -211,9 +210,20 @@ class GradientReducer(GradientSync):
             slot.storage.unload(self._launcher.params_of(slot), [bool(kind & DENSE) for kind in here])
         if sparse or late:
             self._reduce_apart(sparse, late)
+        return self._nonfinite(in_flight, sparse, kinds)
+
+    def _join_kinds(self, in_flight: InFlightReduction, sparse: Sequence[int]) -> bytes:
+        """Return the kinds of the gradients of all buckets and of the sparse ones. Collective."""
+        in_flight.kinds.append(KindsExchange(self._marks_of(sparse), self.group))
+        return join_rest(in_flight.kinds, self.group)
+
+    def _nonfinite(
+        self, in_flight: InFlightReduction, sparse: Sequence[int], kinds: bytes
+    ) -> list[int] | None:
+        """See `_unload`."""
         if not self.options.error_if_nonfinite or not any(kind & NONFINITE for kind in kinds):
             return None
-        order = [i for slot in in_flight.plan.slots for i in slot.bucket.indices] + sparse
+        order = [*in_flight.indices, *sparse]
         mine = b"".join(exchange.mine for exchange in in_flight.kinds)
         return [index for index, kind in zip(order, mine, strict=True) if kind & NONFINITE]
 

@@ -102,6 +102,10 @@ class UnbucketedGradient:
         if param.grad is not grad:
             param.grad = grad
 
+    def release(self) -> None:
+        """Forget a gradient that was loaded and does not become that of its parameter."""
+        self._grad = None
+
     def leftover(self, place: int) -> Tensor | None:
         """Return the tensor in which the last reduction left the gradient, None if it is gone."""
         return None if self._left is None else self._left()

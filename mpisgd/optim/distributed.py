@@ -69,6 +69,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         share_parameters: keep one copy of the parameters per host, in shared memory, of which each rank
             updates its own ones. Faster and smaller, and a narrower contract: see docs/guide.md. The
             parameters take the values of each host's first rank; they are to be on the CPU.
+        elementwise: with `share_parameters`, whether `optimizer` updates each element of a parameter by
+            itself, from its gradient and a state of the same shape, or of none: then ranks may own parts of
+            parameters. torch's own that do (SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, Adamax, NAdam,
+            RAdam, ASGD, Rprop) are known.
         group: the ranks that train together, all of the job by default.
 
     Attributes:
@@ -110,6 +114,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         error_if_nonfinite: bool = False,
         check_in_sync_every: int = 0,
         share_parameters: bool = False,
+        elementwise: bool = False,
         group: Group | None = None,
     ) -> None:
         try:
@@ -125,10 +130,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             strategy = Synchronous() if strategy is None else strategy
             _check(strategy, check_in_sync_every)
             check_positive("gradients", "backward_passes_per_step", backward_passes_per_step, whole=True)
-            check_flag("DistributedOptimizer", "share_parameters", share_parameters)
+            shares = check_flag("DistributedOptimizer", "share_parameters", share_parameters)
+            elementwise = check_flag("DistributedOptimizer", "elementwise", elementwise)
             named = name_parameters(optimizer, named_parameters)
             members = group_or_world(group)
-            training = Training(weakref.ref(optimizer), named, members, options, bool(share_parameters))
+            training = Training(weakref.ref(optimizer), named, members, options, shares, elementwise)
             strategy.check(training)
             summary = _summary(strategy, training, backward_passes_per_step, check_in_sync_every)
             agree_on("DistributedOptimizer", named, members, extra=summary)
@@ -264,8 +270,10 @@ def _before_step(
     changed = wrap_closure(args, kwargs, window.around)
     if changed is None:
         window.flush_before_step()
+    else:
+        changed = wrap_closure(*changed, synchronizer.around)
     synchronizer.before_step()
-    return changed and wrap_closure(*changed, synchronizer.around)
+    return changed
 
 
 def _after_step(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
@@ -297,5 +305,6 @@ def _summary(strategy: Strategy, training: Training, passes: int, check_every: i
         f"strategy={strategy}, op={options.op.name}, compression={options.compression}, "
         f"backward_passes_per_step={passes}, gradient_predivide_factor={options.predivide_factor}, "
         f"bucket_cap_bytes={options.bucket_cap_bytes}, error_if_nonfinite={options.error_if_nonfinite}, "
-        f"check_in_sync_every={check_every}, share_parameters={training.share_parameters}"
+        f"check_in_sync_every={check_every}, share_parameters={training.share_parameters}, "
+        f"elementwise={training.elementwise}"
     )

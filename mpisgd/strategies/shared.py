@@ -1,138 +1,196 @@
-"""`Shared`: a host has one copy of the parameters, of which each of its ranks updates its own ones."""
+"""`Shared`: a host has one copy of the parameters, of which each of its ranks updates its own pieces."""
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from mpisgd.collectives.all_reduce import all_reduce
 from mpisgd.core.group import Group
+from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
-from mpisgd.gradients.in_flight import InFlightReduction
 from mpisgd.gradients.reducer import GradientReducer
+from mpisgd.sharding.elementwise import is_known_elementwise
 from mpisgd.sharding.grad_norm import clip_grad_norm_
+from mpisgd.sharding.piece_states import PieceStates
+from mpisgd.sharding.piece_update import PieceUpdate
+from mpisgd.sharding.sharded_gradient import ShardedGradient
+from mpisgd.sharding.sharded_reducer import ShardedReducer
 from mpisgd.sharding.shared_parameters import SharedParameters
-from mpisgd.sharding.shared_state import gather_states
 from mpisgd.strategies.replicated import Replicated
 from mpisgd.strategies.strategy import Training
 
 __all__ = ["Shared"]
 
 
-class _OwnedGradients(GradientReducer):
-    """Reduces gradients, and leaves those of a parameter with the rank of this host that updates it."""
-
-    def __init__(self, training: Training, shared: SharedParameters) -> None:
-        super().__init__(training.named, training.group, training.options)
-        self._shared = shared
-
-    def _owners(self) -> Sequence[int] | None:
-        """Return the rank that needs each gradient, where it can be brought to one rank alone."""
-        compressed = any(self.options.compression.changes(param.dtype) for param in self.params)
-        return self._shared.owners if self.group.shm is not None and not compressed else None
-
-    def _unload(self, in_flight: InFlightReduction) -> list[int] | None:
-        nonfinite = super()._unload(in_flight)
-        self._shared.leave_gradients_with_owners()
-        return nonfinite
-
-    def would_reduce_twice(self, num_added: Mapping[int, int] | None) -> bool:
-        """Return whether reduced gradients are with the ranks that own them, and were not reset since."""
-        are_with_owners = self._shared.gradients_are_with_owners(self.holds_reduced)
-        return are_with_owners or super().would_reduce_twice(num_added)
-
-
 class Shared(Replicated):
-    """Lets the wrapped optimizer see and update this rank's parameters, nothing else.
+    """Lets the wrapped optimizer see and update this rank's pieces, nothing else.
 
-    Between steps the optimizer has all parameters in its groups, as programs expect; during one it has this
-    rank's only, so it updates these and has state for these. A state that is loaded is whole until the next
-    step, which drops what belongs to others.
+    Between steps the optimizer has all parameters in its groups, as programs expect, and no state; during one
+    it has this rank's pieces and the state of these. A state that is loaded is whole until the next step,
+    which drops what belongs to others.
     """
 
+    gradients: ShardedReducer
+
     def __init__(self, training: Training) -> None:
-        self._parameters = SharedParameters(training.named, training.group)
+        self._is_known = is_known_elementwise(training.optimizer)
         self._hidden: list[list[Tensor]] | None = None
+        self._runs_closure = False
+        self._share(training)
         super().__init__(training)
 
+    def _share(self, training: Training) -> None:
+        elementwise = self._is_known or training.elementwise
+        groups = training.optimizer.param_groups
+        self._parameters = SharedParameters(training.named, groups, training.group, elementwise=elementwise)
+        self._states = PieceStates([param for _, param in training.named], self._parameters, training.group)
+
     def _make_reducer(self) -> GradientReducer:
-        return _OwnedGradients(self.training, self._parameters)
+        named, group, options = self.training.named, self.training.group, self.training.options
+        return ShardedReducer(
+            named, group, options, self._states, defers=self._is_known, unscale=self._unscale
+        )
 
     # -- a step -------------------------------------------------------------------------------------
 
-    def before_step(self) -> None:
-        """Wait until nobody reads the parameters, and show the optimizer this rank's only. Collective."""
-        self._show_all()  # a step that raised has left them hidden
-        self._parameters.check_in_place()
-        self._parameters.barrier("about to be updated")
-        self._drop_states()
-        groups = self.training.optimizer.param_groups
-        self._hidden = [group["params"] for group in groups]
-        for group in groups:
-            group["params"] = self._parameters.own_of(group["params"])
-
     def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Let all ranks finish their updates before the closure reads the parameters."""
+        self._runs_closure = True
 
         def when_all_are_updated() -> Any:
             self._parameters.barrier("updated")
             try:
-                return closure()
+                loss = closure()
             except BaseException:
                 self._show_all()  # the step ends here
                 raise
+            self._settle()
+            self._show_pieces()
+            return loss
 
         return when_all_are_updated
+
+    def before_step(self) -> None:
+        """Wait until nobody reads the parameters, and show the optimizer this rank's pieces only. Collective.
+
+        Where it can update one piece after the other, that is done here, and it finds nothing left to do.
+        """
+        self._show_all()  # a step that raised has left them hidden
+        self._parameters.check_in_place()
+        self._take_over_state()
+        runs_closure, self._runs_closure = self._runs_closure, False
+        self._hide()
+        if not self.gradients.is_deferred:
+            self._parameters.barrier("about to be updated")
+        elif runs_closure or not self.gradients.is_untouched():
+            self._parameters.barrier("about to be updated", self.gradients.settle)
+        else:
+            update = PieceUpdate(self.training.optimizer)
+            self._parameters.barrier("about to be updated", lambda: self.gradients.run(update))
+            update.raise_error()
+        self._show_pieces()
+
+    def _settle(self) -> None:
+        """Have the gradients of the pieces reduced, if that was left for later. Collective."""
+        if self.gradients.is_deferred:
+            self._parameters.barrier("gradients of pieces", self.gradients.settle)
+
+    def _hide(self) -> None:
+        """Take all parameters from the optimizer, and give it the state of the pieces."""
+        optimizer = self.training.optimizer
+        self._hidden = [group["params"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["params"] = []
+        if self._parameters.divided:
+            optimizer.state = self._states.state
+
+    def _show_pieces(self) -> None:
+        """Let the optimizer see what it is to update: the pieces that have a gradient now."""
+        self._states.split([param.grad is not None for _, param in self.training.named])
+        groups = self.training.optimizer.param_groups
+        for group in groups:
+            group["params"].clear()
+        for piece in self._parameters.pieces:
+            piece.grad = self.gradients.grad_of(piece)
+            piece.show_grad()
+            if piece.grad is not None:
+                groups[piece.group]["params"].append(piece.tensor)
 
     def after_step(self, num_steps: int) -> None:
         """Show the optimizer all parameters again, and wait until all are updated. Collective."""
         self._show_all()
+        torch.autograd.graph.increment_version(self.training.params)
         self._parameters.barrier("updated")
 
     def _show_all(self) -> None:
         """Give the optimizer all its parameters back, if they are hidden."""
+        if self._hidden is None:
+            return
+        optimizer = self.training.optimizer
         hidden, self._hidden = self._hidden, None
-        groups = self.training.optimizer.param_groups
-        for group, params in zip(groups, hidden or (), strict=hidden is not None):
+        for group, params in zip(optimizer.param_groups, hidden, strict=True):
             group["params"] = params
+        if self._parameters.divided:
+            optimizer.state = defaultdict(dict)
+        self.gradients.stand_in_again()
 
     def before_zero_grad(self) -> None:
-        """Forget the gradients that are with other ranks."""
-        self._parameters.drop_absent_gradients()
+        """Forget the gradients that ranks have pieces of."""
+        self.gradients.reset()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
-        """Clip by the norm of all gradients, of which each rank has its own. Collective."""
-        params, group = self.training.params, self.training.group
-        return clip_grad_norm_(params, self._parameters, group, max_norm, norm_type, error_if_nonfinite)
+        """Clip by the norm of all gradients, of which each rank has its pieces. Collective."""
+        self._settle()
+        self._states.split([param.grad is not None for _, param in self.training.named])
+        pieces = [(piece, self.gradients.grad_of(piece)) for piece in self._parameters.pieces]
+        grads = [grad for _, grad in pieces if grad is not None]
+        owners, group = self._parameters.owners, self.training.group
+        return clip_grad_norm_(grads, owners, group, max_norm, norm_type, error_if_nonfinite)
+
+    def _unscale(self, sharded: Sequence[ShardedGradient], found_inf: Tensor, factor: Tensor) -> None:
+        """Do for all gradients of a dtype what a GradScaler asks for. Collective."""
+        self._settle()
+        dtype = sharded[0].dtype
+        grads = [p.grad for p in self._parameters.pieces if p.grad is not None and p.grad.dtype == dtype]
+        if grads:
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, factor)
+        all_reduce(found_inf, ReduceOp.MAX, self.training.group)
 
     # -- the state ----------------------------------------------------------------------------------
 
-    def _drop_states(self) -> None:
-        if self.has_whole_state and self._parameters.divided:
-            self.has_whole_state = False
-            for param in self.training.params:
-                if not self._parameters.owns(param):
-                    self.training.optimizer.state.pop(param, None)
+    def _take_over_state(self) -> None:
+        """Take this rank's part of a state that is whole."""
+        if not self.has_whole_state or not self._parameters.divided:
+            return
+        state = self.training.optimizer.state
+        wholes = {i: state[param] for i, (_, param) in enumerate(self.training.named) if param in state}
+        others = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
+        self._states.cut(wholes, others)
+        state.clear()
+        self.has_whole_state = False
 
     def state_dict(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return the state of all parameters, of which each rank has its own. Collective.
+        """Return the state of all parameters, of which each rank has its pieces. Collective.
 
         One that was loaded here counts, although it may not have been loaded where its owners are.
         """
         self._show_all()
-        params, state = self.training.params, self.training.optimizer.state
-        mine = {i: state[p] for i, p in enumerate(params) if self._parameters.owns(p) and p in state}
-        everyones = gather_states(mine, self.training.group)
+        state = self.training.optimizer.state
         if self.has_whole_state:
+            mine = PieceStates(self._states.params, self._parameters, self.training.group)
+            mine.cut({i: state[p] for i, p in enumerate(mine.params) if p in state})
+            mine.gather()
             return super().state_dict(make)
-        own = dict(state)
-        for index in sorted(everyones):  # in the same order on every rank
-            state.pop(params[index], None)
-            state[params[index]] = everyones[index]
+        wholes = self._states.gather()
+        state.update({self._states.params[index]: wholes[index] for index in wholes})
+        state.update(self._states.others)
         try:
             return super().state_dict(make)
         finally:
             state.clear()
-            state.update(own)
 
     def loaded(self, state_dict: Mapping[str, Any]) -> None:
         """Note that the optimizer has the state of all parameters."""
@@ -144,13 +202,14 @@ class Shared(Replicated):
     def extend(self, named: Sequence[tuple[str, Tensor]]) -> None:
         """Share further parameters, too."""
         super().extend(named)
-        self._parameters.extend(named)
+        self._parameters.extend(named, self.training.optimizer.param_groups)
+        self._states.params = [param for _, param in named]
 
     def move_to(self, group: Group) -> None:
         """Share the parameters, as they are now, with other ranks. Collective over `group`.
 
         Raises:
-            InvalidArgument: ranks have the state of their own parameters only, and these change. On all of
+            InvalidArgument: ranks have the state of their own pieces only, and these change. On all of
                 them, if all have agreed on `has_whole_state`.
         """
         if not self.has_whole_state:
@@ -161,5 +220,5 @@ class Shared(Replicated):
         self._show_all()
         for _, param in self.training.named:
             param.data = param.detach().clone()  # others may still read, or take with them, what was shared
-        self._parameters = SharedParameters(self.training.named, group)
+        self._share(self.training._replace(group=group))
         super().move_to(group)

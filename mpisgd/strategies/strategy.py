@@ -5,7 +5,7 @@ all ranks. `DistributedOptimizer` makes a synchronizer of it, the working part, 
 below; everything else (accumulation windows, `no_sync`, hooks, agreement on parameters) is the optimizer's.
 
     backward    gradients.begin, ready ..., reduce at the end of the pass that fills the window
-    step        before_step | the wrapped optimizer's update (and its closure, within around) | after_step
+    step        around, if there is a closure | before_step | the wrapped optimizer's update | after_step
 """
 
 import abc
@@ -35,6 +35,7 @@ class Training(NamedTuple):
         group: the ranks that train together.
         options: how gradients are to be reduced, where the strategy reduces them.
         share_parameters: whether a host keeps one copy of the parameters.
+        elementwise: whether the user says that the optimizer updates each element by itself.
     """
 
     optimizer_ref: "weakref.ref[torch.optim.Optimizer]"
@@ -42,6 +43,7 @@ class Training(NamedTuple):
     group: Group
     options: ReductionOptions
     share_parameters: bool = False
+    elementwise: bool = False
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -78,7 +80,7 @@ class Synchronizer:
         """Do what must be done before the wrapped optimizer updates parameters; gradients are reduced."""
 
     def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return what the wrapped optimizer calls as its closure, maybe several times in a step."""
+        """Return what the optimizer calls as its closure, maybe several times. Before `before_step`."""
         return closure
 
     def after_step(self, num_steps: int) -> None:

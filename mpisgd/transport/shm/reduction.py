@@ -15,7 +15,7 @@ contiguous CPU tensors of any reducible dtype; roots are group ranks.
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
@@ -33,6 +33,7 @@ __all__ = [
     "reduce_in_parts",
     "reduce_scatter",
     "reduce_to_owners",
+    "slot_bytes",
 ]
 
 # Below this every rank adds up everything: reading more takes less time than one more barrier.
@@ -164,36 +165,49 @@ def _starts_for(rank: int, size: int, nbytes: int) -> tuple[int, ...]:
     return tuple((rank - src - 1) % size * nbytes if src != rank else 0 for src in range(size))
 
 
+def slot_bytes(size: int) -> int:
+    """Return the most bytes that a chunk of `reduce_to_owners` may have, with `size` ranks."""
+    return BUFFER_BYTES // size // ALIGN_BYTES * ALIGN_BYTES
+
+
 def reduce_to_owners(
-    shm: ShmTransport, flats: Sequence[Tensor], owners: Sequence[int], op: ReduceOp
+    shm: ShmTransport,
+    chunks: Sequence[Sequence[Tensor]],
+    combine: Callable[[int, Sequence[Tensor]], None],
+    *,
+    in_place: bool,
 ) -> Iterator[None]:
-    """Combine everyone's `flats[i]` [n_i] into that of `owners[i]`; the others keep theirs.
+    """Bring what everyone has for a rank to that rank, chunk by chunk; they have their own pace after that.
 
     All owners work at once: what is written for them and what they combine has about the same size on every
     rank if what they own has.
 
+    Args:
+        shm: of the host.
+        chunks: for each rank what this one has for it, at most `slot_bytes` each; the same on all ranks.
+        combine: called with the number of an own chunk and everyone's [n], in rank order, which are in the
+            cache.
+        in_place: whether `combine` writes to this rank's own chunk.
+
     Cost: one barrier per chunk of the rank that owns most; every rank writes what is for the others and
     combines what is its own.
     """
-    slot_bytes = BUFFER_BYTES // shm.size // ALIGN_BYTES * ALIGN_BYTES
-    queues: list[list[Tensor]] = [[] for _ in range(shm.size)]
-    for flat, owner in zip(flats, owners, strict=True):
-        queues[owner] += [flat[chunk] for chunk in _chunks(flat.numel(), slot_bytes // flat.element_size())]
-    in_place = shm.rank < 2  # the first two are read before anything is written
-    starts = (shm.rank * slot_bytes,) * shm.size
-    for chunks in itertools.zip_longest(*queues):
+    slot = slot_bytes(shm.size)
+    lies_there = not in_place or shm.rank < 2  # the first two are read before anything is written
+    starts = (shm.rank * slot,) * shm.size
+    for k, of_everyone in enumerate(itertools.zip_longest(*chunks)):
         address = shm.next_addresses()[shm.rank]
-        for owner, chunk in enumerate(chunks):
-            if chunk is not None and not (owner == shm.rank and in_place):
-                copy_bytes(address + owner * slot_bytes, chunk.data_ptr(), chunk.nbytes)
+        for owner, chunk in enumerate(of_everyone):
+            if chunk is not None and not (owner == shm.rank and lies_there):
+                copy_bytes(address + owner * slot, chunk.data_ptr(), chunk.nbytes)
         yield
         shm.swap_buffers()
-        if (own := chunks[shm.rank]) is not None:
+        if (own := of_everyone[shm.rank]) is not None:
             prefetch(own)
             pieces = shm.pieces(own.numel(), own.dtype, starts)
-            if in_place:
+            if lies_there:
                 pieces = [*pieces[: shm.rank], own, *pieces[shm.rank + 1 :]]
-            combine_in_rank_order(pieces, op, out=own)
+            combine(k, pieces)
 
 
 def _chunks(numel: int, step: int) -> list[slice]:

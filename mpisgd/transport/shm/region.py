@@ -1,7 +1,7 @@
 """`Region`: a tensor per rank in shared memory, which is reduced where it lies."""
 
 import functools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -58,23 +58,15 @@ class Region:
     def part_for_all(self) -> list[RegionChunk]:
         """What this rank combines where every rank combines its part for everyone; cut once and for all."""
         first, last = even_ranges(self.mine.numel(), len(self.everyones))[self._rank]
-        return self._cut(first, last, range(len(self.everyones)))
-
-    @functools.cached_property
-    def all_for_me(self) -> list[RegionChunk]:
-        """Everything, which this rank combines for itself alone."""
-        return self._cut(0, self.mine.numel(), [self._rank])
-
-    def _cut(self, first: int, last: int, receivers: Collection[int]) -> list[RegionChunk]:
         step = max(1, CHUNK_BYTES // self.mine.element_size())
         with torch.inference_mode(False):
             scratch = torch.empty(min(step, last - first), dtype=self.mine.dtype)
             bounds = [(at, min(last, at + step)) for at in range(first, last, step)]
-            return [self._chunk(start, stop, scratch, receivers) for start, stop in bounds]
+            return [self._chunk(start, stop, scratch) for start, stop in bounds]
 
-    def _chunk(self, start: int, stop: int, scratch: Tensor, receivers: Collection[int]) -> RegionChunk:
+    def _chunk(self, start: int, stop: int, scratch: Tensor) -> RegionChunk:
         pieces = [other[start:stop] for other in self.everyones]
         in_place = self._rank < 2  # the first two are read before anything is written
         out = pieces[self._rank] if in_place else scratch[: stop - start]
-        targets = [pieces[rank] for rank in receivers if not (in_place and rank == self._rank)]
+        targets = [piece for rank, piece in enumerate(pieces) if not (in_place and rank == self._rank)]
         return RegionChunk(pieces, out, [range_of(piece) for piece in targets])

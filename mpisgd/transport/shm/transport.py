@@ -127,13 +127,3 @@ class ShmTransport:
         """
         combine_chunks(region.part_for_all, op)
         self.barrier()
-
-    def reduce_region(self, region: Region, op: ReduceOp, root: int) -> None:
-        """Combine what lies in a region into root's part of it.
-
-        Nobody waits at the end: the next operation's consistency check must come before anyone writes there.
-
-        Cost: root reads everyone's message and writes its own; the others do nothing.
-        """
-        if self.rank == root:
-            combine_chunks(region.all_for_me, op)

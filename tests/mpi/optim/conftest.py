@@ -9,6 +9,8 @@ from verdicts import referee
 import mpisgd
 from mpisgd.gradients import plan
 from mpisgd.job.lifecycle import world
+from mpisgd.sharding import shared_parameters
+from mpisgd.transport.shm import reduction
 
 WAYS = ("fused", "alone and overlapped")
 
@@ -20,6 +22,17 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
         monkeypatch.setattr(plan, "ALONE_BYTES", 5 * torch.float64.itemsize)
         monkeypatch.setitem(mpisgd.DistributedOptimizer.__init__.__kwdefaults__, "overlap", True)
     return str(request.param)
+
+
+@pytest.fixture(params=["fused", "cut"])
+def pieces(request: pytest.FixtureRequest, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How parameters are divided: as they are large here, or into pieces of 8 numbers, through tensors."""
+    if request.param == "cut":
+        if way != "fused":
+            pytest.skip("the same as with larger pieces")
+        for module in (plan, shared_parameters):
+            monkeypatch.setattr(module, "ALONE_BYTES", 5 * torch.float64.itemsize)
+        monkeypatch.setattr(reduction, "BUFFER_BYTES", 64 * mpisgd.size())
 
 
 @pytest.fixture

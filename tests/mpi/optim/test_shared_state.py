@@ -12,6 +12,8 @@ from verdicts import everyone, raises_everywhere, referee, same_on_all_ranks
 import mpisgd
 from mpisgd import checkpoint
 
+pytestmark = pytest.mark.usefixtures("pieces")
+
 
 def trained_pair() -> tuple[Run, Run]:
     """The plain run and the one with shared parameters, after three steps."""
@@ -63,6 +65,22 @@ def test_training_goes_on_from_a_state(how, here):
             ours.opt.load_state_dict(state)
         mpisgd.broadcast_optimizer_state(ours.opt, mpisgd.size() - 1)
     check_going_on(plain, ours)
+
+
+def test_training_goes_on_without_mpisgd():
+    """A plain optimizer loads the state, and one with shared parameters that of a plain one."""
+    plain, ours = trained_pair()
+    alone = copy.deepcopy(plain.model)
+    optimizer = adam(alone)
+    optimizer.load_state_dict(copy.deepcopy(ours.opt.state_dict()))
+    ours.opt.load_state_dict(copy.deepcopy(plain.opt.state_dict()))
+    check_going_on(plain, ours)
+    for step in range(3, 7):
+        optimizer.zero_grad()
+        mse(alone, *batch(step)).backward()
+        optimizer.step()
+    pairs = zip(alone.parameters(), plain.model.parameters(), strict=True)
+    everyone(all(torch.allclose(a, b, rtol=0, atol=ADAM_DRIFT) for a, b in pairs), "they differ")
 
 
 def test_a_checkpoint_has_all_of_it(tmp_path):

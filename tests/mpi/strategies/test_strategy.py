@@ -177,7 +177,7 @@ def test_a_synchronizer_is_called_at_its_moments():
         notes
         == [
             *("before_zero_grad", "before_step", ("after_step", 1)),
-            *("before_step", "around", ("after_step", 2)),
+            *("around", "before_step", ("after_step", 2)),
             *("loaded", ("extend", 6)),
         ],
         str(notes),

@@ -13,8 +13,9 @@ import mpisgd
 from mpisgd import ReduceOp
 from mpisgd.core.consistency import Operation
 from mpisgd.transport.shm import reduction
-from mpisgd.transport.shm.reduction import AT_ONCE_BYTES, reduce_to_owners
+from mpisgd.transport.shm.reduction import AT_ONCE_BYTES, reduce_to_owners, slot_bytes
 from mpisgd.transport.shm.staging import BUFFER_BYTES
+from mpisgd.transport.torch_reduction import combine_in_rank_order
 
 
 @pytest.fixture
@@ -56,28 +57,15 @@ def test_a_region_is_reduced_where_it_lies(shm, groups, op):
         assert_equal(region.mine, combined(inputs, op))
 
 
-@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX], ids=str)
-def test_a_region_is_reduced_into_the_part_of_one_rank(shm, groups, op):
-    length, group = 100_003, groups["world"]
-    made = []
-    run(group, lambda: made.append(shm.open_segment(length * 8)))
-    region = shm.region(made[0], length, torch.float64)
-    for root in range(group.size):
-        inputs = [given(rank + root, torch.float64, (length,)) for rank in range(group.size)]
-        region.mine.copy_(inputs[group.rank])
-        run(group, lambda root=root: shm.reduce_region(region, op, root))
-        run(group, lambda: None)  # they meet before anybody writes again
-        wanted = combined(inputs, op) if group.rank == root else inputs[group.rank]
-        assert_equal(region.mine, wanted)
-
-
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_every_owner_gets_the_sum_of_its_own(shm, groups, monkeypatch, dtype, op):
+def test_every_owner_gets_the_sum_of_its_own(shm, groups, monkeypatch, dtype, op, in_place):
     """Lists of all lengths, one rank with most of them, one with none: bit for bit in rank order."""
     group = groups["world"]
-    monkeypatch.setattr(reduction, "BUFFER_BYTES", 128 * group.size)  # a slot of 128 bytes
-    lengths = [0, 1, 15, 16, 17, 100, 64, 33, 5, 129]
+    monkeypatch.setattr(reduction, "BUFFER_BYTES", 128 * group.size)
+    most = slot_bytes(group.size) // dtype.itemsize
+    lengths = [most, 1, 15, 16, most, 7, 0, 3, 5, most - 1]
     owners = [0, 0, 1, 0, 0, 1, 0, group.size - 1, 0, 0]
     for round_ in range(3):
         given_ = [
@@ -85,10 +73,23 @@ def test_every_owner_gets_the_sum_of_its_own(shm, groups, monkeypatch, dtype, op
             for rank in range(group.size)
         ]
         mine = [tensor.clone() for tensor in given_[group.rank]]
-        run(group, lambda mine=mine: shm.run_steps(reduce_to_owners(shm, mine, owners, op)))
+        chunks = [[mine[i] for i, owner in enumerate(owners) if owner == rank] for rank in range(group.size)]
+        out = chunks[group.rank] if in_place else [chunk.clone().zero_() for chunk in chunks[group.rank]]
+
+        def combine(k, everyones, out=out):
+            combine_in_rank_order(everyones, op, out=out[k])
+
+        run(group, lambda c=chunks, f=combine: shm.run_steps(reduce_to_owners(shm, c, f, in_place=in_place)))
+        wanted = [
+            combined([tensors[i] for tensors in given_], op)
+            for i, owner in enumerate(owners)
+            if owner == group.rank
+        ]
+        for got, want in zip(out, wanted, strict=True):
+            assert_equal(got, want)
         for i, owner in enumerate(owners):
-            of_all = [tensors[i] for tensors in given_]
-            assert_equal(mine[i], combined(of_all, op) if group.rank == owner else of_all[group.rank])
+            if owner != group.rank or not in_place:
+                assert_equal(mine[i], given_[group.rank][i])
 
 
 def test_operations_follow_each_other_without_a_race(shm):

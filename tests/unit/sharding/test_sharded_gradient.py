@@ -1,19 +1,27 @@
-"""What stands for a gradient that is with another rank: a shape, and an error for whoever wants more."""
+"""What stands for a gradient that is divided among ranks: a shape, and an error for whoever wants more."""
 
 from __future__ import annotations
+
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
 from mpisgd.errors import InvalidArgument
-from mpisgd.sharding.absent_gradient import AbsentGradient
+from mpisgd.sharding.sharded_gradient import ShardedGradient
+
+asked: list[tuple] = []
+
+
+def unscale(*args):
+    asked.append(args)
 
 
 @pytest.fixture
 def param():
     weight = nn.Parameter(torch.arange(6.0).view(2, 3).t())
-    weight.grad = AbsentGradient(weight, "w is on rank 1")
+    weight.grad = ShardedGradient(weight, "w", weakref.ref(unscale))
     return weight
 
 
@@ -22,7 +30,7 @@ def test_it_is_a_gradient_like_the_parameter(param):
     assert param.grad.stride() == param.stride()
     assert param.grad.dtype is torch.float32
     assert not param.grad.is_sparse
-    assert "w is on rank 1" in repr(param.grad)
+    assert "gradient of w is divided" in repr(param.grad)
 
 
 @pytest.mark.parametrize(
@@ -41,11 +49,20 @@ def test_it_is_a_gradient_like_the_parameter(param):
         lambda param: param.sum().backward(),
     ],
 )
-def test_whoever_wants_its_values_is_told_where_they_are(param, use):
-    with pytest.raises(InvalidArgument, match="w is on rank 1"):
+def test_whoever_wants_its_values_is_told_what_to_do(param, use):
+    with pytest.raises(InvalidArgument, match="gradient of w is divided"):
         use(param)
 
 
 def test_it_can_be_dropped(param):
     torch.optim.SGD([param], lr=1.0).zero_grad()
     assert param.grad is None
+
+
+def test_a_scaler_gets_what_it_asks_for(param):
+    found_inf, factor = torch.zeros(1), torch.tensor([0.5])
+    torch._amp_foreach_non_finite_check_and_unscale_([param.grad], found_inf, factor)
+    grads, *rest = asked.pop()
+    assert grads[0] is param.grad
+    assert rest[0] is found_inf
+    assert rest[1] is factor

@@ -1,0 +1,52 @@
+"""Which optimizers update each element of a parameter by itself, and may be given parts of parameters."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["is_known_elementwise", "may_join", "single_step"]
+
+KNOWN = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adagrad,
+    torch.optim.RMSprop,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.ASGD,
+    torch.optim.Rprop,
+)
+
+
+def is_known_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the step of an optimizer is that of one of torch's elementwise ones, not overridden."""
+    step: Any = type(optimizer).step
+    known = any(step is cls.step for cls in KNOWN)
+    return known and not any(group.get("differentiable") for group in optimizer.param_groups)
+
+
+def may_join(options: Mapping[str, Any], dtype: torch.dtype) -> bool:
+    """Return whether neighbours may be updated as one tensor, to the last bit.
+
+    torch's fused kernels, and its arithmetic of 16-bit floats, round the last few elements of a tensor
+    otherwise than those before.
+
+    Args:
+        options: of the optimizer's group.
+        dtype: of the parameters.
+    """
+    return dtype.itemsize > 2 and not options.get("fused")
+
+
+def single_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], None]:
+    """Return what updates the parameters of an optimizer's groups, without hooks and profiling.
+
+    Of a known elementwise one, which keeps nothing but the state of each parameter: it may be called for one
+    piece after another.
+    """
+    step: Any = type(optimizer).step
+    return getattr(step, "__wrapped__", step)  # type: ignore[no-any-return]

@@ -1,0 +1,142 @@
+"""`Piece`: memory that this rank updates, as the optimizer sees it during a step.
+
+A piece of an elementwise optimizer is a flat tensor in the shared memory of the host; what the optimizer
+keeps for it is cut and joined element by element. Another one's piece is a parameter itself.
+"""
+
+import itertools
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpisgd.gradients.fusion_buffer import Layout
+from mpisgd.sharding.division import Member
+
+__all__ = ["Entries", "Piece", "PieceState", "flat_view", "is_elementwise_entry", "join_states"]
+
+Entries = Mapping[str, Any]  # the state of one tensor
+
+# Of torch's optimizers; a parameter without dimensions has an average of the same shape.
+COUNTERS = frozenset({"step", "eta", "mu", "mu_product"})
+
+
+def flat_view(tensor: Tensor, layout: Layout) -> Tensor:
+    """Return the elements of a tensor, [numel], in the order of a layout; a copy where it has another one."""
+    tensor = tensor.detach()
+    if tensor.stride() != layout.stride:
+        tensor = torch.empty_strided(*layout, dtype=tensor.dtype).copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def is_elementwise_entry(key: str, value: Any, shape: torch.Size) -> bool:
+    """Return whether a state's entry has a number for each element of a parameter of this shape."""
+    return isinstance(value, Tensor) and value.shape == shape and (bool(shape) or key not in COUNTERS)
+
+
+class PieceState(NamedTuple):
+    """What an optimizer keeps for the part of a parameter that lies in a piece.
+
+    Attributes:
+        member: the part.
+        cut: the entries that have a number for each element, [member.numel].
+        kept: the others; those of a whole parameter are all here.
+    """
+
+    member: Member
+    cut: dict[str, Tensor]
+    kept: dict[str, Any]
+
+
+class Piece:
+    """One piece of this rank.
+
+    Attributes:
+        tensor: what the optimizer updates: [numel], or a parameter.
+        group: the place of its group in the optimizer's.
+        members: what lies in it.
+        layout: how the gradient lies in memory where `tensor` is a parameter, None for a flat piece.
+        grad: the reduced gradient, [numel] in the order of memory, or sparse, where there is one.
+    """
+
+    def __init__(
+        self, tensor: Tensor, group: int, members: Sequence[Member], layout: Layout | None = None
+    ) -> None:
+        self.tensor = tensor
+        self.group = group
+        self.members = tuple(members)
+        self.layout = layout
+        self.grad: Tensor | None = None
+
+    def show_grad(self) -> None:
+        """Let the optimizer see the reduced gradient."""
+        grad = self.grad
+        if grad is not None and self.layout is not None and not grad.is_sparse:
+            grad = grad.as_strided(*self.layout, grad.storage_offset())
+        self.tensor.grad = grad
+
+    def split(self, keys: Sequence[Hashable]) -> "list[Piece]":
+        """Return pieces that together are this one, each of neighbours with one key; without gradients."""
+        starts = [0] + [i for i in range(1, len(keys)) if keys[i] != keys[i - 1]]
+        if len(starts) < 2:
+            return [self]
+        bounds = itertools.pairwise([*starts, len(keys)])
+        return [self._part(self.members[first:last]) for first, last in bounds]
+
+    def _part(self, members: Sequence[Member]) -> "Piece":
+        begin, end = members[0].at, members[-1].at + members[-1].numel
+        tensor = torch.nn.Parameter(self.tensor.detach()[begin:end])
+        return Piece(tensor, self.group, [member._replace(at=member.at - begin) for member in members])
+
+    # -- what the optimizer keeps for it -------------------------------------------------------------
+
+    def cut_entries(self, entries: Entries, part: "Piece") -> dict[str, Any]:
+        """Return the state of a part of this piece, which `split` has made."""
+        begin = (part.tensor.data_ptr() - self.tensor.data_ptr()) // self.tensor.element_size()
+        shape = self.tensor.shape
+        return {
+            key: value[begin : begin + part.tensor.numel()]
+            if is_elementwise_entry(key, value, shape)
+            else _own(value)
+            for key, value in entries.items()
+        }
+
+    def states(self, entries: Entries) -> list[PieceState]:
+        """Return the state of this piece by parameter."""
+        if self.layout is not None:
+            return [PieceState(self.members[0], {}, dict(entries))]
+        shape = self.tensor.shape
+        elementwise = {k: v for k, v in entries.items() if is_elementwise_entry(k, v, shape)}
+        kept = {k: v for k, v in entries.items() if k not in elementwise}
+        return [
+            PieceState(m, {k: v[m.at : m.at + m.numel] for k, v in elementwise.items()}, kept)
+            for m in self.members
+        ]
+
+    def joined(self, states: Sequence[PieceState]) -> dict[str, Any]:
+        """Return the state of this piece, of those of its members, which have the same `kept`."""
+        entries = {key: _own(value) for key, value in states[0].kept.items()}
+        for key, value in states[0].cut.items():
+            entries[key] = torch.zeros(self.tensor.shape, dtype=value.dtype)
+            for state in states:
+                at, numel = state.member.at, state.member.numel
+                entries[key][at : at + numel] = state.cut[key]
+        return entries
+
+
+def join_states(states: Sequence[PieceState], layout: Layout) -> dict[str, Any]:
+    """Return the state of a parameter, of those of its parts, in their order; tensors of their own."""
+    entries = {key: _own(value) for key, value in states[0].kept.items()}
+    for key, first in states[0].cut.items():
+        whole = torch.empty_strided(*layout, dtype=first.dtype)
+        flat = flat_view(whole, layout)
+        for state in states:
+            flat[state.member.first : state.member.first + state.member.numel] = state.cut[key]
+        entries[key] = whole
+    return entries
+
+
+def _own(value: Any) -> Any:
+    """Return an entry that is changed in place without a change of this one."""
+    return value.clone() if isinstance(value, Tensor) else value

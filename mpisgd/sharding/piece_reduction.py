@@ -1,0 +1,239 @@
+"""`PieceReduction`: brings the gradients of a host's ranks, combined, to the pieces that each rank owns.
+
+Large gradients lie where autograd has put them: what belongs to others goes through the staging memory. Small
+ones lie in fusion buffers in shared memory, from which the owner of a piece reads everyone's:
+
+    rank 0   stage(1's part 0) | combine own part 0 | stage(1's part 1) | combine own part 1 | ... | small
+    rank 1   stage(0's part 0) | combine own part 0 | stage(0's part 1) | combine own part 1 | ... | small
+
+Whoever receives a piece may update parameters with it at once, while it is in the cache.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from mpisgd.dtypes import ReduceOp
+from mpisgd.gradients.plan import BucketSlot, Plan
+from mpisgd.gradients.unbucketed import UnbucketedGradient
+from mpisgd.sharding.division import Member
+from mpisgd.sharding.piece import Piece
+from mpisgd.sharding.shared_parameters import SharedParameters
+from mpisgd.transport.shm.reduction import reduce_to_owners, slot_bytes
+from mpisgd.transport.shm.region import Region
+from mpisgd.transport.shm.transport import ShmTransport
+from mpisgd.transport.torch_reduction import combine_in_rank_order
+
+__all__ = ["PieceReduction", "Receiver", "goes_in_pieces"]
+
+
+class Receiver(Protocol):
+    """Takes combined gradients.
+
+    Attributes:
+        in_place: whether `room_for` may be the memory in which the gradient of this rank lies.
+    """
+
+    in_place: bool
+
+    def room_for(self, piece: Piece, mine: Tensor | None) -> Tensor:
+        """Return [numel] for the gradient of a piece; `mine` is this rank's, if it lies in one piece."""
+
+    def received(self, piece: Piece, grad: Tensor) -> None:
+        """Take the gradient of a piece, which is complete."""
+
+    def finish(self) -> None:
+        """Note that there are no more."""
+
+
+class _Place(NamedTuple):
+    """Where the gradient of a parameter travels: in a slot of the plan, from an element on."""
+
+    slot: BucketSlot
+    offset: int
+
+
+class _Part(NamedTuple):
+    """A part of a large gradient, at most a slot of the staging memory; in elements."""
+
+    param: int
+    slot: BucketSlot
+    first: int
+    numel: int
+    at: int  # in the piece
+    is_last: bool
+
+
+class _Source(NamedTuple):
+    """Where some elements of a piece are in everyone's fusion buffer."""
+
+    region: Region
+    first: int
+    numel: int
+    at: int  # in the piece
+
+
+def goes_in_pieces(plan: Plan) -> bool:
+    """Return whether all gradients of a plan can be brought to their owners alone; alike on all ranks."""
+    return all(
+        isinstance(slot.storage, UnbucketedGradient) or slot.region is not None or not slot.bucket.numel
+        for slot in plan.slots
+    )
+
+
+class PieceReduction:
+    """Combines the gradients of one plan into pieces.
+
+    Args:
+        plan: where gradients lie; see `goes_in_pieces`.
+        parameters: which rank owns what.
+        shm: the memory of the host, whose ranks are all that train together.
+        op: elementwise combination.
+        finish: what is done to each combined gradient.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        parameters: SharedParameters,
+        shm: ShmTransport,
+        op: ReduceOp,
+        finish: Callable[[Tensor], None],
+    ) -> None:
+        self._parameters, self._shm, self._op, self._finish = parameters, shm, op, finish
+        self._place_of = {
+            index: _Place(slot, offset)
+            for slot in plan.slots
+            for index, offset in zip(slot.bucket.indices, slot.bucket.offsets, strict=True)
+        }
+        self._parts = [
+            [part for piece in pieces for part in self._parts_of(piece.members)]
+            for pieces in parameters.ranges
+        ]
+        self._sources: dict[Piece, list[_Source]] = {}
+
+    def _parts_of(self, members: Sequence[Member]) -> list[_Part]:
+        """Return the parts of a piece of a large gradient, none of another one."""
+        member = members[0]
+        place = self._place_of.get(member.param)
+        if place is None or not isinstance(place.slot.storage, UnbucketedGradient):
+            return []
+        step = slot_bytes(self._shm.size) // self._parameters.itemsize(member.param)
+        return [
+            _Part(
+                member.param,
+                place.slot,
+                member.first + at,
+                min(step, member.numel - at),
+                at,
+                at + step >= member.numel,
+            )
+            for at in range(0, member.numel, step)
+        ]
+
+    # -- inside the queue ---------------------------------------------------------------------------
+
+    def run(self, exists: Sequence[bool], receiver: Receiver) -> None:
+        """Combine all gradients that exist, and hand over those of this rank's pieces.
+
+        Nobody waits at the end: the ranks must synchronize before one writes into a bucket again.
+
+        Args:
+            exists: whether some rank has a gradient, for each parameter; alike for those in one piece.
+            receiver: gets them, piece by piece.
+
+        Cost: one barrier per slot of staging memory of large gradients; every rank writes what is for the
+            others and combines what is its own.
+        """
+        parts = [[part for part in of_one if exists[part.param]] for of_one in self._parts]
+        flats = {id(part.slot): part.slot.storage.flat for of_one in parts for part in of_one}
+        tensors = [[flats[id(p.slot)].narrow(0, p.first, p.numel) for p in of_one] for of_one in parts]
+        here = [p for p in self._parameters.pieces if exists[p.members[0].param] and self._is_dense(p)]
+        large = iter([piece for piece in here if self._is_large(piece)])
+        room: list[tuple[Piece, Tensor]] = []
+
+        def combine(k: int, everyones: Sequence[Tensor]) -> None:
+            part = parts[self._shm.rank][k]
+            if not part.at:
+                piece = next(large)
+                member = piece.members[0]
+                mine = flats[id(part.slot)].narrow(0, member.first, member.numel)
+                room[:] = [(piece, receiver.room_for(piece, mine))]
+            piece, whole = room[0]
+            out = whole[part.at : part.at + part.numel]
+            self._combine(everyones, out)
+            if part.is_last:
+                receiver.received(piece, whole)
+
+        self._shm.run_steps(reduce_to_owners(self._shm, tensors, combine, in_place=receiver.in_place))
+        for piece in here:
+            if not self._is_large(piece):
+                self._combine_small(piece, receiver)
+        receiver.finish()
+
+    def _is_dense(self, piece: Piece) -> bool:
+        return piece.members[0].param in self._place_of
+
+    def _is_large(self, piece: Piece) -> bool:
+        return isinstance(self._place_of[piece.members[0].param].slot.storage, UnbucketedGradient)
+
+    def _combine_small(self, piece: Piece, receiver: Receiver) -> None:
+        room = receiver.room_for(piece, None)
+        for source in self._sources_of(piece):
+            stop = source.first + source.numel
+            everyones = [other[source.first : stop] for other in source.region.everyones]
+            self._combine(everyones, room[source.at : source.at + source.numel])
+        receiver.received(piece, room)
+
+    def _combine(self, everyones: Sequence[Tensor], out: Tensor) -> None:
+        combine_in_rank_order(everyones, self._op, out=out)
+        self._finish(out)
+
+    def _sources_of(self, piece: Piece) -> list[_Source]:
+        if piece not in self._sources:
+            self._sources[piece] = self._find_sources(piece)
+        return self._sources[piece]
+
+    def _find_sources(self, piece: Piece) -> list[_Source]:
+        """Return where the members of a piece are; neighbours in both kinds of memory are taken together."""
+        sources: list[_Source] = []
+        for member in piece.members:
+            place = self._place_of[member.param]
+            region = place.slot.region
+            if region is None:  # nothing in it
+                continue
+            first, last = place.offset + member.first, sources[-1] if sources else None
+            if last is not None and last.region is region and first - last.first == member.at - last.at:
+                sources[-1] = last._replace(numel=member.at + member.numel - last.at)
+            else:
+                sources.append(_Source(region, first, member.numel, member.at))
+        return sources
+
+
+class Settle:
+    """Keeps the gradients for the step: large ones where this rank's lay, others in memory of their own."""
+
+    in_place = True
+
+    def __init__(self) -> None:
+        self._rooms: dict[Piece, Tensor] = {}
+
+    def room_for(self, piece: Piece, mine: Tensor | None) -> Tensor:
+        """See `Receiver`."""
+        if mine is not None:
+            return mine
+        numel = piece.tensor.numel()
+        if piece not in self._rooms:
+            self._rooms[piece] = torch.zeros(numel, dtype=piece.tensor.dtype)
+        elif sum(member.numel for member in piece.members) < numel:
+            self._rooms[piece].zero_()  # a factor of NaN makes NaN of the padding, too
+        return self._rooms[piece]
+
+    def received(self, piece: Piece, grad: Tensor) -> None:
+        """See `Receiver`."""
+        piece.grad = grad
+
+    def finish(self) -> None:
+        """See `Receiver`."""

@@ -1,0 +1,189 @@
+"""The optimizer state of shared parameters: each rank has that of its pieces, a checkpoint has all."""
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from mpisgd.accelerator.buffers import readable
+from mpisgd.collectives.objects import allocate_tensors, extract_tensors
+from mpisgd.core.consistency import Operation
+from mpisgd.core.group import Group
+from mpisgd.gradients.fusion_buffer import Layout
+from mpisgd.sharding.division import Member
+from mpisgd.sharding.piece import Entries, Piece, PieceState, flat_view, is_elementwise_entry, join_states
+from mpisgd.sharding.shared_parameters import SharedParameters
+from mpisgd.transport.shm.data_movement import exchange_spans
+from mpisgd.transport.shm.staging import Span, consecutive_spans, range_of
+from mpisgd.transport.shm.transport import ShmTransport
+
+__all__ = ["PieceStates"]
+
+
+class PieceStates:
+    """What an optimizer keeps for the pieces of this rank, and how it becomes that of parameters and back.
+
+    Args:
+        params: all parameters.
+        parameters: where they lie, and which rank owns what.
+        group: the ranks that train together.
+
+    Attributes:
+        params: as given; may grow at its end.
+        parameters: as given.
+        state: what the optimizer has as its `state` during a step.
+    """
+
+    def __init__(self, params: Sequence[Tensor], parameters: SharedParameters, group: Group) -> None:
+        self.parameters = parameters
+        self.state: defaultdict[Any, Any] = defaultdict(dict)
+        self.params = params
+        self._group = group
+
+    def split(self, present: Sequence[bool]) -> None:
+        """Split pieces of which some parameters have a gradient and some have none.
+
+        Args:
+            present: whether there is one, for each parameter.
+        """
+        pieces = []
+        for piece in self.parameters.pieces:
+            parts = piece.split([present[member.param] for member in piece.members])
+            pieces += parts
+            if len(parts) > 1 and piece.tensor in self.state:
+                entries = self.state.pop(piece.tensor)
+                self.state.update({part.tensor: piece.cut_entries(entries, part) for part in parts})
+        self.parameters.pieces = pieces
+
+    def keep_whole(self, indices: Collection[int]) -> None:
+        """Let one rank own all of each of these parameters, if that is new. Collective."""
+        if self.parameters.may_keep_whole(indices):
+            wholes = self.gather()
+            self.parameters.keep_whole(indices)
+            self.cut(wholes)
+
+    def gather(self) -> dict[int, dict[str, Any]]:
+        """Return the states of all parameters, put together from the pieces of this host. Collective."""
+        pieces = self.parameters.pieces
+        mine = [part for p in pieces if p.tensor in self.state for part in p.states(self.state[p.tensor])]
+        return _gather(mine, self.parameters.layouts, self._group)
+
+    def cut(self, wholes: Mapping[int, Entries], others: Mapping[Any, Any] | None = None) -> None:
+        """Take over this rank's part of the states of whole parameters.
+
+        Args:
+            wholes: the states, by parameter; some may have none.
+            others: what belongs to no parameter.
+        """
+        shapes = [param.shape for param in self.params]
+        pieces, state = _cut_states(self.parameters.pieces, wholes, shapes, self.parameters.layouts)
+        self.parameters.pieces = pieces
+        self.state.clear()
+        self.state.update(state)
+        self.state.update(others or {})
+
+    @property
+    def others(self) -> dict[Any, Any]:
+        """What belongs to no parameter."""
+        return {key: value for key, value in self.state.items() if not isinstance(key, Tensor)}
+
+
+def _cut_states(
+    pieces: Sequence[Piece], whole: Mapping[int, Entries], shapes: Sequence[Any], layouts: Sequence[Layout]
+) -> tuple[list[Piece], dict[Tensor, dict[str, Any]]]:
+    """Return the pieces, and the state of each, of the states of whole parameters.
+
+    Where these say different things, as after unequal numbers of steps, pieces are split.
+
+    Args:
+        pieces: of this rank.
+        whole: the states, by parameter; some may have none.
+        shapes: of all parameters.
+        layouts: of all parameters.
+    """
+    split: list[Piece] = []
+    state: dict[Tensor, dict[str, Any]] = {}
+    for piece in pieces:
+        if piece.layout is not None:
+            split.append(piece)
+            if (index := piece.members[0].param) in whole:
+                state[piece.tensor] = dict(whole[index])
+            continue
+        for part in piece.split([_what_is_kept(whole.get(m.param), shapes[m.param]) for m in piece.members]):
+            split.append(part)
+            if part.members[0].param in whole:
+                state[part.tensor] = part.joined(
+                    [_cut(m, whole[m.param], shapes[m.param], layouts[m.param]) for m in part.members]
+                )
+    return split, state
+
+
+def _what_is_kept(entries: Entries | None, shape: Any) -> str:
+    """Return what two parameters must have in common to be updated as one."""
+    if entries is None:
+        return "none"
+    cut = sorted(k for k, v in entries.items() if is_elementwise_entry(k, v, shape))
+    kept = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in entries.items() if k not in cut}
+    return repr((cut, sorted(kept.items())))
+
+
+def _cut(member: Member, entries: Entries, shape: Any, layout: Layout) -> PieceState:
+    """Return the state of a part of a parameter."""
+    first, last = member.first, member.first + member.numel
+    cut = {
+        key: flat_view(value, layout)[first:last]
+        for key, value in entries.items()
+        if is_elementwise_entry(key, value, shape)
+    }
+    return PieceState(member, cut, {key: value for key, value in entries.items() if key not in cut})
+
+
+def _gather(mine: Sequence[PieceState], layouts: Sequence[Layout], group: Group) -> dict[int, dict[str, Any]]:
+    """Return the states of all parameters, put together from the pieces of this host's ranks. Collective.
+
+    Args:
+        mine: the states of this rank's pieces.
+        layouts: of all parameters.
+        group: each of whose hosts has all parameters.
+
+    Cost: every rank of a host receives what the others own, through shared memory.
+    """
+    parts: dict[int, list[PieceState]] = defaultdict(list)
+    for state in _everyones(mine, group):
+        parts[state.member.param].append(state)
+    wholes = {}
+    for index in sorted(parts):  # in the same order on every rank
+        wholes[index] = join_states(sorted(parts[index], key=lambda part: part.member.first), layouts[index])
+    return wholes
+
+
+def _everyones(mine: Sequence[PieceState], group: Group) -> list[PieceState]:
+    states = list(mine)
+    memory, local = group.transports.memory, group.transports.local
+
+    def exchange() -> None:
+        if memory is None or local is None:
+            return
+        outline, tensors = extract_tensors([(tuple(s.member), s.cut, s.kept) for s in mine])
+        theirs = [allocate_tensors(other) for other in local.all_gather_object(outline)]
+        rooms = [tensors if rank == memory.rank else room for rank, (_, room) in enumerate(theirs)]
+        _exchange(memory, rooms)
+        for rank, (found, _) in enumerate(theirs):
+            if rank != memory.rank:
+                states.extend(PieceState(Member(*member), cut, kept) for member, cut, kept in found)
+
+    group.queue.run(Operation("shared parameters", extra="optimizer state"), exchange)
+    return states
+
+
+def _exchange(memory: ShmTransport, rooms: Sequence[Sequence[Tensor]]) -> None:
+    """Fill everyone's `rooms[r]` with what the r-th rank has there. Inside the queue."""
+    flats = [[readable(tensor) for tensor in of_one] for of_one in rooms]
+    streams = [consecutive_spans(map(range_of, of_one), rank) for rank, of_one in enumerate(flats)]
+    takes = [span for rank, stream in enumerate(streams) if rank != memory.rank for span in stream]
+    memory.run_steps(exchange_spans(memory, streams[memory.rank], takes, max(map(_length, streams))))
+
+
+def _length(stream: Sequence[Span]) -> int:
+    return stream[-1].start + stream[-1].nbytes if stream else 0

@@ -1,0 +1,77 @@
+"""`PieceUpdate`: lets an elementwise optimizer update each piece as soon as its gradient is combined."""
+
+import torch
+from torch import Tensor
+
+from mpisgd.sharding.elementwise import single_step
+from mpisgd.sharding.piece import Piece
+
+__all__ = ["PieceUpdate"]
+
+BATCH_BYTES = 2**18  # of gradients that are updated with together, if they are small
+
+
+class PieceUpdate:
+    """A `Receiver` that updates parameters while the sum is in the cache.
+
+    Args:
+        optimizer: whose groups have no parameters meanwhile.
+    """
+
+    in_place = False
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._step = single_step(optimizer)
+        self._rooms: dict[torch.dtype, Tensor] = {}
+        self._used: dict[torch.dtype, int] = {}
+        self._batch: list[Piece] = []
+        self._error: Exception | None = None
+
+    def room_for(self, piece: Piece, mine: Tensor | None) -> Tensor:
+        """See `Receiver`."""
+        dtype, numel = piece.tensor.dtype, piece.tensor.numel()
+        room = self._rooms.get(dtype)
+        if room is None or numel > room.numel():
+            least = 2 * BATCH_BYTES // dtype.itemsize
+            self._rooms[dtype] = room = torch.zeros(max(numel, least), dtype=dtype)
+        if self._used.get(dtype, 0) + numel > room.numel():
+            self.finish()
+        used = self._used.get(dtype, 0)
+        self._used[dtype] = used + numel
+        return room[used : used + numel]
+
+    def received(self, piece: Piece, grad: Tensor) -> None:
+        """Update a piece, or leave it for the next ones if it is small."""
+        piece.grad = grad
+        self._batch.append(piece)
+        if self._used[grad.dtype] * grad.element_size() >= BATCH_BYTES:
+            self.finish()
+
+    def finish(self) -> None:
+        """Update what was left. After an error nothing is updated, but the other ranks must not wait."""
+        batch, self._batch = self._batch, []
+        self._used.clear()
+        if batch and self._error is None:
+            try:
+                self._update(batch)
+            except Exception as error:
+                self._error = error
+        for piece in batch:
+            piece.grad = piece.tensor.grad = None
+
+    def _update(self, batch: list[Piece]) -> None:
+        groups = self._optimizer.param_groups
+        for piece in batch:
+            piece.show_grad()
+            groups[piece.group]["params"].append(piece.tensor)
+        try:
+            self._step(self._optimizer)
+        finally:
+            for group in groups:
+                group["params"].clear()
+
+    def raise_error(self) -> None:
+        """Raise what the optimizer has raised."""
+        if self._error is not None:
+            raise self._error
