@@ -95,7 +95,7 @@ def divide(
     for rank, (first, last) in enumerate(_cut_evenly(flat, end, size)):
         for run in _runs(flat):
             pieces[rank] += _pieces(run, first, last, piece_bytes)
-    kept = [(item, at) for item, at in zip(ordered, starts, strict=True) if item.param in apart]
+    kept = sorted((item, at) for item, at in zip(ordered, starts, strict=True) if item.param in apart)
     owners = assign([item.numel * item.itemsize for item, _ in kept], [0] * size)
     for (item, at), owner in zip(kept, owners, strict=True):
         pieces[owner].append(PieceRange(at, item.numel, (Member(item.param, 0, item.numel, 0),)))
