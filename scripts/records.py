@@ -11,19 +11,20 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
-
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from typing import TYPE_CHECKING, Any
 
 from mpisgd import CheckpointError
 from mpisgd.config import launcher_rank
 
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
 __all__ = [
     "Epoch",
+    "Terminal",
     "append_metrics",
     "check_identity",
     "check_writable",
-    "progress_bar",
     "save_plot",
 ]
 
@@ -116,13 +117,51 @@ def is_watched() -> bool:
         return False
 
 
-def progress_bar(*, visible: bool) -> Progress:
+def progress_bar() -> Progress:
     """A bar that stays below the lines printed meanwhile and goes away at the end."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
     return Progress(
         TextColumn("[progress.description]{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
         transient=True,
-        disable=not (visible and is_watched()),
     )
+
+
+class Terminal:
+    """Lines about the run and, where somebody watches, a progress bar below them.
+
+    Args:
+        visible: whether this process shows any of it.
+        completed: steps before this run.
+        total: steps at the end of it.
+    """
+
+    def __init__(self, *, visible: bool, completed: int, total: int) -> None:
+        self.visible = visible
+        self.bar = progress_bar() if visible and is_watched() else None
+        if self.bar:
+            self.steps = self.bar.add_task("training", completed=completed, total=total)
+
+    def __enter__(self) -> Terminal:
+        if self.bar:
+            self.bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar:
+            self.bar.stop()
+
+    def say(self, line: str) -> None:
+        """Print a line."""
+        if self.bar:
+            self.bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        elif self.visible:
+            print(line, flush=True)
+
+    def advance(self) -> None:
+        """Count a step."""
+        if self.bar:
+            self.bar.advance(self.steps)

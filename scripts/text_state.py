@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
 from mpisgd import CheckpointError, JobError
@@ -94,4 +93,4 @@ def state_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 def held_here(optimizer: Optimizer) -> Optimizer:
     """The optimizer that has the state: with ZeRO-1 a plain one inside, of some of the parameters."""
-    return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+    return getattr(optimizer, "optim", optimizer)

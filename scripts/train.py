@@ -29,7 +29,7 @@ import torch
 import typer
 from image_data import ImageData, load
 from ranks import mean_over_ranks, on_rank_0
-from records import Epoch, append_metrics, check_writable, progress_bar, save_plot
+from records import Epoch, Terminal, append_metrics, check_writable, save_plot
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
@@ -406,25 +406,22 @@ def main(
     if metrics:
         on_rank_0(lambda: append_metrics(metrics, training.history, afresh=True))
 
-    with progress_bar(visible=mpisgd.rank() == 0) as bar:
-
-        def say(line: str) -> None:
-            if mpisgd.rank() == 0:
-                bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-        say(describe(settings, images, training.model))
+    num_steps = epochs * len(train_loader)
+    with Terminal(visible=mpisgd.rank() == 0, completed=training.step, total=num_steps) as terminal:
+        terminal.say(describe(settings, images, training.model))
         if resume:
-            say(f"goes on after step {training.step}" if resumed else f"no checkpoint in {checkpoint_folder}")
-        steps = bar.add_task("training", completed=training.step, total=epochs * len(train_loader))
+            terminal.say(
+                f"goes on after step {training.step}" if resumed else f"no checkpoint in {checkpoint_folder}"
+            )
 
         def after_step() -> None:
-            bar.advance(steps)
+            terminal.advance()
             if checkpointer:
                 checkpointer.after_step()
 
         start = time.perf_counter()
         for epoch in run_epochs(training, test_loader, epochs, after_step):
-            say(
+            terminal.say(
                 f"epoch {epoch.epoch:>3}/{epochs}  loss {epoch.loss:.4f}  "
                 f"test accuracy {epoch.test_accuracy:7.2%}  {epoch.images_per_s:>9,.0f} images/s"
             )
@@ -435,12 +432,12 @@ def main(
         if checkpointer:
             checkpointer.finish()
         last, seconds = training.history[-1], time.perf_counter() - start
-        say(f"test accuracy {last.test_accuracy:.2%} after {last.epoch} epochs ({seconds:.1f} s)")
+        terminal.say(f"test accuracy {last.test_accuracy:.2%} after {last.epoch} epochs ({seconds:.1f} s)")
         if plot:
             on_rank_0(lambda: save_plot(plot, training.history, f"{model.value}, {describe_job(settings)}"))
-            say(f"loss curve: {plot}")
+            terminal.say(f"loss curve: {plot}")
         if metrics:
-            say(f"metrics: {metrics}")
+            terminal.say(f"metrics: {metrics}")
 
 
 if __name__ == "__main__":

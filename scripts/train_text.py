@@ -28,13 +28,12 @@ import typer
 from layout import Layout, check_fit, parse_layout
 from parallelize import parallelize
 from ranks import mean_over_ranks, on_rank_0
-from records import append_metrics, check_writable, progress_bar
+from records import Terminal, append_metrics, check_writable
 from text_data import load, random_sequences
 from text_model import GPT, ModelSize, build_model
 from text_state import read_run, read_state, write_checkpoint
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from training_pass import Pipelined, Whole
 
 import mpisgd
@@ -128,6 +127,8 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """AdamW; with --zero 1 each data-parallel rank keeps its state for a share of the parameters."""
     if layout.zero == 1:
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # compiles for 0.2 s when it is imported
+
         group = mesh.get_group("replicate")
         return ZeroRedundancyOptimizer(
             model.parameters(), torch.optim.AdamW, process_group=group, lr=settings.lr
@@ -334,18 +335,12 @@ def main(
     if metrics:
         on_rank_0(lambda: append_metrics(metrics, training.history, afresh=True))
 
-    with progress_bar(visible=mpisgd.rank() == 0) as bar:
-
-        def say(line: str) -> None:
-            if mpisgd.rank() == 0:
-                bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-        say(headline)
-        progress = bar.add_task("training", completed=training.step, total=steps)
+    with Terminal(visible=mpisgd.rank() == 0, completed=training.step, total=steps) as terminal:
+        terminal.say(headline)
         for figures in run_steps(training, settings, text, steps, log_every):
-            bar.advance(progress)
+            terminal.advance()
             if figures:
-                say(
+                terminal.say(
                     f"step {figures.step:>5}/{steps}  loss {figures.loss:.4f}  "
                     f"{figures.bytes_per_s:>9,.0f} bytes/s"
                 )
@@ -355,9 +350,9 @@ def main(
                 save(save_to, training, run_identity)
         if sample:
             written = write_text(training, settings, (prompt or "\n").encode(), sample)
-            say(f"a sample:\n{written.decode(errors='replace')}")
+            terminal.say(f"a sample:\n{written.decode(errors='replace')}")
         if save_to:
-            say(f"checkpoint: {save_to}")
+            terminal.say(f"checkpoint: {save_to}")
     dist.destroy_process_group()
 
 

@@ -124,7 +124,10 @@ def _fetch(group: Group, path: Path, objects: Mapping[str, Any]) -> Found:
 
     asked = Operation("checkpoint.load", root=ROOT, extra=", ".join(objects))
     found = at_root(group, asked, read)
-    tensors = here or {name: torch.empty_like(like, device="cpu") for name, like in found.tensors.items()}
+    # Not empty_like, which imports sympy where a tensor on the device "meta" gets memory.
+    tensors = here or {
+        name: torch.empty(meta.shape, dtype=meta.dtype) for name, meta in found.tensors.items()
+    }
     broadcast_tensors([format.bytes_of(tensor) for tensor in tensors.values()], group.ranks[ROOT], group)
     return found._replace(tensors=tensors)
 

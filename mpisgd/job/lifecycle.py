@@ -13,6 +13,7 @@ from mpisgd.core import waiting
 from mpisgd.core.group import Group
 from mpisgd.errors import AlreadyInitialized, InvalidArgument, MpisgdError, PeerLost
 from mpisgd.job.forced_exit import exit_after_loss, exit_without_host
+from mpisgd.job.lazy_dynamo import defer_import
 from mpisgd.job.malloc_settings import keep_freed_memory, return_freed_memory
 from mpisgd.job.mpi_settings import mpi_defaults, set_mpi_defaults
 from mpisgd.job.quiesce import end_operations
@@ -66,6 +67,7 @@ def init(
     whole job, with one traceback. Where the user has set nothing, this sets: waiting ranks yield when there
     are more ranks than cores, no one-sided communication over UCX, no search for a network that is not there,
     torch's threads = cores / ranks on this host, and the current GPU = local rank modulo the number of GPUs.
+    Until something imports `torch._dynamo`, torch's optimizers do without it.
 
     Args:
         comm: an mpi4py communicator of the ranks that take part, duplicated; default MPI.COMM_WORLD.
@@ -99,6 +101,7 @@ def init(
     limit_s = timeout_s if timeout_s is not None else config.timeout_s()
     config.check()  # what is wrong should be known before MPI starts
     keep_freed_memory(config.keep_memory() if keep_memory is None else keep_memory)
+    defer_import()
     with within(limit_s, "mpisgd.init()"):
         try:
             _start(comm, num_threads, limit_s, gpu or config.gpu())

@@ -3,6 +3,7 @@
 An error here would be an error of `import torch`, in programs that never heard of mpisgd: nothing is raised.
 """
 
+import gc
 import os
 import warnings
 from collections.abc import Iterator, MutableMapping
@@ -18,11 +19,14 @@ def register() -> None:
     """Make `init_process_group("mpisgd")` and `init_method="mpi://"` known; the entry point calls this.
 
     Under mpirun it also sets RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE where they are not set, as
-    torchrun does, for programs that read them. Starts no MPI. A second call does nothing.
+    torchrun does, for programs that read them, and keeps torch's own objects from the garbage collector.
+    Starts no MPI. A second call does nothing.
     """
     try:
         publish_rank(os.environ)
         _register()
+        if config.is_launched():
+            _freeze_modules()
     except Exception as exc:
         warnings.warn(f"mpisgd could not register its torch.distributed backend: {exc!r}", RuntimeWarning, 2)
 
@@ -32,6 +36,16 @@ def publish_rank(env: MutableMapping[str, str]) -> None:
     found = config.torchrun_variables(env)
     if all(env.get(name, value) == value for name, value in found.items()):
         env.update(found)
+
+
+def _freeze_modules() -> None:
+    """Exempt what exists by now, torch's modules, from garbage collection.
+
+    These 160,000 objects live as long as the process. The collector would go through them in the middle of
+    training, and several times at the end of the process: 0.4 s on every rank.
+    """
+    if not gc.get_freeze_count():
+        gc.freeze()
 
 
 def _register() -> None:

@@ -30,6 +30,8 @@ import typer
 import train
 for args in json.loads(sys.argv[1]):
     typer.main.get_command(train.app).main(args, standalone_mode=False)
+unneeded = {"matplotlib", "rich", "sklearn", "sympy", "torch._dynamo"} & set(sys.modules)
+assert not unneeded, unneeded  # to import one of them takes longer than these runs
 """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 
@@ -77,6 +78,17 @@ def test_an_error_is_a_warning_in_programs_that_never_asked_for_us(monkeypatch):
     monkeypatch.setattr(plugin, "_register", broken)
     with pytest.warns(RuntimeWarning, match="could not register .*no such thing"):
         plugin.register()
+
+
+@pytest.mark.parametrize(("launched", "frozen_before", "times"), [(True, 0, 1), (True, 9, 0), (False, 0, 0)])
+def test_ranks_do_not_search_torchs_modules_for_garbage(monkeypatch, launched, frozen_before, times):
+    """Once, and only under a launcher."""
+    calls = []
+    monkeypatch.setattr(plugin.config, "is_launched", lambda: launched)
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: frozen_before)
+    monkeypatch.setattr(gc, "freeze", lambda: calls.append(1))
+    plugin.register()
+    assert len(calls) == times
 
 
 @pytest.mark.parametrize("module", ["mpisgd.arguments", "mpisgd.dtypes", "mpisgd.errors"])
