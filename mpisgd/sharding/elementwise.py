@@ -1,5 +1,6 @@
 """Which optimizers update each element of a parameter by itself, and may be given parts of parameters."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -43,10 +44,11 @@ def may_join(options: Mapping[str, Any], dtype: torch.dtype) -> bool:
 
 
 def single_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], None]:
-    """Return what updates the parameters of an optimizer's groups, without hooks and profiling.
+    """Return what updates the parameters of an optimizer's groups, without hooks; under `torch.no_grad()`.
 
     Of a known elementwise one, which keeps nothing but the state of each parameter: it may be called for one
-    piece after another.
+    piece after another. torch wraps it twice, for hooks and for its mode of gradients; for small pieces that
+    takes as long as the update.
     """
-    step: Any = type(optimizer).step
-    return getattr(step, "__wrapped__", step)  # type: ignore[no-any-return]
+    step: Callable[[torch.optim.Optimizer], None] = inspect.unwrap(type(optimizer).step)
+    return step

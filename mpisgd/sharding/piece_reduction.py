@@ -9,7 +9,7 @@ ones lie in fusion buffers in shared memory, from which the owner of a piece rea
 Whoever receives a piece may update parameters with it at once, while it is in the cache.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -59,11 +59,12 @@ class _Part(NamedTuple):
     """A part of a large gradient, at most a slot of the staging memory; in elements."""
 
     param: int
-    slot: BucketSlot
     first: int
     numel: int
     at: int  # in the piece
     is_last: bool
+    start: int  # the byte of the gradient at which it begins
+    nbytes: int
 
 
 class _Source(NamedTuple):
@@ -120,18 +121,14 @@ class PieceReduction:
         place = self._place_of.get(member.param)
         if place is None or not isinstance(place.slot.storage, UnbucketedGradient):
             return []
-        step = slot_bytes(self._shm.size) // self._parameters.itemsize(member.param)
-        return [
-            _Part(
-                member.param,
-                place.slot,
-                member.first + at,
-                min(step, member.numel - at),
-                at,
-                at + step >= member.numel,
-            )
-            for at in range(0, member.numel, step)
-        ]
+        itemsize = self._parameters.itemsize(member.param)
+        step = slot_bytes(self._shm.size) // itemsize
+        parts = []
+        for at in range(0, member.numel, step):
+            first, numel = member.first + at, min(step, member.numel - at)
+            is_last = at + step >= member.numel
+            parts.append(_Part(member.param, first, numel, at, is_last, first * itemsize, numel * itemsize))
+        return parts
 
     # -- inside the queue ---------------------------------------------------------------------------
 
@@ -147,31 +144,43 @@ class PieceReduction:
         Cost: one barrier per slot of staging memory of large gradients; every rank writes what is for the
             others and combines what is its own.
         """
-        parts = [[part for part in of_one if exists[part.param]] for of_one in self._parts]
-        flats = {id(part.slot): part.slot.storage.flat for of_one in parts for part in of_one}
-        tensors = [[flats[id(p.slot)].narrow(0, p.first, p.numel) for p in of_one] for of_one in parts]
         here = [p for p in self._parameters.pieces if exists[p.members[0].param] and self._is_dense(p)]
-        large = iter([piece for piece in here if self._is_large(piece)])
-        room: list[tuple[Piece, Tensor]] = []
-
-        def combine(k: int, everyones: Sequence[Tensor]) -> None:
-            part = parts[self._shm.rank][k]
-            if not part.at:
-                piece = next(large)
-                member = piece.members[0]
-                mine = flats[id(part.slot)].narrow(0, member.first, member.numel)
-                room[:] = [(piece, receiver.room_for(piece, mine))]
-            piece, whole = room[0]
-            out = whole[part.at : part.at + part.numel]
-            self._combine(everyones, out)
-            if part.is_last:
-                receiver.received(piece, whole)
-
-        self._shm.run_steps(reduce_to_owners(self._shm, tensors, combine, in_place=receiver.in_place))
+        self._shm.run_steps(self._combine_large(exists, [p for p in here if self._is_large(p)], receiver))
         for piece in here:
             if not self._is_large(piece):
                 self._combine_small(piece, receiver)
         receiver.finish()
+
+    def _combine_large(
+        self, exists: Sequence[bool], pieces: Sequence[Piece], receiver: Receiver
+    ) -> Iterator[None]:
+        """Combine the parts of large gradients; `pieces`: of this rank, in their order."""
+        flats = {
+            param: place.slot.storage.flat
+            for param, place in self._place_of.items()
+            if exists[param] and isinstance(place.slot.storage, UnbucketedGradient)
+        }
+        addresses = {param: flat.data_ptr() for param, flat in flats.items()}
+        parts = [[part for part in of_one if part.param in flats] for of_one in self._parts]
+        ranges = [[(addresses[p.param] + p.start, p.nbytes) for p in of_one] for of_one in parts]
+        mine = parts[self._shm.rank]
+        own = [flats[part.param][part.first : part.first + part.numel] for part in mine]
+        waiting = iter(pieces)
+        open_: list[tuple[Piece, Tensor]] = []  # the one whose parts come now, and the room for its gradient
+
+        def combine(k: int, everyones: Sequence[Tensor]) -> None:
+            part = mine[k]
+            if not part.at:
+                piece = next(waiting)
+                first = piece.members[0].first
+                lies_here = flats[part.param][first : first + piece.members[0].numel]
+                open_[:] = [(piece, receiver.room_for(piece, lies_here))]
+            piece, room = open_[0]
+            self._combine(everyones, room[part.at : part.at + part.numel])
+            if part.is_last:
+                receiver.received(piece, room)
+
+        return reduce_to_owners(self._shm, ranges, own, combine, in_place=receiver.in_place)
 
     def _is_dense(self, piece: Piece) -> bool:
         return piece.members[0].param in self._place_of

@@ -60,6 +60,7 @@ class PieceUpdate:
         for piece in batch:
             piece.grad = piece.tensor.grad = None
 
+    @torch.no_grad()
     def _update(self, batch: list[Piece]) -> None:
         groups = self._optimizer.param_groups
         for piece in batch:

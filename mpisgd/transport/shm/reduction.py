@@ -172,7 +172,8 @@ def slot_bytes(size: int) -> int:
 
 def reduce_to_owners(
     shm: ShmTransport,
-    chunks: Sequence[Sequence[Tensor]],
+    chunks: Sequence[Sequence[MemoryRange]],
+    own: Sequence[Tensor],
     combine: Callable[[int, Sequence[Tensor]], None],
     *,
     in_place: bool,
@@ -184,7 +185,8 @@ def reduce_to_owners(
 
     Args:
         shm: of the host.
-        chunks: for each rank what this one has for it, at most `slot_bytes` each; the same on all ranks.
+        chunks: for each rank what this one has for it, at most `slot_bytes` each; as many on all ranks.
+        own: those for this rank.
         combine: called with the number of an own chunk and everyone's [n], in rank order, which are in the
             cache.
         in_place: whether `combine` writes to this rank's own chunk.
@@ -199,14 +201,15 @@ def reduce_to_owners(
         address = shm.next_addresses()[shm.rank]
         for owner, chunk in enumerate(of_everyone):
             if chunk is not None and not (owner == shm.rank and lies_there):
-                copy_bytes(address + owner * slot, chunk.data_ptr(), chunk.nbytes)
+                copy_bytes(address + owner * slot, *chunk)
         yield
         shm.swap_buffers()
-        if (own := of_everyone[shm.rank]) is not None:
-            prefetch(own)
-            pieces = shm.pieces(own.numel(), own.dtype, starts)
+        if k < len(own):
+            mine = own[k]
+            prefetch(mine)
+            pieces = shm.pieces(mine.numel(), mine.dtype, starts)
             if lies_there:
-                pieces = [*pieces[: shm.rank], own, *pieces[shm.rank + 1 :]]
+                pieces = [*pieces[: shm.rank], mine, *pieces[shm.rank + 1 :]]
             combine(k, pieces)
 
 

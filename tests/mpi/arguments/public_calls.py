@@ -323,6 +323,7 @@ CALLS: dict[str, Call] = {
             "error_if_nonfinite": flag,
             "check_in_sync_every": junk.natural,
             "share_parameters": flag,
+            "elementwise": flag,
         },
     ),
     "check_in_sync": Call(

@@ -14,7 +14,7 @@ from mpisgd import ReduceOp
 from mpisgd.core.consistency import Operation
 from mpisgd.transport.shm import reduction
 from mpisgd.transport.shm.reduction import AT_ONCE_BYTES, reduce_to_owners, slot_bytes
-from mpisgd.transport.shm.staging import BUFFER_BYTES
+from mpisgd.transport.shm.staging import BUFFER_BYTES, range_of
 from mpisgd.transport.torch_reduction import combine_in_rank_order
 
 
@@ -79,7 +79,9 @@ def test_every_owner_gets_the_sum_of_its_own(shm, groups, monkeypatch, dtype, op
         def combine(k, everyones, out=out):
             combine_in_rank_order(everyones, op, out=out[k])
 
-        run(group, lambda c=chunks, f=combine: shm.run_steps(reduce_to_owners(shm, c, f, in_place=in_place)))
+        own, ranges = chunks[group.rank], [[range_of(chunk) for chunk in of_one] for of_one in chunks]
+        steps = reduce_to_owners(shm, ranges, own, combine, in_place=in_place)
+        run(group, lambda steps=steps: shm.run_steps(steps))
         wanted = [
             combined([tensors[i] for tensors in given_], op)
             for i, owner in enumerate(owners)
