@@ -6,6 +6,7 @@ are scarce), and raise at their timeout.
 """
 
 import os
+import threading
 import time
 from collections.abc import Callable
 
@@ -25,22 +26,22 @@ __all__ = [
     "set_oversubscribed",
 ]
 
-SPIN_S = 0.0005  # most partners arrive within this
+# Most arrive within this. A rank that sleeps computes slower afterwards: a step of 69 ms took 88 on 2 cores.
+SPIN_S = REGISTER_S = 0.1  # a longer wait is registered, for the monitor
+SHORT_SPIN_S = 0.0005  # where cores are scarce, or the main thread computes meanwhile
 SHORT_SLEEP_S = 0.00005
-REGISTER_S = 0.1  # a longer wait is registered, for the monitor
 LONG_SLEEP_S = 0.005  # a long wait costs about one per cent of a core
 # Where cores are scarce, yielding the core is quicker than being woken for this long (4 ranks on 2 cores: a
 # barrier took 8 us, by sleeping at once 34 us).
 YIELD_S = 0.0003
+BUSY_S = 0.00002  # for so long a rank that has a core keeps it
 # A rank that will be woken sleeps longer; it wakes by itself to move MPI's messages along.
 WAKEABLE_SLEEP_S = 0.0002
 # Pauses are this share of what has been waited already: late partners are noticed that much later.
 SHARE = 1 / 20
 # The same while messages are in flight. Where a rank cannot read another's memory, MPI cuts large ones into
-# pieces, and each time both sides ask only a few move on: 16 MiB took 950 ms with the share above, 25 ms with
-# this one. A wait of 2 s then costs 4 % of a core, a longer one less.
+# pieces, and each time both sides ask only a few move on: 16 MiB took 950 ms with the share above, now 25 ms.
 MESSAGE_SHARE = 1 / 1000
-
 
 _oversubscribed = True
 _pending_messages: set[int] = set()
@@ -74,10 +75,7 @@ def cancelled_by_loss() -> bool:
 
 
 def set_oversubscribed(oversubscribed: bool) -> None:
-    """Say whether this host has more ranks than cores: then waiting ranks yield their core at once.
-
-    Where every rank has a core, yielding only lets other programs in for a time slice.
-    """
+    """Say whether this host has more ranks than cores: then waiting ranks yield their core at once."""
     global _oversubscribed
     _oversubscribed = oversubscribed
 
@@ -134,6 +132,8 @@ class Backoff:
             PeerLost: a rank of the job was lost; or whatever else was given to `cancel_all`.
         """
         noted = False
+        in_background = threading.current_thread() is not threading.main_thread()
+        spin_s = SHORT_SPIN_S if _oversubscribed or in_background else SPIN_S
         try:
             while not ready():
                 if _cancelled_by is not None and (reason := cancel_reason()) is not None:
@@ -152,9 +152,9 @@ class Backoff:
                 wakeable = _oversubscribed and waited >= YIELD_S and sleep is not None
                 if wakeable and sleep is not None and sleep(_pause(waited, WAKEABLE_SLEEP_S)):
                     continue
-                if waited >= SPIN_S:
+                if waited >= spin_s:
                     time.sleep(_pause(waited, SHORT_SLEEP_S))
-                elif _oversubscribed:
+                elif _oversubscribed or waited >= BUSY_S:
                     os.sched_yield()
             return True
         finally:
