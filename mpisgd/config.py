@@ -18,6 +18,7 @@ __all__ = [
     "available_cores",
     "cache_folder",
     "check",
+    "cores_of_job",
     "cross_memory",
     "default_threads",
     "fault_tolerance",
@@ -33,6 +34,8 @@ __all__ = [
     "shared_memory",
     "stall_warning_s",
     "starts_alone",
+    "step_limit",
+    "step_log",
     "timeline",
     "timeout_s",
     "was_spawned",
@@ -149,6 +152,7 @@ def check(env: Mapping[str, str] = os.environ) -> None:
     shared_memory(env)
     cross_memory(env)
     keep_memory(env)
+    step_limit(env)
 
 
 def shared_memory(env: Mapping[str, str] = os.environ) -> bool:
@@ -202,6 +206,20 @@ def timeline(env: Mapping[str, str] = os.environ) -> str | None:
     return env.get("MPISGD_TIMELINE") or None
 
 
+def step_log(env: Mapping[str, str] = os.environ) -> Path | None:
+    """Return MPISGD_STEP_LOG: the file for the times of training steps; see `mpisgd.job.step_log`."""
+    text = env.get("MPISGD_STEP_LOG")
+    return Path(text) if text else None
+
+
+def step_limit(env: Mapping[str, str] = os.environ) -> int:
+    """Return after how many steps of an optimizer the program ends (MPISGD_STEP_LIMIT, default 0: never)."""
+    text = env.get("MPISGD_STEP_LIMIT") or "0"
+    if not text.isdigit():
+        raise InvalidArgument(f"MPISGD_STEP_LIMIT={text!r}: expected a number of steps, 0 for no limit")
+    return int(text)
+
+
 def fault_tolerance(env: Mapping[str, str] = os.environ) -> bool:
     """Return whether Open MPI runs with fault tolerance (`mpirun --with-ft ulfm`)."""
     return env.get("OMPI_MCA_mpi_ft_enable", "").lower() in ("1", "true", "yes", "ulfm", "mpi")
@@ -213,15 +231,20 @@ def cache_folder(env: Mapping[str, str] = os.environ) -> Path:
 
 
 def available_cores() -> int:
-    """Return how many cores the job may use on this host.
+    """Return how many cores the job may use on this host; a container's CPU quota is an upper bound."""
+    return max(1, min(len(cores_of_job()), _quota_cores()))
+
+
+def cores_of_job() -> set[int]:
+    """Return the cores of the job on this host.
 
     `mpirun` may have bound this process to one core, so the affinity of its parent (mpirun, or its daemon on
-    this host) counts too: it has the cores of the batch system. A container's CPU quota is an upper bound.
+    this host) counts too: it has the cores of the batch system.
     """
     cores = set(os.sched_getaffinity(0))
     with contextlib.suppress(OSError):  # no such parent, or no permission
         cores |= os.sched_getaffinity(os.getppid())
-    return max(1, min(len(cores), _quota_cores()))
+    return cores
 
 
 def _quota_cores() -> int:

@@ -18,6 +18,7 @@ __all__ = [
     "ITEM_BYTES",
     "Case",
     "bus_factor",
+    "halvings",
     "link_bytes",
     "parse_bytes",
     "powers",
@@ -135,6 +136,11 @@ def sizes(text: str) -> list[int]:
     if dash:
         return powers(parse_bytes(first), parse_bytes(last))
     return [parse_bytes(part) for part in text.split(",")]
+
+
+def halvings(number: int) -> list[int]:
+    """Return the number, half of it, half of that and so on, down to 1."""
+    return [number >> shift for shift in range(number.bit_length())]
 
 
 def powers(first: int, last: int, factor: int = 4) -> list[int]:

@@ -13,14 +13,20 @@ from pathlib import Path
 
 import psutil
 
+from mpisgd.config import available_cores
 from mpisgd.errors import JobError
 
-__all__ = ["OVERSUBSCRIBE", "Job", "mpirun", "run_job"]
+__all__ = ["OVERSUBSCRIBE", "UNBOUND", "Job", "has_several_cores", "job_environment", "mpirun", "run_job"]
 
 # More ranks than cores are a fair question here. Open MPI 5, then 4; other launchers never refuse.
 OVERSUBSCRIBE = {
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
+}
+# Else Open MPI gives each of one or two ranks a single core, however many there are.
+UNBOUND = {
+    "PRTE_MCA_hwloc_default_binding_policy": "none",
+    "OMPI_MCA_hwloc_base_binding_policy": "none",
 }
 END_S = 5.0
 
@@ -36,27 +42,43 @@ def mpirun(launcher: str = "") -> list[str]:
     return [found]
 
 
+def job_environment(num_ranks: int) -> dict[str, str]:
+    """Return the environment of a launcher of so many ranks on this host; what the user has set wins."""
+    return {**OVERSUBSCRIBE, **(UNBOUND if has_several_cores(num_ranks) else {}), **os.environ}
+
+
+def has_several_cores(num_ranks: int) -> bool:
+    """Return whether some of so many ranks on this host could use more than one core."""
+    return num_ranks < available_cores()
+
+
 class Job(subprocess.Popen[bytes]):
     """A launcher, or another program, as a child that prints nothing here.
 
     Args:
         command: its words.
         env: its environment.
+        all_output: keep what it writes to stdout too, not only to stderr.
     """
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the process
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], *, all_output: bool = False) -> None:
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the process
         nothing = subprocess.DEVNULL
-        super().__init__(command, stdin=nothing, stdout=nothing, stderr=self._errors, env=env)
+        out = self._output if all_output else nothing
+        super().__init__(command, stdin=nothing, stdout=out, stderr=self._output, env=env)
+
+    def lines(self) -> list[str]:
+        """Return the lines of its output that are not empty."""
+        self._output.seek(0)
+        lines = self._output.read().decode(errors="replace").replace("\0", "").split("\n")
+        return [line.rstrip() for line in lines if line.strip()]
 
     def exit_report(self) -> str:
-        """Return how it ended, and the last line it wrote to stderr."""
+        """Return how it ended, and the last line it wrote."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.wait(END_S)
-        self._errors.seek(0)
-        lines = self._errors.read().decode(errors="replace").split("\n")
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
-        return f"exit code {self.returncode}: {last}"
+        lines = self.lines() or ["it said nothing"]
+        return f"exit code {self.returncode}: {lines[-1].strip()}"
 
     def end(self) -> None:
         """End it and what it started; a launcher that is asked takes its ranks along."""
@@ -97,7 +119,7 @@ def run_job(
         JobError: it failed, with the last line it said, or did not end in time; all of it is ended then.
     """
     command = [*launcher, "-n", str(num_ranks), sys.executable, "-m", *module]
-    job = Job(command, {**OVERSUBSCRIBE, **os.environ})
+    job = Job(command, job_environment(num_ranks))
     deadline = time.monotonic() + limit_s
     try:
         while job.poll() is None:

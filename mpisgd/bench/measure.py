@@ -6,6 +6,8 @@ Each round begins with another variant, since what ran before leaves its traces 
     round 0    mpisgd  MPI     gloo    limit      (not counted)
     round 1    MPI     gloo    limit   mpisgd
     round 2    gloo    limit   mpisgd  MPI
+
+Where a variant may choose its number of torch threads, a short trial before the rounds finds the fastest one.
 """
 
 import time
@@ -34,6 +36,8 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+TRIALS = 4  # turns of one call that each number of threads has; the fastest counts
 
 
 @dataclass(frozen=True)
@@ -69,10 +73,14 @@ class Variant(Protocol):
     Attributes:
         name: in tables.
         ours: whether a wrong result is a defect of mpisgd, which ends the program.
+        threads: numbers of torch threads to choose from; empty: the process's own number, whatever it is.
+        num_threads: the number to take, 0 for the process's own.
     """
 
     name: str
     ours: bool
+    threads: Sequence[int]
+    num_threads: int
 
     def check(self) -> None:
         """Raise WrongResult unless it computes the right thing. All ranks together."""
@@ -90,10 +98,12 @@ class Measured:
 
     Attributes:
         seconds: of one call, one number for each round, by variant.
+        threads: the number of threads that was chosen, by variant.
         left_out: variants that could not be measured, and why.
     """
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
+    threads: dict[str, int] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
 
     def left_out_of(self, **what: Any) -> list[dict[str, Any]]:
@@ -133,6 +143,8 @@ class Timed:
     ) -> None:
         self.name = name
         self.ours = ours
+        self.threads: Sequence[int] = ()
+        self.num_threads = 0
         self._call, self._subject, self._start = call, subject or Subject(), start
 
     def check(self) -> None:
@@ -143,6 +155,8 @@ class Timed:
 
     def time(self, calls: int) -> float:
         """See `Variant`. Short calls are preceded by one that is not counted: it aligns the ranks."""
+        if self.num_threads:
+            torch.set_num_threads(self.num_threads)
         self._subject.reset()
         self._start()
         if calls > 1:
@@ -190,7 +204,7 @@ def measure(variants: Sequence[Variant], pace: Pace) -> Measured:
     running: list[Variant] = []
     calls: dict[str, int] = {}
     for variant in variants:
-        if _passes(variant, found) and (seconds := _turn(variant, 1, found)) is not None:
+        if _passes(variant, found) and (seconds := _trial(variant, found)) is not None:
             running.append(variant)
             calls[variant.name] = calls_per_turn(seconds, pace)
             found.seconds[variant.name] = []
@@ -219,6 +233,21 @@ def _passes(variant: Variant, found: Measured) -> bool:
         if variant.ours and isinstance(exc, WrongResult):
             raise mpisgd.JobError(f"{variant.name}: {exc}", exit_code=1) from exc
     return _goes_on_everywhere(variant, reason, found)
+
+
+def _trial(variant: Variant, found: Measured) -> float | None:
+    """Choose the number of threads; return the seconds of a call with it, None as `_turn`."""
+    numbers = variant.threads or [variant.num_threads]
+    fastest: dict[int, float] = {}
+    for variant.num_threads in list(numbers) * (TRIALS if len(numbers) > 1 else 1):
+        seconds = _turn(variant, 1, found)
+        if seconds is None:
+            return None
+        fastest[variant.num_threads] = min(seconds, fastest.get(variant.num_threads, seconds))
+    seconds, variant.num_threads = min((seconds, number) for number, seconds in fastest.items())
+    if variant.threads:
+        found.threads[variant.name] = variant.num_threads
+    return seconds
 
 
 def _turn(variant: Variant, calls: int, found: Measured) -> float | None:

@@ -1,9 +1,11 @@
 """`bench scaling`: the training step over rank counts, each count a job of its own.
 
-The batch of a rank stays the same, so n ranks do n times the work of one: efficiency is the examples per
-second of n ranks over n times those of one rank that trains alone. On one host the ranks share cores and
-memory, which costs efficiency before anything is communicated; the step without communication, at the same
-number of ranks, tells how much.
+The batch of a rank stays the same, so n ranks do n times the work of one. Speed-up is the examples per second
+of n ranks over those of one rank that trains alone, and efficiency is the speed-up per thread: divided by the
+threads of all ranks, over those of the one. On one host the ranks share cores and memory, which costs
+efficiency before anything is communicated; the step without communication, at the same number of ranks, tells
+how much. There, one process with all cores is what a user would run instead: it stands beside, on the joined
+batch.
 """
 
 import json
@@ -16,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from mpisgd.bench.jobs import run_job
-from mpisgd.bench.report.rows import OURS
+from mpisgd.bench.report.rows import NONE, ONE_PROCESS, OURS
 
 __all__ = ["launch", "scaling_rows"]
 
 ALONE = "no communication"
+VARIANTS = (ALONE, OURS, *ONE_PROCESS)
 
 
 def launch(
@@ -39,41 +42,62 @@ def launch(
 
 
 def scaling_rows(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a row for each model, variant and rank count.
+    """Return a row for each model, batch and variant.
 
     Args:
         records: of `bench step`, several for each rank count; one of them with a single rank.
     """
-    seconds: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
+    found: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
     batches: dict[str, int] = {}
     for record in records:
         for model, variant, row in _steps(record["rows"]):
-            seconds.setdefault((model, variant, record["size"]), []).append(row)
+            found.setdefault((model, record["size"], variant), []).append(row)
             batches[model] = record["models"][model]["batch_per_rank"]
+    merged = {key: _merged(rows) for key, rows in found.items()}
     rows = []
-    for (model, variant, size), found in seconds.items():
-        median_s = statistics.median(row["median_s"] for row in found)
-        alone_s = statistics.median(row["median_s"] for row in seconds[model, ALONE, 1])
+    for (model, size, variant), row in merged.items():
+        alone = merged[model, 1, ALONE]
+        one_process = [merged[model, size, name] for name in ONE_PROCESS if (model, size, name) in merged]
+        batch, ranks = size * batches[model], 1 if variant in ONE_PROCESS else size
+        speed_up = size * alone["median_s"] / row["median_s"]
         rows.append(
             {
                 "model": model,
+                "batch": batch,
                 "variant": variant,
-                "ranks": size,
-                "median_s": median_s,
-                "min_s": min(row["min_s"] for row in found),
-                "max_s": max(row["max_s"] for row in found),
-                "examples_per_s": size * batches[model] / median_s,
-                "speed_up": size * alone_s / median_s,
-                "efficiency": alone_s / median_s,
+                "ranks": ranks,
+                **row,
+                "examples_per_s": batch / row["median_s"],
+                "speed_up": speed_up,
+                "efficiency": speed_up * alone["threads"] / (ranks * row["threads"]),
+                "ratio_to_one_process": _ratio_to_fastest(row, one_process),
             }
         )
-    return sorted(rows, key=lambda row: (row["model"], row["variant"] != ALONE, row["ranks"]))
+    return sorted(rows, key=lambda row: (row["model"], row["batch"], VARIANTS.index(row["variant"])))
+
+
+def _merged(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return one row of several jobs, of those that have chosen the fastest one's number of threads."""
+    threads = min(rows, key=itemgetter("median_s"))["threads"]
+    rows = [row for row in rows if row["threads"] == threads]
+    return {
+        "threads": threads,
+        "median_s": statistics.median(row["median_s"] for row in rows),
+        "min_s": min(row["min_s"] for row in rows),
+        "max_s": max(row["max_s"] for row in rows),
+    }
+
+
+def _ratio_to_fastest(row: dict[str, Any], others: Sequence[dict[str, Any]]) -> float | None:
+    return row["median_s"] / min(other["median_s"] for other in others) if others else None
 
 
 def _steps(rows: Iterable[dict[str, Any]]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield mpisgd's row of each model, and the fastest one of those without communication."""
+    """Yield the rows of each model that are compared; without communication the faster one counts."""
     for model, section in groupby(rows, key=itemgetter("model")):
-        here = list(section)
-        alone = [row for row in here if not row["communicates"]]
+        here = {row["variant"]: row for row in section}
+        alone = [here[name] for name in NONE if name in here]
         yield model, ALONE, min(alone, key=itemgetter("median_s"))
-        yield model, OURS, next(row for row in here if row["variant"] == OURS)
+        for name in VARIANTS:
+            if name in here:
+                yield model, name, here[name]

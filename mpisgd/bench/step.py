@@ -1,4 +1,8 @@
-"""`bench step`: training steps with and without communication."""
+"""`bench step`: training steps with and without communication, and what one process does in the time.
+
+Each contender has the number of torch threads that is best for it, of those that its cores allow: a rank has
+its share of the host's cores, one process has them all.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -8,12 +12,14 @@ import torch
 
 import mpisgd
 import mpisgd.horovod as hvd
-from mpisgd.bench.cases import BATCHES
+from mpisgd.bench.cases import BATCHES, halvings
 from mpisgd.bench.measure import Pace, Timed, Variant, measure
+from mpisgd.bench.peers.framework import BESIDE
 from mpisgd.bench.peers.remote import Peers
-from mpisgd.bench.report.rows import OURS, SHARED, step_rows
+from mpisgd.bench.report.rows import NONE, NONE_NOT_KEPT, ONE_PROCESS, OURS, SHARED, as_number, step_rows
 from mpisgd.bench.torch_parallel import group_on_mpisgd, torch_step
 from mpisgd.bench.training import MIB, StepTask, Training, build
+from mpisgd.config import available_cores
 from mpisgd.job.lifecycle import world
 
 if TYPE_CHECKING:
@@ -21,9 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["StepPlan", "ours", "remote", "run_steps"]
 
-# Both, since it depends on the model which is faster; the faster one is the reference.
-BASELINES = {"none, gradients dropped": True, "none, gradients zeroed": False}
-# The same in the processes of another framework: shows whether these compute as fast as the ranks do.
+TO_NONE = (True, False)  # of NONE and NONE_NOT_KEPT
+# Shows whether the processes of another framework compute as fast as those of NONE_NOT_KEPT do.
 CONTROL = "none, in DDP's processes"
 
 
@@ -37,6 +42,7 @@ class StepPlan:
         bucket_bytes: bucket sizes to try with DDP.
         small: miniatures of the models.
         pace: for each model.
+        threads: of torch on each rank; None: the fastest up to the number that the rank has.
     """
 
     models: Sequence[str]
@@ -44,6 +50,7 @@ class StepPlan:
     bucket_bytes: Sequence[int]
     small: bool
     pace: Pace
+    threads: int | None = None
 
     def task(self, model: str) -> StepTask:
         """Return what to train on the ranks of this job."""
@@ -54,22 +61,25 @@ def run_steps(plan: StepPlan, peers: Peers, report: Callable[[str, Any], None]) 
     """Measure the models of `plan`; return rows, the models, and what was left out. Collective."""
     communicator = world().queue.communicator.duplicate()
     hvd.init()
+    threads = [plan.threads] if plan.threads else halvings(torch.get_num_threads())
     rows: list[dict[str, Any]] = []
     models: dict[str, Any] = {}
     left_out: list[dict[str, str]] = []
     with group_on_mpisgd(wanted="gloo" in {*peers.running, *peers.left_out}) as reason:
         for model in plan.models:
             task = plan.task(model)
-            variants = [
-                *_in_ranks(task, communicator),
+            alone = _without_communication(task, peers)
+            together = [
+                *_with_communication(task, communicator),
                 *([] if reason else _in_torch(task, plan.bucket_bytes)),
-                *peers.variants("gloo", {CONTROL: replace(task, communicates=False)}),
-                *remote(task, plan.bucket_bytes, peers),
-                *peers.variants("gloo", {"FSDP2 gloo": replace(task, sharded=True)}),
+                *_in_frameworks(task, plan.bucket_bytes, peers),
             ]
-            found = measure(variants, plan.pace)
+            for variant in (*alone, *together):
+                variant.threads = threads
+            found = measure([*alone, *_in_one_process(task, peers), *together], plan.pace)
+            torch.set_num_threads(max(threads))
             peers.drop_broken()
-            new = step_rows(model, found.seconds, list(BASELINES), [CONTROL], task.batch * task.size)
+            new = step_rows(model, found.seconds, found.threads, [CONTROL], task.batch * task.size)
             report(model, new)
             rows += new
             params = list(build(task).parameters())
@@ -80,18 +90,42 @@ def run_steps(plan: StepPlan, peers: Peers, report: Callable[[str, Any], None]) 
             }
             left_out += found.left_out_of(model=model)
     communicator.free()
-    return {"rows": rows, "models": models, "left_out": left_out}
+    return {"rows": rows, "models": models, "left_out": left_out, "notes": _unused_cores(max(threads))}
 
 
-def _in_ranks(task: StepTask, communicator: "Communicator") -> list[Variant]:
-    """Return the variants that run in the ranks themselves."""
-    alone = [
-        Training(replace(task, set_to_none=to_none, communicates=False), mpisgd.rank())
-        for to_none in BASELINES.values()
+def _unused_cores(num_threads: int) -> list[str]:
+    """Return a note where ranks have fewer threads than cores, each of them at most `num_threads`."""
+    share = available_cores() // mpisgd.local_size()
+    if num_threads >= share:
+        return []
+    return [
+        f"a rank has at most {as_number(num_threads, 'thread')}, though its share are {share} cores: mind "
+        "--threads, OMP_NUM_THREADS, and mpirun --bind-to none"
     ]
+
+
+def _without_communication(task: StepTask, peers: Peers) -> list[Variant]:
+    """Return the steps of each rank by itself: in the ranks, and in processes that are as without mpisgd."""
+    alone = [replace(task, set_to_none=to_none, communicates=False) for to_none in TO_NONE]
+    trainings = [Training(task, mpisgd.rank()) for task in alone]
+    return [
+        *(Timed(name, training.step, training) for name, training in zip(NONE, trainings, strict=True)),
+        *peers.variants(BESIDE, dict(zip(NONE_NOT_KEPT, alone, strict=True))),
+    ]
+
+
+def _in_one_process(task: StepTask, peers: Peers) -> list[Variant]:
+    """Return what a user would run instead of ranks on one host."""
+    joined = replace(task, communicates=False, joined=True)
+    variants = [variant for name in ONE_PROCESS for variant in peers.variants(name, {name: joined})]
+    for variant in variants:
+        variant.threads = halvings(available_cores())
+    return variants
+
+
+def _with_communication(task: StepTask, communicator: "Communicator") -> list[Variant]:
     by_hand = ByHand(task, communicator)
     return [
-        *(Timed(name, training.step, training) for name, training in zip(BASELINES, alone, strict=True)),
         ours(task),
         ours(task, SHARED, share_parameters=True),
         ours(task, "mpisgd.horovod", hvd.DistributedOptimizer),
@@ -140,6 +174,15 @@ def _in_torch(task: StepTask, bucket_bytes: Sequence[int]) -> list[Variant]:
 
 def _ddp(backend: str, nbytes: int) -> str:
     return f"DDP {backend}, {nbytes / MIB:g} MiB buckets"
+
+
+def _in_frameworks(task: StepTask, bucket_bytes: Sequence[int], peers: Peers) -> list[Variant]:
+    """Return what runs in the processes of other frameworks."""
+    return [
+        *peers.variants("gloo", {CONTROL: replace(task, communicates=False)}),
+        *remote(task, bucket_bytes, peers),
+        *peers.variants("gloo", {"FSDP2 gloo": replace(task, sharded=True)}),
+    ]
 
 
 def remote(task: StepTask, bucket_bytes: Sequence[int], peers: Peers) -> list[Variant]:

@@ -7,7 +7,7 @@ those of one process that saw the batches of all ranks joined.
 import functools
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ class StepTask:
         bucket_bytes: for frameworks that are told.
         communicates: whether gradients are averaged at all.
         sharded: whether each rank keeps a part of each parameter only; for torch.
+        joined: whether one process trains on the batches of all ranks.
     """
 
     model: str
@@ -49,6 +50,7 @@ class StepTask:
     bucket_bytes: int = 25 * MIB
     communicates: bool = True
     sharded: bool = False
+    joined: bool = False
 
     def common(self) -> "StepTask":
         """Return the task without what does not change its result."""
@@ -110,7 +112,11 @@ def build(task: StepTask) -> nn.Module:
 
 
 def examples(task: StepTask, rank: int) -> tuple[Tensor, Tensor]:
-    """Return the inputs and targets of one rank."""
+    """Return the inputs and targets of one rank, or of all ranks where they are joined."""
+    if task.joined:
+        batches = [examples(replace(task, joined=False), rank) for rank in range(task.size)]
+        inputs, targets = (torch.cat(tensors) for tensors in zip(*batches, strict=True))
+        return inputs, targets
     generator = torch.Generator().manual_seed(1000 + rank)
     with torch.device("meta"):  # only its shape is asked for
         model = MODELS[task.model](task.small)
@@ -199,9 +205,7 @@ def _like(param: Any, value: Tensor) -> Tensor:
 @torch.enable_grad()
 def _reference(task: StepTask) -> tuple[list[Tensor], list[Tensor]]:
     """Return the parameters before and after one step of one process on the joined batch."""
-    training = Training(task, 0)
-    batches = [examples(task, rank) for rank in range(task.size)]
-    training.inputs, training.targets = (torch.cat(tensors) for tensors in zip(*batches, strict=True))
+    training = Training(replace(task, joined=True), 0)
     before = [param.detach().clone() for param in training.model.parameters()]
     training.step()
     return before, [param.detach() for param in training.model.parameters()]

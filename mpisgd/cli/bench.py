@@ -4,8 +4,9 @@ mpirun -np 2 python -m mpisgd bench collectives --json all.json --plot all.png
 mpirun -np 2 python -m mpisgd bench step
 mpirun -np 2 python -m mpisgd bench checks
 mpirun -np 2 -hostfile hosts python -m mpisgd bench overlap
-python -m mpisgd bench scaling --ranks 1,2,4          # these two start mpirun themselves
+python -m mpisgd bench scaling --ranks 1,2,4          # these start mpirun themselves
 python -m mpisgd bench memory --ranks 2
+python -m mpisgd bench layout -- python train.py --epochs 5
 """
 
 from collections.abc import Sequence
@@ -18,15 +19,16 @@ import mpisgd
 from mpisgd.bench import cases
 from mpisgd.bench.jobs import mpirun
 from mpisgd.bench.memory.peak import OPTIMIZERS, MemoryPlan, run_memory
+from mpisgd.bench.report.rows import as_number
 from mpisgd.bench.scaling import launch, scaling_rows
 from mpisgd.cli.provenance import provenance
-from mpisgd.cli.record import Output, log_rows, measure_in_job, num_ranks, title
+from mpisgd.cli.record import Output, log_rows, measure_in_job, title
 from mpisgd.config import available_cores, is_launched
 
 if TYPE_CHECKING:
     from mpisgd.bench.measure import Pace
 
-__all__ = ["bench"]
+__all__ = ["bench", "counts_of", "refuse_under_mpirun"]
 
 bench = typer.Typer(add_completion=False, help="Measure collectives and training steps beside their peers.")
 
@@ -50,6 +52,9 @@ TimeLimit = Annotated[
 Models = Annotated[str, typer.Option(help="mlp, deep, transformer, separated by commas.")]
 Batch = Annotated[int, typer.Option(min=0, help="Examples of one rank; 0: each model's own.")]
 Threads = Annotated[int, typer.Option(min=0, help="Of torch on each rank; 0: mpisgd's choice.")]
+BestThreads = Annotated[
+    int, typer.Option(min=0, help="Of torch on each rank; 0: the fastest, by a short trial before.")
+]
 DdpBuckets = Annotated[str, typer.Option("--ddp-buckets", help="Bucket sizes to try with DDP.")]
 Launcher = Annotated[str, typer.Option(help='For example "mpirun -hostfile hosts".')]
 ALL_PEERS = "gloo,horovod"
@@ -92,7 +97,7 @@ def collectives(
 def step(
     models: Models = "all",
     batch: Batch = 0,
-    threads: Threads = 0,
+    threads: BestThreads = 0,
     buckets: DdpBuckets = "25MiB,100MiB",
     peers: Frameworks = ALL_PEERS,
     rounds: Rounds = 20,
@@ -102,13 +107,16 @@ def step(
     quick: Quick = False,
     limit_s: TimeLimit = 3600.0,
 ) -> None:
-    """Time training steps beside those without communication, DDP and FSDP2, MPI by hand and Horovod."""
+    """Time training steps beside those without communication, one process with all cores, DDP and Horovod."""
+    from mpisgd.bench.peers.framework import REFERENCES
     from mpisgd.bench.step import StepPlan, run_steps
 
     output = Output(json_file, plot_file)
     pace = _pace_of_steps(rounds, budget_s, quick)
-    plan = StepPlan(_choice("--models", models, MODELS), batch or None, cases.sizes(buckets), quick, pace)
-    measure_in_job("step", run_steps, plan, output, _peers(peers), limit_s=limit_s, threads=threads)
+    chosen = _choice("--models", models, MODELS)
+    plan = StepPlan(chosen, batch or None, cases.sizes(buckets), quick, pace, threads or None)
+    wanted = [*_peers(peers), *REFERENCES]
+    measure_in_job("step", run_steps, plan, output, wanted, limit_s=limit_s, threads=threads)
 
 
 @bench.command()
@@ -166,7 +174,7 @@ def scaling(
     ranks: Annotated[str, typer.Option(help="Rank counts; 1 is always among them.")] = "1,2,4",
     models: Models = "all",
     batch: Batch = 0,
-    threads: Annotated[int, typer.Option(min=1, help="Of torch on each rank, at every count.")] = 1,
+    threads: BestThreads = 0,
     launcher: Launcher = "",
     repeats: Annotated[int, typer.Option(min=1, help="Times to go through all rank counts.")] = 2,
     rounds: Rounds = 20,
@@ -177,9 +185,9 @@ def scaling(
     limit_s: TimeLimit = 1200.0,
 ) -> None:
     """Time training steps over rank counts. Run it without mpirun: it starts one for each count."""
-    _refuse_under_mpirun("scaling")
+    refuse_under_mpirun("scaling")
     output = Output(json_file, plot_file)
-    counts = sorted({1, *_counts(ranks)})
+    counts = sorted({1, *counts_of("--ranks", ranks)})
     options = {
         "--models": ",".join(_choice("--models", models, MODELS)),
         "--batch": batch,
@@ -194,7 +202,7 @@ def scaling(
     for _ in range(1 if quick else repeats):
         for count in counts:
             records.append(launch(mpirun(launcher), count, ["step", *words], limit_s))
-            typer.echo(f"{num_ranks(count)} measured", err=True)
+            typer.echo(f"{as_number(count, 'rank')} measured", err=True)
     record = {
         **records[-1],
         **provenance(),
@@ -220,7 +228,7 @@ def memory(
     limit_s: TimeLimit = 300.0,
 ) -> None:
     """Compare the peak memory of trainings with and without mpisgd. Run it without mpirun."""
-    _refuse_under_mpirun("memory")
+    refuse_under_mpirun("memory")
     output = Output(json_file, plot_file)
     plan = MemoryPlan(
         _choice("--models", models, MODELS),
@@ -252,9 +260,10 @@ def _choice(option: str, text: str, known: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _counts(text: str) -> list[int]:
+def counts_of(option: str, text: str) -> list[int]:
+    """Return the positive numbers of a list such as `1,2,4`."""
     if not all(part.strip().isdigit() and int(part) > 0 for part in text.split(",")):
-        raise mpisgd.JobError(f"--ranks: {text!r}; expected for example 1,2,4")
+        raise mpisgd.JobError(f"{option}: {text!r}; expected for example 1,2,4")
     return [int(part) for part in text.split(",")]
 
 
@@ -272,6 +281,7 @@ def _pace_of_steps(rounds: int, budget_s: float, quick: bool) -> "Pace":
     return Pace(rounds, min(rounds, 3), budget_s, turn_s=0.25, max_calls=20)
 
 
-def _refuse_under_mpirun(command: str) -> None:
+def refuse_under_mpirun(command: str) -> None:
+    """Raise JobError if mpirun has started this process."""
     if is_launched():
         raise mpisgd.JobError(f"bench {command} starts mpirun itself; run it without")

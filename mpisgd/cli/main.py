@@ -4,6 +4,7 @@ import typer
 
 from mpisgd.cli.bench import bench
 from mpisgd.cli.info import info
+from mpisgd.cli.layout import layout
 from mpisgd.cli.program import run_program
 from mpisgd.cli.run import run
 from mpisgd.cli.trace import trace
@@ -16,7 +17,9 @@ app.command()(info)
 app.command()(tune)
 app.command()(trace)
 # What comes after the program belongs to the program.
-app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": False})(run)
+OF_PROGRAM = {"allow_interspersed_args": False, "ignore_unknown_options": False}
+app.command(context_settings=OF_PROGRAM)(run)
+bench.command(context_settings=OF_PROGRAM)(layout)
 app.add_typer(bench, name="bench")
 
 

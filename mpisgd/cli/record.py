@@ -16,7 +16,7 @@ import typer
 
 import mpisgd
 from mpisgd.bench.report.plots import need_matplotlib, plot
-from mpisgd.bench.report.rows import as_bytes
+from mpisgd.bench.report.rows import as_bytes, as_number
 from mpisgd.bench.report.tables import one_line, show, tables_of
 from mpisgd.cli.program import is_reporting_rank
 from mpisgd.cli.provenance import machine, provenance
@@ -24,7 +24,7 @@ from mpisgd.cli.provenance import machine, provenance
 if TYPE_CHECKING:
     from mpisgd.bench.peers.remote import Peers
 
-__all__ = ["Output", "log_rows", "measure_in_job", "num_ranks", "title"]
+__all__ = ["Output", "log_rows", "measure_in_job", "on_machine", "title"]
 
 REPORT_S = 5.0  # how much later than the first rank the others end the job at the time limit
 P = TypeVar("P")
@@ -126,7 +126,8 @@ def _header(kind: str, peers: "Peers") -> dict[str, Any]:
     facts: list[Any] = [None] * mpisgd.size()
     mpisgd.all_gather_object(facts, mine)
     size, hosts = mpisgd.size(), mpisgd.num_nodes()
-    threads, library = mine["num_threads"], mine["mpi"]["library"]
+    library = mine["mpi"]["library"]
+    threads = None if kind == "step" else mine["num_threads"]  # there each contender has its own
     return {
         "kind": kind,
         **provenance(),
@@ -139,19 +140,17 @@ def _header(kind: str, peers: "Peers") -> dict[str, Any]:
     }
 
 
-def title(kind: str, *, size: int, hosts: int, threads: int, library: str) -> str:
+def title(kind: str, *, size: int, hosts: int, threads: int | None, library: str) -> str:
     """Return one line for tables and plots."""
+    of_torch = "" if threads is None else f", {threads} torch thread(s) each"
+    ranks = f"{as_number(size, 'rank')} on {hosts} host(s)"
+    return f"{kind}: {ranks}, {on_machine()}{of_torch}, {library.split(',')[0]}"
+
+
+def on_machine() -> str:
+    """Return the cores, the processor and torch, for a title."""
     here = machine()
-    return (
-        f"{kind}: {num_ranks(size)} on {hosts} host(s), {here['cores']} cores ({here['processor']}), "
-        f"{threads} torch thread(s) each, torch {importlib.metadata.version('torch')}, "
-        f"{library.split(',')[0]}"
-    )
-
-
-def num_ranks(number: int) -> str:
-    """Return `1 rank`, `2 ranks`."""
-    return "1 rank" if number == 1 else f"{number} ranks"
+    return f"{here['cores']} cores ({here['processor']}), torch {importlib.metadata.version('torch')}"
 
 
 def log_rows(what: str, rows: list[dict[str, Any]]) -> None:

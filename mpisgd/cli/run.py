@@ -21,7 +21,7 @@ from mpisgd.cli.supervision import Supervisor
 from mpisgd.config import ENDED_NOTE, NOTES_VARIABLE, PREEMPTED, available_cores, is_launched
 from mpisgd.errors import JobError
 
-__all__ = ["run"]
+__all__ = ["is_open_mpi", "program_words", "run"]
 
 USAGE_ERROR = 2
 SIGNALLED = 128  # codes above tell of a signal
@@ -74,7 +74,7 @@ def run(
     """
     if is_launched():
         raise JobError("run starts mpirun itself: leave out the mpirun before it")
-    words = [*_launcher(mpirun(launcher), num_ranks, hostfile, elastic), *_program(command, module)]
+    words = [*_launcher(mpirun(launcher), num_ranks, hostfile, elastic), *program_words(command, module)]
     with tempfile.NamedTemporaryFile("r", prefix="mpisgd-run-") as notes:
         code = _run_all(words, notes.name, restarts, pause_s)
     raise typer.Exit(code)
@@ -117,7 +117,8 @@ def _attempt(supervisor: Supervisor, words: Sequence[str], notes: str, count: in
 # --- the command line ---------------------------------------------------------------------------------
 
 
-def _program(command: Sequence[str], module: bool) -> list[str]:
+def program_words(command: Sequence[str], module: bool = False) -> list[str]:
+    """Return the words that start a program: a Python file, a module, or any command."""
     if module:
         return [sys.executable, "-m", *command]
     if not command[0].endswith(".py"):
@@ -134,14 +135,14 @@ def _launcher(words: Sequence[str], num_ranks: int | None, hostfile: Path | None
         if not hostfile.is_file():
             raise JobError(f"no such host file: {hostfile}")
         options += ["-hostfile", str(hostfile)]
-    is_open_mpi = _is_open_mpi(words[0])
-    if elastic and not is_open_mpi:
+    open_mpi = is_open_mpi(words[0])
+    if elastic and not open_mpi:
         raise JobError(
             f"--elastic needs Open MPI 5, whose jobs outlive lost ranks; {words[0]} is another MPI"
         )
     if elastic:
         options += WITH_FAULT_TOLERANCE
-    if is_open_mpi:
+    if open_mpi:
         options += ["-x", "MPISGD_RESTART_COUNT"]  # to other hosts, too
         # Nobody but us decides on slots here.
         alone = hostfile is None and not any(name in os.environ for name in ALLOCATIONS)
@@ -150,7 +151,8 @@ def _launcher(words: Sequence[str], num_ranks: int | None, hostfile: Path | None
     return [*words, *options]
 
 
-def _is_open_mpi(program: str) -> bool:
+def is_open_mpi(program: str) -> bool:
+    """Return whether a launcher is Open MPI's; raise JobError where there is no such program."""
     if shutil.which(program) is None:
         raise JobError(f"no such launcher: {program}", 127)
     said = subprocess.run([program, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True)

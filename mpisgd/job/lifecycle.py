@@ -28,6 +28,7 @@ from mpisgd.job.startup import (
     warn_of_late_defaults,
 )
 from mpisgd.job.startup_timeout import set_alarm, within
+from mpisgd.job.step_log import start_step_log
 from mpisgd.job.world import Job, make_job
 from mpisgd.monitor import heartbeat
 from mpisgd.transport.device.selection import agree_on_wanted
@@ -125,6 +126,7 @@ def _start(comm: "MPI.Intracomm | None", num_threads: int | None, limit_s: float
     # By the first rank's wish: not every launcher hands it to all.
     if (path := next((path for _, path in wishes if path), None)) is not None:
         tracing.start_recorder(path, communicator)
+    start_step_log(communicator.rank, communicator.size)
     if job.complaint:
         warnings.warn(job.complaint, RuntimeWarning, stacklevel=3)
     _register_exit()

@@ -9,6 +9,7 @@ import pytest
 # Run with --long only; the first of each kind stays.
 LONG = (
     "test_bench.py::test_mistakes_are_said_before_anything_is_measured[[]args[1-5]*",
+    "test_bench.py::test_a_program_that_cannot_be_measured_is_named_with_the_end_of_its_output[[]program0-*",
     "test_elastic.py::test_new_ranks_that_come_too_late_are_gone_on_without_and_end",
     "test_horovod_programs.py::*[[]changed]",
     "test_info.py::test_without_an_mpi_library_it_says_so_and_how_to_get_one[[]2]",

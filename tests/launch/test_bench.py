@@ -13,8 +13,9 @@ SPREAD = {"median_s", "min_s", "max_s"}
 
 def bench(tmp_path, *args, num_ranks=None, env=None):
     file, plot = tmp_path / "record.json", tmp_path / "plot.png"
+    command, *options = args
     done = run_python(
-        *("-m", "mpisgd", "bench", *args, "--quick", "--json", str(file), "--plot", str(plot)),
+        *("-m", "mpisgd", "bench", command, "--quick", "--json", str(file), "--plot", str(plot), *options),
         num_ranks=num_ranks,
         env=env,
     )
@@ -82,7 +83,14 @@ def test_steps_are_measured_beside_no_communication_and_ddp(tmp_path):
     ratios = {row["variant"]: row["ratio_to_no_communication"] for row in record["rows"]}
     alone = [ratios.pop("none, gradients dropped"), ratios.pop("none, gradients zeroed")]
     assert min(alone) == 1.0
+    one_process = [row for row in record["rows"] if row["variant"].startswith("one process")]
+    assert min(row["ratio_to_one_process"] for row in one_process) == 1.0
+    assert all(row["threads"] >= 1 for row in record["rows"])
     assert ratios.keys() == {
+        "none, dropped, not kept",
+        "none, zeroed, not kept",
+        "one process",
+        "one process, not kept",
         "none, in DDP's processes",
         "mpisgd",
         "mpisgd, shared parameters",
@@ -102,8 +110,9 @@ def test_scaling_starts_a_job_for_each_count(tmp_path):
     _, record = bench(tmp_path, "scaling", "--ranks", "2", "--models", "mlp")
     assert record["kind"] == "scaling"
     check_spread(record["rows"])
-    measured = [(row["variant"], row["ranks"]) for row in record["rows"]]
-    assert measured == [(name, n) for name in ("no communication", "mpisgd") for n in (1, 2)]
+    measured = [(row["batch"] // 32, row["variant"], row["ranks"]) for row in record["rows"]]
+    ranks = (("no communication", 2), ("mpisgd", 2), ("one process", 1), ("one process, not kept", 1))
+    assert measured == [(n, name, min(n, most)) for n in (1, 2) for name, most in ranks]
     assert record["rows"][0]["efficiency"] == 1.0
     assert [job["size"] for job in record["jobs"]] == [1, 2]
 
@@ -234,3 +243,48 @@ def test_checks_are_measured_with_and_without(tmp_path):
             checked["operations"] * record["one_check"]["median_s"] / checked["median_s"]
         )
     assert record["one_check"]["min_s"] > 0
+
+
+FEW_STEPS = str(Path(__file__).with_name("programs") / "few_steps.py")
+
+
+def test_a_program_is_run_in_every_layout_and_ends_by_itself(tmp_path):
+    ended = tmp_path / "ended"
+    ended.mkdir()
+    done, record = bench(tmp_path, "layout", *layout_options("1,2"), "--", FEW_STEPS, "1000", str(ended))
+    assert record["kind"] == "layout"
+    check_spread(record["rows"])
+    variants = {row["variant"]: (row["ranks"], row["threads"]) for row in record["rows"]}
+    assert variants == {"1 rank x 1 thread": (1, 1), "2 ranks x 1 thread": (2, 1)}
+    fastest, other = record["rows"]
+    assert fastest["ratio_to_fastest"] == 1.0
+    assert other["ratio_to_fastest"] == pytest.approx(other["median_s"] / fastest["median_s"])
+    for row in record["rows"]:
+        assert row["step_s"] == pytest.approx(row["ranks"] * row["median_s"])
+    assert sorted(file.name for file in ended.iterdir()) == [
+        "1 ranks, rank 0",
+        "2 ranks, rank 0",
+        "2 ranks, rank 1",
+    ]
+    assert f"fastest: {fastest['variant']}" in done.stdout
+    assert "trained to the end" not in done.stdout + done.stderr
+
+
+def layout_options(ranks):
+    return "--ranks", ranks, "--threads", "1"
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ((FEW_STEPS, "3", "/nowhere"), "exit code 0 after 3 steps, too early"),
+        (("python", "-c", "raise ValueError('no data')"), "exit code 1 and has not called mpisgd.init()"),
+    ],
+)
+def test_a_program_that_cannot_be_measured_is_named_with_the_end_of_its_output(program, said):
+    done = run_python("-m", "mpisgd", "bench", "layout", "--quick", *layout_options("1"), "--", *program)
+    assert done.returncode == 1
+    assert "error: 1 rank x 1 thread: the program ended with " in done.stderr
+    assert said in done.stderr
+    assert ("trained to the end" if program[0] == FEW_STEPS else "ValueError: no data") in done.stderr
+    assert "mpisgd/bench" not in done.stderr

@@ -6,12 +6,21 @@ from typing import Any, NamedTuple, Protocol
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its type stubs forget it
 
 from mpisgd.bench.measure import Variant
+from mpisgd.bench.report.rows import ONE_PROCESS
 from mpisgd.core.topology import Topology
 
-__all__ = ["FRAMEWORKS", "Framework", "Rendezvous"]
+__all__ = ["BESIDE", "FRAMEWORKS", "REFERENCES", "Framework", "Rendezvous"]
 
 # Where each is to be found; imported in its own process only.
 FRAMEWORKS = {"gloo": "mpisgd.bench.peers.gloo:Gloo", "horovod": "mpisgd.bench.peers.horovod:Horovod"}
+
+# torch alone. What the C library does with freed memory holds for a whole process, so each has its own.
+BESIDE = "torch, not kept"
+REFERENCES = {
+    BESIDE: "mpisgd.bench.peers.alone:Alone",
+    ONE_PROCESS[0]: "mpisgd.bench.peers.alone:AloneKept",
+    ONE_PROCESS[1]: "mpisgd.bench.peers.alone:Alone",
+}
 
 JOIN_LIMIT_S = 60.0
 

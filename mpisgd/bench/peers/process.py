@@ -13,11 +13,12 @@ import psutil
 import torch
 
 import mpisgd
-from mpisgd.bench.jobs import OVERSUBSCRIBE, Job, mpirun
+from mpisgd.bench.jobs import OVERSUBSCRIBE, UNBOUND, Job, mpirun
 from mpisgd.bench.measure import Unavailable
 from mpisgd.bench.peers.framework import Rendezvous
+from mpisgd.config import cores_of_job
 
-__all__ = ["Peer", "start_beside", "start_in_job"]
+__all__ = ["Peer", "start_beside", "start_in_job", "start_once"]
 
 START_LIMIT_S = 120.0
 ANSWER_LIMIT_S = 90.0
@@ -28,7 +29,7 @@ BUSY = ("horovod",)
 LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDI_", "MPI_LOCAL")
 KEPT = ("OMPI_ALLOW_RUN_AS_ROOT",)
 # Each of the second job's ranks takes the cores of the rank that it belongs to.
-SECOND_JOB = {**OVERSUBSCRIBE, "PRTE_MCA_hwloc_default_binding_policy": "none"}
+SECOND_JOB = {**OVERSUBSCRIBE, **UNBOUND}
 # Runs a command that gets a signal (PR_SET_PDEATHSIG) when its parent ends, whatever ends that.
 END_WITH_PARENT = """
 import ctypes, os, sys
@@ -49,10 +50,12 @@ class Peer:
     Attributes:
         version: of the framework, once it is loaded.
         broken: why it is gone, "" while it is there.
+        cores: it may use; those of this rank unless set otherwise before it is loaded.
     """
 
     def __init__(self, framework: str, connection: Connection, job: Job | None) -> None:
         self.version = self.broken = ""
+        self.cores = os.sched_getaffinity(0)
         self._framework = framework
         self._connection, self._job = connection, job
         self._process = psutil.Process(connection.recv())
@@ -63,7 +66,7 @@ class Peer:
         Raises:
             Unavailable: as `ask`.
         """
-        here = os.sched_getaffinity(0), torch.get_num_threads()
+        here = self.cores, torch.get_num_threads()
         self.version = self.ask("load", self._framework, *here, rendezvous, limit_s=START_LIMIT_S)
 
     def ask(self, method: str, *args: Any, limit_s: float = ANSWER_LIMIT_S) -> Any:
@@ -112,6 +115,23 @@ class Peer:
             self._job.end()
 
 
+class OnFirstRank(Peer):
+    """The process that rank 0 alone has, as seen from the other ranks: it answers at once."""
+
+    def __init__(self) -> None:
+        self.version = self.broken = ""
+
+    def load(self, rendezvous: Rendezvous) -> None:
+        """See `Peer`."""
+
+    def ask(self, method: str, *args: Any, limit_s: float = ANSWER_LIMIT_S) -> Any:
+        """See `Peer`; what it does takes no time here."""
+        return 0.0
+
+    def close(self) -> None:
+        """See `Peer`."""
+
+
 def start_beside(framework: str, folder: str) -> Peer:
     """Start a process of this rank's own; its socket lies in `folder` until it is connected.
 
@@ -119,6 +139,19 @@ def start_beside(framework: str, folder: str) -> Peer:
         Unavailable: it did not come up.
     """
     return _connect(framework, f"{folder}/0", _start(_worker(folder), signal.SIGKILL))
+
+
+def start_once(framework: str, folder: str) -> Peer:
+    """Start one process for the whole job, on the host of rank 0, with all cores that the job has there.
+
+    Raises:
+        Unavailable: it did not come up.
+    """
+    if mpisgd.rank() != 0:
+        return OnFirstRank()
+    peer = start_beside(framework, folder)
+    peer.cores = cores_of_job()
+    return peer
 
 
 def start_in_job(framework: str, folder: str) -> Peer:

@@ -11,7 +11,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # its type
 import mpisgd
 from mpisgd.bench.measure import Unavailable, Variant, first_reason
 from mpisgd.bench.peers.framework import Rendezvous
-from mpisgd.bench.peers.process import Peer, start_beside, start_in_job
+from mpisgd.bench.peers.process import Peer, start_beside, start_in_job, start_once
+from mpisgd.bench.report.rows import ONE_PROCESS
 from mpisgd.job.lifecycle import world
 from mpisgd.job.rank_info import topology
 from mpisgd.transport.tcp_store.rendezvous import find_listener
@@ -37,6 +38,8 @@ class RemoteVariant:
 
     def __init__(self, name: str, peer: Peer, task: Any) -> None:
         self.name = name
+        self.threads: Sequence[int] = ()
+        self.num_threads = 0
         self._peer = peer
         self._task = task
 
@@ -46,7 +49,7 @@ class RemoteVariant:
 
     def time(self, calls: int) -> float:
         """See `Variant`."""
-        return float(self._peer.ask("time", self.name, calls))
+        return float(self._peer.ask("time", self.name, calls, self.num_threads))
 
     def release(self) -> None:
         """See `Variant`."""
@@ -131,6 +134,8 @@ def _ways(framework: str) -> list[Start]:
     The second job that Horovod needs for MPI is asked for on one host only: how to start one on several
     is known to the user's mpirun alone.
     """
+    if framework in ONE_PROCESS:
+        return [start_once]
     if framework in IN_JOB and mpisgd.num_nodes() == 1 and importlib.util.find_spec(framework):
         return [start_in_job, start_beside]
     return [start_beside]

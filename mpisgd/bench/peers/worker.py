@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from mpisgd.bench.measure import Unavailable, Variant, WrongResult
-from mpisgd.bench.peers.framework import FRAMEWORKS, Framework, Rendezvous
+from mpisgd.bench.peers.framework import FRAMEWORKS, REFERENCES, Framework, Rendezvous
 from mpisgd.config import launcher_rank
 
 __all__ = ["Worker"]
@@ -35,7 +35,7 @@ class Worker:
         """Import a framework, for some cores, and meet the others; return its version."""
         os.sched_setaffinity(0, cores)
         torch.set_num_threads(num_threads)
-        self._framework = pkgutil.resolve_name(FRAMEWORKS[name])(rendezvous)
+        self._framework = pkgutil.resolve_name({**FRAMEWORKS, **REFERENCES}[name])(rendezvous)
         return self._framework.version
 
     def check(self, name: str, task: Any) -> None:
@@ -43,8 +43,9 @@ class Worker:
         self._variants[name] = self._framework.make(task)
         self._variants[name].check()
 
-    def time(self, name: str, calls: int) -> float:
+    def time(self, name: str, calls: int, num_threads: int) -> float:
         """See `Variant`."""
+        self._variants[name].num_threads = num_threads
         return self._variants[name].time(calls)
 
     def release(self, name: str) -> None:

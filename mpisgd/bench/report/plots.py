@@ -1,11 +1,12 @@
 """Measured rows as PNG files."""
 
 import itertools
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpisgd.bench.report.rows import AS_TEXT, LIMIT, OURS, PING_PONG, SHARED, as_bytes, unit_of
+from mpisgd.bench.report.rows import AS_TEXT, LIMIT, ONE_PROCESS, OURS, PING_PONG, SHARED, as_bytes, unit_of
 from mpisgd.bench.report.tables import LAYOUTS
 from mpisgd.errors import JobError
 
@@ -16,7 +17,7 @@ __all__ = ["need_matplotlib", "plot"]
 
 Row = dict[str, Any]
 
-NUM_COLUMNS, NUM_TICKS = 4, 7
+NUM_COLUMNS, NUM_TICKS, TITLE_CHARACTERS = 4, 7, 65
 # Ours stand out, and a variant has the same colour in every panel.
 COLOURS = ("#0b6e4f", "#c8553d", "#3d6fb4", "#8a5a9e", "#d99a2b", "#5f6b73", "#2aa7a1", "#a23b72")
 GREY = "#4a4a4a"
@@ -24,6 +25,7 @@ BOUNDS = {LIMIT: "--", PING_PONG: ":"}
 # What the bars of a record are multiples of: the field of a median's multiple, and of what.
 BASES = {
     "step": ("ratio_to_no_communication", "no communication"),
+    "layout": ("ratio_to_fastest", "fastest"),
     "overlap": ("ratio_to_larger", "larger of limit and compute"),
     "memory": ("ratio_to_none", "none"),
 }
@@ -54,7 +56,7 @@ def plot(path: Path, record: dict[str, Any]) -> None:
         else:
             ax.set(title=panel)
             draw(ax, panels[panel], record)
-    figure.suptitle(record["title"], fontsize=10)
+    figure.suptitle(textwrap.fill(record["title"], TITLE_CHARACTERS * columns), fontsize=10)
     labels = [ax.get_legend_handles_labels() for ax in grid.flat]
     lines = {name: line for handles, names in labels for line, name in zip(handles, names, strict=True)}
     if lines:
@@ -66,7 +68,8 @@ def plot(path: Path, record: dict[str, Any]) -> None:
 def _panels(record: dict[str, Any]) -> dict[str, list[Row]]:
     """Return the rows of each panel, by its title."""
     kind = record["kind"]
-    fields = ("collective", "dtype") if kind == "collectives" else (LAYOUTS[kind].section,)
+    special = {"collectives": ("collective", "dtype"), "scaling": ("model",)}
+    fields = special[kind] if kind in special else (LAYOUTS[kind].section,)
     panels: dict[str, list[Row]] = {}
     for row in record["rows"]:
         panels.setdefault(", ".join(row[field] for field in fields), []).append(row)
@@ -124,23 +127,25 @@ def _draw_bars(ax: "Axes", rows: Sequence[Row], record: dict[str, Any]) -> None:
 def _bar_colour(row: Row) -> str:
     if row["variant"] in (OURS, SHARED):
         return COLOURS[0]
+    if row["variant"] in ONE_PROCESS:
+        return COLOURS[1]
     return COLOURS[2] if row.get("communicates") else COLOURS[5]
 
 
 def _draw_scaling(ax: "Axes", rows: Sequence[Row], record: dict[str, Any]) -> None:
-    """Draw examples per second over ranks, log-log, with the line of perfect scaling."""
+    """Draw examples per second over the batch, log-log, with the line of perfect scaling."""
     from matplotlib.ticker import LogFormatter
 
-    counts = sorted({row["ranks"] for row in rows})
-    names = sorted({row["variant"] for row in record["rows"]}, key=lambda name: name != OURS)
+    batches = sorted({row["batch"] for row in rows})
+    names = sorted(dict.fromkeys(row["variant"] for row in record["rows"]), key=lambda name: name != OURS)
     for name, colour in zip(names, itertools.cycle(COLOURS), strict=False):
         here = [row for row in rows if row["variant"] == name]
-        x, y = [row["ranks"] for row in here], [row["examples_per_s"] for row in here]
+        x, y = [row["batch"] for row in here], [row["examples_per_s"] for row in here]
         ax.plot(x, y, marker="o", color=colour, label=name)
     first = max(row["examples_per_s"] / row["speed_up"] for row in rows)
-    perfect = [first * count for count in counts]
-    ax.plot(counts, perfect, "--", color="black", label="perfect", zorder=1)
-    _powers_of_two(ax, counts, [str(count) for count in counts])
-    ax.set(yscale="log", xlabel="ranks", ylabel="examples per second")
+    perfect = [first * batch / batches[0] for batch in batches]
+    ax.plot(batches, perfect, "--", color="black", label="perfect", zorder=1)
+    _powers_of_two(ax, batches, [f"{batch}\n{batch // batches[0]}" for batch in batches])
+    ax.set(yscale="log", xlabel="batch, ranks that share it", ylabel="examples per second")
     ax.yaxis.set_major_formatter(LogFormatter())
     ax.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1, 0.5)))  # as plain numbers

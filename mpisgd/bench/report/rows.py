@@ -13,11 +13,15 @@ __all__ = [
     "BOUND",
     "COMPUTE",
     "LIMIT",
+    "NONE",
+    "NONE_NOT_KEPT",
+    "ONE_PROCESS",
     "OURS",
     "PING_PONG",
     "SHARED",
     "Spread",
     "as_bytes",
+    "as_number",
     "as_text",
     "as_time",
     "collective_rows",
@@ -32,6 +36,12 @@ __all__ = [
 OURS, SHARED = "mpisgd", "mpisgd, shared parameters"
 LIMIT, PING_PONG = "limit", "ping-pong"
 COMPUTE, BOUND = "compute alone", "bound"
+# Without communication. Both forms of zero_grad, since it depends on the model which is faster.
+NONE = ("none, gradients dropped", "none, gradients zeroed")
+# The same where the C library does with freed memory as it does by default, in other processes.
+NONE_NOT_KEPT = ("none, dropped, not kept", "none, zeroed, not kept")
+# What a user would run instead on one host: all cores, the batches of all ranks joined.
+ONE_PROCESS = ("one process", "one process, not kept")
 
 TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 BYTES = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
@@ -72,22 +82,28 @@ def _fastest(seconds: Mapping[str, Sequence[float]], names: Sequence[str]) -> fl
 def step_rows(
     model: str,
     seconds: Mapping[str, Sequence[float]],
-    baselines: Sequence[str],
+    threads: Mapping[str, int],
     controls: Sequence[str],
     batch: int,
 ) -> list[dict[str, Any]]:
     """Return one row for each variant of a training step.
 
+    Of the variants NONE, NONE_NOT_KEPT and ONE_PROCESS, the fastest of each is what ratios refer to.
+
     Args:
         model: its name.
         seconds: of one step, by variant.
-        baselines: the variants without communication; the fastest is what the ratios refer to.
+        threads: of torch, in each process of a variant.
         controls: other variants without communication.
         batch: examples of all ranks together.
     """
-    rows = timed_rows({"model": model}, seconds, {"no_communication": _fastest(seconds, baselines)})
+    bases = {"no_communication": NONE, "not_kept": NONE_NOT_KEPT, "one_process": ONE_PROCESS}
+    fastest = {base: _fastest(seconds, names) for base, names in bases.items()}
+    rows = timed_rows({"model": model}, seconds, fastest)
     for row in rows:
-        row["communicates"] = row["variant"] not in (*baselines, *controls)
+        name = row["variant"]
+        row["threads"] = threads.get(name)
+        row["communicates"] = name not in (*NONE, *NONE_NOT_KEPT, *ONE_PROCESS, *controls)
         row["examples_per_s"] = batch / row["median_s"]
     return rows
 
@@ -136,6 +152,11 @@ def as_text(row: Mapping[str, Any], which: str) -> str:
     """Return the `median`, `min` or `max` of a row for people."""
     unit = unit_of(row)
     return AS_TEXT[unit](row[f"{which}_{unit}"])
+
+
+def as_number(number: int, what: str) -> str:
+    """Return `1 rank`, `2 ranks`."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def as_time(seconds: float) -> str:

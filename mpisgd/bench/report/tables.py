@@ -3,12 +3,13 @@
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import groupby
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
-from mpisgd.bench.report.rows import as_bytes, as_text
+from mpisgd.bench.report.rows import as_bytes, as_text, as_time
 
 __all__ = ["new_table", "one_line", "show", "tables_of", "timed_table"]
 
@@ -34,7 +35,10 @@ def _ratio(heading: str, base: str) -> Column:
 
 
 SPREAD = [Column(which, partial(as_text, which=which)) for which in ("median", "min", "max")]
-EXAMPLES = _number("examples/s", "examples_per_s", ".0f")
+EXAMPLES = _number("examples\nper s", "examples_per_s", ".0f")
+RANKS = _number("ranks", "ranks", "d")
+THREADS = _number("threads", "threads", "d")
+ONE_PROCESS = _ratio("x one\nprocess", "one_process")
 COLLECTIVE = [
     *SPREAD,
     _number("GB/s", "algbw_gb_s", ".3g"),
@@ -61,17 +65,31 @@ class Layout(NamedTuple):
 # By the kind of record; of collectives there is a table for each.
 LAYOUTS = {
     "step": Layout(
-        "training step", "model", [*SPREAD, EXAMPLES, _ratio("x no communication", "no_communication")]
+        "training step",
+        "model",
+        [THREADS, *SPREAD, EXAMPLES, _ratio("x none", "no_communication"), ONE_PROCESS],
     ),
     "scaling": Layout(
         "scaling",
-        "model",
+        "batch",
         [
-            _number("ranks", "ranks", "d"),
+            RANKS,
+            THREADS,
             *SPREAD,
             EXAMPLES,
-            _number("speed-up", "speed_up"),
             _number("efficiency", "efficiency", ".0%"),
+            ONE_PROCESS,
+        ],
+    ),
+    "layout": Layout(
+        "ranks and threads: time for a batch of the program",
+        "program",
+        [
+            *SPREAD,
+            _number("batches\nper s", "batches_per_s", ".3g"),
+            _ratio("x fastest", "fastest"),
+            Column("a step", lambda row: as_time(row["step_s"])),
+            _number("rounds", "rounds", "d"),
         ],
     ),
     "overlap": Layout(
@@ -105,6 +123,9 @@ LAYOUTS = {
 
 def tables_of(kind: str, rows: Iterable[Row]) -> list[Table]:
     """Return the tables of a record of this kind."""
+    if kind == "scaling":
+        models = groupby(rows, itemgetter("model"))
+        return [_table(LAYOUTS[kind]._replace(title=f"scaling, {name}"), group) for name, group in models]
     if kind != "collectives":
         return [_table(LAYOUTS[kind], rows)]
     tables = []

@@ -3,7 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpisgd.bench.measure import Pace, calls_per_turn, goes_on, turns
+from mpisgd.bench import measure as module
+from mpisgd.bench.cases import halvings
+from mpisgd.bench.measure import Pace, Timed, calls_per_turn, goes_on, measure, turns
 
 PACE = Pace(rounds=10, min_rounds=3, budget_s=1.0, turn_s=0.01, max_calls=100)
 
@@ -41,3 +43,33 @@ def test_the_budget_ends_it_but_not_before_the_least_number_of_rounds():
 
 def test_fewer_rounds_than_the_least_are_taken_at_their_word():
     assert not goes_on(1, 0.0, Pace(1, 3, 1.0, 0.01, 100))
+
+
+def test_threads_are_halved_down_to_one():
+    assert halvings(12) == [12, 6, 3, 1]
+    assert halvings(1) == [1]
+
+
+class Simulated(Timed):
+    """Takes as long as it is told for each number of threads; the first try of each takes longer."""
+
+    def __init__(self, name, seconds):
+        super().__init__(name, lambda: None, start=lambda: None)
+        self.seconds, self.tried = seconds, []
+
+    def time(self, calls):
+        self.tried.append(self.num_threads)
+        return self.seconds[self.num_threads] + (self.num_threads not in self.tried[:-1])
+
+
+def test_the_fastest_number_of_threads_is_found_before_the_rounds(monkeypatch):
+    monkeypatch.setattr(module, "slowest", lambda seconds: seconds)
+    monkeypatch.setattr(module, "first_reason", lambda reason: reason)
+    chooses, has_none = Simulated("chooses", {4: 0.5, 2: 0.3, 1: 0.4}), Simulated("has none", {0: 0.1})
+    chooses.threads = [4, 2, 1]
+    found = measure([chooses, has_none], Pace(3, 3, 0.0, turn_s=0.0, max_calls=1))
+    assert found.threads == {"chooses": 2}
+    assert found.seconds["chooses"] == [0.3] * 3
+    assert chooses.tried[:3] == [4, 2, 1]
+    assert chooses.tried[-3:] == [2] * 3
+    assert has_none.tried == [0] * 4
