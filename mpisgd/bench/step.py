@@ -43,6 +43,7 @@ class StepPlan:
         small: miniatures of the models.
         pace: for each model.
         threads: of torch on each rank; None: the fastest up to the number that the rank has.
+        optimizer: one of OPTIMIZERS.
     """
 
     models: Sequence[str]
@@ -51,10 +52,12 @@ class StepPlan:
     small: bool
     pace: Pace
     threads: int | None = None
+    optimizer: str = "sgd"
 
     def task(self, model: str) -> StepTask:
         """Return what to train on the ranks of this job."""
-        return StepTask(model, self.batch or BATCHES[model], mpisgd.size(), self.small)
+        batch = self.batch or BATCHES[model]
+        return StepTask(model, batch, mpisgd.size(), self.small, optimizer=self.optimizer)
 
 
 def run_steps(plan: StepPlan, peers: Peers, report: Callable[[str, Any], None]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mpisgd.torch_backend  # makes the backend known where the package is not installed
 from mpisgd.bench.measure import Timed, Unavailable
-from mpisgd.bench.training import LEARNING_RATE, MIB, StepTask, Training
+from mpisgd.bench.training import MIB, StepTask, Training
 
 __all__ = ["group_on_mpisgd", "torch_step"]
 
@@ -64,7 +64,7 @@ def _shard(training: Training) -> None:
     for layer in _layers(training.model):
         fully_shard(layer, mesh=mesh)
     fully_shard(training.model, mesh=mesh)
-    training.optimizer = torch.optim.SGD(training.model.parameters(), lr=LEARNING_RATE)
+    training.optimizer = training.task.make_optimizer(training.model)
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:

@@ -15,10 +15,15 @@ from torch import Tensor, nn
 
 from mpisgd.bench.measure import Subject, WrongResult
 
-__all__ = ["MODELS", "StepTask", "Training"]
+__all__ = ["MODELS", "OPTIMIZERS", "StepTask", "Training"]
 
 MIB = 2**20
 LEARNING_RATE = 0.01
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "momentum": functools.partial(torch.optim.SGD, momentum=0.9),
+    "adamw": torch.optim.AdamW,
+}
 NUM_CLASSES = 10
 SEQUENCE = 32
 # Of the length of a parameter's change (other summation order), and of the parameter's own (rounding).
@@ -40,6 +45,7 @@ class StepTask:
         communicates: whether gradients are averaged at all.
         sharded: whether each rank keeps a part of each parameter only; for torch.
         joined: whether one process trains on the batches of all ranks.
+        optimizer: one of OPTIMIZERS.
     """
 
     model: str
@@ -51,10 +57,15 @@ class StepTask:
     communicates: bool = True
     sharded: bool = False
     joined: bool = False
+    optimizer: str = "sgd"
 
     def common(self) -> "StepTask":
         """Return the task without what does not change its result."""
-        return StepTask(self.model, self.batch, self.size, self.small)
+        return StepTask(self.model, self.batch, self.size, self.small, optimizer=self.optimizer)
+
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """Return the optimizer of a model, not distributed."""
+        return OPTIMIZERS[self.optimizer](model.parameters(), lr=LEARNING_RATE)
 
 
 class DeepNarrow(nn.Module):
@@ -135,14 +146,14 @@ class Training(Subject):
     Attributes:
         model: fresh.
         forward: the model, or what wraps it.
-        optimizer: plain SGD, whose few passes over the parameters hide no communication.
+        optimizer: of the task; plain SGD, whose few passes over the parameters hide no communication.
     """
 
     def __init__(self, task: StepTask, rank: int) -> None:
         self.task = task
         self.model = build(task)
         self.forward = self.model
-        self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE)
+        self.optimizer = task.make_optimizer(self.model)
         self.inputs, self.targets = examples(task, rank)
 
     def distribute(self, wrapper: Callable[..., torch.optim.Optimizer], **options: Any) -> None:

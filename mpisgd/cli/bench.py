@@ -97,6 +97,7 @@ def collectives(
 def step(
     models: Models = "all",
     batch: Batch = 0,
+    optimizer: Annotated[str, typer.Option(help="sgd, momentum or adamw.")] = "sgd",
     threads: BestThreads = 0,
     buckets: DdpBuckets = "25MiB,100MiB",
     peers: Frameworks = ALL_PEERS,
@@ -110,11 +111,13 @@ def step(
     """Time training steps beside those without communication, one process with all cores, DDP and Horovod."""
     from mpisgd.bench.peers.framework import REFERENCES
     from mpisgd.bench.step import StepPlan, run_steps
+    from mpisgd.bench.training import OPTIMIZERS
 
     output = Output(json_file, plot_file)
     pace = _pace_of_steps(rounds, budget_s, quick)
     chosen = _choice("--models", models, MODELS)
-    plan = StepPlan(chosen, batch or None, cases.sizes(buckets), quick, pace, threads or None)
+    (kind,) = _choice("--optimizer", optimizer, tuple(OPTIMIZERS))
+    plan = StepPlan(chosen, batch or None, cases.sizes(buckets), quick, pace, threads or None, kind)
     wanted = [*_peers(peers), *REFERENCES]
     measure_in_job("step", run_steps, plan, output, wanted, limit_s=limit_s, threads=threads)
 
