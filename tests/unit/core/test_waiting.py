@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 
+from mpisgd.core import waiting
 from mpisgd.core.waiting import (
     LONG_SLEEP_S,
     SHORT_SLEEP_S,
+    SHORT_SPIN_S,
     YIELD_S,
     Backoff,
     _pause,
@@ -121,3 +124,23 @@ def test_a_cancelled_wait_ends_with_the_first_reason_each_with_an_error_of_its_o
     assert cancel_reason() is None
     assert not cancelled_by_loss()
     assert not Backoff(0.01).wait_for(lambda: False)
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_rank_that_has_a_core_does_not_sleep_through_a_short_wait(monkeypatch, in_background):
+    """Who sleeps computes slower afterwards. In the background the main thread wants the interpreter."""
+    monkeypatch.setattr(waiting, "_oversubscribed", False)
+    pauses = []
+    monkeypatch.setattr(waiting.time, "sleep", pauses.append)
+    answers = [False] * 100 + [True]
+
+    def wait():
+        backoff = Backoff(5.0)
+        backoff.started -= SHORT_SPIN_S  # as if it had taken so long already
+        assert backoff.wait_for(iter(answers).__next__)
+
+    thread = threading.Thread(target=wait)
+    (thread.start if in_background else wait)()
+    if in_background:
+        thread.join()
+    assert bool(pauses) is in_background
