@@ -30,6 +30,7 @@ from mpisgd.collectives.reduce import reduce as reduce
 from mpisgd.collectives.reduce_scatter import reduce_scatter as reduce_scatter
 from mpisgd.collectives.reduce_scatter import reduce_scatter_tensor as reduce_scatter_tensor
 from mpisgd.compress.cast import Compression as Compression
+from mpisgd.compress.compressor import BucketLayout as BucketLayout
 from mpisgd.compress.compressor import BucketReducer as BucketReducer
 from mpisgd.compress.compressor import Compressor as Compressor
 from mpisgd.core.group import Group as Group

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mpisgd.compress.compressor import Compressor
+from mpisgd.compress.compressor import BucketLayout, Compressor
 from mpisgd.compress.sum_reducer import SumReducer
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
@@ -49,16 +49,16 @@ class Cast(Compressor):
         if wire is not flat:
             flat.copy_(wire)
 
-    def reducer(self, numel: int, dtype: torch.dtype) -> "CastReducer":
+    def reducer(self, layout: BucketLayout) -> "CastReducer":
         """Return what casts a bucket, sums it and casts it back."""
-        return CastReducer(self, numel, dtype)
+        return CastReducer(self, layout)
 
 
 class CastReducer(SumReducer):
     """Casts, sums, casts back. Keeps nothing."""
 
-    def __init__(self, cast: Cast, numel: int, dtype: torch.dtype) -> None:
-        super().__init__(numel * (cast.wire_dtype(dtype) or dtype).itemsize)
+    def __init__(self, cast: Cast, layout: BucketLayout) -> None:
+        super().__init__(layout.numel * (cast.wire_dtype(layout.dtype) or layout.dtype).itemsize)
         self._cast = cast
 
     def reduce(self, bucket: Tensor, group: Group, op: ReduceOp) -> None:

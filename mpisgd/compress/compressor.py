@@ -8,7 +8,7 @@ next: what compression left out (a residual), or a factor to start from.
 import abc
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,26 @@ from torch import Tensor
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
 
-__all__ = ["BucketReducer", "Compressor"]
+__all__ = ["BucketLayout", "BucketReducer", "Compressor"]
+
+
+class BucketLayout(NamedTuple):
+    """What lies in a bucket that a compressor changes: parameters side by side, without padding.
+
+    Attributes:
+        shapes: of the parameters, in the order in which they lie there.
+        dtype: of all of them.
+        device: of all of them.
+    """
+
+    shapes: tuple[torch.Size, ...]
+    dtype: torch.dtype
+    device: torch.device = torch.device("cpu")
+
+    @property
+    def numel(self) -> int:
+        """Elements of the bucket."""
+        return sum(shape.numel() for shape in self.shapes)
 
 
 class BucketReducer(abc.ABC):
@@ -30,7 +49,7 @@ class BucketReducer(abc.ABC):
         collectives that it calls on `group` run at once.
 
         Args:
-            bucket: [n], contiguous, of the dtype and length that the reducer was made for; overwritten.
+            bucket: [layout.numel], contiguous, of the layout that the reducer was made for; overwritten.
             group: the ranks, at least two.
             op: AVG or SUM.
         """
@@ -61,5 +80,5 @@ class Compressor(abc.ABC):
         return None if self.changes(dtype) else dtype
 
     @abc.abstractmethod
-    def reducer(self, numel: int, dtype: torch.dtype) -> BucketReducer:
-        """Return the reducer of a bucket of `numel` elements of `dtype`; not collective."""
+    def reducer(self, layout: BucketLayout) -> BucketReducer:
+        """Return the reducer of a bucket; not collective."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mpisgd.accelerator.buffers import ALONE_BYTES
 from mpisgd.accelerator.runtime import on_device
-from mpisgd.compress.compressor import BucketReducer, Compressor
+from mpisgd.compress.compressor import BucketLayout, BucketReducer, Compressor
 from mpisgd.compress.sum_reducer import SumReducer
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
@@ -163,7 +163,8 @@ def _slot(bucket: Bucket, params: Sequence[Tensor], group: Group, compression: C
     """
     dtype = params[0].dtype
     if compression.changes(dtype):
-        return plain_slot(bucket, params)._replace(reducer=compression.reducer(bucket.numel, dtype))
+        layout = BucketLayout(tuple(param.shape for param in params), dtype, params[0].device)
+        return plain_slot(bucket, params)._replace(reducer=compression.reducer(layout))
     shares = group.shm is not None or group.internode is not None
     if _is_alone(bucket, params) or on_device(params[0]) or not bucket.numel or not shares:
         return plain_slot(bucket, params)

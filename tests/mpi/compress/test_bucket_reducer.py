@@ -128,7 +128,7 @@ def test_what_is_no_compressor_is_refused():
 class Failing(mpisgd.Compressor):
     """Raises in its second step."""
 
-    def reducer(self, numel, dtype):
+    def reducer(self, layout):
         return _Failing()
 
 

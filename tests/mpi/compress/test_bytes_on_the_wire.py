@@ -9,6 +9,7 @@ from verdicts import everyone
 
 import mpisgd
 from mpisgd import Compression, ReduceOp, config
+from mpisgd.compress.compressor import BucketLayout
 from mpisgd.compress.sum_reducer import SumReducer
 from mpisgd.core.consistency import Operation
 
@@ -36,7 +37,7 @@ def reduce(reducer, group, dtype) -> dict[str, int]:
 @pytest.mark.parametrize("compression", [Compression.fp16, Compression.bf16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_casts_send_halves(group, compression, dtype):
-    reducer = compression.reducer(NUMEL, dtype)
+    reducer = compression.reducer(BucketLayout((torch.Size([NUMEL]),), dtype))
     sent = reduce(reducer, group, dtype)["sends"]
     everyone(
         sent == reducer.bytes_on_the_wire(group.size) == 2 * (group.size - 1) * NUMEL * 2 // group.size,
@@ -53,7 +54,7 @@ def test_a_plain_sum_gives_the_bucket_to_mpi(group):
 
 @pytest.mark.mpi(min_size=2)
 def test_the_documented_compressor_sends_signs_and_a_magnitude(group):
-    reducer = example("compressor")["Signs"]().reducer(NUMEL, torch.float32)
+    reducer = example("compressor")["Signs"]().reducer(BucketLayout((torch.Size([NUMEL]),), torch.float32))
     given = reduce(reducer, group, torch.float32)["Allgather"]
     everyone(given == NUMEL + 4, f"{given}")
     everyone(reducer.bytes_on_the_wire(group.size) == (group.size - 1) * given)
