@@ -76,10 +76,13 @@ from mpisgd.optim.broadcast import broadcast_optimizer_state as broadcast_optimi
 from mpisgd.optim.broadcast import broadcast_parameters as broadcast_parameters
 from mpisgd.optim.distributed import DistributedOptimizer as DistributedOptimizer
 from mpisgd.optim.in_sync import check_in_sync as check_in_sync
+from mpisgd.strategies.diloco import DiLoCo as DiLoCo
+from mpisgd.strategies.elastic_averaging import ElasticAveraging as ElasticAveraging
+from mpisgd.strategies.local_sgd import LocalSGD as LocalSGD
 from mpisgd.strategies.strategy import Strategy as Strategy
 from mpisgd.strategies.strategy import Synchronizer as Synchronizer
-from mpisgd.strategies.strategy import Training as Training
 from mpisgd.strategies.synchronous import Synchronous as Synchronous
+from mpisgd.strategies.training import Training as Training
 from mpisgd.timeline.session import start_timeline as start_timeline
 from mpisgd.timeline.session import stop_timeline as stop_timeline
 

@@ -80,7 +80,7 @@ class AccumulationWindow:
         passes_per_step: how many backward passes fill a window.
 
     Attributes:
-        gradients: as given; replaced by `move_to`.
+        gradients: as given; replaced by `use`.
         steps: how many there have been.
     """
 
@@ -102,10 +102,15 @@ class AccumulationWindow:
         self.gradients.cover(named)
         self._hooks.watch(self.gradients.params)
 
+    def use(self, gradients: GradientSync) -> None:
+        """Have gradients combined by something else from the next window on."""
+        if gradients is not self.gradients:
+            self.gradients = gradients
+            self._hooks.watch(gradients.params)
+
     def move_to(self, gradients: GradientSync) -> None:
         """Begin anew with other ranks; there are no gradients. What was on its way has failed."""
-        self.gradients = gradients
-        self._hooks.watch(gradients.params)
+        self.use(gradients)
         self.steps = self._reductions = self._passes = 0
         self._pending = False
 

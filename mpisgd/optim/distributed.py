@@ -9,7 +9,7 @@ import contextlib
 import copyreg
 import inspect
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,8 +26,9 @@ from mpisgd.gradients.options import ReductionOptions, check_options
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.optim.in_sync import check_tensors_in_sync
 from mpisgd.optim.parameter_names import agree_on, name_parameters
-from mpisgd.strategies.strategy import Strategy, Training
+from mpisgd.strategies.strategy import Strategy
 from mpisgd.strategies.synchronous import Synchronous
+from mpisgd.strategies.training import Training
 
 __all__ = ["DEFAULT_BUCKET_CAP_BYTES", "DistributedOptimizer", "StepArguments", "wrap_closure"]
 
@@ -73,6 +74,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             itself, from its gradient and a state of the same shape, or of none: then ranks may own parts of
             parameters. torch's own that do (SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, Adamax, NAdam,
             RAdam, ASGD, Rprop) are known.
+        named_buffers: usually `model.named_buffers()`: for strategies whose ranks have models of their own,
+            which average the floating-point ones, such as those of BatchNorm, with the parameters.
         group: the ranks that train together, all of the job by default.
 
     Attributes:
@@ -115,6 +118,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         check_in_sync_every: int = 0,
         share_parameters: bool = False,
         elementwise: bool = False,
+        named_buffers: Iterable[tuple[str, Tensor]] = (),
         group: Group | None = None,
     ) -> None:
         try:
@@ -134,13 +138,23 @@ class DistributedOptimizer(torch.optim.Optimizer):
             elementwise = check_flag("DistributedOptimizer", "elementwise", elementwise)
             named = name_parameters(optimizer, named_parameters)
             members = group_or_world(group)
-            training = Training(weakref.ref(optimizer), named, members, options, shares, elementwise)
+            buffers = list(named_buffers)
+            training = Training(
+                weakref.ref(optimizer),
+                named,
+                members,
+                options,
+                shares,
+                elementwise,
+                check_in_sync_every,
+                [buffer for _, buffer in buffers],
+            )
             strategy.check(training)
-            summary = _summary(strategy, training, backward_passes_per_step, check_in_sync_every)
-            agree_on("DistributedOptimizer", named, members, extra=summary)
+            summary = _summary(strategy, training, backward_passes_per_step)
+            agree_on("DistributedOptimizer", [*named, *buffers], members, extra=summary)
             self._synchronizer = strategy.synchronizer(training)
             self._window = AccumulationWindow(self._synchronizer.gradients, backward_passes_per_step)
-            self.strategy, self._check_in_sync_every = strategy, check_in_sync_every
+            self.strategy = strategy
         except BaseException:
             optimizer.__class__ = _wrapped(type(optimizer))
             raise
@@ -189,6 +203,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         super().load_state_dict(state_dict)
         self._synchronizer.loaded(state_dict)
+        self._window.use(self._synchronizer.gradients)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters later. Collective: all ranks add the same ones."""
@@ -197,6 +212,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         named = [*training.named, *name_parameters(self, None)[len(training.named) :]]
         agree_on("add_param_group", named, training.group)
         self._synchronizer.extend(named)
+        self._window.use(self._synchronizer.gradients)
         self._window.cover(named)
 
     def rebuild(self, group: Group | None = None) -> None:
@@ -215,6 +231,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none=True)
         self._window.move_to(self._synchronizer.gradients)
 
+    @contextlib.contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Put what the ranks' models stand for together in place of this rank's: to evaluate, or to save.
+
+        Collective. Of most strategies that is the mean of the parameters and buffers, of `DiLoCo` the outer
+        parameters, of `ElasticAveraging` the centre; with `Synchronous` all ranks have it anyway. Afterwards
+        each rank goes on with what it had before; do not train inside.
+        """
+        values, tensors = self._synchronizer.consensus(), self._synchronizer.averaged
+        own = [tensor.clone() for tensor in tensors]
+        _overwrite(tensors, values)
+        try:
+            yield
+        finally:
+            _overwrite(tensors, own)
+
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Let `backward()` accumulate locally and send nothing; the next one outside reduces everything."""
         return self._window.muted()
@@ -227,6 +259,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Copy and pickle as the wrapped optimizer: a copy belongs to no job."""
         state = self.__getstate__()
         return copyreg._reconstructor, (_wrapped(type(self)), object, None), state  # type: ignore[attr-defined]
+
+
+def _overwrite(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.copy_(value)
 
 
 _classes: dict[type, type[torch.optim.Optimizer]] = {}
@@ -281,7 +318,8 @@ def _after_step(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
     window, synchronizer = optimizer._window, optimizer._synchronizer
     synchronizer.after_step(window.steps + 1)
     window.end_step()
-    period = optimizer._check_in_sync_every
+    window.use(synchronizer.gradients)
+    period = synchronizer.training.check_in_sync_every
     if period and window.steps % period == 0:
         check_tensors_in_sync(synchronizer.training.named, synchronizer.training.group)
 
@@ -298,13 +336,13 @@ def _check(strategy: Any, check_every: Any) -> None:
         )
 
 
-def _summary(strategy: Strategy, training: Training, passes: int, check_every: int) -> str:
+def _summary(strategy: Strategy, training: Training, passes: int) -> str:
     """Say what all ranks must have chosen alike."""
     options = training.options
     return (
         f"strategy={strategy}, op={options.op.name}, compression={options.compression}, "
         f"backward_passes_per_step={passes}, gradient_predivide_factor={options.predivide_factor}, "
         f"bucket_cap_bytes={options.bucket_cap_bytes}, error_if_nonfinite={options.error_if_nonfinite}, "
-        f"check_in_sync_every={check_every}, share_parameters={training.share_parameters}, "
+        f"check_in_sync_every={training.check_in_sync_every}, share_parameters={training.share_parameters}, "
         f"elementwise={training.elementwise}"
     )

@@ -1,11 +1,14 @@
 """`Replicated`: every rank has all parameters, and updates all of them with the same gradients."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from torch import Tensor
 
 from mpisgd.core.group import Group
 from mpisgd.gradients.reducer import GradientReducer
-from mpisgd.strategies.strategy import Synchronizer, Training
+from mpisgd.strategies.strategy import Synchronizer
+from mpisgd.strategies.training import Training
 
 __all__ = ["Replicated"]
 
@@ -21,6 +24,10 @@ class Replicated(Synchronizer):
 
     def _make_reducer(self) -> GradientReducer:
         return GradientReducer(self.training.named, self.training.group, self.training.options)
+
+    def consensus(self) -> Sequence[Tensor]:
+        """Return the parameters as they are."""
+        return [tensor.clone() for tensor in self.averaged]
 
     def state_dict(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the optimizer's state, and what compressors keep of this rank's gradients."""

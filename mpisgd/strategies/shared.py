@@ -20,7 +20,7 @@ from mpisgd.sharding.sharded_gradient import ShardedGradient
 from mpisgd.sharding.sharded_reducer import ShardedReducer
 from mpisgd.sharding.shared_parameters import SharedParameters
 from mpisgd.strategies.replicated import Replicated
-from mpisgd.strategies.strategy import Training
+from mpisgd.strategies.training import Training
 
 __all__ = ["Shared"]
 

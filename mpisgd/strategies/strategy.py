@@ -9,53 +9,22 @@ below; everything else (accumulation windows, `no_sync`, hooks, agreement on par
 """
 
 import abc
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from mpisgd.collectives.coalesced import all_reduce_coalesced
 from mpisgd.core.group import Group
+from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.accumulation import GradientSync
-from mpisgd.gradients.options import ReductionOptions
+from mpisgd.strategies.compatibility import OPTIONS
+from mpisgd.strategies.training import Training
 
-__all__ = ["Strategy", "Synchronizer", "Training"]
-
-
-class Training(NamedTuple):
-    """What a strategy is made to work on.
-
-    Attributes:
-        optimizer_ref: a weak reference to the wrapped optimizer: one that the program has forgotten must be
-            gone at once, or it would go on reducing gradients, on each rank until another moment.
-        named: all its parameters, with names, in the order of its groups.
-        group: the ranks that train together.
-        options: how gradients are to be reduced, where the strategy reduces them.
-        share_parameters: whether a host keeps one copy of the parameters.
-        elementwise: whether the user says that the optimizer updates each element by itself.
-    """
-
-    optimizer_ref: "weakref.ref[torch.optim.Optimizer]"
-    named: Sequence[tuple[str, Tensor]]
-    group: Group
-    options: ReductionOptions
-    share_parameters: bool = False
-    elementwise: bool = False
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The wrapped optimizer."""
-        optimizer = self.optimizer_ref()
-        assert optimizer is not None
-        return optimizer
-
-    @property
-    def params(self) -> list[Tensor]:
-        """The parameters of the optimizer, as its groups have them now."""
-        return [param for group in self.optimizer.param_groups for param in group["params"]]
+__all__ = ["Strategy", "Synchronizer"]
 
 
 class Synchronizer:
@@ -97,6 +66,25 @@ class Synchronizer:
         """Clip the gradients of the optimizer by their norm; return the norm."""
         return torch.nn.utils.clip_grad_norm_(self.training.params, max_norm, norm_type, error_if_nonfinite)
 
+    def consensus(self) -> Sequence[Tensor]:
+        """Return what the ranks' parameters and buffers stand for together, in new memory. Collective.
+
+        By default their mean.
+        """
+        values = [tensor.detach().clone() for tensor in self.averaged]
+        all_reduce_coalesced(values, ReduceOp.AVG, self.training.group)
+        return values
+
+    @property
+    def averaged(self) -> list[Tensor]:
+        """The tensors of which ranks may have values of their own: parameters and buffers with a fraction."""
+        return [*self.trainable, *_continuous(self.training.buffers)]
+
+    @property
+    def trainable(self) -> list[Tensor]:
+        """The parameters that a step can change."""
+        return _continuous([param for _, param in self.training.named])
+
     def state_dict(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the optimizer's state, which `make` makes of what the optimizer has now."""
         return make()
@@ -113,21 +101,31 @@ class Synchronizer:
         self.training = self.training._replace(group=group)
 
 
+def _continuous(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.detach() for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
+
+
 @dataclass(frozen=True)
 class Strategy(abc.ABC):
     """How the ranks' models relate between two steps. A subclass is a frozen dataclass.
 
     Its fields are what all ranks must have chosen alike: `repr(strategy)` is compared at construction.
+
+    Attributes:
+        excludes: names of `compatibility.OPTIONS` that it cannot follow; by default `share_parameters`.
     """
+
+    excludes: ClassVar[frozenset[str]] = frozenset({"share_parameters"})
 
     def check(self, training: Training) -> None:
         """Raise where the strategy cannot do what `training` asks for; before anything is sent.
 
         Raises:
-            InvalidArgument: says what does not go together. By default: `share_parameters`.
+            InvalidArgument: says what does not go together.
         """
-        if training.share_parameters:
-            raise InvalidArgument(f"DistributedOptimizer: share_parameters=True does not go with {self}")
+        for name in sorted(self.excludes):
+            if (chosen := OPTIONS[name](training)) is not None:
+                raise InvalidArgument(f"DistributedOptimizer: {name}={chosen} does not go with {self}")
 
     @abc.abstractmethod
     def synchronizer(self, training: Training) -> Synchronizer:

@@ -4,6 +4,7 @@ N ranks compute what one process computes on the joined batch.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -11,7 +12,8 @@ from mpisgd.errors import InvalidArgument
 from mpisgd.sharding.shared_parameters import check_shareable
 from mpisgd.strategies.replicated import Replicated
 from mpisgd.strategies.shared import Shared
-from mpisgd.strategies.strategy import Strategy, Synchronizer, Training
+from mpisgd.strategies.strategy import Strategy, Synchronizer
+from mpisgd.strategies.training import Training
 
 __all__ = ["Synchronous"]
 
@@ -20,8 +22,11 @@ __all__ = ["Synchronous"]
 class Synchronous(Strategy):
     """All ranks have the same parameters and apply the same gradients in every step. The default."""
 
+    excludes: ClassVar[frozenset[str]] = frozenset({"named_buffers"})
+
     def check(self, training: Training) -> None:
         """Raise where the parameters cannot be shared, or updated apart, if they are to be."""
+        super().check(training)
         if not training.share_parameters:
             return
         if isinstance(training.optimizer, torch.optim.LBFGS):

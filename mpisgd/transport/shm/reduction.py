@@ -167,7 +167,7 @@ def _starts_for(rank: int, size: int, nbytes: int) -> tuple[int, ...]:
 
 def slot_bytes(size: int) -> int:
     """Return the most bytes that a chunk of `reduce_to_owners` may have, with `size` ranks."""
-    return BUFFER_BYTES // size // ALIGN_BYTES * ALIGN_BYTES
+    return min(CHUNK_BYTES, BUFFER_BYTES // size) // ALIGN_BYTES * ALIGN_BYTES
 
 
 def reduce_to_owners(

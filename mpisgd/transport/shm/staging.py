@@ -26,8 +26,8 @@ __all__ = [
     "typed_pieces",
 ]
 
-BUFFER_BYTES = 2**20  # of each of a rank's two staging buffers
-# Where every rank has a core, 256 KiB to 1 MiB (a whole buffer) do equally well; where four ranks share two,
+BUFFER_BYTES = 2**21  # of each of a rank's two staging buffers
+# Where every rank has a core, 256 KiB to 1 MiB do equally well; where four ranks share two,
 # 512 KiB does best: smaller chunks mean more barriers, larger ones leave the cache.
 CHUNK_BYTES = 2**19
 

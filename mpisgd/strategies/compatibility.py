@@ -1,0 +1,35 @@
+"""What goes with what: the options of `DistributedOptimizer` that a strategy may not be able to follow."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mpisgd.strategies.training import Training
+
+__all__ = ["LOCAL_STEPS", "OPTIONS"]
+
+
+def _unless(default: Any, value: Any) -> Any:
+    return None if value == default else value
+
+
+# What the user has chosen of each option, None where that is its default.
+OPTIONS: Mapping[str, Callable[[Training], Any]] = {
+    "share_parameters": lambda training: _unless(False, training.share_parameters),
+    "op": lambda training: _unless("AVG", training.options.op.name),
+    "gradient_predivide_factor": lambda training: _unless(1.0, training.options.predivide_factor),
+    "error_if_nonfinite": lambda training: _unless(False, training.options.error_if_nonfinite),
+    "check_in_sync_every": lambda training: _unless(0, training.check_in_sync_every),
+    "compression": lambda training: _unless(None, _compression(training)),
+    "named_buffers": lambda training: "..." if training.buffers else None,
+}
+
+# Of strategies whose ranks step with gradients of their own: there is no sum of gradients, and the ranks'
+# parameters differ in between.
+LOCAL_STEPS = frozenset(
+    {"share_parameters", "op", "gradient_predivide_factor", "error_if_nonfinite", "check_in_sync_every"}
+)
+
+
+def _compression(training: Training) -> str | None:
+    compresses = any(training.options.compression.changes(param.dtype) for _, param in training.named)
+    return repr(training.options.compression) if compresses else None

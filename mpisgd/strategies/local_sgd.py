@@ -1,0 +1,194 @@
+"""`LocalSGD`: every rank trains by itself, and every few steps the parameters become their mean.
+
+With x_i the parameters of rank i of p, and u_i the update of its optimizer (Stich 2019):
+
+    x_i <- x_i - u_i                           every step
+    x_i <- (x_1 + ... + x_p) / p               after every `sync_every` steps
+
+Post-local SGD (Lin et al. 2020) begins with `warmup_steps` synchronous steps, and its hierarchical form takes
+the mean over the ranks of a host more often than that over all.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from mpisgd.arguments import check_flag, check_positive
+from mpisgd.collectives.coalesced import all_reduce_coalesced
+from mpisgd.core.group import Group
+from mpisgd.dtypes import ReduceOp
+from mpisgd.errors import InvalidArgument
+from mpisgd.gradients.accumulation import GradientSync
+from mpisgd.gradients.reducer import GradientReducer
+from mpisgd.job.groups import open_group
+from mpisgd.strategies.compatibility import LOCAL_STEPS
+from mpisgd.strategies.local_training import LocalSynchronizer
+from mpisgd.strategies.strategy import Strategy
+from mpisgd.strategies.tensor_mean import TensorMean
+from mpisgd.strategies.training import Training
+
+__all__ = ["LocalSGD"]
+
+LEVELS = ("host", "job")
+
+
+@dataclass(frozen=True)
+class LocalSGD(Strategy):
+    """Ranks train by themselves; every `sync_every` steps their parameters become the mean of all.
+
+    Between two such steps nothing is sent: on average a step sends 1 / sync_every of what a synchronous one
+    does. Each rank keeps its own optimizer state, such as momentum, unless `average_state` is set.
+
+    Args:
+        sync_every: steps from one mean to the next; 1: synchronous SGD, for plain SGD.
+        warmup_steps: so many synchronous steps come first.
+        hierarchy: instead of `sync_every`, `{"host": 4, "job": 32}`: a mean over each host's ranks every 4
+            steps, over all ranks every 32, which must be a multiple.
+        average_state: whether the floating-point state of the optimizer is averaged with the parameters.
+        growth: what each period is multiplied by, and rounded up, for the next one; at least 1.
+        max_sync_every: the longest period, if they grow.
+
+    Compression applies to the difference from the mean before; that takes a copy of the parameters.
+    """
+
+    sync_every: int | None = None
+    warmup_steps: int = 0
+    hierarchy: Mapping[str, int] | None = None
+    average_state: bool = False
+    growth: float = 1.0
+    max_sync_every: int | None = None
+
+    excludes: ClassVar[frozenset[str]] = LOCAL_STEPS
+
+    def __post_init__(self) -> None:
+        if (self.sync_every is None) == (self.hierarchy is None):
+            raise InvalidArgument(
+                "LocalSGD: expected either sync_every=, or hierarchy={'host': 4, 'job': 32}"
+            )
+        if self.sync_every is not None:
+            check_positive("LocalSGD", "sync_every", self.sync_every, whole=True)
+        if self.warmup_steps != 0:
+            check_positive("LocalSGD", "warmup_steps", self.warmup_steps, whole=True)
+        if self.max_sync_every is not None:
+            check_positive("LocalSGD", "max_sync_every", self.max_sync_every, whole=True)
+        check_flag("LocalSGD", "average_state", self.average_state)
+        check_positive("LocalSGD", "growth", self.growth)
+        if not 1 <= self.growth < math.inf:
+            raise InvalidArgument(f"LocalSGD: growth={self.growth}; expected a finite number, at least 1")
+        if self.hierarchy is not None:
+            self._check_hierarchy(self.hierarchy)
+
+    def _check_hierarchy(self, periods: Mapping[str, int]) -> None:
+        if not isinstance(periods, Mapping) or sorted(periods) != sorted(LEVELS):
+            raise InvalidArgument(f"LocalSGD: hierarchy={periods!r}; expected {{'host': 4, 'job': 32}}")
+        for level in LEVELS:
+            check_positive("LocalSGD", f"hierarchy[{level!r}]", periods[level], whole=True)
+        if periods["job"] % periods["host"]:
+            raise InvalidArgument(
+                f"LocalSGD: hierarchy={periods!r}; the period of the job must be a multiple of the host's"
+            )
+        if self.growth != 1:
+            raise InvalidArgument("LocalSGD: growth goes with sync_every, not with hierarchy")
+
+    @property
+    def period(self) -> int:
+        """Steps from one mean over all ranks to the next, at first."""
+        period = self.sync_every if self.hierarchy is None else self.hierarchy["job"]
+        assert period is not None
+        return period
+
+    def next_period(self, period: int) -> int:
+        """Return the period that follows `period`."""
+        longest = math.inf if self.max_sync_every is None else max(self.max_sync_every, self.period)
+        return int(min(math.ceil(period * self.growth), longest))
+
+    def is_due_on_host(self, since_mean: int) -> bool:
+        """Return whether the ranks of a host take their mean now, so many steps after that of all."""
+        return self.hierarchy is not None and since_mean % self.hierarchy["host"] == 0
+
+    def synchronizer(self, training: Training) -> "LocalSGDSynchronizer":
+        """Return what averages the parameters. Collective."""
+        return LocalSGDSynchronizer(training, self)
+
+
+class LocalSGDSynchronizer(LocalSynchronizer):
+    """Averages the parameters after the steps that `LocalSGD` names."""
+
+    def __init__(self, training: Training, strategy: LocalSGD) -> None:
+        super().__init__(training)
+        self._strategy = strategy
+        self._period, self._since_mean = strategy.period, 0
+        self._last: list[Tensor] = []  # the mean before, where its changes are compressed
+        self.reopen()
+
+    def reopen(self) -> None:
+        """See `LocalSynchronizer`. A warm-up begins with new gradients."""
+        group, options = self.training.group, self.training.options
+        self._host = _host_group(group) if self._strategy.hierarchy else None
+        self._mean = TensorMean(self.averaged, group, options)
+        self._reducer = None
+        if self.steps < self._strategy.warmup_steps:
+            self._reducer = GradientReducer(self.training.named, group, options)
+        self._choose_gradients()
+
+    def _choose_gradients(self) -> None:
+        """Reduce gradients during the warm-up, and leave them on their rank afterwards."""
+        warm = self._reducer is not None and self.steps < self._strategy.warmup_steps
+        self.gradients = self._reducer if warm and self._reducer is not None else GradientSync()
+
+    def begin(self) -> None:
+        """Note what changes will be counted from, if they are to be compressed."""
+        self._last = [tensor.clone() for tensor in self.averaged] if self._mean.compresses else []
+
+    def synchronize(self) -> None:
+        """Take the mean that is due, if one is. Collective then."""
+        if self.steps <= self._strategy.warmup_steps:
+            if self.steps == self._strategy.warmup_steps:
+                self._choose_gradients()
+                self.begin()
+            return
+        self._since_mean += 1
+        if self._since_mean >= self._period:
+            self._since_mean, self._period = 0, self._strategy.next_period(self._period)
+            self._average()
+        elif self._host is not None and self._strategy.is_due_on_host(self._since_mean):
+            all_reduce_coalesced([*self.averaged, *self._state()], ReduceOp.AVG, self._host)
+
+    def _average(self) -> None:
+        """Take the mean over all ranks: of the parameters, or of what they have changed by."""
+        tensors = self.averaged
+        if self._last:
+            changes = torch._foreach_sub(tensors, self._last)
+            self._mean.start(changes)
+            torch._foreach_add_(self._last, changes)
+            torch._foreach_copy_(tensors, self._last)
+        else:
+            self._mean.start(tensors)
+        all_reduce_coalesced(self._state(), ReduceOp.AVG, self.training.group)
+
+    def _state(self) -> list[Tensor]:
+        return self.state_tensors() if self._strategy.average_state else []
+
+    def own_state(self) -> dict[str, Any]:
+        """Return where the periods stand, and what compressors keep."""
+        kept = {"last": self._last, "compression": self._mean.state_dict()}
+        return {"period": self._period, "since_mean": self._since_mean, **kept}
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        """Take over what `own_state` has returned."""
+        self._period, self._since_mean = state["period"], state["since_mean"]
+        self._last = [tensor.clone() for tensor in state["last"]]
+        self._mean.load_state_dict(state["compression"])
+        self._choose_gradients()
+
+
+def _host_group(group: Group) -> Group | None:
+    """Return the members of `group` on this rank's host as a group, None if it is alone there. Collective."""
+    nodes = group.topology.nodes
+    here = next(number for number, ranks in enumerate(nodes) if group.rank in ranks)
+    members = [group.ranks[rank] for rank in nodes[here]]
+    return open_group(members, name=f"host {here} of {group.name}") if len(members) > 1 else None

@@ -1,0 +1,107 @@
+"""`TensorMean`: the mean over ranks of tensors that are not gradients, compressed where that is asked for."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from mpisgd.collectives.coalesced import all_reduce_coalesced
+from mpisgd.collectives.packing import Packer
+from mpisgd.compress.compressor import BucketLayout, BucketReducer
+from mpisgd.core.consistency import Operation
+from mpisgd.core.group import Group
+from mpisgd.core.work import Work
+from mpisgd.dtypes import ReduceOp, dtype_name
+from mpisgd.gradients.bucketing import plan_buckets
+from mpisgd.gradients.options import ReductionOptions
+from mpisgd.gradients.plan import item_of, name_devices
+
+__all__ = ["TensorMean"]
+
+
+class _Bucket(NamedTuple):
+    """Tensors that are compressed together; `indices` say which of those that are given."""
+
+    indices: tuple[int, ...]
+    reducer: BucketReducer
+
+
+class TensorMean:
+    """Replaces tensors by their mean over a group, time and again.
+
+    Args:
+        like: tensors of the shapes and dtypes that will be given.
+        group: the ranks.
+        options: of them `compression` and `bucket_cap_bytes`.
+    """
+
+    def __init__(self, like: Sequence[Tensor], group: Group, options: ReductionOptions) -> None:
+        self._group = group
+        changed = [i for i, tensor in enumerate(like) if options.compression.changes(tensor.dtype)]
+        devices = name_devices([tensor.device for tensor in like])
+        buckets = plan_buckets(
+            [item_of(i, like[i], devices[like[i].device]) for i in changed if group.size > 1],
+            cap_bytes=options.bucket_cap_bytes,
+            align_bytes=1,
+        )
+        self._buckets = [_Bucket(b.indices, _reducer([like[i] for i in b.indices], options)) for b in buckets]
+        compressed = {index for bucket in self._buckets for index in bucket.indices}
+        self._plain = [i for i in range(len(like)) if i not in compressed]
+
+    @property
+    def compresses(self) -> bool:
+        """Whether any of the tensors travels as something else."""
+        return bool(self._buckets)
+
+    def start(self, tensors: Sequence[Tensor], *, async_op: bool = False) -> Callable[[], None]:
+        """Begin to replace `tensors` by their mean; return what waits until that is done. Collective.
+
+        Args:
+            tensors: as many as at first, of the same shapes and dtypes; nobody else touches them until then.
+            async_op: return at once, and let the group's thread do it; else it is done on return.
+
+        Raises:
+            CollectiveMismatch: ranks do different things; raised on every rank.
+        """
+        works: list[tuple[Work | None, Packer]] = []
+        for bucket in self._buckets:
+            packer = Packer()
+            flat = packer.write_as_one([tensors[i] for i in bucket.indices], keep=True)
+            works.append((self._submit(bucket, flat, async_op), packer))
+        if plain := [tensors[i] for i in self._plain]:
+            works.append((all_reduce_coalesced(plain, ReduceOp.AVG, self._group, async_op), Packer()))
+
+        def wait() -> None:
+            for work, packer in works:
+                if work is not None:
+                    work.wait()
+                packer.finish()
+
+        if not async_op:
+            wait()
+        return wait
+
+    def _submit(self, bucket: _Bucket, flat: Tensor, async_op: bool) -> Work | None:
+        operation = Operation("compressed mean", "AVG", dtype_name(flat.dtype), (flat.numel(),))
+        return self._group.queue.run(
+            operation,
+            lambda: bucket.reducer.reduce(flat, self._group, ReduceOp.AVG),
+            tensors=[flat],
+            async_op=async_op,
+        )
+
+    def state_dict(self) -> list[Mapping[str, Any]]:
+        """Return what compressors keep on this rank, a state for each bucket."""
+        return [bucket.reducer.state_dict() for bucket in self._buckets]
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Take over what `state_dict()` has returned; nothing where buckets are others."""
+        if len(states) == len(self._buckets):
+            for bucket, state in zip(self._buckets, states, strict=True):
+                if state:
+                    bucket.reducer.load_state_dict(state)
+
+
+def _reducer(tensors: Sequence[Tensor], options: ReductionOptions) -> BucketReducer:
+    """Return what reduces a bucket of `tensors`, which travels from the memory of the host."""
+    return options.compression.reducer(BucketLayout(tuple(t.shape for t in tensors), tensors[0].dtype))

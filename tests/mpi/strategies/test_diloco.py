@@ -1,0 +1,178 @@
+"""`DiLoCo` is what its papers define, simulated in one process."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from simulation import STEPS, Simulated, adam, close, one_step, sgd, snapshot, trained, wrapped
+from verdicts import everyone, raises_everywhere, same_on_all_ranks
+
+import mpisgd
+from mpisgd import DiLoCo
+from mpisgd.errors import InvalidArgument
+
+
+class Outer:
+    """Outer SGD with Nesterov's momentum on some parameters, by hand."""
+
+    def __init__(self, simulated: Simulated, which: list[int], lr: float, momentum: float, nesterov: bool):
+        self.simulated, self.which = simulated, which
+        self.lr, self.momentum, self.nesterov = lr, momentum, nesterov
+        everything = simulated.alike()
+        self.values = {i: everything[i][0].detach().clone() for i in which}
+        self.velocity = {i: torch.zeros_like(value) for i, value in self.values.items()}
+        self.changes: dict[int, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def measure(self) -> None:
+        for i in self.which:
+            mean = torch.stack(list(self.simulated.alike()[i])).mean(0)
+            self.changes[i] = self.values[i] - mean
+
+    @torch.no_grad()
+    def step(self, alpha: float = 0.0) -> None:
+        for i in self.which:
+            change = self.changes[i]
+            self.velocity[i] = self.momentum * self.velocity[i] + change
+            along = change + self.momentum * self.velocity[i] if self.nesterov else self.velocity[i]
+            self.values[i] = self.values[i] - self.lr * along
+            for param in self.simulated.alike()[i]:
+                param.copy_(alpha * param + (1 - alpha) * self.values[i])
+
+
+@pytest.mark.parametrize("make", [sgd, adam])
+def test_it_equals_its_simulation(make):
+    simulated = Simulated(make)
+    outer = Outer(simulated, [0, 1, 2, 3], 0.7, 0.9, True)
+    for step in range(1, STEPS + 1):
+        simulated.step(step)
+        if step % 4 == 0:
+            outer.measure()
+            outer.step()
+    close(trained(make, DiLoCo(4)), simulated.mine())
+
+
+def test_slow_momentum_equals_its_definition():
+    """u <- beta u + (z - mean) / gamma; z <- z - alpha gamma u (SlowMo, algorithm 1)."""
+    gamma, alpha, beta = 0.1, 0.9, 0.6
+    simulated = Simulated(sgd)
+    values = [same[0].detach().clone() for same in simulated.alike()]
+    slow = [torch.zeros_like(value) for value in values]
+    for step in range(1, STEPS + 1):
+        simulated.step(step)
+        if step % 5 == 0:
+            with torch.no_grad():
+                for i, same in enumerate(simulated.alike()):
+                    slow[i] = beta * slow[i] + (values[i] - torch.stack(list(same)).mean(0)) / gamma
+                    values[i] = values[i] - alpha * gamma * slow[i]
+                    for param in same:
+                        param.copy_(values[i])
+    close(trained(sgd, DiLoCo.slow_momentum(5, momentum=beta, lr=alpha)), simulated.mine())
+
+
+@pytest.mark.parametrize("overlap", [0, 2])
+def test_fragments_are_synchronised_at_steps_of_their_own(overlap):
+    simulated = Simulated(sgd)
+    # 40, 5, 5 and 1 elements: the first half of the bytes is the first weight.
+    outers = [Outer(simulated, which, 0.7, 0.9, True) for which in ([0], [1, 2, 3])]
+    for step in range(1, STEPS + 1):
+        simulated.step(step)
+        for outer, first in zip(outers, (0, 3), strict=True):
+            since = step - first
+            if outer.changes and overlap and since % 6 == overlap:
+                outer.step(alpha=0.25)
+            if since >= 0 and since % 6 == 0:
+                outer.measure()
+                if not overlap:
+                    outer.step()
+    strategy = DiLoCo(6, fragments=2, overlap_steps=overlap, overlap_alpha=0.25)
+    close(trained(sgd, strategy), simulated.mine())
+
+
+def test_an_outer_step_of_one_is_the_mean_of_the_models():
+    strategy = DiLoCo(4, outer_options={"lr": 1.0})
+    close(trained(sgd, strategy), snapshot(trained(sgd, mpisgd.LocalSGD(4))))
+
+
+def test_any_outer_optimizer_does():
+    model = trained(sgd, DiLoCo(4, outer_optimizer=torch.optim.Adam, outer_options={"lr": 0.01}))
+    same_on_all_ranks([param.tolist() for param in model.parameters()])
+
+
+@pytest.mark.parametrize("saved_at", [8, 9])
+def test_a_training_that_is_saved_goes_on_as_if_it_was_not(saved_at):
+    strategy = DiLoCo(6, fragments=2, overlap_steps=3)
+    model, optimizer = wrapped(sgd, strategy)
+    again, resumed = wrapped(sgd, strategy)
+    for step in range(1, STEPS + 1):
+        one_step(model, optimizer, mpisgd.rank(), step)
+        if step == saved_at:
+            again.load_state_dict(model.state_dict())
+            resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        elif step > saved_at:
+            one_step(again, resumed, mpisgd.rank(), step)
+    close(again, snapshot(model), 0.0)
+
+
+def test_a_state_without_the_strategy_is_taken_over():
+    model, optimizer = wrapped(sgd, DiLoCo(4))
+    plain = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    one_step(model, plain, 0, 1)
+    optimizer.load_state_dict(plain.state_dict())
+    everyone(optimizer.param_groups[0]["lr"] == 0.05)
+    one_step(model, optimizer, mpisgd.rank(), 2)
+
+
+def test_added_parameters_are_synchronised_too():
+    model, optimizer = wrapped(sgd, DiLoCo(4))
+    added = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    for step in range(1, 9):
+        if step == 3:
+            optimizer.add_param_group({"params": [added]})
+        added.grad = torch.full_like(added, float(mpisgd.rank() + step))
+        one_step_keeping(model, optimizer, step)
+    same_on_all_ranks(added.tolist())
+    everyone(bool((added != 0).all()))
+
+
+def one_step_keeping(model, optimizer, step):
+    """As `one_step`, without resetting gradients before."""
+    model.zero_grad()
+    model(torch.full((2, 8), float(step + mpisgd.rank()), dtype=torch.float64)).square().mean().backward()
+    optimizer.step()
+
+
+def test_consensus_is_the_outer_model():
+    model, optimizer = wrapped(sgd, DiLoCo(4))
+    for step in range(1, 7):
+        one_step(model, optimizer, mpisgd.rank(), step)
+        if step == 4:
+            after = snapshot(model)
+    with optimizer.consensus():
+        close(model, after, 0.0)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_another_outer_learning_rate_on_one_rank_is_found():
+    options = {"lr": 0.5 if mpisgd.rank() else 0.7}
+    with raises_everywhere(mpisgd.CollectiveMismatch) as caught:
+        wrapped(sgd, DiLoCo(4, outer_options=options))
+    everyone("'lr': 0.5" in caught.text, caught.text)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"sync_every": 0},
+        {"sync_every": 4, "overlap_steps": 4},
+        {"sync_every": 4, "fragments": 5},
+        {"sync_every": 4, "outer_optimizer": "sgd"},
+        {"sync_every": 4, "outer_options": {"learning_rate": 3}},
+        {"sync_every": 4, "overlap_alpha": 2},
+    ],
+)
+def test_wrong_arguments_are_named(arguments):
+    with pytest.raises(InvalidArgument, match="DiLoCo"):
+        DiLoCo(**arguments)

@@ -1,0 +1,171 @@
+"""`LocalSGD` equals its definition, simulated in one process; with a period of 1 it is synchronous SGD."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from simulation import STEPS, Simulated, adam, close, one_step, sgd, snapshot, trained, wrapped
+from verdicts import everyone, raises_everywhere, same_on_all_ranks
+
+import mpisgd
+from mpisgd import LocalSGD
+from mpisgd.errors import InvalidArgument
+from mpisgd.job.lifecycle import world
+
+
+@pytest.mark.parametrize("make", [sgd, adam])
+@pytest.mark.parametrize("warmup", [0, 6])
+def test_it_equals_its_simulation(make, warmup):
+    simulated = Simulated(make)
+    for step in range(1, STEPS + 1):
+        if step <= warmup:
+            simulated.synchronous_step(step)
+            continue
+        simulated.step(step)
+        if (step - warmup) % 4 == 0:
+            simulated.average()
+    close(trained(make, LocalSGD(4, warmup_steps=warmup)), simulated.mine())
+
+
+def test_a_period_of_one_is_synchronous_sgd():
+    def plain(params):
+        return torch.optim.SGD(params, lr=0.1)
+
+    close(trained(plain, LocalSGD(1)), snapshot(trained(plain, mpisgd.Synchronous())))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_between_two_means_the_models_differ():
+    model = trained(sgd, LocalSGD(4), steps=STEPS - 1)
+    with raises_everywhere(mpisgd.OutOfSync):
+        mpisgd.check_in_sync(model)
+
+
+def test_growing_periods():
+    strategy, due, period = LocalSGD(2, growth=1.5, max_sync_every=6), [], 2
+    while sum(due) < STEPS:
+        due.append(period)
+        period = min(6, math.ceil(period * 1.5))
+    assert due[:4] == [2, 3, 5, 6]
+    simulated, since, periods = Simulated(sgd), 0, iter(due)
+    period = next(periods)
+    for step in range(1, STEPS + 1):
+        simulated.step(step)
+        since += 1
+        if since == period:
+            simulated.average()
+            since, period = 0, next(periods)
+    close(trained(sgd, strategy), simulated.mine())
+
+
+def test_hosts_average_more_often_than_the_job():
+    simulated = Simulated(sgd)
+    for step in range(1, STEPS + 1):
+        simulated.step(step)
+        if step % 6 == 0:
+            simulated.average()
+        elif step % 2 == 0:
+            for ranks in world().topology.nodes:
+                simulated.average(list(ranks))
+    close(trained(sgd, LocalSGD(hierarchy={"host": 2, "job": 6})), simulated.mine())
+
+
+def test_the_state_is_averaged_where_asked_for():
+    simulated = Simulated(sgd)
+    for step in range(1, STEPS + 1):
+        simulated.step(step)
+        if step % 4 == 0:
+            simulated.average()
+            states = [optimizer.state for optimizer in simulated.optimizers]
+            for same in simulated.alike():
+                buffers = [state[p]["momentum_buffer"] for state, p in zip(states, same, strict=True)]
+                mean = torch.stack(buffers).mean(0)
+                for buffer in buffers:
+                    buffer.copy_(mean)
+    close(trained(sgd, LocalSGD(4, average_state=True)), simulated.mine())
+
+
+def test_buffers_take_their_mean_too():
+    norm = torch.nn.BatchNorm1d(3).double()
+    optimizer = mpisgd.DistributedOptimizer(
+        torch.optim.SGD(norm.parameters(), lr=0.0), strategy=LocalSGD(1), named_buffers=norm.named_buffers()
+    )
+    data = torch.arange(12, dtype=torch.float64).view(4, 3)
+    norm(data * (mpisgd.rank() + 1)).sum().backward()
+    optimizer.step()
+    means = [0.1 * (data * (rank + 1)).mean(0) for rank in range(mpisgd.size())]
+    everyone(torch.allclose(norm.running_mean, torch.stack(means).mean(0), atol=1e-12))
+    everyone(int(norm.num_batches_tracked) == 1)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_compressed_changes_keep_the_ranks_equal():
+    exact = snapshot(trained(sgd, LocalSGD(4)))
+    model = trained(sgd, LocalSGD(4), compression=mpisgd.Compression.bf16)
+    same_on_all_ranks([param.tolist() for param in model.parameters()])
+    close(model, exact, 0.02)
+    everyone(any(not torch.equal(a, b) for a, b in zip(model.parameters(), exact, strict=True)))
+
+
+def test_a_training_that_is_saved_goes_on_as_if_it_was_not():
+    strategy = LocalSGD(4, warmup_steps=3, growth=1.3, average_state=True)
+    model, optimizer = wrapped(sgd, strategy)
+    again, resumed = wrapped(sgd, strategy)
+    for step in range(1, STEPS + 1):
+        one_step(model, optimizer, mpisgd.rank(), step)
+        if step == 9:
+            again.load_state_dict(model.state_dict())
+            resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        elif step > 9:
+            one_step(again, resumed, mpisgd.rank(), step)
+    close(again, snapshot(model), 0.0)
+
+
+def test_consensus_is_the_mean_and_gives_the_own_model_back():
+    model, optimizer = wrapped(sgd, LocalSGD(100))
+    simulated = Simulated(sgd)
+    for step in (1, 2, 3):
+        one_step(model, optimizer, mpisgd.rank(), step)
+        simulated.step(step)
+    own = simulated.mine()
+    kept = [param.clone() for param in own]
+    simulated.average()
+    with optimizer.consensus():
+        close(model, simulated.mine())
+    close(model, kept)
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"share_parameters": True}, "share_parameters=True"),
+        ({"op": mpisgd.ReduceOp.SUM}, "op=SUM"),
+        ({"error_if_nonfinite": True}, "error_if_nonfinite=True"),
+        ({"check_in_sync_every": 3}, "check_in_sync_every=3"),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused(options, what):
+    with raises_everywhere(InvalidArgument) as caught:
+        wrapped(sgd, LocalSGD(4), **options)
+    everyone(f"{what} does not go with LocalSGD(sync_every=4" in caught.text, caught.text)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"sync_every": 0},
+        {"sync_every": 2.5},
+        {"sync_every": 4, "hierarchy": {"host": 2, "job": 4}},
+        {"hierarchy": {"host": 3, "job": 4}},
+        {"hierarchy": {"node": 3}},
+        {"sync_every": 4, "growth": 0.5},
+        {"sync_every": 4, "warmup_steps": -1},
+    ],
+)
+def test_wrong_arguments_are_named(arguments):
+    with pytest.raises(InvalidArgument, match="LocalSGD"):
+        LocalSGD(**arguments)
