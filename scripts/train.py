@@ -19,6 +19,7 @@ import importlib.util
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from itertools import islice
@@ -38,6 +39,7 @@ from train_state import Checkpointer, resume_from
 
 import mpisgd
 from mpisgd.cli.program import run_program
+from mpisgd.strategies.from_text import compressor_from_text, strategy_from_text
 
 Batch = tuple[Tensor, Tensor]
 
@@ -78,6 +80,8 @@ class Settings:
     batch_size: int
     seed: int
     dtype: DtypeName
+    strategy: str = "Synchronous"
+    compression: str = "none"
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -247,7 +251,12 @@ def build_training(
     model.to(settings.torch_dtype)
     optimizer = build_optimizer(settings.optimizer, model, scaled_lr(settings.lr, settings.batch_size))
     if sync:  # (3) from here on backward() averages the gradients over the ranks
-        optimizer = mpisgd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+        optimizer = mpisgd.DistributedOptimizer(
+            optimizer,
+            named_parameters=model.named_parameters(),
+            strategy=strategy_from_text(settings.strategy),
+            compression=compressor_from_text(settings.compression),
+        )
     scheduler = warm_up(optimizer, settings.warmup_epochs * len(batches))
     return Training(model, optimizer, scheduler, batches)
 
@@ -269,6 +278,13 @@ def train_epoch(training: Training, after_step: Callable[[], object]) -> float:
     mean = mean_over_ranks(training.total_and_count)  # (5) what one rank has seen is only its share
     training.total_and_count.zero_()
     return mean
+
+
+def common_model(optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+    """Inside, the model is what those of all ranks stand for, where a strategy lets them differ."""
+    if isinstance(optimizer, mpisgd.DistributedOptimizer):
+        return optimizer.consensus()
+    return nullcontext()
 
 
 @torch.no_grad()
@@ -296,7 +312,8 @@ def run_epochs(
         lr = training.scheduler.get_last_lr()[0]
         loss = train_epoch(training, after_step)
         rate = (order.seen - seen_before) / (time.perf_counter() - start)
-        epoch = Epoch(number, loss, accuracy(training.model, test_loader), rate, lr)
+        with common_model(training.optimizer):
+            epoch = Epoch(number, loss, accuracy(training.model, test_loader), rate, lr)
         training.history.append(epoch)
         yield epoch
 
@@ -315,6 +332,22 @@ def identity(settings: Settings, images: ImageData) -> dict[str, Any]:
         "--classes": images.num_classes,
         "training images": " x ".join(map(str, shape)),
     }
+
+
+def check_methods(strategy: str, compression: str, *, checkpoints: bool, sync: bool) -> None:
+    """Find out before the data is loaded what is misspelt, or does not go together."""
+    try:
+        chosen, compressor = strategy_from_text(strategy), compressor_from_text(compression)
+    except mpisgd.InvalidArgument as exc:
+        raise mpisgd.JobError(f"--{exc}") from exc
+    differs = chosen != mpisgd.Synchronous()
+    if not sync and (differs or compressor != mpisgd.Compression.none):
+        raise mpisgd.JobError("--no-sync does not go with --strategy and --compression")
+    if checkpoints and differs:
+        raise mpisgd.JobError(
+            f"--checkpoint-folder does not go with --strategy {strategy}: every rank has a model of its own, "
+            "and a checkpoint of this program has one"
+        )
 
 
 def check_outputs(plot: Path | None, *others: Path | None) -> None:
@@ -382,6 +415,12 @@ def main(
     metrics: Annotated[
         Path | None, typer.Option(readable=False, help="File for one line of JSON per epoch.")
     ] = None,
+    strategy: Annotated[
+        str, typer.Option(help="How the ranks' models relate, such as LocalSGD(8), DiLoCo(40).")
+    ] = "Synchronous",
+    compression: Annotated[
+        str, typer.Option(help="What gradients travel as, such as bf16, TopK(ratio=0.01).")
+    ] = "none",
     no_sync: Annotated[
         bool, typer.Option("--no-sync", help="Train every rank alone, for comparison.")
     ] = False,
@@ -390,11 +429,12 @@ def main(
     mpisgd.init()  # (1)
     if checkpoint_folder is None and (resume or checkpoint_every):
         raise mpisgd.JobError("--resume and --checkpoint-every need --checkpoint-folder")
+    check_methods(strategy, compression, checkpoints=checkpoint_folder is not None, sync=not no_sync)
     on_rank_0(lambda: check_outputs(plot, metrics))
     images = on_rank_0(lambda: load(data, num_classes=classes))
     check_batch_size(batch_size, len(images.train))
     lr = DEFAULT_LR[optimizer] if lr is None else lr
-    settings = Settings(model, optimizer, lr, warmup_epochs, batch_size, seed, dtype)
+    settings = Settings(model, optimizer, lr, warmup_epochs, batch_size, seed, dtype, strategy, compression)
     train_loader = train_batches(images.train.dataset(settings.torch_dtype), batch_size, seed)
     test_loader = test_batches(images.test.dataset(settings.torch_dtype))
     training = build_training(settings, images, train_loader, sync=not no_sync)

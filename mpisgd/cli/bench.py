@@ -3,6 +3,7 @@
 mpirun -np 2 python -m mpisgd bench collectives --json all.json --plot all.png
 mpirun -np 2 python -m mpisgd bench step
 mpirun -np 2 python -m mpisgd bench checks
+mpirun -np 4 -hostfile hosts python -m mpisgd bench strategies --plot strategies.png
 mpirun -np 2 -hostfile hosts python -m mpisgd bench overlap
 python -m mpisgd bench scaling --ranks 1,2,4          # these start mpirun themselves
 python -m mpisgd bench memory --ranks 2
@@ -149,6 +150,33 @@ def overlap(
     measure_in_job(
         "overlap", run_overlap, plan, output, _peers(peers), limit_s=limit_s, threads=threads, min_hosts=2
     )
+
+
+@bench.command()
+def strategies(
+    methods: Annotated[
+        str, typer.Option(help="Strategies, some with + a compression, between semicolons.")
+    ] = "",
+    epochs: Annotated[int, typer.Option(min=1, help="Of each training.")] = 15,
+    seeds: Annotated[int, typer.Option(min=1, help="Trainings of each method.")] = 3,
+    batch: Annotated[int, typer.Option(min=1, help="Images of a step, over all ranks.")] = 48,
+    width: Annotated[int, typer.Option(min=1, help="Of the network's hidden layers.")] = 128,
+    json_file: Json = None,
+    plot_file: Plot = None,
+    quick: Quick = False,
+    limit_s: TimeLimit = 3600.0,
+) -> None:
+    """Compare accuracy, time and bytes of strategies and compressions; best on several hosts."""
+    from mpisgd.bench.methods import DEFAULT_METHODS, methods_of
+    from mpisgd.bench.strategies import StrategiesPlan, run_strategies
+
+    output = Output(json_file, plot_file)
+    try:
+        chosen = methods_of(methods or ";".join(DEFAULT_METHODS))
+    except mpisgd.InvalidArgument as exc:
+        raise mpisgd.JobError(f"--methods: {exc}") from exc
+    plan = StrategiesPlan(chosen, 2 if quick else epochs, 1 if quick else seeds, batch, width)
+    measure_in_job("strategies", run_strategies, plan, output, limit_s=limit_s)
 
 
 @bench.command()

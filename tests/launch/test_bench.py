@@ -39,6 +39,26 @@ def check_spread(rows):
         assert 0 < row["min_s"] <= row["median_s"] <= row["max_s"]
 
 
+def test_strategies_are_compared_by_accuracy_time_and_bytes(tmp_path):
+    methods = (
+        "Synchronous; LocalSGD(4) + bf16; LocalSGD(hierarchy={'host': 2, 'job': 4}); DiLoCo(9, fragments=2)"
+    )
+    _, record = bench(tmp_path, "strategies", "--methods", methods, num_ranks=2)
+    check_header(record, "strategies", 2)
+    assert [row["variant"] for row in record["rows"]] == [part.strip() for part in methods.split(";")]
+    for row in record["rows"]:
+        assert row["accuracy"] > 0.2  # of ten classes, after two epochs
+        assert row["mib_sent"] == 0  # one host
+        assert len(row["curve"]) == 2
+        assert row["curve"][0][0] < row["curve"][1][0] == row["median_s"]
+
+
+def test_a_misspelt_strategy_is_named(tmp_path):
+    done = run_python("-m", "mpisgd", "bench", "strategies", "--methods", "LocalSDG(8)")
+    assert done.returncode == 2
+    assert "--methods: strategy 'LocalSDG(8)'" in done.stderr
+
+
 def test_collectives_are_measured_beside_mpi_gloo_and_the_limit(tmp_path):
     done, record = bench(tmp_path, "collectives", "--only", "all_reduce,gather", num_ranks=2)
     check_header(record, "collectives", 2)

@@ -18,6 +18,7 @@ __all__ = ["need_matplotlib", "plot"]
 Row = dict[str, Any]
 
 NUM_COLUMNS, NUM_TICKS, TITLE_CHARACTERS = 4, 7, 65
+LONG_NAME = 20  # characters, in a legend
 # Ours stand out, and a variant has the same colour in every panel.
 COLOURS = ("#0b6e4f", "#c8553d", "#3d6fb4", "#8a5a9e", "#d99a2b", "#5f6b73", "#2aa7a1", "#a23b72")
 GREY = "#4a4a4a"
@@ -45,7 +46,8 @@ def plot(path: Path, record: dict[str, Any]) -> None:
     from matplotlib import pyplot
 
     kind, panels = record["kind"], _panels(record)
-    draw = {"collectives": _draw_times, "scaling": _draw_scaling}.get(kind, _draw_bars)
+    special = {"collectives": _draw_times, "scaling": _draw_scaling, "strategies": _draw_accuracy}
+    draw = special.get(kind, _draw_bars)
     columns = min(max(len(panels), 1), NUM_COLUMNS)
     num_rows = -(-len(panels) // columns) or 1
     size = (5 * columns, 4 * num_rows + 0.6)
@@ -60,7 +62,10 @@ def plot(path: Path, record: dict[str, Any]) -> None:
     labels = [ax.get_legend_handles_labels() for ax in grid.flat]
     lines = {name: line for handles, names in labels for line, name in zip(handles, names, strict=True)}
     if lines:
-        figure.legend(list(lines.values()), list(lines), loc="outside lower center", ncols=6, frameon=False)
+        ncols = 6 if max(map(len, lines)) <= LONG_NAME else 3
+        figure.legend(
+            list(lines.values()), list(lines), loc="outside lower center", ncols=ncols, frameon=False
+        )
     figure.savefig(path, dpi=110, format="png")
     pyplot.close(figure)
 
@@ -68,8 +73,12 @@ def plot(path: Path, record: dict[str, Any]) -> None:
 def _panels(record: dict[str, Any]) -> dict[str, list[Row]]:
     """Return the rows of each panel, by its title."""
     kind = record["kind"]
-    special = {"collectives": ("collective", "dtype"), "scaling": ("model",)}
-    fields = special[kind] if kind in special else (LAYOUTS[kind].section,)
+    if kind == "strategies":
+        titles = ["accuracy against time"]
+        titles += ["accuracy against bytes sent"] * any(row["mib_sent"] for row in record["rows"])
+        return dict.fromkeys(titles, record["rows"])
+    fields_of = {"collectives": ("collective", "dtype"), "scaling": ("model",)}
+    fields = fields_of[kind] if kind in fields_of else (LAYOUTS[kind].section,)
     panels: dict[str, list[Row]] = {}
     for row in record["rows"]:
         panels.setdefault(", ".join(row[field] for field in fields), []).append(row)
@@ -97,6 +106,26 @@ def _draw_times(ax: "Axes", rows: Sequence[Row], record: dict[str, Any]) -> None
     _powers_of_two(ax, ticks, [as_bytes(nbytes) for nbytes in ticks], fontsize=7, rotation=30)
     ax.set(yscale="log", ylabel="microseconds (median, range)")
     ax.grid(alpha=0.25, which="major")
+
+
+def _draw_accuracy(ax: "Axes", rows: Sequence[Row], record: dict[str, Any]) -> None:
+    """Draw test accuracy over the seconds, or over the bytes, that a training has taken."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    in_bytes = "bytes" in ax.get_title()
+    for number, row in enumerate(rows):
+        style = ("-", "--", ":")[number // len(COLOURS) % 3]
+        x = [point[1] / 2**20 if in_bytes else point[0] for point in row["curve"]]
+        y = [100 * point[2] for point in row["curve"]]
+        ax.plot(x, y, style, marker=".", color=COLOURS[number % len(COLOURS)], label=row["variant"])
+    ax.set_xscale("log")
+    ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.xaxis.set_minor_formatter(NullFormatter())
+    label = "MiB sent by all hosts" if in_bytes else "seconds of training"
+    ax.set(xlabel=label, ylabel="test accuracy, %")
+    ax.set_ylim(bottom=max(0, min(100 * point[2] for row in rows for point in row["curve"])))
+    ax.grid(alpha=0.3)
 
 
 def _powers_of_two(ax: "Axes", ticks: Sequence[int], labels: Sequence[str], **style: Any) -> None:

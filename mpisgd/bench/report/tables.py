@@ -107,6 +107,17 @@ LAYOUTS = {
             _number("checks alone", "part_of_step", ".2%"),
         ],
     ),
+    "strategies": Layout(
+        "ways of training together: the digits, mean over seeds",
+        "section",
+        [
+            _number("test\naccuracy", "accuracy", ".2%"),
+            _number("worst\nseed", "accuracy_min", ".2%"),
+            Column("time", lambda row: as_time(row["median_s"])),
+            _number("x faster", "speed_up"),
+            _number("MiB sent\nby hosts", "mib_sent", ".2f"),
+        ],
+    ),
     "memory": Layout(
         "memory of the host, all ranks together",
         "training",

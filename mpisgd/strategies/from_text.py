@@ -1,0 +1,82 @@
+"""A strategy or a compressor from a text such as `LocalSGD(8)`: for command lines and configurations."""
+
+import ast
+from typing import Any
+
+import torch
+
+import mpisgd
+from mpisgd.arguments import check_text, shown
+from mpisgd.compress.compressor import Compressor
+from mpisgd.errors import InvalidArgument
+from mpisgd.strategies.strategy import Strategy
+
+__all__ = ["compressor_from_text", "strategy_from_text"]
+
+CASTS = ("none", "fp16", "bf16")
+
+
+def strategy_from_text(text: str) -> Strategy:
+    """Return the strategy that `mpisgd.<text>` would make, without running anything else.
+
+    Args:
+        text: a name, or a call whose arguments are literals or torch's optimizer classes by name:
+            `Synchronous`, `LocalSGD(8, warmup_steps=100)`, `DiLoCo(outer_optimizer=Adam)`.
+
+    Raises:
+        InvalidArgument: it is not of this form, names no strategy, or has arguments that it does not take.
+    """
+    made = _made("strategy", text, mpisgd)
+    if not isinstance(made, Strategy):
+        raise InvalidArgument(f"strategy {shown(text)}: expected such as LocalSGD(8) or DiLoCo(100)")
+    return made
+
+
+def compressor_from_text(text: str) -> Compressor:
+    """Return the compressor that `mpisgd.compress.<text>` would make, or that `none`, `fp16`, `bf16` name.
+
+    Raises:
+        InvalidArgument: as for `strategy_from_text`.
+    """
+    if text in CASTS:
+        cast: Compressor = getattr(mpisgd.Compression, text)
+        return cast
+    from mpisgd import compress
+
+    made = _made("compression", text, compress)
+    if not isinstance(made, Compressor):
+        raise InvalidArgument(f"compression {shown(text)}: expected such as fp16 or TopK(ratio=0.01)")
+    return made
+
+
+def _made(what: str, text: str, module: Any) -> Any:
+    check_text(what, what, text)
+    try:
+        node = ast.parse(text.strip(), mode="eval").body
+        call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
+        if not isinstance(call.func, ast.Name):
+            raise SyntaxError("expected a name, or a name with arguments in brackets")
+        arguments = [_literal(argument) for argument in call.args]
+        options = {str(keyword.arg): _literal(keyword.value) for keyword in call.keywords}
+    except (SyntaxError, ValueError) as exc:
+        raise InvalidArgument(f"{what} {shown(text)}: {exc}") from exc
+    name = call.func.id
+    kind = getattr(module, name) if name in module.__all__ else None
+    if not isinstance(kind, type) or not issubclass(kind, (Strategy, Compressor)):
+        raise InvalidArgument(f"{what} {shown(text)}: {name} is no {what}")
+    try:
+        return kind(*arguments, **options)
+    except TypeError as exc:
+        raise InvalidArgument(f"{what} {shown(text)}: {exc}") from exc
+
+
+def _literal(node: ast.expr) -> Any:
+    """Return the value of a literal, or the optimizer class of torch's that a name means."""
+    if isinstance(node, ast.Name):
+        found = getattr(torch.optim, node.id, None)
+        if isinstance(found, type) and issubclass(found, torch.optim.Optimizer):
+            return found
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        raise ValueError(f"{ast.unparse(node)} is no number, text or other literal") from None
