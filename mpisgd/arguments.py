@@ -16,9 +16,11 @@ __all__ = [
     "as_index",
     "as_path",
     "check_callable",
+    "check_count",
     "check_flag",
     "check_objects",
     "check_positive",
+    "check_ratio",
     "check_seed",
     "check_text",
     "has_state_dict",
@@ -89,6 +91,18 @@ def check_positive(name: str, what: str, value: Any, *, whole: bool = False) -> 
     if not number:
         expected = "a positive integer" if whole else "a positive number"
         raise InvalidArgument(f"{name}: {what}={shown(value)}; expected {expected}")
+
+
+def check_ratio(name: str, what: str, value: Any) -> None:
+    """Raise InvalidArgument unless `value` is a number above 0 and up to 1."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
+        raise InvalidArgument(f"{name}: {what}={shown(value)}; expected a number above 0 and up to 1")
+
+
+def check_count(name: str, what: str, value: Any) -> None:
+    """Raise InvalidArgument unless `value` is an integer, 0 or more."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise InvalidArgument(f"{name}: {what}={shown(value)}; expected an integer, 0 or more")
 
 
 def check_text(name: str, what: str, value: Any) -> None:

@@ -56,14 +56,39 @@ class BucketReducer(abc.ABC):
 
     @abc.abstractmethod
     def bytes_on_the_wire(self, size: int) -> int:
-        """Return how many bytes each of `size` ranks sends in one `reduce`."""
+        """Return how many bytes each of `size` ranks sends in one `reduce`.
+
+        Where that depends on the data or the step: in the last one, if there was any.
+        """
+
+    def put_back(self, start: int, arrived: Tensor) -> None:  # noqa: B027
+        """Take back what has arrived for a parameter that no rank has a gradient of, so it is not used.
+
+        What keeps nothing has sent zeros there. A residual grows by it on every rank, so nothing is lost.
+
+        Args:
+            start: of the parameter's elements in the bucket.
+            arrived: the mean over the ranks, of the parameter's elements.
+        """
+
+    def reset(self) -> None:  # noqa: B027
+        """Begin anew, as before the first step. What keeps nothing has nothing to do."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank keeps for the next step; {} where there is nothing."""
+        """Return what this rank keeps for the next step; {} where there is nothing.
+
+        What becomes of an entry when buckets regroup, or another rank loads it, depends on its type:
+
+        - a tensor [layout.numel] is this rank's own; it is cut by parameter and joined again
+        - a list with an entry for each of the layout's shapes is alike on all ranks; it is dealt out by
+          parameter, None where there was none
+        - a number, text, tuple or None is alike on all ranks and for all parameters, as a count of steps is
+        - anything else is this rank's own, and goes to a bucket of the same parameters only
+        """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict()` has returned for a bucket of the same parameters."""
+        """Take over what `state_dict()` has returned, as far as it is still there; see there."""
         assert not state, f"{type(self).__name__} returns a state and cannot load it"
 
 

@@ -1,48 +1,185 @@
-"""`CompressionState`: what the reducers of compressed buckets keep when plans, programs or ranks change."""
+"""`CompressionState`: what the reducers of compressed buckets keep when plans, programs or ranks change.
 
-from collections.abc import Mapping
-from typing import Any
+A state is taken apart by parameter and put together again, for buckets of other parameters in another order:
 
-from mpisgd.gradients.plan import Plan
+    bucket (2, 0)   residual [r2 r2 r2 | r0 r0]   factors [Q2, Q0]     steps 7
+    by parameter    2: residual, Q2, steps        0: residual, Q0, steps
+    bucket (0, 1)   residual [r0 r0 | 0 0 0 0]    factors [Q0, None]   steps 7
 
-__all__ = ["CompressionState"]
+`BucketReducer.state_dict` says which entries are what. A residual is this rank's own: the same rank of as
+many ranks gets it back from a state_dict. On another rank, or among another number of ranks, it begins at
+zero, and what the ranks that saved nothing had not sent yet is lost. What is alike on all ranks (factors,
+counts of steps) is taken over everywhere. Where the ranks change in a running job (`rebuild`), each keeps its
+own, and that of a rank that is gone is lost.
+"""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from mpisgd.accelerator.buffers import cut_by
+from mpisgd.compress.compressor import BucketReducer
+from mpisgd.core.group import Group
+from mpisgd.gradients.bucketing import Bucket
+
+__all__ = ["CompressionState", "ReducedBucket"]
+
+Entries = dict[str, dict[str, Any]]  # by parameter or bucket, then by name
+
+
+class ReducedBucket(Protocol):
+    """A bucket of tensors, by their numbers, and what reduces it."""
+
+    @property
+    def bucket(self) -> Bucket:
+        """Which tensors, and where each lies."""
+
+    @property
+    def reducer(self) -> BucketReducer:
+        """What reduces it, and may keep a state."""
+
+
+class _Kept:
+    """What reducers keep, taken apart.
+
+    Attributes:
+        own: this rank's, by parameter.
+        alike: what all ranks have alike, by parameter.
+        whole: this rank's, by bucket: what cannot be taken apart.
+    """
+
+    def __init__(self, state: Mapping[str, Any] | None = None) -> None:
+        state = {} if state is None else state
+        self.own: Entries = defaultdict(dict, {key: dict(e) for key, e in state.get("own", {}).items()})
+        self.alike: Entries = defaultdict(dict, {key: dict(e) for key, e in state.get("alike", {}).items()})
+        self.whole: Entries = {key: dict(e) for key, e in state.get("whole", {}).items()}
+
+    def add(self, bucket: Bucket, state: Mapping[str, Any]) -> None:
+        """Take the state of a bucket's reducer apart."""
+        keys, numels = _keys(bucket), _numels(bucket)
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.shape == (bucket.numel,):
+                for key, part in zip(keys, cut_by(value, numels), strict=True):
+                    self.own[key][name] = part
+            elif isinstance(value, list) and len(value) == len(keys):
+                for key, part in zip(keys, value, strict=True):
+                    self.alike[key][name] = [part]  # in a list: an entry for each parameter
+            elif value is None or isinstance(value, (bool, int, float, str, tuple)):
+                for key in keys:
+                    self.alike[key][name] = value
+            else:
+                self.whole.setdefault(_whole_key(bucket), {})[name] = value
+
+    def take(self, bucket: Bucket) -> dict[str, Any]:
+        """Put the state of a bucket together, of which nothing stays here; {} where there is nothing."""
+        keys, numels = _keys(bucket), _numels(bucket)
+        own = [self.own.pop(key, {}) for key in keys]
+        alike = [self.alike.pop(key, {}) for key in keys]
+        state: dict[str, Any] = self.whole.pop(_whole_key(bucket), {})
+        for name in _names(own):
+            state[name] = _joined([entries.get(name) for entries in own], numels)
+        for name in _names(alike):
+            values = [entries[name] for entries in alike if name in entries]
+            is_list = isinstance(values[0], list)
+            listed = [entries.get(name, [None])[0] for entries in alike] if is_list else []
+            state[name] = listed if is_list else values[0]
+        return state
+
+    def state_dict(self) -> dict[str, Entries]:
+        """Return it as plain dicts, without those that are empty."""
+        parts = {"own": self.own, "alike": self.alike, "whole": self.whole}
+        return {name: dict(entries) for name, entries in parts.items() if entries}
 
 
 class CompressionState:
-    """States of bucket reducers, by the parameters of the bucket.
+    """States of bucket reducers, by parameter.
 
-    A state goes to a bucket of the same parameters, in a later plan or a later run. One for whose parameters
-    there is no such bucket any more is dropped: the reducer begins anew, as at the first step.
+    Args:
+        group: of the ranks.
     """
 
-    def __init__(self) -> None:
-        self._plan: Plan | None = None
-        self._waiting: dict[str, Mapping[str, Any]] = {}
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._slots: Sequence[ReducedBucket] = ()
+        self._waiting = _Kept()  # of parameters that are in no bucket now
 
-    def move_to(self, plan: Plan) -> None:
-        """Give the reducers of a new plan what those of the old one keep."""
-        self._waiting = self.state_dict()
-        self._plan = plan
-        self._hand_out(plan)
+    def move_to(self, slots: Sequence[ReducedBucket]) -> None:
+        """Give the reducers of new buckets what those of the old ones keep."""
+        self._waiting = self._gathered()
+        self._slots = slots
+        self._hand_out()
 
-    def _hand_out(self, plan: Plan) -> None:
-        waiting, self._waiting = self._waiting, {}
-        for slot in plan.slots:
-            if (state := waiting.get(_key(slot.bucket.indices))) is not None:
+    def take_over(self, other: "CompressionState") -> None:
+        """Begin with what another one has; the reducers of both are this process's."""
+        self._waiting = other._gathered()
+
+    def _hand_out(self) -> None:
+        for slot in self._slots:
+            if state := self._waiting.take(slot.bucket):
                 slot.reducer.load_state_dict(state)
 
-    def state_dict(self) -> dict[str, Mapping[str, Any]]:
+    def _gathered(self) -> _Kept:
+        kept = _Kept(self._waiting.state_dict())
+        for slot in self._slots:
+            kept.add(slot.bucket, slot.reducer.state_dict())
+        return kept
+
+    def state_dict(self) -> dict[str, Any]:
         """Return this rank's states; {} where no reducer keeps anything."""
-        slots = () if self._plan is None else self._plan.slots
-        states = {_key(slot.bucket.indices): slot.reducer.state_dict() for slot in slots}
-        return {**self._waiting, **{key: state for key, state in states.items() if state}}
+        kept = self._gathered().state_dict()
+        return {**kept, "rank": self._group.rank, "size": self._group.size} if kept else {}
 
-    def load_state_dict(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take over what `state_dict()` has returned, now or as soon as there is a plan."""
-        self._waiting = dict(states)
-        if self._plan is not None:
-            self._hand_out(self._plan)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict()` has returned, now or as soon as there is a plan.
+
+        What is not in it begins anew; so does this rank's own where another rank has saved it.
+        """
+        copied = _copy({name: state[name] for name in ("own", "alike", "whole") if name in state})
+        self._waiting = _Kept(copied)
+        if (state.get("rank"), state.get("size")) != (self._group.rank, self._group.size):
+            self._waiting.own.clear()
+            self._waiting.whole.clear()
+        for slot in self._slots:
+            slot.reducer.reset()
+        self._hand_out()
 
 
-def _key(indices: tuple[int, ...]) -> str:
-    return ",".join(map(str, indices))
+def _keys(bucket: Bucket) -> list[str]:
+    return [str(index) for index in bucket.indices]
+
+
+def _whole_key(bucket: Bucket) -> str:
+    return ",".join(_keys(bucket))
+
+
+def _numels(bucket: Bucket) -> list[int]:
+    edges = [*bucket.offsets, bucket.numel]
+    return [stop - start for start, stop in itertools.pairwise(edges)]
+
+
+def _names(entries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names in any of them, each once, in a fixed order."""
+    return sorted({name for each in entries for name in each})
+
+
+def _joined(parts: Sequence[Tensor | None], numels: Sequence[int]) -> Tensor:
+    """Return parts side by side, with zeros where one is missing or has become another size."""
+    like = next(part for part in parts if part is not None)
+    whole = [
+        part if part is not None and part.numel() == numel else like.new_zeros(numel)
+        for part, numel in zip(parts, numels, strict=True)
+    ]
+    return torch.cat(whole)
+
+
+def _copy(tree: Any) -> Any:
+    """Return a copy of dicts and lists of tensors: the program may go on to change those."""
+    if isinstance(tree, Mapping):
+        return {key: _copy(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_copy(value) for value in tree]
+    return tree.detach().clone() if isinstance(tree, Tensor) else tree

@@ -12,10 +12,10 @@ from mpisgd.collectives.dispatch import device_backend, device_kind, run_in_queu
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.core.work import Work
-from mpisgd.dtypes import dtype_name
+from mpisgd.dtypes import ReduceOp, dtype_name
 from mpisgd.gradients.finite import mark_nonfinite
 from mpisgd.gradients.in_flight import InFlightReduction
-from mpisgd.gradients.kinds import KindsExchange
+from mpisgd.gradients.kinds import ALL_DENSE, DENSE, KindsExchange
 from mpisgd.gradients.options import ReductionOptions
 from mpisgd.gradients.plan import BucketSlot
 
@@ -77,7 +77,7 @@ class BucketLauncher:
             kinds.finish()
             assert kinds.joined is not None
             if not then(kinds.joined):
-                self._reduce_all(slots, flats)
+                self._reduce_all(slots, flats, kinds.joined)
 
         operation = self._operation(in_flight, what, dtype_name(flats[0].dtype), numel, "")
         self._group.queue.run(operation, reduce, before=kinds.before, transport="bucket by bucket")
@@ -94,7 +94,8 @@ class BucketLauncher:
 
         def reduce() -> None:
             kinds.finish()
-            self._reduce_one(slot, flat)
+            assert kinds.joined is not None
+            self._reduce_one(slot, flat, kinds.joined)
 
         with tracing.holding(self._contents(slot)):
             work = self._send_from_device(operation, flat)
@@ -178,15 +179,29 @@ class BucketLauncher:
 
     # -- inside the queue ---------------------------------------------------------------------------
 
-    def _reduce_all(self, slots: Sequence[BucketSlot], flats: Sequence[Tensor]) -> None:
-        """Reduce several buckets, one after the other."""
+    def _reduce_all(self, slots: Sequence[BucketSlot], flats: Sequence[Tensor], kinds: bytes) -> None:
+        """Reduce several buckets, one after the other; `kinds`: of their gradients, on any rank."""
+        start = 0
         for slot, flat in zip(slots, flats, strict=True):
+            stop = start + len(slot.bucket.indices)
             with tracing.part(self._group.queue.track, "gradients", flat.nbytes, self._contents(slot)):
-                self._reduce_one(slot, flat)
+                self._reduce_one(slot, flat, kinds[start:stop])
+            start = stop
 
-    def _reduce_one(self, slot: BucketSlot, flat: Tensor) -> None:
+    def _reduce_one(self, slot: BucketSlot, flat: Tensor, kinds: bytes) -> None:
         slot.reducer.reduce(flat, self._group, self._op)
+        if kinds.strip(ALL_DENSE):
+            self._put_back(slot, flat, kinds)
         self.undo_predivision(flat)
+
+    def _put_back(self, slot: BucketSlot, flat: Tensor, kinds: bytes) -> None:
+        """Let the reducer have what arrived for parameters that keep no gradient since no rank has one."""
+        edges = [*slot.bucket.offsets, slot.bucket.numel]
+        for kind, start, stop in zip(kinds, edges, edges[1:], strict=False):
+            if not kind & DENSE:
+                arrived = flat[start:stop]
+                mean = arrived / self._group.size if self._op is ReduceOp.SUM else arrived
+                slot.reducer.put_back(start, mean)
 
     def undo_predivision(self, flat: Tensor) -> None:
         """Turn a sum of what was divided before into the mean."""

@@ -50,7 +50,7 @@ class GradientReducer(GradientSync):
         self.group = group
         self.options = options
         self.sums = options.op is ReduceOp.SUM
-        self.compression_state = CompressionState()
+        self.compression_state = CompressionState(group)
         self._marks: dict[int, int] = {}
         self._in_flight = InFlightReduction()
         self.cover(named)
@@ -167,7 +167,7 @@ class GradientReducer(GradientSync):
             when=when,
             order=self._order_in_buckets(),
         )
-        self.compression_state.move_to(self._plan)
+        self.compression_state.move_to(self._plan.slots)
         self._known_sparse = self._plan.sparse
         return self._plan
 

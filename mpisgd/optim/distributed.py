@@ -53,8 +53,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             ranks. See docs/extending.md for one of your own.
         op: AVG, the gradient of the mean loss over ranks (equal to one process on the joined batch when the
             ranks have equal shares), or SUM.
-        compression: `Compression.fp16` or `.bf16` halve what dense float gradients cost on the wire; or
-            another `Compressor`. The same on all ranks.
+        compression: `Compression.fp16` or `.bf16` halve what dense float gradients cost on the wire;
+            `mpisgd.compress.TopK(ratio=0.01)` and others there send less, and approximate; or a `Compressor`
+            of your own. The same on all ranks.
         backward_passes_per_step: gradients are accumulated locally for this many `backward()`s and reduced
             at the last one. A window that is not full is reduced by `step()`; where something looks at the
             gradients before (clipping, GradScaler), call `synchronize()` first.
@@ -199,7 +200,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state, as the wrapped optimizer does. All ranks load the same.
 
-        What a compressor had kept goes to the buckets of the same parameters; other buckets begin anew.
+        What a compressor had kept goes with its parameters, whatever their buckets are now. A residual is a
+        rank's own: it goes to the same rank of as many ranks, and begins at zero on any other.
         """
         super().load_state_dict(state_dict)
         self._synchronizer.loaded(state_dict)

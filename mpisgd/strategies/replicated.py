@@ -35,10 +35,12 @@ class Replicated(Synchronizer):
         return {**make(), COMPRESSION: kept} if kept else make()
 
     def loaded(self, state_dict: Mapping[str, Any]) -> None:
-        """Give compressors back what they had kept."""
+        """Give compressors back what they had kept, as far as it is this rank's; see `CompressionState`."""
         self.gradients.compression_state.load_state_dict(state_dict.get(COMPRESSION, {}))
 
     def move_to(self, group: Group) -> None:
-        """Go on with other ranks; what compressors kept of the gradients is dropped."""
+        """Go on with other ranks; compressors keep this rank's own, and what others had kept is lost."""
         super().move_to(group)
+        kept = self.gradients.compression_state
         self.gradients = self._make_reducer()
+        self.gradients.compression_state.take_over(kept)

@@ -12,17 +12,18 @@ from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.core.work import Work
 from mpisgd.dtypes import ReduceOp, dtype_name
-from mpisgd.gradients.bucketing import plan_buckets
+from mpisgd.gradients.bucketing import Bucket, plan_buckets
+from mpisgd.gradients.compression_state import CompressionState
 from mpisgd.gradients.options import ReductionOptions
 from mpisgd.gradients.plan import item_of, name_devices
 
 __all__ = ["TensorMean"]
 
 
-class _Bucket(NamedTuple):
-    """Tensors that are compressed together; `indices` say which of those that are given."""
+class _Slot(NamedTuple):
+    """Tensors that are compressed together, and what reduces them."""
 
-    indices: tuple[int, ...]
+    bucket: Bucket
     reducer: BucketReducer
 
 
@@ -44,14 +45,16 @@ class TensorMean:
             cap_bytes=options.bucket_cap_bytes,
             align_bytes=1,
         )
-        self._buckets = [_Bucket(b.indices, _reducer([like[i] for i in b.indices], options)) for b in buckets]
-        compressed = {index for bucket in self._buckets for index in bucket.indices}
+        self._slots = [_Slot(b, _reducer([like[i] for i in b.indices], options)) for b in buckets]
+        self._state = CompressionState(group)
+        self._state.move_to(self._slots)
+        compressed = {index for bucket in buckets for index in bucket.indices}
         self._plain = [i for i in range(len(like)) if i not in compressed]
 
     @property
     def compresses(self) -> bool:
         """Whether any of the tensors travels as something else."""
-        return bool(self._buckets)
+        return bool(self._slots)
 
     def start(self, tensors: Sequence[Tensor], *, async_op: bool = False) -> Callable[[], None]:
         """Begin to replace `tensors` by their mean; return what waits until that is done. Collective.
@@ -64,10 +67,10 @@ class TensorMean:
             CollectiveMismatch: ranks do different things; raised on every rank.
         """
         works: list[tuple[Work | None, Packer]] = []
-        for bucket in self._buckets:
+        for slot in self._slots:
             packer = Packer()
-            flat = packer.write_as_one([tensors[i] for i in bucket.indices], keep=True)
-            works.append((self._submit(bucket, flat, async_op), packer))
+            flat = packer.write_as_one([tensors[i] for i in slot.bucket.indices], keep=True)
+            works.append((self._submit(slot, flat, async_op), packer))
         if plain := [tensors[i] for i in self._plain]:
             works.append((all_reduce_coalesced(plain, ReduceOp.AVG, self._group, async_op), Packer()))
 
@@ -81,25 +84,22 @@ class TensorMean:
             wait()
         return wait
 
-    def _submit(self, bucket: _Bucket, flat: Tensor, async_op: bool) -> Work | None:
+    def _submit(self, slot: _Slot, flat: Tensor, async_op: bool) -> Work | None:
         operation = Operation("compressed mean", "AVG", dtype_name(flat.dtype), (flat.numel(),))
         return self._group.queue.run(
             operation,
-            lambda: bucket.reducer.reduce(flat, self._group, ReduceOp.AVG),
+            lambda: slot.reducer.reduce(flat, self._group, ReduceOp.AVG),
             tensors=[flat],
             async_op=async_op,
         )
 
-    def state_dict(self) -> list[Mapping[str, Any]]:
-        """Return what compressors keep on this rank, a state for each bucket."""
-        return [bucket.reducer.state_dict() for bucket in self._buckets]
+    def state_dict(self) -> dict[str, Any]:
+        """Return what compressors keep on this rank; see `CompressionState`."""
+        return self._state.state_dict()
 
-    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Take over what `state_dict()` has returned; nothing where buckets are others."""
-        if len(states) == len(self._buckets):
-            for bucket, state in zip(self._buckets, states, strict=True):
-                if state:
-                    bucket.reducer.load_state_dict(state)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict()` has returned, as far as it is this rank's."""
+        self._state.load_state_dict(state)
 
 
 def _reducer(tensors: Sequence[Tensor], options: ReductionOptions) -> BucketReducer:

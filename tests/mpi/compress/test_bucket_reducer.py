@@ -92,15 +92,22 @@ def test_what_a_reducer_keeps_is_saved_and_loaded():
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_state_of_another_bucket_is_dropped():
+def test_a_state_goes_with_the_parameters_to_other_buckets():
     compression = example("compressor")["Signs"]()
     params, optimizer = wrapped(compression=compression)
     reduced(params, optimizer, 0)
-    saved = optimizer.state_dict()
+    saved = optimizer.state_dict()["compression"]["own"]
     again, resumed = wrapped(compression=compression, bucket_cap_bytes=64)
-    resumed.load_state_dict(saved)
-    reduced(again, resumed, 0)
-    everyone(set(saved["compression"]) & set(resumed.state_dict()["compression"]) == set())
+    resumed.load_state_dict(optimizer.state_dict())
+    arrived = reduced(again, resumed, 0)
+    left = resumed.state_dict()["compression"]["own"]
+    for which in range(2):
+        meant = gradient(mpisgd.rank(), 0, which) + saved[str(which)]["residual"]
+        residual = left[str(which)]["residual"]
+        sent = meant - residual  # one magnitude in each bucket, so of each parameter now
+        everyone(torch.allclose(sent.abs(), meant.abs().mean().expand(NUMEL), rtol=1e-12))
+        mpisgd.all_reduce(sent, mpisgd.ReduceOp.AVG)
+        everyone((sent - arrived[which]).abs().max().item() < 1e-12)
 
 
 @pytest.mark.parametrize("compression", [mpisgd.Compression.none, mpisgd.Compression.fp16])

@@ -8,7 +8,7 @@ from examples import example
 from verdicts import everyone
 
 import mpisgd
-from mpisgd import Compression, ReduceOp, config
+from mpisgd import Compression, ReduceOp, compress, config
 from mpisgd.compress.compressor import BucketLayout
 from mpisgd.compress.sum_reducer import SumReducer
 from mpisgd.core.consistency import Operation
@@ -58,3 +58,61 @@ def test_the_documented_compressor_sends_signs_and_a_magnitude(group):
     given = reduce(reducer, group, torch.float32)["Allgather"]
     everyone(given == NUMEL + 4, f"{given}")
     everyone(reducer.bytes_on_the_wire(group.size) == (group.size - 1) * given)
+
+
+MATRIX = BucketLayout((torch.Size([42, 50]), torch.Size([420])), torch.float32)  # NUMEL in all
+
+
+def on_the_wire(given: dict[str, int], size: int) -> int:
+    """What a rank sends of what mpi4py was given."""
+    reduced = 2 * (size - 1) * given.get("Allreduce", 0) // size
+    return given["sends"] + (size - 1) * given.get("Allgather", 0) + reduced
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    ("method", "formula"),
+    [  # of the number of ranks
+        (compress.TopK(0.01), lambda size: (size - 1) * 2 * (21 + 4) * 4),  # 2 k words
+        (compress.DeepGradient(0.01), lambda size: (size - 1) * 2 * (21 + 4) * 4),
+        (compress.RandomK(0.1), lambda size: 2 * (size - 1) * 252 * 4 // size),
+        (compress.TopK(1.0), lambda size: 2 * (size - 1) * NUMEL * 4 // size),
+        (compress.QSGD(4), lambda size: (size - 1) * (NUMEL // 2 + (5 + 1) * 4)),
+        (compress.TernGrad(), lambda size: (size - 1) * (NUMEL // 4 + 2 * 4)),
+        (compress.Natural(), lambda size: (size - 1) * NUMEL * 9 // 8),
+    ],
+    ids=repr,
+)
+def test_methods_send_what_their_formulas_say(group, method, formula):
+    reducer = method.reducer(MATRIX)
+    before = reducer.bytes_on_the_wire(group.size)
+    given = reduce(reducer, group, torch.float32)
+    after = reducer.bytes_on_the_wire(group.size)
+    sent, said = on_the_wire(given, group.size), formula(group.size)
+    everyone(before == after == sent == said, f"{before}, {after}, {given}; expected {said}")
+
+
+@pytest.mark.mpi(min_size=2)
+def test_powersgd_sends_r_times_n_plus_m_in_two_all_reduces(group):
+    reducer = compress.PowerSGD(2, warmup_steps=1).reducer(MATRIX)
+    words = [NUMEL, 2 * (42 + 50) + 420]  # in the warm-up, and later; what is no matrix is in both
+    for count in words:
+        calls = group.queue.communicator.calls["Allreduce"]
+        given = reduce(reducer, group, torch.float32)
+        calls = group.queue.communicator.calls["Allreduce"] - calls
+        everyone(given["Allreduce"] == 4 * count, f"{given}, {count}")
+        everyone(calls == (1 if count == NUMEL else 2), f"{calls}")
+        # Each all-reduce rounds its share down.
+        off = reducer.bytes_on_the_wire(group.size) - on_the_wire(given, group.size)
+        everyone(-1 <= off <= 0, f"{off}")
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_threshold_tells_what_its_last_step_has_sent(group):
+    reducer = compress.Threshold(2400.0).reducer(MATRIX)  # the bucket of rank r begins with r
+    everyone(reducer.bytes_on_the_wire(group.size) == 0)
+    given = reduce(reducer, group, torch.float32)
+    passing = NUMEL + group.rank - 2400
+    expected = (group.size - 1) * (8 + 8 * passing)
+    sent = on_the_wire(given, group.size)
+    everyone(reducer.bytes_on_the_wire(group.size) == sent == expected, f"{given}, {expected}")

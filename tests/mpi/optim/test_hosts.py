@@ -7,12 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from harness import ADAM_DRIFT, Run, check_equal_runs, digest
+from harness import ADAM_DRIFT, Run, check_equal_runs, digest, drift, pair, plain_step
 from torch import nn
 from verdicts import everyone, same_on_all_ranks
 
 import mpisgd
 from mpisgd import config
+from mpisgd.compress import QSGD, PowerSGD, Threshold, TopK
 from mpisgd.core.group import Group
 from mpisgd.core.topology import arrange
 from mpisgd.job.group_factory import make_group
@@ -84,3 +85,16 @@ def test_every_host_has_its_copy_of_shared_parameters(hosts, overlap):
 
 def test_halves_on_the_wire(hosts):
     check_equal_runs(group=hosts, compression=mpisgd.Compression.bf16, tol=0.05)
+
+
+@pytest.mark.parametrize(
+    "compression", [TopK(0.3), TopK(0.9), Threshold(0.1), PowerSGD(1), QSGD(4)], ids=repr
+)
+def test_compressed_gradients_are_those_of_ranks_of_one_host(hosts, compression):
+    runs = [pair(group=group, compression=compression)[1] for group in (hosts, world())]
+    for step in range(5):
+        for run in runs:
+            plain_step(run, step)
+        off = max(map(drift, runs[0].model.parameters(), runs[1].model.parameters()))
+        everyone(off < 1e-12, f"step {step}: {off}")
+        same_on_all_ranks(digest(runs[0].model.parameters()))

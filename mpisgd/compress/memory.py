@@ -1,0 +1,116 @@
+"""What a rank remembers of the gradients that compression has left out: nothing, or a residual.
+
+Error feedback (Seide and others 2014; Karimireddy and others 2019): with a gradient g of this step and a
+residual e of the steps before,
+
+    m = g + e          what is meant
+    s = C(m)           what is sent
+    e = m - s          what is added to the next gradient
+
+so nothing is lost, only late: over the ranks, mean(m) = what arrives + mean(e).
+
+A residual is a rank's own. It goes into this rank's state_dict, and it is lost with the rank. A state that
+another rank has saved, or a job of another number of ranks, leaves it at zero: see
+`mpisgd.gradients.compression_state`. Where something of it is not finite, as after a step that overflowed, it
+begins anew at zero.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpisgd.compress.compressor import BucketLayout
+
+__all__ = ["Memory", "Residual", "memory_of"]
+
+
+class Memory:
+    """Keeps nothing: what compression leaves out is lost.
+
+    Attributes:
+        keeps: whether anything is kept.
+    """
+
+    keeps = False
+
+    def add(self, bucket: Tensor) -> Tensor:
+        """Return what is meant, [n]: `bucket` itself, or the memory that is left to be taken out of."""
+        return bucket
+
+    def take_at(self, indices: Tensor) -> None:
+        """Note that all of these elements was sent."""
+
+    def check(self) -> None:
+        """Begin anew where something of what is kept is not finite, after it was changed from outside."""
+
+    def put_back(self, start: int, arrived: Tensor) -> None:
+        """Note that a mean over the ranks arrived for nothing: it is kept for the next step.
+
+        Args:
+            start: of its elements in the bucket.
+            arrived: the mean of what the ranks have sent.
+        """
+
+    def reset(self) -> None:
+        """Begin anew."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is kept."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict()` has returned; what is missing begins anew."""
+
+
+class Residual(Memory):
+    """Keeps what was meant and not sent.
+
+    Args:
+        layout: of the bucket.
+
+    Attributes:
+        residual: [layout.numel].
+    """
+
+    keeps = True
+
+    def __init__(self, layout: BucketLayout) -> None:
+        self.residual = torch.zeros(layout.numel, dtype=layout.dtype, device=layout.device)
+
+    def add(self, bucket: Tensor) -> Tensor:
+        """Return gradient and residual together, in the memory of the residual."""
+        return self.residual.add_(bucket)
+
+    def take_at(self, indices: Tensor) -> None:
+        """Set the residual of these elements to zero."""
+        self.residual.index_fill_(0, indices, 0)
+        self.check()
+
+    def check(self) -> None:
+        """Begin anew where something is not finite."""
+        if not self.residual.sum().isfinite():
+            self.reset()
+
+    def put_back(self, start: int, arrived: Tensor) -> None:
+        """Add it to the residual: every rank does, so the mean over the ranks grows by what had arrived."""
+        self.residual[start : start + arrived.numel()] += arrived
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self.residual.zero_()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the residual."""
+        return {"residual": self.residual}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a residual, if there is one."""
+        if "residual" in state:
+            self.residual.copy_(state["residual"])
+
+
+def memory_of(layout: BucketLayout, error_feedback: bool) -> Memory:
+    """Return a residual for a bucket, or what keeps nothing."""
+    return Residual(layout) if error_feedback else Memory()

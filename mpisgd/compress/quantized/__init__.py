@@ -1,0 +1,1 @@
+"""Every element of a gradient travels, in a few bits, rounded at random without bias."""

@@ -1,0 +1,95 @@
+"""`QuantizingReducer`: every rank's bucket travels in a few bits per element to all others.
+
+Sums of quantized numbers need more bits than each of them, so everyone gets everyone's codes and adds up what
+they stand for, in rank order.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from mpisgd.compress.compressor import BucketReducer
+from mpisgd.compress.exchange import gather
+from mpisgd.compress.memory import Memory
+from mpisgd.compress.randomness import generator
+from mpisgd.core.group import Group
+from mpisgd.dtypes import ReduceOp
+from mpisgd.transport.torch_reduction import divide
+
+__all__ = ["Codec", "QuantizingReducer"]
+
+
+class Codec(Protocol):
+    """Numbers as bytes; keeps nothing.
+
+    Attributes:
+        nbytes: of what a bucket becomes.
+    """
+
+    nbytes: int
+
+    def compress(self, flat: Tensor, random: np.random.Generator) -> Tensor:
+        """Return [nbytes] uint8 that stand for about `flat` [n], which is unchanged."""
+
+    def decompress(self, message: Tensor, out: Tensor, sign: int = 1) -> None:
+        """Add what a message stands for to `out` [n], or subtract it where `sign` is -1."""
+
+
+class QuantizingReducer(BucketReducer):
+    """Sends a bucket as a codec's bytes, and keeps the error where there is a memory.
+
+    Args:
+        codec: for buckets of this layout.
+        numel: of the bucket.
+        seed: of the random numbers, which differ by step and rank.
+        memory: of the error.
+
+    Attributes:
+        steps: how many buckets it has reduced.
+    """
+
+    def __init__(self, codec: Codec, numel: int, seed: int, memory: Memory) -> None:
+        self._codec = codec
+        self._numel = numel
+        self._seed = seed
+        self.memory = memory
+        self.steps = 0
+
+    def reduce(self, bucket: Tensor, group: Group, op: ReduceOp) -> None:
+        """Replace the bucket by the combination of what the ranks' codes stand for."""
+        meant = self.memory.add(bucket)
+        random = generator(self._seed, self.steps, self._numel, group.rank)
+        mine = self._codec.compress(meant, random)
+        if self.memory.keeps:
+            self._codec.decompress(mine, meant, -1)
+            self.memory.check()
+        bucket.zero_()
+        for message in gather(mine, group):
+            self._codec.decompress(message, bucket)
+        if op is ReduceOp.AVG:
+            divide(bucket, group.size)
+        self.steps += 1
+
+    def bytes_on_the_wire(self, size: int) -> int:
+        """Return (size - 1) times the bytes of the codes and what goes with them."""
+        return (size - 1) * self._codec.nbytes
+
+    def put_back(self, start: int, arrived: Tensor) -> None:
+        """Keep it for the next step."""
+        self.memory.put_back(start, arrived)
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self.steps = 0
+        self.memory.reset()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the error, and how many steps there were."""
+        return {**self.memory.state_dict(), "steps": self.steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take it over."""
+        self.steps = state.get("steps", 0)
+        self.memory.load_state_dict(state)

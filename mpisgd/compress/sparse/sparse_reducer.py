@@ -1,0 +1,91 @@
+"""`SparseReducer`: sends some elements of each bucket, and keeps the others for the next step."""
+
+import abc
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from mpisgd.compress.compressor import BucketLayout, BucketReducer
+from mpisgd.compress.exchange import gather_numbers
+from mpisgd.compress.memory import Memory
+from mpisgd.compress.sparse.sparse_sum import COUNT_BYTES, SparseSum
+from mpisgd.core.group import Group
+from mpisgd.dtypes import ReduceOp
+
+__all__ = ["SparseReducer"]
+
+
+class SparseReducer(BucketReducer):
+    """Adds what the memory has, selects elements, sums these over the ranks.
+
+    Args:
+        layout: of the bucket.
+        memory: of what is not selected.
+
+    Attributes:
+        steps: how many buckets it has reduced.
+    """
+
+    def __init__(self, layout: BucketLayout, memory: Memory) -> None:
+        self.numels = [shape.numel() for shape in layout.shapes]
+        self.steps = 0
+        self.memory = memory
+        self._sum = SparseSum(layout.numel, layout.dtype)
+        self._sent: tuple[int, int] | None = None  # the number of ranks, and bytes
+
+    @abc.abstractmethod
+    def select(self, meant: Tensor) -> Tensor:
+        """Return the indices [k] of what this rank sends in this step, each once."""
+
+    @abc.abstractmethod
+    def count(self) -> int | None:
+        """Return how many elements every rank sends in this step; None where that depends on the data."""
+
+    def reduce(self, bucket: Tensor, group: Group, op: ReduceOp) -> None:
+        """Replace the bucket by the combination of what was selected; see `BucketReducer.reduce`."""
+        count = self.count()
+        meant = self.memory.add(bucket)
+        indices = self.select(meant)
+        values = meant.index_select(0, indices)
+        self.memory.take_at(indices)
+        counts, told = [count or 0] * group.size, 0
+        if count is None:
+            counts = [number for (number,) in gather_numbers([indices.numel()], group)]
+            told = (group.size - 1) * COUNT_BYTES
+        sent = self._sum.reduce(bucket, indices, values, counts, group, op)
+        self._sent = group.size, told + sent
+        self.steps += 1
+
+    def bytes_on_the_wire(self, size: int) -> int:
+        """Return what the last `reduce` has sent; before, what the next one will send.
+
+        With k elements of w bytes and their indices of 4: (size - 1) k (w + 4), or less where another route
+        is shorter; see `SparseSum`. 0 where it depends on the data and there are none.
+        """
+        if self._sent is not None and self._sent[0] == size:
+            return self._sent[1]
+        count = self.count()
+        if count is None:
+            return 0
+        total = count * size
+        return self._sum.costs(total, size)[self._sum.route(total, size)]
+
+    def put_back(self, start: int, arrived: Tensor) -> None:
+        """Keep it for the next step."""
+        self.memory.put_back(start, arrived)
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self.steps = 0
+        self.memory.reset()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is not sent yet, and how many steps there were."""
+        kept = self.memory.state_dict()
+        return {**kept, "steps": self.steps} if kept else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take it over."""
+        self.steps = state.get("steps", 0)
+        self.memory.load_state_dict(state)

@@ -1,0 +1,106 @@
+"""What compressors keep goes with the parameters, whatever buckets they are in."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mpisgd.gradients.bucketing import Bucket
+from mpisgd.gradients.compression_state import CompressionState
+
+NUMELS = {0: 2, 1: 3, 2: 1}
+
+
+class Keeping:
+    """A reducer that keeps what it is given."""
+
+    def __init__(self, **state: Any) -> None:
+        self.state: dict[str, Any] = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = dict(state)
+
+    def reset(self) -> None:
+        self.state = {}
+
+
+def plan(*buckets: tuple[tuple[int, ...], Keeping]) -> list[Any]:
+    slots = []
+    for indices, reducer in buckets:
+        offsets = [sum(NUMELS[i] for i in indices[:place]) for place in range(len(indices))]
+        numel = sum(NUMELS[i] for i in indices)
+        slots.append(
+            SimpleNamespace(bucket=Bucket("float32:cpu", indices, tuple(offsets), numel), reducer=reducer)
+        )
+    return slots
+
+
+def state_of(rank: int = 0, size: int = 2) -> CompressionState:
+    return CompressionState(SimpleNamespace(rank=rank, size=size))
+
+
+def first_plan() -> Any:
+    kept = Keeping(residual=torch.tensor([10.0, 11, 12, 0, 1]), factors=["Q1", "Q0"], steps=7, whole={1: 2})
+    return plan(((1, 0), kept), ((2,), Keeping(residual=torch.tensor([20.0]), factors=[None], steps=7)))
+
+
+def test_another_plan_gets_what_its_parameters_had():
+    state, new = state_of(), [Keeping(), Keeping()]
+    state.move_to(first_plan())
+    state.move_to(plan(((0, 2), new[0]), ((1,), new[1])))
+    assert new[0].state["residual"].tolist() == [0, 1, 20]
+    assert new[0].state["factors"] == ["Q0", None]
+    assert new[1].state["residual"].tolist() == [10, 11, 12]
+    assert new[1].state["factors"] == ["Q1"]
+    assert [reducer.state["steps"] for reducer in new] == [7, 7]
+    assert not any("whole" in reducer.state for reducer in new)
+
+
+def test_the_same_bucket_gets_what_cannot_be_taken_apart():
+    state, new = state_of(), Keeping()
+    state.move_to(first_plan())
+    state.move_to(plan(((1, 0), new)))
+    assert new.state["whole"] == {1: 2}
+    assert new.state["residual"].tolist() == [10, 11, 12, 0, 1]
+
+
+def test_a_parameter_that_is_in_no_bucket_for_a_while_keeps_what_it_had():
+    state, new = state_of(), Keeping()
+    state.move_to(first_plan())
+    state.move_to(plan(((0,), Keeping())))
+    assert state.state_dict()["own"]["2"]["residual"].tolist() == [20]
+    state.move_to(plan(((2, 0), new)))
+    assert new.state["residual"].tolist() == [20, 0, 1]
+
+
+@pytest.mark.parametrize(("rank", "size", "own"), [(0, 2, True), (1, 2, False), (0, 3, False)])
+@pytest.mark.parametrize("early", [True, False])
+def test_a_loaded_state_is_that_of_this_rank_or_what_all_have(rank, size, own, early):
+    first, second, reducer = state_of(), state_of(rank, size), Keeping(residual=torch.ones(5), steps=1)
+    first.move_to(first_plan())
+    saved = first.state_dict()
+    if not early:
+        second.move_to(plan(((0, 1), reducer)))
+    second.load_state_dict(saved)
+    saved["own"]["0"]["residual"].zero_()  # it was copied
+    if early:
+        reducer.reset()
+        second.move_to(plan(((0, 1), reducer)))
+    assert ("residual" in reducer.state) == own
+    assert not own or reducer.state["residual"].tolist() == [0, 1, 10, 11, 12]
+    assert reducer.state["steps"] == 7
+    assert reducer.state["factors"] == ["Q0", "Q1"]
+
+
+def test_nothing_loaded_begins_anew():
+    state, reducer = state_of(), Keeping(residual=torch.ones(2))
+    state.move_to(plan(((0,), reducer)))
+    state.load_state_dict({})
+    assert reducer.state == {}
+    assert state.state_dict() == {}
