@@ -4,6 +4,7 @@ mpirun -np 2 python -m mpisgd bench collectives --json all.json --plot all.png
 mpirun -np 2 python -m mpisgd bench step
 mpirun -np 2 python -m mpisgd bench checks
 mpirun -np 4 -hostfile hosts python -m mpisgd bench strategies --plot strategies.png
+mpirun -np 4 -hostfile hosts python -m mpisgd bench compression
 mpirun -np 2 -hostfile hosts python -m mpisgd bench overlap
 python -m mpisgd bench scaling --ranks 1,2,4          # these start mpirun themselves
 python -m mpisgd bench memory --ranks 2
@@ -28,6 +29,7 @@ from mpisgd.config import available_cores, is_launched
 
 if TYPE_CHECKING:
     from mpisgd.bench.measure import Pace
+    from mpisgd.bench.strategies.method import Method
 
 __all__ = ["bench", "counts_of", "refuse_under_mpirun"]
 
@@ -58,6 +60,9 @@ BestThreads = Annotated[
 ]
 DdpBuckets = Annotated[str, typer.Option("--ddp-buckets", help="Bucket sizes to try with DDP.")]
 Launcher = Annotated[str, typer.Option(help='For example "mpirun -hostfile hosts".')]
+Methods = Annotated[
+    str, typer.Option(help="Strategies, some with + a compression, between semicolons.", show_default=False)
+]
 ALL_PEERS = "gloo,horovod"
 MODELS = tuple(cases.BATCHES)
 
@@ -154,9 +159,7 @@ def overlap(
 
 @bench.command()
 def strategies(
-    methods: Annotated[
-        str, typer.Option(help="Strategies, some with + a compression, between semicolons.")
-    ] = "",
+    methods: Methods = "",
     epochs: Annotated[int, typer.Option(min=1, help="Of each training.")] = 15,
     seeds: Annotated[int, typer.Option(min=1, help="Trainings of each method.")] = 3,
     batch: Annotated[int, typer.Option(min=1, help="Images of a step, over all ranks.")] = 48,
@@ -167,16 +170,32 @@ def strategies(
     limit_s: TimeLimit = 3600.0,
 ) -> None:
     """Compare accuracy, time and bytes of strategies and compressions; best on several hosts."""
-    from mpisgd.bench.methods import DEFAULT_METHODS, methods_of
-    from mpisgd.bench.strategies import StrategiesPlan, run_strategies
+    from mpisgd.bench.strategies.accuracy import StrategiesPlan, run_strategies
 
     output = Output(json_file, plot_file)
-    try:
-        chosen = methods_of(methods or ";".join(DEFAULT_METHODS))
-    except mpisgd.InvalidArgument as exc:
-        raise mpisgd.JobError(f"--methods: {exc}") from exc
-    plan = StrategiesPlan(chosen, 2 if quick else epochs, 1 if quick else seeds, batch, width)
+    plan = StrategiesPlan(_methods(methods), 2 if quick else epochs, 1 if quick else seeds, batch, width)
     measure_in_job("strategies", run_strategies, plan, output, limit_s=limit_s)
+
+
+@bench.command()
+def compression(
+    methods: Methods = "",
+    models: Models = "transformer",
+    steps: Annotated[
+        int, typer.Option(min=1, help="Of a timed block; a multiple of the strategies' periods.")
+    ] = 32,
+    json_file: Json = None,
+    plot_file: Plot = None,
+    quick: Quick = False,
+    limit_s: TimeLimit = 3600.0,
+) -> None:
+    """Time steps of strategies and compressions, count what they send, and say which do not pay."""
+    from mpisgd.bench.strategies.step_time import CompressionPlan, run_compression
+
+    output = Output(json_file, plot_file)
+    chosen = _choice("--models", models, MODELS)
+    plan = CompressionPlan(_methods(methods), chosen, 2 if quick else steps, quick)
+    measure_in_job("compression", run_compression, plan, output, limit_s=limit_s)
 
 
 @bench.command()
@@ -296,6 +315,15 @@ def counts_of(option: str, text: str) -> list[int]:
     if not all(part.strip().isdigit() and int(part) > 0 for part in text.split(",")):
         raise mpisgd.JobError(f"{option}: {text!r}; expected for example 1,2,4")
     return [int(part) for part in text.split(",")]
+
+
+def _methods(text: str) -> "list[Method]":
+    from mpisgd.bench.strategies.method import DEFAULT_METHODS, methods_of
+
+    try:
+        return methods_of(text or ";".join(DEFAULT_METHODS))
+    except mpisgd.InvalidArgument as exc:
+        raise mpisgd.JobError(f"--methods: {exc}") from exc
 
 
 def _peers(text: str) -> list[str]:

@@ -53,6 +53,16 @@ def test_strategies_are_compared_by_accuracy_time_and_bytes(tmp_path):
         assert row["curve"][0][0] < row["curve"][1][0] == row["median_s"]
 
 
+def test_steps_of_compressions_are_compared(tmp_path):
+    methods = "Synchronous; Synchronous + TopK(ratio=0.1); LocalSGD(2)"
+    done, record = bench(tmp_path, "compression", "--methods", methods, num_ranks=2)
+    check_header(record, "compression", 2)
+    check_spread(record["rows"])
+    assert [row["variant"] for row in record["rows"]] == ["no communication", *methods.split("; ")]
+    assert record["rows"][1]["speed_up"] == 1
+    assert "transformer: a step without any communication takes" in done.stdout
+
+
 def test_a_misspelt_strategy_is_named(tmp_path):
     done = run_python("-m", "mpisgd", "bench", "strategies", "--methods", "LocalSDG(8)")
     assert done.returncode == 2

@@ -29,6 +29,7 @@ BASES = {
     "layout": ("ratio_to_fastest", "fastest"),
     "overlap": ("ratio_to_larger", "larger of limit and compute"),
     "memory": ("ratio_to_none", "none"),
+    "compression": ("ratio_to_none", "no communication"),
 }
 
 

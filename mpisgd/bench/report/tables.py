@@ -118,6 +118,17 @@ LAYOUTS = {
             _number("MiB sent\nby hosts", "mib_sent", ".2f"),
         ],
     ),
+    "compression": Layout(
+        "a training step with strategies and compressions",
+        "model",
+        [
+            *SPREAD,
+            _number("x faster", "speed_up"),
+            _ratio("x none", "none"),
+            _number("MiB sent\nper step", "mib_sent", ".3g"),
+            _number("x fewer\nbytes", "sent_ratio", ".3g"),
+        ],
+    ),
     "memory": Layout(
         "memory of the host, all ranks together",
         "training",

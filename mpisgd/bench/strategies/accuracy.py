@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor, nn
 
 import mpisgd
 from mpisgd.bench.measure import slowest
-from mpisgd.bench.methods import SYNCHRONOUS, Method
+from mpisgd.bench.strategies.method import SYNCHRONOUS, Method
+from mpisgd.bench.strategies.sent_bytes import sent_bytes
 
 __all__ = ["StrategiesPlan", "run_strategies"]
 
@@ -128,14 +128,14 @@ def _curve(plan: StrategiesPlan, method: Method, digits: Digits, seed: int) -> l
     for epoch in range(plan.epochs):
         batches = list(_batches(digits.train, plan.batch, seed * plan.epochs + epoch))
         mpisgd.barrier()
-        sent, started = _sent_bytes(), time.perf_counter()
+        sent, started = sent_bytes(), time.perf_counter()
         for images, labels in batches:
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(images), labels)
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
         seconds += slowest(time.perf_counter() - started)
-        nbytes += _sent_bytes() - sent
+        nbytes += sent_bytes() - sent
         with optimizer.consensus():
             curve.append(Point(seconds, nbytes, _accuracy(model, digits.test)))
     return curve
@@ -152,14 +152,3 @@ def _batches(data: tuple[Tensor, Tensor], batch: int, seed: int) -> Iterator[tup
 @torch.no_grad()
 def _accuracy(model: nn.Module, data: tuple[Tensor, Tensor]) -> float:
     return float((model(data[0]).argmax(1) == data[1]).double().mean())
-
-
-def _sent_bytes() -> float:
-    """Return what all hosts have sent over their network interfaces so far. Collective."""
-    mine = 0
-    if mpisgd.num_nodes() > 1 and mpisgd.local_rank() == 0:
-        counters = psutil.net_io_counters(pernic=True)
-        mine = sum(counter.bytes_sent for name, counter in counters.items() if name != "lo")
-    total = torch.tensor(mine, dtype=torch.float64)
-    mpisgd.all_reduce(total)
-    return float(total)
