@@ -86,16 +86,14 @@ def test_micro_batches_accumulate(freeze):
     everyone(error < 1e-12, f"{error}")
 
 
-def test_it_lowers_the_loss_as_adam_does():
-    """With gradients of very different sizes, which one magnitude for all would drown; float32."""
+def test_small_gradients_are_not_drowned_by_large_ones():
+    """Each parameter has a magnitude of its own; one for all would throw the last ones far away."""
     params = [torch.nn.Parameter(param.detach().float()) for param in torch_parameters()]
+    begun = [(param - k).norm().item() for k, param in enumerate(params)]
     optimizer = mpisgd.OneBitAdam(params, lr=0.05, freeze_step=30)
-    for step in range(300):
+    for _ in range(150):
         optimizer.zero_grad()
-        if step == 200:
-            for settings in optimizer.param_groups:
-                settings["lr"] = 0.005
         sum((10.0**-k * (p - k) ** 2).sum() for k, p in enumerate(params)).backward()
         optimizer.step()
-    off = max((param - k).abs().max().item() for k, param in enumerate(params))
-    everyone(off < 0.1, f"{off}")
+    ratios = [(param - k).norm().item() / b for (k, param), b in zip(enumerate(params), begun, strict=True)]
+    everyone(max(ratios) < 0.6, f"{ratios}")
