@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from mpisgd.accelerator.buffers import cut_by
 from mpisgd.collectives.algorithms.adasum import adasum
 from mpisgd.collectives.all_gather import all_gather_into_tensor
 from mpisgd.compress.compressor import BucketLayout, BucketReducer, Compressor
@@ -60,8 +61,9 @@ class _AdasumReducer(BucketReducer):
         """Replace every gradient by the adaptive sum of everyone's; see `BucketReducer.reduce`."""
         everyone = torch.empty(group.size, bucket.numel(), dtype=bucket.dtype, device=bucket.device)
         all_gather_into_tensor(everyone, bucket, group)
-        for mine, theirs in zip(bucket.split(self._lengths), everyone.split(self._lengths, 1), strict=True):
-            mine.copy_(adasum(list(theirs)))
+        theirs = torch.split(everyone, self._lengths, dim=1)
+        for mine, rows in zip(cut_by(bucket, self._lengths), theirs, strict=True):
+            mine.copy_(adasum(list(rows)))
 
     def bytes_on_the_wire(self, size: int) -> int:
         """Return size - 1 times the bucket's bytes."""

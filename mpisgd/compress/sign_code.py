@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mpisgd.accelerator.buffers import cut_by
 from mpisgd.compress.bit_packing import pack, packed_size, unpack
 
 __all__ = ["SignCode", "wide_dtype"]
@@ -62,7 +63,7 @@ class SignCode:
         Returns:
             The magnitudes; not all finite where `values` were not.
         """
-        pieces = values.split(self._lengths)
+        pieces = cut_by(values, self._lengths)
         norms = [torch.linalg.vector_norm(piece, 1) / piece.numel() for piece in pieces]
         magnitudes = torch.stack(norms) if norms else values.new_empty(0)
         positive = values >= 0
@@ -83,7 +84,7 @@ class SignCode:
     def _signed(self, positive: Tensor, magnitudes: Tensor) -> Tensor:
         """Return the magnitude of its piece, with its sign, for each value."""
         values = torch.empty(self.numel, dtype=self._dtype, device=positive.device)
-        pieces = zip(values.split(self._lengths), positive.split(self._lengths), magnitudes, strict=True)
+        pieces = zip(cut_by(values, self._lengths), cut_by(positive, self._lengths), magnitudes, strict=True)
         for piece, plus, magnitude in pieces:
             torch.where(plus, magnitude, -magnitude, out=piece)
         return values

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpisgd.accelerator.buffers import cut_by
 from mpisgd.collectives.all_gather import all_gather_into_tensor
 from mpisgd.collectives.all_to_all import all_to_all_single
 from mpisgd.compress.sign_code import SignCode
@@ -95,14 +96,14 @@ class TwoStepExchange:
         answer = self._answer(incoming)
         answers = torch.empty_like(incoming)
         all_gather_into_tensor(answers, answer, self._group)
-        for part, code, row in zip(values.split(self._numels), self._codes, answers, strict=True):
+        for part, code, row in zip(cut_by(values, self._numels), self._codes, answers, strict=True):
             part.copy_(code.decode(row))
 
     def _send_to_owners(self, values: Tensor) -> Tensor:
         """Send each owner its chunk; return what this rank gets of its own, [size, nbytes]."""
         outgoing = self._new_messages(self._group.size)
         rest = values + self.worker_error
-        parts = zip(self._codes, rest.split(self._numels), outgoing, strict=True)
+        parts = zip(self._codes, cut_by(rest, self._numels), outgoing, strict=True)
         magnitudes = [code.encode(part, row) for code, part, row in parts]
         if torch.cat(magnitudes).isfinite().all():
             self.worker_error = rest

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mpisgd.accelerator.buffers import cut_by
 from mpisgd.arguments import shown
 from mpisgd.collectives.all_reduce import all_reduce
 from mpisgd.compress.cast import Compression
@@ -119,7 +120,7 @@ class CompressedMomentumOptimizer(torch.optim.Optimizer, abc.ABC):
         self._join(group)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Average what the ranks have, and update the parameters. Collective.
 
         Args:
@@ -182,7 +183,7 @@ class CompressedMomentumOptimizer(torch.optim.Optimizer, abc.ABC):
             flat = torch.cat([tensor.reshape(-1) for tensor in packed])
             flat = flat.to(wide_dtype(flat.dtype))
             self._exchange_at(place, lengths, flat).average(flat)
-            for tensor, part in zip(packed, flat.split(lengths), strict=True):
+            for tensor, part in zip(packed, cut_by(flat, lengths), strict=True):
                 tensor.copy_(part.view(tensor.shape))
 
     def _exchange_at(self, place: int, lengths: Sequence[int], flat: Tensor) -> TwoStepExchange:
@@ -281,7 +282,7 @@ def adam_defaults(
     return {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
 
 
-def update_moments(state: Mapping[str, Any], grad: Tensor, betas: tuple[float, float]) -> None:
+def update_moments(state: dict[str, Any], grad: Tensor, betas: tuple[float, float]) -> None:
     """Take a gradient into the moving averages m and v: m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2."""
     state["step"] += 1
     state["variance_steps"] += 1

@@ -125,10 +125,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ) -> None:
         try:
             strategy = Synchronous() if strategy is None else strategy
-            op, compression = _resolve(op, compression, gradient_predivide_factor, strategy, share_parameters)
             options = ReductionOptions(
-                op,
-                compression,
+                *_resolve(op, compression, gradient_predivide_factor, strategy, share_parameters),
                 gradient_predivide_factor,
                 bucket_cap_bytes,
                 overlap,
@@ -295,7 +293,7 @@ def _after_step(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
 
 def _resolve(
     op: Any, compression: Compressor | None, predivide_factor: float, strategy: Any, shares: bool
-) -> tuple[Any, Compressor]:
+) -> tuple[ReduceOp, Compressor]:
     """Return the reduction and what travels: an adaptive sum is no reduction element by element."""
     chosen = Compression.none if compression is None else compression
     if isinstance(chosen, AdaptiveSum):

@@ -182,7 +182,7 @@ def _factor(trained: Trained, share: float) -> float:
     ratios = frozen.sqrt().add_(settings["eps"]).div_(fresh.sqrt().add_(settings["eps"]))
     ratios.masked_fill_(frozen == 0, 0.0)  # nothing to foretell there
     factor = (float(ratios.max()) if ratios.numel() else 1.0) * share + 1.0 - share
-    last, threshold = state.get("last_factor", 1.0), settings["factor_threshold"]
+    last, threshold = float(state.get("last_factor", 1.0)), float(settings["factor_threshold"])
     factor = min(max(factor, settings["factor_min"]), settings["factor_max"])
     factor = min(max(factor, last * (1.0 - threshold)), last * (1.0 + threshold))
     state["last_factor"] = factor

@@ -29,8 +29,9 @@ def is_variance_step(step: int, scaler: int) -> bool:
     after the j-th renewal the next one comes 2^(j // scaler) steps later.
     """
     doublings = ((step - 1 + scaler) // scaler).bit_length() - 1
-    begun = scaler * (2**doublings - 1)  # steps before those with this interval
-    return (step - 1 - begun) % 2**doublings == 0
+    interval = 1 << doublings
+    begun = scaler * (interval - 1)  # steps before those with this interval
+    return (step - 1 - begun) % interval == 0
 
 
 def local_interval(steps_frozen: int, scaler: int, clipper: int) -> int:
@@ -39,7 +40,7 @@ def local_interval(steps_frozen: int, scaler: int, clipper: int) -> int:
     1 for `scaler` steps, then 2, 4 and so on, at most `clipper`.
     """
     doublings = (steps_frozen - 1) // scaler
-    return clipper if doublings >= clipper.bit_length() else min(clipper, 2**doublings)
+    return clipper if doublings >= clipper.bit_length() else min(clipper, 1 << doublings)
 
 
 class ZeroOneAdam(CompressedMomentumOptimizer):

@@ -22,6 +22,11 @@ import mpisgd
 STEPS, LR, BETAS, EPS, DECAY = 20, 0.01, (0.9, 0.99), 1e-8, 0.01
 
 
+@pytest.fixture(autouse=True)
+def way():
+    """Once is enough: no test here is about how gradients travel."""
+
+
 def simulate(size: int, freeze: int, decoupled: bool):
     """Algorithm 1 of Tang et al. 2021 with Adam's bias correction, yielding the parameters of each step."""
     (b1, b2), params, exchange = BETAS, begin(), SerialExchange(size)

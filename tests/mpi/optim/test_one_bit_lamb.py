@@ -25,6 +25,11 @@ LIMITS = {"max_coeff": 10.0, "min_coeff": 0.01, "coeff_beta": 0.8, "factor_max":
 THRESHOLD = 0.1
 
 
+@pytest.fixture(autouse=True)
+def way():
+    """Once is enough: no test here is about how gradients travel."""
+
+
 def norm(array: np.ndarray) -> float:
     return float(np.sqrt((array**2).sum()))
 

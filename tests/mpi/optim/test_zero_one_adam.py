@@ -27,6 +27,11 @@ def rate(step: int) -> float:
     return 0.0 if step == 9 else LR / step
 
 
+@pytest.fixture(autouse=True)
+def way():
+    """Once is enough: no test here is about how gradients travel."""
+
+
 def simulate(size: int, renewals: set[int], meetings: set[int]):
     """Algorithm 1 of Lu et al. 2022; yields every rank's parameters."""
     (b1, b2), zero = BETAS, 0.0 * flat(begin())
