@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from mpisgd.accelerator.buffers import cut_by
-from mpisgd.compress.bit_packing import pack, packed_size, unpack
+from mpisgd.compress.bit_packing import packed_size
+from mpisgd.compress.sign_packing import pack_signs, unpack_signs
 
 __all__ = ["SignCode", "wide_dtype"]
 
@@ -63,15 +64,15 @@ class SignCode:
         Returns:
             The magnitudes; not all finite where `values` were not.
         """
-        pieces = cut_by(values, self._lengths)
-        norms = [torch.linalg.vector_norm(piece, 1) / piece.numel() for piece in pieces]
-        magnitudes = torch.stack(norms) if norms else values.new_empty(0)
-        positive = values >= 0
+        packed = pack_signs(values)
+        signs = unpack_signs(packed, self.numel, self._dtype)
+        pairs = zip(cut_by(values, self._lengths), cut_by(signs, self._lengths), strict=True)
+        means = [torch.dot(piece, sign) / len(piece) for piece, sign in pairs]  # x sign(x) = |x|
+        magnitudes = torch.stack(means) if means else values.new_empty(0)
         message.zero_()
         message[: magnitudes.nbytes] = magnitudes.view(torch.uint8)
-        packed = pack(positive.view(torch.uint8), 1)
         message[self._signs_at : self._signs_at + len(packed)] = packed
-        values.sub_(self._signed(positive, magnitudes))
+        values.sub_(self._scaled(signs, magnitudes))
         return magnitudes
 
     def decode(self, message: Tensor) -> Tensor:
@@ -79,12 +80,10 @@ class SignCode:
         # A message may begin anywhere in what has arrived, a number only where its dtype allows.
         magnitudes = message[: len(self._lengths) * self._dtype.itemsize].clone().view(self._dtype)
         packed = message[self._signs_at : self._signs_at + packed_size(self.numel, 1)]
-        return self._signed(unpack(packed, 1, self.numel).view(torch.bool), magnitudes)
+        return self._scaled(unpack_signs(packed, self.numel, self._dtype), magnitudes)
 
-    def _signed(self, positive: Tensor, magnitudes: Tensor) -> Tensor:
-        """Return the magnitude of its piece, with its sign, for each value."""
-        values = torch.empty(self.numel, dtype=self._dtype, device=positive.device)
-        pieces = zip(cut_by(values, self._lengths), cut_by(positive, self._lengths), magnitudes, strict=True)
-        for piece, plus, magnitude in pieces:
-            torch.where(plus, magnitude, -magnitude, out=piece)
-        return values
+    def _scaled(self, signs: Tensor, magnitudes: Tensor) -> Tensor:
+        """Return `signs` times the magnitude of their piece; overwrites them."""
+        for piece, magnitude in zip(cut_by(signs, self._lengths), magnitudes, strict=True):
+            piece.mul_(magnitude)
+        return signs

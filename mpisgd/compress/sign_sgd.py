@@ -16,6 +16,7 @@ from mpisgd.collectives.all_gather import all_gather_into_tensor
 from mpisgd.collectives.all_to_all import all_to_all_single
 from mpisgd.compress.bit_packing import pack, packed_size, unpack
 from mpisgd.compress.compressor import BucketLayout, BucketReducer, Compressor
+from mpisgd.compress.sign_packing import pack_signs, unpack_signs
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
 
@@ -56,11 +57,10 @@ class _SignReducer(BucketReducer):
         self._numel = numel
         self._num_reductions = 0
 
-    def _codes(self, bucket: Tensor) -> Tensor:
-        """Return [numel] uint8."""
+    def _pack(self, bucket: Tensor) -> Tensor:
+        """Return the packed signs of a bucket."""
         self._num_reductions += 1
-        positive = bucket >= 0 if self._num_reductions % 2 else bucket > 0
-        return positive.view(torch.uint8)
+        return pack_signs(bucket, zero_is_positive=self._num_reductions % 2 == 1)
 
     def state_dict(self) -> dict[str, Any]:
         """Return how many reductions there were."""
@@ -81,9 +81,10 @@ class _VoteReducer(_SignReducer):
     def reduce(self, bucket: Tensor, group: Group, op: ReduceOp) -> None:
         """Replace the bucket by the signs that most ranks have, for SUM as for AVG."""
         size, chunk = group.size, self._chunk(group.size)
-        padded = torch.nn.functional.pad(self._codes(bucket), (0, size * chunk - self._numel))
-        sent = torch.empty(size, packed_size(chunk, 1) + 1, dtype=torch.uint8, device=bucket.device)
-        sent[:, :-1] = pack(padded, 1).view(size, -1)
+        packed = self._pack(bucket)
+        padded = torch.nn.functional.pad(packed, (0, size * chunk // 8 - len(packed)))
+        sent = torch.empty(size, chunk // 8 + 1, dtype=torch.uint8, device=bucket.device)
+        sent[:, :-1] = padded.view(size, -1)
         sent[:, -1] = not _is_finite(bucket)
         votes = torch.empty_like(sent)
         all_to_all_single(votes, sent, group=group)
@@ -101,12 +102,12 @@ class _VoteReducer(_SignReducer):
     def _count(self, votes: Tensor, chunk: int) -> Tensor:
         """Return what the owner of a chunk tells everyone."""
         size = len(votes)
-        plus = torch.zeros(chunk, dtype=torch.int32, device=votes.device)
+        total = torch.zeros(chunk, device=votes.device)
         for row in votes:
-            plus += unpack(row[:-1], 1, chunk)
-        codes = (2 * plus > size).to(torch.uint8)
+            total += unpack_signs(row[:-1], chunk, total.dtype)
+        codes = (total > 0).to(torch.uint8)
         if size % 2 == 0:
-            codes += 2 * plus >= size
+            codes += total >= 0
         return torch.cat([pack(codes, _num_bits(size)), votes[:, -1].amax().view(1)])
 
     def bytes_on_the_wire(self, size: int) -> int:
@@ -133,12 +134,12 @@ class _MeanReducer(_SignReducer):
     def reduce(self, bucket: Tensor, group: Group, op: ReduceOp) -> None:
         """Replace the bucket by the mean, or the sum, of everyone's signs."""
         flag = torch.full((1,), not _is_finite(bucket), dtype=torch.uint8, device=bucket.device)
-        message = torch.cat([pack(self._codes(bucket), 1), flag])
+        message = torch.cat([self._pack(bucket), flag])
         everyone = message.new_empty(group.size, len(message))
         all_gather_into_tensor(everyone, message, group)
-        total = torch.full_like(bucket, -group.size)
+        total = torch.zeros_like(bucket)
         for row in everyone:
-            total.add_(unpack(row[:-1], 1, self._numel), alpha=2)
+            total += unpack_signs(row[:-1], self._numel, bucket.dtype)
         bucket.copy_(total if op is ReduceOp.SUM else total.div_(group.size))
         if everyone[:, -1].any():
             bucket.fill_(torch.nan)

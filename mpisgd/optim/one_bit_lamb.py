@@ -186,7 +186,7 @@ def _factor(trained: Trained, share: float) -> float:
     factor = min(max(factor, settings["factor_min"]), settings["factor_max"])
     factor = min(max(factor, last * (1.0 - threshold)), last * (1.0 + threshold))
     state["last_factor"] = factor
-    return factor
+    return float(factor)
 
 
 def _apply_frozen(trained: Trained) -> None:
