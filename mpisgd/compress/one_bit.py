@@ -33,9 +33,8 @@ class OneBit(Compressor):
         e_i = p_i - D_i             what is left for the next step
         g   = mean of D_i           what every rank applies
 
-    The residual is this rank's own. It is in the optimizer's `state_dict()`, with the rank and the number of
-    ranks that it belongs to, and begins anew at zero where another one loads it. Gradients that are not
-    finite arrive as such and leave the residual as it is.
+    The residual is this rank's own, and goes into its `state_dict()`. Gradients that are not finite arrive as
+    such and leave the residual as it is.
 
     Attributes:
         two_step: whether the average is compressed, too, by those who make it, with residuals of their own:
@@ -64,13 +63,9 @@ class _GatherReducer(BucketReducer):
     def __init__(self, layout: BucketLayout) -> None:
         self._code = SignCode(_lengths(layout), wide_dtype(layout.dtype))
         self._residual = torch.zeros(layout.numel, dtype=wide_dtype(layout.dtype), device=layout.device)
-        self._owner: tuple[int, int] | None = None  # rank and number of ranks that the residual belongs to
 
     def reduce(self, bucket: Tensor, group: Group, op: ReduceOp) -> None:
         """Replace the bucket by the mean, or the sum, of everyone's signs; see `BucketReducer.reduce`."""
-        if self._owner != (group.rank, group.size):
-            self._residual.zero_()
-            self._owner = group.rank, group.size
         message = torch.empty(self._code.nbytes, dtype=torch.uint8, device=bucket.device)
         rest = bucket + self._residual
         if self._code.encode(rest, message).isfinite().all():
@@ -87,13 +82,20 @@ class _GatherReducer(BucketReducer):
         return (size - 1) * self._code.nbytes
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's residual, and whose it is."""
-        return {} if self._owner is None else {"residual": self._residual, "owner": self._owner}
+        """Return this rank's residual."""
+        return {"residual": self._residual}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a residual; one of another rank, or among others, is dropped at the next reduction."""
+        """Take over a residual of the same parameters."""
         self._residual.copy_(state["residual"])
-        self._owner = tuple(state["owner"])
+
+    def put_back(self, start: int, arrived: Tensor) -> None:
+        """Keep for the next step what arrived for a parameter that no rank has a gradient of."""
+        self._residual[start : start + len(arrived)] += arrived
+
+    def reset(self) -> None:
+        """Begin anew, without a residual."""
+        self._residual.zero_()
 
 
 class _TwoStepReducer(BucketReducer):
@@ -124,7 +126,16 @@ class _TwoStepReducer(BucketReducer):
         return dict(self._loaded) if self._exchange is None else self._exchange.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over errors; those of another rank, or among others, are dropped."""
+        """Take over errors of the same parameters."""
         self._loaded = state
         if self._exchange is not None:
             self._exchange.load_state_dict(state)
+
+    def put_back(self, start: int, arrived: Tensor) -> None:
+        """Keep for the next step what arrived for a parameter that no rank has a gradient of."""
+        assert self._exchange is not None
+        self._exchange.worker_error[start : start + len(arrived)] += arrived
+
+    def reset(self) -> None:
+        """Begin anew, without errors."""
+        self._exchange, self._loaded = None, {}

@@ -70,6 +70,10 @@ class _SignReducer(BucketReducer):
         """Go on from as many reductions."""
         self._num_reductions = state["num_reductions"]
 
+    def reset(self) -> None:
+        """Begin anew."""
+        self._num_reductions = 0
+
 
 class _VoteReducer(_SignReducer):
     """Sends each owner the signs of its chunk, which counts them, and gets what the others have counted.

@@ -192,7 +192,7 @@ class CompressedMomentumOptimizer(torch.optim.Optimizer, abc.ABC):
             return self._exchanges[place]
         del self._exchanges[place:]
         made = TwoStepExchange(lengths, flat.dtype, flat.device, self.group)
-        if place < len(self._loaded_errors):
+        if place < len(self._loaded_errors) and tuple(self._loaded_errors[place]["lengths"]) == made.lengths:
             made.load_state_dict(self._loaded_errors[place])
         self._exchanges.append(made)
         return made
@@ -240,9 +240,9 @@ class CompressedMomentumOptimizer(torch.optim.Optimizer, abc.ABC):
         The entry "compression", which others ignore, has this rank's errors. They are of use to the same
         rank among as many ones only.
         """
-        errors = [exchange.state_dict() for exchange in self._exchanges] or self._loaded_errors
-        own = {"num_steps": self.num_steps, "errors": errors}
-        return {**super().state_dict(), COMPRESSION: own}
+        errors = [{"lengths": each.lengths, **each.state_dict()} for each in self._exchanges]
+        own = {"num_steps": self.num_steps, "rank": self.group.rank, "size": self.group.size}
+        return {**super().state_dict(), COMPRESSION: {**own, "errors": errors or self._loaded_errors}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state, also one of torch.optim.Adam. All ranks load the same, or each its own.
@@ -255,7 +255,8 @@ class CompressedMomentumOptimizer(torch.optim.Optimizer, abc.ABC):
         steps = [int(trained.state["step"]) for trained in self._trained() if "step" in trained.state]
         self._complete_state()
         self.num_steps = own.get("num_steps", max(steps, default=0))
-        self._exchanges, self._loaded_errors = [], list(own.get("errors", ()))
+        is_mine = (own.get("rank"), own.get("size")) == (self.group.rank, self.group.size)
+        self._exchanges, self._loaded_errors = [], list(own["errors"]) if is_mine else []
 
     def _complete_state(self) -> None:
         """Add what a state of torch.optim.Adam does not have."""
