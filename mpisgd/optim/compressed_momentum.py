@@ -16,13 +16,14 @@ from torch import Tensor
 
 from mpisgd.accelerator.buffers import cut_by
 from mpisgd.arguments import shown
-from mpisgd.collectives.all_reduce import all_reduce
 from mpisgd.compress.cast import Compression
 from mpisgd.compress.sign_code import wide_dtype
 from mpisgd.compress.two_step_exchange import TwoStepExchange
+from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument, UnsupportedTensor
+from mpisgd.gradients.kinds import KindsExchange
 from mpisgd.gradients.options import ReductionOptions
 from mpisgd.gradients.reducer import GradientReducer
 from mpisgd.job.lifecycle import group_or_world
@@ -163,9 +164,11 @@ class CompressedMomentumOptimizer(torch.optim.Optimizer, abc.ABC):
         """Return for each entry whether it holds on any rank. Collective."""
         if self.group.size == 1:
             return list(here)
-        flags = torch.tensor(here, dtype=torch.uint8)
-        all_reduce(flags, ReduceOp.MAX, self.group)
-        return [bool(flag) for flag in flags.tolist()]
+        kinds = KindsExchange(bytes(here), self.group)
+        operation = Operation(type(self).__name__, extra=f"step {self.num_steps}")
+        self.group.queue.run(operation, kinds.finish, before=kinds.before)
+        assert kinds.joined is not None
+        return [bool(kind) for kind in kinds.joined]
 
     def _exchange(self, tensors: Sequence[Tensor]) -> None:
         """Replace tensors, all of them packed into one, by the 1-bit average of everyone's. Collective.
