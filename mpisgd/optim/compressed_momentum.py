@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mpisgd.accelerator.buffers import cut_by
-from mpisgd.arguments import shown
+from mpisgd.arguments import check_positive, shown
 from mpisgd.compress.cast import Compression
 from mpisgd.compress.sign_code import wide_dtype
 from mpisgd.compress.two_step_exchange import TwoStepExchange
@@ -79,6 +79,7 @@ class CompressedMomentumOptimizer(torch.optim.Optimizer, abc.ABC):
     def __init__(self, params: Any, defaults: dict[str, Any], group: Group | None, agreed: str) -> None:
         self._agreed = agreed
         self._reducer: GradientReducer | None = None  # None: not all parameter groups are known
+        self._no_variance: dict[Tensor, Tensor | None] = {}  # where it is zero, None: nowhere; while frozen
         super().__init__(params, defaults)
         self.num_steps = 0
         self._join(group)
@@ -235,6 +236,18 @@ class CompressedMomentumOptimizer(torch.optim.Optimizer, abc.ABC):
                 f"variance is frozen since {since}; use all parameters before, or make a new optimizer"
             )
 
+    def _clear_without_variance(self, trained: Trained, momentum: Tensor) -> None:
+        """Set `momentum` to zero where the variance is zero, while it is frozen.
+
+        Such an element never had a gradient when the variance was taken, as in the row of an embedding that
+        no batch has used. It gets the sign of a zero, and dividing that by eps would move it far away.
+        """
+        if trained.param not in self._no_variance:
+            mask = trained.state["exp_avg_sq"] == 0
+            self._no_variance[trained.param] = mask if mask.any() else None
+        if (mask := self._no_variance[trained.param]) is not None:
+            momentum.masked_fill_(mask, 0.0)
+
     # -- the state ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -254,6 +267,7 @@ class CompressedMomentumOptimizer(torch.optim.Optimizer, abc.ABC):
         what had been left out is lost, which is less than one step's momentum.
         """
         super().load_state_dict(state_dict)
+        self._no_variance.clear()
         own = state_dict.get(COMPRESSION, {})
         steps = [int(trained.state["step"]) for trained in self._trained() if "step" in trained.state]
         self._complete_state()
@@ -277,7 +291,8 @@ def adam_defaults(
     kind: str, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
 ) -> dict[str, Any]:
     """Return what parameter groups have by default, once it makes sense."""
-    for what, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+    check_positive(kind, "eps", eps)
+    for what, value in (("lr", lr), ("weight_decay", weight_decay)):
         if not isinstance(value, int | float) or not 0.0 <= value < float("inf"):
             raise InvalidArgument(f"{kind}: {what}={shown(value)}; expected a number of at least 0")
     pair = isinstance(betas, tuple | list) and len(betas) == 2
@@ -295,10 +310,5 @@ def update_moments(state: dict[str, Any], grad: Tensor, betas: tuple[float, floa
 
 
 def denominator(variance: Tensor, correction: float, eps: float) -> Tensor:
-    """Return sqrt(v / correction) + eps; infinite where v is zero.
-
-    Such an element never had a gradient when the variance was taken, as in the row of an embedding that no
-    batch has used. It gets the sign of a zero momentum, and dividing that by eps would move it far away.
-    """
-    divided = variance.sqrt().div_(correction**0.5).add_(eps)
-    return divided.masked_fill_(variance == 0, torch.inf)
+    """Return sqrt(v / correction) + eps."""
+    return variance.sqrt().div_(correction**0.5).add_(eps)

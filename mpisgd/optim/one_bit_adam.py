@@ -101,7 +101,7 @@ class OneBitAdam(CompressedMomentumOptimizer):
             trained.state["exp_avg"].lerp_(_decayed(trained), 1.0 - trained.settings["betas"][0])
         self._exchange([trained.state["exp_avg"] for trained in everything if "step" in trained.state])
         for trained in updated:
-            trained.state["exp_avg"].masked_fill_(trained.state["exp_avg_sq"] == 0, 0.0)
+            self._clear_without_variance(trained, trained.state["exp_avg"])
             _apply(trained)
 
 

@@ -136,9 +136,11 @@ class OneBitLamb(CompressedMomentumOptimizer):
                 state["exp_avg"].add_(param.grad, alpha=1.0 - settings["betas"][0])
         self._exchange([trained.state["exp_avg"] for trained in everything if "step" in trained.state])
         for trained, momentum in zip(updated, earlier, strict=True):
-            trained.state["exp_avg"].masked_fill_(trained.state["exp_avg_sq"] == 0, 0.0)
+            self._clear_without_variance(trained, trained.state["exp_avg"])
             _renew_variance(trained, momentum)
-            _apply_frozen(trained)
+            ratios = _ratios(trained)
+            self._clear_without_variance(trained, ratios)  # nothing to foretell there
+            _apply_frozen(trained, float(ratios.max()) if ratios.numel() else 1.0)
 
 
 def _check_limits(what: str, least: float, most: float) -> None:
@@ -171,17 +173,22 @@ def _renew_variance(trained: Trained, earlier: Tensor) -> None:
     state["exp_avg_sq_fresh"].mul_(beta2).addcmul_(grad, grad, value=1.0 - beta2)
 
 
-def _factor(trained: Trained, share: float) -> float:
+def _ratios(trained: Trained) -> Tensor:
+    """Return (sqrt(v) + eps) / (sqrt(w) + eps)."""
+    frozen, fresh = trained.state["exp_avg_sq"], trained.state["exp_avg_sq_fresh"]
+    eps = trained.settings["eps"]
+    return denominator(frozen, 1.0, eps).div_(denominator(fresh, 1.0, eps))
+
+
+def _factor(trained: Trained, most: float, share: float) -> float:
     """Return r, and remember it.
 
     Args:
+        most: the largest ratio.
         share: s, how much of the update is momentum.
     """
     state, settings = trained.state, trained.settings
-    frozen, fresh = state["exp_avg_sq"], state["exp_avg_sq_fresh"]
-    ratios = frozen.sqrt().add_(settings["eps"]).div_(fresh.sqrt().add_(settings["eps"]))
-    ratios.masked_fill_(frozen == 0, 0.0)  # nothing to foretell there
-    factor = (float(ratios.max()) if ratios.numel() else 1.0) * share + 1.0 - share
+    factor = most * share + 1.0 - share
     last, threshold = float(state.get("last_factor", 1.0)), float(settings["factor_threshold"])
     factor = min(max(factor, settings["factor_min"]), settings["factor_max"])
     factor = min(max(factor, last * (1.0 - threshold)), last * (1.0 + threshold))
@@ -189,8 +196,8 @@ def _factor(trained: Trained, share: float) -> float:
     return float(factor)
 
 
-def _apply_frozen(trained: Trained) -> None:
-    """Update a parameter with the frozen variance and the foretold coefficient."""
+def _apply_frozen(trained: Trained, most: float) -> None:
+    """Update a parameter with the frozen variance and the foretold coefficient; `most`: the largest ratio."""
     param, state, settings = trained
     update, share = _scaled_momentum(trained), 1.0
     if settings["weight_decay"]:
@@ -198,5 +205,5 @@ def _apply_frozen(trained: Trained) -> None:
         update.add_(param, alpha=settings["weight_decay"])
         whole = float(update.norm())
         share = min(1.0, momentum_norm / whole) if whole else 1.0
-    coeff = state["lamb_coeff_freeze"] * _factor(trained, share)
+    coeff = state["lamb_coeff_freeze"] * _factor(trained, most, share)
     param.sub_(update, alpha=settings["lr"] * coeff)

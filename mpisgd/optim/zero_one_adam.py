@@ -161,6 +161,7 @@ class ZeroOneAdam(CompressedMomentumOptimizer):
 
     def _update_as_adam(self) -> None:
         self._average_gradients()
+        self._no_variance.clear()
         for trained in self._with_gradients():
             param, state, settings = trained
             update_moments(state, _decayed(trained), settings["betas"])
@@ -176,6 +177,7 @@ class ZeroOneAdam(CompressedMomentumOptimizer):
             state["step"] += 1
             momentum, rate = state["exp_avg"], _rate(trained)
             momentum.lerp_(_decayed(trained), 1.0 - settings["betas"][0])
+            self._clear_without_variance(trained, momentum)
             if "momentum_accumulator" not in state:
                 state["momentum_accumulator"], state["lrs"] = torch.zeros_like(momentum), 0.0
             state["momentum_accumulator"].add_(momentum, alpha=rate)
@@ -192,6 +194,7 @@ class ZeroOneAdam(CompressedMomentumOptimizer):
         for trained in updated:
             param, state, _ = trained
             accumulated = state["momentum_accumulator"]
+            self._clear_without_variance(trained, accumulated)
             if "synchronized_param" in state:
                 param.copy_(state.pop("synchronized_param"))
             param.addcdiv_(accumulated, _denominator(trained), value=-1.0)
