@@ -37,9 +37,9 @@ class OneBit(Compressor):
     such and leave the residual as it is.
 
     Attributes:
-        two_step: whether the average is compressed, too, by those who make it, with residuals of their own:
-            see `TwoStepExchange`. Each rank then sends 2 / 32 of its float32 gradients at the most, however
-            many ranks there are; otherwise (size - 1) / 32, which is less for two ranks only, and exact.
+        two_step: whether the average is compressed, too, by the ranks that make it, with residuals of their
+            own: see `TwoStepExchange`. Of n bytes of float32 gradients each rank then sends
+            2 (size - 1) / size n / 32, otherwise (size - 1) n / 32: as much on two ranks, more on others.
     """
 
     two_step: bool = False
