@@ -205,5 +205,7 @@ def _apply_frozen(trained: Trained, most: float) -> None:
         update.add_(param, alpha=settings["weight_decay"])
         whole = float(update.norm())
         share = min(1.0, momentum_norm / whole) if whole else 1.0
+    if "lamb_coeff_freeze" not in state:  # as in a state of torch.optim.Adam
+        state["lamb_coeff_freeze"] = _trust_ratio(param, update, settings["min_coeff"], settings["max_coeff"])
     coeff = state["lamb_coeff_freeze"] * _factor(trained, most, share)
     param.sub_(update, alpha=settings["lr"] * coeff)
