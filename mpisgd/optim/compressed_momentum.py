@@ -82,13 +82,13 @@ class CompressedMomentumOptimizer(torch.optim.Optimizer, abc.ABC):
         self._no_variance: dict[Tensor, Tensor | None] = {}  # where it is zero, None: nowhere; while frozen
         super().__init__(params, defaults)
         self.num_steps = 0
-        self._join(group)
+        self._join(group, type(self).__name__, self._settings())
 
-    def _join(self, group: Group | None) -> None:
+    def _join(self, group: Group | None, kind: str, settings: str = "") -> None:
         """Agree with the ranks of a group, and begin without errors. Collective."""
         self.spans_job = group is None
         self.group = group_or_world(group)
-        named = self._agree(f"{type(self).__name__}")
+        named = self._agree(kind, settings)
         options = ReductionOptions(
             ReduceOp.AVG, Compression.none, 1.0, DEFAULT_BUCKET_CAP_BYTES, overlap=False
         )
@@ -96,30 +96,33 @@ class CompressedMomentumOptimizer(torch.optim.Optimizer, abc.ABC):
         self._exchanges: list[TwoStepExchange] = []
         self._loaded_errors: list[Mapping[str, Any]] = []
 
-    def _agree(self, kind: str) -> list[tuple[str, Tensor]]:
+    def _settings(self) -> str:
+        return str([{key: group[key] for key in self.defaults} for group in self.param_groups])
+
+    def _agree(self, kind: str, settings: str) -> list[tuple[str, Tensor]]:
         named = name_parameters(self, None)
         for name, param in named:
             if not param.is_floating_point():
                 raise UnsupportedTensor(f"{kind}: {name} is {param.dtype}; expected a floating dtype")
-        settings = [{key: group[key] for key in self.defaults} for group in self.param_groups]
-        agree_on(kind, named, self.group, extra=f"{settings}, {self._agreed}")
+        agree_on(kind, named, self.group, extra=f"{self._agreed}, {settings}")
         return named
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters later. Collective: all ranks add the same ones. Errors begin anew."""
         super().add_param_group(param_group)
         if self._reducer is not None:
-            self._reducer.cover(self._agree("add_param_group"))
+            self._reducer.cover(self._agree("add_param_group", self._settings()))
 
     def rebuild(self, group: Group | None = None) -> None:
         """Train with other ranks from now on, without the errors. Collective over `group`.
 
-        What `mpisgd.elastic` calls when the ranks have changed.
+        What `mpisgd.elastic` calls when the ranks have changed. Newcomers may have no state yet, and other
+        learning rates: `mpisgd.broadcast_optimizer_state` gives them both.
 
         Args:
             group: the ranks that train together, all of the job by default.
         """
-        self._join(group)
+        self._join(group, "rebuild")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

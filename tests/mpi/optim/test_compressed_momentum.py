@@ -120,12 +120,17 @@ def test_other_ranks_take_over(groups):
 @pytest.mark.mpi(min_size=2)
 @kinds
 def test_elastic_begins_without_errors_among_other_ranks(kind):
+    """Where rank 1 is new: it gets the state of rank 0."""
     params = torch_parameters()
     optimizer = KINDS[kind](params)
     steps(params, optimizer, 0, 4)
+    if mpisgd.rank() == 1:
+        optimizer.param_groups[0]["lr"], optimizer.num_steps = 0.5, 0
     everyone(bool(optimizer.state_dict()["compression"]["errors"]))
     handler_for(optimizer).reset()
     everyone(not optimizer.state_dict()["compression"]["errors"])
+    handler_for(optimizer).sync()
+    same_on_all_ranks((optimizer.num_steps, optimizer.param_groups[0]["lr"]))
     steps(params, optimizer, 4, 2)
     same_on_all_ranks(values(params))
 
