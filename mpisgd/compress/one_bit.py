@@ -33,6 +33,9 @@ class OneBit(Compressor):
         e_i = p_i - D_i             what is left for the next step
         g   = mean of D_i           what every rank applies
 
+    For SGD, with momentum or without. What is late or early by a step disturbs Adam's variance, so that it
+    trains far worse: use `mpisgd.OneBitAdam`.
+
     The residual is this rank's own, and goes into its `state_dict()`. Gradients that are not finite arrive as
     such and leave the residual as it is.
 
