@@ -30,6 +30,7 @@ from mpisgd.collectives.point_to_point import send as send
 from mpisgd.collectives.reduce import reduce as reduce
 from mpisgd.collectives.reduce_scatter import reduce_scatter as reduce_scatter
 from mpisgd.collectives.reduce_scatter import reduce_scatter_tensor as reduce_scatter_tensor
+from mpisgd.compress.adasum import Adasum as Adasum
 from mpisgd.compress.cast import Compression as Compression
 from mpisgd.compress.compressor import BucketLayout as BucketLayout
 from mpisgd.compress.compressor import BucketReducer as BucketReducer
@@ -77,6 +78,9 @@ from mpisgd.optim.broadcast import broadcast_optimizer_state as broadcast_optimi
 from mpisgd.optim.broadcast import broadcast_parameters as broadcast_parameters
 from mpisgd.optim.distributed import DistributedOptimizer as DistributedOptimizer
 from mpisgd.optim.in_sync import check_in_sync as check_in_sync
+from mpisgd.optim.one_bit_adam import OneBitAdam as OneBitAdam
+from mpisgd.optim.one_bit_lamb import OneBitLamb as OneBitLamb
+from mpisgd.optim.zero_one_adam import ZeroOneAdam as ZeroOneAdam
 from mpisgd.strategies.diloco import DiLoCo as DiLoCo
 from mpisgd.strategies.elastic_averaging import ElasticAveraging as ElasticAveraging
 from mpisgd.strategies.local_sgd import LocalSGD as LocalSGD

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from mpisgd.compress.quantized.natural import Natural as Natural
     from mpisgd.compress.quantized.qsgd import QSGD as QSGD
     from mpisgd.compress.quantized.tern_grad import TernGrad as TernGrad
+    from mpisgd.compress.signs.one_bit import OneBit as OneBit
+    from mpisgd.compress.signs.sign_sgd import SignSGD as SignSGD
     from mpisgd.compress.sparse.deep_gradient import DeepGradient as DeepGradient
     from mpisgd.compress.sparse.random_k import RandomK as RandomK
     from mpisgd.compress.sparse.threshold import Threshold as Threshold
@@ -19,15 +21,28 @@ if TYPE_CHECKING:
 _MODULE_OF = {
     "DeepGradient": "sparse.deep_gradient",
     "Natural": "quantized.natural",
+    "OneBit": "signs.one_bit",
     "PowerSGD": "power_sgd",
     "QSGD": "quantized.qsgd",
     "RandomK": "sparse.random_k",
+    "SignSGD": "signs.sign_sgd",
     "TernGrad": "quantized.tern_grad",
     "Threshold": "sparse.threshold",
     "TopK": "sparse.top_k",
 }
 
-__all__ = ["QSGD", "DeepGradient", "Natural", "PowerSGD", "RandomK", "TernGrad", "Threshold", "TopK"]
+__all__ = [
+    "QSGD",
+    "DeepGradient",
+    "Natural",
+    "OneBit",
+    "PowerSGD",
+    "RandomK",
+    "SignSGD",
+    "TernGrad",
+    "Threshold",
+    "TopK",
+]
 
 
 def __getattr__(name: str) -> Any:

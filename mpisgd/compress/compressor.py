@@ -8,7 +8,7 @@ next: what compression left out (a residual), or a factor to start from.
 import abc
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,7 +94,13 @@ class BucketReducer(abc.ABC):
 
 @dataclass(frozen=True)
 class Compressor(abc.ABC):
-    """How buckets of gradients travel. A subclass is a frozen dataclass, whose fields all ranks agree on."""
+    """How buckets of gradients travel. A subclass is a frozen dataclass, whose fields all ranks agree on.
+
+    Attributes:
+        takes_sparse: whether sparse gradients may be summed as they are, beside the buckets.
+    """
+
+    takes_sparse: ClassVar[bool] = True
 
     def changes(self, dtype: torch.dtype) -> bool:
         """Return whether buckets of `dtype` travel as something else; others are summed as they are."""

@@ -8,6 +8,7 @@ from mpisgd.accelerator.host_copy import copy_tree
 from mpisgd.arguments import has_state_dict
 from mpisgd.collectives.objects import broadcast_object
 from mpisgd.optim.broadcast import broadcast_optimizer_state, broadcast_parameters
+from mpisgd.optim.compressed_momentum import CompressedMomentumOptimizer
 from mpisgd.optim.distributed import DistributedOptimizer
 
 __all__ = ["StateHandler", "handler_for"]
@@ -71,7 +72,8 @@ class _ModuleHandler(_StateDictHandler):
 
 class _OptimizerHandler(_StateDictHandler):
     def reset(self) -> None:
-        if isinstance(self.value, DistributedOptimizer) and self.value.spans_job:
+        communicates = isinstance(self.value, DistributedOptimizer | CompressedMomentumOptimizer)
+        if communicates and self.value.spans_job:
             self.value.rebuild()  # one with a group of its own waits for a callback to give it a new one
 
     def sync(self) -> None:

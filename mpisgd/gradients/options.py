@@ -40,7 +40,9 @@ class ReductionOptions(NamedTuple):
 def check_options(options: ReductionOptions) -> None:
     """Raise InvalidArgument where options make no sense."""
     if not isinstance(options.op, ReduceOp) or options.op not in (ReduceOp.AVG, ReduceOp.SUM):
-        raise InvalidArgument(f"op={shown(options.op)}; gradients can be combined by AVG or SUM")
+        raise InvalidArgument(
+            f"op={shown(options.op)}; gradients can be combined by AVG, SUM or mpisgd.Adasum"
+        )
     if not isinstance(options.compression, Compressor):
         raise InvalidArgument(
             f"compression={shown(options.compression)}; expected one of mpisgd.Compression's or another "

@@ -19,7 +19,7 @@ from mpisgd.accelerator.runtime import on_device
 from mpisgd.collectives.all_reduce import all_reduce
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
-from mpisgd.errors import CollectiveMismatch, InvalidArgument
+from mpisgd.errors import CollectiveMismatch, InvalidArgument, UnsupportedTensor
 from mpisgd.gradients.accumulation import GradientSync
 from mpisgd.gradients.compression_state import CompressionState
 from mpisgd.gradients.finite import are_finite, raise_for
@@ -243,6 +243,12 @@ class GradientReducer(GradientSync):
         among the gradients given here is missing. The next plan knows them as sparse.
         """
         indices = sorted({*sparse, *late})
+        if not self.options.compression.takes_sparse:
+            names = ", ".join(self.named[index][0] for index in indices)
+            raise UnsupportedTensor(
+                f"gradients of {names} are sparse, and {self.options.compression} combines dense ones only; "
+                "pass sparse=False to torch.nn.Embedding"
+            )
         missing = {i: grad for i, grad in late.items() if grad is not None and grad.is_sparse}
         grads = [missing.get(i) if i in late else self.params[i].grad for i in indices]
         params = [self.params[i] for i in indices]

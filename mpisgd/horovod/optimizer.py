@@ -74,6 +74,8 @@ def DistributedOptimizer(
         ValueError: arguments that make no sense; before anything is sent.
     """
     check_optimizer("DistributedOptimizer", optimizer)
+    if getattr(optimizer, "averages_in_step", False):
+        raise ValueError(f"{type(optimizer).__name__} averages by itself in step(); use it as it is")
     check_compression("DistributedOptimizer", compression)
     if not isinstance(process_set, ProcessSet):
         raise ValueError(f"process_set={shown(process_set)}; expected an hvd.ProcessSet")

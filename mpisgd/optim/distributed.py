@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mpisgd.arguments import check_flag, check_positive, shown
+from mpisgd.compress.adasum import AdaptiveSum
 from mpisgd.compress.cast import Compression
 from mpisgd.compress.compressor import Compressor
 from mpisgd.core.group import Group
@@ -52,7 +53,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         strategy: how the ranks' models relate between two steps, `Synchronous()` by default; the same on all
             ranks. See docs/extending.md for one of your own.
         op: AVG, the gradient of the mean loss over ranks (equal to one process on the joined batch when the
-            ranks have equal shares), or SUM.
+            ranks have equal shares), SUM, or `mpisgd.Adasum`, the adaptive sum of each parameter's gradients.
         compression: `Compression.fp16` or `.bf16` halve what dense float gradients cost on the wire;
             `mpisgd.compress.TopK(ratio=0.01)` and others there send less, and approximate; or a `Compressor`
             of your own. The same on all ranks.
@@ -98,6 +99,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise InvalidArgument(f"DistributedOptimizer: optimizer is a {kind}; expected a torch optimizer")
         if isinstance(optimizer, DistributedOptimizer):
             raise InvalidArgument("DistributedOptimizer: this optimizer is distributed already")
+        if getattr(optimizer, "averages_in_step", False):
+            raise InvalidArgument(
+                f"DistributedOptimizer: {type(optimizer).__name__} averages by itself, over the group it was "
+                "made for; use it as it is"
+            )
         # Python calls __init__ next, which can undo this, but is never entered with arguments it has not.
         inspect.signature(cls.__init__).bind(optimizer, optimizer, *args, **options)
         optimizer.__class__ = _distributed(type(optimizer))
@@ -109,7 +115,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
         *,
         strategy: Strategy | None = None,
-        op: ReduceOp = ReduceOp.AVG,
+        op: ReduceOp | AdaptiveSum = ReduceOp.AVG,
         compression: Compressor | None = None,
         backward_passes_per_step: int = 1,
         gradient_predivide_factor: float = 1.0,
@@ -123,16 +129,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         group: Group | None = None,
     ) -> None:
         try:
+            strategy = Synchronous() if strategy is None else strategy
             options = ReductionOptions(
-                op,
-                Compression.none if compression is None else compression,
+                *_resolve(op, compression, gradient_predivide_factor, strategy, share_parameters),
                 gradient_predivide_factor,
                 bucket_cap_bytes,
                 overlap,
                 check_flag("gradients", "error_if_nonfinite", error_if_nonfinite),
             )
             check_options(options)
-            strategy = Synchronous() if strategy is None else strategy
             _check(strategy, check_in_sync_every)
             check_positive("gradients", "backward_passes_per_step", backward_passes_per_step, whole=True)
             shares = check_flag("DistributedOptimizer", "share_parameters", share_parameters)
@@ -324,6 +329,26 @@ def _after_step(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
     period = synchronizer.training.check_in_sync_every
     if period and window.steps % period == 0:
         check_tensors_in_sync(synchronizer.training.named, synchronizer.training.group)
+
+
+def _resolve(
+    op: Any, compression: Compressor | None, predivide_factor: float, strategy: Any, shares: bool
+) -> tuple[ReduceOp, Compressor]:
+    """Return the reduction and what travels: an adaptive sum is no reduction element by element."""
+    chosen = Compression.none if compression is None else compression
+    if isinstance(chosen, AdaptiveSum):
+        raise InvalidArgument("DistributedOptimizer: Adasum is no compression; pass op=mpisgd.Adasum")
+    if not isinstance(op, AdaptiveSum):
+        return op, chosen
+    refused = {
+        f"compression={chosen}": chosen != Compression.none,
+        f"gradient_predivide_factor={predivide_factor}": predivide_factor != 1.0,
+        f"strategy={strategy}": not isinstance(strategy, Synchronous),
+        "share_parameters=True": shares,
+    }
+    if wrong := ", ".join(what for what, is_wrong in refused.items() if is_wrong):
+        raise InvalidArgument(f"DistributedOptimizer: op=mpisgd.Adasum does not go with {wrong}")
+    return ReduceOp.AVG, op
 
 
 def _check(strategy: Any, check_every: Any) -> None:

@@ -21,6 +21,7 @@ SELECTION = " or ".join(
         "test_objects and world",
         "test_optimizers and not (the_comparison or instance)",
         "test_shared and not every_optimizer",
+        "(one_bit or zero_one or adasum) and equals_the_simulation",
         "test_horovod_names",
         "test_horovod_process_sets",
         "test_horovod_join",

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpisgd.collectives.algorithms.adasum import adasum
 from mpisgd.collectives.all_gather import all_gather, all_gather_into_tensor, all_gather_ragged
 from mpisgd.collectives.all_reduce import all_reduce
 from mpisgd.collectives.all_to_all import all_to_all_single
@@ -18,7 +19,6 @@ from mpisgd.collectives.coalesced import all_reduce_coalesced
 from mpisgd.collectives.reduce_scatter import reduce_scatter_tensor
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
-from mpisgd.horovod.engine.adasum import adasum
 from mpisgd.horovod.engine.entry import Entry
 from mpisgd.horovod.engine.request import Request
 

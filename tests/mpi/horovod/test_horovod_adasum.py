@@ -13,7 +13,7 @@ from verdicts import everyone, raises_everywhere
 
 import mpisgd
 import mpisgd.horovod as hvd
-from mpisgd.horovod.engine.adasum import adasum
+from mpisgd.collectives.algorithms.adasum import adasum
 
 F64 = torch.float64
 

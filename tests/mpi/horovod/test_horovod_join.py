@@ -12,7 +12,7 @@ from torch import nn
 from verdicts import everyone, same_on_all_ranks
 
 import mpisgd.horovod as hvd
-from mpisgd.horovod.engine.adasum import adasum
+from mpisgd.collectives.algorithms.adasum import adasum
 
 F64 = torch.float64
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mpisgd.horovod.engine.adasum import adasum
+from mpisgd.collectives.algorithms.adasum import adasum
 
 
 def formula(a: np.ndarray, b: np.ndarray) -> np.ndarray:

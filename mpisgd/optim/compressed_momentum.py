@@ -1,0 +1,317 @@
+"""`CompressedMomentumOptimizer`: what optimizers share that average in `step()`, and by one bit later on.
+
+    warm-up       local gradients -> averaged (float) -> momentum and variance -> parameters
+    afterwards    local gradients -> local momentum -> averaged (1 bit) -> parameters; the variance is frozen
+
+Source of the second line: Tang et al. 2021, "1-bit Adam". Adam is not linear in its gradients, so compressing
+these with error feedback fails; with its variance fixed it is momentum SGD with a preconditioner, and linear.
+"""
+
+import abc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpisgd.accelerator.buffers import cut_by
+from mpisgd.arguments import check_positive, shown
+from mpisgd.compress.cast import Compression
+from mpisgd.compress.signs.sign_code import wide_dtype
+from mpisgd.compress.signs.two_step_exchange import TwoStepExchange
+from mpisgd.core.consistency import Operation
+from mpisgd.core.group import Group
+from mpisgd.dtypes import ReduceOp
+from mpisgd.errors import InvalidArgument, UnsupportedTensor
+from mpisgd.gradients.kinds import KindsExchange
+from mpisgd.gradients.options import ReductionOptions
+from mpisgd.gradients.reducer import GradientReducer
+from mpisgd.job.lifecycle import group_or_world
+from mpisgd.optim.distributed import DEFAULT_BUCKET_CAP_BYTES
+from mpisgd.optim.parameter_names import agree_on, name_parameters
+
+__all__ = ["CompressedMomentumOptimizer", "Trained", "adam_defaults", "denominator", "update_moments"]
+
+COMPRESSION = "compression"  # the entry of a state_dict
+
+
+class Trained(NamedTuple):
+    """A parameter with what an update needs.
+
+    Attributes:
+        param: the parameter.
+        state: of the optimizer, for this parameter.
+        settings: of its parameter group.
+    """
+
+    param: Tensor
+    state: dict[str, Any]
+    settings: dict[str, Any]
+
+
+class CompressedMomentumOptimizer(torch.optim.Optimizer, abc.ABC):
+    """Averages by itself in `step()`, over a group: not to be wrapped in `DistributedOptimizer`.
+
+    Collective: all ranks of `group` make the same optimizer over the same parameters, which begin equal
+    (`mpisgd.broadcast_parameters`), and call `step()` together. Gradients are this rank's own until then, so
+    several `backward()`s before a `step()` accumulate; clip them, if at all, before each rank's `step()`.
+    GradScaler is refused: it would skip steps on some ranks only.
+
+    Args:
+        params: as for any torch optimizer.
+        defaults: of the parameter groups.
+        group: the ranks that train together, all of the job by default.
+        agreed: what else all ranks must have chosen alike.
+
+    Attributes:
+        group: the ranks.
+        spans_job: whether all ranks of the job train together: no group was chosen.
+        num_steps: how many steps there were.
+
+    Raises:
+        InvalidArgument, UnsupportedTensor: found locally, before anything is sent.
+        CollectiveMismatch: arguments or parameters differ; raised on every rank, names what differs.
+    """
+
+    averages_in_step = True  # what DistributedOptimizer looks for, to refuse it
+    _step_supports_amp_scaling = True  # GradScaler leaves the decision to `step()` then, on every rank
+
+    def __init__(self, params: Any, defaults: dict[str, Any], group: Group | None, agreed: str) -> None:
+        self._agreed = agreed
+        self._reducer: GradientReducer | None = None  # None: not all parameter groups are known
+        self._no_variance: dict[Tensor, Tensor | None] = {}  # where it is zero, None: nowhere; while frozen
+        super().__init__(params, defaults)
+        self.num_steps = 0
+        self._join(group, type(self).__name__, self._settings())
+
+    def _join(self, group: Group | None, kind: str, settings: str = "") -> None:
+        """Agree with the ranks of a group, and begin without errors. Collective."""
+        self.spans_job = group is None
+        self.group = group_or_world(group)
+        named = self._agree(kind, settings)
+        options = ReductionOptions(
+            ReduceOp.AVG, Compression.none, 1.0, DEFAULT_BUCKET_CAP_BYTES, overlap=False
+        )
+        self._reducer = GradientReducer(named, self.group, options)
+        self._exchanges: list[TwoStepExchange] = []
+        self._loaded_errors: list[Mapping[str, Any]] = []
+
+    def _settings(self) -> str:
+        return str([{key: group[key] for key in self.defaults} for group in self.param_groups])
+
+    def _agree(self, kind: str, settings: str) -> list[tuple[str, Tensor]]:
+        named = name_parameters(self, None)
+        for name, param in named:
+            if not param.is_floating_point():
+                raise UnsupportedTensor(f"{kind}: {name} is {param.dtype}; expected a floating dtype")
+        agree_on(kind, named, self.group, extra=f"{self._agreed}, {settings}")
+        return named
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters later. Collective: all ranks add the same ones. Errors begin anew."""
+        super().add_param_group(param_group)
+        if self._reducer is not None:
+            self._reducer.cover(self._agree("add_param_group", self._settings()))
+
+    def rebuild(self, group: Group | None = None) -> None:
+        """Train with other ranks from now on, without the errors. Collective over `group`.
+
+        What `mpisgd.elastic` calls when the ranks have changed. Newcomers may have no state yet, and other
+        learning rates: `mpisgd.broadcast_optimizer_state` gives them both.
+
+        Args:
+            group: the ranks that train together, all of the job by default.
+        """
+        self._join(group, "rebuild")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Average what the ranks have, and update the parameters. Collective.
+
+        Args:
+            closure: computes the loss and its gradients on this rank's data.
+
+        Returns:
+            What the closure has returned on this rank.
+
+        Raises:
+            InvalidArgument, UnsupportedTensor: a GradScaler is used, or gradients are sparse.
+        """
+        if hasattr(self, "found_inf"):
+            raise InvalidArgument(
+                f"{type(self).__name__}: a GradScaler decides on each rank by itself whether to step; train "
+                "in bfloat16, which needs none, or with DistributedOptimizer"
+            )
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            if any(param.grad is not None and param.grad.is_sparse for param in group["params"]):
+                raise UnsupportedTensor(f"{type(self).__name__}: a gradient is sparse; expected dense ones")
+        self.num_steps += 1
+        self._update()
+        return loss
+
+    @abc.abstractmethod
+    def _update(self) -> None:
+        """Do step `num_steps`, the first one is 1. Collective."""
+
+    # -- what is sent -------------------------------------------------------------------------------
+
+    def _average_gradients(self) -> None:
+        """Replace gradients by their mean; where no rank has one it stays None. Collective."""
+        assert self._reducer is not None
+        self._reducer.reduce(f"step {self.num_steps}")
+
+    def _exist_somewhere(self, here: Sequence[bool]) -> list[bool]:
+        """Return for each entry whether it holds on any rank. Collective."""
+        if self.group.size == 1:
+            return list(here)
+        kinds = KindsExchange(bytes(here), self.group)
+        operation = Operation(type(self).__name__, extra=f"step {self.num_steps}")
+        self.group.queue.run(operation, kinds.finish, before=kinds.before)
+        assert kinds.joined is not None
+        return [bool(kind) for kind in kinds.joined]
+
+    def _exchange(self, tensors: Sequence[Tensor]) -> None:
+        """Replace tensors, all of them packed into one, by the 1-bit average of everyone's. Collective.
+
+        One for each dtype and device. A group of one rank keeps them as they are.
+        """
+        if self.group.size == 1:
+            return
+        alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for tensor in tensors:
+            if tensor.numel():
+                alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        for place, packed in enumerate(alike.values()):
+            lengths = [tensor.numel() for tensor in packed]
+            flat = torch.cat([tensor.reshape(-1) for tensor in packed])
+            flat = flat.to(wide_dtype(flat.dtype))
+            self._exchange_at(place, lengths, flat).average(flat)
+            for tensor, part in zip(packed, cut_by(flat, lengths), strict=True):
+                tensor.copy_(part.view(tensor.shape))
+
+    def _exchange_at(self, place: int, lengths: Sequence[int], flat: Tensor) -> TwoStepExchange:
+        """Return what averages tensors of these lengths, without errors if there were other ones before."""
+        if place < len(self._exchanges) and self._exchanges[place].lengths == tuple(lengths):
+            return self._exchanges[place]
+        del self._exchanges[place:]
+        made = TwoStepExchange(lengths, flat.dtype, flat.device, self.group)
+        if place < len(self._loaded_errors) and tuple(self._loaded_errors[place]["lengths"]) == made.lengths:
+            made.load_state_dict(self._loaded_errors[place])
+        self._exchanges.append(made)
+        return made
+
+    # -- parameters and their state -----------------------------------------------------------------
+
+    def _trained(self) -> Iterator[Trained]:
+        """Yield all parameters, in the order of the groups."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                yield Trained(param, self.state[param], group)
+
+    def _with_gradients(self) -> Iterator[Trained]:
+        """Yield the parameters that have a gradient, with the state that the first one makes."""
+        for trained in self._trained():
+            if trained.param.grad is not None:
+                if "step" not in trained.state:
+                    trained.state.update(self._new_state(trained.param))
+                yield trained
+
+    def _new_state(self, param: Tensor) -> dict[str, Any]:
+        """Return a parameter's state before its first gradient: torch.optim.Adam's, and one entry more."""
+        return {
+            "step": torch.tensor(0.0),
+            "variance_steps": 0,
+            "exp_avg": torch.zeros_like(param, memory_format=torch.preserve_format),
+            "exp_avg_sq": torch.zeros_like(param, memory_format=torch.preserve_format),
+        }
+
+    def _refuse_new(self, has_first: Sequence[bool], since: str) -> None:
+        """Raise where parameters have their first gradient when the variance is known no more."""
+        if any(has_first):
+            names = [name for name, _ in name_parameters(self, None)]
+            first = ", ".join(name for name, new in zip(names, has_first, strict=True) if new)
+            raise InvalidArgument(
+                f"{type(self).__name__}: step {self.num_steps} brings the first gradient of {first}, and the "
+                f"variance is frozen since {since}; use all parameters before, or make a new optimizer"
+            )
+
+    def _clear_without_variance(self, trained: Trained, momentum: Tensor) -> None:
+        """Set `momentum` to zero where the variance is zero, while it is frozen.
+
+        Such an element never had a gradient when the variance was taken, as in the row of an embedding that
+        no batch has used. It gets the sign of a zero, and dividing that by eps would move it far away.
+        """
+        if trained.param not in self._no_variance:
+            mask = trained.state["exp_avg_sq"] == 0
+            self._no_variance[trained.param] = mask if mask.any() else None
+        if (mask := self._no_variance[trained.param]) is not None:
+            momentum.masked_fill_(mask, 0.0)
+
+    # -- the state ----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, as other torch optimizers do.
+
+        The entry "compression", which others ignore, has this rank's errors. They are of use to the same
+        rank among as many ones only.
+        """
+        errors = [{"lengths": each.lengths, **each.state_dict()} for each in self._exchanges]
+        own = {"num_steps": self.num_steps, "rank": self.group.rank, "size": self.group.size}
+        return {**super().state_dict(), COMPRESSION: {**own, "errors": errors or self._loaded_errors}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state, also one of torch.optim.Adam. All ranks load the same, or each its own.
+
+        Errors begin anew at zero where those given are of another rank, or of another number of ranks:
+        what had been left out is lost, which is less than one step's momentum.
+        """
+        super().load_state_dict(state_dict)
+        self._no_variance.clear()
+        own = state_dict.get(COMPRESSION, {})
+        steps = [int(trained.state["step"]) for trained in self._trained() if "step" in trained.state]
+        self._complete_state()
+        self.num_steps = own.get("num_steps", max(steps, default=0))
+        is_mine = (own.get("rank"), own.get("size")) == (self.group.rank, self.group.size)
+        self._exchanges, self._loaded_errors = [], list(own["errors"]) if is_mine else []
+
+    def _complete_state(self) -> None:
+        """Add what a state of torch.optim.Adam does not have."""
+        for _, state, settings in self._trained():
+            if "step" in state:
+                state.setdefault("variance_steps", int(state["step"]))
+            for key, value in self.defaults.items():
+                settings.setdefault(key, value)
+
+
+# -- arithmetic -----------------------------------------------------------------------------------------
+
+
+def adam_defaults(
+    kind: str, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+) -> dict[str, Any]:
+    """Return what parameter groups have by default, once it makes sense."""
+    check_positive(kind, "eps", eps)
+    for what, value in (("lr", lr), ("weight_decay", weight_decay)):
+        if not isinstance(value, int | float) or not 0.0 <= value < float("inf"):
+            raise InvalidArgument(f"{kind}: {what}={shown(value)}; expected a number of at least 0")
+    pair = isinstance(betas, tuple | list) and len(betas) == 2
+    if not pair or not all(isinstance(beta, int | float) and 0.0 <= beta < 1.0 for beta in betas):
+        raise InvalidArgument(f"{kind}: betas={shown(betas)}; expected two numbers from 0 to below 1")
+    return {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+
+
+def update_moments(state: dict[str, Any], grad: Tensor, betas: tuple[float, float]) -> None:
+    """Take a gradient into the moving averages m and v: m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2."""
+    state["step"] += 1
+    state["variance_steps"] += 1
+    state["exp_avg"].lerp_(grad, 1.0 - betas[0])
+    state["exp_avg_sq"].mul_(betas[1]).addcmul_(grad, grad, value=1.0 - betas[1])
+
+
+def denominator(variance: Tensor, correction: float, eps: float) -> Tensor:
+    """Return sqrt(v / correction) + eps."""
+    return variance.sqrt().div_(correction**0.5).add_(eps)

@@ -1,0 +1,123 @@
+"""`op=mpisgd.Adasum`: each parameter's gradients are combined adaptively, against Maleki et al. 2020."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from one_bit_simulation import begin, gradients, off_by, torch_backward, torch_parameters
+from verdicts import everyone, raises_everywhere, same_on_all_ranks
+
+import mpisgd
+from mpisgd import config
+from mpisgd.compress.adasum import AdaptiveSum
+from mpisgd.compress.compressor import BucketLayout
+from mpisgd.core.consistency import Operation
+from mpisgd.errors import InvalidArgument, UnsupportedTensor
+
+LR, MOMENTUM, STEPS = 0.05, 0.9, 20
+
+
+def combine(gs: list[np.ndarray]) -> np.ndarray:
+    """Neighbours first, then their results; one that is left over waits."""
+    while len(gs) > 1:
+        joined = []
+        for a, b in zip(gs[::2], gs[1::2], strict=False):
+            dot = (a * b).sum()
+            joined.append((1 - dot / (2 * (a * a).sum())) * a + (1 - dot / (2 * (b * b).sum())) * b)
+        gs = joined + gs[len(joined) * 2 :]
+    return gs[0]
+
+
+@pytest.mark.parametrize("cap", [8, 2**20], ids=["many buckets", "one bucket"])
+def test_training_equals_the_simulation(cap):
+    params, simulated, size = torch_parameters(), begin(), mpisgd.size()
+    optimizer = mpisgd.DistributedOptimizer(
+        torch.optim.SGD(params, LR, momentum=MOMENTUM), op=mpisgd.Adasum, bucket_cap_bytes=cap
+    )
+    momenta = [0 * x for x in simulated]
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        torch_backward(params, step)
+        optimizer.step()
+        everyones = [gradients(simulated, rank, step) for rank in range(size)]
+        combined = [combine(list(gs)) for gs in zip(*everyones, strict=True)]
+        momenta = [MOMENTUM * m + g for m, g in zip(momenta, combined, strict=True)]
+        simulated = [x - LR * m for x, m in zip(simulated, momenta, strict=True)]
+        everyone(off_by(params, simulated) < 1e-12, f"step {step}: {off_by(params, simulated)}")
+    same_on_all_ranks([param.tolist() for param in params])
+
+
+def test_alike_gradients_become_one_of_them_and_orthogonal_ones_their_sum():
+    alike, own = (torch.nn.Parameter(torch.zeros(mpisgd.size(), 3)) for _ in range(2))
+    optimizer = mpisgd.DistributedOptimizer(torch.optim.SGD([alike, own], 1.0), op=mpisgd.Adasum)
+    (2.0 * alike.sum() + own[mpisgd.rank()].sum()).backward()
+    optimizer.step()
+    everyone(bool((alike.grad == 2.0).all() and (own.grad == 1.0).all()), f"{alike.grad} {own.grad}")
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_rank_that_has_no_gradient_counts_as_zero():
+    some, none = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+    optimizer = mpisgd.DistributedOptimizer(torch.optim.SGD([some, none], 1.0), op=mpisgd.Adasum)
+    used = torch.nn.Parameter(torch.zeros(3))
+    ((some * 3.0).sum() if mpisgd.rank() == 0 else some[:0].sum() + used.sum()).backward()
+    optimizer.step()
+    everyone(bool((some.grad == 3.0).all()) and none.grad is None, f"{some.grad} {none.grad}")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"compression": mpisgd.Compression.fp16}, "compression=Compression.fp16"),
+        ({"gradient_predivide_factor": 2.0}, "gradient_predivide_factor=2.0"),
+        ({"share_parameters": True}, "share_parameters=True"),
+        ({"strategy": "elsewhere"}, "strategy=elsewhere"),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused(options, said):
+    optimizer = torch.optim.SGD(torch_parameters(), 1.0)
+    with pytest.raises(InvalidArgument, match=said):
+        mpisgd.DistributedOptimizer(optimizer, op=mpisgd.Adasum, **options)
+    assert type(optimizer) is torch.optim.SGD
+
+
+def test_it_is_no_compression():
+    with pytest.raises(InvalidArgument, match="Adasum is no compression"):
+        mpisgd.DistributedOptimizer(torch.optim.SGD(torch_parameters(), 1.0), compression=mpisgd.Adasum)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_sparse_gradients_are_refused_everywhere():
+    model = torch.nn.Embedding(5, 2, sparse=True)
+    optimizer = mpisgd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 1.0), op=mpisgd.Adasum)
+    with raises_everywhere(UnsupportedTensor) as caught:
+        model(torch.tensor([mpisgd.rank()])).sum().backward()
+        optimizer.step()
+    everyone("sparse=False" in caught.text, caught.text)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_its_bytes_are_its_formula(monkeypatch):
+    monkeypatch.setattr(config, "shared_memory", lambda: False)
+    group = mpisgd.new_group()
+    reducer = AdaptiveSum().reducer(BucketLayout((torch.Size([2, 50]),), torch.float32))
+    communicator = group.queue.communicator
+    before = communicator.given_bytes["Allgather"]
+    bucket = torch.arange(100, dtype=torch.float32) + group.rank
+    group.queue.run(Operation("a bucket"), lambda: reducer.reduce(bucket, group, mpisgd.ReduceOp.AVG))
+    sent = (group.size - 1) * (communicator.given_bytes["Allgather"] - before)
+    everyone(sent == reducer.bytes_on_the_wire(group.size) == (group.size - 1) * 400, f"{sent}")
+
+
+def test_steps_may_be_accumulated_and_clipped():
+    params = torch_parameters()
+    optimizer = mpisgd.DistributedOptimizer(
+        torch.optim.SGD(params, LR), op=mpisgd.Adasum, backward_passes_per_step=2
+    )
+    optimizer.zero_grad()
+    torch_backward(params, 0, 0.5)
+    torch_backward(params, 0, 0.5)
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    same_on_all_ranks([param.tolist() for param in params])
