@@ -4,6 +4,7 @@ A matrix is given by its rows, each of which maps ranks to weights: `rows[i][j]`
 counts in the new tensor of rank i. Entries that are zero are left out: nothing is sent there.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
@@ -23,6 +24,7 @@ __all__ = [
 
 Rows = Sequence[Mapping[int, float]]
 
+ZERO, NUM_DOUBLINGS = 1e-12, 50
 TOLERANCE = 1e-9  # of a sum that is to be 1
 
 
@@ -57,8 +59,7 @@ def dense_of(rows: Rows) -> Tensor:
     """Return the matrix, [size, size] of float64."""
     matrix = torch.zeros(len(rows), len(rows), dtype=torch.float64)
     for i, row in enumerate(rows):
-        for j, weight in row.items():
-            matrix[i, j] = weight
+        matrix[i, list(row)] = torch.tensor(list(row.values()), dtype=torch.float64)
     return matrix
 
 
@@ -96,9 +97,19 @@ def _reached(edges: Sequence[Iterable[int]]) -> set[int]:
 
 
 def second_eigenvalue(matrix: Tensor) -> float:
-    """Return the second largest modulus of a stochastic matrix's eigenvalues; below 1e-12 it counts as 0."""
-    if len(matrix) == 1:
+    """Return the second largest modulus of a stochastic matrix's eigenvalues; below 1e-12 it counts as 0.
+
+    That is the spectral radius of W - J, where all of J is 1 / size, as the limit of |(W - J)**k|**(1 / k)
+    for k = 1, 2, 4, ... . LAPACK's own does not converge for matrices with as many equal eigenvalues.
+    """
+    power = matrix - 1.0 / len(matrix)
+    if float(power.norm()) <= ZERO:
         return 0.0
-    moduli = torch.linalg.eigvals(matrix).abs().sort(descending=True).values
-    second = float(moduli[1])
-    return second if second > 1e-12 else 0.0
+    log_radius = 0.0
+    for doubling in range(NUM_DOUBLINGS):
+        norm = float(power.norm())
+        log_radius += math.log(norm) / 2**doubling
+        power = (power / norm) @ (power / norm)
+        if not float(power.norm()) > 0:
+            return 0.0
+    return math.exp(log_radius)
