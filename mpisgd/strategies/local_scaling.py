@@ -34,6 +34,8 @@ class LocalScaling:
             return
         params = [param for group in optimizer.param_groups for param in group["params"]]
         scale: Tensor | None = getattr(optimizer, "grad_scale", None)
+        # What is not fused must not see them; the scaler deletes both after the step.
+        optimizer.found_inf = optimizer.grad_scale = None  # type: ignore[attr-defined]
         if bool(found_inf):
             self._hide(params)
         elif scale is not None:

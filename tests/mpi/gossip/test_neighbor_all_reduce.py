@@ -154,7 +154,7 @@ def test_matrices_that_are_not_stochastic_are_refused_on_every_rank():
     with raises_everywhere(InvalidArgument):
         mpisgd.neighbor_all_reduce(torch.ones(2), torch.full((size, size), 0.9 / size))
     with raises_everywhere(InvalidArgument):
-        mpisgd.neighbor_all_reduce(torch.ones(2), torch.full((size + 1, size + 1), 1 / (size + 1)).double())
+        mpisgd.neighbor_all_reduce(torch.ones(2), [[1 / (size + 1)] * (size + 1)] * (size + 1))
     with raises_everywhere(UnsupportedOp):
         mpisgd.neighbor_all_reduce(torch.ones(2, dtype=torch.int64), "ring")
     mpisgd.barrier()

@@ -49,11 +49,12 @@ def test_gradients_accumulate_and_are_clipped_on_their_rank():
     with optimizer.no_sync():
         (param.sum() * (rank + 1)).backward()
     (param.sum() * (rank + 1)).backward()
-    everyone(is_close(param.grad, torch.full((3,), 2.0 * (rank + 1))))
+    everyone(is_close(param.grad, torch.full((3,), 2.0 * (rank + 1), dtype=torch.float64)))
     norm = optimizer.clip_grad_norm_(1.0)
     everyone(norm.item() == pytest.approx(2 * (rank + 1) * 3**0.5))
     optimizer.step()
-    grads = torch.full((size, 3), 1 / 3**0.5, dtype=torch.float64)
+    norms = 2 * 3**0.5 * (torch.arange(size, dtype=torch.float64) + 1)
+    grads = (norms / (norms + 1e-6) / 3**0.5)[:, None].expand(-1, 3)  # as torch clips
     everyone(is_close(param, mix(all_params() - 0.5 * grads)[rank]), f"{param}")
 
 
@@ -184,7 +185,7 @@ def test_other_ranks_begin_anew(style, groups):
 @pytest.mark.mpi(min_size=2)
 def test_a_matrix_does_not_fit_other_ranks(groups):
     size = mpisgd.size()
-    optimizer = wrap([own_param()], Gossip(MixingMatrix(torch.full((size, size), 1 / size).double())))
+    optimizer = wrap([own_param()], Gossip(MixingMatrix([[1 / size] * size] * size)))
     with raises_everywhere(InvalidArgument):
         optimizer.rebuild(groups["half"])
 
