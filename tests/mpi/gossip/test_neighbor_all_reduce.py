@@ -116,7 +116,7 @@ def test_a_hundred_rounds_reach_the_mean_at_the_rate_of_the_spectral_gap(name):
             mpisgd.all_reduce(square)
             distance = square.sqrt().item()
             everyone(distance <= first * rate**num_rounds + 1e-12, f"{num_rounds}: {distance}, {rate}")
-    everyone((mine - mean).abs().max().item() <= 1e-12)
+    everyone((mine - mean).abs().max().item() <= max(1e-12, first * rate**100))
 
 
 # -- bytes ------------------------------------------------------------------------------------------
