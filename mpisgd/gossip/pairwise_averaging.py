@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from mpisgd.core import wait_registry
 from mpisgd.core.wait_registry import WaitReason
 from mpisgd.core.waiting import Backoff
-from mpisgd.errors import CollectiveTimeout, MpisgdError
+from mpisgd.errors import CollectiveTimeout, MpisgdError, NotInitialized
 from mpisgd.gossip.bipartite import Roles
 from mpisgd.gossip.flat_copy import FlatCopy
 
@@ -73,9 +73,12 @@ class PairwiseAveraging:
 
         Raises:
             MpisgdError: the helper thread has ended by it.
+            NotInitialized: `finish` has ended the exchanges.
         """
         if self._error is not None:
             raise self._error
+        if self._finishing:
+            raise NotInitialized("Gossip: its exchanges were ended by mpisgd.shutdown()")
         self._role.wants = True
         self._changed.set()
 
