@@ -22,6 +22,11 @@ from mpisgd.transport.shm.transport import ShmTransport
 
 __all__ = ["mix", "neighbor_all_reduce", "neighbor_all_reduce_coalesced"]
 
+# From so many bytes on, on graphs where all ranks can, each sends to one neighbour after the other: a TCP
+# connection is slower while data goes both ways. Four emulated hosts at 100 Mbit/s exchanged 4 MB in a ring in
+# 0.69 s instead of 0.99, at 1 Gbit/s in 0.09 instead of 0.15; 40 kB took 3.3 ms instead of 2.9.
+IN_TURN_FROM_BYTES = 2**18
+
 WireDtype = Callable[[torch.dtype], torch.dtype | None]
 
 
@@ -144,12 +149,17 @@ class _Neighbours:
         self._wire_dtype = wire_dtype
 
     def by_messages(self, call: Call) -> None:
-        """Send each message to all neighbours at once, while theirs come."""
+        """Send each message to the neighbours, while theirs come."""
+        rank, size, exchange = call.group.rank, call.group.size, self._exchange
         for flat, wire, received in self._messages(call):
-            call.link.transfer(
-                sends=[(dst, wire) for dst in self._exchange.destinations], receives=list(received.items())
-            )
-            self._add_up(flat, wire, received, call.group.rank)
+            if wire.nbytes < IN_TURN_FROM_BYTES or not exchange.distances:
+                sends = [(dst, wire) for dst in exchange.destinations]
+                call.link.transfer(sends, list(received.items()))
+            else:
+                for distance in exchange.distances:
+                    dst, src = (rank + distance) % size, (rank - distance) % size
+                    call.link.exchange(wire, dst, received[src], src)
+            self._add_up(flat, wire, received, rank)
 
     def by_shm(self, call: Call, shm: ShmTransport) -> Iterator[None]:
         """Write each message once, and read the neighbours' ones."""

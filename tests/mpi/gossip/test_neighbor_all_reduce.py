@@ -57,6 +57,16 @@ def test_it_is_the_product_with_the_mixing_matrix(any_group):
             everyone(wrong <= 1e-14, f"{topology}, step {step}: {wrong}")
 
 
+def test_large_messages_go_to_one_neighbour_after_the_other(any_group):
+    size, rank = any_group.size, any_group.rank
+    values = inputs(size, 40_000)
+    for name in names(size):
+        mine = values[rank].clone()
+        mpisgd.neighbor_all_reduce(mine, name, any_group)
+        wrong = (mine - (NAMED_GRAPHS[name].matrix(size) @ values)[rank]).abs().max().item()
+        everyone(wrong <= 1e-14, f"{name}: {wrong}")
+
+
 @pytest.mark.parametrize("numel", [0, 1, 3 * 2**17 + 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex128])
 def test_any_size_and_floating_dtype(any_group, numel, dtype):
