@@ -23,8 +23,8 @@ from mpisgd.transport.shm.transport import ShmTransport
 __all__ = ["mix", "neighbor_all_reduce", "neighbor_all_reduce_coalesced"]
 
 # From so many bytes on, on graphs where all ranks can, each sends to one neighbour after the other: a TCP
-# connection is slower while data goes both ways. Four emulated hosts at 100 Mbit/s exchanged 4 MB in a ring in
-# 0.69 s instead of 0.99, at 1 Gbit/s in 0.09 instead of 0.15; 40 kB took 3.3 ms instead of 2.9.
+# connection is slower while data goes both ways. Four emulated hosts at 100 Mbit/s exchanged 4 MB in a ring
+# in 0.69 s instead of 0.99, at 1 Gbit/s in 0.09 instead of 0.15; 40 kB took 3.3 ms instead of 2.9.
 IN_TURN_FROM_BYTES = 2**18
 
 WireDtype = Callable[[torch.dtype], torch.dtype | None]
