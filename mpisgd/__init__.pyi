@@ -6,6 +6,7 @@ Type checkers read it as the stub of the package; `__init__.py` reads it to find
 from mpisgd import compress as compress
 from mpisgd import data as data
 from mpisgd import elastic as elastic
+from mpisgd import gossip as gossip
 from mpisgd.collectives.all_gather import all_gather as all_gather
 from mpisgd.collectives.all_gather import all_gather_into_tensor as all_gather_into_tensor
 from mpisgd.collectives.all_reduce import all_reduce as all_reduce
@@ -62,6 +63,8 @@ from mpisgd.errors import Unreachable as Unreachable
 from mpisgd.errors import UnsupportedOp as UnsupportedOp
 from mpisgd.errors import UnsupportedTensor as UnsupportedTensor
 from mpisgd.errors import UnsupportedTorch as UnsupportedTorch
+from mpisgd.gossip.neighbor_all_reduce import neighbor_all_reduce as neighbor_all_reduce
+from mpisgd.gossip.neighbor_all_reduce import neighbor_all_reduce_coalesced as neighbor_all_reduce_coalesced
 from mpisgd.job.groups import new_group as new_group
 from mpisgd.job.lifecycle import init as init
 from mpisgd.job.lifecycle import is_initialized as is_initialized
@@ -74,6 +77,7 @@ from mpisgd.job.rank_info import rank as rank
 from mpisgd.job.rank_info import size as size
 from mpisgd.nn.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
 from mpisgd.optim.average import average_gradients as average_gradients
+from mpisgd.optim.average_parameters import average_parameters as average_parameters
 from mpisgd.optim.broadcast import broadcast_optimizer_state as broadcast_optimizer_state
 from mpisgd.optim.broadcast import broadcast_parameters as broadcast_parameters
 from mpisgd.optim.distributed import DistributedOptimizer as DistributedOptimizer
@@ -83,6 +87,7 @@ from mpisgd.optim.one_bit_lamb import OneBitLamb as OneBitLamb
 from mpisgd.optim.zero_one_adam import ZeroOneAdam as ZeroOneAdam
 from mpisgd.strategies.diloco import DiLoCo as DiLoCo
 from mpisgd.strategies.elastic_averaging import ElasticAveraging as ElasticAveraging
+from mpisgd.strategies.gossip import Gossip as Gossip
 from mpisgd.strategies.local_sgd import LocalSGD as LocalSGD
 from mpisgd.strategies.strategy import Strategy as Strategy
 from mpisgd.strategies.strategy import Synchronizer as Synchronizer

@@ -15,7 +15,14 @@ from mpisgd.errors import InvalidArgument
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.optim.parameter_names import agree_on
 
-__all__ = ["broadcast_optimizer_state", "broadcast_parameters", "broadcast_tensors", "undo_casts"]
+__all__ = [
+    "Parameters",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "broadcast_tensors",
+    "name_tensors",
+    "undo_casts",
+]
 
 # Small tensors travel together, packed up to this many bytes; larger ones travel from where they are.
 PACK_BYTES = 4 * 2**20
@@ -42,7 +49,7 @@ def broadcast_parameters(params: Parameters, src: int = 0, group: Group | None =
     """
     group = group_or_world(group)
     root = group.group_rank("broadcast_parameters", "src", src)
-    named = _named(params)
+    named = name_tensors("broadcast_parameters", params)
     agree_on("broadcast_parameters", named, group, root=root)
     broadcast_tensors([value for _, value in named if isinstance(value, Tensor)], src, group)
     others = {name: value for name, value in named if not isinstance(value, Tensor)}
@@ -51,7 +58,16 @@ def broadcast_parameters(params: Parameters, src: int = 0, group: Group | None =
         params.update(broadcast_object(others, src, group))
 
 
-def _named(params: Parameters) -> list[tuple[str, Any]]:
+def name_tensors(name: str, params: Parameters) -> list[tuple[str, Any]]:
+    """Return (name, value) of what a user means by the parameters of a model.
+
+    Args:
+        name: of the function they were given to, for messages.
+        params: see `broadcast_parameters`.
+
+    Raises:
+        InvalidArgument: they are something else.
+    """
     if isinstance(params, torch.nn.Module):
         return [*params.named_parameters(), *params.named_buffers()]
     if isinstance(params, Mapping):
@@ -61,7 +77,7 @@ def _named(params: Parameters) -> list[tuple[str, Any]]:
     for entry in named:
         if not isinstance(entry, tuple) or len(entry) != 2 or not isinstance(entry[1], Tensor):
             raise InvalidArgument(
-                "broadcast_parameters: expected a module, a state dict or (name, tensor) pairs, got params a "
+                f"{name}: expected a module, a state dict or (name, tensor) pairs, got params a "
                 f"{type(params).__name__} with {_kind(entry)}; pass model.named_parameters() rather than "
                 "model.parameters()"
             )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mpisgd.core.group import Group
+from mpisgd.strategies.local_scaling import LocalScaling
 from mpisgd.strategies.strategy import Synchronizer
 from mpisgd.strategies.training import Training
 
@@ -27,6 +28,7 @@ class LocalSynchronizer(Synchronizer, abc.ABC):
         super().__init__(training)
         self.steps = 0
         self._begins = True
+        self._scaling = LocalScaling(training.optimizer)
 
     @abc.abstractmethod
     def begin(self) -> None:
@@ -49,7 +51,11 @@ class LocalSynchronizer(Synchronizer, abc.ABC):
         """Take over the ranks and parameters that `training` has now. Collective."""
 
     def before_step(self) -> None:
-        """Begin, at the first step; programs make the parameters equal after the optimizer was made."""
+        """Begin, at the first step; programs make the parameters equal after the optimizer was made.
+
+        A step that a GradScaler would leave out changes nothing; the other ranks may wait in it.
+        """
+        self._scaling.before_step(self.training.optimizer)
         if self._begins:
             self._begins = False
             with torch.no_grad():
@@ -57,6 +63,7 @@ class LocalSynchronizer(Synchronizer, abc.ABC):
 
     def after_step(self, num_steps: int) -> None:
         """See `synchronize`."""
+        self._scaling.after_step()
         self.steps += 1
         with torch.no_grad():
             self.synchronize()

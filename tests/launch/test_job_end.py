@@ -326,3 +326,27 @@ def test_nothing_is_left_behind_by_a_job_that_is_killed(tmp_path):
     process.wait(timeout=60)
     process.stdout.close()
     assert set(glob.glob(f"{tempfile.gettempdir()}/mpisgd-*")) <= before
+
+
+def test_asynchronous_gossip_ends_with_the_program_whoever_is_first(job):
+    done = job(
+        """
+        import time
+        model = torch.nn.Linear(300, 300)
+        optimizer = mpisgd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            strategy=mpisgd.Gossip("complete", style="asynchronous"),
+        )
+        for _ in range(50 if rank == 1 else 5):
+            optimizer.zero_grad()
+            model(torch.ones(4, 300)).mean().backward()
+            optimizer.step()
+            time.sleep(0.01 * rank)
+        if rank == 2:
+            del optimizer, model
+        """,
+        3,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.seconds < PROMPT_S
+    assert [line for line in ours(done) if "spectral gap" not in line] == []

@@ -142,6 +142,14 @@ def dense_list(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and all(map(writable, value))
 
 
+def floating(value: Any) -> bool:
+    return writable(value) and value.dtype.is_floating_point
+
+
+def floating_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(map(floating, value))
+
+
 def splits(value: Any) -> bool:
     return value is None or repr(value) == repr([NUMEL] * mpisgd.size())
 
@@ -164,6 +172,16 @@ CALLS: dict[str, Call] = {
     "all_reduce": Call(mpisgd.all_reduce, lambda: {"tensor": ones()}, {"tensor": writable}),
     "all_reduce_coalesced": Call(
         mpisgd.all_reduce_coalesced, lambda: {"tensors": [ones()]}, {"tensors": dense_list}
+    ),
+    "neighbor_all_reduce": Call(
+        mpisgd.neighbor_all_reduce,
+        lambda: {"tensor": ones(), "topology": "ring"},
+        {"tensor": floating, "topology": lambda _: False, "step": junk.natural},
+    ),
+    "neighbor_all_reduce_coalesced": Call(
+        mpisgd.neighbor_all_reduce_coalesced,
+        lambda: {"tensors": [ones()], "topology": "ring"},
+        {"tensors": floating_list, "topology": lambda _: False, "step": junk.natural},
     ),
     "broadcast": Call(mpisgd.broadcast, lambda: {"tensor": ones(), "src": 0}, {"tensor": writable}),
     "broadcast_coalesced": Call(
@@ -298,6 +316,15 @@ CALLS: dict[str, Call] = {
             )
         },
     ),
+    "average_parameters": Call(
+        mpisgd.average_parameters,
+        lambda: {"params": model()},
+        {
+            "params": lambda value: (
+                isinstance(value, (torch.nn.Module, dict)) or repr(value) in ("[]", "set()")
+            )
+        },
+    ),
     "broadcast_optimizer_state": Call(
         mpisgd.broadcast_optimizer_state, lambda: {"optimizer": optimizer()}, {"optimizer": lambda _: False}
     ),
@@ -325,6 +352,11 @@ CALLS: dict[str, Call] = {
             "share_parameters": flag,
             "elementwise": flag,
         },
+    ),
+    "Gossip": Call(
+        mpisgd.Gossip,
+        lambda: {"topology": "ring"},
+        {"topology": lambda _: False, "style": lambda _: False, "every": positive_int},
     ),
     "check_in_sync": Call(
         mpisgd.check_in_sync,

@@ -1,0 +1,133 @@
+"""`Graph`: which ranks exchange with which, and with what weights. Plain data; nothing is sent here."""
+
+import abc
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpisgd.errors import InvalidArgument
+from mpisgd.gossip.mixing import (
+    Rows,
+    dense_of,
+    is_column_stochastic,
+    is_row_stochastic,
+    is_strongly_connected,
+    metropolis_hastings,
+    second_eigenvalue,
+)
+
+__all__ = ["Exchange", "Graph"]
+
+
+class Exchange(NamedTuple):
+    """What one rank does in one step: x <- the sum of weight * x of the rank, over `terms`.
+
+    Attributes:
+        destinations: the ranks that it sends to, ascending.
+        terms: (rank, weight) of what it adds up, ascending; its own is one of them unless its weight is 0.
+        distances: where every rank sends to those that come so many after it, these; else empty.
+    """
+
+    destinations: tuple[int, ...]
+    terms: tuple[tuple[int, float], ...]
+    distances: tuple[int, ...] = ()
+
+    def sources(self, rank: int) -> list[int]:
+        """Return the ranks that `rank`, whose exchange this is, receives from."""
+        return [src for src, _ in self.terms if src != rank]
+
+
+@dataclass(frozen=True)
+class Graph(abc.ABC):
+    """Which ranks exchange with which. A subclass is a frozen dataclass, whose fields all ranks agree on.
+
+    Weights are those of Metropolis and Hastings, which make the matrix doubly stochastic where the graph is
+    undirected, or where all ranks have the same number of neighbours.
+    """
+
+    @abc.abstractmethod
+    def destinations(self, size: int, step: int) -> Sequence[Iterable[int]]:
+        """Return, for each of `size` ranks, the other ranks that it sends to in this step."""
+
+    def check(self, size: int) -> None:  # noqa: B027  # most graphs have any number
+        """Raise where there is no such graph of so many ranks.
+
+        Raises:
+            InvalidArgument: says why.
+        """
+
+    def num_phases(self, size: int) -> int | None:
+        """Return after how many steps the same exchanges come again; None: never."""
+        return 1
+
+    def rows(self, size: int, step: int = 0) -> Rows:
+        """Return the rows of the mixing matrix of a step; see `mpisgd.gossip.mixing`."""
+        return metropolis_hastings(self.destinations(size, step))
+
+    def matrix(self, size: int, step: int = 0) -> Tensor:
+        """Return the mixing matrix of a step, [size, size] of float64."""
+        return dense_of(self.rows(size, step))
+
+    def exchange(self, rank: int, size: int, step: int = 0) -> Exchange:
+        """Return what a rank does in a step."""
+        phases = self.num_phases(size)
+        return _exchange(self, rank, size, step if phases is None else step % phases)
+
+    def spectral_gap(self, size: int) -> float:
+        """Return 1 - |second largest eigenvalue|: in each step the ranks' differences shrink by that share.
+
+        Where steps differ it is that of the product of all phases, per step. 1: the mean after one period.
+        """
+        phases = self.num_phases(size) or 1
+        product = torch.eye(size, dtype=torch.float64)
+        for step in range(phases):
+            product = self.matrix(size, step) @ product
+        return float(1.0 - second_eigenvalue(product) ** (1.0 / phases))
+
+    def check_mixing(self, name: str, size: int, *, doubly: bool) -> None:
+        """Raise where ranks would not come to the mean; looks at every phase.
+
+        Args:
+            name: of what asks, for messages.
+            size: number of ranks.
+            doubly: whether rows must sum to 1, too.
+
+        Raises:
+            InvalidArgument: a matrix does not keep the sum over the ranks, or not all ranks ever hear of all.
+        """
+        self.check(size)
+        phases = self.num_phases(size)
+        reached: list[dict[int, float]] = [{} for _ in range(size)]
+        for step in range(phases or 1):
+            rows = self.rows(size, step)
+            if not is_column_stochastic(rows):
+                raise InvalidArgument(
+                    f"{name}: topology={self!r}: a column of the mixing matrix does not sum to 1, so "
+                    "the mean over the ranks would change"
+                )
+            if doubly and not is_row_stochastic(rows):
+                raise InvalidArgument(
+                    f"{name}: topology={self!r}: a row of the mixing matrix does not sum to 1; "
+                    'style="push_sum" is for matrices of which only the columns do'
+                )
+            for everything, row in zip(reached, rows, strict=True):
+                everything.update(row)
+        if phases is not None and not is_strongly_connected(reached):
+            raise InvalidArgument(
+                f"{name}: topology={self!r} is not connected: what some ranks have never comes to some others"
+            )
+
+
+@lru_cache(maxsize=256)
+def _exchange(graph: Graph, rank: int, size: int, step: int) -> Exchange:
+    rows = graph.rows(size, step)
+    destinations = tuple(i for i, row in enumerate(rows) if rank in row and i != rank)
+    distances = {(i - rank) % size for i in destinations}
+    is_circulant = all({(i - j) % size for j in row if i != j} == distances for i, row in enumerate(rows))
+    return Exchange(
+        destinations, tuple(sorted(rows[rank].items())), tuple(sorted(distances)) if is_circulant else ()
+    )

@@ -1,0 +1,123 @@
+"""`Gossip`: every rank has a model of its own, and mixes it with those of a few neighbours.
+
+The update rules are in the modules of the styles: `gossip_synchronous` has adapt then combine, combine then
+adapt (D-PSGD) and push-sum (SGP), `gossip_asynchronous` averages pairs while the ranks compute (AD-PSGD).
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mpisgd.arguments import check_positive, shown
+from mpisgd.compress.cast import Cast, Compression
+from mpisgd.compress.compressor import Compressor
+from mpisgd.errors import InvalidArgument
+from mpisgd.gossip.graph import Graph
+from mpisgd.gossip.graphs import GraphLike, as_graph
+from mpisgd.monitor.console import print_to_user
+from mpisgd.strategies.compatibility import LOCAL_STEPS
+from mpisgd.strategies.gossip_asynchronous import Asynchronous
+from mpisgd.strategies.gossip_synchronous import NAME, AdaptThenCombine, CombineThenAdapt, Mixer, PushSum
+from mpisgd.strategies.strategy import Strategy, Synchronizer
+from mpisgd.strategies.training import Training
+
+__all__ = ["Gossip"]
+
+MAX_SIZE_OF_GAP = 1024  # ranks for which the spectral gap is printed; of more it takes too long
+
+_printed: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Gossip(Strategy):
+    """Every rank has a model of its own, and mixes it with those of its neighbours in a graph.
+
+    Attributes:
+        topology: a name ("ring", "torus", "hypercube", "exponential", "one_peer_exponential", "star",
+            "complete", "random_pairs"), a graph of `mpisgd.gossip`, or a mixing matrix; kept as a graph. All
+            but matrices have the weights of Metropolis and Hastings, 1 / (neighbours + 1) on regular graphs.
+        style: "adapt_then_combine", the update and then the mean with the neighbours; "combine_then_adapt",
+            D-PSGD, the update by the gradient from before the mean; "push_sum", SGP, for matrices of which
+            only the columns sum to 1; "asynchronous", AD-PSGD, where pairs of neighbours average while the
+            ranks compute, and nobody waits.
+        every: the ranks mix in every so manieth step.
+
+    The ranks' models differ, and `optimizer.consensus()` has their mean, to evaluate or to save it. Module
+    buffers (`named_buffers`) are mixed as parameters are.
+
+    Raises:
+        InvalidArgument: found locally, before anything is sent.
+    """
+
+    topology: GraphLike = "exponential"
+    style: str = "adapt_then_combine"
+    every: int = 1
+
+    excludes: ClassVar[frozenset[str]] = LOCAL_STEPS
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "topology", as_graph(NAME, self.topology))
+        if not isinstance(self.style, str) or self.style not in STYLES:
+            raise InvalidArgument(f"{NAME}: style={shown(self.style)}; expected one of {', '.join(STYLES)}")
+        check_positive(NAME, "every", self.every, whole=True)
+
+    @property
+    def graph(self) -> Graph:
+        """The topology."""
+        assert isinstance(self.topology, Graph)
+        return self.topology
+
+    def spectral_gap(self, size: int) -> float:
+        """Return by which share the differences between `size` ranks shrink when they mix."""
+        return self.graph.spectral_gap(size)
+
+    def check_size(self, size: int) -> None:
+        """Raise InvalidArgument where so many ranks would not come to the mean."""
+        self.graph.check_mixing(NAME, size, doubly=STYLES[self.style].doubly)
+
+    def check(self, training: Training) -> None:
+        """Raise where options are about the reduction of gradients, or the graph does not fit the ranks."""
+        super().check(training)
+        _check_compression(training.options.compression)
+        if self.style == "asynchronous":
+            _check_asynchronous(training)
+        self.check_size(training.group.size)
+
+    def synchronizer(self, training: Training) -> Synchronizer:
+        """Return what mixes; the first rank prints the spectral gap, once."""
+        size = training.group.size
+        if training.group.rank == 0 and 1 < size <= MAX_SIZE_OF_GAP:
+            text = f"{self!r} of {size} ranks: spectral gap {self.spectral_gap(size):.4g}"
+            if text not in _printed:
+                _printed.add(text)
+                print_to_user(text)
+        return STYLES[self.style](training, self.graph, self.every)
+
+
+def _check_compression(compression: Compressor) -> None:
+    """Raise InvalidArgument for what is more than a cast."""
+    if not isinstance(compression, Cast):
+        raise InvalidArgument(
+            f"{NAME}: compression={compression}; parameters are mixed as they are, or cast by "
+            "Compression.fp16 or .bf16"
+        )
+
+
+def _check_asynchronous(training: Training) -> None:
+    """Raise InvalidArgument for what a helper thread cannot do."""
+    if training.options.compression != Compression.none:
+        raise InvalidArgument(
+            f'{NAME}: compression={training.options.compression}; style="asynchronous" sends parameters as '
+            "they are"
+        )
+    if training.group.size > 1 and not training.group.queue.threads_allowed:
+        raise InvalidArgument(
+            f'{NAME}: style="asynchronous" needs an MPI that runs at thread level MULTIPLE; this one does not'
+        )
+
+
+STYLES: dict[str, type[Mixer]] = {
+    "adapt_then_combine": AdaptThenCombine,
+    "combine_then_adapt": CombineThenAdapt,
+    "push_sum": PushSum,
+    "asynchronous": Asynchronous,
+}

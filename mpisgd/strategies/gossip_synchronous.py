@@ -1,0 +1,193 @@
+"""The styles of `Gossip` in which all ranks mix in the same step.
+
+x[i] is the parameters of rank i, f[i] its loss, W the mixing matrix of the topology, g the step size; the
+optimizer may be any: g * gradient stands for what it does.
+
+    adapt_then_combine   x[i] <- sum over j of W[i, j] (x[j] - g grad f[j](x[j]))
+    combine_then_adapt   x[i] <- sum over j of W[i, j] x[j]  -  g grad f[i](x[i])
+    push_sum             x[i] <- sum over j of W[i, j] (x[j] - g grad f[j](z[j])),
+                         w[i] <- sum over j of W[i, j] w[j],   z[i] = x[i] / w[i]
+
+In the last, z is what the model has and computes with. w, a number per rank that is 1 at first, says how much
+of the ranks' parameters has come to this one: only the columns of W have to sum to 1, so that a rank needs to
+know only whom it sends to.
+
+Sources: Sayed 2014, "Adaptation, learning, and optimization over networks" (adapt then combine); Lian and
+others 2017, "Can decentralized algorithms outperform centralized algorithms?" (D-PSGD, combine then adapt);
+Assran and others 2019, "Stochastic gradient push for distributed deep learning" (SGP, push-sum).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpisgd.collectives.coalesced import all_reduce_coalesced
+from mpisgd.dtypes import ReduceOp
+from mpisgd.gossip.graph import Graph
+from mpisgd.gossip.neighbor_all_reduce import mix
+from mpisgd.strategies.local_training import LocalSynchronizer
+from mpisgd.strategies.training import Training
+
+__all__ = ["NAME", "AdaptThenCombine", "CombineThenAdapt", "Mixer", "PushSum"]
+
+NAME = "Gossip"
+
+
+class Mixer(LocalSynchronizer):
+    """What the styles have in common: when and what to mix, and what is saved of it.
+
+    Args:
+        training: what it works on.
+        graph: whom each rank exchanges with.
+        every: the ranks mix in every so manieth step.
+    """
+
+    doubly = True  # whether the matrix must be doubly stochastic
+
+    def __init__(self, training: Training, graph: Graph, every: int) -> None:
+        super().__init__(training)
+        self._graph, self._every = graph, every
+
+    @property
+    def mixed(self) -> list[Tensor]:
+        """The parameters that are trained, and the buffers."""
+        trained = [param for _, param in self.training.named if param.requires_grad]
+        both = [*trained, *self.training.buffers]
+        return [tensor.detach() for tensor in both if tensor.is_floating_point() or tensor.is_complex()]
+
+    def mix_if_due(self, tensors: Sequence[Tensor], step: int) -> None:
+        """Mix tensors if step number `step`, counted from 1, is one for it. Collective then."""
+        if step % self._every:
+            return
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for tensor in tensors:
+            by_device.setdefault(tensor.device, []).append(tensor)
+        number, wire_dtype = step // self._every - 1, self.training.options.compression.wire_dtype
+        for alike in by_device.values() or [[]]:
+            mix(alike, self._graph, self.training.group, number, wire_dtype=wire_dtype)
+
+    def begin(self) -> None:
+        """See `LocalSynchronizer`; nothing by default."""
+
+    def own_state(self) -> dict[str, Any]:
+        """See `LocalSynchronizer`; nothing by default."""
+        return {}
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        """See `LocalSynchronizer`; nothing by default."""
+
+    def reopen(self) -> None:
+        """See if the graph is one for as many ranks as there are now.
+
+        Raises:
+            InvalidArgument: it is not; on all of them.
+        """
+        self._graph.check_mixing(NAME, self.training.group.size, doubly=self.doubly)
+
+
+class AdaptThenCombine(Mixer):
+    """Updates, then mixes: x[i] <- sum of W[i, j] (x[j] - g grad f[j](x[j]))."""
+
+    def synchronize(self) -> None:
+        """Mix. Collective."""
+        self.mix_if_due(self.mixed, self.steps)
+
+
+class CombineThenAdapt(Mixer):
+    """Mixes, then updates by the gradient from before: x[i] <- sum of W[i, j] x[j] - g grad f[i](x[i]).
+
+    An optimizer with a closure mixes once it has the first gradient.
+    """
+
+    def __init__(self, training: Training, graph: Graph, every: int) -> None:
+        super().__init__(training, graph, every)
+        self._has_closure = self._is_mixed = False
+
+    def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Mix after the first evaluation."""
+        self._has_closure = True
+
+        def then_mix() -> Any:
+            loss = closure()
+            self._mix_once()
+            return loss
+
+        return then_mix
+
+    def before_step(self) -> None:
+        """Mix, unless a closure is to compute the gradient before. Collective."""
+        super().before_step()
+        has_closure, self._has_closure, self._is_mixed = self._has_closure, False, False
+        if not has_closure:
+            self._mix_once()
+
+    @torch.no_grad()
+    def _mix_once(self) -> None:
+        if not self._is_mixed:
+            self.mix_if_due(self.mixed, self.steps + 1)
+        self._is_mixed = True
+
+    def after_step(self, num_steps: int) -> None:
+        """Mix, if the optimizer has not called its closure."""
+        self._mix_once()
+        super().after_step(num_steps)
+
+    def synchronize(self) -> None:
+        """Nothing is left to do."""
+
+
+class PushSum(Mixer):
+    """Has x and w, mixes both, and gives the model z = x / w.
+
+    Between steps there are z and w only. The optimizer turns z into z', by which x becomes w z + (z' - z).
+    """
+
+    doubly = False
+
+    def __init__(self, training: Training, graph: Graph, every: int) -> None:
+        super().__init__(training, graph, every)
+        self._weight = 1.0
+        self._before: list[Tensor] = []  # z, where it is needed: with w = 1, x is z'
+
+    def begin(self) -> None:
+        """Take the parameters for x, which they are with w = 1."""
+        self._weight = 1.0
+
+    def before_step(self) -> None:
+        """Keep what the parameters are."""
+        super().before_step()
+        self._before = [tensor.clone() for tensor in self.mixed] if self._weight != 1.0 else []
+
+    def synchronize(self) -> None:
+        """Mix parameters and weight. Collective."""
+        tensors = self.mixed
+        for tensor, before in zip(tensors, self._before, strict=bool(self._before)):
+            tensor.add_(before, alpha=self._weight - 1.0)
+        self._before = []
+        weight = self._weight_like(tensors)
+        self.mix_if_due([*tensors, weight], self.steps)
+        self._weight = weight.item()
+        if self._weight != 1.0:
+            torch._foreach_div_(tensors, self._weight)
+
+    def consensus(self) -> Sequence[Tensor]:
+        """Return the sum of all x, divided by that of all w. Collective."""
+        values = [tensor * self._weight for tensor in self.averaged]
+        weight = self._weight_like(values)
+        all_reduce_coalesced([*values, weight], ReduceOp.SUM, self.training.group)
+        return [value.div_(weight.item()) for value in values]
+
+    def _weight_like(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return w where it can travel with `tensors`."""
+        device = tensors[0].device if tensors else torch.device("cpu")
+        return torch.full((1,), self._weight, dtype=torch.float64, device=device)
+
+    def own_state(self) -> dict[str, Any]:
+        """Return the weight."""
+        return {"weight": self._weight}
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        """Take the weight over."""
+        self._weight = state["weight"]
