@@ -26,7 +26,7 @@ from mpisgd.gradients.accumulation import AccumulationWindow
 from mpisgd.gradients.options import ReductionOptions, check_options
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.optim.in_sync import check_tensors_in_sync
-from mpisgd.optim.parameter_names import agree_on, name_parameters
+from mpisgd.optim.parameter_names import agree_on, name_buffers, name_parameters
 from mpisgd.strategies.strategy import Strategy
 from mpisgd.strategies.synchronous import Synchronous
 from mpisgd.strategies.training import Training
@@ -125,7 +125,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         check_in_sync_every: int = 0,
         share_parameters: bool = False,
         elementwise: bool = False,
-        named_buffers: Iterable[tuple[str, Tensor]] = (),
+        named_buffers: Iterable[tuple[str, Tensor]] | None = None,
         group: Group | None = None,
     ) -> None:
         try:
@@ -144,7 +144,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             elementwise = check_flag("DistributedOptimizer", "elementwise", elementwise)
             named = name_parameters(optimizer, named_parameters)
             members = group_or_world(group)
-            buffers = list(named_buffers)
+            buffers = name_buffers(named_buffers)
             training = Training(
                 weakref.ref(optimizer),
                 named,

@@ -13,7 +13,7 @@ from mpisgd.core.group import Group
 from mpisgd.dtypes import dtype_name
 from mpisgd.errors import InvalidArgument, UnsupportedTensor
 
-__all__ = ["agree_on", "describe", "name_parameters"]
+__all__ = ["agree_on", "describe", "name_buffers", "name_parameters"]
 
 
 def name_parameters(
@@ -38,6 +38,26 @@ def name_parameters(
             name = own[place] if place < len(own) else f"group {number}, parameter {place}"
             named.append((_name_of(param, given, name), _check(param, name)))
     return named
+
+
+def name_buffers(named_buffers: Any) -> list[tuple[str, Tensor]]:
+    """Return (name, buffer) pairs such as those of `model.named_buffers()`; None: none.
+
+    Raises:
+        InvalidArgument: something else was given.
+    """
+    if named_buffers is None:
+        return []
+    is_listed = isinstance(named_buffers, Iterable) and not isinstance(named_buffers, (Tensor, str, bytes))
+    pairs = list(named_buffers) if is_listed else [named_buffers]
+    for pair in pairs:
+        is_pair = isinstance(pair, tuple) and len(pair) == 2
+        if not is_pair or not isinstance(pair[0], str) or not isinstance(pair[1], Tensor):
+            raise InvalidArgument(
+                f"DistributedOptimizer: named_buffers has a {type(pair).__name__}; expected (name, tensor) "
+                "pairs such as model.named_buffers()"
+            )
+    return pairs
 
 
 def _by_identity(named_parameters: Any) -> dict[int, str]:

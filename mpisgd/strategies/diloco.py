@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mpisgd.arguments import check_positive, shown
+from mpisgd.arguments import check_count, check_positive, shown
 from mpisgd.collectives.coalesced import all_reduce_coalesced
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
@@ -68,8 +68,7 @@ class DiLoCo(Strategy):
     def __post_init__(self) -> None:
         for name in ("sync_every", "fragments"):
             check_positive("DiLoCo", name, getattr(self, name), whole=True)
-        if self.overlap_steps != 0:
-            check_positive("DiLoCo", "overlap_steps", self.overlap_steps, whole=True)
+        check_count("DiLoCo", "overlap_steps", self.overlap_steps)
         if self.overlap_steps >= self.sync_every:
             raise InvalidArgument(
                 f"DiLoCo: overlap_steps={self.overlap_steps}; expected fewer than {self.sync_every}"
@@ -78,9 +77,9 @@ class DiLoCo(Strategy):
             raise InvalidArgument(
                 f"DiLoCo: fragments={self.fragments}; expected at most sync_every={self.sync_every}"
             )
-        if not 0 <= self.overlap_alpha <= 1:
+        if not isinstance(self.overlap_alpha, (int, float)) or not 0 <= self.overlap_alpha <= 1:
             raise InvalidArgument(
-                f"DiLoCo: overlap_alpha={self.overlap_alpha}; expected a number from 0 to 1"
+                f"DiLoCo: overlap_alpha={shown(self.overlap_alpha)}; expected a number from 0 to 1"
             )
         self._check_outer()
 
@@ -114,6 +113,10 @@ class DiLoCo(Strategy):
             InvalidArgument: it does not take `outer_options`.
         """
         options = self.outer_options
+        if options is not None and not isinstance(options, Mapping):
+            raise InvalidArgument(
+                f"DiLoCo: outer_options={shown(options)}; expected a dict such as {NESTEROV}"
+            )
         if options is None:
             options = NESTEROV if self.outer_optimizer is torch.optim.SGD else {}
         make: Callable[..., torch.optim.Optimizer] = self.outer_optimizer

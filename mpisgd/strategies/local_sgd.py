@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from mpisgd.arguments import check_flag, check_positive
+from mpisgd.arguments import check_count, check_flag, check_positive
 from mpisgd.collectives.coalesced import all_reduce_coalesced
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
@@ -71,8 +71,7 @@ class LocalSGD(Strategy):
             )
         if self.sync_every is not None:
             check_positive("LocalSGD", "sync_every", self.sync_every, whole=True)
-        if self.warmup_steps != 0:
-            check_positive("LocalSGD", "warmup_steps", self.warmup_steps, whole=True)
+        check_count("LocalSGD", "warmup_steps", self.warmup_steps)
         if self.max_sync_every is not None:
             check_positive("LocalSGD", "max_sync_every", self.max_sync_every, whole=True)
         check_flag("LocalSGD", "average_state", self.average_state)

@@ -351,7 +351,37 @@ CALLS: dict[str, Call] = {
             "check_in_sync_every": junk.natural,
             "share_parameters": flag,
             "elementwise": flag,
+            "named_buffers": lambda value: value is None or repr(value) in ("[]", "()", "{}", "set()"),
         },
+    ),
+    "LocalSGD": Call(
+        mpisgd.LocalSGD,
+        lambda: {"sync_every": 4},
+        {
+            "sync_every": positive_int,
+            "warmup_steps": junk.natural,
+            "hierarchy": nothing,
+            "average_state": flag,
+            "growth": lambda value: isinstance(value, (int, float)) and 1 <= value < math.inf,
+            "max_sync_every": either(nothing, positive_int),
+        },
+    ),
+    "DiLoCo": Call(
+        mpisgd.DiLoCo,
+        lambda: {"sync_every": 10**9},
+        {
+            "sync_every": positive_int,
+            "outer_optimizer": lambda value: value is torch.optim.SGD,
+            "outer_options": either(nothing, lambda value: isinstance(value, dict) and not value),
+            "fragments": positive_int,
+            "overlap_steps": junk.natural,
+            "overlap_alpha": lambda value: isinstance(value, (int, float)) and 0 <= value <= 1,
+        },
+    ),
+    "ElasticAveraging": Call(
+        mpisgd.ElasticAveraging,
+        dict,
+        {"alpha": either(nothing, junk.positive), "every": positive_int},
     ),
     "Gossip": Call(
         mpisgd.Gossip,
@@ -451,6 +481,11 @@ WITHOUT_ARGUMENTS = {
     "stop_timeline",
 }
 NOT_CALLED = {
+    "Adasum": "a constant",
+    "BucketLayout": "made by the plan of buckets",
+    "OneBitAdam": "its arguments: tests/mpi/optim",
+    "OneBitLamb": "its arguments: tests/mpi/optim",
+    "ZeroOneAdam": "its arguments: tests/mpi/optim",
     "BucketReducer": "a base class",
     "Compression": "a choice of constants",
     "Compressor": "a base class",
