@@ -35,7 +35,7 @@ SHORT_SET = (
     "tests/mpi/optim/test_optimizers.py",
 )
 
-# What costs much and says little more at one and at three ranks; all of it runs at all sizes with --long.
+# What costs much and says little more at one and at three ranks.
 FOR_EVEN_SIZES = (
     "tests/mpi/torch_backend",
     "tests/mpi/collectives/test_device_routing.py",
@@ -44,6 +44,14 @@ FOR_EVEN_SIZES = (
 
 # Two ranks say all that there is to say; with --long, one rank does too.
 FOR_TWO = ("tests/mpi/arguments",)
+
+# Left out at these numbers of ranks, where they say what others say too; with --long they run at all.
+LEFT_OUT = {
+    1: (*FOR_EVEN_SIZES, *FOR_TWO),
+    2: ("tests/mpi/compress", "tests/mpi/gossip", "tests/mpi/strategies"),
+    3: (*FOR_EVEN_SIZES, *FOR_TWO),
+    4: (*FOR_TWO, "tests/mpi/optim/test_shared_parameters.py"),
+}
 
 # A stage waits for processes to start and for ranks to come; another one uses the cores meanwhile.
 SIDE_BY_SIDE = 2
@@ -88,7 +96,7 @@ def plan(
 ) -> list[Stage]:
     """The stages, those that take long first; `mpi` is the second MPI library, or "none"."""
     stages = [] if quick else [Stage("launch", ("tests/launch",))]
-    stages += [mpi_stage(size, whole=long or size % 2 == 0) for size in ((3, 2) if quick else (4, 3, 2, 1))]
+    stages += [mpi_stage(size, long=long) for size in ((3, 2) if quick else (4, 3, 2, 1))]
     stages += [Stage("unit", ("tests/unit",))]
     if gpu:  # alone by NCCL, two that share it through host memory
         stages += [Stage(f"gpu {size}", ("tests/gpu",), size) for size in (1, 2)]
@@ -103,10 +111,9 @@ def plan(
     return stages if long else [without_long(stage) for stage in stages]
 
 
-def mpi_stage(size: int, *, whole: bool) -> Stage:
-    """The stage of tests/mpi at `size` ranks; not `whole`: without what is for some sizes alone."""
-    left_out = () if whole else FOR_EVEN_SIZES
-    left_out += FOR_TWO if size > 2 or not whole else ()
+def mpi_stage(size: int, *, long: bool) -> Stage:
+    """The stage of tests/mpi at `size` ranks; `arguments` runs at two ranks alone even so."""
+    left_out = [path for path in LEFT_OUT[size] if not long or (path in FOR_TWO and size > 2)]
     return Stage(f"mpi {size}", ("tests/mpi",), size, options=tuple(f"--ignore={path}" for path in left_out))
 
 
