@@ -70,6 +70,7 @@ from mpisgd.job.rank_info import node_rank as node_rank
 from mpisgd.job.rank_info import num_nodes as num_nodes
 from mpisgd.job.rank_info import rank as rank
 from mpisgd.job.rank_info import size as size
+from mpisgd.rma.window import Window as Window
 from mpisgd.nn.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
 from mpisgd.optim.average import average_gradients as average_gradients
 from mpisgd.optim.broadcast import broadcast_optimizer_state as broadcast_optimizer_state
