@@ -77,6 +77,7 @@ from mpisgd.optim.broadcast import broadcast_optimizer_state as broadcast_optimi
 from mpisgd.optim.broadcast import broadcast_parameters as broadcast_parameters
 from mpisgd.optim.distributed import DistributedOptimizer as DistributedOptimizer
 from mpisgd.optim.in_sync import check_in_sync as check_in_sync
+from mpisgd.strategies.parameter_server.strategy import ParameterServer as ParameterServer
 from mpisgd.strategies.strategy import Strategy as Strategy
 from mpisgd.strategies.strategy import Synchronizer as Synchronizer
 from mpisgd.strategies.strategy import Training as Training
