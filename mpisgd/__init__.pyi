@@ -70,13 +70,13 @@ from mpisgd.job.rank_info import node_rank as node_rank
 from mpisgd.job.rank_info import num_nodes as num_nodes
 from mpisgd.job.rank_info import rank as rank
 from mpisgd.job.rank_info import size as size
-from mpisgd.rma.window import Window as Window
 from mpisgd.nn.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
 from mpisgd.optim.average import average_gradients as average_gradients
 from mpisgd.optim.broadcast import broadcast_optimizer_state as broadcast_optimizer_state
 from mpisgd.optim.broadcast import broadcast_parameters as broadcast_parameters
 from mpisgd.optim.distributed import DistributedOptimizer as DistributedOptimizer
 from mpisgd.optim.in_sync import check_in_sync as check_in_sync
+from mpisgd.rma.window import Window as Window
 from mpisgd.strategies.parameter_server.strategy import ParameterServer as ParameterServer
 from mpisgd.strategies.strategy import Strategy as Strategy
 from mpisgd.strategies.strategy import Synchronizer as Synchronizer

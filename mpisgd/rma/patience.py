@@ -1,4 +1,4 @@
-"""`wait_patiently`: a wait that the loss of a rank does not end, since the kernel frees what that rank held."""
+"""`wait_patiently`: a wait that the loss of a rank does not end: the kernel frees what that rank held."""
 
 import time
 from collections.abc import Callable

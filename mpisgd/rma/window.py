@@ -32,10 +32,10 @@ class Window:
     """Memory of each rank of a group for one-sided calls. Collective: all ranks of `group` make it.
 
     On one host it is shared memory: a call is a copy, complete when it returns, and the other rank does
-    nothing for it. Between hosts it is MPI's one-sided communication with a passive target. There MPI needs
-    the target's help where the network has no hardware for it; a thread of each rank gives it while a window
-    is open. Where MPI does not run at thread level MULTIPLE there is no such thread, and a call completes when
-    the target is in some operation.
+    nothing for it. Between hosts it is MPI's one-sided communication with a passive target. MPI needs the
+    target's help where the network has no hardware for it; a thread of each rank gives it while a window
+    is open. Where MPI does not run at thread level MULTIPLE there is no such thread, and a call completes
+    when the target is in some operation.
 
     `put` and `get` are not atomic. `accumulate`, `fetch_and_op` and `compare_and_swap` are, element by
     element, with regard to each other; on one host each call is as a whole. `lock` keeps other ranks that
@@ -79,7 +79,7 @@ class Window:
             )
         if self._memory is None:
             raise MemoryError("Window: there is no memory for it on some rank")
-        self.tensor = self._memory.mine.view(given.shape)
+        self.tensor: Tensor = self._memory.mine.view(given.shape)
         _free_at_shutdown(self)
 
     def _open(self, given: Tensor) -> None:
@@ -286,7 +286,7 @@ class Window:
     def _check(self, name: str, tensor: Tensor, what: str, rank: int, offset: int) -> Tensor:
         if tensor.dtype != self._dtype or not tensor.is_cpu:
             raise UnsupportedTensor(
-                f"{name}: {what} is {tensor.dtype} on {tensor.device}; the window has {self._dtype} on the CPU"
+                f"{name}: {what} is {tensor.dtype}, {tensor.device}; the window has {self._dtype} in host memory"
             )
         if not isinstance(offset, int) or offset < 0 or offset + tensor.numel() > self._numels[rank]:
             raise ShapeMismatch(
@@ -311,13 +311,14 @@ class Window:
 
 def _free_at_shutdown(window: Window) -> None:
     """Free a window at the end of the job, unless the program has done so: MPI must not end with one open."""
-    # What MPI knows must not be forgotten before, or ranks would free windows in another order.
-    open_ = window if window.group.shm is None and window.group.size > 1 else weakref.proxy(window)
+    known = weakref.ref(window)
+    # What MPI knows is not forgotten before: ranks would free windows in another order.
+    kept = window if window.group.shm is None and window.group.size > 1 else None
 
     def free() -> None:
-        with contextlib.suppress(ReferenceError):
-            if open_._memory is not None and open_.group.queue.broken is None:
-                open_._memory.free()
-                open_._memory = None
+        found = kept or known()
+        if found is not None and found._memory is not None and found.group.queue.broken is None:
+            found._memory.free()
+            found._memory = None
 
     current_job().at_end.append(free)

@@ -60,7 +60,9 @@ class LockedShards(Worker):
     def _open(self) -> None:
         super()._open()
         group, optimizer = self.training.group, self.training.optimizer
-        self._group_of = [place for place, options in enumerate(optimizer.param_groups) for _ in options["params"]]
+        self._group_of = [
+            place for place, options in enumerate(optimizer.param_groups) for _ in options["params"]
+        ]
         schemas = _schemas(optimizer, [param for _, param in self.training.named])
         owners = self._servers or group.ranks
         layouts = [layout for layout in lay_out_shards(schemas, len(owners), group.size) if layout.entries]

@@ -146,9 +146,7 @@ class ParameterServer(Strategy):
         if not self.locked:
             return LockFree(training, self.staleness_steps, ())
         pull_every = self.pull_every or self.push_every
-        return LockedShards(
-            training, self.staleness_steps, self.servers or (), self.push_every, pull_every
-        )
+        return LockedShards(training, self.staleness_steps, self.servers or (), self.push_every, pull_every)
 
 
 def _as_ranks(servers: object) -> tuple[int, ...]:

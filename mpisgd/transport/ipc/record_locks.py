@@ -97,7 +97,7 @@ class RecordLocks:
 
 
 def open_record_locks(local: "Communicator", num_locks: int) -> RecordLocks | None:
-    """Make `num_locks` locks for the ranks of a host, None on all of them if one cannot have them. Collective."""
+    """Make locks for the ranks of a host, None on all of them if one cannot have them. Collective."""
     fd = open_shared(local, _file_bytes(num_locks, local.size))
     if all(local.all_gather_object(fd >= 0)):
         locks = RecordLocks(fd, num_locks, local.rank, local.size)

@@ -82,8 +82,8 @@ class MpiWindow:
         """Write each element of `desired` where that of `expected` is found, bit by bit; `out`: what was."""
         kind = ELEMENT_TYPES[BITS[self._itemsize]]
         for i in range(out.numel()):
-            mine = [[address(tensor[i : i + 1]), 1, kind] for tensor in (desired, expected, out)]
-            self._win.Compare_and_swap(*mine, dst, start + i)
+            new, old, was = (address(tensor[i : i + 1]) for tensor in (desired, expected, out))
+            self._win.Compare_and_swap([new, 1, kind], [old, 1, kind], [was, 1, kind], dst, start + i)
 
     @mpi_call("Accumulate")
     def replace(self, flat: Tensor, dst: int, start: int) -> None:
