@@ -286,7 +286,8 @@ class Window:
     def _check(self, name: str, tensor: Tensor, what: str, rank: int, offset: int) -> Tensor:
         if tensor.dtype != self._dtype or not tensor.is_cpu:
             raise UnsupportedTensor(
-                f"{name}: {what} is {tensor.dtype}, {tensor.device}; the window has {self._dtype} in host memory"
+                f"{name}: {what} is {tensor.dtype} on {tensor.device}; "
+                f"expected {self._dtype} on the CPU, as the window has"
             )
         if not isinstance(offset, int) or offset < 0 or offset + tensor.numel() > self._numels[rank]:
             raise ShapeMismatch(

@@ -1,4 +1,4 @@
-"""A worker is killed in the middle of a push, another stopped again and again: no update is lost or doubled."""
+"""A worker is killed in the middle of a push, another stopped at random: no update is lost or doubled."""
 
 from __future__ import annotations
 
