@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from mpisgd.core.consistency import Operation
+from mpisgd.core.group import Group
 from mpisgd.errors import InvalidArgument
 from mpisgd.sharding.elementwise import single_step
 from mpisgd.strategies.parameter_server.layout import PARAMETER, Schema, lay_out_shards
@@ -60,6 +61,7 @@ class LockedShards(Worker):
     def _open(self) -> None:
         super()._open()
         group, optimizer = self.training.group, self.training.optimizer
+        self._is_on_one_host = group.shm is not None or group.size == 1
         self._group_of = [
             place for place, options in enumerate(optimizer.param_groups) for _ in options["params"]
         ]
@@ -230,11 +232,36 @@ class LockedShards(Worker):
     def _applied(self) -> list[list[int]]:
         return [self._memory.read(shard).counts.tolist() for shard in range(len(self._memory.layouts))]
 
-    def extend(self, named: Sequence[tuple[str, Tensor]]) -> None:
-        """Take over parameters that were added: begin anew with what the shards hold now. Collective."""
+    @property
+    def has_whole_state(self) -> bool:  # type: ignore[override]  # what others say once
+        """Whether this rank can read the state of all parameters, also when ranks are lost."""
+        return not self._is_published or self._is_on_one_host
+
+    def move_to(self, group: Group) -> None:
+        """Go on with other ranks, from what the shards hold now. Collective over `group`.
+
+        Raises:
+            InvalidArgument: the shards lie on several hosts, and no state was loaded.
+        """
+        if not self.has_whole_state:
+            raise InvalidArgument(
+                "ParameterServer: the ranks change, and the shards lie on several hosts; call "
+                "load_state_dict() before"
+            )
+        self._show()
+        self._bring_home()
+        super().move_to(group)
+
+    @torch.no_grad()
+    def _bring_home(self) -> None:
+        """Read parameters and state from the shards, to begin anew with them."""
         if self._is_published:
             self.pull()
             self._read_state()
+
+    def extend(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        """Take over parameters that were added: begin anew with what the shards hold now. Collective."""
+        self._bring_home()
         super().extend(named)
         self._open()
 

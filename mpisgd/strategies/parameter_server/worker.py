@@ -170,6 +170,15 @@ class Worker(Synchronizer, abc.ABC):
         self._is_published = False
 
     def move_to(self, group: Group) -> None:
-        """Go on with other ranks, from the parameters of the first of them."""
+        """Go on with other ranks, from the parameters of the first of them. Collective over `group`.
+
+        Raises:
+            InvalidArgument: there are dedicated servers, whose ranks may be others now.
+        """
+        if self._servers:
+            raise InvalidArgument(
+                f"ParameterServer: the ranks change, and servers={self._servers} are ranks of before; begin "
+                "anew with another optimizer"
+            )
         super().move_to(group)
         self._open()

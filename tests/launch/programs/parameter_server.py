@@ -15,7 +15,7 @@ import torch
 import mpisgd
 from mpisgd.strategies.parameter_server.shard_memory import ShardMemory
 
-MODE, STEPS, KILLED, NUM_STOPS = sys.argv[1], 60, 2, 10
+MODE, STEPS, KILLED, NUM_STOPS = sys.argv[1], 60, 2, 30
 
 
 def stop_at_random(pids: list[int]) -> None:

@@ -234,6 +234,33 @@ def test_a_state_that_is_loaded_goes_on_as_if_nothing_had_been():
     assert_near([param.detach() for param in model.parameters()], whole, 0.0)
 
 
+@pytest.mark.parametrize("locked", [True, False])
+def test_other_ranks_and_more_parameters_go_on_from_what_there_was(locked):
+    needs_shared_memory(locked)
+    groups = [mpisgd.new_group([rank]) for rank in range(mpisgd.size()) for _ in range(2)]
+    mine = groups[2 * mpisgd.rank() : 2 * mpisgd.rank() + 2]
+    model, alone = fresh_model(), fresh_model()
+    optimizer = mpisgd.DistributedOptimizer(
+        torch.optim.SGD(model[0].parameters(), lr=LR, momentum=MOMENTUM),
+        strategy=ParameterServer("async", locked=locked),
+        group=mine[0],
+    )
+    expected = torch.optim.SGD(alone[0].parameters(), lr=LR, momentum=MOMENTUM)
+    for step in range(9):
+        if step == 3:
+            optimizer.rebuild(mine[1])
+        if step == 6:
+            optimizer.add_param_group({"params": list(model[2].parameters())})
+            expected.add_param_group({"params": list(alone[2].parameters())})
+        for this, made in ((model, optimizer), (alone, expected)):
+            made.zero_grad()
+            this(batch(mpisgd.rank(), step)).square().mean().backward()
+            made.step()
+    assert_near(
+        [param.detach() for param in model.parameters()], [p.detach() for p in alone.parameters()], 0.0
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
