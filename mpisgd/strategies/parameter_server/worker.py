@@ -157,11 +157,8 @@ class Worker(Synchronizer, abc.ABC):
         return Counters(clocks, finished, begun, pushed, lead, applied)
 
     def _applied(self) -> list[list[int]]:
-        return [self.counters_pushed()]
-
-    def counters_pushed(self) -> list[int]:
-        """Return the pushes that each rank has completed."""
-        return [self._clocks.of(rank)[PUSHED] for rank in self.training.group.ranks]
+        """Return the updates of each rank in each shard; here there is one, in which all of them are."""
+        return [[self._clocks.of(rank)[PUSHED] for rank in self.training.group.ranks]]
 
     # -- other states, other ranks -----------------------------------------------------------------
 
