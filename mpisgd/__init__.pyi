@@ -85,10 +85,12 @@ from mpisgd.optim.in_sync import check_in_sync as check_in_sync
 from mpisgd.optim.one_bit_adam import OneBitAdam as OneBitAdam
 from mpisgd.optim.one_bit_lamb import OneBitLamb as OneBitLamb
 from mpisgd.optim.zero_one_adam import ZeroOneAdam as ZeroOneAdam
+from mpisgd.rma.window import Window as Window
 from mpisgd.strategies.diloco import DiLoCo as DiLoCo
 from mpisgd.strategies.elastic_averaging import ElasticAveraging as ElasticAveraging
-from mpisgd.strategies.gossip import Gossip as Gossip
+from mpisgd.strategies.gossip.strategy import Gossip as Gossip
 from mpisgd.strategies.local_sgd import LocalSGD as LocalSGD
+from mpisgd.strategies.parameter_server.strategy import ParameterServer as ParameterServer
 from mpisgd.strategies.strategy import Strategy as Strategy
 from mpisgd.strategies.strategy import Synchronizer as Synchronizer
 from mpisgd.strategies.synchronous import Synchronous as Synchronous

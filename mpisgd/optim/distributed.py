@@ -27,7 +27,7 @@ from mpisgd.gradients.options import ReductionOptions, check_options
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.optim.in_sync import check_tensors_in_sync
 from mpisgd.optim.parameter_names import agree_on, name_buffers, name_parameters
-from mpisgd.strategies.strategy import Strategy
+from mpisgd.strategies.strategy import Strategy, Synchronizer
 from mpisgd.strategies.synchronous import Synchronous
 from mpisgd.strategies.training import Training
 
@@ -167,6 +167,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._summary, self.spans_job = summary, group is None
         self.register_step_pre_hook(_before_step)
         self.register_step_post_hook(_after_step)
+
+    @property
+    def synchronizer(self) -> Synchronizer:
+        """The working part of the strategy, with what it offers beside steps."""
+        return self._synchronizer
 
     def synchronize(self) -> None:
         """Reduce now what was accumulated and not reduced yet; nothing if nothing was. Collective."""

@@ -9,7 +9,7 @@ below; everything else (accumulation windows, `no_sync`, hooks, agreement on par
 """
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -123,7 +123,11 @@ class Strategy(abc.ABC):
         Raises:
             InvalidArgument: says what does not go together.
         """
-        for name in sorted(self.excludes):
+        self.refuse(training, self.excludes)
+
+    def refuse(self, training: Training, names: Set[str]) -> None:
+        """Raise InvalidArgument if any of these `compatibility.OPTIONS` was chosen."""
+        for name in sorted(names):
             if (chosen := OPTIONS[name](training)) is not None:
                 raise InvalidArgument(f"DistributedOptimizer: {name}={chosen} does not go with {self}")
 

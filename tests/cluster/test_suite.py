@@ -19,6 +19,8 @@ SELECTION = " or ".join(
         "test_consistency and (shape or root or order or skips or part)",
         "test_groups and not topology",  # there they are on one host; here test_topology.py has it
         "test_objects and world",
+        "test_window and (world or mistakes or lock)",
+        "test_parameter_server and (1-1-0.9 or push_is_applied or ahead)",
         "test_optimizers and not (the_comparison or instance)",
         "test_shared and not every_optimizer",
         "(one_bit or zero_one or adasum) and equals_the_simulation",

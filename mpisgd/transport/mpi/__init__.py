@@ -17,12 +17,14 @@ from mpisgd.transport.mpi.library import (
     survives_losses,
     thread_level,
 )
+from mpisgd.transport.mpi.window import MpiWindow
 
 __all__ = [
     "ELEMENT_TYPES",
     "MPI",
     "OVERDUE",
     "Communicator",
+    "MpiWindow",
     "free_abandoned",
     "library_version",
     "parent",

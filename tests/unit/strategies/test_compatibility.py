@@ -8,6 +8,7 @@ import pytest
 
 import mpisgd
 from mpisgd.strategies.compatibility import OPTIONS
+from mpisgd.strategies.parameter_server.strategy import NOT_AT_OWN_PACE
 
 TEXT = (Path(__file__).parents[3] / "docs" / "strategies.md").read_text()
 
@@ -32,3 +33,9 @@ def documented() -> dict[tuple[str, str], str]:
 def test_the_table_is_true(strategy, option):
     excluded = option in getattr(mpisgd, strategy).excludes
     assert (documented()[option, strategy] == "no") == excluded
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_the_table_is_true_of_servers_at_each_ranks_own_pace(option):
+    excluded = option in NOT_AT_OWN_PACE | mpisgd.ParameterServer.excludes
+    assert (documented()[option, "ParameterServer(async, ssp)"] == "no") == excluded

@@ -28,7 +28,7 @@ from mpisgd.gossip.flat_copy import FlatCopy
 from mpisgd.gossip.graph import Graph
 from mpisgd.gossip.pairwise_averaging import PairwiseAveraging
 from mpisgd.job.lifecycle import current_job
-from mpisgd.strategies.gossip_synchronous import Mixer
+from mpisgd.strategies.gossip.synchronous import Mixer
 from mpisgd.strategies.training import Training
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """`Gossip`: every rank has a model of its own, and mixes it with those of a few neighbours.
 
-The update rules are in the modules of the styles: `gossip_synchronous` has adapt then combine, combine then
-adapt (D-PSGD) and push-sum (SGP), `gossip_asynchronous` averages pairs while the ranks compute (AD-PSGD).
+The update rules are in the modules of the styles: `synchronous` has adapt then combine, combine then
+adapt (D-PSGD) and push-sum (SGP), `asynchronous` averages pairs while the ranks compute (AD-PSGD).
 """
 
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ from mpisgd.gossip.graph import Graph
 from mpisgd.gossip.graphs import GraphLike, as_graph
 from mpisgd.monitor.console import print_to_user
 from mpisgd.strategies.compatibility import LOCAL_STEPS
-from mpisgd.strategies.gossip_asynchronous import Asynchronous
-from mpisgd.strategies.gossip_synchronous import NAME, AdaptThenCombine, CombineThenAdapt, Mixer, PushSum
+from mpisgd.strategies.gossip.asynchronous import Asynchronous
+from mpisgd.strategies.gossip.synchronous import NAME, AdaptThenCombine, CombineThenAdapt, Mixer, PushSum
 from mpisgd.strategies.strategy import Strategy, Synchronizer
 from mpisgd.strategies.training import Training
 

@@ -1,0 +1,34 @@
+"""`wait_patiently`: a wait that the loss of a rank does not end: the kernel frees what that rank held."""
+
+import time
+from collections.abc import Callable
+
+from mpisgd.core.wait_registry import WaitReason
+from mpisgd.core.waiting import Backoff
+from mpisgd.errors import PeerLost
+
+__all__ = ["wait_patiently"]
+
+POLL_S = 0.002
+
+
+def wait_patiently(ready: Callable[[], bool], limit_s: float, about: Callable[[], WaitReason]) -> bool:
+    """Return True once `ready()` does, False when `limit_s` seconds are over.
+
+    Every other wait of this process ends as soon as a rank of the job is lost (`PeerLost`). This one goes on:
+    what it waits for must come to an end without that rank.
+
+    Args:
+        ready: polled.
+        limit_s: of the wait.
+        about: tells the monitor what this wait is for.
+    """
+    deadline_s = time.monotonic() + limit_s
+    while True:
+        left_s = deadline_s - time.monotonic()
+        try:
+            return Backoff(max(0.0, left_s)).wait_for(ready, about=about)
+        except PeerLost:
+            if left_s <= 0:
+                return False
+            time.sleep(POLL_S)

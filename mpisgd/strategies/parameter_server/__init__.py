@@ -1,0 +1,1 @@
+"""A parameter server whose servers are memory with a lock."""
