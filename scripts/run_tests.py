@@ -42,15 +42,18 @@ FOR_EVEN_SIZES = (
     "tests/mpi/optim/test_gpu.py",
 )
 
+# What takes longest, and says the same at two, three and four ranks.
+FOR_ODD_SIZES = ("tests/mpi/optim/test_models.py", "tests/mpi/optim/test_shared_parameters.py")
+
 # Two ranks say all that there is to say; with --long, one rank does too.
 FOR_TWO = ("tests/mpi/arguments",)
 
 # Left out at these numbers of ranks, where they say what others say too; with --long they run at all.
 LEFT_OUT = {
     1: (*FOR_EVEN_SIZES, *FOR_TWO),
-    2: ("tests/mpi/compress", "tests/mpi/gossip", "tests/mpi/strategies"),
+    2: (*FOR_ODD_SIZES, "tests/mpi/compress", "tests/mpi/gossip", "tests/mpi/strategies"),
     3: (*FOR_EVEN_SIZES, *FOR_TWO),
-    4: (*FOR_TWO, "tests/mpi/optim/test_shared_parameters.py"),
+    4: (*FOR_ODD_SIZES, *FOR_TWO, "tests/mpi/optim/test_gradients.py"),
 }
 
 # A stage waits for processes to start and for ranks to come; another one uses the cores meanwhile.
