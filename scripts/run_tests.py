@@ -53,7 +53,16 @@ LEFT_OUT = {
     1: (*FOR_EVEN_SIZES, *FOR_TWO),
     2: (*FOR_ODD_SIZES, "tests/mpi/compress", "tests/mpi/gossip", "tests/mpi/strategies"),
     3: (*FOR_EVEN_SIZES, *FOR_TWO),
-    4: (*FOR_ODD_SIZES, *FOR_TWO, "tests/mpi/optim/test_gradients.py"),
+    4: (
+        *FOR_ODD_SIZES,
+        *FOR_TWO,
+        "tests/mpi/compress",
+        "tests/mpi/horovod/test_horovod_training.py",
+        "tests/mpi/optim/test_gradients.py",
+        "tests/mpi/optim/test_optimizers.py",
+        "tests/mpi/optim/test_starting_equal.py",
+        "tests/mpi/transport/test_data_movement.py",
+    ),
 }
 
 # A stage waits for processes to start and for ranks to come; another one uses the cores meanwhile.

@@ -135,7 +135,9 @@ def test_a_mismatch_is_reported_once_by_the_lowest_rank(job):
     assert "prog.py" in done.stderr
 
 
-@pytest.mark.parametrize(("leaver", "group"), [(0, "None"), (1, "mpisgd.new_group()")])
+@pytest.mark.parametrize(
+    ("leaver", "group"), [(0, "None"), pytest.param(1, "mpisgd.new_group()", marks=pytest.mark.long)]
+)
 def test_a_rank_that_exits_early_ends_the_others_with_an_error_that_says_so(job, leaver, group):
     done = job(
         f"""
@@ -154,7 +156,7 @@ def test_a_rank_that_exits_early_ends_the_others_with_an_error_that_says_so(job,
     assert done.seconds < PROMPT_S
 
 
-@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize("first", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_one_rank_destroys_its_group_and_the_others_end_the_program(job, first):
     """It once told the others of its messages inside MPI, while they waited for it at the world's end."""
     done = job(
