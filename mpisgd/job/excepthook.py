@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from mpisgd import tracing
 from mpisgd.core.topology import Topology
 from mpisgd.errors import JobError, MpisgdError
-from mpisgd.monitor.console import ConsoleLock, standard_error
+from mpisgd.monitor.console import ConsoleLock, print_error
 from mpisgd.monitor.rank_snapshot import failed_threads, note_failed_thread
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class ExceptHook:
         if self._topology.node_rank > 0:
             time.sleep(PRECEDENCE_S)
         if self._console.claim_error(REPORT_S):
-            print(self._report(exc), file=standard_error(), flush=True)
+            print_error(self._report(exc))
         else:
             time.sleep(LAST_RESORT_S)  # the rank that prints ends this one before that
         self.end_job(exc.exit_code if isinstance(exc, JobError) else 1)

@@ -15,7 +15,7 @@ from mpisgd.transport.ipc.memfd import open_shared
 if TYPE_CHECKING:
     from mpisgd.transport.mpi import Communicator
 
-__all__ = ["ConsoleLock", "print_to_user", "standard_error"]
+__all__ = ["ConsoleLock", "print_error", "print_to_user"]
 
 POLL_S = 0.02
 
@@ -100,10 +100,20 @@ class ConsoleLock:
 
 def print_to_user(text: str) -> None:
     """Print what the user should know about the job, in one piece."""
-    print(f"mpisgd: {text}", file=standard_error(), flush=True)
+    print_error(f"mpisgd: {text}")
 
 
-def standard_error() -> TextIO:
+def print_error(text: str) -> None:
+    """Print whole lines on the standard error, in one write.
+
+    `print` writes the end of the last line by itself, and mpirun puts what it has to say in between.
+    """
+    stream = _standard_error()
+    stream.write(f"{text}\n")
+    stream.flush()
+
+
+def _standard_error() -> TextIO:
     """Return the standard error of the process: torch.distributed's hook collects what others print.
 
     It would put its own mark in front of it after they return, and we do not.
