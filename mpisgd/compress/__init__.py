@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mpisgd.compress.auto import Auto as Auto
     from mpisgd.compress.power_sgd import PowerSGD as PowerSGD
     from mpisgd.compress.quantized.natural import Natural as Natural
     from mpisgd.compress.quantized.qsgd import QSGD as QSGD
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from mpisgd.compress.sparse.top_k import TopK as TopK
 
 _MODULE_OF = {
+    "Auto": "auto",
     "DeepGradient": "sparse.deep_gradient",
     "Natural": "quantized.natural",
     "OneBit": "signs.one_bit",
@@ -33,6 +35,7 @@ _MODULE_OF = {
 
 __all__ = [
     "QSGD",
+    "Auto",
     "DeepGradient",
     "Natural",
     "OneBit",

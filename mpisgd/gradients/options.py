@@ -45,8 +45,8 @@ def check_options(options: ReductionOptions) -> None:
         )
     if not isinstance(options.compression, Compressor):
         raise InvalidArgument(
-            f"compression={shown(options.compression)}; expected one of mpisgd.Compression's or another "
-            "mpisgd.Compressor"
+            f"compression={shown(options.compression)}; expected one of mpisgd.Compression's, "
+            '"auto", or another mpisgd.Compressor'
         )
     check_positive("gradients", "gradient_predivide_factor", options.predivide_factor)
     if math.isinf(options.predivide_factor):

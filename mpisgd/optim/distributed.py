@@ -16,13 +16,16 @@ import torch
 from torch import Tensor
 
 from mpisgd.arguments import check_flag, check_positive, shown
+from mpisgd.collectives.objects import broadcast_object
 from mpisgd.compress.adasum import AdaptiveSum
+from mpisgd.compress.auto import Auto
 from mpisgd.compress.cast import Compression
 from mpisgd.compress.compressor import Compressor
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.accumulation import AccumulationWindow
+from mpisgd.gradients.compression_choice import with_chosen_compression
 from mpisgd.gradients.options import ReductionOptions, check_options
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.optim.in_sync import check_tensors_in_sync
@@ -55,8 +58,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         op: AVG, the gradient of the mean loss over ranks (equal to one process on the joined batch when the
             ranks have equal shares), SUM, or `mpisgd.Adasum`, the adaptive sum of each parameter's gradients.
         compression: `Compression.fp16` or `.bf16` halve what dense float gradients cost on the wire;
-            `mpisgd.compress.TopK(ratio=0.01)` and others there send less, and approximate; or a `Compressor`
-            of your own. The same on all ranks.
+            `mpisgd.compress.TopK(ratio=0.01)` and others there send less, and approximate; "auto" measures
+            which of a few pays on this link, see `mpisgd.compress.Auto`; or a `Compressor` of your own. The
+            same on all ranks.
         backward_passes_per_step: gradients are accumulated locally for this many `backward()`s and reduced
             at the last one. A window that is not full is reduced by `step()`; where something looks at the
             gradients before (clipping, GradScaler), call `synchronize()` first.
@@ -82,6 +86,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Attributes:
         strategy: how the ranks' models relate between two steps.
+        compression: what travels; what was chosen with "auto".
         spans_job: whether all ranks of the job train together: no group was chosen.
 
     Raises:
@@ -116,7 +121,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         *,
         strategy: Strategy | None = None,
         op: ReduceOp | AdaptiveSum = ReduceOp.AVG,
-        compression: Compressor | None = None,
+        compression: Compressor | str | None = None,
         backward_passes_per_step: int = 1,
         gradient_predivide_factor: float = 1.0,
         bucket_cap_bytes: int = DEFAULT_BUCKET_CAP_BYTES,
@@ -158,9 +163,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             strategy.check(training)
             summary = _summary(strategy, training, backward_passes_per_step)
             agree_on("DistributedOptimizer", [*named, *buffers], members, extra=summary)
-            self._synchronizer = strategy.synchronizer(training)
+            options = with_chosen_compression(training.params, members, options)
+            self._synchronizer = strategy.synchronizer(training._replace(options=options))
             self._window = AccumulationWindow(self._synchronizer.gradients, backward_passes_per_step)
             self.strategy = strategy
+            self._chooses_compression = isinstance(training.options.compression, Auto)
         except BaseException:
             optimizer.__class__ = _wrapped(type(optimizer))
             raise
@@ -172,6 +179,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def synchronizer(self) -> Synchronizer:
         """The working part of the strategy, with what it offers beside steps."""
         return self._synchronizer
+
+    @property
+    def compression(self) -> Compressor:
+        """What gradients, or differences of models, look like on the wire."""
+        return self._synchronizer.training.options.compression
 
     def synchronize(self) -> None:
         """Reduce now what was accumulated and not reduced yet; nothing if nothing was. Collective."""
@@ -238,6 +250,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         members = group_or_world(group)
         whole = "" if self._synchronizer.has_whole_state else ", with a part of the state"
         agree_on("rebuild", self._synchronizer.training.named, members, extra=self._summary + whole)
+        if self._chooses_compression:  # new ranks may have chosen another one
+            self._synchronizer.use_compression(broadcast_object(self.compression, group=members))
         self._synchronizer.move_to(members)
         self.spans_job = group is None
         super().zero_grad(set_to_none=True)
@@ -337,10 +351,12 @@ def _after_step(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
 
 
 def _resolve(
-    op: Any, compression: Compressor | None, predivide_factor: float, strategy: Any, shares: bool
+    op: Any, compression: Compressor | str | None, predivide_factor: float, strategy: Any, shares: bool
 ) -> tuple[ReduceOp, Compressor]:
     """Return the reduction and what travels: an adaptive sum is no reduction element by element."""
-    chosen = Compression.none if compression is None else compression
+    chosen: Any = (
+        Auto() if compression == "auto" else Compression.none if compression is None else compression
+    )
     if isinstance(chosen, AdaptiveSum):
         raise InvalidArgument("DistributedOptimizer: Adasum is no compression; pass op=mpisgd.Adasum")
     if not isinstance(op, AdaptiveSum):

@@ -14,6 +14,7 @@ from mpisgd.strategies.strategy import Strategy
 __all__ = ["compressor_from_text", "strategy_from_text"]
 
 CASTS = ("none", "fp16", "bf16")
+AUTO = "auto"
 
 
 def strategy_from_text(text: str) -> Strategy:
@@ -33,7 +34,7 @@ def strategy_from_text(text: str) -> Strategy:
 
 
 def compressor_from_text(text: str) -> Compressor:
-    """Return the compressor that `mpisgd.compress.<text>` would make, or that `none`, `fp16`, `bf16` name.
+    """Return the compressor that `mpisgd.compress.<text>` would make; also of `none fp16 bf16 auto`.
 
     Raises:
         InvalidArgument: as for `strategy_from_text`.
@@ -43,6 +44,8 @@ def compressor_from_text(text: str) -> Compressor:
         return cast
     from mpisgd import compress
 
+    if text == AUTO:
+        return compress.Auto()
     made = _made("compression", text, compress)
     if not isinstance(made, Compressor):
         raise InvalidArgument(f"compression {shown(text)}: expected such as fp16 or TopK(ratio=0.01)")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mpisgd.collectives.coalesced import all_reduce_coalesced
+from mpisgd.compress.compressor import Compressor
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
@@ -95,6 +96,11 @@ class Synchronizer:
     def extend(self, named: Sequence[tuple[str, Tensor]]) -> None:
         """Take over a list of parameters that has grown at its end. Collective."""
         self.training = self.training._replace(named=named)
+
+    def use_compression(self, compression: Compressor) -> None:
+        """Let something else travel from the next `move_to` on, which follows."""
+        options = self.training.options._replace(compression=compression)
+        self.training = self.training._replace(options=options)
 
     def move_to(self, group: Group) -> None:
         """Go on with other ranks, which have the same parameters. Collective over `group`."""

@@ -124,7 +124,7 @@ LAYOUTS = {
         [
             *SPREAD,
             _number("x faster", "speed_up"),
-            _ratio("x none", "none"),
+            Column("predicted", lambda row: as_time(row["predicted_s"]) if row["predicted_s"] else ""),
             _number("MiB sent\nper step", "mib_sent", ".3g"),
             _number("x fewer\nbytes", "sent_ratio", ".3g"),
         ],
@@ -178,7 +178,9 @@ def _table(layout: Layout, rows: Iterable[Row]) -> Table:
 
 def new_table(title: str, words: Iterable[str], numbers: Iterable[str]) -> Table:
     """Return a table without rows, by the headings of its columns of words and of those of numbers."""
-    table = Table(*words, title=title, title_justify="left")
+    table = Table(title=title, title_justify="left")
+    for heading in words:
+        table.add_column(heading, overflow="fold")
     for heading in numbers:
         table.add_column(heading, justify="right", no_wrap=True)
     return table

@@ -15,6 +15,7 @@ __all__ = ["DEFAULT_METHODS", "SYNCHRONOUS", "Method", "methods_of"]
 SYNCHRONOUS = "Synchronous"
 DEFAULT_METHODS = (
     SYNCHRONOUS,
+    "Synchronous + auto",
     "Synchronous + bf16",
     "Synchronous + TopK(ratio=0.01)",
     "Synchronous + DeepGradient(ratio=0.01)",

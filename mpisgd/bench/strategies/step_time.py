@@ -1,7 +1,9 @@
 """`bench compression`: what a step takes, and what it sends, for different strategies and compressions.
 
 Speed only, on the models of `bench step`; `bench strategies` shows what becomes of the accuracy. The step
-without communication is the bound: no compression can be faster. Methods that do not pay are named.
+without communication is the bound: no compression can be faster. Methods that do not pay are named. Beside
+what was measured stands what `compression="auto"` would predict: the step without communication, and then
+the reductions.
 """
 
 import statistics
@@ -17,6 +19,7 @@ from mpisgd.bench.report.rows import as_time
 from mpisgd.bench.strategies.method import SYNCHRONOUS, Method
 from mpisgd.bench.strategies.sent_bytes import sent_bytes
 from mpisgd.bench.training import StepTask, Training
+from mpisgd.gradients.compression_choice import Trial
 
 __all__ = ["CompressionPlan", "run_compression"]
 
@@ -58,11 +61,14 @@ def run_compression(
         for method in plan.methods:
             training = Training(task, mpisgd.rank())
             try:
-                method.distribute(training.optimizer, named_parameters=training.model.named_parameters())
+                optimizer = method.distribute(
+                    training.optimizer, named_parameters=training.model.named_parameters()
+                )
+                predicted_s = _predicted(method, optimizer, found[0]["median_s"])
             except (mpisgd.InvalidArgument, mpisgd.UnsupportedOp) as exc:  # alike on all ranks
                 left_out.append({"model": model, "variant": method.name, "reason": str(exc)})
                 continue
-            found.append(_measured(method.name, training, plan))
+            found.append({**_measured(method.name, training, plan), "predicted_s": predicted_s})
             report(model, found[-1:])
         rows += _compared(found)
         notes += _advice(model, found)
@@ -87,9 +93,23 @@ def _measured(name: str, training: Training, plan: CompressionPlan) -> dict[str,
     return {"model": training.task.model, "variant": name, **times, "mib_sent": mib}
 
 
+def _predicted(method: Method, optimizer: mpisgd.DistributedOptimizer, alone_s: float) -> float | None:
+    """Return what a step is expected to take; None for strategies that do more than reduce now and then."""
+    every = 1 if isinstance(method.strategy, mpisgd.Synchronous) else _period(method.strategy)
+    if every is None:
+        return None
+    job = optimizer.synchronizer.training
+    return alone_s + Trial(job.params, job.group, job.options).seconds(optimizer.compression) / every
+
+
+def _period(strategy: mpisgd.Strategy) -> int | None:
+    return strategy.sync_every if isinstance(strategy, (mpisgd.DiLoCo, mpisgd.LocalSGD)) else None
+
+
 def _compared(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Add what each is compared with the synchronous step, and with none."""
     base = next((row for row in rows if row["variant"] == SYNCHRONOUS), None)
+    rows[0]["predicted_s"] = None
     for row in rows:
         row["speed_up"] = base["median_s"] / row["median_s"] if base else None
         row["ratio_to_none"] = row["median_s"] / rows[0]["median_s"]
