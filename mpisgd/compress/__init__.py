@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mpisgd.compress.auto import Auto as Auto
+    from mpisgd.compress.per_host import PerHost as PerHost
     from mpisgd.compress.power_sgd import PowerSGD as PowerSGD
     from mpisgd.compress.quantized.natural import Natural as Natural
     from mpisgd.compress.quantized.qsgd import QSGD as QSGD
@@ -24,6 +25,7 @@ _MODULE_OF = {
     "DeepGradient": "sparse.deep_gradient",
     "Natural": "quantized.natural",
     "OneBit": "signs.one_bit",
+    "PerHost": "per_host",
     "PowerSGD": "power_sgd",
     "QSGD": "quantized.qsgd",
     "RandomK": "sparse.random_k",
@@ -39,6 +41,7 @@ __all__ = [
     "DeepGradient",
     "Natural",
     "OneBit",
+    "PerHost",
     "PowerSGD",
     "RandomK",
     "SignSGD",

@@ -7,6 +7,7 @@ import torch
 from mpisgd.arguments import check_ratio, shown
 from mpisgd.compress.cast import Compression
 from mpisgd.compress.compressor import BucketLayout, BucketReducer, Compressor
+from mpisgd.compress.per_host import PerHost
 from mpisgd.compress.power_sgd import PowerSGD
 from mpisgd.errors import InvalidArgument
 
@@ -33,7 +34,7 @@ class Auto(Compressor):
     Cost: a few reductions of at most 2 MiB for each candidate, half a second at most unless the link is slow.
     """
 
-    candidates: tuple[Compressor, ...] = (Compression.none, Compression.bf16, PowerSGD(rank=4))
+    candidates: tuple[Compressor, ...] = (Compression.none, Compression.bf16, PerHost(PowerSGD(rank=4)))
     max_time_ratio: float = 0.7
 
     def __post_init__(self) -> None:

@@ -20,7 +20,7 @@ from mpisgd.transport.messages.dissemination import Dissemination
 if TYPE_CHECKING:
     from mpisgd.transport.mpi import Communicator
 
-__all__ = ["close_group", "new_group", "open_group"]
+__all__ = ["close_group", "new_group", "open_group", "open_host_group", "open_leader_group"]
 
 # The world's messages before the first operation of a group: above all tags of its own operations.
 FIRST_TAG, MAX_ROUNDS = 1024, 32
@@ -95,6 +95,23 @@ def open_group(
     group.queue.run(Operation("new_group", extra=f"ranks={members}"), lambda: None)
     _add_to_job(group, job.groups)
     return group
+
+
+def open_host_group(group: Group) -> Group | None:
+    """Return the members of `group` on this rank's host as a group, None if it is alone. Collective there."""
+    here = group.topology.node_rank
+    members = [group.ranks[rank] for rank in group.topology.nodes[here]]
+    return open_group(members, name=f"host {here} of {group.name}") if len(members) > 1 else None
+
+
+def open_leader_group(group: Group) -> Group | None:
+    """Return the first member of each host as a group. Collective over these.
+
+    None on other ranks, and where all share a host.
+    """
+    leads = group.topology.local_rank == 0 and group.topology.num_nodes > 1
+    members = [group.ranks[ranks[0]] for ranks in group.topology.nodes]
+    return open_group(members, name=f"leaders of {group.name}") if leads else None
 
 
 def _add_to_job(group: Group, groups: list[Group]) -> None:

@@ -19,12 +19,11 @@ from torch import Tensor
 
 from mpisgd.arguments import check_count, check_flag, check_positive
 from mpisgd.collectives.coalesced import all_reduce_coalesced
-from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.accumulation import GradientSync
 from mpisgd.gradients.reducer import GradientReducer
-from mpisgd.job.groups import open_group
+from mpisgd.job.groups import open_host_group
 from mpisgd.strategies.compatibility import LOCAL_STEPS
 from mpisgd.strategies.local_training import LocalSynchronizer
 from mpisgd.strategies.strategy import Strategy
@@ -127,7 +126,7 @@ class LocalSGDSynchronizer(LocalSynchronizer):
     def reopen(self) -> None:
         """See `LocalSynchronizer`. A warm-up begins with new gradients."""
         group, options = self.training.group, self.training.options
-        self._host = _host_group(group) if self._strategy.hierarchy else None
+        self._host = open_host_group(group) if self._strategy.hierarchy else None
         self._mean = TensorMean(self.averaged, group, options)
         self._reducer = None
         if self.steps < self._strategy.warmup_steps:
@@ -183,11 +182,3 @@ class LocalSGDSynchronizer(LocalSynchronizer):
         self._last = [tensor.clone() for tensor in state["last"]]
         self._mean.load_state_dict(state["compression"])
         self._choose_gradients()
-
-
-def _host_group(group: Group) -> Group | None:
-    """Return the members of `group` on this rank's host as a group, None if it is alone there. Collective."""
-    nodes = group.topology.nodes
-    here = next(number for number, ranks in enumerate(nodes) if group.rank in ranks)
-    members = [group.ranks[rank] for rank in nodes[here]]
-    return open_group(members, name=f"host {here} of {group.name}") if len(members) > 1 else None

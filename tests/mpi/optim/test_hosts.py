@@ -13,7 +13,9 @@ from verdicts import everyone, same_on_all_ranks
 
 import mpisgd
 from mpisgd import config
-from mpisgd.compress import QSGD, PowerSGD, Threshold, TopK
+from mpisgd.compress import QSGD, PerHost, PowerSGD, Threshold, TopK
+from mpisgd.compress.compressor import BucketLayout
+from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.core.topology import arrange
 from mpisgd.job.group_factory import make_group
@@ -98,3 +100,86 @@ def test_compressed_gradients_are_those_of_ranks_of_one_host(hosts, compression)
         off = max(map(drift, runs[0].model.parameters(), runs[1].model.parameters()))
         everyone(off < 1e-12, f"step {step}: {off}")
         same_on_all_ranks(digest(runs[0].model.parameters()))
+
+
+SHAPE = (12, 5)
+
+
+def gradient(rank: int, step: int) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(1000 * rank + step)
+    return torch.randn(SHAPE, dtype=torch.float64, generator=draw)
+
+
+def largest(meant: torch.Tensor, count: int) -> torch.Tensor:
+    order = sorted(range(meant.numel()), key=lambda i: -abs(meant.flatten()[i].item()))
+    sent = torch.zeros_like(meant)
+    for i in order[:count]:
+        sent.view(-1)[i] = meant.view(-1)[i]
+    return sent
+
+
+def simulated_per_host(count: int, steps: int) -> list[torch.Tensor]:
+    """One residual for each host, of the mean of its ranks; weighted by how many they are."""
+    leaders = UNEVEN[mpisgd.size()]
+    members = [[r for r, lead in enumerate(leaders) if lead == first] for first in sorted(set(leaders))]
+    residuals = [torch.zeros(SHAPE, dtype=torch.float64) for _ in members]
+    found = []
+    for step in range(steps):
+        total = torch.zeros(SHAPE, dtype=torch.float64)
+        for host, ranks in enumerate(members):
+            meant = sum(gradient(rank, step) for rank in ranks) * len(members) / len(leaders)
+            meant = meant + residuals[host]
+            sent = largest(meant, count)
+            residuals[host] = meant - sent
+            total += sent
+        found.append(total / len(members))
+    return found
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("op", [mpisgd.ReduceOp.AVG, mpisgd.ReduceOp.SUM], ids=str)
+def test_a_host_compresses_the_mean_of_its_ranks(hosts, op, overlap):
+    param = torch.nn.Parameter(torch.zeros(SHAPE, dtype=torch.float64))
+    opt = mpisgd.DistributedOptimizer(
+        torch.optim.SGD([param], lr=0.1),
+        compression=PerHost(TopK(0.2)),
+        group=hosts,
+        op=op,
+        overlap=overlap,
+    )
+    factor = mpisgd.size() if op == mpisgd.ReduceOp.SUM else 1
+    for step, expected in enumerate(simulated_per_host(12, steps=20)):
+        opt.zero_grad()
+        (param * gradient(mpisgd.rank(), step)).sum().backward()
+        off = float((param.grad - factor * expected).abs().max())
+        everyone(off < 1e-12, f"step {step}: {off}")
+        same_on_all_ranks(digest([param.grad]))
+        opt.step()
+
+
+def test_on_one_host_nothing_is_compressed():
+    plain, ours = pair(compression=PerHost(TopK(0.01)))
+    for step in range(3):
+        for run in (plain, ours):
+            plain_step(run, step)
+    off = max(map(drift, plain.model.parameters(), ours.model.parameters()))
+    everyone(off < 1e-12, f"{off}")
+
+
+def test_hosts_agree_on_what_all_have_alike(hosts):
+    """A rank that is the first of its host for the first time has factors of its own."""
+    layout = BucketLayout((torch.Size(SHAPE),), torch.float64)
+    results = []
+    for alike in (True, False):
+        reducer = PerHost(PowerSGD(1, error_feedback=False)).reducer(layout)
+        scale = torch.arange(1.0, 6.0, dtype=torch.float64).view(5, 1)
+        factor = scale if alike or mpisgd.rank() == 0 else scale.flip(0).pow(2)
+        reducer.load_state_dict({**reducer.state_dict(), "factors": [factor]})
+        bucket = gradient(mpisgd.rank(), 0).flatten()
+        hosts.queue.run(
+            Operation("a bucket"), lambda r=reducer, b=bucket: r.reduce(b, hosts, mpisgd.ReduceOp.AVG)
+        )
+        results.append(bucket)
+    everyone(torch.equal(*results))
+    inner = PowerSGD(1).reducer(layout).bytes_on_the_wire(hosts.topology.num_nodes)
+    everyone(reducer.bytes_on_the_wire(hosts.size) == inner)

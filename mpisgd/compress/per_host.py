@@ -1,0 +1,155 @@
+"""`PerHost`: what passes between hosts is compressed, once for each host; on a host gradients stay exact."""
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpisgd.arguments import shown
+from mpisgd.collectives.broadcast import broadcast
+from mpisgd.collectives.objects import broadcast_object
+from mpisgd.collectives.reduce import reduce
+from mpisgd.compress.compressor import BucketLayout, BucketReducer, Compressor
+from mpisgd.core.group import Group
+from mpisgd.dtypes import ReduceOp
+from mpisgd.errors import InvalidArgument
+from mpisgd.job.groups import open_host_group, open_leader_group
+
+__all__ = ["PerHost", "PerHostReducer"]
+
+
+@dataclass(frozen=True)
+class PerHost(Compressor):
+    """Ranks of a host average their gradients as they are; one rank of each host compresses the mean.
+
+    With p ranks on h hosts, of which host j has p_j,
+
+        g_j = mean of the gradients of host j, times p_j h / p     in shared memory
+        g   = mean of the h tensors g_j, by `compressor`           between the first ranks of the hosts
+
+    So a host compresses once and sends once, whatever number of ranks it has; where all ranks share a host,
+    nothing is compressed. What the compressor keeps is the first rank's of each host.
+
+    Attributes:
+        compressor: for what passes between hosts.
+
+    Raises:
+        InvalidArgument: at construction.
+
+    Cost: a reduce and a broadcast on each host, and what the compressor costs among as many ranks as there
+        are hosts.
+    """
+
+    compressor: Compressor
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.compressor, Compressor):
+            raise InvalidArgument(f"PerHost: compressor={shown(self.compressor)}; expected a Compressor")
+
+    def changes(self, dtype: torch.dtype) -> bool:
+        """Return whether the compressor changes buckets of `dtype`."""
+        return self.compressor.changes(dtype)
+
+    def reducer(self, layout: BucketLayout) -> "PerHostReducer":
+        """Return what reduces a bucket on the host, between hosts, and brings the result back."""
+        return PerHostReducer(self.compressor.reducer(layout))
+
+
+class _Levels(NamedTuple):
+    """A group by hosts.
+
+    Attributes:
+        host: the ranks of this host; None where there is one.
+        leaders: the first ranks of all hosts; None on others, and on one host.
+        first: the global rank of the first of this host.
+        weight: of this host's mean in that of the hosts: 1 where hosts have as many ranks as others.
+    """
+
+    host: Group | None
+    leaders: Group | None
+    first: int
+    weight: float
+
+
+_levels: "weakref.WeakKeyDictionary[Group, _Levels]" = weakref.WeakKeyDictionary()  # all buckets share them
+
+
+class PerHostReducer(BucketReducer):
+    """The working part of `PerHost`.
+
+    Args:
+        inner: reduces the bucket between hosts.
+    """
+
+    def __init__(self, inner: BucketReducer) -> None:
+        self._inner = inner
+        self._num_hosts = 0
+        self._agrees = False  # the leaders have what all of them must have alike
+
+    def reduce(self, bucket: Tensor, group: Group, op: ReduceOp) -> None:
+        """Reduce on the host, between hosts, and give the ranks of the host what came out."""
+        levels = _levels_of(group)
+        self._num_hosts = group.topology.num_nodes
+        if levels.host is not None:
+            reduce(bucket, levels.first, ReduceOp.AVG, levels.host)
+        if levels.leaders is not None:
+            self._between_hosts(bucket, levels.leaders, levels.weight)
+        if op is ReduceOp.SUM and group.topology.local_rank == 0:
+            bucket.mul_(group.size)
+        if levels.host is not None:
+            broadcast(bucket, levels.first, levels.host)
+
+    def _between_hosts(self, bucket: Tensor, leaders: Group, weight: float) -> None:
+        if not self._agrees:
+            self._agree(leaders)
+        if weight != 1.0:
+            bucket.mul_(weight)
+        self._inner.reduce(bucket, leaders, ReduceOp.AVG)
+
+    def _agree(self, leaders: Group) -> None:
+        """Take over from the first host what all must have alike: a rank may be a leader for the first time.
+
+        What a compressor keeps for all ranks alike is anything but tensors of elements, see `state_dict`.
+        """
+        state = self._inner.state_dict()
+        alike = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
+        if state:
+            alike = broadcast_object(alike, leaders.ranks[0], leaders)
+            self._inner.load_state_dict({**state, **alike})
+        self._agrees = True
+
+    def bytes_on_the_wire(self, size: int) -> int:
+        """Return what the first rank of each host sends to other hosts, as far as the hosts are known."""
+        hosts = self._num_hosts or size
+        return self._inner.bytes_on_the_wire(hosts) if hosts > 1 else 0
+
+    def put_back(self, start: int, arrived: Tensor) -> None:
+        """Keep it for the next step."""
+        self._inner.put_back(start, arrived)
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self._inner.reset()
+        self._agrees = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this rank keeps, which counts where it is the first of its host."""
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict()` has returned."""
+        self._inner.load_state_dict(state)
+        self._agrees = False
+
+
+def _levels_of(group: Group) -> _Levels:
+    """Return the groups of a group's hosts; they are made at the first bucket. Collective then."""
+    if group not in _levels:
+        where = group.topology
+        first = group.ranks[where.nodes[where.node_rank][0]]
+        weight = where.local_size * where.num_nodes / group.size
+        _levels[group] = _Levels(open_host_group(group), open_leader_group(group), first, weight)
+    return _levels[group]
