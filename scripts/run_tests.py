@@ -45,22 +45,39 @@ FOR_EVEN_SIZES = (
 # What takes longest, and says the same at two, three and four ranks.
 FOR_ODD_SIZES = ("tests/mpi/optim/test_models.py", "tests/mpi/optim/test_shared_parameters.py")
 
+# What waits a lot: two ranks tell of no third one, and a fourth one adds nothing.
+FOR_THREE = (
+    "tests/mpi/core/test_async.py",
+    "tests/mpi/horovod/test_horovod_deadlocks.py",
+    "tests/mpi/transport/test_tcp_store.py",
+)
+
 # Two ranks say all that there is to say; with --long, one rank does too.
 FOR_TWO = ("tests/mpi/arguments",)
 
 # Left out at these numbers of ranks, where they say what others say too; with --long they run at all.
 LEFT_OUT = {
     1: (*FOR_EVEN_SIZES, *FOR_TWO),
-    2: (*FOR_ODD_SIZES, "tests/mpi/compress", "tests/mpi/gossip", "tests/mpi/strategies"),
+    2: (*FOR_ODD_SIZES, *FOR_THREE, "tests/mpi/compress", "tests/mpi/gossip", "tests/mpi/strategies"),
     3: (*FOR_EVEN_SIZES, *FOR_TWO),
     4: (
         *FOR_ODD_SIZES,
         *FOR_TWO,
+        *FOR_THREE,
         "tests/mpi/compress",
+        "tests/mpi/gossip",
+        "tests/mpi/horovod/test_horovod_process_sets.py",
         "tests/mpi/horovod/test_horovod_training.py",
+        "tests/mpi/nn",
+        "tests/mpi/optim/test_compression_choice.py",
+        "tests/mpi/optim/test_gpu.py",
         "tests/mpi/optim/test_gradients.py",
+        "tests/mpi/optim/test_one_bit_adam.py",
         "tests/mpi/optim/test_optimizers.py",
+        "tests/mpi/optim/test_shared_state.py",
         "tests/mpi/optim/test_starting_equal.py",
+        "tests/mpi/strategies",
+        "tests/mpi/torch_backend/test_checkpoints.py",
         "tests/mpi/transport/test_data_movement.py",
     ),
 }
