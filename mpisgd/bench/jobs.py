@@ -1,9 +1,11 @@
 """Jobs that a benchmark starts itself: `mpirun` as a child, watched while it runs, and its end."""
 
 import contextlib
+import errno
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -29,6 +31,13 @@ UNBOUND = {
     "OMPI_MCA_hwloc_base_binding_policy": "none",
 }
 END_S = 5.0
+# Runs a command that gets a signal (PR_SET_PDEATHSIG) when its parent ends, whatever ends that.
+END_WITH_PARENT = """
+import ctypes, os, sys
+_, end, *command = sys.argv
+ctypes.CDLL(None).prctl(1, int(end))
+os.execvp(command[0], command)
+"""
 
 
 def mpirun(launcher: str = "") -> list[str]:
@@ -53,19 +62,33 @@ def has_several_cores(num_ranks: int) -> bool:
 
 
 class Job(subprocess.Popen[bytes]):
-    """A launcher, or another program, as a child that prints nothing here.
+    """A launcher, or another program, as a child that prints nothing here, and ends with this process.
 
     Args:
         command: its words.
         env: its environment.
         all_output: keep what it writes to stdout too, not only to stderr.
+        end: the signal that it gets when this process ends; a launcher takes its ranks along on SIGTERM.
+
+    Raises:
+        FileNotFoundError: there is no such command.
     """
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], *, all_output: bool = False) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        *,
+        all_output: bool = False,
+        end: signal.Signals = signal.SIGTERM,
+    ) -> None:
+        if shutil.which(command[0], path=env.get("PATH")) is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the process
         nothing = subprocess.DEVNULL
         out = self._output if all_output else nothing
-        super().__init__(command, stdin=nothing, stdout=out, stderr=self._output, env=env)
+        tied = [sys.executable, "-IS", "-c", END_WITH_PARENT, str(int(end)), *command]
+        super().__init__(tied, stdin=nothing, stdout=out, stderr=self._output, env=env)
 
     def lines(self) -> list[str]:
         """Return the lines of its output that are not empty."""

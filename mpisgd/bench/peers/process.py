@@ -30,13 +30,6 @@ LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDI_", "MPI_LOCAL")
 KEPT = ("OMPI_ALLOW_RUN_AS_ROOT",)
 # Each of the second job's ranks takes the cores of the rank that it belongs to.
 SECOND_JOB = {**OVERSUBSCRIBE, **UNBOUND}
-# Runs a command that gets a signal (PR_SET_PDEATHSIG) when its parent ends, whatever ends that.
-END_WITH_PARENT = """
-import ctypes, os, sys
-_, end, *command = sys.argv
-ctypes.CDLL(None).prctl(1, int(end))
-os.execvp(command[0], command)
-"""
 
 
 class Peer:
@@ -180,7 +173,7 @@ def _worker(folder: str) -> list[str]:
 def _start(command: Sequence[str], end: signal.Signals) -> Job:
     """Start a command that is no rank of this job, and gets the signal `end` when this process ends."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES) or k.startswith(KEPT)}
-    return Job([sys.executable, "-c", END_WITH_PARENT, str(int(end)), *command], {**SECOND_JOB, **env})
+    return Job(command, {**SECOND_JOB, **env}, end=end)
 
 
 def _connect(framework: str, address: str, job: Job | None) -> Peer:
