@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpisgd.arguments import check_flag, check_positive, shown
+from mpisgd.arguments import check_flag, check_positive
 from mpisgd.collectives.objects import broadcast_object
 from mpisgd.compress.adasum import AdaptiveSum
 from mpisgd.compress.auto import Auto
-from mpisgd.compress.cast import Compression
 from mpisgd.compress.compressor import Compressor
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
@@ -28,6 +27,7 @@ from mpisgd.gradients.accumulation import AccumulationWindow
 from mpisgd.gradients.compression_choice import with_chosen_compression
 from mpisgd.gradients.options import ReductionOptions, check_options
 from mpisgd.job.lifecycle import group_or_world
+from mpisgd.optim.choices import check_choices, resolve_reduction, summary
 from mpisgd.optim.in_sync import check_tensors_in_sync
 from mpisgd.optim.parameter_names import agree_on, name_buffers, name_parameters
 from mpisgd.strategies.strategy import Strategy, Synchronizer
@@ -136,14 +136,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         try:
             strategy = Synchronous() if strategy is None else strategy
             options = ReductionOptions(
-                *_resolve(op, compression, gradient_predivide_factor, strategy, share_parameters),
+                *resolve_reduction(op, compression, gradient_predivide_factor, strategy, share_parameters),
                 gradient_predivide_factor,
                 bucket_cap_bytes,
                 overlap,
                 check_flag("gradients", "error_if_nonfinite", error_if_nonfinite),
             )
             check_options(options)
-            _check(strategy, check_in_sync_every)
+            check_choices(strategy, check_in_sync_every)
             check_positive("gradients", "backward_passes_per_step", backward_passes_per_step, whole=True)
             shares = check_flag("DistributedOptimizer", "share_parameters", share_parameters)
             elementwise = check_flag("DistributedOptimizer", "elementwise", elementwise)
@@ -161,8 +161,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 [buffer for _, buffer in buffers],
             )
             strategy.check(training)
-            summary = _summary(strategy, training, backward_passes_per_step)
-            agree_on("DistributedOptimizer", [*named, *buffers], members, extra=summary)
+            text = summary(strategy, training, backward_passes_per_step)
+            agree_on("DistributedOptimizer", [*named, *buffers], members, extra=text)
             options = with_chosen_compression(training.params, members, options)
             self._synchronizer = strategy.synchronizer(training._replace(options=options))
             self._window = AccumulationWindow(self._synchronizer.gradients, backward_passes_per_step)
@@ -171,7 +171,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         except BaseException:
             optimizer.__class__ = _wrapped(type(optimizer))
             raise
-        self._summary, self.spans_job = summary, group is None
+        self._summary, self.spans_job = text, group is None
         self.register_step_pre_hook(_before_step)
         self.register_step_post_hook(_after_step)
 
@@ -348,49 +348,3 @@ def _after_step(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
     period = synchronizer.training.check_in_sync_every
     if period and window.steps % period == 0:
         check_tensors_in_sync(synchronizer.training.named, synchronizer.training.group)
-
-
-def _resolve(
-    op: Any, compression: Compressor | str | None, predivide_factor: float, strategy: Any, shares: bool
-) -> tuple[ReduceOp, Compressor]:
-    """Return the reduction and what travels: an adaptive sum is no reduction element by element."""
-    chosen: Any = (
-        Auto() if compression == "auto" else Compression.none if compression is None else compression
-    )
-    if isinstance(chosen, AdaptiveSum):
-        raise InvalidArgument("DistributedOptimizer: Adasum is no compression; pass op=mpisgd.Adasum")
-    if not isinstance(op, AdaptiveSum):
-        return op, chosen
-    refused = {
-        f"compression={chosen}": chosen != Compression.none,
-        f"gradient_predivide_factor={predivide_factor}": predivide_factor != 1.0,
-        f"strategy={strategy}": not isinstance(strategy, Synchronous),
-        "share_parameters=True": shares,
-    }
-    if wrong := ", ".join(what for what, is_wrong in refused.items() if is_wrong):
-        raise InvalidArgument(f"DistributedOptimizer: op=mpisgd.Adasum does not go with {wrong}")
-    return ReduceOp.AVG, op
-
-
-def _check(strategy: Any, check_every: Any) -> None:
-    if not isinstance(strategy, Strategy):
-        raise InvalidArgument(
-            f"DistributedOptimizer: strategy={shown(strategy)}; expected mpisgd.Synchronous() or another "
-            "mpisgd.Strategy"
-        )
-    if not isinstance(check_every, int) or check_every < 0:
-        raise InvalidArgument(
-            f"check_in_sync_every={check_every!r}; expected a number of steps, or 0 for never"
-        )
-
-
-def _summary(strategy: Strategy, training: Training, passes: int) -> str:
-    """Say what all ranks must have chosen alike."""
-    options = training.options
-    return (
-        f"strategy={strategy}, op={options.op.name}, compression={options.compression}, "
-        f"backward_passes_per_step={passes}, gradient_predivide_factor={options.predivide_factor}, "
-        f"bucket_cap_bytes={options.bucket_cap_bytes}, error_if_nonfinite={options.error_if_nonfinite}, "
-        f"check_in_sync_every={training.check_in_sync_every}, share_parameters={training.share_parameters}, "
-        f"elementwise={training.elementwise}"
-    )

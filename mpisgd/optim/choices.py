@@ -1,0 +1,67 @@
+"""What `DistributedOptimizer` is asked for: checked on each rank, and told in words that ranks compare."""
+
+from typing import Any
+
+from mpisgd.arguments import shown
+from mpisgd.compress.adasum import AdaptiveSum
+from mpisgd.compress.auto import Auto
+from mpisgd.compress.cast import Compression
+from mpisgd.compress.compressor import Compressor
+from mpisgd.dtypes import ReduceOp
+from mpisgd.errors import InvalidArgument
+from mpisgd.strategies.strategy import Strategy
+from mpisgd.strategies.synchronous import Synchronous
+from mpisgd.strategies.training import Training
+
+__all__ = ["check_choices", "resolve_reduction", "summary"]
+
+
+def resolve_reduction(
+    op: Any, compression: Compressor | str | None, predivide_factor: float, strategy: Any, shares: bool
+) -> tuple[ReduceOp, Compressor]:
+    """Return the reduction and what travels: an adaptive sum is no reduction element by element.
+
+    Raises:
+        InvalidArgument: Adasum was chosen together with what does not go with it.
+    """
+    chosen: Any = (
+        Auto() if compression == "auto" else Compression.none if compression is None else compression
+    )
+    if isinstance(chosen, AdaptiveSum):
+        raise InvalidArgument("DistributedOptimizer: Adasum is no compression; pass op=mpisgd.Adasum")
+    if not isinstance(op, AdaptiveSum):
+        return op, chosen
+    refused = {
+        f"compression={chosen}": chosen != Compression.none,
+        f"gradient_predivide_factor={predivide_factor}": predivide_factor != 1.0,
+        f"strategy={strategy}": not isinstance(strategy, Synchronous),
+        "share_parameters=True": shares,
+    }
+    if wrong := ", ".join(what for what, is_wrong in refused.items() if is_wrong):
+        raise InvalidArgument(f"DistributedOptimizer: op=mpisgd.Adasum does not go with {wrong}")
+    return ReduceOp.AVG, op
+
+
+def check_choices(strategy: Any, check_every: Any) -> None:
+    """Raise InvalidArgument where the strategy is none, or a period impossible."""
+    if not isinstance(strategy, Strategy):
+        raise InvalidArgument(
+            f"DistributedOptimizer: strategy={shown(strategy)}; expected mpisgd.Synchronous() or another "
+            "mpisgd.Strategy"
+        )
+    if not isinstance(check_every, int) or check_every < 0:
+        raise InvalidArgument(
+            f"check_in_sync_every={check_every!r}; expected a number of steps, or 0 for never"
+        )
+
+
+def summary(strategy: Strategy, training: Training, passes: int) -> str:
+    """Say what all ranks must have chosen alike."""
+    options = training.options
+    return (
+        f"strategy={strategy}, op={options.op.name}, compression={options.compression}, "
+        f"backward_passes_per_step={passes}, gradient_predivide_factor={options.predivide_factor}, "
+        f"bucket_cap_bytes={options.bucket_cap_bytes}, error_if_nonfinite={options.error_if_nonfinite}, "
+        f"check_in_sync_every={training.check_in_sync_every}, share_parameters={training.share_parameters}, "
+        f"elementwise={training.elementwise}"
+    )
