@@ -32,6 +32,11 @@ class Cast(Compressor):
     def __repr__(self) -> str:
         return f"Compression.{self.name}"
 
+    @property
+    def short_name(self) -> str:
+        """The name alone."""
+        return self.name
+
     def changes(self, dtype: torch.dtype) -> bool:
         """Return whether gradients of `dtype` travel as something else."""
         return self.dtype is not None and dtype in (torch.float32, torch.float64)

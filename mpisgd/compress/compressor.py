@@ -7,7 +7,7 @@ next: what compression left out (a residual), or a factor to start from.
 
 import abc
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -101,6 +101,16 @@ class Compressor(abc.ABC):
     """
 
     takes_sparse: ClassVar[bool] = True
+
+    @property
+    def short_name(self) -> str:
+        """The compressor as a program would write it: without what is as by default."""
+        given = [
+            f"{field.name}={value.short_name if isinstance(value, Compressor) else repr(value)}"
+            for field in fields(self)
+            if (value := getattr(self, field.name)) != field.default
+        ]
+        return f"{type(self).__name__}({', '.join(given)})"
 
     def changes(self, dtype: torch.dtype) -> bool:
         """Return whether buckets of `dtype` travel as something else; others are summed as they are."""

@@ -43,11 +43,11 @@ class Choice(NamedTuple):
     seconds: dict[Compressor, float]
 
     def __str__(self) -> str:
-        found = ", ".join(f"{name} {1e3 * seconds:.3g} ms" for name, seconds in self.seconds.items())
+        found = ", ".join(f"{each.short_name} {1e3 * s:.3g} ms" for each, s in self.seconds.items())
         first = next(iter(self.seconds))
         pays = "no other one clearly pays" if self.compressor == first else "it is clearly faster"
         return (
-            f"compression='auto' takes {self.compressor}: {pays}. Predicted for a reduction of "
+            f"compression='auto' takes {self.compressor.short_name}: {pays}. Predicted for a reduction of "
             f"{self.nbytes / 2**20:.3g} MiB of gradients: {found}"
         )
 

@@ -115,3 +115,15 @@ def test_bytes_by_the_papers_formulas():
     }
     for method, expected in words.items():
         assert method.reducer(layout).bytes_on_the_wire(4) == pytest.approx(4 * expected, abs=4)
+
+
+@pytest.mark.parametrize(
+    ("compressor", "name"),
+    [
+        (mpisgd.Compression.fp16, "fp16"),
+        (compress.OneBit(), "OneBit()"),
+        (compress.PerHost(compress.PowerSGD(rank=4)), "PerHost(compressor=PowerSGD(rank=4))"),
+    ],
+)
+def test_a_short_name_leaves_out_what_is_as_by_default(compressor, name):
+    assert compressor.short_name == name
