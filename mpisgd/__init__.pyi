@@ -97,5 +97,7 @@ from mpisgd.strategies.synchronous import Synchronous as Synchronous
 from mpisgd.strategies.training import Training as Training
 from mpisgd.timeline.session import start_timeline as start_timeline
 from mpisgd.timeline.session import stop_timeline as stop_timeline
+from mpisgd.verification.own_model import Verification as Verification
+from mpisgd.verification.own_model import verify as verify
 
 __version__: str

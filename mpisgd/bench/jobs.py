@@ -127,6 +127,7 @@ def run_job(
     *,
     watch: Callable[[], object] = lambda: None,
     every_s: float = 0.05,
+    settings: Mapping[str, str] | None = None,
 ) -> None:
     """Run a Python module with its arguments on some ranks.
 
@@ -137,12 +138,13 @@ def run_job(
         limit_s: when to give up.
         watch: called again and again while the job runs.
         every_s: the pause between two such calls.
+        settings: further variables of the job's environment.
 
     Raises:
         JobError: it failed, with the last line it said, or did not end in time; all of it is ended then.
     """
     command = [*launcher, "-n", str(num_ranks), sys.executable, "-m", *module]
-    job = Job(command, job_environment(num_ranks))
+    job = Job(command, {**job_environment(num_ranks), **(settings or {})})
     deadline = time.monotonic() + limit_s
     try:
         while job.poll() is None:

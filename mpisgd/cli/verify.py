@@ -1,0 +1,128 @@
+"""`python -m mpisgd verify`: compare every mode of training with one process, or with its definition.
+
+python -m mpisgd verify --quick                         # starts jobs of 1 to 4 ranks itself
+python -m mpisgd verify --sabotage                      # breaks every mode, and sees that each is found
+mpirun -np 8 -hostfile hosts python -m mpisgd verify    # with these ranks
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+import mpisgd
+from mpisgd.cli.provenance import provenance
+from mpisgd.config import is_launched
+
+if TYPE_CHECKING:
+    from mpisgd.verification.cell import Cell
+    from mpisgd.verification.matrix import Plan
+
+__all__ = ["verify"]
+
+Json = Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Write all cells here.")]
+Picture = Annotated[Path | None, typer.Option("--plot", metavar="PATH", help="Draw the matrix here.")]
+
+
+def verify(
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer modes and steps: under a minute.")] = False,
+    sabotage: Annotated[
+        bool, typer.Option("--sabotage", help="Break every mode on purpose; each must be found.")
+    ] = False,
+    only: Annotated[str, typer.Option(metavar="TEXT", help="Modes whose name contains TEXT.")] = "",
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks of the jobs that it starts.")] = "1,2,3,4",
+    launcher: Annotated[str, typer.Option(help="What starts a job; default: mpirun.")] = "",
+    json_file: Json = None,
+    plot_file: Picture = None,
+    limit_s: Annotated[float, typer.Option("--limit", help="Seconds for each job.")] = 600.0,
+    cells: Annotated[Path | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Compare every mode of training with one process on the joined batch, or with its definition.
+
+    The exit code is 1 if a mode is not equal, or with --sabotage if one that was broken is.
+    """
+    from mpisgd.verification.matrix import Plan
+
+    plan = Plan(quick=quick, sabotage=sabotage, only=only)
+    here = is_launched()
+    found = _in_this_job(plan, cells) if here else _in_started_jobs(plan, ranks, launcher, limit_s)
+    if cells is None and (not here or mpisgd.rank() == 0):
+        _finish(found, json_file, plot_file)
+    if cells is None and not all(cell.is_as_wanted for cell in found):
+        raise typer.Exit(1)
+
+
+def _in_this_job(plan: "Plan", path: Path | None) -> "list[Cell]":
+    """Verify with the ranks of this job."""
+    mpisgd.init()
+    from mpisgd.verification.jobs import append_cell
+    from mpisgd.verification.matrix import run_here
+
+    def report(cell: "Cell") -> None:
+        if path is not None and mpisgd.rank() == 0:
+            append_cell(path, cell)
+
+    return run_here(plan, report)
+
+
+def _in_started_jobs(plan: "Plan", ranks: str, launcher: str, limit_s: float) -> "list[Cell]":
+    """Start a job for each number of ranks, one after the other."""
+    from mpisgd.bench.jobs import mpirun
+    from mpisgd.cli.bench import counts_of
+    from mpisgd.verification.jobs import jobs_of, run_started
+
+    counts, words = counts_of("--ranks", ranks), mpirun(launcher)
+    plan.modes()  # a mistake is said before anything starts
+    found: list[Cell] = []
+    with _live(found) as show:
+        for job in jobs_of(counts):
+            show(f"{job.ranks} ranks, {job.transport} ...")
+            found += run_started(job, plan, words, limit_s, lambda cell: show("", cell))
+    return found
+
+
+@contextmanager
+def _live(found: "Sequence[Cell]") -> "Iterator[Callable[..., None]]":
+    """Yield what shows the matrix as it grows on a terminal, and elsewhere a line for each job."""
+    from rich.console import Console
+    from rich.live import Live
+
+    from mpisgd.verification.report import table_of
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text, cell=None: typer.echo(text, err=True) if text else None
+        return
+    current: list[Cell] = []
+    with Live(console=console, transient=True, refresh_per_second=4) as live:
+
+        def show(text: str, cell: "Cell | None" = None) -> None:
+            if cell is None:
+                current.clear()
+            else:
+                current.append(cell)
+            live.update(table_of([*found, *current]) if found or current else text)
+
+        yield show
+
+
+def _finish(found: "Sequence[Cell]", json_file: Path | None, plot_file: Path | None) -> None:
+    """Print the table and what is wrong; write the files."""
+    from rich.console import Console
+
+    from mpisgd.verification.report import draw, summary_of, table_of
+
+    Console(width=None if Console().is_terminal else 140).print(table_of(found))
+    for line in summary_of(found):
+        typer.echo(line)
+    try:
+        if json_file is not None:
+            record = {"kind": "verify", **provenance(), "cells": [cell._asdict() for cell in found]}
+            json_file.write_text(json.dumps(record, indent=1) + "\n")
+        if plot_file is not None:
+            draw(found, plot_file)
+    except OSError as exc:
+        raise mpisgd.JobError(f"cannot write {exc.filename}: {exc.strerror}") from exc

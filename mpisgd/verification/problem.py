@@ -1,0 +1,102 @@
+"""`Problem`: a model and joined batches, on which a mode of training is tried; the same on all ranks."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Batch", "Loss", "Problem", "flat_parameters", "normalized_problem", "standard_problem"]
+
+FEATURES, HIDDEN, OUTPUTS = 6, 12, 4
+JOINED = 24  # examples of a step over all ranks: an even number for each of 1, 2, 3 or 4
+SEED = 20_000
+
+Batch = Sequence[Tensor]  # inputs and targets, say: of equal length
+Loss = Callable[[Any, Batch], Tensor]  # of what is called with inputs, and a batch: the mean over examples
+
+
+class Problem(NamedTuple):
+    """What is trained, in as many steps as there are batches.
+
+    Attributes:
+        model: makes the model as it is before the first step; equal ones on all ranks.
+        loss: the mean loss of a model on a batch.
+        batches: of all ranks together, by step; each divides evenly among the ranks.
+        size: how many ranks.
+    """
+
+    model: Callable[[], nn.Module]
+    loss: Loss
+    batches: Sequence[Batch]
+    size: int
+
+    @property
+    def steps(self) -> int:
+        """How many steps are trained."""
+        return len(self.batches)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the first parameter."""
+        return next(iter(self.model().parameters())).dtype
+
+    def share(self, step: int, rank: int, size: int | None = None, *, other: bool = False) -> Batch:
+        """Return a rank's equal part of a step's batch.
+
+        Args:
+            step: which one.
+            rank: whose.
+            size: of how many, `self.size` by default.
+            other: wrong examples instead: targets that do not belong to the inputs.
+        """
+        batch = list(self.batches[step])
+        if other:
+            batch[-1] = batch[-1].roll(1, 0)
+        count = len(batch[0]) // (size or self.size)
+        return [part[rank * count : (rank + 1) * count] for part in batch]
+
+
+def standard_problem(size: int, steps: int, dtype: torch.dtype) -> Problem:
+    """Return a small regression whose batches divide evenly among `size` ranks, and one rank fewer."""
+    joined = math.lcm(JOINED, size, max(1, size - 1))
+    batches = [_batch(joined, step, dtype) for step in range(steps)]
+    return Problem(lambda: _model(dtype), _mean_square, batches, size)
+
+
+def normalized_problem(size: int, steps: int, dtype: torch.dtype) -> Problem:
+    """Return the same with batch normalization, whose statistics are those of the joined batch."""
+    problem = standard_problem(size, steps, dtype)
+
+    def model() -> nn.Module:
+        plain = _model(dtype)
+        return nn.Sequential(plain[0], nn.BatchNorm1d(HIDDEN, dtype=dtype), plain[1:])
+
+    return problem._replace(model=model)
+
+
+def _batch(joined: int, step: int, dtype: torch.dtype) -> Batch:
+    draw = torch.Generator().manual_seed(step)
+    drawn = torch.randn(joined, FEATURES + OUTPUTS, generator=draw, dtype=torch.float64).to(dtype)
+    return drawn[:, :FEATURES].contiguous(), drawn[:, FEATURES:].contiguous()
+
+
+def _model(dtype: torch.dtype) -> nn.Sequential:
+    layers = (nn.Linear(FEATURES, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN), nn.Tanh())
+    model = nn.Sequential(*layers, nn.Linear(HIDDEN, OUTPUTS)).to(dtype)
+    draw = torch.Generator().manual_seed(SEED)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(torch.randn(param.shape, generator=draw, dtype=torch.float64) / 3)
+    return model
+
+
+def _mean_square(forward: Any, batch: Batch) -> Tensor:
+    inputs, targets = batch
+    return nn.functional.mse_loss(forward(inputs), targets)
+
+
+def flat_parameters(model: nn.Module) -> Tensor:
+    """Return all parameters side by side, [numel], in memory of their own."""
+    return torch.cat([param.detach().flatten() for param in model.parameters()])

@@ -1,0 +1,112 @@
+"""The matrix as a table for a terminal, and as a picture."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from mpisgd.verification.cell import Cell
+from mpisgd.verification.sabotage import Sabotage
+
+__all__ = ["draw", "summary_of", "table_of"]
+
+SHORT = {"float64": "f64", "float32": "f32", "shared memory": "", "messages": "messages"}
+LEAST = 1e-3  # of the tolerance: what is nearer is drawn alike
+
+
+def table_of(cells: Sequence[Cell]) -> Table:
+    """Return a row for each mode, and a column for each number of ranks, transport, dtype or sabotage."""
+    columns = list(dict.fromkeys(map(_column, cells)))
+    table = Table(title=_title(cells), title_justify="left")
+    table.add_column("mode", overflow="fold")
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    found = {(cell.family, cell.mode, _column(cell)): cell for cell in cells}
+    families = list(dict.fromkeys(cell.family for cell in cells))
+    rows = dict.fromkeys((cell.family, cell.mode) for cell in cells)
+    family = ""
+    for row in sorted(rows, key=lambda row: families.index(row[0])):
+        if row[0] != family:
+            family = row[0]
+            table.add_section()
+            table.add_row(Text(family, style="bold"))
+        keys = [(*row, column) for column in columns]
+        texts = [_text(found[key]) if key in found else "" for key in keys]
+        table.add_row(f"  {row[1]}", *texts)
+    return table
+
+
+def _title(cells: Sequence[Cell]) -> str:
+    if any(cell.sabotage != Sabotage.NONE.value for cell in cells):
+        return "largest difference of modes that are broken on purpose: each must be found"
+    return "largest difference from one process, or from the definition"
+
+
+def _column(cell: Cell) -> str:
+    ranks = f"{cell.ranks} rank{'s' * (cell.ranks > 1)}"
+    what = SHORT.get(cell.dtype, cell.dtype)
+    if cell.sabotage != Sabotage.NONE.value:
+        what = "\n".join(cell.sabotage.split())
+    return "\n".join(filter(None, (ranks, SHORT.get(cell.transport, cell.transport), what)))
+
+
+def _text(cell: Cell) -> Text:
+    number = "failed" if math.isinf(cell.difference) else f"{cell.difference:.0e}"
+    if cell.sabotage != Sabotage.NONE.value:
+        return Text("found" if cell.is_as_wanted else "MISSED", style="green" if cell.is_as_wanted else "red")
+    return Text(number, style="green") if cell.is_as_wanted else Text(f"WRONG {number}", style="bold red")
+
+
+def summary_of(cells: Sequence[Cell]) -> list[str]:
+    """Return how many cells are as they must be, and a line for each that is not."""
+    wrong = [cell for cell in cells if not cell.is_as_wanted]
+    lines = [
+        f"{cell.mode}, {cell.ranks} ranks, {cell.transport}, {cell.dtype}, {_what(cell)}" for cell in wrong
+    ]
+    return [*lines, f"{len(cells) - len(wrong)} of {len(cells)} cells are as they must be"]
+
+
+def _what(cell: Cell) -> str:
+    if cell.sabotage != Sabotage.NONE.value:
+        return f"{cell.sabotage}: not noticed, the difference is {cell.difference:.1e}"
+    if math.isinf(cell.difference):
+        return cell.reason
+    return (
+        f"from step {cell.step} on: off by {cell.difference:.1e}, allowed are {cell.tolerance:.1e} "
+        f"({cell.reason})"
+    )
+
+
+def draw(cells: Sequence[Cell], path: Path) -> None:
+    """Save a picture of the matrix: how far each cell is from its tolerance."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    rows = list(dict.fromkeys(cell.mode for cell in cells))
+    columns = list(dict.fromkeys(map(_column, cells)))
+    values = [[math.nan] * len(columns) for _ in rows]
+    for cell in cells:
+        values[rows.index(cell.mode)][columns.index(_column(cell))] = _closeness(cell)
+    figure, axes = plt.subplots(figsize=(3 + 0.7 * len(columns), 1.6 + 0.24 * len(rows)))
+    image = axes.imshow(values, aspect="auto", cmap="RdYlGn_r", vmin=-3, vmax=3)
+    axes.set_xticks(range(len(columns)), columns, fontsize=7)
+    axes.set_yticks(range(len(rows)), rows, fontsize=7)
+    axes.set_title(_title(cells), fontsize=9, loc="left")
+    bar: Any = figure.colorbar(image, ticks=[-3, 0, 3])
+    bar.ax.set_yticklabels(["a thousandth", "the tolerance", "a thousandfold"], fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _closeness(cell: Cell) -> float:
+    """Return the decades between difference and tolerance, within three."""
+    if math.isinf(cell.difference) or not cell.tolerance:
+        return -math.log10(LEAST)
+    ratio = max(LEAST, min(1 / LEAST, cell.difference / cell.tolerance))
+    return math.log10(ratio)

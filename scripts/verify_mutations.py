@@ -1,0 +1,185 @@
+"""Put bugs into a copy of the package, one at a time: `python -m mpisgd verify --quick` finds each.
+
+    python scripts/verify_mutations.py              # all, some minutes
+    python scripts/verify_mutations.py residual     # those whose name contains a text
+
+A check that cannot fail says nothing. The exit code is 1 if a bug was not found.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMIT_S = 300.0
+
+
+class Mutation(NamedTuple):
+    """A bug.
+
+    Attributes:
+        name: what is wrong.
+        path: of the file in the package.
+        right: a text that the file has once.
+        wrong: what takes its place.
+    """
+
+    name: str
+    path: str
+    right: str
+    wrong: str
+
+
+MUTATIONS = (
+    Mutation(
+        "the average divides by one rank too few",
+        "transport/torch_reduction.py",
+        "return divide(out, len(pieces)) if op is ReduceOp.AVG else out",
+        "return divide(out, len(pieces) - 1) if op is ReduceOp.AVG else out",
+    ),
+    Mutation(
+        "the last rank's part is not added",
+        "transport/torch_reduction.py",
+        "for piece in pieces[1:-1] if at_once else pieces[1:]:",
+        "for piece in pieces[1:-1]:",
+    ),
+    Mutation(
+        "a bucket keeps the gradients of its first step",
+        "gradients/fusion_buffer.py",
+        "            torch._foreach_copy_(self.views, self._apart(grads))\n        return kinds",
+        "            torch._foreach_copy_(self.views, self._apart(grads)) if not self.flat.any() else None\n"
+        "        return kinds",
+    ),
+    Mutation(
+        "a window is full one backward pass too early",
+        "gradients/accumulation.py",
+        "reduces = not self._muted and self._passes + 1 >= self._passes_per_step",
+        "reduces = not self._muted and self._passes + 2 >= self._passes_per_step",
+    ),
+    Mutation(
+        "the part of a parameter in a piece begins one element too late",
+        "sharding/division.py",
+        "yield Member(item.param, (low - at) // size, (high - low) // size, (low - begin) // size)",
+        "yield Member(item.param, (low - at) // size, (high - low) // size - 1, (low - begin) // size + 1)",
+    ),
+    Mutation(
+        "a residual is dropped",
+        "compress/memory.py",
+        "return self.residual.add_(bucket)",
+        "return self.residual.copy_(bucket)",
+    ),
+    Mutation(
+        "the factor of a low-rank product stays the first one",
+        "compress/power_sgd.py",
+        "            self.factors[place] = piece.view(-1, self._ranks[place])\n\n    def _remember",
+        "            self.factors[place] = self.factors[place]\n\n    def _remember",
+    ),
+    Mutation(
+        "the magnitude of signs is that of one element too many",
+        "compress/signs/sign_code.py",
+        "means = [torch.dot(piece, sign) / len(piece) for",
+        "means = [torch.dot(piece, sign) / (len(piece) + 1) for",
+    ),
+    Mutation(
+        "local steps are averaged one step too late",
+        "strategies/local_sgd.py",
+        "if self._since_mean >= self._period:",
+        "if self._since_mean > self._period:",
+    ),
+    Mutation(
+        "the outer step is taken from this rank's change",
+        "strategies/diloco.py",
+        "            self._wait = self._mean.start(self._changes, async_op=overlap > 0)",
+        "            self._wait = self._mean.start([c.clone() for c in self._changes], async_op=overlap > 0)",
+    ),
+    Mutation(
+        "the centre is drawn by the number of ranks too little",
+        "strategies/elastic_averaging.py",
+        "torch._foreach_add_(self._centre, differences, alpha=self._beta)",
+        "torch._foreach_add_(self._centre, differences, alpha=self._beta / self.training.group.size)",
+    ),
+    Mutation(
+        "a rank's own weight in a mixing matrix is too small",
+        "gossip/mixing.py",
+        "{rank: float(rest)}",
+        "{rank: float(rest) * 0.99}",
+    ),
+    Mutation(
+        "the variances of the ranks lack the distance of their means",
+        "nn/batch_statistics.py",
+        "(shares * (variances + (means - mean).square())).sum(0)",
+        "(shares * variances).sum(0)",
+    ),
+    Mutation(
+        "one element too few is among the largest",
+        "compress/sparse/selection.py",
+        "    return magnitudes.topk(k, sorted=False).indices\n",
+        "    return magnitudes.topk(max(1, k - 1), sorted=False).indices\n",
+    ),
+    Mutation(
+        "parts of tensors are cut one element too early",
+        "transport/messages/link.py",
+        "return [(total * i // parts, total * (i + 1) // parts) for i in range(parts)]",
+        "return [(total * i // parts, max(total * (i + 1) // parts - 1, 0)) for i in range(parts)]",
+    ),
+    Mutation(
+        "clipping looks at the gradients of this rank's pieces only",
+        "sharding/grad_norm.py",
+        "total: Tensor = torch.linalg.vector_norm(everyones[list(owners)], norm_type)",
+        "total: Tensor = mine",
+    ),
+)
+
+
+def find(mutation: Mutation, folder: Path) -> tuple[bool, str]:
+    """Return whether the bug is found, and the line that says so."""
+    package = folder / "mpisgd"
+    shutil.copytree(ROOT / "mpisgd", package, ignore=shutil.ignore_patterns("__pycache__"))
+    path = package / mutation.path
+    path.write_text(mutated(mutation, path.read_text()))
+    words = [sys.executable, "-m", "mpisgd", "verify", "--quick", "--ranks", "3", "--limit", "120"]
+    env = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(
+            words, env=env, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return True, f"did not end within {LIMIT_S:.0f} s"
+    lines = [line for line in done.stdout.splitlines() if ", from step" in line or "Error" in line]
+    said = lines[0] if lines else (done.stderr.strip().splitlines() or ["nothing"])[-1]
+    return done.returncode != 0, said
+
+
+def mutated(mutation: Mutation, text: str) -> str:
+    """Return the file with the bug."""
+    if text.count(mutation.right) != 1:
+        raise SystemExit(f"{mutation.path}: expected once: {mutation.right}")
+    return text.replace(mutation.right, mutation.wrong)
+
+
+def main() -> None:
+    """Try all mutations, or those that the first argument names."""
+    wanted = sys.argv[1] if len(sys.argv) > 1 else ""
+    missed = []
+    for mutation in MUTATIONS:
+        if wanted not in mutation.name:
+            continue
+        started = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            found, said = find(mutation, Path(folder))
+        seconds = time.monotonic() - started
+        print(f"{'found ' if found else 'MISSED'} {seconds:4.0f} s  {mutation.name}: {said}", flush=True)
+        missed += [] if found else [mutation.name]
+    if missed:
+        raise SystemExit(f"not found: {', '.join(missed)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""`verify`: modes are equal to their definition, and are not when they are broken on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from verdicts import everyone, raises_everywhere
+
+import mpisgd
+from mpisgd.verification.cell import try_mode
+from mpisgd.verification.mode import Mode
+from mpisgd.verification.modes import MODES
+from mpisgd.verification.sabotage import Sabotage
+
+pytestmark = [
+    pytest.mark.mpi(min_size=1),
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def torch_group() -> Iterator[None]:
+    dist.init_process_group("mpisgd")
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+def test_a_mode_is_equal_and_every_sabotage_is_found(mode: Mode):
+    cells = [try_mode(mode, torch.float64, "", quick=True, sabotage=sabotage) for sabotage in Sabotage]
+    wrong = [cell for cell in cells if cell is not None and not cell.is_as_wanted]
+    everyone(not wrong, f"{wrong}")
+
+
+def batches(count: int) -> list[list[torch.Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    return [
+        [torch.randn(12, 5, generator=draw).double(), torch.randn(12, 2, generator=draw).double()]
+        for _ in range(count)
+    ]
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 2)).double()  # random on every rank
+
+
+def sgd(params):
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def loss(net, batch):
+    return nn.functional.mse_loss(net(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize(
+    "strategy", [None, mpisgd.LocalSGD(2), mpisgd.DiLoCo(2), mpisgd.ElasticAveraging(every=2)], ids=repr
+)
+def test_a_model_of_the_users_is_equal(strategy):
+    found = mpisgd.verify(model, sgd, loss, batches(6), strategy=strategy)
+    everyone(bool(found), str(found))
+    everyone("equal: the largest difference is" in str(found))
+
+
+def test_the_first_step_and_the_parameter_that_differ_are_named():
+    step = 0
+
+    def drifting(net, batch):
+        """From the third step of a training on, ranks have other losses than one process."""
+        nonlocal step
+        step += torch.is_grad_enabled()
+        extra = net[2].bias.sum() if len(batch[0]) == 12 // mpisgd.size() and net[2].bias[0] < 0.6 else 0
+        return loss(net, batch) + (0.3 * extra if is_ours() and step > 2 else 0)
+
+    def is_ours() -> bool:
+        return made[0] > 3  # verify makes one for names, two for the reference, then the one it trains
+
+    made = [0]
+
+    def counted() -> nn.Module:
+        nonlocal step
+        made[0] += 1
+        step = 0
+        return model()
+
+    found = mpisgd.verify(counted, sgd, drifting, batches(6))
+    everyone(not found)
+    everyone(found.step == 2, f"{found}")
+    everyone(found.parameter == "2.bias", f"{found}")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "options"),
+    [
+        ([], {}),
+        ([[torch.zeros(12, 5), torch.zeros(11, 2)]], {}),
+        (batches(1), {"strategy": mpisgd.Gossip("ring")}),
+        (batches(1), {"compression": mpisgd.Compression.bf16}),
+    ],
+    ids=["no batch", "unequal", "strategy", "compression"],
+)
+def test_what_cannot_be_compared_is_refused(wrong, options):
+    with raises_everywhere(mpisgd.InvalidArgument):
+        mpisgd.verify(model, sgd, loss, wrong, **options)
