@@ -57,8 +57,15 @@ FOR_TWO = ("tests/mpi/arguments",)
 
 # Left out at these numbers of ranks, where they say what others say too; with --long they run at all.
 LEFT_OUT = {
-    1: (*FOR_EVEN_SIZES, *FOR_TWO),
-    2: (*FOR_ODD_SIZES, *FOR_THREE, "tests/mpi/compress", "tests/mpi/gossip", "tests/mpi/strategies"),
+    1: (*FOR_EVEN_SIZES, *FOR_TWO, "tests/mpi/verification"),
+    2: (
+        *FOR_ODD_SIZES,
+        *FOR_THREE,
+        "tests/mpi/verification",
+        "tests/mpi/compress",
+        "tests/mpi/gossip",
+        "tests/mpi/strategies",
+    ),
     3: (*FOR_EVEN_SIZES, *FOR_TWO),
     4: (
         *FOR_ODD_SIZES,
