@@ -31,7 +31,13 @@ from mpisgd.strategies.strategy import Strategy, Synchronizer
 from mpisgd.strategies.synchronous import Synchronous
 from mpisgd.strategies.training import Training
 
-__all__ = ["DEFAULT_BUCKET_CAP_BYTES", "DistributedOptimizer", "StepArguments", "wrap_closure"]
+__all__ = [
+    "DEFAULT_BUCKET_CAP_BYTES",
+    "DistributedOptimizer",
+    "StepArguments",
+    "wrap_closure",
+    "wrapped_class",
+]
 
 DEFAULT_BUCKET_CAP_BYTES = 25 * 2**20
 
@@ -162,7 +168,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._window = AccumulationWindow(self._synchronizer.gradients, backward_passes_per_step)
             self.strategy = strategy
         except BaseException:
-            optimizer.__class__ = _wrapped(type(optimizer))
+            optimizer.__class__ = wrapped_class(type(optimizer))
             raise
         self._summary, self.spans_job = summary, group is None
         self.register_step_pre_hook(_before_step)
@@ -270,7 +276,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy and pickle as the wrapped optimizer: a copy belongs to no job."""
         state = self.__getstate__()
-        return copyreg._reconstructor, (_wrapped(type(self)), object, None), state  # type: ignore[attr-defined]
+        return copyreg._reconstructor, (wrapped_class(type(self)), object, None), state  # type: ignore[attr-defined]
 
 
 def _overwrite(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
@@ -289,7 +295,7 @@ def _distributed(wrapped: type[torch.optim.Optimizer]) -> type[torch.optim.Optim
     return _classes[wrapped]
 
 
-def _wrapped(distributed: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+def wrapped_class(distributed: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
     """Return the class that `distributed` was made from."""
     wrapped: type[torch.optim.Optimizer] = distributed.__bases__[1]
     return wrapped
