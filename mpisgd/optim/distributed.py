@@ -9,7 +9,7 @@ import contextlib
 import copyreg
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -221,6 +221,32 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         super().load_state_dict(state_dict)
         self._synchronizer.loaded(state_dict)
+        self._window.use(self._synchronizer.gradients)
+
+    def shard_state_dict(self) -> dict[str, Any]:
+        """Return this rank's part of the state, where ranks divide it. Not collective; needs no more memory.
+
+        For checkpoints of which each rank writes its own file: plain containers and tensors, which
+        `torch.load(weights_only=True)` reads. Any number of ranks loads them by `load_shard_state_dicts`.
+
+        Raises:
+            InvalidArgument: every rank has the whole state.
+        """
+        return self._synchronizer.shard_state_dict(super().state_dict)
+
+    def load_shard_state_dicts(self, shards: Sequence[Mapping[str, Any]]) -> None:
+        """Take over the parts of the state that the ranks of a run had, as many as these were.
+
+        Args:
+            shards: what `shard_state_dict` has returned on all of them, in any order. Each rank keeps what
+                belongs to its own part; tensors that are mapped from files are read no further.
+
+        Raises:
+            InvalidArgument: every rank has the whole state; or a part is missing.
+        """
+        if not shards:
+            raise InvalidArgument("load_shard_state_dicts: no shards; pass those of all ranks of a run")
+        self._synchronizer.load_shards(shards, super().load_state_dict)
         self._window.use(self._synchronizer.gradients)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

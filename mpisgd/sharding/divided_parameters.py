@@ -54,6 +54,7 @@ class DividedParameters(abc.ABC):
         ranges: what each of them owns.
         pieces: what this rank owns, in memory.
         layouts: how each parameter lies in memory.
+        buckets: parameters that are divided together, by their indices; others may be in none.
         one_copy: whether the ranks of a host have the parameters in the same memory.
     """
 
@@ -76,7 +77,7 @@ class DividedParameters(abc.ABC):
         self._addresses: list[int] = []
         self._memories: list[Memory] = []
         self._whole: set[int] = set()
-        self._buckets: list[tuple[int, ...]] = []
+        self.buckets: list[tuple[int, ...]] = []
         self._versions: list[int] = []
         self.layouts: list[Layout] = []
         self.ranges: list[list[PieceRange]] = [[] for _ in range(owners.size)]
@@ -170,11 +171,11 @@ class DividedParameters(abc.ABC):
 
     def is_divided_by(self, buckets: Sequence[tuple[int, ...]]) -> bool:
         """Return whether `divide_by` would change nothing; the same on all ranks."""
-        return self._buckets == list(buckets)
+        return self.buckets == list(buckets)
 
     def divide_by(self, buckets: Sequence[tuple[int, ...]]) -> None:
         """Divide the parameters of each bucket by themselves. Pieces are others then."""
-        self._buckets = list(buckets)
+        self.buckets = list(buckets)
         self._divide_again()
 
     def _divide_again(self) -> None:
@@ -187,7 +188,7 @@ class DividedParameters(abc.ABC):
         """Divide the parameters of a memory among the ranks."""
         cuts = self._elementwise and self._cuts(memory)
         whole = self._whole if cuts else range(len(self._named))
-        new = divide(memory.items, whole, self.owners.size, self._piece_bytes, self._buckets)
+        new = divide(memory.items, whole, self.owners.size, self._piece_bytes, self.buckets)
         for of_rank, more in zip(self.ranges, new, strict=True):
             of_rank += more
         of_group = {item.param: item.kind[0] for item in memory.items}

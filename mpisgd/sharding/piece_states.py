@@ -9,6 +9,7 @@ from torch import Tensor
 from mpisgd.collectives.objects import allocate_tensors, extract_tensors
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
+from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.fusion_buffer import Layout
 from mpisgd.sharding.divided_parameters import DividedParameters
 from mpisgd.sharding.division import Member
@@ -69,9 +70,10 @@ class PieceStates:
         divide()
         self.cut(wholes, others)
 
-    def mine(self) -> list[PieceState]:
-        """Return what the optimizer keeps for the pieces of this rank, masters included."""
-        found = [(p, p.with_master(self.state.get(p.tensor, {}))) for p in self.parameters.pieces]
+    def mine(self, state: Mapping[Any, Any] | None = None) -> list[PieceState]:
+        """Return what the optimizer keeps for the pieces of this rank, masters included; `state`: or this."""
+        state = self.state if state is None else state
+        found = [(p, p.with_master(state.get(p.tensor, {}))) for p in self.parameters.pieces]
         return [part for piece, entries in found if entries for part in piece.states(entries)]
 
     def gather(self) -> dict[int, dict[str, Any]]:
@@ -102,6 +104,46 @@ class PieceStates:
         self.state.clear()
         self.state.update(state)
         self.state.update(others or {})
+
+    def to_shard(self, state: Mapping[Any, Any]) -> dict[str, Any]:
+        """Return `state`, that of this rank's pieces, as plain data that says where each part belongs."""
+        parts = [
+            {**state.member._asdict(), "cut": state.cut, "kept": state.kept} for state in self.mine(state)
+        ]
+        return {
+            "parts": parts,
+            "others": {key: value for key, value in state.items() if not isinstance(key, Tensor)},
+        }
+
+    def from_shards(self, shards: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+        """Return the states of the parameters that this rank has parts of, whole.
+
+        Args:
+            shards: what `to_shard` has returned on all ranks of a run, however many these were.
+
+        Raises:
+            InvalidArgument: a part is missing.
+        """
+        needed = {member.param for piece in self.parameters.pieces for member in piece.members}
+        found: dict[tuple[int, int], PieceState] = {}  # hosts may have the same parts
+        for shard in shards:
+            for part in shard["parts"]:
+                member = Member(*(part[field] for field in Member._fields))
+                if member.param in needed:
+                    found[member.param, member.first] = PieceState(member, part["cut"], part["kept"])
+        self._check_complete([state.member for state in found.values()])
+        return self.join(list(found.values()))
+
+    def _check_complete(self, members: Sequence[Member]) -> None:
+        have: defaultdict[int, int] = defaultdict(int)
+        for member in members:
+            have[member.param] += member.numel
+        for param, numel in have.items():
+            if numel != (wanted := self.params[param].numel()):
+                raise InvalidArgument(
+                    f"load_shard_state_dicts: parameter {param} of the optimizer has {wanted} elements, and "
+                    f"the shards have the state of {numel}; pass the shards of all ranks of one run"
+                )
 
     @property
     def others(self) -> dict[Any, Any]:

@@ -67,6 +67,10 @@ class Piecewise(Replicated, abc.ABC):
     def _publish(self) -> None:
         """Return when all ranks have all parameters as their owners have updated them. Collective."""
 
+    def _publish_after_step(self, num_steps: int) -> None:
+        """Do the same, or see to it that they have them before they read them. Collective."""
+        self._publish()
+
     # -- a step -------------------------------------------------------------------------------------
 
     def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -150,7 +154,7 @@ class Piecewise(Replicated, abc.ABC):
         self._write_back()
         self._show_all()
         torch.autograd.graph.increment_version(self.training.params)
-        self._publish()
+        self._publish_after_step(num_steps)
         self._parameters.note_versions()
 
     def _show_all(self) -> None:
@@ -239,6 +243,25 @@ class Piecewise(Replicated, abc.ABC):
                     self.training.optimizer.state[params[index]] = dict(entries)
         self.has_whole_state = True
 
+    def shard_state_dict(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the state of this rank's pieces, and the options of all groups."""
+        self._show_all()
+        self._parameters.refresh_masters()
+        self._take_over_state()
+        state = self._states.state if self._parameters.divided else self.training.optimizer.state
+        return {"param_groups": make()["param_groups"], **self._states.to_shard(state)}
+
+    def load_shards(self, shards: Sequence[Mapping[str, Any]], load: Callable[[dict[str, Any]], Any]) -> None:
+        """Take this rank's part of what the ranks of a run had."""
+        self._show_all()
+        states = self._states.from_shards(shards)
+        load({"state": {}, "param_groups": shards[0]["param_groups"]})
+        state = self.training.optimizer.state
+        state.update({self._states.params[index]: entries for index, entries in states.items()})
+        state.update(shards[0]["others"])
+        self.has_whole_state = True
+        self._take_over_state()
+
     # -- other parameters, other ranks --------------------------------------------------------------
 
     def extend(self, named: Sequence[tuple[str, Tensor]]) -> None:
@@ -261,10 +284,8 @@ class Piecewise(Replicated, abc.ABC):
             )
         self._show_all()
         if self._parameters.one_copy:
-            for _, param in self.training.named:
-                param.data = (
-                    param.detach().clone()
-                )  # others may still read, or take with them, what was shared
+            for _, param in self.training.named:  # others may still read, or take along, what was shared
+                param.data = param.detach().clone()
         self._divide(self.training._replace(group=group))
         super().move_to(group)
 

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 import torch
 
-from mpisgd.arguments import shown
+from mpisgd.arguments import check_flag, shown
 from mpisgd.errors import InvalidArgument
 from mpisgd.sharding.replicated_parameters import check_divisible
 from mpisgd.sharding.shared_parameters import check_shareable
@@ -37,6 +37,9 @@ class Sharded(Strategy):
     Attributes:
         stage: 1: optimizer state is divided; 2: gradients are, too: those of a bucket are freed when all of
             them are complete and have been reduced. Accumulate inside `no_sync()`, which keeps whole ones.
+        overlap_forward: whether parameters are sent while the next forward computes, first layers first. Each
+            module waits for its own; other code must call `optimizer.synchronizer.wait()` before it reads
+            parameters after a step. Pays where the network is slow.
         master_dtype: the precision in which the optimizer updates parameters of less precision, such as
             torch.float32 for a model in torch.bfloat16: each rank keeps such a copy of its shard. None: that
             of the parameters.
@@ -45,6 +48,7 @@ class Sharded(Strategy):
     """
 
     stage: int = 1
+    overlap_forward: bool = False
     master_dtype: torch.dtype | None = None
 
     excludes: ClassVar[frozenset[str]] = frozenset({"named_buffers", "compression"})
@@ -55,6 +59,7 @@ class Sharded(Strategy):
             raise InvalidArgument(
                 f"Sharded: stage={shown(self.stage)}; expected 1 (optimizer state) or 2 (gradients, too)"
             )
+        check_flag("Sharded", "overlap_forward", self.overlap_forward)
         dtype = self.master_dtype
         if dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
             raise InvalidArgument(f"Sharded: master_dtype={shown(dtype)}; expected such as torch.float32")
@@ -71,4 +76,9 @@ class Sharded(Strategy):
 
     def synchronizer(self, training: Training) -> Synchronizer:
         """Return what brings gradients to their owners, and parameters to everyone."""
-        return ShardedSynchronizer(training, stage=self.stage, master_dtype=self.master_dtype)
+        return ShardedSynchronizer(
+            training,
+            stage=self.stage,
+            master_dtype=self.master_dtype,
+            overlap_forward=self.overlap_forward,
+        )

@@ -438,6 +438,68 @@ def test_a_state_is_loaded_at_another_number_of_ranks(stage):
     everyone(off < RMSPROP_DRIFT, f"{off}")
 
 
+@pytest.mark.parametrize("master", [None, torch.float32])
+def test_shards_are_loaded_at_another_number_of_ranks(master):
+    """Each rank has saved its part; one rank alone, and all of them, go on from these."""
+    dtype = torch.float64 if master is None else torch.bfloat16
+    inputs = torch.linspace(-1, 1, 3 * FEATURES).view(3, FEATURES).to(dtype)
+
+    def made(size, weights=None):
+        torch.manual_seed(3)
+        model = mlp().to(dtype)
+        if weights is not None:
+            model.load_state_dict(weights)
+        group = mpisgd.new_group([mpisgd.rank()]) if size == 1 else None
+        strategy = mpisgd.Sharded(2, master_dtype=master)
+        return model, mpisgd.DistributedOptimizer(adam(model), strategy=strategy, group=group)
+
+    def train(model, opt, steps):
+        for _ in range(steps):
+            opt.zero_grad()
+            model(inputs).square().mean().backward()
+            opt.step()
+
+    model, opt = made(mpisgd.size())
+    train(model, opt, 3)
+    shards = referee().allgather(copy.deepcopy(opt.shard_state_dict()))
+    weights = copy.deepcopy(model.state_dict())
+    train(model, opt, 3)
+    for size in (1, mpisgd.size()):
+        other, again = made(size, weights)
+        again.load_shard_state_dicts(copy.deepcopy(shards))
+        train(other, again, 3)
+        everyone(digest(other.parameters()) == digest(model.parameters()), f"other bits on {size}")
+    if mpisgd.size() > 1:
+        with raises_everywhere(mpisgd.InvalidArgument) as caught:
+            again.load_shard_state_dicts(shards[:1])
+        everyone("all ranks" in caught.text, caught.text)
+
+
+def test_an_optimizer_without_shards_says_so():
+    _, ours = pair()
+    with raises_everywhere(mpisgd.InvalidArgument) as caught:
+        ours.opt.shard_state_dict()
+    everyone("state_dict()" in caught.text, caught.text)
+
+
+def test_elastic_training_goes_on_from_the_replicas_of_shards():
+    plain, ours = pair(strategy=mpisgd.Sharded(2), optimizer=adam)
+    kept = mpisgd.elastic.State(model=ours.model, optimizer=ours.opt)
+    for step in range(3):
+        plain_step(plain, step)
+        plain_step(ours, step)
+    kept.commit()
+    plain_step(ours, 17)  # astray
+    kept.resume(joiners=False)
+    for step in range(3, 6):
+        plain_step(plain, step)
+        plain_step(ours, step)
+        off = max(map(drift, plain.model.parameters(), ours.model.parameters()))
+        everyone(off < ADAM_DRIFT, f"step {step}: {off}")
+    saved = next(iter(kept._commits.values()))["optimizer"]
+    everyone(not any("exp_avg" in str(entry) for entry in saved), "the whole state")
+
+
 # -- what is refused -----------------------------------------------------------------------------------
 
 
