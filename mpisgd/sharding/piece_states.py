@@ -110,7 +110,10 @@ class PieceStates:
         parts = [
             {**state.member._asdict(), "cut": state.cut, "kept": state.kept} for state in self.mine(state)
         ]
+        owners = self.parameters.owners
         return {
+            "owner": owners.rank,
+            "num_owners": owners.size,
             "parts": parts,
             "others": {key: value for key, value in state.items() if not isinstance(key, Tensor)},
         }
@@ -122,8 +125,9 @@ class PieceStates:
             shards: what `to_shard` has returned on all ranks of a run, however many these were.
 
         Raises:
-            InvalidArgument: a part is missing.
+            InvalidArgument: those of some ranks are missing.
         """
+        _check_complete(shards)
         needed = {member.param for piece in self.parameters.pieces for member in piece.members}
         found: dict[tuple[int, int], PieceState] = {}  # hosts may have the same parts
         for shard in shards:
@@ -131,24 +135,23 @@ class PieceStates:
                 member = Member(*(part[field] for field in Member._fields))
                 if member.param in needed:
                     found[member.param, member.first] = PieceState(member, part["cut"], part["kept"])
-        self._check_complete([state.member for state in found.values()])
         return self.join(list(found.values()))
-
-    def _check_complete(self, members: Sequence[Member]) -> None:
-        have: defaultdict[int, int] = defaultdict(int)
-        for member in members:
-            have[member.param] += member.numel
-        for param, numel in have.items():
-            if numel != (wanted := self.params[param].numel()):
-                raise InvalidArgument(
-                    f"load_shard_state_dicts: parameter {param} of the optimizer has {wanted} elements, and "
-                    f"the shards have the state of {numel}; pass the shards of all ranks of one run"
-                )
 
     @property
     def others(self) -> dict[Any, Any]:
         """What belongs to no parameter."""
         return {key: value for key, value in self.state.items() if not isinstance(key, Tensor)}
+
+
+def _check_complete(shards: Sequence[Mapping[str, Any]]) -> None:
+    """Raise InvalidArgument unless these are the shards of all owners of one run; hosts may have the same."""
+    given = sorted({shard["owner"] for shard in shards})
+    sizes = sorted({shard["num_owners"] for shard in shards})
+    if len(sizes) != 1 or given != list(range(sizes[0])):
+        raise InvalidArgument(
+            f"load_shard_state_dicts: the shards are those of ranks {given}, of runs on {sizes} ranks; pass "
+            "those of all ranks of one run"
+        )
 
 
 def _cut_states(
