@@ -82,6 +82,7 @@ from mpisgd.optim.broadcast import broadcast_optimizer_state as broadcast_optimi
 from mpisgd.optim.broadcast import broadcast_parameters as broadcast_parameters
 from mpisgd.optim.distributed import DistributedOptimizer as DistributedOptimizer
 from mpisgd.optim.in_sync import check_in_sync as check_in_sync
+from mpisgd.optim.memory_estimate import estimate_memory as estimate_memory
 from mpisgd.optim.one_bit_adam import OneBitAdam as OneBitAdam
 from mpisgd.optim.one_bit_lamb import OneBitLamb as OneBitLamb
 from mpisgd.optim.zero_one_adam import ZeroOneAdam as ZeroOneAdam
@@ -91,6 +92,7 @@ from mpisgd.strategies.elastic_averaging import ElasticAveraging as ElasticAvera
 from mpisgd.strategies.gossip.strategy import Gossip as Gossip
 from mpisgd.strategies.local_sgd import LocalSGD as LocalSGD
 from mpisgd.strategies.parameter_server.strategy import ParameterServer as ParameterServer
+from mpisgd.strategies.sharded.strategy import Sharded as Sharded
 from mpisgd.strategies.strategy import Strategy as Strategy
 from mpisgd.strategies.strategy import Synchronizer as Synchronizer
 from mpisgd.strategies.synchronous import Synchronous as Synchronous

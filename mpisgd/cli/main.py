@@ -5,6 +5,7 @@ import typer
 from mpisgd.cli.bench import bench
 from mpisgd.cli.info import info
 from mpisgd.cli.layout import layout
+from mpisgd.cli.memory import memory
 from mpisgd.cli.program import run_program
 from mpisgd.cli.run import run
 from mpisgd.cli.trace import trace
@@ -17,6 +18,7 @@ app = typer.Typer(add_completion=False)
 app.command()(info)
 app.command()(tune)
 app.command()(trace)
+app.command()(memory)
 app.command()(verify)
 # What comes after the program belongs to the program.
 OF_PROGRAM = {"allow_interspersed_args": False, "ignore_unknown_options": False}

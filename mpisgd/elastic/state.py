@@ -5,7 +5,7 @@ from typing import Any
 
 from mpisgd.collectives.objects import all_gather_object
 from mpisgd.core.consistency import Operation
-from mpisgd.elastic.buddy_replicas import BuddyReplicas, PerRank
+from mpisgd.elastic.buddy_replicas import BuddyReplicas
 from mpisgd.elastic.state_handlers import StateHandler, handler_for
 from mpisgd.errors import InvalidArgument
 from mpisgd.job.lifecycle import world
@@ -34,7 +34,8 @@ class State:
             raise InvalidArgument(f"State: {own[0]!r} cannot be the name of a value; State itself uses it")
         handlers = {name: handler_for(value) for name, value in values.items()}
         object.__setattr__(self, "_handlers", handlers)
-        self._replicas = BuddyReplicas([value for value in values.values() if isinstance(value, PerRank)])
+        replicated = [handler.per_rank for handler in handlers.values()]
+        self._replicas = BuddyReplicas([value for value in replicated if value is not None])
         self._commits: dict[int, dict[str, Any]] = {}  # copies of the values, by number, oldest first
         self._began = False  # as an original rank, not as a joiner
         self._callbacks: list[Callable[[], Any]] = []

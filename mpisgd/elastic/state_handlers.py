@@ -1,5 +1,6 @@
 """How a `State` saves, restores and synchronizes its values: one handler for each, chosen by its type."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -7,6 +8,7 @@ import torch
 from mpisgd.accelerator.host_copy import copy_tree
 from mpisgd.arguments import has_state_dict
 from mpisgd.collectives.objects import broadcast_object
+from mpisgd.elastic.buddy_replicas import PerRank
 from mpisgd.optim.broadcast import broadcast_optimizer_state, broadcast_parameters
 from mpisgd.optim.compressed_momentum import CompressedMomentumOptimizer
 from mpisgd.optim.distributed import DistributedOptimizer
@@ -21,10 +23,12 @@ class StateHandler:
 
     Attributes:
         value: what the state's attribute is.
+        per_rank: what of it differs between ranks, and survives the loss of one of them.
     """
 
     def __init__(self, value: Any) -> None:
         self.value = value
+        self.per_rank: PerRank | None = value if isinstance(value, PerRank) else None
 
     def save(self, into: Any) -> Any:
         """Return a copy of the value, in the memory of an older copy where that fits."""
@@ -80,10 +84,32 @@ class _OptimizerHandler(_StateDictHandler):
         broadcast_optimizer_state(self.value)
 
 
+class _ShardsHandler(_OptimizerHandler):
+    """For optimizers of whose state each rank has a part: it keeps that, and its buddy a replica.
+
+    The parts are put together again, for the ranks that there are then, when `per_rank` is restored.
+    """
+
+    def __init__(self, value: DistributedOptimizer) -> None:
+        super().__init__(value)
+        self.per_rank = PerRank(value.shard_state_dict, self._take)
+
+    def _take(self, shards: Mapping[int, Any]) -> None:
+        self.value.load_shard_state_dicts(list(shards.values()))
+
+    def save(self, into: Any) -> Any:
+        return copy_tree(self.value.shard_state_dict()["param_groups"])
+
+    def restore(self, saved: Any) -> None:
+        self.value.load_state_dict({"state": {}, "param_groups": copy_tree(saved)})
+
+
 def handler_for(value: Any) -> StateHandler:
     """Return the handler for a value of this type."""
     if isinstance(value, torch.nn.Module):
         return _ModuleHandler(value)
+    if isinstance(value, DistributedOptimizer) and value.synchronizer.commits_shards:
+        return _ShardsHandler(value)
     if isinstance(value, torch.optim.Optimizer):
         return _OptimizerHandler(value)
     return _StateDictHandler(value) if has_state_dict(value) else StateHandler(value)

@@ -144,11 +144,10 @@ class AccumulationWindow:
 
     def _reduce(self) -> None:
         if self._would_reduce_twice():
-            with_what = "op=SUM" if self.gradients.sums else "share_parameters=True"
+            what = "that were summed" if self.gradients.sums else "that are divided among the ranks"
             raise InvalidArgument(
-                f"DistributedOptimizer: with {with_what}, gradients that were reduced already would be "
-                "reduced once more; call optimizer.zero_grad() before, accumulate inside no_sync(), or set "
-                "backward_passes_per_step"
+                f"DistributedOptimizer: gradients {what} already would be reduced once more; call "
+                "optimizer.zero_grad() before, accumulate inside no_sync(), or set backward_passes_per_step"
             )
         self.gradients.reduce(self._when, list(self._hooks.notes.observed))
         self._reductions += 1

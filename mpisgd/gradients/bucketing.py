@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from mpisgd.arguments import check_positive
 from mpisgd.errors import InvalidArgument
 
-__all__ = ["ALIGN_BYTES", "Bucket", "Item", "launch_order", "plan_buckets", "plan_hash"]
+__all__ = ["ALIGN_BYTES", "Bucket", "Item", "join_buckets", "launch_order", "plan_buckets", "plan_hash"]
 
 ALIGN_BYTES = 64  # a cache line
 
@@ -130,6 +130,24 @@ def plan_buckets(
         bucket.add(item, position)
     buckets.sort(key=lambda bucket: bucket.completed_at)
     return tuple(Bucket(b.key, tuple(b.indices), tuple(b.offsets), b.numel) for b in buckets)
+
+
+def join_buckets(sizes: Sequence[int], cap_bytes: int) -> list[tuple[int, ...]]:
+    """Return the places of buckets that are sent as one operation: neighbours of at most `cap_bytes`.
+
+    Args:
+        sizes: of the buckets, in bytes, in the order in which they are sent.
+        cap_bytes: a larger bucket is sent alone.
+    """
+    joined: list[list[int]] = []
+    total = 0
+    for place, size in enumerate(sizes):
+        if not joined or total + size > cap_bytes:
+            joined.append([])
+            total = 0
+        joined[-1].append(place)
+        total += size
+    return [tuple(places) for places in joined]
 
 
 def plan_hash(buckets: Iterable[Bucket]) -> int:

@@ -1,7 +1,7 @@
 """`InFlightReduction`: one reduction in flight: which gradients are complete, which buckets are launched."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
@@ -70,6 +70,16 @@ class InFlightReduction:
         if self.held or place == len(self._missing) or self._missing[place]:
             return None
         return place
+
+    def are_complete(self, places: Sequence[int]) -> bool:
+        """Return whether the gradients of these buckets are all there, and they may be launched."""
+        return not self.held and not any(self._missing[place] for place in places)
+
+    def forget(self, places: Collection[int]) -> None:
+        """Let go of the memory of buckets that have arrived."""
+        for i, place in enumerate(self.launched):
+            if place in places:
+                self.loaded[i] = self.loaded[i][:0].clone()
 
     @property
     def latest(self) -> Work | None:

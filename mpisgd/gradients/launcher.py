@@ -59,6 +59,8 @@ class BucketLauncher:
         in_flight: InFlightReduction,
         places: Sequence[int],
         then: Callable[[bytes], bool] = lambda kinds: False,
+        *,
+        async_op: bool = False,
     ) -> None:
         """Reduce several buckets as one operation, which also tells which gradients exist.
 
@@ -66,6 +68,7 @@ class BucketLauncher:
             in_flight: what they belong to.
             places: of the buckets in its plan.
             then: called with the kinds of all these gradients; returns whether it takes care of the rest.
+            async_op: leave it to the queue's thread.
         """
         slots = [in_flight.slots[place] for place in places]
         loaded = [self._load(in_flight, slot) for slot in slots]
@@ -80,9 +83,16 @@ class BucketLauncher:
                 self._reduce_all(slots, flats, kinds.joined)
 
         operation = self._operation(in_flight, what, dtype_name(flats[0].dtype), numel, "")
-        self._group.queue.run(operation, reduce, before=kinds.before, transport="bucket by bucket")
+        work = self._group.queue.run(
+            operation,
+            reduce,
+            before=kinds.before,
+            async_op=async_op,
+            after=in_flight.latest,
+            transport="bucket by bucket",
+        )
         in_flight.kinds.append(kinds)
-        in_flight.launched.update(dict.fromkeys(places))
+        in_flight.launched.update(dict.fromkeys(places, work))
 
     def launch(self, in_flight: InFlightReduction, place: int) -> None:
         """Load a bucket and send it: by the queue's thread during backward, by this one at its end."""

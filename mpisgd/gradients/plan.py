@@ -1,7 +1,7 @@
 """Which gradients travel together, and in what memory: agreed on by all ranks, followed every step."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from mpisgd.transport.ipc.segment import Segment
 from mpisgd.transport.shm.region import Region
 from mpisgd.transport.shm.transport import ShmTransport
 
-__all__ = ["BucketSlot", "Plan", "agree_on_plan", "item_of", "plain_slot"]
+__all__ = ["BucketSlot", "Plan", "agree_on_plan", "is_alone", "item_of", "make_slot", "plain_slot"]
 
 
 class BucketSlot(NamedTuple):
@@ -81,6 +81,7 @@ def agree_on_plan(
     group: Group,
     options: ReductionOptions,
     when: str,
+    make_slots: Callable[[Sequence[Bucket]], Sequence[BucketSlot]],
     order: Sequence[int] | None = None,
 ) -> Plan:
     """Make the same plan on every rank, apart what is sparse on any rank. Collective.
@@ -93,6 +94,7 @@ def agree_on_plan(
         group: the ranks.
         options: what travels, and most bytes of a bucket.
         when: which reduction of the program this is.
+        make_slots: returns where buckets travel from, and what reduces them; collective.
         order: in which gradients lie in buckets, the same on all ranks; None: as rank 0 has observed them.
     """
     mine = [i for i in covered if (grad := params[i].grad) is not None and grad.is_sparse]
@@ -114,7 +116,7 @@ def agree_on_plan(
         align_bytes=ALIGN_BYTES if padded else 1,
         alone_bytes=ALONE_BYTES,
     )
-    slots = [_slot(b, [params[i] for i in b.indices], group, options.compression) for b in buckets]
+    slots = make_slots(buckets)
     # The order in which elements travel is a part of the plan; `model.to(memory_format=...)` changes it.
     strides = repr([layout_of(params[index]).stride for index in covered])
     layout_hash = hashlib.blake2b(strides.encode(), digest_size=4).hexdigest()
@@ -144,29 +146,36 @@ def item_of(index: int, param: Tensor, device: str) -> Item:
     return Item(index, param.numel(), param.element_size(), f"{dtype_name(param.dtype)}:{device}")
 
 
-def plain_slot(bucket: Bucket, params: Sequence[Tensor]) -> BucketSlot:
-    """Return a bucket that is summed where it travels from: a large gradient's own memory, or new memory."""
+def plain_slot(bucket: Bucket, params: Sequence[Tensor], flat: Tensor | None = None) -> BucketSlot:
+    """Return a bucket that is summed where it travels from: a large gradient's own memory, or `flat`.
+
+    Args:
+        bucket: what travels.
+        params: those of `bucket.indices`.
+        flat: [bucket.numel]; None: new memory.
+    """
     nbytes = bucket.numel * params[0].element_size()
-    if _is_alone(bucket, params):
+    if is_alone(bucket, params):
         return BucketSlot(UnbucketedGradient(bucket, params[0]), SumReducer(nbytes))
-    return BucketSlot(FusionBuffer(bucket, params), SumReducer(nbytes))
+    return BucketSlot(FusionBuffer(bucket, params, flat), SumReducer(nbytes))
 
 
-def _is_alone(bucket: Bucket, params: Sequence[Tensor]) -> bool:
+def is_alone(bucket: Bucket, params: Sequence[Tensor]) -> bool:
+    """Return whether a bucket has one gradient, which travels from where it lies."""
     return len(params) == 1 and bucket.numel * params[0].element_size() >= ALONE_BYTES
 
 
-def _slot(bucket: Bucket, params: Sequence[Tensor], group: Group, compression: Compressor) -> BucketSlot:
+def make_slot(bucket: Bucket, params: Sequence[Tensor], group: Group, compression: Compressor) -> BucketSlot:
     """Return the memory for a bucket, shared by the ranks where they can, and what reduces it there.
 
-    What is on a device stays there.
+    What is on a device stays there. Collective.
     """
     dtype = params[0].dtype
     if compression.changes(dtype):
         layout = BucketLayout(tuple(param.shape for param in params), dtype, params[0].device)
         return plain_slot(bucket, params)._replace(reducer=compression.reducer(layout))
     shares = group.shm is not None or group.internode is not None
-    if _is_alone(bucket, params) or on_device(params[0]) or not bucket.numel or not shares:
+    if is_alone(bucket, params) or on_device(params[0]) or not bucket.numel or not shares:
         return plain_slot(bucket, params)
     region = _shared(bucket.numel, dtype, group)
     storage = FusionBuffer(bucket, params, None if region is None else region.mine)

@@ -21,13 +21,14 @@ from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import CollectiveMismatch, InvalidArgument, UnsupportedTensor
 from mpisgd.gradients.accumulation import GradientSync
+from mpisgd.gradients.bucketing import Bucket
 from mpisgd.gradients.compression_state import CompressionState
 from mpisgd.gradients.finite import are_finite, raise_for
 from mpisgd.gradients.in_flight import InFlightReduction
 from mpisgd.gradients.kinds import ALL_DENSE, DENSE, NONFINITE, SPARSE, KindsExchange, join_rest
 from mpisgd.gradients.launcher import BucketLauncher
 from mpisgd.gradients.options import ReductionOptions
-from mpisgd.gradients.plan import Plan, agree_on_plan
+from mpisgd.gradients.plan import BucketSlot, Plan, agree_on_plan, make_slot
 from mpisgd.gradients.sparse import reduce_sparse
 from mpisgd.transport.device.selection import NCCL
 
@@ -73,12 +74,17 @@ class GradientReducer(GradientSync):
         """
         self.abandon()
         plan = self._plan
-        if plan is None or not self._overlaps() or not self._still_holds(plan):
+        if plan is None or not self._launches_early() or not self._still_holds(plan):
             return False
         self._in_flight = InFlightReduction(plan, when, in_background=True)
         return True
 
+    def _launches_early(self) -> bool:
+        """Return whether buckets are sent before backward is over; the same on all ranks."""
+        return self._overlaps()
+
     def _overlaps(self) -> bool:
+        """Return whether they are on their way while backward goes on."""
         if self.group.size == 1 or not self.group.queue.threads_allowed:
             return False
         if self.options.overlap is not None:
@@ -101,6 +107,10 @@ class GradientReducer(GradientSync):
                 "checkpointing does that) when its first was already on its way; pass overlap=False"
             )
         in_flight.complete(index)
+        self._launch_complete(in_flight)
+
+    def _launch_complete(self, in_flight: InFlightReduction) -> None:
+        """Send what is complete, in the order of the plan."""
         while (place := in_flight.next_complete()) is not None:
             self._launcher.launch(in_flight, place)
 
@@ -166,10 +176,16 @@ class GradientReducer(GradientSync):
             options=self.options,
             when=when,
             order=self._order_in_buckets(),
+            make_slots=self._make_slots,
         )
         self.compression_state.move_to(self._plan.slots)
         self._known_sparse = self._plan.sparse
         return self._plan
+
+    def _make_slots(self, buckets: Sequence[Bucket]) -> list[BucketSlot]:
+        """Return where buckets travel from, and what reduces them. Collective."""
+        compression = self.options.compression
+        return [make_slot(b, [self.params[i] for i in b.indices], self.group, compression) for b in buckets]
 
     def _order_in_buckets(self) -> Sequence[int] | None:
         """Return the order in which gradients lie in buckets; None: that in which rank 0 observes them."""
@@ -201,16 +217,20 @@ class GradientReducer(GradientSync):
         kinds = self._join_kinds(in_flight, sparse)
         late: dict[int, Tensor | None] = {}
         start = 0
-        for slot in in_flight.plan.slots:
+        for place, slot in enumerate(in_flight.plan.slots):
             indices = slot.bucket.indices
             here = kinds[start : start + len(indices)]
             start += len(indices)
             if here.strip(ALL_DENSE):
                 late |= {i: self.params[i].grad for i, k in zip(indices, here, strict=True) if k & SPARSE}
-            slot.storage.unload(self._launcher.params_of(slot), [bool(kind & DENSE) for kind in here])
+            self._unload_slot(place, slot, [bool(kind & DENSE) for kind in here])
         if sparse or late:
             self._reduce_apart(sparse, late)
         return self._nonfinite(in_flight, sparse, kinds)
+
+    def _unload_slot(self, place: int, slot: BucketSlot, exists: Sequence[bool]) -> None:
+        """Give the parameters of a bucket what came out, or None where no rank has a gradient."""
+        slot.storage.unload(self._launcher.params_of(slot), exists)
 
     def _join_kinds(self, in_flight: InFlightReduction, sparse: Sequence[int]) -> bytes:
         """Return the kinds of the gradients of all buckets and of the sparse ones. Collective."""

@@ -9,7 +9,7 @@ import contextlib
 import copyreg
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,13 @@ from mpisgd.strategies.strategy import Strategy, Synchronizer
 from mpisgd.strategies.synchronous import Synchronous
 from mpisgd.strategies.training import Training
 
-__all__ = ["DEFAULT_BUCKET_CAP_BYTES", "DistributedOptimizer", "StepArguments", "wrap_closure"]
+__all__ = [
+    "DEFAULT_BUCKET_CAP_BYTES",
+    "DistributedOptimizer",
+    "StepArguments",
+    "wrap_closure",
+    "wrapped_class",
+]
 
 DEFAULT_BUCKET_CAP_BYTES = 25 * 2**20
 
@@ -169,7 +175,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.strategy = strategy
             self._chooses_compression = isinstance(training.options.compression, Auto)
         except BaseException:
-            optimizer.__class__ = _wrapped(type(optimizer))
+            optimizer.__class__ = wrapped_class(type(optimizer))
             raise
         self._summary, self.spans_job = text, group is None
         self.register_step_pre_hook(_before_step)
@@ -229,6 +235,32 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._synchronizer.loaded(state_dict)
         self._window.use(self._synchronizer.gradients)
 
+    def shard_state_dict(self) -> dict[str, Any]:
+        """Return this rank's part of the state, where ranks divide it. Not collective; needs no more memory.
+
+        For checkpoints of which each rank writes its own file: plain containers and tensors, which
+        `torch.load(weights_only=True)` reads. Any number of ranks loads them by `load_shard_state_dicts`.
+
+        Raises:
+            InvalidArgument: every rank has the whole state.
+        """
+        return self._synchronizer.shard_state_dict(super().state_dict)
+
+    def load_shard_state_dicts(self, shards: Sequence[Mapping[str, Any]]) -> None:
+        """Take over the parts of the state that the ranks of a run had, as many as these were.
+
+        Args:
+            shards: what `shard_state_dict` has returned on all of them, in any order. Each rank keeps what
+                belongs to its own part; tensors that are mapped from files are read no further.
+
+        Raises:
+            InvalidArgument: every rank has the whole state; or a part is missing.
+        """
+        if not shards:
+            raise InvalidArgument("load_shard_state_dicts: no shards; pass those of all ranks of a run")
+        self._synchronizer.load_shards(shards, super().load_state_dict)
+        self._window.use(self._synchronizer.gradients)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters later. Collective: all ranks add the same ones."""
         super().add_param_group(param_group)
@@ -284,7 +316,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy and pickle as the wrapped optimizer: a copy belongs to no job."""
         state = self.__getstate__()
-        return copyreg._reconstructor, (_wrapped(type(self)), object, None), state  # type: ignore[attr-defined]
+        return copyreg._reconstructor, (wrapped_class(type(self)), object, None), state  # type: ignore[attr-defined]
 
 
 def _overwrite(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
@@ -303,7 +335,7 @@ def _distributed(wrapped: type[torch.optim.Optimizer]) -> type[torch.optim.Optim
     return _classes[wrapped]
 
 
-def _wrapped(distributed: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+def wrapped_class(distributed: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
     """Return the class that `distributed` was made from."""
     wrapped: type[torch.optim.Optimizer] = distributed.__bases__[1]
     return wrapped

@@ -8,6 +8,9 @@ rank owns an equal part of all bytes, cut anywhere, in pieces that stay in a cor
     rank 1                  .......[piece][piece][piece][ piece  ]
 
 Optimizers that look at a tensor as a whole (its norm, its factors) get pieces that are whole parameters.
+
+Where gradients travel bucket by bucket, each bucket is divided by itself, so that all ranks have equally much
+to receive of each.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -78,7 +81,11 @@ def lay_out(items: Sequence[Item]) -> tuple[list[Item], list[int], int]:
 
 
 def divide(
-    items: Sequence[Item], whole: Collection[int], size: int, piece_bytes: int
+    items: Sequence[Item],
+    whole: Collection[int],
+    size: int,
+    piece_bytes: int,
+    buckets: Sequence[Collection[int]] = (),
 ) -> list[list[PieceRange]]:
     """Return the pieces of each of `size` ranks, such that they have about equally much to do.
 
@@ -87,15 +94,18 @@ def divide(
         whole: indices of those that one rank updates as a whole.
         size: how many ranks there are.
         piece_bytes: most bytes of a piece that is not a whole parameter.
+        buckets: indices of the parameters that are divided together; the rest is, too.
     """
     ordered, starts, end = lay_out(items)
     apart = {item.param for item in items if item.param in whole or not item.numel}
-    flat = [(item, at) for item, at in zip(ordered, starts, strict=True) if item.param not in apart]
+    placed = list(zip(ordered, starts, strict=True))
     pieces: list[list[PieceRange]] = [[] for _ in range(size)]
-    for rank, (first, last) in enumerate(_cut_evenly(flat, end, size)):
-        for run in _runs(flat):
-            pieces[rank] += _pieces(run, first, last, piece_bytes)
-    kept = sorted((item, at) for item, at in zip(ordered, starts, strict=True) if item.param in apart)
+    for bucket in _by_bucket(placed, buckets):
+        flat = [(item, at) for item, at in bucket if item.param not in apart]
+        for rank, (first, last) in enumerate(_cut_evenly(flat, end, size)):
+            for run in _runs(flat):
+                pieces[rank] += _pieces(run, first, last, piece_bytes)
+    kept = sorted((item, at) for item, at in placed if item.param in apart)
     owners = assign([item.numel * item.itemsize for item, _ in kept], [0] * size)
     for (item, at), owner in zip(kept, owners, strict=True):
         pieces[owner].append(PieceRange(at, item.numel, (Member(item.param, 0, item.numel, 0),)))
@@ -121,6 +131,15 @@ def assign(sizes: Sequence[int], loads: Sequence[int]) -> list[int]:
 
 
 Placed = Sequence[tuple[Item, int]]
+
+
+def _by_bucket(placed: Placed, buckets: Sequence[Collection[int]]) -> list[Placed]:
+    """Return the parameters of each bucket, and those of none, in the order of memory."""
+    bucket_of = {param: number for number, bucket in enumerate(buckets) for param in bucket}
+    parts: list[list[tuple[Item, int]]] = [[] for _ in range(len(buckets) + 1)]
+    for item, at in placed:
+        parts[bucket_of.get(item.param, len(buckets))].append((item, at))
+    return [part for part in parts if part]
 
 
 def _cut_evenly(flat: Placed, end: int, size: int) -> list[tuple[int, int]]:

@@ -1,7 +1,11 @@
 """`Piece`: memory that this rank updates, as the optimizer sees it during a step.
 
-A piece of an elementwise optimizer is a flat tensor in the shared memory of the host; what the optimizer
-keeps for it is cut and joined element by element. Another one's piece is a parameter itself.
+A piece of an elementwise optimizer is a flat tensor in the memory of the parameters; what the optimizer keeps
+for it is cut and joined element by element. Another one's piece is a parameter itself.
+
+With mixed precision the optimizer sees a copy of a higher precision, the master, which is what it updates:
+
+    gradient (bfloat16)  ->  master.grad (float32)  ->  master (float32)  ->  parameter (bfloat16)
 """
 
 import itertools
@@ -14,9 +18,11 @@ from torch import Tensor
 from mpisgd.gradients.fusion_buffer import Layout
 from mpisgd.sharding.division import Member
 
-__all__ = ["Entries", "Piece", "PieceState", "flat_view", "is_elementwise_entry", "join_states"]
+__all__ = ["MASTER", "Entries", "Piece", "PieceState", "flat_view", "is_elementwise_entry", "join_states"]
 
 Entries = Mapping[str, Any]  # the state of one tensor
+
+MASTER = "master"  # the entry that is the parameter itself, in the precision in which it is updated
 
 # Of torch's optimizers; a parameter without dimensions has an average of the same shape.
 COUNTERS = frozenset({"step", "eta", "mu", "mu_product"})
@@ -53,28 +59,53 @@ class Piece:
     """One piece of this rank.
 
     Attributes:
-        tensor: what the optimizer updates: [numel], or a parameter.
+        tensor: what the optimizer updates: [numel], or a parameter, or the master of one of both.
         group: the place of its group in the optimizer's.
         members: what lies in it.
-        layout: how the gradient lies in memory where `tensor` is a parameter, None for a flat piece.
+        layout: how the gradient lies in memory where `tensor` has a parameter's shape, None for a flat piece.
+        target: the parameter's memory, where `tensor` is a master.
         grad: the reduced gradient, [numel] in the order of memory, or sparse, where there is one.
     """
 
     def __init__(
-        self, tensor: Tensor, group: int, members: Sequence[Member], layout: Layout | None = None
+        self,
+        tensor: Tensor,
+        group: int,
+        members: Sequence[Member],
+        layout: Layout | None = None,
+        target: Tensor | None = None,
     ) -> None:
         self.tensor = tensor
         self.group = group
         self.members = tuple(members)
         self.layout = layout
+        self.target = target
         self.grad: Tensor | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the parameters, and of their gradients."""
+        return (self.tensor if self.target is None else self.target).dtype
 
     def show_grad(self) -> None:
         """Let the optimizer see the reduced gradient."""
         grad = self.grad
         if grad is not None and self.layout is not None and not grad.is_sparse:
             grad = grad.as_strided(*self.layout, grad.storage_offset())
-        self.tensor.grad = grad
+        self.tensor.grad = None if grad is None else grad.to(self.tensor.dtype)
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Round the master to the parameters, where there is one."""
+        if self.target is not None:
+            self.target.copy_(self.tensor)
+
+    @torch.no_grad()
+    def refresh_master(self) -> None:
+        """Take over parameters that the program has written to, such as loaded ones."""
+        if self.target is not None:
+            changed = self.target != self.tensor.to(self.target.dtype)
+            self.tensor.copy_(torch.where(changed, self.target.to(self.tensor.dtype), self.tensor))
 
     def split(self, keys: Sequence[Hashable]) -> "list[Piece]":
         """Return pieces that together are this one, each of neighbours with one key; without gradients."""
@@ -87,9 +118,30 @@ class Piece:
     def _part(self, members: Sequence[Member]) -> "Piece":
         begin, end = members[0].at, members[-1].at + members[-1].numel
         tensor = torch.nn.Parameter(self.tensor.detach()[begin:end])
-        return Piece(tensor, self.group, [member._replace(at=member.at - begin) for member in members])
+        target = None if self.target is None else self.target[begin:end]
+        moved = [member._replace(at=member.at - begin) for member in members]
+        return Piece(tensor, self.group, moved, target=target)
 
     # -- what the optimizer keeps for it -------------------------------------------------------------
+
+    def with_master(self, entries: Entries) -> Entries:
+        """Return the state of this piece with its master, where there is one."""
+        return entries if self.target is None else {**entries, MASTER: self.tensor.detach()}
+
+    def without_master(self, entries: dict[str, Any]) -> dict[str, Any]:
+        """Take the master out of the state of this piece, and return the rest in its precision."""
+        if self.target is None:
+            return entries
+        master = entries.pop(MASTER, None)
+        if master is not None:
+            self.tensor.detach().copy_(master)
+        shape, dtype = self.tensor.shape, self.tensor.dtype
+        return {
+            key: value.to(dtype)
+            if is_elementwise_entry(key, value, shape) and value.is_floating_point()
+            else value
+            for key, value in entries.items()
+        }
 
     def cut_entries(self, entries: Entries, part: "Piece") -> dict[str, Any]:
         """Return the state of a part of this piece, which `split` has made."""

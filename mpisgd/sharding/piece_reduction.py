@@ -18,9 +18,9 @@ from torch import Tensor
 from mpisgd.dtypes import ReduceOp
 from mpisgd.gradients.plan import BucketSlot, Plan
 from mpisgd.gradients.unbucketed import UnbucketedGradient
+from mpisgd.sharding.divided_parameters import DividedParameters
 from mpisgd.sharding.division import Member
 from mpisgd.sharding.piece import Piece
-from mpisgd.sharding.shared_parameters import SharedParameters
 from mpisgd.transport.shm.reduction import reduce_to_owners, slot_bytes
 from mpisgd.transport.shm.region import Region
 from mpisgd.transport.shm.transport import ShmTransport
@@ -98,7 +98,7 @@ class PieceReduction:
     def __init__(
         self,
         plan: Plan,
-        parameters: SharedParameters,
+        parameters: DividedParameters,
         shm: ShmTransport,
         op: ReduceOp,
         finish: Callable[[Tensor], None],
@@ -235,7 +235,7 @@ class Settle:
             return mine
         numel = piece.tensor.numel()
         if piece not in self._rooms:
-            self._rooms[piece] = torch.zeros(numel, dtype=piece.tensor.dtype)
+            self._rooms[piece] = torch.zeros(numel, dtype=piece.dtype)
         elif sum(member.numel for member in piece.members) < numel:
             self._rooms[piece].zero_()  # a factor of NaN makes NaN of the padding, too
         return self._rooms[piece]

@@ -1,22 +1,20 @@
-"""The optimizer state of shared parameters: each rank has that of its pieces, a checkpoint has all."""
+"""The optimizer state of divided parameters: each rank has that of its pieces, a checkpoint has all."""
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from mpisgd.accelerator.buffers import readable
 from mpisgd.collectives.objects import allocate_tensors, extract_tensors
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
+from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.fusion_buffer import Layout
+from mpisgd.sharding.divided_parameters import DividedParameters
 from mpisgd.sharding.division import Member
+from mpisgd.sharding.owners import Owners
 from mpisgd.sharding.piece import Entries, Piece, PieceState, flat_view, is_elementwise_entry, join_states
-from mpisgd.sharding.shared_parameters import SharedParameters
-from mpisgd.transport.shm.data_movement import exchange_spans
-from mpisgd.transport.shm.staging import Span, consecutive_spans, range_of
-from mpisgd.transport.shm.transport import ShmTransport
 
 __all__ = ["PieceStates"]
 
@@ -35,7 +33,7 @@ class PieceStates:
         state: what the optimizer has as its `state` during a step.
     """
 
-    def __init__(self, params: Sequence[Tensor], parameters: SharedParameters, group: Group) -> None:
+    def __init__(self, params: Sequence[Tensor], parameters: DividedParameters, group: Group) -> None:
         self.parameters = parameters
         self.state: defaultdict[Any, Any] = defaultdict(dict)
         self.params = params
@@ -59,15 +57,39 @@ class PieceStates:
     def keep_whole(self, indices: Collection[int]) -> None:
         """Let one rank own all of each of these parameters, if that is new. Collective."""
         if self.parameters.may_keep_whole(indices):
-            wholes = self.gather()
-            self.parameters.keep_whole(indices)
-            self.cut(wholes)
+            self._change(lambda: self.parameters.keep_whole(indices))
+
+    def divide_by(self, buckets: Sequence[tuple[int, ...]]) -> None:
+        """Divide the parameters of each bucket by themselves, if that is new. Collective."""
+        if not self.parameters.is_divided_by(buckets):
+            self._change(lambda: self.parameters.divide_by(buckets))
+
+    def _change(self, divide: Callable[[], None]) -> None:
+        """Take the state along into other pieces."""
+        wholes, others = self.gather(), self.others
+        divide()
+        self.cut(wholes, others)
+
+    def mine(self, state: Mapping[Any, Any] | None = None) -> list[PieceState]:
+        """Return what the optimizer keeps for the pieces of this rank, masters included; `state`: or this."""
+        state = self.state if state is None else state
+        found = [(p, p.with_master(state.get(p.tensor, {}))) for p in self.parameters.pieces]
+        return [part for piece, entries in found if entries for part in piece.states(entries)]
 
     def gather(self) -> dict[int, dict[str, Any]]:
-        """Return the states of all parameters, put together from the pieces of this host. Collective."""
-        pieces = self.parameters.pieces
-        mine = [part for p in pieces if p.tensor in self.state for part in p.states(self.state[p.tensor])]
-        return _gather(mine, self.parameters.layouts, self._group)
+        """Return the states of all parameters, put together from everyone's pieces. Collective."""
+        return self.join(_everyones(self.mine(), self.parameters.owners, self._group))
+
+    def join(self, everyones: Sequence[PieceState]) -> dict[int, dict[str, Any]]:
+        """Return the states of all parameters, put together from those of all pieces."""
+        parts: dict[int, list[PieceState]] = defaultdict(list)
+        for state in everyones:
+            parts[state.member.param].append(state)
+        layouts = self.parameters.layouts
+        return {  # in the same order on every rank
+            index: join_states(sorted(parts[index], key=lambda part: part.member.first), layouts[index])
+            for index in sorted(parts)
+        }
 
     def cut(self, wholes: Mapping[int, Entries], others: Mapping[Any, Any] | None = None) -> None:
         """Take over this rank's part of the states of whole parameters.
@@ -83,10 +105,53 @@ class PieceStates:
         self.state.update(state)
         self.state.update(others or {})
 
+    def to_shard(self, state: Mapping[Any, Any]) -> dict[str, Any]:
+        """Return `state`, that of this rank's pieces, as plain data that says where each part belongs."""
+        parts = [
+            {**state.member._asdict(), "cut": state.cut, "kept": state.kept} for state in self.mine(state)
+        ]
+        owners = self.parameters.owners
+        return {
+            "owner": owners.rank,
+            "num_owners": owners.size,
+            "parts": parts,
+            "others": {key: value for key, value in state.items() if not isinstance(key, Tensor)},
+        }
+
+    def from_shards(self, shards: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+        """Return the states of the parameters that this rank has parts of, whole.
+
+        Args:
+            shards: what `to_shard` has returned on all ranks of a run, however many these were.
+
+        Raises:
+            InvalidArgument: those of some ranks are missing.
+        """
+        _check_complete(shards)
+        needed = {member.param for piece in self.parameters.pieces for member in piece.members}
+        found: dict[tuple[int, int], PieceState] = {}  # hosts may have the same parts
+        for shard in shards:
+            for part in shard["parts"]:
+                member = Member(*(part[field] for field in Member._fields))
+                if member.param in needed:
+                    found[member.param, member.first] = PieceState(member, part["cut"], part["kept"])
+        return self.join(list(found.values()))
+
     @property
     def others(self) -> dict[Any, Any]:
         """What belongs to no parameter."""
         return {key: value for key, value in self.state.items() if not isinstance(key, Tensor)}
+
+
+def _check_complete(shards: Sequence[Mapping[str, Any]]) -> None:
+    """Raise InvalidArgument unless these are the shards of all owners of one run; hosts may have the same."""
+    given = sorted({shard["owner"] for shard in shards})
+    sizes = sorted({shard["num_owners"] for shard in shards})
+    if len(sizes) != 1 or given != list(range(sizes[0])):
+        raise InvalidArgument(
+            f"load_shard_state_dicts: the shards are those of ranks {given}, of runs on {sizes} ranks; pass "
+            "those of all ranks of one run"
+        )
 
 
 def _cut_states(
@@ -107,15 +172,16 @@ def _cut_states(
     for piece in pieces:
         if piece.layout is not None:
             split.append(piece)
-            if (index := piece.members[0].param) in whole:
-                state[piece.tensor] = dict(whole[index])
+            entries = dict(whole.get(piece.members[0].param, {}))
+            if kept := piece.without_master(entries):
+                state[piece.tensor] = kept
             continue
         for part in piece.split([_what_is_kept(whole.get(m.param), shapes[m.param]) for m in piece.members]):
             split.append(part)
             if part.members[0].param in whole:
-                state[part.tensor] = part.joined(
-                    [_cut(m, whole[m.param], shapes[m.param], layouts[m.param]) for m in part.members]
-                )
+                cut = [_cut(m, whole[m.param], shapes[m.param], layouts[m.param]) for m in part.members]
+                if kept := part.without_master(part.joined(cut)):
+                    state[part.tensor] = kept
     return split, state
 
 
@@ -139,51 +205,20 @@ def _cut(member: Member, entries: Entries, shape: Any, layout: Layout) -> PieceS
     return PieceState(member, cut, {key: value for key, value in entries.items() if key not in cut})
 
 
-def _gather(mine: Sequence[PieceState], layouts: Sequence[Layout], group: Group) -> dict[int, dict[str, Any]]:
-    """Return the states of all parameters, put together from the pieces of this host's ranks. Collective.
+def _everyones(mine: Sequence[PieceState], owners: Owners, group: Group) -> list[PieceState]:
+    """Return the states of everyone's pieces. Collective.
 
-    Args:
-        mine: the states of this rank's pieces.
-        layouts: of all parameters.
-        group: each of whose hosts has all parameters.
-
-    Cost: every rank of a host receives what the others own, through shared memory.
+    Cost: every rank receives what the others own; see `Owners.exchange`.
     """
-    parts: dict[int, list[PieceState]] = defaultdict(list)
-    for state in _everyones(mine, group):
-        parts[state.member.param].append(state)
-    wholes = {}
-    for index in sorted(parts):  # in the same order on every rank
-        wholes[index] = join_states(sorted(parts[index], key=lambda part: part.member.first), layouts[index])
-    return wholes
-
-
-def _everyones(mine: Sequence[PieceState], group: Group) -> list[PieceState]:
     states = list(mine)
-    memory, local = group.transports.memory, group.transports.local
 
     def exchange() -> None:
-        if memory is None or local is None:
-            return
         outline, tensors = extract_tensors([(tuple(s.member), s.cut, s.kept) for s in mine])
-        theirs = [allocate_tensors(other) for other in local.all_gather_object(outline)]
-        rooms = [tensors if rank == memory.rank else room for rank, (_, room) in enumerate(theirs)]
-        _exchange(memory, rooms)
+        theirs = [allocate_tensors(other) for other in owners.all_gather_object(outline)]
+        owners.exchange([tensors if rank == owners.rank else room for rank, (_, room) in enumerate(theirs)])
         for rank, (found, _) in enumerate(theirs):
-            if rank != memory.rank:
+            if rank != owners.rank:
                 states.extend(PieceState(Member(*member), cut, kept) for member, cut, kept in found)
 
     group.queue.run(Operation("shared parameters", extra="optimizer state"), exchange)
     return states
-
-
-def _exchange(memory: ShmTransport, rooms: Sequence[Sequence[Tensor]]) -> None:
-    """Fill everyone's `rooms[r]` with what the r-th rank has there. Inside the queue."""
-    flats = [[readable(tensor) for tensor in of_one] for of_one in rooms]
-    streams = [consecutive_spans(map(range_of, of_one), rank) for rank, of_one in enumerate(flats)]
-    takes = [span for rank, stream in enumerate(streams) if rank != memory.rank for span in stream]
-    memory.run_steps(exchange_spans(memory, streams[memory.rank], takes, max(map(_length, streams))))
-
-
-def _length(stream: Sequence[Span]) -> int:
-    return stream[-1].start + stream[-1].nbytes if stream else 0

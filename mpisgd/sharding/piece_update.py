@@ -30,7 +30,7 @@ class PieceUpdate:
 
     def room_for(self, piece: Piece, mine: Tensor | None) -> Tensor:
         """See `Receiver`."""
-        dtype, numel = piece.tensor.dtype, piece.tensor.numel()
+        dtype, numel = piece.dtype, piece.tensor.numel()
         room = self._rooms.get(dtype)
         if room is None or numel > room.numel():
             least = 2 * BATCH_BYTES // dtype.itemsize
@@ -71,6 +71,8 @@ class PieceUpdate:
         finally:
             for group in groups:
                 group["params"].clear()
+        for piece in batch:
+            piece.write_back()
 
     def raise_error(self) -> None:
         """Raise what the optimizer has raised."""

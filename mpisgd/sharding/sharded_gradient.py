@@ -1,4 +1,4 @@
-"""`ShardedGradient`: what stands for a gradient that is divided among the ranks of a host.
+"""`ShardedGradient`: what stands for a gradient that is divided among ranks.
 
 None would say that there is no gradient, and a program that computes a norm over all of them, or scales them,
 would get another result on each rank without a word. This one has a shape and a dtype, an error for whoever
@@ -61,9 +61,9 @@ class ShardedGradient(Tensor):
     def why(self) -> str:
         """Why it has no values, and what to do."""
         return (
-            f"the gradient of {self.param_name} is divided among the ranks that update its parts "
-            "(share_parameters=True). Clip by optimizer.clip_grad_norm_(), reset by optimizer.zero_grad() "
-            "before the next backward(), and accumulate inside optimizer.no_sync()"
+            f"the gradient of {self.param_name} is divided among the ranks that update its parts. Clip by "
+            "optimizer.clip_grad_norm_(), reset by optimizer.zero_grad() before the next backward(), and "
+            "accumulate inside optimizer.no_sync()"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

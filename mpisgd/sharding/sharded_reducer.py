@@ -77,13 +77,17 @@ class ShardedReducer(GradientReducer):
     def _new_plan(self, observed: Sequence[int], when: str) -> Plan:
         plan = super()._new_plan(observed, when)
         self._states.keep_whole(self._known_sparse)
+        self._in_pieces = self._reduction_of(plan)
+        return plan
+
+    def _reduction_of(self, plan: Plan) -> PieceReduction | None:
+        """Return what brings all gradients to the pieces at once, None where that cannot be."""
         shm = self.group.shm
         compressed = any(self.options.compression.changes(param.dtype) for param in self.params)
-        self._in_pieces = None
-        if shm is not None and not compressed and not self._overlaps() and goes_in_pieces(plan):
-            op, finish = self.options.element_op, self._launcher.undo_predivision
-            self._in_pieces = PieceReduction(plan, self._parameters, shm, op, finish)
-        return plan
+        if shm is None or compressed or self._overlaps() or not goes_in_pieces(plan):
+            return None
+        op, finish = self.options.element_op, self._launcher.undo_predivision
+        return PieceReduction(plan, self._parameters, shm, op, finish)
 
     # -- a reduction --------------------------------------------------------------------------------
 
@@ -184,7 +188,7 @@ class ShardedReducer(GradientReducer):
             return grads[0]
         if len(grads) == 1 and piece.tensor.numel() == piece.members[0].numel:
             return self._part_of(grads[0], 0, piece)
-        room = torch.zeros(piece.tensor.numel(), dtype=piece.tensor.dtype)
+        room = torch.zeros(piece.tensor.numel(), dtype=piece.dtype)
         for k, (grad, member) in enumerate(zip(grads, piece.members, strict=True)):
             if grad is not None:
                 room[member.at : member.at + member.numel] = self._part_of(grad, k, piece)
@@ -219,7 +223,7 @@ class ShardedReducer(GradientReducer):
     def stand_in_again(self) -> None:
         """Hide the gradients of this rank's whole parameters, which the optimizer has seen."""
         for piece in self._parameters.pieces:
-            if piece.layout is None:
+            if piece.layout is None or piece.target is not None:
                 piece.tensor.grad = None
             elif piece.tensor.grad is not None and self._stands_in:
                 piece.tensor.grad = self._sharded[piece.members[0].param]

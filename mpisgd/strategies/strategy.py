@@ -38,10 +38,13 @@ class Synchronizer:
         training: as given, and kept up to date.
         gradients: combines gradients at the end of a backward pass; by default they stay on their rank.
         has_whole_state: whether this rank has the optimizer state of all parameters.
+        commits_shards: whether each rank commits its part of the state when training is elastic, and another
+            rank a replica of it.
     """
 
     gradients = GradientSync()
     has_whole_state = True
+    commits_shards = False
 
     def __init__(self, training: Training) -> None:
         self.training = training
@@ -92,6 +95,31 @@ class Synchronizer:
 
     def loaded(self, state_dict: Mapping[str, Any]) -> None:
         """Note that a state has been loaded into the optimizer; entries that torch does not know are ours."""
+
+    def shard_state_dict(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return this rank's part of the optimizer's state; `make` returns what the optimizer has now.
+
+        Raises:
+            InvalidArgument: the ranks do not divide it.
+        """
+        raise InvalidArgument(
+            "shard_state_dict: every rank has the whole state of this optimizer; use state_dict(), or "
+            "strategy=mpisgd.Sharded()"
+        )
+
+    def load_shards(self, shards: Sequence[Mapping[str, Any]], load: Callable[[dict[str, Any]], Any]) -> None:
+        """Take over the parts that all ranks of a run had, as `shard_state_dict` has returned them.
+
+        Args:
+            shards: of all ranks.
+            load: what the wrapped optimizer loads a state dict by.
+
+        Raises:
+            InvalidArgument: the ranks do not divide it, or some are missing.
+        """
+        raise InvalidArgument(
+            "load_shard_state_dicts: every rank has the whole state of this optimizer; use load_state_dict()"
+        )
 
     def extend(self, named: Sequence[tuple[str, Tensor]]) -> None:
         """Take over a list of parameters that has grown at its end. Collective."""

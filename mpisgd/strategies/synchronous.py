@@ -11,7 +11,7 @@ import torch
 from mpisgd.errors import InvalidArgument
 from mpisgd.sharding.shared_parameters import check_shareable
 from mpisgd.strategies.replicated import Replicated
-from mpisgd.strategies.shared import Shared
+from mpisgd.strategies.sharded.shared import Shared
 from mpisgd.strategies.strategy import Strategy, Synchronizer
 from mpisgd.strategies.training import Training
 

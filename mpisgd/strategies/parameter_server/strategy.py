@@ -11,7 +11,7 @@ from mpisgd.errors import InvalidArgument
 from mpisgd.sharding.shared_parameters import check_shareable
 from mpisgd.strategies.parameter_server.lock_free import LockFree
 from mpisgd.strategies.parameter_server.locked_shards import LockedShards
-from mpisgd.strategies.shared import Shared
+from mpisgd.strategies.sharded.shared import Shared
 from mpisgd.strategies.strategy import Strategy, Synchronizer
 from mpisgd.strategies.training import Training
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from mpisgd.transport.mpi import Communicator
 
-__all__ = ["Leader"]
+__all__ = ["Leader", "frames"]
 
 # Below Open MPI's limit for sending at once (64 KiB over TCP). Larger messages that cross each other take
 # turns on the link there: pieces of 128 KiB took 1.2 to 1.5 times the link's time, of 1 MiB 1.7 times, these
@@ -43,15 +43,15 @@ class Leader:
     ) -> "list[MPI.Request]":
         """Start a message to and from every other host; both functions tell the memory for a host."""
         requests = [
-            self.communicator.irecv(f, rank, tag) for h, rank in self.others for f in _frames(receives(h))
+            self.communicator.irecv(f, rank, tag) for h, rank in self.others for f in frames(receives(h))
         ]
         requests += [
-            self.communicator.isend(f, rank, tag) for h, rank in self.others for f in _frames(sends(h))
+            self.communicator.isend(f, rank, tag) for h, rank in self.others for f in frames(sends(h))
         ]
         return requests
 
 
-def _frames(tensor: Tensor) -> Iterable[Tensor]:
+def frames(tensor: Tensor) -> Iterable[Tensor]:
     """Cut a tensor [n] into messages of at most FRAME_BYTES."""
     if tensor.nbytes <= FRAME_BYTES:
         return (tensor,) if tensor.numel() else ()

@@ -9,7 +9,7 @@ from verdicts import referee
 import mpisgd
 from mpisgd.gradients import plan
 from mpisgd.job.lifecycle import world
-from mpisgd.sharding import shared_parameters
+from mpisgd.sharding import divided_parameters
 from mpisgd.transport.shm import reduction
 
 WAYS = ("fused", "alone and overlapped")
@@ -30,7 +30,7 @@ def pieces(request: pytest.FixtureRequest, way: str, monkeypatch: pytest.MonkeyP
     if request.param == "cut":
         if way != "fused":
             pytest.skip("the same as with larger pieces")
-        for module in (plan, shared_parameters):
+        for module in (plan, divided_parameters):
             monkeypatch.setattr(module, "ALONE_BYTES", 5 * torch.float64.itemsize)
         monkeypatch.setattr(reduction, "BUFFER_BYTES", 64 * mpisgd.size())
 

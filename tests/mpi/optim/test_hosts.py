@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from harness import ADAM_DRIFT, Run, check_equal_runs, digest, drift, pair, plain_step
+from pretended_hosts import UNEVEN, group_of_hosts
 from torch import nn
 from verdicts import everyone, same_on_all_ranks
 
@@ -17,8 +18,6 @@ from mpisgd.compress import QSGD, PerHost, PowerSGD, Threshold, TopK
 from mpisgd.compress.compressor import BucketLayout
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
-from mpisgd.core.topology import arrange
-from mpisgd.job.group_factory import make_group
 from mpisgd.job.lifecycle import world
 from mpisgd.tuning import CostModel, Curve, LineSegment, MeasuredCurves
 
@@ -26,9 +25,6 @@ pytestmark = [
     pytest.mark.mpi(min_size=2),
     pytest.mark.skipif(not config.shared_memory(), reason="several ranks of a host without shared memory"),
 ]
-
-# For each number of ranks, the first rank of every rank's host.
-UNEVEN = {2: [0, 1], 3: [0, 0, 2], 4: [0, 1, 1, 1]}
 
 
 def mpi_is_fastest() -> CostModel:
@@ -39,21 +35,8 @@ def mpi_is_fastest() -> CostModel:
 
 @pytest.fixture
 def hosts() -> Iterator[Group]:
-    leaders = UNEVEN[mpisgd.size()]
-    where = arrange(mpisgd.rank(), leaders, [f"host{leader}" for leader in leaders])
-    communicator = world().queue.communicator.duplicate()
-    made = make_group(
-        "hosts",
-        range(mpisgd.size()),
-        communicator,
-        timeout_s=20,
-        threads_allowed=True,
-        topology=where,
-        costs=mpi_is_fastest(),
-    )
-    yield made
-    made.queue.drain()
-    made.close()
+    with group_of_hosts(UNEVEN[mpisgd.size()], mpi_is_fastest()) as made:
+        yield made
 
 
 @pytest.mark.parametrize("bucket_cap_bytes", [1, 2**20])

@@ -1,5 +1,10 @@
-"""`Shared`: a host has one copy of the parameters, of which each of its ranks updates its own pieces."""
+"""`Piecewise`: every rank updates its own pieces of the parameters, and nothing else.
 
+What becomes of them between steps is a matter of the subclass: ranks read them in the memory of their host,
+or get them from their owners.
+"""
+
+import abc
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,21 +16,21 @@ from mpisgd.collectives.all_reduce import all_reduce
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
-from mpisgd.gradients.reducer import GradientReducer
+from mpisgd.sharding.divided_parameters import DividedParameters
 from mpisgd.sharding.elementwise import is_known_elementwise
 from mpisgd.sharding.grad_norm import clip_grad_norm_
+from mpisgd.sharding.piece import MASTER
 from mpisgd.sharding.piece_states import PieceStates
 from mpisgd.sharding.piece_update import PieceUpdate
 from mpisgd.sharding.sharded_gradient import ShardedGradient
 from mpisgd.sharding.sharded_reducer import ShardedReducer
-from mpisgd.sharding.shared_parameters import SharedParameters
 from mpisgd.strategies.replicated import Replicated
 from mpisgd.strategies.training import Training
 
-__all__ = ["Shared"]
+__all__ = ["Piecewise"]
 
 
-class Shared(Replicated):
+class Piecewise(Replicated, abc.ABC):
     """Lets the wrapped optimizer see and update this rank's pieces, nothing else.
 
     Between steps the optimizer has all parameters in its groups, as programs expect, and no state; during one
@@ -39,20 +44,32 @@ class Shared(Replicated):
         self._is_known = is_known_elementwise(training.optimizer)
         self._hidden: list[list[Tensor]] | None = None
         self._runs_closure = False
-        self._share(training)
+        self._divide(training)
         super().__init__(training)
 
-    def _share(self, training: Training) -> None:
-        elementwise = self._is_known or training.elementwise
-        groups = training.optimizer.param_groups
-        self._parameters = SharedParameters(training.named, groups, training.group, elementwise=elementwise)
+    def _divide(self, training: Training) -> None:
+        self._parameters = self._make_parameters(training, elementwise=self._is_known or training.elementwise)
         self._states = PieceStates([param for _, param in training.named], self._parameters, training.group)
 
-    def _make_reducer(self) -> GradientReducer:
-        named, group, options = self.training.named, self.training.group, self.training.options
-        return ShardedReducer(
-            named, group, options, self._states, defers=self._is_known, unscale=self._unscale
-        )
+    @abc.abstractmethod
+    def _make_parameters(self, training: Training, *, elementwise: bool) -> DividedParameters:
+        """Return which rank updates what. Collective."""
+
+    @abc.abstractmethod
+    def _make_reducer(self) -> ShardedReducer:
+        """Return what brings the gradients of all ranks to the pieces."""
+
+    def _before_update(self, then: Callable[[], None] | None = None) -> None:
+        """Wait until this rank's pieces may be updated, and do something then. Collective."""
+        self._parameters.barrier("about to be updated", then or (lambda: None))
+
+    @abc.abstractmethod
+    def _publish(self) -> None:
+        """Return when all ranks have all parameters as their owners have updated them. Collective."""
+
+    def _publish_after_step(self, num_steps: int) -> None:
+        """Do the same, or see to it that they have them before they read them. Collective."""
+        self._publish()
 
     # -- a step -------------------------------------------------------------------------------------
 
@@ -61,7 +78,8 @@ class Shared(Replicated):
         self._runs_closure = True
 
         def when_all_are_updated() -> Any:
-            self._parameters.barrier("updated")
+            self._write_back()
+            self._publish()
             try:
                 loss = closure()
             except BaseException:
@@ -81,15 +99,16 @@ class Shared(Replicated):
         self._show_all()  # a step that raised has left them hidden
         self._parameters.check_in_place()
         self._take_over_state()
+        self._parameters.refresh_masters()
         runs_closure, self._runs_closure = self._runs_closure, False
         self._hide()
         if not self.gradients.is_deferred:
-            self._parameters.barrier("about to be updated")
+            self._before_update()
         elif runs_closure or not self.gradients.is_untouched():
-            self._parameters.barrier("about to be updated", self.gradients.settle)
+            self._before_update(self.gradients.settle)
         else:
             update = PieceUpdate(self.training.optimizer)
-            self._parameters.barrier("about to be updated", lambda: self.gradients.run(update))
+            self._before_update(lambda: self.gradients.run(update))
             update.raise_error()
         self._show_pieces()
 
@@ -109,7 +128,7 @@ class Shared(Replicated):
 
     def _show_pieces(self) -> None:
         """Let the optimizer see what it is to update: the pieces that have a gradient now."""
-        self._states.split([param.grad is not None for _, param in self.training.named])
+        self._states.split(self._present)
         groups = self.training.optimizer.param_groups
         for group in groups:
             group["params"].clear()
@@ -119,11 +138,24 @@ class Shared(Replicated):
             if piece.grad is not None:
                 groups[piece.group]["params"].append(piece.tensor)
 
+    @property
+    def _present(self) -> list[bool]:
+        """Whether there is a gradient, for each parameter."""
+        return [param.grad is not None for _, param in self.training.named]
+
+    def _write_back(self) -> None:
+        """Round the masters that the optimizer has just updated."""
+        for piece in self._parameters.pieces:
+            if piece.grad is not None:
+                piece.write_back()
+
     def after_step(self, num_steps: int) -> None:
         """Show the optimizer all parameters again, and wait until all are updated. Collective."""
+        self._write_back()
         self._show_all()
         torch.autograd.graph.increment_version(self.training.params)
-        self._parameters.barrier("updated")
+        self._publish_after_step(num_steps)
+        self._parameters.note_versions()
 
     def _show_all(self) -> None:
         """Give the optimizer all its parameters back, if they are hidden."""
@@ -144,10 +176,10 @@ class Shared(Replicated):
     def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """Clip by the norm of all gradients, of which each rank has its pieces. Collective."""
         self._settle()
-        self._states.split([param.grad is not None for _, param in self.training.named])
+        self._states.split(self._present)
         pieces = [(piece, self.gradients.grad_of(piece)) for piece in self._parameters.pieces]
         grads = [grad for _, grad in pieces if grad is not None]
-        owners, group = self._parameters.owners, self.training.group
+        owners, group = self._parameters.owners.once, self.training.group
         return clip_grad_norm_(grads, owners, group, max_norm, norm_type, error_if_nonfinite)
 
     def _unscale(self, sharded: Sequence[ShardedGradient], found_inf: Tensor, factor: Tensor) -> None:
@@ -178,24 +210,57 @@ class Shared(Replicated):
         One that was loaded here counts, although it may not have been loaded where its owners are.
         """
         self._show_all()
+        self._parameters.refresh_masters()
         state = self.training.optimizer.state
         if self.has_whole_state:
-            mine = PieceStates(self._states.params, self._parameters, self.training.group)
-            mine.cut({i: state[p] for i, p in enumerate(mine.params) if p in state})
-            mine.gather()
+            self._take_part_in_gathering()
             return super().state_dict(make)
         wholes = self._states.gather()
-        state.update({self._states.params[index]: wholes[index] for index in wholes})
+        state.update(
+            {p: wholes[i] for i, p in enumerate(self._states.params) if _says_more(wholes.get(i), p)}
+        )
         state.update(self._states.others)
         try:
             return super().state_dict(make)
         finally:
             state.clear()
 
+    def _take_part_in_gathering(self) -> None:
+        """Give others the part of this rank of a state that is whole here."""
+        pieces, state = self._parameters.pieces, self.training.optimizer.state
+        mine = PieceStates(self._states.params, self._parameters, self.training.group)
+        mine.cut({i: state[p] for i, p in enumerate(mine.params) if p in state})
+        mine.gather()
+        self._parameters.pieces = pieces
+
     def loaded(self, state_dict: Mapping[str, Any]) -> None:
         """Note that the optimizer has the state of all parameters."""
         super().loaded(state_dict)
+        if self._parameters.has_masters:  # torch has cast what they keep to the parameters' precision
+            params = [param for _, param in self.training.named]
+            for index, entries in state_dict["state"].items():
+                if isinstance(index, int):
+                    self.training.optimizer.state[params[index]] = dict(entries)
         self.has_whole_state = True
+
+    def shard_state_dict(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the state of this rank's pieces, and the options of all groups."""
+        self._show_all()
+        self._parameters.refresh_masters()
+        self._take_over_state()
+        state = self._states.state if self._parameters.divided else self.training.optimizer.state
+        return {"param_groups": make()["param_groups"], **self._states.to_shard(state)}
+
+    def load_shards(self, shards: Sequence[Mapping[str, Any]], load: Callable[[dict[str, Any]], Any]) -> None:
+        """Take this rank's part of what the ranks of a run had."""
+        self._show_all()
+        states = self._states.from_shards(shards)
+        load({"state": {}, "param_groups": shards[0]["param_groups"]})
+        state = self.training.optimizer.state
+        state.update({self._states.params[index]: entries for index, entries in states.items()})
+        state.update(shards[0]["others"])
+        self.has_whole_state = True
+        self._take_over_state()
 
     # -- other parameters, other ranks --------------------------------------------------------------
 
@@ -214,11 +279,20 @@ class Shared(Replicated):
         """
         if not self.has_whole_state:
             raise InvalidArgument(
-                "DistributedOptimizer: the ranks change, and with share_parameters=True each has the state "
-                "of its own parameters only; call load_state_dict() with that of all of them before"
+                "DistributedOptimizer: the ranks change, and each has the state of its own parts of the "
+                "parameters only; call load_state_dict() with that of all of them before"
             )
         self._show_all()
-        for _, param in self.training.named:
-            param.data = param.detach().clone()  # others may still read, or take with them, what was shared
-        self._share(self.training._replace(group=group))
+        if self._parameters.one_copy:
+            for _, param in self.training.named:  # others may still read, or take along, what was shared
+                param.data = param.detach().clone()
+        self._divide(self.training._replace(group=group))
         super().move_to(group)
+
+
+def _says_more(entries: Mapping[str, Any] | None, param: Tensor) -> bool:
+    """Return whether the state of a parameter says more than the parameter does."""
+    if not entries or set(entries) != {MASTER}:
+        return bool(entries)
+    master = entries[MASTER]
+    return not torch.equal(master, param.detach().to(master.dtype))

@@ -1,0 +1,85 @@
+"""`python -m mpisgd memory`: what each rank will keep in memory for a training, by strategy.
+
+python -m mpisgd memory --model train:make_model --optimizer AdamW --ranks 8
+python -m mpisgd memory --parameters 7.5e9 --dtype bfloat16 --master float32 --optimizer Adam --ranks 64
+"""
+
+import importlib
+import sys
+from typing import TYPE_CHECKING
+
+import typer
+
+from mpisgd.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["memory"]
+
+
+def memory(
+    model: str = typer.Option("", help="module:function that returns the model, without arguments."),
+    parameters: float = typer.Option(0.0, min=0.0, help="Instead of a model: how many parameters it has."),
+    dtype: str = typer.Option("", help="Of the parameters: float32 by default, or as the model has them."),
+    optimizer: str = typer.Option("AdamW", help="The name of a class of torch.optim."),
+    master: str = typer.Option("", help="Precision of updates, such as float32 for a model in bfloat16."),
+    ranks: int = typer.Option(1, min=1, help="How many ranks train together."),
+    ranks_per_host: int | None = typer.Option(None, min=1, help="How many of them share a host; all."),
+) -> None:
+    """Print what each rank will keep in memory for a training, by strategy. Starts no job."""
+    # Here, since it loads torch: seconds that `--help` need not take.
+    from mpisgd.optim.memory_estimate import estimate_memory
+
+    if bool(model) == bool(parameters):
+        raise InvalidArgument("memory: pass one of --model and --parameters")
+    made = _model(model, dtype) if model else [_parameter(int(parameters), dtype)]
+    estimates = estimate_memory(
+        made,
+        _optimizer(optimizer),
+        ranks=ranks,
+        ranks_per_host=ranks_per_host,
+        master_dtype=_dtype(master) if master else None,
+    )
+    typer.echo(estimates)
+
+
+def _model(path: str, dtype: str) -> "torch.nn.Module":
+    """Return what a function of a module or of a file in this folder makes, without values."""
+    import torch
+
+    module, _, name = path.partition(":")
+    sys.path.insert(0, "")
+    try:
+        make = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as exc:
+        raise InvalidArgument(f"memory: --model {path}: {exc}; expected such as train:make_model") from exc
+    with torch.device("meta"):
+        made = make()
+    if not isinstance(made, torch.nn.Module):
+        raise InvalidArgument(f"memory: --model {path} returns a {type(made).__name__}; expected a module")
+    return made.to(_dtype(dtype)) if dtype else made
+
+
+def _parameter(numel: int, dtype: str) -> "torch.Tensor":
+    import torch
+
+    return torch.nn.Parameter(torch.empty(numel, dtype=_dtype(dtype or "float32"), device="meta"))
+
+
+def _dtype(name: str) -> "torch.dtype":
+    import torch
+
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise InvalidArgument(f"memory: {name} is no floating dtype of torch")
+    return dtype
+
+
+def _optimizer(name: str) -> "type[torch.optim.Optimizer]":
+    import torch
+
+    kind = getattr(torch.optim, name, None)
+    if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
+        raise InvalidArgument(f"memory: --optimizer {name} is no class of torch.optim")
+    return kind

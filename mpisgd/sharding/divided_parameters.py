@@ -1,0 +1,266 @@
+"""`DividedParameters`: which rank updates which part of every parameter, and the parts of this rank.
+
+What a step is:
+
+    backward   every rank: gradients of all parameters, each part combined for its owner
+    step       every rank: its own pieces
+    forward    every rank: reads all of them
+"""
+
+import abc
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpisgd.accelerator.buffers import ALONE_BYTES
+from mpisgd.core.consistency import Operation
+from mpisgd.dtypes import dtype_name
+from mpisgd.errors import InvalidArgument
+from mpisgd.gradients.fusion_buffer import Layout, layout_of
+from mpisgd.sharding.division import Item, Member, PieceRange, divide, lay_out
+from mpisgd.sharding.elementwise import may_join
+from mpisgd.sharding.owners import Owners
+from mpisgd.sharding.piece import Piece, flat_view
+from mpisgd.transport.ipc.segment import Segment
+from mpisgd.transport.shm.reduction import slot_bytes
+
+__all__ = ["DividedParameters", "Groups", "Memory", "Named"]
+
+Named = Sequence[tuple[str, Tensor]]
+Groups = Sequence[Mapping[str, Any]]
+
+
+class Memory(NamedTuple):
+    """Parameters that came together; no segment where they stayed where they were."""
+
+    items: list[Item]
+    segment: Segment | None
+
+
+class DividedParameters(abc.ABC):
+    """Divides the parameters of an optimizer among ranks.
+
+    Args:
+        named: all parameters, with names.
+        groups: the optimizer's groups.
+        owners: the ranks that divide them.
+        elementwise: whether the optimizer updates each element by itself, so that pieces may be cut anywhere.
+        joins: whether small neighbours in memory are one piece; their gradients then come together, too.
+        master_dtype: that of the copies that the optimizer updates, of parameters of less precision.
+
+    Attributes:
+        owners: as given.
+        ranges: what each of them owns.
+        pieces: what this rank owns, in memory.
+        layouts: how each parameter lies in memory.
+        buckets: parameters that are divided together, by their indices; others may be in none.
+        one_copy: whether the ranks of a host have the parameters in the same memory.
+    """
+
+    one_copy = False
+
+    def __init__(
+        self,
+        named: Named,
+        groups: Groups,
+        owners: Owners,
+        *,
+        elementwise: bool,
+        joins: bool = False,
+        master_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.owners = owners
+        self._group = owners.group
+        self._elementwise = elementwise
+        self._joins = joins
+        self._master_dtype = master_dtype
+        self._named: list[tuple[str, Tensor]] = []
+        self._addresses: list[int] = []
+        self._memories: list[Memory] = []
+        self._whole: set[int] = set()
+        self.buckets: list[tuple[int, ...]] = []
+        self._versions: list[int] = []
+        self.layouts: list[Layout] = []
+        self.ranges: list[list[PieceRange]] = [[] for _ in range(owners.size)]
+        self.pieces: list[Piece] = []
+        self.extend(named, groups)
+
+    @property
+    def divided(self) -> bool:
+        """Whether the optimizer sees anything else than the parameters."""
+        return self.owners.size > 1 or self.has_masters
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether the optimizer updates copies; the same on all ranks."""
+        return any(map(self._takes_master, (param for _, param in self._named)))
+
+    def _takes_master(self, param: Tensor) -> bool:
+        master = self._master_dtype
+        return master is not None and param.is_floating_point() and param.dtype.itemsize < master.itemsize
+
+    def itemsize(self, index: int) -> int:
+        """Return the bytes of an element of a parameter."""
+        return self._named[index][1].element_size()
+
+    def part(self, member: Member) -> Tensor:
+        """Return the memory of a part of a parameter, [member.numel]."""
+        flat = flat_view(self._named[member.param][1], self.layouts[member.param])
+        return flat[member.first : member.first + member.numel]
+
+    def extend(self, named: Named, groups: Groups) -> None:
+        """Take over a list that has grown at its end. Collective.
+
+        Raises:
+            UnsupportedTensor, InvalidArgument: found before anything is moved.
+        """
+        first = len(self._named)
+        new = [param for _, param in named[first:]]
+        self._check(named)
+        of_group = [place for place, options in enumerate(groups) for _ in options["params"]]
+        items = [self._item(i, p, of_group[i], groups[of_group[i]]) for i, p in enumerate(new, first)]
+        self.layouts += [layout_of(param) for param in new]
+        self._named = list(named)
+        memory = Memory(items, self._move(new, items) if new else None)
+        self._memories.append(memory)
+        self._addresses += [param.data_ptr() for param in new]
+        self._versions += [param._version for param in new]
+        self._add(memory)
+
+    @abc.abstractmethod
+    def _check(self, named: Named) -> None:
+        """Raise unless all parameters can be divided."""
+
+    def _move(self, params: Sequence[Tensor], items: Sequence[Item]) -> Segment | None:
+        """Put parameters where they are to lie. Collective."""
+        return None
+
+    def _item(self, index: int, param: Tensor, group: int, options: Mapping[str, Any]) -> Item:
+        has_own = not self._joins or param.nbytes >= ALONE_BYTES or not may_join(options, param.dtype)
+        return Item(index, param.numel(), param.element_size(), (group, dtype_name(param.dtype), has_own))
+
+    @property
+    def order(self) -> list[int]:
+        """The parameters in the order in which their gradients are to lie in buckets.
+
+        That of memory, if pieces join neighbours there; otherwise about that of backward.
+        """
+        if not self._joins:
+            return list(reversed(range(len(self._named))))
+        return [item.param for memory in self._memories for item in lay_out(memory.items)[0]]
+
+    # -- who owns what ------------------------------------------------------------------------------
+
+    def may_keep_whole(self, indices: Collection[int]) -> bool:
+        """Return whether `keep_whole` would change something on some rank; the same on all of them."""
+        return self._elementwise and self._may_cut and not self._whole.issuperset(indices)
+
+    @property
+    def _may_cut(self) -> bool:
+        """Whether some rank may have parts of parameters; the same on all of them."""
+        return self.owners.size > 1
+
+    def keep_whole(self, indices: Collection[int]) -> None:
+        """Let one rank own all of each of these parameters, for good. Pieces are others then."""
+        self._whole.update(indices)
+        self._divide_again()
+
+    def is_divided_by(self, buckets: Sequence[tuple[int, ...]]) -> bool:
+        """Return whether `divide_by` would change nothing; the same on all ranks."""
+        return self.buckets == list(buckets)
+
+    def divide_by(self, buckets: Sequence[tuple[int, ...]]) -> None:
+        """Divide the parameters of each bucket by themselves. Pieces are others then."""
+        self.buckets = list(buckets)
+        self._divide_again()
+
+    def _divide_again(self) -> None:
+        self.ranges = [[] for _ in range(self.owners.size)]
+        self.pieces = []
+        for memory in self._memories:
+            self._add(memory)
+
+    def _add(self, memory: Memory) -> None:
+        """Divide the parameters of a memory among the ranks."""
+        cuts = self._elementwise and self._cuts(memory)
+        whole = self._whole if cuts else range(len(self._named))
+        new = divide(memory.items, whole, self.owners.size, self._piece_bytes, self.buckets)
+        for of_rank, more in zip(self.ranges, new, strict=True):
+            of_rank += more
+        of_group = {item.param: item.kind[0] for item in memory.items}
+        self.pieces += [
+            self._piece(range_, of_group[range_.members[0].param], memory if cuts else None)
+            for range_ in new[self.owners.rank]
+        ]
+
+    def _cuts(self, memory: Memory) -> bool:
+        """Return whether pieces of this memory may be parts of parameters."""
+        return self._may_cut
+
+    @property
+    def _piece_bytes(self) -> int:
+        """Most bytes of a piece that is no whole parameter: what is combined and updated in the cache."""
+        return slot_bytes(max(map(len, self.owners.nodes)))
+
+    def _piece(self, range_: PieceRange, group: int, memory: Memory | None) -> Piece:
+        index, param = range_.members[0].param, self._named[range_.members[0].param][1]
+        if memory is None or index in self._whole or not param.numel():
+            tensor, layout = param, self.layouts[index]
+        else:
+            tensor, layout = torch.nn.Parameter(self._flat(range_, memory)), None
+        if not self._takes_master(param):
+            return Piece(tensor, group, range_.members, layout)
+        target = tensor.detach()
+        return Piece(torch.nn.Parameter(target.to(self._master_dtype)), group, range_.members, layout, target)
+
+    def _flat(self, range_: PieceRange, memory: Memory) -> Tensor:
+        """Return the memory of a piece that is no whole parameter."""
+        (member,) = range_.members
+        return self.part(member)
+
+    # -- around a step ------------------------------------------------------------------------------
+
+    def refresh_masters(self) -> None:
+        """Take over what the program has written to parameters since the last step."""
+        if self._master_dtype is None:
+            return
+        changed = {
+            i
+            for i, ((_, param), version) in enumerate(zip(self._named, self._versions, strict=True))
+            if param._version != version
+        }
+        for piece in self.pieces:
+            if not changed.isdisjoint(member.param for member in piece.members):
+                piece.refresh_master()
+
+    def note_versions(self) -> None:
+        """Note that parameters are as the last step has left them."""
+        self._versions = [param._version for _, param in self._named]
+
+    def check_in_place(self) -> None:
+        """Raise unless the parameters still lie where they were when they were divided.
+
+        Raises:
+            InvalidArgument: names one that the program has moved, as `model.half()` does.
+        """
+        if [param.data_ptr() for _, param in self._named] == self._addresses:
+            return
+        for (name, param), address in zip(self._named, self._addresses, strict=True):
+            if param.data_ptr() != address:
+                raise InvalidArgument(
+                    f"DistributedOptimizer: {name} is no longer where it was when the parameters were "
+                    "divided among the ranks; convert and move the model before the optimizer is wrapped, "
+                    "and write to parameters in place (param.copy_) instead of giving them other memory "
+                    "(param.data = ...)"
+                )
+
+    def barrier(self, what: str, then: Callable[[], None] = lambda: None) -> None:
+        """Wait until all ranks have come here, and do something then. Collective.
+
+        Args:
+            what: the state of the parameters by then.
+            then: the action.
+        """
+        self._group.queue.run(Operation("shared parameters", extra=what), then)

@@ -1,0 +1,153 @@
+"""`Owners`: the ranks that divide parameters among themselves, and how each gets what the others own.
+
+Between hosts nothing travels twice to the same host. An owner sends what it has to one rank of every other
+host, its counterpart there, and the ranks of a host read from each other's memory what has come in:
+
+    host 0   ranks 0 1 2     owner 0 sends to 3, owner 1 to 4, owner 2 to 3
+    host 1   ranks 3 4       owner 3 sends to 0, owner 4 to 1
+
+Partial sums go the other way: a counterpart adds up what the ranks of its host have for an owner elsewhere.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from mpisgd.accelerator.buffers import readable
+from mpisgd.collectives.dispatch import link_of
+from mpisgd.core.group import Group
+from mpisgd.transport.internode.leader import frames
+from mpisgd.transport.shm.data_movement import exchange_spans
+from mpisgd.transport.shm.staging import Span, consecutive_spans, range_of
+from mpisgd.transport.shm.transport import ShmTransport
+
+__all__ = ["Owners"]
+
+Sends = list[tuple[int, Tensor]]
+
+
+class Owners:
+    """The owners are numbered from 0, in the order of their ranks.
+
+    Args:
+        group: the ranks that train together.
+        of_host: whether the ranks of each host divide everything, and hosts do the same work; otherwise all
+            ranks of the group do.
+
+    Attributes:
+        group: as given.
+        memory: the shared memory of this host's ranks; None where there is none.
+        nodes: the owners on each host; a rank without shared memory counts as a host of its own.
+        rank: the number of this one.
+        once: the ranks of the group whose parts are everything, once.
+    """
+
+    def __init__(self, group: Group, *, of_host: bool) -> None:
+        self.group = group
+        self.memory: ShmTransport | None = group.transports.memory
+        shares = group.shm is not None or group.internode is not None
+        topology = group.known_topology
+        here: Sequence[int] = topology.nodes[topology.node_rank] if self.memory is not None else (group.rank,)
+        if of_host:
+            self.rank = here.index(group.rank)
+            self.nodes: tuple[tuple[int, ...], ...] = (tuple(range(len(here))),)
+            self.once: Sequence[int] = topology.nodes[0] if shares else (0,)
+        else:
+            self.rank = group.rank
+            self.nodes = topology.nodes if shares else tuple((rank,) for rank in range(group.size))
+            self.once = range(group.size)
+        self.of_host = of_host
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return sum(map(len, self.nodes))
+
+    @cached_property
+    def host(self) -> int:
+        """The number of this rank's host among `nodes`."""
+        return next(i for i, owners in enumerate(self.nodes) if self.rank in owners)
+
+    @property
+    def here(self) -> tuple[int, ...]:
+        """The owners on this host, in the order of their local ranks."""
+        return self.nodes[self.host]
+
+    def counterpart(self, owner: int, host: int) -> int:
+        """Return who sends and receives for an owner on a host: the owner itself on its own."""
+        local = next(owners.index(owner) for owners in self.nodes if owner in owners)
+        there = self.nodes[host]
+        return owner if owner in there else there[local % len(there)]
+
+    @cached_property
+    def represented(self) -> list[list[int]]:
+        """For each owner on this host: itself, and those elsewhere of which it is the counterpart here."""
+        others = [owner for i, owners in enumerate(self.nodes) if i != self.host for owner in owners]
+        speaks_for = {owner: self.counterpart(owner, self.host) for owner in others}
+        return [[mine, *(owner for owner in others if speaks_for[owner] == mine)] for mine in self.here]
+
+    @property
+    def mine(self) -> list[int]:
+        """This rank, and the owners elsewhere of which it is the counterpart here."""
+        return self.represented[self.here.index(self.rank)]
+
+    # -- inside the queue ---------------------------------------------------------------------------
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """Return everyone's object."""
+        if not self.of_host:
+            return list(self.group.queue.communicator.all_gather_object(obj))
+        local = self.group.transports.local
+        return [obj] if self.memory is None or local is None else list(local.all_gather_object(obj))
+
+    def exchange(self, rooms: Sequence[Sequence[Tensor]], *, one_copy: bool = False) -> None:
+        """Fill everyone's `rooms[r]` with what the r-th owner has there.
+
+        Args:
+            rooms: for each owner contiguous CPU tensors, of the same sizes on all ranks.
+            one_copy: whether `rooms` are the same memory for all ranks of a host.
+
+        Cost: with h hosts, an owner sends what it has h - 1 times; on a host every rank writes what it has
+            and what came in for it, and reads the rest, through the staging memory.
+        """
+        flats = [[readable(tensor) for tensor in of_one] for of_one in rooms]
+        if len(self.nodes) > 1:
+            self._exchange_between_hosts(flats)
+        if self.memory is None or len(self.here) == 1:
+            return
+        if one_copy:
+            self.memory.barrier()
+        else:
+            self._exchange_here(flats, self.memory)
+
+    def _exchange_between_hosts(self, flats: Sequence[Sequence[Tensor]]) -> None:
+        sends = [
+            (self.counterpart(self.rank, host), tensor)
+            for host in range(len(self.nodes))
+            if host != self.host
+            for tensor in flats[self.rank]
+        ]
+        receives = [(owner, tensor) for owner in self.mine[1:] for tensor in flats[owner]]
+        self.transfer(sends, receives)
+
+    def transfer(self, sends: Sends, receives: Sends) -> None:
+        """Send and receive tensors between hosts, all at once, in pieces that take turns well."""
+        link = link_of(self.group, "exchange of shards")
+        link.transfer(
+            [(dst, frame) for dst, tensor in sends for frame in frames(tensor)],
+            [(src, frame) for src, tensor in receives for frame in frames(tensor)],
+        )
+
+    def _exchange_here(self, flats: Sequence[Sequence[Tensor]], memory: ShmTransport) -> None:
+        streams = [
+            consecutive_spans([range_of(flat) for owner in owners for flat in flats[owner]], local)
+            for local, owners in enumerate(self.represented)
+        ]
+        takes = [span for local, stream in enumerate(streams) if local != memory.rank for span in stream]
+        memory.run_steps(exchange_spans(memory, streams[memory.rank], takes, max(map(_length, streams))))
+
+
+def _length(stream: Sequence[Span]) -> int:
+    return stream[-1].start + stream[-1].nbytes if stream else 0

@@ -1,0 +1,250 @@
+"""`ScatteringReducer`: gradients of which every rank of the group keeps its shard, bucket by bucket.
+
+Where all ranks share a host and the gradients may stay until the step (stage 1), they are combined there,
+piece by piece, as for shared parameters. Otherwise each bucket is brought to its owners when all of its
+gradients are complete, and with stage 2 they are freed after that:
+
+    backward        ... | c, d complete | b complete         | a complete         | end
+    buckets             | [c d] reduced | [b] reduced        | [a] reduced        |
+    stage 2             |               | c and d are freed  | b is freed         | a is freed
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpisgd.core.consistency import Operation
+from mpisgd.gradients.bucketing import ALIGN_BYTES, Bucket, join_buckets
+from mpisgd.gradients.fusion_buffer import window
+from mpisgd.gradients.in_flight import InFlightReduction
+from mpisgd.gradients.kinds import DENSE, SPARSE
+from mpisgd.gradients.plan import BucketSlot, Plan, is_alone, plain_slot
+from mpisgd.gradients.reducer import GradientReducer
+from mpisgd.gradients.unbucketed import UnbucketedGradient
+from mpisgd.sharding.piece import Piece
+from mpisgd.sharding.piece_reduction import PieceReduction
+from mpisgd.sharding.shard_reduction import Scratch, ShardReduction
+from mpisgd.sharding.sharded_reducer import ShardedReducer
+
+__all__ = ["ScatteringReducer"]
+
+
+class ScatteringReducer(ShardedReducer):
+    """Reduces gradients to the ranks that own them.
+
+    Args:
+        stage: 2: a gradient is freed when its bucket has been reduced; 1: with all others.
+        arguments: see `ShardedReducer`.
+    """
+
+    def __init__(self, *arguments: Any, stage: int, **options: Any) -> None:
+        self._frees = stage == 2
+        self._reductions: list[ShardReduction] = []  # of the buckets of the plan, where they go apart
+        self._joined: list[tuple[int, ...]] = []  # the buckets that travel together
+        self._scattered: set[int] = set()  # the buckets that have been brought to their owners
+        self._unfreed: list[tuple[int, ...]] = []
+        self._scratch = Scratch()
+        super().__init__(*arguments, **options)
+
+    def cover(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        """See `GradientReducer`. Gradients are to be freed from the first backward on."""
+        super().cover(named)
+        if self._frees and self.group.size > 1:
+            self._new_plan((), "before the first backward")
+
+    # -- the plan -----------------------------------------------------------------------------------
+
+    @property
+    def _keeps_until_step(self) -> bool:
+        """Whether gradients stay until the step, in memory that all ranks see; the same on all of them."""
+        return not self._frees and self.group.shm is not None and not self._overlaps()
+
+    def _launches_early(self) -> bool:
+        early = self._frees and self.group.size > 1 and self.options.overlap is not False
+        return early or super()._launches_early()
+
+    def _reduction_of(self, plan: Plan) -> PieceReduction | None:
+        self._states.divide_by([slot.bucket.indices for slot in plan.slots])
+        self._reductions = []
+        if self._keeps_until_step:
+            return super()._reduction_of(plan)
+        self._joined = self._join([slot.bucket for slot in plan.slots])
+        self._reductions = [self._shard_reduction(slot.bucket) for slot in plan.slots]
+        return None
+
+    def _shard_reduction(self, bucket: Bucket) -> ShardReduction:
+        return ShardReduction(
+            bucket,
+            self.params[bucket.indices[0]].dtype,
+            self._parameters.ranges,
+            self._parameters.owners,
+            self.options.element_op,
+            self._launcher.undo_predivision,
+            self._scratch,
+            in_place=not self._frees,
+        )
+
+    def _join(self, buckets: Sequence[Bucket]) -> list[tuple[int, ...]]:
+        return join_buckets([self._nbytes(bucket) for bucket in buckets], self.options.bucket_cap_bytes)
+
+    def _nbytes(self, bucket: Bucket) -> int:
+        return bucket.numel * self.params[bucket.indices[0]].element_size()
+
+    def _make_slots(self, buckets: Sequence[Bucket]) -> list[BucketSlot]:
+        if self._keeps_until_step:
+            return super()._make_slots(buckets)
+        if not self._frees:
+            return [plain_slot(bucket, [self.params[i] for i in bucket.indices]) for bucket in buckets]
+        return self._slots_in_turn(buckets)
+
+    def _slots_in_turn(self, buckets: Sequence[Bucket]) -> list[BucketSlot]:
+        """Return buckets that are filled one after the other, in the same memory."""
+        slots: list[BucketSlot] = []
+        in_flight = 2 if self._overlaps() else 1
+        joined = self._join(buckets)
+        sizes = [[self._room_bytes(buckets[place]) for place in places] for places in joined]
+        memory = [torch.empty(max(map(sum, sizes), default=0), dtype=torch.uint8) for _ in range(in_flight)]
+        for number, (places, rooms) in enumerate(zip(joined, sizes, strict=True)):
+            at = 0
+            for place, room in zip(places, rooms, strict=True):
+                bucket = buckets[place]
+                params = [self.params[i] for i in bucket.indices]
+                flat = memory[number % in_flight][at : at + room].view(params[0].dtype)[: bucket.numel]
+                slots.append(plain_slot(bucket, params, flat))
+                at += room
+        return slots
+
+    def _room_bytes(self, bucket: Bucket) -> int:
+        """Return the bytes that a bucket takes of the memory for buckets: 0 for what travels by itself."""
+        if is_alone(bucket, [self.params[i] for i in bucket.indices]):
+            return 0
+        return -(-self._nbytes(bucket) // ALIGN_BYTES) * ALIGN_BYTES
+
+    # -- a reduction --------------------------------------------------------------------------------
+
+    def _launch_complete(self, in_flight: InFlightReduction) -> None:
+        if not self._reductions:
+            super()._launch_complete(in_flight)
+            return
+        for places in self._joined if in_flight.in_background else ():
+            if places[0] in in_flight.launched:
+                continue
+            if not in_flight.are_complete(places):
+                return
+            self._launch(in_flight, places)
+
+    def _launch_rest(self, in_flight: InFlightReduction) -> None:
+        if not self._reductions:
+            super()._launch_rest(in_flight)
+            return
+        self.is_deferred = self._is_in_pieces = False
+        for places in self._joined:
+            if places[0] not in in_flight.launched:
+                self._launch(in_flight, places)
+
+    def _launch(self, in_flight: InFlightReduction, places: tuple[int, ...]) -> None:
+        """Send buckets to their owners; at most one more is under way then, if gradients are freed."""
+        in_background = in_flight.in_background and self._overlaps()
+        if self._frees:
+            self._free(in_flight, leave=1 if in_background else 0)
+        self._launcher.launch_together(
+            in_flight, places, lambda kinds: self._scatter(in_flight, places, kinds), async_op=in_background
+        )
+        self._unfreed.append(places)
+        if self._frees and not in_background:
+            self._free(in_flight)
+
+    def _scatter(self, in_flight: InFlightReduction, places: Sequence[int], kinds: bytes) -> bool:
+        """Bring buckets to their owners; return False where a gradient is sparse. Inside the queue."""
+        if any(kind & SPARSE for kind in kinds):
+            return False
+        indices = [index for place in places for index in in_flight.slots[place].bucket.indices]
+        for index, kind in zip(indices, kinds, strict=True):
+            self._exists[index] = bool(kind & DENSE)
+        for place in places:
+            self._reductions[place].run(in_flight.slots[place].storage.flat)
+            self._scattered.add(place)
+        return True
+
+    def _free(self, in_flight: InFlightReduction, leave: int = 0) -> None:
+        """Let go of gradients that have been brought to their owners, all but those launched last."""
+        while len(self._unfreed) > leave:
+            places = self._unfreed.pop(0)
+            if (work := in_flight.launched[places[0]]) is not None:
+                work.wait()
+            for place in self._scattered.intersection(places):
+                self._release_slot(in_flight.slots[place])
+                for param in self._launcher.params_of(in_flight.slots[place]):
+                    param.grad = None
+            in_flight.forget(self._scattered.intersection(places))
+
+    def _release_slot(self, slot: BucketSlot) -> None:
+        if isinstance(slot.storage, UnbucketedGradient):
+            slot.storage.release()
+
+    # -- when all have arrived ----------------------------------------------------------------------
+
+    def _unload(self, in_flight: InFlightReduction) -> list[int] | None:
+        if not self._reductions:
+            return super()._unload(in_flight)
+        assert in_flight.plan is not None
+        nonfinite = GradientReducer._unload(self, in_flight)
+        if self._plan is None:  # a gradient is sparse that was not before
+            self._bring_back(in_flight.plan)
+            self._states.keep_whole(self._known_sparse)
+        scattered = {i for place in self._scattered for i in in_flight.slots[place].bucket.indices}
+        self._take_what_all_have([i for i in range(len(self.params)) if i not in scattered])
+        for piece in self._parameters.pieces:
+            if piece.members[0].param in scattered:
+                piece.grad = self._shard_of(piece) if self._exists[piece.members[0].param] else None
+        self._stand_in()
+        self._unfreed.clear()
+        return nonfinite
+
+    def _unload_slot(self, place: int, slot: BucketSlot, exists: Sequence[bool]) -> None:
+        if place not in self._scattered:
+            super()._unload_slot(place, slot, exists)
+
+    def _shard_of(self, piece: Piece) -> Tensor:
+        """Return the gradient of a piece, from the shards of the buckets that its members are in."""
+        parts = [self._reduction_with(m.param).part(m) for m in piece.members]
+        if len(parts) == 1:
+            return parts[0]
+        room = torch.zeros(piece.tensor.numel(), dtype=piece.dtype)
+        for member, part in zip(piece.members, parts, strict=True):
+            room[member.at : member.at + member.numel] = part
+        return room
+
+    def _reduction_with(self, param: int) -> ShardReduction:
+        return next(reduction for reduction in self._reductions if reduction.covers(param))
+
+    def _bring_back(self, plan: Plan) -> None:
+        """Give every rank the whole gradients of which it has shards: they are about to be divided anew."""
+        for place in sorted(self._scattered):
+            slot, reduction = plan.slots[place], self._reductions[place]
+            params = self._launcher.params_of(slot)
+            flat = torch.zeros(slot.bucket.numel, dtype=params[0].dtype)
+            reduction.put_back(flat)
+            self._exchange(reduction.everyones(flat))
+            for index, offset in zip(slot.bucket.indices, slot.bucket.offsets, strict=True):
+                view = window(flat, offset, self._parameters.layouts[index])
+                self.params[index].grad = view if self._exists[index] else None
+            self._release_slot(slot)
+        self._scattered.clear()
+
+    def _exchange(self, rooms: Sequence[Sequence[Tensor]]) -> None:
+        owners = self._parameters.owners
+        self.group.queue.run(
+            Operation("gradients", extra="shards of a bucket"), lambda: owners.exchange(rooms)
+        )
+
+    def release(self) -> None:
+        """See `ShardedReducer`."""
+        super().release()
+        self._exists = [False] * len(self.params)
+        self._scattered.clear()
+        self._unfreed.clear()
+        for reduction in self._reductions:
+            reduction.release()

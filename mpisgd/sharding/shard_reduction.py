@@ -1,0 +1,231 @@
+"""`ShardReduction`: brings what all ranks have of one bucket, combined, to the ranks that own its parts.
+
+A reduce-scatter with parts of any size. On a host every rank adds up what its ranks have for one owner there,
+and for the owners elsewhere of which it is the counterpart; these get it in a message. With two hosts of two
+ranks, and a bucket of the parts a b c d:
+
+    rank 0, owns a   a0+a1, c0+c1   sends c0+c1 to 2 | gets a2+a3 | a
+    rank 1, owns b   b0+b1, d0+d1   sends d0+d1 to 3 | gets b2+b3 | b
+    rank 2, owns c   c2+c3, a2+a3   sends a2+a3 to 0 | gets c0+c1 | c
+    rank 3, owns d   d2+d3, b2+b3   sends b2+b3 to 1 | gets d0+d1 | d
+
+On one host an owner adds in rank order; between hosts it adds the sums of the hosts in their order.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpisgd.dtypes import ReduceOp
+from mpisgd.gradients.bucketing import ALIGN_BYTES, Bucket
+from mpisgd.sharding.division import Member, PieceRange
+from mpisgd.sharding.owners import Owners
+from mpisgd.transport.internode.arithmetic import Arithmetic, prepare
+from mpisgd.transport.shm.reduction import reduce_to_owners, slot_bytes
+from mpisgd.transport.torch_reduction import combine_in_rank_order
+
+__all__ = ["Scratch", "ShardReduction"]
+
+
+class _Span(NamedTuple):
+    """Consecutive elements of a bucket with one owner, and where they are in its shard."""
+
+    start: int
+    numel: int
+    at: int
+
+
+class _Chunk(NamedTuple):
+    """What this rank adds up at once: a part of a bucket, and where it is in the shard of its owner."""
+
+    owner: int
+    start: int
+    numel: int
+    at: int
+
+
+class Scratch:
+    """Memory for partial sums, used again by every bucket: the queue runs one operation at a time."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def rooms(self, sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+        """Return uninitialized tensors of so many elements; those of the last call are gone."""
+        total = sum(sizes) * dtype.itemsize
+        if self._memory.numel() < total:
+            self._memory = torch.empty(total, dtype=torch.uint8)
+        return list(torch.split(self._memory[:total].view(dtype), list(sizes)))
+
+
+class ShardReduction:
+    """Combines one bucket again in every step. Each rank keeps its shard: the parts that it owns.
+
+    Args:
+        bucket: what travels.
+        dtype: of it.
+        ranges: what each owner has of all parameters.
+        owners: the ranks.
+        op: AVG or SUM.
+        finish: what is done to each combined part.
+        scratch: for partial sums.
+        in_place: whether the shard may lie in the bucket.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        dtype: torch.dtype,
+        ranges: Sequence[Sequence[PieceRange]],
+        owners: Owners,
+        op: ReduceOp,
+        finish: Callable[[Tensor], None],
+        scratch: Scratch,
+        *,
+        in_place: bool,
+    ) -> None:
+        self._offsets = dict(zip(bucket.indices, bucket.offsets, strict=True))
+        self._dtype, self._owners, self._op, self._finish = dtype, owners, op, finish
+        self._scratch = scratch
+        self._spans = [self._spans_of(of_one) for of_one in ranges]
+        self._numel = sum(span.numel for span in self._spans[owners.rank])
+        self._in_place = in_place and len(self._spans[owners.rank]) == 1
+        self._shard: Tensor | None = None
+        size, alone = owners.group.size, max(map(len, owners.nodes)) == 1
+        probe = torch.empty(0, dtype=dtype)
+        self._arithmetic: Arithmetic = prepare(probe, op, size, alone=alone)[1]
+        step = slot_bytes(max(map(len, owners.nodes))) // self._arithmetic.partial.itemsize
+        self._chunks = [self._chunks_of(speaks_for, step) for speaks_for in owners.represented]
+
+    def _spans_of(self, ranges: Sequence[PieceRange]) -> list[_Span]:
+        """Return where the parts of an owner are in the bucket, neighbours with their padding as one."""
+        padding = ALIGN_BYTES // self._dtype.itemsize
+        members = [m for range_ in ranges for m in range_.members if m.param in self._offsets and m.numel]
+        spans: list[_Span] = []
+        for start, numel in sorted((self._offsets[m.param] + m.first, m.numel) for m in members):
+            last = spans[-1] if spans else None
+            if last is not None and start - (last.start + last.numel) < padding:
+                spans[-1] = last._replace(numel=start + numel - last.start)
+            else:
+                spans.append(_Span(start, numel, 0 if last is None else last.at + last.numel))
+        return spans
+
+    def _chunks_of(self, owners: Sequence[int], step: int) -> list[_Chunk]:
+        return [
+            _Chunk(owner, span.start + at, min(step, span.numel - at), span.at + at)
+            for owner in owners
+            for span in self._spans[owner]
+            for at in range(0, span.numel, step)
+        ]
+
+    # -- inside the queue ---------------------------------------------------------------------------
+
+    def run(self, flat: Tensor) -> None:
+        """Combine everyone's `flat`, which is not read any more afterwards, unless the shard lies there.
+
+        Cost: with n owners on h hosts of equal size, a rank sends (h - 1) n-th parts of the bucket, and adds
+            up as many and one on its host; a barrier for each part that fits in the staging memory.
+        """
+        shard = self._room(flat)
+        if len(self._owners.nodes) == 1:
+            self._combine_here(flat, shard)
+        else:
+            self._combine_between_hosts(flat, shard)
+        if shard.numel():
+            self._finish(shard)
+
+    def _room(self, flat: Tensor) -> Tensor:
+        if self._in_place:
+            (span,) = self._spans[self._owners.rank]
+            self._shard = flat[span.start : span.start + span.numel]
+        elif self._shard is None:
+            self._shard = torch.empty(self._numel, dtype=self._dtype)
+        return self._shard
+
+    def _combine_here(self, flat: Tensor, shard: Tensor) -> None:
+        def combine(k: int, everyones: Sequence[Tensor]) -> None:
+            chunk = mine[k]
+            combine_in_rank_order(everyones, self._op, out=shard[chunk.at : chunk.at + chunk.numel])
+
+        mine = self._mine
+        self._add_up(flat, combine, in_place=self._in_place)
+
+    @property
+    def _mine(self) -> list[_Chunk]:
+        return self._chunks[self._owners.here.index(self._owners.rank)]
+
+    def _own_chunks(self, flat: Tensor) -> list[Tensor]:
+        return [flat[chunk.start : chunk.start + chunk.numel] for chunk in self._mine]
+
+    def _add_up(
+        self, flat: Tensor, combine: Callable[[int, Sequence[Tensor]], None], *, in_place: bool
+    ) -> None:
+        """Call `combine` for each chunk of this rank with what the ranks of this host have."""
+        own, memory = self._own_chunks(flat), self._owners.memory
+        if memory is None or len(self._owners.here) == 1:
+            for k, chunk in enumerate(own):
+                combine(k, [chunk])
+            return
+        itemsize, address = flat.element_size(), flat.data_ptr()
+        ranges = [[(address + c.start * itemsize, c.numel * itemsize) for c in one] for one in self._chunks]
+        memory.run_steps(reduce_to_owners(memory, ranges, own, combine, in_place=in_place))
+
+    def _combine_between_hosts(self, flat: Tensor, shard: Tensor) -> None:
+        owners, arithmetic, mine = self._owners, self._arithmetic, self._mine
+        as_it_lies = len(owners.here) == 1 and arithmetic.partial == self._dtype
+        sizes = [] if as_it_lies else [chunk.numel for chunk in mine]
+        arriving = [self._numel] * (len(owners.nodes) - 1)
+        rooms = self._scratch.rooms([*sizes, *arriving], arithmetic.partial)
+        partials, arrivals = rooms[: len(sizes)], rooms[len(sizes) :]
+        if as_it_lies:
+            partials = self._own_chunks(flat)
+        else:
+            self._add_up(flat, lambda k, parts: arithmetic.on_host(parts, partials[k]), in_place=False)
+        sends = [(c.owner, p) for c, p in zip(mine, partials, strict=True) if c.owner != owners.rank]
+        hosts = [host for host in range(len(owners.nodes)) if host != owners.host]
+        receives = [
+            (owners.counterpart(owners.rank, host), arrived[c.at : c.at + c.numel])
+            for host, arrived in zip(hosts, arrivals, strict=True)
+            for c in mine
+            if c.owner == owners.rank
+        ]
+        owners.transfer(sends, receives)
+        for chunk, partial in zip(mine, partials, strict=True):
+            if chunk.owner == owners.rank:
+                stop = chunk.at + chunk.numel
+                everyones = [arrived[chunk.at : stop] for arrived in arrivals]
+                everyones.insert(owners.host, partial)
+                arithmetic.across(everyones, shard[chunk.at : stop])
+
+    # -- what came out ------------------------------------------------------------------------------
+
+    def covers(self, param: int) -> bool:
+        """Return whether a parameter is in the bucket."""
+        return param in self._offsets
+
+    def part(self, member: Member) -> Tensor:
+        """Return the combined gradient of a part that this rank owns, [member.numel]; after `run`."""
+        assert self._shard is not None
+        if not member.numel:
+            return self._shard[:0]
+        start = self._offsets[member.param] + member.first
+        span = next(s for s in self._spans[self._owners.rank] if s.start <= start < s.start + s.numel)
+        at = span.at + start - span.start
+        return self._shard[at : at + member.numel]
+
+    def release(self) -> None:
+        """Forget a shard that lies in the bucket."""
+        if self._in_place:
+            self._shard = None
+
+    def everyones(self, flat: Tensor) -> list[list[Tensor]]:
+        """Return where the shard of each owner is in a bucket, for `Owners.exchange`."""
+        return [[flat[s.start : s.start + s.numel] for s in of_one] for of_one in self._spans]
+
+    def put_back(self, flat: Tensor) -> None:
+        """Copy this rank's shard to its place in a bucket."""
+        assert self._shard is not None
+        for span in self._spans[self._owners.rank]:
+            flat[span.start : span.start + span.numel] = self._shard[span.at : span.at + span.numel]

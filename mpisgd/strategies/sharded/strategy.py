@@ -1,0 +1,84 @@
+"""`Sharded`: all ranks divide the optimizer's work and state among them, and with stage 2 the gradients, too.
+
+    backward   reduce-scatter   each rank gets its shard of every bucket, averaged
+    step                        each rank updates its shard of the parameters, with its shard of the state
+    after it   all-gather       everyone gets everyone's parameters
+
+N ranks compute what one process computes on the joined batch, as with `Synchronous`, and send as many bytes.
+
+Source: Rajbhandari, Rasley, Ruwase and He, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+Models", 2020. There, stage 1 is P_os, and stage 2 is P_os+g.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from mpisgd.arguments import check_flag, shown
+from mpisgd.errors import InvalidArgument
+from mpisgd.sharding.replicated_parameters import check_divisible
+from mpisgd.sharding.shared_parameters import check_shareable
+from mpisgd.strategies.sharded.synchronizer import ShardedSynchronizer
+from mpisgd.strategies.strategy import Strategy, Synchronizer
+from mpisgd.strategies.training import Training
+
+__all__ = ["Sharded"]
+
+
+@dataclass(frozen=True)
+class Sharded(Strategy):
+    """All ranks have the same parameters; each has and updates one shard of the optimizer's state.
+
+    For a model of P parameters, n ranks, K bytes of optimizer state per parameter and gradients as large as
+    parameters, each rank keeps for the optimizer K P / n bytes, and the gradients of P / n parameters with
+    stage 2. With `share_parameters=True` a host has one copy of the parameters, too.
+
+    Attributes:
+        stage: 1: optimizer state is divided; 2: gradients are, too: those of a bucket are freed when all of
+            them are complete and have been reduced. Accumulate inside `no_sync()`, which keeps whole ones.
+        overlap_forward: whether parameters are sent while the next forward computes, first layers first. Each
+            module waits for its own; other code must call `optimizer.synchronizer.wait()` before it reads
+            parameters after a step. Pays where the network is slow.
+        master_dtype: the precision in which the optimizer updates parameters of less precision, such as
+            torch.float32 for a model in torch.bfloat16: each rank keeps such a copy of its shard. None: that
+            of the parameters.
+
+    Source: ZeRO, Rajbhandari and others 2020.
+    """
+
+    stage: int = 1
+    overlap_forward: bool = False
+    master_dtype: torch.dtype | None = None
+
+    excludes: ClassVar[frozenset[str]] = frozenset({"named_buffers", "compression"})
+
+    def __post_init__(self) -> None:
+        """Raise InvalidArgument where a field makes no sense."""
+        if self.stage not in (1, 2) or isinstance(self.stage, bool):
+            raise InvalidArgument(
+                f"Sharded: stage={shown(self.stage)}; expected 1 (optimizer state) or 2 (gradients, too)"
+            )
+        check_flag("Sharded", "overlap_forward", self.overlap_forward)
+        dtype = self.master_dtype
+        if dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
+            raise InvalidArgument(f"Sharded: master_dtype={shown(dtype)}; expected such as torch.float32")
+
+    def check(self, training: Training) -> None:
+        """Raise where parameters cannot be divided, or updated apart."""
+        super().check(training)
+        if isinstance(training.optimizer, torch.optim.LBFGS):
+            raise InvalidArgument(
+                "Sharded: LBFGS computes its direction from all gradients together, and each rank has those "
+                "of its own parameters only"
+            )
+        (check_shareable if training.share_parameters else check_divisible)(training.named)
+
+    def synchronizer(self, training: Training) -> Synchronizer:
+        """Return what brings gradients to their owners, and parameters to everyone."""
+        return ShardedSynchronizer(
+            training,
+            stage=self.stage,
+            master_dtype=self.master_dtype,
+            overlap_forward=self.overlap_forward,
+        )
