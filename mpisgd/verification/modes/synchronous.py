@@ -167,6 +167,8 @@ SYNCHRONOUS = (
     _mode("shared parameters", native(sgd, share_parameters=True)),
     _mode("shared parameters, AdamW", native(adam, share_parameters=True), adam, quick=False),
     _mode('ParameterServer("sync")', native(sgd, strategy=mpisgd.ParameterServer("sync")), quick=False),
+    _mode("Sharded(stage=1)", native(sgd, strategy=mpisgd.Sharded(1))),
+    _mode("Sharded(stage=2), AdamW", native(adam, strategy=mpisgd.Sharded(2)), adam),
     _mode("saved and resumed", resumed, adam),
     _mode("one rank fewer from the middle on", fewer_ranks, sizes=(2, 2**31)),
     _mode("mpisgd.horovod", horovod),
