@@ -128,7 +128,7 @@ def build_training(whole: GPT, settings: Settings, layout: Layout, num_micro_bat
 
 
 def drop_layers(model: GPT, settings: Settings) -> ProgressiveLayerDropping | None:
-    """Let training steps pass over layers as --layer-dropping says, the same ones in every layout. Collective."""
+    """Let steps pass over layers as --layer-dropping says, the same ones in every layout. Collective."""
     if settings.layer_dropping is None:
         return None
     try:

@@ -36,12 +36,14 @@ class LayoutCost:
     Attributes:
         sent_bytes: what a rank sends, by ring algorithms: 2 (n - 1) / n of what n ranks all-reduce, (n - 1)
             / n of what they gather or scatter.
+        num_collectives: how many calls that takes.
         parameter_bytes: of the rank's parts of the parameters.
         activation_bytes: what autograd keeps for backward.
         operations: multiplications and additions of matrices.
     """
 
     sent_bytes: int
+    num_collectives: int
     parameter_bytes: int
     activation_bytes: int
     operations: int
@@ -79,7 +81,7 @@ def count_cost(
                 total = output.sum() if loss is None else loss(output)
             total.backward()
     parts = sum(local_part(param).nbytes for param in twin.parameters())
-    return LayoutCost(counter.sent_bytes, parts, kept.nbytes, counter.operations)
+    return LayoutCost(counter.sent_bytes, counter.num_collectives, parts, kept.nbytes, counter.operations)
 
 
 def _without_numbers(model: nn.Module, device_type: str) -> nn.Module:
@@ -127,7 +129,7 @@ class _Counter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.operations = 0
+        self.operations = self.num_collectives = 0
         self._sent = 0.0
 
     @property
@@ -140,6 +142,7 @@ class _Counter(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func.namespace in ("_c10d_functional", "_c10d_functional_autograd"):
             self._sent += _sent_bytes(func._opname, args, out)
+            self.num_collectives += func._opname != "wait_tensor"
         elif func._overloadpacket in flop_registry:
             self.operations += flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=out)
         return out
