@@ -82,9 +82,8 @@ def test_all_legal_layouts_equal_one_process(mesh):
         pytest.skip("four ranks")
     layouts = legal(mesh)
     apart = [check(layout) for layout in layouts]
-    print(
-        f"{len(layouts)} layouts of {mesh}, at most {max(referee().allgather(max(apart))):.1e} from one process"
-    )
+    furthest = max(referee().allgather(max(apart)))
+    print(f"{len(layouts)} layouts of {mesh}, at most {furthest:.1e} from one process")
     # Of an axis' dimensions: one of batch, length and model, or some of heads, hidden and vocab.
     everyone(
         len(layouts) == (3 * 2 // 2 + 3 * 8 + (3**3 + 1) // 2 if mesh != "a:4" else 3 + 8), f"{len(layouts)}"

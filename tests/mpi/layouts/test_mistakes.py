@@ -1,4 +1,4 @@
-"""Layouts that are not legal, or not the same on all ranks, are refused on every rank before anything is sent."""
+"""Layouts that are not legal, or not the same on all ranks, are refused on every rank."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -146,7 +147,7 @@ def test_structures_keywords_scalars_and_what_is_no_tensor():
     scale.grad = None
     parts = [min(r, 6 % mpisgd.size()) + r * (6 // mpisgd.size()) for r in range(mpisgd.size() + 1)]
     expected = module(**arguments)["rows"][0]
-    means = torch.stack([expected[a:b].mean() for a, b in zip(parts, parts[1:], strict=False)])
+    means = torch.stack([expected[a:b].mean() for a, b in itertools.pairwise(parts)])
     (expected.square().sum() + means.sum()).backward()
     everyone(close(found, [*grads(module), scale.grad, expected]))
     everyone(

@@ -1,4 +1,4 @@
-"""Progressive layer dropping: the paper's probabilities, choices by seed and step, and the scaled branches."""
+"""Progressive layer dropping: the paper's probabilities, choices by seed and step, scaled branches."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_with_one_branch_both_ways_are_one():
 
 
 def test_the_branches_count_the_same_on_average():
-    """The mean over many steps of a layer's output is its output without dropping, as long as it is linear."""
+    """The mean over many steps of what a layer adds is what it adds without dropping."""
     block = OneBranch().double()
     plain = copy.deepcopy(block)
     dropping = ProgressiveLayerDropping(0.5, 100.0, seed=1)
@@ -151,9 +151,8 @@ def test_the_branches_count_the_same_on_average():
             total += block(states())
             dropping.step()
         change = plain(states()) - states()
-    assert float((total / num - states() - change).abs().max()) < 4 * float(change.abs().max()) / math.sqrt(
-        num
-    )
+    apart = float((total / num - states() - change).abs().max())
+    assert apart < 4 * float(change.abs().max()) / math.sqrt(num)
 
 
 def test_evaluation_uses_all_layers_and_names_stay():
