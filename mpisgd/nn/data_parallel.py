@@ -12,7 +12,7 @@ from mpisgd.core.group import Group
 from mpisgd.errors import InvalidArgument
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.nn.batch_outline import BatchOutline, TensorOutline, agree_on_batch
-from mpisgd.nn.data_parallel_functions import Enter, Leave, new_token
+from mpisgd.nn.data_parallel_functions import CopyAndScatter, GatherOutputs, new_token
 from mpisgd.nn.outcomes import gather_outcomes
 from mpisgd.nn.output_rows import join_outputs
 from mpisgd.nn.row_exchange import RowExchange
@@ -123,7 +123,7 @@ class DataParallel(nn.Module):
             *(False for _ in buffers),
             *(batch.tensors[place].wants_grad for place in order),
         ]
-        token, *entered = Enter.apply(
+        token, *entered = CopyAndScatter.apply(
             self._exchange, batch.counts, wanted, len(copied), new_token(), *copied, *divided
         )
         mine = dict(zip(order, entered[len(params) + len(buffers) :], strict=True))
@@ -150,7 +150,7 @@ class DataParallel(nn.Module):
         if not rows:
             return outputs if self._exchange.is_root else token
         vectors = [tensor if tensor.dim() else tensor.unsqueeze(0) for tensor in tensors]
-        left = Leave.apply(self._exchange, rows, self._device(), token, *vectors)
+        left = GatherOutputs.apply(self._exchange, rows, self._device(), token, *vectors)
         if not self._exchange.is_root:
             return left
         wholes = iter(left)

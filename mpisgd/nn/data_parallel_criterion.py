@@ -93,7 +93,8 @@ class DataParallelCriterion(nn.Module):
         everyone = gather_outcomes(exchange.group, mine, problem)
         share, dtype = _share(everyone, exchange)
         token = new_token() if works else outputs
-        total: Tensor = MeanLoss.apply(exchange, share if self.is_mean else 1.0, dtype, token, loss)
+        with torch.set_grad_enabled(batch.records_graph):
+            total: Tensor = MeanLoss.apply(exchange, share if self.is_mean else 1.0, dtype, token, loss)
         return total
 
     def _divide(self, batch: BatchOutline, given: Any, device: torch.device) -> list[Tensor]:

@@ -1,6 +1,6 @@
 """Where the graph of a data-parallel call goes from one rank to all and back, as autograd nodes.
 
-                  Enter                        module                       Leave
+                  Enter                        module                       GatherOutputs
     root     parameters, batch  ---copies--->  own rows  ---> outputs  ---all rows--->  outputs
     others   token              ---and rows--> own rows  ---> outputs  -------------->  token
 
@@ -23,7 +23,7 @@ from mpisgd.dtypes import ReduceOp
 from mpisgd.nn.output_rows import OutputRows
 from mpisgd.nn.row_exchange import RowExchange
 
-__all__ = ["Enter", "Leave", "MeanLoss", "new_token"]
+__all__ = ["CopyAndScatter", "GatherOutputs", "MeanLoss", "new_token"]
 
 
 def new_token() -> Tensor:
@@ -31,7 +31,7 @@ def new_token() -> Tensor:
     return torch.zeros((), requires_grad=True)
 
 
-class Enter(torch.autograd.Function):
+class CopyAndScatter(torch.autograd.Function):
     """From the root's parameters and batch to each rank's copies and rows.
 
     Outputs: the token, a copy of each copied tensor, this rank's rows of each divided one.
@@ -78,7 +78,7 @@ def _like(tensor: Tensor) -> Tensor:
     return tensor.detach().new_empty(()).expand(tensor.shape)
 
 
-class Leave(torch.autograd.Function):
+class GatherOutputs(torch.autograd.Function):
     """From each rank's outputs to the root. Outputs: all rows of each on the root, the token elsewhere."""
 
     @staticmethod

@@ -14,6 +14,7 @@ the layer:
 so that a branch counts the same on average, and nothing is scaled in evaluation.
 """
 
+import functools
 import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -107,13 +108,8 @@ class ProgressiveLayerDropping:
             num_layers: of the stack.
             stack: counts the lists that were wrapped; each draws by itself.
         """
-        key = f"{self.seed}, {self.num_steps}, {stack}"
-        seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
-        draws = torch.rand(num_layers, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-        return [
-            draw < self.keep_probability(place, num_layers)
-            for place, draw in enumerate(draws.tolist(), start=1)
-        ]
+        draws = _draws(num_layers, self.seed, self.num_steps, stack)
+        return [draw < self.keep_probability(place, num_layers) for place, draw in enumerate(draws, start=1)]
 
     def wrap(self, blocks: Iterable[nn.Module], branches: Sequence[str] = ()) -> None:
         """Let each of `blocks`, the residual layers from the first to the last, be dropped in training.
@@ -165,6 +161,16 @@ def _check_block(block: Any, branches: Sequence[str]) -> None:
             block.get_submodule(name)
         except AttributeError as exc:
             raise InvalidArgument(f"{NAME}: a {type(block).__name__} has no branch {name!r}") from exc
+
+
+@functools.lru_cache(maxsize=16)  # every layer asks
+def _draws(num_layers: int, seed: int, step: int, stack: int) -> list[float]:
+    """Return a number from 0 to 1 for each layer, which depends on nothing else."""
+    key = f"{seed}, {step}, {stack}".encode()
+    generator = torch.Generator().manual_seed(
+        int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
+    )
+    return torch.rand(num_layers, generator=generator, dtype=torch.float64).tolist()
 
 
 class _Gate:

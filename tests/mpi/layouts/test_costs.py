@@ -31,6 +31,7 @@ class Pair(nn.Module):
 PAIR = {
     "up.weight": ("hidden", "model"),
     "down.weight": ("model", "hidden"),
+    "up": ("batch", "hidden"),
     "down": ("batch", "model"),
 }
 EXAMPLE = [torch.zeros(ROWS, WIDTH)]
@@ -91,15 +92,17 @@ def test_counts_are_those_of_a_real_step(rules):
 
 
 def test_auto_layout_divides_the_batch_where_rows_are_many_and_weights_where_they_do_not_fit():
-    mesh, options = {"a": mpisgd.size()}, {"inputs": ("batch", "model")}
+    mesh = {"a": mpisgd.size()}
+    options = {"inputs": ("batch", "model"), "operations_per_byte": 10}
     many = [torch.zeros(100 * ROWS * HIDDEN, WIDTH, device="meta")]
     chosen = mpisgd.auto_layout(Pair(), PAIR, mesh, many, **options)
     everyone(chosen.rules_text == "batch:a", f"{chosen}")
     few = mpisgd.auto_layout(Pair(), PAIR, mesh, EXAMPLE, **options)
     everyone(few.rules_text == "hidden:a", f"{few}")
-    limit = WEIGHTS  # too little for gradients and Adam's state of whole weights
-    fits = mpisgd.auto_layout(Pair(), PAIR, mesh, EXAMPLE, memory_bytes=4 * WEIGHTS - 1, **options)
+    fits = mpisgd.auto_layout(
+        Pair(), PAIR, mesh, EXAMPLE, memory_bytes=4 * WEIGHTS, **options
+    )  # less than Adam takes
     everyone(fits.rules_text == "hidden:a", f"{fits}")
     with raises_everywhere(mpisgd.InvalidArgument) as caught:
-        mpisgd.auto_layout(Pair(), PAIR, mesh, EXAMPLE, memory_bytes=limit // 100, **options)
+        mpisgd.auto_layout(Pair(), PAIR, mesh, EXAMPLE, memory_bytes=WEIGHTS // 100, **options)
     everyone("fits into memory_bytes" in caught.text, caught.text)
