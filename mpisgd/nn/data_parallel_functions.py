@@ -1,6 +1,6 @@
 """Where the graph of a data-parallel call goes from one rank to all and back, as autograd nodes.
 
-                  Enter                        module                       GatherOutputs
+               CopyAndScatter                  module                    GatherOutputs
     root     parameters, batch  ---copies--->  own rows  ---> outputs  ---all rows--->  outputs
     others   token              ---and rows--> own rows  ---> outputs  -------------->  token
 
