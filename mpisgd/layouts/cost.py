@@ -8,6 +8,7 @@ it is dispatched.
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -125,27 +126,45 @@ def _storage(tensor: Tensor) -> int:
 
 
 class _Counter(TorchDispatchMode):
-    """Counts what is dispatched on parts of tensors: collectives, and operations on matrices."""
+    """Counts what is dispatched: the collectives of this rank, and its share of products of matrices."""
 
     def __init__(self) -> None:
         super().__init__()
         self.operations = self.num_collectives = 0
         self._sent = 0.0
+        self._inside = False  # an operation on DTensors
 
     @property
     def sent_bytes(self) -> int:
         return round(self._sent)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor comes back with the parts
-        out = func(*args, **(kwargs or {}))
+        kwargs, is_divided = kwargs or {}, any(issubclass(kind, DTensor) for kind in types)
+        if is_divided and self._inside:
+            return NotImplemented  # DTensor's turn
+        if is_divided:
+            self._inside = True
+            with self:  # sees the collectives, and what DTensor computes to find out about shapes
+                out = func(*args, **kwargs)
+            self._inside = False
+        else:
+            out = func(*args, **kwargs)
         if func.namespace in ("_c10d_functional", "_c10d_functional_autograd"):
             self._sent += _sent_bytes(func._opname, args, out)
             self.num_collectives += func._opname != "wait_tensor"
-        elif func._overloadpacket in flop_registry:
-            self.operations += flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=out)
+        elif func._overloadpacket in flop_registry and not self._inside:
+            operations = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
+            self.operations += operations // _num_parts(out)
         return out
+
+
+def _num_parts(out: Any) -> int:
+    """Return among how many ranks a product is divided: along axes where its result is a part or a summand."""
+    first = out[0] if isinstance(out, (tuple, list)) else out
+    if not isinstance(first, DTensor):
+        return 1
+    mesh = first.device_mesh
+    return prod(mesh.size(axis) for axis, where in enumerate(first.placements) if not where.is_replicate())
 
 
 def _sent_bytes(name: str, args: Sequence[Any], out: Any) -> float:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Placement, distribute_module, dist
 from torch.distributed.tensor.experimental import implicit_replication
 
 from mpisgd.errors import InvalidArgument
-from mpisgd.layouts.cpu_attention import register_attention
+from mpisgd.layouts.attention import LocalAttention
 from mpisgd.layouts.dimension_names import DimensionNames
 from mpisgd.layouts.placement import placements, shard
 from mpisgd.layouts.rules import LayoutRules
@@ -37,7 +37,6 @@ def distribute(
     """
     if any(isinstance(param, DTensor) for param in model.parameters()):
         raise InvalidArgument("layout: this model is distributed already")
-    register_attention()
     divided: dict[int, Tensor] = {}  # a tied parameter stays one
 
     def divide(prefix: str, module: nn.Module, mesh: DeviceMesh) -> None:
@@ -113,6 +112,7 @@ def _lay_out_inputs(model: nn.Module, rules: LayoutRules, names: DimensionNames,
                 arg = shard(rules, arg, dims, mesh)
             laid_out.append(arg)
         during.enter_context(implicit_replication())
+        during.enter_context(LocalAttention())
         return tuple(laid_out)
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:

@@ -46,15 +46,13 @@ class BatchOutline:
     """The arguments of a call on the root.
 
     Attributes:
-        structure: of tuples, lists and dictionaries.
-        leaves: what is in them: a `TensorOutline` for a tensor, anything else as it is.
+        arguments: tuples, lists and dictionaries with a `TensorOutline` in the place of each tensor.
         num_rows: of all divided tensors.
         counts: the rows of each rank.
         records_graph: whether the root is going to call backward.
     """
 
-    structure: Any
-    leaves: tuple[Any, ...]
+    arguments: Any
     num_rows: int
     counts: tuple[int, ...]
     records_graph: bool
@@ -62,13 +60,15 @@ class BatchOutline:
     @property
     def tensors(self) -> list[TensorOutline]:
         """The outlines of all tensors."""
-        return [leaf for leaf in self.leaves if isinstance(leaf, TensorOutline)]
+        leaves = pytree.tree_leaves(self.arguments)
+        return [leaf for leaf in leaves if isinstance(leaf, TensorOutline)]
 
     def rebuild(self, tensors: Sequence[Tensor]) -> Any:
         """Return the arguments with `tensors` in their places."""
         left = iter(tensors)
-        filled = [next(left) if isinstance(leaf, TensorOutline) else leaf for leaf in self.leaves]
-        return pytree.tree_unflatten(filled, self.structure)
+        return pytree.tree_map(
+            lambda leaf: next(left) if isinstance(leaf, TensorOutline) else leaf, self.arguments
+        )
 
 
 def outline_of(name: str, arguments: Any, exchange: RowExchange, records_graph: bool) -> BatchOutline:
@@ -97,7 +97,7 @@ def outline_of(name: str, arguments: Any, exchange: RowExchange, records_graph: 
         raise InvalidArgument(f"{name}: the batch has {problem}; dim={exchange.dim} counts rows")
     num_rows = next(iter(rows))
     counts = tuple(split_rows(num_rows, exchange.group.size, exchange.root))
-    return BatchOutline(structure, tuple(outlines), num_rows, counts, records_graph)
+    return BatchOutline(pytree.tree_unflatten(outlines, structure), num_rows, counts, records_graph)
 
 
 def agree_on_batch(name: str, arguments: Any, exchange: RowExchange, records_graph: bool) -> BatchOutline:

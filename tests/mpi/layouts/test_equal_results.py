@@ -117,6 +117,6 @@ def test_values_of_rank_0_count_and_the_loss_is_a_plain_tensor_on_demand():
     right = torch.nn.Parameter(weight)
     expected = ((x @ right.T + model.bias.full_tensor().detach()) ** 2).mean()
     expected.backward()
-    everyone(abs(float(loss - expected)) < 1e-10 * float(expected))
+    everyone(abs(loss.item() - expected.item()) < 1e-10 * expected.item())
     everyone(torch.allclose(model.weight.grad.full_tensor(), right.grad, rtol=1e-12))
     everyone(type(loss) is Tensor)
