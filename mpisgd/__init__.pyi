@@ -7,6 +7,7 @@ from mpisgd import compress as compress
 from mpisgd import data as data
 from mpisgd import elastic as elastic
 from mpisgd import gossip as gossip
+from mpisgd import nn as nn
 from mpisgd.collectives.all_gather import all_gather as all_gather
 from mpisgd.collectives.all_gather import all_gather_into_tensor as all_gather_into_tensor
 from mpisgd.collectives.all_reduce import all_reduce as all_reduce
@@ -75,6 +76,9 @@ from mpisgd.job.rank_info import node_rank as node_rank
 from mpisgd.job.rank_info import num_nodes as num_nodes
 from mpisgd.job.rank_info import rank as rank
 from mpisgd.job.rank_info import size as size
+from mpisgd.layouts.layout import MeshLayout as MeshLayout
+from mpisgd.layouts.layout import layout as layout
+from mpisgd.layouts.search import auto_layout as auto_layout
 from mpisgd.nn.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
 from mpisgd.optim.average import average_gradients as average_gradients
 from mpisgd.optim.average_parameters import average_parameters as average_parameters

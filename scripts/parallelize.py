@@ -25,13 +25,16 @@ from torch.nn.parallel import DistributedDataParallel
 __all__ = ["parallelize", "reduces_gradients"]
 
 
-def parallelize(model: GPT, layout: Layout, mesh: DeviceMesh) -> nn.Module:
-    """This rank's part of `model`; backward() averages its gradients over dp. Collective."""
+def parallelize(model: GPT, layout: Layout, mesh: DeviceMesh, *, drops_layers: bool = False) -> nn.Module:
+    """This rank's part of `model`; backward() averages its gradients over dp. Collective.
+
+    With `drops_layers` a step may pass over some of the layers.
+    """
     if layout.pp > 1:
         keep_stage(model, mesh.get_local_rank("pp"), layout.pp)
     if layout.tp > 1:
         split_layers(model, mesh["tp"])
-    return share(model, layout, mesh) if layout.dp > 1 else model
+    return share(model, layout, mesh, drops_layers) if layout.dp > 1 else model
 
 
 def keep_stage(model: GPT, stage: int, num_stages: int) -> None:
@@ -69,7 +72,7 @@ def split_layers(model: GPT, mesh: DeviceMesh) -> None:
         parallelize_module(block, mesh, plan)
 
 
-def share(model: GPT, layout: Layout, mesh: DeviceMesh) -> nn.Module:
+def share(model: GPT, layout: Layout, mesh: DeviceMesh, drops_layers: bool) -> nn.Module:
     """Data parallel: every rank has its own share of the batch.
 
     DDP without other axes: ZeRO-1 needs it, and it takes less time than `fully_shard`. But it does not know
@@ -78,7 +81,9 @@ def share(model: GPT, layout: Layout, mesh: DeviceMesh) -> nn.Module:
     only averages gradients.
     """
     if layout.zero != 3 and layout.tp == layout.pp == 1:
-        return DistributedDataParallel(model, process_group=mesh.get_group("replicate"))
+        return DistributedDataParallel(
+            model, process_group=mesh.get_group("replicate"), find_unused_parameters=drops_layers
+        )
     for module in (*model.blocks.values(), model):
         fully_shard(module, mesh=mesh["replicate", "shard"])
     return model

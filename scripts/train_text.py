@@ -38,6 +38,7 @@ from training_pass import Pipelined, Whole
 
 import mpisgd
 from mpisgd.cli.program import run_program
+from mpisgd.nn import ProgressiveLayerDropping
 
 BATCH_SIZE = 48  # divides by 1, 2, 3, 4, 6 and 8 ranks
 
@@ -70,6 +71,7 @@ class Settings:
     warmup_steps: int
     seed: int
     precision: Precision
+    layer_dropping: str | None = None
 
     @property
     def model_size(self) -> ModelSize:
@@ -101,6 +103,7 @@ class Training:
     batch_slice: slice
     step: int = 0
     history: list[Figures] = field(default_factory=list)
+    dropping: ProgressiveLayerDropping | None = None
 
 
 # --- training -----------------------------------------------------------------------------------------
@@ -109,7 +112,8 @@ class Training:
 def build_training(whole: GPT, settings: Settings, layout: Layout, num_micro_batches: int) -> Training:
     """This rank's part of the model and of every batch. Collective."""
     mesh = layout.mesh()  # (2) the ranks as a grid
-    model = parallelize(whole, layout, mesh)  # (3)
+    dropping = drop_layers(whole, settings)
+    model = parallelize(whole, layout, mesh, drops_layers=dropping is not None)  # (3)
     pipelined = layout.pp > 1
     model_pass = (
         Pipelined(model, num_micro_batches, mesh.get_group("pp"))
@@ -119,7 +123,21 @@ def build_training(whole: GPT, settings: Settings, layout: Layout, num_micro_bat
     share = settings.batch_size // layout.dp
     place = mesh.get_local_rank("replicate") + mesh.get_local_rank("shard")  # one of them is 0
     batch_slice = slice(place * share, (place + 1) * share)
-    return Training(model, model_pass, build_optimizer(settings, layout, model, mesh), batch_slice)
+    optimizer = build_optimizer(settings, layout, model, mesh)
+    return Training(model, model_pass, optimizer, batch_slice, dropping=dropping)
+
+
+def drop_layers(model: GPT, settings: Settings) -> ProgressiveLayerDropping | None:
+    """Let steps pass over layers as --layer-dropping says, the same ones in every layout. Collective."""
+    if settings.layer_dropping is None:
+        return None
+    try:
+        theta, gamma = map(float, settings.layer_dropping.split(","))
+        dropping = ProgressiveLayerDropping(theta, gamma, seed=settings.seed)
+    except ValueError as error:
+        raise mpisgd.JobError(f"--layer-dropping {settings.layer_dropping}: {error}") from error
+    dropping.wrap(model.blocks, branches=("attention", "feed_forward"))
+    return dropping
 
 
 def build_optimizer(
@@ -146,6 +164,8 @@ def train_step(training: Training, settings: Settings, sequences: Tensor) -> Ten
         loss = training.model_pass.backward(share[:, :-1], share[:, 1:])
     training.optimizer.step()
     training.step += 1
+    if training.dropping is not None:
+        training.dropping.step()
     return loss
 
 
@@ -187,6 +207,7 @@ TEMPERATURE = 0.8  # below 1: rather what is likely
 @torch.no_grad()
 def write_text(training: Training, settings: Settings, prompt: bytes, num_bytes: int) -> bytes:
     """What the model thinks comes after `prompt`, which is included. Collective: each byte takes all."""
+    training.model.eval()  # with all layers
     text = list(prompt)
     generator = torch.Generator().manual_seed(settings.seed)
     for _ in range(num_bytes):
@@ -239,6 +260,8 @@ def resume(folder: Path, training: Training, identity: dict[str, Any]) -> None:
     path, run = on_rank_0(lambda: read_run(folder, identity))
     read_state(path, training.model, training.optimizer)
     training.step = run["step"]
+    if training.dropping is not None:
+        training.dropping.load_state_dict({**training.dropping.state_dict(), "num_steps": training.step})
     training.history = [Figures(**figures) for figures in run["history"]]
 
 
@@ -313,12 +336,16 @@ def main(
     metrics: Annotated[
         Path | None, typer.Option(readable=False, help="File for one line of JSON per log line.")
     ] = None,
+    layer_dropping: Annotated[
+        str | None, typer.Option(metavar="THETA,GAMMA", help="Progressive layer dropping, such as 0.5,0.01.")
+    ] = None,
 ) -> None:
     """Train a GPT on text, on all ranks of the job (mpirun -np N ...), or alone."""
     mpisgd.init()
     layout = parse_layout(parallel, int(zero.value), mpisgd.size())
     num_micro_batches = accumulate or (2 * layout.pp if layout.pp > 1 else 1)
-    settings = Settings(layers, heads, dim, context, batch_size, lr, warmup_steps, seed, precision)
+    sizes = (layers, heads, dim, context, batch_size)
+    settings = Settings(*sizes, lr, warmup_steps, seed, precision, layer_dropping)
     check_fit(layout, settings.model_size, batch_size, num_micro_batches)
     on_rank_0(lambda: check_outputs(save_to, metrics))
     text = load_text(data, context)

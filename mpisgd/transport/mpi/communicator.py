@@ -56,7 +56,8 @@ class Communicator:
         sent_bytes: payload handed to MPI's point-to-point sends by this rank.
         sent_messages: number of those sends.
         calls: how often each of MPI's own collectives was called.
-        given_bytes: what this rank has given to each of them, as far as it is reduced, gathered or exchanged.
+        given_bytes: what this rank has given to each of them, as far as it is reduced, gathered, exchanged or
+            broadcast.
         global_ranks: what its ranks are called in messages: the job's ranks.
     """
 
@@ -266,6 +267,7 @@ class Communicator:
     @mpi_call("Bcast", collective=True, blocks=True)
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """Copy root's bytes into everyone's `tensor`."""
+        self.given_bytes["Bcast"] += tensor.nbytes
         self.comm.Bcast(spec(tensor), root)
 
     @mpi_call("Allreduce", collective=True, blocks=True)
@@ -279,6 +281,7 @@ class Communicator:
     @mpi_call("Reduce", collective=True, blocks=True)
     def reduce(self, tensor: Tensor, op: str, root: int) -> None:
         """Combine `tensor` [n] over the ranks into root's; the others keep theirs."""
+        self.given_bytes["Reduce"] += tensor.nbytes
         mpi_op, mpi_type = native(op, tensor.dtype)
         for piece in pieces(tensor):
             spec = [address(piece), piece.numel(), mpi_type]

@@ -1,0 +1,63 @@
+"""Fused attention on divided tensors, which DTensor does not know on CPUs.
+
+Attention over [batch, heads, length, width of a head] works on each sequence and each head by itself. So it is
+torch's own function on each rank's sequences and heads; where the length or the width is divided, it is gathered
+before.
+"""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.experimental import local_map
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["LocalAttention"]
+
+BATCH, HEADS = 0, 1
+
+
+class LocalAttention(TorchFunctionMode):
+    """In here, `scaled_dot_product_attention` takes DTensors."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run `func`, attention on DTensors by parts."""
+        kwargs = kwargs or {}
+        if func is scaled_dot_product_attention and isinstance(args[0], DTensor):
+            return _attention(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _attention(
+    query: DTensor, key: DTensor, value: DTensor, mask: Tensor | None = None, *args: Any, **kwargs: Any
+) -> Tensor:
+    """Run attention by parts; with a mask, which may have any shape that broadcasts, on whole tensors."""
+    mask = kwargs.pop("attn_mask", mask)
+    where = _placements((query, key, value), divides=mask is None)
+    whole = mask.full_tensor() if isinstance(mask, DTensor) else mask
+
+    def of_part(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return scaled_dot_product_attention(query, key, value, whole, *args, **kwargs)
+
+    mesh = query.device_mesh
+    run = local_map(of_part, where, (where, where, where), device_mesh=mesh, redistribute_inputs=True)
+    out: Tensor = run(query, key, value)
+    return out
+
+
+def _placements(tensors: Sequence[DTensor], *, divides: bool) -> list[Placement]:
+    """Return the placements of all tensors: sequences or heads, where one tensor is divided so and all can be."""
+    mesh = tensors[0].device_mesh
+    where: list[Placement] = []
+    for axis in range(mesh.ndim):
+        wishes = [tensor.placements[axis] for tensor in tensors]
+        wanted = [wish for wish in wishes if wish in (Shard(BATCH), Shard(HEADS)) and divides]
+        where.append(wanted[0] if wanted else Replicate())
+    for dim in (BATCH, HEADS):
+        parts = [mesh.size(axis) for axis, placement in enumerate(where) if placement == Shard(dim)]
+        if any(tensor.shape[dim] % prod(parts) for tensor in tensors):
+            where = [Replicate() if placement == Shard(dim) else placement for placement in where]
+    return where

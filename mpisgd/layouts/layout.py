@@ -1,0 +1,154 @@
+"""`layout`: a model's tensors divided over a mesh of ranks, by the names of their dimensions."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement
+
+from mpisgd.core.consistency import Operation
+from mpisgd.job.lifecycle import is_initialized, world
+from mpisgd.layouts.cost import LayoutCost, Loss, count_cost
+from mpisgd.layouts.dimension_names import DimensionNames, resolve_names
+from mpisgd.layouts.distribution import distribute
+from mpisgd.layouts.placement import device_mesh, placements, shard
+from mpisgd.layouts.rules import Dims, LayoutRules, parse_mesh, parse_rules
+
+__all__ = ["MeshLayout", "layout"]
+
+
+@dataclass(frozen=True)
+class MeshLayout(LayoutRules):
+    """Which dimensions of a model's tensors are divided along which axes of a mesh of ranks.
+
+    `mpisgd.layout` makes one of text. Plain data: it prints, compares, and can be made without a job.
+
+    Attributes:
+        rules: (dimension, axis) for each divided dimension, by name.
+        mesh: (axis, length); neighbouring ranks are along the last axis.
+    """
+
+    def distribute(
+        self,
+        model: nn.Module,
+        names: Mapping[str, Dims],
+        *,
+        inputs: Sequence[Dims] | Dims = (),
+        outputs: Dims | None = None,
+    ) -> nn.Module:
+        """Divide the parameters of `model` by their dimensions' names; return it.
+
+        Collective: all ranks call it with the same model and names. The parameters become DTensors with the
+        values of rank 0; make the optimizer afterwards, any of torch's. Forward takes whole tensors, equal
+        on all ranks, and returns DTensors; `loss.full_tensor()` is a plain one. Gradients are summed over
+        the mesh in backward and have the layout of their parameters, so the result is that of one process.
+
+        Args:
+            model: of plain tensors, whole on each rank; changed in place.
+            names: dimension names by parameter or buffer, `{"up.weight": ("hidden", "model")}`, and by
+                module, of the one tensor that it returns, `{"blocks.*": ("batch", "length", "model")}`; `*`
+                stands for one part of a dotted name, None for a dimension without a name. What is not
+                listed is copied to all ranks, and the outputs of modules not listed are laid out as DTensor
+                likes.
+            inputs: the same of each positional argument of forward, or of its only one.
+            outputs: the same of what the model returns.
+
+        Raises:
+            InvalidArgument: the layout breaks a rule, which the message quotes, or names do not fit the
+                model; found on every rank before anything is sent. In forward: the size of an input.
+            CollectiveMismatch: the ranks' layouts, names or shapes differ; raised on every rank.
+        """
+        found = self._resolve(model, names, inputs, outputs)
+        self._agree(found)
+        mesh = device_mesh(self, _device_type(model))
+        return distribute(model, self, found, mesh)
+
+    def placements(self, dims: Dims) -> tuple[Placement, ...]:
+        """Return DTensor's placements of a tensor with these dimensions, one for each axis of the mesh.
+
+        Raises:
+            InvalidArgument: two of the dimensions are on one axis.
+        """
+        return placements(self, dims)
+
+    def shard(self, tensor: Tensor, dims: Dims) -> DTensor:
+        """Return the DTensor of a tensor that all ranks have whole, such as the targets of a loss.
+
+        Collective where it is the first use of this mesh; else nothing is sent.
+
+        Raises:
+            InvalidArgument: the tensor cannot be laid out so.
+        """
+        self.check("the tensor", dims, tensor.shape)
+        return shard(self, tensor, dims, device_mesh(self, tensor.device.type))
+
+    def cost(
+        self,
+        model: nn.Module,
+        names: Mapping[str, Dims],
+        example: Sequence[Any],
+        *,
+        inputs: Sequence[Dims] | Dims = (),
+        outputs: Dims | None = None,
+        loss: Loss | None = None,
+    ) -> LayoutCost:
+        """Return what a training step of `model` would cost each rank; computes nothing.
+
+        Collective where it is the first use of this mesh.
+
+        Args:
+            model: plain, unchanged; on the device "meta" it takes no memory.
+            names, inputs, outputs: as in `distribute`.
+            example: positional arguments of forward, of the sizes of a step.
+            loss: a function of what forward returns; by default the sum of its elements.
+
+        Raises:
+            InvalidArgument: as `distribute`.
+        """
+        found = self._resolve(model, names, inputs, outputs)
+        return count_cost(model, self, found, example, loss, device_mesh(self, _device_type(model)))
+
+    def _resolve(
+        self, model: nn.Module, names: Mapping[str, Dims], inputs: Sequence[Dims] | Dims, outputs: Dims | None
+    ) -> DimensionNames:
+        found = resolve_names(model, names, inputs, outputs)
+        found.check(self)
+        return found
+
+    def _agree(self, names: DimensionNames) -> None:
+        """Make sure that all ranks lay out the same model in the same way."""
+        text = "\n".join([*(f"{what}: {dims}" for what, dims in names), *map(str, names.shapes.items())])
+        digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        operation = Operation("layout", extra=f"{self}, names and shapes with hash {digest}")
+        world().queue.run(operation, lambda: None, detail=lambda: text)
+
+
+def layout(rules: str | Mapping[str, str], mesh: str | Mapping[str, int]) -> MeshLayout:
+    """Return the layout that divides dimensions by name: `layout("batch:dp; hidden:tp", mesh="dp:2, tp:2")`.
+
+    Each rule maps a dimension name to an axis of the mesh. Every tensor is divided along the axes of its
+    dimensions and copied along the others; the results do not depend on it. See `MeshLayout.distribute`.
+
+    Args:
+        rules: `dimension:axis` items separated by semicolons or commas, or a mapping; none: all is copied.
+        mesh: `axis:length` items, or a mapping. Neighbouring ranks, usually of one host, are along the last
+            axis.
+
+    Raises:
+        InvalidArgument: a rule is broken, which the message quotes: a dimension on two axes, an unknown axis,
+            or, in a job that has begun, a mesh whose product is not its number of ranks.
+
+    Source: Shazeer et al. 2018, "Mesh-TensorFlow: Deep Learning for Supercomputers".
+    """
+    found = MeshLayout(parse_rules(rules), parse_mesh(mesh))
+    if is_initialized():
+        found.check_ranks(world().size)
+    return found
+
+
+def _device_type(model: nn.Module) -> str:
+    """Return where the mesh computes; a model on "meta" is only counted, as on the CPU."""
+    types = {param.device.type for param in model.parameters()} - {"meta"}
+    return types.pop() if len(types) == 1 else "cpu"

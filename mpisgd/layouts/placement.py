@@ -1,0 +1,49 @@
+"""From a layout to torch: a DeviceMesh of the ranks, and DTensor's placements of a tensor."""
+
+import weakref
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from mpisgd.job.rank_info import size
+from mpisgd.layouts.rules import Dims, LayoutRules
+
+__all__ = ["device_mesh", "placements", "shard"]
+
+# A mesh has a communicator for each of its rows: layouts of one mesh share it while torch's group lives.
+_meshes: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, DeviceMesh]]" = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def device_mesh(rules: LayoutRules, device_type: str) -> DeviceMesh:
+    """Return the ranks of the job as the mesh of a layout. Collective where there is none yet.
+
+    Makes torch's default process group, of the backend "mpisgd", unless the program has made one.
+
+    Raises:
+        InvalidArgument: the mesh is not one of as many places as there are ranks.
+    """
+    rules.check_ranks(dist.get_world_size() if dist.is_initialized() else size())
+    if not dist.is_initialized():
+        dist.init_process_group("mpisgd")
+    default = dist.group.WORLD
+    assert default is not None
+    known, key = _meshes.setdefault(default, {}), (rules.mesh, device_type)
+    if key not in known:
+        lengths = tuple(rules.lengths.values())
+        known[key] = init_device_mesh(device_type, lengths, mesh_dim_names=tuple(rules.lengths))
+    return known[key]
+
+
+def placements(rules: LayoutRules, dims: Dims) -> tuple[Placement, ...]:
+    """Return the placements of a tensor: for each axis of the mesh the dimension that it divides, or none."""
+    divided = rules.divided(dims)
+    return tuple(Shard(divided[axis]) if axis in divided else Replicate() for axis in rules.lengths)
+
+
+def shard(rules: LayoutRules, tensor: Tensor, dims: Dims, mesh: DeviceMesh) -> DTensor:
+    """Return this rank's part of a tensor that all ranks have whole; sends nothing."""
+    return distribute_tensor(tensor, mesh, placements(rules, dims), src_data_rank=None)

@@ -1,0 +1,122 @@
+"""A layout changes where numbers are and none of the results: all legal ones equal one process."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from two_layers import IO, NAMES, joined_batch, train, transformer
+from verdicts import everyone, referee
+
+import mpisgd
+from mpisgd.layouts.search import legal_layouts
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+LIMIT = 1e-10
+
+
+@functools.cache
+def expected() -> list[Tensor]:
+    """What one process computes."""
+    return train(transformer())
+
+
+def check(layout: mpisgd.MeshLayout) -> float:
+    """Train in a layout; how far from one process that is."""
+    model = layout.distribute(transformer(), NAMES, **IO)
+    found = train(model, lambda targets: layout.shard(targets, ("batch", "length")))
+    apart = [float((ours - right).abs().max()) for ours, right in zip(found, expected(), strict=True)]
+    everyone(max(apart) <= LIMIT, f"{layout}: {max(apart):.1e}")
+    return max(apart)
+
+
+def legal(mesh: str) -> list[mpisgd.MeshLayout]:
+    return list(legal_layouts(transformer(), NAMES, mesh, joined_batch(0)[:1], **IO))
+
+
+def test_one_process_learns():
+    losses = expected()[1]
+    everyone(3 < float(losses) < 5)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        "batch:a",
+        "length:a",
+        "model:a",
+        "heads:a; hidden:a; vocab:a",  # Megatron's
+    ],
+)
+def test_a_row_of_ranks_equals_one_process(rules):
+    check(mpisgd.layout(rules, mesh={"a": mpisgd.size()}))
+
+
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.parametrize(
+    "rules",
+    [
+        "batch:a; heads:b; hidden:b; vocab:b",
+        "batch:a; length:b",
+        "batch:b; model:a",
+        "length:a; heads:b; vocab:b",
+        "heads:a; hidden:b; vocab:a",
+        "model:a; hidden:b",
+    ],
+)
+def test_a_grid_of_ranks_equals_one_process(rules):
+    if mpisgd.size() != 4:
+        pytest.skip("a grid of four")
+    check(mpisgd.layout(rules, mesh="a:2, b:2"))
+
+
+@pytest.mark.long
+@pytest.mark.mpi(min_size=4)
+@pytest.mark.parametrize("mesh", ["a:2, b:2", "a:4"])
+def test_all_legal_layouts_equal_one_process(mesh):
+    if mpisgd.size() != 4:
+        pytest.skip("four ranks")
+    layouts = legal(mesh)
+    apart = [check(layout) for layout in layouts]
+    furthest = max(referee().allgather(max(apart)))
+    print(f"{len(layouts)} layouts of {mesh}, at most {furthest:.1e} from one process")
+    # Of an axis' dimensions: one of batch, length and model, or some of heads, hidden and vocab.
+    everyone(
+        len(layouts) == (3 * 2 // 2 + 3 * 8 + (3**3 + 1) // 2 if mesh != "a:4" else 3 + 8), f"{len(layouts)}"
+    )
+
+
+def test_parameters_are_divided_and_tied_ones_stay_one():
+    layout = mpisgd.layout("vocab:a", mesh={"a": mpisgd.size()})
+    model = transformer()
+    model.output.weight = model.embedding.weight
+    plain = transformer()
+    plain.output.weight = plain.embedding.weight
+    layout.distribute(model, NAMES, **IO)
+    everyone(model.output.weight is model.embedding.weight)
+    part = model.output.weight.to_local()
+    everyone(part.shape[0] == 36 // mpisgd.size() and isinstance(model.position, DTensor))
+    found = train(model, lambda targets: layout.shard(targets, ("batch", "length")))
+    apart = max(float((a - b).abs().max()) for a, b in zip(found, train(plain), strict=True))
+    everyone(apart <= LIMIT, f"{apart:.1e}")
+
+
+def test_values_of_rank_0_count_and_the_loss_is_a_plain_tensor_on_demand():
+    torch.manual_seed(mpisgd.rank())
+    model = nn.Linear(12, 12).double()
+    weight = mpisgd.broadcast_object(model.weight.detach())
+    layout = mpisgd.layout("in:a", mesh={"a": mpisgd.size()})
+    layout.distribute(model, {"weight": ("out", "in")}, inputs=("batch", "in"))
+    x = torch.arange(24.0, dtype=torch.float64).view(2, 12)
+    loss = (model(x) ** 2).mean().full_tensor()
+    loss.backward()
+    right = torch.nn.Parameter(weight)
+    expected = ((x @ right.T + model.bias.full_tensor().detach()) ** 2).mean()
+    expected.backward()
+    everyone(abs(loss.item() - expected.item()) < 1e-10 * expected.item())
+    everyone(torch.allclose(model.weight.grad.full_tensor(), right.grad, rtol=1e-12))
+    everyone(type(loss) is Tensor)
