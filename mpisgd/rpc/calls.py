@@ -43,7 +43,7 @@ def rpc_sync(
         PeerLost: the connection to the rank has ended.
         InvalidArgument: there is no such worker; `func` cannot be called.
         NotInitialized: RPC does not run.
-        Exception: whatever the function raises there.
+        RuntimeError: the function has raised; with its error and the traceback there.
     """
     call = _prepare("rpc_sync", to, func)
     with _awaited(call, _limit_s(timeout)):
@@ -150,9 +150,11 @@ def _awaited(call: Call, limit_s: float) -> Iterator[None]:
             yield
     except RuntimeError as exc:
         text = str(exc)
-        if text.startswith(TIMED_OUT):
+        if RAISED_THERE in text:
+            raise
+        if TIMED_OUT in text:
             raise CollectiveTimeout(f"{call}, rank {call.rank}: no answer after {limit_s:g} s") from None
-        if CONNECTION_ENDED in text and RAISED_THERE not in text:
+        if CONNECTION_ENDED in text:
             reason = text.partition(CONNECTION_ENDED)[0].strip()
             raise PeerLost(f"{call}: the connection to rank {call.rank} has ended: {reason}") from exc
         raise

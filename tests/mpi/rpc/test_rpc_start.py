@@ -81,7 +81,9 @@ def test_it_listens_on_loopback_alone_and_after_the_end_nowhere():
 
 
 STRANGER = """
-import socket, sys
+import os, socket, sys
+if os.getuid() == 0:
+    os.setuid(65534)
 with socket.socket() as connection:
     connection.settimeout(float(sys.argv[3]))
     try:
@@ -89,17 +91,22 @@ with socket.socket() as connection:
     except TimeoutError:
         print("refused")
     else:
-        print("connected")
+        print("connected", flush=True)
+        connection.settimeout(20)
+        print("closed" if sys.argv[4] == "stay" and connection.recv(1) == b"" else "")
 """
 
 
+def start_stranger(address: str, port: int, then: str) -> subprocess.Popen[str]:
+    """Start another process, of another user where that can be, that connects."""
+    command = [sys.executable, "-S", "-c", STRANGER, address, str(port), str(SHORT_S), then]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
 def stranger(address: str, port: int) -> str:
-    """What becomes of a connection by another process, of another user where this one may be one."""
-    user = {"user": 65534} if os.getuid() == 0 else {}
-    command = [sys.executable, "-S", "-c", STRANGER, address, str(port), str(SHORT_S)]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=30, check=True, **user
-    ).stdout.strip()
+    """What becomes of its connection."""
+    said, _ = start_stranger(address, port, "go").communicate(timeout=30)
+    return said.strip()
 
 
 def test_a_stranger_is_refused():
@@ -121,20 +128,18 @@ def test_who_slips_in_before_all_ranks_are_connected_is_closed(monkeypatch):
 
     def slip_in(worker: Worker) -> None:
         for endpoint in listening_endpoints() - before:
-            slipped.append(socket.create_connection(endpoint, 5))
+            slipped.append(start_stranger(*endpoint, "stay"))
+            assert slipped[-1].stdout.readline() == "connected\n"
         connect(worker)
 
     monkeypatch.setattr(Worker, "_call_everyone", slip_in)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        rpc.init_rpc()
-    closed = [connection.recv(1) == b"" for connection in slipped]
-    everyone(bool(closed) and all(closed), f"{closed}")
+        with running():
+            everyone(works())
+    ends = [process.communicate(timeout=30)[0].strip() for process in slipped]
+    everyone(bool(ends) and set(ends) == {"closed"}, f"{ends}")
     everyone(any("came from no rank of the job" in str(one.message) for one in said))
-    everyone(works())
-    rpc.shutdown()
-    for connection in slipped:
-        connection.close()
 
 
 def test_workers_have_the_names_they_are_given():

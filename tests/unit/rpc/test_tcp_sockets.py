@@ -83,7 +83,7 @@ def test_who_is_not_admitted_does_not_get_in(listener):
     assert gets_in(listener)
     admission.admit([])
     assert not gets_in(listener)
-    admission.admit([listener.getsockname()[0]])
+    admission.admit([source_address(listener.getsockname()[0])])
     assert gets_in(listener)
 
 
