@@ -223,7 +223,10 @@ def shutdown() -> None:
     job = _job
     if job is None:
         return
-    members = [group for group in job.groups if group.rank >= 0]
+    if all(group.queue.broken is None for group in _members(job)):
+        for callback in list(job.before_end):
+            callback()
+    members = _members(job)
     try:
         ended = end_operations(members, job.timeout_s)
     except MpisgdError as exc:
@@ -245,6 +248,11 @@ def shutdown() -> None:
     job.hooks.remove()
     return_freed_memory()
     _job, _ended = None, job
+
+
+def _members(job: Job) -> list[Group]:
+    """Return the groups of a job that this rank is in."""
+    return [group for group in job.groups if group.rank >= 0]
 
 
 def _at_exit() -> None:

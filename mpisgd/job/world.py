@@ -47,6 +47,7 @@ class Job:
         complaint: about the job's profile, to be told to the user; "" for none.
         groups: all that were made, the world first.
         names: numbers of the groups without a name.
+        before_end: called by all ranks in `shutdown()` while their groups can still be used.
         at_end: called by all ranks in `shutdown()`, once nothing is in flight any more.
         lost_ranks: whether ranks were lost before this world was made.
         lost_host: whether a host was, for which MPI's own finalize would wait.
@@ -65,6 +66,7 @@ class Job:
     complaint: str = ""
     groups: list[Group] = field(default_factory=list)
     names: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
+    before_end: list[Callable[[], None]] = field(default_factory=list)
     at_end: list[Callable[[], None]] = field(default_factory=list)
     lost_ranks: bool = False
     lost_host: bool = False

@@ -1,0 +1,102 @@
+"""The TCP sockets of this process, also those that a library keeps to itself, as TensorPipe does.
+
+The kernel lists all TCP connections in /proc/self/net, each with the number of its socket, and /proc/self/fd
+tells which of these are this process's own. Through a duplicate of its descriptor a socket can be given a
+filter, asked when it has last received something, or shut down.
+"""
+
+import contextlib
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["Endpoint", "TcpSocket", "duplicate", "list_tcp_sockets", "milliseconds_since_data"]
+
+TABLES = {"tcp": socket.AF_INET, "tcp6": socket.AF_INET6}
+LISTENS, ESTABLISHED = "0A", "01"  # of the kernel's states
+LOCAL, REMOTE, STATE, INODE = 1, 2, 3, 9  # columns
+LAST_DATA_RECEIVED = 52  # offset in the kernel's tcp_info, in milliseconds
+
+
+class Endpoint(NamedTuple):
+    """One end of a connection."""
+
+    address: str
+    port: int
+
+
+class TcpSocket(NamedTuple):
+    """A socket of this process.
+
+    Attributes:
+        fd: its descriptor.
+        local: where it listens, or this end of its connection.
+        remote: the other end; None of one that listens.
+    """
+
+    fd: int
+    local: Endpoint
+    remote: Endpoint | None
+
+
+def list_tcp_sockets() -> list[TcpSocket]:
+    """Return the sockets of this process that listen or are connected."""
+    descriptors = _socket_descriptors()
+    found = []
+    for table, family in TABLES.items():
+        for entry in _entries(table):
+            fd = descriptors.get(entry[INODE])
+            if fd is not None and entry[STATE] in (LISTENS, ESTABLISHED):
+                remote = None if entry[STATE] == LISTENS else _endpoint(entry[REMOTE], family)
+                found.append(TcpSocket(fd, _endpoint(entry[LOCAL], family), remote))
+    return found
+
+
+def _entries(table: str) -> Iterator[list[str]]:
+    """Yield the columns of each connection in one of the kernel's tables; none where it has no such table."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            yield line.split()
+
+
+def _socket_descriptors() -> dict[str, int]:
+    """Return this process's descriptors of sockets, by the socket's number."""
+    found = {}
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):  # closed meanwhile, such as that of the listing itself
+            kind, _, inode = os.readlink(f"/proc/self/fd/{fd}").partition(":[")
+            if kind == "socket":
+                found[inode.rstrip("]")] = fd
+    return found
+
+
+def _endpoint(text: str, family: socket.AddressFamily) -> Endpoint:
+    """Return what the kernel writes as hexadecimal words in the machine's byte order, and the port."""
+    address, port = text.split(":")
+    words = [int(address[i : i + 8], 16) for i in range(0, len(address), 8)]
+    return Endpoint(socket.inet_ntop(family, struct.pack(f"={len(words)}I", *words)), int(port, 16))
+
+
+@contextlib.contextmanager
+def duplicate(found: TcpSocket) -> Iterator[socket.socket]:
+    """Yield a socket object for a socket that another library owns; closes the duplicate alone.
+
+    It does not block: a change of that would be one of the owner's socket too.
+
+    Raises:
+        OSError: the owner has closed it meanwhile.
+    """
+    with socket.socket(fileno=os.dup(found.fd)) as copy:
+        if copy.getsockname()[:2] != found.local:  # the number is another socket's by now
+            raise OSError(f"the socket at {found.local} is closed")
+        copy.setblocking(False)
+        yield copy
+
+
+def milliseconds_since_data(connection: socket.socket) -> int:
+    """Return how long ago a connection has last received data."""
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, LAST_DATA_RECEIVED + 4)
+    return int(struct.unpack_from("=I", info, LAST_DATA_RECEIVED)[0])

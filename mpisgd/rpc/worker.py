@@ -1,0 +1,156 @@
+"""`Worker`: RPC on one rank, from its start to its end.
+
+A start is a sequence of steps that all ranks take together; where one fails on some rank, all raise:
+
+    listen      TensorPipe's agent starts, and its sockets admit nobody
+    admit       ... but the addresses that the job's ranks come from
+    connect     every rank calls every rank, itself too
+    close       nobody is admitted any more; connections that no rank has made are closed
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import TypeVar
+
+from torch.distributed import PrefixStore, Store
+
+from mpisgd.core import wait_registry
+from mpisgd.core.consistency import Operation
+from mpisgd.errors import MpisgdError, Unreachable
+from mpisgd.job.groups import close_group, open_group
+from mpisgd.job.world import Job
+from mpisgd.rpc.admission import Admission, listening_endpoints, made_connections
+from mpisgd.rpc.agreement import Agreement
+from mpisgd.rpc.network_interface import choose_interface, preferred_interface, source_address
+from mpisgd.rpc.quiesce import finish_calls
+from mpisgd.rpc.tensorpipe import active_calls, available, is_running, start_agent
+
+__all__ = ["Worker"]
+
+T = TypeVar("T")
+
+
+class Worker:
+    """RPC of one rank. Collective over the job.
+
+    Args:
+        job: that it belongs to.
+        agreement: what the ranks have agreed on.
+
+    Attributes:
+        group: all ranks, in an order of their own: functions that are called may use the world meanwhile.
+    """
+
+    def __init__(self, job: Job, agreement: Agreement) -> None:
+        self.job = job
+        self.group = open_group(range(job.world.size), name="rpc")
+        self._agreement = agreement
+        self._admission = Admission(())
+
+    def start(self, store: Store, number: int) -> None:
+        """Take the steps that the module tells of. Collective.
+
+        Args:
+            store: that the ranks share.
+            number: of this start, of those by this store.
+        """
+        try:
+            interface = self._together("choose a network interface", lambda: choose_interface(store))
+            self._together("listen", lambda: self._listen(PrefixStore(f"rpc {number}", store), interface))
+            self._admit_hosts()
+            self._together("connect", self._call_everyone)
+            self._close_to_strangers()
+        except BaseException:
+            self._close(graceful=False)
+            raise
+        # Calls that are under way can move ranks whose main threads wait for each other.
+        wait_registry.workers[id(self)] = lambda: any(active_calls())
+
+    def _listen(self, store: Store, interface: str) -> None:
+        agreement, rank = self._agreement, self.group.rank
+        before = listening_endpoints()
+        with preferred_interface(interface):
+            start_agent(store, agreement.names, rank, agreement.options, agreement.devices)
+        self._admission = Admission(listening_endpoints() - before)
+        self._admission.admit(())
+        self._tell_of_strangers(self._admission.close_strangers(frozenset()))
+
+    def _admit_hosts(self) -> None:
+        """Admit the addresses from which the ranks come: each finds out its own by its way to the others."""
+        listening = self._gather(self._admission.addresses)
+        sources = self._together(
+            "find the way to the others", lambda: [[*map(source_address, there)] for there in listening]
+        )
+        from_all = self._gather(sources)
+        self._admission.admit({address for to_rank in from_all for address in to_rank[self.group.rank]})
+        self._gather(None)  # all have
+
+    def _call_everyone(self) -> None:
+        """Connect with every rank, this one too: TensorPipe does so when it first calls."""
+        api = available()
+        names = self._agreement.names
+        calls = [api.rpc_async(name, _answer, timeout=self.job.timeout_s) for name in names]
+        for name, call in zip(names, calls, strict=True):
+            try:
+                call.wait()
+            except RuntimeError as exc:
+                raise Unreachable(f"{name} does not answer: {str(exc).splitlines()[0]}") from exc
+
+    def _close_to_strangers(self) -> None:
+        endpoints = frozenset[object]().union(*self._gather(self._admission.endpoints))
+        made = frozenset[object]().union(*self._gather(made_connections(endpoints)))
+        self._admission.admit(())
+        self._tell_of_strangers(self._admission.close_strangers(made))
+        self._gather(None)  # none starts to call functions while strangers may, elsewhere
+
+    def _tell_of_strangers(self, count: int) -> None:
+        if count:
+            rank = self.group.rank
+            warnings.warn(
+                f"rank {rank}: {count} connection(s) to RPC came from no rank of the job, and were closed",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _gather(self, value: T) -> list[T]:
+        """Return what each rank has. Collective."""
+        values: list[T] = []
+        queue = self.group.queue
+        queue.run(Operation("init_rpc"), lambda: values.extend(queue.communicator.all_gather_object(value)))
+        return values
+
+    def _together(self, what: str, action: Callable[[], T]) -> T:
+        """Run `action` on all ranks; where it fails on some rank, raise on each. Collective."""
+        results, error = [], ""
+        try:
+            results.append(action())
+        except (MpisgdError, OSError, RuntimeError, ValueError) as exc:
+            error = str(exc)
+        errors = {rank: text for rank, text in enumerate(self._gather(error)) if text}
+        if errors:
+            told = "; ".join(f"rank {rank}: {text}" for rank, text in errors.items())
+            raise Unreachable(f"init_rpc: cannot {what}: {told}")
+        return results[0]
+
+    def end(self, *, graceful: bool, timeout_s: float | None) -> None:
+        """End RPC on this rank; see `mpisgd.rpc.shutdown`."""
+        try:
+            if graceful:
+                finish_calls(self.group, self._admission, timeout_s or self.job.timeout_s)
+        except MpisgdError as exc:
+            self.group.queue.broken = self.group.queue.broken or exc  # the exit of this process ends the job
+            graceful = False
+            raise
+        finally:
+            self._close(graceful)
+
+    def _close(self, graceful: bool) -> None:
+        wait_registry.workers.pop(id(self), None)
+        if is_running():
+            available().shutdown(graceful=graceful)
+        if graceful:
+            close_group(self.group)
+
+
+def _answer() -> None:
+    """Do nothing; called on every rank when RPC starts."""
