@@ -1,10 +1,10 @@
 """Schedules that end each step with an empty pipeline: one version of the weights, gradients of no pipeline.
 
-    GPipe, 3 stages, 3 micro-batches              OneForwardOneBackward
+GPipe, 3 stages, 3 micro-batches              OneForwardOneBackward
 
-    F0 F1 F2  .  .  .  . B2 B1 B0                 F0 F1 F2  .  . B0  . B1  . B2
-     . F0 F1 F2  .  . B2 B1 B0  .                  . F0 F1  . B0 F2 B1  . B2  .
-     .  . F0 F1 F2 B2 B1 B0  .  .                  .  . F0 B0 F1 B1 F2 B2  .  .
+F0 F1 F2  .  .  .  . B2 B1 B0                 F0 F1 F2  .  . B0  . B1  . B2
+ . F0 F1 F2  .  . B2 B1 B0  .                  . F0 F1  . B0 F2 B1  . B2  .
+ .  . F0 F1 F2 B2 B1 B0  .  .                  .  . F0 B0 F1 B1 F2 B2  .  .
 """
 
 import abc
@@ -164,8 +164,8 @@ class Interleaved(Flushing):
             raise InvalidArgument("Interleaved: stages have no replicas; take OneForwardOneBackward")
         if shape.ranks != in_turn(shape.num_stages, shape.num_ranks) or shape.num_stages % shape.num_ranks:
             raise InvalidArgument(
-                f"Interleaved: {shape.num_stages} stages on {shape.num_ranks} ranks; expected a multiple, with "
-                "stage s on rank s modulo the number of ranks"
+                f"Interleaved: {shape.num_stages} stages on {shape.num_ranks} ranks; expected a multiple, "
+                "with stage s on rank s modulo the number of ranks"
             )
         if shape.num_micro_batches % shape.num_ranks:
             raise InvalidArgument(

@@ -115,9 +115,7 @@ def with_replicas(replicas: Sequence[int]) -> Ranks:
     for number in replicas:
         check_positive("pipeline", "replicas", number, whole=True)
     starts = [sum(replicas[:stage]) for stage in range(len(replicas))]
-    return tuple(
-        tuple(range(start, start + number)) for start, number in zip(starts, replicas, strict=True)
-    )
+    return tuple(tuple(range(start, start + number)) for start, number in zip(starts, replicas, strict=True))
 
 
 def _check_enough(num_stages: int, num_ranks: int) -> None:

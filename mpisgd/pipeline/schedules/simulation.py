@@ -79,7 +79,8 @@ class _Simulation:
 
     def advance(self) -> bool:
         """Go on with each rank as far as possible; return whether any could."""
-        return any([self._advance_rank(rank) for rank in range(len(self.actions))])
+        moved = [self._advance_rank(rank) for rank in range(len(self.actions))]
+        return any(moved)
 
     def timeline(self) -> PipelineTimeline:
         """Return the result, or raise where a rank has not come to its end."""

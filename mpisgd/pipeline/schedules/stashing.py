@@ -140,7 +140,8 @@ class PipeDream(Stashing):
 
     where versions before the first are the first. Stage s keeps n - s versions of its weights, with
     `vertical_sync` each keeps n. Replicas of a stage take micro-batches in turn and average the gradients of
-    as many as they are. Narayanan et al. 2019, "PipeDream: Generalized pipeline parallelism for DNN training".
+    as many as they are. Narayanan et al. 2019, "PipeDream: Generalized pipeline parallelism for DNN
+    training".
 
     Args:
         vertical_sync: whether all stages read the same version for a micro-batch.
@@ -199,9 +200,7 @@ class PipeDream2BW(Stashing):
         for stages in shape.ties:
             ranks = [rank for stage in stages for rank in shape.ranks[stage]]
             if len(set(ranks)) != len(ranks):
-                raise InvalidArgument(
-                    f"PipeDream2BW: the tied stages {stages} must be on different ranks"
-                )
+                raise InvalidArgument(f"PipeDream2BW: the tied stages {stages} must be on different ranks")
 
     def version_read(self, worker: _Worker, place: int) -> int:
         """Return the version before the newest that there can be: that of the step before the last."""
