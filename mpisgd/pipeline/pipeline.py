@@ -75,7 +75,7 @@ class Pipeline:
             has the first ranks, and so on.
         tied: where stages are given by functions, what is tied: for each parameter its (stage, name) pairs.
         loss_reduction: "mean": `loss` is a mean over rows, a smaller micro-batch counts less; "sum".
-        checkpoint: keep the inputs of stages only, and compute forward again in backward
+        checkpoint: keep the inputs and outputs of stages only, and compute forward again in backward
             (torch.utils.checkpoint).
         loss_on_all_ranks: whether `step` returns the loss everywhere, for which all wait.
         group: the ranks, all of the job by default.

@@ -56,7 +56,7 @@ class Stage:
         weights: of its module, with their versions.
         optimizer: of its parameters; None: gradients stay for the caller.
         connections: to other stages.
-        recompute: whether only its inputs are kept, and its forward is done again in its backward.
+        recompute: whether only its inputs and outputs are kept, and forward is done again in backward.
     """
 
     def __init__(

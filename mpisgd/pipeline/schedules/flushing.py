@@ -89,8 +89,8 @@ def _on_their_ranks(by_stage: Sequence[Sequence[Passes]], shape: PipelineShape) 
 class GPipe(Flushing):
     """All forwards, then all backwards, the last micro-batch first (Huang et al. 2019).
 
-    Keeps the activations of all micro-batches, so it goes with `checkpoint=True`, which keeps the inputs of
-    stages only.
+    Keeps the activations of all micro-batches, so it goes with `checkpoint=True`, which keeps the inputs and
+    outputs of stages only.
     """
 
     def passes(self, shape: PipelineShape) -> list[Passes]:

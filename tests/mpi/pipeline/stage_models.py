@@ -16,7 +16,7 @@ WIDTHS = (5, 6, 4, 7, 3, 6, 5, 4, 3)
 def make_stages(count: int = 4) -> list[nn.Module]:
     """Stages of different widths, equal on all ranks."""
     torch.manual_seed(11)
-    pairs = itertools.pairwise(WIDTHS)
+    pairs = itertools.pairwise(WIDTHS[: count + 1])
     return [nn.Sequential(nn.Linear(a, b), nn.Tanh()).double() for a, b in pairs]
 
 
