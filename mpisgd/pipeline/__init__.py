@@ -17,6 +17,7 @@ from mpisgd.pipeline.pipeline import Pipeline
 from mpisgd.pipeline.recording import Recording
 from mpisgd.pipeline.schedules.action import Action, Kind
 from mpisgd.pipeline.schedules.flushing import GPipe, Interleaved, OneForwardOneBackward
+from mpisgd.pipeline.schedules.picture import draw
 from mpisgd.pipeline.schedules.plan import Plan
 from mpisgd.pipeline.schedules.schedule import Schedule
 from mpisgd.pipeline.schedules.shape import PipelineShape
@@ -47,6 +48,7 @@ __all__ = [
     "Span",
     "Stash",
     "costs_table",
+    "draw",
     "measure_layers",
     "partition",
     "split",

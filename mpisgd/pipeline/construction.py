@@ -34,7 +34,7 @@ __all__ = [
     "Options",
     "OwnParts",
     "Skips",
-    "agree",
+    "agreed_parts",
     "make_stages",
     "open_replicas",
     "open_ties",
@@ -77,11 +77,6 @@ class OwnParts(NamedTuple):
     tied: Sequence[Tied]
     tied_params: Sequence[Sequence[nn.Parameter]]
     optimizers: Mapping[int, torch.optim.Optimizer]
-
-    @property
-    def summary(self) -> str:
-        """What must be the same on all ranks."""
-        return f"{self.schedule}, {self.shape}, tied={self.tied}"
 
 
 def own_parts(stages: Stages, options: Options, rank: int, size: int) -> OwnParts:
@@ -169,28 +164,46 @@ def _make_optimizers(
     return made
 
 
-def agree(parts: OwnParts | Exception, group: Group) -> tuple[OwnParts, Skips]:
+def agreed_parts(stages: Stages, options: Options, group: Group) -> tuple[OwnParts, Skips]:
     """Return this rank's parts, and all skip connections, once all ranks have theirs. Collective.
 
     Raises:
         Exception: what went wrong on this rank; on others an InvalidArgument that tells of it.
         CollectiveMismatch: the ranks have given different arguments.
     """
-    failed = isinstance(parts, Exception)
-    problem = f"{type(parts).__name__}: {parts}" if failed else ""
-    names = {} if isinstance(parts, Exception) else _names(parts)
+    parts: OwnParts | Exception
+    try:
+        parts = own_parts(stages, options, group.rank, group.size)
+        mine = ("", _summary(parts, options), _names(parts))
+    except Exception as exc:  # the others must hear of it
+        parts, mine = exc, (f"{type(exc).__name__}: {exc}", "", {})
     told: list[Any] = [None] * group.size
-    all_gather_object(told, (problem, "" if isinstance(parts, Exception) else parts.summary, names), group)
+    all_gather_object(told, mine, group)
     if isinstance(parts, Exception):
         raise parts
     problems = [f"rank {rank}: {text}" for rank, (text, _, _) in zip(group.ranks, told, strict=True) if text]
     if problems:
         raise InvalidArgument(f"pipeline: not made, as {'; '.join(problems)}")
     _check_alike([summary for _, summary, _ in told], group)
-    everyones = {stage: names for _, _, own in told for stage, names in own.items()}
-    by_stage = [everyones[stage] for stage in range(parts.shape.num_stages)]
-    skips = skips_between([stashed for stashed, _ in by_stage], [popped for _, popped in by_stage])
-    return parts._replace(shape=_with_skips(parts.shape, skips)), skips
+    skips = _skips([names for _, _, names in told], parts.shape.num_stages)
+    parts = parts._replace(shape=_with_skips(parts.shape, skips))
+    parts.schedule.plan_of(parts.shape, 2)  # where ranks would wait for each other, all raise
+    return parts, skips
+
+
+def _summary(parts: OwnParts, options: Options) -> str:
+    """Return what must be the same on all ranks."""
+    trains = "None" if options.optimizer is None else "given"
+    return (
+        f"{parts.schedule}, {parts.shape}, tied={parts.tied}, optimizer={trains}, "
+        f"loss_reduction={options.loss_reduction!r}, loss_on_all_ranks={options.loss_on_all_ranks}"
+    )
+
+
+def _skips(told: Sequence[Mapping[int, tuple[list[str], list[str]]]], num_stages: int) -> Skips:
+    everyones = {stage: names for own in told for stage, names in own.items()}
+    by_stage = [everyones[stage] for stage in range(num_stages)]
+    return skips_between([stashed for stashed, _ in by_stage], [popped for _, popped in by_stage])
 
 
 def _names(parts: OwnParts) -> dict[int, tuple[list[str], list[str]]]:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from mpisgd.arguments import shown
@@ -85,5 +86,5 @@ def spec_of(tensors: Tensors) -> RowSpec:
 
 def split_rows(tensors: Tensors, counts: Sequence[int]) -> list[Tensors]:
     """Return the tensors of each micro-batch: views of their rows."""
-    parts = [tensor.split(list(counts)) for tensor in tensors]
+    parts = [torch.split(tensor, list(counts)) for tensor in tensors]
     return list(zip(*parts, strict=True))

@@ -9,18 +9,18 @@ from torch import Tensor, nn
 
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
-from mpisgd.errors import InvalidArgument, PipelineFailed
+from mpisgd.errors import InvalidArgument, MpisgdError, NotInitialized, PipelineFailed
 from mpisgd.job.groups import close_group, open_group
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.pipeline.agreement import BatchSpec, agreed_batch, check_as_before, own_batch
 from mpisgd.pipeline.construction import (
     MakeOptimizer,
     Options,
-    agree,
+    OwnParts,
+    agreed_parts,
     make_stages,
     open_replicas,
     open_ties,
-    own_parts,
 )
 from mpisgd.pipeline.messages import PipelineMessages
 from mpisgd.pipeline.micro_batches import (
@@ -62,8 +62,8 @@ class Pipeline:
 
     Args:
         stages: an nn.Sequential, which is divided by its numbers of parameters into one stage per rank (or as
-            `replicas` says); or one module per stage, as from `mpisgd.pipeline.split` or `Partition.split`; or
-            one function per stage that makes its module, called only where the stage is, so that no rank ever
+            `replicas` says); or a module per stage, as from `mpisgd.pipeline.split` or `Partition.split`; or
+            a function per stage that makes its module, called only where the stage is, so that no rank ever
             has the whole model. More stages than ranks are divided among the ranks. Parameters that several
             modules share are tied: they stay equal.
         schedule: a name or a schedule of `mpisgd.pipeline`.
@@ -120,37 +120,38 @@ class Pipeline:
             checkpoint,
             loss_on_all_ranks,
         )
-        try:
-            own = own_parts(stages, options, members.rank, members.size)
-        except Exception as exc:  # the others must hear of it
-            parts, skips = agree(exc, members)
-        else:
-            parts, skips = agree(own, members)
+        parts, skips = agreed_parts(stages, options, members)
         self.schedule, self.shape = parts.schedule, parts.shape
-        self.schedule.plan_of(self.shape, 2)  # where ranks would wait for each other, all raise
         self.stages, self.optimizers = parts.modules, parts.optimizers
-        self._options, self._skips = options, skips
+        self._options = options
         self._group = open_group(members.ranks, name="pipeline")
         self._messages = PipelineMessages(self._group)
         self._stages = make_stages(parts, skips, recompute=checkpoint)
-        flushes, each = self.schedule.flushes, self.schedule.updates_each_micro_batch
-        self._worker = Worker(
-            self.shape,
-            self._stages,
-            self._messages,
-            loss,
-            weighs_rows=loss_reduction == "mean" and not each,
-            replicas=open_replicas(parts, self._group),
-            ties=open_ties(parts, self._group),
-            reduce_op=ReduceOp.AVG if each else ReduceOp.SUM,
-        )
-        self._flushing_actions = self._actions(0) if flushes else None
+        self._groups = [self._group]
+        self._worker = self._make_worker(parts)
+        self._flushing_actions = self._actions(0) if self.schedule.flushes else None
         rank, ranks = self._group.rank, self.shape.ranks
         self._is_first, self._is_last = rank in ranks[0], rank in ranks[-1]
         self._num_steps = 0  # since the pipeline was empty
         self._num_recorded = 0
         self._agreed = BatchSpec()
-        self._broken = ""
+        self._unusable: MpisgdError | None = None
+
+    def _make_worker(self, parts: OwnParts) -> Worker:
+        """Return the worker, with groups for what it reduces. Collective."""
+        replicas, ties = open_replicas(parts, self._group), open_ties(parts, self._group)
+        self._groups += [*replicas.values(), *(tie.group for tie in ties.values() if tie.group is not None)]
+        is_mean, each = self._options.loss_reduction == "mean", self.schedule.updates_each_micro_batch
+        return Worker(
+            self.shape,
+            self._stages,
+            self._messages,
+            self._options.loss,
+            weighs_rows=is_mean and not each,
+            replicas=replicas,
+            ties=ties,
+            reduce_op=ReduceOp.AVG if each else ReduceOp.SUM,
+        )
 
     # -- training ---------------------------------------------------------------------------------------
 
@@ -221,6 +222,17 @@ class Pipeline:
             self._messages.settle()
         return _joined([worker.outputs[number] for number in sorted(worker.outputs)])
 
+    def close(self) -> None:
+        """Flush, and free what the pipeline communicates through; the modules stay. Collective.
+
+        At the end of the job all pipelines are closed anyway.
+        """
+        if self._unusable is None:
+            self.flush()
+            for group in reversed(self._groups):
+                close_group(group)
+            self._unusable = NotInitialized("pipeline: it was closed")
+
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters of this rank's stages, each once."""
         return list(dict.fromkeys(param for module in self.stages.values() for param in module.parameters()))
@@ -255,8 +267,8 @@ class Pipeline:
         return self.schedule.actions(self.shape, self._group.rank, step)
 
     def _check_usable(self) -> None:
-        if self._broken:
-            raise PipelineFailed(f"pipeline: of no use any more: {self._broken}")
+        if self._unusable is not None:
+            raise type(self._unusable)(str(self._unusable))
 
     def _next_batch(self, inputs: Any, targets: Any, *, trains: bool) -> Batch:
         """Return the batch in micro-batches, once all ranks agree on it where the pipeline is empty."""
@@ -320,8 +332,8 @@ class Pipeline:
 
     def _give_up(self, error: Exception, text: str) -> None:
         """Leave the group: messages of the steps under way are never received."""
-        self._broken = text
-        self._group.queue.broken = self._group.queue.broken or PipelineFailed(f"{error}")
+        self._unusable = PipelineFailed(f"pipeline: of no use any more: {text}")
+        self._group.queue.broken = self._group.queue.broken or PipelineFailed(str(error))
         close_group(self._group)
 
 

@@ -8,6 +8,7 @@ from mpisgd.collectives.objects import all_gather_object
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.pipeline.schedules.action import Kind
+from mpisgd.pipeline.schedules.picture import draw
 from mpisgd.pipeline.schedules.plan import Plan
 from mpisgd.pipeline.schedules.simulation import Costs
 from mpisgd.pipeline.schedules.timeline import PipelineTimeline, Span
@@ -31,7 +32,7 @@ class Recording:
 
     def draw(self, path: str | Path) -> None:
         """Draw both under each other into a file of matplotlib's formats; needs matplotlib."""
-        self.measured.draw(path, self.ideal)
+        draw(path, self.measured, self.ideal)
 
     def __str__(self) -> str:
         lines = ["           idle, measured   ideal"]
@@ -62,6 +63,8 @@ def gather_recording(recorded: Sequence[Recorded], plan: Plan, group: Group) -> 
     all_gather_object(everyones, mine, group)
     measured = PipelineTimeline(tuple(map(tuple, everyones)), f"{plan.name}, measured")
     num_stages = plan.shape.num_stages
-    kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE)
-    ideal = plan.timeline(Costs(*(measured.mean_costs(kind, num_stages) for kind in kinds)))
+    forward, backward, update = (
+        measured.mean_costs(kind, num_stages) for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE)
+    )
+    ideal = plan.timeline(Costs(forward, backward, update))
     return Recording(measured, PipelineTimeline(ideal.spans, f"{plan.name}, ideal"))

@@ -1,6 +1,5 @@
 """Timelines as a picture: one panel each, one row per rank, one box per action."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,8 +17,8 @@ LABELS = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.UPDATE: "upda
 MOST_LABELLED = 400  # boxes; more are too small for a number
 
 
-def draw(path: str | Path, timelines: Sequence[PipelineTimeline]) -> None:
-    """Draw timelines under each other and write the file.
+def draw(path: str | Path, *timelines: PipelineTimeline) -> None:
+    """Draw timelines under each other and write the file, in one of matplotlib's formats.
 
     Raises:
         JobError: there is no matplotlib.

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpisgd.pipeline.schedules.action import Action, Kind
+from mpisgd.pipeline.schedules.picture import draw
 from mpisgd.pipeline.schedules.shape import PipelineShape
 from mpisgd.pipeline.schedules.simulation import Costs, simulate
 from mpisgd.pipeline.schedules.table import table
@@ -58,7 +59,7 @@ class Plan:
 
     def draw(self, path: str | Path, costs: Costs | None = None) -> None:
         """Draw the ideal timeline into a file of matplotlib's formats; needs matplotlib."""
-        self.timeline(costs).draw(path)
+        draw(path, self.timeline(costs))
 
     def table(self, *, versions: bool = False) -> str:
         """Return the ideal timeline as text: one row per rank, one column per time slot.

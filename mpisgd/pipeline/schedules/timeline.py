@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 from mpisgd.pipeline.schedules.action import Action, Kind
@@ -60,12 +59,6 @@ class PipelineTimeline:
             if span.action.kind is kind:
                 times[span.action.stage].append(span.end - span.begin)
         return [sum(each) / len(each) if each else 0.0 for each in times]
-
-    def draw(self, path: str | Path, *others: "PipelineTimeline") -> None:
-        """Draw it, and others under it, into a file of matplotlib's formats; needs matplotlib."""
-        from mpisgd.pipeline.schedules.picture import draw
-
-        draw(path, [self, *others])
 
     def _work(self) -> Sequence[Span]:
         return [span for spans in self.spans for span in spans if span.action.kind in WORK]
