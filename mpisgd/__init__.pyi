@@ -9,6 +9,7 @@ from mpisgd import elastic as elastic
 from mpisgd import gossip as gossip
 from mpisgd import nn as nn
 from mpisgd import rpc as rpc
+from mpisgd import pipeline as pipeline
 from mpisgd.collectives.all_gather import all_gather as all_gather
 from mpisgd.collectives.all_gather import all_gather_into_tensor as all_gather_into_tensor
 from mpisgd.collectives.all_reduce import all_reduce as all_reduce
@@ -60,6 +61,7 @@ from mpisgd.errors import NotInGroup as NotInGroup
 from mpisgd.errors import NotInitialized as NotInitialized
 from mpisgd.errors import OutOfSync as OutOfSync
 from mpisgd.errors import PeerLost as PeerLost
+from mpisgd.errors import PipelineFailed as PipelineFailed
 from mpisgd.errors import ShapeMismatch as ShapeMismatch
 from mpisgd.errors import Unreachable as Unreachable
 from mpisgd.errors import UnsupportedOp as UnsupportedOp

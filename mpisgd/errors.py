@@ -21,6 +21,7 @@
      +-- CollectiveTimeout    TimeoutError     waited longer than the timeout; RuntimeError too
      +-- OutOfSync            RuntimeError     the ranks hold different parameters; raised on every rank
      +-- NonFiniteGradients   ArithmeticError  a gradient is infinite or NaN; raised on every rank
+     +-- PipelineFailed       RuntimeError     another rank of a pipeline has raised
      +-- CheckpointError      RuntimeError     not written, or not found; raised on every rank
      |    +-- CheckpointDamaged    RuntimeError     ... a damaged file
      |    +-- CheckpointMismatch   ValueError       ... its content does not fit the objects
@@ -49,6 +50,7 @@ __all__ = [
     "NotInitialized",
     "OutOfSync",
     "PeerLost",
+    "PipelineFailed",
     "ShapeMismatch",
     "StateLost",
     "Unreachable",
@@ -171,6 +173,10 @@ class NonFiniteGradients(MpisgdError, ArithmeticError):
     """A gradient of some rank is infinite or NaN; raised on every rank."""
 
     on_every_rank = True
+
+
+class PipelineFailed(MpisgdError, RuntimeError):
+    """Another rank of a pipeline has raised; says which, at what, and its error. Raised on all others."""
 
 
 class CheckpointDamaged(CheckpointError):

@@ -1,0 +1,370 @@
+"""`Pipeline`: a model in stages on several ranks, trained in micro-batches by any schedule."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpisgd.core.group import Group
+from mpisgd.dtypes import ReduceOp
+from mpisgd.errors import InvalidArgument, MpisgdError, NotInitialized, PipelineFailed
+from mpisgd.job.groups import close_group, open_group
+from mpisgd.job.lifecycle import group_or_world
+from mpisgd.pipeline.agreement import BatchSpec, agreed_batch, check_as_before, own_batch
+from mpisgd.pipeline.construction import (
+    MakeOptimizer,
+    Options,
+    OwnParts,
+    agreed_parts,
+    make_stages,
+    open_replicas,
+    open_ties,
+)
+from mpisgd.pipeline.messages import PipelineMessages
+from mpisgd.pipeline.micro_batches import (
+    Batch,
+    as_tensors,
+    row_counts,
+    split_rows,
+)
+from mpisgd.pipeline.model_parts import Stages
+from mpisgd.pipeline.recording import Recording, gather_recording
+from mpisgd.pipeline.schedules.action import Action, Kind
+from mpisgd.pipeline.schedules.plan import Plan, with_messages
+from mpisgd.pipeline.schedules.schedule import Schedule
+from mpisgd.pipeline.schedules.shape import PipelineShape
+from mpisgd.pipeline.worker import Worker
+
+__all__ = ["Pipeline"]
+
+MOST_TEXT = 600  # characters of an error that other ranks are told
+
+
+class Pipeline:
+    """Train a model whose stages are on different ranks.
+
+    Collective: all ranks of `group` make it with the same arguments, and call its methods in the same order.
+
+        pipeline = mpisgd.pipeline.Pipeline(
+            model,                                   # an nn.Sequential, the same on all ranks
+            schedule="1f1b", num_micro_batches=8, loss=torch.nn.functional.cross_entropy,
+            optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        )
+        for inputs, targets in loader:
+            loss = pipeline.step(inputs, targets)    # on ranks with the last stage, else None
+        pipeline.flush()
+
+    The flushing schedules ("gpipe", "1f1b", "interleaved") give the gradients of no pipeline. "pipedream" and
+    "pipedream-2bw" never let a rank wait between steps, and update with gradients of older weights; see
+    `mpisgd.pipeline.PipeDream`. A stage returns a tensor or a tuple of tensors, the inputs of the next.
+
+    Args:
+        stages: an nn.Sequential, which is divided by its numbers of parameters into one stage per rank (or as
+            `replicas` says); or a module per stage, as from `mpisgd.pipeline.split` or `Partition.split`; or
+            a function per stage that makes its module, called only where the stage is, so that no rank ever
+            has the whole model. More stages than ranks are divided among the ranks. Parameters that several
+            modules share are tied: they stay equal.
+        schedule: a name or a schedule of `mpisgd.pipeline`.
+        num_micro_batches: parts of each batch; it need not divide the number of rows.
+        loss: of the last stage's output and the targets of a micro-batch makes a tensor of one element.
+        optimizer: makes a torch optimizer of the parameters of a stage. None, with a flushing schedule:
+            `step` leaves the gradients, for clipping, say, and a step of one's own.
+        replicas: ranks per stage, one number or one for each; they share the micro-batches. The first stage
+            has the first ranks, and so on.
+        tied: where stages are given by functions, what is tied: for each parameter its (stage, name) pairs.
+        loss_reduction: "mean": `loss` is a mean over rows, a smaller micro-batch counts less; "sum".
+        checkpoint: keep the inputs and outputs of stages only, and compute forward again in backward
+            (torch.utils.checkpoint).
+        loss_on_all_ranks: whether `step` returns the loss everywhere, for which all wait.
+        group: the ranks, all of the job by default.
+
+    Attributes:
+        schedule: the schedule.
+        shape: which ranks have which stage.
+        stages: the modules of this rank, by stage.
+        optimizers: of this rank's stages with parameters.
+
+    Raises:
+        InvalidArgument: an argument is wrong on some rank; on all of them, before anything is opened.
+        CollectiveMismatch: the ranks' arguments differ; on all of them.
+
+    Cost: per micro-batch and connection one message of the activations, and one of their gradients.
+    """
+
+    def __init__(
+        self,
+        stages: Stages,
+        *,
+        schedule: Schedule | str = "1f1b",
+        num_micro_batches: int,
+        loss: Callable[[Any, Any], Tensor],
+        optimizer: MakeOptimizer | None = None,
+        replicas: int | Sequence[int] | None = None,
+        tied: Sequence[Any] = (),
+        loss_reduction: str = "mean",
+        checkpoint: bool = False,
+        loss_on_all_ranks: bool = False,
+        group: Group | None = None,
+    ) -> None:
+        members = group_or_world(group)
+        options = Options(
+            schedule,
+            num_micro_batches,
+            loss,
+            optimizer,
+            replicas,
+            tied,
+            loss_reduction,
+            checkpoint,
+            loss_on_all_ranks,
+        )
+        parts, skips = agreed_parts(stages, options, members)
+        self.schedule, self.shape = parts.schedule, parts.shape
+        self.stages, self.optimizers = parts.modules, parts.optimizers
+        self._options = options
+        self._group = open_group(members.ranks, name="pipeline")
+        self._messages = PipelineMessages(self._group)
+        self._stages = make_stages(parts, skips, recompute=checkpoint)
+        self._groups = [self._group]
+        self._worker = self._make_worker(parts)
+        self._flushing_actions = self._actions(0) if self.schedule.flushes else None
+        rank, ranks = self._group.rank, self.shape.ranks
+        self._is_first, self._is_last = rank in ranks[0], rank in ranks[-1]
+        self._num_steps = 0  # since the pipeline was empty
+        self._num_recorded = 0
+        self._agreed = BatchSpec()
+        self._unusable: MpisgdError | None = None
+
+    def _make_worker(self, parts: OwnParts) -> Worker:
+        """Return the worker, with groups for what it reduces. Collective."""
+        replicas, ties = open_replicas(parts, self._group), open_ties(parts, self._group)
+        self._groups += [*replicas.values(), *(tie.group for tie in ties.values() if tie.group is not None)]
+        is_mean, each = self._options.loss_reduction == "mean", self.schedule.updates_each_micro_batch
+        return Worker(
+            self.shape,
+            self._stages,
+            self._messages,
+            self._options.loss,
+            weighs_rows=is_mean and not each,
+            replicas=replicas,
+            ties=ties,
+            reduce_op=ReduceOp.AVG if each else ReduceOp.SUM,
+        )
+
+    # -- training ---------------------------------------------------------------------------------------
+
+    def step(self, inputs: Any = None, targets: Any = None) -> float | None:
+        """Train on a batch.
+
+        Collective. With a schedule that does not flush, this returns while backward passes of the batch are
+        still to be done, by later steps or `flush()`.
+
+        Args:
+            inputs: of the first stage, a tensor or a tuple of them, rows along dimension 0; used on its
+                ranks, each of which has the whole batch.
+            targets: of the loss, likewise on the ranks of the last stage.
+
+        Returns:
+            The loss of the batch, before the update: on ranks with the last stage, or on all if
+            `loss_on_all_ranks`; else None.
+
+        Raises:
+            InvalidArgument: a batch does not fit; on all ranks, which can go on.
+            PipelineFailed: another rank has raised its own error. The pipeline is of no use then.
+        """
+        batch = self._next_batch(inputs, targets, trains=True)
+        with self._telling_failures():
+            actions = self._flushing_actions
+            self._worker.run(self._actions(self._num_steps) if actions is None else actions, batch)
+            if self.schedule.flushes:
+                self._messages.settle()
+            else:
+                self._num_steps += 1
+            self._num_recorded += 1
+            return self._loss_of(batch)
+
+    def flush(self) -> None:
+        """Do what is left of the last steps, until the pipeline is empty. Collective.
+
+        Before anything looks at the weights: `forward`, a checkpoint, the end. With a flushing schedule
+        nothing is left.
+        """
+        self._check_usable()
+        if self._num_steps:
+            with self._telling_failures():
+                actions = self.schedule.last_actions(self.shape, self._group.rank, self._num_steps)
+                self._worker.run(actions, Batch(0, (), (), ()))
+                self._messages.settle()
+                self._worker.restart()
+            self._num_steps = 0
+
+    def forward(self, inputs: Any = None) -> Any:
+        """Return the model's output for a batch of any size, on the last stage's first rank; else None.
+
+        Collective; without gradients. Put the modules of `stages` into evaluation mode before, where
+        that makes a difference.
+
+        Raises:
+            InvalidArgument: the pipeline is not empty; call `flush()` first. On all ranks.
+        """
+        self._check_usable()
+        if self._num_steps:
+            raise InvalidArgument("pipeline: forward() while backward passes are left; call flush() before")
+        batch = self._next_batch(inputs, None, trains=False)
+        shape = PipelineShape(
+            tuple(ranks[:1] for ranks in self.shape.ranks), len(batch.counts), self.shape.skips
+        )
+        worker = self._worker.without_replicas(shape)
+        with self._telling_failures():
+            worker.run(_forward_actions(shape, self._group.rank), batch)
+            self._messages.settle()
+        return _joined([worker.outputs[number] for number in sorted(worker.outputs)])
+
+    def close(self) -> None:
+        """Flush, and free what the pipeline communicates through; the modules stay. Collective.
+
+        At the end of the job all pipelines are closed anyway.
+        """
+        if self._unusable is None:
+            self.flush()
+            for group in reversed(self._groups):
+                close_group(group)
+            self._unusable = NotInitialized("pipeline: it was closed")
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters of this rank's stages, each once."""
+        return list(dict.fromkeys(param for module in self.stages.values() for param in module.parameters()))
+
+    @property
+    def versions_held(self) -> dict[int, int]:
+        """How many versions of the weights of this rank's stages there were at most at the same time."""
+        return {number: stage.weights.most_held for number, stage in self._stages.items()}
+
+    # -- reports ----------------------------------------------------------------------------------------
+
+    def plan(self, num_steps: int = 1) -> Plan:
+        """Return what all ranks do in so many steps; print it, or draw it."""
+        return self.schedule.plan_of(self.shape, num_steps)
+
+    def start_recording(self) -> None:
+        """Record from now on when each action begins and ends."""
+        self._worker.recorded, self._num_recorded = [], 0
+
+    def stop_recording(self) -> Recording:
+        """Return the steps since `start_recording`, of all ranks. Collective.
+
+        The ideal timeline beside it is that of as many steps from an empty pipeline to an empty one.
+        """
+        self._check_usable()
+        recorded, self._worker.recorded = self._worker.recorded or [], None
+        return gather_recording(recorded, self.plan(max(1, self._num_recorded)), self._group)
+
+    # -- within -----------------------------------------------------------------------------------------
+
+    def _actions(self, step: int) -> list[Action]:
+        return self.schedule.actions(self.shape, self._group.rank, step)
+
+    def _check_usable(self) -> None:
+        if self._unusable is not None:
+            raise type(self._unusable)(str(self._unusable))
+
+    def _next_batch(self, inputs: Any, targets: Any, *, trains: bool) -> Batch:
+        """Return the batch in micro-batches, once all ranks agree on it where the pipeline is empty."""
+        self._check_usable()
+        mine = own_batch(
+            inputs,
+            targets,
+            has_inputs=self._is_first,
+            has_targets=self._is_last and trains,
+            num_micro_batches=self.shape.num_micro_batches if trains else 1,
+        )
+        if self._num_steps:
+            with self._telling_failures():
+                check_as_before(mine, self._agreed)
+        else:
+            with self._telling_failures():
+                told = self._messages.exchange(mine, range(self._group.size))
+            agreed = agreed_batch(told, self._group.ranks)
+            if agreed.has_other_inputs(self._agreed):
+                self._worker.forget_specs()
+            self._agreed = agreed
+        num_rows, most = self._agreed.num_rows or 0, self.shape.num_micro_batches
+        counts = row_counts(num_rows, most if trains else min(most, num_rows))
+        return Batch(
+            self._num_steps * len(counts),
+            counts,
+            split_rows(as_tensors("inputs", inputs), counts) if self._is_first else (),
+            _split_targets(targets, counts) if self._is_last and trains else (),
+            trains,
+        )
+
+    def _loss_of(self, batch: Batch) -> float | None:
+        """Return the loss of the batch, where it is wanted."""
+        weighs = self._options.loss_reduction == "mean"
+        losses = self._worker.losses.items()
+        mine = sum(loss.item() * (batch.share(number) if weighs else 1.0) for number, loss in losses)
+        if self._options.loss_on_all_ranks:
+            told = self._messages.exchange(mine if self._is_last else None, range(self._group.size))
+        elif self._is_last:
+            told = self._messages.exchange(mine, self.shape.ranks[-1])
+        else:
+            return None
+        return float(sum(loss for loss in told if loss is not None))
+
+    @contextlib.contextmanager
+    def _telling_failures(self) -> Iterator[None]:
+        """Tell the other ranks if this one raises within, and give the pipeline up."""
+        try:
+            yield
+        except PipelineFailed as exc:
+            self._give_up(exc, str(exc))
+            raise
+        except Exception as exc:
+            action = self._worker.action
+            where = "" if action is None else f", {_described(action)}"
+            rank = self._group.ranks[self._group.rank]
+            text = f"pipeline: rank {rank}{where}: {type(exc).__name__}: {str(exc)[:MOST_TEXT]}"
+            self._messages.tell_failure(text)
+            self._give_up(exc, text)
+            raise
+
+    def _give_up(self, error: Exception, text: str) -> None:
+        """Leave the group: messages of the steps under way are never received."""
+        self._unusable = PipelineFailed(f"pipeline: of no use any more: {text}")
+        self._group.queue.broken = self._group.queue.broken or PipelineFailed(str(error))
+        close_group(self._group)
+
+
+def _described(action: Action) -> str:
+    names = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.UPDATE: "update"}
+    name = names.get(action.kind, action.kind.name.lower())
+    of = f" of micro-batch {action.micro_batch}" if action.micro_batch >= 0 else ""
+    return f"stage {action.stage}, {name}{of}"
+
+
+def _split_targets(targets: Any, counts: Sequence[int]) -> list[Any]:
+    """Return the targets of each micro-batch, a tensor where one was given."""
+    parts = split_rows(as_tensors("targets", targets), counts)
+    return list(parts) if isinstance(targets, (tuple, list)) else [part[0] for part in parts]
+
+
+def _forward_actions(shape: PipelineShape, rank: int) -> list[Action]:
+    """Return the forwards of a rank alone: a stage takes micro-batch b in slot b plus its number."""
+    passes = [
+        Action(Kind.FORWARD, stage, number)
+        for stage in shape.stages_of(rank)
+        for number in range(shape.num_micro_batches)
+    ]
+    passes.sort(key=lambda each: (each.micro_batch + each.stage, each.stage))
+    return with_messages(passes, rank, shape)
+
+
+def _joined(outputs: Sequence[Any]) -> Any:
+    """Return the outputs of micro-batches as those of the batch; None where there are none."""
+    if not outputs:
+        return None
+    if isinstance(outputs[0], Tensor):
+        return torch.cat(list(outputs))
+    return tuple(torch.cat(parts) for parts in zip(*outputs, strict=True))

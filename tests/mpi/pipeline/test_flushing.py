@@ -1,0 +1,222 @@
+"""Flushing schedules give the losses, gradients and steps of no pipeline."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from stage_models import (
+    batch,
+    error_of_gradients,
+    error_of_parameters,
+    has_last,
+    make_stages,
+    replicas_of,
+    sgd,
+    whole,
+)
+from torch import nn
+from torch.nn.functional import mse_loss
+from verdicts import everyone
+
+import mpisgd
+from mpisgd.pipeline import GPipe, Interleaved, OneForwardOneBackward, Pipeline, Pop, Stash
+
+TOLERANCE = 1e-12
+SCHEDULES = [GPipe(), OneForwardOneBackward(), Interleaved()]
+
+
+def count_for(schedule, size):
+    """Four stages on any number of ranks; interleaved, two for each."""
+    return 2 * size if isinstance(schedule, Interleaved) else max(4, size)
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_gradients_and_losses_are_those_of_no_pipeline(schedule, checkpoint):
+    """The rows do not divide by the micro-batches, and the second batch has others."""
+    count, size = count_for(schedule, mpisgd.size()), mpisgd.size()
+    stages, expected = make_stages(count), make_stages(count)
+    pipeline = Pipeline(
+        stages, schedule=schedule, num_micro_batches=2 * size, loss=mse_loss, checkpoint=checkpoint
+    )
+    for number, rows in enumerate((4 * size + 1, 4 * size + 1, 2 * size)):
+        inputs, targets = batch(number, rows, count)
+        reference = mse_loss(whole(expected)(inputs), targets)
+        reference.backward()
+        loss = pipeline.step(inputs, targets)
+        everyone((loss is not None) == has_last(pipeline))
+        everyone(loss is None or abs(loss - reference.item()) <= TOLERANCE, f"{loss} {reference}")
+    wrong = error_of_gradients(pipeline, expected)
+    everyone(wrong <= TOLERANCE, f"{wrong}")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_training_is_that_of_no_pipeline(schedule):
+    count, size = count_for(schedule, mpisgd.size()), mpisgd.size()
+    stages, expected = make_stages(count), make_stages(count)
+    pipeline = Pipeline(
+        stages,
+        schedule=schedule,
+        num_micro_batches=2 * size,
+        loss=mse_loss,
+        optimizer=sgd,
+        loss_on_all_ranks=True,
+    )
+    optimizer = sgd(whole(expected).parameters())
+    for number in range(4):
+        inputs, targets = batch(number, 4 * size + 1, count)
+        reference = mse_loss(whole(expected)(inputs), targets)
+        reference.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = pipeline.step(inputs, targets)
+        everyone(loss is not None and abs(loss - reference.item()) <= TOLERANCE)
+    wrong = error_of_parameters(pipeline, expected)
+    everyone(wrong <= TOLERANCE, f"{wrong}")
+    everyone(set(pipeline.versions_held.values()) == {1})
+    inputs, _ = batch(9, 3, count)
+    output = pipeline.forward(inputs)
+    everyone(output is None or torch.allclose(output, whole(expected)(inputs), rtol=0, atol=TOLERANCE))
+
+
+@pytest.mark.parametrize("schedule", [GPipe(), OneForwardOneBackward()], ids=str)
+def test_replicas_share_the_batch(schedule):
+    """They get different starting values, and the numbers of their micro-batches differ."""
+    replicas = replicas_of(mpisgd.size())
+    expected = make_stages(len(replicas))
+    stages = make_stages(len(replicas))
+    if mpisgd.rank() > 0 and replicas[0] > 1:
+        with torch.no_grad():
+            stages[0][0].weight.add_(1.0)  # the first replica's count
+    pipeline = Pipeline(
+        stages, schedule=schedule, num_micro_batches=5, loss=mse_loss, optimizer=sgd, replicas=replicas
+    )
+    optimizer = sgd(whole(expected).parameters())
+    for number in range(3):
+        inputs, targets = batch(number, 13, len(replicas))
+        reference = mse_loss(whole(expected)(inputs), targets)
+        reference.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = pipeline.step(inputs, targets)
+        everyone(loss is None or abs(loss - reference.item()) <= TOLERANCE)
+    wrong = error_of_parameters(pipeline, expected)
+    everyone(wrong <= TOLERANCE, f"{wrong}")
+    output = pipeline.forward(inputs)
+    everyone(output is None or torch.allclose(output, whole(expected)(inputs), rtol=0, atol=TOLERANCE))
+
+
+class Head(nn.Module):
+    """Scores of the words, by a matrix of the shape of the embedding's."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(11, 5))
+
+    def forward(self, x):
+        return x @ self.weight.T
+
+
+def text_stages():
+    """Tied embedding, a connection past two stages, one to the next stage, tuples, integers."""
+
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(5, 5)
+
+        def forward(self, x):
+            return torch.tanh(self.linear(x)), x.detach().argmax(-1)
+
+    class Join(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(5, 5)
+            self.rest = nn.Sequential(Pop("near", torch.mul), nn.Linear(5, 5))
+
+        def forward(self, x, index):
+            return self.rest(x + self.table(index))
+
+    torch.manual_seed(3)
+    stages = [
+        nn.Sequential(nn.Embedding(11, 5), Stash("early")),
+        nn.Sequential(nn.Linear(5, 5), Stash("near"), nn.ReLU(inplace=True), Pair()),
+        Join(),
+        nn.Sequential(Pop("early"), nn.LayerNorm(5), Head()),
+    ]
+    return [stage.double() for stage in stages]
+
+
+def tied(stages):
+    stages[3][2].weight = stages[0][0].weight
+    return stages
+
+
+def in_a_row(stages, x):
+    for stage in stages:
+        x = stage(*x) if isinstance(x, tuple) else stage(x)
+    return x
+
+
+def cross_entropy(output, target):
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+@pytest.mark.parametrize("how", ["shared", "named", "recomputed"])
+def test_ties_connections_tuples_and_integers_are_those_of_no_pipeline(how):
+    count = min(4, mpisgd.size())
+    group = mpisgd.new_group(range(count))
+    words = torch.randint(0, 11, (9, 7), generator=torch.Generator().manual_seed(1))
+    expected = nn.ModuleList(tied(text_stages()))
+    optimizer = sgd(expected.parameters())
+    wrong = loss_wrong = 0.0
+    if group.rank >= 0:
+        functions = [lambda number=number: text_stages()[number] for number in range(4)]
+        pipeline = Pipeline(
+            functions if how == "named" else tied(text_stages()),
+            num_micro_batches=4,
+            loss=cross_entropy,
+            optimizer=sgd,
+            tied=[[(0, "0.weight"), (3, "2.weight")]] if how == "named" else (),
+            checkpoint=how == "recomputed",
+            loss_on_all_ranks=True,
+            group=group,
+        )
+        for _ in range(3):
+            reference = cross_entropy(in_a_row(expected, words), words)
+            reference.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            loss = pipeline.step(words, words)
+            loss_wrong = max(loss_wrong, abs(loss - reference.item()))
+        wrong = error_of_parameters(pipeline, list(expected))
+        held = len({id(param) for param in pipeline.parameters()})
+        assert held == len(pipeline.parameters())
+    everyone(max(wrong, loss_wrong) <= TOLERANCE, f"{wrong} {loss_wrong}")
+
+
+def test_a_sum_is_not_divided_by_the_rows():
+    count = max(4, mpisgd.size())
+    stages, expected = make_stages(count), make_stages(count)
+
+    def total(output, target):
+        return mse_loss(output, target, reduction="sum")
+
+    pipeline = Pipeline(stages, num_micro_batches=3, loss=total, loss_reduction="sum")
+    inputs, targets = batch(0, 7, count)
+    reference = total(whole(expected)(inputs), targets)
+    reference.backward()
+    loss = pipeline.step(inputs, targets)
+    everyone(loss is None or abs(loss - reference.item()) <= TOLERANCE)
+    wrong = error_of_gradients(pipeline, expected)
+    everyone(wrong <= TOLERANCE, f"{wrong}")
+
+
+def test_a_sequential_is_divided_among_the_ranks():
+    layers = [layer for stage in make_stages(4) for layer in stage]
+    pipeline = Pipeline(nn.Sequential(*layers), num_micro_batches=2, loss=mse_loss)
+    everyone(len(pipeline.stages) == 1)
+    inputs, targets = batch(0, 4)
+    loss = pipeline.step(inputs, targets)
+    reference = mse_loss(nn.Sequential(*layers)(inputs), targets)
+    everyone(loss is None or abs(loss - reference.item()) <= TOLERANCE)
