@@ -1,6 +1,6 @@
 """`Excerpt`: the events of a few steps, as rows and columns that a page can draw.
 
-Each rank has rows: for its steps, for where its program waits, for each of its groups, and as many as they need
+Each rank has rows: for its steps, for where its program waits, for each of its groups, and as many as needed
 for what overlaps (messages, negotiated tensors, operations in a queue). What lies within an event is drawn in
 the row below.
 """
@@ -88,11 +88,10 @@ def excerpt_of(
 ) -> Excerpt:
     """Return what lies between two moments, even if only a part of it does."""
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    spans = [
-        span
-        for span in (*_on_tracks(events, names), *_overlapping(events))
-        if span.end >= begin_us and span.begin <= end_us and round(span.end - span.begin) > 0
-    ]
+    inside = (e for e in events if e["ph"] == "X" and e["ts"] <= end_us and e["ts"] + e["dur"] >= begin_us)
+    overlapping = (each for each in _overlapping(events) if each.begin <= end_us and each.end >= begin_us)
+    found = [*(_on_track(event, names) for event in inside), *overlapping]
+    spans = [span for span in found if round(span.end - span.begin) > 0]
     longest = sorted(spans, key=lambda span: span.begin - span.end)[:max_spans]
     rows: dict[tuple[int, tuple[int, str], int], int] = {}
     placed = sorted((span.rank, span.track, row, span) for span, row in _laid_out(longest))
@@ -114,23 +113,20 @@ def excerpt_of(
     return Excerpt(title, begin_us, end_us, labels, drawn, len(spans) - len(longest))
 
 
-def _on_tracks(events: Iterable[Event], names: dict[tuple[int, int], str]) -> Iterator[_Span]:
-    """Return what lies on tracks, in each other or in turn: the steps come first, then the program."""
-    for event in events:
-        if event["ph"] == "X":
-            track, kind = names[event["pid"], event["tid"]], _kind(event)
-            order = {"step": 0, "blocked": 1}.get(kind, 2)
-            track = f"{track} waits" if kind == "blocked" else track
-            yield _Span(
-                event["pid"],
-                (order, track),
-                event["ts"],
-                event["ts"] + event["dur"],
-                event["name"],
-                kind,
-                _detail(event["args"]),
-                event["args"].get("bytes", 0),
-            )
+def _on_track(event: Event, names: dict[tuple[int, int], str]) -> _Span:
+    """Return what lies on a track, in others or in turn: first the steps, then the program."""
+    track, kind = names[event["pid"], event["tid"]], _kind(event)
+    order = {"step": 0, "blocked": 1}.get(kind, 2)
+    return _Span(
+        event["pid"],
+        (order, f"{track} waits" if kind == "blocked" else track),
+        event["ts"],
+        event["ts"] + event["dur"],
+        event["name"],
+        kind,
+        _detail(event["args"]),
+        event["args"].get("bytes", 0),
+    )
 
 
 def _kind(event: Event) -> str:

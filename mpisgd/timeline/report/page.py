@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpisgd.errors import InvalidArgument
+from mpisgd.timeline.report.coverage import Floats
 from mpisgd.timeline.report.excerpt import (
     KINDS,
     Excerpt,
@@ -44,7 +45,7 @@ def html_of(data: dict[str, Any]) -> str:
     """Return the page for `data_of` a timeline."""
     folder = files(__package__)
     page, style, script = ((folder / f"page.{suffix}").read_text() for suffix in ("html", "css", "js"))
-    text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")  # else it could end the script
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")  # else it could end the script
     return page.replace("/*STYLE*/", style).replace("/*SCRIPT*/", script).replace("/*RECORD*/", text)
 
 
@@ -60,7 +61,9 @@ def data_of(events: Sequence[Event], title: str, chosen: tuple[int, int] | None 
     hosts = {rank: str(args.get("host", "?")) for rank, args in sorted(about.items())}
     summary, done, steps = summarise(events), executions(events), steps_of(events)
     start_us = min((e["ts"] for e in events if "ts" in e), default=0.0)
-    whole = {rank: _stretch(steps.get(rank), start_us, summary.duration_us) for rank in hosts}
+    whole = np.array([start_us]), np.array([start_us + summary.duration_us])
+    stretches = {rank: (steps[rank].begins, steps[rank].ends) if rank in steps else whole for rank in hosts}
+    divisions = divisions_of(events, stretches)
     excerpts = _excerpts(events, steps, start_us, start_us + summary.duration_us, chosen)
     return {
         "title": title,
@@ -68,8 +71,8 @@ def data_of(events: Sequence[Event], title: str, chosen: tuple[int, int] | None 
         "hosts": list(hosts.values()),
         "duration": round(summary.duration_us),
         "notes": _notes(summary, steps),
-        "steps": _per_step(events, steps),
-        "division": _totals(divisions_of(events, whole)),
+        "steps": _per_step(steps, divisions),
+        "division": _totals(divisions),
         **_tables(summary, done, start_us),
         "links": [link._asdict() for link in links_of(events, done, hosts)][:MAX_ROWS],
         "memory": {rank: _thinned(each, start_us) for rank, each in memory_of(events).items()},
@@ -89,13 +92,6 @@ def _notes(summary: Summary, steps: dict[int, Steps]) -> list[str]:
     return notes
 
 
-def _stretch(steps: Steps | None, start_us: float, duration_us: float) -> tuple[Any, Any]:
-    """Return the time of a rank that is divided: that of its steps, else all."""
-    if steps is None:
-        return np.array([start_us]), np.array([start_us + duration_us])
-    return steps.begins[:1], steps.ends[-1:]
-
-
 def _totals(divisions: dict[int, Division]) -> dict[int, dict[str, int]]:
     return {
         rank: {name: round(float(getattr(each, name).sum())) for name in ORDER}
@@ -106,7 +102,7 @@ def _totals(divisions: dict[int, Division]) -> dict[int, dict[str, int]]:
 # -- over the steps ----------------------------------------------------------------------------------------
 
 
-def _per_step(events: Sequence[Event], steps: dict[int, Steps]) -> dict[str, Any]:
+def _per_step(steps: dict[int, Steps], divisions: dict[int, Division]) -> dict[str, Any]:
     """Return for each rank the times of its steps, and how much of them it waited.
 
     Of a long run a point stands for several steps: their median, and the slowest of them beside it.
@@ -116,35 +112,35 @@ def _per_step(events: Sequence[Event], steps: dict[int, Steps]) -> dict[str, Any
     first = min(each.numbers[0] for each in steps.values())
     num = max(each.numbers[-1] for each in steps.values()) - first + 1
     together = -(-num // max(1, min(MAX_POINTS, MAX_CELLS // len(steps))))
-    divisions = divisions_of(events, {rank: (each.begins, each.ends) for rank, each in steps.items()})
+    lengths = {rank: each.ends - each.begins for rank, each in steps.items()}
 
-    def columns(values: Callable[[int], Any], merge: Callable[[Any], Any]) -> dict[int, list[int | None]]:
-        return {
-            rank: _merged(each.numbers, values(rank), first, num, together, merge)
-            for rank, each in steps.items()
-        }
-
-    def lengths(rank: int) -> Any:
-        return steps[rank].ends - steps[rank].begins
+    def columns(values: dict[int, Floats], merge: Callable[..., Floats]) -> dict[int, list[int | None]]:
+        places = {rank: np.array(each.numbers) - first for rank, each in steps.items()}
+        return {rank: _merged(places[rank], values[rank], num, together, merge) for rank in steps}
 
     return {
         "numbers": list(range(first, first + num, together)),
         "together": together,
-        "time": columns(lengths, np.median),
-        "slowest": columns(lengths, np.max) if together > 1 else {},
-        "communication": columns(lambda rank: divisions[rank].communication, np.median),
-        "wait": columns(lambda rank: divisions[rank].wait, np.median),
+        "time": columns(lengths, np.nanmedian),
+        "slowest": columns(lengths, np.nanmax) if together > 1 else {},
+        "communication": columns(
+            {rank: each.communication for rank, each in divisions.items()}, np.nanmedian
+        ),
+        "wait": columns({rank: each.wait for rank, each in divisions.items()}, np.nanmedian),
     }
 
 
 def _merged(
-    numbers: Sequence[int], values: Any, first: int, num: int, together: int, merge: Callable[[Any], Any]
+    places: Any, values: Floats, num: int, together: int, merge: Callable[..., Floats]
 ) -> list[int | None]:
     """Return one number for `together` steps, None where a rank has made none of them."""
     by_step = np.full(-(-num // together) * together, np.nan)
-    by_step[np.array(numbers) - first] = values
+    by_step[places] = values
     groups = by_step.reshape(-1, together)
-    return [None if np.isnan(each).all() else round(float(merge(each[~np.isnan(each)]))) for each in groups]
+    made = ~np.isnan(groups).all(axis=1)
+    merged = np.zeros(len(groups))
+    merged[made] = merge(groups[made], axis=1)
+    return [round(value) if known else None for value, known in zip(merged.tolist(), made, strict=True)]
 
 
 # -- tables ------------------------------------------------------------------------------------------------
