@@ -21,7 +21,7 @@ from mpisgd.bench.report.rows import as_bytes
 from mpisgd.config import is_launched
 from mpisgd.errors import JobError
 from mpisgd.monitor.hang_report import activity, main_wait, missing
-from mpisgd.monitor.job_finder import FoundJob, choose_job, command, find_jobs
+from mpisgd.monitor.job_finder import FoundJob, choose_job, describe, find_jobs
 from mpisgd.monitor.mailbox_pages import Steps
 from mpisgd.monitor.rank_state import RUNS, RankState
 
@@ -95,9 +95,7 @@ class _Watch:
         ]
 
     def _heading(self) -> str:
-        here, size = len(self._job.members), self._job.size
-        ranks = f"{size} rank{'s' * (size != 1)}" if here == size else f"{here} of {size} ranks"
-        return f"{ranks} on {self._host}: {command(self._job)}"
+        return f"{self._host}: {describe(self._job)}"
 
     def lines(self) -> list[str]:
         """Return it as plain text."""

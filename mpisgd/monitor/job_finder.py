@@ -20,7 +20,7 @@ from mpisgd.monitor import process_inspector
 from mpisgd.monitor.mailbox_pages import MAILBOX_NAME, SHARE_BYTES, Introduction, MailboxPages, Steps
 from mpisgd.monitor.rank_state import LEFT, RUNS, RankState, decode
 
-__all__ = ["FoundJob", "Member", "choose_job", "find_jobs", "launching_users"]
+__all__ = ["FoundJob", "Member", "choose_job", "describe", "find_jobs", "launching_users"]
 
 PROC = Path("/proc")
 LINK = f"/memfd:{MAILBOX_NAME} (deleted)"
@@ -139,7 +139,9 @@ def _mailboxes() -> Iterator[mmap.mmap]:
                 seen.add(file)
                 fd = os.open(path, os.O_RDWR)
                 try:
-                    yield mmap.mmap(fd, os.fstat(fd).st_size)
+                    status = os.fstat(fd)
+                    if status.st_uid == os.getuid():  # what is read there is unpickled
+                        yield mmap.mmap(fd, status.st_size)
                 finally:
                     os.close(fd)
 
@@ -183,13 +185,19 @@ def choose_job(pid: int | None) -> FoundJob:
     if not jobs:
         raise JobError(_nothing_found())
     if len(jobs) > 1:
-        listed = "".join(f"\n  --pid {job.pids[0]}  {job.size} ranks: {command(job)}" for job in jobs)
+        listed = "".join(f"\n  --pid {job.pids[0]}  {describe(job)}" for job in jobs)
         raise JobError(f"{len(jobs)} jobs run here; choose one by a process of it:{listed}")
     return jobs[0]
 
 
-def command(job: FoundJob) -> str:
-    """Return the command line of a job's first rank here."""
+def describe(job: FoundJob) -> str:
+    """Return how many ranks a job has, and how many of them here, and the command of the first one."""
+    here, size = len(job.members), job.size
+    ranks = f"{size} rank{'s' * (size != 1)}"
+    return f"{ranks if here == size else f'{here} of {ranks} here'}: {_command(job)}"
+
+
+def _command(job: FoundJob) -> str:
     for pid in job.pids:
         with contextlib.suppress(OSError):
             words = (PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")

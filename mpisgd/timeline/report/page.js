@@ -217,13 +217,13 @@ function showHead() {
   const slow = record.late[0];
   const own = Object.values(record.memory).map((each) => Math.max(...each.own));
   const tiles = [
-    ["steps in the record", steps || "-"],
+    ["steps in the record", steps ? steps.toLocaleString("en") : "-"],
     ["median step", times.length ? timeText(quantile(times, 0.5)) : "-"],
     ["computation", shareText(total("computation"), whole)],
     ["exposed communication", shareText(total("communication"), whole)],
     ["waiting for other ranks", shareText(total("wait"), whole)],
     ["communication that is hidden", shareText(total("hidden"), moving)],
-    ["most often last", slow ? `rank ${slow.rank} (${shareText(slow.times, record.common)})` : "-"],
+    [slow ? `most often last (${shareText(slow.times, record.common)})` : "most often last", slow ? `rank ${slow.rank}` : "-"],
     ["most memory of a rank", own.length ? bytesText(1024 * Math.max(...own)) : "-"],
   ];
   within("tiles").append(...tiles.map(([name, value]) =>
