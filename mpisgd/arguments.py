@@ -4,11 +4,10 @@ import math
 import operator
 import os
 import reprlib
+import sys
 from collections.abc import Iterable, MutableSequence, Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from mpisgd.errors import InvalidArgument, ShapeMismatch
 
@@ -49,8 +48,10 @@ def as_index(value: Any) -> int:
     Raises:
         TypeError: it is none. Nor is True: whoever passes it has mixed up arguments.
     """
-    unfit = isinstance(value, torch.Tensor) and (value.dtype == torch.bool or value.is_meta)
-    if isinstance(value, bool) or unfit:
+    torch = sys.modules.get("torch")  # where nothing has loaded it there is no tensor
+    if torch is not None and isinstance(value, torch.Tensor) and (value.dtype == torch.bool or value.is_meta):
+        raise TypeError(f"{shown(value)} is no rank")
+    if isinstance(value, bool):
         raise TypeError(f"{shown(value)} is no rank")
     return operator.index(value)
 

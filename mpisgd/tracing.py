@@ -81,6 +81,9 @@ class Sink(Protocol):
     def instant(self, track: Track, name: str, at_ns: int) -> None:
         """Note a moment."""
 
+    def sent(self, dst: int, nbytes: int) -> None:
+        """Count bytes that MPI is given to send to a rank of the job."""
+
     def flush(self) -> None:
         """Write down what was noted so far."""
 

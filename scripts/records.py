@@ -1,19 +1,20 @@
-"""What a training run leaves behind: a metrics file, a plot, and lines on the terminal.
+"""What a training run leaves behind: metrics, a plot, curves for TensorBoard, and lines on the terminal.
 
 Nothing here knows of ranks; the programs call it on rank 0.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpisgd import CheckpointError
+from mpisgd import CheckpointError, JobError
 from mpisgd.config import launcher_rank
 
 if TYPE_CHECKING:
@@ -21,9 +22,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Epoch",
+    "TensorBoard",
     "Terminal",
     "append_metrics",
     "check_identity",
+    "check_tensorboard",
     "check_writable",
     "save_plot",
 ]
@@ -98,6 +101,50 @@ def save_plot(path: Path, history: Sequence[Epoch], title: str) -> None:
     accuracy.set(ylabel="test accuracy (%)", ylim=(None, 100.5))
     loss.legend(handles=lines, loc="center right")
     figure.savefig(path, dpi=120)
+
+
+# --- TensorBoard --------------------------------------------------------------------------------------
+
+
+def check_tensorboard(folder: Path | None) -> None:
+    """Find out before training that TensorBoard is missing, or that nothing can be written there."""
+    if folder is None:
+        return
+    if not importlib.util.find_spec("tensorboard"):
+        raise JobError("--tensorboard needs tensorboard: pip install 'mpisgd[tensorboard]'")
+    folder.mkdir(parents=True, exist_ok=True)
+    check_writable(folder / "probe")
+
+
+class TensorBoard:
+    """The curves of a run, one for each figure.
+
+    Args:
+        folder: where TensorBoard looks for them; None: there are none.
+        history: figures from before a resume, which are in the folder already.
+    """
+
+    def __init__(self, folder: Path | None, history: Sequence[Any]) -> None:
+        self._writer: Any = None
+        if folder is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            # What an earlier run has written beyond this point does not count any more.
+            start = astuple(history[-1])[0] + 1 if history else 0
+            self._writer = SummaryWriter(str(folder), purge_step=start)
+
+    def add(self, figures: Any) -> None:
+        """Add a point to each curve, from a dataclass whose first field says where."""
+        if self._writer is not None:
+            at, *others = fields(figures)
+            for each in others:
+                self._writer.add_scalar(each.name, getattr(figures, each.name), getattr(figures, at.name))
+            self._writer.flush()
+
+    def close(self) -> None:
+        """Write the rest."""
+        if self._writer is not None:
+            self._writer.close()
 
 
 # --- the terminal -------------------------------------------------------------------------------------

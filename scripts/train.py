@@ -30,7 +30,15 @@ import torch
 import typer
 from image_data import ImageData, load
 from ranks import mean_over_ranks, on_rank_0
-from records import Epoch, Terminal, append_metrics, check_writable, save_plot
+from records import (
+    Epoch,
+    TensorBoard,
+    Terminal,
+    append_metrics,
+    check_tensorboard,
+    check_writable,
+    save_plot,
+)
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
@@ -412,6 +420,7 @@ def main(
     plot: Annotated[
         Path | None, typer.Option(readable=False, help="Plot of loss and accuracy: .png, .svg or .pdf.")
     ] = None,
+    tensorboard: Annotated[Path | None, typer.Option(help="Folder of curves for TensorBoard.")] = None,
     metrics: Annotated[
         Path | None, typer.Option(readable=False, help="File for one line of JSON per epoch.")
     ] = None,
@@ -431,6 +440,7 @@ def main(
         raise mpisgd.JobError("--resume and --checkpoint-every need --checkpoint-folder")
     check_methods(strategy, compression, checkpoints=checkpoint_folder is not None, sync=not no_sync)
     on_rank_0(lambda: check_outputs(plot, metrics))
+    on_rank_0(lambda: check_tensorboard(tensorboard))
     images = on_rank_0(lambda: load(data, num_classes=classes))
     check_batch_size(batch_size, len(images.train))
     lr = DEFAULT_LR[optimizer] if lr is None else lr
@@ -445,6 +455,7 @@ def main(
     mpisgd.broadcast_parameters(training.model)  # (4) rank 0's weights to all
     if metrics:
         on_rank_0(lambda: append_metrics(metrics, training.history, afresh=True))
+    board = TensorBoard(tensorboard if mpisgd.rank() == 0 else None, training.history)
 
     num_steps = epochs * len(train_loader)
     with Terminal(visible=mpisgd.rank() == 0, completed=training.step, total=num_steps) as terminal:
@@ -465,6 +476,7 @@ def main(
                 f"epoch {epoch.epoch:>3}/{epochs}  loss {epoch.loss:.4f}  "
                 f"test accuracy {epoch.test_accuracy:7.2%}  {epoch.images_per_s:>9,.0f} images/s"
             )
+            board.add(epoch)
             if metrics:
                 on_rank_0(lambda: append_metrics(metrics, training.history[-1:]))
             if checkpointer:
@@ -478,6 +490,7 @@ def main(
             terminal.say(f"loss curve: {plot}")
         if metrics:
             terminal.say(f"metrics: {metrics}")
+    board.close()
 
 
 if __name__ == "__main__":

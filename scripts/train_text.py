@@ -28,7 +28,7 @@ import typer
 from layout import Layout, check_fit, parse_layout
 from parallelize import parallelize
 from ranks import mean_over_ranks, on_rank_0
-from records import Terminal, append_metrics, check_writable
+from records import TensorBoard, Terminal, append_metrics, check_tensorboard, check_writable
 from text_data import load, random_sequences
 from text_model import GPT, ModelSize, build_model
 from text_state import read_run, read_state, write_checkpoint
@@ -333,6 +333,7 @@ def main(
     sample: Annotated[int, typer.Option(min=0, help="Bytes to generate at the end.")] = 200,
     prompt: Annotated[str, typer.Option(help="Prompt of the generated text.")] = "def ",
     log_every: Annotated[int, typer.Option(min=1, help="Steps between log lines.")] = 20,
+    tensorboard: Annotated[Path | None, typer.Option(help="Folder of curves for TensorBoard.")] = None,
     metrics: Annotated[
         Path | None, typer.Option(readable=False, help="File for one line of JSON per log line.")
     ] = None,
@@ -348,6 +349,7 @@ def main(
     settings = Settings(*sizes, lr, warmup_steps, seed, precision, layer_dropping)
     check_fit(layout, settings.model_size, batch_size, num_micro_batches)
     on_rank_0(lambda: check_outputs(save_to, metrics))
+    on_rank_0(lambda: check_tensorboard(tensorboard))
     text = load_text(data, context)
     run_identity = identity(settings, text)
 
@@ -361,6 +363,7 @@ def main(
         resume(resume_from, training, run_identity)
     if metrics:
         on_rank_0(lambda: append_metrics(metrics, training.history, afresh=True))
+    board = TensorBoard(tensorboard if mpisgd.rank() == 0 else None, training.history)
 
     with Terminal(visible=mpisgd.rank() == 0, completed=training.step, total=steps) as terminal:
         terminal.say(headline)
@@ -371,6 +374,7 @@ def main(
                     f"step {figures.step:>5}/{steps}  loss {figures.loss:.4f}  "
                     f"{figures.bytes_per_s:>9,.0f} bytes/s"
                 )
+                board.add(figures)
                 if metrics:
                     on_rank_0(lambda: append_metrics(metrics, training.history[-1:]))
             if save_to and (training.step == steps or (save_every and training.step % save_every == 0)):
@@ -380,6 +384,7 @@ def main(
             terminal.say(f"a sample:\n{written.decode(errors='replace')}")
         if save_to:
             terminal.say(f"checkpoint: {save_to}")
+    board.close()
     dist.destroy_process_group()
 
 

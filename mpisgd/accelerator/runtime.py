@@ -39,6 +39,10 @@ class Cuda:
             if number > 0:
                 torch.cuda.set_device(number)
 
+    def memory_in_use(self) -> int:
+        """Return the bytes of this process's tensors on the current GPU; 0 where it has not used any."""
+        return torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
+
     def identity(self, device: torch.device) -> str:
         """Return the GPU's own number, which tells it from all others of its host.
 

@@ -8,6 +8,7 @@ from mpisgd.cli.layout import layout
 from mpisgd.cli.memory import memory
 from mpisgd.cli.program import run_program
 from mpisgd.cli.run import run
+from mpisgd.cli.top import top
 from mpisgd.cli.trace import trace
 from mpisgd.cli.tune import tune
 from mpisgd.cli.verify import verify
@@ -20,6 +21,7 @@ app.command()(tune)
 app.command()(trace)
 app.command()(memory)
 app.command()(verify)
+app.command()(top)
 # What comes after the program belongs to the program.
 OF_PROGRAM = {"allow_interspersed_args": False, "ignore_unknown_options": False}
 app.command(context_settings=OF_PROGRAM)(run)

@@ -11,6 +11,7 @@ from mpisgd.bench.report.rows import as_bytes, as_time
 from mpisgd.bench.report.tables import new_table, show
 from mpisgd.errors import InvalidArgument, JobError
 from mpisgd.timeline.files import merge, read_events
+from mpisgd.timeline.report.page import data_of, html_of
 from mpisgd.timeline.summary import Summary, summarise
 
 __all__ = ["trace"]
@@ -21,19 +22,34 @@ LONGEST_NAME = 60
 def trace(
     files: list[Path] = typer.Argument(..., help="Timelines of ranks, or of all; or folders of them."),
     out: Path | None = typer.Option(None, help="Write one file of all of them for Perfetto."),
+    html: Path | None = typer.Option(None, help="Write a page that shows it in pictures."),
+    steps: str = typer.Option(
+        "", help="Steps FIRST:LAST whose timeline is on the page; default: typical ones."
+    ),
     top: int = typer.Option(15, min=1, help="The kinds of operations that took longest."),
 ) -> None:
     """Merge timelines, and sum them up: time per operation, who came last, what was hidden."""
+    chosen = _steps(steps) if steps else None
     try:
         events = _read(files)
         if out is not None:
             merge(events, out)
+        if html is not None:
+            html.write_text(html_of(data_of(events, ", ".join(path.name for path in files), chosen)))
     except InvalidArgument as exc:
         raise JobError(str(exc)) from exc
     except OSError as exc:
-        raise JobError(f"{out}: {exc.strerror}") from exc
+        raise JobError(f"{exc.filename}: {exc.strerror}") from exc
     summary = summarise(events)
     show([_operations(summary, top), _stragglers(summary), _hidden(summary)], _notes(summary))
+
+
+def _steps(text: str) -> tuple[int, int]:
+    """Return the first and the last step of FIRST:LAST, or of one number."""
+    first, _, last = text.partition(":")
+    if not (first.isdecimal() and (last or first).isdecimal() and int(first) <= int(last or first)):
+        raise JobError(f"--steps {text}: expected a step, or FIRST:LAST, as in 500:505")
+    return int(first), int(last or first)
 
 
 def _read(given: list[Path]) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from mpisgd import config, tracing
 from mpisgd.accelerator.runtime import runtime
 from mpisgd.core import waiting
 from mpisgd.core.group import Group
+from mpisgd.core.step_counter import start_counting
 from mpisgd.errors import AlreadyInitialized, InvalidArgument, MpisgdError, PeerLost
 from mpisgd.job.forced_exit import exit_after_loss, exit_without_host
 from mpisgd.job.lazy_dynamo import defer_import
@@ -126,6 +127,7 @@ def _start(comm: "MPI.Intracomm | None", num_threads: int | None, limit_s: float
     # By the first rank's wish: not every launcher hands it to all.
     if (path := next((path for _, path in wishes if path), None)) is not None:
         tracing.start_recorder(path, communicator)
+    start_counting()
     start_step_log(communicator.rank, communicator.size)
     if job.complaint:
         warnings.warn(job.complaint, RuntimeWarning, stacklevel=3)

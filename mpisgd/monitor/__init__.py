@@ -9,6 +9,7 @@ blocked in MPI. The engine reports its long waits to `core/wait_registry.py`, an
     rank_snapshot      this process's own state
     process_inspector  a process that does not answer, seen from outside
     shm_mailbox        questions and answers among the ranks of a host; mpi_mailbox: between hosts
+    mailbox_pages      the same as other processes see it; job_finder: how they find it (`mpisgd top`)
     state_collector    the states of all ranks
     hang_report        what all ranks do, in words
     watchdog           long waits: a warning, in the end an error or the end of the job

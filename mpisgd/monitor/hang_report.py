@@ -20,18 +20,22 @@ def main_wait(state: RankState) -> Wait | None:
 
 
 def missing(wait: Wait, states: Sequence[RankState]) -> list[int]:
-    """Return the global ranks without which a wait does not end: who has not come, or does not answer."""
+    """Return the global ranks without which a wait does not end: who has not come, or does not answer.
+
+    Of ranks without a state nothing is said.
+    """
     by_rank = {state.rank: state for state in states}
     if wait.message is not None:
         return list(wait.message.partners)
     if wait.awaited or not states:
         return list(wait.awaited)
+    known = [rank for rank in wait.members if rank in by_rank]
     if wait.number:
         key = group_key(wait.members, wait.ordinal)
-        late = [rank for rank in wait.members if by_rank[rank].num_begun.get(key, 0) < wait.number]
+        late = [rank for rank in known if by_rank[rank].num_begun.get(key, 0) < wait.number]
     else:
-        late = [rank for rank in wait.members if not wait.is_shared_by(by_rank[rank])]
-    return late or [rank for rank in wait.members if by_rank[rank].state not in (RUNS, WAITS)]
+        late = [rank for rank in known if not wait.is_shared_by(by_rank[rank])]
+    return late or [rank for rank in known if by_rank[rank].state not in (RUNS, WAITS)]
 
 
 def for_whom(wait: Wait, rank: int, states: Sequence[RankState]) -> str:

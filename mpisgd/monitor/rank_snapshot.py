@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from mpisgd.accelerator.runtime import runtime
 from mpisgd.core import wait_registry
 from mpisgd.core.wait_registry import RegisteredWait, WaitReason
 from mpisgd.errors import MpisgdError
@@ -86,6 +87,7 @@ def take_snapshot(
             f"thread {name!r} ended {time.monotonic() - at_s:.1f} s ago with {error}"
             for at_s, name, error in failed_threads
         ),
+        device_bytes=runtime().memory_in_use(),
     )
 
 

@@ -80,6 +80,7 @@ class RankState:
         reported: the stalls that it has reported to its user; see `mpisgd.monitor.watchdog`.
         failed_threads: in words, its threads that an uncaught error has ended.
         note: in words, what was seen from outside.
+        device_bytes: that its tensors take on its GPU.
     """
 
     rank: int
@@ -95,6 +96,7 @@ class RankState:
     reported: tuple[int, ...] = ()
     failed_threads: tuple[str, ...] = ()
     note: str = ""
+    device_bytes: int = 0
 
 
 def encode(states: Sequence[RankState], max_bytes: int | None = None) -> bytes:

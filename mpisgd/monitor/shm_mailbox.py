@@ -9,62 +9,64 @@ same methods: any thread may ask; one thread alone, the monitor's, reads questio
 import time
 import zlib
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from mpisgd import config
-from mpisgd.transport.ipc.futex import Futex
-from mpisgd.transport.ipc.segment import PAGE, Segment, open_segment
+from mpisgd.core.step_counter import counter
+from mpisgd.monitor.mailbox_pages import (
+    ANSWER,
+    ASKED,
+    FORMAT,
+    INTRODUCTION,
+    LEFT,
+    MAILBOX_NAME,
+    NOTICE,
+    NOTICE_BYTES,
+    NUM_REPORTED,
+    REPORTED,
+    SHARE_BYTES,
+    Introduction,
+    MailboxPages,
+    Slot,
+)
+from mpisgd.transport.ipc.memfd import create
+from mpisgd.transport.ipc.segment import Segment, open_segment
 
 if TYPE_CHECKING:
     from mpisgd.transport.mpi import Communicator
 
 __all__ = ["ShmMailbox", "open_shm_mailbox"]
 
-
-class _Slot(NamedTuple):
-    """Room for one text of a rank: where it lies, and the first of its words: stamp, length, checksum."""
-
-    start: int
-    word: int
-
-
-ANSWER_BYTES = 2**18  # what is not written to takes no room
-NOTICE_BYTES = 2**16
-SHARE_BYTES = PAGE + ANSWER_BYTES + NOTICE_BYTES
-# Words of a rank, in cache lines of their own: what others write, and what it writes itself; then the last
-# stalls that it has reported to its user, and how many there were.
-ASKED, LEFT, NUM_REPORTED, REPORTED = 0, 11, 12, 64
-ANSWER, NOTICE = _Slot(PAGE, 8), _Slot(PAGE + ANSWER_BYTES, 32)
 MAX_REPORTED = 64
 POLL_S = 0.2  # where nobody can be woken
 
 
-class ShmMailbox:
+class ShmMailbox(MailboxPages):
     """The questions, answers and notices of one rank to and from others of its host.
 
     Args:
         segment: SHARE_BYTES for each rank.
         ranks: the global ranks of the segment, in its order.
         rank: this one's.
-
-    Attributes:
-        ranks: as given.
     """
 
     def __init__(self, segment: Segment, ranks: Sequence[int], rank: int) -> None:
-        self.ranks = tuple(ranks)
+        super().__init__(segment.memory, ranks)
+        self._segment = segment
         self._rank = rank
-        step = segment.share_bytes
-        memory = memoryview(segment.memory)
-        self._bytes = {each: memory[i * step : (i + 1) * step] for i, each in enumerate(self.ranks)}
-        self._words = {each: share.cast("Q") for each, share in self._bytes.items()}
         self._mine = self._words[rank]
-        self._futex = Futex(segment)
-        self._asked_words = {each: i * step // 8 + ASKED for i, each in enumerate(self.ranks)}
         self._answered = 0  # the stamp of the last question that was
         self._read_notices: dict[int, int] = {}  # by rank, the stamp of the last one
 
-    def _write(self, slot: _Slot, stamp: int, text: bytes) -> None:
+    def introduce(self, me: Introduction) -> None:
+        """Let other processes of this user know who this is, and see how far its program is."""
+        counter.move_to(self.step_words(self._rank))
+        words = [me.rank, me.size, me.job, me.process.pid, me.process.began, int(me.is_answering)]
+        for i, word in enumerate(words, INTRODUCTION + 1):
+            self._mine[i] = word
+        self._mine[INTRODUCTION] = FORMAT
+
+    def _write(self, slot: Slot, stamp: int, text: bytes) -> None:
         """Write a text of this rank."""
         word = slot.word
         self._mine[word + 2] = 2**32  # no text has this checksum: what is read meanwhile does not count
@@ -72,30 +74,6 @@ class ShmMailbox:
         self._mine[word + 1] = len(text)
         self._mine[word + 2] = zlib.crc32(text)
         self._mine[word] = stamp
-
-    def _read(self, slot: _Slot, rank: int) -> bytes | None:
-        """Return a text of a rank; None while it is writing the next one: the caller tries again then."""
-        _, length, checksum = self._words[rank][slot.word : slot.word + 3]
-        text = bytes(self._bytes[rank][slot.start : slot.start + length])
-        return text if zlib.crc32(text) == checksum else None
-
-    # -- asking ----------------------------------------------------------------------------------------
-
-    def ask(self, ranks: Collection[int]) -> int:
-        """Ask some ranks of the segment; return the stamp from which on their answers count."""
-        stamp = time.monotonic_ns()
-        for rank in ranks:
-            self._words[rank][ASKED] = max(stamp, self._words[rank][ASKED])
-            self._futex.wake(self._asked_words[rank])
-        return stamp
-
-    def answer_from(self, rank: int, number: int) -> bytes | None:
-        """Return the answer of a rank to what was asked at the stamp `number`, None while there is none."""
-        return self._read(ANSWER, rank) if self._words[rank][ANSWER.word] >= number else None
-
-    def has_left(self, rank: int) -> bool:
-        """Return whether a rank has said that it will answer no more."""
-        return self._words[rank][LEFT] != 0
 
     # -- answering -------------------------------------------------------------------------------------
 
@@ -172,6 +150,7 @@ class ShmMailbox:
         """Let the others know that this rank will answer no more."""
         self._mine[LEFT] = 1
         self.wake()
+        self._segment.close_file()
 
 
 def open_shm_mailbox(local: "Communicator", ranks: Sequence[int]) -> ShmMailbox:
@@ -182,7 +161,8 @@ def open_shm_mailbox(local: "Communicator", ranks: Sequence[int]) -> ShmMailbox:
         ranks: what they are called in the job.
     """
     wanted = all(local.all_gather_object(config.shared_memory()))
-    segment = open_segment(local, SHARE_BYTES) if wanted and local.size > 1 else None
+    segment = open_segment(local, SHARE_BYTES, name=MAILBOX_NAME) if wanted and local.size > 1 else None
     if segment is None:
-        return ShmMailbox(Segment(-1, SHARE_BYTES, 1), ranks[local.rank : local.rank + 1], ranks[local.rank])
+        alone = Segment(create(SHARE_BYTES, MAILBOX_NAME), SHARE_BYTES, 1)
+        return ShmMailbox(alone, ranks[local.rank : local.rank + 1], ranks[local.rank])
     return ShmMailbox(segment, ranks, ranks[local.rank])

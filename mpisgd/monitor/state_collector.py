@@ -4,17 +4,19 @@ Between hosts a question goes to a few ranks of each at once, since one of them 
 the states of its host's ranks and sends them all. Who does not answer is described from outside.
 """
 
+import secrets
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from mpisgd.monitor import process_inspector
+from mpisgd.monitor.mailbox_pages import ANSWER_BYTES, Introduction
 from mpisgd.monitor.mpi_mailbox import MpiMailbox, Question
 from mpisgd.monitor.process_inspector import ProcessIdentity
 from mpisgd.monitor.rank_snapshot import take_snapshot
 from mpisgd.monitor.rank_state import LEFT, UNRESPONSIVE, RankState, decode, encode
-from mpisgd.monitor.shm_mailbox import ANSWER_BYTES, open_shm_mailbox
+from mpisgd.monitor.shm_mailbox import open_shm_mailbox
 
 if TYPE_CHECKING:
     from mpisgd.core.group import Group
@@ -63,14 +65,15 @@ class StateCollector:
         self._groups = groups
         local = communicator.split(topology.node_rank)
         self.shm = open_shm_mailbox(local, topology.nodes[topology.node_rank])
-        entries = communicator.all_gather_object(
-            (self.host, process_inspector.identify_this_process(), self.shm.ranks)
-        )
+        me = process_inspector.identify_this_process()
+        entries = communicator.all_gather_object((self.host, me, self.shm.ranks, secrets.randbits(63)))
         local.free()  # all ranks have opened by now what its first rank has made
-        self._hosts: list[str] = [host for host, _, _ in entries]
-        self.processes: list[ProcessIdentity] = [process for _, process, _ in entries]
+        self._hosts: list[str] = [host for host, *_ in entries]
+        self.processes: list[ProcessIdentity] = [process for _, process, *_ in entries]
         self.domain = self.shm.ranks
-        self.domains: list[tuple[int, ...]] = sorted({domain for _, _, domain in entries})
+        self.domains: list[tuple[int, ...]] = sorted({domain for _, _, domain, _ in entries})
+        size, job = len(entries), entries[0][-1]
+        self.shm.introduce(Introduction(self.rank, size, job, me, is_answering=size > 1))
         # The domains that are asked by messages.
         self._others = [each for each in self.domains if each != self.domain and threads_allowed]
         self._communicator = communicator.duplicate()

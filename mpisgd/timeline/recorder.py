@@ -10,10 +10,14 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from mpisgd.accelerator.runtime import runtime
 from mpisgd.timeline.clock import Clock
 from mpisgd.timeline.files import CLOSING, OPENING, Event, as_line
 from mpisgd.tracing import Track
@@ -48,9 +52,14 @@ class Recorder:
         self._clock = clock
         self._capacity = capacity
         self._events: collections.deque[Callable[[], list[Event]]] = collections.deque()
+        self._samples: collections.deque[Event] = collections.deque()  # few, and within no capacity
         self._threads_of: dict[Track, int] = {}
         self._writing = threading.Lock()
         self._closed = threading.Event()
+        self._process = psutil.Process()
+        self._sent: collections.Counter[int] = collections.Counter()  # bytes, by destination
+        self._counting = threading.Lock()
+        self._levels: dict[str, Mapping[str, int]] = {}  # what was written last
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("w")
         self._file.writelines([OPENING, *map(as_line, self._head())])
@@ -94,12 +103,17 @@ class Recorder:
         if self.mark_cycles or not name.startswith("CYCLE"):
             self._put(lambda: self._on_track(track, name, "i", at_ns, s="t"))
 
+    def sent(self, dst: int, nbytes: int) -> None:
+        """See `mpisgd.tracing.Sink`."""
+        with self._counting:
+            self._sent[dst] += nbytes
+
     def flush(self) -> None:
         """Write the buffered events."""
         with self._writing:
             try:
-                while self._events:
-                    events = self._events.popleft()()
+                while self._samples or self._events:
+                    events = [self._samples.popleft()] if self._samples else self._events.popleft()()
                     if self._file.closed:
                         self.lost += 1
                     else:
@@ -120,6 +134,7 @@ class Recorder:
         """Write the rest and close the file."""
         self._closed.set()
         self._thread.join()
+        self._sample()
         self.flush()
         with self._writing:
             try:
@@ -138,8 +153,23 @@ class Recorder:
     # -- the thread -------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
+        self._sample()
         while not self._closed.wait(PERIOD_S):
+            self._sample()
             self.flush()
+
+    def _sample(self) -> None:
+        """Note how much memory this process has, and what it has sent, unless they are as before."""
+        memory = self._process.memory_info()
+        shared = getattr(memory, "shared", 0)
+        levels = {"own": memory.rss - shared, "shared": shared, "device": runtime().memory_in_use()}
+        with self._counting:
+            sent = {f"to rank {dst}": self._sent[dst] for dst in sorted(self._sent)}
+        for name, args in ("memory", levels), ("bytes sent", sent):
+            if args and args != self._levels.get(name):
+                self._levels[name] = args
+                event = self._event(name, "C", time.monotonic_ns(), args=args)
+                self._samples.append(event)
 
     def _as_phases(
         self, cat: str, key: str, phases: Sequence[tuple[str, int, int]], args: Mapping[str, Any]

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-__all__ = ["Late", "Overlap", "Row", "Summary", "summarise"]
+__all__ = ["MOVING", "Execution", "Late", "Overlap", "Row", "Summary", "executions", "summarise"]
 
 Event = dict[str, Any]
 Interval = tuple[float, float]
@@ -99,7 +99,7 @@ class Summary(NamedTuple):
     clock_error_us: float
 
 
-class _Execution(NamedTuple):
+class Execution(NamedTuple):
     """One operation on one rank.
 
     Attributes:
@@ -119,17 +119,15 @@ class _Execution(NamedTuple):
 
 def summarise(events: Sequence[Event]) -> Summary:
     """Return the statistics of a timeline."""
-    tracks = {(e["pid"], e["tid"]): e["args"] for e in events if e["name"] == "thread_name"}
     spans = [event for event in events if event["ph"] == "X"]
-    queue = [_of_queue(e, tracks[e["pid"], e["tid"]]) for e in spans if e["cat"] in MOVING]
-    tensors = [_of_tensor(e) for e in events if e["ph"] == "b" and e.get("cat") == "horovod" and "args" in e]
     times = [e["ts"] for e in events if "ts" in e] + [e["ts"] + e["dur"] for e in spans]
-    common = _common([*queue, *tensors])
+    found = executions(events)
+    common = _common(found)
     about = [e["args"] for e in events if e["name"] == "mpisgd"]
     return Summary(
         sorted({args["rank"] for args in about}),
         max(times, default=0.0) - min(times, default=0.0),
-        _rows([*queue, *tensors, *_messages(events)]),
+        _rows(found),
         _late(common),
         _overlaps(spans),
         len(common),
@@ -138,10 +136,20 @@ def summarise(events: Sequence[Event]) -> Summary:
     )
 
 
-def _of_queue(event: Event, track: dict[str, Any]) -> _Execution:
+def executions(events: Sequence[Event]) -> list[Execution]:
+    """Return what was done: operations of queues, negotiated tensors, messages."""
+    tracks = {(e["pid"], e["tid"]): e["args"] for e in events if e["name"] == "thread_name"}
+    queue = [
+        _of_queue(e, tracks[e["pid"], e["tid"]]) for e in events if e["ph"] == "X" and e["cat"] in MOVING
+    ]
+    tensors = [_of_tensor(e) for e in events if e["ph"] == "b" and e.get("cat") == "horovod" and "args" in e]
+    return [*queue, *tensors, *_messages(events)]
+
+
+def _of_queue(event: Event, track: dict[str, Any]) -> Execution:
     args = event["args"]
     key = (track["name"], tuple(track["ranks"]), args.get("number"))
-    return _Execution(
+    return Execution(
         event["pid"],
         (event["name"], track["name"], args["transport"]),
         event["ts"] + args["arrived_us"],
@@ -153,9 +161,9 @@ def _of_queue(event: Event, track: dict[str, Any]) -> _Execution:
     )
 
 
-def _of_tensor(event: Event) -> _Execution:
+def _of_tensor(event: Event) -> Execution:
     args = event["args"]
-    return _Execution(
+    return Execution(
         event["pid"],
         (args["operation"], f"hvd, set {args['process_set']}", args["transport"]),
         event["ts"] + (args["late_us"] or 0.0),
@@ -167,7 +175,7 @@ def _of_tensor(event: Event) -> _Execution:
     )
 
 
-def _messages(events: Iterable[Event]) -> list[_Execution]:
+def _messages(events: Iterable[Event]) -> list[Execution]:
     """Return the messages, each from a pair of events."""
     begun: dict[tuple[int, str], Event] = {}
     found = []
@@ -180,19 +188,19 @@ def _messages(events: Iterable[Event]) -> list[_Execution]:
         elif (begin := begun.pop(key, None)) is not None:
             what = (begin["name"].split()[0], "messages", "mpi")
             took_us, nbytes = event["ts"] - begin["ts"], begin["args"]["bytes"]
-            found.append(_Execution(begin["pid"], what, begin["ts"], took_us, 0.0, nbytes, begin["name"]))
+            found.append(Execution(begin["pid"], what, begin["ts"], took_us, 0.0, nbytes, begin["name"]))
     return found
 
 
-def _rows(seen: Iterable[_Execution]) -> list[Row]:
+def _rows(seen: Iterable[Execution]) -> list[Row]:
     """Return a row for each kind of operation, the longest total first."""
-    groups: dict[tuple[str, str, str], list[_Execution]] = defaultdict(list)
+    groups: dict[tuple[str, str, str], list[Execution]] = defaultdict(list)
     for each in seen:
         groups[each.what].append(each)
     return sorted((_row(what, group) for what, group in groups.items()), key=lambda row: -row.total_us)
 
 
-def _row(what: tuple[str, str, str], group: Sequence[_Execution]) -> Row:
+def _row(what: tuple[str, str, str], group: Sequence[Execution]) -> Row:
     by_rank = Counter(each.rank for each in group)
     return Row(
         *what,
@@ -204,9 +212,9 @@ def _row(what: tuple[str, str, str], group: Sequence[_Execution]) -> Row:
     )
 
 
-def _common(seen: Iterable[_Execution]) -> list[list[_Execution]]:
+def _common(seen: Iterable[Execution]) -> list[list[Execution]]:
     """Return the operations of several ranks, each sorted by arrival."""
-    together: dict[object, list[_Execution]] = defaultdict(list)
+    together: dict[object, list[Execution]] = defaultdict(list)
     for each in seen:
         if each.key is not None:
             together[each.key].append(each)
@@ -214,7 +222,7 @@ def _common(seen: Iterable[_Execution]) -> list[list[_Execution]]:
     return [sorted(group, key=lambda each: each.arrival_us) for group in whole]
 
 
-def _late(common: Iterable[Sequence[_Execution]]) -> list[Late]:
+def _late(common: Iterable[Sequence[Execution]]) -> list[Late]:
     by_rank: dict[int, list[tuple[Interval, str]]] = defaultdict(list)
     for *_, before, last in common:
         by_rank[last.rank].append(((before.arrival_us, last.arrival_us), last.label))

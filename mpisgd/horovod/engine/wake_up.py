@@ -43,7 +43,7 @@ class WakeUp:
         self._segment: Segment = segment if segment is not None else Segment(-1, PAGE, local.size)
         self._unshared = segment is None  # then all ranks are woken by messages
         self._words = memoryview(self._segment.memory).cast("Q")
-        self._futex = Futex(self._segment)
+        self._futex = Futex(self._segment.memory)
         self._stride = self._segment.share_bytes // 8
         self._locals = [] if self._unshared else [i for i in range(local.size) if i != self._mine]
         others = [rank for rank in range(topology.size) if rank != topology.rank]

@@ -52,7 +52,7 @@ class ControlBlock:
         self.turn = 0
         self._ranks = ranks
         self._words = memoryview(segment.memory).cast("Q")
-        self._futex = Futex(segment)
+        self._futex = Futex(segment.memory)
         stride = segment.share_bytes // WORD_BYTES
         self._mine = rank * stride
         self._all = [other * stride for other in range(len(ranks))]

@@ -6,10 +6,9 @@ it, only the system call.
 """
 
 import ctypes
+import mmap
 import platform
 import sys
-
-from mpisgd.transport.ipc.segment import Segment
 
 __all__ = ["Futex"]
 
@@ -24,15 +23,18 @@ class _Timespec(ctypes.Structure):
 
 
 class Futex:
-    """The 8-byte words of a segment as something to sleep on.
+    """The 8-byte words of shared memory as something to sleep on.
+
+    Args:
+        memory: the words; whoever uses this keeps it.
 
     Attributes:
         available: whether this kernel and machine have it.
     """
 
-    def __init__(self, segment: Segment) -> None:
+    def __init__(self, memory: mmap.mmap) -> None:
         self.available = FUTEX >= 0
-        self._start = segment.share(0).data_ptr()
+        self._start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self._call = ctypes.CDLL(None).syscall  # releases the interpreter's lock
         self._call_with_gil = ctypes.PyDLL(None).syscall  # keeps it: another thread would take it
 

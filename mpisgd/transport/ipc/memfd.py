@@ -11,27 +11,28 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mpisgd.transport.mpi import Communicator
 
-__all__ = ["open_shared"]
+__all__ = ["NAME", "create", "open_shared"]
 
 MODE = 0o600
+NAME = "mpisgd"  # what /proc calls them
 
 
-def open_shared(local: "Communicator", nbytes: int) -> int:
+def open_shared(local: "Communicator", nbytes: int, name: str = NAME) -> int:
     """Return a descriptor of one file of `nbytes` for all ranks, -1 where this rank cannot have it.
 
     Collective. The first rank must keep its descriptor until all others have answered: let the ranks
     compare what they got before anyone closes his.
     """
-    fd = _create(nbytes) if local.rank == 0 else -1
+    fd = create(nbytes, name) if local.rank == 0 else -1
     address = (f"/proc/{os.getpid()}/fd/{fd}", _identity(fd)) if fd >= 0 else ("", (0, 0))
     path, identity = local.broadcast_object(address, 0)
     return fd if local.rank == 0 else _open(path, identity)
 
 
-def _create(nbytes: int) -> int:
+def create(nbytes: int, name: str = NAME) -> int:
     """Return a new memfd of `nbytes`, -1 where there is no such thing."""
     try:
-        fd = os.memfd_create("mpisgd")
+        fd = os.memfd_create(name)
     except (OSError, AttributeError):
         return -1
     try:

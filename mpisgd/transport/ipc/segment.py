@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mpisgd.transport.ipc.memfd import open_shared
+from mpisgd.transport.ipc.memfd import NAME, open_shared
 
 if TYPE_CHECKING:
     from mpisgd.transport.mpi import Communicator
@@ -27,6 +27,11 @@ class Segment:
 
     The tensors made of it keep it alive; it goes away with the last of them, on the last rank.
 
+    Args:
+        fd: of the memory, kept open until `close_file`; -1: memory of this process alone.
+        share_bytes: as below.
+        size: ranks of the host.
+
     Attributes:
         share_bytes: room of each rank, a multiple of the page size.
     """
@@ -34,6 +39,13 @@ class Segment:
     def __init__(self, fd: int, share_bytes: int, size: int) -> None:
         self.share_bytes = share_bytes
         self.memory = mmap.mmap(fd, share_bytes * size)
+        self._fd = fd
+
+    def close_file(self) -> None:
+        """Close the descriptor, by which other processes find the memory. The memory stays."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     def share(self, rank: int) -> Tensor:
         """Return the bytes of local rank `rank`, [share_bytes] of uint8."""
@@ -47,19 +59,22 @@ class Segment:
         return torch.frombuffer(self.memory, dtype=dtype, count=numel, offset=offset)
 
 
-def open_segment(local: "Communicator", share_bytes: int) -> Segment | None:
+def open_segment(local: "Communicator", share_bytes: int, name: str = "") -> Segment | None:
     """Make a segment over the ranks of a host, None on all of them if one cannot have it. Collective.
 
     Args:
         local: the communicator of this host's ranks.
         share_bytes: room for each rank, rounded up to whole pages.
+        name: what other processes find it by in /proc, as long as its file is open; "": they do not.
     """
     share_bytes = -(-share_bytes // PAGE) * PAGE
-    fd = open_shared(local, share_bytes * local.size)
+    fd = open_shared(local, share_bytes * local.size, name or NAME)
     segment = None
     with contextlib.suppress(OSError, ValueError):  # too little address space, say
         segment = Segment(fd, share_bytes, local.size) if fd >= 0 else None
     everyone = all(local.all_gather_object(segment is not None))  # then the first rank may close its own
-    if fd >= 0:
-        os.close(fd)  # the mapping keeps the memory
+    if segment is None and fd >= 0:
+        os.close(fd)
+    if segment is not None and not (name and everyone):
+        segment.close_file()  # the mapping keeps the memory
     return segment if everyone else None

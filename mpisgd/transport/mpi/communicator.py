@@ -9,6 +9,7 @@ from typing import Any
 from mpi4py import MPI
 from torch import Tensor
 
+from mpisgd import tracing
 from mpisgd.errors import MpisgdError
 from mpisgd.transport.mpi.calls import mpi_call
 from mpisgd.transport.mpi.datatypes import address, native, pieces, spec
@@ -192,6 +193,8 @@ class Communicator:
         """Start sending `tensor` to `dst`."""
         self.sent_bytes += tensor.nbytes
         self.sent_messages += 1
+        if tracing.sink is not None:
+            tracing.sink.sent(self.global_ranks[dst], tensor.nbytes)
         return self.comm.Isend(spec(tensor), dst, tag)
 
     @mpi_call("Irecv")

@@ -8,16 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from mpisgd.monitor.mailbox_pages import ANSWER, ASKED, NOTICE, NOTICE_BYTES, SHARE_BYTES
 from mpisgd.monitor.mpi_mailbox import MpiMailbox, Question
-from mpisgd.monitor.shm_mailbox import (
-    ANSWER,
-    ASKED,
-    NOTICE,
-    NOTICE_BYTES,
-    SHARE_BYTES,
-    ShmMailbox,
-    open_shm_mailbox,
-)
+from mpisgd.monitor.shm_mailbox import ShmMailbox, open_shm_mailbox
 from mpisgd.transport.ipc.segment import Segment
 
 

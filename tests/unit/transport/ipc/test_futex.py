@@ -28,7 +28,7 @@ class Alone:
 @pytest.fixture
 def segment() -> Segment:
     made = open_segment(Alone(), 4096)  # type: ignore[arg-type]
-    if made is None or not Futex(made).available:
+    if made is None or not Futex(made.memory).available:
         pytest.skip("this system has no futex or no memfd")
     return made
 
@@ -38,7 +38,7 @@ def test_a_sleeper_wakes_when_the_word_changes_and_it_is_woken(segment):
 
     def sleeper() -> None:
         while words[5] == 0:
-            Futex(segment).wait(5, 0, LONG_S)
+            Futex(segment.memory).wait(5, 0, LONG_S)
         woken.set()
 
     thread = threading.Thread(target=sleeper)
@@ -46,7 +46,7 @@ def test_a_sleeper_wakes_when_the_word_changes_and_it_is_woken(segment):
     time.sleep(0.05)
     assert not woken.is_set()
     words[5] = 1
-    Futex(segment).wake(5)
+    Futex(segment.memory).wake(5)
     thread.join(LONG_S / 2)
     assert woken.is_set()
 
@@ -55,11 +55,11 @@ def test_a_sleeper_wakes_when_the_word_changes_and_it_is_woken(segment):
 def test_nobody_sleeps_on_a_word_that_has_changed_already(segment, value):
     memoryview(segment.memory).cast("Q")[3] = value
     started = time.monotonic()
-    Futex(segment).wait(3, value - 1, LONG_S)
+    Futex(segment.memory).wait(3, value - 1, LONG_S)
     assert time.monotonic() - started < LONG_S / 2
 
 
 def test_the_time_limit_ends_a_sleep(segment):
     started = time.monotonic()
-    Futex(segment).wait(2, 0, 0.05)
+    Futex(segment.memory).wait(2, 0, 0.05)
     assert 0.04 < time.monotonic() - started < LONG_S / 2

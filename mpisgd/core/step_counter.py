@@ -1,0 +1,90 @@
+"""The count of a program's training steps: by it others see how the program goes on.
+
+torch calls the hook after each step of any optimizer. It writes three words, which may lie in memory that
+other processes see: then nobody has to ask this one, and they see them also while it hangs.
+"""
+
+import functools
+import time
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from mpisgd import tracing
+
+__all__ = ["StepCounter", "counter", "start_counting"]
+
+MEAN_OVER = 8  # steps: each counts for an eighth, and those before it by so much less
+MAX_OPTIMIZERS = 16  # a program that makes new ones all the time does not fill the memory
+
+
+class _Steps:
+    """The steps of one optimizer: how many, when the last one ended, how long one takes, who recorded it."""
+
+    __slots__ = ("last_ns", "mean_ns", "number", "sink", "track")
+
+    def __init__(self, track: tracing.Track) -> None:
+        self.number = self.last_ns = self.mean_ns = 0
+        self.sink: tracing.Sink | None = None
+        self.track = track
+
+    def add(self, now_ns: int) -> None:
+        """Count a step, which has lasted since the one before; what precedes the first one is none."""
+        if self.number:
+            took_ns = now_ns - self.last_ns
+            if tracing.sink is not None and self.sink is tracing.sink:
+                args = {"number": self.number + 1}
+                self.sink.span(self.track, f"step {self.number + 1}", self.last_ns, now_ns, "step", args)
+            self.mean_ns += (took_ns - self.mean_ns) // (MEAN_OVER if self.mean_ns else 1)
+        self.sink = tracing.sink
+        self.number += 1
+        self.last_ns = now_ns
+
+
+class StepCounter:
+    """The steps of all optimizers of this process; called after each of them.
+
+    Attributes:
+        words: of the optimizer that made the last step, how many it has made; when the last one ended, by
+            `time.monotonic_ns`; how many nanoseconds one takes, as a mean over the last few.
+    """
+
+    def __init__(self) -> None:
+        self.words: list[int] | memoryview = [0, 0, 0]
+        self._num_optimizers = 0
+        self._steps: dict[int, _Steps] = {}  # by the optimizer's id
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Count a step."""
+        if torch.compiler.is_compiling():  # a traced step is no step, and the clock would end the graph
+            return
+        steps = self._steps.get(id(optimizer)) or self._begin(optimizer)
+        now_ns = time.monotonic_ns()
+        steps.add(now_ns)
+        words = self.words
+        words[0], words[1], words[2] = steps.number, now_ns, steps.mean_ns
+
+    def _begin(self, optimizer: torch.optim.Optimizer) -> _Steps:
+        """Return the count of an optimizer that makes its first step."""
+        self._num_optimizers += 1
+        number = self._num_optimizers
+        if len(self._steps) == MAX_OPTIMIZERS:
+            del self._steps[next(iter(self._steps))]
+        steps = _Steps(tracing.Track("steps" if number == 1 else f"steps of optimizer {number}"))
+        self._steps[id(optimizer)] = steps
+        return steps
+
+    def move_to(self, words: list[int] | memoryview) -> None:
+        """Write into other words from now on."""
+        words[0], words[1], words[2] = self.words
+        self.words = words
+
+
+counter = StepCounter()
+
+
+@functools.cache  # once, however often the job begins anew
+def start_counting() -> None:
+    """Count the steps of this process from now on."""
+    register_optimizer_step_post_hook(counter)
