@@ -5,6 +5,7 @@ import typer
 from mpisgd.cli.bench import bench
 from mpisgd.cli.info import info
 from mpisgd.cli.layout import layout
+from mpisgd.cli.plan import plan
 from mpisgd.cli.program import run_program
 from mpisgd.cli.run import run
 from mpisgd.cli.trace import trace
@@ -16,6 +17,7 @@ app = typer.Typer(add_completion=False)
 app.command()(info)
 app.command()(tune)
 app.command()(trace)
+app.command()(plan)
 # What comes after the program belongs to the program.
 OF_PROGRAM = {"allow_interspersed_args": False, "ignore_unknown_options": False}
 app.command(context_settings=OF_PROGRAM)(run)

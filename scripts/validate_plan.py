@@ -1,0 +1,333 @@
+"""Predicted beside measured: `python -m mpisgd plan` on emulated hosts of this machine.
+
+    python scripts/validate_plan.py all                     # each portion in turn; benchmarks/plan-*
+    python scripts/validate_plan.py run 1,1 1gbit out.json  # one portion: hosts, rate of a link
+    python scripts/validate_plan.py report                  # tables and pictures of all portions so far
+
+A portion is one job. In it everything that a prediction is made of is measured first: a rank's step without
+communication, by `mpisgd.plan.recorder`; the time of a small and of a large all-reduce, what both directions of a
+link carry at once, what of a core that takes, the rate of memory, and what a compressor takes on one rank. Then
+steps of each method are timed, all of them in turns with steps without communication, and planned. No number of a
+prediction is from a step of the method that is predicted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from torch import nn
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "benchmarks"
+PARTS = FOLDER / "plan-parts"
+
+METHODS = (
+    "Synchronous",
+    "Overlap(False)",
+    "Synchronous + bf16",
+    "Synchronous + PowerSGD(rank=4)",
+    "LocalSGD(4)",
+    "DiLoCo(4)",
+    "ElasticAveraging(every=4)",
+    "Gossip('ring')",
+)
+PERIOD = 4  # steps of a timed block: of every method above a whole number of periods
+MODELS = {"wide": 16, "deep": 32, "transformer": 4}  # and examples of a rank
+# Hosts and their ranks, and the rate of a host's link. None: one host, without a link.
+PORTIONS = [
+    ("1", "none"),
+    ("2", "none"),
+    ("4", "none"),
+    *itertools.product(("1,1", "2,2", "1,1,1,1"), ("200mbit", "500mbit", "1gbit")),
+    ("2,2,2,2", "1gbit"),
+]
+ROUNDS, WARM_UP = 4, 2
+SMALL, LARGE = 64, 2**20  # elements of the all-reduces that are timed
+LIMIT_S = 175.0
+
+app = typer.Typer(add_completion=False)
+
+
+# -- in a job ------------------------------------------------------------------------------------------
+
+
+def seconds_of(action: Callable[[], object], times: int) -> float:
+    """The median time of an action on the slowest rank, after one that does not count. Collective."""
+    import mpisgd
+    from mpisgd.bench.measure import slowest
+
+    action()
+    found = []
+    for _ in range(times):
+        mpisgd.barrier()
+        start = time.perf_counter()
+        action()
+        found.append(slowest(time.perf_counter() - start))
+    return statistics.median(found)
+
+
+def measure_cluster() -> Any:
+    """What links and memory of this job do, as a `Cluster`. Collective."""
+    import mpisgd
+    from mpisgd.plan.cluster import Cluster
+    from mpisgd.plan.files import link_from_times
+
+    small, large = torch.zeros(SMALL), torch.zeros(LARGE)
+    small_s = seconds_of(lambda: mpisgd.all_reduce(small), 30)
+    core = time.process_time()
+    large_s = seconds_of(lambda: mpisgd.all_reduce(large), 5)
+    core_s = (time.process_time() - core) / 6
+    hosts, k = mpisgd.num_nodes(), mpisgd.local_size()
+    vector, other = torch.zeros(2 * LARGE), torch.zeros(2 * LARGE)
+    memory = 3 * vector.nbytes / seconds_of(lambda: vector.add_(other), 9)
+    within, between, operation_s = link_from_times(hosts, k, small_s, large_s, large.nbytes)
+    if hosts > 1:
+        leaves = 2 * (hosts - 1) / hosts * large.nbytes
+        numbers = [core_s / leaves, exchange_share(between.bytes_per_s)]
+        core_per_byte, both_ways = broadcast_numbers(numbers)
+        between = replace(between, cpu_s_per_byte=core_per_byte, both_ways=min(1.0, both_ways))
+        if k > 1:
+            within = host_link()
+    (memory,) = broadcast_numbers([memory])
+    return Cluster(hosts, k, between, within, memory_bytes_per_s=memory, operation_s=operation_s)
+
+
+def broadcast_numbers(numbers: Sequence[float]) -> list[float]:
+    """Rank 0's, to all."""
+    import mpisgd
+
+    return list(mpisgd.broadcast_object(list(numbers)))
+
+
+def exchange_share(bytes_per_s: float) -> float:
+    """The share of a link's rate that plain messages have in each direction while both send. Collective."""
+    import mpisgd
+
+    size, k = mpisgd.size(), mpisgd.local_size()
+    rank = mpisgd.rank()
+    give, take = torch.zeros(LARGE), torch.zeros(LARGE)
+
+    def exchange() -> None:
+        if rank % k == 0:
+            works = [mpisgd.irecv(take, (rank - k) % size), mpisgd.isend(give, (rank + k) % size)]
+            for work in works:
+                work.wait()
+
+    seconds = seconds_of(exchange, 3)
+    return give.nbytes / seconds / bytes_per_s
+
+
+def host_link() -> Any:
+    """The memory that the ranks of a host share, of a group of them. Collective."""
+    import mpisgd
+    from mpisgd.job.rank_info import topology
+    from mpisgd.plan.files import link_from_times
+
+    groups = [mpisgd.new_group(ranks) for ranks in topology().nodes]
+    group = groups[mpisgd.node_rank()]
+    small, large = torch.zeros(SMALL), torch.zeros(LARGE)
+    small_s = seconds_of(lambda: mpisgd.all_reduce(small, group=group), 30)
+    large_s = seconds_of(lambda: mpisgd.all_reduce(large, group=group), 9)
+    return link_from_times(1, mpisgd.local_size(), small_s, large_s, large.nbytes)[0]
+
+
+def compression_seconds(method: Any, model: nn.Module) -> float:
+    """What a compressor takes for an element of a model's gradients, on a rank by itself. Collective."""
+    import mpisgd
+    from mpisgd.compress.compressor import BucketLayout
+    from mpisgd.dtypes import ReduceOp
+
+    me = [mpisgd.new_group([rank]) for rank in range(mpisgd.size())][mpisgd.rank()]
+    shapes = tuple(param.shape for param in model.parameters())
+    reducer = method.compression.reducer(BucketLayout(shapes, torch.float32))
+    bucket = torch.randn(sum(map(torch.Size.numel, shapes)))
+    seconds = seconds_of(lambda: reducer.reduce(bucket, me, ReduceOp.AVG), 3)
+    return broadcast_numbers([seconds / bucket.numel()])[0]
+
+
+def add_models() -> None:
+    """Let `bench` know a model between its own ones in size."""
+    from mpisgd.bench.training import MODELS as known
+    from mpisgd.bench.training import mlp
+
+    known["wide"] = lambda small: mlp(512, 1536)
+
+
+class Contest:
+    """The methods on one model, timed in turns."""
+
+    def __init__(self, model: str, cluster: Any) -> None:
+        import mpisgd
+        from mpisgd.bench.training import StepTask, Training
+        from mpisgd.plan.recorder import StepRecorder
+        from mpisgd.plan.steps.methods import planned_methods
+
+        self.model, self.cluster = model, cluster
+        task = StepTask(model, MODELS[model], mpisgd.size(), optimizer="momentum")
+        self.alone = Training(replace(task, communicates=False), mpisgd.rank())
+        self.recorder = StepRecorder(10**9, lambda: None)
+        self.methods = [m for m in planned_methods(";".join(METHODS)) if self._makes_sense(m.name)]
+        self.trainings = {}
+        for method in self.methods:
+            training = Training(task, mpisgd.rank())
+            options: dict[str, Any] = {"compression": method.compression}
+            if type(method.strategy).__name__ == "Overlap":
+                options["overlap"] = method.strategy.overlap
+            else:
+                options["strategy"] = method.strategy
+            training.distribute(mpisgd.DistributedOptimizer, **options)
+            self.trainings[method.name] = training
+        self.seconds: dict[str, list[float]] = {}
+        self.sent: dict[str, float] = {}
+
+    def _makes_sense(self, name: str) -> bool:
+        if self.cluster.size == 1:
+            return name == "Synchronous"
+        return self.cluster.hosts > 1 or name != "Overlap(False)"  # as on one host by itself
+
+    def run(self, deadline: float) -> None:
+        """Time blocks of steps, all methods in turns, until there are enough or the time is up."""
+        for number in range(ROUNDS + 1):
+            begun = time.perf_counter()
+            self._block(None, self.alone, number)
+            for name, training in self.trainings.items():
+                self._block(name, training, number)
+            took = time.perf_counter() - begun
+            (left,) = broadcast_numbers([deadline - time.perf_counter()])
+            if number and left < took:
+                break
+
+    def _block(self, name: str | None, training: Any, number: int) -> None:
+        """Take the steps of a block; the first block of each is a warm-up."""
+        import mpisgd
+        from mpisgd.bench.measure import slowest
+
+        communicator = mpisgd.job.lifecycle.world().queue.communicator
+        mpisgd.barrier()
+        sent = communicator.sent_bytes
+        start = time.perf_counter()
+        if name is None:
+            with self.recorder:
+                for _ in range(PERIOD + 1):
+                    training.step()
+        else:
+            for _ in range(PERIOD):
+                training.step()
+        took = slowest(time.perf_counter() - start) / (PERIOD + (name is None))
+        if number:
+            self.seconds.setdefault(name or "none", []).append(took)
+            self.sent[name or "none"] = (communicator.sent_bytes - sent) / PERIOD
+
+    def profile(self) -> Any:
+        """The step without communication: medians over all ranks, and how far ranks are from each other."""
+        import mpisgd
+
+        mine = self.recorder.profile(self.model, MODELS[self.model], warmup=PERIOD)
+        everyone: list[Any] = [None] * mpisgd.size()
+        mpisgd.all_gather_object(everyone, mine)
+        compute = statistics.fmean(each.compute_s for each in everyone)
+        optimizer = statistics.fmean(each.optimizer_s for each in everyone)
+        first = everyone[0]
+        return replace(first.slower(compute / first.compute_s), optimizer_s=optimizer)
+
+    def rows(self, profile: Any, compression_s: dict[str, float]) -> list[dict[str, Any]]:
+        """A row for each method: predicted and measured."""
+        from mpisgd.plan.prediction import Options, predict
+
+        found = []
+        for method in self.methods:
+            planned = predict(self.cluster, profile, method, Options(compression_s=compression_s))
+            found.append(
+                {
+                    "model": self.model,
+                    "method": method.name,
+                    "predicted_s": planned.step_s,
+                    "measured_s": statistics.median(self.seconds[method.name]),
+                    "all_s": self.seconds[method.name],
+                    "alone_s": statistics.median(self.seconds["none"]),
+                    "predicted_sent": planned.step.traffic.get("host out", 0.0),
+                    "measured_sent": self.sent[method.name],
+                    "exposed_s": planned.exposed_s,
+                    "bound": planned.bound,
+                }
+            )
+        return found
+
+
+@app.command()
+def rank(rate: str, out: Path) -> None:
+    """What each rank of a portion does."""
+    import mpisgd
+    from mpisgd.plan.steps.methods import planned_methods
+
+    deadline = time.perf_counter() + LIMIT_S - 15
+    add_models()
+    mpisgd.init()
+    cluster = measure_cluster()
+    rows: list[dict[str, Any]] = []
+    for number, model in enumerate(MODELS):
+        contest = Contest(model, cluster)
+        seconds = {}
+        for method in planned_methods(";".join(METHODS)) if cluster.size > 1 else []:
+            if method.compression.changes(torch.float32):
+                seconds[repr(method.compression)] = compression_seconds(method, contest.alone.model)
+        share = (deadline - time.perf_counter()) / (len(MODELS) - number)
+        contest.run(time.perf_counter() + share)
+        rows += contest.rows(contest.profile(), seconds)
+        if mpisgd.rank() == 0:
+            for row in rows[-len(contest.methods) :]:
+                error = row["predicted_s"] / row["measured_s"] - 1
+                print(
+                    f"{row['model']:12}{row['method']:34}{row['measured_s']:9.4f}{row['predicted_s']:9.4f}{error:+8.1%}",
+                    flush=True,
+                )
+            page = {"rate": rate, "hosts": cluster.hosts, "ranks_per_host": cluster.ranks_per_host}
+            out.write_text(json.dumps({**page, "cluster": repr(cluster), "rows": rows}, indent=1) + "\n")
+
+
+# -- outside -------------------------------------------------------------------------------------------
+
+
+@app.command()
+def run(hosts: str, rate: str, out: Path) -> None:
+    """Measure one portion: ranks of each host such as 2,2, and the rate of a link or none."""
+    program = [sys.executable, str(Path(__file__).resolve()), "rank", rate, str(out.resolve())]
+    if "," in hosts:
+        cluster = [sys.executable, str(ROOT / "scripts/virtual_cluster.py"), "--hosts", hosts]
+        words = [*cluster, "--rate", rate, "--time-limit", str(LIMIT_S), "--", *program]
+    else:
+        words = ["timeout", str(LIMIT_S), "mpirun", "-n", hosts, *program]
+    raise typer.Exit(subprocess.run(words).returncode)
+
+
+@app.command(name="all")
+def all_portions(prefix: str = typer.Option("", help="Command before each portion.")) -> None:
+    """Measure all portions that are not there yet, then report."""
+    PARTS.mkdir(exist_ok=True)
+    for hosts, rate in PORTIONS:
+        out = PARTS / f"{hosts.replace(',', '+')}-{rate}.json"
+        if not out.exists():
+            words = [*prefix.split(), sys.executable, __file__, "run", hosts, rate, str(out)]
+            print(hosts, rate, subprocess.run(words).returncode, flush=True)
+    report()
+
+
+@app.command()
+def report() -> None:
+    """Write benchmarks/plan-validation.json, .txt and .png from all portions so far."""
+    raise SystemExit("later")
+
+
+if __name__ == "__main__":
+    app()
