@@ -28,8 +28,8 @@ Program = Annotated[
     list[str] | None, typer.Argument(metavar="[PROGRAM [ARGS]...]", help="With --measure: the program.")
 ]
 MODEL = (
-    "mlp, deep, transformer (those of `bench step`); file.py:function, which returns (module, inputs); a .toml file "
-    "of layers; a .json file that --save has written."
+    "mlp, deep, transformer (those of `bench step`); file.py:function, which returns (module, inputs); a "
+    ".toml file of layers; a .json file that --save has written."
 )
 Model = Annotated[str, typer.Option(help=MODEL, show_default=False)]
 Measure = Annotated[
@@ -100,7 +100,7 @@ def plan(
 def _profile(
     cluster: "Cluster", program: list[str], model: str, measure: bool, batch: int, optimizer: str
 ) -> "StepProfile":
-    """Return the step of a rank, from a program, a file, or a model and the cluster's operations per second."""
+    """Return the step of a rank: measured, from a file, or of a model and the cluster's flops."""
     from mpisgd.plan.measured_step import measure_step
     from mpisgd.plan.model import profile_of
 

@@ -1,4 +1,4 @@
-"""`Cluster`: what a step of training is predicted for. Plain data that a user writes, or `tune` has measured."""
+"""`Cluster`: what a step is predicted for. Plain data that a user writes, or `tune` has measured."""
 
 from dataclasses import dataclass, replace
 
@@ -70,8 +70,8 @@ class Cluster:
         between: each host's link to the others; its ranks share it.
         within: what joins the ranks of a host.
         network: how hosts are joined.
-        within_is_shared: whether `within` is memory that all ranks of a host share (CPUs), or each rank has such
-            a link of its own (GPUs).
+        within_is_shared: whether `within` is memory that all ranks of a host share (CPUs), or each rank has
+            such a link of its own (GPUs).
         flops_per_s: of a rank in training; None: not known, as where a step was measured.
         memory_bytes_per_s: of a rank, for what only reads and writes memory: optimizers, sums.
         memory_bytes: of a rank; None: as much as it needs.

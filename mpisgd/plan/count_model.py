@@ -1,4 +1,4 @@
-"""A `Model` of a torch module: counted on the meta device, where nothing is computed and nothing takes memory."""
+"""A `Model` of a torch module, counted on the meta device: nothing is computed there, nor takes memory."""
 
 import copy
 import importlib

@@ -1,15 +1,16 @@
 """How often to write a checkpoint, and what failures leave of the time: restarts, and elastic training.
 
-With delta the time to write a checkpoint, M the mean time between failures of the job, R the time to restart and
-tau the time of work from one checkpoint to the next, failures coming at any time alike:
+With delta the time to write a checkpoint, M the mean time between failures of the job, R the time to restart,
+tau the time of work from one checkpoint to the next, and failures that come at any time alike:
 
     Young 1974    tau = sqrt(2 delta M)
-    Daly 2006     tau = sqrt(2 delta M) (1 + sqrt(delta / 2 M) / 3 + (delta / 2 M) / 9) - delta;  M from delta = 2 M on
+    Daly 2006     tau = sqrt(2 delta M) (1 + sqrt(delta / 2 M) / 3 + (delta / 2 M) / 9) - delta
+                  tau = M from delta = 2 M on
     share of the time that is work (Daly's complete model)
                   tau / (M e^(R / M) (e^((tau + delta) / M) - 1))
 
-A job of h hosts has the h-th part of a host's mean time between failures. Elastic training goes on from the last
-step with the hosts that are left, so a failure costs the recovery, and a host's work until it is replaced.
+A job of h hosts has the h-th part of a host's mean time between failures. Elastic training goes on from the
+last step with the hosts that are left: a failure costs the recovery, and a host's work until it is replaced.
 """
 
 import math
@@ -39,7 +40,7 @@ def daly_interval(checkpoint_s: float, mtbf_s: float) -> float:
 
 
 def work_share(interval_s: float, checkpoint_s: float, mtbf_s: float, restart_s: float) -> float:
-    """Return which share of the time is work that counts, with a checkpoint after every `interval_s` of it."""
+    """Return which share of the time is work that counts, with a checkpoint after `interval_s` of it."""
     if interval_s <= 0:
         return 1.0 if not checkpoint_s else 0.0
     period = (interval_s + checkpoint_s) / mtbf_s

@@ -85,11 +85,12 @@ def read_cluster(path: Path) -> ClusterFile:
 
 def _toml(path: Path) -> Table:
     try:
-        return tomllib.loads(path.read_text())
+        page: Table = tomllib.loads(path.read_text())
     except OSError as exc:
         raise InvalidArgument(f"{path}: {exc.strerror}") from exc
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
         raise InvalidArgument(f"{path}: {exc}") from exc
+    return page
 
 
 # Keys of the file, and what they are of the cluster.
@@ -205,7 +206,7 @@ def _times(costs: CostModel, one: MeasuredCurves) -> tuple[float, float, float]:
     """Return what the smallest and the largest measured all-reduce take, and the bytes of the largest."""
     algorithm = "node" if len(one.ranks_per_host) == 1 else "hierarchical"
     curves = [curve for curve in one.curves if curve.algorithm == algorithm and not curve.half]
-    sizes = [nbytes for curve in curves for nbytes, _ in curve.points]
+    sizes = [round(nbytes) for curve in curves for nbytes, _ in curve.points]
     if not sizes:
         raise InvalidArgument(f"{costs.source}: {algorithm} is not measured; expected it among its curves")
     here = costs.at(one.ranks_per_host)
@@ -290,8 +291,8 @@ def read_step(path: Path) -> StepProfile:
         if page.pop("format") != STEP_FORMAT:
             raise ValueError("another format")
         gradients = tuple(
-            Gradient(str(name), int(index), tuple(map(int, shape)), int(itemsize), float(ready_s))
-            for name, index, shape, itemsize, ready_s in page.pop("gradients")
+            Gradient(str(name), int(place), tuple(map(int, shape)), int(itemsize), float(ready_s))
+            for name, place, shape, itemsize, ready_s in page.pop("gradients")
         )
         found = StepProfile(gradients=gradients, **page)
     except OSError as exc:

@@ -1,7 +1,7 @@
 """`measure_step`: a user's own program for a few steps on one rank, and what its step consists of.
 
-The program runs as it is, in a process of its own, and ends after some steps of its optimizer; `recorder` is what
-this process runs first.
+The program runs as it is, in a process of its own, and ends after some steps of its optimizer; `recorder` is
+what this process runs first.
 """
 
 import subprocess
@@ -44,7 +44,7 @@ def measure_step(
             return read_step(out)
     lines = "\n  ".join(tail or ["it has printed nothing"])
     raise JobError(
-        f"{command[0]} ended with exit code {code} before {warmup + steps} steps of a torch optimizer:\n  {lines}",
+        f"{command[0]} ended with exit code {code} before {warmup + steps} steps of an optimizer:\n  {lines}",
         1,
     )
 

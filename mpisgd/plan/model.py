@@ -1,4 +1,4 @@
-"""`Model`: what is trained, as its layers' sizes and operations; `StepProfile`: when a step's gradients are ready.
+"""`Model`: layers' sizes and operations; `StepProfile`: when the gradients of a step are ready.
 
 forward  | layer 1 | layer 2 | layer 3 |
 backward                               |   layer 3   |   layer 2   |   layer 1   | optimizer |
@@ -100,14 +100,14 @@ class Gradient(NamedTuple):
 
     Attributes:
         name: of the parameter.
-        index: its place in the optimizer's list.
+        place: of the parameter in the optimizer's list.
         shape: of it.
         itemsize: bytes of an element.
         ready_s: when it is complete, in seconds since the step has begun.
     """
 
     name: str
-    index: int
+    place: int
     shape: Shape
     itemsize: int
     ready_s: float
@@ -176,8 +176,8 @@ class StepProfile:
     def slower(self, factor: float) -> "StepProfile":
         """Return the profile with forward and backward so many times as long."""
         gradients = tuple(each._replace(ready_s=each.ready_s * factor) for each in self.gradients)
-        times = {"forward_s": self.forward_s * factor, "backward_s": self.backward_s * factor}
-        return replace(self, gradients=gradients, **times)
+        forward_s, backward_s = self.forward_s * factor, self.backward_s * factor
+        return replace(self, gradients=gradients, forward_s=forward_s, backward_s=backward_s)
 
 
 def check_optimizer(name: str) -> None:

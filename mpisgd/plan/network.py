@@ -1,4 +1,4 @@
-"""What joins the hosts of a cluster: one switch, a fat tree, a torus; and which of its links a message crosses.
+"""What joins the hosts of a cluster: a switch, a fat tree, a torus; and which links a message crosses.
 
 Switch        host - [ ] - host        each host has a link to it, which is all there is to share
 FatTree       hosts - [leaf] = [core] = [leaf] - hosts
@@ -177,13 +177,13 @@ class Torus(Network):
 
     def hops(self, src: Array, dst: Array) -> Array:
         """See `Network`."""
-        return sum(np.abs(step) for step in self._steps(src, dst)).astype(float)  # type: ignore[union-attr]
+        return sum(np.abs(step) for step in self._steps(src, dst)).astype(float)
 
     def max_hops(self, hosts: int) -> float:
         """See `Network`."""
         return float(sum(length // 2 for length in self.shape))
 
     def busiest_if_all_send(self, hosts: int) -> float:
-        """See `Network`: every host sends to one at each distance, of which `length / 2` at most are forwards."""
+        """See `Network`: every host sends to one at each distance, of which half go forwards."""
         total = math.prod(self.shape)
         return max(sum(range(1, length // 2 + 1)) * total / length for length in self.shape)

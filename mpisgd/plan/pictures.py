@@ -30,7 +30,7 @@ OTHER = COLOURS[5]
 
 
 def draw_throughput(path: Path, predictions: Sequence[Prediction], title: str) -> None:
-    """Write examples per second over the number of ranks, a line for each method, and that of no communication.
+    """Write examples per second over ranks, a line for each method, and that of no communication.
 
     Raises:
         JobError: there is no matplotlib.

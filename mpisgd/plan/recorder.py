@@ -3,8 +3,8 @@
     | forward (and data)      | backward   g g  g     g | optimizer |
     ^ the optimizer has ended ^ backward() ^ hooks      ^ returns    ^ its hooks
 
-As a program: `python -m mpisgd.plan.recorder OUT BATCH WARMUP STEPS train.py ...` runs train.py, and writes the
-median of its steps into OUT. See `mpisgd.plan.measured_step`.
+As a program: `python -m mpisgd.plan.recorder OUT BATCH WARMUP STEPS train.py ...` runs train.py, and writes
+the median of its steps into OUT. See `mpisgd.plan.measured_step`.
 """
 
 import runpy
@@ -76,6 +76,8 @@ class StepRecorder:
             register_optimizer_step_post_hook(self._after_step),
         ]
         torch.autograd.backward = self._noted_backward
+        self._watch_gradients()
+        self._ready, self._start = {}, time.perf_counter()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -104,10 +106,14 @@ class StepRecorder:
     def _attach(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
         self.params = [param for group in optimizer.param_groups for param in group["params"]]
+        self._watch_gradients()
+        self._saved = SavedBytes().__enter__()
+
+    def _watch_gradients(self) -> None:
         for index, param in enumerate(self.params):
             if param.requires_grad:
-                self._hooks.append(param.register_post_accumulate_grad_hook(self._note(index)))  # type: ignore[no-untyped-call]
-        self._saved = SavedBytes().__enter__()
+                hook = self._note(index)
+                self._hooks.append(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def _note(self, index: int) -> Callable[[Tensor], None]:
         def hook(param: Tensor) -> None:
@@ -120,7 +126,8 @@ class StepRecorder:
             self._saved.__exit__()
             self.saved_bytes, self._saved = self._saved.total, None
         times = (self._backward_begins, self._backward_ends, self._optimizer_begins, now)
-        self.steps.append(RecordedStep(*(each - self._start for each in times), self._ready))
+        begins, ends, optimizer_begins, optimizer_ends = (each - self._start for each in times)
+        self.steps.append(RecordedStep(begins, ends, optimizer_begins, optimizer_ends, self._ready))
         if len(self.steps) + 1 >= self._num_steps:
             self._when_done()
 
@@ -134,7 +141,7 @@ class StepRecorder:
 def median_step(
     name: str, batch: float, steps: Sequence[RecordedStep], params: Sequence[Tensor], optimizer: str
 ) -> StepProfile:
-    """Return the median of each part of the steps. What is between backward and the optimizer is backward's."""
+    """Return the median of each part of the steps; what is between backward and optimizer is backward's."""
     forward = statistics.median(step.backward_begins_s for step in steps)
     backward = statistics.median(step.optimizer_begins_s - step.backward_begins_s for step in steps)
     update = statistics.median(step.optimizer_ends_s - step.optimizer_begins_s for step in steps)

@@ -1,11 +1,11 @@
 """What waiting for the slowest costs: the expected maximum of the times of many ranks.
 
-Of p independent times with a normal distribution of mean m and standard deviation s, the largest is on average
+Of p independent times, normally distributed with mean m and standard deviation s, the largest is on average
 
     m + s e(p),   e(p) = integral of x d(Phi(x)^p)
 
-Steps that all ranks wait for take that. Ranks that meet every k steps wait for the largest of p sums of k times,
-whose deviation is s sqrt(k): 1 / sqrt(k) of it for each step.
+Steps that all ranks wait for take that. Ranks that meet every k steps wait for the largest of p sums of k
+times, whose deviation is s sqrt(k): 1 / sqrt(k) of it for each step.
 """
 
 import math

@@ -108,8 +108,9 @@ def failure_lines(prediction: Prediction) -> list[str]:
     kept = f"{found.restart_share:.1%} of the time is work with restarts"
     elastic = f", {found.elastic_share:.1%} with elastic training" if found.elastic_share else ""
     return [
-        f"failures: one every {found.mtbf_s / HOUR_S:.3g} h of {prediction.cluster.hosts} hosts; a checkpoint every "
-        f"{as_time(found.daly_s)} ({steps:.0f} steps; Daly), {as_time(found.young_s)} (Young); {kept}{elastic}"
+        f"failures: one every {found.mtbf_s / HOUR_S:.3g} h of {prediction.cluster.hosts} host(s); "
+        f"a checkpoint every {as_time(found.daly_s)} ({steps:,.0f} steps; Daly), "
+        f"{as_time(found.young_s)} (Young); {kept}{elastic}"
     ]
 
 

@@ -1,4 +1,4 @@
-"""Sizes, rates and times as people write them: `80 GiB`, `100 Gbit/s`, `5 us`, `312 Tflop/s`; or plain numbers."""
+"""Sizes, rates and times as people write them: `80 GiB`, `100 Gbit/s`, `5 us`, `312 Tflop/s`; or numbers."""
 
 import math
 import re

@@ -9,7 +9,6 @@ n. `simulate_messages` is the same with every message as a task of the discrete-
 may run ahead of others; to see that both agree, and for a few hundred ranks.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -106,7 +105,7 @@ def round_seconds(cluster: Cluster, each: Round) -> Cost:
     link = cluster.between if far.any() else cluster.within
     latency = _latencies(cluster, each).max() + sent * link.message_s
     received = np.bincount(each.dst).max() if each.combines else 0
-    return Cost(latency, each.nbytes * (busiest + received * _adding_s(cluster, each)))
+    return Cost(float(latency), float(each.nbytes * (busiest + received * _adding_s(cluster, each))))
 
 
 def _adding_s(cluster: Cluster, each: Round) -> float:
@@ -117,7 +116,9 @@ def _adding_s(cluster: Cluster, each: Round) -> float:
 def _everyone_seconds(cluster: Cluster, each: Round) -> Cost:
     network, link, others = cluster.network, cluster.between, cluster.hosts - 1
     latency = network.max_hops(cluster.hosts) * link.latency_s + others * link.message_s
-    carried = network.busiest_if_all_send(cluster.hosts) / _rate_between(cluster, each)
+    carried = (
+        network.busiest_if_all_send(cluster.hosts) * cluster.ranks_per_host / _rate_between(cluster, each)
+    )
     added = others * _adding_s(cluster, each)
     return Cost(latency, each.nbytes * (carried + added))
 
@@ -173,7 +174,7 @@ def link_bytes(cluster: Cluster, rounds: Sequence[Round]) -> dict[str, tuple[flo
     everyone = 0.0
     for each in rounds:
         if each.everyone:
-            everyone += each.repeats * each.nbytes * (cluster.hosts - 1)
+            everyone += each.repeats * each.nbytes * (cluster.hosts - 1) * cluster.ranks_per_host
             continue
         for load in _loads(cluster, each):
             carried = np.bincount(load.links, minlength=1) * each.nbytes * each.repeats
@@ -212,8 +213,9 @@ def _repeated(cluster: Cluster, rounds: Sequence[Round]) -> Iterator[Round]:
     k = cluster.ranks_per_host
     for each in rounds:
         if each.everyone:
-            src, dst = (axis.ravel() for axis in np.divmod(np.arange(cluster.hosts**2), cluster.hosts))
-            each = replace(each, src=src[src != dst] * k, dst=dst[src != dst] * k, everyone=False)
+            src, dst = (axis.ravel() for axis in np.divmod(np.arange(cluster.size**2), cluster.size))
+            pairs = (src % k == dst % k) & (src != dst)
+            each = replace(each, src=src[pairs], dst=dst[pairs], everyone=False)
         for _ in range(each.repeats):
             yield each
 

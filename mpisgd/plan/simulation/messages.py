@@ -35,8 +35,8 @@ class Round:
         nbytes: of each message.
         repeats: how often the round comes, each one after the other.
         combines: whether what arrives is added to what is there.
-        everyone: instead of `src` and `dst`, one rank of each host sends to one of each other host; pairs
-            are too many to list where hosts are.
+        everyone: instead of `src` and `dst`, each rank sends to the ranks of the same place on all other
+            hosts; where hosts are many, pairs are too many to list.
         in_frames: whether messages travel as small ones, which cross each other without taking turns.
     """
 
@@ -47,10 +47,6 @@ class Round:
     combines: bool = False
     everyone: bool = False
     in_frames: bool = False
-
-    def num_messages(self, hosts: int) -> int:
-        """Return how many messages the round has, once."""
-        return hosts * (hosts - 1) if self.everyone else len(self.src)
 
 
 NOBODY = np.empty(0, np.int64)
@@ -95,11 +91,12 @@ def all_to_all(place: Placement, nbytes: float) -> list[Round]:
 
 
 def hierarchical(place: Placement, nbytes: float) -> list[Round]:
-    """Return a reduction on each host, an exchange among the hosts' first ranks, and a copy on each host.
+    """Return a reduction on each host, an exchange between the hosts, and a copy on each host.
 
     Every host finishes 1 / h of the elements: it gets everyone's sums of it, and hands the result to all.
+    Each of its ranks does so for the elements that it has added up; with one leader as many bytes pass.
     """
-    part = Round(NOBODY, NOBODY, nbytes / place.hosts, everyone=True, in_frames=True)
+    part = Round(NOBODY, NOBODY, nbytes / place.size, everyone=True, in_frames=True)
     between = [replace(part, combines=True), part] if place.hosts > 1 else []
     on_host = node(place, nbytes)
     return [*on_host[:1], *between, *on_host[1:]] if place.ranks_per_host > 1 else between

@@ -48,10 +48,11 @@ def add_mixing(job: PlannedJob, graph: StepGraph, topology: Graph) -> None:
     cost = Cost(sum(s * c.alpha_s for s, c in costs), sum(s * c.beta_s_per_byte for s, c in costs))
     for nbytes in job.messages():
         graph.communicate("exchange", cost, nbytes * wire)
-        for share, each in rounds:
-            for level, (most, _) in link_bytes(job.cluster, [each]).items():
-                graph.traffic[level] += most * share * nbytes * wire
-        graph.sent_bytes += degree * nbytes * wire
+    nbytes = job.profile.nbytes * wire
+    graph.sent_bytes += degree * nbytes
+    for share, each in rounds:
+        for level, (most, _) in link_bytes(job.cluster, [each]).items():
+            graph.carry(level, most * share * nbytes)
     graph.wait()
     # The first term is scaled, each further one added to it, and the result copied.
     graph.move("weighted sum", (2 + 3 * degree + 2) * job.profile.nbytes)

@@ -1,13 +1,12 @@
 """`StepGraph`: the tasks of some steps of one rank, which stands for all.
 
     track "compute"         the program: forward, backward, optimizer; one task after the other
-    track "communication"   the group's queue: one operation after the other, each when the program has submitted it
+    track "communication"   the group's queue: one operation after the other, once it is submitted
 
 All ranks do the same, so one of them is simulated, and an operation takes what its rounds take on the whole
 cluster. Both tracks share the rank's core: what sending takes of it is missing to the program.
 """
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -40,7 +39,7 @@ class StepGraph:
     cluster: Cluster
     algorithm: str = AUTO
     tasks: list[Task] = field(default_factory=list)
-    traffic: Counter[str] = field(default_factory=Counter)
+    traffic: dict[str, float] = field(default_factory=dict)
     sent_bytes: float = 0.0
     alpha_s: float = 0.0
     compression_s: float = 0.0
@@ -69,6 +68,10 @@ class StepGraph:
         core = min(seconds, leaves * self.cluster.between.cpu_s_per_byte)
         return self._add(Task(name, {CORE: core}, tuple(after), seconds=seconds, track=COMMUNICATION))
 
+    def carry(self, level: str, nbytes: float) -> None:
+        """Note what the busiest link of a level carries."""
+        self.traffic[level] = self.traffic.get(level, 0.0) + nbytes
+
     def _leaves_host(self, nbytes: float) -> float:
         return 2 * (self.cluster.hosts - 1) / self.cluster.hosts * nbytes
 
@@ -81,7 +84,7 @@ class StepGraph:
             return self.communicate(name, Cost(0.0, 0.0), 0.0, after)
         how = fastest(members, nbytes, self.algorithm) if name == "all_reduce" else name
         for level, carried in _traffic(members, how).items():
-            self.traffic[level] += carried * nbytes
+            self.carry(level, carried * nbytes)
         return self.communicate(
             f"{name} {how}" if how != name else name, cost_of(members, how), nbytes, after
         )

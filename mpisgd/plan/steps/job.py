@@ -1,4 +1,4 @@
-"""`PlannedJob`: what one step is planned of: a cluster, a step without communication, and how gradients travel."""
+"""`PlannedJob`: what a step is planned of: a cluster, a step without communication, how gradients travel."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -61,18 +61,18 @@ class PlannedJob:
         return self._buckets(1, float("inf"))
 
     def _buckets(self, align_bytes: int, alone_bytes: float) -> tuple[Bucket, ...]:
-        items = [Item(g.index, g.numel, g.itemsize, str(g.itemsize)) for g in self.profile.gradients]
+        items = [Item(g.place, g.numel, g.itemsize, str(g.itemsize)) for g in self.profile.gradients]
         return plan_buckets(
             items,
             cap_bytes=self.bucket_cap_bytes,
-            order=[gradient.index for gradient in self.profile.gradients],
+            order=[gradient.place for gradient in self.profile.gradients],
             align_bytes=align_bytes,
             alone_bytes=alone_bytes,
         )
 
     def gradients_of(self, bucket: Bucket) -> list[Gradient]:
         """Return the gradients of a bucket."""
-        by_index = {gradient.index: gradient for gradient in self.profile.gradients}
+        by_index = {gradient.place: gradient for gradient in self.profile.gradients}
         return [by_index[index] for index in bucket.indices]
 
     def wire(self, gradients: Sequence[Gradient]) -> Wire:
@@ -85,7 +85,7 @@ class PlannedJob:
         return any(self.compression.changes(dtype_of(each.itemsize)) for each in self.profile.gradients)
 
     def messages(self) -> list[float]:
-        """Return the bytes of the messages of all parameters: large ones by themselves, the others together."""
+        """Return the bytes of the messages of all parameters: large ones alone, the others together."""
         sizes = [float(gradient.nbytes) for gradient in self.profile.gradients]
         small = sum(size for size in sizes if size < ALONE_BYTES)
         return [*(size for size in sizes if size >= ALONE_BYTES), *([small] if small else [])]

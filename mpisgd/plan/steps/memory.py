@@ -1,7 +1,7 @@
 """What a rank keeps: parameters, gradients, optimizer state, and what its strategy and its compressor add.
 
 Source of the formulas of stages: ZeRO, Rajbhandari, Rasley, Ruwase and He 2020, section 3 and figure 1. For
-Psi parameters on N ranks with 16-bit parameters and gradients, and an optimizer of K bytes for each parameter:
+Psi parameters on N ranks with 16-bit parameters and gradients, and an optimizer of K bytes for each of them:
 
     none  (2 + 2 + K) Psi     P_os  (2 + 2) Psi + K Psi / N     P_os+g  2 Psi + (2 + K) Psi / N
     P_os+g+p  (2 + 2 + K) Psi / N

@@ -1,7 +1,7 @@
 """One step of each strategy as tasks: what the module of the strategy does, in the same order.
 
-A strategy that meets every k steps is planned as its step without communication, and what the one with it takes
-more: (k - 1) of those and one of these are k steps.
+A strategy that meets every k steps is planned as its step without communication, and what the one with it
+takes more: (k - 1) of those and one of these are k steps.
 """
 
 from collections.abc import Callable, Sequence
@@ -269,7 +269,7 @@ def _sharded(job: PlannedJob, strategy: Any) -> PlannedStep:
 
 
 def _fully_sharded(job: PlannedJob, strategy: Any) -> PlannedStep:
-    """FSDP2: each layer's parameters are gathered while the one before computes, and its gradients scattered."""
+    """FSDP2: a layer's parameters are gathered while the one before computes, its gradients scattered."""
     graph, profile = job.graph(), job.profile
     groups = [job.gradients_of(bucket) for bucket in job.gradient_buckets()]
     sizes = [float(sum(gradient.nbytes for gradient in group)) for group in groups]
@@ -320,7 +320,8 @@ def _parameter_server(job: PlannedJob, strategy: Any) -> PlannedStep:
         through / cluster.between.bytes_per_s + passes * cluster.size * 2 * cluster.between.latency_s * far
     )
     if far:
-        graph.traffic.update({"host out": through, "host in": through})
+        graph.carry("host out", through)
+        graph.carry("host in", through)
     graph.compute("wait for the servers", seconds)
     _update(job, graph)
     graph.sent_bytes += passes * version * far

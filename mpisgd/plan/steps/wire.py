@@ -120,7 +120,7 @@ def _operations(cluster: Cluster, compression: Compressor, sent: int) -> list[Op
 
 
 def _wider_on_the_way(cluster: Cluster, compression: Compressor) -> float:
-    """Return by what more bytes travel than the sum's: a host's sum of 16-bit floats goes to others as float32."""
+    """Return by what more bytes travel: a host's sum of 16-bit floats goes to others as float32."""
     half = isinstance(compression, Cast) and cluster.hosts > 1 and cluster.ranks_per_host > 1
     return 1.5 if half else 1.0
 
