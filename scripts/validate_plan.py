@@ -54,6 +54,7 @@ PORTIONS = [
 ROUNDS = 6
 SMALL, LARGE = 64, 2**20  # elements of the all-reduces that are timed
 OUT_OF_CACHE = 2**23
+NUM_TINY = 200  # gradients, of as many elements
 LIMIT_S = 175.0
 
 app = typer.Typer(add_completion=False)
@@ -103,7 +104,8 @@ def measure_cluster() -> Any:
         if k > 1:
             within = host_link()
     (memory,) = broadcast_numbers([memory])
-    return Cluster(hosts, k, between, within, memory_bytes_per_s=memory, operation_s=operation_s)
+    rates = {"memory_bytes_per_s": memory, "tensor_s": tensor_seconds(small_s) if hosts * k > 1 else 0.0}
+    return Cluster(hosts, k, between, within, operation_s=operation_s, **rates)
 
 
 def broadcast_numbers(numbers: Sequence[float]) -> list[float]:
@@ -117,18 +119,40 @@ def exchange_share(bytes_per_s: float) -> float:
     """The share of a link's rate that plain messages have in each direction while both send. Collective."""
     import mpisgd
 
-    size, k = mpisgd.size(), mpisgd.local_size()
-    rank = mpisgd.rank()
-    give, take = torch.zeros(2 * LARGE), torch.zeros(2 * LARGE)
+    size, k, rank = mpisgd.size(), mpisgd.local_size(), mpisgd.rank()
+    communicator = mpisgd.job.lifecycle.world().queue.communicator.duplicate()
+    give, take = (torch.zeros(2 * LARGE) for _ in range(2))
 
     def exchange() -> None:
         if rank % k == 0:
-            works = [mpisgd.irecv(take, (rank - k) % size), mpisgd.isend(give, (rank + k) % size)]
-            for work in works:
-                work.wait()
+            after, before = (rank + k) % size, (rank - k) % size
+            communicator.comm.Sendrecv(give.numpy(), after, recvbuf=take.numpy(), source=before)
 
     seconds = seconds_of(exchange, 3)
+    communicator.free()
     return give.nbytes / seconds / bytes_per_s
+
+
+def tensor_seconds(operation_s: float) -> float:
+    """What the program takes for each gradient besides its bytes: of many that have hardly any. Collective."""
+    import mpisgd
+
+    def step_s(*, together: bool) -> float:
+        params = [nn.Parameter(torch.ones(NUM_TINY)) for _ in range(NUM_TINY)]
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(params, lr=0.0)
+        if together:
+            optimizer = mpisgd.DistributedOptimizer(optimizer, overlap=False)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            sum(param.sum() for param in params).backward()
+            optimizer.step()
+
+        step()  # the first one makes the plan
+        return seconds_of(step, 7)
+
+    more_s = step_s(together=True) - step_s(together=False) - operation_s
+    return broadcast_numbers([max(0.0, more_s / NUM_TINY)])[0]
 
 
 def host_link() -> Any:

@@ -186,11 +186,24 @@ class _Report:
             *(["!: more than a rank's memory"] if not all(each.fits for each in self.predictions) else []),
             *left_out_lines(self.left_out),
             f"best: {best.method} on {best.cluster.size} rank(s); what rules its step: {best.bound}",
+            *self._exact(),
             *what_to_change(changes(best.cluster, self.profile, method, self.options)),
             *failure_lines(best),
             f"in the program: {code_line(method)}",
             f"start it with: {command_line(best)}",
         ]
+
+    def _exact(self) -> list[str]:
+        """Return the best that computes what one process does, where that is another one."""
+        from mpisgd.bench.report.rows import as_time
+        from mpisgd.plan.advice import equals_one_process
+
+        exact = {method.name for method in self.methods if equals_one_process(method)}
+        found = next((each for each in self.predictions if each.fits and each.method in exact), None)
+        if found is None or found is self.best:
+            return []
+        step = f"{found.method} on {found.cluster.size} rank(s), {as_time(found.step_s)} a step"
+        return [f"examples per second tell nothing of accuracy; the best that equals one process: {step}"]
 
     def write(self, json_file: Path | None, plot_file: Path | None, timeline: Path | None) -> None:
         """Write what was asked for."""

@@ -4,11 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from mpisgd.bench.strategies.method import Method
+from mpisgd.compress.cast import Compression
 from mpisgd.plan.cluster import Cluster
 from mpisgd.plan.model import StepProfile
 from mpisgd.plan.prediction import Options, Prediction, predict, with_faster
 
-__all__ = ["Change", "changes", "code_line", "command_line"]
+__all__ = ["Change", "changes", "code_line", "command_line", "equals_one_process"]
 
 TWICE = 2.0
 
@@ -55,6 +56,16 @@ def changes(
         )
     found = [Change(what, then, 1 - then / now) for what, run in tried.items() for then in [run().step_s]]
     return sorted(found, key=lambda change: -change.saved)
+
+
+EXACT = ("Synchronous", "Overlap", "Sharded", "FullyShard")
+
+
+def equals_one_process(method: Method) -> bool:
+    """Return whether ranks compute what one process computes on the joined batch."""
+    strategy = method.strategy
+    sums = type(strategy).__name__ in EXACT or getattr(strategy, "mode", "") == "sync"
+    return sums and method.compression == Compression.none
 
 
 def command_line(prediction: Prediction, program: str = "train.py") -> str:

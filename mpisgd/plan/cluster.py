@@ -77,6 +77,7 @@ class Cluster:
         memory_bytes: of a rank; None: as much as it needs.
         operation_s: what an operation of a group takes beside its messages: the check that all ranks do the
             same.
+        tensor_s: what the program takes for each gradient that it has to send, besides its bytes.
         price_per_hour: of a host.
         compute_spread: standard deviation of a rank's time for a step, as a share of the mean.
         failures: None: not considered.
@@ -92,6 +93,7 @@ class Cluster:
     memory_bytes_per_s: float = 1e10
     memory_bytes: float | None = None
     operation_s: float = 0.0
+    tensor_s: float = 0.0
     price_per_hour: float = 0.0
     compute_spread: float = 0.0
     failures: Failures | None = None
@@ -103,7 +105,7 @@ class Cluster:
             if getattr(self, name) is not None:
                 check_positive("Cluster", name, getattr(self, name))
         check_positive("Cluster", "memory_bytes_per_s", self.memory_bytes_per_s)
-        for name in ("operation_s", "price_per_hour", "compute_spread"):
+        for name in ("operation_s", "tensor_s", "price_per_hour", "compute_spread"):
             check_not_negative("Cluster", name, getattr(self, name))
         check_flag("Cluster", "within_is_shared", self.within_is_shared)
         if not isinstance(self.network, Network):

@@ -72,10 +72,11 @@ def _layers(
     root, modules, done = type(model).__name__, dict(model.named_modules()), set[int]()
     found = []
     for path in dict.fromkeys([*order, *modules]):
-        own = [p for p in modules[path].parameters(recurse=False) if id(p) not in done and p.requires_grad]
+        params = list(modules[path].parameters(recurse=False))
+        own = [p for p in params if id(p) not in done and p.requires_grad]
         done.update(map(id, own))
-        if own or path in order:
-            operations = sum(flops.get(f"{root}.{path}" if path else root, {}).values()) if own else 0
+        if params:
+            operations = sum(flops.get(f"{root}.{path}" if path else root, {}).values())
             shapes = tuple(tuple(p.shape) for p in own)
             bytes_kept = kept.get(path, 0) / examples
             found.append(Layer(path or root, shapes, operations / examples, bytes_kept))

@@ -101,6 +101,7 @@ SCALARS: dict[str, tuple[str, Callable[[str, Any], Any]]] = {
     "memory": ("memory_bytes", as_nbytes),
     "memory_bandwidth": ("memory_bytes_per_s", as_rate),
     "operation": ("operation_s", as_seconds),
+    "tensor": ("tensor_s", as_seconds),
     "price_per_hour": ("price_per_hour", lambda name, value: value),
     "compute_spread": ("compute_spread", lambda name, value: value),
 }
@@ -125,9 +126,6 @@ def _fields(page: Table, measured: Cluster | None) -> Table:
     """Return the arguments of `Cluster`: those of a profile, and what the file says before them."""
     page = dict(page)
     fields: Table = dict(vars(measured)) if measured is not None else {}
-    for name in REQUIRED:
-        if name not in page and measured is None:
-            raise InvalidArgument(f"cluster file: `{name}` is missing")
     for name in ("within", "between"):
         if (table := page.pop(name, None)) is not None:
             table = dict(_table(name, table))
@@ -142,7 +140,10 @@ def _fields(page: Table, measured: Cluster | None) -> Table:
         if "mtbf_hours" not in taken:
             raise InvalidArgument("cluster file: [failures] needs mtbf_hours, of one host")
         fields["failures"] = Failures(**taken)
-    return {**fields, **_taken("cluster file", page, SCALARS)}
+    fields |= _taken("cluster file", page, SCALARS)
+    if missing := [name for name in REQUIRED if name not in fields]:
+        raise InvalidArgument(f"cluster file: `{missing[0]}` is missing")
+    return fields
 
 
 def _needed(name: str, fields: Table) -> Table:

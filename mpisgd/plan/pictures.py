@@ -1,6 +1,6 @@
 """Pictures of a plan: throughput over ranks by method, and the timeline of a step."""
 
-import itertools
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from mpisgd.plan.steps.graph import COMMUNICATION, COMPUTE
 __all__ = ["draw_throughput", "draw_timelines"]
 
 STYLES = ("-", "--", ":")
-MOST_TIMELINES = 6
+MOST_TIMELINES, TITLE_CHARACTERS = 6, 80
 TASK_COLOURS = {
     "forward": COLOURS[2],
     "backward": COLOURS[0],
@@ -48,7 +48,13 @@ def draw_throughput(path: Path, predictions: Sequence[Prediction], title: str) -
     sizes = sorted({each.cluster.size for each in predictions})
     alone = [max(_alone(each) for each in predictions if each.cluster.size == size) for size in sizes]
     ax.plot(sizes, alone, "--", color="black", linewidth=1, label="no communication", zorder=1)
-    ax.set(xscale="log", yscale="log", xlabel="ranks", ylabel="examples per second", title=title)
+    ax.set(
+        xscale="log",
+        yscale="log",
+        xlabel="ranks",
+        ylabel="examples per second",
+        title=textwrap.fill(title, TITLE_CHARACTERS),
+    )
     ax.set_xticks(sizes, [str(size) for size in sizes])
     ax.minorticks_off()
     ax.grid(alpha=0.3)
@@ -63,7 +69,9 @@ def _alone(prediction: Prediction) -> float:
 
 
 def draw_timelines(path: Path, predictions: Sequence[Prediction], title: str) -> None:
-    """Write what the program and the group's queue of a rank do in one step, for the first few predictions.
+    """Write what the program and the queue of a rank do in one step: the first few methods at their best.
+
+    Of strategies that meet every few steps, it is a step in which they do.
 
     Raises:
         JobError: there is no matplotlib.
@@ -71,7 +79,8 @@ def draw_timelines(path: Path, predictions: Sequence[Prediction], title: str) ->
     need_matplotlib()
     from matplotlib import pyplot
 
-    shown = predictions[:MOST_TIMELINES]
+    best_of = {each.method: each for each in reversed(predictions)}
+    shown = sorted(best_of.values(), key=predictions.index)[:MOST_TIMELINES]
     size = (9, 1.3 * len(shown) + 1.2)
     figure, grid = pyplot.subplots(
         len(shown), 1, figsize=size, squeeze=False, layout="constrained", sharex=True
@@ -94,10 +103,8 @@ def _draw_step(ax: Any, prediction: Prediction) -> None:
     step = prediction.step
     both = zip(step.graph.tasks, step.spans, strict=True)
     bars = [(task, span) for task, span in both if span.end_s > span.start_s]
-    for name, group in itertools.groupby(
-        sorted(bars, key=lambda bar: _label(bar[0].name)), lambda bar: _label(bar[0].name)
-    ):
-        found = list(group)
+    for name in sorted({_label(task.name) for task, _ in bars}):
+        found = [(task, span) for task, span in bars if _label(task.name) == name]
         places = [(COMPUTE, COMMUNICATION).index(task.track) for task, _ in found]
         starts = [span.start_s * 1e3 for _, span in found]
         widths = [(span.end_s - span.start_s) * 1e3 for _, span in found]
@@ -114,7 +121,7 @@ def _draw_step(ax: Any, prediction: Prediction) -> None:
         )
     ax.set_yticks([0, 1], [COMPUTE, COMMUNICATION], fontsize=8)
     ax.invert_yaxis()
-    text = f"{prediction.method}, {prediction.cluster.size} ranks: {as_time(prediction.step_s)} a step"
+    text = f"{prediction.method}, {prediction.cluster.size} ranks: {as_time(prediction.step_s)} a step on average"
     ax.set_title(text, fontsize=9, loc="left")
 
 

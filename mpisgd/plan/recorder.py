@@ -23,7 +23,7 @@ from mpisgd.plan.files import write_step
 from mpisgd.plan.model import OPTIMIZERS, Gradient, StepProfile
 from mpisgd.plan.saved_bytes import SavedBytes
 
-__all__ = ["RecordedStep", "StepRecorder", "median_step"]
+__all__ = ["RecordedStep", "StepRecorder", "main", "median_step"]
 
 
 class RecordedStep(NamedTuple):
@@ -202,9 +202,8 @@ def main(words: Sequence[str]) -> None:
     if len(recorder.steps) > int(warmup):
         write_step(Path(out), recorder.profile(Path(command[0]).stem, float(batch), int(warmup)))
     else:
-        sys.exit(
-            f"{command[0]}: {len(recorder.steps)} steps of a torch optimizer; expected more than {warmup}"
-        )
+        found = len(recorder.steps) + (recorder.optimizer is not None)
+        sys.exit(f"{command[0]}: {found} steps of a torch optimizer; expected more than {warmup}")
 
 
 if __name__ == "__main__":

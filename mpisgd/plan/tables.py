@@ -17,14 +17,14 @@ from mpisgd.plan.simulation.messages import ALL_REDUCE
 __all__ = ["collectives_table", "failure_lines", "left_out_lines", "plan_table", "rows_of", "what_to_change"]
 
 PARTS = ("parameters", "gradients", "optimizer", "strategy", "compression", "buffers", "activations")
-METHOD_WIDTH, BOUND_WIDTH = 26, 12
+METHOD_WIDTH, BOUND_WIDTH = 18, 9
 MOST_PAIRS = 2**22  # messages of a round that are listed one by one
 
 
 def plan_table(predictions: Sequence[Prediction], title: str) -> Table:
     """Return a row for each prediction, in the order given."""
     priced = any(each.price_per_hour for each in predictions)
-    parts = "compute + exposed\n+ optimizer, ms"
+    parts = "compute+exposed\n+optimizer, ms"
     numbers = [
         "ranks",
         "step",
@@ -38,12 +38,16 @@ def plan_table(predictions: Sequence[Prediction], title: str) -> Table:
     table.columns[0].min_width, table.columns[1].min_width = METHOD_WIDTH, BOUND_WIDTH
     for each in predictions:
         times = (each.compute_s + each.straggler_s, each.exposed_s, each.step.optimizer_s)
-        cells = [str(each.cluster.size), as_time(each.step_s), " + ".join(f"{1e3 * s:.3g}" for s in times)]
+        cells = [str(each.cluster.size), as_time(each.step_s), "+".join(map(_milliseconds, times))]
         memory = as_bytes(round(each.memory.total)) + ("" if each.fits else " !")
         price = [f"{each.price_per_million:.3g}"] if priced else []
         sent = as_bytes(round(each.step.sent_bytes))
         table.add_row(each.method, each.bound, *cells, memory, sent, f"{each.examples_per_s:,.0f}", *price)
     return table
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.{2 if seconds < 0.01 else 1 if seconds < 0.1 else 0}f}"
 
 
 def collectives_table(cluster: Cluster, ranks: Sequence[int], nbytes: int) -> Table:

@@ -12,7 +12,9 @@ __all__ = ["as_flops", "as_nbytes", "as_rate", "as_seconds"]
 DECIMAL = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15}
 BINARY = {"ki": 2.0**10, "mi": 2.0**20, "gi": 2.0**30, "ti": 2.0**40}
 PREFIXES = DECIMAL | BINARY
-TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0, "": 1.0}
+# As fractions: 5 us are 5 / 1e6 to the last bit, and 5 * 1e-6 are not.
+TIMES = {"": (1, 1), "s": (1, 1), "ms": (1, 10**3), "us": (1, 10**6), "ns": (1, 10**9)}
+TIMES |= {"µs": TIMES["us"], "min": (60, 1), "h": (3600, 1)}
 NUMBER = r"\s*([0-9.]+(?:e[+-]?\d+)?)\s*"
 
 
@@ -23,8 +25,8 @@ def as_nbytes(name: str, value: Any) -> float:
 
 def as_rate(name: str, value: Any) -> float:
     """Return bytes per second of `100 Gbit/s`, `12.5 GB/s`, or of a number of them."""
-    bits = isinstance(value, str) and "bit" in value.lower()
-    rate = _with_prefix(name, value, r"(?:bit|b)(?:/s|ps)", "100 Gbit/s or 12.5 GB/s")
+    bits = isinstance(value, str) and value.lower().rstrip().endswith(("bit/s", "bps"))
+    rate = _with_prefix(name, value, r"(?:bit/s|bps|b/s)", "100 Gbit/s or 12.5 GB/s")
     return rate / 8 if bits else rate
 
 
@@ -40,7 +42,8 @@ def as_seconds(name: str, value: Any) -> float:
     found = re.fullmatch(NUMBER + r"([a-zµ]*)\s*", value.lower()) if isinstance(value, str) else None
     if found is None or found[2] not in TIMES:
         raise InvalidArgument(f"{name}={shown(value)}; expected seconds, or such as 5 us")
-    return float(found[1]) * TIMES[found[2]]
+    factor, divisor = TIMES[found[2]]
+    return float(found[1]) * factor / divisor
 
 
 def _with_prefix(name: str, value: Any, unit: str, example: str) -> float:

@@ -43,7 +43,8 @@ def add_mixing(job: PlannedJob, graph: StepGraph, topology: Graph) -> None:
     rounds = rounds_of_graph(topology, job.cluster.size)
     degree = sum(share for share, _ in rounds)
     wire = _wire_ratio(job)
-    graph.begin_operation([graph.move("copy", 2 * job.small_bytes())])
+    copied = graph.move("copy", 2 * job.small_bytes(), tensors=len(job.profile.gradients))
+    graph.begin_operation([copied])
     costs = [(share, cost_of_rounds(job.cluster, [each])) for share, each in rounds]
     cost = Cost(sum(s * c.alpha_s for s, c in costs), sum(s * c.beta_s_per_byte for s, c in costs))
     for nbytes in job.messages():

@@ -49,9 +49,10 @@ class StepGraph:
         """Add what the program computes; return its place."""
         return self._add(Task(name, {CORE: seconds}, tuple(after), track=COMPUTE))
 
-    def move(self, name: str, nbytes: float, after: Iterable[int] = ()) -> int:
-        """Add what only reads and writes memory."""
-        return self.compute(name, nbytes / self.cluster.memory_bytes_per_s, after)
+    def move(self, name: str, nbytes: float, after: Iterable[int] = (), tensors: int = 0) -> int:
+        """Add what only reads and writes memory, and what so many tensors take besides."""
+        seconds = nbytes / self.cluster.memory_bytes_per_s + tensors * self.cluster.tensor_s
+        return self.compute(name, seconds, after)
 
     def begin_operation(self, after: Iterable[int] = ()) -> int:
         """Add the check with which an operation of the group begins; what follows belongs to it."""

@@ -103,7 +103,8 @@ def _mean_of_parameters(job: PlannedJob, graph: StepGraph) -> int:
             graph.move("copy", 2 * sum(gradient.nbytes for gradient in gradients), [end])
         return graph.wait()
     messages = job.messages()
-    begun = graph.begin_operation([graph.move("copy", 2 * job.small_bytes())])
+    copied = graph.move("copy", 2 * job.small_bytes(), tensors=len(job.profile.gradients))
+    begun = graph.begin_operation([copied])
     for nbytes in messages:
         graph.collective("all_reduce", nbytes, [begun])
         graph.sent_bytes += _all_reduce_bytes(job.cluster, nbytes)
@@ -166,7 +167,8 @@ def _synchronous(job: PlannedJob, strategy: Any) -> PlannedStep:
         _train(job, graph)
         buckets = [job.gradients_of(bucket) for bucket in job.gradient_buckets()]
         copied = [sum(g.nbytes for g in each) for each in buckets if not job.is_alone(each)]
-        graph.begin_operation([graph.move("copy", 2 * sum(copied))])
+        copied_at = graph.move("copy", 2 * sum(copied), tensors=len(job.profile.gradients))
+        graph.begin_operation([copied_at])
         for gradients in buckets:
             graph.wire(job.wire(gradients))
     graph.wait()
@@ -176,7 +178,7 @@ def _synchronous(job: PlannedJob, strategy: Any) -> PlannedStep:
 
 def _send(job: PlannedJob, graph: StepGraph, gradients: list[Any]) -> None:
     nbytes = 0 if job.is_alone(gradients) else sum(gradient.nbytes for gradient in gradients)
-    graph.begin_operation([graph.move("copy", 2 * nbytes)])
+    graph.begin_operation([graph.move("copy", 2 * nbytes, tensors=len(gradients))])
     graph.wire(job.wire(gradients))
 
 
@@ -249,7 +251,7 @@ def _sharded(job: PlannedJob, strategy: Any) -> PlannedStep:
 
     def send(gradients: list[Any], place: int) -> None:
         nbytes = sum(gradient.nbytes for gradient in gradients)
-        graph.begin_operation([place])
+        graph.begin_operation([graph.move("copy", 0.0, [place], tensors=len(gradients))])
         graph.collective("reduce_scatter", nbytes)
         graph.sent_bytes += _all_reduce_bytes(cluster, nbytes) / 2
 

@@ -39,6 +39,8 @@ SECONDS_PER_ELEMENT = {
     "Natural": 30e-9,
 }
 UNKNOWN_S = 20e-9
+# Of the memory of that core. Compressors read and write more than they compute.
+REFERENCE_BYTES_PER_S = 1e10
 # What decompressing and adding up takes for each byte that arrives from another rank.
 ARRIVED_S_PER_BYTE = 2e-9
 # An all-reduce sends 2 (p - 1) / p of its bytes; these are such sums, PowerSGD two after one another.
@@ -99,9 +101,9 @@ def wire_of(
     if isinstance(compression, PerHost):
         return _per_host(cluster, compression, shapes, itemsize, seconds)
     sent = sent_bytes(compression, layout, cluster.size)
-    compute_s = layout.numel * seconds_per_element(compression, seconds or {})
+    compute_s = layout.numel * seconds_per_element(cluster, compression, seconds or {})
     if type(compression) not in SUMS:  # what comes from the others is decompressed, too
-        compute_s += sent * ARRIVED_S_PER_BYTE
+        compute_s += sent * ARRIVED_S_PER_BYTE * REFERENCE_BYTES_PER_S / cluster.memory_bytes_per_s
     return Wire(tuple(_operations(cluster, compression, sent)), sent, compute_s)
 
 
@@ -152,11 +154,11 @@ def sent_bytes(compression: Compressor, layout: BucketLayout, size: int) -> int:
         raise InvalidArgument(f"plan: the bytes of {compression} depend on the gradients") from exc
 
 
-def seconds_per_element(compression: Compressor, given: Mapping[str, float]) -> float:
-    """Return what compressing and decompressing an element takes."""
-    kind = type(compression).__name__
-    for table in (given, SECONDS_PER_ELEMENT):
-        for name in (repr(compression), kind):
-            if name in table:
-                return table[name]
-    return UNKNOWN_S
+def seconds_per_element(cluster: Cluster, compression: Compressor, given: Mapping[str, float]) -> float:
+    """Return what compressing and decompressing an element takes: as given, or by the rate of memory."""
+    names = (repr(compression), type(compression).__name__)
+    for name in names:
+        if name in given:
+            return given[name]
+    known = next((SECONDS_PER_ELEMENT[name] for name in names if name in SECONDS_PER_ELEMENT), UNKNOWN_S)
+    return known * REFERENCE_BYTES_PER_S / cluster.memory_bytes_per_s
