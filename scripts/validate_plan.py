@@ -51,7 +51,7 @@ PORTIONS = [
     *itertools.product(("1,1", "2,2", "1,1,1,1"), ("200mbit", "500mbit", "1gbit")),
     ("2,2,2,2", "1gbit"),
 ]
-ROUNDS = 6
+ROUNDS = 40
 SMALL, LARGE = 64, 2**20  # elements of the all-reduces that are timed
 OUT_OF_CACHE = 2**23
 NUM_TINY = 200  # gradients, of as many elements
@@ -104,8 +104,9 @@ def measure_cluster() -> Any:
         if k > 1:
             within = host_link()
     (memory,) = broadcast_numbers([memory])
-    rates = {"memory_bytes_per_s": memory, "tensor_s": tensor_seconds(small_s) if hosts * k > 1 else 0.0}
-    return Cluster(hosts, k, between, within, operation_s=operation_s, **rates)
+    tensor_s = tensor_seconds(small_s) if hosts * k > 1 else 0.0
+    others = {"memory_bytes_per_s": memory, "tensor_s": tensor_s, "operation_s": operation_s}
+    return Cluster(hosts, k, between, within, **others)
 
 
 def broadcast_numbers(numbers: Sequence[float]) -> list[float]:
@@ -134,7 +135,7 @@ def exchange_share(bytes_per_s: float) -> float:
 
 
 def tensor_seconds(operation_s: float) -> float:
-    """What the program takes for each gradient besides its bytes: of many that have hardly any. Collective."""
+    """What the program takes for each gradient besides its bytes: of many that have few. Collective."""
     import mpisgd
 
     def step_s(*, together: bool) -> float:
@@ -351,7 +352,90 @@ def all_portions(prefix: str = typer.Option("", help="Command before each portio
 @app.command()
 def report() -> None:
     """Write benchmarks/plan-validation.json, .txt and .png from all portions so far."""
-    raise SystemExit("later")
+    parts = [json.loads(path.read_text()) for path in sorted(PARTS.glob("*.json"))]
+    rows = [{**row, "where": where_of(part)} for part in parts for row in part["rows"]]
+    text = "\n".join([*table(rows), "", *summary(rows)]) + "\n"
+    page = {"kind": "plan validation", "command": "python scripts/validate_plan.py all", "portions": parts}
+    (FOLDER / "plan-validation.json").write_text(json.dumps(page, indent=1) + "\n")
+    (FOLDER / "plan-validation.txt").write_text(text)
+    draw(rows, FOLDER / "plan-validation.png")
+    print(text)
+
+
+def where_of(part: dict[str, Any]) -> str:
+    """Hosts, ranks and rate of a portion."""
+    ranks = f"{part['hosts']} x {part['ranks_per_host']}"
+    return ranks if part["rate"] == "none" else f"{ranks}, {part['rate']}"
+
+
+def error_of(row: dict[str, Any]) -> float:
+    """How far the prediction is off, as a share of what was measured."""
+    return row["predicted_s"] / row["measured_s"] - 1
+
+
+def table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """A line for each case."""
+    words = f"{'hosts x ranks':18}{'model':13}{'method':32}"
+    lines = [f"{words}{'alone':>9}{'measured':>10}{'predicted':>10}{'error':>8}"]
+    for row in rows:
+        times = "".join(f"{1e3 * row[name]:10.1f}" for name in ("measured_s", "predicted_s"))
+        named = f"{row['where']:18}{row['model']:13}{row['method']:32}{1e3 * row['alone_s']:9.1f}"
+        lines.append(f"{named}{times}{error_of(row):+8.1%}")
+    return lines
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Errors of all cases and of each method, of bytes, and how good the first choice is."""
+    lines = [f"milliseconds of a step, the fastest of some blocks of {PERIOD}; {len(rows)} cases"]
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    for name, kept in [("all", rows), *((m, [r for r in rows if r["method"] == m]) for m in methods)]:
+        errors = sorted(abs(error_of(row)) for row in kept)
+        median, worst = errors[len(errors) // 2], errors[-1]
+        near = sum(error <= 0.1 for error in errors)
+        lines.append(
+            f"{name:34} median {median:6.1%}, worst {worst:6.1%}, within 10 %: {near} of {len(errors)}"
+        )
+    bytes_off = [abs(r["predicted_sent"] / r["measured_sent"] - 1) for r in rows if r["measured_sent"] > 1e5]
+    if bytes_off:
+        lines.append(f"bytes that leave the first host: worst {max(bytes_off):.2%} of {len(bytes_off)} cases")
+    contests: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        contests.setdefault((row["where"], row["model"]), []).append(row)
+    several = [kept for kept in contests.values() if len(kept) > 1]
+    good = 0
+    for kept in several:
+        first = min(kept, key=lambda row: row["predicted_s"])
+        good += first["measured_s"] <= 1.1 * min(row["measured_s"] for row in kept)
+    lines.append(
+        f"the first choice is within 10 % of the best measured one in {good} of {len(several)} settings"
+    )
+    return lines
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Predicted over measured, a colour for each method."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    from matplotlib import pyplot
+
+    from mpisgd.bench.report.plots import COLOURS
+
+    figure, ax = pyplot.subplots(figsize=(7, 6), layout="constrained")
+    for number, method in enumerate(dict.fromkeys(row["method"] for row in rows)):
+        kept = [row for row in rows if row["method"] == method]
+        x, y = ([1e3 * row[name] for row in kept] for name in ("measured_s", "predicted_s"))
+        ax.plot(x, y, "o", color=COLOURS[number % len(COLOURS)], markersize=4, label=method)
+    ends = [min(1e3 * row["measured_s"] for row in rows), max(1e3 * row["measured_s"] for row in rows)]
+    ax.plot(ends, ends, color="black", linewidth=1)
+    for factor in (0.9, 1.1):
+        ax.plot(ends, [factor * end for end in ends], ":", color="black", linewidth=0.8)
+    ax.set(xscale="log", yscale="log", xlabel="measured step, ms", ylabel="predicted step, ms")
+    ax.set_title("plan: predicted and measured, dotted: 10 %", fontsize=10)
+    ax.grid(alpha=0.3)
+    ax.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ def _draw_step(ax: Any, prediction: Prediction) -> None:
         )
     ax.set_yticks([0, 1], [COMPUTE, COMMUNICATION], fontsize=8)
     ax.invert_yaxis()
-    text = f"{prediction.method}, {prediction.cluster.size} ranks: {as_time(prediction.step_s)} a step on average"
+    text = f"{prediction.method}, {prediction.cluster.size} ranks: {as_time(prediction.step_s)} on average"
     ax.set_title(text, fontsize=9, loc="left")
 
 
