@@ -6,6 +6,7 @@ from mpisgd.cli.bench import bench
 from mpisgd.cli.info import info
 from mpisgd.cli.layout import layout
 from mpisgd.cli.memory import memory
+from mpisgd.cli.plan import plan
 from mpisgd.cli.program import run_program
 from mpisgd.cli.run import run
 from mpisgd.cli.top import top
@@ -22,6 +23,7 @@ app.command()(trace)
 app.command()(memory)
 app.command()(verify)
 app.command()(top)
+app.command()(plan)
 # What comes after the program belongs to the program.
 OF_PROGRAM = {"allow_interspersed_args": False, "ignore_unknown_options": False}
 app.command(context_settings=OF_PROGRAM)(run)

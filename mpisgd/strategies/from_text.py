@@ -11,7 +11,7 @@ from mpisgd.compress.compressor import Compressor
 from mpisgd.errors import InvalidArgument
 from mpisgd.strategies.strategy import Strategy
 
-__all__ = ["compressor_from_text", "strategy_from_text"]
+__all__ = ["call_of", "compressor_from_text", "strategy_from_text"]
 
 CASTS = ("none", "fp16", "bf16")
 AUTO = "auto"
@@ -53,6 +53,22 @@ def compressor_from_text(text: str) -> Compressor:
 
 
 def _made(what: str, text: str, module: Any) -> Any:
+    name, arguments, options = call_of(what, text)
+    kind = getattr(module, name) if name in module.__all__ else None
+    if not isinstance(kind, type) or not issubclass(kind, (Strategy, Compressor)):
+        raise InvalidArgument(f"{what} {shown(text)}: {name} is no {what}")
+    try:
+        return kind(*arguments, **options)
+    except TypeError as exc:
+        raise InvalidArgument(f"{what} {shown(text)}: {exc}") from exc
+
+
+def call_of(what: str, text: str) -> tuple[str, list[Any], dict[str, Any]]:
+    """Return the name, the arguments and the options of a call with literals, or of a name alone.
+
+    Raises:
+        InvalidArgument: `text`, which is a `what`, is something else.
+    """
     check_text(what, what, text)
     try:
         node = ast.parse(text.strip(), mode="eval").body
@@ -63,14 +79,7 @@ def _made(what: str, text: str, module: Any) -> Any:
         options = {str(keyword.arg): _literal(keyword.value) for keyword in call.keywords}
     except (SyntaxError, ValueError) as exc:
         raise InvalidArgument(f"{what} {shown(text)}: {exc}") from exc
-    name = call.func.id
-    kind = getattr(module, name) if name in module.__all__ else None
-    if not isinstance(kind, type) or not issubclass(kind, (Strategy, Compressor)):
-        raise InvalidArgument(f"{what} {shown(text)}: {name} is no {what}")
-    try:
-        return kind(*arguments, **options)
-    except TypeError as exc:
-        raise InvalidArgument(f"{what} {shown(text)}: {exc}") from exc
+    return call.func.id, arguments, options
 
 
 def _literal(node: ast.expr) -> Any:

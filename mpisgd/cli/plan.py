@@ -1,0 +1,227 @@
+"""`python -m mpisgd plan`: what each method of training would take on a cluster, sorted.
+
+python -m mpisgd plan cluster.toml --model transformer --batch 4 --ranks 8,64,512
+python -m mpisgd plan cluster.toml --model model.toml --batch 16 --plot throughput.png --timeline step.png
+python -m mpisgd plan cluster.toml --batch 32 --measure train.py --lr 0.1
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mpisgd.cli.bench import Json, counts_of
+from mpisgd.errors import InvalidArgument, JobError
+
+if TYPE_CHECKING:
+    from mpisgd.plan.cluster import Cluster
+    from mpisgd.plan.files import ClusterFile
+    from mpisgd.plan.model import StepProfile
+    from mpisgd.plan.prediction import Prediction
+
+__all__ = ["plan"]
+
+ClusterPath = Annotated[Path, typer.Argument(metavar="CLUSTER", help="A .toml file, or a profile of `tune`.")]
+Program = Annotated[
+    list[str] | None, typer.Argument(metavar="[PROGRAM [ARGS]...]", help="With --measure: the program.")
+]
+MODEL = (
+    "mlp, deep, transformer (those of `bench step`); file.py:function, which returns (module, inputs); a "
+    ".toml file of layers; a .json file that --save has written."
+)
+Model = Annotated[str, typer.Option(help=MODEL, show_default=False)]
+Measure = Annotated[
+    bool, typer.Option("--measure", help="Run PROGRAM for some steps and plan with its step.")
+]
+Save = Annotated[Path | None, typer.Option(readable=False, help="Write the step here, for --model.")]
+Batch = Annotated[int, typer.Option(min=1, help="Examples of one rank.")]
+Optimizer = Annotated[str, typer.Option(help="sgd, momentum, adam or adamw.")]
+Ranks = Annotated[
+    str, typer.Option(help="Numbers of ranks; default: all of the cluster.", show_default=False)
+]
+Methods = Annotated[
+    str, typer.Option(help="Strategies, some with + a compression, between semicolons.", show_default=False)
+]
+Algorithm = Annotated[
+    str, typer.Option(help="auto, hierarchical, ring, halving_doubling, tree or all_to_all.")
+]
+Collectives = Annotated[
+    str,
+    typer.Option(help="Also show what an all-reduce of this size takes, such as 64MiB.", show_default=False),
+]
+Top = Annotated[int, typer.Option(min=1, help="Rows of the table.")]
+Throughput = Annotated[
+    Path | None,
+    typer.Option("--plot", readable=False, help="Draw examples per second over ranks into this PNG."),
+]
+Timeline = Annotated[
+    Path | None, typer.Option(readable=False, help="Draw the step of the first rows into this PNG.")
+]
+
+
+def plan(
+    cluster: ClusterPath,
+    program: Program = None,
+    model: Model = "",
+    measure: Measure = False,
+    save: Save = None,
+    batch: Batch = 32,
+    optimizer: Optimizer = "sgd",
+    ranks: Ranks = "",
+    methods: Methods = "",
+    algorithm: Algorithm = "auto",
+    collectives: Collectives = "",
+    top: Top = 20,
+    json_file: Json = None,
+    plot_file: Throughput = None,
+    timeline: Timeline = None,
+) -> None:
+    """Predict step time, memory, bytes and price of each strategy and compression on a cluster."""
+    # Here, since they load torch: seconds that `--help` need not take.
+    from mpisgd.plan.files import read_cluster, write_step
+
+    try:
+        found = read_cluster(cluster)
+        sizes = counts_of("--ranks", ranks) if ranks else [found.cluster.size]
+        profile = _profile(found.cluster, program or [], model, measure, batch, optimizer)
+        if save is not None:
+            write_step(save, profile)
+        report = _Report(found, profile, sizes, methods, algorithm)
+        report.show(top, collectives)
+        report.write(json_file, plot_file, timeline)
+    except InvalidArgument as exc:
+        raise JobError(str(exc), exit_code=2) from exc
+    except OSError as exc:
+        raise JobError(f"{exc.filename}: {exc.strerror}") from exc
+
+
+def _profile(
+    cluster: "Cluster", program: list[str], model: str, measure: bool, batch: int, optimizer: str
+) -> "StepProfile":
+    """Return the step of a rank: measured, from a file, or of a model and the cluster's flops."""
+    from mpisgd.plan.measured_step import measure_step
+    from mpisgd.plan.model import profile_of
+
+    if bool(program) != measure or measure == bool(model):
+        raise InvalidArgument("plan: expected either --model, or --measure and a program")
+    if measure:
+        return measure_step(program, batch=batch)
+    if model.endswith(".json"):
+        from mpisgd.plan.files import read_step
+
+        return read_step(Path(model))
+    return profile_of(_model(model), cluster, batch, optimizer)
+
+
+def _model(text: str) -> Any:
+    from mpisgd.plan.count_model import bench_model, model_from_function
+    from mpisgd.plan.files import read_model
+
+    if text.endswith(".toml"):
+        return read_model(Path(text))
+    return model_from_function(text) if ":" in text else bench_model(text)
+
+
+class _Report:
+    """What comes out of a plan.
+
+    Args:
+        found: the cluster file.
+        profile: of a rank's step.
+        sizes: numbers of ranks.
+        text: the methods, "" for the usual ones.
+        algorithm: of all-reduces.
+    """
+
+    def __init__(
+        self, found: "ClusterFile", profile: "StepProfile", sizes: list[int], text: str, algorithm: str
+    ) -> None:
+        from mpisgd.plan.prediction import Options, predict_all
+        from mpisgd.plan.simulation.collectives import check_algorithm
+        from mpisgd.plan.steps.methods import DEFAULT_METHODS, planned_methods
+
+        check_algorithm(algorithm)
+        self.cluster, self.profile, self.sizes = found.cluster, profile, sizes
+        self.options = Options(algorithm, found.compression_s)
+        self.methods = planned_methods(text or ";".join(DEFAULT_METHODS))
+        clusters = [found.cluster.at(size) for size in sizes]
+        self.predictions, self.left_out = predict_all(clusters, profile, self.methods, self.options)
+
+    @property
+    def best(self) -> "Prediction":
+        """The fastest that fits."""
+        return self.predictions[0]
+
+    @property
+    def title(self) -> str:
+        """What was planned."""
+        cluster, profile = self.cluster, self.profile
+        hosts = f"{cluster.hosts} host(s) of {cluster.ranks_per_host} rank(s), {cluster.network}"
+        return f"{profile.name}, {profile.numel:,} parameters, batch {profile.batch:g} per rank; {hosts}"
+
+    def show(self, top: int, collectives: str) -> None:
+        """Print the table and what follows from it."""
+        from mpisgd.bench.cases import parse_bytes
+        from mpisgd.bench.report.tables import show
+        from mpisgd.plan.tables import collectives_table, plan_table
+
+        tables = [plan_table(self.predictions[:top], "predicted, the fastest first")]
+        if collectives:
+            tables.append(collectives_table(self.cluster, self.sizes, parse_bytes(collectives)))
+        show(tables, self.notes(top))
+
+    def notes(self, top: int) -> list[str]:
+        """Return the lines below the table."""
+        from mpisgd.plan.advice import changes, code_line, command_line
+        from mpisgd.plan.tables import failure_lines, left_out_lines, what_to_change
+
+        best = self.best
+        method = next(each for each in self.methods if each.name == best.method)
+        hidden = len(self.predictions) - top
+        return [
+            self.title,
+            *([f"{hidden} more row(s): --top, --json"] if hidden > 0 else []),
+            *(["!: more than a rank's memory"] if not all(each.fits for each in self.predictions) else []),
+            *left_out_lines(self.left_out),
+            f"best: {best.method} on {best.cluster.size} rank(s); what rules its step: {best.bound}",
+            *self._exact(),
+            *what_to_change(changes(best.cluster, self.profile, method, self.options)),
+            *failure_lines(best),
+            f"in the program: {code_line(method)}",
+            f"start it with: {command_line(best)}",
+        ]
+
+    def _exact(self) -> list[str]:
+        """Return the best that computes what one process does, where that is another one."""
+        from mpisgd.bench.report.rows import as_time
+        from mpisgd.plan.advice import equals_one_process
+
+        exact = {method.name for method in self.methods if equals_one_process(method)}
+        found = next((each for each in self.predictions if each.fits and each.method in exact), None)
+        if found is None or found is self.best:
+            return []
+        step = f"{found.method} on {found.cluster.size} rank(s), {as_time(found.step_s)} a step"
+        return [f"examples per second tell nothing of accuracy; the best that equals one process: {step}"]
+
+    def write(self, json_file: Path | None, plot_file: Path | None, timeline: Path | None) -> None:
+        """Write what was asked for."""
+        from mpisgd.cli.provenance import provenance
+        from mpisgd.plan.pictures import draw_throughput, draw_timelines
+        from mpisgd.plan.tables import rows_of
+
+        if json_file is not None:
+            record = {
+                "kind": "plan",
+                **provenance(),
+                "title": self.title,
+                "cluster": dataclasses.asdict(self.cluster),
+                "rows": rows_of(self.predictions),
+                "left_out": [dataclasses.asdict(each) for each in self.left_out],
+            }
+            json_file.write_text(json.dumps(record, indent=1) + "\n")
+        if plot_file is not None:
+            draw_throughput(plot_file, self.predictions, self.title)
+        if timeline is not None:
+            draw_timelines(timeline, self.predictions, self.title)

@@ -1,0 +1,305 @@
+"""Cluster and model files: TOML that a user writes, or a profile that `python -m mpisgd tune` has measured.
+
+hosts = 16
+ranks_per_host = 8
+flops = "20 Tflop/s"            # of a rank, in training
+memory = "80 GiB"               # of a rank
+memory_bandwidth = "2 TB/s"     # of a rank
+price_per_hour = 12.0           # of a host
+
+[within]                        # between the ranks of a host; shared = true: memory that all share
+latency = "5 us"
+bandwidth = "200 GB/s"
+shared = false
+
+[between]                       # a host's link
+latency = "10 us"
+bandwidth = "100 Gbit/s"
+
+[network]                       # one switch, unless something else is said
+topology = "fat tree"
+hosts_per_switch = 32
+oversubscription = 4
+
+[failures]
+mtbf_hours = 20000              # of a host
+
+[compression]                   # seconds to compress and decompress an element
+"PowerSGD(rank=4)" = 2e-10
+"""
+
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mpisgd.arguments import shown
+from mpisgd.errors import InvalidArgument
+from mpisgd.plan.cluster import Cluster, Failures, Link
+from mpisgd.plan.model import Gradient, Layer, Model, StepProfile
+from mpisgd.plan.network import FatTree, Network, Switch, Torus
+from mpisgd.plan.units import as_flops, as_nbytes, as_rate, as_seconds
+from mpisgd.tuning.model import CostModel, MeasuredCurves
+from mpisgd.tuning.profile import ProfileError, read
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+__all__ = ["ClusterFile", "link_from_times", "read_cluster", "read_model", "read_step", "write_step"]
+
+STEP_FORMAT = "mpisgd step"
+Table = dict[str, Any]
+
+
+class ClusterFile(NamedTuple):
+    """What a cluster file has.
+
+    Attributes:
+        cluster: all of it.
+        compression_s: seconds of an element, by compressor; those that are given.
+    """
+
+    cluster: Cluster
+    compression_s: Mapping[str, float]
+
+
+def read_cluster(path: Path) -> ClusterFile:
+    """Return the cluster of a TOML file, or of a profile of `tune` (.json).
+
+    Raises:
+        InvalidArgument: there is no such file, or something in it is not understood; says what.
+    """
+    if path.suffix == ".json":
+        return ClusterFile(_measured_cluster(path, {}), {})
+    page = _toml(path)
+    profile = page.pop("profile", None)
+    compression = {str(k): as_seconds(f"compression.{k}", v) for k, v in page.pop("compression", {}).items()}
+    measured = None if profile is None else _measured_cluster(path.parent / str(profile), page)
+    fields = _fields(page, measured)
+    return ClusterFile(Cluster(**fields), compression)
+
+
+def _toml(path: Path) -> Table:
+    try:
+        page: Table = tomllib.loads(path.read_text())
+    except OSError as exc:
+        raise InvalidArgument(f"{path}: {exc.strerror}") from exc
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+        raise InvalidArgument(f"{path}: {exc}") from exc
+    return page
+
+
+# Keys of the file, and what they are of the cluster.
+SCALARS: dict[str, tuple[str, Callable[[str, Any], Any]]] = {
+    "hosts": ("hosts", lambda name, value: value),
+    "ranks_per_host": ("ranks_per_host", lambda name, value: value),
+    "flops": ("flops_per_s", as_flops),
+    "memory": ("memory_bytes", as_nbytes),
+    "memory_bandwidth": ("memory_bytes_per_s", as_rate),
+    "operation": ("operation_s", as_seconds),
+    "tensor": ("tensor_s", as_seconds),
+    "price_per_hour": ("price_per_hour", lambda name, value: value),
+    "compute_spread": ("compute_spread", lambda name, value: value),
+}
+LINK: dict[str, tuple[str, Callable[[str, Any], Any]]] = {
+    "latency": ("latency_s", as_seconds),
+    "bandwidth": ("bytes_per_s", as_rate),
+    "both_ways": ("both_ways", lambda name, value: value),
+    "message": ("message_s", as_seconds),
+    "cpu_per_byte": ("cpu_s_per_byte", as_seconds),
+}
+FAILURES: dict[str, tuple[str, Callable[[str, Any], Any]]] = {
+    "mtbf_hours": ("mtbf_hours", lambda name, value: value),
+    "checkpoint": ("checkpoint_s", as_seconds),
+    "restart": ("restart_s", as_seconds),
+    "recovery": ("recovery_s", as_seconds),
+    "repair_hours": ("repair_hours", lambda name, value: value),
+}
+REQUIRED = ("hosts", "ranks_per_host", "within", "between")
+
+
+def _fields(page: Table, measured: Cluster | None) -> Table:
+    """Return the arguments of `Cluster`: those of a profile, and what the file says before them."""
+    page = dict(page)
+    fields: Table = dict(vars(measured)) if measured is not None else {}
+    for name in ("within", "between"):
+        if (table := page.pop(name, None)) is not None:
+            table = dict(_table(name, table))
+            if name == "within" and "shared" in table:
+                fields["within_is_shared"] = table.pop("shared")
+            known = vars(fields[name]) if name in fields else {}
+            fields[name] = Link(**_needed(name, {**known, **_taken(name, table, LINK)}))
+    if (table := page.pop("network", None)) is not None:
+        fields["network"] = _network(_table("network", table))
+    if (table := page.pop("failures", None)) is not None:
+        taken = _taken("failures", _table("failures", table), FAILURES)
+        if "mtbf_hours" not in taken:
+            raise InvalidArgument("cluster file: [failures] needs mtbf_hours, of one host")
+        fields["failures"] = Failures(**taken)
+    fields |= _taken("cluster file", page, SCALARS)
+    if missing := [name for name in REQUIRED if name not in fields]:
+        raise InvalidArgument(f"cluster file: `{missing[0]}` is missing")
+    return fields
+
+
+def _needed(name: str, fields: Table) -> Table:
+    for key, field in (("latency", "latency_s"), ("bandwidth", "bytes_per_s")):
+        if field not in fields:
+            raise InvalidArgument(f"cluster file: [{name}] needs {key}")
+    return fields
+
+
+def _table(name: str, value: Any) -> Table:
+    if not isinstance(value, dict):
+        raise InvalidArgument(f"cluster file: {name}={shown(value)}; expected a table, [{name}]")
+    return value
+
+
+def _taken(where: str, table: Table, known: Mapping[str, tuple[str, Callable[[str, Any], Any]]]) -> Table:
+    """Return the entries of a table under the names and in the units of the classes."""
+    if unknown := sorted(set(table) - set(known)):
+        raise InvalidArgument(f"{where}: unknown {', '.join(unknown)}; expected some of {', '.join(known)}")
+    return {known[key][0]: known[key][1](f"{where}: {key}", value) for key, value in table.items()}
+
+
+def _network(table: Table) -> Network:
+    options = dict(table)
+    kinds: dict[str, Any] = {"switch": Switch, "fat tree": FatTree, "torus": Torus}
+    name = options.pop("topology", "switch")
+    if name not in kinds:
+        raise InvalidArgument(f"network: topology={shown(name)}; expected one of {', '.join(kinds)}")
+    try:
+        network: Network = kinds[name](**options)
+    except TypeError as exc:
+        raise InvalidArgument(f"network: {exc}") from exc
+    return network
+
+
+# -- measured by tune ----------------------------------------------------------------------------------
+
+
+def _measured_cluster(path: Path, page: Table) -> Cluster:
+    """Return what the curves of a profile say of links."""
+    try:
+        costs = read(path)
+    except FileNotFoundError as exc:
+        raise InvalidArgument(f"{path}: no such file") from exc
+    except ProfileError as exc:
+        raise InvalidArgument(f"{path}: {exc}") from exc
+    widest = max(costs.measured, key=lambda one: (len(one.ranks_per_host), sum(one.ranks_per_host)))
+    if len(set(widest.ranks_per_host)) > 1:
+        raise InvalidArgument(
+            f"{path}: hosts of {widest.ranks_per_host} ranks; expected equally many on each"
+        )
+    hosts, k = len(widest.ranks_per_host), widest.ranks_per_host[0]
+    within, between, operation_s = link_from_times(hosts, k, *_times(costs, widest))
+    local = next((one for one in costs.measured if len(one.ranks_per_host) == 1), None)
+    if hosts > 1 and local is not None:
+        within = link_from_times(1, local.ranks_per_host[0], *_times(costs, local))[0]
+    return Cluster(hosts, k, between, within, operation_s=operation_s)
+
+
+def _times(costs: CostModel, one: MeasuredCurves) -> tuple[float, float, float]:
+    """Return what the smallest and the largest measured all-reduce take, and the bytes of the largest."""
+    algorithm = "node" if len(one.ranks_per_host) == 1 else "hierarchical"
+    curves = [curve for curve in one.curves if curve.algorithm == algorithm and not curve.half]
+    sizes = [round(nbytes) for curve in curves for nbytes, _ in curve.points]
+    if not sizes:
+        raise InvalidArgument(f"{costs.source}: {algorithm} is not measured; expected it among its curves")
+    here = costs.at(one.ranks_per_host)
+    return here.seconds(algorithm, min(sizes)), here.seconds(algorithm, max(sizes)), max(sizes)
+
+
+def link_from_times(
+    hosts: int, ranks_per_host: int, small_s: float, large_s: float, nbytes: float
+) -> tuple[Link, Link, float]:
+    """Return the links within and between hosts, and what an operation takes besides, from two all-reduces.
+
+    A small one is the check of its operation, with which it travels: a message to each other host, and a
+    meeting of the ranks on each. A large one takes, besides, what its bytes take: 2 (h - 1) / h of them leave
+    each host, or on one host all ranks read (k - 1) / k of everyone's twice.
+
+    Args:
+        hosts: of the job, h.
+        ranks_per_host: k.
+        small_s: what an all-reduce of some bytes takes.
+        large_s: what one of `nbytes` takes.
+        nbytes: so many that bandwidth is what counts.
+    """
+    per_byte = max(1e-15, (large_s - small_s) / nbytes)
+    if hosts == 1:
+        link = Link(small_s / 2, max(1.0, 2.0 * (ranks_per_host - 1)) / per_byte)
+        return link, link, small_s / 2
+    return Link(small_s / 4, 1e10), Link(small_s / 2, 2 * (hosts - 1) / hosts / per_byte), small_s / 2
+
+
+# -- models and steps ----------------------------------------------------------------------------------
+
+
+def read_model(path: Path) -> Model:
+    """Return the model of a TOML file: `itemsize`, and tables [[layer]] in the order of the forward pass.
+
+    Of a layer: `name`, `shapes` or `parameters` (how many), `flops` of one example forward, `activations`
+    (bytes of one example), and `repeat`.
+
+    Raises:
+        InvalidArgument: see `read_cluster`.
+    """
+    page = _toml(path)
+    layers = [layer for table in page.pop("layer", []) for layer in _layers(table)]
+    options = {name: page.pop(name) for name in ("name", "itemsize") if name in page}
+    if page or not layers:
+        wrong = f"unknown {', '.join(page)}" if page else "no [[layer]]"
+        raise InvalidArgument(f"{path}: {wrong}; expected name, itemsize and [[layer]]")
+    return Model(**{"name": path.stem, **options}, layers=tuple(layers))
+
+
+def _layers(table: Table) -> list[Layer]:
+    fields = dict(table)
+    name, repeat = str(fields.pop("name", "layer")), fields.pop("repeat", 1)
+    if ("shapes" in fields) == ("parameters" in fields):
+        raise InvalidArgument(f"layer {name}: expected either shapes or parameters")
+    shapes = fields.pop("shapes", None) or [[fields.pop("parameters", 0)]]
+    flops = as_flops(f"layer {name}: flops", fields.pop("flops", 0.0))
+    activations = as_nbytes(f"layer {name}: activations", fields.pop("activations", 0.0))
+    if fields:
+        raise InvalidArgument(f"layer {name}: unknown {', '.join(fields)}")
+    if not isinstance(repeat, int) or repeat < 1:
+        raise InvalidArgument(f"layer {name}: repeat={shown(repeat)}; expected a number of layers")
+    cut = tuple(tuple(shape) for shape in shapes)
+    names = [name] if repeat == 1 else [f"{name}.{number}" for number in range(repeat)]
+    return [Layer(each, cut, flops, activations) for each in names]
+
+
+def write_step(path: Path, profile: StepProfile) -> None:
+    """Write a measured step, to be planned with again."""
+    page = {"format": STEP_FORMAT, **vars(profile), "gradients": [list(g) for g in profile.gradients]}
+    path.write_text(json.dumps(page, indent=1) + "\n")
+
+
+def read_step(path: Path) -> StepProfile:
+    """Return a step that `plan --measure --save` has written.
+
+    Raises:
+        InvalidArgument: it is none.
+    """
+    try:
+        page = json.loads(path.read_text())
+        if page.pop("format") != STEP_FORMAT:
+            raise ValueError("another format")
+        gradients = tuple(
+            Gradient(str(name), int(place), tuple(map(int, shape)), int(itemsize), float(ready_s))
+            for name, place, shape, itemsize, ready_s in page.pop("gradients")
+        )
+        found = StepProfile(gradients=gradients, **page)
+    except OSError as exc:
+        raise InvalidArgument(f"{path}: {exc.strerror}") from exc
+    except (KeyError, TypeError, ValueError, AttributeError) as exc:
+        raise InvalidArgument(f"{path}: no step that plan --measure has written ({exc})") from exc
+    if not math.isfinite(found.compute_s):
+        raise InvalidArgument(f"{path}: no time")
+    return found

@@ -1,0 +1,228 @@
+"""`predict`: what a method of training takes on a cluster: time, its parts, memory, bytes and price."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mpisgd.bench.strategies.method import Method
+from mpisgd.errors import InvalidArgument, MpisgdError
+from mpisgd.plan.cluster import Cluster
+from mpisgd.plan.failures import Interruptions, interruptions
+from mpisgd.plan.model import StepProfile
+from mpisgd.plan.network import FatTree
+from mpisgd.plan.simulation.collectives import AUTO
+from mpisgd.plan.steps.job import PlannedJob
+from mpisgd.plan.steps.memory import Memory, memory_of
+from mpisgd.plan.steps.strategies import PlannedStep, plan_step
+from mpisgd.plan.stragglers import straggler_factor
+
+__all__ = ["LeftOut", "Options", "Prediction", "level_seconds", "predict", "predict_all"]
+
+# Strategies whose ranks wait for no other one.
+NEVER_WAITING = ("async",)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a prediction is made.
+
+    Attributes:
+        algorithm: of all-reduces, or `auto`: the fastest of those that mpisgd has.
+        compression_s: seconds of an element, by compressor.
+        overlap: as of `DistributedOptimizer`.
+    """
+
+    algorithm: str = AUTO
+    compression_s: Mapping[str, float] | None = None
+    overlap: bool | None = None
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A method that cannot be planned on so many ranks, and why."""
+
+    method: str
+    ranks: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a method takes on some ranks.
+
+    Attributes:
+        method: as it was written.
+        cluster: the ranks.
+        profile: of a rank's step without communication, stragglers included.
+        step: the planned one.
+        memory: of a rank.
+        straggler_s: what of a step is waiting for the slowest rank's compute.
+        interruptions: None where the cluster does not tell of failures.
+    """
+
+    method: str
+    cluster: Cluster
+    profile: StepProfile
+    step: PlannedStep
+    memory: Memory
+    straggler_s: float
+    interruptions: Interruptions | None
+
+    @property
+    def step_s(self) -> float:
+        """From one step to the next."""
+        return self.step.step_s
+
+    @property
+    def compute_s(self) -> float:
+        """Forward and backward of a rank of average speed."""
+        return self.profile.compute_s - self.straggler_s
+
+    @property
+    def exposed_s(self) -> float:
+        """What communication adds to a step: what is not hidden, with what strategies compute for it."""
+        return max(0.0, self.step_s - self.profile.compute_s - self.step.optimizer_s)
+
+    @property
+    def examples_per_s(self) -> float:
+        """Of all ranks together, without interruptions."""
+        return self.profile.batch * self.cluster.size / self.step_s
+
+    @property
+    def price_per_hour(self) -> float:
+        """Of all hosts."""
+        return self.cluster.price_per_hour * self.cluster.hosts
+
+    @property
+    def price_per_million(self) -> float:
+        """Of a million examples; 0 without a price."""
+        return self.price_per_hour / 3600 * 1e6 / self.examples_per_s
+
+    @property
+    def fits(self) -> bool:
+        """Whether a rank has the memory for it."""
+        return self.cluster.memory_bytes is None or self.memory.total <= self.cluster.memory_bytes
+
+    @property
+    def bound(self) -> str:
+        """What rules the step: compute, the optimizer, latency, compression, or the busiest kind of link."""
+        if not self.fits:
+            return "memory of a rank"
+        parts = {
+            "compute": self.compute_s,
+            "stragglers": self.straggler_s,
+            "optimizer": self.step.optimizer_s,
+        }
+        largest = max(parts, key=parts.__getitem__)
+        if self.exposed_s < parts[largest]:
+            return largest
+        levels = level_seconds(self.cluster, self.step.traffic)
+        found = {
+            LEVELS.get(level, BETWEEN): seconds for level, seconds in sorted(levels.items(), key=_seconds)
+        }
+        found |= {"latency": self.step.alpha_s, "compression": self.step.compression_s}
+        return max(found, key=found.__getitem__)
+
+
+BETWEEN = "links between hosts"
+LEVELS = {
+    "memory": "memory of a host",
+    "rank out": "links within hosts",
+    "rank in": "links within hosts",
+    "leaf up": "switch uplinks",
+    "leaf down": "switch uplinks",
+}
+
+
+def _seconds(level: tuple[str, float]) -> float:
+    return level[1]
+
+
+def level_seconds(cluster: Cluster, traffic: Mapping[str, float]) -> dict[str, float]:
+    """Return how long the busiest link of each level is busy with what it carries."""
+    network, rates = cluster.network, {"memory": cluster.within.bytes_per_s}
+    rates |= {"rank out": cluster.within.bytes_per_s, "rank in": cluster.within.bytes_per_s}
+    if isinstance(network, FatTree):
+        uplink = network.uplink * cluster.between.bytes_per_s
+        rates |= {"leaf up": uplink, "leaf down": uplink}
+    return {
+        level: nbytes / rates.get(level, cluster.between.bytes_per_s) for level, nbytes in traffic.items()
+    }
+
+
+def predict(
+    cluster: Cluster, profile: StepProfile, method: Method, options: Options | None = None
+) -> Prediction:
+    """Return what a method takes on all ranks of a cluster.
+
+    Raises:
+        InvalidArgument: it is not planned, or not for so many ranks.
+    """
+    options = options or Options()
+    factor = straggler_factor(cluster.compute_spread, *_waiting(cluster, method.strategy))
+    slowest = profile.slower(factor)
+    job = PlannedJob(
+        cluster,
+        slowest,
+        method.compression,
+        options.algorithm,
+        options.overlap,
+        compression_s=options.compression_s or {},
+    )
+    failures = cluster.failures
+    return Prediction(
+        method=method.name,
+        cluster=cluster,
+        profile=slowest,
+        step=plan_step(job, method.strategy),
+        memory=memory_of(job, method.strategy),
+        straggler_s=slowest.compute_s - profile.compute_s,
+        interruptions=None if failures is None else interruptions(failures, cluster.hosts),
+    )
+
+
+def _waiting(cluster: Cluster, strategy: Any) -> tuple[int, float]:
+    """Return how many ranks wait for each other, and every how many steps."""
+    if getattr(strategy, "mode", "") in NEVER_WAITING or getattr(strategy, "style", "") == "asynchronous":
+        return 1, 1.0
+    for name in ("period", "sync_every", "every"):
+        if isinstance(every := getattr(strategy, name, None), int):
+            return cluster.size, float(every)
+    return cluster.size, 1.0
+
+
+def predict_all(
+    clusters: Sequence[Cluster],
+    profile: StepProfile,
+    methods: Sequence[Method],
+    options: Options | None = None,
+) -> tuple[list[Prediction], list[LeftOut]]:
+    """Return the predictions of all methods on all clusters, the fastest first; and what has none.
+
+    Those that fit into memory come before those that do not.
+    """
+    found: list[Prediction] = []
+    left_out: list[LeftOut] = []
+    for cluster in clusters:
+        # A single rank trains alone, whatever the method.
+        for method in methods if cluster.size > 1 else methods[:1]:
+            try:
+                found.append(predict(cluster, profile, method, options))
+            except MpisgdError as exc:
+                left_out.append(LeftOut(method.name, cluster.size, str(exc)))
+    if not found and left_out:
+        raise InvalidArgument(left_out[0].reason)
+    return sorted(found, key=lambda each: (not each.fits, -each.examples_per_s)), left_out
+
+
+def with_faster(cluster: Cluster, what: str, factor: float) -> Cluster:
+    """Return the cluster with `between` or `within` so many times as fast, or with less `latency`."""
+    if what == "latency":
+        links = {name: getattr(cluster, name) for name in ("between", "within")}
+        faster = {
+            name: replace(link, latency_s=link.latency_s / factor, message_s=link.message_s / factor)
+            for name, link in links.items()
+        }
+        return replace(cluster, operation_s=cluster.operation_s / factor, **faster)
+    link = getattr(cluster, what)
+    return replace(cluster, **{what: replace(link, bytes_per_s=link.bytes_per_s * factor)})

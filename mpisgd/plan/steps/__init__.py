@@ -1,0 +1,1 @@
+"""One training step of each strategy: its tasks, its bytes, its memory."""

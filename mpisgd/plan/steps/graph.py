@@ -1,0 +1,126 @@
+"""`StepGraph`: the tasks of some steps of one rank, which stands for all.
+
+    track "compute"         the program: forward, backward, optimizer; one task after the other
+    track "communication"   the group's queue: one operation after the other, once it is submitted
+
+All ranks do the same, so one of them is simulated, and an operation takes what its rounds take on the whole
+cluster. Both tracks share the rank's core: what sending takes of it is missing to the program.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from mpisgd.plan.cluster import Cluster
+from mpisgd.plan.simulation.collectives import AUTO, Cost, cost_of, fastest, link_bytes, rounds_of
+from mpisgd.plan.simulation.engine import Span, Task, simulate
+from mpisgd.plan.steps.wire import Wire
+
+__all__ = ["COMMUNICATION", "COMPUTE", "StepGraph"]
+
+COMPUTE, COMMUNICATION = "compute", "communication"
+CORE = "core"
+
+
+@dataclass
+class StepGraph:
+    """Tasks that are added in the order of the program.
+
+    Attributes:
+        cluster: of the job.
+        algorithm: of all-reduces, or `auto`.
+        tasks: so far.
+        traffic: bytes that the busiest link of each level carries.
+        sent_bytes: of each rank, by the formulas of what travels.
+        alpha_s: of all that operations take, what more bytes per second would not shorten.
+        compression_s: what compressing and decompressing computes.
+    """
+
+    cluster: Cluster
+    algorithm: str = AUTO
+    tasks: list[Task] = field(default_factory=list)
+    traffic: dict[str, float] = field(default_factory=dict)
+    sent_bytes: float = 0.0
+    alpha_s: float = 0.0
+    compression_s: float = 0.0
+    _last: dict[str, int] = field(default_factory=dict)
+
+    def compute(self, name: str, seconds: float, after: Iterable[int] = ()) -> int:
+        """Add what the program computes; return its place."""
+        return self._add(Task(name, {CORE: seconds}, tuple(after), track=COMPUTE))
+
+    def move(self, name: str, nbytes: float, after: Iterable[int] = (), tensors: int = 0) -> int:
+        """Add what only reads and writes memory, and what so many tensors take besides."""
+        seconds = nbytes / self.cluster.memory_bytes_per_s + tensors * self.cluster.tensor_s
+        return self.compute(name, seconds, after)
+
+    def begin_operation(self, after: Iterable[int] = ()) -> int:
+        """Add the check with which an operation of the group begins; what follows belongs to it."""
+        if self.cluster.size == 1:
+            return self.communicate("nothing", Cost(0.0, 0.0), 0.0, after)
+        latency = self.cluster.between.latency_s if self.cluster.hosts > 1 else 0.0
+        return self.communicate("check", Cost(self.cluster.operation_s + latency, 0.0), 0.0, after)
+
+    def communicate(self, name: str, cost: Cost, nbytes: float, after: Iterable[int] = ()) -> int:
+        """Add something in the group's queue that takes this cost for `nbytes`."""
+        self.alpha_s += cost.alpha_s
+        seconds = cost.alpha_s + cost.beta_s_per_byte * nbytes
+        leaves = self._leaves_host(nbytes) if cost.beta_s_per_byte else 0.0
+        core = min(seconds, leaves * self.cluster.between.cpu_s_per_byte)
+        return self._add(Task(name, {CORE: core}, tuple(after), seconds=seconds, track=COMMUNICATION))
+
+    def carry(self, level: str, nbytes: float) -> None:
+        """Note what the busiest link of a level carries."""
+        self.traffic[level] = self.traffic.get(level, 0.0) + nbytes
+
+    def _leaves_host(self, nbytes: float) -> float:
+        return 2 * (self.cluster.hosts - 1) / self.cluster.hosts * nbytes
+
+    def collective(
+        self, name: str, nbytes: float, after: Iterable[int] = (), cluster: Cluster | None = None
+    ) -> int:
+        """Add an all-reduce, or another collective by its name."""
+        members = cluster or self.cluster
+        if members.size == 1 or not nbytes:
+            return self.communicate(name, Cost(0.0, 0.0), 0.0, after)
+        how = fastest(members, nbytes, self.algorithm) if name == "all_reduce" else name
+        for level, carried in _traffic(members, how).items():
+            self.carry(level, carried * nbytes)
+        return self.communicate(
+            f"{name} {how}" if how != name else name, cost_of(members, how), nbytes, after
+        )
+
+    def wire(self, wire: Wire, after: Iterable[int] = ()) -> int:
+        """Add what becomes of a bucket: what its compressor computes, in the queue, and its collectives."""
+        place = None
+        if wire.compute_s:
+            task = Task("compress", {CORE: wire.compute_s}, tuple(after), track=COMMUNICATION)
+            place = self._add(task)
+            self.compression_s += wire.compute_s
+        for collective, nbytes, members in wire.operations:
+            place = self.collective(collective, nbytes, after if place is None else (place,), members)
+        self.sent_bytes += wire.sent_bytes
+        return self._last[COMMUNICATION] if place is None else place
+
+    def wait(self, name: str = "wait") -> int:
+        """Let the program go on when everything has been sent."""
+        return self.compute(name, 0.0, [self._last[COMMUNICATION]] if COMMUNICATION in self._last else [])
+
+    def _add(self, task: Task) -> int:
+        """Add a task behind the last one of its track."""
+        before = {*task.after, *([self._last[task.track]] if task.track in self._last else [])}
+        self.tasks.append(
+            Task(task.name, task.demands, tuple(before), task.delay_s, task.seconds, task.track)
+        )
+        self._last[task.track] = len(self.tasks) - 1
+        return self._last[task.track]
+
+    def run(self) -> list[Span]:
+        """Return when each task runs."""
+        return simulate(self.tasks, {CORE: 1.0})
+
+
+@lru_cache(maxsize=1024)
+def _traffic(cluster: Cluster, how: str) -> dict[str, float]:
+    """Return the bytes on the busiest link of each level, for each byte of a collective."""
+    return {level: most for level, (most, _) in link_bytes(cluster, rounds_of(cluster, how, 1.0)).items()}

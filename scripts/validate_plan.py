@@ -1,0 +1,442 @@
+"""Predicted beside measured: `python -m mpisgd plan` on emulated hosts of this machine.
+
+    python scripts/validate_plan.py all                     # each portion in turn; benchmarks/plan-*
+    python scripts/validate_plan.py run 1,1 1gbit out.json  # one portion: hosts, rate of a link
+    python scripts/validate_plan.py report                  # tables and pictures of all portions so far
+
+A portion is one job. In it everything that a prediction is made of is measured first: a rank's step without
+communication, by `mpisgd.plan.recorder`; the time of a small and of a large all-reduce, what both directions
+of a link carry at once, what of a core that takes, the rate of memory, and what a compressor takes on one
+rank. Then steps of each method are timed, all of them in turns with steps without communication, and planned.
+No number of a prediction is from a step of the method that is predicted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from torch import nn
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "benchmarks"
+PARTS = FOLDER / "plan-parts"
+
+METHODS = (
+    "Synchronous",
+    "Overlap(False)",
+    "Synchronous + bf16",
+    "Synchronous + PowerSGD(rank=4)",
+    "LocalSGD(4)",
+    "DiLoCo(4)",
+    "ElasticAveraging(every=4)",
+    "Gossip('ring')",
+)
+PERIOD = 4  # steps of a timed block: of every method above a whole number of periods
+MODELS = {"wide": 16, "deep": 32, "transformer": 4}  # and examples of a rank
+# Hosts and their ranks, and the rate of a host's link. None: one host, without a link.
+PORTIONS = [
+    ("1", "none"),
+    ("2", "none"),
+    ("4", "none"),
+    *itertools.product(("1,1", "2,2", "1,1,1,1"), ("200mbit", "500mbit", "1gbit")),
+    ("2,2,2,2", "1gbit"),
+]
+ROUNDS = 40
+SMALL, LARGE = 64, 2**20  # elements of the all-reduces that are timed
+OUT_OF_CACHE = 2**23
+NUM_TINY = 200  # gradients, of as many elements
+LIMIT_S = 175.0
+
+app = typer.Typer(add_completion=False)
+
+
+# -- in a job ------------------------------------------------------------------------------------------
+
+
+def seconds_of(action: Callable[[], object], times: int) -> float:
+    """The shortest time of an action on the slowest rank, after one that does not count. Collective.
+
+    Not the median: this machine does other things, too, and the fastest of some turns is what disturbs least.
+    """
+    import mpisgd
+    from mpisgd.bench.measure import slowest
+
+    action()
+    found = []
+    for _ in range(times):
+        mpisgd.barrier()
+        start = time.perf_counter()
+        action()
+        found.append(slowest(time.perf_counter() - start))
+    return min(found)
+
+
+def measure_cluster() -> Any:
+    """What links and memory of this job do, as a `Cluster`. Collective."""
+    import mpisgd
+    from mpisgd.plan.cluster import Cluster
+    from mpisgd.plan.files import link_from_times
+
+    small, large = torch.zeros(SMALL), torch.zeros(LARGE)
+    small_s = seconds_of(lambda: mpisgd.all_reduce(small), 30)
+    core = time.process_time()
+    large_s = seconds_of(lambda: mpisgd.all_reduce(large), 5)
+    core_s = (time.process_time() - core) / 6
+    hosts, k = mpisgd.num_nodes(), mpisgd.local_size()
+    vector, other = torch.zeros(OUT_OF_CACHE), torch.zeros(OUT_OF_CACHE)
+    memory = 3 * vector.nbytes / seconds_of(lambda: vector.add_(other), 5)
+    within, between, operation_s = link_from_times(hosts, k, small_s, large_s, large.nbytes)
+    if hosts > 1:
+        leaves = 2 * (hosts - 1) / hosts * large.nbytes
+        numbers = [core_s / leaves, exchange_share(between.bytes_per_s)]
+        core_per_byte, both_ways = broadcast_numbers(numbers)
+        between = replace(between, cpu_s_per_byte=core_per_byte, both_ways=min(1.0, both_ways))
+        if k > 1:
+            within = host_link()
+    (memory,) = broadcast_numbers([memory])
+    tensor_s = tensor_seconds(small_s) if hosts * k > 1 else 0.0
+    others = {"memory_bytes_per_s": memory, "tensor_s": tensor_s, "operation_s": operation_s}
+    return Cluster(hosts, k, between, within, **others)
+
+
+def broadcast_numbers(numbers: Sequence[float]) -> list[float]:
+    """Rank 0's, to all."""
+    import mpisgd
+
+    return list(mpisgd.broadcast_object(list(numbers)))
+
+
+def exchange_share(bytes_per_s: float) -> float:
+    """The share of a link's rate that plain messages have in each direction while both send. Collective."""
+    import mpisgd
+
+    size, k, rank = mpisgd.size(), mpisgd.local_size(), mpisgd.rank()
+    communicator = mpisgd.job.lifecycle.world().queue.communicator.duplicate()
+    give, take = (torch.zeros(2 * LARGE) for _ in range(2))
+
+    def exchange() -> None:
+        if rank % k == 0:
+            after, before = (rank + k) % size, (rank - k) % size
+            communicator.comm.Sendrecv(give.numpy(), after, recvbuf=take.numpy(), source=before)
+
+    seconds = seconds_of(exchange, 3)
+    communicator.free()
+    return give.nbytes / seconds / bytes_per_s
+
+
+def tensor_seconds(operation_s: float) -> float:
+    """What the program takes for each gradient besides its bytes: of many that have few. Collective."""
+    import mpisgd
+
+    def step_s(*, together: bool) -> float:
+        params = [nn.Parameter(torch.ones(NUM_TINY)) for _ in range(NUM_TINY)]
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(params, lr=0.0)
+        if together:
+            optimizer = mpisgd.DistributedOptimizer(optimizer, overlap=False)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            sum(param.sum() for param in params).backward()
+            optimizer.step()
+
+        step()  # the first one makes the plan
+        return seconds_of(step, 7)
+
+    more_s = step_s(together=True) - step_s(together=False) - operation_s
+    return broadcast_numbers([max(0.0, more_s / NUM_TINY)])[0]
+
+
+def host_link() -> Any:
+    """The memory that the ranks of a host share, of a group of them. Collective."""
+    import mpisgd
+    from mpisgd.job.rank_info import topology
+    from mpisgd.plan.files import link_from_times
+
+    groups = [mpisgd.new_group(ranks) for ranks in topology().nodes]
+    group = groups[mpisgd.node_rank()]
+    small, large = torch.zeros(SMALL), torch.zeros(LARGE)
+    small_s = seconds_of(lambda: mpisgd.all_reduce(small, group=group), 30)
+    large_s = seconds_of(lambda: mpisgd.all_reduce(large, group=group), 9)
+    return link_from_times(1, mpisgd.local_size(), small_s, large_s, large.nbytes)[0]
+
+
+def compression_seconds(method: Any, model: nn.Module) -> float:
+    """What a compressor takes for an element of a model's gradients, on a rank by itself. Collective."""
+    import mpisgd
+    from mpisgd.compress.compressor import BucketLayout
+    from mpisgd.dtypes import ReduceOp
+
+    me = [mpisgd.new_group([rank]) for rank in range(mpisgd.size())][mpisgd.rank()]
+    shapes = tuple(param.shape for param in model.parameters())
+    reducer = method.compression.reducer(BucketLayout(shapes, torch.float32))
+    bucket = torch.randn(sum(map(torch.Size.numel, shapes)))
+    seconds = seconds_of(lambda: reducer.reduce(bucket, me, ReduceOp.AVG), 3)
+    return broadcast_numbers([seconds / bucket.numel()])[0]
+
+
+def add_models() -> None:
+    """Let `bench` know a model between its own ones in size."""
+    from mpisgd.bench.training import MODELS as known
+    from mpisgd.bench.training import mlp
+
+    known["wide"] = lambda small: mlp(512, 1536)
+
+
+class Contest:
+    """The methods on one model, timed in turns."""
+
+    def __init__(self, model: str, cluster: Any) -> None:
+        import mpisgd
+        from mpisgd.bench.training import StepTask, Training
+        from mpisgd.plan.recorder import StepRecorder
+        from mpisgd.plan.steps.methods import planned_methods
+
+        self.model, self.cluster = model, cluster
+        task = StepTask(model, MODELS[model], mpisgd.size(), optimizer="momentum")
+        self.alone = Training(replace(task, communicates=False), mpisgd.rank())
+        self.recorder = StepRecorder(10**9, lambda: None)
+        self.methods = [m for m in planned_methods(";".join(METHODS)) if self._makes_sense(m.name)]
+        self.trainings = {}
+        for method in self.methods:
+            training = Training(task, mpisgd.rank())
+            options: dict[str, Any] = {"compression": method.compression}
+            if type(method.strategy).__name__ == "Overlap":
+                options["overlap"] = method.strategy.overlap
+            else:
+                options["strategy"] = method.strategy
+            training.distribute(mpisgd.DistributedOptimizer, **options)
+            self.trainings[method.name] = training
+        self.seconds: dict[str, list[float]] = {}
+        self.sent: dict[str, float] = {}
+
+    def _makes_sense(self, name: str) -> bool:
+        if self.cluster.size == 1:
+            return name == "Synchronous"
+        return self.cluster.hosts > 1 or name != "Overlap(False)"  # as on one host by itself
+
+    def run(self, deadline: float) -> None:
+        """Time blocks of steps, all methods in turns, until there are enough or the time is up."""
+        for number in range(ROUNDS + 1):
+            begun = time.perf_counter()
+            self._block(None, self.alone, number)
+            for name, training in self.trainings.items():
+                self._block(name, training, number)
+            took = time.perf_counter() - begun
+            (left,) = broadcast_numbers([deadline - time.perf_counter()])
+            if number and left < took:
+                break
+
+    def _block(self, name: str | None, training: Any, number: int) -> None:
+        """Take the steps of a block; the first block of each is a warm-up."""
+        import mpisgd
+        from mpisgd.bench.measure import slowest
+
+        communicator = mpisgd.job.lifecycle.world().queue.communicator
+        mpisgd.barrier()
+        sent = communicator.sent_bytes
+        start = time.perf_counter()
+        if name is None:
+            with self.recorder:
+                for _ in range(PERIOD + 1):
+                    training.step()
+        else:
+            for _ in range(PERIOD):
+                training.step()
+        took = slowest(time.perf_counter() - start) / (PERIOD + (name is None))
+        if number:
+            self.seconds.setdefault(name or "none", []).append(took)
+            self.sent[name or "none"] = (communicator.sent_bytes - sent) / PERIOD
+
+    def profile(self) -> Any:
+        """The step without communication: its parts as on rank 0, its length as on the slowest rank."""
+        import mpisgd
+
+        mine = self.recorder.profile(self.model, MODELS[self.model], warmup=PERIOD)
+        (first,) = [mpisgd.broadcast_object(mine)]
+        factor = min(self.seconds["none"]) / (first.compute_s + first.optimizer_s)
+        return replace(first.slower(factor), optimizer_s=first.optimizer_s * factor)
+
+    def rows(self, profile: Any, compression_s: dict[str, float]) -> list[dict[str, Any]]:
+        """A row for each method: predicted and measured."""
+        from mpisgd.plan.prediction import Options, predict
+
+        found = []
+        for method in self.methods:
+            planned = predict(self.cluster, profile, method, Options(compression_s=compression_s))
+            found.append(
+                {
+                    "model": self.model,
+                    "method": method.name,
+                    "predicted_s": planned.step_s,
+                    "measured_s": min(self.seconds[method.name]),
+                    "all_s": self.seconds[method.name],
+                    "alone_s": min(self.seconds["none"]),
+                    "predicted_sent": planned.step.traffic.get("host out", 0.0),
+                    "measured_sent": self.sent[method.name],
+                    "exposed_s": planned.exposed_s,
+                    "bound": planned.bound,
+                }
+            )
+        return found
+
+
+@app.command()
+def rank(rate: str, out: Path) -> None:
+    """What each rank of a portion does."""
+    import mpisgd
+    from mpisgd.plan.steps.methods import planned_methods
+
+    deadline = time.perf_counter() + LIMIT_S - 15
+    add_models()
+    mpisgd.init()
+    cluster = measure_cluster()
+    rows: list[dict[str, Any]] = []
+    for number, model in enumerate(MODELS):
+        contest = Contest(model, cluster)
+        seconds = {}
+        for method in planned_methods(";".join(METHODS)) if cluster.size > 1 else []:
+            if method.compression.changes(torch.float32):
+                seconds[repr(method.compression)] = compression_seconds(method, contest.alone.model)
+        share = (deadline - time.perf_counter()) / (len(MODELS) - number)
+        contest.run(time.perf_counter() + share)
+        rows += contest.rows(contest.profile(), seconds)
+        if mpisgd.rank() == 0:
+            for row in rows[-len(contest.methods) :]:
+                error = row["predicted_s"] / row["measured_s"] - 1
+                print(
+                    f"{row['model']:12}{row['method']:34}{row['measured_s']:9.4f}{row['predicted_s']:9.4f}{error:+8.1%}",
+                    flush=True,
+                )
+            page = {"rate": rate, "hosts": cluster.hosts, "ranks_per_host": cluster.ranks_per_host}
+            found = {"cluster": repr(cluster), "compression_s": seconds, "rows": rows}
+            out.write_text(json.dumps({**page, **found}, indent=1) + "\n")
+
+
+# -- outside -------------------------------------------------------------------------------------------
+
+
+@app.command()
+def run(hosts: str, rate: str, out: Path) -> None:
+    """Measure one portion: ranks of each host such as 2,2, and the rate of a link or none."""
+    program = [sys.executable, str(Path(__file__).resolve()), "rank", rate, str(out.resolve())]
+    if "," in hosts:
+        cluster = [sys.executable, str(ROOT / "scripts/virtual_cluster.py"), "--hosts", hosts]
+        words = [*cluster, "--rate", rate, "--time-limit", str(LIMIT_S), "--", *program]
+    else:
+        words = ["timeout", str(LIMIT_S), "mpirun", "-n", hosts, *program]
+    raise typer.Exit(subprocess.run(words).returncode)
+
+
+@app.command(name="all")
+def all_portions(prefix: str = typer.Option("", help="Command before each portion.")) -> None:
+    """Measure all portions that are not there yet, then report."""
+    PARTS.mkdir(exist_ok=True)
+    for hosts, rate in PORTIONS:
+        out = PARTS / f"{hosts.replace(',', '+')}-{rate}.json"
+        if not out.exists():
+            words = [*prefix.split(), sys.executable, __file__, "run", hosts, rate, str(out)]
+            print(hosts, rate, subprocess.run(words).returncode, flush=True)
+    report()
+
+
+@app.command()
+def report() -> None:
+    """Write benchmarks/plan-validation.json, .txt and .png from all portions so far."""
+    parts = [json.loads(path.read_text()) for path in sorted(PARTS.glob("*.json"))]
+    rows = [{**row, "where": where_of(part)} for part in parts for row in part["rows"]]
+    text = "\n".join([*table(rows), "", *summary(rows)]) + "\n"
+    page = {"kind": "plan validation", "command": "python scripts/validate_plan.py all", "portions": parts}
+    (FOLDER / "plan-validation.json").write_text(json.dumps(page, indent=1) + "\n")
+    (FOLDER / "plan-validation.txt").write_text(text)
+    draw(rows, FOLDER / "plan-validation.png")
+    print(text)
+
+
+def where_of(part: dict[str, Any]) -> str:
+    """Hosts, ranks and rate of a portion."""
+    ranks = f"{part['hosts']} x {part['ranks_per_host']}"
+    return ranks if part["rate"] == "none" else f"{ranks}, {part['rate']}"
+
+
+def error_of(row: dict[str, Any]) -> float:
+    """How far the prediction is off, as a share of what was measured."""
+    return row["predicted_s"] / row["measured_s"] - 1
+
+
+def table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """A line for each case."""
+    words = f"{'hosts x ranks':18}{'model':13}{'method':32}"
+    lines = [f"{words}{'alone':>9}{'measured':>10}{'predicted':>10}{'error':>8}"]
+    for row in rows:
+        times = "".join(f"{1e3 * row[name]:10.1f}" for name in ("measured_s", "predicted_s"))
+        named = f"{row['where']:18}{row['model']:13}{row['method']:32}{1e3 * row['alone_s']:9.1f}"
+        lines.append(f"{named}{times}{error_of(row):+8.1%}")
+    return lines
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Errors of all cases and of each method, of bytes, and how good the first choice is."""
+    lines = [f"milliseconds of a step, the fastest of some blocks of {PERIOD}; {len(rows)} cases"]
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    for name, kept in [("all", rows), *((m, [r for r in rows if r["method"] == m]) for m in methods)]:
+        errors = sorted(abs(error_of(row)) for row in kept)
+        median, worst = errors[len(errors) // 2], errors[-1]
+        near = sum(error <= 0.1 for error in errors)
+        lines.append(
+            f"{name:34} median {median:6.1%}, worst {worst:6.1%}, within 10 %: {near} of {len(errors)}"
+        )
+    bytes_off = [abs(r["predicted_sent"] / r["measured_sent"] - 1) for r in rows if r["measured_sent"] > 1e5]
+    if bytes_off:
+        lines.append(f"bytes that leave the first host: worst {max(bytes_off):.2%} of {len(bytes_off)} cases")
+    contests: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        contests.setdefault((row["where"], row["model"]), []).append(row)
+    several = [kept for kept in contests.values() if len(kept) > 1]
+    good = 0
+    for kept in several:
+        first = min(kept, key=lambda row: row["predicted_s"])
+        good += first["measured_s"] <= 1.1 * min(row["measured_s"] for row in kept)
+    lines.append(
+        f"the first choice is within 10 % of the best measured one in {good} of {len(several)} settings"
+    )
+    return lines
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Predicted over measured, a colour for each method."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    from matplotlib import pyplot
+
+    from mpisgd.bench.report.plots import COLOURS
+
+    figure, ax = pyplot.subplots(figsize=(7, 6), layout="constrained")
+    for number, method in enumerate(dict.fromkeys(row["method"] for row in rows)):
+        kept = [row for row in rows if row["method"] == method]
+        x, y = ([1e3 * row[name] for row in kept] for name in ("measured_s", "predicted_s"))
+        ax.plot(x, y, "o", color=COLOURS[number % len(COLOURS)], markersize=4, label=method)
+    ends = [min(1e3 * row["measured_s"] for row in rows), max(1e3 * row["measured_s"] for row in rows)]
+    ax.plot(ends, ends, color="black", linewidth=1)
+    for factor in (0.9, 1.1):
+        ax.plot(ends, [factor * end for end in ends], ":", color="black", linewidth=0.8)
+    ax.set(xscale="log", yscale="log", xlabel="measured step, ms", ylabel="predicted step, ms")
+    ax.set_title("plan: predicted and measured, dotted: 10 %", fontsize=10)
+    ax.grid(alpha=0.3)
+    ax.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,116 @@
+"""`python -m mpisgd plan`: what it prints, writes and refuses; and the examples of its page."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from plan_examples import profile
+from typer.testing import CliRunner
+
+from mpisgd.cli.main import app
+from mpisgd.errors import JobError
+from mpisgd.plan.files import read_cluster, read_model, write_step
+
+PAGE = (Path(__file__).parents[3] / "docs" / "plan.md").read_text()
+
+
+def example(name):
+    return re.search(rf"<!-- test: {name} -->\n```\w+\n(.*?)```", PAGE, re.DOTALL)[1]
+
+
+@pytest.fixture
+def files(tmp_path):
+    cluster, step = tmp_path / "cluster.toml", tmp_path / "step.json"
+    cluster.write_text(example("cluster"))
+    write_step(step, profile(*[10**6] * 4, optimizer_s=0.01))
+    return [str(cluster), "--model", str(step)]
+
+
+def run(*words):
+    return CliRunner().invoke(app, ["plan", *map(str, words)], catch_exceptions=False)
+
+
+def test_it_prints_a_table_and_what_follows(files):
+    found = run(*files, "--ranks", "1,8,128", "--collectives", "64MiB")
+    assert found.exit_code == 0
+    for said in (
+        "predicted, the fastest first",
+        "Sharded(stage=2)",
+        "all_reduce of 64 MiB",
+        "what rules its step: compute",
+        "best: ",
+        "ranks that compute twice as fast",
+        "failures: one every",
+        "start it with: python -m mpisgd run -n 128 --hostfile hosts train.py",
+    ):
+        assert said in found.stdout, said
+
+
+def test_it_names_the_best_that_is_the_same_algorithm(files):
+    found = run(*files, "--ranks", "128", "--methods", "Synchronous; DiLoCo(100)")
+    assert "best: DiLoCo(100)" in found.stdout
+    assert "the best that equals one process: Synchronous on 128 rank(s)" in found.stdout
+
+
+def test_rows_are_sorted_and_their_parts_add_up(files, tmp_path):
+    out = tmp_path / "plan.json"
+    assert run(*files, "--ranks", "8,128", "--json", out).exit_code == 0
+    page = json.loads(out.read_text())
+    assert page["kind"] == "plan"
+    rates = [row["examples_per_s"] for row in page["rows"]]
+    assert rates == sorted(rates, reverse=True)
+    for row in page["rows"]:
+        parts = row["compute_s"] + row["straggler_s"] + row["exposed_s"] + row["optimizer_s"]
+        assert parts == pytest.approx(row["step_s"])
+        assert row["memory_total_bytes"] == pytest.approx(sum(row["memory_bytes"].values()))
+
+
+def test_methods_and_an_algorithm_that_were_asked_for(files):
+    found = run(
+        *files, "--ranks", "128", "--methods", "LocalSGD(4) + bf16; FullyShard", "--algorithm", "tree"
+    )
+    assert "LocalSGD(4)" in found.stdout
+    assert "DiLoCo" not in found.stdout
+
+
+def test_pictures_are_written(files, tmp_path):
+    pytest.importorskip("matplotlib")
+    plot, timeline = tmp_path / "plot.png", tmp_path / "step.png"
+    few = ["--methods", "Synchronous; LocalSGD(4)"]
+    assert run(*files, "--ranks", "8,128", *few, "--plot", plot, "--timeline", timeline).exit_code == 0
+    for path in (plot, timeline):
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["none.toml", "--model", "mlp"], "No such file"),
+        (["CLUSTER", "--model", "large"], "mlp, deep, transformer"),
+        (["CLUSTER"], "either --model, or --measure and a program"),
+        (
+            ["CLUSTER", "--model", "mlp", "--measure", "train.py"],
+            "either --model, or --measure and a program",
+        ),
+        (["CLUSTER", "--model", "mlp", "--ranks", "12"], "12 ranks"),
+        (["CLUSTER", "--model", "mlp", "--ranks", "many"], "expected for example 1,2,4"),
+        (["CLUSTER", "--model", "mlp", "--methods", "Synchron"], "Synchron is no strategy"),
+        (["CLUSTER", "--model", "mlp", "--algorithm", "star"], "algorithm='star'"),
+        (["CLUSTER", "--model", "mlp", "--optimizer", "lion"], "optimizer='lion'"),
+    ],
+)
+def test_mistakes_are_named(files, words, said):
+    with pytest.raises(JobError, match=re.escape(said)):
+        run(*(files[0] if word == "CLUSTER" else word for word in words))
+
+
+def test_the_examples_of_the_page(tmp_path):
+    cluster, model = tmp_path / "cluster.toml", tmp_path / "model.toml"
+    cluster.write_text(example("cluster"))
+    model.write_text(example("model"))
+    assert read_cluster(cluster).cluster.size == 128
+    assert read_model(model).numel == 24 * (2 * 4096 * 1024 + 4096 + 1024) + 50_000_000
+    assert run(cluster, "--model", model, "--batch", "4").exit_code == 0
