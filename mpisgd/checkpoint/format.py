@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 
 from mpisgd.checkpoint.serialization import tensor_names
+from mpisgd.dtypes import SAFETENSORS_DTYPES
 from mpisgd.errors import CheckpointDamaged
 
-__all__ = ["DTYPES", "Document", "bytes_of", "read", "write"]
+__all__ = ["Document", "bytes_of", "read", "write"]
 
 VERSION = 1
 CHUNK_BYTES = 16 * 2**20
@@ -35,26 +36,7 @@ MAX_HEADER_BYTES = 2**30
 CRC_BEFORE = b'{"__metadata__":{"header_crc32":"'
 CRC_DIGITS = slice(len(CRC_BEFORE), len(CRC_BEFORE) + 8)
 
-DTYPES: dict[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
-    torch.complex128: "C128",  # ours: safetensors has none
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
-_DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
+_DTYPE_OF = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 
 
 class Document(NamedTuple):
@@ -117,7 +99,7 @@ def _header(document: Document, ordered: Sequence[tuple[str, Tensor]]) -> bytes:
     for name, tensor in ordered:
         begin, end = end, end + tensor.nbytes
         entries[name] = {
-            "dtype": DTYPES[tensor.dtype],
+            "dtype": SAFETENSORS_DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [begin, end],
         }

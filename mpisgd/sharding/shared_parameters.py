@@ -30,7 +30,7 @@ class SharedParameters(DividedParameters):
     @property
     def joins(self) -> bool:
         """Whether small neighbours of one kind are in one piece: where all owners share the memory."""
-        return len(self.owners.nodes) == 1
+        return len(self.owners.nodes) == 1 and (self._shares or not self._cuts_alone)
 
     @property
     def _shares(self) -> bool:
@@ -39,10 +39,11 @@ class SharedParameters(DividedParameters):
 
     @property
     def _may_cut(self) -> bool:
-        return self._shares or self.owners.size > 1
+        return self._shares or self.owners.size > 1 or self._cuts_alone
 
     def _cuts(self, memory: Memory) -> bool:
-        return memory.segment is not None or (not self.owners.of_host and self.owners.size > 1)
+        several = not self.owners.of_host and self.owners.size > 1
+        return memory.segment is not None or several or self._cuts_alone
 
     def _check(self, named: Named) -> None:
         check_shareable(named)
