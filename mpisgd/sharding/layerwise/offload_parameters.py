@@ -12,6 +12,7 @@ from mpisgd.arguments import check_callable, shown
 from mpisgd.core.group import Group
 from mpisgd.errors import InvalidArgument, UnsupportedTensor
 from mpisgd.job.lifecycle import group_or_world
+from mpisgd.job.malloc_settings import return_large_memory
 from mpisgd.sharding.layerwise.layer_hooks import BackwardPass, LayerHooks
 from mpisgd.sharding.layerwise.layers import Initialize, layers_of, materialize
 from mpisgd.sharding.layerwise.parameter_unit import Unit
@@ -63,6 +64,7 @@ def offload_parameters(
     Source: Rajbhandari et al. 2021, ZeRO-Infinity.
     """
     _check(model, offload, layers, init)
+    return_large_memory()
     chosen = layers_of(model) if layers is None else list(layers)
     owned = _owned(model, chosen)
     streamed = StreamedParameters(offload, group_or_world(group))

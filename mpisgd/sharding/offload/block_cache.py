@@ -8,9 +8,9 @@ number of buffers is fixed, and each is used again and again: memory that is new
 as a copy.
 """
 
+import functools
 import hashlib
 import mmap
-import weakref
 import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,6 +28,15 @@ from mpisgd.sharding.offload.private_file import PrivateFile, memory_of, rounded
 __all__ = ["BlockCache", "Checksum", "aligned_memory", "checksum_of"]
 
 Checksum = Callable[[memoryview], str]
+
+
+NUM_THREADS = 4  # enough requests at a time for a disk, where each is for megabytes
+
+
+@functools.cache
+def _io_threads() -> ThreadPoolExecutor:
+    """Return the threads that read and write for all files: each takes memory for its stack."""
+    return ThreadPoolExecutor(NUM_THREADS, "mpisgd offload")
 
 
 class _Role(Enum):
@@ -71,7 +80,8 @@ class _Block(NamedTuple):
 
 def aligned_memory(nbytes: int) -> Tensor:
     """Return new bytes, which begin at a page, as direct I/O asks for."""
-    return torch.frombuffer(mmap.mmap(-1, rounded_up(max(1, nbytes))), dtype=torch.uint8)
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return torch.frombuffer(mmap.mmap(-1, rounded_up(max(1, nbytes)), private), dtype=torch.uint8)
 
 
 def checksum_of(name: str | None) -> Checksum | None:
@@ -117,8 +127,7 @@ class BlockCache:
         self._num_buffers = 0
         self._most = 2 * prefetch + 2  # two are in use where one ends and the next begins
         self._error: OffloadError | None = None
-        self._threads = ThreadPoolExecutor(2 * prefetch, "mpisgd offload")
-        self._stop = weakref.finalize(self, self._threads.shutdown, wait=False)
+        self._threads = _io_threads()
 
     def __len__(self) -> int:
         return len(self._blocks)

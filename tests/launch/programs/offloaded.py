@@ -10,6 +10,7 @@ import os
 import resource
 import signal
 import sys
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -18,7 +19,22 @@ import mpisgd
 from mpisgd import checkpoint
 from mpisgd.sharding.offload.private_file import PrivateFile
 
-OPTIONS = {"what": None, "limit_mib": 0, "width": 64, "depth": 4, "steps": 4, "save_every": 0, "kill_at": 0}
+OPTIONS = {
+    "what": None,
+    "limit_mib": 0,
+    "room_mib": 0,
+    "width": 64,
+    "depth": 4,
+    "steps": 4,
+    "save_every": 0,
+    "kill_at": 0,
+}
+
+
+def data_mib():
+    """The private memory that this process has now."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) // 1024 for line in lines if line.startswith("VmData"))
 
 
 def make_model(width, depth):
@@ -42,9 +58,9 @@ def kill_at(num_writes):
 def main(options):
     mpisgd.init(num_threads=1)
     torch.manual_seed(0)
-    if options["limit_mib"]:
-        limit = options["limit_mib"] * 2**20
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    limit = options["limit_mib"] or (data_mib() + options["room_mib"] if options["room_mib"] else 0)
+    if limit:
+        resource.setrlimit(resource.RLIMIT_DATA, (limit * 2**20, limit * 2**20))
     offload, what = None, options["what"]
     if what:
         offload = mpisgd.Offload(options["folder"], what=what, block_bytes=options.get("block_bytes", 2**20))
