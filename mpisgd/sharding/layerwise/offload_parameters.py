@@ -44,8 +44,8 @@ def offload_parameters(
         mpisgd.offload_parameters(model, offload)           # layer by layer: memory, first values, file
 
     A parameter that several layers use is in memory with each of them. The values are those of the first
-    rank. `model.state_dict()` and `load_state_dict()` are collective then, and the former has all values in
-    memory.
+    rank. `model.state_dict()` and `load_state_dict()` are collective then, and the former has its
+    values in a file, too, from which the kernel reads what is used.
 
     Args:
         model: on the CPU, or on the device "meta", where its parameters have no memory.
@@ -182,9 +182,10 @@ class _StateDictHooks:
     def _copy(self, _: nn.Module, state_dict: dict[str, Any], *__: Any) -> None:
         """Put copies of the values into a state_dict: the parameters lose their memory."""
         addresses = {unit.flat.untyped_storage().data_ptr() for unit in self._units}
-        for name, value in state_dict.items():
-            if isinstance(value, Tensor) and value.untyped_storage().data_ptr() in addresses:
-                state_dict[name] = value.detach().clone()
+        with self._streamed.shared_errors():
+            for name, value in state_dict.items():
+                if isinstance(value, Tensor) and value.untyped_storage().data_ptr() in addresses:
+                    state_dict[name] = self._streamed.values.copy_of(value.detach())
         self._streamed.release(self._units, self._user)
 
     def _write(self, *_: Any) -> None:

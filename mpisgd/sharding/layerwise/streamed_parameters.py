@@ -73,7 +73,7 @@ class StreamedParameters:
 
     def write(self, unit: Unit) -> None:
         """Bring the values that a unit has in memory to the files. Collective."""
-        with self._shared_errors():
+        with self.shared_errors():
             for chunk, own in _in_chunks(unit, unit.own(unit.flat)):
                 self.values[chunk.key] = {VALUES: own}
             self.values.end_step()
@@ -95,14 +95,15 @@ class StreamedParameters:
                     unit.drop()
 
     def _read(self, unit: Unit) -> None:
-        with torch.no_grad(), self._shared_errors():
+        with torch.no_grad(), self.shared_errors():
             for chunk, own in _in_chunks(unit, unit.own(unit.flat)):
                 own.copy_(self.values[chunk.key][VALUES])
                 self.values.release([chunk.key], changed=False)
         if self.group.size > 1:
             all_gather_into_tensor(unit.flat, unit.own(unit.flat), self.group)
 
-    def _shared_errors(self) -> AbstractContextManager[None]:
+    def shared_errors(self) -> AbstractContextManager[None]:
+        """Return a context to work on the files in; all ranks raise what one of them does. Collective."""
         return raised_on_every_rank(self.group) if self.group.size > 1 else nullcontext()
 
     # -- gradients -----------------------------------------------------------------------------------
@@ -115,7 +116,7 @@ class StreamedParameters:
             return
         self.present.update(param for param, exists in zip(unit.params, here, strict=True) if exists)
         part = self._reduced(unit)
-        with torch.no_grad(), self._shared_errors():
+        with torch.no_grad(), self.shared_errors():
             for chunk, own in _in_chunks(unit, part):
                 self._add(chunk, own)
 

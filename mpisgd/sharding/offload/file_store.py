@@ -196,11 +196,11 @@ class FileStore(MutableMapping[Any, dict[str, Any]]):
             return {}
         views = self._fetched(record).views
         self._put_all_but(record.block)
-        return {**record.entries, **{name: self._copy(view) for name, view in views.items()}}
+        return {**record.entries, **{name: self.copy_of(view) for name, view in views.items()}}
 
-    def _copy(self, view: Tensor) -> Tensor:
-        layout = layout_of(view)
-        return window(self.empty((view.numel(),), view.dtype), 0, layout).copy_(view)
+    def copy_of(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a tensor where `empty` makes them."""
+        return window(self.empty((tensor.numel(),), tensor.dtype), 0, layout_of(tensor)).copy_(tensor)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """See `StateStore`; in a file of its own."""

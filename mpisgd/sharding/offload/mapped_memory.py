@@ -38,7 +38,3 @@ class MappedMemory:
         start = self._file.allocate(rounded_up(nbytes, mmap.ALLOCATIONGRANULARITY))
         memory = mmap.mmap(self._file.fd, nbytes, offset=start)
         return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
-
-    def copy_of(self, tensor: Tensor) -> Tensor:
-        """Return a contiguous copy of a tensor."""
-        return self.empty(tensor.shape, tensor.dtype).copy_(tensor.detach())

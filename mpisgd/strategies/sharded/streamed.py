@@ -189,6 +189,21 @@ class StreamedSynchronizer(Synchronizer):
         """Note that the optimizer has the state of all parameters."""
         self.has_whole_state = True
 
+    def shard_state_dict(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the state of this rank's pieces, and the options of all groups."""
+        self._show_all()
+        self._take_over_state()
+        return {"param_groups": make()["param_groups"], **self._states.to_shard(self._states.state)}
+
+    def load_shards(self, shards: Sequence[Mapping[str, Any]], load: Callable[[dict[str, Any]], Any]) -> None:
+        """Take this rank's part of what the ranks of a run had."""
+        self._show_all()
+        states = self._states.from_shards(shards)
+        load({"state": {}, "param_groups": shards[0]["param_groups"]})
+        with raised_on_every_rank(self.training.group):
+            self._states.cut(states, shards[0]["others"])
+        self.has_whole_state = False
+
     # -- what files cannot follow --------------------------------------------------------------------
 
     def consensus(self) -> Sequence[Tensor]:

@@ -146,6 +146,42 @@ def test_other_optimizers_and_shared_parameters(tmp_path, kind):
     check_equal(ours, theirs, plain_step, range(4))
 
 
+def test_with_masters_of_a_model_in_bfloat16(tmp_path):
+    runs = []
+    for offload in (offload_in(tmp_path), None):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(FEATURES, 40), nn.Tanh(), nn.Linear(40, 8)).bfloat16()
+        strategy = mpisgd.Sharded(2, master_dtype=torch.float32, offload=offload)
+        runs.append(
+            (model, mpisgd.DistributedOptimizer(torch.optim.Adam(model.parameters()), strategy=strategy))
+        )
+
+    def step(model, optimizer, step):
+        optimizer.zero_grad()
+        loss = model(batch(step).bfloat16()).square().sum()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    check_equal(*runs, step, range(4))
+
+
+def test_shards_are_saved_and_loaded(tmp_path):
+    strategy = mpisgd.Sharded(offload=offload_in(tmp_path))
+    first, second, in_memory = (
+        start(strategy=strategy),
+        start(strategy=strategy),
+        start(strategy=mpisgd.Sharded()),
+    )
+    for step in range(2):
+        plain_step(*first, step)
+    shards = referee().allgather(first[1].shard_state_dict())
+    for model, optimizer in (second, in_memory):
+        model.load_state_dict(first[0].state_dict())
+        optimizer.load_shard_state_dicts(shards)
+    check_equal(second, in_memory, plain_step, range(2, 4))
+
+
 def test_a_state_goes_from_files_to_memory_and_back(tmp_path):
     strategy = mpisgd.Sharded(offload=offload_in(tmp_path))
     first = start(strategy=strategy)

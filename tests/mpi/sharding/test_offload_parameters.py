@@ -17,7 +17,7 @@ from test_offload import (
     same_folder,
 )
 from torch import nn
-from verdicts import everyone, raises_everywhere
+from verdicts import everyone, raises_everywhere, referee
 
 import mpisgd
 
@@ -147,6 +147,17 @@ def test_values_and_state_go_to_memory_and_back(tmp_path):
         everyone(said[0] == said[1] == said[2], f"{said}")
     assert_equal_values(first[0], second[0])
     assert_equal_values(first[0], in_mem[0])
+
+
+def test_shards_are_saved_and_loaded(tmp_path):
+    first, second = streamed(tmp_path), streamed(tmp_path)
+    for step in range(2):
+        plain_step(*first, step)
+    second[0].load_state_dict(first[0].state_dict())
+    second[1].load_shard_state_dicts(referee().allgather(first[1].shard_state_dict()))
+    said = [plain_step(*run, 2) for run in (first, second)]
+    everyone(said[0] == said[1], f"{said}")
+    assert_equal_values(first[0], second[0])
 
 
 def test_gradients_of_several_passes_add_up_and_are_reset(tmp_path):

@@ -61,7 +61,7 @@ def test_a_parameter_in_two_pieces_is_put_together_in_its_layout():
         half.states({"average": flat[first : first + 3], "step": SCALAR})[0]
         for half, first in zip(halves, (0, 3), strict=True)
     ]
-    whole = join_states(states, layout)
+    whole = join_states(states, layout, torch.empty)
     assert torch.equal(whole["average"], param)
     assert whole["average"].stride() == param.stride()
 

@@ -68,11 +68,13 @@ def test_the_next_blocks_are_read_while_one_is_in_use(tmp_path, monkeypatch):
 
     monkeypatch.setattr(PrivateFile, "read", noting)
     for index in range(6):
+        assert index == 0 or index in cache._held, "it was not read ahead"
         cache.get(index)
         cache.put(index, changed=False)
-    cache.flush()
-    assert sorted(read)[:6] == list(range(6)), "each once, since nothing was read twice"
-    assert max(read) == 7, "two more than were asked for"
+    for buffer in cache._held.values():
+        buffer.wait()
+    assert len(set(read)) == len(read), "one was read twice"
+    assert set(range(6)) <= set(read) <= set(range(8)), "at most two more than were asked for"
 
 
 def test_more_blocks_in_use_than_there_are_buffers_get_further_ones(tmp_path):
