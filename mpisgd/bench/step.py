@@ -16,7 +16,16 @@ from mpisgd.bench.cases import BATCHES, halvings
 from mpisgd.bench.measure import Pace, Timed, Variant, measure
 from mpisgd.bench.peers.framework import BESIDE
 from mpisgd.bench.peers.remote import Peers
-from mpisgd.bench.report.rows import NONE, NONE_NOT_KEPT, ONE_PROCESS, OURS, SHARED, as_number, step_rows
+from mpisgd.bench.report.rows import (
+    NONE,
+    NONE_NOT_KEPT,
+    ONE_PROCESS,
+    OURS,
+    SHARDED,
+    SHARED,
+    as_number,
+    step_rows,
+)
 from mpisgd.bench.torch_parallel import group_on_mpisgd, torch_step
 from mpisgd.bench.training import MIB, StepTask, Training, build
 from mpisgd.config import available_cores
@@ -131,6 +140,7 @@ def _with_communication(task: StepTask, communicator: "Communicator") -> list[Va
     return [
         ours(task),
         ours(task, SHARED, share_parameters=True),
+        *(ours(task, name, strategy=mpisgd.Sharded(stage)) for stage, name in SHARDED.items()),
         ours(task, "mpisgd.horovod", hvd.DistributedOptimizer),
         Timed("MPI, a call per tensor", by_hand.step, by_hand),
     ]

@@ -149,17 +149,16 @@ def estimate_memory(
     gradients = [param.nbytes for param in trained]
     cuts = optimizer is None or _is_elementwise(optimizer)
     fused, in_turn = _bucket_bytes(trained, bucket_cap_bytes)
-    ways = [("Synchronous()", sum(gradients), sum(states), fused)]
+    ways: list[tuple[str, int, int, int]] = [("Synchronous()", sum(gradients), sum(states), fused)]
     if ranks > 1:
         state, gradient = _shard(states, ranks, cuts), _shard(gradients, ranks, cuts)
         ways.append(("Sharded(stage=1)", sum(gradients), state, fused))
         ways.append(("Sharded(stage=2)", gradient, state, in_turn))
     nbytes = sum(param.nbytes for param in params)
-    estimates = [MemoryEstimate(name, nbytes + nbytes_of_buffers, *rest) for name, *rest in ways]
+    estimates = [MemoryEstimate(way[0], nbytes + nbytes_of_buffers, *way[1:]) for way in ways]
     if here > 1:
-        nbytes = -(-nbytes // here)
-        shared = [(f"{name}, share_parameters", *rest) for name, *rest in ways]
-        estimates += [MemoryEstimate(name, nbytes + nbytes_of_buffers, *rest) for name, *rest in shared]
+        nbytes = -(-nbytes // here) + nbytes_of_buffers
+        estimates += [MemoryEstimate(f"{way[0]}, share_parameters", nbytes, *way[1:]) for way in ways]
     return MemoryEstimates(ranks, here, tuple(estimates))
 
 

@@ -47,6 +47,7 @@ class DividedParameters(abc.ABC):
         groups: the optimizer's groups.
         owners: the ranks that divide them.
         elementwise: whether the optimizer updates each element by itself, so that pieces may be cut anywhere.
+        joins: whether small neighbours in memory are one piece; their gradients then come together, too.
         master_dtype: that of the copies that the optimizer updates, of parameters of less precision.
         cuts_alone: whether a single owner, too, has parts of parameters and not whole ones.
 
@@ -68,12 +69,14 @@ class DividedParameters(abc.ABC):
         owners: Owners,
         *,
         elementwise: bool,
+        joins: bool = False,
         master_dtype: torch.dtype | None = None,
         cuts_alone: bool = False,
     ) -> None:
         self.owners = owners
         self._group = owners.group
         self._elementwise = elementwise
+        self._joins = joins
         self._master_dtype = master_dtype
         self._cuts_alone = cuts_alone
         self._named: list[tuple[str, Tensor]] = []
@@ -100,11 +103,6 @@ class DividedParameters(abc.ABC):
     def _takes_master(self, param: Tensor) -> bool:
         master = self._master_dtype
         return master is not None and param.is_floating_point() and param.dtype.itemsize < master.itemsize
-
-    @property
-    def joins(self) -> bool:
-        """Whether small neighbours of one kind are in one piece."""
-        return False
 
     def itemsize(self, index: int) -> int:
         """Return the bytes of an element of a parameter."""
@@ -143,7 +141,7 @@ class DividedParameters(abc.ABC):
         return None
 
     def _item(self, index: int, param: Tensor, group: int, options: Mapping[str, Any]) -> Item:
-        has_own = not self.joins or param.nbytes >= ALONE_BYTES or not may_join(options, param.dtype)
+        has_own = not self._joins or param.nbytes >= ALONE_BYTES or not may_join(options, param.dtype)
         return Item(index, param.numel(), param.element_size(), (group, dtype_name(param.dtype), has_own))
 
     @property
@@ -152,7 +150,7 @@ class DividedParameters(abc.ABC):
 
         That of memory, if pieces join neighbours there; otherwise about that of backward.
         """
-        if not self.joins:
+        if not self._joins:
             return list(reversed(range(len(self._named))))
         return [item.param for memory in self._memories for item in lay_out(memory.items)[0]]
 

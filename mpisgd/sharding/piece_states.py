@@ -140,9 +140,11 @@ class PieceStates:
 
     def to_shard(self, state: StateStore) -> dict[str, Any]:
         """Return `state`, that of this rank's pieces, as plain data that says where each part belongs."""
-        mine = self.mine(state.read)
+        mine, owners = self.mine(state.read), self.parameters.owners
         state.end_step()
         return {
+            "owner": owners.rank,
+            "num_owners": owners.size,
             "parts": [{**part.member._asdict(), "cut": part.cut, "kept": part.kept} for part in mine],
             "others": {key: state[key] for key in state if not isinstance(key, Tensor)},
         }
@@ -154,8 +156,9 @@ class PieceStates:
             shards: what `to_shard` has returned on all ranks of a run, however many these were.
 
         Raises:
-            InvalidArgument: a part is missing.
+            InvalidArgument: those of some ranks are missing.
         """
+        _check_complete(shards)
         needed = {member.param for piece in self.parameters.pieces for member in piece.members}
         found: dict[tuple[int, int], PieceState] = {}  # hosts may have the same parts
         for shard in shards:
@@ -163,24 +166,23 @@ class PieceStates:
                 member = Member(*(part[field] for field in Member._fields))
                 if member.param in needed:
                     found[member.param, member.first] = PieceState(member, part["cut"], part["kept"])
-        self._check_complete([state.member for state in found.values()])
         return self.join(list(found.values()))
-
-    def _check_complete(self, members: Sequence[Member]) -> None:
-        have: defaultdict[int, int] = defaultdict(int)
-        for member in members:
-            have[member.param] += member.numel
-        for param, numel in have.items():
-            if numel != (wanted := self.params[param].numel()):
-                raise InvalidArgument(
-                    f"load_shard_state_dicts: parameter {param} of the optimizer has {wanted} elements, and "
-                    f"the shards have the state of {numel}; pass the shards of all ranks of one run"
-                )
 
     @property
     def others(self) -> dict[Any, Any]:
         """What belongs to no parameter."""
         return {key: self.state[key] for key in self.state if not isinstance(key, Tensor)}
+
+
+def _check_complete(shards: Sequence[Mapping[str, Any]]) -> None:
+    """Raise InvalidArgument unless these are the shards of all owners of one run; hosts may have the same."""
+    given = sorted({shard["owner"] for shard in shards})
+    sizes = sorted({shard["num_owners"] for shard in shards})
+    if len(sizes) != 1 or given != list(range(sizes[0])):
+        raise InvalidArgument(
+            f"load_shard_state_dicts: the shards are those of ranks {given}, of runs on {sizes} ranks; pass "
+            "those of all ranks of one run"
+        )
 
 
 def _cut_states(

@@ -57,7 +57,7 @@ class Scratch:
         total = sum(sizes) * dtype.itemsize
         if self._memory.numel() < total:
             self._memory = torch.empty(total, dtype=torch.uint8)
-        return list(self._memory[:total].view(dtype).split(list(sizes)))
+        return list(torch.split(self._memory[:total].view(dtype), list(sizes)))
 
 
 class ShardReduction:

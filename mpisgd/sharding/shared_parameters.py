@@ -28,11 +28,6 @@ class SharedParameters(DividedParameters):
     one_copy = True
 
     @property
-    def joins(self) -> bool:
-        """Whether small neighbours of one kind are in one piece: where all owners share the memory."""
-        return len(self.owners.nodes) == 1 and (self._shares or not self._cuts_alone)
-
-    @property
     def _shares(self) -> bool:
         """Whether some ranks may share memory; the same on all of them."""
         return self._group.shm is not None or self._group.internode is not None

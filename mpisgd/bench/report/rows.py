@@ -18,6 +18,7 @@ __all__ = [
     "ONE_PROCESS",
     "OURS",
     "PING_PONG",
+    "SHARDED",
     "SHARED",
     "Spread",
     "as_bytes",
@@ -34,6 +35,7 @@ __all__ = [
 
 # Names of variants.
 OURS, SHARED = "mpisgd", "mpisgd, shared parameters"
+SHARDED = {1: "mpisgd, Sharded(1)", 2: "mpisgd, Sharded(2)"}  # by stage
 LIMIT, PING_PONG = "limit", "ping-pong"
 COMPUTE, BOUND = "compute alone", "bound"
 # Without communication. Both forms of zero_grad, since it depends on the model which is faster.

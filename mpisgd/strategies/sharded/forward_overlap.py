@@ -77,7 +77,8 @@ class ForwardOverlap:
         if module not in self._called:
             self._called.add(module)
             if any(param in self._place_of for param in module.parameters()):
-                module.register_state_dict_pre_hook(_waits(weakref.ref(self)))
+                waits = _waits(weakref.ref(self))
+                module.register_state_dict_pre_hook(waits)  # type: ignore[no-untyped-call]
         if self._num_waited < len(self._works):
             self._wait_for(
                 max((self._place_of.get(param, -1) for param in self._used_by(module)), default=-1)

@@ -16,7 +16,7 @@ class Shared(Piecewise):
     def _make_parameters(self, training: Training, *, elementwise: bool) -> DividedParameters:
         owners = Owners(training.group, of_host=True)
         groups = training.optimizer.param_groups
-        return SharedParameters(training.named, groups, owners, elementwise=elementwise)
+        return SharedParameters(training.named, groups, owners, elementwise=elementwise, joins=True)
 
     def _make_reducer(self) -> ShardedReducer:
         return ShardedReducer(

@@ -48,11 +48,13 @@ class ShardedSynchronizer(Piecewise):
 
     def _make_parameters(self, training: Training, *, elementwise: bool) -> DividedParameters:
         kind = SharedParameters if training.share_parameters else ReplicatedParameters
+        owners = Owners(training.group, of_host=False)
         return kind(
             training.named,
             training.optimizer.param_groups,
-            Owners(training.group, of_host=False),
+            owners,
             elementwise=elementwise,
+            joins=self._stage == 1 and kind.one_copy and len(owners.nodes) == 1,
             master_dtype=self._master_dtype,
             cuts_alone=self._offload is not None,
         )

@@ -32,7 +32,12 @@ from mpisgd.sharding.sharded_gradient import ShardedGradient
 pytestmark = pytest.mark.usefixtures("pieces")
 
 STAGES = (1, 2)
-ELEMENTWISE = [name for name in OPTIMIZERS if name != "a user's"]
+SOME = ("sgd momentum", "adam fused", "rmsprop centered", "several groups")
+ELEMENTWISE = [
+    pytest.param(name, marks=() if name in SOME else pytest.mark.long)
+    for name in OPTIMIZERS
+    if name != "a user's"
+]
 
 
 def both(stage: int, **how) -> list[Run]:
@@ -326,6 +331,7 @@ def test_written_parameters_reach_the_copy():
 # -- what each rank has --------------------------------------------------------------------------------
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_each_rank_has_its_part_of_the_state(stage):
     """K P / n bytes, padding aside: two moments in float64."""
@@ -444,12 +450,14 @@ def test_shards_are_loaded_at_another_number_of_ranks(master):
     dtype = torch.float64 if master is None else torch.bfloat16
     inputs = torch.linspace(-1, 1, 3 * FEATURES).view(3, FEATURES).to(dtype)
 
+    alone = [mpisgd.new_group([rank]) for rank in range(mpisgd.size())][mpisgd.rank()]
+
     def made(size, weights=None):
         torch.manual_seed(3)
         model = mlp().to(dtype)
         if weights is not None:
             model.load_state_dict(weights)
-        group = mpisgd.new_group([mpisgd.rank()]) if size == 1 else None
+        group = alone if size == 1 else None
         strategy = mpisgd.Sharded(2, master_dtype=master)
         return model, mpisgd.DistributedOptimizer(adam(model), strategy=strategy, group=group)
 
@@ -468,7 +476,8 @@ def test_shards_are_loaded_at_another_number_of_ranks(master):
         other, again = made(size, weights)
         again.load_shard_state_dicts(copy.deepcopy(shards))
         train(other, again, 3)
-        everyone(digest(other.parameters()) == digest(model.parameters()), f"other bits on {size}")
+        off = max(map(drift, other.parameters(), model.parameters()))
+        everyone(off < ADAM_DRIFT, f"on {size} ranks: {off}")
     if mpisgd.size() > 1:
         with raises_everywhere(mpisgd.InvalidArgument) as caught:
             again.load_shard_state_dicts(shards[:1])
