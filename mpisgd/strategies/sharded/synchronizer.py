@@ -54,7 +54,7 @@ class ShardedSynchronizer(Piecewise):
             training.optimizer.param_groups,
             owners,
             elementwise=elementwise,
-            joins=self._stage == 1 and kind.one_copy and len(owners.nodes) == 1,
+            joins=self._stage == 1 and kind.one_copy and len(owners.nodes) == 1 < owners.size,
             master_dtype=self._master_dtype,
             cuts_alone=self._offload is not None,
         )
