@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from mpisgd.checkpoint.serialization import tensor_names
+from mpisgd.collectives.objects import Allocate
 from mpisgd.dtypes import SAFETENSORS_DTYPES
 from mpisgd.errors import CheckpointDamaged
 
@@ -118,12 +119,15 @@ def _with_crc(header: bytes, crc32: int) -> bytes:
 # --- reading ------------------------------------------------------------------------------------------
 
 
-def read(path: Path, objects: Collection[str] = ()) -> tuple[Document, dict[str, Tensor]]:
+def read(
+    path: Path, objects: Collection[str] = (), empty: Allocate | None = None
+) -> tuple[Document, dict[str, Tensor]]:
     """Return what is in a checkpoint, after every byte of it was checked.
 
     Args:
         path: the file.
         objects: of which the tensors are wanted; those of plain values and of the generators always are.
+        empty: makes their memory; ordinary one by default.
 
     Raises:
         CheckpointDamaged: it is not what was written; says what is wrong.
@@ -139,7 +143,11 @@ def read(path: Path, objects: Collection[str] = ()) -> tuple[Document, dict[str,
             raise CheckpointDamaged(
                 f"{path} is no checkpoint of mpisgd: {type(exc).__name__}, {exc}"
             ) from exc
-        found = {entry.name: _read_tensor(file, path, entry, keep=entry.name in wanted) for entry in entries}
+        rooms = (_room(entry, empty) if entry.name in wanted else None for entry in entries)
+        found = {
+            entry.name: _read_tensor(file, path, entry, room)
+            for entry, room in zip(entries, rooms, strict=True)
+        }
     return document, {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
@@ -184,9 +192,14 @@ def _entries(content: Mapping[str, Any], crc32: Mapping[str, int]) -> list[_Entr
     return entries
 
 
-def _read_tensor(file: io.BufferedReader, path: Path, entry: _Entry, *, keep: bool) -> Tensor | None:
-    """Read one tensor and check it; return None unless it is to be kept."""
-    tensor = torch.empty(entry.shape, dtype=entry.dtype) if keep else None
+def _room(entry: _Entry, empty: Allocate | None) -> Tensor:
+    if empty is not None:
+        return empty(entry.shape, entry.dtype)
+    return torch.empty(entry.shape, dtype=entry.dtype)
+
+
+def _read_tensor(file: io.BufferedReader, path: Path, entry: _Entry, tensor: Tensor | None) -> Tensor | None:
+    """Read one tensor into its memory, if it is to be kept, and check it."""
     if tensor is not None:
         _read_into(file, _memory(tensor))
         found = zlib.crc32(_memory(tensor))

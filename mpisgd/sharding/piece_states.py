@@ -1,7 +1,7 @@
 """The optimizer state of divided parameters: each rank has that of its pieces, a checkpoint has all."""
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -132,10 +132,13 @@ class PieceStates:
             others: what belongs to no parameter.
         """
         shapes = [param.shape for param in self.params]
-        pieces, state = _cut_states(self.parameters.pieces, wholes, shapes, self.parameters.layouts)
-        self.parameters.pieces = pieces
+        layouts, pieces = self.parameters.layouts, []
         self.state.clear()
-        self.state.update(state)
+        for piece, entries in _cut_states(self.parameters.pieces, wholes, shapes, layouts):
+            pieces.append(piece)
+            if entries:
+                self.state[piece.tensor] = entries
+        self.parameters.pieces = pieces
         self.state.update(others or {})
 
     def to_shard(self, state: StateStore) -> dict[str, Any]:
@@ -187,8 +190,8 @@ def _check_complete(shards: Sequence[Mapping[str, Any]]) -> None:
 
 def _cut_states(
     pieces: Sequence[Piece], whole: Mapping[int, Entries], shapes: Sequence[Any], layouts: Sequence[Layout]
-) -> tuple[list[Piece], dict[Tensor, dict[str, Any]]]:
-    """Return the pieces, and the state of each, of the states of whole parameters.
+) -> Iterator[tuple[Piece, dict[str, Any]]]:
+    """Yield the pieces, and the state of each, of the states of whole parameters.
 
     Where these say different things, as after unequal numbers of steps, pieces are split.
 
@@ -198,22 +201,16 @@ def _cut_states(
         shapes: of all parameters.
         layouts: of all parameters.
     """
-    split: list[Piece] = []
-    state: dict[Tensor, dict[str, Any]] = {}
     for piece in pieces:
         if piece.layout is not None:
-            split.append(piece)
-            entries = dict(whole.get(piece.members[0].param, {}))
-            if kept := piece.without_master(entries):
-                state[piece.tensor] = kept
+            yield piece, piece.without_master(dict(whole.get(piece.members[0].param, {})))
             continue
         for part in piece.split([_what_is_kept(whole.get(m.param), shapes[m.param]) for m in piece.members]):
-            split.append(part)
+            entries: dict[str, Any] = {}
             if part.members[0].param in whole:
                 cut = [_cut(m, whole[m.param], shapes[m.param], layouts[m.param]) for m in part.members]
-                if kept := part.without_master(part.joined(cut)):
-                    state[part.tensor] = kept
-    return split, state
+                entries = part.without_master(part.joined(cut))
+            yield part, entries
 
 
 def _what_is_kept(entries: Entries | None, shape: Any) -> str:

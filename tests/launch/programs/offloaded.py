@@ -28,6 +28,7 @@ OPTIONS = {
     "steps": 4,
     "save_every": 0,
     "kill_at": 0,
+    "resume": False,
 }
 
 
@@ -74,6 +75,9 @@ def main(options):
     )
     if options["kill_at"]:
         kill_at(options["kill_at"])
+    if options["resume"]:
+        scratch = options["folder"] if what else None
+        checkpoint.load(options["folder"], model=model, optimizer=optimizer, scratch=scratch)
     losses = []
     generator = torch.Generator().manual_seed(mpisgd.rank())
     for step in range(1, options["steps"] + 1):

@@ -204,7 +204,10 @@ def test_a_checkpoint_has_the_whole_state_and_nothing_else_is_in_the_folder(tmp_
     everyone(os.listdir(folder) == [path.name], f"{os.listdir(folder)}")
     other = start()
     checkpoint.load(path, model=other[0], optimizer=other[1])
-    check_equal((model, optimizer), other, plain_step, range(2, 4))
+    mapped = start(strategy=mpisgd.Sharded(2, offload=offload_in(tmp_path)))
+    checkpoint.load(path, model=mapped[0], optimizer=mapped[1], scratch=folder)
+    check_equal(mapped, other, plain_step, range(2, 4))
+    everyone(os.listdir(folder) == [path.name], f"{os.listdir(folder)}")
 
 
 def test_a_full_disk_on_one_rank_is_told_on_every_rank_and_the_checkpoint_stays(tmp_path, monkeypatch):
