@@ -59,6 +59,7 @@ from mpisgd.errors import NcclFailed as NcclFailed
 from mpisgd.errors import NonFiniteGradients as NonFiniteGradients
 from mpisgd.errors import NotInGroup as NotInGroup
 from mpisgd.errors import NotInitialized as NotInitialized
+from mpisgd.errors import OffloadError as OffloadError
 from mpisgd.errors import OutOfSync as OutOfSync
 from mpisgd.errors import PeerLost as PeerLost
 from mpisgd.errors import PipelineFailed as PipelineFailed
@@ -94,6 +95,8 @@ from mpisgd.optim.one_bit_adam import OneBitAdam as OneBitAdam
 from mpisgd.optim.one_bit_lamb import OneBitLamb as OneBitLamb
 from mpisgd.optim.zero_one_adam import ZeroOneAdam as ZeroOneAdam
 from mpisgd.rma.window import Window as Window
+from mpisgd.sharding.layerwise.offload_parameters import offload_parameters as offload_parameters
+from mpisgd.sharding.offload.description import Offload as Offload
 from mpisgd.strategies.diloco import DiLoCo as DiLoCo
 from mpisgd.strategies.elastic_averaging import ElasticAveraging as ElasticAveraging
 from mpisgd.strategies.gossip.strategy import Gossip as Gossip

@@ -1,4 +1,4 @@
-"""Which reductions exist for which dtype."""
+"""Which reductions exist for which dtype, and what dtypes are called in files."""
 
 import enum
 import functools
@@ -8,7 +8,7 @@ import torch
 from mpisgd.arguments import shown
 from mpisgd.errors import UnsupportedOp
 
-__all__ = ["ReduceOp", "check_op", "dtype_name"]
+__all__ = ["SAFETENSORS_DTYPES", "ReduceOp", "check_op", "dtype_name"]
 
 
 class ReduceOp(enum.Enum):
@@ -45,6 +45,27 @@ COMPLEX = (torch.complex64, torch.complex128)
 INTEGER = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *UNSIGNED_AS_SIGNED)
 REDUCIBLE = (*FLOATING, *COMPLEX, *INTEGER, torch.bool)
 
+
+# Names of dtypes in the header of a safetensors file.
+SAFETENSORS_DTYPES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+    torch.complex128: "C128",  # of mpisgd: safetensors has none
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
 
 BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 ORDERED = (ReduceOp.MIN, ReduceOp.MAX)

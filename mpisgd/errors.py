@@ -25,6 +25,7 @@
      +-- CheckpointError      RuntimeError     not written, or not found; raised on every rank
      |    +-- CheckpointDamaged    RuntimeError     ... a damaged file
      |    +-- CheckpointMismatch   ValueError       ... its content does not fit the objects
+     +-- OffloadError         OSError          a file of offloaded state fails; raised on every rank
      +-- JobError             RuntimeError     an error of the user's input, printed without a traceback
 
 Every leaf also derives from the builtin exception named beside it, so `except ValueError` works.
@@ -48,6 +49,7 @@ __all__ = [
     "NonFiniteGradients",
     "NotInGroup",
     "NotInitialized",
+    "OffloadError",
     "OutOfSync",
     "PeerLost",
     "PipelineFailed",
@@ -165,6 +167,15 @@ class OutOfSync(MpisgdError, RuntimeError):
 
 class CheckpointError(MpisgdError, RuntimeError):
     """A checkpoint could not be written, or there is none to load; raised on every rank."""
+
+    on_every_rank = True
+
+
+class OffloadError(MpisgdError, OSError):
+    """A file of offloaded state could not be made, written or read; raised on every rank.
+
+    The training cannot go on: restart it from the last checkpoint.
+    """
 
     on_every_rank = True
 

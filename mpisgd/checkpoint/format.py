@@ -24,9 +24,11 @@ import torch
 from torch import Tensor
 
 from mpisgd.checkpoint.serialization import tensor_names
+from mpisgd.collectives.objects import Allocate
+from mpisgd.dtypes import SAFETENSORS_DTYPES
 from mpisgd.errors import CheckpointDamaged
 
-__all__ = ["DTYPES", "Document", "bytes_of", "read", "write"]
+__all__ = ["Document", "bytes_of", "read", "write"]
 
 VERSION = 1
 CHUNK_BYTES = 16 * 2**20
@@ -35,26 +37,7 @@ MAX_HEADER_BYTES = 2**30
 CRC_BEFORE = b'{"__metadata__":{"header_crc32":"'
 CRC_DIGITS = slice(len(CRC_BEFORE), len(CRC_BEFORE) + 8)
 
-DTYPES: dict[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
-    torch.complex128: "C128",  # ours: safetensors has none
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
-_DTYPE_OF = {name: dtype for dtype, name in DTYPES.items()}
+_DTYPE_OF = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 
 
 class Document(NamedTuple):
@@ -117,7 +100,7 @@ def _header(document: Document, ordered: Sequence[tuple[str, Tensor]]) -> bytes:
     for name, tensor in ordered:
         begin, end = end, end + tensor.nbytes
         entries[name] = {
-            "dtype": DTYPES[tensor.dtype],
+            "dtype": SAFETENSORS_DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [begin, end],
         }
@@ -136,12 +119,15 @@ def _with_crc(header: bytes, crc32: int) -> bytes:
 # --- reading ------------------------------------------------------------------------------------------
 
 
-def read(path: Path, objects: Collection[str] = ()) -> tuple[Document, dict[str, Tensor]]:
+def read(
+    path: Path, objects: Collection[str] = (), empty: Allocate | None = None
+) -> tuple[Document, dict[str, Tensor]]:
     """Return what is in a checkpoint, after every byte of it was checked.
 
     Args:
         path: the file.
         objects: of which the tensors are wanted; those of plain values and of the generators always are.
+        empty: makes their memory; ordinary one by default.
 
     Raises:
         CheckpointDamaged: it is not what was written; says what is wrong.
@@ -157,7 +143,11 @@ def read(path: Path, objects: Collection[str] = ()) -> tuple[Document, dict[str,
             raise CheckpointDamaged(
                 f"{path} is no checkpoint of mpisgd: {type(exc).__name__}, {exc}"
             ) from exc
-        found = {entry.name: _read_tensor(file, path, entry, keep=entry.name in wanted) for entry in entries}
+        rooms = (_room(entry, empty) if entry.name in wanted else None for entry in entries)
+        found = {
+            entry.name: _read_tensor(file, path, entry, room)
+            for entry, room in zip(entries, rooms, strict=True)
+        }
     return document, {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
@@ -202,9 +192,14 @@ def _entries(content: Mapping[str, Any], crc32: Mapping[str, int]) -> list[_Entr
     return entries
 
 
-def _read_tensor(file: io.BufferedReader, path: Path, entry: _Entry, *, keep: bool) -> Tensor | None:
-    """Read one tensor and check it; return None unless it is to be kept."""
-    tensor = torch.empty(entry.shape, dtype=entry.dtype) if keep else None
+def _room(entry: _Entry, empty: Allocate | None) -> Tensor:
+    if empty is not None:
+        return empty(entry.shape, entry.dtype)
+    return torch.empty(entry.shape, dtype=entry.dtype)
+
+
+def _read_tensor(file: io.BufferedReader, path: Path, entry: _Entry, tensor: Tensor | None) -> Tensor | None:
+    """Read one tensor into its memory, if it is to be kept, and check it."""
     if tensor is not None:
         _read_into(file, _memory(tensor))
         found = zlib.crc32(_memory(tensor))

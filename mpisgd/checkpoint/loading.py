@@ -13,11 +13,14 @@ from mpisgd.checkpoint import format, rng_state
 from mpisgd.checkpoint.newest import Found, newest_intact, newest_seen
 from mpisgd.checkpoint.serialization import decode
 from mpisgd.checkpoint.shared_errors import ROOT, agree, at_root
+from mpisgd.collectives.objects import Allocate
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, InvalidArgument
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.optim.broadcast import broadcast_tensors, undo_casts
+from mpisgd.sharding.offload.mapped_memory import MappedMemory
+from mpisgd.sharding.offload.shared_errors import raised_on_every_rank
 
 __all__ = ["Loaded", "latest", "load"]
 
@@ -65,7 +68,12 @@ def latest(folder: str | os.PathLike[str], *, group: Group | None = None) -> Pat
 
 
 def load(
-    path: str | os.PathLike[str], *, rng: bool = True, group: Group | None = None, **objects: Any
+    path: str | os.PathLike[str],
+    *,
+    rng: bool = True,
+    group: Group | None = None,
+    scratch: str | os.PathLike[str] | None = None,
+    **objects: Any,
 ) -> Loaded:
     """Load a checkpoint into objects; return the plain values in it.
 
@@ -77,6 +85,8 @@ def load(
         rng: also restore the random number generators of each rank, if they were saved. Ranks without a saved
             state get generators seeded by the saved states and their rank.
         group: defaults to all processes of the job.
+        scratch: a folder on a disk of each host, for what is larger than memory: what is read lies in a
+            private file there until the objects have taken it over, and is in memory as far as there is room.
         objects: by the name they were saved under; those left out are not loaded.
 
     Raises:
@@ -90,6 +100,7 @@ def load(
     """
     path = as_path("checkpoint.load", "path", path)
     check_flag("checkpoint.load", "rng", rng)
+    folder = None if scratch is None else as_path("checkpoint.load", "scratch", scratch)
     for name, value in objects.items():
         if not has_state_dict(value):
             raise InvalidArgument(
@@ -97,7 +108,7 @@ def load(
                 "values are in what load returns"
             )
     group = group_or_world(group)
-    found = _fetch(group, path, objects)
+    found = _fetch(group, path, objects, _memory(group, folder))
     state, values, states = _decoded(found, objects)
     problems = [line for name, value in objects.items() for line in _misfits(name, value, state[name])]
     problem = f"{found.path} does not fit: {'; '.join(problems)}" if problems else None
@@ -111,33 +122,40 @@ def load(
 # --- from the file to all ranks -----------------------------------------------------------------------
 
 
-def _fetch(group: Group, path: Path, objects: Mapping[str, Any]) -> Found:
+def _memory(group: Group, folder: Path | None) -> Allocate:
+    """Return what makes memory for what is read. Collective where that is in files."""
+    if folder is None:
+        return lambda shape, dtype: torch.empty(shape, dtype=dtype)
+    with raised_on_every_rank(group):
+        return MappedMemory(folder, f"what rank {group.rank} loads").empty
+
+
+def _fetch(group: Group, path: Path, objects: Mapping[str, Any], empty: Allocate) -> Found:
     """Return the same checkpoint on every rank. Collective."""
     seen = newest_seen(group, "checkpoint.load", path)
     here: dict[str, Tensor] = {}
 
     def read() -> Found:
         """Read; tell the others of the tensors what is not their content."""
-        found = _read(path, seen or [], objects)
+        found = _read(path, seen or [], objects, empty)
         here.update(found.tensors)
         return found._replace(tensors={name: tensor.to("meta") for name, tensor in here.items()})
 
     asked = Operation("checkpoint.load", root=ROOT, extra=", ".join(objects))
     found = at_root(group, asked, read)
     # Not empty_like, which imports sympy where a tensor on the device "meta" gets memory.
-    tensors = here or {
-        name: torch.empty(meta.shape, dtype=meta.dtype) for name, meta in found.tensors.items()
-    }
+    with raised_on_every_rank(group):
+        tensors = here or {name: empty(meta.shape, meta.dtype) for name, meta in found.tensors.items()}
     broadcast_tensors([format.bytes_of(tensor) for tensor in tensors.values()], group.ranks[ROOT], group)
     return found._replace(tensors=tensors)
 
 
-def _read(path: Path, seen: list[Any], objects: Mapping[str, Any]) -> Found:
+def _read(path: Path, seen: list[Any], objects: Mapping[str, Any], empty: Allocate) -> Found:
     """Read the file, or the newest intact one of the folder. On the root."""
     if path.is_file():
-        found: Found | None = Found(path, *format.read(path, objects))
+        found: Found | None = Found(path, *format.read(path, objects, empty))
     else:
-        found = newest_intact(path, seen, objects)
+        found = newest_intact(path, seen, objects, empty)
     if found is None:
         raise CheckpointError(f"checkpoint.load: {path} holds no whole checkpoint")
     names = found.document.state

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mpisgd.checkpoint import files, format
 from mpisgd.checkpoint.shared_errors import ROOT, gather_at_root
+from mpisgd.collectives.objects import Allocate
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.errors import CheckpointDamaged, CheckpointError
@@ -44,13 +45,16 @@ def newest_seen(group: Group, kind: str, folder: Path) -> list[Seen] | None:
     return gather_at_root(group, Operation(kind, root=ROOT, extra="newest"), seen)
 
 
-def newest_intact(folder: Path, seen: list[Seen], objects: Collection[str]) -> Found | None:
+def newest_intact(
+    folder: Path, seen: list[Seen], objects: Collection[str], empty: Allocate | None = None
+) -> Found | None:
     """Read the newest intact checkpoint; print which ones were skipped, and why. On the root.
 
     Args:
         folder: with checkpoints, or not there yet.
         seen: the newest checkpoint that each host sees.
         objects: as for `format.read`.
+        empty: likewise.
 
     Raises:
         CheckpointError: another host sees a newer one, so the folder is not shared.
@@ -59,7 +63,7 @@ def newest_intact(folder: Path, seen: list[Seen], objects: Collection[str]) -> F
     _check_shared(folder, seen)
     for path in files.checkpoints_in(folder):
         try:
-            return Found(path, *format.read(path, objects))
+            return Found(path, *format.read(path, objects, empty))
         except CheckpointDamaged as exc:
             reason = str(exc)
         except OSError as exc:

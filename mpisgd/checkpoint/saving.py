@@ -15,6 +15,7 @@ from mpisgd.checkpoint.serialization import Encoded, encode
 from mpisgd.checkpoint.shared_errors import ROOT, at_root, gather_at_root, merge_problems
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
+from mpisgd.dtypes import SAFETENSORS_DTYPES
 from mpisgd.errors import CheckpointError, InvalidArgument
 from mpisgd.job.lifecycle import group_or_world
 
@@ -131,7 +132,7 @@ def _encode(state: Mapping[str, Any]) -> Encoded:
     unknown = [
         f"{name} is a tensor of {tensor.dtype}"
         for name, tensor in encoded.tensors.items()
-        if tensor.dtype not in format.DTYPES
+        if tensor.dtype not in SAFETENSORS_DTYPES
     ]
     return encoded._replace(problems=[*problems, *encoded.problems, *unknown])
 

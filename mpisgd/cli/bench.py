@@ -6,6 +6,7 @@ mpirun -np 2 python -m mpisgd bench checks
 mpirun -np 4 -hostfile hosts python -m mpisgd bench strategies --plot strategies.png
 mpirun -np 4 -hostfile hosts python -m mpisgd bench compression
 mpirun -np 2 -hostfile hosts python -m mpisgd bench overlap
+mpirun -np 2 python -m mpisgd bench offload --folder /scratch
 python -m mpisgd bench scaling --ranks 1,2,4          # these start mpirun themselves
 python -m mpisgd bench memory --ranks 2
 python -m mpisgd bench layout -- python train.py --epochs 5
@@ -196,6 +197,44 @@ def compression(
     chosen = _choice("--models", models, MODELS)
     plan = CompressionPlan(_methods(methods), chosen, 2 if quick else steps, quick)
     measure_in_job("compression", run_compression, plan, output, limit_s=limit_s)
+
+
+@bench.command()
+def offload(
+    folder: Annotated[str, typer.Option(help="On the disk that is to keep the state.")] = "",
+    width: Annotated[int, typer.Option(min=8, help="Of the model's four layers.")] = 4096,
+    batch: Annotated[int, typer.Option(min=1, help="Examples of one rank.")] = 32,
+    steps: Annotated[int, typer.Option(min=1, help="That are timed.")] = 10,
+    prefetch: Annotated[int, typer.Option(min=1, help="Blocks that are read ahead.")] = 2,
+    block: Annotated[str, typer.Option(help="What is read or written at once.")] = "8MiB",
+    io: Annotated[str, typer.Option(help="direct,buffered, or one of them.")] = "all",
+    checksum: Annotated[str, typer.Option(help="crc32, or one of hashlib's.")] = "",
+    threads: Threads = 0,
+    json_file: Json = None,
+    quick: Quick = False,
+    limit_s: TimeLimit = 3600.0,
+) -> None:
+    """Time steps with the optimizer's state in files, beside the disk alone and the state in memory."""
+    from mpisgd.bench.offload import OffloadPlan, run_offload
+
+    output = Output(json_file)
+    if not folder:
+        raise mpisgd.JobError("bench offload: --folder, on the disk that is to keep the state, is missing")
+    plan = OffloadPlan(
+        folder,
+        256 if quick else width,
+        batch,
+        min(steps, 3) if quick else steps,
+        prefetch,
+        cases.sizes(block)[0],
+        _choice("--io", io, ("direct", "buffered")),
+        checksum or None,
+    )
+    try:
+        plan.offload("auto")
+    except mpisgd.InvalidArgument as exc:
+        raise mpisgd.JobError(f"bench offload: {exc}") from exc
+    measure_in_job("offload", run_offload, plan, output, limit_s=limit_s, threads=threads)
 
 
 @bench.command()

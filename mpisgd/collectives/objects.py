@@ -16,6 +16,7 @@ from mpisgd.core.group import Group
 from mpisgd.job.lifecycle import group_or_world
 
 __all__ = [
+    "Allocate",
     "all_gather_object",
     "allocate_tensors",
     "broadcast_object",
@@ -141,6 +142,9 @@ def _run(group: Group, operation: Operation, action: Callable[[], T]) -> T:
     return results[0]
 
 
+Allocate = Callable[[tuple[int, ...], torch.dtype], Tensor]  # returns a contiguous tensor with any content
+
+
 class _TensorSpec(NamedTuple):
     """What travels in a tensor's place: enough to make room for it, on this rank's own device."""
 
@@ -163,12 +167,18 @@ def extract_tensors(tree: Any) -> tuple[Any, list[Tensor]]:
     return _replace(tree, Tensor, take_out), tensors
 
 
-def allocate_tensors(outline: Any) -> tuple[Any, list[Tensor]]:
-    """Return (the tree of an outline, the tensors in it, to be filled), in the order of `extract_tensors`."""
+def allocate_tensors(outline: Any, empty: Allocate | None = None) -> tuple[Any, list[Tensor]]:
+    """Return (the tree of an outline, the tensors in it, to be filled), in the order of `extract_tensors`.
+
+    Args:
+        outline: the outline.
+        empty: makes the tensors of the CPU.
+    """
     tensors: list[Tensor] = []
 
     def allocate(entry: _TensorSpec) -> Tensor:
-        tensors.append(entry.empty())
+        made = None if empty is None or entry.device_type != "cpu" else empty(entry.shape, entry.dtype)
+        tensors.append(entry.empty() if made is None else made)
         return tensors[-1]
 
     return _replace(outline, _TensorSpec, allocate), tensors

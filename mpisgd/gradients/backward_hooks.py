@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.utils.weak import WeakTensorKeyDictionary
 
-__all__ = ["BackwardHooks", "Notes"]
+__all__ = ["BackwardHooks", "Notes", "backward_depth"]
 
 
 _watched: MutableMapping[Tensor, Any] = WeakTensorKeyDictionary()
@@ -97,7 +97,7 @@ class BackwardHooks:
             on_ready(index)
 
     def _begin(self) -> None:
-        nested = _backward_depth() > 1
+        nested = backward_depth() > 1
         if (on_touch := self._on_touch()) is not None:
             on_touch(nested)
         if nested:
@@ -172,7 +172,7 @@ def _outermost_node() -> torch.autograd.graph.Node | None:
     return outermost  # type: ignore[no-any-return]
 
 
-def _backward_depth() -> int:
+def backward_depth() -> int:
     """Return how many backward passes are under way, one inside the other."""
     return sum(map(_runs_backward, _frames()))
 

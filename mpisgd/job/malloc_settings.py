@@ -9,13 +9,20 @@ import ctypes
 import os
 from collections.abc import Mapping
 
-__all__ = ["MALLOC_VARIABLES", "describe", "keep_freed_memory", "return_freed_memory"]
+__all__ = [
+    "MALLOC_VARIABLES",
+    "describe",
+    "keep_freed_memory",
+    "return_freed_memory",
+    "return_large_memory",
+]
 
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of malloc.h
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # of malloc.h
 KEEP = {M_MMAP_MAX: 0, M_TRIM_THRESHOLD: -1}  # nothing is mapped by itself; the heap never shrinks
 GLIBC_DEFAULTS = {M_MMAP_MAX: 65536, M_TRIM_THRESHOLD: 128 * 2**10}
 MALLOC_VARIABLES = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_TRIM_THRESHOLD_")
-KEPT = "kept until shutdown()"
+RETURN_LARGE = {M_MMAP_MAX: 65536, M_MMAP_THRESHOLD: 2**17, M_TRIM_THRESHOLD: 2**17}
+KEPT, RETURNED = "kept until shutdown()", "not kept: parameters are in files"
 
 _state = "not kept: init() was not called"
 
@@ -31,6 +38,17 @@ def keep_freed_memory(wanted: bool, env: Mapping[str, str] = os.environ) -> None
         _state = "not kept: the C library is not glibc"
     else:
         _state = KEPT
+
+
+def return_large_memory(env: Mapping[str, str] = os.environ) -> None:
+    """Let glibc return large memory as soon as it is freed, unless the user has set what it does.
+
+    For models that are larger than memory. What is kept would be of no use to layers of other sizes: small
+    objects come to lie in it, and the heap grows with every layer.
+    """
+    global _state
+    if not _settings_of_user(env) and _mallopt(RETURN_LARGE):
+        _state = RETURNED
 
 
 def return_freed_memory() -> None:

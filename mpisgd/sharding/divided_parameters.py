@@ -49,6 +49,7 @@ class DividedParameters(abc.ABC):
         elementwise: whether the optimizer updates each element by itself, so that pieces may be cut anywhere.
         joins: whether small neighbours in memory are one piece; their gradients then come together, too.
         master_dtype: that of the copies that the optimizer updates, of parameters of less precision.
+        cuts_alone: whether a single owner, too, has parts of parameters and not whole ones.
 
     Attributes:
         owners: as given.
@@ -70,12 +71,14 @@ class DividedParameters(abc.ABC):
         elementwise: bool,
         joins: bool = False,
         master_dtype: torch.dtype | None = None,
+        cuts_alone: bool = False,
     ) -> None:
         self.owners = owners
         self._group = owners.group
         self._elementwise = elementwise
         self._joins = joins
         self._master_dtype = master_dtype
+        self._cuts_alone = cuts_alone
         self._named: list[tuple[str, Tensor]] = []
         self._addresses: list[int] = []
         self._memories: list[Memory] = []
@@ -160,7 +163,7 @@ class DividedParameters(abc.ABC):
     @property
     def _may_cut(self) -> bool:
         """Whether some rank may have parts of parameters; the same on all of them."""
-        return self.owners.size > 1
+        return self.owners.size > 1 or self._cuts_alone
 
     def keep_whole(self, indices: Collection[int]) -> None:
         """Let one rank own all of each of these parameters, for good. Pieces are others then."""

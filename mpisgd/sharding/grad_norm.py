@@ -8,7 +8,7 @@ from torch import Tensor
 from mpisgd.collectives.all_gather import all_gather_into_tensor
 from mpisgd.core.group import Group
 
-__all__ = ["clip_grad_norm_"]
+__all__ = ["clip_factor", "clip_grad_norm_"]
 
 TINY = 1e-6  # as torch adds to the norm it divides by
 
@@ -40,17 +40,33 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: it is not finite, where that is asked for; raised on every rank, nothing is scaled.
     """
-    norms = [norm.double() for norm in torch._foreach_norm(grads, norm_type)] if grads else []
-    mine = torch.linalg.vector_norm(torch.stack([torch.zeros((), dtype=torch.float64), *norms]), norm_type)
+    norms = torch._foreach_norm(grads, norm_type) if grads else []
+    total, factor = clip_factor(norms, owners, group, max_norm, norm_type, error_if_nonfinite)
+    if grads:
+        torch._foreach_mul_(grads, factor)
+    return total
+
+
+def clip_factor(
+    norms: Sequence[Tensor],
+    owners: Sequence[int],
+    group: Group,
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the norm of all gradients and what they are to be multiplied by; see `clip_grad_norm_`.
+
+    Args:
+        norms: of this rank's pieces.
+    """
+    mine = [torch.zeros((), dtype=torch.float64), *(norm.double() for norm in norms)]
     everyones = torch.empty(group.size, dtype=torch.float64)
-    all_gather_into_tensor(everyones, mine.view(1), group)
+    all_gather_into_tensor(everyones, torch.linalg.vector_norm(torch.stack(mine), norm_type).view(1), group)
     total: Tensor = torch.linalg.vector_norm(everyones[list(owners)], norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped. To "
             "scale them anyway, set error_if_nonfinite=False"
         )
-    factor = torch.clamp(max_norm / (total + TINY), max=1.0)
-    if grads:
-        torch._foreach_mul_(grads, factor)
-    return total
+    return total, torch.clamp(max_norm / (total + TINY), max=1.0)

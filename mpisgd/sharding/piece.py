@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mpisgd.gradients.fusion_buffer import Layout
+from mpisgd.collectives.objects import Allocate
+from mpisgd.gradients.fusion_buffer import Layout, window
 from mpisgd.sharding.division import Member
 
 __all__ = ["MASTER", "Entries", "Piece", "PieceState", "flat_view", "is_elementwise_entry", "join_states"]
@@ -81,6 +82,14 @@ class Piece:
         self.layout = layout
         self.target = target
         self.grad: Tensor | None = None
+
+    def name(self, names: Sequence[str]) -> str:
+        """Return which parts of which parameters it is, such as `weight[0:512]+bias[0:64]`.
+
+        Args:
+            names: of all parameters.
+        """
+        return "+".join(f"{names[m.param]}[{m.first}:{m.first + m.numel}]" for m in self.members)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -177,11 +186,17 @@ class Piece:
         return entries
 
 
-def join_states(states: Sequence[PieceState], layout: Layout) -> dict[str, Any]:
-    """Return the state of a parameter, of those of its parts, in their order; tensors of their own."""
+def join_states(states: Sequence[PieceState], layout: Layout, empty: Allocate) -> dict[str, Any]:
+    """Return the state of a parameter, of those of its parts, in their order; tensors of their own.
+
+    Args:
+        states: of the parts.
+        layout: of the parameter.
+        empty: makes what has a number for each element.
+    """
     entries = {key: _own(value) for key, value in states[0].kept.items()}
     for key, first in states[0].cut.items():
-        whole = torch.empty_strided(*layout, dtype=first.dtype)
+        whole = window(empty((layout.shape.numel(),), first.dtype), 0, layout)
         flat = flat_view(whole, layout)
         for state in states:
             flat[state.member.first : state.member.first + state.member.numel] = state.cut[key]

@@ -1,7 +1,7 @@
 """The optimizer state of divided parameters: each rank has that of its pieces, a checkpoint has all."""
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +13,7 @@ from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.fusion_buffer import Layout
 from mpisgd.sharding.divided_parameters import DividedParameters
 from mpisgd.sharding.division import Member
-from mpisgd.sharding.owners import Owners
+from mpisgd.sharding.offload.state_store import StateInMemory, StateStore
 from mpisgd.sharding.piece import Entries, Piece, PieceState, flat_view, is_elementwise_entry, join_states
 
 __all__ = ["PieceStates"]
@@ -26,6 +26,7 @@ class PieceStates:
         params: all parameters.
         parameters: where they lie, and which rank owns what.
         group: the ranks that train together.
+        state: where it is kept; in memory by default.
 
     Attributes:
         params: as given; may grow at its end.
@@ -33,9 +34,15 @@ class PieceStates:
         state: what the optimizer has as its `state` during a step.
     """
 
-    def __init__(self, params: Sequence[Tensor], parameters: DividedParameters, group: Group) -> None:
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        parameters: DividedParameters,
+        group: Group,
+        state: StateStore | None = None,
+    ) -> None:
         self.parameters = parameters
-        self.state: defaultdict[Any, Any] = defaultdict(dict)
+        self.state: StateStore = StateInMemory() if state is None else state
         self.params = params
         self._group = group
 
@@ -70,26 +77,52 @@ class PieceStates:
         divide()
         self.cut(wholes, others)
 
-    def mine(self, state: Mapping[Any, Any] | None = None) -> list[PieceState]:
-        """Return what the optimizer keeps for the pieces of this rank, masters included; `state`: or this."""
-        state = self.state if state is None else state
-        found = [(p, p.with_master(state.get(p.tensor, {}))) for p in self.parameters.pieces]
+    def mine(self, read: Callable[[Tensor], Entries]) -> list[PieceState]:
+        """Return what the optimizer keeps for the pieces of this rank, masters included.
+
+        Args:
+            read: returns the entries of a piece's tensor, {} where there are none.
+        """
+        found = [(p, p.with_master(read(p.tensor))) for p in self.parameters.pieces]
         return [part for piece, entries in found if entries for part in piece.states(entries)]
 
     def gather(self) -> dict[int, dict[str, Any]]:
         """Return the states of all parameters, put together from everyone's pieces. Collective."""
-        return self.join(_everyones(self.mine(), self.parameters.owners, self._group))
+        with self.state.shared_errors(self._group):
+            mine = self.mine(self.state.read)
+            self.state.end_step()
+        everyones = self._everyones(mine)
+        with self.state.shared_errors(self._group):
+            return self.join(everyones)
+
+    def _everyones(self, mine: Sequence[PieceState]) -> list[PieceState]:
+        """Return the states of everyone's pieces. Collective.
+
+        Cost: every rank receives what the others own; see `Owners.exchange`.
+        """
+        owners, run = self.parameters.owners, self._group.queue.run
+        outline, tensors = extract_tensors([(tuple(s.member), s.cut, s.kept) for s in mine])
+        outlines: list[Any] = []
+        run(_operation("outline"), lambda: outlines.extend(owners.all_gather_object(outline)))
+        with self.state.shared_errors(self._group):
+            theirs = [
+                ([], tensors) if rank == owners.rank else allocate_tensors(other, self.state.empty)
+                for rank, other in enumerate(outlines)
+            ]
+        run(_operation("state"), lambda: owners.exchange([room for _, room in theirs]))
+        found = [PieceState(Member(*member), cut, kept) for tree, _ in theirs for member, cut, kept in tree]
+        return [*mine, *found]
 
     def join(self, everyones: Sequence[PieceState]) -> dict[int, dict[str, Any]]:
         """Return the states of all parameters, put together from those of all pieces."""
         parts: dict[int, list[PieceState]] = defaultdict(list)
         for state in everyones:
             parts[state.member.param].append(state)
-        layouts = self.parameters.layouts
-        return {  # in the same order on every rank
-            index: join_states(sorted(parts[index], key=lambda part: part.member.first), layouts[index])
-            for index in sorted(parts)
-        }
+        wholes = {}
+        for index in sorted(parts):  # in the same order on every rank
+            in_order = sorted(parts[index], key=lambda part: part.member.first)
+            wholes[index] = join_states(in_order, self.parameters.layouts[index], self.state.empty)
+        return wholes
 
     def cut(self, wholes: Mapping[int, Entries], others: Mapping[Any, Any] | None = None) -> None:
         """Take over this rank's part of the states of whole parameters.
@@ -99,23 +132,24 @@ class PieceStates:
             others: what belongs to no parameter.
         """
         shapes = [param.shape for param in self.params]
-        pieces, state = _cut_states(self.parameters.pieces, wholes, shapes, self.parameters.layouts)
-        self.parameters.pieces = pieces
+        layouts, pieces = self.parameters.layouts, []
         self.state.clear()
-        self.state.update(state)
+        for piece, entries in _cut_states(self.parameters.pieces, wholes, shapes, layouts):
+            pieces.append(piece)
+            if entries:
+                self.state[piece.tensor] = entries
+        self.parameters.pieces = pieces
         self.state.update(others or {})
 
-    def to_shard(self, state: Mapping[Any, Any]) -> dict[str, Any]:
+    def to_shard(self, state: StateStore) -> dict[str, Any]:
         """Return `state`, that of this rank's pieces, as plain data that says where each part belongs."""
-        parts = [
-            {**state.member._asdict(), "cut": state.cut, "kept": state.kept} for state in self.mine(state)
-        ]
-        owners = self.parameters.owners
+        mine, owners = self.mine(state.read), self.parameters.owners
+        state.end_step()
         return {
             "owner": owners.rank,
             "num_owners": owners.size,
-            "parts": parts,
-            "others": {key: value for key, value in state.items() if not isinstance(key, Tensor)},
+            "parts": [{**part.member._asdict(), "cut": part.cut, "kept": part.kept} for part in mine],
+            "others": {key: state[key] for key in state if not isinstance(key, Tensor)},
         }
 
     def from_shards(self, shards: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
@@ -140,7 +174,7 @@ class PieceStates:
     @property
     def others(self) -> dict[Any, Any]:
         """What belongs to no parameter."""
-        return {key: value for key, value in self.state.items() if not isinstance(key, Tensor)}
+        return {key: self.state[key] for key in self.state if not isinstance(key, Tensor)}
 
 
 def _check_complete(shards: Sequence[Mapping[str, Any]]) -> None:
@@ -156,8 +190,8 @@ def _check_complete(shards: Sequence[Mapping[str, Any]]) -> None:
 
 def _cut_states(
     pieces: Sequence[Piece], whole: Mapping[int, Entries], shapes: Sequence[Any], layouts: Sequence[Layout]
-) -> tuple[list[Piece], dict[Tensor, dict[str, Any]]]:
-    """Return the pieces, and the state of each, of the states of whole parameters.
+) -> Iterator[tuple[Piece, dict[str, Any]]]:
+    """Yield the pieces, and the state of each, of the states of whole parameters.
 
     Where these say different things, as after unequal numbers of steps, pieces are split.
 
@@ -167,22 +201,16 @@ def _cut_states(
         shapes: of all parameters.
         layouts: of all parameters.
     """
-    split: list[Piece] = []
-    state: dict[Tensor, dict[str, Any]] = {}
     for piece in pieces:
         if piece.layout is not None:
-            split.append(piece)
-            entries = dict(whole.get(piece.members[0].param, {}))
-            if kept := piece.without_master(entries):
-                state[piece.tensor] = kept
+            yield piece, piece.without_master(dict(whole.get(piece.members[0].param, {})))
             continue
         for part in piece.split([_what_is_kept(whole.get(m.param), shapes[m.param]) for m in piece.members]):
-            split.append(part)
+            entries: dict[str, Any] = {}
             if part.members[0].param in whole:
                 cut = [_cut(m, whole[m.param], shapes[m.param], layouts[m.param]) for m in part.members]
-                if kept := part.without_master(part.joined(cut)):
-                    state[part.tensor] = kept
-    return split, state
+                entries = part.without_master(part.joined(cut))
+            yield part, entries
 
 
 def _what_is_kept(entries: Entries | None, shape: Any) -> str:
@@ -205,20 +233,5 @@ def _cut(member: Member, entries: Entries, shape: Any, layout: Layout) -> PieceS
     return PieceState(member, cut, {key: value for key, value in entries.items() if key not in cut})
 
 
-def _everyones(mine: Sequence[PieceState], owners: Owners, group: Group) -> list[PieceState]:
-    """Return the states of everyone's pieces. Collective.
-
-    Cost: every rank receives what the others own; see `Owners.exchange`.
-    """
-    states = list(mine)
-
-    def exchange() -> None:
-        outline, tensors = extract_tensors([(tuple(s.member), s.cut, s.kept) for s in mine])
-        theirs = [allocate_tensors(other) for other in owners.all_gather_object(outline)]
-        owners.exchange([tensors if rank == owners.rank else room for rank, (_, room) in enumerate(theirs)])
-        for rank, (found, _) in enumerate(theirs):
-            if rank != owners.rank:
-                states.extend(PieceState(Member(*member), cut, kept) for member, cut, kept in found)
-
-    group.queue.run(Operation("shared parameters", extra="optimizer state"), exchange)
-    return states
+def _operation(what: str) -> Operation:
+    return Operation("shared parameters", extra=f"optimizer {what}")

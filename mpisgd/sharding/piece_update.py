@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from mpisgd.sharding.elementwise import single_step
+from mpisgd.sharding.offload.state_store import StateStore
 from mpisgd.sharding.piece import Piece
 
 __all__ = ["PieceUpdate"]
@@ -16,16 +17,18 @@ class PieceUpdate:
 
     Args:
         optimizer: whose groups have no parameters meanwhile.
+        state: what it has as its state, if that need not be in memory all the time.
     """
 
     in_place = False
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
+    def __init__(self, optimizer: torch.optim.Optimizer, state: StateStore | None = None) -> None:
+        self._optimizer, self._state = optimizer, state
         self._step = single_step(optimizer)
         self._rooms: dict[torch.dtype, Tensor] = {}
         self._used: dict[torch.dtype, int] = {}
         self._batch: list[Piece] = []
+        self._num_bytes = 0
         self._error: Exception | None = None
 
     def room_for(self, piece: Piece, mine: Tensor | None) -> Tensor:
@@ -45,13 +48,15 @@ class PieceUpdate:
         """Update a piece, or leave it for the next ones if it is small."""
         piece.grad = grad
         self._batch.append(piece)
-        if self._used[grad.dtype] * grad.element_size() >= BATCH_BYTES:
+        self._num_bytes += piece.tensor.nbytes
+        if self._num_bytes >= BATCH_BYTES:
             self.finish()
 
     def finish(self) -> None:
         """Update what was left. After an error nothing is updated, but the other ranks must not wait."""
         batch, self._batch = self._batch, []
         self._used.clear()
+        self._num_bytes = 0
         if batch and self._error is None:
             try:
                 self._update(batch)
@@ -68,6 +73,8 @@ class PieceUpdate:
             groups[piece.group]["params"].append(piece.tensor)
         try:
             self._step(self._optimizer)
+            if self._state is not None:
+                self._state.release([piece.tensor for piece in batch])
         finally:
             for group in groups:
                 group["params"].clear()

@@ -34,10 +34,11 @@ class SharedParameters(DividedParameters):
 
     @property
     def _may_cut(self) -> bool:
-        return self._shares or self.owners.size > 1
+        return self._shares or self.owners.size > 1 or self._cuts_alone
 
     def _cuts(self, memory: Memory) -> bool:
-        return memory.segment is not None or (not self.owners.of_host and self.owners.size > 1)
+        several = not self.owners.of_host and self.owners.size > 1
+        return memory.segment is not None or several or self._cuts_alone
 
     def _check(self, named: Named) -> None:
         check_shareable(named)

@@ -129,6 +129,16 @@ LAYOUTS = {
             _number("x fewer\nbytes", "sent_ratio", ".3g"),
         ],
     ),
+    "offload": Layout(
+        "a training step with the optimizer's state in files",
+        "model",
+        [
+            *SPREAD,
+            _number("MiB moved\nper step", "mib_moved", ".0f"),
+            _number("GB/s", "gb_s", ".2f"),
+            _ratio("x bound", "bound"),
+        ],
+    ),
     "memory": Layout(
         "memory of the host, all ranks together",
         "training",

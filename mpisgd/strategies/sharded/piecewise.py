@@ -19,6 +19,10 @@ from mpisgd.errors import InvalidArgument
 from mpisgd.sharding.divided_parameters import DividedParameters
 from mpisgd.sharding.elementwise import is_known_elementwise
 from mpisgd.sharding.grad_norm import clip_grad_norm_
+from mpisgd.sharding.offload.description import Offload
+from mpisgd.sharding.offload.file_store import FileStore
+from mpisgd.sharding.offload.shared_errors import raised_on_every_rank
+from mpisgd.sharding.offload.state_store import StateInMemory, StateStore
 from mpisgd.sharding.piece import MASTER
 from mpisgd.sharding.piece_states import PieceStates
 from mpisgd.sharding.piece_update import PieceUpdate
@@ -40,7 +44,8 @@ class Piecewise(Replicated, abc.ABC):
 
     gradients: ShardedReducer
 
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training: Training, offload: Offload | None = None) -> None:
+        self._offload = offload
         self._is_known = is_known_elementwise(training.optimizer)
         self._hidden: list[list[Tensor]] | None = None
         self._runs_closure = False
@@ -49,7 +54,22 @@ class Piecewise(Replicated, abc.ABC):
 
     def _divide(self, training: Training) -> None:
         self._parameters = self._make_parameters(training, elementwise=self._is_known or training.elementwise)
-        self._states = PieceStates([param for _, param in training.named], self._parameters, training.group)
+        params = [param for _, param in training.named]
+        self._states = PieceStates(params, self._parameters, training.group, self._make_store(training))
+
+    def _make_store(self, training: Training) -> StateStore:
+        """Return where the state of this rank's pieces is kept. Collective."""
+        if self._offload is None:
+            return StateInMemory()
+        names = [name for name, _ in training.named]
+        of_pieces = [piece.name(names) for piece in self._parameters.pieces]
+        with raised_on_every_rank(training.group):
+            return FileStore(self._offload, f"optimizer state of rank {training.group.rank}", of_pieces)
+
+    @property
+    def _holds_state(self) -> bool:
+        """Whether the optimizer's state is with the pieces, and not with the optimizer, between steps."""
+        return self._parameters.divided or self._offload is not None
 
     @abc.abstractmethod
     def _make_parameters(self, training: Training, *, elementwise: bool) -> DividedParameters:
@@ -78,14 +98,17 @@ class Piecewise(Replicated, abc.ABC):
         self._runs_closure = True
 
         def when_all_are_updated() -> Any:
-            self._write_back()
-            self._publish()
+            if self._hidden is not None:
+                self._write_back()
+                self._publish()
             try:
                 loss = closure()
             except BaseException:
                 self._show_all()  # the step ends here
                 raise
             self._settle()
+            if self._hidden is None:
+                self._hide()
             self._show_pieces()
             return loss
 
@@ -101,16 +124,25 @@ class Piecewise(Replicated, abc.ABC):
         self._take_over_state()
         self._parameters.refresh_masters()
         runs_closure, self._runs_closure = self._runs_closure, False
-        self._hide()
+        updates_later = runs_closure and self._offload is not None  # what is to be updated with is not there
+        if not updates_later:
+            self._hide()
         if not self.gradients.is_deferred:
             self._before_update()
         elif runs_closure or not self.gradients.is_untouched():
             self._before_update(self.gradients.settle)
         else:
-            update = PieceUpdate(self.training.optimizer)
-            self._before_update(lambda: self.gradients.run(update))
+            self._update(lambda update: self._before_update(lambda: self.gradients.run(update)))
+        if not updates_later:
+            self._show_pieces()
+
+    def _update(self, hand_over: Callable[[PieceUpdate], None]) -> None:
+        """Update one piece after the other, as `hand_over` gives them to its argument. Collective."""
+        store = self._states.state
+        with store.shared_errors(self.training.group):
+            update = PieceUpdate(self.training.optimizer, store)
+            hand_over(update)
             update.raise_error()
-        self._show_pieces()
 
     def _settle(self) -> None:
         """Have the gradients of the pieces reduced, if that was left for later. Collective."""
@@ -123,8 +155,8 @@ class Piecewise(Replicated, abc.ABC):
         self._hidden = [group["params"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             group["params"] = []
-        if self._parameters.divided:
-            optimizer.state = self._states.state
+        if self._holds_state:
+            optimizer.state = self._states.state  # type: ignore[assignment]  # what it uses of a dictionary
 
     def _show_pieces(self) -> None:
         """Let the optimizer see what it is to update: the pieces that have a gradient now."""
@@ -137,6 +169,18 @@ class Piecewise(Replicated, abc.ABC):
             piece.show_grad()
             if piece.grad is not None:
                 groups[piece.group]["params"].append(piece.tensor)
+        if self._offload is not None:
+            self._update(self._hand_over_pieces)
+
+    def _hand_over_pieces(self, update: PieceUpdate) -> None:
+        """Have all pieces updated that the optimizer sees; it finds nothing left to do."""
+        for group in self.training.optimizer.param_groups:
+            group["params"].clear()
+        for piece in self._parameters.pieces:
+            if piece.grad is not None:
+                update.received(piece, piece.grad)
+        update.finish()
+        self._states.state.end_step()
 
     @property
     def _present(self) -> list[bool]:
@@ -165,7 +209,7 @@ class Piecewise(Replicated, abc.ABC):
         hidden, self._hidden = self._hidden, None
         for group, params in zip(optimizer.param_groups, hidden, strict=True):
             group["params"] = params
-        if self._parameters.divided:
+        if self._holds_state:
             optimizer.state = defaultdict(dict)
         self.gradients.stand_in_again()
 
@@ -195,12 +239,13 @@ class Piecewise(Replicated, abc.ABC):
 
     def _take_over_state(self) -> None:
         """Take this rank's part of a state that is whole."""
-        if not self.has_whole_state or not self._parameters.divided:
+        if not self.has_whole_state or not self._holds_state:
             return
         state = self.training.optimizer.state
         wholes = {i: state[param] for i, (_, param) in enumerate(self.training.named) if param in state}
         others = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
-        self._states.cut(wholes, others)
+        with self._states.state.shared_errors(self.training.group):
+            self._states.cut(wholes, others)
         state.clear()
         self.has_whole_state = False
 
@@ -248,7 +293,8 @@ class Piecewise(Replicated, abc.ABC):
         self._show_all()
         self._parameters.refresh_masters()
         self._take_over_state()
-        state = self._states.state if self._parameters.divided else self.training.optimizer.state
+        optimizer = self.training.optimizer
+        state = self._states.state if self._holds_state else StateInMemory(optimizer.state)
         return {"param_groups": make()["param_groups"], **self._states.to_shard(state)}
 
     def load_shards(self, shards: Sequence[Mapping[str, Any]], load: Callable[[dict[str, Any]], Any]) -> None:

@@ -17,13 +17,24 @@ import torch
 
 from mpisgd.arguments import check_flag, shown
 from mpisgd.errors import InvalidArgument
+from mpisgd.sharding.elementwise import is_known_elementwise
+from mpisgd.sharding.layerwise.offload_parameters import streamed_parameters_of
+from mpisgd.sharding.layerwise.streamed_parameters import StreamedParameters
+from mpisgd.sharding.offload.description import Offload
 from mpisgd.sharding.replicated_parameters import check_divisible
 from mpisgd.sharding.shared_parameters import check_shareable
+from mpisgd.strategies.sharded.streamed import StreamedSynchronizer
 from mpisgd.strategies.sharded.synchronizer import ShardedSynchronizer
 from mpisgd.strategies.strategy import Strategy, Synchronizer
 from mpisgd.strategies.training import Training
 
 __all__ = ["Sharded"]
+
+
+# What parameters in files cannot follow.
+IN_FILES = frozenset(
+    {"share_parameters", "op", "gradient_predivide_factor", "error_if_nonfinite", "check_in_sync_every"}
+)
 
 
 @dataclass(frozen=True)
@@ -43,13 +54,16 @@ class Sharded(Strategy):
         master_dtype: the precision in which the optimizer updates parameters of less precision, such as
             torch.float32 for a model in torch.bfloat16: each rank keeps such a copy of its shard. None: that
             of the parameters.
+        offload: what is in files on a disk, and where; see `Offload`. Needs one of torch's optimizers that
+            update each element by itself.
 
-    Source: ZeRO, Rajbhandari and others 2020.
+    Source: ZeRO, Rajbhandari and others 2020; ZeRO-Infinity, 2021.
     """
 
     stage: int = 1
     overlap_forward: bool = False
     master_dtype: torch.dtype | None = None
+    offload: Offload | None = None
 
     excludes: ClassVar[frozenset[str]] = frozenset({"named_buffers", "compression"})
 
@@ -63,6 +77,10 @@ class Sharded(Strategy):
         dtype = self.master_dtype
         if dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
             raise InvalidArgument(f"Sharded: master_dtype={shown(dtype)}; expected such as torch.float32")
+        if self.offload is not None and not isinstance(self.offload, Offload):
+            raise InvalidArgument(
+                f"Sharded: offload={shown(self.offload)}; expected None or mpisgd.Offload(folder)"
+            )
 
     def check(self, training: Training) -> None:
         """Raise where parameters cannot be divided, or updated apart."""
@@ -72,13 +90,44 @@ class Sharded(Strategy):
                 "Sharded: LBFGS computes its direction from all gradients together, and each rank has those "
                 "of its own parameters only"
             )
-        (check_shareable if training.share_parameters else check_divisible)(training.named)
+        if self.offload is not None:
+            self._check_offload(training, self.offload)
+        if self._streamed(training) is None:
+            (check_shareable if training.share_parameters else check_divisible)(training.named)
+
+    def _check_offload(self, training: Training, offload: Offload) -> None:
+        if not is_known_elementwise(training.optimizer):
+            raise InvalidArgument(
+                f"Sharded: offload does not go with {type(training.optimizer).__name__}, whose step is not "
+                "one of torch's that update each element by itself, such as SGD's or AdamW's"
+            )
+        if "parameters" not in offload.parts:
+            return
+        streamed = self._streamed(training)
+        if streamed is None or streamed.offload != offload or streamed.group is not training.group:
+            raise InvalidArgument(
+                f"Sharded: {offload} needs the parameters of the optimizer in such files: call "
+                "mpisgd.offload_parameters(model, offload) before, with the same group"
+            )
+        if self.master_dtype is not None:
+            raise InvalidArgument(f"Sharded: master_dtype={self.master_dtype} does not go with {offload}")
+        self.refuse(training, IN_FILES)
+
+    def _streamed(self, training: Training) -> StreamedParameters | None:
+        """Return the parameters that are in files, if they are to be."""
+        if self.offload is None or "parameters" not in self.offload.parts:
+            return None
+        return streamed_parameters_of(training.params)
 
     def synchronizer(self, training: Training) -> Synchronizer:
         """Return what brings gradients to their owners, and parameters to everyone."""
+        streamed = self._streamed(training)
+        if streamed is not None:
+            return StreamedSynchronizer(training, streamed)
         return ShardedSynchronizer(
             training,
             stage=self.stage,
             master_dtype=self.master_dtype,
             overlap_forward=self.overlap_forward,
+            offload=self.offload,
         )

@@ -10,6 +10,7 @@ from mpisgd.core.consistency import Operation
 from mpisgd.core.work import Work
 from mpisgd.gradients.bucketing import join_buckets
 from mpisgd.sharding.divided_parameters import DividedParameters
+from mpisgd.sharding.offload.description import Offload
 from mpisgd.sharding.owners import Owners
 from mpisgd.sharding.replicated_parameters import ReplicatedParameters
 from mpisgd.sharding.scattering_reducer import ScatteringReducer
@@ -26,7 +27,7 @@ class ShardedSynchronizer(Piecewise):
 
     Args:
         training: what it works on.
-        stage: see `Sharded`, as for `master_dtype` and `overlap_forward`.
+        stage: see `Sharded`, as for `master_dtype`, `overlap_forward` and `offload`.
     """
 
     commits_shards = True
@@ -38,11 +39,12 @@ class ShardedSynchronizer(Piecewise):
         stage: int,
         master_dtype: torch.dtype | None,
         overlap_forward: bool,
+        offload: Offload | None,
     ) -> None:
         self._stage, self._master_dtype = stage, master_dtype
         self._updated: list[bool] = []
         self._overlap = ForwardOverlap() if overlap_forward else None
-        super().__init__(training)
+        super().__init__(training, offload)
 
     def _make_parameters(self, training: Training, *, elementwise: bool) -> DividedParameters:
         kind = SharedParameters if training.share_parameters else ReplicatedParameters
@@ -52,8 +54,9 @@ class ShardedSynchronizer(Piecewise):
             training.optimizer.param_groups,
             owners,
             elementwise=elementwise,
-            joins=self._stage == 1 and kind.one_copy and len(owners.nodes) == 1,
+            joins=self._stage == 1 and kind.one_copy and len(owners.nodes) == 1 < owners.size,
             master_dtype=self._master_dtype,
+            cuts_alone=self._offload is not None,
         )
 
     def _make_reducer(self) -> ScatteringReducer:

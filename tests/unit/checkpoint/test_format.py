@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from mpisgd.checkpoint.format import DTYPES, Document, read, write
+from mpisgd.checkpoint.format import Document, read, write
 from mpisgd.checkpoint.serialization import decode, encode
+from mpisgd.dtypes import SAFETENSORS_DTYPES
 from mpisgd.errors import CheckpointDamaged
 
 
@@ -30,7 +31,7 @@ def whole(tmp_path) -> Path:
 
 
 def test_all_dtypes_come_back_bit_by_bit(tmp_path):
-    tensors = {name: torch.randint(0, 2, (3, 8)).to(dtype) for dtype, name in DTYPES.items()}
+    tensors = {name: torch.randint(0, 2, (3, 8)).to(dtype) for dtype, name in SAFETENSORS_DTYPES.items()}
     document, found = read(leave(tmp_path / "all", **tensors, empty=torch.zeros(0, 2)))
     assert (document.step, document.ranks) == (7, 2)
     for name, tensor in tensors.items():

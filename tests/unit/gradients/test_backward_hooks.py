@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from mpisgd.gradients.backward_hooks import BackwardHooks, _backward_depth
+from mpisgd.gradients.backward_hooks import BackwardHooks, backward_depth
 
 
 class Diary:
@@ -167,13 +167,13 @@ def _engine_run_backward(work):
 
 def test_a_thread_of_the_engine_is_inside_a_backward_that_it_has_not_called():
     """What lies on a GPU is computed there; a thread that Python has not started stands for it."""
-    assert _backward_depth() == 0
-    assert _engine_run_backward(_backward_depth) == 1
+    assert backward_depth() == 0
+    assert _engine_run_backward(backward_depth) == 1
     depths: queue.Queue[int] = queue.Queue()
 
     def compute() -> None:
-        depths.put(_backward_depth())
-        depths.put(_engine_run_backward(_backward_depth))  # a checkpoint's, inside it
+        depths.put(backward_depth())
+        depths.put(_engine_run_backward(backward_depth))  # a checkpoint's, inside it
 
     _thread.start_new_thread(compute, ())
     assert [depths.get(timeout=10), depths.get(timeout=10)] == [1, 2]

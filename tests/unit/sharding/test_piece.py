@@ -7,6 +7,7 @@ from torch import nn
 
 from mpisgd.gradients.fusion_buffer import layout_of
 from mpisgd.sharding.division import Member
+from mpisgd.sharding.offload.state_store import StateInMemory
 from mpisgd.sharding.piece import Piece, flat_view, is_elementwise_entry, join_states
 
 SCALAR = torch.tensor(1.5)
@@ -61,7 +62,7 @@ def test_a_parameter_in_two_pieces_is_put_together_in_its_layout():
         half.states({"average": flat[first : first + 3], "step": SCALAR})[0]
         for half, first in zip(halves, (0, 3), strict=True)
     ]
-    whole = join_states(states, layout)
+    whole = join_states(states, layout, StateInMemory().empty)
     assert torch.equal(whole["average"], param)
     assert whole["average"].stride() == param.stride()
 

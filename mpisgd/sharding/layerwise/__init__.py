@@ -1,0 +1,1 @@
+"""Models whose parameters are in files, and in memory layer by layer."""

@@ -1,0 +1,121 @@
+"""When a layer is in memory: hooks around forward, before backward, and when its gradients are there."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from mpisgd.gradients.backward_hooks import backward_depth
+from mpisgd.sharding.layerwise.parameter_unit import Unit
+from mpisgd.sharding.layerwise.streamed_parameters import StreamedParameters
+
+__all__ = ["BackwardPass", "LayerHooks"]
+
+FORWARD, BACKWARD = "forward", "backward"
+
+
+class BackwardPass:
+    """Takes the gradients of units away as they become complete, on all ranks in the same order.
+
+    That is the order of the layers, backwards. What has no gradients when backward ends, as the parameters of
+    a layer that was not used, is looked at then.
+
+    Args:
+        streamed: the units, all of them.
+    """
+
+    def __init__(self, streamed: StreamedParameters) -> None:
+        self._streamed = streamed
+        self._order = streamed.units[::-1]
+        self._next = 0
+        self._runs = False
+        for unit in streamed.units:
+            for k, param in enumerate(unit.params):
+                _when_accumulated(param, self, unit, k)
+
+    def begin(self) -> None:
+        """Note that a backward is under way."""
+        if not self._runs:
+            self._runs = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def arrived(self, unit: Unit, k: int) -> None:
+        """Note that the gradient of the k-th parameter of a unit is complete."""
+        self.begin()
+        unit.arrived.add(k)
+        while self._next < len(self._order) and _is_complete(self._order[self._next]):
+            self._finish(self._order[self._next])
+            self._next += 1
+
+    def _finish(self, unit: Unit) -> None:
+        if any(param.requires_grad for param in unit.params):
+            self._streamed.harvest(unit)
+        unit.arrived.clear()
+        if unit.is_trainable:
+            self._streamed.release([unit], BACKWARD)
+
+    def _end(self) -> None:
+        for unit in self._order[self._next :]:
+            self._finish(unit)
+        self._next, self._runs = 0, False
+        if backward_depth() < 2:  # one inside another ends before what is in memory for the other is used
+            self._streamed.release(self._order, BACKWARD)
+
+
+def _is_complete(unit: Unit) -> bool:
+    return all(k in unit.arrived for k, param in enumerate(unit.params) if param.requires_grad)
+
+
+def _when_accumulated(param: Tensor, backward: BackwardPass, unit: Unit, k: int) -> None:
+    """Have `arrived` called for a parameter, also if it is frozen now."""
+    trainable = param.requires_grad
+    param.requires_grad_(True)
+    param.register_post_accumulate_grad_hook(lambda _: backward.arrived(unit, k))  # type: ignore[no-untyped-call]
+    param.requires_grad_(trainable)
+
+
+class LayerHooks:
+    """Has the units of a layer in memory while it computes.
+
+    Args:
+        layer: the module.
+        units: what it uses.
+        streamed: brings them into memory.
+        backward: of the model.
+    """
+
+    def __init__(
+        self, layer: nn.Module, units: Sequence[Unit], streamed: StreamedParameters, backward: BackwardPass
+    ) -> None:
+        self._units, self._streamed, self._backward = units, streamed, backward
+        self._forward = (FORWARD, id(layer))
+        layer.register_forward_pre_hook(self._before_forward)
+        layer.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True)
+
+    def _before_forward(self, _: nn.Module, __: Any) -> None:
+        self._streamed.acquire(self._units, self._forward)
+
+    def _after_forward(self, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            for tensor in _differentiable(output):
+                tensor.register_hook(self._before_backward)  # type: ignore[no-untyped-call]
+            self._release_frozen(list(_differentiable((args, kwargs))))
+        self._streamed.release(self._units, self._forward)
+
+    def _before_backward(self, _: Tensor) -> None:
+        self._backward.begin()
+        self._streamed.acquire(self._units, BACKWARD)
+
+    def _release_frozen(self, inputs: Sequence[Tensor]) -> None:
+        """Have what is frozen leave memory when the gradients of the layer's inputs are known."""
+        frozen = [unit for unit in self._units if not unit.is_trainable]
+        if frozen and inputs:
+            torch.autograd.graph.register_multi_grad_hook(
+                inputs, lambda _: self._streamed.release(frozen, BACKWARD)
+            )
+
+
+def _differentiable(values: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.requires_grad)

@@ -1,0 +1,161 @@
+"""`StreamedParameters`: a model whose parameters and gradients are in files, and in memory layer by layer.
+
+    forward    read 0 | compute 0 | drop 0 | compute 1 | drop 1 | ...      what comes next is read meanwhile
+    backward   read 2 | compute 2 | gradients of 2 to their file | drop 2 | read 1 | ...
+    step       chunk by chunk: values, gradients and optimizer state are read, values and state written
+
+Each rank keeps an equal part of each layer in its files. For a layer the ranks gather the parts, and its
+gradients are combined and scattered in the same parts.
+
+Source: Rajbhandari et al. 2021, ZeRO-Infinity, sections 5.1 (prefetch), 6.1 (partitioning of each parameter).
+"""
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from mpisgd.collectives.all_gather import all_gather_into_tensor
+from mpisgd.collectives.all_reduce import all_reduce
+from mpisgd.collectives.broadcast import broadcast
+from mpisgd.collectives.reduce_scatter import reduce_scatter_tensor
+from mpisgd.core.group import Group
+from mpisgd.dtypes import ReduceOp
+from mpisgd.sharding.layerwise.parameter_unit import Chunk, Unit
+from mpisgd.sharding.offload.description import Offload
+from mpisgd.sharding.offload.file_store import FileStore
+from mpisgd.sharding.offload.shared_errors import raised_on_every_rank
+
+__all__ = ["GRADIENT", "VALUES", "StreamedParameters"]
+
+VALUES, GRADIENT = "values", "gradient"
+CHUNKS_PER_BLOCK = 4
+
+
+class StreamedParameters:
+    """The parameters of a model in files.
+
+    Args:
+        offload: where the files are.
+        group: the ranks that train together.
+
+    Attributes:
+        group: as given.
+        units: what comes into memory together, in the order of forward.
+        values: the parameters, by chunk.
+        gradients: those of this rank's parts, by chunk, summed over backward passes.
+        present: the parameters that have gradients there, on some rank.
+    """
+
+    def __init__(self, offload: Offload, group: Group) -> None:
+        self.offload, self.group = offload, group
+        self.units: list[Unit] = []
+        self.present: set[Tensor] = set()
+        with raised_on_every_rank(group):
+            self.values = FileStore(offload, f"parameters of rank {group.rank}")
+            self.gradients = FileStore(offload, f"gradients of rank {group.rank}")
+
+    def add(self, name: str, params: Sequence[Tensor]) -> Unit:
+        """Return a new unit of these parameters, which are in memory still. See `Unit`."""
+        chunk_bytes = self.offload.block_bytes // CHUNKS_PER_BLOCK
+        unit = Unit(name, params, self.group.size, self.group.rank, chunk_bytes)
+        self.units.append(unit)
+        return unit
+
+    # -- values --------------------------------------------------------------------------------------
+
+    def first_values(self, unit: Unit) -> None:
+        """Move what the first rank has for a unit to the files, and give the memory back. Collective."""
+        broadcast(unit.flat, self.group.ranks[0], self.group)
+        self.write(unit)
+        self.release([unit], "made")
+
+    def write(self, unit: Unit) -> None:
+        """Bring the values that a unit has in memory to the files. Collective."""
+        with self.shared_errors():
+            for chunk, own in _in_chunks(unit, unit.own(unit.flat)):
+                self.values[chunk.key] = {VALUES: own}
+            self.values.end_step()
+
+    def acquire(self, units: Iterable[Unit], user: Hashable) -> None:
+        """Have units in memory until `user` has released them. Collective where they are not."""
+        for unit in units:
+            if not unit.users:
+                unit.make_room()
+                self._read(unit)
+            unit.users.add(user)
+
+    def release(self, units: Iterable[Unit], user: Hashable) -> None:
+        """Give the memory of units back which nobody else uses."""
+        for unit in units:
+            if user in unit.users:
+                unit.users.remove(user)
+                if not unit.users:
+                    unit.drop()
+
+    def _read(self, unit: Unit) -> None:
+        with torch.no_grad(), self.shared_errors():
+            for chunk, own in _in_chunks(unit, unit.own(unit.flat)):
+                own.copy_(self.values[chunk.key][VALUES])
+                self.values.release([chunk.key], changed=False)
+        if self.group.size > 1:
+            all_gather_into_tensor(unit.flat, unit.own(unit.flat), self.group)
+
+    def shared_errors(self) -> AbstractContextManager[None]:
+        """Return a context to work on the files in; all ranks raise what one of them does. Collective."""
+        return raised_on_every_rank(self.group) if self.group.size > 1 else nullcontext()
+
+    # -- gradients -----------------------------------------------------------------------------------
+
+    def harvest(self, unit: Unit) -> None:
+        """Add the gradients of a unit to those in the files; the parameters have none then. Collective."""
+        mine = torch.tensor([param.grad is not None for param in unit.params], dtype=torch.uint8)
+        here = self._on_some_rank(mine)
+        if not any(here):
+            return
+        self.present.update(param for param, exists in zip(unit.params, here, strict=True) if exists)
+        part = self._reduced(unit)
+        with torch.no_grad(), self.shared_errors():
+            for chunk, own in _in_chunks(unit, part):
+                self._add(chunk, own)
+
+    def _on_some_rank(self, mine: Tensor) -> list[bool]:
+        if self.group.size > 1:
+            all_reduce(mine, ReduceOp.MAX, self.group)
+        return [bool(flag) for flag in mine]
+
+    @torch.no_grad()
+    def _reduced(self, unit: Unit) -> Tensor:
+        """Return this rank's part of the mean of all ranks' gradients."""
+        flat = torch.zeros(unit.flat.shape, dtype=unit.flat.dtype)
+        for param, view in zip(unit.params, unit.views(flat), strict=True):
+            if param.grad is not None:
+                view.copy_(param.grad)
+                param.grad = None
+        if self.group.size == 1:
+            return flat
+        part = torch.empty(unit.part, dtype=flat.dtype)
+        reduce_scatter_tensor(part, flat, ReduceOp.AVG, self.group)
+        return part
+
+    def _add(self, chunk: Chunk, own: Tensor) -> None:
+        if chunk.key in self.gradients:
+            self.gradients[chunk.key][GRADIENT].add_(own)
+            self.gradients.release([chunk.key])
+        else:
+            self.gradients[chunk.key] = {GRADIENT: own}
+
+    def reset_gradients(self) -> None:
+        """Forget the gradients."""
+        self.present.clear()
+        for unit in self.units:
+            for param in unit.params:
+                param.grad = None
+        if len(self.gradients):
+            self.gradients.clear()
+
+
+def _in_chunks(unit: Unit, part: Tensor) -> Iterator[tuple[Chunk, Tensor]]:
+    """Yield the chunks of a rank's part, and what is in them."""
+    return ((chunk, part[chunk.start : chunk.start + chunk.numel]) for chunk in unit.chunks)

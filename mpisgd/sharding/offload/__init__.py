@@ -1,0 +1,1 @@
+"""Optimizer state in files: in memory only while it is worked on."""

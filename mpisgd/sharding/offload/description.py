@@ -1,0 +1,79 @@
+"""`Offload`: what of a training lies outside the memory in which it computes, and where."""
+
+import hashlib
+import os
+from dataclasses import dataclass
+
+from mpisgd.arguments import as_path, check_positive, check_text, shown
+from mpisgd.errors import InvalidArgument
+
+__all__ = ["CRC32", "Offload"]
+
+MODES = ("auto", "direct", "buffered")
+CRC32 = "crc32"
+WHAT = ("optimizer", "parameters")
+LEAST_BLOCK_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Offload:
+    """State in files of a folder, read ahead of its use and written back behind it (ZeRO-Infinity).
+
+    The memory for it is `2 * (prefetch + 1) * block_bytes` on each rank, whatever the size of the model.
+    The files are private to the user and have no name: nothing of them remains after the job, however it
+    ends. Their layout is that of safetensors.
+
+    Args:
+        folder: on a disk of each host, by preference a local one. Checkpoints may lie there, too.
+        what: `"optimizer"`, or `"optimizer,parameters"` for models whose parameters do not fit into memory,
+            either: see `mpisgd.offload_parameters`.
+        prefetch: how many blocks are read ahead, and how many may wait to be written.
+        block_bytes: what is read or written at once.
+        io: `"direct"` goes past the page cache of the kernel, `"buffered"` through it, `"auto"` is the one
+            that a short measurement in the folder finds faster.
+        checksum: of each block, compared when it is read: None, `"crc32"`, or a name that `hashlib` knows.
+
+    Raises:
+        InvalidArgument: an invalid argument.
+
+    Source: Rajbhandari et al. 2021, ZeRO-Infinity, section 6.
+    """
+
+    folder: str | os.PathLike[str]
+    what: str = "optimizer"
+    prefetch: int = 2
+    block_bytes: int = 8 * 2**20
+    io: str = "auto"
+    checksum: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "folder", str(as_path("Offload", "folder", self.folder)))
+        self._check_what()
+        check_positive("Offload", "prefetch", self.prefetch, whole=True)
+        check_positive("Offload", "block_bytes", self.block_bytes, whole=True)
+        if self.block_bytes < LEAST_BLOCK_BYTES:
+            raise InvalidArgument(
+                f"Offload: block_bytes={self.block_bytes}; expected {LEAST_BLOCK_BYTES} or more"
+            )
+        if self.io not in MODES:
+            raise InvalidArgument(f"Offload: io={shown(self.io)}; expected one of {', '.join(MODES)}")
+        if self.checksum is not None:
+            self._check_checksum(self.checksum)
+
+    def _check_what(self) -> None:
+        check_text("Offload", "what", self.what)
+        if "optimizer" not in self.parts or not self.parts <= set(WHAT):
+            raise InvalidArgument(
+                f"Offload: what={shown(self.what)}; expected 'optimizer' or 'optimizer,parameters'"
+            )
+
+    @staticmethod
+    def _check_checksum(name: str) -> None:
+        check_text("Offload", "checksum", name)
+        if name != CRC32 and (name not in hashlib.algorithms_available or name.startswith("shake")):
+            raise InvalidArgument(f"Offload: checksum={shown(name)}; expected 'crc32', or such as 'blake2b'")
+
+    @property
+    def parts(self) -> frozenset[str]:
+        """What is in files: some of "optimizer" and "parameters"."""
+        return frozenset(part.strip() for part in self.what.split(","))
