@@ -30,8 +30,9 @@ def count_for(schedule, size):
     return 2 * size if isinstance(schedule, Interleaved) else max(4, size)
 
 
-@pytest.mark.parametrize("checkpoint", [False, True])
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize(
+    ("schedule", "checkpoint"), [(SCHEDULES[0], True), (SCHEDULES[1], False), (SCHEDULES[2], True)], ids=str
+)
 def test_gradients_and_losses_are_those_of_no_pipeline(schedule, checkpoint):
     """The rows do not divide by the micro-batches, and the second batch has others."""
     count, size = count_for(schedule, mpisgd.size()), mpisgd.size()

@@ -84,8 +84,10 @@ class Raises(nn.Module):
         raise KeyError("broken stage")
 
 
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "pipedream", "pipedream-2bw"])
+@pytest.mark.parametrize(
+    ("schedule", "backward"),
+    [("gpipe", True), ("1f1b", False), ("pipedream", True), ("pipedream-2bw", False)],
+)
 def test_a_stage_that_raises_ends_the_step_of_all_ranks(schedule, backward):
     """In the second step, so that ranks are at different places."""
     count = max(4, mpisgd.size())

@@ -99,8 +99,7 @@ def check(pipeline, simulated, batches, expected):
     everyone(wrong <= TOLERANCE, f"{wrong}")
 
 
-@pytest.mark.parametrize("checkpoint", [False, True])
-@pytest.mark.parametrize("vertical_sync", [False, True])
+@pytest.mark.parametrize(("vertical_sync", "checkpoint"), [(False, True), (True, False)])
 def test_pipedream_equals_its_simulation(vertical_sync, checkpoint):
     """Parameters after many stale updates, losses on the way; again after a flush."""
     count = max(4, mpisgd.size())
