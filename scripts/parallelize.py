@@ -78,9 +78,10 @@ def share(model: GPT, layout: Layout, mesh: DeviceMesh, drops_layers: bool) -> n
     DDP without other axes: ZeRO-1 needs it, and it takes less time than `fully_shard`. But it does not know
     parameters that tensor parallelism has split, and it fails in a pipeline with as many micro-batches as
     stages (torch 2.13, every backend). `fully_shard` works with all axes; over a "shard" axis of length 1 it
-    only averages gradients.
+    only averages gradients. Nor does DDP expect layers without gradients: it searches for them in every step,
+    and warns where there are none.
     """
-    if layout.zero != 3 and layout.tp == layout.pp == 1:
+    if layout.zero == 1 or (layout.zero == 0 and layout.tp == layout.pp == 1 and not drops_layers):
         return DistributedDataParallel(
             model, process_group=mesh.get_group("replicate"), find_unused_parameters=drops_layers
         )

@@ -132,8 +132,8 @@ def drop_layers(model: GPT, settings: Settings) -> ProgressiveLayerDropping | No
     if settings.layer_dropping is None:
         return None
     try:
-        theta, gamma = map(float, settings.layer_dropping.split(","))
-        dropping = ProgressiveLayerDropping(theta, gamma, seed=settings.seed)
+        theta, _, gamma = settings.layer_dropping.partition(",")
+        dropping = ProgressiveLayerDropping(float(theta), float(gamma), seed=settings.seed)
     except ValueError as error:
         raise mpisgd.JobError(f"--layer-dropping {settings.layer_dropping}: {error}") from error
     dropping.wrap(model.blocks, branches=("attention", "feed_forward"))

@@ -1,8 +1,8 @@
 """Fused attention on divided tensors, which DTensor does not know on CPUs.
 
-Attention over [batch, heads, length, width of a head] works on each sequence and each head by itself. So it is
-torch's own function on each rank's sequences and heads; where the length or the width is divided, it is gathered
-before.
+Attention over [batch, heads, length, width of a head] works on each sequence and each head by itself. So it
+is torch's own function on each rank's sequences and heads; where the length or the width is divided, it is
+gathered before.
 """
 
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ def _attention(
 
 
 def _placements(tensors: Sequence[DTensor], *, divides: bool) -> list[Placement]:
-    """Return the placements of all tensors: sequences or heads, where one tensor is divided so and all can be."""
+    """Return the placements of all: sequences or heads, where one tensor is divided so and all can be."""
     mesh = tensors[0].device_mesh
     where: list[Placement] = []
     for axis in range(mesh.ndim):

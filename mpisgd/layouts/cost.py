@@ -159,7 +159,7 @@ class _Counter(TorchDispatchMode):
 
 
 def _num_parts(out: Any) -> int:
-    """Return among how many ranks a product is divided: along axes where its result is a part or a summand."""
+    """Return how many ranks share a product: those of axes along which its result is a part or a summand."""
     first = out[0] if isinstance(out, (tuple, list)) else out
     if not isinstance(first, DTensor):
         return 1

@@ -200,7 +200,7 @@ class _DroppableForward:
             out: Tensor = self._forward(x, *args, **kwargs)
             return out
         if not self._gate.is_open:
-            return x
+            return x.clone()  # FSDP2 warns where a block returns its input, or a view of it
         out = self._forward(x, *args, **kwargs)
         if not isinstance(out, Tensor) or out.shape != x.shape:
             kind = type(self._block).__name__

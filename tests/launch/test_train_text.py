@@ -209,3 +209,27 @@ def test_damaged_checkpoint_is_refused(curves, folder):
     damaged.write_bytes(damaged.read_bytes()[:100])
     done = train_text(*SHORT, "--resume", damaged.parent)
     assert_refused(done, "cannot load checkpoint", "step-00000016")
+
+
+# --- layers that are passed over ------------------------------------------------------------------------
+
+
+def test_the_same_layers_are_dropped_in_every_layout_and_after_a_restart(folder):
+    saved = folder / "dropped.saved"
+    options = (*SHORT, "--layers", 4, "--layer-dropping", "0.3,0.2")
+    runs = {
+        "dropped dp=2": ("--save", saved, "--save-every", SAVED_STEP),
+        "dropped pp=2": ("--parallel", "pp=2"),
+        "dropped tp=2": ("--parallel", "tp=2", "--resume", saved / f"step-{SAVED_STEP:08d}"),
+        "all layers": ("--layer-dropping", "1,1"),
+    }
+    train_all({name: (*options, *more, "--metrics", folder / name) for name, more in runs.items()}, 2)
+    curves = {name: losses(folder / name) for name in runs}
+    for name in ("dropped pp=2", "dropped tp=2"):
+        assert max_difference(curves[name], curves["dropped dp=2"]) < 1e-5
+    assert max_difference(curves["all layers"], curves["dropped dp=2"]) > 1e-3
+    assert curves["dropped dp=2"][-1] < curves["dropped dp=2"][0] - 1
+
+
+def test_a_layer_dropping_that_cannot_be_is_refused():
+    assert_refused(train_text(*TINY, "--layer-dropping", "1.5,0.1"), "--layer-dropping 1.5,0.1", "theta=1.5")

@@ -29,7 +29,7 @@ def check(layout: mpisgd.MeshLayout) -> float:
     """Train in a layout; how far from one process that is."""
     model = layout.distribute(transformer(), NAMES, **IO)
     found = train(model, lambda targets: layout.shard(targets, ("batch", "length")))
-    apart = [float((ours - right).abs().max()) for ours, right in zip(found, expected(), strict=True)]
+    apart = [(ours - right).abs().max().item() for ours, right in zip(found, expected(), strict=True)]
     everyone(max(apart) <= LIMIT, f"{layout}: {max(apart):.1e}")
     return max(apart)
 
@@ -101,7 +101,7 @@ def test_parameters_are_divided_and_tied_ones_stay_one():
     part = model.output.weight.to_local()
     everyone(part.shape[0] == 36 // mpisgd.size() and isinstance(model.position, DTensor))
     found = train(model, lambda targets: layout.shard(targets, ("batch", "length")))
-    apart = max(float((a - b).abs().max()) for a, b in zip(found, train(plain), strict=True))
+    apart = max((a - b).abs().max().item() for a, b in zip(found, train(plain), strict=True))
     everyone(apart <= LIMIT, f"{apart:.1e}")
 
 

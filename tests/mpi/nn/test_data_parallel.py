@@ -58,7 +58,7 @@ def grads(module: nn.Module) -> list[Tensor | None]:
 def close(ours: list[Tensor | None], expected: list[Tensor | None]) -> bool:
     pairs = zip(ours, expected, strict=True)
     return all(
-        a is b if a is None or b is None else a.shape == b.shape and float((a - b).abs().max()) <= LIMIT
+        a is b if a is None or b is None else a.shape == b.shape and (a - b).abs().max().item() <= LIMIT
         for a, b in pairs
     )
 
@@ -109,7 +109,7 @@ def test_parameters_of_the_root_are_those_of_every_call():
         expected.step()
     if mpisgd.rank() == 0:
         apart = [
-            float((a - b).abs().max()) for a, b in zip(module.parameters(), plain.parameters(), strict=True)
+            (a - b).abs().max().item() for a, b in zip(module.parameters(), plain.parameters(), strict=True)
         ]
         everyone(max(apart) <= LIMIT, f"{apart}")
     else:
@@ -211,7 +211,7 @@ def test_parallel_loss_equals_the_criterion_on_the_whole_batch(rows, reduction):
     (3 * loss).backward()
     expected = nn.functional.cross_entropy(plain(inputs), targets, reduction=reduction)
     (3 * expected).backward()
-    same_on_all_ranks(float(loss))
+    same_on_all_ranks(loss.item())
     if mpisgd.rank() == 0:
         everyone(close([loss, *grads(module)], [expected, *grads(plain)]), f"{loss}, {expected}")
     else:

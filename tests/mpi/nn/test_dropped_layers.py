@@ -64,6 +64,6 @@ def test_training_equals_one_process_on_the_joined_batch():
         for dropping in both:
             dropping.step()
     apart = max(
-        float((a - b).abs().max()) for a, b in zip(model.parameters(), plain.parameters(), strict=True)
+        (a - b).abs().max().item() for a, b in zip(model.parameters(), plain.parameters(), strict=True)
     )
     everyone(apart < 1e-12 and unused > 0, f"{apart:.1e}, {unused} unused")
