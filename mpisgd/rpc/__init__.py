@@ -12,6 +12,7 @@ its address. Needs a torch with RPC, as the wheels for Linux have it.
 """
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from mpisgd.rpc.calls import Future, get_worker_info, remote, rpc_async, rpc_sync
@@ -56,5 +57,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'mpisgd.rpc' has no attribute {name!r}")
     available()
     module, attribute = _TORCH[name]
-    home = importlib.import_module(module)
+    with warnings.catch_warnings():  # torch.distributed.optim uses what torch calls deprecated
+        warnings.simplefilter("ignore", DeprecationWarning)
+        home = importlib.import_module(module)
     return getattr(home, attribute) if attribute else home

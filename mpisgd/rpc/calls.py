@@ -11,7 +11,7 @@ from mpisgd.arguments import check_callable, shown
 from mpisgd.core.wait_registry import WaitReason, waiting_for
 from mpisgd.errors import CollectiveTimeout, InvalidArgument, NotInitialized, PeerLost
 from mpisgd.rpc.outstanding import Call, add_outstanding, remove_outstanding
-from mpisgd.rpc.tensorpipe import available, is_running
+from mpisgd.rpc.tensorpipe import available, check_references_work, is_running
 
 __all__ = ["Future", "get_worker_info", "remote", "rpc_async", "rpc_sync"]
 
@@ -43,9 +43,10 @@ def rpc_sync(
         PeerLost: the connection to the rank has ended.
         InvalidArgument: there is no such worker; `func` cannot be called.
         NotInitialized: RPC does not run.
+        UnsupportedTorch: an argument is an RRef, and RPC was started before in this process.
         RuntimeError: the function has raised; with its error and the traceback there.
     """
-    call = _prepare("rpc_sync", to, func)
+    call = _prepare("rpc_sync", to, func, args, kwargs)
     with _awaited(call, _limit_s(timeout)):
         return available().rpc_sync(to, func, args, kwargs, timeout)
 
@@ -58,7 +59,7 @@ def rpc_async(
     timeout: float = UNSET_TIMEOUT,
 ) -> "Future":
     """Call a function on another rank and return at once; the future's `wait()` does as `rpc_sync`."""
-    call = _prepare("rpc_async", to, func)
+    call = _prepare("rpc_async", to, func, args, kwargs)
     future = Future(call, _limit_s(timeout))
     future.follow(available().rpc_async(to, func, args, kwargs, timeout))
     return future
@@ -73,9 +74,11 @@ def remote(
 ) -> Any:
     """Call a function on another rank; what it returns stays there. Return at once with an RRef to it.
 
-    See `rpc_sync`; errors of the function come when the RRef is used.
+    See `rpc_sync`; errors of the function come when the RRef is used. RRefs work with the first start of RPC
+    in a process only; later this raises UnsupportedTorch.
     """
-    _prepare("remote", to, func)
+    _prepare("remote", to, func, args, kwargs)
+    check_references_work("remote")
     return available().remote(to, func, args, kwargs, timeout)
 
 
@@ -117,10 +120,12 @@ def _check_running(name: str) -> None:
         raise NotInitialized(f"{name}: RPC does not run; call mpisgd.rpc.init_rpc() on all ranks first")
 
 
-def _prepare(kind: str, to: Any, func: Any) -> Call:
+def _prepare(kind: str, to: Any, func: Any, args: Any, kwargs: Any) -> Call:
     """Check the arguments of a call; return how messages tell of it."""
     _check_running(kind)
     check_callable(kind, "func", func)
+    if any(isinstance(value, available().PyRRef) for value in (*(args or ()), *(kwargs or {}).values())):
+        check_references_work(kind)
     info = _worker(kind, to)
     return Call(kind, getattr(func, "__qualname__", shown(func)), info.name, info.id)
 
@@ -132,7 +137,8 @@ def _worker(kind: str, to: Any) -> Any:
     try:
         return api.get_worker_info(to)
     except (RuntimeError, TypeError) as exc:
-        names = ", ".join(info.name for info in api._get_current_rpc_agent().get_worker_infos())
+        infos = sorted(api._get_current_rpc_agent().get_worker_infos(), key=lambda info: int(info.id))
+        names = ", ".join(info.name for info in infos)
         raise InvalidArgument(f"{kind}: there is no worker {shown(to)}; there are {names}") from exc
 
 

@@ -19,6 +19,7 @@ __all__ = [
     "Devices",
     "active_calls",
     "available",
+    "check_references_work",
     "divide_devices",
     "is_running",
     "own_options",
@@ -29,6 +30,9 @@ TRANSPORTS = ("uv",)
 # By falling preference, as far as this torch has them. Not "mpt_uv": it listens on sixteen more sockets, and
 # several connections pay above 10 Gbit/s only.
 CHANNELS = ("cma", "cuda_ipc", "cuda_xth", "basic", "cuda_basic")
+
+
+_num_starts = 0  # of this process
 
 
 class AgentOptions(NamedTuple):
@@ -114,6 +118,8 @@ def start_agent(
         options: of this rank.
         devices: see `divide_devices`.
     """
+    global _num_starts
+    _num_starts += 1
     api = available()
     own_init: Any = dist_autograd._init
     own_init(rank)  # before anyone can call: a call may carry a context of distributed autograd
@@ -140,6 +146,15 @@ def _has_channel(name: str) -> bool:
     except RuntimeError:  # "Unknown channel"
         return False
     return True
+
+
+def check_references_work(name: str) -> None:
+    """Raise UnsupportedTorch unless this is the process's first agent: torch sends RRefs by that one."""
+    if _num_starts > 1:
+        raise UnsupportedTorch(
+            f"{name}: RPC was started {_num_starts} times in this process, and torch's RRefs work with the "
+            "first start only; start RPC once, and end it with the program"
+        )
 
 
 def active_calls() -> tuple[int, int]:

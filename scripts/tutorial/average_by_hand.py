@@ -18,7 +18,7 @@ def main() -> None:
     """Train for three epochs."""
     mpisgd.init()
     model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for epoch in range(3):
         for inputs, targets in batches(mpisgd.rank(), mpisgd.size()):
             optimizer.zero_grad()

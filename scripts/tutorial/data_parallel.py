@@ -17,7 +17,7 @@ def main() -> None:
     model = network()
     mpisgd.broadcast_parameters(model)  # all start from rank 0's
     optimizer = mpisgd.DistributedOptimizer(  # backward() returns with the gradients averaged over the ranks
-        torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9), named_parameters=model.named_parameters()
+        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), named_parameters=model.named_parameters()
     )
     for epoch in range(3):
         for inputs, targets in batches(mpisgd.rank(), mpisgd.size()):

@@ -15,7 +15,7 @@ def main() -> None:
     """Train for three epochs."""
     dist.init_process_group("mpisgd")  # no MASTER_ADDR, no port: the ranks come from MPI
     model = DistributedDataParallel(network())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for epoch in range(3):
         for inputs, targets in batches(dist.get_rank(), dist.get_world_size()):
             optimizer.zero_grad()

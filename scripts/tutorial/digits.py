@@ -6,7 +6,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-BATCH = 256
+BATCH = 64
 
 
 def network() -> nn.Sequential:

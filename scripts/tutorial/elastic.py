@@ -20,7 +20,7 @@ def main() -> None:
     """Train for three epochs."""
     mpisgd.init()
     model = network()
-    optimizer = mpisgd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9))
+    optimizer = mpisgd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9))
     state = mpisgd.elastic.State(model=model, optimizer=optimizer, epoch=0, losses=[])
 
     @mpisgd.elastic.run

@@ -17,7 +17,7 @@ def main() -> None:
     model = network()
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9), named_parameters=model.named_parameters()
+        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), named_parameters=model.named_parameters()
     )
     for epoch in range(3):
         for inputs, targets in batches(hvd.rank(), hvd.size()):

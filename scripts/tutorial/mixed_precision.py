@@ -19,7 +19,7 @@ def main() -> None:
     mpisgd.init()
     model = network()
     optimizer = mpisgd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9),
+        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
         named_parameters=model.named_parameters(),
         compression=mpisgd.Compression.bf16,  # summed in float32
     )

@@ -20,7 +20,7 @@ def main() -> None:
     mpisgd.init()
     model = network()
     optimizer = mpisgd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.5),
+        torch.optim.SGD(model.parameters(), lr=0.2),
         named_parameters=model.named_parameters(),
         strategy=mpisgd.ParameterServer("ssp", staleness_steps=3),
     )

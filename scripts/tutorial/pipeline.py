@@ -24,7 +24,7 @@ def main() -> None:
     mine = layers[rank * len(layers) // size : (rank + 1) * len(layers) // size]
     stage = PipelineStage(mine, rank, size, torch.device("cpu"))
     schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=torch.nn.functional.cross_entropy)
-    optimizer = torch.optim.SGD(mine.parameters(), lr=0.2, momentum=0.9)
+    optimizer = torch.optim.SGD(mine.parameters(), lr=0.05, momentum=0.9)
     for epoch in range(3):
         for inputs, targets in batches():
             optimizer.zero_grad()

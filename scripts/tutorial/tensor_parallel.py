@@ -20,7 +20,7 @@ def main() -> None:
     dist.init_process_group("mpisgd")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = parallelize_module(network(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9, foreach=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=False)
     for epoch in range(3):
         for inputs, targets in batches():
             optimizer.zero_grad()

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 def prepare(stage: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return the model and the optimizer of a stage."""
-    settings = {"lr": 0.2, "momentum": 0.9}
+    settings = {"lr": 0.05, "momentum": 0.9}
     if stage == 1:
         model = DistributedDataParallel(network())
         return model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, **settings)

@@ -24,6 +24,12 @@ from mpisgd.rpc.worker import Worker
 SHORT_S = 0.3
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _ended(job):
+    """Other files have RPC running."""
+    rpc.shutdown()
+
+
 @contextlib.contextmanager
 def running(name: str | None = None) -> Iterator[list[list]]:
     """RPC, with the places where each rank listens for it."""
@@ -211,6 +217,21 @@ def test_a_torch_without_rpc_is_named(monkeypatch):
     everyone(f"torch {torch.__version__} was built without" in caught.text, caught.text)
     with pytest.raises(mpisgd.UnsupportedTorch):
         rpc.RRef  # noqa: B018
+
+
+def test_references_after_a_second_start_are_refused():
+    """They would be lost on the way: torch sends them by its first agent."""
+    for _ in range(2):
+        with running():
+            everyone(works())
+    with running():
+        for call in (
+            lambda: rpc.remote(0, torch.ones, (1,)),
+            lambda: rpc.rpc_sync(0, id, (rpc.RRef(1),)),
+            lambda: rpc.rpc_async(0, dict, (), {"reference": rpc.RRef(1)}),
+        ):
+            with pytest.raises(mpisgd.UnsupportedTorch, match="the first start only"):
+                call()
 
 
 def outlive(seconds: float) -> int:
