@@ -154,7 +154,7 @@ def tensor_seconds(operation_s: float) -> float:
             optimizer.step()
 
         step()  # the first one makes the plan
-        return seconds_of(step, 7)
+        return seconds_of(step, 30)
 
     more_s = step_s(together=True) - step_s(together=False) - operation_s
     return broadcast_numbers([max(0.0, more_s / NUM_TINY)])[0]

@@ -117,6 +117,10 @@ class StepGraph:
         """Return when each task runs."""
         return simulate(self.tasks, {CORE: 1.0})
 
+    def end_s(self) -> float:
+        """Return when the last task has ended."""
+        return max(span.end_s for span in self.run())
+
 
 @lru_cache(maxsize=1024)
 def _traffic(cluster: Cluster, how: str, collective: str) -> dict[str, float]:
