@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import subprocess
 import sys
 import time
@@ -41,7 +42,7 @@ METHODS = (
     "ElasticAveraging(every=4)",
     "Gossip('ring')",
 )
-PERIOD = 4  # steps of a timed block: of every method above a whole number of periods
+PERIOD = 4  # of the methods above that have one; of others a block is two steps
 MODELS = {"wide": 16, "deep": 32, "transformer": 4}  # and examples of a rank
 # Hosts and their ranks, and the rate of a host's link. None: one host, without a link.
 PORTIONS = [
@@ -87,7 +88,8 @@ def measure_cluster() -> Any:
     from mpisgd.plan.cluster import Cluster
     from mpisgd.plan.files import link_from_times
 
-    small, large = torch.zeros(SMALL), torch.zeros(LARGE)
+    # Within a host what counts is memory, and more than caches have.
+    small, large = torch.zeros(SMALL), torch.zeros(LARGE * (1 if mpisgd.num_nodes() > 1 else 4))
     small_s = seconds_of(lambda: mpisgd.all_reduce(small), 30)
     core = time.process_time()
     large_s = seconds_of(lambda: mpisgd.all_reduce(large), 5)
@@ -98,7 +100,7 @@ def measure_cluster() -> Any:
     within, between, operation_s = link_from_times(hosts, k, small_s, large_s, large.nbytes)
     if hosts > 1:
         leaves = 2 * (hosts - 1) / hosts * large.nbytes
-        numbers = [core_s / leaves, exchange_share(between.bytes_per_s)]
+        numbers = [core_s / leaves, exchange_share(between.bytes_per_s, memory)]
         core_per_byte, both_ways = broadcast_numbers(numbers)
         between = replace(between, cpu_s_per_byte=core_per_byte, both_ways=min(1.0, both_ways))
         if k > 1:
@@ -116,22 +118,24 @@ def broadcast_numbers(numbers: Sequence[float]) -> list[float]:
     return list(mpisgd.broadcast_object(list(numbers)))
 
 
-def exchange_share(bytes_per_s: float) -> float:
-    """The share of a link's rate that plain messages have in each direction while both send. Collective."""
+def exchange_share(bytes_per_s: float, memory_bytes_per_s: float) -> float:
+    """The share of a link's rate that an exchange with neighbours has in each direction. Collective."""
     import mpisgd
+    from mpisgd.gossip.graphs import Ring
+    from mpisgd.job.rank_info import topology
+    from mpisgd.plan.steps.gossip import rounds_of_graph
 
-    size, k, rank = mpisgd.size(), mpisgd.local_size(), mpisgd.rank()
-    communicator = mpisgd.job.lifecycle.world().queue.communicator.duplicate()
-    give, take = (torch.zeros(2 * LARGE) for _ in range(2))
+    leaders = mpisgd.new_group([ranks[0] for ranks in topology().nodes])
+    tensor = torch.zeros(2 * LARGE)
 
     def exchange() -> None:
-        if rank % k == 0:
-            after, before = (rank + k) % size, (rank - k) % size
-            communicator.comm.Sendrecv(give.numpy(), after, recvbuf=take.numpy(), source=before)
+        if leaders.rank >= 0:
+            mpisgd.neighbor_all_reduce(tensor, "ring", leaders)
 
-    seconds = seconds_of(exchange, 3)
-    communicator.free()
-    return give.nbytes / seconds / bytes_per_s
+    num_rounds = len(rounds_of_graph(Ring(), topology().num_nodes))
+    added_s = (4 + 3 * num_rounds) * tensor.nbytes / memory_bytes_per_s
+    seconds = seconds_of(exchange, 3) - added_s
+    return num_rounds * tensor.nbytes / max(1e-9, seconds) / bytes_per_s
 
 
 def tensor_seconds(operation_s: float) -> float:
@@ -150,7 +154,7 @@ def tensor_seconds(operation_s: float) -> float:
             optimizer.step()
 
         step()  # the first one makes the plan
-        return seconds_of(step, 7)
+        return seconds_of(step, 30)
 
     more_s = step_s(together=True) - step_s(together=False) - operation_s
     return broadcast_numbers([max(0.0, more_s / NUM_TINY)])[0]
@@ -173,14 +177,23 @@ def host_link() -> Any:
 def compression_seconds(method: Any, model: nn.Module) -> float:
     """What a compressor takes for an element of a model's gradients, on a rank by itself. Collective."""
     import mpisgd
+    from mpisgd.compress.cast import Cast
     from mpisgd.compress.compressor import BucketLayout
     from mpisgd.dtypes import ReduceOp
 
     me = [mpisgd.new_group([rank]) for rank in range(mpisgd.size())][mpisgd.rank()]
     shapes = tuple(param.shape for param in model.parameters())
-    reducer = method.compression.reducer(BucketLayout(shapes, torch.float32))
+    compression = method.compression
+    reducer = compression.reducer(BucketLayout(shapes, torch.float32))
     bucket = torch.randn(sum(map(torch.Size.numel, shapes)))
-    seconds = seconds_of(lambda: reducer.reduce(bucket, me, ReduceOp.AVG), 3)
+
+    def compress() -> None:
+        if isinstance(compression, Cast):  # among one rank it would be cast for MPI, too
+            compression.decompress(compression.compress(bucket), bucket)
+        else:
+            reducer.reduce(bucket, me, ReduceOp.AVG)
+
+    seconds = seconds_of(compress, 3)
     return broadcast_numbers([seconds / bucket.numel()])[0]
 
 
@@ -242,20 +255,21 @@ class Contest:
         from mpisgd.bench.measure import slowest
 
         communicator = mpisgd.job.lifecycle.world().queue.communicator
+        steps = PERIOD if name is None or "4)" in name.partition("+")[0] else 2
         mpisgd.barrier()
         sent = communicator.sent_bytes
         start = time.perf_counter()
         if name is None:
             with self.recorder:
-                for _ in range(PERIOD + 1):
+                for _ in range(steps):
                     training.step()
         else:
-            for _ in range(PERIOD):
+            for _ in range(steps):
                 training.step()
-        took = slowest(time.perf_counter() - start) / (PERIOD + (name is None))
+        took = slowest(time.perf_counter() - start) / steps
         if number:
             self.seconds.setdefault(name or "none", []).append(took)
-            self.sent[name or "none"] = (communicator.sent_bytes - sent) / PERIOD
+            self.sent[name or "none"] = (communicator.sent_bytes - sent) / steps
 
     def profile(self) -> Any:
         """The step without communication: its parts as on rank 0, its length as on the slowest rank."""
@@ -317,7 +331,13 @@ def rank(rate: str, out: Path) -> None:
                     f"{row['model']:12}{row['method']:34}{row['measured_s']:9.4f}{row['predicted_s']:9.4f}{error:+8.1%}",
                     flush=True,
                 )
-            page = {"rate": rate, "hosts": cluster.hosts, "ranks_per_host": cluster.ranks_per_host}
+            # What else the machine was doing: 2 cores and a load of 20 say how much to believe.
+            page = {
+                "load": os.getloadavg()[1],
+                "rate": rate,
+                "hosts": cluster.hosts,
+                "ranks_per_host": cluster.ranks_per_host,
+            }
             found = {"cluster": repr(cluster), "compression_s": seconds, "rows": rows}
             out.write_text(json.dumps({**page, **found}, indent=1) + "\n")
 
@@ -353,7 +373,9 @@ def all_portions(prefix: str = typer.Option("", help="Command before each portio
 def report() -> None:
     """Write benchmarks/plan-validation.json, .txt and .png from all portions so far."""
     parts = [json.loads(path.read_text()) for path in sorted(PARTS.glob("*.json"))]
-    rows = [{**row, "where": where_of(part)} for part in parts for row in part["rows"]]
+    rows = [
+        {**row, "where": where_of(part), "load": part.get("load")} for part in parts for row in part["rows"]
+    ]
     text = "\n".join([*table(rows), "", *summary(rows)]) + "\n"
     page = {"kind": "plan validation", "command": "python scripts/validate_plan.py all", "portions": parts}
     (FOLDER / "plan-validation.json").write_text(json.dumps(page, indent=1) + "\n")
@@ -386,7 +408,9 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Errors of all cases and of each method, of bytes, and how good the first choice is."""
-    lines = [f"milliseconds of a step, the fastest of some blocks of {PERIOD}; {len(rows)} cases"]
+    loads = [row["load"] for row in rows if row.get("load")]
+    busy = f"; load of the machine {min(loads):.0f} to {max(loads):.0f}" if loads else ""
+    lines = [f"milliseconds of a step, the fastest of some blocks; {len(rows)} cases{busy}"]
     methods = list(dict.fromkeys(row["method"] for row in rows))
     for name, kept in [("all", rows), *((m, [r for r in rows if r["method"] == m]) for m in methods)]:
         errors = sorted(abs(error_of(row)) for row in kept)

@@ -119,6 +119,7 @@ FAILURES: dict[str, tuple[str, Callable[[str, Any], Any]]] = {
     "recovery": ("recovery_s", as_seconds),
     "repair_hours": ("repair_hours", lambda name, value: value),
 }
+MESSAGE_S = 5e-7  # what sending one takes of a processor where nothing else is said
 REQUIRED = ("hosts", "ranks_per_host", "within", "between")
 
 
@@ -131,7 +132,7 @@ def _fields(page: Table, measured: Cluster | None) -> Table:
             table = dict(_table(name, table))
             if name == "within" and "shared" in table:
                 fields["within_is_shared"] = table.pop("shared")
-            known = vars(fields[name]) if name in fields else {}
+            known = vars(fields[name]) if name in fields else {"message_s": MESSAGE_S}
             fields[name] = Link(**_needed(name, {**known, **_taken(name, table, LINK)}))
     if (table := page.pop("network", None)) is not None:
         fields["network"] = _network(_table("network", table))

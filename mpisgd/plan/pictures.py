@@ -94,7 +94,7 @@ def draw_timelines(path: Path, predictions: Sequence[Prediction], title: str) ->
     figure.legend(
         list(handles.values()), list(handles), loc="outside lower center", ncols=6, frameon=False, fontsize=8
     )
-    figure.suptitle(title, fontsize=10)
+    figure.suptitle(textwrap.fill(title, TITLE_CHARACTERS), fontsize=10)
     figure.savefig(path, dpi=110, format="png")
     pyplot.close(figure)
 

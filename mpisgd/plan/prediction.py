@@ -13,7 +13,8 @@ from mpisgd.plan.network import FatTree
 from mpisgd.plan.simulation.collectives import AUTO
 from mpisgd.plan.steps.job import PlannedJob
 from mpisgd.plan.steps.memory import Memory, memory_of
-from mpisgd.plan.steps.strategies import PlannedStep, plan_step
+from mpisgd.plan.steps.planned_step import PlannedStep
+from mpisgd.plan.steps.strategies import plan_step
 from mpisgd.plan.stragglers import straggler_factor
 
 __all__ = ["LeftOut", "Options", "Prediction", "level_seconds", "predict", "predict_all"]

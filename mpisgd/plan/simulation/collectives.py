@@ -19,7 +19,7 @@ import numpy as np
 from mpisgd.errors import InvalidArgument
 from mpisgd.plan.cluster import Cluster
 from mpisgd.plan.simulation.engine import Task, simulate
-from mpisgd.plan.simulation.messages import ALL_REDUCE, Round, all_gather, all_reduce, reduce_scatter
+from mpisgd.plan.simulation.messages import ALL_REDUCE, Round, collective_rounds
 
 __all__ = [
     "AUTO",
@@ -129,20 +129,15 @@ def _latencies(cluster: Cluster, each: Round) -> Any:
     return np.where(src != dst, between, cluster.within.latency_s)
 
 
-COLLECTIVES = {"reduce_scatter": reduce_scatter, "all_gather": all_gather}
-
-
-def rounds_of(cluster: Cluster, collective: str, nbytes: float) -> list[Round]:
-    """Return the rounds of an all-reduce algorithm, or of another collective."""
-    if collective in COLLECTIVES:
-        return COLLECTIVES[collective](cluster.placement, nbytes)
-    return all_reduce(collective, cluster.placement, nbytes)
+def rounds_of(cluster: Cluster, algorithm: str, nbytes: float, collective: str = "all_reduce") -> list[Round]:
+    """Return the rounds of a collective by an algorithm; see `collective_rounds`."""
+    return collective_rounds(collective, algorithm, cluster.placement, nbytes)
 
 
 @lru_cache(maxsize=1024)
-def cost_of(cluster: Cluster, collective: str) -> Cost:
-    """Return what a collective takes by its size; an algorithm's name means the all-reduce by it."""
-    return cost_of_rounds(cluster, rounds_of(cluster, collective, 1.0))
+def cost_of(cluster: Cluster, algorithm: str, collective: str = "all_reduce") -> Cost:
+    """Return what a collective takes by its size."""
+    return cost_of_rounds(cluster, rounds_of(cluster, algorithm, 1.0, collective))
 
 
 def cost_of_rounds(cluster: Cluster, rounds: Sequence[Round]) -> Cost:
@@ -160,12 +155,12 @@ def check_algorithm(name: str) -> None:
         raise InvalidArgument(f"plan: algorithm={name!r}; expected one of {', '.join((AUTO, *ALL_REDUCE))}")
 
 
-def fastest(cluster: Cluster, nbytes: float, algorithm: str = AUTO) -> str:
+def fastest(cluster: Cluster, nbytes: float, algorithm: str = AUTO, collective: str = "all_reduce") -> str:
     """Return the algorithm itself, or for `auto` the one that is predicted to take least."""
     if algorithm != AUTO:
         return algorithm
     names = CANDIDATES[:1] if cluster.hosts == 1 else CANDIDATES
-    return min(names, key=lambda name: cost_of(cluster, name).seconds(nbytes))
+    return min(names, key=lambda name: cost_of(cluster, name, collective).seconds(nbytes))
 
 
 def link_bytes(cluster: Cluster, rounds: Sequence[Round]) -> dict[str, tuple[float, float]]:

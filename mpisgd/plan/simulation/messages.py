@@ -20,7 +20,7 @@ import numpy as np
 from mpisgd.errors import InvalidArgument
 from mpisgd.plan.network import Placement
 
-__all__ = ["ALL_REDUCE", "Round", "all_gather", "all_reduce", "neighbours", "reduce_scatter", "shift"]
+__all__ = ["ALL_REDUCE", "Round", "collective_rounds", "neighbours", "shift"]
 
 Array = Any  # numpy's, of int64
 
@@ -139,25 +139,22 @@ ALL_REDUCE: dict[str, Callable[[Placement, float], list[Round]]] = {
 }
 
 
-def all_reduce(algorithm: str, place: Placement, nbytes: float) -> list[Round]:
-    """Return the rounds of an all-reduce of `nbytes`; none on one rank.
+def collective_rounds(collective: str, algorithm: str, place: Placement, nbytes: float) -> list[Round]:
+    """Return the rounds of an all-reduce of `nbytes`, or of a half of it; none on one rank.
+
+    An all-reduce is a reduce-scatter, after which each rank has 1 / p of the sum, and an all-gather of these.
 
     Raises:
         InvalidArgument: there is no such algorithm.
     """
     if algorithm not in ALL_REDUCE:
         raise InvalidArgument(f"plan: algorithm={algorithm!r}; expected one of {', '.join(ALL_REDUCE)}")
-    return ALL_REDUCE[algorithm](place, nbytes) if place.size > 1 else []
+    rounds = ALL_REDUCE[algorithm](place, nbytes) if place.size > 1 else []
+    return [each for each in rounds if HALVES[collective] in (None, each.combines)]
 
 
-def reduce_scatter(place: Placement, nbytes: float) -> list[Round]:
-    """Return p - 1 rounds of a ring: each rank ends with 1 / p of the sum of `nbytes`."""
-    return ring(place, nbytes)[:1] if place.size > 1 else []
-
-
-def all_gather(place: Placement, nbytes: float) -> list[Round]:
-    """Return p - 1 rounds of a ring: everyone ends with all of `nbytes`, of which each rank had 1 / p."""
-    return ring(place, nbytes)[1:] if place.size > 1 else []
+# Whether the rounds of a collective add up what arrives; None: both kinds.
+HALVES = {"all_reduce": None, "reduce_scatter": True, "all_gather": False}
 
 
 def neighbours(destinations: Sequence[Sequence[int]], nbytes: float) -> list[Round]:

@@ -83,12 +83,10 @@ class StepGraph:
         members = cluster or self.cluster
         if members.size == 1 or not nbytes:
             return self.communicate(name, Cost(0.0, 0.0), 0.0, after)
-        how = fastest(members, nbytes, self.algorithm) if name == "all_reduce" else name
-        for level, carried in _traffic(members, how).items():
+        how = fastest(members, nbytes, self.algorithm, name)
+        for level, carried in _traffic(members, how, name).items():
             self.carry(level, carried * nbytes)
-        return self.communicate(
-            f"{name} {how}" if how != name else name, cost_of(members, how), nbytes, after
-        )
+        return self.communicate(f"{name} {how}", cost_of(members, how, name), nbytes, after)
 
     def wire(self, wire: Wire, after: Iterable[int] = ()) -> int:
         """Add what becomes of a bucket: what its compressor computes, in the queue, and its collectives."""
@@ -119,8 +117,13 @@ class StepGraph:
         """Return when each task runs."""
         return simulate(self.tasks, {CORE: 1.0})
 
+    def end_s(self) -> float:
+        """Return when the last task has ended."""
+        return max(span.end_s for span in self.run())
+
 
 @lru_cache(maxsize=1024)
-def _traffic(cluster: Cluster, how: str) -> dict[str, float]:
+def _traffic(cluster: Cluster, how: str, collective: str) -> dict[str, float]:
     """Return the bytes on the busiest link of each level, for each byte of a collective."""
-    return {level: most for level, (most, _) in link_bytes(cluster, rounds_of(cluster, how, 1.0)).items()}
+    found = link_bytes(cluster, rounds_of(cluster, how, 1.0, collective))
+    return {level: most for level, (most, _) in found.items()}

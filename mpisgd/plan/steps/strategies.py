@@ -5,44 +5,27 @@ takes more: (k - 1) of those and one of these are k steps.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from mpisgd.errors import InvalidArgument
-from mpisgd.plan.cluster import Cluster
-from mpisgd.plan.simulation.engine import Span
+from mpisgd.plan.model import Gradient, StepProfile
 from mpisgd.plan.steps.gossip import add_mixing
-from mpisgd.plan.steps.graph import COMMUNICATION, StepGraph
+from mpisgd.plan.steps.graph import StepGraph
 from mpisgd.plan.steps.job import PlannedJob
+from mpisgd.plan.steps.planned_step import (
+    PlannedStep,
+    all_reduce_bytes,
+    alone,
+    backward,
+    every,
+    every_step,
+    mean_of_parameters,
+    train,
+    update,
+)
 
-__all__ = ["PlannedStep", "plan_step"]
-
-
-@dataclass(frozen=True)
-class PlannedStep:
-    """What a step takes on average, and the one that is drawn.
-
-    Attributes:
-        step_s: from one step to the next.
-        optimizer_s: of it, what updates parameters.
-        communication_s: in which something is sent, hidden or not.
-        alpha_s: of this, what does not depend on bytes.
-        compression_s: what compressing and decompressing computes.
-        sent_bytes: of each rank, by the formulas of what travels.
-        traffic: bytes on the busiest link of each level.
-        graph: the tasks of the step that communicates most.
-        spans: when they run.
-    """
-
-    step_s: float
-    optimizer_s: float
-    communication_s: float
-    alpha_s: float
-    compression_s: float
-    sent_bytes: float
-    traffic: dict[str, float]
-    graph: StepGraph
-    spans: Sequence[Span]
+__all__ = ["plan_step"]
 
 
 def plan_step(job: PlannedJob, strategy: Any) -> PlannedStep:
@@ -55,116 +38,17 @@ def plan_step(job: PlannedJob, strategy: Any) -> PlannedStep:
     if kind not in STEPS:
         raise InvalidArgument(f"plan: {strategy} is not planned; expected one of {', '.join(STEPS)}")
     if job.cluster.size == 1:
-        return _every_step(job, _alone(job))
+        return every_step(job, alone(job))
     return STEPS[kind](job, strategy)
-
-
-# -- parts ---------------------------------------------------------------------------------------------
-
-
-def _train(job: PlannedJob, graph: StepGraph, name: str = "forward, backward") -> None:
-    graph.compute(name, job.profile.compute_s)
-
-
-def _update(job: PlannedJob, graph: StepGraph, share: float = 1.0) -> None:
-    graph.compute("optimizer", job.profile.optimizer_s * share)
-
-
-def _alone(job: PlannedJob) -> StepGraph:
-    graph = job.graph()
-    _train(job, graph)
-    _update(job, graph)
-    return graph
-
-
-def _backward(job: PlannedJob, graph: StepGraph, send: Callable[[list[Any], int], None]) -> None:
-    """Add forward and backward, and what is to be done with each bucket as it becomes complete."""
-    now = 0.0
-    graph.compute("forward", job.profile.forward_s)
-    now = job.profile.forward_s
-    for bucket in job.gradient_buckets():
-        gradients = job.gradients_of(bucket)
-        ready = max(gradient.ready_s for gradient in gradients)
-        place = graph.compute("backward", max(0.0, ready - now))
-        now = max(now, ready)
-        send(gradients, place)
-    graph.compute("backward", max(0.0, job.profile.compute_s - now))
-
-
-def _mean_of_parameters(job: PlannedJob, graph: StepGraph) -> int:
-    """Add the mean of all parameters, or of what they have changed by; return the place of its end."""
-    if job.is_compressed():
-        for bucket in job.parameter_buckets():
-            gradients = job.gradients_of(bucket)
-            packed = graph.move("copy", 2 * sum(gradient.nbytes for gradient in gradients))
-            graph.begin_operation([packed])
-            graph.wire(job.wire(gradients))
-            end = graph.wait()
-            graph.move("copy", 2 * sum(gradient.nbytes for gradient in gradients), [end])
-        return graph.wait()
-    messages = job.messages()
-    copied = graph.move("copy", 2 * job.small_bytes(), tensors=len(job.profile.gradients))
-    begun = graph.begin_operation([copied])
-    for nbytes in messages:
-        graph.collective("all_reduce", nbytes, [begun])
-        graph.sent_bytes += _all_reduce_bytes(job.cluster, nbytes)
-    return graph.move("copy", 2 * job.small_bytes(), [graph.wait()])
-
-
-def _all_reduce_bytes(cluster: Cluster, nbytes: float) -> float:
-    return 2 * (cluster.size - 1) / cluster.size * nbytes
-
-
-# -- results -------------------------------------------------------------------------------------------
-
-
-def _every_step(job: PlannedJob, graph: StepGraph, optimizer_s: float | None = None) -> PlannedStep:
-    """Return a step that is the same every time."""
-    spans = graph.run()
-    return PlannedStep(
-        step_s=max(span.end_s for span in spans),
-        optimizer_s=job.profile.optimizer_s if optimizer_s is None else optimizer_s,
-        communication_s=_busy(graph, spans),
-        alpha_s=graph.alpha_s,
-        compression_s=graph.compression_s,
-        sent_bytes=graph.sent_bytes,
-        traffic=dict(graph.traffic),
-        graph=graph,
-        spans=spans,
-    )
-
-
-def _busy(graph: StepGraph, spans: Sequence[Span]) -> float:
-    both = zip(graph.tasks, spans, strict=True)
-    return sum(span.end_s - span.start_s for task, span in both if task.track == COMMUNICATION)
-
-
-def _every(job: PlannedJob, period: float, graph: StepGraph, num_steps: int = 1) -> PlannedStep:
-    """Return the mean over `period` steps, of which the graph has `num_steps` and the rest sends nothing."""
-    alone_s = max(span.end_s for span in _alone(job).run())
-    found = _every_step(job, graph)
-    more_s = found.step_s - num_steps * alone_s
-    return replace(
-        found,
-        step_s=alone_s + more_s / period,
-        communication_s=found.communication_s / period,
-        alpha_s=found.alpha_s / period,
-        compression_s=found.compression_s / period,
-        sent_bytes=found.sent_bytes / period,
-        traffic={level: nbytes / period for level, nbytes in found.traffic.items()},
-    )
-
-
-# -- the strategies ------------------------------------------------------------------------------------
 
 
 def _synchronous(job: PlannedJob, strategy: Any) -> PlannedStep:
     """See `mpisgd.gradients`: buckets during backward, or all together at its end."""
     graph = job.graph()
     if job.overlaps:
-        _backward(job, graph, lambda gradients, place: _send(job, graph, gradients))
+        backward(job, graph, lambda gradients, place: _send(job, graph, gradients))
     else:
-        _train(job, graph)
+        train(job, graph)
         buckets = [job.gradients_of(bucket) for bucket in job.gradient_buckets()]
         copied = [sum(g.nbytes for g in each) for each in buckets if not job.is_alone(each)]
         copied_at = graph.move("copy", 2 * sum(copied), tensors=len(job.profile.gradients))
@@ -172,11 +56,11 @@ def _synchronous(job: PlannedJob, strategy: Any) -> PlannedStep:
         for gradients in buckets:
             graph.wire(job.wire(gradients))
     graph.wait()
-    _update(job, graph)
-    return _every_step(job, graph)
+    update(job, graph)
+    return every_step(job, graph)
 
 
-def _send(job: PlannedJob, graph: StepGraph, gradients: list[Any]) -> None:
+def _send(job: PlannedJob, graph: StepGraph, gradients: list[Gradient]) -> None:
     nbytes = 0 if job.is_alone(gradients) else sum(gradient.nbytes for gradient in gradients)
     graph.begin_operation([graph.move("copy", 2 * nbytes, tensors=len(gradients))])
     graph.wire(job.wire(gradients))
@@ -188,23 +72,23 @@ def _with_overlap(job: PlannedJob, strategy: Any) -> PlannedStep:
 
 def _local_sgd(job: PlannedJob, strategy: Any) -> PlannedStep:
     """See `mpisgd.strategies.local_sgd`: the mean every `period` steps, on each host maybe more often."""
-    graph = _alone(job)
+    graph = alone(job)
     if job.is_compressed():
         graph.move("changes", 3 * job.profile.nbytes)
-    _mean_of_parameters(job, graph)
+    mean_of_parameters(job, graph)
     if job.is_compressed():
         graph.move("mean", 5 * job.profile.nbytes)
     if strategy.average_state:
         graph.begin_operation()
         graph.collective("all_reduce", job.profile.state_bytes)
         graph.wait()
-    found = _every(job, strategy.period, graph)
+    found = every(job, strategy.period, graph)
     if strategy.hierarchy is None or job.cluster.ranks_per_host == 1 or job.cluster.hosts == 1:
         return found
     here = replace(job, cluster=job.cluster.at(job.cluster.ranks_per_host))
-    on_host = _alone(here)
-    _mean_of_parameters(here, on_host)
-    extra = max(span.end_s for span in on_host.run()) - max(span.end_s for span in _alone(here).run())
+    on_host = alone(here)
+    mean_of_parameters(here, on_host)
+    extra = on_host.end_s() - alone(here).end_s()
     share = 1 / strategy.hierarchy["host"] - 1 / strategy.hierarchy["job"]
     return replace(found, step_s=found.step_s + extra * share)
 
@@ -218,56 +102,56 @@ def _diloco(job: PlannedJob, strategy: Any) -> PlannedStep:
     """See `mpisgd.strategies.diloco`; with fragments as many means of a share of the parameters each."""
     overlap = strategy.overlap_steps
     graph = job.graph()
-    _train(job, graph)
-    _update(job, graph)
+    train(job, graph)
+    update(job, graph)
     graph.move("changes", 3 * job.profile.nbytes)
     if overlap:
         graph.begin_operation([len(graph.tasks) - 1])
         for nbytes in job.messages():
             graph.collective("all_reduce", nbytes)
-            graph.sent_bytes += _all_reduce_bytes(job.cluster, nbytes)
+            graph.sent_bytes += all_reduce_bytes(job.cluster, nbytes)
         for _ in range(overlap):
-            _train(job, graph)
-            _update(job, graph)
+            train(job, graph)
+            update(job, graph)
         graph.wait()
     else:
-        _mean_of_parameters(job, graph)
+        mean_of_parameters(job, graph)
     graph.move("outer step", (OUTER_MOVED - 3) * job.profile.nbytes)
-    return _every(job, strategy.sync_every, graph, 1 + overlap)
+    return every(job, strategy.sync_every, graph, 1 + overlap)
 
 
 def _elastic_averaging(job: PlannedJob, strategy: Any) -> PlannedStep:
     """See `mpisgd.strategies.elastic_averaging`."""
-    graph = _alone(job)
+    graph = alone(job)
     graph.move("differences", 6 * job.profile.nbytes)
-    _mean_of_parameters(job, graph)
+    mean_of_parameters(job, graph)
     graph.move("centre", 3 * job.profile.nbytes)
-    return _every(job, strategy.every, graph)
+    return every(job, strategy.every, graph)
 
 
 def _sharded(job: PlannedJob, strategy: Any) -> PlannedStep:
     """ZeRO's stages 1 and 2: a reduce-scatter of each bucket, an update of a share, an all-gather."""
     graph, cluster = job.graph(), job.cluster
 
-    def send(gradients: list[Any], place: int) -> None:
+    def send(gradients: list[Gradient], place: int) -> None:
         nbytes = sum(gradient.nbytes for gradient in gradients)
         graph.begin_operation([graph.move("copy", 0.0, [place], tensors=len(gradients))])
         graph.collective("reduce_scatter", nbytes)
-        graph.sent_bytes += _all_reduce_bytes(cluster, nbytes) / 2
+        graph.sent_bytes += all_reduce_bytes(cluster, nbytes) / 2
 
     if job.overlaps:
-        _backward(job, graph, send)
+        backward(job, graph, send)
     else:
-        _train(job, graph)
+        train(job, graph)
         for bucket in job.gradient_buckets():
             send(job.gradients_of(bucket), len(graph.tasks) - 1)
     graph.wait()
-    _update(job, graph, 1 / cluster.size)
+    update(job, graph, 1 / cluster.size)
     graph.begin_operation([len(graph.tasks) - 1])
     graph.collective("all_gather", job.profile.nbytes)
-    graph.sent_bytes += _all_reduce_bytes(cluster, job.profile.nbytes) / 2
+    graph.sent_bytes += all_reduce_bytes(cluster, job.profile.nbytes) / 2
     graph.wait()
-    return _every_step(job, graph, job.profile.optimizer_s / cluster.size)
+    return every_step(job, graph, job.profile.optimizer_s / cluster.size)
 
 
 def _fully_sharded(job: PlannedJob, strategy: Any) -> PlannedStep:
@@ -279,7 +163,7 @@ def _fully_sharded(job: PlannedJob, strategy: Any) -> PlannedStep:
 
     def gather(nbytes: float) -> int:
         graph.begin_operation()
-        graph.sent_bytes += _all_reduce_bytes(job.cluster, nbytes) / 2
+        graph.sent_bytes += all_reduce_bytes(job.cluster, nbytes) / 2
         return graph.collective("all_gather", nbytes)
 
     share = profile.forward_s / profile.backward_s if profile.backward_s else 0.0
@@ -290,13 +174,13 @@ def _fully_sharded(job: PlannedJob, strategy: Any) -> PlannedStep:
         place = graph.compute("backward", took, [gather(nbytes)] if again else [])
         graph.begin_operation([place])
         graph.collective("reduce_scatter", nbytes)
-        graph.sent_bytes += _all_reduce_bytes(job.cluster, nbytes) / 2
+        graph.sent_bytes += all_reduce_bytes(job.cluster, nbytes) / 2
     graph.wait()
-    _update(job, graph, 1 / job.cluster.size)
-    return _every_step(job, graph, profile.optimizer_s / job.cluster.size)
+    update(job, graph, 1 / job.cluster.size)
+    return every_step(job, graph, profile.optimizer_s / job.cluster.size)
 
 
-def _seconds_of(groups: Sequence[Sequence[Any]], profile: Any) -> list[float]:
+def _seconds_of(groups: Sequence[Sequence[Gradient]], profile: StepProfile) -> list[float]:
     """Return what of backward belongs to each group of gradients."""
     ends = [max(gradient.ready_s for gradient in group) - profile.forward_s for group in groups]
     ends[-1] = profile.backward_s
@@ -310,7 +194,7 @@ def _parameter_server(job: PlannedJob, strategy: Any) -> PlannedStep:
     if strategy.servers is not None or not strategy.locked:
         raise InvalidArgument(f"plan: {strategy} is not planned; expected servers=None and locked=True")
     graph, cluster = job.graph(), job.cluster
-    _train(job, graph)
+    train(job, graph)
     version = job.profile.nbytes + job.profile.state_bytes
     # A push reads a version of every shard and writes the next one, a pull reads it.
     pulls = strategy.push_every / (strategy.pull_every or strategy.push_every)
@@ -325,10 +209,10 @@ def _parameter_server(job: PlannedJob, strategy: Any) -> PlannedStep:
         graph.carry("host out", through)
         graph.carry("host in", through)
     graph.compute("wait for the servers", seconds)
-    _update(job, graph)
+    update(job, graph)
     graph.sent_bytes += passes * version * far
-    found = _every_step(job, graph)
-    alone_s = max(span.end_s for span in _alone(job).run())
+    found = every_step(job, graph)
+    alone_s = alone(job).end_s()
     return replace(found, step_s=alone_s + (found.step_s - alone_s) / strategy.push_every)
 
 
@@ -336,28 +220,28 @@ def _shared(job: PlannedJob) -> PlannedStep:
     """One copy of the parameters for each host, of which each rank updates its pieces."""
     graph, cluster = job.graph(), job.cluster
     share = 1 / cluster.ranks_per_host
-    _train(job, graph)
+    train(job, graph)
     graph.begin_operation([len(graph.tasks) - 1])
     # On one host nothing has to come back: the parameters are there for all.
     what = "all_reduce" if cluster.hosts > 1 else "reduce_scatter"
     for nbytes in job.messages():
         graph.collective(what, nbytes)
-        graph.sent_bytes += _all_reduce_bytes(cluster, nbytes) * (1.0 if cluster.hosts > 1 else 0.5)
+        graph.sent_bytes += all_reduce_bytes(cluster, nbytes) * (1.0 if cluster.hosts > 1 else 0.5)
     graph.wait()
-    _update(job, graph, share)
+    update(job, graph, share)
     graph.begin_operation([len(graph.tasks) - 1])
     graph.wait()
-    return _every_step(job, graph, job.profile.optimizer_s * share)
+    return every_step(job, graph, job.profile.optimizer_s * share)
 
 
 def _gossip(job: PlannedJob, strategy: Any) -> PlannedStep:
     if strategy.style == "asynchronous":
-        graph = _alone(job)
+        graph = alone(job)
         graph.move("exchange with the model", 6 * job.profile.nbytes)
-        return _every_step(job, graph)
-    graph = _alone(job)
+        return every_step(job, graph)
+    graph = alone(job)
     add_mixing(job, graph, strategy.graph)
-    return _every(job, strategy.every, graph)
+    return every(job, strategy.every, graph)
 
 
 STEPS: dict[str, Callable[[PlannedJob, Any], PlannedStep]] = {

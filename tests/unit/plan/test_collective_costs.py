@@ -11,7 +11,7 @@ from mpisgd.errors import InvalidArgument
 from mpisgd.plan.cluster import Cluster, Link
 from mpisgd.plan.network import FatTree, Placement, Switch, Torus
 from mpisgd.plan.simulation.collectives import cost_of, link_bytes, rounds_of, simulate_messages
-from mpisgd.plan.simulation.messages import ALL_REDUCE, all_gather, all_reduce, reduce_scatter
+from mpisgd.plan.simulation.messages import ALL_REDUCE, collective_rounds
 
 ALPHA, RATE = 1e-5, 1e9
 FAST = Link(1e-7, 1e12)
@@ -79,7 +79,7 @@ def test_an_oversubscribed_fat_tree_slows_down_what_leaves_its_leaves(oversubscr
     """All 4 hosts of a leaf send to the other leaf at once: the uplink is 4 links / oversubscription."""
     network = FatTree(4, oversubscription)
     cluster = hosts_of_one(8, network)
-    halving = all_reduce("halving_doubling", cluster.placement, N)[0]
+    halving = rounds_of(cluster, "halving_doubling", N)[0]
     assert halving.nbytes == N / 2
     plain = ALPHA + N / 2 / RATE
     expected = ALPHA + N / 2 / RATE * max(1.0, oversubscription)
@@ -145,15 +145,22 @@ def test_every_host_sends_what_the_formula_says_and_receives_as_much(algorithm, 
 
 @pytest.mark.parametrize("p", [2, 3, 4, 5, 8])
 def test_a_reduce_scatter_and_an_all_gather_send_half_of_an_all_reduce_each(p):
-    place = Placement(p, 1)
-    for half in (reduce_scatter(place, N), all_gather(place, N)):
-        assert sum(each.repeats * each.nbytes for each in half) == pytest.approx((p - 1) / p * N)
+    for half in ("reduce_scatter", "all_gather"):
+        rounds = collective_rounds(half, "ring", Placement(p, 1), N)
+        assert sum(each.repeats * each.nbytes for each in rounds) == pytest.approx((p - 1) / p * N)
 
 
 def test_a_host_sends_once_whatever_number_of_ranks_it_has():
     cluster = Cluster(4, 8, Link(ALPHA, RATE), FAST)
     assert link_bytes(cluster, rounds_of(cluster, "hierarchical", N))["host out"][0] == pytest.approx(1.5 * N)
     assert link_bytes(cluster, rounds_of(cluster, "ring", N))["host out"][0] == pytest.approx(2 * 31 / 32 * N)
+
+
+@pytest.mark.parametrize("algorithm", ALL_REDUCE)
+def test_a_reduce_scatter_and_an_all_gather_are_an_all_reduce(algorithm):
+    cluster = Cluster(4, 2, Link(ALPHA, RATE), FAST)
+    halves = [cost_of(cluster, algorithm, half).seconds(N) for half in ("reduce_scatter", "all_gather")]
+    assert sum(halves) == pytest.approx(cost_of(cluster, algorithm).seconds(N))
 
 
 # -- sizes ---------------------------------------------------------------------------------------------
@@ -184,7 +191,7 @@ def test_a_hundred_thousand_ranks(network):
 
 def test_an_unknown_algorithm_is_refused():
     with pytest.raises(InvalidArgument, match="expected one of"):
-        all_reduce("star", Placement(2, 1), N)
+        collective_rounds("all_reduce", "star", Placement(2, 1), N)
 
 
 def test_a_torus_without_room_is_refused():

@@ -112,5 +112,5 @@ def test_the_examples_of_the_page(tmp_path):
     cluster.write_text(example("cluster"))
     model.write_text(example("model"))
     assert read_cluster(cluster).cluster.size == 128
-    assert read_model(model).numel == 24 * (2 * 4096 * 1024 + 4096 + 1024) + 50_000_000
+    assert read_model(model).numel == 52352 * 2048 + 24 * (12 * 2048**2 + 9 * 2048) + 4096
     assert run(cluster, "--model", model, "--batch", "4").exit_code == 0

@@ -54,8 +54,8 @@ def test_a_cluster_file(tmp_path):
     assert found.cluster == Cluster(
         hosts=16,
         ranks_per_host=8,
-        between=Link(1e-5, 12.5e9),
-        within=Link(5e-6, 2e11),
+        between=Link(1e-5, 12.5e9, message_s=5e-7),
+        within=Link(5e-6, 2e11, message_s=5e-7),
         network=FatTree(4, 2),
         within_is_shared=False,
         flops_per_s=2e13,

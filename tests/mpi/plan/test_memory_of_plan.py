@@ -1,0 +1,72 @@
+"""What a rank is planned to keep is what it keeps: all tensors there are after some steps are counted."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from verdicts import everyone
+
+import mpisgd
+from mpisgd.plan.cluster import Cluster, Link
+from mpisgd.plan.model import Gradient, StepProfile
+from mpisgd.plan.prediction import predict
+from mpisgd.plan.steps.methods import planned_methods
+
+WIDTH = 512  # a matrix has 1 MiB: large enough to travel from where it lies
+LAYERS = 3
+MODEL = LAYERS * WIDTH * WIDTH * 4
+
+
+def tensor_bytes():
+    """The bytes of all memory that tensors lie in."""
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+    grads = [each.grad for each in tensors if each.is_leaf and each.grad is not None]
+    memory = {
+        each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in (*tensors, *grads)
+    }
+    return sum(memory.values())
+
+
+def kept(method):
+    """What five steps have left behind on this rank."""
+    before = tensor_bytes()
+    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    (choice,) = planned_methods(method)
+    optimizer = mpisgd.DistributedOptimizer(
+        torch.optim.AdamW(model.parameters()), strategy=choice.strategy, compression=choice.compression
+    )
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(torch.full((2, WIDTH), float(mpisgd.rank()))).sum().backward()
+        optimizer.step()
+    return tensor_bytes() - before
+
+
+def planned(method):
+    """The same, less what is needed only while the ranks communicate."""
+    gradients = tuple(Gradient(f"{i}", LAYERS - 1 - i, (WIDTH, WIDTH), 4, 1.0) for i in range(LAYERS))
+    profile = StepProfile("model", 2, 1.0, 1.0, 1.0, gradients, "adamw")
+    cluster = Cluster(1, mpisgd.size(), Link(1e-6, 1e9), Link(1e-6, 1e9))
+    (choice,) = planned_methods(method)
+    return predict(cluster, profile, choice).memory.total
+
+
+# And what is gone after the step: the changes of the parameters.
+METHODS = {
+    "Synchronous": 0,
+    "Synchronous + TopK(ratio=0.01)": 0,
+    "Synchronous + PowerSGD(rank=2)": 0,
+    "LocalSGD(2)": 0,
+    "DiLoCo(2)": MODEL,
+    "ElasticAveraging(every=2)": MODEL,
+}
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_rank_keeps_what_was_planned(method):
+    expected, found = planned(method) - METHODS[method], kept(method)
+    everyone(abs(found / expected - 1) < 0.05, f"planned {expected:,.0f} bytes, kept {found:,.0f}")
