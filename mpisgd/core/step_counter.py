@@ -5,6 +5,7 @@ other processes see: then nobody has to ask this one, and they see them also whi
 """
 
 import functools
+import os
 import time
 from typing import Any
 
@@ -83,6 +84,10 @@ class StepCounter:
         words[0], words[1], words[2] = self.words
         self.words = words
 
+    def detach(self) -> None:
+        """Write into memory of this process alone: it is a copy of the one whose steps are seen."""
+        self.words = list(self.words)
+
 
 counter = StepCounter()
 
@@ -91,3 +96,4 @@ counter = StepCounter()
 def start_counting() -> None:
     """Count the steps of this process from now on."""
     register_optimizer_step_post_hook(counter)
+    os.register_at_fork(after_in_child=counter.detach)
