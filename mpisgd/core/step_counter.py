@@ -5,10 +5,12 @@ other processes see: then nobody has to ask this one, and they see them also whi
 """
 
 import functools
+import os
 import time
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mpisgd import tracing
@@ -29,21 +31,18 @@ class _Steps:
         self.sink: tracing.Sink | None = None
         self.track = track
 
-    def add(self, now_ns: int) -> None:
-        """Count a step, which has lasted since the one before; what precedes the first one is none."""
-        if self.number:
-            took_ns = now_ns - self.last_ns
-            if tracing.sink is not None and self.sink is tracing.sink:
-                args = {"number": self.number + 1}
-                self.sink.span(self.track, f"step {self.number + 1}", self.last_ns, now_ns, "step", args)
-            self.mean_ns += (took_ns - self.mean_ns) // (MEAN_OVER if self.mean_ns else 1)
+    def record(self, now_ns: int) -> None:
+        """Note a step that ends now in the timeline, which has seen the end of the one before."""
+        if tracing.sink is not None and self.sink is tracing.sink:
+            name, args = f"step {self.number}", {"number": self.number}
+            self.sink.span(self.track, name, self.last_ns, now_ns, "step", args)
         self.sink = tracing.sink
-        self.number += 1
-        self.last_ns = now_ns
 
 
 class StepCounter:
     """The steps of all optimizers of this process; called after each of them.
+
+    A step lasts since the one before; what precedes the first one is none.
 
     Attributes:
         words: of the optimizer that made the last step, how many it has made; when the last one ended, by
@@ -56,14 +55,19 @@ class StepCounter:
         self._steps: dict[int, _Steps] = {}  # by the optimizer's id
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Count a step."""
-        if torch.compiler.is_compiling():  # a traced step is no step, and the clock would end the graph
+        """Count a step. Every step pays for this, so it calls next to nothing."""
+        if is_compiling():  # a traced step is no step, and the clock would end the graph
             return
         steps = self._steps.get(id(optimizer)) or self._begin(optimizer)
-        now_ns = time.monotonic_ns()
-        steps.add(now_ns)
-        words = self.words
+        now_ns, words = time.monotonic_ns(), self.words
+        steps.number += 1
+        if tracing.sink is not steps.sink or steps.sink is not None:
+            steps.record(now_ns)
+        if steps.number > 1:
+            took_ns = now_ns - steps.last_ns
+            steps.mean_ns += (took_ns - steps.mean_ns) // (MEAN_OVER if steps.mean_ns else 1)
         words[0], words[1], words[2] = steps.number, now_ns, steps.mean_ns
+        steps.last_ns = now_ns
 
     def _begin(self, optimizer: torch.optim.Optimizer) -> _Steps:
         """Return the count of an optimizer that makes its first step."""
@@ -80,6 +84,10 @@ class StepCounter:
         words[0], words[1], words[2] = self.words
         self.words = words
 
+    def detach(self) -> None:
+        """Write into memory of this process alone: it is a copy of the one whose steps are seen."""
+        self.words = list(self.words)
+
 
 counter = StepCounter()
 
@@ -88,3 +96,4 @@ counter = StepCounter()
 def start_counting() -> None:
     """Count the steps of this process from now on."""
     register_optimizer_step_post_hook(counter)
+    os.register_at_fork(after_in_child=counter.detach)

@@ -58,7 +58,7 @@ def test_it_shows_for_whom_the_others_wait(tmp_path):
         (tmp_path / "pids.over").touch()
         assert job.wait(LIMIT_S) == 0
     over = run_python("-m", "mpisgd", "top", "--pid", pids[0])
-    assert over.returncode == 1
+    assert over.returncode == 2
     assert over.stderr.endswith(f"error: there is no process {pids[0]} here\n")
 
 

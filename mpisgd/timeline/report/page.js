@@ -435,7 +435,7 @@ class Timeline {
     const x = (time) => left + ((time - this.from) / (this.to - this.from)) * this.width;
     this.drawRuler(context, height, x);
     const colours = record.kinds.map((kind) => colour(kind));
-    const ink = colour("ink"), ground = colour("ground");
+    const inks = record.kinds.map((kind) => ({ move: colour("ground"), blocked: colour("ground"), message: colour("ground"), wait: "#1c2128" })[kind] ?? colour("ink"));
     excerpt.rows.forEach((_, row) => {
       let last = [-1, -1, -1]; // of the pixel and the colour drawn before: thousands of events may fall on one
       for (const i of this.byRow[row]) {
@@ -448,7 +448,7 @@ class Timeline {
         const y = RULER + row * ROW;
         context.fillStyle = colours[excerpt.kind[i]];
         context.fillRect(x0, y + 2, wide > 3 ? wide - 0.5 : wide, ROW - 4);
-        if (wide > 40) this.drawName(context, excerpt.texts[excerpt.name[i]], x0, y, wide, ["step", "operation", "queue", "other"].includes(record.kinds[excerpt.kind[i]]) ? ink : ground);
+        if (wide > 40) this.drawName(context, excerpt.texts[excerpt.name[i]], x0, y, wide, inks[excerpt.kind[i]]);
       }
     });
     this.drawLabels(context, width);

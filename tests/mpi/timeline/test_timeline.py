@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from pathlib import Path
@@ -198,3 +199,23 @@ def test_a_group_of_gradients_tells_whose_they_are(path, face):
             assert group["bytes"] >= sum(group["parameters"].values())
     first = [groups_of_gradients(found, rank) for rank in range(mpisgd.size())]
     assert all([g["parameters"] for g in each] == [g["parameters"] for g in first[0]] for each in first)
+
+
+def test_steps_memory_and_sent_bytes_are_recorded(path):
+    rank, size = mpisgd.rank(), mpisgd.size()
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    mpisgd.start_timeline(path)
+    for _ in range(4):
+        optimizer.step()
+    received = mpisgd.irecv(torch.ones(25), (rank - 1) % size)
+    mpisgd.isend(torch.ones(25), (rank + 1) % size).wait()
+    received.wait()
+    mpisgd.stop_timeline()
+    found = recorded(path)
+    for r in range(size):
+        steps = [e for e in found if e["ph"] == "X" and e["pid"] == r and e["cat"] == "step"]
+        assert len(steps) == 3  # from the end of the first one on
+        assert all(a["ts"] + a["dur"] == pytest.approx(b["ts"]) for a, b in itertools.pairwise(steps))
+        samples = {e["name"]: e["args"] for e in found if e["ph"] == "C" and e["pid"] == r}
+        assert samples["memory"]["own"] > 0
+        assert samples["bytes sent"][f"to rank {(r + 1) % size}"] >= 100

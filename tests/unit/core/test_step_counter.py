@@ -58,6 +58,10 @@ def test_it_goes_on_in_other_words(clock):
     assert words.tolist() == [1, 5_000_000, 0]
     step(counter, clock, FIRST, 7)
     assert words.tolist() == [2, 7_000_000, 2_000_000]
+    counter.detach()  # as a child process does, which has the same memory
+    step(counter, clock, FIRST, 9)
+    assert words.tolist() == [2, 7_000_000, 2_000_000]
+    assert counter.words == [3, 9_000_000, 2_000_000]
 
 
 def test_steps_are_in_the_timeline_from_the_second_one_on_that_it_has_seen(clock, monkeypatch):
@@ -77,7 +81,7 @@ def test_steps_are_in_the_timeline_from_the_second_one_on_that_it_has_seen(clock
 
 def test_a_traced_step_is_none(clock, monkeypatch):
     counter = StepCounter()
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr("mpisgd.core.step_counter.is_compiling", lambda: True)
     step(counter, clock, FIRST, 5)
     assert counter.words == [0, 0, 0]
 

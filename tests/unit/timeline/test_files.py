@@ -120,3 +120,16 @@ def test_another_file_is_refused_by_name(tmp_path, content):
 def test_a_file_that_is_not_there_is_refused_by_name(tmp_path):
     with pytest.raises(InvalidArgument, match="missing"):
         list(read_events(tmp_path / "missing"))
+
+
+def test_memory_and_what_was_sent_are_sampled(tmp_path):
+    recorder = Recorder(tmp_path / "t", 1, Clock())
+    for dst, nbytes in ((0, 100), (2, 7), (0, 50)):
+        recorder.sent(dst, nbytes)
+    recorder.close()
+    samples = [e for e in json.loads((tmp_path / "t").read_text()) if e["ph"] == "C"]
+    last = {event["name"]: event["args"] for event in samples}
+    assert last["bytes sent"] == {"to rank 0": 150, "to rank 2": 7}
+    assert last["memory"]["own"] > 2**20
+    assert last["memory"]["device"] == 0
+    assert all(event["pid"] == 1 for event in samples)
