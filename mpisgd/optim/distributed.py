@@ -27,6 +27,7 @@ from mpisgd.gradients.options import ReductionOptions, check_options
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.optim.in_sync import check_tensors_in_sync
 from mpisgd.optim.parameter_names import agree_on, name_buffers, name_parameters
+from mpisgd.strategies.compatibility import check_momentum
 from mpisgd.strategies.strategy import Strategy, Synchronizer
 from mpisgd.strategies.synchronous import Synchronous
 from mpisgd.strategies.training import Training
@@ -156,6 +157,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 [buffer for _, buffer in buffers],
             )
             strategy.check(training)
+            check_momentum(training)
             summary = _summary(strategy, training, backward_passes_per_step)
             agree_on("DistributedOptimizer", [*named, *buffers], members, extra=summary)
             self._synchronizer = strategy.synchronizer(training)

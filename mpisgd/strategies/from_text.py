@@ -1,6 +1,9 @@
-"""A strategy or a compressor from a text such as `LocalSGD(8)`: for command lines and configurations."""
+"""A strategy, a compressor or an optimizer from a text such as `LocalSGD(8)`: for command lines and the like."""
 
 import ast
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,9 +14,26 @@ from mpisgd.compress.compressor import Compressor
 from mpisgd.errors import InvalidArgument
 from mpisgd.strategies.strategy import Strategy
 
-__all__ = ["compressor_from_text", "strategy_from_text"]
+__all__ = ["OptimizerChoice", "compressor_from_text", "optimizer_from_text", "strategy_from_text"]
 
 CASTS = ("none", "fp16", "bf16")
+
+
+@dataclass(frozen=True)
+class OptimizerChoice:
+    """What makes an optimizer of parameters.
+
+    Attributes:
+        kind: its class.
+        options: what it is made with.
+    """
+
+    kind: type[torch.optim.Optimizer]
+    options: Mapping[str, Any]
+
+    def make(self, params: Any, **options: Any) -> torch.optim.Optimizer:
+        """Return the optimizer of `params`; `options` replace those of the choice."""
+        return self.kind(params, **{**self.options, **options})
 
 
 def strategy_from_text(text: str) -> Strategy:
@@ -49,7 +69,31 @@ def compressor_from_text(text: str) -> Compressor:
     return made
 
 
-def _made(what: str, text: str, module: Any) -> Any:
+def optimizer_from_text(text: str) -> OptimizerChoice:
+    """Return the choice of `torch.optim.<text>`, or of `mpisgd.<text>` as in `OneBitAdam(freeze_step=50)`.
+
+    Args:
+        text: a name, or a call whose arguments are literals by name: `SGD(lr=0.1, momentum=0.9)`.
+
+    Raises:
+        InvalidArgument: as for `strategy_from_text`.
+    """
+    name, arguments, options = _parsed("optimizer", text)
+    kind = getattr(torch.optim, name, None) or (getattr(mpisgd, name) if name in mpisgd.__all__ else None)
+    own = isinstance(kind, type) and getattr(kind, "averages_in_step", False)
+    if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer) or arguments:
+        raise InvalidArgument(f"optimizer {shown(text)}: expected such as AdamW(lr=0.001)")
+    try:
+        inspect.signature(kind).bind(None, **options)
+        if not own:  # one that averages by itself is made by all ranks together
+            kind([torch.zeros(1, requires_grad=True)], **options)
+    except (TypeError, ValueError) as exc:
+        raise InvalidArgument(f"optimizer {shown(text)}: {exc}") from exc
+    return OptimizerChoice(kind, options)
+
+
+def _parsed(what: str, text: str) -> tuple[str, list[Any], dict[str, Any]]:
+    """Return the name, the arguments, and those by name, of a call."""
     check_text(what, what, text)
     try:
         node = ast.parse(text.strip(), mode="eval").body
@@ -60,7 +104,11 @@ def _made(what: str, text: str, module: Any) -> Any:
         options = {str(keyword.arg): _literal(keyword.value) for keyword in call.keywords}
     except (SyntaxError, ValueError) as exc:
         raise InvalidArgument(f"{what} {shown(text)}: {exc}") from exc
-    name = call.func.id
+    return call.func.id, arguments, options
+
+
+def _made(what: str, text: str, module: Any) -> Any:
+    name, arguments, options = _parsed(what, text)
     kind = getattr(module, name) if name in module.__all__ else None
     if not isinstance(kind, type) or not issubclass(kind, (Strategy, Compressor)):
         raise InvalidArgument(f"{what} {shown(text)}: {name} is no {what}")

@@ -1,6 +1,7 @@
 """Measured rows as PNG files."""
 
 import itertools
+import statistics
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,7 +48,12 @@ def plot(path: Path, record: dict[str, Any]) -> None:
     from matplotlib import pyplot
 
     kind, panels = record["kind"], _panels(record)
-    special = {"collectives": _draw_times, "scaling": _draw_scaling, "strategies": _draw_accuracy}
+    special = {
+        "collectives": _draw_times,
+        "scaling": _draw_scaling,
+        "strategies": _draw_accuracy,
+        "strategies of text": _draw_loss,
+    }
     draw = special.get(kind, _draw_bars)
     columns = min(max(len(panels), 1), NUM_COLUMNS)
     num_rows = -(-len(panels) // columns) or 1
@@ -126,6 +132,21 @@ def _draw_accuracy(ax: "Axes", rows: Sequence[Row], record: dict[str, Any]) -> N
     label = "MiB sent by all hosts" if in_bytes else "seconds of training"
     ax.set(xlabel=label, ylabel="test accuracy, %")
     ax.set_ylim(bottom=max(0, min(100 * point[2] for row in rows for point in row["curve"])))
+    ax.grid(alpha=0.3)
+
+
+def _draw_loss(ax: "Axes", rows: Sequence[Row], record: dict[str, Any]) -> None:
+    """Draw validation loss over the steps of a training; what is synchronous is black."""
+    others = [row for row in rows if not row["is_synchronous"]]
+    for row in rows:
+        number = -1 if row["is_synchronous"] else others.index(row)
+        style = ("-", "--", ":")[max(0, number) // len(COLOURS) % 3]
+        colour, width = ("black", 2.2) if number < 0 else (COLOURS[number % len(COLOURS)], 1.2)
+        x, y = ([point[place] for point in row["curve"]] for place in (3, 2))
+        ax.plot(x, y, style, marker=".", color=colour, linewidth=width, label=row["variant"])
+    # What does not train shall not decide the scale.
+    ax.set_ylim(top=1.2 * statistics.median(row["curve"][0][2] for row in rows))
+    ax.set(xlabel="steps", ylabel="validation loss of a byte, natural units")
     ax.grid(alpha=0.3)
 
 

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 import mpisgd
 from mpisgd.bench.cases import BATCHES
 from mpisgd.bench.measure import slowest
@@ -58,7 +60,7 @@ def run_compression(
         for method in plan.methods:
             training = Training(task, mpisgd.rank())
             try:
-                method.distribute(training.optimizer, named_parameters=training.model.named_parameters())
+                training.optimizer = _optimizer(method, training)
             except (mpisgd.InvalidArgument, mpisgd.UnsupportedOp) as exc:  # alike on all ranks
                 left_out.append({"model": model, "variant": method.name, "reason": str(exc)})
                 continue
@@ -69,6 +71,14 @@ def run_compression(
     if mpisgd.num_nodes() == 1:
         notes.append("all ranks share a host: nothing passes a link")
     return {"rows": rows, "left_out": left_out, "notes": notes, "steps": plan.steps}
+
+
+def _optimizer(method: Method, training: Training) -> torch.optim.Optimizer:
+    """Return the optimizer of a method, or the usual one of the model, made to train with others. Collective."""
+    params, optimizer = training.model.named_parameters(), training.optimizer
+    if method.optimizer is not None:
+        optimizer = method.optimizer.make(training.model.parameters())
+    return method.distribute(optimizer, named_parameters=params)
 
 
 def _measured(name: str, training: Training, plan: CompressionPlan) -> dict[str, Any]:
