@@ -6,8 +6,8 @@
     DIR/step-00000200/.metadata      which part is where; written last, so without it the rest is incomplete
 
 In them every tensor has the name it has in the whole model, and a divided one says which part of it this is.
-Where ranks have models of their own, these are of the common model: any layout goes on from it. The same method
-on as many ranks goes on from what each rank has of its own, as if nothing had been.
+Where ranks have models of their own, these are of the common model: any layout goes on from it. The same
+method on as many ranks goes on from what each rank has of its own, as if nothing had been.
 All ranks write, so the folder must be on a file system that all hosts share.
 """
 
@@ -108,7 +108,9 @@ def read_state(path: Path, run: dict[str, Any], model: nn.Module, optimizer: Opt
     elif method == run.get("method"):
         read_own_state(path, model, optimizer)
     else:
-        plain = copy.copy(optimizer)  # torch takes a step to find out what state there is: not one of all ranks
+        plain = copy.copy(
+            optimizer
+        )  # torch takes a step to find out what state there is: not one of all ranks
         read_common_state(path, model, plain)
         optimizer.load_state_dict(plain.state_dict())
 

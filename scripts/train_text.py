@@ -6,10 +6,10 @@
     mpirun -np 8 python scripts/train_text.py --parallel dp=2,tp=2,pp=2          three axes
     mpirun -np 4 python scripts/train_text.py --strategy "DiLoCo(50)"            data parallel on a slow link
 
-All but the last is torch's own (DDP, fully_shard, parallelize_module, pipelining, distributed checkpoints), and
-runs over MPI by the name of a backend, at (1). The loss is the same in every layout. How a model is divided at
-(3) is in parallelize.py; forward and backward are in training_pass.py. --strategy and --compression are
-mpisgd's (methods.py), for whole models on all ranks.
+All but the last is torch's own (DDP, fully_shard, parallelize_module, pipelining, distributed checkpoints),
+and runs over MPI by the name of a backend, at (1). The loss is the same in every layout. How a model is
+divided at (3) is in parallelize.py; forward and backward are in training_pass.py. --strategy and
+--compression are mpisgd's (methods.py), for whole models on all ranks.
 
 Only rank 0 reads text; checkpoints are written by all ranks, into a folder that all hosts share.
 """
@@ -335,7 +335,10 @@ def main(
 ) -> None:
     """Train a GPT on text, on all ranks of the job (mpirun -np N ...), or alone."""
     mpisgd.init()
-    layout, method = parse_layout(parallel, int(zero.value), mpisgd.size()), read_method(strategy, compression)
+    layout, method = (
+        parse_layout(parallel, int(zero.value), mpisgd.size()),
+        read_method(strategy, compression),
+    )
     check_method(method, layout)
     num_micro_batches = accumulate or (2 * layout.pp if layout.pp > 1 else 1)
     settings = Settings(layers, heads, dim, context, batch_size, lr, warmup_steps, seed, precision)

@@ -5,16 +5,18 @@ mpirun -np 4 -hostfile hosts python -m mpisgd bench strategies --task text --tab
 mpirun -np 4 -hostfile hosts python -m mpisgd bench compression
 """
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import mpisgd
 from mpisgd.bench import cases
 from mpisgd.cli.bench import Json, Models, Plot, Quick, TimeLimit, choice_of
+from mpisgd.cli.program import is_reporting_rank
 from mpisgd.cli.record import Output, measure_in_job
 
 if TYPE_CHECKING:
@@ -51,13 +53,16 @@ def strategies(
     text_file: Annotated[
         Path | None, typer.Option("--table", readable=False, help="Write the tables into this file, too.")
     ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Take what the file of --json has of these methods.")
+    ] = False,
     quick: Quick = False,
     limit_s: TimeLimit = 3600.0,
 ) -> None:
     """Compare accuracy or loss, time and bytes of strategies and compressions; best on several hosts.
 
     A method is a strategy, maybe + a compression, maybe with an optimizer: "LocalSGD(8) with SGD(lr=0.3)".
-    Files are written after each training: what ends early leaves what it has.
+    Files are written after each training: what ends early leaves what it has, and --resume goes on with it.
     """
     from mpisgd.bench.strategies.curves import StrategiesPlan, run_strategies
     from mpisgd.bench.strategies.digits import Digits
@@ -69,7 +74,8 @@ def strategies(
     if chosen == "text":
         make_task = partial(Text, *((8, 2) if quick else (steps, 6)), batch or 32)
     usual = _optimizer(optimizer) if optimizer else None
-    plan = StrategiesPlan(_methods(methods), make_task, 1 if quick else seeds, usual)
+    before = _rows_of(json_file) if resume else []
+    plan = StrategiesPlan(_methods(methods), make_task, 1 if quick else seeds, usual, before)
     kind = "strategies" if chosen == "digits" else "strategies of text"
     measure_in_job(kind, run_strategies, plan, output, limit_s=limit_s)
 
@@ -92,6 +98,14 @@ def compression(
     chosen = choice_of("--models", models, MODELS)
     plan = CompressionPlan(_methods(methods), chosen, 2 if quick else steps, quick)
     measure_in_job("compression", run_compression, plan, output, limit_s=limit_s)
+
+
+def _rows_of(file: Path | None) -> list[dict[str, Any]]:
+    """Return the rows of a record, none where there is none; on the rank that writes it."""
+    if file is None or not is_reporting_rank() or not file.exists():
+        return []
+    rows: list[dict[str, Any]] = json.loads(file.read_text())["rows"]
+    return rows
 
 
 def _methods(text: str) -> "list[Method]":

@@ -114,7 +114,7 @@ class Compressor(abc.ABC):
         return False
 
     def codec(self, layout: BucketLayout) -> Codec:
-        """Return what compresses what one rank has, of float32 or float64, without memory; see `is_contraction`."""
+        """Return what compresses a bucket of one rank, float32 or float64; see `is_contraction`."""
         raise NotImplementedError(f"{type(self).__name__} has no codec")
 
     def changes(self, dtype: torch.dtype) -> bool:

@@ -56,8 +56,8 @@ class CompressedMomentumOptimizer(torch.optim.Optimizer, abc.ABC):
     Collective: all ranks of `group` make the same optimizer over the same parameters, which begin equal
     (`mpisgd.broadcast_parameters`), and call `step()` together. Gradients are this rank's own until then, so
     several `backward()`s before a `step()` accumulate; clip them, if at all, before each rank's `step()`.
-    GradScaler is refused: it would skip steps on some ranks only. A deep copy has parameters, state and errors
-    of its own and trains with the same ranks, which must have copied theirs, too; a pickle is refused.
+    GradScaler is refused: it would skip steps on some ranks only. A deep copy has parameters, state and
+    errors of its own and trains with the same ranks, which must have copied theirs, too; a pickle is refused.
 
     Args:
         params: as for any torch optimizer.
@@ -79,8 +79,13 @@ class CompressedMomentumOptimizer(torch.optim.Optimizer, abc.ABC):
     _step_supports_amp_scaling = True  # GradScaler leaves the decision to `step()` then, on every rank
     # What a deep copy takes over beside what all torch optimizers have.
     _copied: ClassVar[tuple[str, ...]] = (
-        "_agreed", "_exchanges", "_loaded_errors", "group", "num_steps", "spans_job"
-    )  # fmt: skip
+        "_agreed",
+        "_exchanges",
+        "_loaded_errors",
+        "group",
+        "num_steps",
+        "spans_job",
+    )
 
     def __init__(self, params: Any, defaults: dict[str, Any], group: Group | None, agreed: str) -> None:
         self._agreed = agreed

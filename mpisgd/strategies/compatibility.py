@@ -48,8 +48,8 @@ def check_momentum(training: Training) -> None:
     beta = max(float(options.get("momentum", 0.0)) for options in training.optimizer.param_groups)
     if beta:
         raise InvalidArgument(
-            f"DistributedOptimizer: {compression} has a momentum, and {type(training.optimizer).__name__} has "
-            f"momentum={beta}; make the optimizer with momentum=0"
+            f"DistributedOptimizer: {compression} has a momentum, and so has the optimizer, {beta}; make it "
+            "with momentum=0"
         )
 
 
@@ -62,6 +62,6 @@ def refuse_momentum(strategy: object, training: Training) -> None:
     compression = training.options.compression
     if compression.has_momentum:
         raise InvalidArgument(
-            f"DistributedOptimizer: compression={compression} does not go with {strategy}: it has a momentum, "
-            "with which parameters would go beyond their mean"
+            f"DistributedOptimizer: compression={compression} does not go with {strategy}: it has a "
+            "momentum, with which parameters would go beyond their mean"
         )

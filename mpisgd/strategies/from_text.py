@@ -1,4 +1,4 @@
-"""A strategy, a compressor or an optimizer from a text such as `LocalSGD(8)`: for command lines and the like."""
+"""A strategy, a compressor or an optimizer from a text such as `LocalSGD(8)`: for command lines."""
 
 import ast
 import inspect

@@ -20,6 +20,7 @@ Row = dict[str, Any]
 
 NUM_COLUMNS, NUM_TICKS, TITLE_CHARACTERS = 4, 7, 65
 LONG_NAME = 20  # characters, in a legend
+PANEL_SIZES = {"strategies of text": (8, 6)}  # inches, where names are long
 # Ours stand out, and a variant has the same colour in every panel.
 COLOURS = ("#0b6e4f", "#c8553d", "#3d6fb4", "#8a5a9e", "#d99a2b", "#5f6b73", "#2aa7a1", "#a23b72")
 GREY = "#4a4a4a"
@@ -57,7 +58,8 @@ def plot(path: Path, record: dict[str, Any]) -> None:
     draw = special.get(kind, _draw_bars)
     columns = min(max(len(panels), 1), NUM_COLUMNS)
     num_rows = -(-len(panels) // columns) or 1
-    size = (5 * columns, 4 * num_rows + 0.6)
+    width, height = PANEL_SIZES.get(kind, (5, 4))
+    size = (width * columns, height * num_rows + 0.6)
     figure, grid = pyplot.subplots(num_rows, columns, figsize=size, squeeze=False, layout="constrained")
     for ax, panel in itertools.zip_longest(grid.flat, panels):
         if panel is None:
@@ -66,7 +68,7 @@ def plot(path: Path, record: dict[str, Any]) -> None:
             ax.set(title=panel)
             draw(ax, panels[panel], record)
     figure.suptitle(textwrap.fill(record["title"], TITLE_CHARACTERS * columns), fontsize=10)
-    labels = [ax.get_legend_handles_labels() for ax in grid.flat]
+    labels = [ax.get_legend_handles_labels() for ax in grid.flat if ax.get_legend() is None]
     lines = {name: line for handles, names in labels for line, name in zip(handles, names, strict=True)}
     if lines:
         ncols = 6 if max(map(len, lines)) <= LONG_NAME else 3
@@ -144,9 +146,10 @@ def _draw_loss(ax: "Axes", rows: Sequence[Row], record: dict[str, Any]) -> None:
         colour, width = ("black", 2.2) if number < 0 else (COLOURS[number % len(COLOURS)], 1.2)
         x, y = ([point[place] for point in row["curve"]] for place in (3, 2))
         ax.plot(x, y, style, marker=".", color=colour, linewidth=width, label=row["variant"])
-    # What does not train shall not decide the scale.
-    ax.set_ylim(top=1.2 * statistics.median(row["curve"][0][2] for row in rows))
+    first = [row["curve"][0][2] for row in rows]
+    ax.set_ylim(top=1.2 * statistics.median(first))  # what does not train shall not decide the scale
     ax.set(xlabel="steps", ylabel="validation loss of a byte, natural units")
+    ax.legend(fontsize=7, loc="upper right")
     ax.grid(alpha=0.3)
 
 

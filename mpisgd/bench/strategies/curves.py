@@ -41,12 +41,14 @@ class StrategiesPlan:
         make_task: returns what they train. Collective.
         seeds: so many trainings of each method, each with other weights and another order of the data.
         optimizer: of methods that name none; None: that of the task.
+        before: rows of an earlier record: what they have is not trained again. On rank 0.
     """
 
     methods: Sequence[Method]
     make_task: Callable[[], Task]
     seeds: int
     optimizer: OptimizerChoice | None = None
+    before: Sequence[dict[str, Any]] = ()
 
 
 class Point(NamedTuple):
@@ -65,6 +67,13 @@ class _Results:
         self._plan, self._task = plan, task
         self._curves: dict[str, list[list[Point]]] = {method.name: [] for method in plan.methods}
         self._left_out: dict[str, str] = {}
+        for row in mpisgd.broadcast_object(list(plan.before)):
+            if row["variant"] in self._curves:
+                self._curves[row["variant"]] = [[Point(*point) for point in c] for c in row["curves"]]
+
+    def has(self, method: Method, seed: int) -> bool:
+        """Return whether a training is there."""
+        return len(self._curves[method.name]) > seed
 
     def add(self, method: Method, curve: list[Point]) -> dict[str, Any]:
         """Take a training; return its row."""
@@ -78,7 +87,9 @@ class _Results:
     def record(self) -> dict[str, Any]:
         """Return what is known of all methods, compared with the best synchronous one of their section."""
         rows = [
-            self._row(method, curves) for method in self._plan.methods if (curves := self._curves[method.name])
+            self._row(method, curves)
+            for method in self._plan.methods
+            if (curves := self._curves[method.name])
         ]
         for row in rows:
             row.update(self._compared(row, rows))
@@ -101,6 +112,7 @@ class _Results:
             "median_s": float(mean[-1][0]),
             "mib_sent": float(mean[-1][1]) / 2**20,
             "curve": mean.tolist(),
+            "curves": [[list(point) for point in curve] for curve in curves],
         }
 
     def _compared(self, row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -109,7 +121,8 @@ class _Results:
         if not bases:
             return {"speed_up": None, f"{measure}_ratio": None}
         base = self._task.best(bases, key=lambda each: each[measure])
-        ratio = row[measure] / base[measure]
+        seeds = min(len(row["finals"]), len(base["finals"]))  # that both have
+        ratio = sum(row["finals"][:seeds]) / sum(base["finals"][:seeds])
         return {"speed_up": base["median_s"] / row["median_s"], f"{measure}_ratio": ratio}
 
 
@@ -135,6 +148,8 @@ def run_strategies(plan: StrategiesPlan, peers: object, report: Report) -> dict[
     results = _Results(plan, task)
     for seed in range(plan.seeds):
         for method in plan.methods:
+            if results.has(method, seed):
+                continue
             try:
                 row = results.add(method, _curve(task, method, seed))
             except (mpisgd.InvalidArgument, mpisgd.UnsupportedOp) as exc:  # alike on all ranks

@@ -1,4 +1,4 @@
-"""`Method`: what to compare, written as `LocalSGD(8)`, `Synchronous + bf16` or `DiLoCo(20) with AdamW(lr=0.003)`.
+"""`Method`: what to compare: `LocalSGD(8)`, `Synchronous + bf16` or `DiLoCo(20) with AdamW(lr=0.003)`.
 
     METHODS = METHOD; METHOD; ...
     METHOD = STRATEGY [+ COMPRESSION] [with OPTIMIZER]
@@ -61,7 +61,9 @@ class Method:
     def is_synchronous(self) -> bool:
         """Whether all ranks average their gradients in every step, as they are."""
         own = self.optimizer is not None and hasattr(self.optimizer.kind, "averages_in_step")
-        return self.strategy == mpisgd.Synchronous() and not own and self.compression == mpisgd.Compression.none
+        return (
+            self.strategy == mpisgd.Synchronous() and not own and self.compression == mpisgd.Compression.none
+        )
 
     def chosen(self, default: OptimizerChoice) -> OptimizerChoice:
         """Return the optimizer to train with; the default one without a momentum that compression has."""

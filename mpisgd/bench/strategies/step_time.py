@@ -74,7 +74,7 @@ def run_compression(
 
 
 def _optimizer(method: Method, training: Training) -> torch.optim.Optimizer:
-    """Return the optimizer of a method, or the usual one of the model, made to train with others. Collective."""
+    """Return the optimizer of a method, or that of the model, made to train with others. Collective."""
     params, optimizer = training.model.named_parameters(), training.optimizer
     if method.optimizer is not None:
         optimizer = method.optimizer.make(training.model.parameters())

@@ -131,8 +131,7 @@ class SparseSum:
         edges = torch.searchsorted(indices, torch.tensor(starts, device=indices.device)).tolist()
         values, edges = values[order], [*edges, len(indices)]
         return [
-            self.message(indices[start:stop], values[start:stop])
-            for start, stop in itertools.pairwise(edges)
+            self.message(indices[start:stop], values[start:stop]) for start, stop in itertools.pairwise(edges)
         ]
 
     def _sum_of_range(self, messages: Sequence[Tensor], start: int, stop: int) -> tuple[Tensor, Tensor]:

@@ -11,8 +11,8 @@ pushed, c[p]: its clock, the steps beyond which it may go. Worker p, in its step
 
 So max c - min f <= s at every moment. With s = 0 all workers read the same parameters in every step: what
 plain SGD makes of their updates is synchronous SGD. A worker that was lost, which the kernel knows from a
-lock that its process had, or that has finished counts no more. A step that a GradScaler would leave out is one
-without an update: the clocks of the others may depend on it.
+lock that its process had, or that has finished counts no more. A step that a GradScaler would leave out is
+one without an update: the clocks of the others may depend on it.
 """
 
 import abc
@@ -148,6 +148,7 @@ class Worker(Synchronizer, abc.ABC):
             raise InvalidArgument("ParameterServer: this rank is a worker; only the servers= serve")
         self._publish_once()
         while self._clocks.behind(DONE, 1):
+            self._clocks.check()
             time.sleep(SERVE_POLL_S)
         self.pull()
 

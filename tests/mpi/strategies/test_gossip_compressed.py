@@ -31,7 +31,7 @@ def top_k(x: torch.Tensor, ratio: float) -> torch.Tensor:
 
 
 def scaled_sign(x: torch.Tensor) -> torch.Tensor:
-    return x.abs().mean() * torch.where(x >= 0, 1.0, -1.0)
+    return x.abs().mean() * torch.where(x >= 0, 1.0, -1.0).double()
 
 
 def ring(size: int) -> torch.Tensor:

@@ -295,14 +295,16 @@ def test_other_ranks_and_more_parameters_go_on_from_what_there_was(locked):
 
 @pytest.mark.mpi(min_size=2)
 def test_between_hosts_a_step_moves_every_shard_three_times(monkeypatch):
-    """To the worker that updates it, back, and again to be read; with the number of the version four times."""
+    """To the worker that updates it, back, and again to be read; the number of the version four times."""
     monkeypatch.setattr(config, "shared_memory", lambda: False)
     group, sent = mpisgd.new_group(), []
     for steps in (2, 5):
         optimizer, _ = train(ParameterServer("async"), steps, in_turn=True, group=group)
         sent.append(optimizer.synchronizer._memory.window._memory._window.sent_bytes)
     num_shards = min(4, mpisgd.size())  # the model has four parameters; each fills up lines of 64 bytes
-    shards = sum(-(-8 * numel // 64) * 64 for numel in (40, 5, 5, 1)) + 64 * num_shards  # and counts of pushes
+    shards = (
+        sum(-(-8 * numel // 64) * 64 for numel in (40, 5, 5, 1)) + 64 * num_shards
+    )  # and counts of pushes
     expected = 3 * (3 * shards + 4 * 8 * num_shards)
     everyone(sent[1] - sent[0] == expected, f"{sent}; expected {expected}")
 
