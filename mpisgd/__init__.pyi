@@ -8,8 +8,8 @@ from mpisgd import data as data
 from mpisgd import elastic as elastic
 from mpisgd import gossip as gossip
 from mpisgd import nn as nn
-from mpisgd import rpc as rpc
 from mpisgd import pipeline as pipeline
+from mpisgd import rpc as rpc
 from mpisgd.collectives.all_gather import all_gather as all_gather
 from mpisgd.collectives.all_gather import all_gather_into_tensor as all_gather_into_tensor
 from mpisgd.collectives.all_reduce import all_reduce as all_reduce

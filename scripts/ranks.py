@@ -11,25 +11,37 @@ from torch import Tensor
 
 import mpisgd
 
-__all__ = ["mean_over_ranks", "on_rank_0", "or_job_error"]
+__all__ = ["everywhere", "mean_over_ranks", "on_rank_0", "or_job_error"]
 
 T = TypeVar("T")
 
 
 def on_rank_0(action: Callable[[], T]) -> T:
     """What `action` returns on rank 0, on every rank; where it cannot use a file, the end of the job."""
-    result, problem = None, None
-    if mpisgd.rank() == 0:
-        try:
-            result = action()
-        except (mpisgd.CheckpointError, DataError, mpisgd.JobError) as error:
-            problem = str(error)
-        except OSError as error:
-            problem = f"cannot write {error.filename}: {error.strerror}"
-    result, problem = mpisgd.broadcast_object((result, problem))
+    result, problem = mpisgd.broadcast_object(attempt(action) if mpisgd.rank() == 0 else None)
     if problem:
         raise mpisgd.JobError(problem)
     return result
+
+
+def everywhere(action: Callable[[], T]) -> T:
+    """What `action` returns on this rank; where it cannot use a file on any rank, the end of the job."""
+    result, problem = attempt(action)
+    problems: list[str | None] = [None] * mpisgd.size()
+    mpisgd.all_gather_object(problems, problem)
+    for first in filter(None, problems):
+        raise mpisgd.JobError(first)
+    return result
+
+
+def attempt(action: Callable[[], T]) -> tuple[T | None, str | None]:
+    """What `action` returns, or what is wrong with a file."""
+    try:
+        return action(), None
+    except (mpisgd.CheckpointError, DataError, mpisgd.JobError) as error:
+        return None, str(error)
+    except OSError as error:
+        return None, f"cannot write {error.filename}: {error.strerror}"
 
 
 @contextlib.contextmanager

@@ -2,20 +2,27 @@
 
     DIR/step-00000200/run.json       what run this is, and how it went so far; rank 0 writes it
     DIR/step-00000200/*.distcp       every rank's part of the parameters and of the optimizer's state
+    DIR/step-00000200/rank-3.pt      with --strategy or --compression: what rank 3 has of its own
     DIR/step-00000200/.metadata      which part is where; written last, so without it the rest is incomplete
 
 In them every tensor has the name it has in the whole model, and a divided one says which part of it this is.
+Where ranks have models of their own, these are of the common model: any layout goes on from it. The same
+method on as many ranks goes on from what each rank has of its own, as if nothing had been.
 All ranks write, so the folder must be on a file system that all hosts share.
 """
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed.checkpoint as dcp
-from ranks import on_rank_0
+from methods import common_model
+from ranks import everywhere, on_rank_0
 from records import check_identity
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -27,6 +34,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+import mpisgd
 from mpisgd import CheckpointError, JobError
 
 __all__ = ["read_run", "read_state", "write_checkpoint"]
@@ -42,10 +50,27 @@ def write_checkpoint(folder: Path, model: nn.Module, optimizer: Optimizer, run: 
     def begin() -> None:
         path.mkdir(parents=True, exist_ok=True)
         (path / ".metadata").unlink(missing_ok=True)  # of an earlier run
-        (path / "run.json").write_text(json.dumps(run))
+        (path / "run.json").write_text(json.dumps({**run, "method": method_of(optimizer)}))
 
     on_rank_0(begin)
-    dcp.save(state_of(model, optimizer), checkpoint_id=path)
+    if method_of(optimizer):
+        own = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        everywhere(lambda: torch.save(own, own_part(path)))
+    with common_model(optimizer):
+        dcp.save(state_of(model, optimizer), checkpoint_id=path)
+
+
+def method_of(optimizer: Optimizer) -> list[Any] | None:
+    """The strategy, the compression and the number of ranks; None where torch divides the work."""
+    if not isinstance(optimizer, mpisgd.DistributedOptimizer):
+        return None
+    compression = optimizer.synchronizer.training.options.compression
+    return [repr(optimizer.strategy), repr(compression), mpisgd.size()]
+
+
+def own_part(path: Path) -> Path:
+    """The file of what this rank has of its own."""
+    return path / f"rank-{mpisgd.rank()}.pt"
 
 
 def read_run(folder: Path, identity: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
@@ -67,12 +92,45 @@ def read_run(folder: Path, identity: dict[str, Any]) -> tuple[Path, dict[str, An
     return path, run
 
 
-def read_state(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
+def read_state(path: Path, run: dict[str, Any], model: nn.Module, optimizer: Optimizer) -> None:
     """Load what this rank holds of the model and of the optimizer's state. Collective.
+
+    Args:
+        path: of the checkpoint, as for `run`: what `read_run` has returned.
+        model: to load into, as for `optimizer`.
 
     Raises:
         JobError: a part is missing or damaged; on every rank.
     """
+    method = method_of(optimizer)
+    if method is None:
+        read_common_state(path, model, optimizer)
+    elif method == run.get("method"):
+        read_own_state(path, model, optimizer)
+    else:
+        plain = copy.copy(
+            optimizer
+        )  # torch takes a step to find out what state there is: not one of all ranks
+        read_common_state(path, model, plain)
+        optimizer.load_state_dict(plain.state_dict())
+
+
+def read_own_state(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
+    """Load what this rank has written as its own."""
+
+    def read() -> dict[str, Any]:
+        try:
+            return torch.load(own_part(path))
+        except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+            raise JobError(f"cannot load checkpoint {own_part(path)}: {error}") from error
+
+    own = everywhere(read)
+    model.load_state_dict(own["model"])
+    optimizer.load_state_dict(own["optimizer"])
+
+
+def read_common_state(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
+    """Load this rank's part of what all ranks have written together."""
     state = state_of(model, optimizer)
     try:
         dcp.load(state, checkpoint_id=path)

@@ -19,7 +19,6 @@ import importlib.util
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from itertools import islice
@@ -29,6 +28,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from image_data import ImageData, load
+from methods import CompressionOption, Method, StrategyOption, common_model, finish, read_method
 from ranks import mean_over_ranks, on_rank_0
 from records import (
     Epoch,
@@ -47,7 +47,6 @@ from train_state import Checkpointer, resume_from
 
 import mpisgd
 from mpisgd.cli.program import run_program
-from mpisgd.strategies.from_text import compressor_from_text, strategy_from_text
 
 Batch = tuple[Tensor, Tensor]
 
@@ -251,20 +250,15 @@ class Training:
 
 
 def build_training(
-    settings: Settings, images: ImageData, batches: DataLoader[Batch], *, sync: bool
+    settings: Settings, images: ImageData, batches: DataLoader[Batch], method: Method | None
 ) -> Training:
-    """The model, its optimizer and the schedule of its learning rate."""
+    """The model, its optimizer and the schedule of its learning rate; without a method ranks train alone."""
     torch.manual_seed(settings.seed)
     model = build_model(settings.model, images.image_shape, images.num_classes)
     model.to(settings.torch_dtype)
     optimizer = build_optimizer(settings.optimizer, model, scaled_lr(settings.lr, settings.batch_size))
-    if sync:  # (3) from here on backward() averages the gradients over the ranks
-        optimizer = mpisgd.DistributedOptimizer(
-            optimizer,
-            named_parameters=model.named_parameters(),
-            strategy=strategy_from_text(settings.strategy),
-            compression=compressor_from_text(settings.compression),
-        )
+    if method:  # (3) from here on backward() averages the gradients over the ranks
+        optimizer = method.distribute(optimizer, model)
     scheduler = warm_up(optimizer, settings.warmup_epochs * len(batches))
     return Training(model, optimizer, scheduler, batches)
 
@@ -286,13 +280,6 @@ def train_epoch(training: Training, after_step: Callable[[], object]) -> float:
     mean = mean_over_ranks(training.total_and_count)  # (5) what one rank has seen is only its share
     training.total_and_count.zero_()
     return mean
-
-
-def common_model(optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
-    """Inside, the model is what those of all ranks stand for, where a strategy lets them differ."""
-    if isinstance(optimizer, mpisgd.DistributedOptimizer):
-        return optimizer.consensus()
-    return nullcontext()
 
 
 @torch.no_grad()
@@ -342,16 +329,11 @@ def identity(settings: Settings, images: ImageData) -> dict[str, Any]:
     }
 
 
-def check_methods(strategy: str, compression: str, *, checkpoints: bool, sync: bool) -> None:
-    """Find out before the data is loaded what is misspelt, or does not go together."""
-    try:
-        chosen, compressor = strategy_from_text(strategy), compressor_from_text(compression)
-    except mpisgd.InvalidArgument as exc:
-        raise mpisgd.JobError(f"--{exc}") from exc
-    differs = chosen != mpisgd.Synchronous()
-    if not sync and (differs or compressor != mpisgd.Compression.none):
+def check_method(method: Method, strategy: str, *, checkpoints: bool, sync: bool) -> None:
+    """Find out before the data is loaded what does not go together."""
+    if not sync and not method.is_default:
         raise mpisgd.JobError("--no-sync does not go with --strategy and --compression")
-    if checkpoints and differs:
+    if checkpoints and not method.has_one_model:
         raise mpisgd.JobError(
             f"--checkpoint-folder does not go with --strategy {strategy}: every rank has a model of its own, "
             "and a checkpoint of this program has one"
@@ -424,12 +406,8 @@ def main(
     metrics: Annotated[
         Path | None, typer.Option(readable=False, help="File for one line of JSON per epoch.")
     ] = None,
-    strategy: Annotated[
-        str, typer.Option(help="How the ranks' models relate, such as LocalSGD(8), DiLoCo(40).")
-    ] = "Synchronous",
-    compression: Annotated[
-        str, typer.Option(help="What gradients travel as, such as bf16, TopK(ratio=0.01).")
-    ] = "none",
+    strategy: StrategyOption = "Synchronous",
+    compression: CompressionOption = "none",
     no_sync: Annotated[
         bool, typer.Option("--no-sync", help="Train every rank alone, for comparison.")
     ] = False,
@@ -438,7 +416,8 @@ def main(
     mpisgd.init()  # (1)
     if checkpoint_folder is None and (resume or checkpoint_every):
         raise mpisgd.JobError("--resume and --checkpoint-every need --checkpoint-folder")
-    check_methods(strategy, compression, checkpoints=checkpoint_folder is not None, sync=not no_sync)
+    method = read_method(strategy, compression)
+    check_method(method, strategy, checkpoints=checkpoint_folder is not None, sync=not no_sync)
     on_rank_0(lambda: check_outputs(plot, metrics))
     on_rank_0(lambda: check_tensorboard(tensorboard))
     images = on_rank_0(lambda: load(data, num_classes=classes))
@@ -447,7 +426,7 @@ def main(
     settings = Settings(model, optimizer, lr, warmup_epochs, batch_size, seed, dtype, strategy, compression)
     train_loader = train_batches(images.train.dataset(settings.torch_dtype), batch_size, seed)
     test_loader = test_batches(images.test.dataset(settings.torch_dtype))
-    training = build_training(settings, images, train_loader, sync=not no_sync)
+    training = build_training(settings, images, train_loader, None if no_sync else method)
     checkpointer, resumed = None, False
     if checkpoint_folder:
         checkpointer = Checkpointer(checkpoint_folder, checkpoint_every, identity(settings, images), training)
@@ -483,6 +462,7 @@ def main(
                 checkpointer.save()
         if checkpointer:
             checkpointer.finish()
+        finish(training.optimizer)
         last, seconds = training.history[-1], time.perf_counter() - start
         terminal.say(f"test accuracy {last.test_accuracy:.2%} after {last.epoch} epochs ({seconds:.1f} s)")
         if plot:

@@ -4,10 +4,12 @@
     mpirun -np 4 python scripts/train_text.py                                    data parallel
     mpirun -np 4 python scripts/train_text.py --zero 3                           sharded model
     mpirun -np 8 python scripts/train_text.py --parallel dp=2,tp=2,pp=2          three axes
+    mpirun -np 4 python scripts/train_text.py --strategy "DiLoCo(50)"            data parallel on a slow link
 
-All of it is torch's own (DDP, fully_shard, parallelize_module, pipelining, distributed checkpoints), and runs
-over MPI by the name of a backend, at (1). The loss is the same in every layout. How a model is divided at (3)
-is in parallelize.py; forward and backward are in training_pass.py.
+All but the last is torch's own (DDP, fully_shard, parallelize_module, pipelining, distributed checkpoints),
+and runs over MPI by the name of a backend, at (1). The loss is the same in every layout. How a model is
+divided at (3) is in parallelize.py; forward and backward are in training_pass.py. --strategy and
+--compression are mpisgd's (methods.py), for whole models on all ranks.
 
 Only rank 0 reads text; checkpoints are written by all ranks, into a folder that all hosts share.
 """
@@ -26,6 +28,7 @@ import torch
 import torch.distributed as dist
 import typer
 from layout import Layout, check_fit, parse_layout
+from methods import CompressionOption, Method, StrategyOption, common_model, finish, read_method
 from parallelize import parallelize
 from ranks import mean_over_ranks, on_rank_0
 from records import TensorBoard, Terminal, append_metrics, check_tensorboard, check_writable
@@ -109,11 +112,15 @@ class Training:
 # --- training -----------------------------------------------------------------------------------------
 
 
-def build_training(whole: GPT, settings: Settings, layout: Layout, num_micro_batches: int) -> Training:
+def build_training(
+    whole: GPT, settings: Settings, layout: Layout, num_micro_batches: int, method: Method
+) -> Training:
     """This rank's part of the model and of every batch. Collective."""
     mesh = layout.mesh()  # (2) the ranks as a grid
     dropping = drop_layers(whole, settings)
-    model = parallelize(whole, layout, mesh, drops_layers=dropping is not None)  # (3)
+    model = whole
+    if method.is_default:
+        model = parallelize(whole, layout, mesh, drops_layers=dropping is not None)  # (3)
     pipelined = layout.pp > 1
     model_pass = (
         Pipelined(model, num_micro_batches, mesh.get_group("pp"))
@@ -124,6 +131,8 @@ def build_training(whole: GPT, settings: Settings, layout: Layout, num_micro_bat
     place = mesh.get_local_rank("replicate") + mesh.get_local_rank("shard")  # one of them is 0
     batch_slice = slice(place * share, (place + 1) * share)
     optimizer = build_optimizer(settings, layout, model, mesh)
+    if not method.is_default:
+        optimizer = method.distribute(optimizer, model, backward_passes_per_step=num_micro_batches)
     return Training(model, model_pass, optimizer, batch_slice, dropping=dropping)
 
 
@@ -256,9 +265,9 @@ def identity(settings: Settings, text: Tensor) -> dict[str, Any]:
 
 
 def resume(folder: Path, training: Training, identity: dict[str, Any]) -> None:
-    """Go on where the run that wrote `folder` was, in whatever layout. Collective."""
+    """Go on where the run that wrote `folder` was, in whatever layout, by whatever method. Collective."""
     path, run = on_rank_0(lambda: read_run(folder, identity))
-    read_state(path, training.model, training.optimizer)
+    read_state(path, run, training.model, training.optimizer)
     training.step = run["step"]
     if training.dropping is not None:
         training.dropping.load_state_dict({**training.dropping.state_dict(), "num_steps": training.step})
@@ -270,6 +279,15 @@ def save(folder: Path, training: Training, identity: dict[str, Any]) -> None:
     history = [asdict(figures) for figures in training.history]
     run = {"identity": identity, "step": training.step, "history": history}
     write_checkpoint(folder, training.model, training.optimizer, run)
+
+
+def check_method(method: Method, layout: Layout) -> None:
+    """A strategy and a compression want the whole model on every rank."""
+    if not method.is_default and (layout.zero or max(layout.tp, layout.pp) > 1):
+        divided = f"--zero {layout.zero}" if layout.zero else f"--parallel {layout}"
+        raise mpisgd.JobError(
+            f"--strategy and --compression go with the whole model on every rank, not with {divided}"
+        )
 
 
 def check_outputs(save: Path | None, metrics: Path | None) -> None:
@@ -330,6 +348,8 @@ def main(
     resume_from: Annotated[
         Path | None, typer.Option("--resume", help="Resume from a folder of --save, in any layout.")
     ] = None,
+    strategy: StrategyOption = "Synchronous",
+    compression: CompressionOption = "none",
     sample: Annotated[int, typer.Option(min=0, help="Bytes to generate at the end.")] = 200,
     prompt: Annotated[str, typer.Option(help="Prompt of the generated text.")] = "def ",
     log_every: Annotated[int, typer.Option(min=1, help="Steps between log lines.")] = 20,
@@ -343,7 +363,11 @@ def main(
 ) -> None:
     """Train a GPT on text, on all ranks of the job (mpirun -np N ...), or alone."""
     mpisgd.init()
-    layout = parse_layout(parallel, int(zero.value), mpisgd.size())
+    layout, method = (
+        parse_layout(parallel, int(zero.value), mpisgd.size()),
+        read_method(strategy, compression),
+    )
+    check_method(method, layout)
     num_micro_batches = accumulate or (2 * layout.pp if layout.pp > 1 else 1)
     sizes = (layers, heads, dim, context, batch_size)
     settings = Settings(*sizes, lr, warmup_steps, seed, precision, layer_dropping)
@@ -358,7 +382,7 @@ def main(
     headline = describe(settings, layout, num_micro_batches, model, text)
     for block in model.blocks.values():
         block.checkpointed = checkpoint_activations
-    training = build_training(model, settings, layout, num_micro_batches)
+    training = build_training(model, settings, layout, num_micro_batches, method)
     if resume_from:
         resume(resume_from, training, run_identity)
     if metrics:
@@ -379,8 +403,10 @@ def main(
                     on_rank_0(lambda: append_metrics(metrics, training.history[-1:]))
             if save_to and (training.step == steps or (save_every and training.step % save_every == 0)):
                 save(save_to, training, run_identity)
+        finish(training.optimizer)
         if sample:
-            written = write_text(training, settings, (prompt or "\n").encode(), sample)
+            with common_model(training.optimizer):
+                written = write_text(training, settings, (prompt or "\n").encode(), sample)
             terminal.say(f"a sample:\n{written.decode(errors='replace')}")
         if save_to:
             terminal.say(f"checkpoint: {save_to}")

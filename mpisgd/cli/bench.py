@@ -4,6 +4,7 @@ mpirun -np 2 python -m mpisgd bench collectives --json all.json --plot all.png
 mpirun -np 2 python -m mpisgd bench step
 mpirun -np 2 python -m mpisgd bench checks
 mpirun -np 4 -hostfile hosts python -m mpisgd bench strategies --plot strategies.png
+mpirun -np 4 -hostfile hosts python -m mpisgd bench strategies --task text --table text.txt
 mpirun -np 4 -hostfile hosts python -m mpisgd bench compression
 mpirun -np 2 -hostfile hosts python -m mpisgd bench overlap
 mpirun -np 2 python -m mpisgd bench offload --folder /scratch
@@ -30,9 +31,8 @@ from mpisgd.config import available_cores, is_launched
 
 if TYPE_CHECKING:
     from mpisgd.bench.measure import Pace
-    from mpisgd.bench.strategies.method import Method
 
-__all__ = ["bench", "counts_of", "refuse_under_mpirun"]
+__all__ = ["bench", "choice_of", "counts_of", "refuse_under_mpirun"]
 
 bench = typer.Typer(add_completion=False, help="Measure collectives and training steps beside their peers.")
 
@@ -61,9 +61,6 @@ BestThreads = Annotated[
 ]
 DdpBuckets = Annotated[str, typer.Option("--ddp-buckets", help="Bucket sizes to try with DDP.")]
 Launcher = Annotated[str, typer.Option(help='For example "mpirun -hostfile hosts".')]
-Methods = Annotated[
-    str, typer.Option(help="Strategies, some with + a compression, between semicolons.", show_default=False)
-]
 ALL_PEERS = "gloo,horovod"
 MODELS = tuple(cases.BATCHES)
 
@@ -91,10 +88,10 @@ def collectives(
     if quick:
         only, sizes, rounds = "all_reduce,broadcast" if only == "all" else only, "4,64KiB", min(rounds, 3)
     plan = CollectivesPlan(
-        _choice("--only", only, cases.COLLECTIVES),
+        choice_of("--only", only, cases.COLLECTIVES),
         cases.sizes(sizes),
-        _choice("--dtypes", dtypes, tuple(cases.ITEM_BYTES)),
-        _choice("--algorithms", algorithms, CHOICES),
+        choice_of("--dtypes", dtypes, tuple(cases.ITEM_BYTES)),
+        choice_of("--algorithms", algorithms, CHOICES),
         Pace(rounds, min(rounds, 3), budget_s, turn_s=0.004, max_calls=100),
     )
     measure_in_job("collectives", run_collectives, plan, output, _peers(peers), limit_s=limit_s)
@@ -122,8 +119,8 @@ def step(
 
     output = Output(json_file, plot_file)
     pace = _pace_of_steps(rounds, budget_s, quick)
-    chosen = _choice("--models", models, MODELS)
-    (kind,) = _choice("--optimizer", optimizer, tuple(OPTIMIZERS))
+    chosen = choice_of("--models", models, MODELS)
+    (kind,) = choice_of("--optimizer", optimizer, tuple(OPTIMIZERS))
     plan = StepPlan(chosen, batch or None, cases.sizes(buckets), quick, pace, threads or None, kind)
     wanted = [*_peers(peers), *REFERENCES]
     measure_in_job("step", run_steps, plan, output, wanted, limit_s=limit_s, threads=threads)
@@ -150,53 +147,12 @@ def overlap(
     from mpisgd.bench.overlap import OverlapPlan, run_overlap
 
     output = Output(json_file, plot_file)
-    (name,) = _choice("--model", model, MODELS)
+    (name,) = choice_of("--model", model, MODELS)
     pace = Pace(min(rounds, 2) if quick else rounds, min(rounds, 2), budget_s, turn_s=0.0, max_calls=1)
     plan = OverlapPlan(name, batch or None, share, factor, cases.sizes(buckets), quick, pace)
     measure_in_job(
         "overlap", run_overlap, plan, output, _peers(peers), limit_s=limit_s, threads=threads, min_hosts=2
     )
-
-
-@bench.command()
-def strategies(
-    methods: Methods = "",
-    epochs: Annotated[int, typer.Option(min=1, help="Of each training.")] = 15,
-    seeds: Annotated[int, typer.Option(min=1, help="Trainings of each method.")] = 3,
-    batch: Annotated[int, typer.Option(min=1, help="Images of a step, over all ranks.")] = 48,
-    width: Annotated[int, typer.Option(min=1, help="Of the network's hidden layers.")] = 128,
-    json_file: Json = None,
-    plot_file: Plot = None,
-    quick: Quick = False,
-    limit_s: TimeLimit = 3600.0,
-) -> None:
-    """Compare accuracy, time and bytes of strategies and compressions; best on several hosts."""
-    from mpisgd.bench.strategies.accuracy import StrategiesPlan, run_strategies
-
-    output = Output(json_file, plot_file)
-    plan = StrategiesPlan(_methods(methods), 2 if quick else epochs, 1 if quick else seeds, batch, width)
-    measure_in_job("strategies", run_strategies, plan, output, limit_s=limit_s)
-
-
-@bench.command()
-def compression(
-    methods: Methods = "",
-    models: Models = "transformer",
-    steps: Annotated[
-        int, typer.Option(min=1, help="Of a timed block; a multiple of the strategies' periods.")
-    ] = 32,
-    json_file: Json = None,
-    plot_file: Plot = None,
-    quick: Quick = False,
-    limit_s: TimeLimit = 3600.0,
-) -> None:
-    """Time steps of strategies and compressions, count what they send, and say which do not pay."""
-    from mpisgd.bench.strategies.step_time import CompressionPlan, run_compression
-
-    output = Output(json_file, plot_file)
-    chosen = _choice("--models", models, MODELS)
-    plan = CompressionPlan(_methods(methods), chosen, 2 if quick else steps, quick)
-    measure_in_job("compression", run_compression, plan, output, limit_s=limit_s)
 
 
 @bench.command()
@@ -227,7 +183,7 @@ def offload(
         min(steps, 3) if quick else steps,
         prefetch,
         cases.sizes(block)[0],
-        _choice("--io", io, ("direct", "buffered")),
+        choice_of("--io", io, ("direct", "buffered")),
         checksum or None,
     )
     try:
@@ -254,7 +210,7 @@ def checks(
 
     output = Output(json_file)
     pace = _pace_of_steps(rounds, budget_s, quick)
-    plan = StepPlan(_choice("--models", models, MODELS), batch or None, (), quick, pace)
+    plan = StepPlan(choice_of("--models", models, MODELS), batch or None, (), quick, pace)
     measure_in_job("checks", run_checks, plan, output, limit_s=limit_s, threads=threads)
 
 
@@ -278,7 +234,7 @@ def scaling(
     output = Output(json_file, plot_file)
     counts = sorted({1, *counts_of("--ranks", ranks)})
     options = {
-        "--models": ",".join(_choice("--models", models, MODELS)),
+        "--models": ",".join(choice_of("--models", models, MODELS)),
         "--batch": batch,
         "--peers": "none",
         "--rounds": rounds,
@@ -320,7 +276,7 @@ def memory(
     refuse_under_mpirun("memory")
     output = Output(json_file, plot_file)
     plan = MemoryPlan(
-        _choice("--models", models, MODELS),
+        choice_of("--models", models, MODELS),
         list(OPTIMIZERS)[:1] if quick else list(OPTIMIZERS),
         ranks=ranks,
         threads=threads or max(1, available_cores() // ranks),
@@ -338,7 +294,7 @@ def memory(
 # -- what was asked for --------------------------------------------------------------------------------
 
 
-def _choice(option: str, text: str, known: Sequence[str]) -> list[str]:
+def choice_of(option: str, text: str, known: Sequence[str]) -> list[str]:
     """Return the names of a list, each known; `all` is all of them."""
     if text == "all":
         return list(known)
@@ -356,19 +312,10 @@ def counts_of(option: str, text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def _methods(text: str) -> "list[Method]":
-    from mpisgd.bench.strategies.method import DEFAULT_METHODS, methods_of
-
-    try:
-        return methods_of(text or ";".join(DEFAULT_METHODS))
-    except mpisgd.InvalidArgument as exc:
-        raise mpisgd.JobError(f"--methods: {exc}") from exc
-
-
 def _peers(text: str) -> list[str]:
     from mpisgd.bench.peers.framework import FRAMEWORKS
 
-    return [] if text in ("", "none") else _choice("--peers", text, tuple(FRAMEWORKS))
+    return [] if text in ("", "none") else choice_of("--peers", text, tuple(FRAMEWORKS))
 
 
 def _pace_of_steps(rounds: int, budget_s: float, quick: bool) -> "Pace":

@@ -3,6 +3,7 @@
 import typer
 
 from mpisgd.cli.bench import bench
+from mpisgd.cli.bench_strategies import compression, strategies
 from mpisgd.cli.info import info
 from mpisgd.cli.layout import layout
 from mpisgd.cli.memory import memory
@@ -27,6 +28,8 @@ app.command()(plan)
 # What comes after the program belongs to the program.
 OF_PROGRAM = {"allow_interspersed_args": False, "ignore_unknown_options": False}
 app.command(context_settings=OF_PROGRAM)(run)
+bench.command()(strategies)
+bench.command()(compression)
 bench.command(context_settings=OF_PROGRAM)(layout)
 app.add_typer(bench, name="bench")
 

@@ -24,7 +24,7 @@ from mpisgd.cli.provenance import machine, provenance
 if TYPE_CHECKING:
     from mpisgd.bench.peers.remote import Peers
 
-__all__ = ["Output", "log_rows", "measure_in_job", "on_machine", "title"]
+__all__ = ["Output", "Reporter", "log_rows", "measure_in_job", "on_machine", "title"]
 
 REPORT_S = 5.0  # how much later than the first rank the others end the job at the time limit
 P = TypeVar("P")
@@ -37,14 +37,16 @@ class Output:
     Attributes:
         json_file: all of it, as data.
         plot_file: a picture of it.
+        text_file: the tables.
     """
 
     json_file: Path | None
     plot_file: Path | None = None
+    text_file: Path | None = None
 
     def __post_init__(self) -> None:
         """Raise now rather than after minutes of measuring."""
-        for path in (self.json_file, self.plot_file):
+        for path in (self.json_file, self.plot_file, self.text_file):
             if path is not None and not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
                 raise mpisgd.JobError(
                     f"cannot write {path}: {path.parent} is no folder that can be written to"
@@ -55,15 +57,51 @@ class Output:
     def put(self, record: dict[str, Any]) -> None:
         """Print the tables and write the files."""
         show(tables_of(record["kind"], record["rows"]), _notes(record))
+        self.write(record)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Write the files; each is a whole one at any time."""
         if self.json_file is not None:
-            self.json_file.write_text(json.dumps(record, indent=1) + "\n")
+            with _replaced(self.json_file) as path:
+                path.write_text(json.dumps(record, indent=1) + "\n")
+        if self.text_file is not None:
+            with _replaced(self.text_file) as path, path.open("w") as file:
+                show(tables_of(record["kind"], record["rows"]), _notes(record), file)
         if self.plot_file is not None:
-            plot(self.plot_file, record)
+            with _replaced(self.plot_file) as path:
+                plot(path, record)
+
+
+@contextlib.contextmanager
+def _replaced(path: Path) -> Iterator[Path]:
+    """Yield where to write what then takes the place of `path`."""
+    beside = path.with_name(f".{path.name}.new")
+    yield beside
+    beside.replace(path)
+
+
+@dataclass(frozen=True)
+class Reporter:
+    """Says what came out as soon as it is known, and writes what is to be kept.
+
+    Attributes:
+        header: of the record.
+        output: where it goes.
+    """
+
+    header: dict[str, Any]
+    output: Output
+
+    def __call__(self, what: str, rows: list[dict[str, Any]], so_far: dict[str, Any] | None = None) -> None:
+        """Print the medians of one case on rank 0; write the record so far, where there is one."""
+        log_rows(what, rows)
+        if so_far is not None and mpisgd.rank() == 0:
+            self.output.write({**self.header, **so_far})
 
 
 def measure_in_job(
     kind: str,
-    run: "Callable[[P, Peers, Callable[[str, Any], None]], dict[str, Any]]",
+    run: "Callable[[P, Peers, Reporter], dict[str, Any]]",
     plan: P,
     output: Output,
     peers: Sequence[str] = (),
@@ -77,7 +115,7 @@ def measure_in_job(
     Args:
         kind: the command.
         run: returns the record's rows and whatever else belongs to it; given the plan, the peers, and what
-            to call with the rows of each case.
+            to call with the rows of each case, maybe with all that is to be kept if the job ends now.
         plan: what to measure.
         output: where it goes.
         peers: other frameworks to measure beside.
@@ -88,7 +126,8 @@ def measure_in_job(
     from mpisgd.bench.peers.remote import open_peers
 
     with _job(limit_s, threads, min_hosts), open_peers(peers) as running:
-        record = {**_header(kind, running), **run(plan, running, log_rows)}
+        reporter = Reporter(_header(kind, running), output)
+        record = {**reporter.header, **run(plan, running, reporter)}
         if mpisgd.rank() == 0:
             output.put(record)
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from mpisgd.compress.codec import Codec
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
 
@@ -111,6 +112,20 @@ class Compressor(abc.ABC):
             if (value := getattr(self, field.name)) != field.default
         ]
         return f"{type(self).__name__}({', '.join(given)})"
+
+    @property
+    def has_momentum(self) -> bool:
+        """Whether it takes the place of the optimizer's momentum, which must be off then."""
+        return False
+
+    @property
+    def is_contraction(self) -> bool:
+        """Whether there is a `codec` C with E |x - C(x)|^2 < |x|^2, as error feedback and gossip need it."""
+        return False
+
+    def codec(self, layout: BucketLayout) -> Codec:
+        """Return what compresses a bucket of one rank, float32 or float64; see `is_contraction`."""
+        raise NotImplementedError(f"{type(self).__name__} has no codec")
 
     def changes(self, dtype: torch.dtype) -> bool:
         """Return whether buckets of `dtype` travel as something else; others are summed as they are."""

@@ -15,17 +15,11 @@ from mpisgd.dtypes import COMPLEX, FLOATING, HALF_DTYPES, dtype_name
 from mpisgd.errors import InvalidArgument, UnsupportedOp
 from mpisgd.gossip.graph import Exchange, Graph
 from mpisgd.gossip.graphs import GraphLike, as_graph
+from mpisgd.gossip.neighbor_gather import transfer, transfer_steps
 from mpisgd.job.lifecycle import group_or_world
-from mpisgd.transport.shm.data_movement import exchange_spans
-from mpisgd.transport.shm.staging import Span, range_of
 from mpisgd.transport.shm.transport import ShmTransport
 
 __all__ = ["mix", "neighbor_all_reduce", "neighbor_all_reduce_coalesced"]
-
-# From so many bytes on, on graphs where all ranks can, each sends to one neighbour after the other: a TCP
-# connection is slower while data goes both ways. Four emulated hosts at 100 Mbit/s exchanged 4 MB in a ring
-# in 0.69 s instead of 0.99, at 1 Gbit/s in 0.09 instead of 0.15; 40 kB took 3.3 ms instead of 2.9.
-IN_TURN_FROM_BYTES = 2**18
 
 WireDtype = Callable[[torch.dtype], torch.dtype | None]
 
@@ -150,22 +144,14 @@ class _Neighbours:
 
     def by_messages(self, call: Call) -> None:
         """Send each message to the neighbours, while theirs come."""
-        rank, size, exchange = call.group.rank, call.group.size, self._exchange
         for flat, wire, received in self._messages(call):
-            if wire.nbytes < IN_TURN_FROM_BYTES or not exchange.distances:
-                sends = [(dst, wire) for dst in exchange.destinations]
-                call.link.transfer(sends, list(received.items()))
-            else:
-                for distance in exchange.distances:
-                    dst, src = (rank + distance) % size, (rank - distance) % size
-                    call.link.exchange(wire, dst, received[src], src)
-            self._add_up(flat, wire, received, rank)
+            transfer(call, self._exchange, wire, received)
+            self._add_up(flat, wire, received, call.group.rank)
 
     def by_shm(self, call: Call, shm: ShmTransport) -> Iterator[None]:
         """Write each message once, and read the neighbours' ones."""
         for flat, wire, received in self._messages(call):
-            receives = [Span(src, 0, *range_of(memory)) for src, memory in received.items()]
-            yield from exchange_spans(shm, [Span(shm.rank, 0, *range_of(wire))], receives, wire.nbytes)
+            yield from transfer_steps(shm, wire, received)
             self._add_up(flat, wire, received, call.group.rank)
 
     def _messages(self, call: Call) -> Iterator[tuple[Tensor, Tensor, dict[int, Tensor]]]:

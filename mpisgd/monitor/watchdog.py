@@ -3,6 +3,7 @@
 A wait of ours ends at its timeout by itself and asks here what to say (`on_timeout`). A call that is blocked
 inside MPI cannot do that: the monitor's thread sees it and reports what everyone does. Where MPI can revoke
 communicators that ends the call, and with it all waits of the job. Else, or where it does not, the job ends.
+So it does where a rank was lost and a one-sided call goes on: nothing is revoked of a window (Open MPI 5.0).
 
 One rank reports a stall, not all of them. The ranks of a host take turns by the console's lock, and note in
 their mailbox what they have reported. Between hosts the lowest one reports: who has asked all others knows
@@ -14,7 +15,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 
-from mpisgd.core import wait_registry
+from mpisgd.core import wait_registry, waiting
 from mpisgd.monitor.console import ConsoleLock, print_to_user
 from mpisgd.monitor.hang_report import activity, for_whom, hang_report, main_wait, missing, place
 from mpisgd.monitor.rank_state import WAITS, RankState, Wait, group_key
@@ -24,6 +25,7 @@ __all__ = ["Watchdog"]
 
 WARNING, TIMEOUT = "warning", "timeout"
 SHORT_S = 1.0  # waits up to this are not examined
+ONE_SIDED = "Win_"  # how the calls begin that wait for a window
 RETURN_S = 10.0  # the freed calls have returned by then (2 to 5 s were seen)
 REPORT_S = 1.0  # after another rank has reported, this one lets it finish
 TURN_S = 8.0  # who has the lock asks all others first, which takes that long at most
@@ -71,6 +73,7 @@ class Watchdog:
         self._abort = abort
         self._revoke = revoke
         self._revoked_s = 0.0  # when that was done
+        self._lost_s = 0.0  # when a rank was seen to be lost
         self._collector = collector
         self._console = console
         self._timeout_s = timeout_s
@@ -78,6 +81,7 @@ class Watchdog:
 
     def check(self) -> None:
         """Check whether something waits too long; called again and again by the monitor's thread."""
+        self._lost_s = (self._lost_s or time.monotonic()) if waiting.cancelled_by_loss() else 0.0
         if self._oldest_s() < SHORT_S:
             self._warned.clear()
             return
@@ -87,6 +91,9 @@ class Watchdog:
             timeout_s = wait.timeout_s or self._timeout_s
             if 0 < self.abort_s < wait.waited_s:
                 self._end(wait, self.abort_s, f"longer than {self.abort_s:g} s, after which the job ends")
+            elif self._outlasts_loss(wait):
+                reason = "a rank of the job was lost, and this MPI does not end a one-sided call for that"
+                self._end(wait, RETURN_S, f"{reason}, so the job ends")
             elif wait.mpi_call and wait.waited_s > timeout_s:
                 self._end_blocked(wait, timeout_s)
             elif 0 < self.warning_s < wait.waited_s:
@@ -97,6 +104,12 @@ class Watchdog:
         since_s = [since_s for _, since_s in dict(wait_registry.mpi_calls).values()]
         since_s += [wait.since_s for wait in wait_registry.registered()]
         return time.monotonic() - min(since_s) if since_s else 0.0
+
+    def _outlasts_loss(self, wait: Wait) -> bool:
+        """Return whether a one-sided call goes on although a rank was lost."""
+        if not self._lost_s or not wait.mpi_call.startswith(ONE_SIDED):
+            return False
+        return min(wait.waited_s, time.monotonic() - self._lost_s) > RETURN_S
 
     def _warn(self, wait: Wait, timeout_s: float) -> None:
         key = _stall_key(WARNING, wait, self._collector.rank)

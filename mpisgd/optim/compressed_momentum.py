@@ -8,8 +8,9 @@ these with error feedback fails; with its variance fixed it is momentum SGD with
 """
 
 import abc
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,7 +56,8 @@ class CompressedMomentumOptimizer(torch.optim.Optimizer, abc.ABC):
     Collective: all ranks of `group` make the same optimizer over the same parameters, which begin equal
     (`mpisgd.broadcast_parameters`), and call `step()` together. Gradients are this rank's own until then, so
     several `backward()`s before a `step()` accumulate; clip them, if at all, before each rank's `step()`.
-    GradScaler is refused: it would skip steps on some ranks only.
+    GradScaler is refused: it would skip steps on some ranks only. A deep copy has parameters, state and
+    errors of its own and trains with the same ranks, which must have copied theirs, too; a pickle is refused.
 
     Args:
         params: as for any torch optimizer.
@@ -75,6 +77,15 @@ class CompressedMomentumOptimizer(torch.optim.Optimizer, abc.ABC):
 
     averages_in_step = True  # what DistributedOptimizer looks for, to refuse it
     _step_supports_amp_scaling = True  # GradScaler leaves the decision to `step()` then, on every rank
+    # What a deep copy takes over beside what all torch optimizers have.
+    _copied: ClassVar[tuple[str, ...]] = (
+        "_agreed",
+        "_exchanges",
+        "_loaded_errors",
+        "group",
+        "num_steps",
+        "spans_job",
+    )
 
     def __init__(self, params: Any, defaults: dict[str, Any], group: Group | None, agreed: str) -> None:
         self._agreed = agreed
@@ -88,13 +99,36 @@ class CompressedMomentumOptimizer(torch.optim.Optimizer, abc.ABC):
         """Agree with the ranks of a group, and begin without errors. Collective."""
         self.spans_job = group is None
         self.group = group_or_world(group)
-        named = self._agree(kind, settings)
+        self._reducer = self._new_reducer(self._agree(kind, settings))
+        self._exchanges: list[TwoStepExchange] = []
+        self._loaded_errors: list[Mapping[str, Any]] = []
+
+    def _new_reducer(self, named: Sequence[tuple[str, Tensor]]) -> GradientReducer:
         options = ReductionOptions(
             ReduceOp.AVG, Compression.none, 1.0, DEFAULT_BUCKET_CAP_BYTES, overlap=False
         )
-        self._reducer = GradientReducer(named, self.group, options)
-        self._exchanges: list[TwoStepExchange] = []
-        self._loaded_errors: list[Mapping[str, Any]] = []
+        return GradientReducer(named, self.group, options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CompressedMomentumOptimizer":
+        """Return a copy for copies of the parameters, to be trained by the same ranks. Not collective."""
+        copied = type(self).__new__(type(self))
+        memo[id(self)], memo[id(self.group)] = copied, self.group
+        own = {name: getattr(self, name) for name in self._copied}
+        copied.__setstate__(copy.deepcopy({**self.__getstate__(), **own}, memo))
+        copied._no_variance = {}
+        copied._reducer = copied._new_reducer(name_parameters(copied, None))
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse: another process is no rank of this job.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            f"{type(self).__name__}: it averages over the ranks of this job, so it cannot be pickled; save "
+            "its state_dict(), or copy it by copy.deepcopy on all ranks"
+        )
 
     def _settings(self) -> str:
         return str([{key: group[key] for key in self.defaults} for group in self.param_groups])

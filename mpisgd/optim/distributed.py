@@ -30,6 +30,7 @@ from mpisgd.job.lifecycle import group_or_world
 from mpisgd.optim.choices import check_choices, resolve_reduction, summary
 from mpisgd.optim.in_sync import check_tensors_in_sync
 from mpisgd.optim.parameter_names import agree_on, name_buffers, name_parameters
+from mpisgd.strategies.compatibility import check_momentum
 from mpisgd.strategies.strategy import Strategy, Synchronizer
 from mpisgd.strategies.synchronous import Synchronous
 from mpisgd.strategies.training import Training
@@ -167,6 +168,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 [buffer for _, buffer in buffers],
             )
             strategy.check(training)
+            check_momentum(training)
             text = summary(strategy, training, backward_passes_per_step)
             agree_on("DistributedOptimizer", [*named, *buffers], members, extra=text)
             options = with_chosen_compression(training.params, members, options)

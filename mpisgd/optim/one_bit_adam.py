@@ -55,6 +55,8 @@ class OneBitAdam(CompressedMomentumOptimizer):
         in each step a byte per parameter.
     """
 
+    _copied = (*CompressedMomentumOptimizer._copied, "freeze_step")
+
     def __init__(
         self,
         params: Any,

@@ -69,6 +69,8 @@ class OneBitLamb(CompressedMomentumOptimizer):
     See `CompressedMomentumOptimizer` for the contract, errors and what is saved. Cost: as `OneBitAdam`.
     """
 
+    _copied = (*CompressedMomentumOptimizer._copied, "freeze_step")
+
     def __init__(
         self,
         params: Any,

@@ -88,6 +88,15 @@ class ZeroOneAdam(CompressedMomentumOptimizer):
         that and the magnitudes, and a byte per parameter; else nothing.
     """
 
+    _copied = (
+        *CompressedMomentumOptimizer._copied,
+        "_awaited",
+        "local_step_clipper",
+        "local_step_scaler",
+        "var_freeze_step",
+        "var_update_scaler",
+    )
+
     def __init__(
         self,
         params: Any,

@@ -16,9 +16,11 @@ class WindowMemory(Protocol):
 
     Attributes:
         mine: that of this rank.
+        ends_with_rank: whether the loss of a rank ends it for the others.
     """
 
     mine: Tensor
+    ends_with_rank: bool
 
     def local(self, rank: int) -> Tensor | None:
         """Return the memory of a rank as a tensor, None where it is on another host."""

@@ -12,7 +12,13 @@ __all__ = ["wait_patiently"]
 POLL_S = 0.002
 
 
-def wait_patiently(ready: Callable[[], bool], limit_s: float, about: Callable[[], WaitReason]) -> bool:
+def wait_patiently(
+    ready: Callable[[], bool],
+    limit_s: float,
+    about: Callable[[], WaitReason],
+    *,
+    ends_with_rank: bool = False,
+) -> bool:
     """Return True once `ready()` does, False when `limit_s` seconds are over.
 
     Every other wait of this process ends as soon as a rank of the job is lost (`PeerLost`). This one goes on:
@@ -22,7 +28,13 @@ def wait_patiently(ready: Callable[[], bool], limit_s: float, about: Callable[[]
         ready: polled.
         limit_s: of the wait.
         about: tells the monitor what this wait is for.
+        ends_with_rank: whether the loss of a rank ends it all the same, as between hosts.
+
+    Raises:
+        PeerLost: then.
     """
+    if ends_with_rank:
+        return Backoff(limit_s).wait_for(ready, about=about)
     deadline_s = time.monotonic() + limit_s
     while True:
         left_s = deadline_s - time.monotonic()

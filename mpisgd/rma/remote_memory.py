@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mpisgd.core.waiting import cancel_reason
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import UnsupportedOp
 
@@ -65,7 +66,12 @@ class RemoteMemoryWindow:
 
     The lock of a rank's memory is a word in a window of its own, 0 or the holder plus 1: MPI's own locks
     would end the epoch that lets everything else come at any time. A lost rank does not give it back.
+
+    Once a rank of the job is lost calls raise `PeerLost`. One that waits for the lost rank at that moment
+    does not return, and the monitor ends the job.
     """
+
+    ends_with_rank = True
 
     def __init__(
         self,
@@ -100,21 +106,25 @@ class RemoteMemoryWindow:
 
     def put(self, flat: Tensor, dst: int, start: int) -> None:
         """Write."""
+        _check_ranks()
         self._window.put(flat, dst, start)
         self._window.flush_local(dst)
 
     def get(self, out: Tensor, src: int, start: int) -> None:
         """Read."""
+        _check_ranks()
         self._window.get(out, src, start)
         self._window.flush(src)
 
     def accumulate(self, flat: Tensor, op: ReduceOp, dst: int, start: int) -> None:
         """Combine."""
+        _check_ranks()
         self._window.accumulate(flat, op.name, dst, start)
         self._window.flush_local(dst)
 
     def fetch_and_op(self, flat: Tensor, op: ReduceOp, dst: int, start: int) -> Tensor:
         """Combine, and return what was there before."""
+        _check_ranks()
         before = torch.empty_like(flat)
         self._window.get_accumulate(flat, before, op.name, dst, start)
         self._window.flush(dst)
@@ -122,6 +132,7 @@ class RemoteMemoryWindow:
 
     def compare_and_swap(self, expected: Tensor, desired: Tensor, dst: int, start: int) -> Tensor:
         """Write where the bits are the expected ones, and return what was there before."""
+        _check_ranks()
         before = torch.empty_like(expected)
         self._window.compare_and_swap(expected, desired, before, dst, start)
         self._window.flush(dst)
@@ -129,6 +140,7 @@ class RemoteMemoryWindow:
 
     def try_lock(self, rank: int) -> bool:
         """Take the lock of a rank's memory if it is free. Costs a round trip."""
+        _check_ranks()
         before = torch.empty(1, dtype=torch.int64)
         self._words.compare_and_swap(self._free, self._name, before, rank, 0)
         self._words.flush(rank)
@@ -136,6 +148,7 @@ class RemoteMemoryWindow:
 
     def unlock(self, rank: int) -> None:
         """Give it back, once all that was written is complete."""
+        _check_ranks()
         self._window.flush(rank)
         self._words.replace(self._free, rank, 0)
         self._words.flush(rank)
@@ -172,6 +185,12 @@ class RemoteMemoryWindow:
         self._window.free()
         if self._has_thread:
             _progress.stop()
+
+
+def _check_ranks() -> None:
+    """Raise PeerLost, or why else all waits of the job have ended."""
+    if (reason := cancel_reason()) is not None:
+        raise reason
 
 
 def open_remote_memory(

@@ -31,6 +31,8 @@ class SharedMemoryWindow:
     work while the first is held. The kernel gives both back when their holder dies.
     """
 
+    ends_with_rank = False
+
     def __init__(
         self,
         segment: Segment,

@@ -209,11 +209,17 @@ class Window:
 
         Raises:
             CollectiveTimeout: another rank has not given it back; says which.
+            PeerLost: between hosts, a rank was lost.
         """
         memory, place = self._target("Window.lock", "rank", rank)
         if not memory.try_lock(place):
             limit_s = timeout_s or self.group.queue.consistency.timeout_s
-            if not wait_patiently(lambda: memory.try_lock(place), limit_s, lambda: self._awaited(place)):
+            if not wait_patiently(
+                lambda: memory.try_lock(place),
+                limit_s,
+                lambda: self._awaited(place),
+                ends_with_rank=memory.ends_with_rank,
+            ):
                 who = ranks_text(self._awaited(place).awaited)
                 raise CollectiveTimeout(
                     f"Window.lock: waited {limit_s:.1f} s for {who} to unlock rank {rank}"
@@ -261,6 +267,11 @@ class Window:
         """Return whether the process of `rank` has not ended; on one host. Between hosts True."""
         memory, place = self._target("Window.is_alive", "rank", rank)
         return memory.is_alive(place)
+
+    @property
+    def ends_with_rank(self) -> bool:
+        """Whether the loss of a rank ends the window for the others: between hosts."""
+        return self._usable("Window").ends_with_rank
 
     def free(self) -> None:
         """Give the window back before the end of the job. Collective. `tensor` stays valid."""

@@ -3,9 +3,10 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mpisgd.errors import InvalidArgument
 from mpisgd.strategies.training import Training
 
-__all__ = ["LOCAL_STEPS", "OPTIONS"]
+__all__ = ["LOCAL_STEPS", "OPTIONS", "check_momentum", "refuse_momentum"]
 
 
 def _unless(default: Any, value: Any) -> Any:
@@ -33,3 +34,34 @@ LOCAL_STEPS = frozenset(
 def _compression(training: Training) -> str | None:
     compresses = any(training.options.compression.changes(param.dtype) for _, param in training.named)
     return repr(training.options.compression) if compresses else None
+
+
+def check_momentum(training: Training) -> None:
+    """Raise where both the compression and the optimizer have a momentum: an update would have it twice.
+
+    Raises:
+        InvalidArgument: says which to leave out.
+    """
+    compression = training.options.compression
+    if not compression.has_momentum:
+        return
+    beta = max(float(options.get("momentum", 0.0)) for options in training.optimizer.param_groups)
+    if beta:
+        raise InvalidArgument(
+            f"DistributedOptimizer: {compression} has a momentum, and so has the optimizer, {beta}; make it "
+            "with momentum=0"
+        )
+
+
+def refuse_momentum(strategy: object, training: Training) -> None:
+    """Raise where the compression has a momentum and what travels is no gradient: it would overshoot.
+
+    Raises:
+        InvalidArgument: names both.
+    """
+    compression = training.options.compression
+    if compression.has_momentum:
+        raise InvalidArgument(
+            f"DistributedOptimizer: compression={compression} does not go with {strategy}: it has a "
+            "momentum, with which parameters would go beyond their mean"
+        )

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mpisgd.arguments import check_positive
 from mpisgd.errors import InvalidArgument
-from mpisgd.strategies.compatibility import LOCAL_STEPS
+from mpisgd.strategies.compatibility import LOCAL_STEPS, refuse_momentum
 from mpisgd.strategies.local_training import LocalSynchronizer
 from mpisgd.strategies.strategy import Strategy
 from mpisgd.strategies.tensor_mean import TensorMean
@@ -61,6 +61,7 @@ class ElasticAveraging(Strategy):
             InvalidArgument: also where the centre would overshoot.
         """
         super().check(training)
+        refuse_momentum(self, training)
         size = training.group.size
         if self.alpha is not None and self.alpha * size > 1:
             raise InvalidArgument(

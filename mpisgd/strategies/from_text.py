@@ -1,6 +1,9 @@
-"""A strategy or a compressor from a text such as `LocalSGD(8)`: for command lines and configurations."""
+"""A strategy, a compressor or an optimizer from a text such as `LocalSGD(8)`: for command lines."""
 
 import ast
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,10 +14,33 @@ from mpisgd.compress.compressor import Compressor
 from mpisgd.errors import InvalidArgument
 from mpisgd.strategies.strategy import Strategy
 
-__all__ = ["call_of", "compressor_from_text", "strategy_from_text"]
+__all__ = [
+    "OptimizerChoice",
+    "call_of",
+    "compressor_from_text",
+    "optimizer_from_text",
+    "strategy_from_text",
+]
 
 CASTS = ("none", "fp16", "bf16")
 AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class OptimizerChoice:
+    """What makes an optimizer of parameters.
+
+    Attributes:
+        kind: its class.
+        options: what it is made with.
+    """
+
+    kind: type[torch.optim.Optimizer]
+    options: Mapping[str, Any]
+
+    def make(self, params: Any, **options: Any) -> torch.optim.Optimizer:
+        """Return the optimizer of `params`; `options` replace those of the choice."""
+        return self.kind(params, **{**self.options, **options})
 
 
 def strategy_from_text(text: str) -> Strategy:
@@ -50,6 +76,29 @@ def compressor_from_text(text: str) -> Compressor:
     if not isinstance(made, Compressor):
         raise InvalidArgument(f"compression {shown(text)}: expected such as fp16 or TopK(ratio=0.01)")
     return made
+
+
+def optimizer_from_text(text: str) -> OptimizerChoice:
+    """Return the choice of `torch.optim.<text>`, or of `mpisgd.<text>` as in `OneBitAdam(freeze_step=50)`.
+
+    Args:
+        text: a name, or a call whose arguments are literals by name: `SGD(lr=0.1, momentum=0.9)`.
+
+    Raises:
+        InvalidArgument: as for `strategy_from_text`.
+    """
+    name, arguments, options = call_of("optimizer", text)
+    kind = getattr(torch.optim, name, None) or getattr(mpisgd, name, None)
+    own = isinstance(kind, type) and getattr(kind, "averages_in_step", False)
+    if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer) or arguments:
+        raise InvalidArgument(f"optimizer {shown(text)}: expected such as AdamW(lr=0.001)")
+    try:
+        inspect.signature(kind).bind(None, **options)
+        if not own:  # one that averages by itself is made by all ranks together
+            kind([torch.zeros(1, requires_grad=True)], **options)
+    except (TypeError, ValueError) as exc:
+        raise InvalidArgument(f"optimizer {shown(text)}: {exc}") from exc
+    return OptimizerChoice(kind, options)
 
 
 def _made(what: str, text: str, module: Any) -> Any:

@@ -19,10 +19,11 @@ class LocalScaling:
 
     Args:
         optimizer: the wrapped one.
+        also_fused: whether to do it for fused optimizers, too, which else do it as they update.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._handles_itself = bool(getattr(optimizer, HANDLES, False))  # a fused one
+    def __init__(self, optimizer: torch.optim.Optimizer, *, also_fused: bool = False) -> None:
+        self._handles_itself = bool(getattr(optimizer, HANDLES, False)) and not also_fused
         setattr(optimizer, HANDLES, True)
         self._hidden: list[tuple[Tensor, Tensor]] = []
 

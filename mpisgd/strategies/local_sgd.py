@@ -24,7 +24,7 @@ from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.accumulation import GradientSync
 from mpisgd.gradients.reducer import GradientReducer
 from mpisgd.job.groups import open_host_group
-from mpisgd.strategies.compatibility import LOCAL_STEPS
+from mpisgd.strategies.compatibility import LOCAL_STEPS, refuse_momentum
 from mpisgd.strategies.local_training import LocalSynchronizer
 from mpisgd.strategies.strategy import Strategy
 from mpisgd.strategies.tensor_mean import TensorMean
@@ -107,6 +107,11 @@ class LocalSGD(Strategy):
     def is_due_on_host(self, since_mean: int) -> bool:
         """Return whether the ranks of a host take their mean now, so many steps after that of all."""
         return self.hierarchy is not None and since_mean % self.hierarchy["host"] == 0
+
+    def check(self, training: Training) -> None:
+        """See `Strategy.check`."""
+        super().check(training)
+        refuse_momentum(self, training)
 
     def synchronizer(self, training: Training) -> "LocalSGDSynchronizer":
         """Return what averages the parameters. Collective."""

@@ -79,6 +79,9 @@ class Synchronizer:
         all_reduce_coalesced(values, ReduceOp.AVG, self.training.group)
         return values
 
+    def finish(self) -> None:
+        """End the training: return with the last updates of all, where each rank has a pace of its own."""
+
     @property
     def averaged(self) -> list[Tensor]:
         """The tensors of which ranks may have values of their own: parameters and buffers with a fraction."""

@@ -53,6 +53,25 @@ def test_strategies_are_compared_by_accuracy_time_and_bytes(tmp_path):
         assert row["curve"][0][0] < row["curve"][1][0] == row["median_s"]
 
 
+def test_strategies_are_compared_by_the_loss_on_text_and_keep_what_they_have(tmp_path):
+    adam = ["Synchronous", "LocalSGD(2)", "Synchronous with OneBitAdam(lr=0.003, freeze_step=2)"]
+    sgd = [f"{name} with SGD(lr=0.3)" for name in ("Synchronous", "Synchronous + DeepGradient(ratio=0.1)")]
+    server = "ParameterServer('ssp', staleness_steps=1)"
+    table = tmp_path / "table.txt"
+    options = ("--task", "text", "--methods", "; ".join([*adam, *sgd, server]), "--table", str(table))
+    done, record = bench(tmp_path, "strategies", *options, num_ranks=2)
+    assert record["kind"] == "strategies of text"
+    rows = {row["variant"]: row for row in record["rows"]}
+    assert {row["section"] for row in rows.values()} == {"text", "text, SGD"}
+    assert [rows[name]["section"] for name in (*adam, *sgd)] == ["text"] * 3 + ["text, SGD"] * 2
+    assert [name for name, row in rows.items() if row["loss_ratio"] == 1] == [adam[0], sgd[0]]
+    for row in rows.values():
+        assert 0 < row["loss"] < 6  # log(256) is 5.5
+        assert [point[3] for point in row["curve"]] == [4, 8]
+    assert all(name in done.stderr for name in rows)
+    assert "validation" in table.read_text()
+
+
 def test_steps_of_compressions_are_compared(tmp_path):
     methods = "Synchronous; Synchronous + TopK(ratio=0.1); LocalSGD(2)"
     done, record = bench(tmp_path, "compression", "--methods", methods, num_ranks=2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ TINY = ("--data", PROGRAM, "--layers", 2, "--heads", 2, "--dim", 16, "--context"
 SHORT = (*TINY, "--steps", 20, "--log-every", 1, "--lr", 0.01, "--sample", 4)
 SAVED_STEP = 8
 
+LOCAL = ("--strategy", "LocalSGD(3)", "--compression", "TopK(ratio=0.3)")
 # Starting a job costs far more than the training: one job per number of ranks makes all runs.
 RUNS = {
     4: {
@@ -36,6 +38,8 @@ RUNS = {
         "bf16 dp=2": ("--precision", "bf16"),
         "bf16 tp=2": ("--precision", "bf16", "--parallel", "tp=2"),
         "bf16 zero 3": ("--precision", "bf16", "--zero", 3),
+        "all elements by TopK": ("--compression", "TopK(ratio=1.0)", "--accumulate", 2),
+        "LocalSGD": LOCAL,
         "without communication": ("--parallel", "dp=2"),
     },
     1: {
@@ -45,11 +49,14 @@ RUNS = {
     },
 }
 # Those that leave a checkpoint, and those that go on from it: number of ranks, from which, options.
-SAVED = ("dp=2,tp=2", "zero 1")
+SAVED = ("dp=2,tp=2", "zero 1", "LocalSGD")
 RESUMED = {
     "dp=2,tp=2 to pp=2": (2, "dp=2,tp=2", ("--parallel", "pp=2")),
     "dp=2,tp=2 to zero 1": (2, "dp=2,tp=2", ("--zero", 1)),
     "zero 1 to zero 3": (2, "zero 1", ("--zero", 3)),
+    "LocalSGD to itself": (2, "LocalSGD", LOCAL),
+    "LocalSGD to DiLoCo": (2, "LocalSGD", ("--strategy", "DiLoCo(4)")),
+    "LocalSGD to zero 3": (2, "LocalSGD", ("--zero", 3)),
     "dp=2,tp=2 to alone": (1, "dp=2,tp=2", ()),
     "zero 1 to alone": (1, "zero 1", ()),
 }
@@ -60,7 +67,7 @@ WITH_EIGHT = {
 EQUAL = [
     name
     for name in (*RUNS[4], *RUNS[2], *RESUMED)
-    if not name.startswith("bf16") and name != "without communication"
+    if not name.startswith(("bf16", "LocalSGD")) and name != "without communication"
 ]
 
 DRIVER = """
@@ -107,7 +114,8 @@ def folder(tmp_path_factory) -> Path:
 def wanted_by(items: list[pytest.Item]) -> set[str]:
     """The runs that the selected tests look at, by name or always, and those that others go on from."""
     named = {item.callspec.params.get("name") for item in items if hasattr(item, "callspec")}
-    return {*named, *SAVED, "alone", "another seed", "without communication"}
+    always = ("alone", "another seed", "without communication", "LocalSGD to itself")
+    return {*named, *SAVED, *always}
 
 
 def all_runs(folder: Path, num_ranks: int) -> dict[str, tuple[object, ...]]:
@@ -162,6 +170,21 @@ def test_bf16_is_used_and_learns(curves, name):
     assert 5e-6 < max_difference(curves[name], curves["alone"]) < 1e-2
 
 
+def test_ranks_that_train_by_themselves_have_a_curve_of_their_own_and_go_on_with_it(curves):
+    alone, local = curves["alone"], curves["LocalSGD"]
+    assert max_difference(local, alone) > 1e-3
+    assert local[-1] < local[0] - 1
+    assert max_difference(curves["LocalSGD to itself"], local) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["LocalSGD to DiLoCo", "LocalSGD to zero 3"])
+def test_others_go_on_from_the_common_model(curves, name):
+    local, other = curves["LocalSGD"], curves[name]
+    assert other[:SAVED_STEP] == local[:SAVED_STEP]
+    assert abs(other[SAVED_STEP] / local[SAVED_STEP] - 1) < 0.05  # measured on the mean of the two models
+    assert other[-1] < local[SAVED_STEP]
+
+
 @pytest.mark.long
 def test_eight_ranks_in_three_axes_give_the_curve_of_one_process(curves, folder):
     train_all(
@@ -202,6 +225,19 @@ def assert_refused(done, *said: str) -> None:
 def test_layout_for_another_number_of_ranks_is_refused_once():
     done = train_text(*TINY, "--parallel", "dp=2,pp=2", num_ranks=2)
     assert_refused(done, "--parallel dp=2,pp=2", "2 x 1 x 2 = 4 ranks", "this job has 2")
+
+
+def test_a_strategy_for_a_divided_model_is_refused_once():
+    done = train_text(*TINY, "--strategy", "LocalSGD(4)", "--zero", 3, num_ranks=2)
+    assert_refused(done, "--strategy and --compression", "not with --zero 3")
+
+
+def test_a_part_of_a_rank_that_is_missing_is_refused(curves, folder, tmp_path):
+    saved = tmp_path / "saved"
+    shutil.copytree(saved_by(folder, "LocalSGD") / f"step-{SAVED_STEP:08d}", saved)
+    (saved / "rank-1.pt").unlink()
+    done = train_text(*SHORT, *LOCAL, "--resume", saved, num_ranks=2)
+    assert_refused(done, "cannot load checkpoint", "rank-1.pt")
 
 
 def test_damaged_checkpoint_is_refused(curves, folder):

@@ -1,6 +1,7 @@
 """Measured rows as PNG files."""
 
 import itertools
+import statistics
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ Row = dict[str, Any]
 
 NUM_COLUMNS, NUM_TICKS, TITLE_CHARACTERS = 4, 7, 65
 LONG_NAME = 20  # characters, in a legend
+PANEL_SIZES = {"strategies of text": (8, 6)}  # inches, where names are long
 # Ours stand out, and a variant has the same colour in every panel.
 COLOURS = ("#0b6e4f", "#c8553d", "#3d6fb4", "#8a5a9e", "#d99a2b", "#5f6b73", "#2aa7a1", "#a23b72")
 GREY = "#4a4a4a"
@@ -47,11 +49,17 @@ def plot(path: Path, record: dict[str, Any]) -> None:
     from matplotlib import pyplot
 
     kind, panels = record["kind"], _panels(record)
-    special = {"collectives": _draw_times, "scaling": _draw_scaling, "strategies": _draw_accuracy}
+    special = {
+        "collectives": _draw_times,
+        "scaling": _draw_scaling,
+        "strategies": _draw_accuracy,
+        "strategies of text": _draw_loss,
+    }
     draw = special.get(kind, _draw_bars)
     columns = min(max(len(panels), 1), NUM_COLUMNS)
     num_rows = -(-len(panels) // columns) or 1
-    size = (5 * columns, 4 * num_rows + 0.6)
+    width, height = PANEL_SIZES.get(kind, (5, 4))
+    size = (width * columns, height * num_rows + 0.6)
     figure, grid = pyplot.subplots(num_rows, columns, figsize=size, squeeze=False, layout="constrained")
     for ax, panel in itertools.zip_longest(grid.flat, panels):
         if panel is None:
@@ -60,7 +68,7 @@ def plot(path: Path, record: dict[str, Any]) -> None:
             ax.set(title=panel)
             draw(ax, panels[panel], record)
     figure.suptitle(textwrap.fill(record["title"], TITLE_CHARACTERS * columns), fontsize=10)
-    labels = [ax.get_legend_handles_labels() for ax in grid.flat]
+    labels = [ax.get_legend_handles_labels() for ax in grid.flat if ax.get_legend() is None]
     lines = {name: line for handles, names in labels for line, name in zip(handles, names, strict=True)}
     if lines:
         ncols = 6 if max(map(len, lines)) <= LONG_NAME else 3
@@ -126,6 +134,22 @@ def _draw_accuracy(ax: "Axes", rows: Sequence[Row], record: dict[str, Any]) -> N
     label = "MiB sent by all hosts" if in_bytes else "seconds of training"
     ax.set(xlabel=label, ylabel="test accuracy, %")
     ax.set_ylim(bottom=max(0, min(100 * point[2] for row in rows for point in row["curve"])))
+    ax.grid(alpha=0.3)
+
+
+def _draw_loss(ax: "Axes", rows: Sequence[Row], record: dict[str, Any]) -> None:
+    """Draw validation loss over the steps of a training; what is synchronous is black."""
+    others = [row for row in rows if not row["is_synchronous"]]
+    for row in rows:
+        number = -1 if row["is_synchronous"] else others.index(row)
+        style = ("-", "--", ":")[max(0, number) // len(COLOURS) % 3]
+        colour, width = ("black", 2.2) if number < 0 else (COLOURS[number % len(COLOURS)], 1.2)
+        x, y = ([point[place] for point in row["curve"]] for place in (3, 2))
+        ax.plot(x, y, style, marker=".", color=colour, linewidth=width, label=row["variant"])
+    first = [row["curve"][0][2] for row in rows]
+    ax.set_ylim(top=1.2 * statistics.median(first))  # what does not train shall not decide the scale
+    ax.set(xlabel="steps", ylabel="validation loss of a byte, natural units")
+    ax.legend(fontsize=7, loc="upper right")
     ax.grid(alpha=0.3)
 
 

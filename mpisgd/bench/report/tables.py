@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from rich.console import Console
 from rich.table import Table
@@ -118,6 +118,18 @@ LAYOUTS = {
             _number("MiB sent\nby hosts", "mib_sent", ".2f"),
         ],
     ),
+    "strategies of text": Layout(
+        "ways of training together: a GPT on text, mean over seeds",
+        "section",
+        [
+            _number("validation\nloss", "loss", ".4f"),
+            _number("worst\nseed", "loss_max", ".4f"),
+            _number("x best\nsynchronous", "loss_ratio", ".3f"),
+            Column("seeds", lambda row: str(len(row["finals"]))),
+            Column("time", lambda row: as_time(row["median_s"])),
+            _number("MiB sent\nby hosts", "mib_sent", ".2f"),
+        ],
+    ),
     "compression": Layout(
         "a training step with strategies and compressions",
         "model",
@@ -201,10 +213,10 @@ def one_line(what: str, rows: Iterable[Row]) -> str:
     return f"{what}: " + ", ".join(f"{row['variant']} {as_text(row, 'median')}" for row in rows)
 
 
-def show(tables: Sequence[Table], notes: Iterable[str]) -> None:
-    """Print tables, and lines below them."""
+def show(tables: Sequence[Table], notes: Iterable[str], file: TextIO | None = None) -> None:
+    """Print tables, and lines below them; to stdout, or to `file`."""
     # Under mpirun stdout is no terminal of a true width, or a pipe: plain text that fits most screens.
-    console = Console(width=WIDTH, force_terminal=False)
+    console = Console(width=WIDTH, force_terminal=False, file=file)
     for table in tables:
         console.print(table)
     for note in notes:

@@ -1,5 +1,13 @@
-"""`Method`: a strategy and a compression to compare, written as `LocalSGD(8)` or `Synchronous + bf16`."""
+"""`Method`: what to compare: `LocalSGD(8)`, `Synchronous + bf16` or `DiLoCo(20) with AdamW(lr=0.003)`.
 
+    METHODS = METHOD; METHOD; ...
+    METHOD = STRATEGY [+ COMPRESSION] [with OPTIMIZER]
+
+An optimizer that communicates is a method by itself: `Synchronous with OneBitAdam(freeze_step=50)`.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,10 +15,15 @@ import torch
 
 import mpisgd
 from mpisgd.compress.compressor import Compressor
-from mpisgd.strategies.from_text import compressor_from_text, strategy_from_text
+from mpisgd.strategies.from_text import (
+    OptimizerChoice,
+    compressor_from_text,
+    optimizer_from_text,
+    strategy_from_text,
+)
 from mpisgd.strategies.strategy import Strategy
 
-__all__ = ["DEFAULT_METHODS", "SYNCHRONOUS", "Method", "methods_of"]
+__all__ = ["DEFAULT_METHODS", "SYNCHRONOUS", "Method", "common_model", "finish", "methods_of"]
 
 SYNCHRONOUS = "Synchronous"
 DEFAULT_METHODS = (
@@ -38,14 +51,37 @@ class Method:
         name: as it was written.
         strategy: how the ranks' models relate.
         compression: what travels.
+        optimizer: of every rank; None: that of the comparison.
     """
 
     name: str
     strategy: Strategy
     compression: Compressor
+    optimizer: OptimizerChoice | None = None
 
-    def distribute(self, optimizer: torch.optim.Optimizer, **options: Any) -> mpisgd.DistributedOptimizer:
-        """Wrap an optimizer. Collective."""
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether all ranks average their gradients in every step, as they are."""
+        own = self.optimizer is not None and hasattr(self.optimizer.kind, "averages_in_step")
+        return (
+            self.strategy == mpisgd.Synchronous() and not own and self.compression == mpisgd.Compression.none
+        )
+
+    def chosen(self, default: OptimizerChoice) -> OptimizerChoice:
+        """Return the optimizer to train with; the default one without a momentum that compression has."""
+        if self.optimizer is not None or not self.compression.has_momentum:
+            return self.optimizer or default
+        without = {name: value for name, value in default.options.items() if name != "momentum"}
+        return OptimizerChoice(default.kind, without)
+
+    def distribute(self, optimizer: torch.optim.Optimizer, **options: Any) -> torch.optim.Optimizer:
+        """Wrap an optimizer, unless it averages by itself. Collective.
+
+        Raises:
+            InvalidArgument: on every rank, for what does not go together.
+        """
+        if getattr(optimizer, "averages_in_step", False) and self.compression == mpisgd.Compression.none:
+            return optimizer
         return mpisgd.DistributedOptimizer(
             optimizer, strategy=self.strategy, compression=self.compression, **options
         )
@@ -57,10 +93,29 @@ def methods_of(text: str) -> list[Method]:
     Raises:
         InvalidArgument: one of them is misspelt.
     """
-    methods = []
-    for part in filter(None, (part.strip() for part in text.split(";"))):
-        strategy, _, compression = (word.strip() for word in part.partition("+"))
-        methods.append(
-            Method(part, strategy_from_text(strategy), compressor_from_text(compression or "none"))
+    return list(_methods(filter(None, (part.strip() for part in text.split(";")))))
+
+
+def _methods(parts: Iterable[str]) -> Iterator[Method]:
+    for part in parts:
+        together, _, optimizer = (word.strip() for word in part.partition(" with "))
+        strategy, _, compression = (word.strip() for word in together.partition("+"))
+        yield Method(
+            part,
+            strategy_from_text(strategy),
+            compressor_from_text(compression or "none"),
+            optimizer_from_text(optimizer) if optimizer else None,
         )
-    return methods
+
+
+def common_model(optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+    """Inside, the model is what those of all ranks stand for together. Collective."""
+    if isinstance(optimizer, mpisgd.DistributedOptimizer):
+        return optimizer.consensus()
+    return nullcontext()
+
+
+def finish(optimizer: torch.optim.Optimizer) -> None:
+    """Wait for the last updates of others, where ranks train at a pace of their own. Collective."""
+    if isinstance(optimizer, mpisgd.DistributedOptimizer):
+        optimizer.synchronizer.finish()

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 import mpisgd
 from mpisgd.bench.cases import BATCHES
 from mpisgd.bench.measure import slowest
@@ -61,9 +63,8 @@ def run_compression(
         for method in plan.methods:
             training = Training(task, mpisgd.rank())
             try:
-                optimizer = method.distribute(
-                    training.optimizer, named_parameters=training.model.named_parameters()
-                )
+                optimizer = _optimizer(method, training)
+                training.optimizer = optimizer
                 predicted_s = _predicted(method, optimizer, found[0]["median_s"])
             except (mpisgd.InvalidArgument, mpisgd.UnsupportedOp) as exc:  # alike on all ranks
                 left_out.append({"model": model, "variant": method.name, "reason": str(exc)})
@@ -75,6 +76,14 @@ def run_compression(
     if mpisgd.num_nodes() == 1:
         notes.append("all ranks share a host: nothing passes a link")
     return {"rows": rows, "left_out": left_out, "notes": notes, "steps": plan.steps}
+
+
+def _optimizer(method: Method, training: Training) -> torch.optim.Optimizer:
+    """Return the optimizer of a method, or that of the model, made to train with others. Collective."""
+    params, optimizer = training.model.named_parameters(), training.optimizer
+    if method.optimizer is not None:
+        optimizer = method.optimizer.make(training.model.parameters())
+    return method.distribute(optimizer, named_parameters=params)
 
 
 def _measured(name: str, training: Training, plan: CompressionPlan) -> dict[str, Any]:
@@ -93,10 +102,10 @@ def _measured(name: str, training: Training, plan: CompressionPlan) -> dict[str,
     return {"model": training.task.model, "variant": name, **times, "mib_sent": mib}
 
 
-def _predicted(method: Method, optimizer: mpisgd.DistributedOptimizer, alone_s: float) -> float | None:
-    """Return what a step is expected to take; None for strategies that do more than reduce now and then."""
+def _predicted(method: Method, optimizer: torch.optim.Optimizer, alone_s: float) -> float | None:
+    """Return what a step is expected to take; None for what does more than reduce now and then."""
     every = 1 if isinstance(method.strategy, mpisgd.Synchronous) else _period(method.strategy)
-    if every is None:
+    if every is None or not isinstance(optimizer, mpisgd.DistributedOptimizer):
         return None
     job = optimizer.synchronizer.training
     return alone_s + Trial(job.params, job.group, job.options).seconds(optimizer.compression) / every

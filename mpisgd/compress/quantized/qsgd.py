@@ -18,6 +18,7 @@ from mpisgd.errors import InvalidArgument
 __all__ = ["QSGD"]
 
 NORMS = {"max": math.inf, "l2": 2.0}
+CONTRACTS_FROM_BITS = 4
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,11 @@ class QSGD(WideCompressor):
             raise InvalidArgument(f"QSGD: norm={shown(self.norm)}; expected one of {', '.join(NORMS)}")
         check_flag("QSGD", "error_feedback", self.error_feedback)
         check_seed("QSGD", self.seed)
+
+    @property
+    def is_contraction(self) -> bool:
+        """Return whether the levels are fine enough for error feedback."""
+        return self.bits >= CONTRACTS_FROM_BITS
 
     def codec(self, layout: BucketLayout) -> Levels:
         """Return what makes codes of a bucket."""

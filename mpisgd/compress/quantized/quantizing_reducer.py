@@ -5,11 +5,11 @@ they stand for, in rank order.
 """
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 from torch import Tensor
 
+from mpisgd.compress.codec import Codec
 from mpisgd.compress.compressor import BucketReducer
 from mpisgd.compress.exchange import gather
 from mpisgd.compress.memory import Memory
@@ -18,23 +18,7 @@ from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
 from mpisgd.transport.torch_reduction import divide
 
-__all__ = ["Codec", "QuantizingReducer"]
-
-
-class Codec(Protocol):
-    """Numbers as bytes; keeps nothing.
-
-    Attributes:
-        nbytes: of what a bucket becomes.
-    """
-
-    nbytes: int
-
-    def compress(self, flat: Tensor, random: np.random.Generator) -> Tensor:
-        """Return [nbytes] uint8 that stand for about `flat` [n], which is unchanged."""
-
-    def decompress(self, message: Tensor, out: Tensor, sign: int = 1) -> None:
-        """Add what a message stands for to `out` [n], or subtract it where `sign` is -1."""
+__all__ = ["QuantizingReducer"]
 
 
 class QuantizingReducer(BucketReducer):

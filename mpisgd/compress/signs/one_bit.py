@@ -14,6 +14,7 @@ from torch import Tensor
 from mpisgd.arguments import check_flag
 from mpisgd.collectives.all_gather import all_gather_into_tensor
 from mpisgd.compress.compressor import BucketLayout, BucketReducer, Compressor
+from mpisgd.compress.signs.one_bit_codec import OneBitCodec
 from mpisgd.compress.signs.sign_code import SignCode, wide_dtype
 from mpisgd.compress.signs.two_step_exchange import TwoStepExchange
 from mpisgd.core.group import Group
@@ -49,6 +50,15 @@ class OneBit(Compressor):
 
     def __post_init__(self) -> None:
         check_flag("OneBit", "two_step", self.two_step)
+
+    @property
+    def is_contraction(self) -> bool:
+        """Return True: |p - D|^2 = |p|^2 - |p|_1^2 / d."""
+        return True
+
+    def codec(self, layout: BucketLayout) -> OneBitCodec:
+        """Return what makes messages of signs and magnitudes."""
+        return OneBitCodec(_lengths(layout), layout.dtype)
 
     def reducer(self, layout: BucketLayout) -> BucketReducer:
         """Return what sends the signs of a bucket and keeps the rest of it."""

@@ -29,7 +29,8 @@ __all__ = ["DeepGradient", "DeepGradientReducer", "MomentumCorrection", "clip_ea
 class DeepGradient(WideCompressor):
     """Deep gradient compression: top-k with momentum correction, factor masking, clipping and warm-up.
 
-    The momentum is here, and not in the wrapped optimizer: give it `torch.optim.SGD(momentum=0)`.
+    The momentum is here, and not in the wrapped optimizer: give it `torch.optim.SGD(momentum=0)`. One with a
+    momentum of its own is refused, and so are strategies that average parameters.
 
         g_i = g_i min(1, c / (sqrt(N) |g_i|))  local clipping of each parameter's gradient, if asked for
         u_i = beta u_i + g_i                   velocity of rank i (momentum correction)
@@ -76,6 +77,11 @@ class DeepGradient(WideCompressor):
         check_count("DeepGradient", "warmup_steps", self.warmup_steps)
         if self.clip_norm is not None:
             check_positive("DeepGradient", "clip_norm", self.clip_norm)
+
+    @property
+    def has_momentum(self) -> bool:
+        """Whether there is a velocity."""
+        return self.momentum > 0
 
     def ratio_at(self, step: int) -> float:
         """Return the ratio of a step, counted from 0."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from mpisgd.compress.compressor import BucketLayout, BucketReducer
 from mpisgd.compress.memory import memory_of
 from mpisgd.compress.randomness import generator
 from mpisgd.compress.sparse.selection import count_of
+from mpisgd.compress.sparse.sparse_codec import SparseCodec
 from mpisgd.compress.sum_reducer import SumReducer
 from mpisgd.compress.wide_compressor import WideCompressor
 from mpisgd.core.group import Group
@@ -54,6 +56,21 @@ class RandomK(WideCompressor):
         check_ratio("RandomK", "ratio", self.ratio)
         check_flag("RandomK", "error_feedback", self.error_feedback)
         check_seed("RandomK", self.seed)
+
+    @property
+    def is_contraction(self) -> bool:
+        """Return True: without the scale, E |x - C(x)|^2 = (1 - k / n) |x|^2."""
+        return True
+
+    def codec(self, layout: BucketLayout) -> SparseCodec:
+        """Return what makes messages of random elements, other ones on every rank, with their indices."""
+        count = count_of(self.ratio, layout.numel)
+
+        def select(flat: Tensor, random: np.random.Generator) -> Tensor:
+            drawn = random.choice(flat.numel(), count, replace=False, shuffle=False)
+            return torch.from_numpy(drawn).to(flat.device)
+
+        return SparseCodec(layout, select, count)
 
     def wide_reducer(self, layout: BucketLayout) -> "RandomKReducer":
         """Return what sends random elements of a bucket."""

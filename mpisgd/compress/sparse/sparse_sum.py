@@ -104,14 +104,14 @@ class SparseSum:
     def _by_gather(
         self, out: Tensor, indices: Tensor, values: Tensor, counts: Sequence[int], group: Group, op: ReduceOp
     ) -> int:
-        mine = self._message(indices, values)
+        mine = self.message(indices, values)
         if min(counts) == max(counts):
             messages: Sequence[Tensor] = list(gather(mine, group))
         else:
             messages = gather_ragged(mine, [count * self._pair for count in counts], group)
         out.zero_()
         for message in messages:
-            out.index_add_(0, *self._elements(message))
+            out.index_add_(0, *self.elements(message))
         return (group.size - 1) * mine.nbytes
 
     def _by_owners(
@@ -131,8 +131,7 @@ class SparseSum:
         edges = torch.searchsorted(indices, torch.tensor(starts, device=indices.device)).tolist()
         values, edges = values[order], [*edges, len(indices)]
         return [
-            self._message(indices[start:stop], values[start:stop])
-            for start, stop in itertools.pairwise(edges)
+            self.message(indices[start:stop], values[start:stop]) for start, stop in itertools.pairwise(edges)
         ]
 
     def _sum_of_range(self, messages: Sequence[Tensor], start: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -141,7 +140,7 @@ class SparseSum:
         total = torch.zeros(stop - start, dtype=self._dtype, device=device)
         touched = torch.zeros(stop - start, dtype=torch.bool, device=device)
         for message in messages:
-            indices, values = self._elements(message)
+            indices, values = self.elements(message)
             indices -= start
             total.index_add_(0, indices, values)
             touched.index_fill_(0, indices.long(), True)
@@ -159,11 +158,11 @@ class SparseSum:
         indices = touched.nonzero().view(-1)
         counts = [count for (count,) in gather_numbers([indices.numel()], group)]
         if sum(counts) * self._pair < out.nbytes:
-            mine = self._message(indices + ranges[group.rank][0], total[indices])
+            mine = self.message(indices + ranges[group.rank][0], total[indices])
             messages = gather_ragged(mine, [count * self._pair for count in counts], group)
             out.zero_()
             for message in messages:
-                places, values = self._elements(message)
+                places, values = self.elements(message)
                 out.index_copy_(0, places.long(), values)
             return (group.size - 1) * mine.nbytes
         torch.cat(gather_ragged(total, [stop - start for start, stop in ranges], group), out=out)
@@ -171,11 +170,15 @@ class SparseSum:
 
     # -- messages -----------------------------------------------------------------------------------
 
-    def _message(self, indices: Tensor, values: Tensor) -> Tensor:
+    def message_bytes(self, count: int) -> int:
+        """Return how many bytes a message of so many elements has."""
+        return count * self._pair
+
+    def message(self, indices: Tensor, values: Tensor) -> Tensor:
         """Return elements as bytes: the values, then the indices."""
         return torch.cat([values.view(torch.uint8), indices.to(self._index).view(torch.uint8)])
 
-    def _elements(self, message: Tensor) -> tuple[Tensor, Tensor]:
+    def elements(self, message: Tensor) -> tuple[Tensor, Tensor]:
         """Return the indices and values of a message."""
         edge = message.numel() // self._pair * self._dtype.itemsize
         # A copy: in the middle of a message neither begins where its dtype must.

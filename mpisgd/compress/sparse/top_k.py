@@ -12,6 +12,7 @@ from mpisgd.arguments import check_flag, check_ratio
 from mpisgd.compress.compressor import BucketLayout
 from mpisgd.compress.memory import memory_of
 from mpisgd.compress.sparse.selection import count_of, top_k_of_each
+from mpisgd.compress.sparse.sparse_codec import SparseCodec
 from mpisgd.compress.sparse.sparse_reducer import SparseReducer
 from mpisgd.compress.wide_compressor import WideCompressor
 
@@ -46,6 +47,17 @@ class TopK(WideCompressor):
     def __post_init__(self) -> None:
         check_ratio("TopK", "ratio", self.ratio)
         check_flag("TopK", "error_feedback", self.error_feedback)
+
+    @property
+    def is_contraction(self) -> bool:
+        """Return True: see above."""
+        return True
+
+    def codec(self, layout: BucketLayout) -> SparseCodec:
+        """Return what makes messages of the largest elements of each parameter."""
+        numels = [shape.numel() for shape in layout.shapes]
+        count = sum(count_of(self.ratio, numel) for numel in numels)
+        return SparseCodec(layout, lambda flat, _: top_k_of_each(flat, numels, self.ratio), count)
 
     def wide_reducer(self, layout: BucketLayout) -> "TopKReducer":
         """Return what sends the largest elements of a bucket."""

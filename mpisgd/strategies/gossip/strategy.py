@@ -1,21 +1,22 @@
 """`Gossip`: every rank has a model of its own, and mixes it with those of a few neighbours.
 
 The update rules are in the modules of the styles: `synchronous` has adapt then combine, combine then
-adapt (D-PSGD) and push-sum (SGP), `asynchronous` averages pairs while the ranks compute (AD-PSGD).
+adapt (D-PSGD) and push-sum (SGP), `asynchronous` averages pairs while the ranks compute (AD-PSGD);
+`compressed` is adapt then combine by compressed changes (CHOCO-SGD).
 """
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mpisgd.arguments import check_positive, shown
+from mpisgd.arguments import check_positive, check_ratio, shown
 from mpisgd.compress.cast import Cast, Compression
-from mpisgd.compress.compressor import Compressor
 from mpisgd.errors import InvalidArgument
 from mpisgd.gossip.graph import Graph
 from mpisgd.gossip.graphs import GraphLike, as_graph
 from mpisgd.monitor.console import print_to_user
 from mpisgd.strategies.compatibility import LOCAL_STEPS
 from mpisgd.strategies.gossip.asynchronous import Asynchronous
+from mpisgd.strategies.gossip.compressed import CompressedMixer
 from mpisgd.strategies.gossip.synchronous import NAME, AdaptThenCombine, CombineThenAdapt, Mixer, PushSum
 from mpisgd.strategies.strategy import Strategy, Synchronizer
 from mpisgd.strategies.training import Training
@@ -40,6 +41,11 @@ class Gossip(Strategy):
             only the columns sum to 1; "asynchronous", AD-PSGD, where pairs of neighbours average while the
             ranks compute, and nobody waits.
         every: the ranks mix in every so manieth step.
+        consensus_step: with a compression that leaves something out, how far ranks go towards their mean,
+            above 0 and up to 1: the less travels, the less it must be; 0.3 with a tenth of the elements, say.
+
+    `compression` may be a cast, or, with "adapt_then_combine" and a topology that does not change, a
+    compressor such as `TopK` or `OneBit`, whose error feedback is that of the method: see `compressed`.
 
     The ranks' models differ, and `optimizer.consensus()` has their mean, to evaluate or to save it. Module
     buffers (`named_buffers`) are mixed as parameters are.
@@ -51,6 +57,7 @@ class Gossip(Strategy):
     topology: GraphLike = "exponential"
     style: str = "adapt_then_combine"
     every: int = 1
+    consensus_step: float | None = None
 
     excludes: ClassVar[frozenset[str]] = LOCAL_STEPS
 
@@ -59,6 +66,8 @@ class Gossip(Strategy):
         if not isinstance(self.style, str) or self.style not in STYLES:
             raise InvalidArgument(f"{NAME}: style={shown(self.style)}; expected one of {', '.join(STYLES)}")
         check_positive(NAME, "every", self.every, whole=True)
+        if self.consensus_step is not None:
+            check_ratio(NAME, "consensus_step", self.consensus_step)
 
     @property
     def graph(self) -> Graph:
@@ -77,7 +86,7 @@ class Gossip(Strategy):
     def check(self, training: Training) -> None:
         """Raise where options are about the reduction of gradients, or the graph does not fit the ranks."""
         super().check(training)
-        _check_compression(training.options.compression)
+        self._check_compression(training)
         if self.style == "asynchronous":
             _check_asynchronous(training)
         self.check_size(training.group.size)
@@ -90,16 +99,31 @@ class Gossip(Strategy):
             if text not in _printed:
                 _printed.add(text)
                 print_to_user(text)
+        if self.consensus_step is not None:
+            return CompressedMixer(training, self.graph, self.every, self.consensus_step)
         return STYLES[self.style](training, self.graph, self.every)
 
-
-def _check_compression(compression: Compressor) -> None:
-    """Raise InvalidArgument for what is more than a cast."""
-    if not isinstance(compression, Cast):
-        raise InvalidArgument(
-            f"{NAME}: compression={compression}; parameters are mixed as they are, or cast by "
-            "Compression.fp16 or .bf16"
-        )
+    def _check_compression(self, training: Training) -> None:
+        """Raise InvalidArgument for a compressor that cannot be had with this gossip."""
+        compression = training.options.compression
+        if isinstance(compression, Cast):
+            if self.consensus_step is not None:
+                raise InvalidArgument(
+                    f"{NAME}: consensus_step={self.consensus_step} goes with a compression that leaves "
+                    f"something out, not with {compression}"
+                )
+            return
+        if not compression.is_contraction:
+            raise InvalidArgument(
+                f"{NAME}: compression={compression}; changes of parameters travel as they are, cast, or "
+                "by TopK, RandomK, OneBit, Natural or QSGD of 4 bits and more"
+            )
+        changes = self.graph.num_phases(training.group.size) != 1
+        if self.style != "adapt_then_combine" or changes or self.consensus_step is None:
+            raise InvalidArgument(
+                f"{NAME}: compression={compression} goes with style='adapt_then_combine', a topology that is "
+                f"the same in every step, and a consensus_step such as 0.3; this is {self}"
+            )
 
 
 def _check_asynchronous(training: Training) -> None:

@@ -8,6 +8,7 @@ import torch
 from mpisgd.arguments import ranks_text
 from mpisgd.core.group import Group
 from mpisgd.core.wait_registry import WaitReason
+from mpisgd.core.waiting import cancel_reason
 from mpisgd.errors import CollectiveTimeout
 from mpisgd.rma.patience import wait_patiently
 from mpisgd.rma.window import Window
@@ -83,6 +84,7 @@ class Clocks:
 
         Raises:
             CollectiveTimeout: names those that have not.
+            PeerLost: between hosts, a rank was lost.
         """
         late: list[int] = self.behind(word, value)
 
@@ -93,11 +95,21 @@ class Clocks:
         def reason() -> WaitReason:
             return WaitReason("a parameter server's slowest workers", self._group.name, tuple(late))
 
-        if late and not wait_patiently(ready, limit_s, reason):
+        ends_with_rank = self.window.ends_with_rank
+        if late and not wait_patiently(ready, limit_s, reason, ends_with_rank=ends_with_rank):
             raise CollectiveTimeout(
                 f"ParameterServer: rank {self._me} has waited {limit_s:.1f} s for {ranks_text(late)}, whose "
                 "steps are too far behind; a worker that makes no more steps calls synchronizer.finish()"
             )
+
+    def check(self) -> None:
+        """Raise where the loss of a rank has ended the window.
+
+        Raises:
+            PeerLost: then.
+        """
+        if self.window.ends_with_rank and (reason := cancel_reason()) is not None:
+            raise reason
 
     def lead(self) -> int:
         """Return how many steps this worker is ahead of the slowest that is neither lost nor done."""

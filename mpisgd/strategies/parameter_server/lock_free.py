@@ -63,6 +63,7 @@ class LockFree(Worker):
 
     def before_step(self) -> None:
         """Wait where the staleness is bounded, and let gradients count what they are to count."""
+        self._scaling.before_step(self.training.optimizer)
         self._begin_update()
         self._count_push(complete=False)
         params = [param for _, param in self.training.named]
@@ -76,6 +77,7 @@ class LockFree(Worker):
         for (_, param), grad in zip(self.training.named, self._own_grads, strict=True):
             param.grad = grad
         self._own_grads = []
+        self._scaling.after_step()
         self._count_push(complete=True)
         self._end_update()
         self._go_on()

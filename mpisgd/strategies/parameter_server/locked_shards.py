@@ -90,6 +90,7 @@ class LockedShards(Worker):
     def before_step(self) -> None:
         """Do all that a step does; the optimizer finds nothing left to do."""
         self._show()  # a step that raised has left them hidden
+        self._scaling.before_step(self.training.optimizer)
         runs_closure, self._runs_closure = self._runs_closure, False
         if not runs_closure:
             self._step()
@@ -101,6 +102,7 @@ class LockedShards(Worker):
     def after_step(self, num_steps: int) -> None:
         """Show the optimizer its parameters again."""
         self._show()
+        self._scaling.after_step()
 
     def _show(self) -> None:
         if self._hidden is not None:

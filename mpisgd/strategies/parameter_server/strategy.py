@@ -50,7 +50,8 @@ class ParameterServer(Strategy):
 
     A worker that was killed does not stop the others on one host, where the job outlives it
     (`mpirun --with-ft ulfm`): its locks are free, a half-made update does not count, clocks wait for it no
-    more. Between hosts its loss ends the waits of all.
+    more. Between hosts its loss ends the training of all: with `PeerLost`, or with the job where MPI does
+    not end a one-sided call that waits for it.
 
     Args:
         mode: "sync", "async" or "ssp".

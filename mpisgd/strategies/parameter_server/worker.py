@@ -11,7 +11,8 @@ pushed, c[p]: its clock, the steps beyond which it may go. Worker p, in its step
 
 So max c - min f <= s at every moment. With s = 0 all workers read the same parameters in every step: what
 plain SGD makes of their updates is synchronous SGD. A worker that was lost, which the kernel knows from a
-lock that its process had, or that has finished counts no more.
+lock that its process had, or that has finished counts no more. A step that a GradScaler would leave out is
+one without an update: the clocks of the others may depend on it.
 """
 
 import abc
@@ -23,6 +24,7 @@ from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
+from mpisgd.strategies.local_scaling import LocalScaling
 from mpisgd.strategies.parameter_server.clocks import (
     BEGUN,
     CLOCK,
@@ -58,6 +60,8 @@ class Worker(Synchronizer, abc.ABC):
         super().__init__(training)
         self._staleness = staleness
         self._servers = servers
+        # An update is of what was pushed, so gradients must be unscaled before.
+        self._scaling = LocalScaling(training.optimizer, also_fused=True)
         self._open()
 
     def _open(self) -> None:
@@ -144,6 +148,7 @@ class Worker(Synchronizer, abc.ABC):
             raise InvalidArgument("ParameterServer: this rank is a worker; only the servers= serve")
         self._publish_once()
         while self._clocks.behind(DONE, 1):
+            self._clocks.check()
             time.sleep(SERVE_POLL_S)
         self.pull()
 

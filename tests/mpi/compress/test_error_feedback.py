@@ -14,11 +14,12 @@ from fixed_gradients import (
     largest_difference,
     mean_over_ranks,
 )
-from verdicts import everyone, same_on_all_ranks
+from verdicts import everyone, raises_everywhere, same_on_all_ranks
 
 import mpisgd
 import mpisgd.checkpoint
 from mpisgd.compress import QSGD, DeepGradient, Natural, PowerSGD, RandomK, TernGrad, Threshold, TopK
+from mpisgd.errors import InvalidArgument
 from mpisgd.job.lifecycle import current_job
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -32,7 +33,8 @@ WITH_RESIDUAL = (
     QSGD(5, error_feedback=True),
     Natural(error_feedback=True),
 )
-METHODS = (*WITH_RESIDUAL, DeepGradient(0.1, warmup_steps=3), TernGrad(), QSGD(3), RandomK(0.3, False))
+WITH_MOMENTUM = DeepGradient(0.1, warmup_steps=3)
+METHODS = (*WITH_RESIDUAL, WITH_MOMENTUM, TernGrad(), QSGD(3), RandomK(0.3, False))
 
 
 def with_residual(function):
@@ -280,3 +282,18 @@ def test_a_step_that_overflowed_shows_on_all_ranks_and_leaves_nothing_behind(com
     later = [trained.step(step) for step in range(2, 5)]
     everyone(all(part.isfinite().all() for parts in later for part in parts), "later steps")
     same_on_all_ranks([part.tolist() for part in later[-1]])
+
+
+def test_a_momentum_that_would_act_twice_is_refused():
+    def wrapped(strategy, momentum, compression=WITH_MOMENTUM):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1, momentum=momentum)
+        mpisgd.DistributedOptimizer(optimizer, strategy=strategy, compression=compression)
+
+    with raises_everywhere(InvalidArgument) as caught:
+        wrapped(mpisgd.Synchronous(), 0.9)
+    everyone("so has the optimizer, 0.9" in caught.text, caught.text)
+    for strategy in (mpisgd.LocalSGD(2), mpisgd.ElasticAveraging(every=2)):
+        with raises_everywhere(InvalidArgument) as caught:
+            wrapped(strategy, 0.0)
+        everyone("beyond their mean" in caught.text, caught.text)
+    wrapped(mpisgd.Synchronous(), 0.9, DeepGradient(0.1, momentum=0))

@@ -64,6 +64,23 @@ def test_training_goes_on_from_a_state(kind):
 
 
 @kinds
+def test_a_deep_copy_trains_its_own_parameters_as_the_original_would(kind):
+    params = torch_parameters()
+    optimizer = KINDS[kind](params)
+    torch.optim.lr_scheduler.ConstantLR(optimizer)  # it changes `step` of the original
+    steps(params, optimizer, 0, 5)
+    theirs, copied = copy.deepcopy((params, optimizer))
+    everyone(copied.param_groups[0]["params"][0] is theirs[0] and copied.group is optimizer.group)
+    before = values(params)
+    steps(theirs, copied, 5, 3)
+    everyone(values(params) == before and copied.num_steps == 8 and optimizer.num_steps == 5)
+    steps(params, optimizer, 5, 3)
+    everyone(values(theirs) == values(params))
+    with pytest.raises(TypeError, match=f"{kind}: it averages over the ranks .* state_dict"):
+        copy.copy(optimizer)
+
+
+@kinds
 def test_the_state_of_one_rank_serves_all(kind):
     params = torch_parameters()
     optimizer = KINDS[kind](params)

@@ -10,7 +10,7 @@ import torch
 from verdicts import everyone, raises_everywhere, same_on_all_ranks
 
 import mpisgd
-from mpisgd import InvalidArgument, ParameterServer
+from mpisgd import InvalidArgument, ParameterServer, config
 
 LR, MOMENTUM, STEPS = 0.1, 0.9, 20
 
@@ -95,6 +95,38 @@ def test_pushes_in_a_known_order_equal_downpour_sgd(push_every, pull_every, mome
         strategy, in_turn=True, wrap=lambda params: torch.optim.SGD(params, lr=LR, momentum=momentum)
     )
     assert_near(params, simulated(push_every, pull_every, momentum)[mpisgd.rank()])
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("locked", [True, False])
+def test_a_step_that_a_grad_scaler_would_leave_out_is_one_without_an_update(locked, unscales):
+    """Its worker would be behind in the clocks for ever, and in the first step all meet."""
+    needs_shared_memory(locked)
+    if not locked and mpisgd.size() > 1:
+        pytest.skip("updates without a lock may be lost")
+    rank, size = mpisgd.rank(), mpisgd.size()
+    param = torch.nn.Parameter(torch.arange(3, dtype=torch.float64))
+    optimizer = mpisgd.DistributedOptimizer(
+        torch.optim.SGD([param], lr=0.5), strategy=ParameterServer("ssp", staleness_steps=0, locked=locked)
+    )
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    expected = torch.arange(3, dtype=torch.float64)
+    for step in range(4):
+        overflows = [step == 2 or (step == 0 and r == size - 1) for r in range(size)]
+        optimizer.zero_grad()
+        scaler.scale(param.sum() * (rank + 1)).backward()
+        if overflows[rank]:
+            param.grad.fill_(float("inf"))
+        if unscales:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        expected -= 0.5 * sum(r + 1.0 for r in range(size) if not overflows[r]) / size
+    optimizer.synchronizer.finish()
+    everyone(torch.allclose(param.detach(), expected, rtol=0, atol=1e-12), f"{param}, {expected}")
+    counters = optimizer.synchronizer.counters()
+    everyone(counters.finished == [4] * size and max(counters.lead) == 0, f"{counters}")
+    everyone(scaler.get_scale() == (256.0 if rank == size - 1 else 512.0), f"{scaler.get_scale()}")
 
 
 def needs_shared_memory(locked: bool) -> None:
@@ -259,6 +291,22 @@ def test_other_ranks_and_more_parameters_go_on_from_what_there_was(locked):
     assert_near(
         [param.detach() for param in model.parameters()], [p.detach() for p in alone.parameters()], 0.0
     )
+
+
+@pytest.mark.mpi(min_size=2)
+def test_between_hosts_a_step_moves_every_shard_three_times(monkeypatch):
+    """To the worker that updates it, back, and again to be read; the number of the version four times."""
+    monkeypatch.setattr(config, "shared_memory", lambda: False)
+    group, sent = mpisgd.new_group(), []
+    for steps in (2, 5):
+        optimizer, _ = train(ParameterServer("async"), steps, in_turn=True, group=group)
+        sent.append(optimizer.synchronizer._memory.window._memory._window.sent_bytes)
+    num_shards = min(4, mpisgd.size())  # the model has four parameters; each fills up lines of 64 bytes
+    shards = (
+        sum(-(-8 * numel // 64) * 64 for numel in (40, 5, 5, 1)) + 64 * num_shards
+    )  # and counts of pushes
+    expected = 3 * (3 * shards + 4 * 8 * num_shards)
+    everyone(sent[1] - sent[0] == expected, f"{sent}; expected {expected}")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 
@@ -52,6 +53,37 @@ def test_what_is_kept_of_16_bit_floats_is_float32(kind):
     for value in kind(*SMALLEST[kind]).reducer(layout).state_dict().values():
         tensors = value if isinstance(value, list) else [value]
         assert all(each.dtype is torch.float32 for each in tensors if isinstance(each, torch.Tensor))
+
+
+CONTRACTIONS = (
+    compress.TopK(0.1),
+    compress.RandomK(0.1),
+    compress.OneBit(),
+    compress.QSGD(4),
+    compress.Natural(),
+)
+
+
+@pytest.mark.parametrize("method", CONTRACTIONS, ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_codec_makes_messages_of_its_size_that_are_nearer_than_nothing(method, dtype):
+    layout = BucketLayout((torch.Size([30, 20]), torch.Size([0]), torch.Size([50])), dtype)
+    x = torch.randn(layout.numel, dtype=dtype, generator=torch.Generator().manual_seed(3))
+    before, codec = x.clone(), method.codec(layout)
+    message = codec.compress(x, np.random.default_rng(1))
+    assert torch.equal(x, before)
+    assert (message.dtype, message.shape) == (torch.uint8, (codec.nbytes,))
+    assert codec.nbytes < x.nbytes
+    rest = x.clone()
+    codec.decompress(message, rest, -1)
+    assert rest.norm() < x.norm()
+    codec.decompress(message, rest)
+    assert torch.allclose(rest, x)
+
+
+@pytest.mark.parametrize("method", [*CONTRACTIONS, compress.PowerSGD(2), compress.QSGD(2)], ids=repr)
+def test_who_has_a_codec_says_so(method):
+    assert method.is_contraction == (method in CONTRACTIONS)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Strategies and compressors from texts: what they make, and that nothing else can be called."""
+"""Strategies, compressors and optimizers from texts: what they make, and that nothing else can be called."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 import mpisgd
 from mpisgd.errors import InvalidArgument
-from mpisgd.strategies.from_text import compressor_from_text, strategy_from_text
+from mpisgd.strategies.from_text import compressor_from_text, optimizer_from_text, strategy_from_text
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,23 @@ def test_a_strategy_is_made_as_written(text, strategy):
 
 def test_a_cast_is_named():
     assert compressor_from_text("bf16") is mpisgd.Compression.bf16
+
+
+def test_an_optimizer_is_made_of_parameters_as_written():
+    choice = optimizer_from_text("SGD(lr=0.5, momentum=0.9)")
+    made = choice.make([torch.zeros(2, requires_grad=True)], momentum=0.0)
+    assert isinstance(made, torch.optim.SGD)
+    assert (made.param_groups[0]["lr"], made.param_groups[0]["momentum"]) == (0.5, 0.0)
+    assert optimizer_from_text("OneBitAdam(lr=0.1, freeze_step=50)").kind is mpisgd.OneBitAdam
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["SGD(0.5)", "SGD(lr=-1)", "Adam(speed=3)", "OneBitAdam", "LocalSGD(8)", "DistributedOptimizer", "torch"],
+)
+def test_an_optimizer_that_cannot_be_made_is_refused(text):
+    with pytest.raises(InvalidArgument, match="optimizer"):
+        optimizer_from_text(text)
 
 
 @pytest.mark.parametrize(
