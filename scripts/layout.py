@@ -32,7 +32,7 @@ AXES = ("dp", "tp", "pp")
 class Layout:
     """The number of ranks along each axis, and how much of a model's state is divided among those of dp.
 
-    `zero` is 0: nothing, 1: the optimizer's state, 3: parameters and gradients too.
+    `zero` is 0: nothing, 1: the optimizer's state, 2: gradients too, 3: parameters too.
     """
 
     dp: int

@@ -39,12 +39,12 @@ class Method:
     @property
     def has_one_model(self) -> bool:
         """Whether all ranks have the same parameters after every step."""
-        return self.strategy == mpisgd.Synchronous()
+        return isinstance(self.strategy, (mpisgd.Synchronous, mpisgd.Sharded))
 
     @property
     def is_default(self) -> bool:
         """Whether gradients are averaged as they are."""
-        return self.has_one_model and self.compression == mpisgd.Compression.none
+        return self.strategy == mpisgd.Synchronous() and self.compression == mpisgd.Compression.none
 
     def distribute(
         self, optimizer: Optimizer, model: nn.Module, **options: Any

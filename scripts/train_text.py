@@ -51,6 +51,7 @@ class Zero(str, Enum):
 
     nothing = "0"
     optimizer = "1"
+    gradients = "2"
     parameters = "3"
 
 
@@ -281,13 +282,26 @@ def save(folder: Path, training: Training, identity: dict[str, Any]) -> None:
     write_checkpoint(folder, training.model, training.optimizer, run)
 
 
+def choose_method(strategy: str, compression: str, zero: Zero, offload: Path | None) -> Method:
+    """How the ranks train together; --zero 2 is mpisgd's own sharding, the others are torch's."""
+    if zero is not Zero.gradients:
+        if offload is not None:
+            raise mpisgd.JobError("--offload goes with --zero 2")
+        return read_method(strategy, compression)
+    if read_method(strategy, compression) != read_method("Synchronous", "none"):
+        raise mpisgd.JobError("--zero 2 is a strategy of its own; leave out --strategy and --compression")
+    on_disk = None if offload is None else mpisgd.Offload(offload)
+    return Method(mpisgd.Sharded(stage=2, offload=on_disk), mpisgd.Compression.none)
+
+
 def check_method(method: Method, layout: Layout) -> None:
     """A strategy and a compression want the whole model on every rank."""
-    if not method.is_default and (layout.zero or max(layout.tp, layout.pp) > 1):
-        divided = f"--zero {layout.zero}" if layout.zero else f"--parallel {layout}"
-        raise mpisgd.JobError(
-            f"--strategy and --compression go with the whole model on every rank, not with {divided}"
-        )
+    if method.is_default or (layout.zero in (0, 2) and layout.tp == layout.pp == 1):
+        return
+    divided = f"--zero {layout.zero}" if layout.zero in (1, 3) else f"--parallel {layout}"
+    raise mpisgd.JobError(
+        f"--strategy, --compression and --zero 2 go with the whole model on every rank, not with {divided}"
+    )
 
 
 def check_outputs(save: Path | None, metrics: Path | None) -> None:
@@ -323,8 +337,11 @@ def main(
         str | None, typer.Option(help="Ranks per axis: dp=2,tp=2,pp=2; default: all along dp.")
     ] = None,
     zero: Annotated[
-        Zero, typer.Option(help="Shard over dp: nothing (0), optimizer state (1), all (3).")
+        Zero, typer.Option(help="Shard over dp: nothing (0), optimizer state (1), gradients (2), all (3).")
     ] = Zero.nothing,
+    offload: Annotated[
+        Path | None, typer.Option(help="With --zero 2: folder for the optimizer's state.")
+    ] = None,
     precision: Annotated[Precision, typer.Option(help="bf16: autocast to bfloat16.")] = (Precision.float32),
     checkpoint_activations: Annotated[
         bool, typer.Option("--checkpoint-activations", help="Recompute activations in backward.")
@@ -365,7 +382,7 @@ def main(
     mpisgd.init()
     layout, method = (
         parse_layout(parallel, int(zero.value), mpisgd.size()),
-        read_method(strategy, compression),
+        choose_method(strategy, compression, zero, offload),
     )
     check_method(method, layout)
     num_micro_batches = accumulate or (2 * layout.pp if layout.pp > 1 else 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import shutil
 from pathlib import Path
 
@@ -30,6 +31,7 @@ RUNS = {
         "tp=2": ("--parallel", "tp=2"),
         "pp=2": ("--parallel", "pp=2"),
         "zero 1": ("--zero", 1),
+        "zero 2 offloaded": ("--zero", 2, "--offload", tempfile.gettempdir()),
         "zero 3": ("--zero", 3),
         "accumulation": ("--accumulate", 4),
         "zero 3 with accumulation": ("--zero", 3, "--accumulate", 2),
