@@ -55,18 +55,30 @@ FOR_THREE = (
 # Two ranks say all that there is to say; with --long, one rank does too.
 FOR_TWO = ("tests/mpi/arguments",)
 
+# Models divided among the ranks: three ranks have stages and shards of unequal size, four a grid of 2 x 2.
+FOR_THREE_OR_FOUR = (
+    "tests/mpi/layouts",
+    "tests/mpi/optim/test_sharded.py",
+    "tests/mpi/optim/test_sharded_hosts.py",
+    "tests/mpi/pipeline",
+    "tests/mpi/verification",
+)
+
 # Left out at these numbers of ranks, where they say what others say too; with --long they run at all.
 LEFT_OUT = {
-    1: (*FOR_EVEN_SIZES, *FOR_TWO, "tests/mpi/verification"),
+    1: (*FOR_EVEN_SIZES, *FOR_TWO, *FOR_THREE_OR_FOUR, "tests/mpi/rpc"),
     2: (
         *FOR_ODD_SIZES,
         *FOR_THREE,
-        "tests/mpi/verification",
+        *FOR_THREE_OR_FOUR,
         "tests/mpi/compress",
         "tests/mpi/gossip",
+        "tests/mpi/nn",
+        "tests/mpi/rpc",
+        "tests/mpi/sharding",
         "tests/mpi/strategies",
     ),
-    3: (*FOR_EVEN_SIZES, *FOR_TWO),
+    3: (*FOR_EVEN_SIZES, *FOR_TWO, "tests/mpi/layouts"),
     4: (
         *FOR_ODD_SIZES,
         *FOR_TWO,
@@ -81,8 +93,11 @@ LEFT_OUT = {
         "tests/mpi/optim/test_gradients.py",
         "tests/mpi/optim/test_one_bit_adam.py",
         "tests/mpi/optim/test_optimizers.py",
+        "tests/mpi/optim/test_sharded.py",
         "tests/mpi/optim/test_shared_state.py",
         "tests/mpi/optim/test_starting_equal.py",
+        "tests/mpi/rpc",
+        "tests/mpi/sharding",
         "tests/mpi/strategies",
         "tests/mpi/torch_backend/test_checkpoints.py",
         "tests/mpi/transport/test_data_movement.py",
