@@ -10,6 +10,9 @@ import pytest
 LONG = (
     "test_bench.py::test_mistakes_are_said_before_anything_is_measured[[]args[1-5]*",
     "test_bench.py::test_a_program_that_cannot_be_measured_is_named_with_the_end_of_its_output[[]program0-*",
+    "test_bench.py::test_fusion_is_measured_beside_one_call_each",
+    "test_elastic.py::*[[]own copies]",
+    "test_elastic.py::test_lost_ranks_are_replaced[[]shared parameters]",
     "test_elastic.py::test_new_ranks_that_come_too_late_are_gone_on_without_and_end",
     "test_horovod_programs.py::*[[]changed]",
     "test_info.py::test_without_an_mpi_library_it_says_so_and_how_to_get_one[[]2]",
@@ -24,6 +27,10 @@ LONG = (
     "test_program.py::test_help_appears_once[[]None]",
     "test_program.py::test_what_every_rank_meets_is_said_once[[]args[12]*",
     "test_program.py::test_what_one_rank_meets_ends_the_job_and_is_said_once[[]2]",
+    "test_rpc.py::test_a_long_call_is_reported_and_no_deadlock_is_seen_in_it",
+    "test_rpc.py::test_ranks_that_wait_for_each_other_are_told_so",
+    "test_rpc.py::test_too_few_ranks_are_one_line[[]rpc_parameter_server]",
+    "test_sharded_memory.py::test_a_rank_takes_what_was_predicted[[]Sharded(stage=1)]",
     "test_train.py::test_a_damaged_checkpoint_is_passed_over",
     "test_train.py::test_batch_larger_than_the_data_is_refused",
     "test_train.py::test_batch_smaller_than_the_rank_count_is_refused",
@@ -46,6 +53,7 @@ LONG = (
     "test_train_text.py::test_every_layout_gives_the_curve_of_one_process[[]activation checkpointing]",
     "test_train_text.py::test_every_layout_gives_the_curve_of_one_process[[]*to zero 1]",
     "test_train_text.py::test_every_layout_gives_the_curve_of_one_process[[]*to alone]",
+    "test_train_text.py::test_others_go_on_from_the_common_model[[]LocalSGD to DiLoCo]",
     "test_tune.py::test_mistakes_are_said_once_and_in_one_line[[]args[12]*",
     "test_waiting_ranks.py::test_the_making_of_a_group_has_the_limit_too",
 )
