@@ -11,7 +11,16 @@ from torch import Tensor, nn
 
 from mpisgd.verification.problem import Batch, Problem, flat_parameters
 
-__all__ = ["Combine", "MakeOptimizer", "Ranks", "joined_batch", "mean_in_order", "one_model"]
+__all__ = [
+    "Combine",
+    "MakeOptimizer",
+    "Ranks",
+    "apply",
+    "gradients",
+    "joined_batch",
+    "mean_in_order",
+    "one_model",
+]
 
 MakeOptimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 Combine = Callable[[list[list[Tensor]]], list[Tensor]]  # gradients by rank and parameter: those of the step
