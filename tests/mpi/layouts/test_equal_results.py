@@ -47,10 +47,10 @@ def test_one_process_learns():
 @pytest.mark.parametrize(
     "rules",
     [
-        "batch:a",
         "length:a",
-        "model:a",
         "heads:a; hidden:a; vocab:a",  # Megatron's
+        pytest.param("batch:a", marks=pytest.mark.long),
+        pytest.param("model:a", marks=pytest.mark.long),
     ],
 )
 def test_a_row_of_ranks_equals_one_process(rules):
@@ -62,11 +62,8 @@ def test_a_row_of_ranks_equals_one_process(rules):
     "rules",
     [
         "batch:a; heads:b; hidden:b; vocab:b",
-        "batch:a; length:b",
         "batch:b; model:a",
         "length:a; heads:b; vocab:b",
-        "heads:a; hidden:b; vocab:a",
-        "model:a; hidden:b",
     ],
 )
 def test_a_grid_of_ranks_equals_one_process(rules):
