@@ -12,11 +12,11 @@ from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -122,14 +122,15 @@ class _Kept:
 
 
 def _storage(tensor: Tensor) -> int:
-    return local_part(tensor).untyped_storage()._cdata
+    address: int = local_part(tensor).untyped_storage()._cdata
+    return address
 
 
-class _Counter(TorchDispatchMode):
+class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts what is dispatched: the collectives of this rank, and its share of products of matrices."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.operations = self.num_collectives = 0
         self._sent = 0.0
         self._inside = False  # an operation on DTensors
@@ -171,12 +172,13 @@ def _sent_bytes(name: str, args: Sequence[Any], out: Any) -> float:
     """Return what a rank sends in a collective, on average over the ranks."""
     if name == "wait_tensor":
         return 0.0
-    group = dist.distributed_c10d._resolve_process_group(args[-1])
-    others = (group.size() - 1) / group.size()
+    size = _resolve_process_group(args[-1]).size()
     if name.startswith("all_reduce"):
-        return 2 * others * args[0].nbytes
-    if name.startswith("all_gather"):
-        return others * out.nbytes
-    if name.startswith(("reduce_scatter", "all_to_all")):
-        return others * args[0].nbytes
-    raise NotImplementedError(name)
+        nbytes = 2 * args[0].nbytes
+    elif name.startswith("all_gather"):
+        nbytes = out.nbytes
+    elif name.startswith(("reduce_scatter", "all_to_all")):
+        nbytes = args[0].nbytes
+    else:
+        raise NotImplementedError(name)
+    return float((size - 1) / size * nbytes)

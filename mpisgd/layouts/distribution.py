@@ -66,7 +66,7 @@ def _divided(tensor: Tensor, mesh: DeviceMesh, where: tuple[Placement, ...], src
         return part
     param = nn.Parameter(part, requires_grad=tensor.requires_grad)
     if param.requires_grad:
-        param.register_hook(_as_laid_out(where))
+        param.register_hook(_as_laid_out(where))  # type: ignore[no-untyped-call]
     return param
 
 

@@ -123,9 +123,9 @@ class DataParallel(nn.Module):
             *(False for _ in buffers),
             *(batch.tensors[place].wants_grad for place in order),
         ]
-        token, *entered = CopyAndScatter.apply(
-            self._exchange, batch.counts, wanted, len(copied), new_token(), *copied, *divided
-        )
+        options = (self._exchange, batch.counts, wanted, len(copied))
+        outputs = CopyAndScatter.apply(*options, new_token(), *copied, *divided)  # type: ignore[no-untyped-call]
+        token, *entered = outputs
         mine = dict(zip(order, entered[len(params) + len(buffers) :], strict=True))
         copies = dict(zip(params, entered, strict=False))
         return token, copies, [mine[place] for place in range(len(order))]
@@ -150,7 +150,8 @@ class DataParallel(nn.Module):
         if not rows:
             return outputs if self._exchange.is_root else token
         vectors = [tensor if tensor.dim() else tensor.unsqueeze(0) for tensor in tensors]
-        left = GatherOutputs.apply(self._exchange, rows, self._device(), token, *vectors)
+        options = (self._exchange, rows, self._device())
+        left = GatherOutputs.apply(*options, token, *vectors)  # type: ignore[no-untyped-call]
         if not self._exchange.is_root:
             return left
         wholes = iter(left)

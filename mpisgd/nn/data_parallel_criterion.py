@@ -94,7 +94,8 @@ class DataParallelCriterion(nn.Module):
         share, dtype = _share(everyone, exchange)
         token = new_token() if works else outputs
         with torch.set_grad_enabled(batch.records_graph):
-            total: Tensor = MeanLoss.apply(exchange, share if self.is_mean else 1.0, dtype, token, loss)
+            weight = share if self.is_mean else 1.0
+            total: Tensor = MeanLoss.apply(exchange, weight, dtype, token, loss)  # type: ignore[no-untyped-call]
         return total
 
     def _divide(self, batch: BatchOutline, given: Any, device: torch.device) -> list[Tensor]:

@@ -59,7 +59,7 @@ class CopyAndScatter(torch.autograd.Function):
         return token.clone(), *outputs
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, token_grad: Tensor | None, *grads: Tensor | None) -> tuple[Any, ...]:
         """Add up the gradients of copies on the root, and gather those of rows there."""
         found: list[Tensor | None] = [None] * len(grads)
@@ -106,7 +106,7 @@ class GatherOutputs(torch.autograd.Function):
         return tuple(wholes)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         """Divide the gradients that the root has."""
         exchange: RowExchange = ctx.exchange
@@ -138,7 +138,7 @@ class MeanLoss(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         """Hand the root's gradient to all ranks."""
         grad = grad.clone()

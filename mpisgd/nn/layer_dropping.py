@@ -133,7 +133,7 @@ class ProgressiveLayerDropping:
             gate = _Gate(self, place, len(layers), self._num_stacks)
             for name in branches:
                 block.get_submodule(name).register_forward_hook(_ScaledBranch(gate, block))
-            block.forward = _DroppableForward(gate, block, scales=not branches)  # type: ignore[method-assign]
+            block.forward = _DroppableForward(gate, block, scales=not branches)
         self._num_stacks += 1
 
     def step(self) -> None:

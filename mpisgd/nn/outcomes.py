@@ -23,12 +23,13 @@ def gather_outcomes(group: Group, outcome: Any, problem: Exception | None) -> li
     """
     if problem is not None:
         where = f"on rank {group.ranks[group.rank]}"
-        outcome = ExceptionWrapper((type(problem), problem, problem.__traceback__), where)
+        raised = (type(problem), problem, problem.__traceback__)
+        outcome = ExceptionWrapper(raised, where)  # type: ignore[no-untyped-call]
     everyone: list[Any] = [None] * group.size
     all_gather_object(everyone, outcome, group)
     if problem is not None:
         raise problem
     for theirs in everyone:
         if isinstance(theirs, ExceptionWrapper):
-            theirs.reraise()
+            theirs.reraise()  # type: ignore[no-untyped-call]
     return everyone

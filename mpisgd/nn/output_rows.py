@@ -49,7 +49,7 @@ def join_outputs(
         numbers = [None if theirs is None else len(theirs) for theirs in everyone]
         raise _unfit(f"the ranks return different numbers of tensors, {numbers}")
     return [
-        _join(place, [theirs and theirs[place] for theirs in everyone], exchange)
+        _join(place, [None if theirs is None else theirs[place] for theirs in everyone], exchange)
         for place in range(len(ours))
     ]
 

@@ -107,7 +107,7 @@ class RowExchange:
             flat = torch.cat([_dense(grads[place], likes[place]).reshape(-1) for place in bucket])
             reduce(flat, self.src, ReduceOp.SUM, self.group)
             if self.is_root:
-                pieces = flat.split([likes[place].numel() for place in bucket])
+                pieces = torch.split(flat, [likes[place].numel() for place in bucket])
                 for place, piece in zip(bucket, pieces, strict=True):
                     sums[place] = piece.view(likes[place].shape)
         return sums

@@ -30,6 +30,7 @@ def check(layout: mpisgd.MeshLayout) -> float:
     model = layout.distribute(transformer(), NAMES, **IO)
     found = train(model, lambda targets: layout.shard(targets, ("batch", "length")))
     apart = [(ours - right).abs().max().item() for ours, right in zip(found, expected(), strict=True)]
+    print(f"{layout}: {max(apart):.1e}", flush=True)
     everyone(max(apart) <= LIMIT, f"{layout}: {max(apart):.1e}")
     return max(apart)
 
@@ -46,10 +47,10 @@ def test_one_process_learns():
 @pytest.mark.parametrize(
     "rules",
     [
-        "batch:a",
         "length:a",
-        "model:a",
         "heads:a; hidden:a; vocab:a",  # Megatron's
+        pytest.param("batch:a", marks=pytest.mark.long),
+        pytest.param("model:a", marks=pytest.mark.long),
     ],
 )
 def test_a_row_of_ranks_equals_one_process(rules):
@@ -61,11 +62,8 @@ def test_a_row_of_ranks_equals_one_process(rules):
     "rules",
     [
         "batch:a; heads:b; hidden:b; vocab:b",
-        "batch:a; length:b",
         "batch:b; model:a",
         "length:a; heads:b; vocab:b",
-        "heads:a; hidden:b; vocab:a",
-        "model:a; hidden:b",
     ],
 )
 def test_a_grid_of_ranks_equals_one_process(rules):
@@ -75,6 +73,7 @@ def test_a_grid_of_ranks_equals_one_process(rules):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 @pytest.mark.mpi(min_size=4)
 @pytest.mark.parametrize("mesh", ["a:2, b:2", "a:4"])
 def test_all_legal_layouts_equal_one_process(mesh):

@@ -72,7 +72,9 @@ def test_tensor_parallel_sends_what_is_summed_over_the_divided_dimension():
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # those of CommDebugMode
-@pytest.mark.parametrize("rules", ["batch:a", "heads:a; hidden:a; vocab:a", "length:a"])
+@pytest.mark.parametrize(
+    "rules", ["batch:a", pytest.param("heads:a; hidden:a; vocab:a", marks=pytest.mark.long)]
+)
 def test_counts_are_those_of_a_real_step(rules):
     """The collectives of CommDebugMode in a step that is done."""
     layout = mpisgd.layout(rules, mesh={"a": mpisgd.size()})
