@@ -61,6 +61,7 @@ LEFT_OUT = {
         "tests/mpi/optim/test_gradients.py",
         "tests/mpi/optim/test_optimizers.py",
         "tests/mpi/optim/test_starting_equal.py",
+        "tests/mpi/rpc/test_rpc_start.py",
         "tests/mpi/transport/test_data_movement.py",
     ),
 }
