@@ -32,6 +32,8 @@ def state_bytes(
     Raises:
         InvalidArgument: its step cannot be done without values.
     """
+    if not params:
+        return []
     blanks = [_blank(param, dtype_of.get(param.dtype, param.dtype)) for param in params]
     twin = _twin(optimizer, params, blanks)
     try:

@@ -104,7 +104,14 @@ def check_curve(lines, sizes: list[int]) -> None:
     assert seen == sizes
 
 
-@pytest.mark.parametrize("how", [{}, {"SHARE": "1"}], ids=["own copies", "shared parameters"])
+HOW = [
+    pytest.param({}, id="own copies"),
+    pytest.param({"SHARE": "1"}, id="shared parameters"),
+    pytest.param({"STAGE": "2"}, id="shards"),
+]
+
+
+@pytest.mark.parametrize("how", HOW)
 def test_two_losses_leave_the_curve_of_the_remaining_ranks(tmp_path, how):
     done, lines = train(tmp_path, 4, KILLS="7:2,13:0", **how)
     assert done.returncode == 0, done.stderr
@@ -128,7 +135,7 @@ def train_by_run(folder: Path, num_ranks: int, **env: str):
     return done, [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("how", [{}, {"SHARE": "1"}], ids=["own copies", "shared parameters"])
+@pytest.mark.parametrize("how", HOW)
 def test_lost_ranks_are_replaced(tmp_path, how):
     done, lines = train_by_run(tmp_path, 3, KILLS="6:0", REGROW="1", **how)
     assert done.returncode == 0, done.stderr

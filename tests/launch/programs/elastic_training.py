@@ -51,7 +51,11 @@ def main() -> None:
     kills, num_epochs = options.get("KILLS", "").split(","), 2
     mpisgd.init()
     model, data = make_model(), make_data()
-    optimizer = mpisgd.DistributedOptimizer(make_optimizer(model), share_parameters="SHARE" in options)
+    optimizer = mpisgd.DistributedOptimizer(
+        make_optimizer(model),
+        share_parameters="SHARE" in options,
+        strategy=mpisgd.Sharded(int(options["STAGE"])) if "STAGE" in options else None,
+    )
     sampler = mpisgd.elastic.ElasticSampler(data)
     own = {"tickets": torch.tensor([float(mpisgd.rank()), 0.0])}
     shared_out: dict[int, list[float]] = {}

@@ -1,0 +1,55 @@
+"""Each rank trains a model of 24 MB with Adam, and says what it takes beside it: argument: the strategy.
+
+Writes a line of JSON per rank: the bytes by which the process has grown since the model was made (counted by
+the kernel, shared memory by its share), and what `estimate_memory` predicts.
+"""
+
+import gc
+import json
+import sys
+
+import torch
+from torch import nn
+
+import mpisgd
+from mpisgd.bench.memory.process_memory import read_memory
+from mpisgd.strategies.from_text import strategy_from_text
+
+WIDTH, LAYERS = 1000, 6
+
+
+def taken() -> int:
+    gc.collect()
+    found = read_memory()
+    assert found is not None
+    return found.private + found.shared
+
+
+def main() -> None:
+    mpisgd.init()
+    torch.set_num_threads(1)
+    warm = nn.Linear(8, 8)  # what torch takes for the first step of all
+    warm_up = torch.optim.Adam(warm.parameters())
+    warm(torch.ones(1, 8)).sum().backward()
+    warm_up.step()
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    mpisgd.broadcast_parameters(model)
+    before = taken()
+    plain = torch.optim.Adam(model.parameters())
+    estimate = mpisgd.estimate_memory(model, plain, ranks=mpisgd.size())[sys.argv[1]]
+    optimizer = mpisgd.DistributedOptimizer(plain, strategy=strategy_from_text(sys.argv[1]))
+    seen = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append(taken() - before))
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(1, WIDTH)).sum().backward()
+        optimizer.step()
+    line = {"seen": seen[-1], "gradients": estimate.gradients, "state": estimate.optimizer_state}
+    gathered: list = [None] * mpisgd.size()
+    mpisgd.all_gather_object(gathered, line)
+    if mpisgd.rank() == 0:
+        print("\n".join(map(json.dumps, gathered)))
+
+
+if __name__ == "__main__":
+    main()
