@@ -30,6 +30,7 @@ class ForwardOverlap:
     def __init__(self) -> None:
         self._place_of: dict[Tensor, int] = {}  # by identity: tensors hash so
         self._works: list[Work] = []
+        self._waited_for: set[Tensor] = set()
         self._num_waited = 0
         self._called: weakref.WeakSet[Module] = weakref.WeakSet()
         alive = weakref.ref(self)
@@ -51,6 +52,7 @@ class ForwardOverlap:
         self._wait_for(len(self._works) - 1)
         self._works.clear()
         self._place_of.clear()
+        self._waited_for.clear()
         self._num_waited = 0
 
     def check_used(self, named: Sequence[tuple[str, Tensor]]) -> None:
@@ -60,9 +62,9 @@ class ForwardOverlap:
             InvalidArgument: names it.
         """
         for name, param in named:
-            if param.grad is not None and self._place_of.get(param, -1) >= self._num_waited:
+            if param.grad is not None and param in self._place_of and param not in self._waited_for:
                 raise InvalidArgument(
-                    f"Sharded: {name} was used while it was still arriving, outside of the forward of a "
+                    f"Sharded: {name} was used, maybe before it had arrived, outside of the forward of a "
                     "module that has it; pass overlap_forward=False"
                 )
 
@@ -79,10 +81,9 @@ class ForwardOverlap:
             if any(param in self._place_of for param in module.parameters()):
                 waits = _waits(weakref.ref(self))
                 module.register_state_dict_pre_hook(waits)  # type: ignore[no-untyped-call]
-        if self._num_waited < len(self._works):
-            self._wait_for(
-                max((self._place_of.get(param, -1) for param in self._used_by(module)), default=-1)
-            )
+        used = [param for param in self._used_by(module) if param in self._place_of]
+        self._waited_for.update(used)
+        self._wait_for(max((self._place_of[param] for param in used), default=-1))
 
     def _used_by(self, module: Module) -> Iterator[Tensor]:
         """Yield the parameters that a module may use before another module's forward is called."""

@@ -16,6 +16,7 @@ from mpisgd.bench.memory.process_memory import read_memory
 from mpisgd.strategies.from_text import strategy_from_text
 
 WIDTH, LAYERS = 1000, 6
+BUCKET_CAP_BYTES = 2**22  # one layer: memory that was freed is kept, and counts
 
 
 def taken() -> int:
@@ -34,17 +35,19 @@ def main() -> None:
     warm_up.step()
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     mpisgd.broadcast_parameters(model)
-    before = taken()
     plain = torch.optim.Adam(model.parameters())
-    estimate = mpisgd.estimate_memory(model, plain, ranks=mpisgd.size())[sys.argv[1]]
-    optimizer = mpisgd.DistributedOptimizer(plain, strategy=strategy_from_text(sys.argv[1]))
+    size, cap = mpisgd.size(), BUCKET_CAP_BYTES  # torch imports much for the estimate, so that comes first
+    estimate = mpisgd.estimate_memory(model, plain, ranks=size, bucket_cap_bytes=cap)[sys.argv[1]]
+    before = taken()
+    strategy = strategy_from_text(sys.argv[1])
+    optimizer = mpisgd.DistributedOptimizer(plain, strategy=strategy, bucket_cap_bytes=cap)
     seen = []
     optimizer.register_step_pre_hook(lambda *_: seen.append(taken() - before))
     for _ in range(3):
         optimizer.zero_grad()
         model(torch.ones(1, WIDTH)).sum().backward()
         optimizer.step()
-    line = {"seen": seen[-1], "gradients": estimate.gradients, "state": estimate.optimizer_state}
+    line = {"seen": seen[-1], "predicted": estimate.total - estimate.parameters}
     gathered: list = [None] * mpisgd.size()
     mpisgd.all_gather_object(gathered, line)
     if mpisgd.rank() == 0:

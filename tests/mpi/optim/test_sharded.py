@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from torch import nn
 from verdicts import everyone, raises_everywhere, referee, same_on_all_ranks
 
 import mpisgd
+from mpisgd.sharding.owners import Owners
 from mpisgd.sharding.sharded_gradient import ShardedGradient
 
 pytestmark = pytest.mark.usefixtures("pieces")
@@ -326,6 +328,68 @@ def test_written_parameters_reach_the_copy():
         everyone(step == 0 or bool((model.weight == 3).all()), f"{model.weight}")
         with torch.no_grad():
             model.weight.fill_(3)
+
+
+# -- parameters that arrive during the next forward ------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """torch's attention uses the weight of a module inside it without calling that."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(FEATURES, 8), nn.Linear(8, 2)
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.calls_last = True
+
+    def forward(self, inputs):
+        hidden = torch.tanh(self.first(inputs))[None]
+        hidden = self.attention(hidden, hidden, hidden)[0][0]
+        return self.last(hidden) if self.calls_last else hidden @ self.last.weight.T
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters take their time: whoever does not wait for them reads old ones."""
+    exchange = Owners.exchange
+
+    def exchange_slowly(self, *args, **options):
+        time.sleep(0.003)
+        return exchange(self, *args, **options)
+
+    monkeypatch.setattr(Owners, "exchange", exchange_slowly)
+
+
+@pytest.mark.usefixtures("slow")
+@pytest.mark.parametrize("stage", STAGES)
+def test_each_layer_waits_for_its_parameters(stage):
+    strategies = (mpisgd.Synchronous(), mpisgd.Sharded(stage, overlap_forward=True))
+    runs = [pair(strategy=s, model=Attention, optimizer=adam, bucket_cap_bytes=1)[1] for s in strategies]
+    for step in range(5):
+        for run in runs:
+            plain_step(run, step)
+        losses = [run.loss(30).item() for run in runs]  # an evaluation without a step
+        everyone(losses[0] == losses[1], f"step {step}: {losses}")
+    for run in runs:
+        plain_step(run, 6)
+    saved = [digest(run.model.state_dict().values()) for run in runs]
+    everyone(saved[0] == saved[1], "parameters were saved before they had arrived")
+    for run in runs:
+        plain_step(run, 7)
+    runs[1].opt.synchronizer.wait()
+    everyone(digest(runs[0].model.parameters()) == digest(runs[1].model.parameters()), "other bits")
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_parameter_that_nobody_waits_for_is_an_error_and_no_old_value():
+    strategy = mpisgd.Sharded(1, overlap_forward=True)
+    ours = pair(strategy=strategy, model=Attention, optimizer=adam, bucket_cap_bytes=1)[1]
+    for step in range(3):
+        plain_step(ours, step)
+    ours.model.calls_last = False
+    with raises_everywhere(mpisgd.InvalidArgument) as caught:
+        plain_step(ours, 3)
+    everyone("last.weight" in caught.text, caught.text)
 
 
 # -- what each rank has --------------------------------------------------------------------------------

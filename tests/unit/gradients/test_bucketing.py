@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpisgd.gradients.bucketing import Bucket, Item, launch_order, plan_buckets, plan_hash
+from mpisgd.gradients.bucketing import Bucket, Item, join_buckets, launch_order, plan_buckets, plan_hash
 
 ITEMSIZES = {"float32:cpu": 4, "bfloat16:cpu": 2, "complex128:cpu": 16, "odd:cpu": 3, "float32:cuda:0": 4}
 
@@ -210,3 +210,13 @@ def test_launch_order_is_the_observed_then_the_rest_descending(data, num_items):
 def test_launch_order_refuses_what_was_not_possible_to_observe(observed, named):
     with pytest.raises(ValueError, match=named):
         launch_order(4, observed)
+
+
+@given(st.lists(st.integers(0, 100), max_size=30), st.integers(1, 200))
+def test_buckets_are_joined_in_order_up_to_the_cap(sizes: list[int], cap: int) -> None:
+    joined = join_buckets(sizes, cap)
+    assert [place for places in joined for place in places] == list(range(len(sizes)))
+    for places in joined:
+        assert len(places) == 1 or sum(sizes[place] for place in places) <= cap
+    for places, following in itertools.pairwise(joined):
+        assert sum(sizes[place] for place in places) + sizes[following[0]] > cap

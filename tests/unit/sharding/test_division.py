@@ -105,6 +105,21 @@ def test_ranks_have_equally_much_to_do(size):
     assert max(loads) - min(loads) <= 64
 
 
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_each_bucket_is_divided_by_itself(seed, size):
+    """So every rank receives about equally much of each; and all elements still have one owner."""
+    draw = random.Random(seed)
+    items = [Item(i, draw.randint(1, 5000), 4, (i % 2, "float32", True)) for i in range(12)]
+    buckets = [(11, 10, 9), (8, 7), (6, 5, 4, 3)]  # the rest is in none
+    pieces = divide(items, (), size, 1024, buckets)
+    numel = [sum(m.numel for piece in of_rank for m in piece.members) for of_rank in pieces]
+    assert sum(numel) == sum(item.numel for item in items)
+    for bucket in (*buckets, (0, 1, 2)):
+        loads = [sum(m.numel for p in rank for m in p.members if m.param in bucket) for rank in pieces]
+        assert max(loads) - min(loads) <= 16 * (len(bucket) + 1)
+
+
 def test_whole_parameters_are_not_cut():
     items = [Item(i, 5000, 4, (0, "float32", True)) for i in range(4)]
     pieces = divide(items, {0, 1, 2, 3}, 2, 1024)
