@@ -16,7 +16,26 @@ from mpisgd.sharding.division import Member
 from mpisgd.sharding.offload.state_store import StateInMemory, StateStore
 from mpisgd.sharding.piece import Entries, Piece, PieceState, flat_view, is_elementwise_entry, join_states
 
-__all__ = ["PieceStates"]
+__all__ = ["PieceNames", "PieceStates"]
+
+
+class PieceNames:
+    """Names the tensors of pieces after what lies in them, such as `weight[0:512]`.
+
+    Args:
+        parameters: what has the pieces.
+        names: of all parameters.
+    """
+
+    def __init__(self, parameters: DividedParameters, names: Sequence[str]) -> None:
+        self._parameters, self._names = parameters, names
+        self._known: dict[Tensor, str] = {}
+
+    def __call__(self, tensor: Tensor) -> str:
+        """Return the name of a piece."""
+        if tensor not in self._known:
+            self._known = {piece.tensor: piece.name(self._names) for piece in self._parameters.pieces}
+        return self._known.get(tensor, f"piece {len(self._known)}")
 
 
 class PieceStates:

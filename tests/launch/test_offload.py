@@ -48,3 +48,16 @@ def test_a_model_of_three_times_the_memory_limit_trains(tmp_path, limit):
     assert within["bytes"] >= nbytes
     assert within["losses"] == freely["losses"]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_steps_and_the_disk_are_measured(tmp_path):
+    folder, out = str(tmp_path / "disk"), tmp_path / "out"
+    words = ("bench", "offload", "--quick", "--folder", folder, "--json", str(out))
+    done = run_python("-m", "mpisgd", *words, "--block", "64KiB", "--io", "buffered")
+    assert done.returncode == 0, done.stderr
+    rows = {row["variant"]: row for row in json.loads(out.read_text())["rows"]}
+    assert list(rows) == ["state in memory", "the disk alone, buffered", "state in files, buffered"]
+    assert rows["state in files, buffered"]["ratio_to_bound"] > 0
+    done = run_python("-m", "mpisgd", "bench", "offload")
+    assert done.returncode == 2
+    assert "--folder" in done.stderr

@@ -67,7 +67,9 @@ def offload_parameters(
     return_large_memory()
     chosen = layers_of(model) if layers is None else list(layers)
     owned = _owned(model, chosen)
-    streamed = StreamedParameters(offload, group_or_world(group))
+    params = list(model.parameters())
+    nbytes = sum(param.nbytes for param in params)
+    streamed = StreamedParameters(offload, group_or_world(group), nbytes, len(params))
     units_of = _move(model, chosen, owned, streamed, init)
     backward = BackwardPass(streamed)
     for param in model.parameters():

@@ -39,6 +39,8 @@ class StreamedParameters:
     Args:
         offload: where the files are.
         group: the ranks that train together.
+        nbytes: of all parameters.
+        num_params: how many there are.
 
     Attributes:
         group: as given.
@@ -48,20 +50,26 @@ class StreamedParameters:
         present: the parameters that have gradients there, on some rank.
     """
 
-    def __init__(self, offload: Offload, group: Group) -> None:
+    def __init__(self, offload: Offload, group: Group, nbytes: int, num_params: int) -> None:
+        num_chunks = num_params + nbytes // (group.size * offload.block_bytes // CHUNKS_PER_BLOCK)
+        self._names: dict[Tensor, str] = {}
         self.offload, self.group = offload, group
         self.units: list[Unit] = []
         self.present: set[Tensor] = set()
         with raised_on_every_rank(group):
-            self.values = FileStore(offload, f"parameters of rank {group.rank}")
-            self.gradients = FileStore(offload, f"gradients of rank {group.rank}")
+            self.values = FileStore(offload, f"parameters of rank {group.rank}", self._name, num_chunks)
+            self.gradients = FileStore(offload, f"gradients of rank {group.rank}", self._name, num_chunks)
 
     def add(self, name: str, params: Sequence[Tensor]) -> Unit:
         """Return a new unit of these parameters, which are in memory still. See `Unit`."""
         chunk_bytes = self.offload.block_bytes // CHUNKS_PER_BLOCK
         unit = Unit(name, params, self.group.size, self.group.rank, chunk_bytes)
         self.units.append(unit)
+        self._names.update({chunk.key: f"{name}.chunk{i}" for i, chunk in enumerate(unit.chunks)})
         return unit
+
+    def _name(self, key: Tensor) -> str:
+        return self._names[key]
 
     # -- values --------------------------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
 """How fast a folder's disk is past the page cache and through it: what `Offload(io="auto")` decides by."""
 
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -60,6 +61,7 @@ def measure(
     return speed
 
 
+@functools.cache  # once for all files of a folder
 def is_direct_faster(offload: Offload) -> bool:
     """Return whether blocks go past the page cache faster than through it, to and from the disk."""
     if offload.io != "auto":

@@ -10,8 +10,9 @@ A block of the file has the state of several pieces, in the order in which they 
 What is small, such as a count of steps, stays in memory.
 """
 
+import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ from mpisgd.sharding.piece import Entries
 
 __all__ = ["FileStore"]
 
-ENTRY, STATES = 16, 3  # letters of the name of an entry, and how many of them a piece has, at most
+STATES = 3  # tensors that an optimizer keeps for a piece, at most
 
 
 class _Field(NamedTuple):
@@ -108,15 +109,17 @@ class FileStore(MutableMapping[Any, dict[str, Any]]):
     Args:
         offload: where the file is, and how it is read and written.
         what: what is in it, for messages.
-        names: of all pieces, as far as they are known: the header has room for their state.
+        name_of: names a key, for the header of the file.
+        num_keys: about how many there will be: the header has room for them.
 
     Raises:
         OffloadError: from most methods; see `BlockCache`.
     """
 
-    def __init__(self, offload: Offload, what: str, names: Sequence[str] = ()) -> None:
+    def __init__(self, offload: Offload, what: str, name_of: Callable[[Tensor], str], num_keys: int) -> None:
         self._offload = offload
-        self._room = rounded_up(header_room(f"{name}.{'x' * ENTRY}" for name in names for _ in range(STATES)))
+        self._name_of = name_of
+        self._room = rounded_up(header_room(STATES * num_keys))
         self._records: dict[Tensor, _Record] = {}
         self._lent: dict[Tensor, _Lent] = {}  # what was asked for and not released
         self._others: defaultdict[Any, dict[str, Any]] = defaultdict(dict)  # what belongs to no piece
@@ -125,6 +128,7 @@ class FileStore(MutableMapping[Any, dict[str, Any]]):
         self._filling: int | None = None  # the block to which new state is added
         self._used = 0  # bytes of it
         self._copies: MappedMemory | None = None
+        self._is_listed = False  # whether the header says what is in the file
         self._file = PrivateFile(offload.folder, what, direct=is_direct_faster(offload))
         self._file.allocate(self._room)
         checksum = checksum_of(offload.checksum)
@@ -154,6 +158,7 @@ class FileStore(MutableMapping[Any, dict[str, Any]]):
         elif key in self:
             self._lent.pop(key, None)
             self._records.pop(key, None)
+            self._is_listed = False
         else:
             raise KeyError(key)
 
@@ -182,6 +187,7 @@ class FileStore(MutableMapping[Any, dict[str, Any]]):
             held.clear()
         self._changed.clear()
         self._filling = self._copies = None
+        self._is_listed = False
         self._cache.clear()
 
     # -- in and out of memory ------------------------------------------------------------------------
@@ -225,32 +231,31 @@ class FileStore(MutableMapping[Any, dict[str, Any]]):
         self._copies = None
         self._seal()
         self._put_all_but(-1)
+        if not self._is_listed:
+            self._write_header()
 
     def shared_errors(self, group: Group) -> AbstractContextManager[None]:
         """See `StateStore`."""
         return raised_on_every_rank(group)
 
-    def flush(self, name_of: Callable[[Tensor], str]) -> int:
-        """Wait until everything is in the file; return a descriptor of it, which safetensors can read.
-
-        Args:
-            name_of: names the pieces.
-
-        Raises:
-            ValueError: there are so many more pieces now that the header has no room for them.
-        """
+    def flush(self) -> int:
+        """Wait until everything is in the file; return a descriptor of it, which safetensors can read."""
         self.end_step()
         self._cache.flush()
-        text = header(self._stored(name_of), self._room, self._file.size)
-        memory = aligned_memory(self._room)
-        memory_of(memory)[:] = text
-        self._file.write(memory_of(memory), 0)
         return self._file.fd
 
-    def _stored(self, name_of: Callable[[Tensor], str]) -> list[Stored]:
+    def _write_header(self) -> None:
+        """Say what is in the file; not if there are so many more keys now that the header has no room."""
+        self._is_listed = True
+        memory = aligned_memory(self._room)
+        with contextlib.suppress(ValueError):
+            memory_of(memory)[:] = header(self._stored(), self._room, self._file.size)
+            self._file.write(memory_of(memory), 0)
+
+    def _stored(self) -> list[Stored]:
         return [
             Stored(
-                f"{name_of(key)}.{name}",
+                f"{self._name_of(key)}.{name}",
                 field.dtype,
                 tuple(field.layout.shape),
                 self._cache.start_of(record.block) + field.start,
@@ -287,6 +292,7 @@ class FileStore(MutableMapping[Any, dict[str, Any]]):
 
     def _new_record(self, entries: Entries) -> _Record:
         tensors = _offloadable(entries)
+        self._is_listed = False
         if not tensors:
             return _Record(-1, {}, {})
         total = sum(_lines(tensor) for _, tensor in tensors)

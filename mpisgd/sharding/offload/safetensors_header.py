@@ -19,7 +19,7 @@ from mpisgd.dtypes import SAFETENSORS_DTYPES
 
 __all__ = ["Stored", "header", "header_room"]
 
-BYTES_PER_TENSOR = 160  # in the header, beside the name
+NAME_BYTES, BYTES_PER_TENSOR = 120, 160  # in the header
 
 
 class Stored(NamedTuple):
@@ -36,9 +36,9 @@ class Stored(NamedTuple):
         return self.start + math.prod(self.shape) * self.dtype.itemsize
 
 
-def header_room(names: Iterable[str]) -> int:
-    """Return a number of bytes in which the header of tensors of these names, and padding, has room."""
-    return 64 + sum(len(name.encode()) + 2 * BYTES_PER_TENSOR for name in names)
+def header_room(num_tensors: int) -> int:
+    """Return a number of bytes in which the header of so many tensors, and of padding, has room."""
+    return 64 + num_tensors * (NAME_BYTES + 2 * BYTES_PER_TENSOR)
 
 
 def header(tensors: Iterable[Stored], room: int, end: int) -> bytes:

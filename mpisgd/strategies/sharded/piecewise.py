@@ -24,7 +24,7 @@ from mpisgd.sharding.offload.file_store import FileStore
 from mpisgd.sharding.offload.shared_errors import raised_on_every_rank
 from mpisgd.sharding.offload.state_store import StateInMemory, StateStore
 from mpisgd.sharding.piece import MASTER
-from mpisgd.sharding.piece_states import PieceStates
+from mpisgd.sharding.piece_states import PieceNames, PieceStates
 from mpisgd.sharding.piece_update import PieceUpdate
 from mpisgd.sharding.sharded_gradient import ShardedGradient
 from mpisgd.sharding.sharded_reducer import ShardedReducer
@@ -61,10 +61,21 @@ class Piecewise(Replicated, abc.ABC):
         """Return where the state of this rank's pieces is kept. Collective."""
         if self._offload is None:
             return StateInMemory()
-        names = [name for name, _ in training.named]
-        of_pieces = [piece.name(names) for piece in self._parameters.pieces]
+        what, parameters = f"optimizer state of rank {training.group.rank}", self._parameters
+        namer = PieceNames(parameters, [name for name, _ in training.named])
         with raised_on_every_rank(training.group):
-            return FileStore(self._offload, f"optimizer state of rank {training.group.rank}", of_pieces)
+            return FileStore(self._offload, what, namer, 2 * len(parameters.pieces))
+
+    def state_file(self) -> int:
+        """Return a descriptor of the file with this rank's optimizer state, which safetensors can read.
+
+        Raises:
+            InvalidArgument: the state is in memory.
+        """
+        store = self._states.state
+        if not isinstance(store, FileStore):
+            raise InvalidArgument("state_file: the optimizer's state is in memory; see mpisgd.Offload")
+        return store.flush()
 
     @property
     def _holds_state(self) -> bool:

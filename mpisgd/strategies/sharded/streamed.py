@@ -19,7 +19,7 @@ from mpisgd.sharding.layerwise.streamed_parameters import GRADIENT, VALUES, Stre
 from mpisgd.sharding.layerwise.streamed_pieces import Placed, StreamedPieces, without_memory
 from mpisgd.sharding.offload.file_store import FileStore
 from mpisgd.sharding.offload.shared_errors import raised_on_every_rank
-from mpisgd.sharding.piece_states import PieceStates
+from mpisgd.sharding.piece_states import PieceNames, PieceStates
 from mpisgd.sharding.piece_update import PieceUpdate
 from mpisgd.strategies.strategy import Synchronizer
 from mpisgd.strategies.training import Training
@@ -57,10 +57,11 @@ class StreamedSynchronizer(Synchronizer):
         self._hidden: list[list[Tensor]] | None = None
         self._runs_closure = False
         self._pieces = StreamedPieces(training.named, training.optimizer.param_groups, streamed)
-        with raised_on_every_rank(training.group):
-            store = FileStore(streamed.offload, f"optimizer state of rank {training.group.rank}")
-        params = [param for _, param in training.named]
+        params, names = [param for _, param in training.named], [name for name, _ in training.named]
         as_divided = cast(DividedParameters, self._pieces)  # of which only attributes that both have are used
+        what, namer = f"optimizer state of rank {training.group.rank}", PieceNames(as_divided, names)
+        with raised_on_every_rank(training.group):
+            store = FileStore(streamed.offload, what, namer, len(self._pieces.pieces))
         self._states = PieceStates(params, as_divided, training.group, store)
 
     # -- a step --------------------------------------------------------------------------------------
@@ -102,7 +103,7 @@ class StreamedSynchronizer(Synchronizer):
             for chunk, pieces in self._pieces.present(streamed.present):
                 self._update_chunk(update, chunk, pieces)
             update.raise_error()
-            for file in (streamed.values, streamed.gradients, store):
+            for file in (streamed.values, store):  # the gradients are forgotten now
                 file.end_step()
 
     def _update_chunk(self, update: PieceUpdate, chunk: Chunk, pieces: Sequence[Placed]) -> None:

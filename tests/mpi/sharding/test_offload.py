@@ -6,6 +6,7 @@ import copy
 import os
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 from verdicts import everyone, raises_everywhere, referee, same_on_all_ranks
@@ -193,6 +194,20 @@ def test_a_state_goes_from_files_to_memory_and_back(tmp_path):
         model.load_state_dict(saved[0])
         optimizer.load_state_dict(copy.deepcopy(saved[1]))
     check_equal(in_files, in_memory, plain_step, range(3, 6))
+
+
+def test_safetensors_opens_the_file_of_a_rank(tmp_path):
+    model, optimizer = start(strategy=mpisgd.Sharded(offload=offload_in(tmp_path)))
+    for step in range(2):
+        plain_step(model, optimizer, step)
+    found = safetensors.torch.load_file(f"/proc/self/fd/{optimizer.synchronizer.state_file()}")
+    state, seen = optimizer.state_dict()["state"], referee().allgather(found)
+    whole = {name: tensor for of_rank in seen for name, tensor in of_rank.items()}
+    names = [name for name in whole if name.endswith(".exp_avg")]
+    everyone(len(names) >= len(state), f"{names}")
+    total = sum(whole[name].square().sum() for name in names)
+    expected = sum(entries["exp_avg"].square().sum() for entries in state.values())
+    everyone(torch.allclose(total, expected), f"{total}, {expected}")
 
 
 def test_a_checkpoint_has_the_whole_state_and_nothing_else_is_in_the_folder(tmp_path):

@@ -12,6 +12,7 @@ from test_offload import (
     FEATURES,
     OPTIMIZERS,
     assert_equal_states,
+    batch,
     piece_by_piece,  # noqa: F401  # a fixture
     plain_step,
     same_folder,
@@ -235,6 +236,30 @@ def test_parameters_of_the_model_itself_are_there_while_it_computes(tmp_path):
         model(torch.arange(3.0)).square().sum().backward()
         optimizer.step()
     assert_equal_values(*models)
+
+
+def tied_model():
+    torch.manual_seed(2)
+    model = nn.Sequential(*(nn.Linear(FEATURES, FEATURES, dtype=torch.float64) for _ in range(4)))
+    model[3].weight = model[0].weight
+    return model
+
+
+def test_layers_may_share_a_weight(tmp_path):
+    offload, runs = description(tmp_path), []
+    for strategy in (mpisgd.Sharded(offload=offload), None):
+        model = tied_model()
+        if strategy is not None:
+            mpisgd.offload_parameters(model, offload)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        runs.append((model, mpisgd.DistributedOptimizer(optimizer, strategy=strategy)))
+    for step in range(3):
+        for model, optimizer in runs:
+            optimizer.zero_grad()
+            model(batch(step)).square().sum().backward()
+            optimizer.step()
+    assert_equal_values(runs[0][0], runs[1][0])
+    assert_equal_states(runs[0][1].state_dict(), runs[1][1].state_dict())
 
 
 def test_mistakes_are_told(tmp_path):

@@ -15,9 +15,8 @@ def test_children_and_what_is_in_containers_are_layers():
     model = nn.Module()
     model.embed = nn.Embedding(3, 4)
     model.act = nn.ReLU()
-    model.blocks = nn.ModuleList(
-        [nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.TransformerEncoderLayer(4, 1)]
-    )
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    model.blocks = nn.ModuleList([inner, nn.TransformerEncoderLayer(4, 1)])
     model.head = nn.Linear(4, 3)
     assert layers_of(model) == [model.embed, model.blocks[0][0], model.blocks[1], model.head]
     model.scale = nn.Parameter(torch.ones(1))
@@ -65,11 +64,8 @@ def test_own_initialization_and_its_lack():
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("chunk_bytes", [256, 10**6])
 def test_the_chunks_of_all_ranks_are_every_element_once(size, chunk_bytes):
-    values = [
-        torch.randn(7, 11),
-        torch.randn(3),
-        torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
-    ]
+    images = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    values = [torch.randn(7, 11), torch.randn(3), images]
     seen = [torch.zeros(value.numel(), dtype=torch.int64) for value in values]
     for rank in range(size):
         params = [nn.Parameter(value.clone(memory_format=torch.preserve_format)) for value in values]

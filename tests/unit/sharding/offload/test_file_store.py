@@ -20,9 +20,8 @@ OPTIMIZERS = {
 
 
 def store_in(folder, **options):
-    return FileStore(
-        Offload(folder, **{"block_bytes": 4096, "io": "buffered", "prefetch": 1, **options}), "state"
-    )
+    offload = Offload(folder, **{"block_bytes": 4096, "io": "buffered", "prefetch": 1, **options})
+    return FileStore(offload, "state", str, 0)
 
 
 def pairs(sizes):
@@ -95,10 +94,10 @@ def test_safetensors_opens_the_file(tmp_path):
     ours, theirs = pairs([300, 2000])
     stored, plain = torch.optim.Adam(ours), torch.optim.Adam(theirs)
     offload = Offload(tmp_path, block_bytes=4096, io="buffered")
-    stored.state = store = FileStore(offload, "state", ["first", "second"])
-    train(ours, theirs, stored, plain, store)
     names = {ours[0]: "first", ours[1]: "second"}
-    found = safetensors.torch.load_file(f"/proc/self/fd/{store.flush(names.__getitem__)}")
+    stored.state = store = FileStore(offload, "state", names.__getitem__, 2)
+    train(ours, theirs, stored, plain, store)
+    found = safetensors.torch.load_file(f"/proc/self/fd/{store.flush()}")
     for name in ("exp_avg", "exp_avg_sq"):
         assert torch.equal(found[f"first.{name}"], plain.state[theirs[0]][name])
         assert torch.equal(found[f"second.{name}"], plain.state[theirs[1]][name])

@@ -11,7 +11,7 @@ from mpisgd.sharding.offload.safetensors_header import Stored, header, header_ro
 
 def test_safetensors_reads_what_is_where_the_header_says(tmp_path):
     one, two = torch.arange(5.0), torch.tensor([[True, False]])
-    room = header_room(["one", "two"])
+    room = header_room(2)
     path = tmp_path / "state"
     stored = [Stored("two", torch.bool, (1, 2), room + 64), Stored("one", torch.float32, (5,), room)]
     data = bytearray(128)
