@@ -47,10 +47,7 @@ def test_a_recording_has_every_action_of_every_rank_in_order(schedule, tmp_path)
 
 
 def test_the_timeline_of_the_job_shows_the_actions(tmp_path):
-    path = tmp_path.parent / "pipeline_trace.json" if mpisgd.rank() == 0 else None
-    from verdicts import referee
-
-    path = referee().bcast(str(path))
+    path = str(mpisgd.broadcast_object(tmp_path / "run.json"))
     mpisgd.start_timeline(path)
     count = max(4, mpisgd.size())
     pipeline = Pipeline(make_stages(count), num_micro_batches=2, loss=mse_loss)
