@@ -159,12 +159,14 @@ def close_group(group: Group) -> None:
         CollectiveTimeout: another member did not come, now or at an earlier operation.
     """
     job = current_job()
-    job.groups.remove(group)
     group.queue.drain()
-    if group.queue.broken is None and end_operations([group], group.queue.consistency.timeout_s):
-        group.close()
-    else:
-        group.leave()
+    try:
+        if group.queue.broken is None and end_operations([group], group.queue.consistency.timeout_s):
+            group.close()
+        else:
+            group.leave()
+    finally:
+        job.groups.remove(group)  # not before: others must see that this rank has come to its end
 
 
 def _check_members(ranks: Sequence[int], size: int) -> list[int]:

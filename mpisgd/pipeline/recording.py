@@ -7,7 +7,7 @@ from pathlib import Path
 from mpisgd.collectives.objects import all_gather_object
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
-from mpisgd.pipeline.schedules.action import Kind
+from mpisgd.pipeline.schedules.action import Action, Kind
 from mpisgd.pipeline.schedules.picture import draw
 from mpisgd.pipeline.schedules.plan import Plan
 from mpisgd.pipeline.schedules.simulation import Costs
@@ -56,8 +56,8 @@ def gather_recording(recorded: Sequence[Recorded], plan: Plan, group: Group) -> 
     queue = group.queue
     queue.run(Operation("pipeline recording"), lambda: clocks.append(align(queue.communicator)))
     mine = [
-        Span(each.action, clocks[0].to_us(each.begin_ns) / 1e6, clocks[0].to_us(each.end_ns) / 1e6)
-        for each in recorded
+        Span(action, clocks[0].to_us(each.begin_ns) / 1e6, clocks[0].to_us(each.end_ns) / 1e6)
+        for action, each in zip(_numbered(recorded, plan, group.rank), recorded, strict=True)
     ]
     everyones: list[Sequence[Span]] = [()] * group.size
     all_gather_object(everyones, mine, group)
@@ -68,3 +68,9 @@ def gather_recording(recorded: Sequence[Recorded], plan: Plan, group: Group) -> 
     )
     ideal = plan.timeline(Costs(forward, backward, update))
     return Recording(measured, PipelineTimeline(ideal.spans, f"{plan.name}, ideal"))
+
+
+def _numbered(recorded: Sequence[Recorded], plan: Plan, rank: int) -> Sequence[Action]:
+    """Return the recorded actions, numbered as in the plan: a flushing pipeline counts each step anew."""
+    planned = plan.actions[rank]
+    return planned if len(planned) == len(recorded) else [each.action for each in recorded]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from verdicts import everyone
 
 import mpisgd
 from mpisgd import ReduceOp
+from mpisgd.job.groups import close_group, open_group
 
 
 def test_blocking_call_after_async_one_on_the_same_strided_tensor():
@@ -55,3 +58,14 @@ def test_inference_mode_inside_leaves_tensors_ordinary():
     mpisgd.all_reduce(y.t())
     (y * y).sum().backward()
     assert torch.equal(x.grad, torch.full((3,), 8.0 * mpisgd.size()))
+
+
+@pytest.mark.long
+@pytest.mark.mpi(min_size=2)
+def test_a_rank_may_come_late_to_the_end_of_a_group():
+    # The group was taken off the list before its end: nobody saw that the others had come to it, and they
+    # were told that they wait for each other for ever.
+    group = open_group(range(mpisgd.size()), name="closed late")
+    if mpisgd.rank() == 0:
+        time.sleep(7.0)
+    close_group(group)

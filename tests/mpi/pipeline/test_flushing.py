@@ -16,10 +16,20 @@ from stage_models import (
 )
 from torch import nn
 from torch.nn.functional import mse_loss
-from verdicts import everyone
+from verdicts import everyone, raises_everywhere
 
 import mpisgd
-from mpisgd.pipeline import GPipe, Interleaved, OneForwardOneBackward, Pipeline, Pop, Stash
+from mpisgd.errors import NotInitialized
+from mpisgd.pipeline import (
+    GPipe,
+    Interleaved,
+    LayerCost,
+    OneForwardOneBackward,
+    Pipeline,
+    Pop,
+    Stash,
+    partition,
+)
 
 TOLERANCE = 1e-12
 SCHEDULES = [GPipe(), OneForwardOneBackward(), Interleaved()]
@@ -221,3 +231,29 @@ def test_a_sequential_is_divided_among_the_ranks():
     loss = pipeline.step(inputs, targets)
     reference = mse_loss(nn.Sequential(*layers)(inputs), targets)
     everyone(loss is None or abs(loss - reference.item()) <= TOLERANCE)
+
+
+def test_a_partition_gives_the_stages_and_their_replicas():
+    """The first layer takes half of the time and has few parameters, so it is replicated."""
+    layers, expected = make_stages(4), make_stages(4)
+    costs = [LayerCost(str(i), 1.0, float(2 + 6 * (i == 0)), 0, 1 + 9 * (i > 0)) for i in range(4)]
+    found = partition(costs, mpisgd.size(), bandwidth=1.0)
+    pipeline = Pipeline(
+        found.split(nn.Sequential(*layers)), replicas=found.replicas, num_micro_batches=4, loss=mse_loss
+    )
+    inputs, targets = batch(0, 9)
+    reference = mse_loss(whole(expected)(inputs), targets)
+    reference.backward()
+    loss = pipeline.step(inputs, targets)
+    everyone(loss is None or abs(loss - reference.item()) <= TOLERANCE)
+    gradients = {name: param.grad for name, param in whole(expected).named_parameters()}
+    wrong = [
+        name
+        for module in pipeline.stages.values()
+        for name, param in module.named_parameters()  # layers keep their names
+        if not torch.allclose(param.grad, gradients[name], rtol=0, atol=TOLERANCE)
+    ]
+    everyone(not wrong, f"{wrong}")
+    pipeline.close()
+    with raises_everywhere(NotInitialized):
+        pipeline.step(inputs, targets)

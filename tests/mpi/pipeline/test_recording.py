@@ -33,14 +33,12 @@ def test_a_recording_has_every_action_of_every_rank_in_order(schedule, tmp_path)
         for span in own:
             if span.action.kind is Kind.FORWARD:
                 ends.setdefault((span.action.stage, span.action.micro_batch), span)
-    if (
-        schedule == "pipedream"
-    ):  # whose micro-batches are counted on: a stage's follows that of the one before
-        everyone(
-            all(ends[stage - 1, number].end <= span.begin for (stage, number), span in ends.items() if stage)
-        )
+    everyone(len(ends) == count * 12)
+    # A stage's forward follows that of the stage before, by the clock of all.
+    everyone(
+        all(ends[stage - 1, number].end <= span.begin for (stage, number), span in ends.items() if stage)
+    )
     everyone(0.0 <= recording.ideal.idle_share < 1.0)
-    everyone(recording.ideal.duration <= recording.measured.duration * 1.000001)
     everyone("all ranks" in str(recording))
     if mpisgd.rank() == 0 and schedule == "1f1b":
         pytest.importorskip("matplotlib")
@@ -49,10 +47,7 @@ def test_a_recording_has_every_action_of_every_rank_in_order(schedule, tmp_path)
 
 
 def test_the_timeline_of_the_job_shows_the_actions(tmp_path):
-    path = tmp_path.parent / "pipeline_trace.json" if mpisgd.rank() == 0 else None
-    from verdicts import referee
-
-    path = referee().bcast(str(path))
+    path = str(mpisgd.broadcast_object(tmp_path / "run.json"))
     mpisgd.start_timeline(path)
     count = max(4, mpisgd.size())
     pipeline = Pipeline(make_stages(count), num_micro_batches=2, loss=mse_loss)
