@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable
 from typing import TypeVar
 
-from torch.distributed import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from mpisgd.core import wait_registry
 from mpisgd.core.consistency import Operation
@@ -23,6 +23,7 @@ from mpisgd.rpc.admission import Admission, listening_endpoints, made_connection
 from mpisgd.rpc.agreement import Agreement
 from mpisgd.rpc.network_interface import choose_interface, preferred_interface, source_address
 from mpisgd.rpc.quiesce import finish_calls
+from mpisgd.rpc.tcp_sockets import Endpoint
 from mpisgd.rpc.tensorpipe import active_calls, available, is_running, start_agent
 
 __all__ = ["Worker"]
@@ -97,8 +98,8 @@ class Worker:
                 raise Unreachable(f"{name} does not answer: {str(exc).splitlines()[0]}") from exc
 
     def _close_to_strangers(self) -> None:
-        endpoints = frozenset[object]().union(*self._gather(self._admission.endpoints))
-        made = frozenset[object]().union(*self._gather(made_connections(endpoints)))
+        endpoints = frozenset[Endpoint]().union(*self._gather(self._admission.endpoints))
+        made = frozenset[Endpoint]().union(*self._gather(made_connections(endpoints)))
         self._admission.admit(())
         self._tell_of_strangers(self._admission.close_strangers(made))
         self._gather(None)  # none starts to call functions while strangers may, elsewhere
