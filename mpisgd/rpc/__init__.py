@@ -20,9 +20,10 @@ from mpisgd.rpc.lifecycle import init_rpc, shutdown
 from mpisgd.rpc.tensorpipe import available
 
 if TYPE_CHECKING:
+    from torch._C._distributed_rpc import WorkerInfo
     from torch.distributed import autograd as dist_autograd
     from torch.distributed.optim import DistributedOptimizer
-    from torch.distributed.rpc import RRef, TensorPipeRpcBackendOptions, WorkerInfo, functions
+    from torch.distributed.rpc import RRef, TensorPipeRpcBackendOptions, functions
 
 __all__ = [
     "DistributedOptimizer",

@@ -3,7 +3,7 @@
 import itertools
 from typing import Any, NamedTuple
 
-from torch.distributed import Store
+from torch._C._distributed_c10d import Store
 
 from mpisgd.core.consistency import Operation
 from mpisgd.job.lifecycle import current_job

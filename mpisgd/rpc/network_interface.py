@@ -10,7 +10,7 @@ import socket
 from collections.abc import Iterator
 
 import psutil
-from torch.distributed import Store, TCPStore
+from torch._C._distributed_c10d import Store, TCPStore
 
 from mpisgd.errors import Unreachable
 

@@ -10,7 +10,9 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch._C._distributed_c10d import Store
 
+from mpisgd.arguments import ranks_text
 from mpisgd.core.group import Group
 from mpisgd.core.wait_registry import WaitReason
 from mpisgd.core.waiting import Backoff
@@ -25,21 +27,39 @@ NAME = "rpc.shutdown"
 LOOK_S = 5.0  # how often a rank that waits looks whether it was called
 
 
-def finish_calls(group: Group, admission: Admission, timeout_s: float) -> None:
+def finish_calls(group: Group, store: Store, admission: Admission, timeout_s: float) -> None:
     """Return when all ranks have come and no call is under way. Collective.
 
     Args:
         group: all ranks of RPC.
+        store: of this start of RPC; tells at a timeout who has come.
         admission: tells when this rank was last called.
         timeout_s: how long to wait for the others while none of them calls this rank.
 
     Raises:
         CollectiveTimeout: a rank did not come.
     """
-    while True:
-        _await_answers()
-        if not any(_gather_counts(group, admission, timeout_s)):
-            return
+    store.set(_arrival(group.rank), "")
+    try:
+        while True:
+            _await_answers()
+            if not any(_gather_counts(group, admission, timeout_s)):
+                return
+    except _TimedOut as exc:
+        late = [rank for i, rank in enumerate(group.ranks) if not store.check([_arrival(i)])]
+        raise CollectiveTimeout(
+            f"{NAME}: waited {timeout_s:.1f} s, in which nobody has called this rank, for "
+            f"{ranks_text(late) if late else 'the calls of others'}{f' ({exc})' if str(exc) else ''}"
+        ) from None
+
+
+class _TimedOut(Exception):
+    """The others have not come; with what those do that are missing, as far as the monitor knows."""
+
+
+def _arrival(rank: int) -> str:
+    """Return the key that a rank sets when it has come to the end."""
+    return f"rank {rank} at the end"
 
 
 def _await_answers() -> None:
@@ -66,10 +86,7 @@ def _gather_counts(group: Group, admission: Admission, timeout_s: float) -> list
         raise
     if missing is not None:
         communicator.abandon([request], (counts, mine))
-        raise CollectiveTimeout(
-            f"{NAME}: waited {timeout_s:.1f} s, in which this rank was not called, for all ranks to come; "
-            f"{missing or 'it is not known which are missing'}"
-        )
+        raise _TimedOut(missing)
     return [int(count) for count in counts]
 
 

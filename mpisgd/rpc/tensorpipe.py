@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed.autograd as dist_autograd
+import torch.distributed.autograd
 import torch.distributed.rpc
-from torch.distributed import Store
+from torch._C._distributed_c10d import Store
 
 from mpisgd.errors import InvalidArgument, UnsupportedTorch
 
@@ -121,8 +121,8 @@ def start_agent(
     global _num_starts
     _num_starts += 1
     api = available()
-    own_init: Any = dist_autograd._init
-    own_init(rank)  # before anyone can call: a call may carry a context of distributed autograd
+    dist_autograd: Any = torch.distributed.autograd
+    dist_autograd._init(rank)  # before anyone can call: a call may carry a context of distributed autograd
     api._set_profiler_node_id(rank)
     if torch.cuda.is_available() and devices.devices:
         torch.cuda.init()  # type: ignore[no-untyped-call]

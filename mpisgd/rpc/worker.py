@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable
 from typing import TypeVar
 
-from torch.distributed import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from mpisgd.core import wait_registry
 from mpisgd.core.consistency import Operation
@@ -23,6 +23,7 @@ from mpisgd.rpc.admission import Admission, listening_endpoints, made_connection
 from mpisgd.rpc.agreement import Agreement
 from mpisgd.rpc.network_interface import choose_interface, preferred_interface, source_address
 from mpisgd.rpc.quiesce import finish_calls
+from mpisgd.rpc.tcp_sockets import Endpoint
 from mpisgd.rpc.tensorpipe import active_calls, available, is_running, start_agent
 
 __all__ = ["Worker"]
@@ -56,7 +57,8 @@ class Worker:
         """
         try:
             interface = self._together("choose a network interface", lambda: choose_interface(store))
-            self._together("listen", lambda: self._listen(PrefixStore(f"rpc {number}", store), interface))
+            self._store = PrefixStore(f"rpc {number}", store)
+            self._together("listen", lambda: self._listen(interface))
             self._admit_hosts()
             self._together("connect", self._call_everyone)
             self._close_to_strangers()
@@ -66,11 +68,11 @@ class Worker:
         # Calls that are under way can move ranks whose main threads wait for each other.
         wait_registry.workers[id(self)] = lambda: any(active_calls())
 
-    def _listen(self, store: Store, interface: str) -> None:
+    def _listen(self, interface: str) -> None:
         agreement, rank = self._agreement, self.group.rank
         before = listening_endpoints()
         with preferred_interface(interface):
-            start_agent(store, agreement.names, rank, agreement.options, agreement.devices)
+            start_agent(self._store, agreement.names, rank, agreement.options, agreement.devices)
         self._admission = Admission(listening_endpoints() - before)
         self._admission.admit(())
         self._tell_of_strangers(self._admission.close_strangers(frozenset()))
@@ -97,8 +99,8 @@ class Worker:
                 raise Unreachable(f"{name} does not answer: {str(exc).splitlines()[0]}") from exc
 
     def _close_to_strangers(self) -> None:
-        endpoints = frozenset[object]().union(*self._gather(self._admission.endpoints))
-        made = frozenset[object]().union(*self._gather(made_connections(endpoints)))
+        endpoints = frozenset[Endpoint]().union(*self._gather(self._admission.endpoints))
+        made = frozenset[Endpoint]().union(*self._gather(made_connections(endpoints)))
         self._admission.admit(())
         self._tell_of_strangers(self._admission.close_strangers(made))
         self._gather(None)  # none starts to call functions while strangers may, elsewhere
@@ -136,7 +138,7 @@ class Worker:
         """End RPC on this rank; see `mpisgd.rpc.shutdown`."""
         try:
             if graceful:
-                finish_calls(self.group, self._admission, timeout_s or self.job.timeout_s)
+                finish_calls(self.group, self._store, self._admission, timeout_s or self.job.timeout_s)
         except MpisgdError as exc:
             self.group.queue.broken = self.group.queue.broken or exc  # the exit of this process ends the job
             graceful = False
