@@ -56,7 +56,7 @@ ROUNDS = 40
 SMALL, LARGE = 64, 2**20  # elements of the all-reduces that are timed
 OUT_OF_CACHE = 2**23
 NUM_TINY = 200  # gradients, of as many elements
-LIMIT_S = 175.0
+LIMIT_S = float(os.environ.get("PLAN_LIMIT_S", "100"))  # of a portion
 
 app = typer.Typer(add_completion=False)
 
@@ -305,7 +305,7 @@ class Contest:
 
 
 @app.command()
-def rank(rate: str, out: Path) -> None:
+def rank(rate: str, out: Path, models: str = ",".join(MODELS)) -> None:
     """What each rank of a portion does."""
     import mpisgd
     from mpisgd.plan.steps.methods import planned_methods
@@ -315,13 +315,14 @@ def rank(rate: str, out: Path) -> None:
     mpisgd.init()
     cluster = measure_cluster()
     rows: list[dict[str, Any]] = []
-    for number, model in enumerate(MODELS):
+    wanted = models.split(",")
+    for number, model in enumerate(wanted):
         contest = Contest(model, cluster)
         seconds = {}
         for method in planned_methods(";".join(METHODS)) if cluster.size > 1 else []:
             if method.compression.changes(torch.float32):
                 seconds[repr(method.compression)] = compression_seconds(method, contest.alone.model)
-        share = (deadline - time.perf_counter()) / (len(MODELS) - number)
+        share = (deadline - time.perf_counter()) / (len(wanted) - number)
         contest.run(time.perf_counter() + share)
         rows += contest.rows(contest.profile(), seconds)
         if mpisgd.rank() == 0:
@@ -346,9 +347,10 @@ def rank(rate: str, out: Path) -> None:
 
 
 @app.command()
-def run(hosts: str, rate: str, out: Path) -> None:
+def run(hosts: str, rate: str, out: Path, models: str = ",".join(MODELS)) -> None:
     """Measure one portion: ranks of each host such as 2,2, and the rate of a link or none."""
     program = [sys.executable, str(Path(__file__).resolve()), "rank", rate, str(out.resolve())]
+    program += ["--models", models]
     if "," in hosts:
         cluster = [sys.executable, str(ROOT / "scripts/virtual_cluster.py"), "--hosts", hosts]
         words = [*cluster, "--rate", rate, "--time-limit", str(LIMIT_S), "--", *program]
@@ -361,11 +363,12 @@ def run(hosts: str, rate: str, out: Path) -> None:
 def all_portions(prefix: str = typer.Option("", help="Command before each portion.")) -> None:
     """Measure all portions that are not there yet, then report."""
     PARTS.mkdir(exist_ok=True)
-    for hosts, rate in PORTIONS:
-        out = PARTS / f"{hosts.replace(',', '+')}-{rate}.json"
+    for (hosts, rate), model in itertools.product(PORTIONS, MODELS):
+        out = PARTS / f"{hosts.replace(',', '+')}-{rate}-{model}.json"
         if not out.exists():
             words = [*prefix.split(), sys.executable, __file__, "run", hosts, rate, str(out)]
-            print(hosts, rate, subprocess.run(words).returncode, flush=True)
+            code = subprocess.run([*words, "--models", model]).returncode
+            print(hosts, rate, model, code, flush=True)
     report()
 
 
