@@ -91,16 +91,14 @@ def measure_cluster() -> Any:
     # Within a host what counts is memory, and more than caches have.
     small, large = torch.zeros(SMALL), torch.zeros(LARGE * (1 if mpisgd.num_nodes() > 1 else 4))
     small_s = seconds_of(lambda: mpisgd.all_reduce(small), 30)
-    core = time.process_time()
     large_s = seconds_of(lambda: mpisgd.all_reduce(large), 5)
-    core_s = (time.process_time() - core) / 6
     hosts, k = mpisgd.num_nodes(), mpisgd.local_size()
     vector, other = torch.zeros(OUT_OF_CACHE), torch.zeros(OUT_OF_CACHE)
     memory = 3 * vector.nbytes / seconds_of(lambda: vector.add_(other), 5)
     within, between, operation_s = link_from_times(hosts, k, small_s, large_s, large.nbytes)
     if hosts > 1:
         leaves = 2 * (hosts - 1) / hosts * large.nbytes
-        numbers = [core_s / leaves, exchange_share(between.bytes_per_s, memory)]
+        numbers = [core_seconds(large, large_s) / leaves, exchange_share(between.bytes_per_s, memory)]
         core_per_byte, both_ways = broadcast_numbers(numbers)
         between = replace(between, cpu_s_per_byte=core_per_byte, both_ways=min(1.0, both_ways))
         if k > 1:
@@ -116,6 +114,29 @@ def broadcast_numbers(numbers: Sequence[float]) -> list[float]:
     import mpisgd
 
     return list(mpisgd.broadcast_object(list(numbers)))
+
+
+def core_seconds(large: torch.Tensor, large_s: float) -> float:
+    """What an all-reduce in the background takes of the core of a program that computes meanwhile. Collective.
+
+    A computation as long as the all-reduce itself, beside it: what both take longer than one of them.
+    """
+    import mpisgd
+
+    matrix = torch.rand(192, 192)
+
+    def compute(count: int) -> None:
+        for _ in range(count):
+            matrix @ matrix
+
+    (count,) = broadcast_numbers([int(100 * large_s / seconds_of(lambda: compute(100), 5))])
+
+    def both() -> None:
+        work = mpisgd.all_reduce(large, async_op=True)
+        compute(int(count))
+        work.wait()
+
+    return min(large_s, max(0.0, seconds_of(both, 5) - large_s))
 
 
 def exchange_share(bytes_per_s: float, memory_bytes_per_s: float) -> float:
