@@ -99,7 +99,7 @@ def measure_cluster() -> Any:
     if hosts > 1:
         leaves = 2 * (hosts - 1) / hosts * large.nbytes
         numbers = [core_seconds(large, large_s) / leaves, exchange_share(between.bytes_per_s, memory)]
-        core_per_byte, both_ways = broadcast_numbers(numbers)
+        core_per_byte, both_ways = broadcast_numbers(shares)
         between = replace(between, cpu_s_per_byte=core_per_byte, both_ways=min(1.0, both_ways))
         if k > 1:
             within = host_link()
