@@ -99,7 +99,7 @@ def measure_cluster() -> Any:
     if hosts > 1:
         leaves = 2 * (hosts - 1) / hosts * large.nbytes
         numbers = [core_seconds(large, large_s) / leaves, exchange_share(between.bytes_per_s, memory)]
-        core_per_byte, both_ways = broadcast_numbers(shares)
+        core_per_byte, both_ways = broadcast_numbers(numbers)
         between = replace(between, cpu_s_per_byte=core_per_byte, both_ways=min(1.0, both_ways))
         if k > 1:
             within = host_link()
@@ -117,7 +117,7 @@ def broadcast_numbers(numbers: Sequence[float]) -> list[float]:
 
 
 def core_seconds(large: torch.Tensor, large_s: float) -> float:
-    """What an all-reduce in the background takes of the core of a program that computes meanwhile. Collective.
+    """What an all-reduce in the background takes of the core of a program that computes. Collective.
 
     A computation as long as the all-reduce itself, beside it: what both take longer than one of them.
     """
