@@ -56,7 +56,7 @@ ROUNDS = 40
 SMALL, LARGE = 64, 2**20  # elements of the all-reduces that are timed
 OUT_OF_CACHE = 2**23
 NUM_TINY = 200  # gradients, of as many elements
-LIMIT_S = 175.0
+LIMIT_S = float(os.environ.get("PLAN_LIMIT_S", "100"))  # of a portion
 
 app = typer.Typer(add_completion=False)
 
@@ -91,16 +91,14 @@ def measure_cluster() -> Any:
     # Within a host what counts is memory, and more than caches have.
     small, large = torch.zeros(SMALL), torch.zeros(LARGE * (1 if mpisgd.num_nodes() > 1 else 4))
     small_s = seconds_of(lambda: mpisgd.all_reduce(small), 30)
-    core = time.process_time()
     large_s = seconds_of(lambda: mpisgd.all_reduce(large), 5)
-    core_s = (time.process_time() - core) / 6
     hosts, k = mpisgd.num_nodes(), mpisgd.local_size()
     vector, other = torch.zeros(OUT_OF_CACHE), torch.zeros(OUT_OF_CACHE)
     memory = 3 * vector.nbytes / seconds_of(lambda: vector.add_(other), 5)
     within, between, operation_s = link_from_times(hosts, k, small_s, large_s, large.nbytes)
     if hosts > 1:
         leaves = 2 * (hosts - 1) / hosts * large.nbytes
-        numbers = [core_s / leaves, exchange_share(between.bytes_per_s, memory)]
+        numbers = [core_seconds(large, large_s) / leaves, exchange_share(between.bytes_per_s, memory)]
         core_per_byte, both_ways = broadcast_numbers(numbers)
         between = replace(between, cpu_s_per_byte=core_per_byte, both_ways=min(1.0, both_ways))
         if k > 1:
@@ -116,6 +114,29 @@ def broadcast_numbers(numbers: Sequence[float]) -> list[float]:
     import mpisgd
 
     return list(mpisgd.broadcast_object(list(numbers)))
+
+
+def core_seconds(large: torch.Tensor, large_s: float) -> float:
+    """What an all-reduce in the background takes of the core of a program that computes. Collective.
+
+    A computation as long as the all-reduce itself, beside it: what both take longer than one of them.
+    """
+    import mpisgd
+
+    matrix = torch.rand(192, 192)
+
+    def compute(count: int) -> None:
+        for _ in range(count):
+            matrix @ matrix
+
+    (count,) = broadcast_numbers([int(100 * large_s / seconds_of(lambda: compute(100), 5))])
+
+    def both() -> None:
+        work = mpisgd.all_reduce(large, async_op=True)
+        compute(int(count))
+        work.wait()
+
+    return min(large_s, max(0.0, seconds_of(both, 5) - large_s))
 
 
 def exchange_share(bytes_per_s: float, memory_bytes_per_s: float) -> float:
@@ -305,7 +326,7 @@ class Contest:
 
 
 @app.command()
-def rank(rate: str, out: Path) -> None:
+def rank(rate: str, out: Path, models: str = ",".join(MODELS)) -> None:
     """What each rank of a portion does."""
     import mpisgd
     from mpisgd.plan.steps.methods import planned_methods
@@ -315,13 +336,14 @@ def rank(rate: str, out: Path) -> None:
     mpisgd.init()
     cluster = measure_cluster()
     rows: list[dict[str, Any]] = []
-    for number, model in enumerate(MODELS):
+    wanted = models.split(",")
+    for number, model in enumerate(wanted):
         contest = Contest(model, cluster)
         seconds = {}
         for method in planned_methods(";".join(METHODS)) if cluster.size > 1 else []:
             if method.compression.changes(torch.float32):
                 seconds[repr(method.compression)] = compression_seconds(method, contest.alone.model)
-        share = (deadline - time.perf_counter()) / (len(MODELS) - number)
+        share = (deadline - time.perf_counter()) / (len(wanted) - number)
         contest.run(time.perf_counter() + share)
         rows += contest.rows(contest.profile(), seconds)
         if mpisgd.rank() == 0:
@@ -346,9 +368,10 @@ def rank(rate: str, out: Path) -> None:
 
 
 @app.command()
-def run(hosts: str, rate: str, out: Path) -> None:
+def run(hosts: str, rate: str, out: Path, models: str = ",".join(MODELS)) -> None:
     """Measure one portion: ranks of each host such as 2,2, and the rate of a link or none."""
     program = [sys.executable, str(Path(__file__).resolve()), "rank", rate, str(out.resolve())]
+    program += ["--models", models]
     if "," in hosts:
         cluster = [sys.executable, str(ROOT / "scripts/virtual_cluster.py"), "--hosts", hosts]
         words = [*cluster, "--rate", rate, "--time-limit", str(LIMIT_S), "--", *program]
@@ -361,11 +384,12 @@ def run(hosts: str, rate: str, out: Path) -> None:
 def all_portions(prefix: str = typer.Option("", help="Command before each portion.")) -> None:
     """Measure all portions that are not there yet, then report."""
     PARTS.mkdir(exist_ok=True)
-    for hosts, rate in PORTIONS:
-        out = PARTS / f"{hosts.replace(',', '+')}-{rate}.json"
+    for (hosts, rate), model in itertools.product(PORTIONS, MODELS):
+        out = PARTS / f"{hosts.replace(',', '+')}-{rate}-{model}.json"
         if not out.exists():
             words = [*prefix.split(), sys.executable, __file__, "run", hosts, rate, str(out)]
-            print(hosts, rate, subprocess.run(words).returncode, flush=True)
+            code = subprocess.run([*words, "--models", model]).returncode
+            print(hosts, rate, model, code, flush=True)
     report()
 
 

@@ -109,7 +109,7 @@ def round_seconds(cluster: Cluster, each: Round) -> Cost:
 
 
 def _adding_s(cluster: Cluster, each: Round) -> float:
-    """Return what adding a byte takes: it is read twice and written; shared memory's rate has that in it."""
+    """Return what adding a byte takes: two reads and a write; the rate of shared memory has that in it."""
     return 3.0 / cluster.memory_bytes_per_s if each.combines and not cluster.within_is_shared else 0.0
 
 

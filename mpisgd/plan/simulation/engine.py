@@ -159,8 +159,9 @@ class _Simulation:
 def share_out(running: Sequence[_Running], capacities: Mapping[str, float]) -> None:
     """Give every running task its rate: the largest at which nobody could have more without another less.
 
-    The most contended resource is shared out first: equally, except that who can use less than an equal share
-    leaves the rest to others. What the others get is then settled, and so on with what is left.
+    The resource of which an equal share is least is shared out first: equally, except that who can use less
+    leaves the rest to others. What those get is then settled, and so on with what is left of the others.
+    Resources that tasks use together are compared by these shares, and so are of one unit.
     """
     users: dict[str, list[tuple[_Running, float]]] = {}
     for run in running:
@@ -169,14 +170,15 @@ def share_out(running: Sequence[_Running], capacities: Mapping[str, float]) -> N
             users.setdefault(name, []).append((run, amount))
     free = {name: capacities[name] for name in users if _is_contended(users[name], capacities[name])}
     settled: set[int] = set()
-    while free:
-        levels = {name: _level(users[name], free[name], settled) for name in free}
-        scarcest = min(levels, key=lambda name: levels[name] / capacities[name])
-        level = levels[scarcest]
-        if math.isinf(level):
-            return
-        _settle(users[scarcest], level, settled, free)
-        del free[scarcest]
+    levels = {name: _level(users[name], free[name], settled) for name in free}
+    while levels and (least := min(levels.values())) < math.inf:
+        # Where others have the same share, settling one of them does not change it.
+        changed: set[str] = set()
+        for name in [name for name, level in levels.items() if level <= least * (1 + SAME)]:
+            changed |= _settle(users[name], least, settled, free)
+            del levels[name], free[name]
+        for name in changed & levels.keys():
+            levels[name] = _level(users[name], free[name], settled)
 
 
 def _is_contended(users: Sequence[tuple[_Running, float]], capacity: float) -> bool:
@@ -195,8 +197,9 @@ def _level(users: Sequence[tuple[_Running, float]], free: float, settled: set[in
 
 def _settle(
     users: Sequence[tuple[_Running, float]], level: float, settled: set[int], free: dict[str, float]
-) -> None:
-    """Hold those to the level who would take more, and take what they use off all resources."""
+) -> set[str]:
+    """Hold those to the level who would take more; return the resources of which they use less now."""
+    changed: set[str] = set()
     for run, amount in users:
         if run.place in settled or run.rate * amount < level * (1 - SAME):
             continue
@@ -205,3 +208,5 @@ def _settle(
         for name, other in run.demands:
             if name in free:
                 free[name] -= run.rate * other
+                changed.add(name)
+    return changed

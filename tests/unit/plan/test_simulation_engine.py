@@ -44,6 +44,13 @@ def test_shares_are_max_min_fair_over_several_links():
     assert ends(tasks, {"1": 1.0, "2": 2.0}) == pytest.approx([2.0, 2.0, 2.0])
 
 
+def test_the_link_with_the_smallest_share_is_shared_out_first():
+    """x is held to a half by the narrow link, so the four others of the wide one share nine and a half."""
+    tasks = [Task("x", {"wide": 1.0, "narrow": 1.0}), Task("z", {"narrow": 1.0})]
+    tasks += [Task("y", {"wide": 9.5 / 4 * 2}) for _ in range(4)]
+    assert ends(tasks, {"wide": 10.0, "narrow": 1.0}) == pytest.approx([2.0] * 6)
+
+
 def test_a_task_without_any_demand_takes_no_time():
     assert ends([Task("a"), Task("b", {"link": 0.0}, after=(0,)), Task("c", {"link": 1.0}, after=(1,))]) == [
         0,
