@@ -25,7 +25,7 @@ from mpisgd.monitor.job_finder import FoundJob, choose_job, describe, find_jobs
 from mpisgd.monitor.mailbox_pages import Steps
 from mpisgd.monitor.rank_state import RUNS, RankState
 
-__all__ = ["Usage", "as_lines", "cells_of", "top"]
+__all__ = ["Usage", "as_lines", "cells_of", "table_of", "top"]
 
 HEADINGS = ("rank", "pid", "step", "steps/s", "last step", "memory", "shared", "cpu", "what it does")
 SAMPLE_S = 0.2  # of the time that a process spends on a core
@@ -105,7 +105,7 @@ class _Watch:
         """Show it until the job ends, or for ever."""
         with Live(console=Console(), auto_refresh=False) as live:
             while self._goes_on():
-                live.update(_table(self._heading(), self._cells()), refresh=True)
+                live.update(table_of(self._heading(), self._cells()), refresh=True)
                 time.sleep(interval_s)
         typer.echo(ENDED)
 
@@ -178,7 +178,7 @@ def as_lines(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def _table(title: str, rows: Sequence[Sequence[str]]) -> Table:
+def table_of(title: str, rows: Sequence[Sequence[str]]) -> Table:
     """Return it for a terminal."""
     table = Table(title=escape(title), title_justify="left", box=None, padding=(0, 1))
     for heading in HEADINGS[:-1]:

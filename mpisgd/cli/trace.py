@@ -11,7 +11,6 @@ from mpisgd.bench.report.rows import as_bytes, as_time
 from mpisgd.bench.report.tables import new_table, show
 from mpisgd.errors import InvalidArgument, JobError
 from mpisgd.timeline.files import merge, read_events
-from mpisgd.timeline.report.page import data_of, html_of
 from mpisgd.timeline.summary import Summary, summarise
 
 __all__ = ["trace"]
@@ -35,6 +34,8 @@ def trace(
         if out is not None:
             merge(events, out)
         if html is not None:
+            from mpisgd.timeline.report.page import data_of, html_of  # numpy takes a moment to load
+
             html.write_text(html_of(data_of(events, ", ".join(path.name for path in files), chosen)))
     except InvalidArgument as exc:
         raise JobError(str(exc)) from exc

@@ -23,6 +23,7 @@ BY_CATEGORY = {
     "step": "step",
     "collective": "operation",
     "carried": "operation",
+    "horovod": "operation",
     "blocked": "blocked",
     "queue": "queue",
     "message": "message",

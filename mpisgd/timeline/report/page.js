@@ -87,60 +87,77 @@ function niceStep(range, count) {
 
 const LEFT = 64, RIGHT = 12, TOP = 8, BOTTOM = 24;
 
-// chart: {label, xs, xText, ys: {rank: values}, yText}; `band`: whether to draw the range of all ranks behind.
-function lineChart(section, chart) {
-  const ranks = Object.keys(chart.ys);
-  const all = ranks.flatMap((rank) => chart.ys[rank]);
-  if (!all.length) {
-    section.append(make("p", {}, "Nothing of this is in the record."));
-    return;
+// chart: {label, xs, xText, ys: {rank: values}, yText}, and `xsOf` where ranks have xs of their own.
+class LineChart {
+  constructor(section, chart) {
+    this.chart = chart;
+    this.ranks = Object.keys(chart.ys);
+    const all = this.ranks.flatMap((rank) => chart.ys[rank]);
+    if (!all.length) {
+      section.append(make("p", {}, "Nothing of this is in the record."));
+      return;
+    }
+    this.largest = all.reduce((most, y) => Math.max(most, y ?? 0), 1);
+    this.usual = quantile(all, 0.98) * 1.5;
+    this.cut = this.usual > 0 && this.largest > 2 * this.usual; // a few outliers would flatten all else
+    this.at = null; // the point that is read out
+    [this.from, this.to] = [chart.xs[0], Math.max(chart.xs[chart.xs.length - 1], chart.xs[0] + 1)];
+    if (this.cut) this.addButton(section);
+    [this.canvas, this.redraw] = drawing(section, chart.label, () => 220, (...place) => this.draw(...place));
+    this.readout = make("div", { className: "readout" });
+    section.append(this.readout);
+    this.listen();
   }
-  const largest = Math.max(...ranks.map((rank) => chart.ys[rank].reduce((most, y) => Math.max(most, y ?? 0), 0)), 1);
-  const usual = quantile(all, 0.98) * 1.5;
-  let cut = usual > 0 && largest > 2 * usual;
-  let at = null;
-  if (cut) {
+
+  get shownRanks() { return this.ranks.filter((rank) => shown.has(Number(rank))); }
+
+  addButton(section) {
     const button = make("button", { type: "button" }, "whole range");
     button.setAttribute("aria-pressed", "false");
-    button.onclick = () => { cut = !cut; button.setAttribute("aria-pressed", String(!cut)); redraw(); };
+    button.onclick = () => {
+      this.cut = !this.cut;
+      button.setAttribute("aria-pressed", String(!this.cut));
+      this.redraw();
+    };
     section.append(make("div", { className: "controls" }, button));
   }
-  const from = chart.xs[0], to = Math.max(chart.xs[chart.xs.length - 1], from + 1);
-  const [canvas, redraw] = drawing(section, chart.label, () => 220, (context, width, height) => {
-    const top = cut ? usual : largest * 1.05;
+
+  draw(context, width, height) {
+    const { chart, from, to } = this, top = this.cut ? this.usual : this.largest * 1.05;
     const x = (value) => LEFT + ((value - from) / (to - from)) * (width - LEFT - RIGHT);
     const y = (value) => height - BOTTOM - (Math.min(value, top) / top) * (height - TOP - BOTTOM);
     drawAxes(context, width, height, chart, from, to, top, x, y);
-    if (ranks.length > COLOURS) drawBand(context, chart, ranks, x, y);
-    for (const rank of ranks.filter((each) => shown.has(Number(each)))) drawLine(context, chart, rank, x, y);
-    if (at !== null) {
-      context.strokeStyle = colour("faint");
-      context.setLineDash([]);
-      context.beginPath();
-      context.moveTo(x(chart.xs[at]), TOP);
-      context.lineTo(x(chart.xs[at]), height - BOTTOM);
-      context.stroke();
-    }
-  });
-  const readout = make("div", { className: "readout" });
-  section.append(readout);
-  const point = (index) => {
-    at = Math.max(0, Math.min(chart.xs.length - 1, index));
-    const values = ranks.filter((rank) => shown.has(Number(rank)) && chart.ys[rank][at] !== null)
+    if (this.ranks.length > COLOURS) drawBand(context, chart, this.ranks, x, y);
+    for (const rank of this.shownRanks) drawLine(context, chart, rank, x, y);
+    if (this.at === null) return;
+    context.strokeStyle = colour("faint");
+    context.beginPath();
+    context.moveTo(x(chart.xs[this.at]), TOP);
+    context.lineTo(x(chart.xs[this.at]), height - BOTTOM);
+    context.stroke();
+  }
+
+  listen() {
+    const { canvas, chart } = this;
+    canvas.addEventListener("pointermove", (event) => {
+      const share = (event.offsetX - LEFT) / (canvas.clientWidth - LEFT - RIGHT);
+      this.read(nearest(chart.xs, this.from + share * (this.to - this.from)));
+    });
+    canvas.addEventListener("pointerleave", () => { this.at = null; this.redraw(); });
+    canvas.addEventListener("keydown", (event) => {
+      const move = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+      if (move) { event.preventDefault(); this.read((this.at ?? 0) + move); }
+    });
+  }
+
+  read(index) {
+    const { chart } = this;
+    const at = this.at = Math.max(0, Math.min(chart.xs.length - 1, index));
+    const values = this.shownRanks.filter((rank) => typeof chart.ys[rank][at] === "number")
       .map((rank) => `rank ${rank}: ${chart.yText(chart.ys[rank][at])}`);
-    readout.textContent = `${chart.xText(chart.xs[at])}: ${values.join(", ")}`;
-    redraw();
-  };
-  canvas.addEventListener("pointermove", (event) => {
-    const share = (event.offsetX - LEFT) / (canvas.clientWidth - LEFT - RIGHT);
-    const value = from + share * (to - from);
-    point(nearest(chart.xs, value));
-  });
-  canvas.addEventListener("pointerleave", () => { at = null; redraw(); });
-  canvas.addEventListener("keydown", (event) => {
-    const move = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-    if (move) { event.preventDefault(); point((at ?? 0) + move); }
-  });
+    this.readout.textContent = `${chart.xText(chart.xs[at])}: ${values.join(", ")}`;
+    this.redraw();
+  }
 }
 
 function nearest(sorted, value) {
@@ -252,7 +269,7 @@ function showRanks() {
 function showSteps(id, name, label) {
   const { numbers, together } = record.steps;
   const text = (step) => (together > 1 ? `steps ${step} to ${step + together - 1} (median)` : `step ${step}`);
-  lineChart(within(id), { label, xs: numbers, xText: text, ys: record.steps[name] ?? {}, yText: timeText });
+  new LineChart(within(id), { label, xs: numbers, xText: text, ys: record.steps[name] ?? {}, yText: timeText });
 }
 
 function showDivision() {
@@ -303,7 +320,7 @@ function showMemory() {
   const section = within("memory");
   const each = Object.entries(record.memory);
   const longest = each.reduce((most, [, memory]) => (memory.at.length > most.length ? memory.at : most), []);
-  lineChart(section, {
+  new LineChart(section, {
     label: "memory of each rank over time", xs: longest, xText: timeText, yText: (kib) => bytesText(1024 * kib),
     ys: Object.fromEntries(each.map(([rank, memory]) => [rank, memory.own.map((own, i) => own + (memory.device[i] ?? 0))])),
     xsOf: Object.fromEntries(each.map(([rank, memory]) => [rank, memory.at])),

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from mpisgd.cli.top import HEADINGS, Usage, as_lines, cells_of
+from io import StringIO
+
+from rich.console import Console
+
+from mpisgd.cli.top import HEADINGS, Usage, as_lines, cells_of, table_of
 from mpisgd.monitor.mailbox_pages import Steps
 from mpisgd.monitor.rank_state import STOPPED, WAITS, RankState, Wait, group_key
 
@@ -58,3 +62,13 @@ def test_columns_stand_below_their_headings():
     assert {line.index(last) for line, last in zip(lines, (HEADINGS[-1], "waits", "runs"), strict=True)} == {
         lines[0].index(HEADINGS[-1])
     }
+
+
+def test_what_looks_like_markup_is_shown_as_it_is():
+    rows = [("0", "1", "2", "3", "4", "5", "6", "7", "waits: shape=[1016]"), (*"12345678", "runs")]
+    console = Console(file=StringIO(), width=160)
+    console.print(table_of("node1: 2 ranks: python [x].py", rows))
+    text = console.file.getvalue()
+    assert "python [x].py" in text
+    assert "shape=[1016]" in text
+    assert all(heading in text for heading in HEADINGS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from browser import Browser, chromium
-from invented_runs import run
+from invented_runs import run, step_us
 
 from mpisgd.timeline.report.page import data_of, html_of
 
@@ -92,6 +92,15 @@ def test_an_event_tells_what_it_is(browser):
     })()""")
     assert "rank 0, group world: all_reduce" in where
     assert "1000 B" in where
+
+
+def test_a_point_of_a_chart_is_read_out(browser):
+    told = browser.value("""(() => {
+      const canvas = document.querySelector("#step-time canvas");
+      canvas.dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowRight"}));
+      return document.querySelector("#step-time .readout").textContent;
+    })()""")
+    assert told.startswith(f"step 3: rank 0: {step_us(0, 3) / 1000:.3g} ms, rank 1: ")
 
 
 def test_a_rank_can_be_left_out(browser):
