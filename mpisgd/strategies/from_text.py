@@ -79,7 +79,7 @@ def optimizer_from_text(text: str) -> OptimizerChoice:
         InvalidArgument: as for `strategy_from_text`.
     """
     name, arguments, options = _parsed("optimizer", text)
-    kind = getattr(torch.optim, name, None) or (getattr(mpisgd, name) if name in mpisgd.__all__ else None)
+    kind = getattr(torch.optim, name, None) or getattr(mpisgd, name, None)
     own = isinstance(kind, type) and getattr(kind, "averages_in_step", False)
     if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer) or arguments:
         raise InvalidArgument(f"optimizer {shown(text)}: expected such as AdamW(lr=0.001)")
