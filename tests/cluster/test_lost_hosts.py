@@ -71,3 +71,35 @@ def test_the_greater_part_of_a_cut_network_goes_on(hosts, cut, left):
     assert all(float(worst) < 1e-12 for _, _, worst, _ in said)
     assert {pieces for *_, pieces in said} == {"{0: 0.0, 1: 10.0, 2: 20.0, 3: 30.0}"}
     assert "mpirun would wait for the lost host" in done.stderr
+
+
+SERVER = """
+    import os, signal
+    import torch
+    import mpisgd
+    mpisgd.init()
+    model = torch.nn.Linear(300, 300)
+    optimizer = mpisgd.DistributedOptimizer(
+        torch.optim.Adam(model.parameters()), strategy=mpisgd.ParameterServer("async")
+    )
+    try:
+        for step in range(1000):
+            if mpisgd.rank() == 2 and step == 10:
+                os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.zero_grad()
+            model(torch.randn(8, 300)).square().mean().backward()
+            optimizer.step()
+        optimizer.synchronizer.finish()
+        print("came to its end", flush=True)
+    except mpisgd.PeerLost as exc:
+        print("PeerLost:", exc, flush=True)
+        os._exit(3)
+"""
+
+
+@pytest.mark.long
+def test_a_lost_rank_ends_the_others_of_a_parameter_server_in_time():
+    """Open MPI goes on waiting for it in one-sided calls; the limit of a call inside MPI is half an hour."""
+    done = run_code("1,1,1", SERVER, options="--with-ft ulfm")
+    assert "came to its end" not in done.stdout
+    assert "PeerLost:" in done.stdout or "does not end a one-sided call" in done.stderr, done.stderr
