@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
