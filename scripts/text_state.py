@@ -120,7 +120,7 @@ def read_own_state(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
 
     def read() -> dict[str, Any]:
         try:
-            return torch.load(own_part(path))
+            return torch.load(own_part(path), weights_only=True)
         except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
             raise JobError(f"cannot load checkpoint {own_part(path)}: {error}") from error
 

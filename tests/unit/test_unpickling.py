@@ -14,6 +14,7 @@ FROM_OTHER_RANKS = {
     "mpisgd/horovod/functions.py",
     "mpisgd/job/quiesce.py",  # by MPI
     "mpisgd/monitor/mpi_mailbox.py",  # by MPI
+    "mpisgd/pipeline/messages.py",
     "mpisgd/monitor/rank_state.py",  # by MPI, or by memory without a name, under a checksum
 }
 # The program that the user starts, as `python` itself would run it.
