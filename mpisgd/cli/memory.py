@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["memory"]
 
+LAYER_NUMEL = 2**22
+
 
 def memory(
     model: str = typer.Option("", help="module:function that returns the model, without arguments."),
@@ -33,7 +35,7 @@ def memory(
 
     if bool(model) == bool(parameters):
         raise InvalidArgument("memory: pass one of --model and --parameters")
-    made = _model(model, dtype) if model else [_parameter(int(parameters), dtype)]
+    made = _model(model, dtype) if model else _parameters(int(parameters), dtype)
     estimates = estimate_memory(
         made,
         _optimizer(optimizer),
@@ -61,10 +63,13 @@ def _model(path: str, dtype: str) -> "torch.nn.Module":
     return made.to(_dtype(dtype)) if dtype else made
 
 
-def _parameter(numel: int, dtype: str) -> "torch.Tensor":
+def _parameters(numel: int, dtype: str) -> "list[torch.Tensor]":
+    """Return so many parameters, in tensors as those of a large layer are."""
     import torch
 
-    return torch.nn.Parameter(torch.empty(numel, dtype=_dtype(dtype or "float32"), device="meta"))
+    sizes = [min(LAYER_NUMEL, numel - start) for start in range(0, numel, LAYER_NUMEL)]
+    kind = _dtype(dtype or "float32")
+    return [torch.nn.Parameter(torch.empty(size, dtype=kind, device="meta")) for size in sizes]
 
 
 def _dtype(name: str) -> "torch.dtype":

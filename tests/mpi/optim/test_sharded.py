@@ -172,6 +172,20 @@ def test_parameters_may_be_frozen_later(stage):
 
 
 @pytest.mark.parametrize("stage", STAGES)
+def test_parameters_may_be_added(stage):
+    def body(run: Run, step: int) -> None:
+        if step == 2:
+            run.model.zero_grad()
+            run.opt.add_param_group({"params": list(run.model[4:].parameters()), "lr": 0.02})
+        plain_step(run, step)
+
+    def optimizer(model):
+        return torch.optim.Adam(model[:4].parameters(), lr=0.01)
+
+    check_same_bits(body, stage, steps=6, optimizer=optimizer, named_parameters=None)
+
+
+@pytest.mark.parametrize("stage", STAGES)
 def test_clipping_by_the_norm_of_all_gradients(stage):
     def body(run: Run, step: int) -> None:
         run.opt.zero_grad()
