@@ -78,10 +78,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         share_parameters: keep one copy of the parameters per host, in shared memory, of which each rank
             updates its own ones. Faster and smaller, and a narrower contract: see docs/guide.md. The
             parameters take the values of each host's first rank; they are to be on the CPU.
-        elementwise: with `share_parameters`, whether `optimizer` updates each element of a parameter by
-            itself, from its gradient and a state of the same shape, or of none: then ranks may own parts of
-            parameters. torch's own that do (SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta, Adamax, NAdam,
-            RAdam, ASGD, Rprop) are known.
+        elementwise: with `share_parameters` or `Sharded`, whether `optimizer` updates each element of a
+            parameter by itself, from its gradient and a state of the same shape, or of none: then ranks may
+            own parts of parameters. torch's own that do (SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta,
+            Adamax, NAdam, RAdam, ASGD, Rprop) are known.
         named_buffers: usually `model.named_buffers()`: for strategies whose ranks have models of their own,
             which average the floating-point ones, such as those of BatchNorm, with the parameters.
         group: the ranks that train together, all of the job by default.
@@ -195,7 +195,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Scale the reduced gradients such that their norm is at most `max_norm`; return what it was before.
 
         As `torch.nn.utils.clip_grad_norm_` with all parameters of the optimizer, and the only way to clip
-        where ranks share parameters. Collective then.
+        where ranks share parameters, or divide gradients. Collective then.
 
         Raises:
             InvalidArgument: found locally, before anything is sent.
@@ -208,8 +208,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all parameters, as the wrapped optimizer does.
 
-        Collective where ranks share parameters: each has the state of its own. Where a compressor keeps
-        something from step to step, the entry "compression" has this rank's; other optimizers ignore it.
+        Collective where ranks share parameters, or divide the state: each has that of its own. Where a
+        compressor keeps something from step to step, the entry "compression" has this rank's; other
+        optimizers ignore it.
         """
         return self._synchronizer.state_dict(super().state_dict)
 

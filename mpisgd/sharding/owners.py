@@ -9,6 +9,7 @@ host, its counterpart there, and the ranks of a host read from each other's memo
 Partial sums go the other way: a counterpart adds up what the ranks of its host have for an owner elsewhere.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -19,13 +20,35 @@ from mpisgd.accelerator.buffers import readable
 from mpisgd.collectives.dispatch import link_of
 from mpisgd.core.group import Group
 from mpisgd.transport.internode.leader import frames
+from mpisgd.transport.messages.link import Parts, Transfer
 from mpisgd.transport.shm.data_movement import exchange_spans
 from mpisgd.transport.shm.staging import Span, consecutive_spans, range_of
 from mpisgd.transport.shm.transport import ShmTransport
 
-__all__ = ["Owners"]
+__all__ = ["Owners", "Rooms", "Transfers"]
 
-Sends = list[tuple[int, Tensor]]
+PARTS_UNDER_WAY = 3
+
+Rooms = Sequence[Sequence[Tensor]]  # of each owner
+
+
+class Transfers:
+    """What is under way between hosts; where something fails, the rest is left alone, and its memory kept."""
+
+    def __init__(self) -> None:
+        self._begun: list[Transfer] = []
+
+    def note(self, transfer: Transfer | None) -> Transfer | None:
+        """Take care of a transfer."""
+        self._begun += [] if transfer is None else [transfer]
+        return transfer
+
+    def __enter__(self) -> "Transfers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for transfer in self._begun:
+            transfer.abandon()
 
 
 class Owners:
@@ -102,7 +125,7 @@ class Owners:
         local = self.group.transports.local
         return [obj] if self.memory is None or local is None else list(local.all_gather_object(obj))
 
-    def exchange(self, rooms: Sequence[Sequence[Tensor]], *, one_copy: bool = False) -> None:
+    def exchange(self, rooms: Rooms, *, one_copy: bool = False) -> None:
         """Fill everyone's `rooms[r]` with what the r-th owner has there.
 
         Args:
@@ -112,17 +135,35 @@ class Owners:
         Cost: with h hosts, an owner sends what it has h - 1 times; on a host every rank writes what it has
             and what came in for it, and reads the rest, through the staging memory.
         """
-        flats = [[readable(tensor) for tensor in of_one] for of_one in rooms]
-        if len(self.nodes) > 1:
-            self._exchange_between_hosts(flats)
-        if self.memory is None or len(self.here) == 1:
-            return
-        if one_copy:
+        self.exchange_in_turn([[[readable(t) for t in of_one] for of_one in rooms]], one_copy=one_copy)
+
+    def exchange_in_turn(self, parts: Sequence[Rooms], *, one_copy: bool = False) -> None:
+        """Do the same for several parts: messages of the next ones travel while one goes round the host.
+
+        Args:
+            parts: of tensors [n], which are not looked at any further.
+            one_copy: see `exchange`.
+        """
+        with Transfers() as transfers:
+            under_way: deque[tuple[Rooms, Transfer | None]] = deque()
+            for flats in parts:
+                under_way.append((flats, transfers.note(self._begin_between_hosts(flats))))
+                if len(under_way) == PARTS_UNDER_WAY:
+                    self._arrive(*under_way.popleft(), one_copy=one_copy)
+            while under_way:
+                self._arrive(*under_way.popleft(), one_copy=one_copy)
+        if one_copy and self.memory is not None:
             self.memory.barrier()
-        else:
+
+    def _arrive(self, flats: Rooms, transfer: Transfer | None, *, one_copy: bool) -> None:
+        if transfer is not None:
+            transfer.wait()
+        if self.memory is not None and len(self.here) > 1 and not one_copy:
             self._exchange_here(flats, self.memory)
 
-    def _exchange_between_hosts(self, flats: Sequence[Sequence[Tensor]]) -> None:
+    def _begin_between_hosts(self, flats: Rooms) -> Transfer | None:
+        if len(self.nodes) == 1:
+            return None
         sends = [
             (self.counterpart(self.rank, host), tensor)
             for host in range(len(self.nodes))
@@ -130,17 +171,16 @@ class Owners:
             for tensor in flats[self.rank]
         ]
         receives = [(owner, tensor) for owner in self.mine[1:] for tensor in flats[owner]]
-        self.transfer(sends, receives)
+        return self.begin(sends, receives)
 
-    def transfer(self, sends: Sends, receives: Sends) -> None:
-        """Send and receive tensors between hosts, all at once, in pieces that take turns well."""
-        link = link_of(self.group, "exchange of shards")
-        link.transfer(
+    def begin(self, sends: Parts, receives: Parts) -> Transfer:
+        """Begin to send and receive tensors between hosts, in pieces that take turns well."""
+        return link_of(self.group, "exchange of shards").start(
             [(dst, frame) for dst, tensor in sends for frame in frames(tensor)],
             [(src, frame) for src, tensor in receives for frame in frames(tensor)],
         )
 
-    def _exchange_here(self, flats: Sequence[Sequence[Tensor]], memory: ShmTransport) -> None:
+    def _exchange_here(self, flats: Rooms, memory: ShmTransport) -> None:
         streams = [
             consecutive_spans([range_of(flat) for owner in owners for flat in flats[owner]], local)
             for local, owners in enumerate(self.represented)

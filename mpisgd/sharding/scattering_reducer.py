@@ -23,6 +23,7 @@ from mpisgd.gradients.kinds import DENSE, SPARSE
 from mpisgd.gradients.plan import BucketSlot, Plan, is_alone, plain_slot
 from mpisgd.gradients.reducer import GradientReducer
 from mpisgd.gradients.unbucketed import UnbucketedGradient
+from mpisgd.sharding.owners import Transfers
 from mpisgd.sharding.piece import Piece
 from mpisgd.sharding.piece_reduction import PieceReduction
 from mpisgd.sharding.shard_reduction import Scratch, ShardReduction
@@ -163,9 +164,17 @@ class ScatteringReducer(ShardedReducer):
         indices = [index for place in places for index in in_flight.slots[place].bucket.indices]
         for index, kind in zip(indices, kinds, strict=True):
             self._exists[index] = bool(kind & DENSE)
-        for place in places:
-            self._reductions[place].run(in_flight.slots[place].storage.flat)
-            self._scattered.add(place)
+        with Transfers() as transfers:
+            begun = [
+                (place, transfers.note(self._reductions[place].begin(in_flight.slots[place].storage.flat)))
+                for place in places
+            ]
+            for place, transfer in begun:
+                if transfer is not None:
+                    transfer.wait()
+                self._reductions[place].finish()
+                self._scattered.add(place)
+        self._scratch.clear()
         return True
 
     def _free(self, in_flight: InFlightReduction, leave: int = 0) -> None:

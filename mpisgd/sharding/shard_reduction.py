@@ -23,6 +23,7 @@ from mpisgd.gradients.bucketing import ALIGN_BYTES, Bucket
 from mpisgd.sharding.division import Member, PieceRange
 from mpisgd.sharding.owners import Owners
 from mpisgd.transport.internode.arithmetic import Arithmetic, prepare
+from mpisgd.transport.messages.link import Transfer
 from mpisgd.transport.shm.reduction import reduce_to_owners, slot_bytes
 from mpisgd.transport.torch_reduction import combine_in_rank_order
 
@@ -47,17 +48,26 @@ class _Chunk(NamedTuple):
 
 
 class Scratch:
-    """Memory for partial sums, used again by every bucket: the queue runs one operation at a time."""
+    """Memory for partial sums, used again by the next buckets: the queue runs one operation at a time."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._used = self._wanted = 0
 
     def rooms(self, sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-        """Return uninitialized tensors of so many elements; those of the last call are gone."""
-        total = sum(sizes) * dtype.itemsize
-        if self._memory.numel() < total:
-            self._memory = torch.empty(total, dtype=torch.uint8)
-        return list(torch.split(self._memory[:total].view(dtype), list(sizes)))
+        """Return uninitialized tensors of so many elements."""
+        nbytes = sum(sizes) * dtype.itemsize
+        start = -(-self._used // ALIGN_BYTES) * ALIGN_BYTES
+        self._used = start + nbytes
+        if self._used > self._memory.numel():  # as much as is wanted now is there from the next time on
+            return list(torch.split(torch.empty(sum(sizes), dtype=dtype), list(sizes)))
+        return list(torch.split(self._memory[start : self._used].view(dtype), list(sizes)))
+
+    def clear(self) -> None:
+        """Forget what was returned; it is not used any more."""
+        if self._used > self._memory.numel():
+            self._memory = torch.empty(self._used, dtype=torch.uint8)
+        self._used = 0
 
 
 class ShardReduction:
@@ -93,6 +103,8 @@ class ShardReduction:
         self._numel = sum(span.numel for span in self._spans[owners.rank])
         self._in_place = in_place and len(self._spans[owners.rank]) == 1
         self._shard: Tensor | None = None
+        self._partials: list[Tensor] = []  # what this host has, between `begin` and `finish`
+        self._arrivals: list[Tensor] = []  # what came from each of the others
         size, alone = owners.group.size, max(map(len, owners.nodes)) == 1
         probe = torch.empty(0, dtype=dtype)
         self._arithmetic: Arithmetic = prepare(probe, op, size, alone=alone)[1]
@@ -122,8 +134,11 @@ class ShardReduction:
 
     # -- inside the queue ---------------------------------------------------------------------------
 
-    def run(self, flat: Tensor) -> None:
-        """Combine everyone's `flat`, which is not read any more afterwards, unless the shard lies there.
+    def begin(self, flat: Tensor) -> Transfer | None:
+        """Add up what the ranks of this host have; return what is on its way between hosts then.
+
+        Args:
+            flat: of this rank; it is not read any more after `finish`, unless the shard lies there.
 
         Cost: with n owners on h hosts of equal size, a rank sends (h - 1) n-th parts of the bucket, and adds
             up as many and one on its host; a barrier for each part that fits in the staging memory.
@@ -131,8 +146,15 @@ class ShardReduction:
         shard = self._room(flat)
         if len(self._owners.nodes) == 1:
             self._combine_here(flat, shard)
-        else:
-            self._combine_between_hosts(flat, shard)
+            return None
+        return self._send_sums(flat)
+
+    def finish(self) -> None:
+        """Add up what came from the other hosts; after that the shard is complete."""
+        shard = self._shard
+        assert shard is not None
+        if len(self._owners.nodes) > 1:
+            self._combine_sums(shard)
         if shard.numel():
             self._finish(shard)
 
@@ -172,32 +194,38 @@ class ShardReduction:
         ranges = [[(address + c.start * itemsize, c.numel * itemsize) for c in one] for one in self._chunks]
         memory.run_steps(reduce_to_owners(memory, ranges, own, combine, in_place=in_place))
 
-    def _combine_between_hosts(self, flat: Tensor, shard: Tensor) -> None:
+    def _send_sums(self, flat: Tensor) -> Transfer:
+        """Add up on this host what it has for each owner, and begin to send it to those elsewhere."""
         owners, arithmetic, mine = self._owners, self._arithmetic, self._mine
         as_it_lies = len(owners.here) == 1 and arithmetic.partial == self._dtype
         sizes = [] if as_it_lies else [chunk.numel for chunk in mine]
         arriving = [self._numel] * (len(owners.nodes) - 1)
         rooms = self._scratch.rooms([*sizes, *arriving], arithmetic.partial)
-        partials, arrivals = rooms[: len(sizes)], rooms[len(sizes) :]
+        partials, self._arrivals = rooms[: len(sizes)], rooms[len(sizes) :]
         if as_it_lies:
             partials = self._own_chunks(flat)
         else:
             self._add_up(flat, lambda k, parts: arithmetic.on_host(parts, partials[k]), in_place=False)
+        self._partials = partials
         sends = [(c.owner, p) for c, p in zip(mine, partials, strict=True) if c.owner != owners.rank]
         hosts = [host for host in range(len(owners.nodes)) if host != owners.host]
         receives = [
             (owners.counterpart(owners.rank, host), arrived[c.at : c.at + c.numel])
-            for host, arrived in zip(hosts, arrivals, strict=True)
+            for host, arrived in zip(hosts, self._arrivals, strict=True)
             for c in mine
             if c.owner == owners.rank
         ]
-        owners.transfer(sends, receives)
-        for chunk, partial in zip(mine, partials, strict=True):
-            if chunk.owner == owners.rank:
+        return owners.begin(sends, receives)
+
+    def _combine_sums(self, shard: Tensor) -> None:
+        """Add up what all hosts have for this rank, in their order."""
+        for chunk, partial in zip(self._mine, self._partials, strict=True):
+            if chunk.owner == self._owners.rank:
                 stop = chunk.at + chunk.numel
-                everyones = [arrived[chunk.at : stop] for arrived in arrivals]
-                everyones.insert(owners.host, partial)
-                arithmetic.across(everyones, shard[chunk.at : stop])
+                everyones = [arrived[chunk.at : stop] for arrived in self._arrivals]
+                everyones.insert(self._owners.host, partial)
+                self._arithmetic.across(everyones, shard[chunk.at : stop])
+        self._partials, self._arrivals = [], []
 
     # -- what came out ------------------------------------------------------------------------------
 
@@ -206,7 +234,7 @@ class ShardReduction:
         return param in self._offsets
 
     def part(self, member: Member) -> Tensor:
-        """Return the combined gradient of a part that this rank owns, [member.numel]; after `run`."""
+        """Return the combined gradient of a part that this rank owns, [member.numel]; after `finish`."""
         assert self._shard is not None
         if not member.numel:
             return self._shard[:0]

@@ -1,7 +1,9 @@
 """`ShardedSynchronizer`: each rank updates its shard of the parameters, and sends it to all others."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +22,9 @@ from mpisgd.strategies.sharded.piecewise import Piecewise
 from mpisgd.strategies.training import Training
 
 __all__ = ["ShardedSynchronizer"]
+
+MAX_KNOWN = 64  # sets of parameters that were updated together
+PART_BYTES = 4 * 2**20  # of parameters, which travel between hosts while others go round the host
 
 
 class ShardedSynchronizer(Piecewise):
@@ -43,6 +48,8 @@ class ShardedSynchronizer(Piecewise):
     ) -> None:
         self._stage, self._master_dtype = stage, master_dtype
         self._updated: list[bool] = []
+        self._rooms: dict[Any, list[list[list[Tensor]]]] = {}
+        self._ranges_of_rooms: Any = None
         self._overlap = ForwardOverlap() if overlap_forward else None
         super().__init__(training, offload)
 
@@ -99,15 +106,18 @@ class ShardedSynchronizer(Piecewise):
 
     def _publish(self) -> None:
         if self.training.group.size > 1:
-            self._send(range(len(self._updated)), "all", async_op=False)
+            between_hosts = len(self._parameters.owners.nodes) > 1
+            parts = self._in_order_of_forward(PART_BYTES if between_hosts else sys.maxsize)
+            self._send(parts, "all", async_op=False)
 
     def _publish_after_step(self, num_steps: int) -> None:
         period = self.training.check_in_sync_every
         if self._overlap is None or not self._can_overlap or (period and num_steps % period == 0):
             self._publish()
             return
-        for number, indices in enumerate(self._in_order_of_forward()):
-            work = self._send(indices, f"part {number}", async_op=True)
+        cap_bytes = self.training.options.bucket_cap_bytes
+        for number, indices in enumerate(self._in_order_of_forward(cap_bytes)):
+            work = self._send([indices], f"part {number}", async_op=True)
             assert work is not None
             self._overlap.expect([self.training.named[i][1] for i in indices], work)
 
@@ -118,28 +128,44 @@ class ShardedSynchronizer(Piecewise):
         sends = group.size > 1 and not (self._parameters.one_copy and len(owners.nodes) == 1)
         return sends and group.queue.threads_allowed
 
-    def _in_order_of_forward(self) -> list[Sequence[int]]:
-        """Return the updated parameters, those first that backward reaches last."""
+    def _in_order_of_forward(self, cap_bytes: int) -> list[Sequence[int]]:
+        """Return the updated parameters in parts of so many bytes, those first that backward reaches last."""
         buckets = self._parameters.buckets
         inside = {index for bucket in buckets for index in bucket}
         rest = [index for index in range(len(self._updated)) if index not in inside]
         parts = [[i for i in bucket if self._updated[i]] for bucket in (rest, *reversed(buckets))]
         sizes = [sum(self.training.named[i][1].nbytes for i in part) for part in parts]
-        joined = join_buckets(sizes, self.training.options.bucket_cap_bytes)
+        joined = join_buckets(sizes, cap_bytes)
         together = [[index for place in places for index in parts[place]] for places in joined]
         return [part for part in together if part]
 
-    def _send(self, indices: Iterable[int], what: str, *, async_op: bool) -> Work | None:
-        """Bring updated parameters from their owners to everyone. Collective."""
-        parameters, owners = self._parameters, self._parameters.owners
-        sent = {index for index in indices if self._updated[index]}
+    def _send(self, parts: Sequence[Sequence[int]], what: str, *, async_op: bool) -> Work | None:
+        """Bring updated parameters from their owners to everyone, part by part. Collective."""
+        owners, one_copy = self._parameters.owners, self._parameters.one_copy
         which = hashlib.blake2b(bytes(self._updated), digest_size=8).hexdigest()
-        rooms = [
-            [parameters.part(m) for range_ in ranges for m in range_.members if m.param in sent]
-            for ranges in parameters.ranges
-        ]
+        rooms = self._rooms_of(parts)
         return self.training.group.queue.run(
             Operation("shards of parameters", extra=f"{what} of updated {which}"),
-            lambda: owners.exchange(rooms, one_copy=parameters.one_copy),
+            lambda: owners.exchange_in_turn(rooms, one_copy=one_copy),
             async_op=async_op,
         )
+
+    def _rooms_of(self, parts: Sequence[Sequence[int]]) -> list[list[list[Tensor]]]:
+        """Return for each part what each owner has of it, in this rank's memory; known from step to step."""
+        if self._ranges_of_rooms is not self._parameters.ranges or len(self._rooms) > MAX_KNOWN:
+            self._rooms.clear()
+            self._ranges_of_rooms = self._parameters.ranges
+        key = tuple(map(tuple, parts))
+        if key not in self._rooms:
+            self._rooms[key] = self._find_rooms(parts)
+        return self._rooms[key]
+
+    def _find_rooms(self, parts: Sequence[Sequence[int]]) -> list[list[list[Tensor]]]:
+        parameters = self._parameters
+        part_of = {index: number for number, part in enumerate(parts) for index in part}
+        rooms: list[list[list[Tensor]]] = [[[] for _ in parameters.ranges] for _ in parts]
+        for owner, ranges in enumerate(parameters.ranges):
+            for member in (member for range_ in ranges for member in range_.members):
+                if member.param in part_of:
+                    rooms[part_of[member.param]][owner].append(parameters.part(member))
+        return rooms

@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 
     from mpisgd.transport.mpi import Communicator
 
-__all__ = ["Link", "even_ranges"]
+__all__ = ["Link", "Parts", "Transfer", "even_ranges"]
+
+Parts = list[tuple[int, Tensor]]  # what goes to or comes from which rank
 
 TAG = 64  # above the consistency check's; the queue runs one operation at a time, so one tag is enough
 
@@ -44,34 +46,70 @@ class Link:
         """Send `mine` to `dst` while `theirs` comes from `src`."""
         self.transfer(sends=[(dst, mine)], receives=[(src, theirs)])
 
-    def transfer(
-        self, sends: list[tuple[int, Tensor]] | None = None, receives: list[tuple[int, Tensor]] | None = None
-    ) -> None:
+    def transfer(self, sends: Parts | None = None, receives: Parts | None = None) -> None:
         """Do several sends and receives at once; empty tensors are not sent.
 
         Raises:
             CollectiveTimeout: a partner stopped in the middle of the operation.
         """
-        sends, receives = _without_empty(sends or []), _without_empty(receives or [])
+        self.start(sends or [], receives or []).wait()
+
+    def start(self, sends: Parts, receives: Parts) -> "Transfer":
+        """Begin several sends and receives; empty tensors are not sent.
+
+        Both sides begin what goes between two ranks in the same order.
+        """
+        sends, receives = _without_empty(sends), _without_empty(receives)
         requests: list[MPI.Request] = [self._communicator.irecv(tensor, src, TAG) for src, tensor in receives]
         requests += [self._communicator.isend(tensor, dst, TAG) for dst, tensor in sends]
+        return Transfer(self, requests, [*sends, *receives])
+
+    def wait(self, requests: "list[MPI.Request]", parts: Parts) -> None:
+        """Wait for what was begun."""
         backoff = Backoff(self._timeout_s)
         in_time = False
         try:
             in_time = backoff.wait_for(lambda: self._communicator.poll(requests))
         finally:  # a lost rank ends the wait, too
             if not in_time:
-                self._communicator.abandon(requests, (sends, receives))
+                self.abandon(requests, parts)
         if not in_time:
             names, seen = self._communicator.global_ranks, f": {backoff.missing}" if backoff.missing else ""
-            partners = sorted({names[rank] for rank, _ in sends + receives})
+            partners = sorted({names[rank] for rank, _ in parts})
             raise CollectiveTimeout(
                 f"{self._name}: rank {names[self.rank]} has waited {backoff.waited_s:.1f} s in the middle "
                 f"of the operation for one of the ranks {partners}{seen}"
             )
 
+    def abandon(self, requests: "list[MPI.Request]", parts: Parts) -> None:
+        """Leave what was begun alone; MPI may still write to its memory, which is kept."""
+        self._communicator.abandon(requests, parts)
 
-def _without_empty(transfers: list[tuple[int, Tensor]]) -> list[tuple[int, Tensor]]:
+
+class Transfer:
+    """Sends and receives that are under way. Their memory is kept until they are over, or for good."""
+
+    def __init__(self, link: Link, requests: "list[MPI.Request]", parts: Parts) -> None:
+        self._link = link
+        self._requests = requests
+        self._parts = parts
+
+    def wait(self) -> None:
+        """Return when all of it is over.
+
+        Raises:
+            CollectiveTimeout: a partner stopped in the middle of the operation.
+        """
+        requests, self._requests = self._requests, []
+        self._link.wait(requests, self._parts)
+
+    def abandon(self) -> None:
+        """Leave alone what is not over; something else has failed."""
+        if self._requests:
+            self._link.abandon(self._requests, self._parts)
+
+
+def _without_empty(transfers: Parts) -> Parts:
     return [(rank, tensor) for rank, tensor in transfers if tensor.numel()]
 
 

@@ -4,6 +4,7 @@ Writes a line of JSON per rank: the bytes by which the process has grown since t
 the kernel, shared memory by its share), and what `estimate_memory` predicts.
 """
 
+import ctypes
 import gc
 import json
 import sys
@@ -16,11 +17,12 @@ from mpisgd.bench.memory.process_memory import read_memory
 from mpisgd.strategies.from_text import strategy_from_text
 
 WIDTH, LAYERS = 1000, 6
-BUCKET_CAP_BYTES = 2**22  # one layer: memory that was freed is kept, and counts
+BUCKET_CAP_BYTES = 2**22  # one layer
 
 
 def taken() -> int:
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed is not taken
     found = read_memory()
     assert found is not None
     return found.private + found.shared

@@ -28,12 +28,28 @@ from torch import nn
 from verdicts import everyone, raises_everywhere, referee, same_on_all_ranks
 
 import mpisgd
+from mpisgd.gradients import plan
+from mpisgd.sharding import divided_parameters
 from mpisgd.sharding.owners import Owners
 from mpisgd.sharding.sharded_gradient import ShardedGradient
-
-pytestmark = pytest.mark.usefixtures("pieces")
+from mpisgd.transport.shm import reduction
 
 STAGES = (1, 2)
+WAYS = ("fused", "cut", "overlapped")
+
+
+@pytest.fixture(params=["cut"], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How gradients travel: as those of a small model do, or as those of a large one: cut, and some alone."""
+    if request.param != "fused":
+        for module in (plan, divided_parameters):
+            monkeypatch.setattr(module, "ALONE_BYTES", 5 * torch.float64.itemsize)
+        monkeypatch.setattr(reduction, "BUFFER_BYTES", 64 * mpisgd.size())
+    if request.param == "overlapped":
+        monkeypatch.setitem(mpisgd.DistributedOptimizer.__init__.__kwdefaults__, "overlap", True)
+    return str(request.param)
+
+
 SOME = ("sgd momentum", "adam fused", "rmsprop centered", "several groups")
 ELEMENTWISE = [
     pytest.param(name, marks=() if name in SOME else pytest.mark.long)
@@ -67,12 +83,14 @@ def check_same_bits(body, stage: int, steps: int = STEPS, **how) -> tuple[Run, R
 # -- the same training --------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("way", WAYS, indirect=True)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_the_bits_are_those_of_synchronous(name, stage):
     check_same_bits(plain_step, stage, optimizer=OPTIMIZERS[name][1])
 
 
+@pytest.mark.parametrize("way", WAYS, indirect=True)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_bits_are_those_of_synchronous_in_other_dtypes(dtype, stage):

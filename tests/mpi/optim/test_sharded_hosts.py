@@ -17,6 +17,8 @@ from verdicts import everyone, referee, same_on_all_ranks
 import mpisgd
 from mpisgd import config
 from mpisgd.core.group import Group
+from mpisgd.gradients import plan
+from mpisgd.sharding import divided_parameters
 
 pytestmark = [
     pytest.mark.mpi(min_size=2),
@@ -24,6 +26,13 @@ pytestmark = [
 ]
 
 STAGES = (1, 2)
+
+
+@pytest.fixture(autouse=True)
+def way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some gradients travel alone, as those of a large model do."""
+    for module in (plan, divided_parameters):
+        monkeypatch.setattr(module, "ALONE_BYTES", 5 * torch.float64.itemsize)
 
 
 @pytest.fixture(params=["even", "uneven"])
