@@ -22,7 +22,7 @@ from torch.futures import Future
 import mpisgd
 from mpisgd import rpc
 
-EPOCHS, BATCH, LEARNING_RATE = 3, 256, 0.5
+EPOCHS, BATCH, LEARNING_RATE = 3, 64, 0.5
 
 
 def make_model() -> nn.Module:

@@ -2,8 +2,8 @@
 
     mpirun -n 2 python scripts/rpc_rnn.py
 
-                rank 1                    rank 0                    rank 1
-    text  -->  embedding  --vectors-->  2 LSTM layers  --states-->  decoder  -->  the next character
+                rank 1                 rank 0               rank 1
+    text  -->  embedding  --vectors-->  LSTM  --states-->  decoder  -->  the next character
 
 Rank 0 has the loop. The network learns to continue this file, character by character. `backward` goes the way
 back over both ranks, and on each rank an optimizer takes a step with the parameters that are there.
@@ -23,12 +23,12 @@ CHARACTERS, WIDTH, LENGTH, BATCH, STEPS = 128, 64, 32, 16, 60
 
 
 class SplitRNN(nn.Module):
-    """The network: its recurrent layers here, the others on another rank."""
+    """The network: its recurrent layer here, the others on another rank."""
 
     def __init__(self, there: str) -> None:
         super().__init__()
         self.embedding = rpc.remote(there, nn.Embedding, (CHARACTERS, WIDTH))
-        self.lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True)
+        self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
         self.decoder = rpc.remote(there, nn.Linear, (WIDTH, CHARACTERS))
 
     def forward(self, text: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ def batches() -> Tensor:
 def train(there: str) -> None:
     """Train; print a loss now and then."""
     model = SplitRNN(there)
-    optimizer = rpc.DistributedOptimizer(torch.optim.Adam, model.parameter_references(), lr=0.01)
+    optimizer = rpc.DistributedOptimizer(torch.optim.Adam, model.parameter_references(), lr=0.02)
     for step, text in enumerate(batches()):
         with rpc.dist_autograd.context() as context:
             scores = model(text[:, :-1])

@@ -172,8 +172,8 @@ def losses_of_the_server(epochs: int) -> list[float]:
     params, losses = [*hidden.parameters(), *out.parameters()], []
     for _ in range(epochs):
         total = 0.0
-        for first in range(0, len(images), 256):
-            x, y = images[first : first + 256] / 16, labels[first : first + 256]
+        for first in range(0, len(images), 64):
+            x, y = images[first : first + 64] / 16, labels[first : first + 64]
             loss = torch.nn.functional.cross_entropy(out(torch.tanh(hidden(x))), y)
             total += loss.item() * len(x)
             for param, grad in zip(params, torch.autograd.grad(loss, params), strict=True):
@@ -197,7 +197,7 @@ def test_the_split_rnn_learns():
     assert done.returncode == 0, done.stderr
     losses = [float(line.split()[-1]) for line in done.stdout.splitlines()]
     assert losses[0] > 4
-    assert losses[-1] < 2.5
+    assert losses[-1] < 2.3
 
 
 @pytest.mark.parametrize("name", ["rpc_parameter_server", pytest.param("rpc_rnn", marks=pytest.mark.long)])
