@@ -23,7 +23,7 @@ __all__ = ["SECONDS_PER_ELEMENT", "Operation", "Wire", "dtype_of", "seconds_per_
 
 Shape = tuple[int, ...]
 
-# What compressing and decompressing an element takes, in seconds, by the compressor's class: estimates for one
+# What compressing and decompressing an element takes, in seconds, by the compressor's class: estimates for a
 # core of a CPU. They differ by model and machine; a cluster file may have measured ones.
 SECONDS_PER_ELEMENT = {
     "Cast": 1e-9,
