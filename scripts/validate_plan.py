@@ -53,6 +53,8 @@ PORTIONS = [
     ("2,2,2,2", "1gbit"),
 ]
 ROUNDS = 40
+# Of how inputs are measured. Portions of earlier ones stay as they were, and are summed up apart.
+CALIBRATION = 3
 SMALL, LARGE = 64, 2**20  # elements of the all-reduces that are timed
 OUT_OF_CACHE = 2**23
 NUM_TINY = 200  # gradients, of as many elements
@@ -290,7 +292,9 @@ class Contest:
         took = slowest(time.perf_counter() - start) / steps
         if number:
             self.seconds.setdefault(name or "none", []).append(took)
-            self.sent[name or "none"] = (communicator.sent_bytes - sent) / steps
+            mine = torch.tensor((communicator.sent_bytes - sent) / steps, dtype=torch.float64)
+            mpisgd.all_reduce(mine)
+            self.sent[name or "none"] = float(mine)
 
     def profile(self) -> Any:
         """The step without communication: its parts as on rank 0, its length as on the slowest rank."""
@@ -300,6 +304,12 @@ class Contest:
         (first,) = [mpisgd.broadcast_object(mine)]
         factor = min(self.seconds["none"]) / (first.compute_s + first.optimizer_s)
         return replace(first.slower(factor), optimizer_s=first.optimizer_s * factor)
+
+    def _messages(self, planned: Any) -> float:
+        """The bytes of messages of all ranks: between hosts, and of `Gossip` within hosts, too."""
+        if planned.method.startswith("Gossip") and self.cluster.hosts > 1:
+            return planned.step.sent_bytes * self.cluster.size
+        return planned.step.traffic.get("host out", 0.0) * self.cluster.hosts
 
     def rows(self, profile: Any, compression_s: dict[str, float]) -> list[dict[str, Any]]:
         """A row for each method: predicted and measured."""
@@ -316,8 +326,9 @@ class Contest:
                     "measured_s": min(self.seconds[method.name]),
                     "all_s": self.seconds[method.name],
                     "alone_s": min(self.seconds["none"]),
-                    "predicted_sent": planned.step.traffic.get("host out", 0.0),
+                    "predicted_sent": self._messages(planned),
                     "measured_sent": self.sent[method.name],
+                    "sent_by": "all ranks",
                     "exposed_s": planned.exposed_s,
                     "bound": planned.bound,
                 }
@@ -355,6 +366,7 @@ def rank(rate: str, out: Path, models: str = ",".join(MODELS)) -> None:
                 )
             # What else the machine was doing: 2 cores and a load of 20 say how much to believe.
             page = {
+                "calibration": CALIBRATION,
                 "load": os.getloadavg()[1],
                 "rate": rate,
                 "hosts": cluster.hosts,
@@ -398,13 +410,20 @@ def report() -> None:
     """Write benchmarks/plan-validation.json, .txt and .png from all portions so far."""
     parts = [json.loads(path.read_text()) for path in sorted(PARTS.glob("*.json"))]
     rows = [
-        {**row, "where": where_of(part), "load": part.get("load")} for part in parts for row in part["rows"]
+        {**row, "where": where_of(part), "load": part.get("load"), "calibration": part.get("calibration", 1)}
+        for part in parts
+        for row in part["rows"]
     ]
-    text = "\n".join([*table(rows), "", *summary(rows)]) + "\n"
+    now = [row for row in rows if row["calibration"] == CALIBRATION]
+    before = [row for row in rows if row["calibration"] != CALIBRATION]
+    lines = [*table(now), "", *summary(now)]
+    if before:
+        lines += ["", "with earlier ways to measure the inputs:", *table(before), "", *summary(before)]
+    text = "\n".join(lines) + "\n"
     page = {"kind": "plan validation", "command": "python scripts/validate_plan.py all", "portions": parts}
     (FOLDER / "plan-validation.json").write_text(json.dumps(page, indent=1) + "\n")
     (FOLDER / "plan-validation.txt").write_text(text)
-    draw(rows, FOLDER / "plan-validation.png")
+    draw(now, FOLDER / "plan-validation.png")
     print(text)
 
 
@@ -443,9 +462,10 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
         lines.append(
             f"{name:34} median {median:6.1%}, worst {worst:6.1%}, within 10 %: {near} of {len(errors)}"
         )
-    bytes_off = [abs(r["predicted_sent"] / r["measured_sent"] - 1) for r in rows if r["measured_sent"] > 1e5]
+    counted = [row for row in rows if row["measured_sent"] > 1e5 and "sent_by" in row]
+    bytes_off = [abs(row["predicted_sent"] / row["measured_sent"] - 1) for row in counted]
     if bytes_off:
-        lines.append(f"bytes that leave the first host: worst {max(bytes_off):.2%} of {len(bytes_off)} cases")
+        lines.append(f"bytes of messages of all ranks: worst {max(bytes_off):.2%} of {len(bytes_off)} cases")
     contests: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
         contests.setdefault((row["where"], row["model"]), []).append(row)

@@ -23,11 +23,11 @@ __all__ = ["SECONDS_PER_ELEMENT", "Operation", "Wire", "dtype_of", "seconds_per_
 
 Shape = tuple[int, ...]
 
-# What compressing and decompressing an element takes, in seconds, by the compressor's class. Measured on one
-# core of an Intel Xeon by `scripts/validate_plan.py compression`; a cluster file may have others.
+# What compressing and decompressing an element takes, in seconds, by the compressor's class: estimates for a
+# core of a CPU. They differ by model and machine; a cluster file may have measured ones.
 SECONDS_PER_ELEMENT = {
-    "Cast": 0.5e-9,
-    "PowerSGD": 5e-9,
+    "Cast": 1e-9,
+    "PowerSGD": 10e-9,
     "TopK": 15e-9,
     "RandomK": 10e-9,
     "DeepGradient": 20e-9,
