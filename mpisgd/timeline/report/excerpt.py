@@ -14,7 +14,7 @@ from mpisgd.timeline.report.figures import Steps
 __all__ = ["KINDS", "Excerpt", "excerpt_of", "slowest_steps", "typical_steps"]
 
 Event = dict[str, Any]
-MAX_SPANS = 20_000  # of an excerpt; some 30 bytes each
+MAX_SPANS = 10_000  # of an excerpt; some 30 bytes each, and a detail of 120 at most
 NUM_STEPS = 5
 ROUNDING_US = 5e-4  # events are noted in nanoseconds
 # What a span is drawn as, and in which colour; the page has the same list.

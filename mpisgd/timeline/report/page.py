@@ -75,7 +75,7 @@ def data_of(events: Sequence[Event], title: str, chosen: tuple[int, int] | None 
         "division": _totals(divisions),
         **_tables(summary, done, start_us),
         "links": [link._asdict() for link in links_of(events, done, hosts)][:MAX_ROWS],
-        "memory": {rank: _thinned(each, start_us) for rank, each in memory_of(events).items()},
+        "memory": _memory(memory_of(events), start_us),
         "kinds": KINDS,
         "excerpts": [_as_columns(excerpt, start_us) for excerpt in excerpts],
     }
@@ -175,9 +175,14 @@ def _rounded(row: dict[str, Any]) -> dict[str, Any]:
     return {name: round(value) if isinstance(value, float) else value for name, value in row.items()}
 
 
-def _thinned(memory: Memory, start_us: float) -> dict[str, list[int]]:
+def _memory(memory: dict[int, Memory], start_us: float) -> dict[int, dict[str, list[int]]]:
+    num_points = max(1, min(MAX_POINTS, MAX_CELLS // max(1, len(memory))) // 2)
+    return {rank: _thinned(each, start_us, num_points) for rank, each in memory.items()}
+
+
+def _thinned(memory: Memory, start_us: float, num_points: int) -> dict[str, list[int]]:
     """Return the memory of a rank in few enough points: of several the one with the most, in KiB."""
-    every = -(-len(memory.at_us) // (MAX_POINTS // 2))
+    every = -(-len(memory.at_us) // num_points)
     total = np.add(memory.own, memory.device)
     kept = [i + int(np.argmax(total[i : i + every])) for i in range(0, len(memory.at_us), every)]
     return {
