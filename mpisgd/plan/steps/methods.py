@@ -3,13 +3,12 @@
 from dataclasses import dataclass
 from typing import Any
 
-import mpisgd
 from mpisgd.arguments import shown
 from mpisgd.bench.strategies.method import Method, methods_of
 from mpisgd.errors import InvalidArgument
 from mpisgd.strategies.from_text import call_of
 
-__all__ = ["DEFAULT_METHODS", "FullyShard", "Overlap", "Sharded", "planned_methods"]
+__all__ = ["DEFAULT_METHODS", "FullyShard", "Overlap", "planned_methods"]
 
 DEFAULT_METHODS = (
     "Synchronous",
@@ -26,17 +25,6 @@ DEFAULT_METHODS = (
     "Sharded(stage=2)",
     "FullyShard",
 )
-
-
-@dataclass(frozen=True)
-class Sharded:
-    """ZeRO's stages 1 and 2: the optimizer's state, with 2 the gradients, are divided among all ranks."""
-
-    stage: int = 1
-
-    def __post_init__(self) -> None:
-        if self.stage not in (1, 2) or isinstance(self.stage, bool):
-            raise InvalidArgument(f"Sharded: stage={shown(self.stage)}; expected 1 or 2")
 
 
 @dataclass(frozen=True)
@@ -59,8 +47,6 @@ class Overlap:
 
 # What is no strategy of the optimizer's, or takes an option beside it.
 OWN: dict[str, Any] = {"FullyShard": FullyShard, "Overlap": Overlap}
-if not hasattr(mpisgd, "Sharded"):
-    OWN["Sharded"] = Sharded
 
 
 def planned_methods(text: str) -> list[Method]:
