@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def default_group() -> Iterator[None]:
     """Layouts make it themselves; here it is destroyed again."""
     yield
