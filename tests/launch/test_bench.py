@@ -143,6 +143,8 @@ def test_steps_are_measured_beside_no_communication_and_ddp(tmp_path):
         "none, in DDP's processes",
         "mpisgd",
         "mpisgd, shared parameters",
+        "mpisgd, Sharded(1)",
+        "mpisgd, Sharded(2)",
         "mpisgd.horovod",
         "MPI, a call per tensor",
         "DDP gloo, 25 MiB buckets",

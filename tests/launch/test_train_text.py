@@ -231,7 +231,7 @@ def test_layout_for_another_number_of_ranks_is_refused_once():
 
 def test_a_strategy_for_a_divided_model_is_refused_once():
     done = train_text(*TINY, "--strategy", "LocalSGD(4)", "--zero", 3, num_ranks=2)
-    assert_refused(done, "--strategy and --compression", "not with --zero 3")
+    assert_refused(done, "--strategy, --compression and --zero 2", "not with --zero 3")
 
 
 def test_a_part_of_a_rank_that_is_missing_is_refused(curves, folder, tmp_path):

@@ -19,7 +19,7 @@ from mpisgd.verification.sabotage import Sabotage
 pytestmark = [
     pytest.mark.mpi(min_size=1),
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning"),
-    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
 ]
 
 
