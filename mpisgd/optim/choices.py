@@ -4,7 +4,6 @@ from typing import Any
 
 from mpisgd.arguments import shown
 from mpisgd.compress.adasum import AdaptiveSum
-from mpisgd.compress.auto import Auto
 from mpisgd.compress.cast import Compression
 from mpisgd.compress.compressor import Compressor
 from mpisgd.dtypes import ReduceOp
@@ -24,9 +23,9 @@ def resolve_reduction(
     Raises:
         InvalidArgument: Adasum was chosen together with what does not go with it.
     """
-    chosen: Any = (
-        Auto() if compression == "auto" else Compression.none if compression is None else compression
-    )
+    chosen: Any = Compression.none if compression is None else compression
+    if isinstance(chosen, str) and chosen == "auto":
+        chosen = Auto()
     if isinstance(chosen, AdaptiveSum):
         raise InvalidArgument("DistributedOptimizer: Adasum is no compression; pass op=mpisgd.Adasum")
     if not isinstance(op, AdaptiveSum):

@@ -386,7 +386,12 @@ CALLS: dict[str, Call] = {
     "Gossip": Call(
         mpisgd.Gossip,
         lambda: {"topology": "ring"},
-        {"topology": lambda _: False, "style": lambda _: False, "every": positive_int},
+        {
+            "topology": lambda _: False,
+            "style": lambda _: False,
+            "every": positive_int,
+            "consensus_step": either(nothing, lambda value: junk.positive(value) and value <= 1),
+        },
     ),
     "check_in_sync": Call(
         mpisgd.check_in_sync,
@@ -433,7 +438,7 @@ CALLS: dict[str, Call] = {
     "load": Call(
         checkpoint.load,
         lambda: {"path": nowhere()},
-        {"path": junk.text, "rng": flag},
+        {"path": junk.text, "rng": flag, "scratch": either(nothing, junk.text)},
         said_as={NO_SUCH: nowhere()},  # the name of one more object
     ),
     "latest": Call(checkpoint.latest, lambda: {"folder": nowhere()}, {"folder": junk.text}),
@@ -483,7 +488,16 @@ WITHOUT_ARGUMENTS = {
 NOT_CALLED = {
     "Adasum": "a constant",
     "BucketLayout": "made by the plan of buckets",
+    "MeshLayout": "made by layout",
+    "Offload": "its arguments: tests/unit/sharding",
     "OneBitAdam": "its arguments: tests/mpi/optim",
+    "Sharded": "its arguments: tests/mpi/optim",
+    "Verification": "made by verify",
+    "auto_layout": "its arguments: tests/mpi/layouts",
+    "estimate_memory": "its arguments: tests/unit/optim",
+    "layout": "its arguments: tests/mpi/layouts",
+    "offload_parameters": "its arguments: tests/mpi/sharding",
+    "verify": "its arguments: tests/mpi/verification",
     "OneBitLamb": "its arguments: tests/mpi/optim",
     "ZeroOneAdam": "its arguments: tests/mpi/optim",
     "BucketReducer": "a base class",
