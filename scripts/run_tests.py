@@ -68,6 +68,7 @@ FOR_THREE_OR_FOUR = (
 LEFT_OUT = {
     1: (*FOR_EVEN_SIZES, *FOR_TWO, *FOR_THREE_OR_FOUR, "tests/mpi/rpc"),
     2: (
+        "tests/mpi/plan",
         *FOR_ODD_SIZES,
         *FOR_THREE,
         *FOR_THREE_OR_FOUR,
@@ -93,14 +94,19 @@ LEFT_OUT = {
         "tests/mpi/optim/test_gradients.py",
         "tests/mpi/optim/test_one_bit_adam.py",
         "tests/mpi/optim/test_optimizers.py",
+        "tests/mpi/optim/test_hosts.py",
         "tests/mpi/optim/test_sharded.py",
+        "tests/mpi/optim/test_sharded_hosts.py",
         "tests/mpi/optim/test_shared_state.py",
         "tests/mpi/optim/test_starting_equal.py",
+        "tests/mpi/plan",
         "tests/mpi/rpc",
         "tests/mpi/sharding",
         "tests/mpi/strategies",
         "tests/mpi/torch_backend/test_checkpoints.py",
+        "tests/mpi/torch_backend/test_fsdp1.py",
         "tests/mpi/transport/test_data_movement.py",
+        "tests/mpi/transport/test_internode.py",
     ),
 }
 

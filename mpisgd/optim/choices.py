@@ -4,6 +4,7 @@ from typing import Any
 
 from mpisgd.arguments import shown
 from mpisgd.compress.adasum import AdaptiveSum
+from mpisgd.compress.auto import Auto
 from mpisgd.compress.cast import Compression
 from mpisgd.compress.compressor import Compressor
 from mpisgd.dtypes import ReduceOp

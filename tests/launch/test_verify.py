@@ -9,7 +9,7 @@ from launcher import run_python
 
 def test_it_starts_its_own_jobs_and_writes_what_it_found(tmp_path):
     path, picture = tmp_path / "cells.json", tmp_path / "cells.png"
-    words = ("verify", "--quick", "--only", "topk", "--ranks", "1,2", "--json", path, "--plot", picture)
+    words = ("verify", "--quick", "--only", "topk", "--ranks", "2", "--json", path, "--plot", picture)
     done = run_python("-m", "mpisgd", *map(str, words))
     assert done.returncode == 0, done.stderr
     cells = json.loads(path.read_text())["cells"]
