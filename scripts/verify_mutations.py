@@ -60,8 +60,8 @@ MUTATIONS = (
     Mutation(
         "a window is full one backward pass too early",
         "gradients/accumulation.py",
-        "reduces = not self._muted and self._passes + 1 >= self._passes_per_step",
-        "reduces = not self._muted and self._passes + 2 >= self._passes_per_step",
+        "        if self._passes >= self._passes_per_step:\n",
+        "        if self._passes >= max(1, self._passes_per_step - 1):\n",
     ),
     Mutation(
         "the part of a parameter in a piece begins one element too late",
