@@ -58,12 +58,6 @@ MUTATIONS = (
         "        return kinds",
     ),
     Mutation(
-        "a window is full one backward pass too early",
-        "gradients/accumulation.py",
-        "        if self._passes >= self._passes_per_step:\n",
-        "        if self._passes >= max(1, self._passes_per_step - 1):\n",
-    ),
-    Mutation(
         "the part of a parameter in a piece begins one element too late",
         "sharding/division.py",
         "yield Member(item.param, (low - at) // size, (high - low) // size, (low - begin) // size)",
@@ -128,12 +122,6 @@ MUTATIONS = (
         "transport/messages/link.py",
         "return [(total * i // parts, total * (i + 1) // parts) for i in range(parts)]",
         "return [(total * i // parts, max(total * (i + 1) // parts - 1, 0)) for i in range(parts)]",
-    ),
-    Mutation(
-        "clipping looks at the gradients of this rank's pieces only",
-        "sharding/grad_norm.py",
-        "total: Tensor = torch.linalg.vector_norm(everyones[list(owners)], norm_type)",
-        "total: Tensor = mine",
     ),
 )
 
