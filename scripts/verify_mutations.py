@@ -112,6 +112,12 @@ MUTATIONS = (
         "(shares * variances).sum(0)",
     ),
     Mutation(
+        "clipping looks at the gradients of this rank's pieces only",
+        "sharding/grad_norm.py",
+        "total: Tensor = torch.linalg.vector_norm(everyones[list(owners)], norm_type)",
+        "total: Tensor = mine",
+    ),
+    Mutation(
         "one element too few is among the largest",
         "compress/sparse/selection.py",
         "    return magnitudes.topk(k, sorted=False).indices\n",

@@ -85,13 +85,8 @@ def _on_their_ranks(by_stage: Sequence[Sequence[Passes]], shape: PipelineShape) 
     return everyones
 
 
-@dataclass(frozen=True)
-class GPipe(Flushing):
-    """All forwards, then all backwards, the last micro-batch first (Huang et al. 2019).
-
-    Keeps the activations of all micro-batches, so it goes with `checkpoint=True`, which keeps the inputs and
-    outputs of stages only.
-    """
+class ByReplica(Flushing):
+    """A schedule that is given by the order of each replica's passes, as if it had a rank of its own."""
 
     def passes(self, shape: PipelineShape) -> list[Passes]:
         """See `Flushing.passes`."""
@@ -102,6 +97,19 @@ class GPipe(Flushing):
             ],
             shape,
         )
+
+    @abc.abstractmethod
+    def _of_replica(self, shape: PipelineShape, stage: int, replica: int) -> Passes:
+        """Return the passes of a replica of a stage."""
+
+
+@dataclass(frozen=True)
+class GPipe(ByReplica):
+    """All forwards, then all backwards, the last micro-batch first (Huang et al. 2019).
+
+    Keeps the activations of all micro-batches, so it goes with `checkpoint=True`, which keeps the inputs and
+    outputs of stages only.
+    """
 
     def _of_replica(self, shape: PipelineShape, stage: int, replica: int) -> Passes:
         own = shape.micro_batches_of(stage, replica)
@@ -109,23 +117,13 @@ class GPipe(Flushing):
 
 
 @dataclass(frozen=True)
-class OneForwardOneBackward(Flushing):
+class OneForwardOneBackward(ByReplica):
     """1F1B: after the first forwards each stage does one backward after each forward.
 
     The order within a step is that of PipeDream (Narayanan et al. 2019), and the step ends with an empty
     pipeline: PipeDream-flush (Narayanan et al. 2021). The bubble is that of GPipe, but stage s of p keeps the
     activations of at most p - s micro-batches.
     """
-
-    def passes(self, shape: PipelineShape) -> list[Passes]:
-        """See `Flushing.passes`."""
-        return _on_their_ranks(
-            [
-                [self._of_replica(shape, stage, replica) for replica in range(number)]
-                for stage, number in enumerate(shape.replicas)
-            ],
-            shape,
-        )
 
     def _of_replica(self, shape: PipelineShape, stage: int, replica: int) -> Passes:
         own = shape.micro_batches_of(stage, replica)

@@ -5,7 +5,6 @@ or get them from their owners.
 """
 
 import abc
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -29,6 +28,7 @@ from mpisgd.sharding.piece_update import PieceUpdate
 from mpisgd.sharding.sharded_gradient import ShardedGradient
 from mpisgd.sharding.sharded_reducer import ShardedReducer
 from mpisgd.strategies.replicated import Replicated
+from mpisgd.strategies.sharded.hidden_parameters import HiddenParameters
 from mpisgd.strategies.training import Training
 
 __all__ = ["Piecewise"]
@@ -47,7 +47,7 @@ class Piecewise(Replicated, abc.ABC):
     def __init__(self, training: Training, offload: Offload | None = None) -> None:
         self._offload = offload
         self._is_known = is_known_elementwise(training.optimizer)
-        self._hidden: list[list[Tensor]] | None = None
+        self._hidden = HiddenParameters()
         self._runs_closure = False
         self._divide(training)
         super().__init__(training)
@@ -86,9 +86,17 @@ class Piecewise(Replicated, abc.ABC):
     def _make_parameters(self, training: Training, *, elementwise: bool) -> DividedParameters:
         """Return which rank updates what. Collective."""
 
-    @abc.abstractmethod
-    def _make_reducer(self) -> ShardedReducer:
+    def _make_reducer(self, kind: Callable[..., ShardedReducer] = ShardedReducer) -> ShardedReducer:
         """Return what brings the gradients of all ranks to the pieces."""
+        training = self.training
+        return kind(
+            training.named,
+            training.group,
+            training.options,
+            self._states,
+            defers=self._is_known,
+            unscale=self._unscale,
+        )
 
     def _before_update(self, then: Callable[[], None] | None = None) -> None:
         """Wait until this rank's pieces may be updated, and do something then. Collective."""
@@ -109,7 +117,7 @@ class Piecewise(Replicated, abc.ABC):
         self._runs_closure = True
 
         def when_all_are_updated() -> Any:
-            if self._hidden is not None:
+            if self._hidden:
                 self._write_back()
                 self._publish()
             try:
@@ -118,7 +126,7 @@ class Piecewise(Replicated, abc.ABC):
                 self._show_all()  # the step ends here
                 raise
             self._settle()
-            if self._hidden is None:
+            if not self._hidden:
                 self._hide()
             self._show_pieces()
             return loss
@@ -162,12 +170,7 @@ class Piecewise(Replicated, abc.ABC):
 
     def _hide(self) -> None:
         """Take all parameters from the optimizer, and give it the state of the pieces."""
-        optimizer = self.training.optimizer
-        self._hidden = [group["params"] for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            group["params"] = []
-        if self._holds_state:
-            optimizer.state = self._states.state  # type: ignore[assignment]  # what it uses of a dictionary
+        self._hidden.hide(self.training.optimizer, self._states.state if self._holds_state else None)
 
     def _show_pieces(self) -> None:
         """Let the optimizer see what it is to update: the pieces that have a gradient now."""
@@ -214,15 +217,8 @@ class Piecewise(Replicated, abc.ABC):
 
     def _show_all(self) -> None:
         """Give the optimizer all its parameters back, if they are hidden."""
-        if self._hidden is None:
-            return
-        optimizer = self.training.optimizer
-        hidden, self._hidden = self._hidden, None
-        for group, params in zip(optimizer.param_groups, hidden, strict=True):
-            group["params"] = params
-        if self._holds_state:
-            optimizer.state = defaultdict(dict)
-        self.gradients.stand_in_again()
+        if self._hidden.show(self.training.optimizer):
+            self.gradients.stand_in_again()
 
     def before_zero_grad(self) -> None:
         """Forget the gradients that ranks have pieces of."""

@@ -2,7 +2,6 @@
 
 from mpisgd.sharding.divided_parameters import DividedParameters
 from mpisgd.sharding.owners import Owners
-from mpisgd.sharding.sharded_reducer import ShardedReducer
 from mpisgd.sharding.shared_parameters import SharedParameters
 from mpisgd.strategies.sharded.piecewise import Piecewise
 from mpisgd.strategies.training import Training
@@ -17,16 +16,6 @@ class Shared(Piecewise):
         owners = Owners(training.group, of_host=True)
         groups = training.optimizer.param_groups
         return SharedParameters(training.named, groups, owners, elementwise=elementwise, joins=True)
-
-    def _make_reducer(self) -> ShardedReducer:
-        return ShardedReducer(
-            self.training.named,
-            self.training.group,
-            self.training.options,
-            self._states,
-            defers=self._is_known,
-            unscale=self._unscale,
-        )
 
     def _publish(self) -> None:
         self._parameters.barrier("updated")

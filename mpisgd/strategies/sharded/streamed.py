@@ -1,6 +1,5 @@
 """`StreamedSynchronizer`: parameters, gradients and optimizer state in files, updated chunk by chunk."""
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -21,6 +20,7 @@ from mpisgd.sharding.offload.file_store import FileStore
 from mpisgd.sharding.offload.shared_errors import raised_on_every_rank
 from mpisgd.sharding.piece_states import PieceNames, PieceStates
 from mpisgd.sharding.piece_update import PieceUpdate
+from mpisgd.strategies.sharded.hidden_parameters import HiddenParameters
 from mpisgd.strategies.strategy import Synchronizer
 from mpisgd.strategies.training import Training
 
@@ -54,7 +54,7 @@ class StreamedSynchronizer(Synchronizer):
         super().__init__(training)
         self._streamed = streamed
         self.gradients = _Gradients(training.group)
-        self._hidden: list[list[Tensor]] | None = None
+        self._hidden = HiddenParameters()
         self._runs_closure = False
         self._pieces = StreamedPieces(training.named, training.optimizer.param_groups, streamed)
         params, names = [param for _, param in training.named], [name for name, _ in training.named]
@@ -121,20 +121,10 @@ class StreamedSynchronizer(Synchronizer):
 
     def _hide(self) -> None:
         """Take all parameters from the optimizer, and give it the state of the pieces."""
-        optimizer = self.training.optimizer
-        self._hidden = [group["params"] for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            group["params"] = []
-        optimizer.state = self._states.state  # type: ignore[assignment]  # what it uses of a dictionary
+        self._hidden.hide(self.training.optimizer, self._states.state)
 
     def _show_all(self) -> None:
-        if self._hidden is None:
-            return
-        optimizer = self.training.optimizer
-        hidden, self._hidden = self._hidden, None
-        for group, params in zip(optimizer.param_groups, hidden, strict=True):
-            group["params"] = params
-        optimizer.state = defaultdict(dict)
+        self._hidden.show(self.training.optimizer)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """Clip by the norm of all gradients, which are read, and written if they change. Collective."""

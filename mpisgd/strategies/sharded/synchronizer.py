@@ -1,5 +1,6 @@
 """`ShardedSynchronizer`: each rank updates its shard of the parameters, and sends it to all others."""
 
+import functools
 import hashlib
 import sys
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from mpisgd.sharding.offload.description import Offload
 from mpisgd.sharding.owners import Owners
 from mpisgd.sharding.replicated_parameters import ReplicatedParameters
 from mpisgd.sharding.scattering_reducer import ScatteringReducer
+from mpisgd.sharding.sharded_reducer import ShardedReducer
 from mpisgd.sharding.shared_parameters import SharedParameters
 from mpisgd.strategies.sharded.forward_overlap import ForwardOverlap
 from mpisgd.strategies.sharded.piecewise import Piecewise
@@ -66,16 +68,8 @@ class ShardedSynchronizer(Piecewise):
             cuts_alone=self._offload is not None,
         )
 
-    def _make_reducer(self) -> ScatteringReducer:
-        return ScatteringReducer(
-            self.training.named,
-            self.training.group,
-            self.training.options,
-            self._states,
-            defers=self._is_known,
-            unscale=self._unscale,
-            stage=self._stage,
-        )
+    def _make_reducer(self, kind: Callable[..., ShardedReducer] = ScatteringReducer) -> ShardedReducer:
+        return super()._make_reducer(functools.partial(kind, stage=self._stage))
 
     def _before_update(self, then: Callable[[], None] | None = None) -> None:
         if then is not None or self._parameters.one_copy:  # nobody else reads this rank's memory

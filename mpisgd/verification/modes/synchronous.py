@@ -61,12 +61,16 @@ def _distributed(
     return model, mpisgd.DistributedOptimizer(made, model.named_parameters(), group=group, **options)
 
 
-def clipped(trainee: Trainee) -> Tensor:
-    """Train with clipped gradients."""
-    model, optimizer = _distributed(trainee, sgd)
-    return torch.stack(
-        trainee.train(model, optimizer, before_step=lambda: optimizer.clip_grad_norm_(MAX_NORM))
-    )
+def clipped(**options: Any) -> Callable[[Trainee], Tensor]:
+    """Return the training with clipped gradients."""
+
+    def train(trainee: Trainee) -> Tensor:
+        model, optimizer = _distributed(trainee, sgd, **options)
+        return torch.stack(
+            trainee.train(model, optimizer, before_step=lambda: optimizer.clip_grad_norm_(MAX_NORM))
+        )
+
+    return train
 
 
 def sums(trainee: Trainee) -> Tensor:
@@ -161,7 +165,9 @@ SYNCHRONOUS = (
     _mode("AdamW", native(adam), adam),
     _mode("overlap, small buckets", native(sgd, overlap=True, bucket_cap_bytes=256)),
     _mode("two backward passes per step", native(sgd, parts=2, backward_passes_per_step=2)),
-    _mode("clip_grad_norm_", clipped, max_norm=MAX_NORM),
+    _mode("clip_grad_norm_", clipped(), max_norm=MAX_NORM),
+    _mode("clip_grad_norm_, shared parameters", clipped(share_parameters=True), max_norm=MAX_NORM),
+    _mode("clip_grad_norm_, Sharded(2)", clipped(strategy=mpisgd.Sharded(2)), max_norm=MAX_NORM, quick=False),
     _mode("op=SUM", sums),
     _mode("GradScaler", scaled),
     _mode("shared parameters", native(sgd, share_parameters=True)),
