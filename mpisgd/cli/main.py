@@ -2,13 +2,11 @@
 
 import typer
 
-from mpisgd.cli.bench import bench
-from mpisgd.cli.bench_strategies import compression, strategies
+from mpisgd.cli.bench.app import bench
 from mpisgd.cli.info import info
-from mpisgd.cli.layout import layout
 from mpisgd.cli.memory import memory
 from mpisgd.cli.plan import plan
-from mpisgd.cli.program import run_program
+from mpisgd.cli.program import OF_PROGRAM, run_program
 from mpisgd.cli.run import run
 from mpisgd.cli.top import top
 from mpisgd.cli.trace import trace
@@ -25,12 +23,7 @@ app.command()(memory)
 app.command()(verify)
 app.command()(top)
 app.command()(plan)
-# What comes after the program belongs to the program.
-OF_PROGRAM = {"allow_interspersed_args": False, "ignore_unknown_options": False}
 app.command(context_settings=OF_PROGRAM)(run)
-bench.command()(strategies)
-bench.command()(compression)
-bench.command(context_settings=OF_PROGRAM)(layout)
 app.add_typer(bench, name="bench")
 
 

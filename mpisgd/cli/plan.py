@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mpisgd.cli.bench import Json, counts_of
+from mpisgd.cli.bench.options import Json, counts_of
 from mpisgd.errors import InvalidArgument, JobError
 
 if TYPE_CHECKING:

@@ -19,7 +19,10 @@ import typer
 from mpisgd.config import launcher_rank
 from mpisgd.errors import JobError
 
-__all__ = ["is_reporting_rank", "run_program"]
+__all__ = ["OF_PROGRAM", "is_reporting_rank", "run_program"]
+
+# Settings of a command that takes a program: what comes after the program belongs to the program.
+OF_PROGRAM = {"allow_interspersed_args": False, "ignore_unknown_options": False}
 
 # How long the other ranks wait before they fail too. The first rank may be slower to load its libraries;
 # where the launcher ends the job with its first failure, as mpirun does, nobody waits this long.

@@ -71,7 +71,7 @@ def _in_this_job(plan: "Plan", path: Path | None) -> "list[Cell]":
 def _in_started_jobs(plan: "Plan", ranks: str, launcher: str, limit_s: float) -> "list[Cell]":
     """Start a job for each number of ranks, one after the other."""
     from mpisgd.bench.jobs import mpirun
-    from mpisgd.cli.bench import counts_of
+    from mpisgd.cli.bench.options import counts_of
     from mpisgd.verification.jobs import jobs_of, run_started
 
     counts, words = counts_of("--ranks", ranks), mpirun(launcher)

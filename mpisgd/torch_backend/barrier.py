@@ -1,4 +1,4 @@
-"""`monitored_barrier`: torch's own refuses every backend but gloo by name.
+"""`monitored_barrier` of our groups; `torch.distributed.monitored_barrier` hands them over.
 
 Its errors say what gloo's say, in ranks of the group, and below that what ours do.
 """
@@ -23,8 +23,8 @@ def monitored_barrier(
 ) -> None:
     """Return once every rank of the group has called it; name those that do not come.
 
-    In place of `torch.distributed.monitored_barrier`, with its arguments. A rank outside the group is warned
-    and goes on.
+    What `torch.distributed.monitored_barrier` does in a group of this backend, with the same arguments. A
+    rank outside the group is warned and goes on.
 
     Args:
         group: a process group of this backend; default the default group.

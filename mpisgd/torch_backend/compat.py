@@ -28,6 +28,7 @@ __all__ = [
     "never_compiled",
     "opt_out_of_flight_recorder",
     "reduction_of",
+    "take_over_monitored_barrier",
     "take_over_rendezvous",
     "with_old_names",
 ]
@@ -135,6 +136,18 @@ def take_over_rendezvous(scheme: str, backend: str, handler: RendezvousHandler) 
         return (handler if backend in _backend_asked_for() else original)(url, **kwargs)
 
     handlers[scheme] = ours_or_original
+
+
+def take_over_monitored_barrier(is_ours: Callable[[Any], bool], barrier: Callable[..., None]) -> None:
+    """Let `barrier` serve the groups that are ours: torch's own refuses every backend but gloo by name."""
+    original = distributed_c10d.monitored_barrier
+
+    @functools.wraps(original)
+    def ours_or_original(group: Any = None, *args: Any, **kwargs: Any) -> None:
+        asked = distributed_c10d.GroupMember.WORLD if group is None else group
+        (barrier if is_ours(asked) else original)(group, *args, **kwargs)
+
+    dist.monitored_barrier = distributed_c10d.monitored_barrier = ours_or_original
 
 
 def _backend_asked_for() -> str:

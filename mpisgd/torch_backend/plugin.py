@@ -1,4 +1,4 @@
-"""What torch learns of mpisgd at its own import: a backend's name, two rendezvous handlers, and the rank.
+"""What torch learns of mpisgd at its own import: a backend's name, rendezvous handlers, a barrier, the rank.
 
 An error here would be an error of `import torch`, in programs that never heard of mpisgd: nothing is raised.
 """
@@ -55,12 +55,17 @@ def _register() -> None:
         return
     from torch.distributed.rendezvous import register_rendezvous_handler
 
-    from mpisgd.torch_backend.compat import opt_out_of_flight_recorder, take_over_rendezvous
+    from mpisgd.torch_backend.compat import (
+        opt_out_of_flight_recorder,
+        take_over_monitored_barrier,
+        take_over_rendezvous,
+    )
 
     dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
     register_rendezvous_handler("mpi", _rendezvous)  # type: ignore[no-untyped-call]
     opt_out_of_flight_recorder(BACKEND)
     take_over_rendezvous("env", BACKEND, _rendezvous)
+    take_over_monitored_barrier(lambda group: hasattr(group, "mpisgd_group"), _monitored_barrier)
 
 
 def _create(options: Any, _: Any) -> Any:
@@ -68,6 +73,13 @@ def _create(options: Any, _: Any) -> Any:
     from mpisgd.torch_backend.creation import create
 
     return create(options)
+
+
+def _monitored_barrier(*args: Any, **kwargs: Any) -> None:
+    """Wait for every rank of one of our groups; `torch.distributed.monitored_barrier` calls this."""
+    from mpisgd.torch_backend.barrier import monitored_barrier
+
+    monitored_barrier(*args, **kwargs)
 
 
 def _rendezvous(url: str, **_: Any) -> "Iterator[tuple[Any, int, int]]":

@@ -290,7 +290,7 @@ def test_a_monitored_barrier_says_what_gloos_says(start):
         import warnings
         from datetime import timedelta
         import torch.distributed as dist
-        from mpisgd.torch_backend import monitored_barrier
+        from torch.distributed import monitored_barrier
 
         dist.init_process_group("mpisgd")
         rank, short = dist.get_rank(), timedelta(seconds=0.3)
@@ -306,6 +306,7 @@ def test_a_monitored_barrier_says_what_gloos_says(start):
 
         for passes in (
             lambda: monitored_barrier(),
+            lambda: dist.monitored_barrier(dist.group.WORLD, timedelta(seconds=20)),
             lambda: monitored_barrier(two, 20),
             lambda: monitored_barrier(two, 20.0, wait_all_ranks=True),
             lambda: monitored_barrier(timeout=timedelta(seconds=20)),

@@ -16,20 +16,22 @@ from mpisgd.plan.steps.methods import planned_methods
 
 WIDTH = 512  # a matrix has 1 MiB: large enough to travel from where it lies
 LAYERS = 3
-KINDS = (torch.Tensor, torch.nn.Parameter)  # other tests of this process have left some without memory
+KINDS = (torch.Tensor, torch.nn.Parameter)
 MODEL = LAYERS * WIDTH * WIDTH * 4
+
+
+def has_memory(tensor):
+    """Whether `tensor` lies in memory of its own: other tests of this process leave sparse and fake ones."""
+    return type(tensor) in KINDS and tensor.layout is torch.strided
 
 
 def tensor_bytes():
     """The bytes of all memory that tensors lie in."""
     gc.collect()
-    objects = gc.get_objects()
-    tensors = [each for each in objects if type(each) in KINDS and each.layout is torch.strided]
-    grads = [each.grad for each in tensors if each.is_leaf and each.grad is not None]
-    memory = {
-        each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in (*tensors, *grads)
-    }
-    return sum(memory.values())
+    tensors = [each for each in gc.get_objects() if has_memory(each)]
+    grads = [each.grad for each in tensors if each.is_leaf and has_memory(each.grad)]
+    storages = [each.untyped_storage() for each in (*tensors, *grads)]
+    return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
 
 
 def kept(method):

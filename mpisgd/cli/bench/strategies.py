@@ -15,7 +15,7 @@ import typer
 
 import mpisgd
 from mpisgd.bench import cases
-from mpisgd.cli.bench import Json, Models, Plot, Quick, TimeLimit, choice_of
+from mpisgd.cli.bench.options import Json, Models, Plot, Quick, TimeLimit, choice_of
 from mpisgd.cli.program import is_reporting_rank
 from mpisgd.cli.record import Output, measure_in_job
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from mpisgd.bench.jobs import mpirun
-from mpisgd.cli.bench import Json, Launcher, Plot, Quick, TimeLimit, counts_of, refuse_under_mpirun
+from mpisgd.cli.bench.options import Json, Launcher, Plot, Quick, TimeLimit, counts_of, refuse_under_mpirun
 from mpisgd.cli.provenance import provenance
 from mpisgd.cli.record import Output, on_machine
 from mpisgd.cli.run import is_open_mpi, program_words
