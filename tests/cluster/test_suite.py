@@ -21,8 +21,8 @@ SELECTION = " or ".join(
         "test_objects and world",
         "test_window and (world or mistakes or lock)",
         "test_parameter_server and (1-1-0.9 or push_is_applied or ahead)",
-        "test_optimizers and not (the_comparison or instance)",
-        "test_shared and not every_optimizer",
+        "test_optimizers and not (the_comparison or instance or overlapped)",
+        "test_shared_parameters and cut and not (every_optimizer or the_bits)",  # into the smallest pieces
         "(one_bit or zero_one or adasum) and equals_the_simulation",
         "test_horovod_names",
         "test_horovod_process_sets",
@@ -55,6 +55,7 @@ RANK = 'log=$1; shift; exec "$@" >"$log/rank-$OMPI_COMM_WORLD_RANK" 2>&1'
 def run_tests(hosts: str, logs: Path, *arguments: str) -> None:
     """Run tests of tests/mpi on a cluster; where they fail, the first failing rank's log is the reason."""
     pytest_command = [sys.executable, "-m", "pytest", "--with-mpi", "-q", "-p", "no:cacheprovider"]
+    pytest_command += ["-m", "not long"]
     done = run_on(hosts, "sh", "-c", RANK, "sh", str(logs), *pytest_command, *arguments, logs=[logs])
     summaries = {path.name: path.read_text(errors="replace") for path in sorted(logs.iterdir())}
     for name, text in summaries.items():

@@ -9,7 +9,6 @@ import pytest
 import torch
 from harness import ADAM_DRIFT, Run, check_equal_runs, digest, drift, pair, plain_step
 from pretended_hosts import UNEVEN, group_of_hosts
-from torch import nn
 from verdicts import everyone, same_on_all_ranks
 
 import mpisgd
@@ -52,10 +51,7 @@ def test_every_host_has_its_copy_of_shared_parameters(hosts, overlap):
     def body(run: Run, step: int) -> None:
         run.opt.zero_grad()
         run.backward(step)
-        if run.distributed:
-            run.opt.clip_grad_norm_(0.1)
-        else:
-            nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
+        run.clip(0.1)
         run.opt.step()
 
     def adam(model):

@@ -49,10 +49,7 @@ def clipped_step(run: Run, step: int) -> None:
     with run.no_sync():
         run.backward(step, 0)
     run.backward(step, 1)
-    if run.distributed:
-        run.opt.clip_grad_norm_(0.1)
-    else:
-        nn.utils.clip_grad_norm_(run.model.parameters(), 0.1)
+    run.clip(0.1)
     run.opt.step()
 
 
