@@ -129,7 +129,7 @@ def _closure_step(run: Run, step: int, kind: type = torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("search", [None, "strong_wolfe"])
-@pytest.mark.parametrize("kind", [torch.Tensor, float])
+@pytest.mark.parametrize("kind", [torch.Tensor, pytest.param(float, marks=pytest.mark.long)])
 def test_lbfgs_equals_one_process(search, kind):
     def optimizer(model):  # without a search, longer steps magnify the last bit to 1e-4 within 20 of them
         lr = 0.3 if search else 0.1

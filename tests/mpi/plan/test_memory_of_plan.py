@@ -67,10 +67,14 @@ METHODS = {
     "DiLoCo(2)": MODEL,
     "ElasticAveraging(every=2)": MODEL,
 }
+SHORT = ("Synchronous + PowerSGD(rank=2)", "DiLoCo(2)")
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method",
+    [name if name in SHORT else pytest.param(name, marks=pytest.mark.long) for name in METHODS],
+)
 def test_a_rank_keeps_what_was_planned(method):
     expected, found = planned(method) - METHODS[method], kept(method)
     everyone(abs(found / expected - 1) < 0.05, f"planned {expected:,.0f} bytes, kept {found:,.0f}")

@@ -140,7 +140,7 @@ def test_it_equals_the_state_in_memory(tmp_path, stage, body):
     check_equal(ours, start(strategy=mpisgd.Sharded(stage)), body, range(5))
 
 
-@pytest.mark.parametrize("kind", ["sgd", "momentum"])
+@pytest.mark.parametrize("kind", [pytest.param("sgd", marks=pytest.mark.long), "momentum"])
 def test_other_optimizers_and_shared_parameters(tmp_path, kind):
     strategies = mpisgd.Sharded(offload=offload_in(tmp_path, io="auto")), mpisgd.Sharded()
     ours, theirs = (start(kind, strategy=strategy, share_parameters=True) for strategy in strategies)
