@@ -1,7 +1,7 @@
 """The pages of the API reference: every public name, with its docstring.
 
-The names are those of `mpisgd.__all__`, by the folder that defines them, and of the public subpackages. A name
-of a folder without a page is an error: so no public name is left out.
+The names are those of `mpisgd.__all__`, by the folder that defines them, and of the public subpackages. A
+name of a folder without a page is an error: so no public name is left out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ FOLDER = "reference/api"
 # Of the names of `mpisgd`: the page, its first paragraph, and the folders whose names it has.
 GROUPS = {
     "Job": (
-        "Starting and ending a job, the place of a process in it, groups of ranks, and what operations return.",
+        "Starting and ending a job, the place of a process in it, groups of ranks, and what operations "
+        "return.",
         ("job", "core"),
     ),
     "Training": (
@@ -73,7 +74,7 @@ SUBPACKAGES = {
     "mpisgd.pipeline": "Pipelines: schedules as data, and a worker that executes them.",
     "mpisgd.plan.prediction": "Predicted step times, as `python -m mpisgd plan` prints them.",
     "mpisgd.rpc": "torch's RPC over MPI.",
-    "mpisgd.torch_backend": "The backend \"mpisgd\" of `torch.distributed`.",
+    "mpisgd.torch_backend": 'The backend "mpisgd" of `torch.distributed`.',
 }
 
 # Names without a docstring of ours, by module: what they are.
@@ -141,7 +142,7 @@ def _entry(name: str) -> str:
 
 
 def _defining(name: str) -> str:
-    """The module and name where a name is defined, if it is imported there by `*`, which Griffe does not follow."""
+    """Where a name is defined; only for names that are imported by `*`, which Griffe does not follow."""
     module, _, last = name.rpartition(".")
     if module != "mpisgd.horovod":
         return name

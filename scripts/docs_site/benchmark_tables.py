@@ -1,4 +1,4 @@
-"""The tables and plots of benchmarks/ as sections of the benchmark page, each with its command and machine."""
+"""The tables and plots of benchmarks/ as sections of a page, each with its command and machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ def sections() -> str:
 def _section(table: Path) -> str:
     record = json.loads(table.with_suffix(".json").read_text())
     machine = record.get("machine", {})
-    where = ", ".join(filter(None, [machine.get("processor"), f"{machine['cores']} cores" if machine else ""]))
+    where = ", ".join(
+        filter(None, [machine.get("processor"), f"{machine['cores']} cores" if machine else ""])
+    )
     title = record.get("title") or record["kind"]
     lines = [f"### {table.stem}: {title}", "", f"```text\n{record['command']}\n```", ""]
     if where:

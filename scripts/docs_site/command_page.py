@@ -17,8 +17,8 @@ SCRIPTS = Path(__file__).resolve().parents[1]
 
 FIRST = """# Commands
 
-This page lists the commands of mpisgd with all their arguments and options, as `--help` prints them. Commands that need a job
-run under `mpirun`; the others start one themselves or need none.
+This page lists the commands of mpisgd with all their arguments and options, as `--help` prints them. Commands
+that need a job run under `mpirun`; the others start one themselves or need none.
 
 """
 
@@ -38,7 +38,9 @@ def programs() -> dict[str, Any]:
 
 def page() -> str:
     """The text of the page."""
-    return FIRST + "\n".join(section for name, command in programs().items() for section in _sections(name, command))
+    return FIRST + "\n".join(
+        section for name, command in programs().items() for section in _sections(name, command)
+    )
 
 
 def _sections(name: str, command: Any) -> Iterator[str]:
@@ -58,7 +60,9 @@ def _section(name: str, command: Any) -> str:
     rows = [(f"`{_metavar(p)}`", p) for p in arguments] + [(_option(p), p) for p in options]
     if rows:
         text += "\n| argument or option | default | meaning |\n| --- | --- | --- |\n"
-        text += "".join(f"| {shown} | {_default(p)} | {_cell(getattr(p, 'help', '') or '')} |\n" for shown, p in rows)
+        text += "".join(
+            f"| {shown} | {_default(p)} | {_cell(getattr(p, 'help', '') or '')} |\n" for shown, p in rows
+        )
     return text
 
 

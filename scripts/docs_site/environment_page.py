@@ -8,9 +8,9 @@ __all__ = ["page"]
 
 FIRST = """# Environment variables
 
-This page lists the environment variables that mpisgd reads, with their defaults. All ranks need the same values, with two
-exceptions: only rank 0 reads the profile, and the timeline may be set on one rank only. An invalid value raises
-[`InvalidArgument`](errors.md#invalid-argument) in `mpisgd.init()`.
+This page lists the environment variables that mpisgd reads, with their defaults. All ranks need the same
+values, with two exceptions: only rank 0 reads the profile, and the timeline may be set on one rank only. An
+invalid value raises [`InvalidArgument`](errors.md#invalid-argument) in `mpisgd.init()`.
 
 Open MPI exports a variable to other hosts with `-x NAME`, MPICH with `-genv NAME VALUE`.
 """

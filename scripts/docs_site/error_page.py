@@ -11,9 +11,10 @@ __all__ = ["anchor", "page"]
 
 FIRST = """# Errors
 
-This page lists every exception that mpisgd raises on purpose: what it means, what usually causes it, and what to do. All of
-them derive from `mpisgd.MpisgdError`, and each also from the builtin exception beside its name, so `except ValueError` works.
-[Order and checks](../concepts/order-and-checks.md) shows which mistake leads to which error.
+This page lists every exception that mpisgd raises on purpose: what it means, what usually causes it, and what
+to do. All of them derive from `mpisgd.MpisgdError`, and each also from the builtin exception beside its name,
+so `except ValueError` works. [Order and
+checks](../concepts/order-and-checks.md) shows which mistake leads to which error.
 
 """
 
@@ -25,7 +26,10 @@ def anchor(cls: type) -> str:
 
 def page() -> str:
     """The text of the page."""
-    classes = [errors.MpisgdError, *(getattr(errors, name) for name in errors.__all__ if name != "MpisgdError")]
+    classes = [
+        errors.MpisgdError,
+        *(getattr(errors, name) for name in errors.__all__ if name != "MpisgdError"),
+    ]
     table = "| error | means |\n| --- | --- |\n"
     table += "".join(f"| [{cls.__name__}](#{anchor(cls)}) | {_first_line(cls)} |\n" for cls in classes)
     return FIRST + table + "\n" + "\n".join(map(_section, classes))
@@ -42,8 +46,12 @@ def _section(cls: type) -> str:
         label, colon, rest = paragraph.partition(": ")
         if colon and label in ("Causes", "What to do"):
             paragraphs[index] = f"**{label}.** {rest[0].upper()}{rest[1:]}"
-    missing = [label for label in ("Causes", "What to do") if not any(p.startswith(f"**{label}") for p in paragraphs)]
+    missing = [
+        label for label in ("Causes", "What to do") if not any(p.startswith(f"**{label}") for p in paragraphs)
+    ]
     if missing:
-        raise RuntimeError(f"mpisgd/errors.py: the docstring of {cls.__name__} has no {' and no '.join(missing)}")
+        raise RuntimeError(
+            f"mpisgd/errors.py: the docstring of {cls.__name__} has no {' and no '.join(missing)}"
+        )
     body = "\n\n".join(paragraphs)
     return f"## {cls.__name__} {{ #{anchor(cls)} }}\n\nDerives from {bases}.\n\n{body}\n"

@@ -150,6 +150,4 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"{found[1]}({target}{'#' + anchor if anchor else ''})"
 
     parts = FENCE.split(markdown)  # text, block, its fence, text, ...
-    return "".join(
-        LINK.sub(link, part) if i % 3 == 0 else part for i, part in enumerate(parts) if i % 3 != 2
-    )
+    return "".join(LINK.sub(link, part) if i % 3 == 0 else part for i, part in enumerate(parts) if i % 3 != 2)

@@ -1,7 +1,7 @@
 """See that every link and anchor of a built site leads somewhere: python scripts/docs_site/links.py FOLDER.
 
-MkDocs checks the links between pages as they are written; this also checks what plugins and raw HTML have made,
-and pictures. Addresses of other servers are counted, not visited.
+MkDocs checks the links between pages as they are written; this also checks pictures, and what plugins and
+raw HTML have made. Addresses of other servers are counted, not visited.
 """
 
 from __future__ import annotations
@@ -61,7 +61,10 @@ def main() -> int:
     num_inner, num_outer, wrong = broken_links(site)
     print(*wrong, sep="\n", end="\n" * bool(wrong))
     num_pages = len(list(site.rglob("*.html")))
-    print(f"{num_pages} pages, {num_inner} links within the site, {len(wrong)} broken; {num_outer} to other servers")
+    print(
+        f"{num_pages} pages, {num_inner} links within the site, {len(wrong)} broken;"
+        f" {num_outer} to other servers"
+    )
     return 1 if wrong else 0
 
 
