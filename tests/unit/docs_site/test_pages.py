@@ -42,7 +42,7 @@ def test_a_page_begins_with_what_it_is_for(page):
 
 
 def test_every_page_is_in_the_navigation():
-    nav = set(re.findall(r"- ([\w./-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    nav = set(re.findall(r"- (?:\w+: )?([\w./-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     files = {str(page.relative_to(ROOT / "docs")) for page in PAGES}
     assert nav == files | GENERATED | FROM_ROOT
 
