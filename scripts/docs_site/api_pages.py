@@ -118,7 +118,7 @@ def pages() -> dict[str, str]:
 
 def documented_names() -> list[str]:
     """Every public name that the reference has, with its module."""
-    pattern = re.compile(r'^(?:::: (\S+)$|<span id="(\S+)">)', re.MULTILINE)
+    pattern = re.compile(r'^(?:::: (\S+)\n\n|<span id="(\S+)">)', re.MULTILINE)
     names = [alone or moved for text in pages().values() for alone, moved in pattern.findall(text)]
     others = [
         f"{module}.{name}"

@@ -40,7 +40,7 @@ for _ in range(60):
 """
 
 
-def python_blocks(*, long: bool, num_ranks: int = 2) -> list[str]:
+def python_blocks(*, long: bool, num_ranks: int = 2) -> list[Block]:
     """Blocks that run in one job; where an earlier block of a page is long, its later ones are, too."""
     found = []
     for on_page in BY_PAGE.values():
@@ -48,8 +48,10 @@ def python_blocks(*, long: bool, num_ranks: int = 2) -> list[str]:
         for block in on_page:
             if block.language != "python" or block.title or not block.is_run:
                 continue
+            if int(block.markers.get("ranks", 2)) != num_ranks:
+                continue
             page_is_long |= "long" in block.markers
-            if page_is_long == long and int(block.markers.get("ranks", 2)) == num_ranks:
+            if page_is_long == long:
                 found.append(block)
     return found
 
