@@ -18,7 +18,7 @@ PAGE = (Path(__file__).parents[3] / "docs" / "how-to" / "plan.md").read_text()
 
 
 def example(name):
-    return re.search(rf"<!-- test: {name} -->\n```\w+\n(.*?)```", PAGE, re.DOTALL)[1]
+    return re.search(rf"<!-- test: {name} -->\n```[^\n]+\n(.*?)```", PAGE, re.DOTALL)[1]
 
 
 @pytest.fixture
