@@ -5,6 +5,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from mpisgd.errors import InvalidArgument
 
@@ -15,6 +16,8 @@ __all__ = [
     "JOINER_VARIABLE",
     "NOTES_VARIABLE",
     "PREEMPTED",
+    "VARIABLES",
+    "Variable",
     "available_cores",
     "cache_folder",
     "check",
@@ -64,6 +67,49 @@ PREEMPTED = 85
 NOTES_VARIABLE = "MPISGD_RUN_NOTES"
 JOINER_VARIABLE = "MPISGD_ELASTIC_NEWCOMER"
 ENDED_NOTE = "ended 0"  # of the program, whatever mpirun returns
+
+
+class Variable(NamedTuple):
+    """An environment variable that a user may set, as the environment reference shows it.
+
+    Attributes:
+        name: of the variable.
+        default: what holds without it.
+        meaning: what it sets.
+    """
+
+    name: str
+    default: str
+    meaning: str
+
+
+VARIABLES = (
+    Variable("MPISGD_TIMEOUT_S", "1800", "timeout of any operation, in seconds"),
+    Variable("MPISGD_STALL_WARNING_S", "60", "seconds of waiting until a stall report; 0: never"),
+    Variable("MPISGD_SHARED_MEMORY", "1", "0: use MPI between the ranks of a host, too"),
+    Variable("MPISGD_CROSS_MEMORY", "1", "0: no cross-memory attach, so no `all_reduce` by `direct`"),
+    Variable("MPISGD_KEEP_MEMORY", "1", "0: leave glibc's allocator alone"),
+    Variable("MPISGD_GPU", "auto", "transport of GPU tensors: `auto`, `nccl` or `mpi`"),
+    Variable("MPISGD_PROFILE", "the cache folder's", "measured costs for `auto`: a file, or `built-in`"),
+    Variable("MPISGD_TIMELINE", "none", "file for a timeline of all ranks"),
+    Variable("MPISGD_STEP_LOG", "none", "file to which rank 0 appends the time of each optimizer step"),
+    Variable("MPISGD_STEP_LIMIT", "0", "the program ends after so many steps of an optimizer; 0: never"),
+    Variable("MPISGD_STALL_STACKS", "0", "1: stall reports of `mpisgd.horovod` include stacks"),
+    Variable("MPISGD_RESTART_COUNT", "none", "set by `python -m mpisgd run`: the number of restarts so far"),
+    Variable("HOROVOD_FUSION_THRESHOLD", "67108864", "largest fusion buffer, in bytes; 0: no fusion"),
+    Variable("HOROVOD_CYCLE_TIME", "2", "how long a submitted operation waits for more to fuse with, in ms"),
+    Variable("HOROVOD_CACHE_CAPACITY", "1024", "operations that are negotiated by a bit once they have run"),
+    Variable("HOROVOD_STALL_CHECK_TIME_SECONDS", "60", "seconds until the report of missing ranks"),
+    Variable("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "0", "seconds until the job ends; 0: never"),
+    Variable("HOROVOD_STALL_CHECK_DISABLE", "0", "1: no report and no end of the job"),
+    Variable("HOROVOD_TIMELINE", "none", "as `MPISGD_TIMELINE`; `DYNAMIC` is accepted"),
+    Variable("HOROVOD_TIMELINE_MARK_CYCLES", "0", "1: mark each cycle of the negotiation in the timeline"),
+    Variable("OMP_NUM_THREADS", "none", "if set, mpisgd does not set torch's threads"),
+    Variable("MKL_NUM_THREADS", "none", "as `OMP_NUM_THREADS`"),
+    Variable("OPENBLAS_NUM_THREADS", "none", "as `OMP_NUM_THREADS`"),
+    Variable("OMPI_MCA_*", "none", "settings of Open MPI; mpisgd does not override them"),
+    Variable("XDG_CACHE_HOME", "~/.cache", "its folder `mpisgd` holds the profiles of `tune`"),
+)
 
 
 def _first_int(names: tuple[str, ...], env: Mapping[str, str]) -> int | None:

@@ -3,7 +3,8 @@
     --strategy "LocalSGD(8)"                   every rank trains by itself, and every 8 steps they average
     --compression "TopK(ratio=0.01)"           gradients, or changes of the model, travel as something smaller
 
-docs/strategies.md says which one when. Without either option all ranks average their gradients in every step.
+docs/concepts/strategies.md says which one when. Without either option all ranks average their gradients
+in every step.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ def uses(ranks: Sequence[RankInfo]) -> dict[str, str]:
         "half precision": "float16 and bfloat16 are summed in float32",
         "oversubscribed": _oversubscription(ranks),
         "timeout": f"operations wait {timeout_s():g} s for other ranks (MPISGD_TIMEOUT_S)",
-        "a lost rank": "ends the job; mpisgd.elastic can go on without it (docs/elastic.md)",
+        "a lost rank": "ends the job; mpisgd.elastic can go on without it (docs/how-to/elastic.md)",
     }
 
 

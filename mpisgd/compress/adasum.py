@@ -48,6 +48,7 @@ class AdaptiveSum(Compressor):
 
 
 Adasum = AdaptiveSum()
+"""The adaptive sum, for `op=` of `DistributedOptimizer`."""
 
 
 class _AdasumReducer(BucketReducer):

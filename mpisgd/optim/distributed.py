@@ -61,7 +61,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         optimizer: any torch optimizer; it is changed in place and returned.
         named_parameters: names for messages, usually `model.named_parameters()`.
         strategy: how the ranks' models relate between two steps, `Synchronous()` by default; the same on all
-            ranks. See docs/extending.md for one of your own.
+            ranks. See docs/how-to/extending.md for one of your own.
         op: AVG, the gradient of the mean loss over ranks (equal to one process on the joined batch when the
             ranks have equal shares), SUM, or `mpisgd.Adasum`, the adaptive sum of each parameter's gradients.
         compression: `Compression.fp16` or `.bf16` halve what dense float gradients cost on the wire;
@@ -81,8 +81,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         check_in_sync_every: after every so many steps see that all ranks have the same parameters, to the
             last bit; 0: never. See `mpisgd.check_in_sync`.
         share_parameters: keep one copy of the parameters per host, in shared memory, of which each rank
-            updates its own ones. Faster and smaller, and a narrower contract: see docs/guide.md. The
-            parameters take the values of each host's first rank; they are to be on the CPU.
+            updates its own ones. Faster and smaller, and a narrower contract: see
+            docs/how-to/shared-parameters.md. The parameters take the values of each host's first rank; they
+            are to be on the CPU.
         elementwise: with `share_parameters` or `Sharded`, whether `optimizer` updates each element of a
             parameter by itself, from its gradient and a state of the same shape, or of none: then ranks may
             own parts of parameters. torch's own that do (SGD, Adam, AdamW, Adagrad, RMSprop, Adadelta,

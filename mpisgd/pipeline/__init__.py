@@ -7,7 +7,7 @@
     print(mpisgd.pipeline.PipeDream().plan(num_stages=4, num_micro_batches=8))
 
 A schedule is plain data: for each rank a list of actions, which prints as a table, draws as a picture and is
-done by one worker. See docs/large_models/pipelines.md.
+done by one worker. See docs/how-to/large-models/pipelines.md.
 """
 
 from mpisgd.pipeline.layer_costs import LayerCost, costs_table, measure_layers

@@ -146,7 +146,7 @@ def test_setup_lets_root_run_open_mpi_unless_root_has_decided(clone):
 
 
 @pytest.mark.parametrize(
-    "name", ["scripts/setup", "scripts/demo", "scripts/test", "scripts/check", ".ci/run"]
+    "name", ["scripts/setup", "scripts/demo", "scripts/test", "scripts/check", "scripts/docs", ".ci/run"]
 )
 def test_script_can_be_started(name):
     assert os.access(ROOT / name, os.X_OK)

@@ -1,4 +1,4 @@
-"""The programs of docs/extending.md, run as they stand there."""
+"""The programs of docs/how-to/extending.md, run as they stand there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "extending.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "extending.md"
 
 
 def example(name: str) -> dict[str, Any]:

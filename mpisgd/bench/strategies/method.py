@@ -36,7 +36,7 @@ DEFAULT_METHODS = (
     "Synchronous + OneBit()",
     "Synchronous + QSGD(bits=4)",
     "LocalSGD(8)",
-    # With the paper's outer momentum of 0.9 and an inner one of 0.9 it oscillates; see docs/strategies.md.
+    # With the paper's outer momentum of 0.9 and an inner one of 0.9 it oscillates (concepts/strategies.md).
     "DiLoCo(16, outer_options={'lr': 0.5, 'momentum': 0.5, 'nesterov': True})",
     "Gossip('exponential')",
     "ElasticAveraging(every=8)",

@@ -105,6 +105,7 @@ def allreduce_async_(
 
 
 allreduce_ = synchronous("allreduce_", allreduce_async_)
+"""Combine `tensor` in place, and return it; see `allreduce_async_`."""
 
 
 def allreduce(
@@ -152,6 +153,7 @@ def grouped_allreduce_async_(
 
 
 grouped_allreduce_ = synchronous("grouped_allreduce_", grouped_allreduce_async_)
+"""Combine a list of tensors in place, and return them; see `grouped_allreduce_async_`."""
 
 
 def grouped_allreduce(

@@ -59,6 +59,7 @@ def broadcast_async_(
 
 
 broadcast_ = synchronous("broadcast_", broadcast_async_)
+"""Copy the root's `tensor` into that of every rank, and return it; see `broadcast_async_`."""
 
 
 def broadcast(

@@ -1,4 +1,4 @@
-"""The tables of docs/large_models/pipelines.md are what the plans print."""
+"""The tables of docs/how-to/large-models/pipelines.md are what the plans print."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from mpisgd.pipeline import GPipe, Interleaved, OneForwardOneBackward, PipeDream, PipeDream2BW
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "large_models" / "pipelines.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "large-models" / "pipelines.md"
 
 
 @pytest.mark.parametrize(
@@ -24,4 +24,4 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "large_models" / "pipeline
     ids=lambda value: value.name if hasattr(value, "name") else "",
 )
 def test_the_page_shows_the_table(plan, versions):
-    assert f"```\n{plan.table(versions=versions)}\n```" in PAGE.read_text()
+    assert f"```text\n{plan.table(versions=versions)}\n```" in PAGE.read_text()

@@ -14,11 +14,11 @@ from mpisgd.cli.main import app
 from mpisgd.errors import JobError
 from mpisgd.plan.files import read_cluster, read_model, write_step
 
-PAGE = (Path(__file__).parents[3] / "docs" / "plan.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "how-to" / "plan.md").read_text()
 
 
 def example(name):
-    return re.search(rf"<!-- test: {name} -->\n```\w+\n(.*?)```", PAGE, re.DOTALL)[1]
+    return re.search(rf"<!-- test: {name} -->\n```[^\n]+\n(.*?)```", PAGE, re.DOTALL)[1]
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""docs/strategies.md says of every option and strategy whether they go together, as the code has it."""
+"""docs/concepts/strategies.md says of every option and strategy whether they go together, as in the code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import mpisgd
 from mpisgd.strategies.compatibility import OPTIONS
 from mpisgd.strategies.parameter_server.strategy import NOT_AT_OWN_PACE
 
-TEXT = (Path(__file__).parents[3] / "docs" / "strategies.md").read_text()
+TEXT = (Path(__file__).parents[3] / "docs" / "concepts" / "strategies.md").read_text()
 
 
 def cells(line: str) -> list[str]:

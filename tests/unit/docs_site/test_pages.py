@@ -1,0 +1,98 @@
+"""The documentation has every page in its navigation, and every public name, variable, error and command."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import api_pages
+import command_page
+import environment_page
+import error_page
+import pytest
+
+import mpisgd
+from mpisgd import errors
+from mpisgd.config import VARIABLES
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+# Set by the launcher of a job for its ranks, and by tests.
+INTERNAL = {"MPISGD_RUN_NOTES", "MPISGD_ELASTIC_NEWCOMER", "MPISGD_TEST_OUTPUT"}
+# What is made of them when the site is built.
+GENERATED = {"reference/commands.md", "reference/environment.md", "reference/errors.md"}
+FROM_ROOT = {"changelog.md", "contributing.md"}
+
+
+def prose(text: str) -> list[str]:
+    """The paragraphs of a page that are sentences."""
+    text = re.sub(r"<!--.*?-->|^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    parts = [part.strip() for part in text.split("\n\n")]
+    return [part for part in parts if part and not re.match(r"[#|!<-]|\d+\. ", part)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT / "docs")))
+def test_a_page_begins_with_what_it_is_for(page):
+    title, _, rest = page.read_text().partition("\n\n")
+    assert re.fullmatch(r"# [^\n]+", title)
+    first = rest.split("\n\n")[0]
+    assert prose(first) == [first.strip()]
+    assert len(first.split()) >= 10
+
+
+def test_every_page_is_in_the_navigation():
+    nav = set(re.findall(r"- (?:\w+: )?([\w./-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    files = {str(page.relative_to(ROOT / "docs")) for page in PAGES}
+    assert nav == files | GENERATED | FROM_ROOT
+
+
+def test_every_public_name_is_in_the_reference():
+    documented = set(api_pages.documented_names())
+    assert {f"mpisgd.{name}" for name in mpisgd.__all__} <= documented
+    for module in api_pages.SUBPACKAGES:
+        if module.startswith("mpisgd.integrations."):
+            continue  # needs the framework
+        exported = importlib.import_module(module).__all__
+        assert {f"{module}.{name}" for name in exported} <= documented
+
+
+@pytest.mark.parametrize("name", sorted(mpisgd.__all__))
+def test_every_public_name_has_a_docstring(name):
+    found = getattr(mpisgd, name)
+    assert (found.__doc__ or "").strip(), name
+
+
+def test_every_variable_of_the_sources_is_in_the_table():
+    found = set()
+    for path in (ROOT / "mpisgd").rglob("*.py"):
+        found |= set(re.findall(r"[\"'](MPISGD_[A-Z_]+|HOROVOD_[A-Z_]+)[\"']", path.read_text()))
+    listed = {variable.name for variable in VARIABLES}
+    assert found - INTERNAL <= listed
+    assert {name for name in listed if name.startswith("MPISGD_")} <= found
+    page = environment_page.page()
+    assert all(f"`{name}`" in page for name in listed)
+
+
+@pytest.mark.parametrize("name", errors.__all__)
+def test_every_error_has_an_anchor_with_causes_and_what_to_do(name):
+    section = error_page.page().split(f"\n## {name} ")[1].split("\n## ")[0]
+    assert section.startswith(f"{{ #{error_page.anchor(getattr(errors, name))} }}")
+    assert "**Causes.** " in section
+    assert "**What to do.** " in section
+
+
+def test_anchors_of_errors_are_short_names():
+    assert error_page.anchor(errors.CollectiveTimeout) == "collective-timeout"
+    assert error_page.anchor(errors.Deadlock) == "deadlock"
+    anchors = [error_page.anchor(getattr(errors, name)) for name in errors.__all__]
+    assert len(set(anchors)) == len(anchors)
+
+
+def test_every_command_is_in_the_reference_with_its_options():
+    page = command_page.page()
+    for command in ("bench step", "info", "memory", "plan", "run", "top", "trace", "tune", "verify"):
+        assert f"\n## python -m mpisgd {command}\n" in page
+    section = page.split("\n## python -m mpisgd run\n")[1].split("\n## ")[0]
+    assert "`--restarts`" in section
+    assert "PROGRAM [ARGS]..." in section
