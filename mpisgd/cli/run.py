@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +30,8 @@ MAX_PAUSE_S = 60.0
 ALLOCATIONS = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_HOSTS", "PE_HOSTFILE")
 # mpirun ends a job when it notices that it has lost a host's daemon: it must not look.
 WITH_FAULT_TOLERANCE = ("--with-ft", "ulfm", "--prtemca", "oob_tcp_keepalive_time", "0")
+# Under Slurm mpirun starts these daemons by srun, which would end them all when a node fails.
+WITHOUT_KILL = {"SLURM_NO_KILL": "set"}
 
 
 class Attempt(NamedTuple):
@@ -76,14 +78,15 @@ def run(
         raise JobError("run starts mpirun itself: leave out the mpirun before it")
     words = [*_launcher(mpirun(launcher), num_ranks, hostfile, elastic), *program_words(command, module)]
     with tempfile.NamedTemporaryFile("r", prefix="mpisgd-run-") as notes:
-        code = _run_all(words, notes.name, restarts, pause_s)
+        env = {**os.environ, **(WITHOUT_KILL if elastic else {}), NOTES_VARIABLE: notes.name}
+        code = _run_all(words, env, restarts, pause_s)
     raise typer.Exit(code)
 
 
-def _run_all(words: Sequence[str], notes: str, restarts: int, pause_s: float) -> int:
+def _run_all(words: Sequence[str], env: Mapping[str, str], restarts: int, pause_s: float) -> int:
     supervisor = Supervisor()
     for count in range(restarts + 1):
-        attempt = _attempt(supervisor, words, notes, count)
+        attempt = _attempt(supervisor, words, {**env, "MPISGD_RESTART_COUNT": str(count)})
         if not attempt.code:
             return 0
         again = count < restarts and attempt.code not in (USAGE_ERROR, PREEMPTED)
@@ -99,14 +102,13 @@ def _run_all(words: Sequence[str], notes: str, restarts: int, pause_s: float) ->
     return attempt.code
 
 
-def _attempt(supervisor: Supervisor, words: Sequence[str], notes: str, count: int) -> Attempt:
-    env = {**os.environ, "MPISGD_RESTART_COUNT": str(count), NOTES_VARIABLE: notes}
+def _attempt(supervisor: Supervisor, words: Sequence[str], env: Mapping[str, str]) -> Attempt:
     start = time.monotonic()
     try:
         code = supervisor.run(words, env)
     except OSError as exc:
         raise JobError(f"cannot start {words[0]}: {exc.strerror or exc}", 127) from exc
-    lines = Path(notes).read_text().splitlines()
+    lines = Path(env[NOTES_VARIABLE]).read_text().splitlines()
     if ENDED_NOTE in lines and code > SIGNALLED:  # that was mpirun's end, or of ranks that were survived
         code = 0
     written = [line.partition(" ")[2] for line in lines if line.startswith("checkpoint ")]

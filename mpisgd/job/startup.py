@@ -65,10 +65,20 @@ def check_world_size(size: int, library: str) -> None:
     if size == 1 < launched and not config.was_spawned():
         raise JobError(
             f"init: {launched} ranks were started, but {library}, which Python has loaded, takes each of "
-            "them for a job of its own. Start them with that library's mpirun, or under Slurm with the "
-            "--mpi option of srun that it was built for; `python -m mpisgd info` shows both. If that is "
-            "what you want, call init(MPI.COMM_WORLD)"
+            f"them for a job of its own. {_right_launcher(library)}; `python -m mpisgd info` shows both. "
+            "If that is what you want, call init(MPI.COMM_WORLD)"
         )
+
+
+def _right_launcher(library: str) -> str:
+    """Return with what to start the ranks so that a library sees all of them."""
+    if config.SLURM_STEP_VARIABLE not in os.environ:
+        return "Start them with that library's mpirun"
+    kind = "pmix" if library.startswith("Open MPI") else "pmi2"
+    return (
+        f"Start them with `srun --mpi={kind}` (`srun --mpi=list` tells whether this Slurm has it), or with "
+        "that library's mpirun in the batch script, without srun"
+    )
 
 
 def load_mpi() -> Any:
