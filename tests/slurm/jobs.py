@@ -106,4 +106,4 @@ class Cluster:
 
     def output(self, name: str) -> str:
         """What the jobs of a name have printed."""
-        return "".join(path.read_text() for path in sorted(self.folder.glob(f"{name}-*.out")))
+        return "".join(path.read_text() for path in sorted(self.folder.glob(f"{name}*.out")))
