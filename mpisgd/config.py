@@ -13,7 +13,9 @@ __all__ = [
     "BUILT_IN_PROFILE",
     "ENDED_NOTE",
     "GPU_CHOICES",
+    "JOINED_NOTE",
     "JOINER_VARIABLE",
+    "LEFT_NOTE",
     "NOTES_VARIABLE",
     "PREEMPTED",
     "available_cores",
@@ -67,6 +69,8 @@ PREEMPTED = 85
 NOTES_VARIABLE = "MPISGD_RUN_NOTES"
 JOINER_VARIABLE = "MPISGD_ELASTIC_NEWCOMER"
 ENDED_NOTE = "ended 0"  # of the program, whatever mpirun returns
+# Of the first rank of mpirun's host: it is in the job, and has left it in order.
+JOINED_NOTE, LEFT_NOTE = "joined", "left"
 
 
 def _first_int(names: tuple[str, ...], env: Mapping[str, str]) -> int | None:

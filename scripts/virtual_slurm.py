@@ -141,6 +141,8 @@ def perform(options: argparse.Namespace) -> int:
         hosts = virtual_cluster.make_hosts(options.hosts, own_cores=False)
         virtual_cluster.build(hosts, "none")
         add_login()
+        if options.check:
+            return 0
         start_munge()
         start_slurm(hosts, options.setting)
     except CannotRun as reason:
@@ -174,8 +176,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--on-stage", action="store_true", help=argparse.SUPPRESS)
     own, _, program = virtual_cluster.split_at(arguments, "--")
     options = parser.parse_args(own)
-    options.program = program or (["true"] if options.check else [])
-    if not options.program:
+    options.program = program
+    if not program and not options.check:
         parser.error("what shall run there? Add: -- COMMAND [argument ...]")
     return options
 

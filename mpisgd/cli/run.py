@@ -18,7 +18,15 @@ import typer
 
 from mpisgd.bench.jobs import mpirun
 from mpisgd.cli.supervision import Supervisor
-from mpisgd.config import ENDED_NOTE, NOTES_VARIABLE, PREEMPTED, available_cores, is_launched
+from mpisgd.config import (
+    ENDED_NOTE,
+    JOINED_NOTE,
+    LEFT_NOTE,
+    NOTES_VARIABLE,
+    PREEMPTED,
+    available_cores,
+    is_launched,
+)
 from mpisgd.errors import JobError
 
 __all__ = ["is_open_mpi", "program_words", "run"]
@@ -109,11 +117,26 @@ def _attempt(supervisor: Supervisor, words: Sequence[str], env: Mapping[str, str
     except OSError as exc:
         raise JobError(f"cannot start {words[0]}: {exc.strerror or exc}", 127) from exc
     lines = Path(env[NOTES_VARIABLE]).read_text().splitlines()
-    if ENDED_NOTE in lines and code > SIGNALLED:  # that was mpirun's end, or of ranks that were survived
-        code = 0
+    code = _code_of_program(code, lines)
     written = [line.partition(" ")[2] for line in lines if line.startswith("checkpoint ")]
     newest = f"newest checkpoint: {written[-1]}" if written else "no checkpoint that is known here"
     return Attempt(code, time.monotonic() - start, newest)
+
+
+def _code_of_program(code: int, lines: Sequence[str]) -> int:
+    """Return the program's exit code, where mpirun's is another one.
+
+    Args:
+        code: mpirun's.
+        lines: what the program has noted, in all attempts.
+    """
+    if ENDED_NOTE in lines and code > SIGNALLED:  # that was mpirun's end, or of ranks that were survived
+        return 0
+    last = [line for line in lines if line in (JOINED_NOTE, LEFT_NOTE)][-1:]
+    if code == 0 and last == [JOINED_NOTE]:  # Open MPI's, when a signal has ended its daemons
+        typer.echo("mpisgd run: mpirun has ended with exit code 0 in the middle of the program", err=True)
+        return 1
+    return code
 
 
 # --- the command line ---------------------------------------------------------------------------------

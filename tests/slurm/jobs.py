@@ -61,7 +61,7 @@ LINE = re.compile(r"JobId=(\d+) .*?Name=(\S*) JobState=(\S+) .* ExitCode=(\S+)")
 @lru_cache(maxsize=1)
 def obstacle() -> str:
     """Why there can be no Slurm on this machine; empty if there can."""
-    done = subprocess.run([*COMMAND, "--check"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*COMMAND, "--check"], capture_output=True, text=True, timeout=180)
     return done.stderr.strip() or "the check failed" if done.returncode else ""
 
 

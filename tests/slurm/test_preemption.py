@@ -46,3 +46,17 @@ def test_a_job_queued_again_has_the_curve_of_an_undisturbed_one(cluster, options
     alone, disturbed = curve(cluster.folder / "runs/1.jsonl"), curve(cluster.folder / "runs/2.jsonl")
     assert len(alone) == 20
     assert disturbed == alone
+
+
+def test_run_fails_when_slurm_has_ended_the_daemons_of_mpirun(cluster):
+    """Open MPI 5.0.11 then returns 0, as if the program had come to its end."""
+    program = "python -m mpisgd run scripts/train.py --checkpoint-folder runs/a"
+    script = f"""
+        job=$(submit --no-requeue -N2 --ntasks-per-node=2 -J run --wrap '{program}')
+        await_file "runs/a/*.safetensors"
+        scancel --signal=TERM "$job"
+        await_end "$job"
+    """
+    _, ended = cluster.run("2,2", script)
+    assert [(job.state, job.code) for job in ended] == [("FAILED", "1:0")], cluster.output("run")
+    assert "mpirun has ended with exit code 0 in the middle of the program" in cluster.output("run")

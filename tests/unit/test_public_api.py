@@ -31,3 +31,8 @@ def test_a_changed_default_is_a_change(monkeypatch):
     before = public_api.describe_value("barrier", mpisgd.barrier)
     monkeypatch.setattr(node.args, "defaults", [])
     assert public_api.describe_value("barrier", mpisgd.barrier) != before
+
+
+def test_the_citation_names_the_version():
+    text = (public_api.SNAPSHOT.parents[2] / "CITATION.cff").read_text()
+    assert f"\nversion: {mpisgd.__version__}\n" in text
