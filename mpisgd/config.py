@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +14,9 @@ __all__ = [
     "BUILT_IN_PROFILE",
     "ENDED_NOTE",
     "GPU_CHOICES",
+    "JOINED_NOTE",
     "JOINER_VARIABLE",
+    "LEFT_NOTE",
     "NOTES_VARIABLE",
     "PREEMPTED",
     "VARIABLES",
@@ -46,12 +49,14 @@ __all__ = [
 
 # Rank and sizes as launchers export them: Open MPI, then the PMI of MPICH and Intel MPI, then Slurm's srun.
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-LOCAL_SIZE_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
+LOCAL_SIZE_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 LOCAL_RANK_VARIABLES = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 # Slurm sets its variables in a batch script too, which is no rank; this one only in a step.
 SLURM_STEP_VARIABLE = "SLURM_STEP_NUM_TASKS"
+# Of a step, for example "2(x3),1": the ranks of each node in turn.
+SLURM_TASKS_VARIABLE = "SLURM_STEP_TASKS_PER_NODE"
 # The step's number comes first: salloc's shell is a step of one task and also sees that of the allocation.
 SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", SLURM_STEP_VARIABLE, "SLURM_NTASKS")
 
@@ -67,6 +72,8 @@ PREEMPTED = 85
 NOTES_VARIABLE = "MPISGD_RUN_NOTES"
 JOINER_VARIABLE = "MPISGD_ELASTIC_NEWCOMER"
 ENDED_NOTE = "ended 0"  # of the program, whatever mpirun returns
+# Of the first rank of mpirun's host: it is in the job, and has left it in order.
+JOINED_NOTE, LEFT_NOTE = "joined", "left"
 
 
 class Variable(NamedTuple):
@@ -150,7 +157,20 @@ def was_spawned(env: Mapping[str, str] = os.environ) -> bool:
 
 def launcher_local_size(env: Mapping[str, str] = os.environ) -> int | None:
     """Return the number of ranks on this host, None if the launcher does not export it."""
-    return _first_int(LOCAL_SIZE_VARIABLES, env)
+    found = _first_int(LOCAL_SIZE_VARIABLES, env)
+    return _slurm_local_size(env) if found is None else found
+
+
+def _slurm_local_size(env: Mapping[str, str]) -> int | None:
+    """Return the ranks of a Slurm step on this node, of which others may have more or less."""
+    node = _first_int(("SLURM_NODEID",), env)
+    runs = [
+        re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", run) for run in env.get(SLURM_TASKS_VARIABLE, "").split(",")
+    ]
+    tasks = [int(run[1]) for run in runs if run for _ in range(int(run[2] or 1))]
+    if node is not None and all(runs) and node < len(tasks):
+        return tasks[node]
+    return _first_int(("SLURM_NTASKS_PER_NODE",), env)
 
 
 def torchrun_variables(env: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -148,9 +148,11 @@ def mpirun() -> str:
     return str(beside) if beside.exists() else "mpirun"
 
 
-def on_stage(arguments: Sequence[str], time_limit_s: float | None = None) -> int:
-    """Run this file once more, inside a stage of its own; the exit code."""
-    command = [*isolation(), sys.executable, str(Path(__file__).resolve()), "--on-stage", *arguments]
+def on_stage(
+    arguments: Sequence[str], time_limit_s: float | None = None, program: Path = Path(__file__)
+) -> int:
+    """Run a program, this one by default, once more inside a stage of its own; the exit code."""
+    command = [*isolation(), sys.executable, str(program.resolve()), "--on-stage", *arguments]
     process = subprocess.Popen(command, env={**os.environ, "PATH": search_path()})
     try:
         return process.wait(timeout=time_limit_s)

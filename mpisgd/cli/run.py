@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +18,15 @@ import typer
 
 from mpisgd.bench.jobs import mpirun
 from mpisgd.cli.supervision import Supervisor
-from mpisgd.config import ENDED_NOTE, NOTES_VARIABLE, PREEMPTED, available_cores, is_launched
+from mpisgd.config import (
+    ENDED_NOTE,
+    JOINED_NOTE,
+    LEFT_NOTE,
+    NOTES_VARIABLE,
+    PREEMPTED,
+    available_cores,
+    is_launched,
+)
 from mpisgd.errors import JobError
 
 __all__ = ["is_open_mpi", "program_words", "run"]
@@ -30,6 +38,8 @@ MAX_PAUSE_S = 60.0
 ALLOCATIONS = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_HOSTS", "PE_HOSTFILE")
 # mpirun ends a job when it notices that it has lost a host's daemon: it must not look.
 WITH_FAULT_TOLERANCE = ("--with-ft", "ulfm", "--prtemca", "oob_tcp_keepalive_time", "0")
+# Under Slurm mpirun starts these daemons by srun, which would end them all when a node fails.
+WITHOUT_KILL = {"SLURM_NO_KILL": "set"}
 
 
 class Attempt(NamedTuple):
@@ -76,14 +86,15 @@ def run(
         raise JobError("run starts mpirun itself: leave out the mpirun before it")
     words = [*_launcher(mpirun(launcher), num_ranks, hostfile, elastic), *program_words(command, module)]
     with tempfile.NamedTemporaryFile("r", prefix="mpisgd-run-") as notes:
-        code = _run_all(words, notes.name, restarts, pause_s)
+        env = {**os.environ, **(WITHOUT_KILL if elastic else {}), NOTES_VARIABLE: notes.name}
+        code = _run_all(words, env, restarts, pause_s)
     raise typer.Exit(code)
 
 
-def _run_all(words: Sequence[str], notes: str, restarts: int, pause_s: float) -> int:
+def _run_all(words: Sequence[str], env: Mapping[str, str], restarts: int, pause_s: float) -> int:
     supervisor = Supervisor()
     for count in range(restarts + 1):
-        attempt = _attempt(supervisor, words, notes, count)
+        attempt = _attempt(supervisor, words, {**env, "MPISGD_RESTART_COUNT": str(count)})
         if not attempt.code:
             return 0
         again = count < restarts and attempt.code not in (USAGE_ERROR, PREEMPTED)
@@ -99,19 +110,33 @@ def _run_all(words: Sequence[str], notes: str, restarts: int, pause_s: float) ->
     return attempt.code
 
 
-def _attempt(supervisor: Supervisor, words: Sequence[str], notes: str, count: int) -> Attempt:
-    env = {**os.environ, "MPISGD_RESTART_COUNT": str(count), NOTES_VARIABLE: notes}
+def _attempt(supervisor: Supervisor, words: Sequence[str], env: Mapping[str, str]) -> Attempt:
     start = time.monotonic()
     try:
         code = supervisor.run(words, env)
     except OSError as exc:
         raise JobError(f"cannot start {words[0]}: {exc.strerror or exc}", 127) from exc
-    lines = Path(notes).read_text().splitlines()
-    if ENDED_NOTE in lines and code > SIGNALLED:  # that was mpirun's end, or of ranks that were survived
-        code = 0
+    lines = Path(env[NOTES_VARIABLE]).read_text().splitlines()
+    code = _code_of_program(code, lines)
     written = [line.partition(" ")[2] for line in lines if line.startswith("checkpoint ")]
     newest = f"newest checkpoint: {written[-1]}" if written else "no checkpoint that is known here"
     return Attempt(code, time.monotonic() - start, newest)
+
+
+def _code_of_program(code: int, lines: Sequence[str]) -> int:
+    """Return the program's exit code, where mpirun's is another one.
+
+    Args:
+        code: mpirun's.
+        lines: what the program has noted, in all attempts.
+    """
+    if ENDED_NOTE in lines and code > SIGNALLED:  # that was mpirun's end, or of ranks that were survived
+        return 0
+    last = [line for line in lines if line in (JOINED_NOTE, LEFT_NOTE)][-1:]
+    if code == 0 and last == [JOINED_NOTE]:  # Open MPI's, when a signal has ended its daemons
+        typer.echo("mpisgd run: mpirun has ended with exit code 0 in the middle of the program", err=True)
+        return 1
+    return code
 
 
 # --- the command line ---------------------------------------------------------------------------------

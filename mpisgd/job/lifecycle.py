@@ -151,6 +151,8 @@ def _start_mpi(comm: "MPI.Intracomm | None", was_running: bool) -> "Communicator
 @functools.cache  # once
 def _register_exit() -> None:
     atexit.register(_at_exit)
+    if current_job().world.known_topology.local_rank == 0:
+        config.note(config.JOINED_NOTE)  # tells `python -m mpisgd run` to expect the other note
 
 
 def begin(communicator: "Communicator", comm: "MPI.Intracomm | None", timeout_s: float, gpu: str) -> Job:
@@ -268,6 +270,8 @@ def _at_exit() -> None:
         job.hooks.fail(exc)
     heartbeat.stop()
     local_rank = job.world.known_topology.local_rank
+    if local_rank == 0:
+        config.note(config.LEFT_NOTE)
     if job.lost_host:
         exit_without_host(local_rank)
     if job.lost_ranks:

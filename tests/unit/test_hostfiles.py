@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,12 @@ EXPECTED = {
     "localhost-2": {"localhost": 2},
     "localhost-4": {"localhost": 4},
     "localhost-8": {"localhost": 8},
-    "slurm": {"node001": 4, "node002": 4},
     "two-nodes": {"node1": 4, "node2": 4},
     "uneven": {"node1": 2, "node2": 1},
 }
+
+
+BATCH_SCRIPTS = {"slurm", "slurm-requeue"}
 
 
 def parse(text: str) -> dict[str, int]:
@@ -30,7 +33,15 @@ def parse(text: str) -> dict[str, int]:
 
 
 def test_every_hostfile_is_listed_here():
-    assert {path.name for path in HOSTFILES.iterdir()} == set(EXPECTED)
+    assert {path.name for path in HOSTFILES.iterdir()} == {*EXPECTED, *BATCH_SCRIPTS}
+
+
+@pytest.mark.parametrize("name", sorted(BATCH_SCRIPTS))
+def test_a_batch_script_is_one_for_bash_and_slurm(name: str):
+    text = (HOSTFILES / name).read_text()
+    assert text.startswith("#!/bin/bash\n# ")
+    assert re.findall(r"^#SBATCH --nodes=\d+$", text, re.MULTILINE)
+    assert subprocess.run(["bash", "-n", HOSTFILES / name]).returncode == 0
 
 
 @pytest.mark.parametrize("name", EXPECTED)

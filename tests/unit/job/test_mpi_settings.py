@@ -31,6 +31,14 @@ def test_settings_of_the_user_stand():
 
 
 @pytest.mark.parametrize(
+    ("offered", "chosen"), [("munge,native", "native"), ("munge", None), ("native", None), (None, None)]
+)
+def test_security_of_pmix_that_the_wheel_lacks_is_left_out_where_there_is_another(offered, chosen):
+    env = {} if offered is None else {"PMIX_SECURITY_MODE": offered}
+    assert mpi_defaults(env).get("PMIX_SECURITY_MODE") == chosen
+
+
+@pytest.mark.parametrize(
     ("env", "listens"),
     [
         ({}, False),

@@ -1,0 +1,70 @@
+"""What starts ranks under Slurm: mpirun in an allocation, and srun with each library's interface."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from jobs import MPICH, Ended
+
+needs_mpich = pytest.mark.skipif(not MPICH.exists(), reason="no .venv-mpich: ./scripts/setup openmpi mpich")
+# rank, size, local rank, local size, host
+UNEVEN = ["0 3 0 2 node1", "1 3 1 2 node1", "2 3 0 1 node2"]
+
+
+def test_the_batch_script_trains_on_all_nodes(cluster):
+    _, ended = cluster.run("2,2", 'await_end "$(submit --ntasks-per-node=2 "$BATCH/slurm")"')
+    said = cluster.output("mpisgd")
+    assert ended == [Ended(1, "mpisgd", "COMPLETED", "0:0")], said
+    assert "4 ranks on 2 hosts" in said
+    assert float(re.findall(r"test accuracy +([\d.]+)% after 20 epochs", said)[0]) > 95
+
+
+def test_mpirun_and_srun_agree_on_uneven_nodes(cluster):
+    script = """
+        await_end "$(submit -N2 -n3 -J mpirun --wrap 'mpirun python "$PROGRAMS/where.py"')"
+        await_end "$(submit -N2 -n3 -J srun --wrap 'srun --mpi=pmix python "$PROGRAMS/where.py"')"
+    """
+    _, ended = cluster.run("2,1", script)
+    assert [job.state for job in ended] == ["COMPLETED"] * 2
+    # The whole output: PMIx does not complain about security that the wheel lacks.
+    assert sorted(cluster.output("mpirun").splitlines()) == UNEVEN
+    assert sorted(cluster.output("srun").splitlines()) == UNEVEN
+
+
+@needs_mpich
+def test_mpich_is_started_by_srun_with_pmi2_and_by_its_mpirun(cluster):
+    script = f"""
+        export PATH={MPICH.parent}:$PATH
+        await_end "$(submit -N2 -n3 -J mpirun --wrap 'mpirun python "$PROGRAMS/where.py"')"
+        await_end "$(submit -N2 -n3 -J srun --wrap 'srun --mpi=pmi2 python "$PROGRAMS/where.py"')"
+    """
+    _, ended = cluster.run("2,1", script)
+    assert [job.state for job in ended] == ["COMPLETED"] * 2
+    assert sorted(cluster.output("mpirun").splitlines()) == UNEVEN
+    assert sorted(cluster.output("srun").splitlines()) == UNEVEN
+
+
+@pytest.mark.parametrize("mpi", ["none", "pmi2"])
+def test_srun_with_another_interface_is_told_what_to_do(cluster, mpi):
+    done, ended = cluster.run("2,1", f'srun --mpi={mpi} -n3 "$PYTHON" "$PROGRAMS/where.py"')
+    assert done.returncode != 0
+    assert [job.state for job in ended] == ["FAILED"]
+    assert "init: 3 ranks were started, but Open MPI" in done.stderr
+    assert "Start them with `srun --mpi=pmix`" in done.stderr
+
+
+@needs_mpich
+def test_srun_without_an_interface_names_that_of_mpich(cluster):
+    done, _ = cluster.run("2,1", f'srun --mpi=none -n3 {MPICH} "$PROGRAMS/where.py"')
+    assert done.returncode != 0
+    assert "Start them with `srun --mpi=pmi2`" in done.stderr
+
+
+def test_tasks_of_an_array_run_side_by_side(cluster):
+    program = (
+        "mpirun python scripts/train.py --epochs 2 --seed $SLURM_ARRAY_TASK_ID --metrics $SLURM_ARRAY_TASK_ID"
+    )
+    _, ended = cluster.run("2,2", f"await_end \"$(submit --array=0-2 -N1 -n2 -J array --wrap '{program}')\"")
+    assert [job.state for job in ended] == ["COMPLETED"] * 3, cluster.output("array")
+    assert len({(cluster.folder / str(seed)).read_text() for seed in range(3)}) == 3
