@@ -219,6 +219,7 @@ def check(env: Mapping[str, str] = os.environ) -> None:
     cross_memory(env)
     keep_memory(env)
     step_limit(env)
+    ranks_per_host(env)
 
 
 def shared_memory(env: Mapping[str, str] = os.environ) -> bool:
@@ -229,6 +230,17 @@ def shared_memory(env: Mapping[str, str] = os.environ) -> bool:
 def cross_memory(env: Mapping[str, str] = os.environ) -> bool:
     """Return whether ranks of a host may use cross-memory attach (MPISGD_CROSS_MEMORY, default 1)."""
     return _switch("MPISGD_CROSS_MEMORY", env)
+
+
+def ranks_per_host(env: Mapping[str, str] = os.environ) -> int:
+    """Return how many ranks count as those of one host (MPISGD_RANKS_PER_HOST, default 0: all that are).
+
+    For tests: neighbouring ranks of one machine then communicate as those of several hosts do.
+    """
+    text = env.get("MPISGD_RANKS_PER_HOST") or "0"
+    if not text.isdigit():
+        raise InvalidArgument(f"MPISGD_RANKS_PER_HOST={text!r}: expected a number of ranks")
+    return int(text)
 
 
 def keep_memory(env: Mapping[str, str] = os.environ) -> bool:

@@ -3,11 +3,14 @@
     python scripts/verify_mutations.py              # all, some minutes
     python scripts/verify_mutations.py residual     # those whose name contains a text
 
-A check that cannot fail says nothing. The exit code is 1 if a bug was not found.
+A check that cannot fail says nothing. A bug is found where numbers in the matrix differ; a job that crashes
+does not count. The exit code is 1 if a bug was not found.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import shutil
 import subprocess
@@ -15,7 +18,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 300.0
@@ -39,6 +42,12 @@ class Mutation(NamedTuple):
 
 MUTATIONS = (
     Mutation(
+        "between hosts an average divides by the ranks of this host",
+        "transport/internode/transport.py",
+        "return prepare(flat, op, self._topology.size, alone=self._all_alone)",
+        "return prepare(flat, op, self._topology.local_size, alone=self._all_alone)",
+    ),
+    Mutation(
         "the average divides by one rank too few",
         "transport/torch_reduction.py",
         "return divide(out, len(pieces)) if op is ReduceOp.AVG else out",
@@ -49,6 +58,18 @@ MUTATIONS = (
         "transport/torch_reduction.py",
         "for piece in pieces[1:-1] if at_once else pieces[1:]:",
         "for piece in pieces[1:-1]:",
+    ),
+    Mutation(
+        "a bucket is reduced twice",
+        "gradients/launcher.py",
+        "        slot.reducer.reduce(flat, self._group, self._op)\n",
+        "        slot.reducer.reduce(flat, self._group, self._op)\n" * 2,
+    ),
+    Mutation(
+        "shards are not gathered after the second step",
+        "strategies/sharded/piecewise.py",
+        "        self._publish_after_step(num_steps)\n",
+        "        self._publish_after_step(num_steps) if num_steps != 2 else None\n",
     ),
     Mutation(
         "a bucket keeps the gradients of its first step",
@@ -115,7 +136,7 @@ MUTATIONS = (
         "clipping looks at the gradients of this rank's pieces only",
         "sharding/grad_norm.py",
         "total: Tensor = torch.linalg.vector_norm(everyones[list(owners)], norm_type)",
-        "total: Tensor = mine",
+        "total: Tensor = torch.linalg.vector_norm(torch.stack(mine), norm_type)",
     ),
     Mutation(
         "one element too few is among the largest",
@@ -133,22 +154,42 @@ MUTATIONS = (
 
 
 def find(mutation: Mutation, folder: Path) -> tuple[bool, str]:
-    """Return whether the bug is found, and the line that says so."""
+    """Return whether a cell of the matrix finds the bug, and what was said.
+
+    A job that ends with an error, or not at all, finds it too, but says nothing of `verify`.
+    """
     package = folder / "mpisgd"
     shutil.copytree(ROOT / "mpisgd", package, ignore=shutil.ignore_patterns("__pycache__"))
     path = package / mutation.path
     path.write_text(mutated(mutation, path.read_text()))
+    cells = folder / "cells.json"
     words = [sys.executable, "-m", "mpisgd", "verify", "--quick", "--ranks", "3", "--limit", "120"]
     env = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         done = subprocess.run(
-            words, env=env, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S, check=False
+            [*words, "--json", str(cells)],
+            env=env,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
         )
     except subprocess.TimeoutExpired:
-        return True, f"did not end within {LIMIT_S:.0f} s"
-    lines = [line for line in done.stdout.splitlines() if ", from step" in line or "Error" in line]
-    said = lines[0] if lines else (done.stderr.strip().splitlines() or ["nothing"])[-1]
-    return done.returncode != 0, said
+        return False, f"did not end within {LIMIT_S:.0f} s"
+    if not cells.exists():
+        return False, "no matrix: " + (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
+    return _red_cells(json.loads(cells.read_text())["cells"])
+
+
+def _red_cells(cells: list[dict[str, Any]]) -> tuple[bool, str]:
+    """Return whether there are some in which numbers differ, and which."""
+    red = [cell for cell in cells if not cell["difference"] <= cell["tolerance"]]
+    differ = [cell for cell in red if math.isfinite(cell["difference"])]
+    if not differ:
+        return False, red[0]["reason"] if red else f"all {len(cells)} cells are green"
+    first, modes = differ[0], {cell["mode"] for cell in differ}
+    where = f"{first['mode']}, {first['transport']}, {first['dtype']}"
+    return True, f"{len(differ)} cells of {len(modes)} modes: {where}: off by {first['difference']:.1e}"
 
 
 def mutated(mutation: Mutation, text: str) -> str:

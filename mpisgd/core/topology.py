@@ -4,6 +4,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mpisgd import config
 from mpisgd.core.interfaces import Communicator
 
 __all__ = ["Topology", "discover"]
@@ -73,9 +74,15 @@ def arrange(rank: int, leaders: Sequence[int], hostnames: Sequence[str]) -> Topo
 
 
 def discover(communicator: Communicator) -> Topology:
-    """Find out which ranks share memory. Collective."""
+    """Find out which ranks share memory. Collective.
+
+    MPISGD_RANKS_PER_HOST divides the ranks of a host further, as if they were on several.
+    """
     local = communicator.same_host()
     leader = min(local.all_gather_object(communicator.rank))
     local.free()
-    seen = communicator.all_gather_object((leader, socket.gethostname()))
-    return arrange(communicator.rank, [lead for lead, _ in seen], [name for _, name in seen])
+    count = config.ranks_per_host()
+    part = communicator.global_ranks[communicator.rank] // count if count else 0
+    seen = communicator.all_gather_object(((leader, part), socket.gethostname()))
+    hosts = [host for host, _ in seen]
+    return arrange(communicator.rank, list(map(hosts.index, hosts)), [name for _, name in seen])

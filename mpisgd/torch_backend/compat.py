@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mpisgd.dtypes import ReduceOp
 
 __all__ = [
+    "arrived",
     "blocks",
     "check_version",
     "factor_of",
@@ -54,6 +55,13 @@ def with_old_names(cls: C) -> C:
     for name, old in OLD_NAMES.items():
         setattr(cls, old, getattr(cls, name))
     return cls
+
+
+def arrived(tensor: Tensor) -> Tensor:
+    """Return the plain tensor of what a functional collective returns: a stage's output, say."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    return tensor.trigger_wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def blocks(opts: Any) -> bool:

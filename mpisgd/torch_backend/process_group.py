@@ -199,7 +199,7 @@ class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
     def send(self, tensors: Any, dst: int, tag: int = 0) -> dist.Work:
         """Start sending to a rank of the group."""
         peer = self._job_rank(dst)
-        tensors = _listed(tensors)
+        tensors = [compat.arrived(tensor) for tensor in _listed(tensors)]
         return self._track([isend(tensor, peer, self.mpisgd_group, tag) for tensor in tensors], tensors)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> dist.Work:

@@ -58,13 +58,13 @@ def try_mode(
 ) -> Cell | None:
     """Train with a mode on all ranks, and compare; None where the mode makes no sense. Collective."""
     size = mpisgd.size()
-    if not mode.applies(size, dtype) or not sabotage.applies(size):
+    if not mode.applies(size, dtype, mpisgd.num_nodes()) or not sabotage.applies(size):
         return None
     problem = mode.problem(size, QUICK_STEPS if quick else STEPS, dtype)
     cell = Cell(mode.family, mode.name, size, transport, str(dtype)[6:], sabotage.value, 0.0, 0.0, "")
     try:
         reference = mode.reference(problem)
-        mine = mode.train(Trainee(problem, sabotage))
+        mine = mode.train(Trainee(problem, sabotage, stale_gradients=mode.stale_gradients))
     except mpisgd.MpisgdError as exc:  # alike on all ranks, or the job ends
         return cell._replace(difference=float("inf"), reason=f"{type(exc).__name__}: {exc}")
     difference, step = compare(mine, reference)

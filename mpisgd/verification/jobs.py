@@ -1,19 +1,25 @@
-"""The jobs that `verify` starts by itself: for each number of ranks, and without shared memory."""
+"""The jobs that `verify` starts by itself: for each number of ranks, and each way to reach each other."""
 
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 from mpisgd.bench.jobs import run_job
+from mpisgd.errors import JobError
 from mpisgd.verification.cell import Cell
-from mpisgd.verification.matrix import MESSAGES, SHARED_MEMORY, Plan
+from mpisgd.verification.matrix import LOSS, MESSAGES, SHARED_MEMORY, Plan
+from mpisgd.verification.mode import Mode
+from mpisgd.verification.sabotage import Sabotage
 
 __all__ = ["Started", "append_cell", "jobs_of", "run_started"]
 
-WITHOUT_SHARED_MEMORY = 3  # ranks: no power of two
+SOME = 3  # ranks: no power of two
+LARGE_FROM = 4  # ranks, if more are wanted for some modes
+RANKS_PER_HOST = "MPISGD_RANKS_PER_HOST"
 
 
 class Started(NamedTuple):
@@ -22,20 +28,38 @@ class Started(NamedTuple):
     Attributes:
         ranks: how many.
         transport: how they reach each other.
+        settings: variables of its environment.
+        losing: what is sabotaged in a job that loses a rank; None in others.
     """
 
     ranks: int
-    transport: str
+    transport: str = SHARED_MEMORY
+    settings: Mapping[str, str] = MappingProxyType({})
+    losing: Sabotage | None = None
+
+    def has(self, mode: Mode) -> bool:
+        """Return whether a mode makes sense in it."""
+        nodes = 2 if RANKS_PER_HOST in self.settings else 1
+        fits = any(mode.applies(self.ranks, dtype, nodes) for dtype in mode.dtypes)
+        return fits and mode.loses_rank == (self.losing is not None)
 
 
-def jobs_of(ranks: Sequence[int]) -> list[Started]:
-    """Return the jobs for these numbers of ranks, and one whose ranks send messages."""
-    jobs = [Started(count, SHARED_MEMORY) for count in ranks]
+def jobs_of(plan: Plan, ranks: Sequence[int], modes: Sequence[Mode]) -> list[Started]:
+    """Return the jobs for these numbers of ranks, on one host, on two, by messages only, and with losses.
+
+    Modes that need more ranks than any of these get a job with as many, unless `plan` is quick.
+    """
+    jobs = [Started(count) for count in ranks]
     several = [count for count in ranks if count > 1]
     if several:
-        most = WITHOUT_SHARED_MEMORY if WITHOUT_SHARED_MEMORY in several else max(several)
-        jobs.append(Started(most, MESSAGES))
-    return jobs
+        some = SOME if SOME in several else max(several)
+        jobs.append(Started(some, "2 hosts", {RANKS_PER_HOST: str(some - 1)}))
+        if not plan.quick:
+            jobs.append(Started(some, MESSAGES, {"MPISGD_SHARED_MEMORY": "0"}))
+        large = {mode.sizes[0] for mode in modes if mode.sizes[0] > max(several)}
+        jobs += [Started(count) for count in sorted(large)] if max(several) >= LARGE_FROM else []
+        jobs += [Started(some, LOSS, losing=sabotage) for sabotage in plan.sabotages]
+    return [job for job in jobs if any(map(job.has, modes))]
 
 
 def run_started(
@@ -57,16 +81,21 @@ def run_started(
                     cells.append(cell)
                     report(cell)
 
-            settings = {"MPISGD_SHARED_MEMORY": "0"} if job.transport == MESSAGES else {}
-            words = ["mpisgd", "verify", *_options(plan), "--cells", str(path)]
-            run_job(launcher, job.ranks, words, limit_s, watch=read, settings=settings)
+            words = ["mpisgd", "verify", *_options(plan, job), "--cells", str(path)]
+            try:
+                run_job(launcher, job.ranks, words, limit_s, watch=read, settings=job.settings)
+            except JobError:
+                read()
+                if job.losing is None or not cells:  # else mpirun tells of the rank that was killed
+                    raise
             read()
     return cells
 
 
-def _options(plan: Plan) -> list[str]:
+def _options(plan: Plan, job: Started) -> list[str]:
     flags = [flag for flag, is_set in (("--quick", plan.quick), ("--sabotage", plan.sabotage)) if is_set]
-    return [*flags, *(["--only", plan.only] if plan.only else [])]
+    losing = [] if job.losing is None else ["--losing", job.losing.value]
+    return [*flags, *(["--only", plan.only] if plan.only else []), *losing]
 
 
 def append_cell(path: Path, cell: Cell) -> None:

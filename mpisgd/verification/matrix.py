@@ -12,9 +12,9 @@ from mpisgd.verification.cell import Cell, try_mode
 from mpisgd.verification.mode import Mode
 from mpisgd.verification.sabotage import Sabotage
 
-__all__ = ["Plan", "run_here", "transport_here"]
+__all__ = ["LOSS", "MESSAGES", "SHARED_MEMORY", "Plan", "run_here"]
 
-SHARED_MEMORY, MESSAGES = "shared memory", "messages"
+SHARED_MEMORY, MESSAGES, LOSS = "shared memory", "messages", "a rank is lost"
 
 
 class Plan(NamedTuple):
@@ -24,11 +24,13 @@ class Plan(NamedTuple):
         quick: fewer steps, and only modes that say most.
         sabotage: break every mode, to see that its comparison notices.
         only: modes whose family or name contains this text.
+        losing: in a job that is to lose a rank, what is done to it; None in others.
     """
 
     quick: bool = False
     sabotage: bool = False
     only: str = ""
+    losing: Sabotage | None = None
 
     def modes(self) -> list[Mode]:
         """Return the rows of the matrix.
@@ -46,16 +48,21 @@ class Plan(NamedTuple):
     @property
     def sabotages(self) -> Sequence[Sabotage]:
         """What is done to each mode."""
+        if self.losing is not None:
+            return [self.losing]
         return [s for s in Sabotage if s is not Sabotage.NONE] if self.sabotage else [Sabotage.NONE]
 
     @property
     def dtypes(self) -> Sequence[torch.dtype]:
         """Of the models."""
-        return [torch.float64] if self.sabotage else [torch.float64, torch.float32]
+        one = self.sabotage or self.losing is not None
+        return [torch.float64] if one else [torch.float64, torch.float32]
 
 
-def transport_here() -> str:
+def _transport(plan: Plan) -> str:
     """Return how the ranks of this job reach each other."""
+    if plan.losing is not None:
+        return LOSS
     if mpisgd.num_nodes() > 1:
         return f"{mpisgd.num_nodes()} hosts"
     return SHARED_MEMORY if config.shared_memory() else MESSAGES
@@ -63,7 +70,7 @@ def transport_here() -> str:
 
 def run_here(plan: Plan, report: Callable[[Cell], None]) -> list[Cell]:
     """Return the cells of all modes; report each as soon as it is there, on every rank. Collective."""
-    modes, transport = plan.modes(), transport_here()
+    modes, transport = plan.modes(), _transport(plan)
     torch.set_num_threads(1)
     starts = not dist.is_initialized()
     if starts:
@@ -79,6 +86,8 @@ def run_here(plan: Plan, report: Callable[[Cell], None]) -> list[Cell]:
 
 def _cells(plan: Plan, modes: Sequence[Mode], transport: str) -> Iterator[Cell]:
     for mode in modes:
+        if mode.loses_rank != (plan.losing is not None):
+            continue
         for dtype in plan.dtypes:
             for sabotage in plan.sabotages:
                 cell = try_mode(mode, dtype, transport, quick=plan.quick, sabotage=sabotage)

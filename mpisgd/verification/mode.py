@@ -45,6 +45,9 @@ class Mode(NamedTuple):
         dtypes: with which it makes sense.
         quick: whether it is a part of `--quick`.
         problem: what is trained, made of the number of ranks, the steps and the dtype.
+        stale_gradients: whether gradients are stale where something is to be, and not parameters.
+        hosts: the least number of hosts with which it makes sense.
+        loses_rank: whether a rank is killed, for which it needs a job of its own.
     """
 
     name: str
@@ -55,11 +58,14 @@ class Mode(NamedTuple):
     dtypes: tuple[torch.dtype, ...] = (torch.float64, torch.float32)
     quick: bool = True
     problem: Callable[[int, int, torch.dtype], Problem] = standard_problem
+    stale_gradients: bool = False
+    hosts: int = 1
+    loses_rank: bool = False
 
-    def applies(self, size: int, dtype: torch.dtype) -> bool:
+    def applies(self, size: int, dtype: torch.dtype, num_nodes: int = 1) -> bool:
         """Return whether the cell exists."""
         least, most = self.sizes
-        return least <= size <= most and dtype in self.dtypes
+        return least <= size <= most and dtype in self.dtypes and num_nodes >= self.hosts
 
 
 def between_orders(

@@ -2,17 +2,27 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Batch", "Loss", "Problem", "flat_parameters", "normalized_problem", "standard_problem"]
+__all__ = [
+    "Batch",
+    "Loss",
+    "Problem",
+    "flat_parameters",
+    "linear_problem",
+    "normalized_problem",
+    "spelled_out_problem",
+    "standard_problem",
+]
 
 FEATURES, HIDDEN, OUTPUTS = 6, 12, 4
 JOINED = 24  # examples of a step over all ranks: an even number for each of 1, 2, 3 or 4
 SEED = 20_000
 
+M = TypeVar("M", bound=nn.Module)
 Batch = Sequence[Tensor]  # inputs and targets, say: of equal length
 Loss = Callable[[Any, Batch], Tensor]  # of what is called with inputs, and a batch: the mean over examples
 
@@ -76,6 +86,32 @@ def normalized_problem(size: int, steps: int, dtype: torch.dtype) -> Problem:
     return problem._replace(model=model)
 
 
+def spelled_out_problem(size: int, steps: int, dtype: torch.dtype) -> Problem:
+    """Return the same with a loss of simple operations.
+
+    The gradient of `mse_loss` of DTensors divided by rows is too large by their number in torch 2.13.
+    """
+
+    def loss(forward: Any, batch: Batch) -> Tensor:
+        inputs, targets = batch
+        return (forward(inputs) - targets).square().mean()
+
+    return standard_problem(size, steps, dtype)._replace(loss=loss)
+
+
+def linear_problem(size: int, steps: int, dtype: torch.dtype) -> Problem:
+    """Return a loss that is linear in the parameters: its gradients do not depend on them."""
+
+    def model() -> nn.Module:
+        return _drawn(nn.Linear(FEATURES, OUTPUTS), dtype)
+
+    def loss(forward: Any, batch: Batch) -> Tensor:
+        inputs, targets = batch
+        return (forward(inputs) * targets).mean()
+
+    return standard_problem(size, steps, dtype)._replace(model=model, loss=loss)
+
+
 def _batch(joined: int, step: int, dtype: torch.dtype) -> Batch:
     draw = torch.Generator().manual_seed(step)
     drawn = torch.randn(joined, FEATURES + OUTPUTS, generator=draw, dtype=torch.float64).to(dtype)
@@ -84,7 +120,12 @@ def _batch(joined: int, step: int, dtype: torch.dtype) -> Batch:
 
 def _model(dtype: torch.dtype) -> nn.Sequential:
     layers = (nn.Linear(FEATURES, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN), nn.Tanh())
-    model = nn.Sequential(*layers, nn.Linear(HIDDEN, OUTPUTS)).to(dtype)
+    return _drawn(nn.Sequential(*layers, nn.Linear(HIDDEN, OUTPUTS)), dtype)
+
+
+def _drawn(model: M, dtype: torch.dtype) -> M:
+    """Return a model with parameters drawn from a generator of its own."""
+    model = model.to(dtype)
     draw = torch.Generator().manual_seed(SEED)
     with torch.no_grad():
         for param in model.parameters():

@@ -11,7 +11,7 @@ class Sabotage(enum.Enum):
     NONE = "none"
     NO_COMMUNICATION = "no communication"  # every rank is alone in its group
     WRONG_SCALE = "wrong scale"  # the last rank's loss counts one and a half times, with the wrong sign
-    STALE = "stale parameters"  # the last rank's parameters are those of a step before, once
+    STALE = "stale buffer"  # the last rank's parameters, or gradients, are those of a step before, once
     OTHER_DATA = "another seed"  # the last rank draws other examples
 
     def applies(self, size: int) -> bool:

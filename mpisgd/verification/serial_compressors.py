@@ -4,7 +4,7 @@ A function here returns a `Combine`, which keeps what the method keeps from step
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -12,7 +12,16 @@ from torch import Tensor
 
 from mpisgd.verification.serial import Combine, mean_in_order
 
-__all__ = ["cast", "deep_gradient", "error_feedback", "largest", "power_sgd", "sign_and_mean", "votes"]
+__all__ = [
+    "cast",
+    "deep_gradient",
+    "error_feedback",
+    "largest",
+    "per_host",
+    "power_sgd",
+    "sign_and_mean",
+    "votes",
+]
 
 Send = Callable[[Tensor], Tensor]  # what of a rank's tensor of one parameter arrives
 
@@ -44,6 +53,20 @@ def error_feedback(send: Send, order: int) -> Combine:
         return means
 
     return combine
+
+
+def per_host(hosts: Sequence[Sequence[int]], combine: Combine, order: int) -> Combine:
+    """Each host's mean, times its share of the ranks, is what one rank of it compresses."""
+
+    def combined(ranks: list[list[Tensor]]) -> list[Tensor]:
+        means = []
+        for members in hosts:
+            weight = len(members) * len(hosts) / len(ranks)
+            parts = zip(*(ranks[rank] for rank in members), strict=True)
+            means.append([weight * mean_in_order(grads, order) for grads in parts])
+        return combine(means)
+
+    return combined
 
 
 def largest(ratio: float) -> Send:

@@ -1,5 +1,7 @@
 """The strategies by their papers, with all ranks in one process."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -9,14 +11,23 @@ from mpisgd.verification.serial import MakeOptimizer, Ranks, mean_in_order
 __all__ = ["diloco", "elastic_averaging", "gossip", "local_sgd"]
 
 
-def local_sgd(problem: Problem, make_optimizer: MakeOptimizer, every: int, order: int) -> Tensor:
-    """Every `every` steps all models become their mean (Stich 2019). Returns [size, steps, numel]."""
+def local_sgd(
+    problem: Problem,
+    make_optimizer: MakeOptimizer,
+    every: int,
+    order: int,
+    hosts: Sequence[Sequence[int]] = (),
+) -> Tensor:
+    """Every `every` steps all models become their mean (Stich 2019); in others those of each host (Lin 2020).
+
+    Returns [size, steps, numel].
+    """
     ranks = Ranks(problem, make_optimizer)
     for step in range(problem.steps):
         ranks.step(step)
-        if (step + 1) % every == 0:
-            mean = mean_in_order(ranks.parameters(), order)
-            for rank in range(problem.size):
+        for members in [range(problem.size)] if (step + 1) % every == 0 else hosts:
+            mean = mean_in_order([ranks.parameters()[rank] for rank in members], order)
+            for rank in members:
                 ranks.set(rank, mean)
         ranks.note()
     return ranks.trajectory()
@@ -58,14 +69,24 @@ def elastic_averaging(
     return ranks.trajectory()
 
 
-def gossip(problem: Problem, make_optimizer: MakeOptimizer, matrix: Tensor, order: int) -> Tensor:
-    """X <- W (x - update) in every step, with W [size, size] by rows (adapt then combine)."""
+def gossip(
+    problem: Problem,
+    make_optimizer: MakeOptimizer,
+    matrix: Tensor,
+    order: int,
+    *,
+    adapts_first: bool = True,
+) -> Tensor:
+    """X <- W (X - update) in every step, or W X - update (Lian 2017), with W [size, size] by rows."""
     ranks = Ranks(problem, make_optimizer)
     for step in range(problem.steps):
+        begun = ranks.parameters()
         ranks.step(step)
-        before = ranks.parameters()
+        done = ranks.parameters()
+        mixed = done if adapts_first else begun
         for rank in range(problem.size):
-            parts = [float(matrix[rank, other]) * before[other] for other in range(problem.size)]
-            ranks.set(rank, mean_in_order(parts, order) * problem.size)
+            parts = [float(weight) * other for weight, other in zip(matrix[rank], mixed, strict=True)]
+            mean = mean_in_order(parts, order) * problem.size
+            ranks.set(rank, mean if adapts_first else mean + (done[rank] - begun[rank]))
         ranks.note()
     return ranks.trajectory()

@@ -23,16 +23,21 @@ class Trainee:
     Args:
         problem: what is trained.
         sabotage: what is to go wrong.
+        stale_gradients: of what is stale, gradients are, not parameters: where these do not matter.
 
     Attributes:
         rank: in the group of all ranks.
     """
 
-    def __init__(self, problem: Problem, sabotage: Sabotage = Sabotage.NONE) -> None:
+    def __init__(
+        self, problem: Problem, sabotage: Sabotage = Sabotage.NONE, *, stale_gradients: bool = False
+    ) -> None:
         self.problem = problem
         self.sabotage = sabotage
+        self.stale_gradients = stale_gradients
         self.rank = mpisgd.rank()
         self._previous: Tensor | None = None
+        self._num_steps = 0
 
     @property
     def _is_wrong(self) -> bool:
@@ -40,15 +45,16 @@ class Trainee:
 
     def group(self) -> Group | None:
         """Return the group that trains, None for all ranks. Collective."""
-        return self._alone() if self.sabotage is Sabotage.NO_COMMUNICATION else None
+        return self.alone() if self.sabotage is Sabotage.NO_COMMUNICATION else None
 
     def smaller_group(self) -> Group | None:
         """Return the group of all ranks but the last; None on that one. Collective."""
         others = mpisgd.new_group(range(self.problem.size - 1))
-        alone = self._alone() if self.sabotage is Sabotage.NO_COMMUNICATION else None
+        alone = self.alone() if self.sabotage is Sabotage.NO_COMMUNICATION else None
         return (alone or others) if others.rank >= 0 else None
 
-    def _alone(self) -> Group:
+    def alone(self) -> Group:
+        """Return a group of this rank only. Collective."""
         return [mpisgd.new_group([rank]) for rank in range(mpisgd.size())][self.rank]
 
     def process_group(self) -> dist.ProcessGroup | None:
@@ -61,6 +67,8 @@ class Trainee:
     def batch(self, step: int, rank: int | None = None, size: int | None = None) -> Batch:
         """Return this rank's share of a step's batch, or that of another `rank` among `size`."""
         wrong = self.sabotage is Sabotage.OTHER_DATA and self._is_wrong
+        if self.stale_gradients and self.sabotage is Sabotage.STALE and self._is_wrong:
+            step = 0 if step == 1 else step
         return self.problem.share(step, self.rank if rank is None else rank, size, other=wrong)
 
     def loss(self, forward: Any, batch: Batch) -> Tensor:
@@ -68,17 +76,33 @@ class Trainee:
         loss = self.problem.loss(forward, batch)
         return loss * WRONG if self.sabotage is Sabotage.WRONG_SCALE and self._is_wrong else loss
 
-    def end_step(self, step: int, params: Sequence[Tensor]) -> None:
+    def end_step(self, params: Sequence[Tensor]) -> None:
         """Call after each step with the parameters that this rank has in its memory."""
-        if self.sabotage is not Sabotage.STALE or not self._is_wrong:
+        if self.sabotage is not Sabotage.STALE or not self._is_wrong or self.stale_gradients:
             return
         values = torch.cat([param.detach().flatten() for param in params])
-        if step == 1 and self._previous is not None:
+        self._num_steps += 1
+        if self._num_steps == 2 and self._previous is not None:
             before = torch.split(self._previous, [param.numel() for param in params])
             with torch.no_grad():
                 for param, old in zip(params, before, strict=True):
                     param.copy_(old.view(param.shape))
         self._previous = values
+
+    def step(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        rank: int | None = None,
+        size: int | None = None,
+    ) -> None:
+        """Train one step, with the share of this rank, or of another `rank`, among `size`."""
+        optimizer.zero_grad()
+        torch.autograd.backward(self.loss(model, self.batch(step, rank, size)))
+        optimizer.step()
+        self.end_step(list(model.parameters()))
 
     def train(
         self,
@@ -89,9 +113,10 @@ class Trainee:
         backward: Callable[[Tensor], None] = torch.autograd.backward,
         before_step: Callable[[], object] = lambda: None,
         first: int = 0,
+        last: int | None = None,
         parts: int = 1,
     ) -> list[Tensor]:
-        """Train to the last step; return the parameters after each.
+        """Train some steps; return the parameters after each.
 
         Args:
             model: whose parameters are looked at.
@@ -100,16 +125,17 @@ class Trainee:
             backward: of the loss.
             before_step: called between backward and step.
             first: the step to begin with.
+            last: the step before which to end, all by default.
             parts: backward passes per step, each with an equal part of the share.
         """
         rows = []
-        for step in range(first, self.problem.steps):
+        for step in range(first, self.problem.steps if last is None else last):
             optimizer.zero_grad()
             chunks = [part.chunk(parts) for part in self.batch(step)]
             for batch in zip(*chunks, strict=True):
                 backward(self.loss(forward or model, batch) / parts)
             before_step()
             optimizer.step()
-            self.end_step(step, list(model.parameters()))
+            self.end_step(list(model.parameters()))
             rows.append(flat_parameters(model))
         return rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from launcher import run_python
 
 
@@ -15,10 +16,10 @@ def test_it_starts_its_own_jobs_and_writes_what_it_found(tmp_path):
     cells = json.loads(path.read_text())["cells"]
     assert {(cell["ranks"], cell["transport"], cell["dtype"]) for cell in cells} == {
         (2, transport, dtype)
-        for transport in ("shared memory", "messages")
+        for transport in ("shared memory", "2 hosts")
         for dtype in ("float64", "float32")
     }
-    assert "of 8 cells are as they must be" in done.stdout
+    assert "of 10 cells are as they must be" in done.stdout
     assert picture.exists()
 
 
@@ -26,6 +27,13 @@ def test_under_mpirun_it_takes_these_ranks_and_prints_once():
     done = run_python("-m", "mpisgd", "verify", "--quick", "--sabotage", "--only", "LocalSGD", num_ranks=2)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     assert done.stdout.count("4 of 4 cells are as they must be") == 1
+
+
+@pytest.mark.long
+def test_a_rank_is_killed_in_jobs_of_its_own():
+    done = run_python("-m", "mpisgd", "verify", "--sabotage", "--only", "elastic.run", "--ranks", "3")
+    assert done.returncode == 0, done.stderr
+    assert "4 of 4 cells are as they must be" in done.stdout
 
 
 def test_an_unknown_mode_is_refused_before_anything_starts():

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from mpisgd import Compression, Compressor, compress
+from mpisgd.job.rank_info import topology
 from mpisgd.verification import serial_compressors as serial
+from mpisgd.verification import serial_random as random
 from mpisgd.verification.mode import Mode, between_orders
 from mpisgd.verification.modes.synchronous import equal_to_one_process, native, sgd
 from mpisgd.verification.problem import Problem
@@ -41,6 +43,11 @@ def _equal(name: str, compression: Compressor) -> Mode:
     return Mode(name, "compressions", train, equal_to_one_process(sgd), sizes=(2, 2**31), quick=False)
 
 
+def _rounded(name: str, compression: Compressor, combine: Callable[[int], Combine], **options: Any) -> Mode:
+    """Random rounding, in float64: in float32 a last digit decides too often which way a number goes."""
+    return _mode(name, compression, combine, plain, dtypes=(torch.float64,), **options)
+
+
 COMPRESSIONS = (
     _mode("bf16", Compression.bf16, lambda order: serial.cast(torch.bfloat16, order)),
     _mode("fp16", Compression.fp16, lambda order: serial.cast(torch.float16, order), quick=False),
@@ -68,6 +75,27 @@ COMPRESSIONS = (
         "OneBit()", compress.OneBit(), lambda order: serial.error_feedback(serial.sign_and_mean, order), plain
     ),
     _mode("SignSGD()", compress.SignSGD(), lambda order: serial.votes, plain),
+    _mode(
+        "PerHost(TopK(ratio=0.2))",
+        compress.PerHost(compress.TopK(ratio=0.2)),
+        lambda order: serial.per_host(
+            topology().nodes, serial.error_feedback(serial.largest(0.2), order), order
+        ),
+        hosts=2,
+    ),
+    _mode("RandomK(ratio=0.2)", compress.RandomK(ratio=0.2), lambda order: random.drawn_elements(0.2, order)),
+    _rounded(
+        "QSGD(bits=4, segment=10)",
+        compress.QSGD(bits=4, segment=10),
+        lambda order: random.drawn_codes(random.levels_of(7, 10), order),
+    ),
+    _rounded(
+        "TernGrad()",
+        compress.TernGrad(),
+        lambda order: random.drawn_codes(random.levels_of(1), order),
+        quick=False,
+    ),
+    _rounded("Natural()", compress.Natural(), random.drawn_powers, quick=False),
     _equal("TopK(ratio=1)", compress.TopK(ratio=1.0)),
     _equal("PowerSGD(rank=12)", compress.PowerSGD(rank=12, min_compression_rate=0.1)),
 )

@@ -44,7 +44,7 @@ def pipelined(schedule: str) -> Callable[[Trainee], Tensor]:
             inputs, targets = _batch(trainee, step, alone=group is not None)
             pipeline.step(inputs, targets)
             params = [param for stage in pipeline.stages.values() for param in stage.parameters()]
-            trainee.end_step(step, params)
+            trainee.end_step(params)
             if flushes:
                 rows.append(_of_all_stages(params, group))
         if not flushes:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import mpisgd
+from mpisgd.job.rank_info import topology
 from mpisgd.verification.mode import Mode, between_orders
 from mpisgd.verification.modes.synchronous import native, sgd
 from mpisgd.verification.problem import Problem
@@ -42,6 +43,13 @@ STRATEGIES = (
         sizes=(2, 2**31),
     ),
     _mode(
+        'LocalSGD(hierarchy={"host": 1, "job": 3})',
+        mpisgd.LocalSGD(hierarchy={"host": 1, "job": 3}),
+        lambda problem, order: local_sgd(problem, sgd, 3, order, topology().nodes),
+        sizes=(2, 2**31),
+        hosts=2,
+    ),
+    _mode(
         "DiLoCo(2)",
         mpisgd.DiLoCo(EVERY),
         lambda problem, order: diloco(problem, sgd, EVERY, 0.7, 0.9, order),
@@ -58,6 +66,13 @@ STRATEGIES = (
         mpisgd.Gossip("ring"),
         lambda problem, order: gossip(problem, sgd, ring(problem.size), order),
         sizes=(2, 2**31),
+    ),
+    _mode(
+        'Gossip("ring", "combine_then_adapt")',
+        mpisgd.Gossip("ring", style="combine_then_adapt"),
+        lambda problem, order: gossip(problem, sgd, ring(problem.size), order, adapts_first=False),
+        sizes=(2, 2**31),
+        quick=False,
     ),
     _mode(
         'Gossip("complete")',

@@ -1,6 +1,5 @@
 """Synchronous SGD by the native optimizer and by Horovod's: equal to one process on the joined batch."""
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from mpisgd.verification.sabotage import Sabotage
 from mpisgd.verification.serial import MakeOptimizer, joined_batch
 from mpisgd.verification.trainee import Trainee
 
-__all__ = ["SYNCHRONOUS", "adam", "equal_to_one_process", "sgd"]
+__all__ = ["SYNCHRONOUS", "adam", "distributed", "equal_to_one_process", "native", "sgd"]
 
 MAX_NORM = 0.05  # less than the norm of most gradients
 FAMILY = "synchronous"
@@ -47,15 +46,16 @@ def native(make_optimizer: MakeOptimizer, parts: int = 1, **options: Any) -> Cal
     """Return the training by `DistributedOptimizer` with these options."""
 
     def train(trainee: Trainee) -> Tensor:
-        model, optimizer = _distributed(trainee, make_optimizer, **options)
+        model, optimizer = distributed(trainee, make_optimizer, **options)
         return torch.stack(trainee.train(model, optimizer, parts=parts))
 
     return train
 
 
-def _distributed(
+def distributed(
     trainee: Trainee, make_optimizer: MakeOptimizer, **options: Any
 ) -> tuple[nn.Module, mpisgd.DistributedOptimizer]:
+    """Return a new model and its optimizer."""
     model, group = trainee.problem.model(), trainee.group()
     made = make_optimizer(list(model.parameters()))
     return model, mpisgd.DistributedOptimizer(made, model.named_parameters(), group=group, **options)
@@ -65,7 +65,7 @@ def clipped(**options: Any) -> Callable[[Trainee], Tensor]:
     """Return the training with clipped gradients."""
 
     def train(trainee: Trainee) -> Tensor:
-        model, optimizer = _distributed(trainee, sgd, **options)
+        model, optimizer = distributed(trainee, sgd, **options)
         return torch.stack(
             trainee.train(model, optimizer, before_step=lambda: optimizer.clip_grad_norm_(MAX_NORM))
         )
@@ -75,7 +75,7 @@ def clipped(**options: Any) -> Callable[[Trainee], Tensor]:
 
 def sums(trainee: Trainee) -> Tensor:
     """Train with the sum of the gradients of losses that are divided by the number of ranks."""
-    model, optimizer = _distributed(trainee, sgd, op=mpisgd.ReduceOp.SUM)
+    model, optimizer = distributed(trainee, sgd, op=mpisgd.ReduceOp.SUM)
     size = trainee.problem.size
     return torch.stack(
         trainee.train(model, optimizer, backward=lambda loss: torch.autograd.backward(loss / size))
@@ -84,7 +84,7 @@ def sums(trainee: Trainee) -> Tensor:
 
 def scaled(trainee: Trainee) -> Tensor:
     """Train with a GradScaler, whose scales are powers of two."""
-    model, optimizer = _distributed(trainee, sgd)
+    model, optimizer = distributed(trainee, sgd)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
     rows = []
     for step in range(trainee.problem.steps):
@@ -92,46 +92,7 @@ def scaled(trainee: Trainee) -> Tensor:
         torch.autograd.backward(scaler.scale(trainee.loss(model, trainee.batch(step))))
         scaler.step(optimizer)
         scaler.update()
-        trainee.end_step(step, list(model.parameters()))
-        rows.append(flat_parameters(model))
-    return torch.stack(rows)
-
-
-def _first_steps(trainee: Trainee, num_steps: int) -> Trainee:
-    """Return the same training up to a step."""
-    problem = trainee.problem
-    return Trainee(problem._replace(batches=problem.batches[:num_steps]), trainee.sabotage)
-
-
-def resumed(trainee: Trainee) -> Tensor:
-    """Train the first half, save, and train the rest with a new model and optimizer from what was saved."""
-    problem = trainee.problem
-    half = max(1, problem.steps // 2)
-    model, optimizer = _distributed(trainee, adam)
-    rows = _first_steps(trainee, half).train(model, optimizer)
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    model, optimizer = _distributed(trainee, adam)
-    model.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
-    return torch.stack([*rows, *trainee.train(model, optimizer, first=half)])
-
-
-def fewer_ranks(trainee: Trainee) -> Tensor:
-    """Train the second half without the last rank, as after its loss; it watches."""
-    problem = trainee.problem
-    half = max(1, problem.steps // 2)
-    others = trainee.smaller_group()
-    model, optimizer = _distributed(trainee, sgd)
-    rows = _first_steps(trainee, half).train(model, optimizer)
-    if others is not None:
-        optimizer.rebuild(others)
-    for step in range(half, problem.steps):
-        optimizer.zero_grad()
-        if others is not None:
-            batch = trainee.batch(step, trainee.rank, problem.size - 1)
-            torch.autograd.backward(trainee.loss(model, batch))
-            optimizer.step()
-        mpisgd.broadcast_parameters(model)
+        trainee.end_step(list(model.parameters()))
         rows.append(flat_parameters(model))
     return torch.stack(rows)
 
@@ -175,7 +136,5 @@ SYNCHRONOUS = (
     _mode('ParameterServer("sync")', native(sgd, strategy=mpisgd.ParameterServer("sync")), quick=False),
     _mode("Sharded(stage=1)", native(sgd, strategy=mpisgd.Sharded(1))),
     _mode("Sharded(stage=2), AdamW", native(adam, strategy=mpisgd.Sharded(2)), adam),
-    _mode("saved and resumed", resumed, adam),
-    _mode("one rank fewer from the middle on", fewer_ranks, sizes=(2, 2**31)),
     _mode("mpisgd.horovod", horovod),
 )

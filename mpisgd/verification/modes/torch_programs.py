@@ -1,7 +1,7 @@
 """torch's own data, sharded, tensor and pipeline parallelism over the backend "mpisgd"."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import mpisgd
 from mpisgd.transport.messages.link import even_ranges
 from mpisgd.verification.mode import Mode
+from mpisgd.verification.modes.distributed_tensors import joined, local, train_distributed, whole
 from mpisgd.verification.modes.synchronous import adam, equal_to_one_process, sgd
 from mpisgd.verification.problem import Batch, normalized_problem
 from mpisgd.verification.sabotage import Sabotage
@@ -71,22 +72,26 @@ def sharded_and_tensor_parallel(trainee: Trainee) -> Tensor:
     first = trainee.rank // 2 * 2
 
     def batch(step: int) -> Batch:
-        return _joined(trainee, step, (first, first + 1))
+        return joined(trainee, step, (first, first + 1))
 
     if trainee.sabotage is Sabotage.NO_COMMUNICATION:  # between the pairs
-        return _train(trainee, model, batch)
+        return train_distributed(trainee, model, batch)
     return _sharded(trainee, model, mesh["dp"], batch)
 
 
 def _sharded(
     trainee: Trainee, model: nn.Sequential, mesh: DeviceMesh, batch: Callable[[int], Batch] | None = None
 ) -> Tensor:
+    _shard(model, mesh)
+    return train_distributed(trainee, model, batch or trainee.batch)
+
+
+def _shard(model: nn.Sequential, mesh: DeviceMesh) -> None:
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
     for layer in model:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return _train(trainee, model, batch or trainee.batch)
 
 
 def tensor_parallel(trainee: Trainee) -> Tensor:
@@ -97,7 +102,26 @@ def tensor_parallel(trainee: Trainee) -> Tensor:
     else:
         parallelize_module(model, _mesh(), {"0": ColwiseParallel(), "2": RowwiseParallel()})
     everyone = range(trainee.problem.size)
-    return _train(trainee, model, lambda step: _joined(trainee, step, everyone))
+    return train_distributed(trainee, model, lambda step: joined(trainee, step, everyone))
+
+
+def three_ways(trainee: Trainee) -> Tensor:
+    """Train a pipeline of two stages, each sharded over two ranks (FSDP2) of pairs that divide its layers."""
+    axes = ("pp", "dp", "tp")
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=axes)
+    stage, half, _ = (mesh.get_local_rank(axis) for axis in axes)
+    mine = _layers(trainee)[3 * stage : 3 * stage + 3 - stage]
+    divided = [
+        {"0": ColwiseParallel(), "2": RowwiseParallel()},
+        {"4": ColwiseParallel(output_layouts=Replicate())},
+    ]
+    parallelize_module(mine, mesh["tp"], dict(divided[stage]))
+    if trainee.sabotage is not Sabotage.NO_COMMUNICATION:  # between the halves of the batch
+        _shard(mine, mesh["dp"])
+    ranks = range(half * 4, half * 4 + 4)
+    return _train_stage(
+        trainee, mine, stage, 2, mesh["pp"].get_group(), lambda step: joined(trainee, step, ranks)
+    )
 
 
 def pipeline(trainee: Trainee) -> Tensor:
@@ -110,6 +134,19 @@ def pipeline(trainee: Trainee) -> Tensor:
     layers = _layers(trainee)
     first, last = even_ranges(len(layers), stages)[stage]
     mine = layers[first:last]
+    ranks = range(problem.size) if group is None else [trainee.rank]
+    return _train_stage(trainee, mine, stage, stages, group, lambda step: joined(trainee, step, ranks))
+
+
+def _train_stage(
+    trainee: Trainee,
+    mine: nn.Sequential,
+    stage: int,
+    stages: int,
+    group: dist.ProcessGroup | None,
+    batch: Callable[[int], Batch],
+) -> Tensor:
+    """Train this rank's stage, with as many micro-batches as there are stages; return all parameters."""
     schedule = ScheduleGPipe(
         PipelineStage(mine, stage, stages, torch.device("cpu"), group=group),
         stages,
@@ -117,18 +154,18 @@ def pipeline(trainee: Trainee) -> Tensor:
     )
     optimizer = sgd(list(mine.parameters()))
     rows = []
-    for step in range(problem.steps):
+    for step in range(trainee.problem.steps):
         optimizer.zero_grad()
-        inputs, targets = _joined(trainee, step, range(problem.size) if group is None else [trainee.rank])
+        inputs, targets = batch(step)
         schedule.step(*([inputs] if stage == 0 else []), target=targets if stage == stages - 1 else None)
         optimizer.step()
-        trainee.end_step(step, list(mine.parameters()))
+        trainee.end_step([local(param) for param in mine.parameters()])
         rows.append(_of_all_stages(mine, group))
     return torch.stack(rows)
 
 
 def _of_all_stages(stage: nn.Module, group: dist.ProcessGroup | None) -> Tensor:
-    params = [param.detach() for param in stage.parameters()]
+    params = [whole(param).detach() for param in stage.parameters()]
     stages: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(stages, params, group)
     return torch.cat([param.flatten() for params in stages for param in params])
@@ -138,24 +175,6 @@ def _layers(trainee: Trainee) -> nn.Sequential:
     model = trainee.problem.model()
     assert isinstance(model, nn.Sequential)
     return model
-
-
-def _joined(trainee: Trainee, step: int, ranks: Sequence[int]) -> Batch:
-    """Return the shares of some ranks together."""
-    return [torch.cat(parts) for parts in zip(*(trainee.batch(step, rank) for rank in ranks), strict=True)]
-
-
-def _train(trainee: Trainee, model: nn.Module, batch: Callable[[int], Batch]) -> Tensor:
-    """Train parameters that may be DTensors."""
-    optimizer = sgd(list(model.parameters()))
-    rows = []
-    for step in range(trainee.problem.steps):
-        optimizer.zero_grad()
-        torch.autograd.backward(trainee.loss(model, batch(step)))
-        optimizer.step()
-        trainee.end_step(step, [_local(param) for param in model.parameters()])
-        rows.append(torch.cat([_whole(param).detach().flatten() for param in model.parameters()]))
-    return torch.stack(rows)
 
 
 def _keep_own_columns(trainee: Trainee) -> Callable[[nn.Module, tuple[Tensor, ...]], tuple[Tensor, ...]]:
@@ -173,14 +192,6 @@ def _mesh() -> DeviceMesh:
     return dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
 
 
-def _local(param: Tensor) -> Tensor:
-    return param.to_local() if isinstance(param, DTensor) else param
-
-
-def _whole(param: Tensor) -> Tensor:
-    return param.full_tensor() if isinstance(param, DTensor) else param
-
-
 def _mode(name: str, train: Callable[[Trainee], Tensor], make: MakeOptimizer = sgd, **options: Any) -> Mode:
     return Mode(name, "torch over MPI", train, equal_to_one_process(make), **options)
 
@@ -192,5 +203,6 @@ TORCH_PROGRAMS = (
     _mode("tensor parallel", tensor_parallel, sizes=(2, 4), quick=False),
     _mode("FSDP2 and tensor parallel", sharded_and_tensor_parallel, sizes=(4, 4), quick=False),
     _mode("pipeline", pipeline, sizes=(2, 3), quick=False),
+    _mode("pipeline, FSDP2 and tensor parallel", three_ways, sizes=(8, 8), quick=False),
     _mode("SyncBatchNorm", synchronized_norm, sizes=(2, 2**31), problem=normalized_problem),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from closed_form import DTYPES, assert_equal, given
 from verdicts import raises_everywhere
 
@@ -47,6 +48,16 @@ def test_dist_send_and_recv_between_every_pair(pg, length):
                 out = torch.zeros(length)
                 assert dist.recv(out, src, pg) == src
                 assert_equal(out, torch.full((length,), place + 0.5))
+
+
+def test_what_a_functional_collective_returns_can_be_sent(pg):
+    """A tensor-parallel stage of a pipeline sends such a tensor, which has no memory of its own."""
+    before, after = neighbours(pg)
+    summed = functional.all_reduce(torch.full((5,), pg.rank() + 1.0), "sum", pg)
+    send, out = dist.isend(summed, group_dst=after, group=pg), torch.zeros(5)
+    dist.irecv(out, group_src=before, group=pg).wait()
+    send.wait()
+    assert_equal(out, torch.full((5,), pg.size() * (pg.size() + 1) / 2))
 
 
 def test_dist_tags_are_taken_in_any_order(pg):

@@ -65,16 +65,31 @@ def test_cells_travel_as_lines(tmp_path):
     assert [Cell(*json.loads(line)) for line in lines] == [FAILED, WRONG]
 
 
-def test_one_job_has_no_shared_memory():
-    assert [tuple(job) for job in jobs_of([1, 2, 4])] == [
-        (1, "shared memory"),
-        (2, "shared memory"),
-        (4, "shared memory"),
-        (4, "messages"),
+def jobs(ranks, **options) -> list[tuple[int, str]]:
+    plan = Plan(**options)
+    return [(job.ranks, job.transport) for job in jobs_of(plan, ranks, plan.modes())]
+
+
+def test_jobs_reach_each_other_in_all_ways():
+    shared = [(count, "shared memory") for count in (1, 2, 3, 4)]
+    quick = [*shared, (3, "2 hosts"), (3, "a rank is lost")]
+    assert jobs([1, 2, 3, 4], quick=True) == quick
+    assert jobs([1, 2, 3, 4]) == [
+        *shared,
+        (3, "2 hosts"),
+        (3, "messages"),
+        (8, "shared memory"),
+        (3, "a rank is lost"),
     ]
-    assert len(jobs_of([1])) == 1
+    assert jobs([1]) == [(1, "shared memory")]
+
+
+def test_jobs_without_a_mode_are_left_out():
+    assert jobs([1, 2], only="elastic.run") == [(2, "a rank is lost")]
+    assert jobs([1, 2], only="PerHost") == [(2, "2 hosts")]
+    assert len(jobs([2], only="elastic.run", sabotage=True)) == 4
 
 
 def test_modes_can_be_chosen():
     assert len(Plan(quick=True).modes()) < len(Plan().modes())
-    assert {mode.name for mode in Plan(only="topk").modes()} == {"TopK(ratio=0.2)", "TopK(ratio=1)"}
+    assert {mode.name for mode in Plan(only="QSGD").modes()} == {"QSGD(bits=4, segment=10)"}

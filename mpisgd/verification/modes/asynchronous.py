@@ -1,0 +1,147 @@
+"""Strategies in which nobody waits: what no order of the ranks' updates can change.
+
+When an update arrives depends on time, and with it the parameters at which the next gradient is taken. So the
+loss here is linear in the parameters: its gradients are those of the examples wherever they are taken, and
+at the end all updates add up to the training of one process. What was applied is counted, too.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import mpisgd
+from mpisgd.verification.mode import Mode, Reference, between_orders
+from mpisgd.verification.modes.synchronous import distributed, equal_to_one_process, native
+from mpisgd.verification.problem import Problem, linear_problem
+from mpisgd.verification.serial import joined_batch
+from mpisgd.verification.trainee import Trainee
+
+__all__ = ["ASYNCHRONOUS"]
+
+FAMILY = "asynchronous"
+LEAD = 2  # steps
+NEAR = 1e-3  # of parameters
+TOGETHER_S = 20.0
+
+
+def plain(params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return SGD whose updates add up."""
+    return torch.optim.SGD(params, lr=0.05)
+
+
+def pushed(strategy: mpisgd.ParameterServer) -> Callable[[Trainee], Tensor]:
+    """Return the training by a parameter server: the parameters at its end, and what was counted.
+
+    That is the fewest and the most updates of a rank in a shard, and by how many steps a rank has been too
+    far ahead of the slowest.
+    """
+
+    def train(trainee: Trainee) -> Tensor:
+        model, optimizer = distributed(trainee, plain, strategy=strategy)
+        trainee.train(model, optimizer)
+        server: Any = optimizer.synchronizer
+        server.finish()
+        mpisgd.barrier()  # counts may be looked at when all have finished
+        return _row(model, _counted(server.counters(), strategy.staleness_steps))
+
+    return train
+
+
+def _counted(counters: Any, staleness_steps: int | None) -> list[float]:
+    applied = [count for shard in counters.applied for count in shard]
+    ahead = 0 if staleness_steps is None else max(0, *counters.lead) - staleness_steps
+    return [min(applied), max(applied), max(0, ahead)]
+
+
+def averaged(trainee: Trainee) -> Tensor:
+    """Train with pairs of ranks that average at any time; return the mean of all models at the end.
+
+    With it goes whether they come together when no gradient drives them apart any more: a mean of ranks that
+    never meet would be the same.
+    """
+    strategy = mpisgd.Gossip("ring", style="asynchronous")
+    model, optimizer = distributed(trainee, plain, strategy=strategy)
+    trainee.train(model, optimizer)
+    together = _come_together(model, optimizer)
+    optimizer.rebuild(trainee.alone())  # ends the exchanges
+    row = _row(model, [float(together)])
+    mpisgd.all_reduce(row, mpisgd.ReduceOp.AVG)
+    return row
+
+
+def _come_together(model: nn.Module, optimizer: mpisgd.DistributedOptimizer) -> bool:
+    """Return whether ranks without gradients come near to each other in time; at once where they cannot."""
+    deadline = time.monotonic() + (TOGETHER_S if optimizer.spans_job else 0.0)
+    while (apart := _spread(model)) > NEAR and _agreed(time.monotonic() < deadline):
+        optimizer.zero_grad(set_to_none=False)
+        optimizer.step()
+        time.sleep(0.001)
+    return apart <= NEAR
+
+
+def _spread(model: nn.Module) -> float:
+    """Return the largest difference between two ranks' parameters. Collective."""
+    mine = torch.cat(_flat(model)).double()
+    both = torch.stack([mine, -mine])
+    mpisgd.all_reduce(both, mpisgd.ReduceOp.MAX)
+    return float((both[0] + both[1]).max())
+
+
+def _agreed(answer: bool) -> bool:
+    """Return whether rank 0 says so. Collective."""
+    return bool(mpisgd.broadcast_object(answer))
+
+
+def _flat(model: nn.Module) -> list[Tensor]:
+    return [param.detach().flatten() for param in model.parameters()]
+
+
+def _row(model: nn.Module, facts: Sequence[float]) -> Tensor:
+    """Return the parameters and what else is compared, [1, numel]."""
+    flat = torch.cat(_flat(model))
+    return torch.cat([flat, flat.new_tensor(facts)]).unsqueeze(0)
+
+
+def _at_the_end(facts: Callable[[Problem], Sequence[float]]) -> Callable[[Problem], Reference]:
+    """Return the reference: one process, and what is to be counted."""
+
+    def simulate(problem: Problem, order: int) -> Tensor:
+        turned = [[part.flip(0) for part in batch] for batch in problem.batches]
+        chosen = problem if order > 0 else problem._replace(batches=turned)
+        end = joined_batch(chosen, plain)[-1]
+        return torch.cat([end, end.new_tensor(list(facts(problem)))]).unsqueeze(0)
+
+    return between_orders(simulate, "updates come in any order, here examples in the opposite one")
+
+
+def _served(name: str, strategy: mpisgd.ParameterServer) -> Mode:
+    reference = _at_the_end(lambda problem: [problem.steps, problem.steps, 0.0])
+    return Mode(name, FAMILY, pushed(strategy), reference, problem=linear_problem, stale_gradients=True)
+
+
+ASYNCHRONOUS = (
+    _served('ParameterServer("async")', mpisgd.ParameterServer("async")),
+    _served(
+        f'ParameterServer("ssp", staleness_steps={LEAD})',
+        mpisgd.ParameterServer("ssp", staleness_steps=LEAD),
+    ),
+    Mode(
+        'ParameterServer("ssp", staleness_steps=0)',
+        FAMILY,
+        native(plain, strategy=mpisgd.ParameterServer("ssp", staleness_steps=0)),
+        equal_to_one_process(plain),
+        quick=False,
+    ),
+    Mode(
+        'Gossip("ring", "asynchronous")',
+        FAMILY,
+        averaged,
+        _at_the_end(lambda problem: [1.0]),
+        sizes=(2, 2**31),
+        problem=linear_problem,
+        stale_gradients=True,
+    ),
+)

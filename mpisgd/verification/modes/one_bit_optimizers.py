@@ -1,0 +1,65 @@
+"""Optimizers whose momentum travels as one bit per element: equal to their papers, in one process."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+import mpisgd
+from mpisgd.core.group import Group
+from mpisgd.verification import serial_momentum as serial
+from mpisgd.verification.mode import Mode, between_orders
+from mpisgd.verification.problem import Problem
+from mpisgd.verification.trainee import Trainee
+
+__all__ = ["ONE_BIT_OPTIMIZERS"]
+
+LR, BETAS, EPS = 0.01, (0.9, 0.99), 1e-4  # an epsilon that keeps it from dividing by next to nothing
+FREEZE = 3
+SETTINGS = {"lr": LR, "betas": BETAS, "eps": EPS}
+# By the policies of 0/1 Adam with these arguments, step by step: see the paper's section 6.
+POLICY = {"var_freeze_step": 4, "var_update_scaler": 1, "local_step_scaler": 2, "local_step_clipper": 2}
+RENEWALS = {1, 2, 4}
+MEETINGS = {3, 5, 6, *range(8, 1000, 2)}
+
+MakeOptimizer = Callable[[Sequence[nn.Parameter], Group | None], torch.optim.Optimizer]
+
+
+def trained_by(make: MakeOptimizer) -> Callable[[Trainee], Tensor]:
+    """Return the training by an optimizer that communicates by itself."""
+
+    def train(trainee: Trainee) -> Tensor:
+        model = trainee.problem.model()
+        optimizer = make(list(model.parameters()), trainee.group())
+        return torch.stack(trainee.train(model, optimizer))
+
+    return train
+
+
+def _mode(
+    name: str, make: MakeOptimizer, simulate: Callable[[Problem, int], Tensor], *, quick: bool = True
+) -> Mode:
+    return Mode(name, "optimizers", trained_by(make), between_orders(simulate), (2, 2**31), quick=quick)
+
+
+ONE_BIT_OPTIMIZERS = (
+    _mode(
+        "OneBitAdam",
+        lambda params, group: mpisgd.OneBitAdam(params, LR, BETAS, EPS, freeze_step=FREEZE, group=group),
+        lambda problem, order: serial.one_bit_adam(problem, order, freeze=FREEZE, **SETTINGS),
+    ),
+    _mode(
+        "ZeroOneAdam",
+        lambda params, group: mpisgd.ZeroOneAdam(params, LR, BETAS, EPS, group=group, **POLICY),
+        lambda problem, order: serial.zero_one_adam(
+            problem, order, renewals=RENEWALS, meetings=MEETINGS, **SETTINGS
+        ),
+        quick=False,
+    ),
+    _mode(
+        "OneBitLamb",
+        lambda params, group: mpisgd.OneBitLamb(params, LR, BETAS, EPS, freeze_step=FREEZE, group=group),
+        lambda problem, order: serial.one_bit_lamb(problem, order, freeze=FREEZE, **SETTINGS),
+        quick=False,
+    ),
+)
