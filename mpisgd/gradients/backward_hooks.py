@@ -60,7 +60,7 @@ class BackwardHooks:
         self.notes = Notes()
         # Weak, so that a forgotten optimizer is gone at once and reduces nothing any more.
         self._on_touch = weakref.WeakMethod(on_touch)
-        self._on_ready = weakref.WeakMethod(on_ready)
+        self._on_ready = _weak(on_ready)
         self._on_end = weakref.WeakMethod(on_end)
         self._outer_task = -1
         self._hooks: dict[int, Any] = {}
@@ -88,13 +88,13 @@ class BackwardHooks:
 
     def ready(self, index: int) -> None:
         """Note that the gradient of parameter `index` has been accumulated, where that is not all."""
-        graph_task = torch._C._current_graph_task_id()
-        if graph_task != self.notes.graph_task:
-            self.notes.graph_task = graph_task
+        notes, graph_task = self.notes, _current_task()
+        if graph_task != notes.graph_task:
+            notes.graph_task = graph_task
             if graph_task != self._outer_task:
                 self._begin()
-        if self.notes.reports_each and (on_ready := self._on_ready()) is not None:
-            on_ready(index)
+        if notes.reports_each:
+            self._on_ready(index)
 
     def _begin(self) -> None:
         nested = backward_depth() > 1
@@ -107,7 +107,7 @@ class BackwardHooks:
 
     def _begin_outermost(self) -> None:
         """Have `_end` called at the end of the backward that is under way."""
-        graph_task = torch._C._current_graph_task_id()
+        graph_task = _current_task()
         if graph_task != self._outer_task:
             self._outer_task = graph_task
             self.notes.observed.clear()
@@ -118,9 +118,23 @@ class BackwardHooks:
             on_end()
 
 
+_current_task = torch._C._current_graph_task_id
+
+
+def _weak(method: Callable[[int], None]) -> Callable[[int], None]:
+    """Return a function that calls a method as long as its object is there; faster than a `WeakMethod`."""
+    owner, function = weakref.ref(method.__self__), method.__func__  # type: ignore[attr-defined]
+
+    def call(index: int) -> None:
+        if (alive := owner()) is not None:
+            function(alive, index)
+
+    return call
+
+
 def _hook(notes: Notes, watch: "weakref.ref[BackwardHooks]", index: int) -> Callable[[Tensor], None]:
     """Return a hook that does not keep the watch, and with it the optimizer, alive."""
-    current_task, observed = torch._C._current_graph_task_id, notes.observed
+    current_task, observed = _current_task, notes.observed
 
     def hook(_: Tensor) -> None:
         if notes.reports_each or current_task() != notes.graph_task:

@@ -17,7 +17,7 @@ They are launched as they become complete: nothing that is ready waits for somet
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mpisgd.arguments import check_positive
@@ -51,7 +51,7 @@ class Bucket:
 
     Attributes:
         key: the `Item.key` they share.
-        indices: the parameters, in launch order.
+        indices: the parameters, in the order of the storage.
         offsets: where each begins in the bucket's flat storage, in elements, ascending.
         numel: elements from the start of the storage to the end of the last item, the padding between
             items included.
@@ -68,22 +68,32 @@ class _Open:
 
     def __init__(self, key: str, itemsize: int, align_bytes: int) -> None:
         self.key = key
-        self.indices: list[int] = []
-        self.offsets: list[int] = []
+        self.items: list[Item] = []
         self.numel = 0
         self.completed_at = -1
         # The smallest step that is a whole number of elements and of alignment units: an itemsize that
         # does not divide `align_bytes` must not break either promise.
         self._step = math.lcm(align_bytes, itemsize) // itemsize
 
-    def next_offset(self) -> int:
-        return -(-self.numel // self._step) * self._step
+    def _aligned(self, numel: int) -> int:
+        return -(-numel // self._step) * self._step
+
+    def numel_with(self, item: Item) -> int:
+        return self._aligned(self.numel) + item.numel
 
     def add(self, item: Item, position: int) -> None:
-        self.offsets.append(self.next_offset())
-        self.indices.append(item.index)
-        self.numel = self.offsets[-1] + item.numel
+        self.numel = self.numel_with(item)
+        self.items.append(item)
         self.completed_at = position
+
+    def laid_out(self, place_of: Mapping[int, int]) -> Bucket:
+        """Return the bucket, its items in the order of these places; in that of their coming without any."""
+        items = sorted(self.items, key=lambda item: place_of[item.index]) if place_of else self.items
+        offsets, numel = [], 0
+        for item in items:
+            offsets.append(self._aligned(numel))
+            numel = offsets[-1] + item.numel
+        return Bucket(self.key, tuple(item.index for item in items), tuple(offsets), numel)
 
 
 def plan_buckets(
@@ -93,6 +103,7 @@ def plan_buckets(
     order: Sequence[int] | None = None,
     align_bytes: int = ALIGN_BYTES,
     alone_bytes: float = math.inf,
+    storage_order: Sequence[int] | None = None,
 ) -> tuple[Bucket, ...]:
     """Cut `items` into buckets of at most `cap_bytes`, in the order in which they will be complete.
 
@@ -106,6 +117,8 @@ def plan_buckets(
         align_bytes: every item begins at a multiple of this, so that vector loads, and the ranges that
             ranks own in shared memory, do not straddle two items' cache lines.
         alone_bytes: an item of at least this size is alone in its bucket, too.
+        storage_order: every item's `index`, in the order in which those of a bucket lie there; default:
+            `order`.
 
     Raises:
         InvalidArgument: a size that is impossible, an index given twice, two element sizes under one key, or
@@ -122,14 +135,15 @@ def plan_buckets(
         item = by_index[index]
         is_alone = item.numel * item.itemsize >= alone_bytes
         bucket = None if is_alone else open_by_key.get(item.key)
-        if bucket is None or (bucket.next_offset() + item.numel) * item.itemsize > cap_bytes:
+        if bucket is None or bucket.numel_with(item) * item.itemsize > cap_bytes:
             bucket = _Open(item.key, item.itemsize, align_bytes)
             buckets.append(bucket)
             if not is_alone:
                 open_by_key[item.key] = bucket
         bucket.add(item, position)
     buckets.sort(key=lambda bucket: bucket.completed_at)
-    return tuple(Bucket(b.key, tuple(b.indices), tuple(b.offsets), b.numel) for b in buckets)
+    place_of = {index: place for place, index in enumerate(storage_order or ())}
+    return tuple(bucket.laid_out(place_of) for bucket in buckets)
 
 
 def join_buckets(sizes: Sequence[int], cap_bytes: int) -> list[tuple[int, ...]]:

@@ -83,6 +83,7 @@ def agree_on_plan(
     when: str,
     make_slots: Callable[[Sequence[Bucket]], Sequence[BucketSlot]],
     order: Sequence[int] | None = None,
+    storage_order: Sequence[int] | None = None,
 ) -> Plan:
     """Make the same plan on every rank, apart what is sparse on any rank. Collective.
 
@@ -95,7 +96,8 @@ def agree_on_plan(
         options: what travels, and most bytes of a bucket.
         when: which reduction of the program this is.
         make_slots: returns where buckets travel from, and what reduces them; collective.
-        order: in which gradients lie in buckets, the same on all ranks; None: as rank 0 has observed them.
+        order: in which gradients are packed, the same on all ranks; None: as rank 0 has observed them.
+        storage_order: in which those of a bucket lie there, the same on all ranks; None: as they are packed.
     """
     mine = [i for i in covered if (grad := params[i].grad) is not None and grad.is_sparse]
     everyone: list[tuple[Sequence[int], list[int]]] = []
@@ -115,6 +117,7 @@ def agree_on_plan(
         order=[i for i in taken if i in dense],
         align_bytes=ALIGN_BYTES if padded else 1,
         alone_bytes=ALONE_BYTES,
+        storage_order=storage_order,
     )
     slots = make_slots(buckets)
     # The order in which elements travel is a part of the plan; `model.to(memory_format=...)` changes it.

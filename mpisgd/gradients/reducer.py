@@ -93,7 +93,6 @@ class GradientReducer(GradientSync):
         gpu_sends = device is not None and device.selection.name == NCCL and any(map(on_device, self.params))
         return self.group.internode is not None or gpu_sends
 
-    @torch.no_grad()
     def ready(self, index: int) -> None:
         """Note that the gradient of a parameter is complete; send what now can be sent.
 
@@ -101,13 +100,14 @@ class GradientReducer(GradientSync):
             InvalidArgument: it had been taken for complete before, and has been sent.
         """
         in_flight = self._in_flight
-        if in_flight.was_launched(index):
+        if in_flight.launched and in_flight.was_launched(index):
             raise InvalidArgument(
                 f"DistributedOptimizer: parameter {index} got a second gradient in one backward (reentrant "
                 "checkpointing does that) when its first was already on its way; pass overlap=False"
             )
-        in_flight.complete(index)
-        self._launch_complete(in_flight)
+        if in_flight.complete(index) is not None:  # rarely so: there are hundreds of gradients
+            with torch.no_grad():
+                self._launch_complete(in_flight)
 
     def _launch_complete(self, in_flight: InFlightReduction) -> None:
         """Send what is complete, in the order of the plan."""
@@ -175,7 +175,8 @@ class GradientReducer(GradientSync):
             group=self.group,
             options=self.options,
             when=when,
-            order=self._order_in_buckets(),
+            order=self._packing_order(),
+            storage_order=self._storage_order(),
             make_slots=self._make_slots,
         )
         self.compression_state.move_to(self._plan.slots)
@@ -187,8 +188,12 @@ class GradientReducer(GradientSync):
         compression = self.options.compression
         return [make_slot(b, [self.params[i] for i in b.indices], self.group, compression) for b in buckets]
 
-    def _order_in_buckets(self) -> Sequence[int] | None:
-        """Return the order in which gradients lie in buckets; None: that in which rank 0 observes them."""
+    def _packing_order(self) -> Sequence[int] | None:
+        """Return the order in which gradients are packed; None: that in which rank 0 observes them."""
+        return None
+
+    def _storage_order(self) -> Sequence[int] | None:
+        """Return the order in which the gradients of a bucket lie there; None: as they are packed."""
         return None
 
     def _launch_rest(self, in_flight: InFlightReduction) -> None:

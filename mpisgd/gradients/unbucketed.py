@@ -14,15 +14,15 @@ from mpisgd.gradients.bucketing import Bucket
 from mpisgd.gradients.fusion_buffer import layout_of
 from mpisgd.gradients.kinds import kind_of
 
-__all__ = ["UnbucketedGradient"]
+__all__ = ["ALONE", "UnbucketedGradient", "num_uses"]
 
 
-def _num_uses(tensor: Tensor) -> int:
+def num_uses(tensor: Tensor) -> int:
     """Return how many there are of the memory of `tensor`: of tensors on it, and this look at it."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
-ALONE = _num_uses(torch.empty(1))
+ALONE = num_uses(torch.empty(1))
 
 
 class UnbucketedGradient:
@@ -87,7 +87,7 @@ class UnbucketedGradient:
             and not grad.requires_grad
             and not (grad.is_conj() or grad.is_neg())
             and grad.untyped_storage().nbytes() == grad.nbytes
-            and _num_uses(grad) == ALONE
+            and num_uses(grad) == ALONE
         )
 
     def unload(self, params: Sequence[Tensor], exists: Sequence[bool]) -> None:

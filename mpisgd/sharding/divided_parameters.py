@@ -8,7 +8,8 @@ What a step is:
 """
 
 import abc
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.fusion_buffer import Layout, layout_of
 from mpisgd.sharding.division import Item, Member, PieceRange, divide, lay_out
 from mpisgd.sharding.elementwise import may_join
+from mpisgd.sharding.flat_blocks import Block, is_movable, move_to_blocks
 from mpisgd.sharding.owners import Owners
 from mpisgd.sharding.piece import Piece, flat_view
 from mpisgd.transport.ipc.segment import Segment
@@ -33,10 +35,17 @@ Groups = Sequence[Mapping[str, Any]]
 
 
 class Memory(NamedTuple):
-    """Parameters that came together; no segment where they stayed where they were."""
+    """Parameters that came together.
+
+    Attributes:
+        items: what is to be known of each.
+        segment: the shared memory in which all of them lie, if they do.
+        blocks: the memory of those that were moved to lie beside others, by their indices.
+    """
 
     items: list[Item]
-    segment: Segment | None
+    segment: Segment | None = None
+    blocks: Mapping[int, Block] = MappingProxyType({})
 
 
 class DividedParameters(abc.ABC):
@@ -47,7 +56,8 @@ class DividedParameters(abc.ABC):
         groups: the optimizer's groups.
         owners: the ranks that divide them.
         elementwise: whether the optimizer updates each element by itself, so that pieces may be cut anywhere.
-        joins: whether small neighbours in memory are one piece; their gradients then come together, too.
+        joins: whether small parameters are neighbours in memory, and may be one piece; their gradients then
+            come together, too.
         master_dtype: that of the copies that the optimizer updates, of parameters of less precision.
         cuts_alone: whether a single owner, too, has parts of parameters and not whole ones.
 
@@ -82,6 +92,7 @@ class DividedParameters(abc.ABC):
         self._named: list[tuple[str, Tensor]] = []
         self._addresses: list[int] = []
         self._memories: list[Memory] = []
+        self._memory_of: list[Memory] = []
         self._whole: set[int] = set()
         self.buckets: list[tuple[int, ...]] = []
         self._versions: list[int] = []
@@ -123,11 +134,16 @@ class DividedParameters(abc.ABC):
         new = [param for _, param in named[first:]]
         self._check(named)
         of_group = [place for place, options in enumerate(groups) for _ in options["params"]]
-        items = [self._item(i, p, of_group[i], groups[of_group[i]]) for i, p in enumerate(new, first)]
+        alone = self._remaining(new)
+        items = [
+            self._item(i, param, of_group[i], groups[of_group[i]], alone=i - first in alone)
+            for i, param in enumerate(new, first)
+        ]
         self.layouts += [layout_of(param) for param in new]
         self._named = list(named)
-        memory = Memory(items, self._move(new, items) if new else None)
+        memory = self._move(new, items) if new else Memory(items)
         self._memories.append(memory)
+        self._memory_of += [memory] * len(new)
         self._addresses += [param.data_ptr() for param in new]
         self._versions += [param._version for param in new]
         self._add(memory)
@@ -136,22 +152,39 @@ class DividedParameters(abc.ABC):
     def _check(self, named: Named) -> None:
         """Raise unless all parameters can be divided."""
 
-    def _move(self, params: Sequence[Tensor], items: Sequence[Item]) -> Segment | None:
-        """Put parameters where they are to lie. Collective."""
-        return None
+    def _remaining(self, params: Sequence[Tensor]) -> Collection[int]:
+        """Return the places of those that must not be moved, the same on all ranks. Collective."""
+        if not self._joins:
+            return ()
+        mine = [place for place, param in enumerate(params) if not is_movable(param)]
+        everyones: list[Sequence[int]] = []
+        self._group.queue.run(
+            Operation("shards of parameters", extra="which of them stay"),
+            lambda: everyones.extend(self._group.queue.communicator.all_gather_object(mine)),
+        )
+        return frozenset().union(*everyones)
 
-    def _item(self, index: int, param: Tensor, group: int, options: Mapping[str, Any]) -> Item:
-        has_own = not self._joins or param.nbytes >= ALONE_BYTES or not may_join(options, param.dtype)
-        return Item(index, param.numel(), param.element_size(), (group, dtype_name(param.dtype), has_own))
+    def _move(self, params: Sequence[Tensor], items: list[Item]) -> Memory:
+        """Put parameters where they are to lie. Collective."""
+        return Memory(items, blocks=move_to_blocks(params, items) if self._joins else {})
+
+    def _item(
+        self, index: int, param: Tensor, group: int, options: Mapping[str, Any], *, alone: bool
+    ) -> Item:
+        joins = self._joins and not alone and param.nbytes < ALONE_BYTES and may_join(options, param.dtype)
+        return Item(index, param.numel(), param.element_size(), (group, dtype_name(param.dtype), not joins))
+
+    def leave_memory(self) -> None:
+        """Give each parameter that was moved memory of its own again."""
+        for index, ((_, param), memory) in enumerate(zip(self._named, self._memory_of, strict=True)):
+            if memory.segment is not None or index in memory.blocks:
+                param.data = param.detach().clone()
 
     @property
-    def order(self) -> list[int]:
-        """The parameters in the order in which their gradients are to lie in buckets.
-
-        That of memory, if pieces join neighbours there; otherwise about that of backward.
-        """
+    def order(self) -> list[int] | None:
+        """The parameters in the order of memory, if pieces join neighbours there; otherwise None."""
         if not self._joins:
-            return list(reversed(range(len(self._named))))
+            return None
         return [item.param for memory in self._memories for item in lay_out(memory.items)[0]]
 
     # -- who owns what ------------------------------------------------------------------------------
@@ -220,8 +253,16 @@ class DividedParameters(abc.ABC):
 
     def _flat(self, range_: PieceRange, memory: Memory) -> Tensor:
         """Return the memory of a piece that is no whole parameter."""
-        (member,) = range_.members
-        return self.part(member)
+        if len(range_.members) == 1:
+            return self.part(range_.members[0])
+        return memory.blocks[range_.members[0].param].part(range_)
+
+    def rooms(self, range_: PieceRange, wanted: Container[int]) -> list[Tensor]:
+        """Return the memory of the parts of some parameters that lie in a range, neighbours as one."""
+        members = [member for member in range_.members if member.param in wanted]
+        if 1 < len(members) == len(range_.members):
+            return [self._flat(range_, self._memory_of[members[0].param])]
+        return [self.part(member) for member in members]
 
     # -- around a step ------------------------------------------------------------------------------
 

@@ -1,9 +1,10 @@
 """Where parameters lie in the memory of a host, and which rank updates what: plans as plain data.
 
-Parameters of one kind (optimizer group, dtype, small or large gradient) follow each other in memory. Each
-rank owns an equal part of all bytes, cut anywhere, in pieces that stay in a core's cache:
+Parameters of one kind (optimizer group, dtype, small or large gradient) follow each other in memory, in about
+the order of backward. Each rank owns an equal part of all bytes, cut anywhere, in pieces that stay in a
+core's cache:
 
-    memory    | W1 ........ | W2 .................... | b1 b2 b3 |
+    memory    | W2 ........ | W1 .................... | b3 b2 b1 |
     rank 0    [piece][piece][piece]
     rank 1                  .......[piece][piece][piece][ piece  ]
 
@@ -72,7 +73,7 @@ class PieceRange(NamedTuple):
 
 def lay_out(items: Sequence[Item]) -> tuple[list[Item], list[int], int]:
     """Return the items in the order of memory, the byte at which each begins, and the bytes of all."""
-    ordered = sorted(items, key=lambda item: (item.kind, item.param))
+    ordered = sorted(items, key=lambda item: (item.kind, -item.param))
     starts, end = [], 0
     for item in ordered:
         starts.append(end)
@@ -175,12 +176,11 @@ def _pieces(run: Placed, first: int, last: int, piece_bytes: int) -> Iterator[Pi
     """Yield the pieces of a run that lie between two bytes."""
     start, stop = max(first, run[0][1]), min(last, run[-1][1] + run[-1][0].numel * run[-1][0].itemsize)
     step = max(ALIGN_BYTES, piece_bytes // ALIGN_BYTES * ALIGN_BYTES)
-    itemsize = run[0][0].itemsize
     for begin in range(start, stop, step):
         end = min(begin + step, stop)
         members = tuple(_members(run, begin, end))
         if members:  # a cut may fall between the last element and the end of its cache line
-            yield PieceRange(begin, (end - begin) // itemsize, members)
+            yield PieceRange(begin, members[-1].at + members[-1].numel, members)
 
 
 def _members(run: Placed, begin: int, end: int) -> Iterator[Member]:

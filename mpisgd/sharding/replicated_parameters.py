@@ -10,7 +10,7 @@ __all__ = ["ReplicatedParameters", "check_divisible"]
 
 
 class ReplicatedParameters(DividedParameters):
-    """Leaves the parameters where they are. After a step, owners send their pieces to everyone."""
+    """Leaves large parameters where they are. After a step, owners send their pieces to everyone."""
 
     def _check(self, named: Named) -> None:
         check_divisible(named)

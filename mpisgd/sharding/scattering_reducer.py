@@ -207,7 +207,8 @@ class ScatteringReducer(ShardedReducer):
         self._take_what_all_have([i for i in range(len(self.params)) if i not in scattered])
         for piece in self._parameters.pieces:
             if piece.members[0].param in scattered:
-                piece.grad = self._shard_of(piece) if self._exists[piece.members[0].param] else None
+                exists, reduction = self._exists[piece.members[0].param], self._reduction_of_piece(piece)
+                piece.grad = reduction.part(piece.members) if exists else None
         self._stand_in()
         self._unfreed.clear()
         return nonfinite
@@ -216,18 +217,9 @@ class ScatteringReducer(ShardedReducer):
         if place not in self._scattered:
             super()._unload_slot(place, slot, exists)
 
-    def _shard_of(self, piece: Piece) -> Tensor:
-        """Return the gradient of a piece, from the shards of the buckets that its members are in."""
-        parts = [self._reduction_with(m.param).part(m) for m in piece.members]
-        if len(parts) == 1:
-            return parts[0]
-        room = torch.zeros(piece.tensor.numel(), dtype=piece.dtype)
-        for member, part in zip(piece.members, parts, strict=True):
-            room[member.at : member.at + member.numel] = part
-        return room
-
-    def _reduction_with(self, param: int) -> ShardReduction:
-        return next(reduction for reduction in self._reductions if reduction.covers(param))
+    def _reduction_of_piece(self, piece: Piece) -> ShardReduction:
+        """Return what has brought the gradient of a piece, all of which was in one bucket."""
+        return next(r for r in self._reductions if r.covers(piece.members[0].param))
 
     def _bring_back(self, plan: Plan) -> None:
         """Give every rank the whole gradients of which it has shards: they are about to be divided anew."""

@@ -12,7 +12,8 @@ ranks, and a bucket of the parts a b c d:
 On one host an owner adds in rank order; between hosts it adds the sums of the hosts in their order.
 """
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -101,6 +102,7 @@ class ShardReduction:
         self._scratch = scratch
         self._spans = [self._spans_of(of_one) for of_one in ranges]
         self._numel = sum(span.numel for span in self._spans[owners.rank])
+        self._padding = list(self._padding_of(ranges[owners.rank]))
         self._in_place = in_place and len(self._spans[owners.rank]) == 1
         self._shard: Tensor | None = None
         self._partials: list[Tensor] = []  # what this host has, between `begin` and `finish`
@@ -113,16 +115,35 @@ class ShardReduction:
 
     def _spans_of(self, ranges: Sequence[PieceRange]) -> list[_Span]:
         """Return where the parts of an owner are in the bucket, neighbours with their padding as one."""
-        padding = ALIGN_BYTES // self._dtype.itemsize
-        members = [m for range_ in ranges for m in range_.members if m.param in self._offsets and m.numel]
         spans: list[_Span] = []
-        for start, numel in sorted((self._offsets[m.param] + m.first, m.numel) for m in members):
+        for start, numel in self._places_of(ranges):
             last = spans[-1] if spans else None
-            if last is not None and start - (last.start + last.numel) < padding:
+            if last is not None and start - (last.start + last.numel) < self._most_padding:
                 spans[-1] = last._replace(numel=start + numel - last.start)
             else:
                 spans.append(_Span(start, numel, 0 if last is None else last.at + last.numel))
         return spans
+
+    def _places_of(self, ranges: Sequence[PieceRange]) -> list[tuple[int, int]]:
+        """Return the start and the elements of the parts of an owner in the bucket, in their order there."""
+        members = [m for range_ in ranges for m in range_.members if m.param in self._offsets and m.numel]
+        return sorted((self._offsets[m.param] + m.first, m.numel) for m in members)
+
+    @property
+    def _most_padding(self) -> int:
+        """More elements than lie between neighbours."""
+        return ALIGN_BYTES // self._dtype.itemsize
+
+    def _padding_of(self, ranges: Sequence[PieceRange]) -> Iterator[tuple[int, int]]:
+        """Yield the start and the end, in the shard, of what lies between parts of an owner."""
+        places = self._places_of(ranges)
+        at = sum(places[0][1:]) if places else 0
+        for (start, numel), (next_start, next_numel) in itertools.pairwise(places):
+            gap = next_start - (start + numel)
+            if 0 < gap < self._most_padding:
+                yield at, at + gap
+                at += gap
+            at += next_numel
 
     def _chunks_of(self, owners: Sequence[int], step: int) -> list[_Chunk]:
         return [
@@ -157,6 +178,8 @@ class ShardReduction:
             self._combine_sums(shard)
         if shard.numel():
             self._finish(shard)
+        if self._padding:  # other buckets may have been in the same memory
+            torch._foreach_zero_([shard[start:end] for start, end in self._padding])
 
     def _room(self, flat: Tensor) -> Tensor:
         if self._in_place:
@@ -233,15 +256,33 @@ class ShardReduction:
         """Return whether a parameter is in the bucket."""
         return param in self._offsets
 
-    def part(self, member: Member) -> Tensor:
-        """Return the combined gradient of a part that this rank owns, [member.numel]; after `finish`."""
+    def part(self, members: Sequence[Member]) -> Tensor:
+        """Return the combined gradient of parts that this rank owns, as they lie in a piece; after `finish`.
+
+        Args:
+            members: of a piece, from its first on.
+
+        Returns:
+            [n], up to the end of the last member; a copy where they do not lie so in the bucket.
+        """
         assert self._shard is not None
-        if not member.numel:
+        first, last = members[0], members[-1]
+        if not first.numel:
             return self._shard[:0]
+        begins = {self._at(member) - member.at for member in members}
+        if len(begins) == 1:
+            (begin,) = begins
+            return self._shard[begin + first.at : begin + last.at + last.numel]
+        joined = torch.zeros(last.at + last.numel, dtype=self._dtype)
+        for member in members:
+            joined[member.at : member.at + member.numel] = self.part([member])
+        return joined
+
+    def _at(self, member: Member) -> int:
+        """Return where a part begins in the shard."""
         start = self._offsets[member.param] + member.first
         span = next(s for s in self._spans[self._owners.rank] if s.start <= start < s.start + s.numel)
-        at = span.at + start - span.start
-        return self._shard[at : at + member.numel]
+        return span.at + start - span.start
 
     def release(self) -> None:
         """Forget a shard that lies in the bucket."""

@@ -70,7 +70,11 @@ class ShardedReducer(GradientReducer):
 
     # -- the plan -----------------------------------------------------------------------------------
 
-    def _order_in_buckets(self) -> Sequence[int]:
+    def _packing_order(self) -> Sequence[int]:
+        """Return about the order of backward, the same in every run: it decides who owns what."""
+        return range(len(self.params) - 1, -1, -1)
+
+    def _storage_order(self) -> Sequence[int] | None:
         """Return the order of the parameters in memory, so that what is in a piece is found in one place."""
         return self._parameters.order
 
@@ -153,7 +157,10 @@ class ShardedReducer(GradientReducer):
     def _stand_in(self) -> None:
         self._stands_in = any(self._exists)
         for param, sharded, exists in zip(self.params, self._sharded, self._exists, strict=True):
-            param.grad = sharded if exists else None
+            if exists:
+                param.grad = sharded
+            elif param.grad is not None:
+                param.grad = None
 
     # -- what the step finds ------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ What the ranks save is the second half of an all-reduce, which would bring the r
 (n - 1)/n of the optimizer's work and memory.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -49,13 +49,17 @@ class SharedParameters(DividedParameters):
         dtype = self._named[range_.members[0].param][1].dtype
         return memory.segment.share_as(0, range_.numel, dtype, start=range_.start)
 
-    def _move(self, params: Sequence[Tensor], items: Sequence[Item]) -> Segment | None:
+    def _remaining(self, params: Sequence[Tensor]) -> Collection[int]:
+        """See `DividedParameters`: all are moved."""
+        return ()
+
+    def _move(self, params: Sequence[Tensor], items: list[Item]) -> Memory:
         """Put parameters into new shared memory. Collective.
 
         Ranks that are alone on their host take part in what the others agree on.
         """
         if not self._shares:
-            return None
+            return Memory(items)
         shared: list[Tensor] = []
         segments: list[Segment] = []
         memory = self.owners.memory
@@ -83,7 +87,7 @@ class SharedParameters(DividedParameters):
         self.barrier("in place")
         for param, tensor in zip(params, shared, strict=bool(shared)):
             param.data = tensor
-        return segments[0] if segments else None
+        return Memory(items, segments[0] if segments else None)
 
 
 def check_shareable(named: Named) -> None:

@@ -47,8 +47,9 @@ def strategy_from_text(text: str) -> Strategy:
     """Return the strategy that `mpisgd.<text>` would make, without running anything else.
 
     Args:
-        text: a name, or a call whose arguments are literals or torch's optimizer classes by name:
-            `Synchronous`, `LocalSGD(8, warmup_steps=100)`, `DiLoCo(outer_optimizer=Adam)`.
+        text: a name, or a call whose arguments are literals, torch's optimizer classes and dtypes by name, or
+            such calls of `Offload`: `Synchronous`, `LocalSGD(8, warmup_steps=100)`,
+            `DiLoCo(outer_optimizer=Adam)`, `Sharded(2, master_dtype=float32, offload=Offload("/scratch"))`.
 
     Raises:
         InvalidArgument: it is not of this form, names no strategy, or has arguments that it does not take.
@@ -61,6 +62,8 @@ def strategy_from_text(text: str) -> Strategy:
 
 def compressor_from_text(text: str) -> Compressor:
     """Return the compressor that `mpisgd.compress.<text>` would make; also of `none fp16 bf16 auto`.
+
+    One may be in another: `PerHost(TopK(ratio=0.01))`, `PerHost(bf16)`.
 
     Raises:
         InvalidArgument: as for `strategy_from_text`.
@@ -113,7 +116,9 @@ def _made(what: str, text: str, module: Any) -> Any:
 
 
 def call_of(what: str, text: str) -> tuple[str, list[Any], dict[str, Any]]:
-    """Return the name, the arguments and the options of a call with literals, or of a name alone.
+    """Return the name, the arguments and the options of a call, or of a name alone.
+
+    Arguments are literals, or what `strategy_from_text` and `compressor_from_text` know inside of others.
 
     Raises:
         InvalidArgument: `text`, which is a `what`, is something else.
@@ -124,19 +129,53 @@ def call_of(what: str, text: str) -> tuple[str, list[Any], dict[str, Any]]:
         call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
         if not isinstance(call.func, ast.Name):
             raise SyntaxError("expected a name, or a name with arguments in brackets")
-        arguments = [_literal(argument) for argument in call.args]
-        options = {str(keyword.arg): _literal(keyword.value) for keyword in call.keywords}
-    except (SyntaxError, ValueError) as exc:
+        arguments, options = _arguments(call)
+    except InvalidArgument:
+        raise
+    except (SyntaxError, TypeError, ValueError) as exc:
         raise InvalidArgument(f"{what} {shown(text)}: {exc}") from exc
     return call.func.id, arguments, options
 
 
-def _literal(node: ast.expr) -> Any:
-    """Return the value of a literal, or the optimizer class of torch's that a name means."""
+def _arguments(call: ast.Call) -> tuple[list[Any], dict[str, Any]]:
+    return [_value(arg) for arg in call.args], {str(kw.arg): _value(kw.value) for kw in call.keywords}
+
+
+def _value(node: ast.expr) -> Any:
+    """Return the value of a literal, what a name means, or what a call inside of another makes."""
     if isinstance(node, ast.Name):
-        found = getattr(torch.optim, node.id, None)
-        if isinstance(found, type) and issubclass(found, torch.optim.Optimizer):
+        found = _named(node.id)
+        if found is not None:
             return found
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        kind = _nested(node.func.id)
+        if kind is not None:
+            arguments, options = _arguments(node)
+            return kind(*arguments, **options)
+    return _literal(node)
+
+
+def _named(name: str) -> Any:
+    """Return torch's optimizer class or dtype of this name, or the compression; None if there is none."""
+    if name in CASTS:
+        return getattr(mpisgd.Compression, name)
+    found = getattr(torch, name, None)
+    if isinstance(found, torch.dtype):
+        return found
+    found = getattr(torch.optim, name, None)
+    return found if isinstance(found, type) and issubclass(found, torch.optim.Optimizer) else None
+
+
+def _nested(name: str) -> type | None:
+    """Return what may be called as an argument: `Offload`, and the compressors; None for anything else."""
+    from mpisgd import compress
+
+    if name == "Offload":
+        return mpisgd.Offload
+    return getattr(compress, name) if name in compress.__all__ else None
+
+
+def _literal(node: ast.expr) -> Any:
     try:
         return ast.literal_eval(node)
     except ValueError:

@@ -336,9 +336,7 @@ class Piecewise(Replicated, abc.ABC):
                 "parameters only; call load_state_dict() with that of all of them before"
             )
         self._show_all()
-        if self._parameters.one_copy:
-            for _, param in self.training.named:  # others may still read, or take along, what was shared
-                param.data = param.detach().clone()
+        self._parameters.leave_memory()  # others may still read, or take along, what was shared
         self._divide(self.training._replace(group=group))
         super().move_to(group)
 

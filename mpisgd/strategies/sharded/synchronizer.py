@@ -63,10 +63,16 @@ class ShardedSynchronizer(Piecewise):
             training.optimizer.param_groups,
             owners,
             elementwise=elementwise,
-            joins=self._stage == 1 and kind.one_copy and len(owners.nodes) == 1 < owners.size,
+            joins=self._joins(owners, one_copy=kind.one_copy),
             master_dtype=self._master_dtype,
             cuts_alone=self._offload is not None,
         )
+
+    def _joins(self, owners: Owners, *, one_copy: bool) -> bool:
+        """Whether small parameters share pieces. In a copy per host all have to be there on every host."""
+        if one_copy:
+            return self._stage == 1 and len(owners.nodes) == 1 < owners.size
+        return owners.size > 1 and self._offload is None
 
     def _make_reducer(self, kind: Callable[..., ShardedReducer] = ScatteringReducer) -> ShardedReducer:
         return super()._make_reducer(functools.partial(kind, stage=self._stage))
@@ -155,11 +161,11 @@ class ShardedSynchronizer(Piecewise):
         return self._rooms[key]
 
     def _find_rooms(self, parts: Sequence[Sequence[int]]) -> list[list[list[Tensor]]]:
-        parameters = self._parameters
-        part_of = {index: number for number, part in enumerate(parts) for index in part}
-        rooms: list[list[list[Tensor]]] = [[[] for _ in parameters.ranges] for _ in parts]
-        for owner, ranges in enumerate(parameters.ranges):
-            for member in (member for range_ in ranges for member in range_.members):
-                if member.param in part_of:
-                    rooms[part_of[member.param]][owner].append(parameters.part(member))
-        return rooms
+        ranges, wanted = self._parameters.ranges, [frozenset(part) for part in parts]
+        return [
+            [
+                [room for range_ in of_one for room in self._parameters.rooms(range_, part)]
+                for of_one in ranges
+            ]
+            for part in wanted
+        ]

@@ -220,3 +220,19 @@ def test_buckets_are_joined_in_order_up_to_the_cap(sizes: list[int], cap: int) -
         assert len(places) == 1 or sum(sizes[place] for place in places) <= cap
     for places, following in itertools.pairwise(joined):
         assert sum(sizes[place] for place in places) + sizes[following[0]] > cap
+
+
+@given(plans(), st.randoms())
+def test_the_items_of_a_bucket_may_lie_in_another_order(plan, draw):
+    """The same ones are in it, and it is launched at the same time."""
+    items, order, cap, align, buckets = plan
+    lie = sorted(order, key=lambda _: draw.random())
+    others = plan_buckets(items, cap_bytes=cap, order=order, align_bytes=align, storage_order=lie)
+    assert [sorted(b.indices) for b in others] == [sorted(b.indices) for b in buckets]
+    of = by_index(items)
+    for bucket in others:
+        assert list(bucket.indices) == [index for index in lie if index in bucket.indices]
+        ends = [at + of[index].numel for index, at in zip(bucket.indices, bucket.offsets, strict=True)]
+        assert all(end <= start for end, start in zip(ends, bucket.offsets[1:], strict=False))
+        assert bucket.numel == ends[-1]
+        assert all(offset * of[bucket.indices[0]].itemsize % align == 0 for offset in bucket.offsets)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import mpisgd
+from mpisgd import compress
 from mpisgd.errors import InvalidArgument
 from mpisgd.strategies.from_text import compressor_from_text, optimizer_from_text, strategy_from_text
 
@@ -21,6 +22,11 @@ from mpisgd.strategies.from_text import compressor_from_text, optimizer_from_tex
             mpisgd.DiLoCo(5, torch.optim.Adam, {"lr": 0.1}),
         ),
         ("ElasticAveraging(every=2)", mpisgd.ElasticAveraging(every=2)),
+        ("Sharded(2, master_dtype=float32)", mpisgd.Sharded(2, master_dtype=torch.float32)),
+        (
+            "Sharded(offload=Offload('/scratch', prefetch=4))",
+            mpisgd.Sharded(offload=mpisgd.Offload("/scratch", prefetch=4)),
+        ),
     ],
 )
 def test_a_strategy_is_made_as_written(text, strategy):
@@ -29,6 +35,18 @@ def test_a_strategy_is_made_as_written(text, strategy):
 
 def test_a_cast_is_named():
     assert compressor_from_text("bf16") is mpisgd.Compression.bf16
+
+
+@pytest.mark.parametrize(
+    ("text", "inner"),
+    [
+        ("PerHost(TopK(ratio=0.1))", compress.TopK(ratio=0.1)),
+        ("PerHost(compressor=PowerSGD(2))", compress.PowerSGD(2)),
+        ("PerHost(fp16)", mpisgd.Compression.fp16),
+    ],
+)
+def test_a_compressor_may_be_in_another(text, inner):
+    assert compressor_from_text(text) == compress.PerHost(inner)
 
 
 def test_an_optimizer_is_made_of_parameters_as_written():
@@ -65,6 +83,13 @@ def test_an_optimizer_that_cannot_be_made_is_refused(text):
         "mpisgd.LocalSGD(8)",
         "Strategy()",
         "DiLoCo(outer_optimizer=Module)",
+        "Sharded(offload=Offload())",
+        "Sharded(offload=Offload('/scratch', prefetch=0))",
+        "Sharded(offload=open('/scratch'))",
+        "Sharded(offload=LocalSGD(8))",
+        "Sharded(master_dtype=Tensor)",
+        "PerHost(TopK(ratio=7))",
+        "PerHost(LocalSGD(8))",
     ],
 )
 def test_anything_else_is_refused(text):
