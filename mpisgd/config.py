@@ -94,6 +94,7 @@ VARIABLES = (
     Variable("MPISGD_TIMEOUT_S", "1800", "timeout of any operation, in seconds"),
     Variable("MPISGD_STALL_WARNING_S", "60", "seconds of waiting until a stall report; 0: never"),
     Variable("MPISGD_SHARED_MEMORY", "1", "0: use MPI between the ranks of a host, too"),
+    Variable("MPISGD_RANKS_PER_HOST", "0", "ranks that count as those of one host; 0: all that are there"),
     Variable("MPISGD_CROSS_MEMORY", "1", "0: no cross-memory attach, so no `all_reduce` by `direct`"),
     Variable("MPISGD_KEEP_MEMORY", "1", "0: leave glibc's allocator alone"),
     Variable("MPISGD_GPU", "auto", "transport of GPU tensors: `auto`, `nccl` or `mpi`"),
