@@ -19,6 +19,7 @@ __all__ = [
     "LEFT_NOTE",
     "NOTES_VARIABLE",
     "PREEMPTED",
+    "PREEMPTED_NOTE",
     "VARIABLES",
     "Variable",
     "available_cores",
@@ -72,8 +73,9 @@ PREEMPTED = 85
 NOTES_VARIABLE = "MPISGD_RUN_NOTES"
 JOINER_VARIABLE = "MPISGD_ELASTIC_NEWCOMER"
 ENDED_NOTE = "ended 0"  # of the program, whatever mpirun returns
-# Of the first rank of mpirun's host: it is in the job, and has left it in order.
-JOINED_NOTE, LEFT_NOTE = "joined", "left"
+# Of the first rank of mpirun's host: it is in the job, and has left it in order; and of any rank that leaves
+# because of a signal.
+JOINED_NOTE, LEFT_NOTE, PREEMPTED_NOTE = "joined", "left", "preempted"
 
 
 class Variable(NamedTuple):

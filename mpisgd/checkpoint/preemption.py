@@ -15,7 +15,7 @@ import torch
 
 from mpisgd.arguments import shown
 from mpisgd.collectives.all_reduce import all_reduce
-from mpisgd.config import PREEMPTED
+from mpisgd.config import PREEMPTED, PREEMPTED_NOTE, note
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
@@ -63,6 +63,7 @@ class Preemption:
 
         `python -m mpisgd run` then ends with that code and does not restart the job.
         """
+        note(PREEMPTED_NOTE)
         sys.exit(PREEMPTED)
 
 

@@ -24,6 +24,7 @@ from mpisgd.config import (
     LEFT_NOTE,
     NOTES_VARIABLE,
     PREEMPTED,
+    PREEMPTED_NOTE,
     available_cores,
     is_launched,
 )
@@ -132,11 +133,16 @@ def _code_of_program(code: int, lines: Sequence[str]) -> int:
     """
     if ENDED_NOTE in lines and code > SIGNALLED:  # that was mpirun's end, or of ranks that were survived
         return 0
-    last = [line for line in lines if line in (JOINED_NOTE, LEFT_NOTE)][-1:]
-    if code == 0 and last == [JOINED_NOTE]:  # Open MPI's, when a signal has ended its daemons
+    if code or JOINED_NOTE not in lines:
+        return code
+    # Open MPI returns 0 when a signal has ended its daemons, whatever has become of the program.
+    since = lines[len(lines) - lines[::-1].index(JOINED_NOTE) :]
+    if PREEMPTED_NOTE in since:
+        return PREEMPTED
+    if LEFT_NOTE not in since:
         typer.echo("mpisgd run: mpirun has ended with exit code 0 in the middle of the program", err=True)
         return 1
-    return code
+    return 0
 
 
 # --- the command line ---------------------------------------------------------------------------------

@@ -3,9 +3,10 @@
 import pytest
 
 from mpisgd.cli.run import _code_of_program
-from mpisgd.config import ENDED_NOTE, JOINED_NOTE, LEFT_NOTE
+from mpisgd.config import ENDED_NOTE, JOINED_NOTE, LEFT_NOTE, PREEMPTED, PREEMPTED_NOTE
 
 IN_ORDER, CUT_SHORT = [JOINED_NOTE, "checkpoint a", LEFT_NOTE], [JOINED_NOTE, "checkpoint a"]
+SAVED = [*CUT_SHORT, PREEMPTED_NOTE, LEFT_NOTE]
 
 
 @pytest.mark.parametrize(
@@ -16,6 +17,8 @@ IN_ORDER, CUT_SHORT = [JOINED_NOTE, "checkpoint a", LEFT_NOTE], [JOINED_NOTE, "c
         (0, CUT_SHORT, 1),  # Open MPI 5.0.11 under Slurm, whose SIGTERM has ended mpirun's daemons
         (0, CUT_SHORT + IN_ORDER, 0),
         (0, IN_ORDER + CUT_SHORT, 1),
+        (0, SAVED, PREEMPTED),
+        (0, SAVED + IN_ORDER, 0),
         (3, CUT_SHORT, 3),
         (137, CUT_SHORT, 137),
         (137, [*CUT_SHORT, ENDED_NOTE, LEFT_NOTE], 0),
