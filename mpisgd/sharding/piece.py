@@ -25,6 +25,8 @@ Entries = Mapping[str, Any]  # the state of one tensor
 
 MASTER = "master"  # the entry that is the parameter itself, in the precision in which it is updated
 
+MOST_NAMED = 3  # members in the name of a piece
+
 # Of torch's optimizers; a parameter without dimensions has an average of the same shape.
 COUNTERS = frozenset({"step", "eta", "mu", "mu_product"})
 
@@ -86,10 +88,13 @@ class Piece:
     def name(self, names: Sequence[str]) -> str:
         """Return which parts of which parameters it is, such as `weight[0:512]+bias[0:64]`.
 
+        Of many, the first and the last: `a[0:64]+...+z[0:64]`.
+
         Args:
             names: of all parameters.
         """
-        return "+".join(f"{names[m.param]}[{m.first}:{m.first + m.numel}]" for m in self.members)
+        parts = [f"{names[m.param]}[{m.first}:{m.first + m.numel}]" for m in self.members]
+        return "+".join(parts if len(parts) <= MOST_NAMED else [parts[0], "...", parts[-1]])
 
     @property
     def dtype(self) -> torch.dtype:
