@@ -122,7 +122,7 @@ class Piece:
             self.tensor.copy_(torch.where(changed, self.target.to(self.tensor.dtype), self.tensor))
 
     def split(self, keys: Sequence[Hashable]) -> "list[Piece]":
-        """Return pieces that together are this one, each of neighbours with one key; without gradients."""
+        """Return pieces that together are this one, each of neighbours with one key."""
         starts = [0] + [i for i in range(1, len(keys)) if keys[i] != keys[i - 1]]
         if len(starts) < 2:
             return [self]
@@ -134,7 +134,9 @@ class Piece:
         tensor = torch.nn.Parameter(self.tensor.detach()[begin:end])
         target = None if self.target is None else self.target[begin:end]
         moved = [member._replace(at=member.at - begin) for member in members]
-        return Piece(tensor, self.group, moved, target=target)
+        part = Piece(tensor, self.group, moved, target=target)
+        part.grad = None if self.grad is None else self.grad[begin:end]
+        return part
 
     # -- what the optimizer keeps for it -------------------------------------------------------------
 

@@ -227,7 +227,9 @@ def test_older_weights_give_a_curve_of_their_own(curves, name):
 
 
 def test_a_pipeline_that_is_saved_is_empty_and_goes_on_alike(curves):
-    assert max_difference(curves["pipedream to itself"], curves["pipedream"]) < 1e-12
+    until = 2 * SAVED_STEP  # where the first run is saved, and empty, once more
+    resumed, saved = curves["pipedream to itself"], curves["pipedream"]
+    assert max_difference(resumed[:until], saved[:until]) < 1e-12
 
 
 @pytest.mark.parametrize("name", ["LocalSGD to DiLoCo", "LocalSGD to zero 3"])
