@@ -5,11 +5,14 @@
     mpirun -np 4 python scripts/train_text.py --zero 3                           sharded model
     mpirun -np 8 python scripts/train_text.py --parallel dp=2,tp=2,pp=2          three axes
     mpirun -np 4 python scripts/train_text.py --strategy "DiLoCo(50)"            data parallel on a slow link
+    mpirun -np 4 python scripts/train_text.py --pipeline pipedream               stages that never wait
+    mpirun -np 4 python scripts/train_text.py --layout "batch:dp; hidden:tp; vocab:tp" --mesh dp:2,tp:2
 
-All but the last is torch's own (DDP, fully_shard, parallelize_module, pipelining, distributed checkpoints),
-and runs over MPI by the name of a backend, at (1). The loss is the same in every layout. How a model is
+The first four are torch's own (DDP, fully_shard, parallelize_module, pipelining, distributed checkpoints),
+and run over MPI by the name of a backend, at (1). The loss is the same in every layout. How a model is
 divided at (3) is in parallelize.py; forward and backward are in training_pass.py. --strategy and
---compression are mpisgd's (methods.py), for whole models on all ranks.
+--compression are mpisgd's (methods.py), for whole models on all ranks, as --pipeline (text_pipeline.py) and
+--layout (text_dimensions.py) are for divided ones.
 
 Only rank 0 reads text; checkpoints are written by all ranks, into a folder that all hosts share.
 """
@@ -27,32 +30,26 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import typer
-from layout import Layout, check_fit, parse_layout
-from methods import CompressionOption, Method, StrategyOption, common_model, finish, read_method
+from division import Division, Zero, check_division, choose_layout, choose_method
+from layout import Layout, check_fit
+from methods import CompressionOption, StrategyOption, common_model, finish
 from parallelize import parallelize
 from ranks import mean_over_ranks, on_rank_0
 from records import TensorBoard, Terminal, append_metrics, check_tensorboard, check_writable
 from text_data import load, random_sequences
+from text_dimensions import LaidOut, read_mesh_layout
 from text_model import GPT, ModelSize, build_model
+from text_pipeline import Scheduled, ScheduleName
 from text_state import read_run, read_state, write_checkpoint
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from training_pass import Pipelined, Whole
+from training_pass import Pass, Pipelined, Whole
 
 import mpisgd
 from mpisgd.cli.program import run_program
 from mpisgd.nn import ProgressiveLayerDropping
 
 BATCH_SIZE = 48  # divides by 1, 2, 3, 4, 6 and 8 ranks
-
-
-class Zero(str, Enum):
-    """What --zero takes."""
-
-    nothing = "0"
-    optimizer = "1"
-    gradients = "2"
-    parameters = "3"
 
 
 class Precision(str, Enum):
@@ -102,7 +99,7 @@ class Training:
     """This rank's part of what is trained, and how it went so far."""
 
     model: nn.Module
-    model_pass: Whole | Pipelined
+    model_pass: Pass
     optimizer: torch.optim.Optimizer
     batch_slice: slice
     step: int = 0
@@ -113,12 +110,35 @@ class Training:
 # --- training -----------------------------------------------------------------------------------------
 
 
-def build_training(
-    whole: GPT, settings: Settings, layout: Layout, num_micro_batches: int, method: Method
-) -> Training:
+def build_training(whole: GPT, settings: Settings, division: Division) -> Training:
     """This rank's part of the model and of every batch. Collective."""
-    mesh = layout.mesh()  # (2) the ranks as a grid
     dropping = drop_layers(whole, settings)
+    everything = slice(settings.batch_size)
+    if division.schedule is not None:
+        staged = Scheduled(
+            whole,
+            division.layout,
+            division.schedule,
+            division.num_micro_batches,
+            lambda params: torch.optim.AdamW(params, lr=settings.lr),
+            recompute=division.recompute,
+        )
+        return Training(staged.model, staged, staged.optimizer, everything)
+    for block in whole.blocks.values():
+        block.checkpointed = division.recompute
+    if division.mesh_layout is not None:
+        laid_out = LaidOut(whole, division.mesh_layout, division.num_micro_batches, settings.batch_size)
+        optimizer = torch.optim.AdamW(laid_out.model.parameters(), lr=settings.lr)
+        return Training(laid_out.model, laid_out, optimizer, everything, dropping=dropping)
+    return build_parallel(whole, settings, division, dropping)
+
+
+def build_parallel(
+    whole: GPT, settings: Settings, division: Division, dropping: ProgressiveLayerDropping | None
+) -> Training:
+    """The same of torch's layouts, and of whole models. Collective."""
+    layout, method, num_micro_batches = division.layout, division.method, division.num_micro_batches
+    mesh = layout.mesh()  # (2) the ranks as a grid
     model = whole
     if method.is_default:
         model = parallelize(whole, layout, mesh, drops_layers=dropping is not None)  # (3)
@@ -169,10 +189,12 @@ def train_step(training: Training, settings: Settings, sequences: Tensor) -> Ten
     share = sequences[training.batch_slice]
     for group in training.optimizer.param_groups:
         group["lr"] = lr_at(training.step, settings)
-    training.optimizer.zero_grad()
+    if not training.model_pass.updates:
+        training.optimizer.zero_grad()
     with settings.autocast():
         loss = training.model_pass.backward(share[:, :-1], share[:, 1:])
-    training.optimizer.step()
+    if not training.model_pass.updates:
+        training.optimizer.step()
     training.step += 1
     if training.dropping is not None:
         training.dropping.step()
@@ -230,7 +252,7 @@ def write_text(training: Training, settings: Settings, prompt: bytes, num_bytes:
         if logits is not None:
             likely = (logits[0, len(seen) - 1].float() / TEMPERATURE).softmax(dim=0)
             byte = torch.multinomial(likely, 1, generator=generator)
-        mpisgd.broadcast(byte, src=mpisgd.size() - 1)  # the last rank is on the last stage
+        mpisgd.broadcast(byte, src=training.model_pass.logits_rank % mpisgd.size())
         text.append(int(byte))
     return bytes(text)
 
@@ -277,31 +299,10 @@ def resume(folder: Path, training: Training, identity: dict[str, Any]) -> None:
 
 def save(folder: Path, training: Training, identity: dict[str, Any]) -> None:
     """Write all that `resume` needs. Collective."""
+    training.model_pass.flush()
     history = [asdict(figures) for figures in training.history]
     run = {"identity": identity, "step": training.step, "history": history}
     write_checkpoint(folder, training.model, training.optimizer, run)
-
-
-def choose_method(strategy: str, compression: str, zero: Zero, offload: Path | None) -> Method:
-    """How the ranks train together; --zero 2 is mpisgd's own sharding, the others are torch's."""
-    if zero is not Zero.gradients:
-        if offload is not None:
-            raise mpisgd.JobError("--offload goes with --zero 2")
-        return read_method(strategy, compression)
-    if read_method(strategy, compression) != read_method("Synchronous", "none"):
-        raise mpisgd.JobError("--zero 2 is a strategy of its own; leave out --strategy and --compression")
-    on_disk = None if offload is None else mpisgd.Offload(offload)
-    return Method(mpisgd.Sharded(stage=2, offload=on_disk), mpisgd.Compression.none)
-
-
-def check_method(method: Method, layout: Layout) -> None:
-    """A strategy and a compression want the whole model on every rank."""
-    if method.is_default or (layout.zero in (0, 2) and layout.tp == layout.pp == 1):
-        return
-    divided = f"--zero {layout.zero}" if layout.zero in (1, 3) else f"--parallel {layout}"
-    raise mpisgd.JobError(
-        f"--strategy, --compression and --zero 2 go with the whole model on every rank, not with {divided}"
-    )
 
 
 def check_outputs(save: Path | None, metrics: Path | None) -> None:
@@ -316,15 +317,16 @@ def check_outputs(save: Path | None, metrics: Path | None) -> None:
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
-def describe(
-    settings: Settings, layout: Layout, num_micro_batches: int, model: nn.Module, text: Tensor
-) -> str:
+def describe(settings: Settings, division: Division, model: nn.Module, text: Tensor) -> str:
     """The line above the steps; `model` is the whole one."""
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    split = f"{layout.dp} x {num_micro_batches} x {settings.batch_size // layout.dp // num_micro_batches}"
+    num_replicas, num_micro_batches = division.layout.dp, division.num_micro_batches
+    split = (
+        f"{num_replicas} x {num_micro_batches} x {settings.batch_size // num_replicas // num_micro_batches}"
+    )
     return (
         f"GPT with {num_parameters:,} parameters, {settings.precision.value}; {len(text):,} bytes of text; "
-        f"{layout}, zero {layout.zero}; batch {settings.batch_size} = {split}"
+        f"{division}; batch {settings.batch_size} = {split}"
     )
 
 
@@ -342,6 +344,13 @@ def main(
     offload: Annotated[
         Path | None, typer.Option(help="With --zero 2: folder for the optimizer's state.")
     ] = None,
+    pipeline: Annotated[
+        ScheduleName | None, typer.Option(help="Stages by a schedule of mpisgd.pipeline; default: pp=ranks.")
+    ] = None,
+    layout_rules: Annotated[
+        str | None, typer.Option("--layout", help="Dimensions by axis: 'batch:dp; hidden:tp; vocab:tp'.")
+    ] = None,
+    mesh: Annotated[str | None, typer.Option(help="With --layout: ranks per axis, 'dp:2, tp:2'.")] = None,
     precision: Annotated[Precision, typer.Option(help="bf16: autocast to bfloat16.")] = (Precision.float32),
     checkpoint_activations: Annotated[
         bool, typer.Option("--checkpoint-activations", help="Recompute activations in backward.")
@@ -380,15 +389,19 @@ def main(
 ) -> None:
     """Train a GPT on text, on all ranks of the job (mpirun -np N ...), or alone."""
     mpisgd.init()
-    layout, method = (
-        parse_layout(parallel, int(zero.value), mpisgd.size()),
+    division = Division(
+        layout := choose_layout(parallel, zero, pipeline, layout_rules),
         choose_method(strategy, compression, zero, offload),
+        pipeline,
+        read_mesh_layout(layout_rules, mesh),
+        accumulate or (2 * layout.pp if layout.pp > 1 else 1),
+        checkpoint_activations,
+        layer_dropping is not None,
     )
-    check_method(method, layout)
-    num_micro_batches = accumulate or (2 * layout.pp if layout.pp > 1 else 1)
     sizes = (layers, heads, dim, context, batch_size)
     settings = Settings(*sizes, lr, warmup_steps, seed, precision, layer_dropping)
-    check_fit(layout, settings.model_size, batch_size, num_micro_batches)
+    check_division(division, parallel)
+    check_fit(layout, settings.model_size, batch_size, division.num_micro_batches)
     on_rank_0(lambda: check_outputs(save_to, metrics))
     on_rank_0(lambda: check_tensorboard(tensorboard))
     text = load_text(data, context)
@@ -396,10 +409,8 @@ def main(
 
     dist.init_process_group("mpisgd")  # (1)
     model = build_model(settings.model_size, seed)
-    headline = describe(settings, layout, num_micro_batches, model, text)
-    for block in model.blocks.values():
-        block.checkpointed = checkpoint_activations
-    training = build_training(model, settings, layout, num_micro_batches, method)
+    headline = describe(settings, division, model, text)
+    training = build_training(model, settings, division)
     if resume_from:
         resume(resume_from, training, run_identity)
     if metrics:
@@ -421,6 +432,7 @@ def main(
             if save_to and (training.step == steps or (save_every and training.step % save_every == 0)):
                 save(save_to, training, run_identity)
         finish(training.optimizer)
+        training.model_pass.flush()
         if sample:
             with common_model(training.optimizer):
                 written = write_text(training, settings, (prompt or "\n").encode(), sample)
@@ -428,6 +440,7 @@ def main(
         if save_to:
             terminal.say(f"checkpoint: {save_to}")
     board.close()
+    training.model_pass.close()
     dist.destroy_process_group()
 
 

@@ -1,6 +1,7 @@
 """Forward and backward of a batch in micro-batches: sequential, or in a pipeline.
 
-Both accumulate the gradients of the mean loss of the micro-batches and return the sum of their losses.
+Both accumulate the gradients of the mean loss of the micro-batches and return the sum of their losses. Those
+of mpisgd's own divided models are in text_pipeline.py and text_dimensions.py.
 """
 
 from __future__ import annotations
@@ -12,10 +13,36 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-__all__ = ["Pipelined", "Whole"]
+__all__ = ["Pass", "Pipelined", "Whole"]
 
 
-class Whole:
+class Pass:
+    """What a step does with a batch.
+
+    Attributes:
+        updates: whether `backward` updates the parameters, too.
+        logits_rank: the rank that has what `logits` returns.
+    """
+
+    updates = False
+    logits_rank = -1  # the last
+
+    def backward(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
+        """Forward and backward; the mean loss, None on ranks that do not see it."""
+        raise NotImplementedError
+
+    def logits(self, tokens: Tensor) -> Tensor | None:
+        """Forward alone, of [1, context] bytes."""
+        raise NotImplementedError
+
+    def flush(self) -> None:
+        """Let no part of a step be left to do. Collective."""
+
+    def close(self) -> None:
+        """Let go of what is no use any more. Collective."""
+
+
+class Whole(Pass):
     """Every rank has all layers (or a part of each); micro-batches bound the memory of activations."""
 
     def __init__(self, model: nn.Module, num_micro_batches: int) -> None:
@@ -40,7 +67,7 @@ class Whole:
         return self.model(tokens)
 
 
-class Pipelined:
+class Pipelined(Pass):
     """This rank has some of the layers; micro-batches follow each other, so that every stage has work."""
 
     def __init__(self, model: nn.Module, num_micro_batches: int, group: ProcessGroup) -> None:

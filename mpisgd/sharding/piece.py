@@ -25,6 +25,8 @@ Entries = Mapping[str, Any]  # the state of one tensor
 
 MASTER = "master"  # the entry that is the parameter itself, in the precision in which it is updated
 
+MOST_NAMED = 3  # members in the name of a piece
+
 # Of torch's optimizers; a parameter without dimensions has an average of the same shape.
 COUNTERS = frozenset({"step", "eta", "mu", "mu_product"})
 
@@ -86,10 +88,13 @@ class Piece:
     def name(self, names: Sequence[str]) -> str:
         """Return which parts of which parameters it is, such as `weight[0:512]+bias[0:64]`.
 
+        Of many, the first and the last: `a[0:64]+...+z[0:64]`.
+
         Args:
             names: of all parameters.
         """
-        return "+".join(f"{names[m.param]}[{m.first}:{m.first + m.numel}]" for m in self.members)
+        parts = [f"{names[m.param]}[{m.first}:{m.first + m.numel}]" for m in self.members]
+        return "+".join(parts if len(parts) <= MOST_NAMED else [parts[0], "...", parts[-1]])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -117,7 +122,7 @@ class Piece:
             self.tensor.copy_(torch.where(changed, self.target.to(self.tensor.dtype), self.tensor))
 
     def split(self, keys: Sequence[Hashable]) -> "list[Piece]":
-        """Return pieces that together are this one, each of neighbours with one key; without gradients."""
+        """Return pieces that together are this one, each of neighbours with one key."""
         starts = [0] + [i for i in range(1, len(keys)) if keys[i] != keys[i - 1]]
         if len(starts) < 2:
             return [self]
@@ -129,7 +134,9 @@ class Piece:
         tensor = torch.nn.Parameter(self.tensor.detach()[begin:end])
         target = None if self.target is None else self.target[begin:end]
         moved = [member._replace(at=member.at - begin) for member in members]
-        return Piece(tensor, self.group, moved, target=target)
+        part = Piece(tensor, self.group, moved, target=target)
+        part.grad = None if self.grad is None else self.grad[begin:end]
+        return part
 
     # -- what the optimizer keeps for it -------------------------------------------------------------
 

@@ -18,6 +18,7 @@ SHORT = (*TINY, "--steps", 20, "--log-every", 1, "--lr", 0.01, "--sample", 4)
 SAVED_STEP = 8
 
 LOCAL = ("--strategy", "LocalSGD(3)", "--compression", "TopK(ratio=0.3)")
+PIPEDREAM = ("--pipeline", "pipedream", "--checkpoint-activations")
 # Starting a job costs far more than the training: one job per number of ranks makes all runs.
 RUNS = {
     4: {
@@ -25,6 +26,8 @@ RUNS = {
         "dp=2,pp=2": ("--parallel", "dp=2,pp=2", "--accumulate", 2),  # DDP fails there, see parallelize.py
         "tp=2,pp=2": ("--parallel", "tp=2,pp=2"),
         "dp=2,tp=2 zero 3": ("--parallel", "dp=2,tp=2", "--zero", 3, "--checkpoint-activations"),
+        "1f1b dp=2,pp=2": ("--pipeline", "1f1b", "--parallel", "dp=2,pp=2", "--accumulate", 2),
+        "layout on 2 x 2": ("--layout", "batch:dp; heads:tp; hidden:tp; vocab:tp", "--mesh", "dp:2,tp:2"),
     },
     2: {
         "dp=2": ("--parallel", "dp=2"),
@@ -41,6 +44,11 @@ RUNS = {
         "bf16 tp=2": ("--precision", "bf16", "--parallel", "tp=2"),
         "bf16 zero 3": ("--precision", "bf16", "--zero", 3),
         "all elements by TopK": ("--compression", "TopK(ratio=1.0)", "--accumulate", 2),
+        "gpipe": ("--pipeline", "gpipe", "--checkpoint-activations"),
+        "layout": ("--layout", "hidden:tp; vocab:tp", "--mesh", "tp:2", "--accumulate", 2),
+        "bf16 layout": ("--precision", "bf16", "--layout", "hidden:tp", "--mesh", "tp:2"),
+        "pipedream": PIPEDREAM,
+        "2bw": ("--pipeline", "2bw"),
         "LocalSGD": LOCAL,
         "without communication": ("--parallel", "dp=2"),
     },
@@ -51,11 +59,14 @@ RUNS = {
     },
 }
 # Those that leave a checkpoint, and those that go on from it: number of ranks, from which, options.
-SAVED = ("dp=2,tp=2", "zero 1", "LocalSGD")
+SAVED = ("dp=2,tp=2", "zero 1", "LocalSGD", "pipedream")
 RESUMED = {
     "dp=2,tp=2 to pp=2": (2, "dp=2,tp=2", ("--parallel", "pp=2")),
     "dp=2,tp=2 to zero 1": (2, "dp=2,tp=2", ("--zero", 1)),
     "zero 1 to zero 3": (2, "zero 1", ("--zero", 3)),
+    "zero 1 to gpipe": (2, "zero 1", ("--pipeline", "gpipe")),
+    "dp=2,tp=2 to layout": (2, "dp=2,tp=2", ("--layout", "length:a", "--mesh", "a:2")),
+    "pipedream to itself": (2, "pipedream", PIPEDREAM),
     "LocalSGD to itself": (2, "LocalSGD", LOCAL),
     "LocalSGD to DiLoCo": (2, "LocalSGD", ("--strategy", "DiLoCo(4)")),
     "LocalSGD to zero 3": (2, "LocalSGD", ("--zero", 3)),
@@ -69,7 +80,7 @@ WITH_EIGHT = {
 EQUAL = [
     name
     for name in (*RUNS[4], *RUNS[2], *RESUMED)
-    if not name.startswith(("bf16", "LocalSGD")) and name != "without communication"
+    if not name.startswith(("bf16", "LocalSGD", "pipedream", "2bw")) and name != "without communication"
 ]
 
 DRIVER = """
@@ -79,6 +90,29 @@ command, share = typer.main.get_command(train_text.app), parallelize.share
 for name, args in json.loads(sys.argv[1]):
     parallelize.share = (lambda model, *_: model) if name == "without communication" else share
     command.main(args, standalone_mode=False)
+"""
+
+AXIS = ("--layout", "batch:a", "--mesh", "a:1")
+REFUSED = [
+    (("--layout", "hidden:tp"), "--layout 'batch:dp; hidden:tp' and --mesh 'dp:2, tp:2' go together"),
+    (("--layout", "hidden:tp", "--mesh", "tp:3"), "the mesh has as many places as the job has ranks"),
+    (("--layout", "width:a", "--mesh", "a:1"), "each rule names a dimension of the model"),
+    ((*AXIS, "--pipeline", "gpipe"), "--pipeline and --layout do not go together"),
+    ((*AXIS, "--zero", 3), "--layout goes without --zero"),
+    ((*AXIS, "--strategy", "LocalSGD(4)"), "--layout goes without --zero, --strategy"),
+    ((*AXIS, "--parallel", "dp=1"), "instead of --parallel"),
+    ((*AXIS, "--checkpoint-activations"), "--checkpoint-activations does not go with --layout"),
+    (("--pipeline", "pipedream"), "two stages or more"),
+]
+REFUSALS = """
+import json, sys
+import mpisgd, train_text, typer
+command = typer.main.get_command(train_text.app)
+for args in json.loads(sys.argv[1]):
+    try:
+        command.main(args, standalone_mode=False)
+    except mpisgd.JobError as error:
+        print(error)
 """
 
 pytestmark = pytest.mark.timeout(1200)  # the first test waits for all jobs
@@ -116,7 +150,13 @@ def folder(tmp_path_factory) -> Path:
 def wanted_by(items: list[pytest.Item]) -> set[str]:
     """The runs that the selected tests look at, by name or always, and those that others go on from."""
     named = {item.callspec.params.get("name") for item in items if hasattr(item, "callspec")}
-    always = ("alone", "another seed", "without communication", "LocalSGD to itself")
+    always = (
+        "alone",
+        "another seed",
+        "without communication",
+        "LocalSGD to itself",
+        "pipedream to itself",
+    )
     return {*named, *SAVED, *always}
 
 
@@ -167,7 +207,7 @@ def test_seed_decides_the_curve(curves):
     assert max_difference(curves["another seed"], curves["alone"]) > 1e-3
 
 
-@pytest.mark.parametrize("name", ["bf16 alone", "bf16 dp=2", "bf16 tp=2", "bf16 zero 3"])
+@pytest.mark.parametrize("name", ["bf16 alone", "bf16 dp=2", "bf16 tp=2", "bf16 zero 3", "bf16 layout"])
 def test_bf16_is_used_and_learns(curves, name):
     assert 5e-6 < max_difference(curves[name], curves["alone"]) < 1e-2
 
@@ -177,6 +217,19 @@ def test_ranks_that_train_by_themselves_have_a_curve_of_their_own_and_go_on_with
     assert max_difference(local, alone) > 1e-3
     assert local[-1] < local[0] - 1
     assert max_difference(curves["LocalSGD to itself"], local) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["pipedream", "2bw"])
+def test_older_weights_give_a_curve_of_their_own(curves, name):
+    alone, stale = curves["alone"], curves[name]
+    assert max_difference(stale, alone) > 1e-3
+    assert stale[-1] < stale[0] - 1
+
+
+def test_a_pipeline_that_is_saved_is_empty_and_goes_on_alike(curves):
+    until = 2 * SAVED_STEP  # where the first run is saved, and empty, once more
+    resumed, saved = curves["pipedream to itself"], curves["pipedream"]
+    assert max_difference(resumed[:until], saved[:until]) < 1e-12
 
 
 @pytest.mark.parametrize("name", ["LocalSGD to DiLoCo", "LocalSGD to zero 3"])
@@ -234,6 +287,16 @@ def test_a_strategy_for_a_divided_model_is_refused_once():
     assert_refused(done, "--strategy, --compression and --zero 2", "not with --zero 3")
 
 
+def test_what_does_not_go_with_a_divided_model_is_refused():
+    """All in one process, a job of one."""
+    env = {"PYTHONPATH": os.pathsep.join(filter(None, [str(SCRIPTS), os.environ.get("PYTHONPATH")]))}
+    args = json.dumps([[*map(str, (*TINY, *options))] for options, _ in REFUSED])
+    done = run_python("-c", REFUSALS, args, env=env)
+    assert (done.returncode, done.stderr) == (0, "")
+    for (options, said), line in zip(REFUSED, done.stdout.splitlines(), strict=True):
+        assert said in line, options
+
+
 def test_a_part_of_a_rank_that_is_missing_is_refused(curves, folder, tmp_path):
     saved = tmp_path / "saved"
     shutil.copytree(saved_by(folder, "LocalSGD") / f"step-{SAVED_STEP:08d}", saved)
@@ -259,11 +322,12 @@ def test_the_same_layers_are_dropped_in_every_layout_and_after_a_restart(folder)
         "dropped dp=2": ("--save", saved, "--save-every", SAVED_STEP),
         "dropped pp=2": ("--parallel", "pp=2"),
         "dropped tp=2": ("--parallel", "tp=2", "--resume", saved / f"step-{SAVED_STEP:08d}"),
+        "dropped layout": ("--layout", "heads:tp", "--mesh", "tp:2"),
         "all layers": ("--layer-dropping", "1,1"),
     }
     train_all({name: (*options, *more, "--metrics", folder / name) for name, more in runs.items()}, 2)
     curves = {name: losses(folder / name) for name in runs}
-    for name in ("dropped pp=2", "dropped tp=2"):
+    for name in ("dropped pp=2", "dropped tp=2", "dropped layout"):
         assert max_difference(curves[name], curves["dropped dp=2"]) < 1e-5
     assert max_difference(curves["all layers"], curves["dropped dp=2"]) > 1e-3
     assert curves["dropped dp=2"][-1] < curves["dropped dp=2"][0] - 1

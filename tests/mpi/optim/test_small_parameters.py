@@ -106,3 +106,24 @@ def test_they_are_together_again_with_other_ranks():
     everyone(all(map(torch.equal, before, run.model.parameters())))
     plain_step(run, 1)
     everyone(sum(pieces) == sum(len(piece.members) for piece in pieces_of(run)), f"{pieces}")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_that_is_taken_away_leaves_the_others_alone(stage):
+    """Also in the first step after a state was loaded, which cuts what had none off from what had one."""
+    taken = (2, 5, 6)
+
+    def body(run: Run, step: int) -> None:
+        run.opt.zero_grad()
+        run.backward(step)
+        for index, param in enumerate(run.model.parameters()):
+            if index in taken and step % 2 == 0:
+                param.grad = None
+        if step == 2:
+            run.opt.load_state_dict(run.opt.state_dict())
+        run.opt.step()
+
+    check_same_bits(body, stage, steps=1, model=Narrow, optimizer=two_groups)
+    check_equal_runs(
+        body, steps=5, tol=ADAM_DRIFT, model=Narrow, optimizer=two_groups, strategy=mpisgd.Sharded(stage)
+    )
