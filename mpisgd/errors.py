@@ -31,6 +31,8 @@
 Every leaf also derives from the builtin exception named beside it, so `except ValueError` works.
 """
 
+import re
+
 __all__ = [
     "AlreadyInitialized",
     "CheckpointDamaged",
@@ -62,6 +64,16 @@ __all__ = [
 ]
 
 
+# At the end of a message; one that is passed on in another error gets that error's own.
+_ANCHOR = re.compile(r" \[mpisgd:[a-z-]+\]$")
+
+
+def anchor(kind: type[BaseException]) -> str:
+    """Return the short name of an error's entry in the catalogue, such as `collective-timeout`."""
+    public = next(base for base in kind.__mro__ if base.__module__ == __name__)
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "-", public.__name__).lower()
+
+
 class MpisgdError(Exception):
     """Base of everything mpisgd raises on purpose.
 
@@ -74,6 +86,15 @@ class MpisgdError(Exception):
     """
 
     on_every_rank = False
+
+    def __str__(self) -> str:
+        """The message, and the short name of the error's entry in the catalogue."""
+        name = anchor(type(self))
+        return f"{self}" if name == "mpisgd-error" else f"{self} [mpisgd:{name}]"
+
+    def __format__(self, spec: str) -> str:
+        """The message alone, as a part of another text."""
+        return format(_ANCHOR.sub("", super().__str__()), spec)
 
 
 class NotInitialized(MpisgdError, RuntimeError):
@@ -356,3 +377,11 @@ class JobError(MpisgdError, RuntimeError):
     def __init__(self, message: str, exit_code: int = 2) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+    def __str__(self) -> str:
+        """The message alone: it is the program's own."""
+        return f"{self}"
+
+    def __format__(self, spec: str) -> str:
+        """As it is: it may be that of another error."""
+        return format(RuntimeError.__str__(self), spec)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import re
 
 from mpisgd import errors
+from mpisgd.errors import anchor
 
-__all__ = ["anchor", "page"]
+__all__ = ["page"]
 
 FIRST = """# Errors
 
@@ -16,12 +16,9 @@ to do. All of them derive from `mpisgd.MpisgdError`, and each also from the buil
 so `except ValueError` works. [Order and
 checks](../concepts/order-and-checks.md) shows which mistake leads to which error.
 
+The message of an error ends with the short name of its entry here: `[mpisgd:collective-timeout]`.
+
 """
-
-
-def anchor(cls: type) -> str:
-    """The short name of an error: `collective-timeout` of CollectiveTimeout."""
-    return re.sub(r"(?<=[a-z])(?=[A-Z])", "-", cls.__name__).lower()
 
 
 def page() -> str:

@@ -51,7 +51,7 @@ def test_folder_without_a_complete_one_is_refused(tmp_path):
 
 def test_one_of_another_run_is_refused_with_the_difference(tmp_path):
     leave_checkpoint(tmp_path, 20, **{"--dim": 32})
-    with pytest.raises(CheckpointError, match=r"is of a run with --dim 32 \(here 16\)$"):
+    with pytest.raises(CheckpointError, match=r"is of a run with --dim 32 \(here 16\)"):
         read_run(tmp_path, IDENTITY)
 
 

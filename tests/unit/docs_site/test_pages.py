@@ -77,15 +77,15 @@ def test_every_variable_of_the_sources_is_in_the_table():
 @pytest.mark.parametrize("name", errors.__all__)
 def test_every_error_has_an_anchor_with_causes_and_what_to_do(name):
     section = error_page.page().split(f"\n## {name} ")[1].split("\n## ")[0]
-    assert section.startswith(f"{{ #{error_page.anchor(getattr(errors, name))} }}")
+    assert section.startswith(f"{{ #{errors.anchor(getattr(errors, name))} }}")
     assert "**Causes.** " in section
     assert "**What to do.** " in section
 
 
 def test_anchors_of_errors_are_short_names():
-    assert error_page.anchor(errors.CollectiveTimeout) == "collective-timeout"
-    assert error_page.anchor(errors.Deadlock) == "deadlock"
-    anchors = [error_page.anchor(getattr(errors, name)) for name in errors.__all__]
+    assert errors.anchor(errors.CollectiveTimeout) == "collective-timeout"
+    assert errors.anchor(errors.Deadlock) == "deadlock"
+    anchors = [errors.anchor(getattr(errors, name)) for name in errors.__all__]
     assert len(set(anchors)) == len(anchors)
 
 

@@ -35,7 +35,7 @@ def test_otherwise_the_reason_is_told(here, why):
     assert choose("auto", here, range(len(here))) == (STAGING, why)
     with pytest.raises(InvalidArgument) as caught:
         choose("nccl", here, range(len(here)))
-    assert str(caught.value) == f"gpu='nccl' cannot be: {why}"
+    assert f"{caught.value}" == f"gpu='nccl' cannot be: {why}"
     assert caught.value.on_every_rank
 
 
