@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor, nn
+from torch.optim.sgd import SGD  # torch.optim itself has no types for it before 2.5
 
 import mpisgd
 from mpisgd import checkpoint, elastic
@@ -33,7 +34,7 @@ def strategies(model: nn.Module) -> list[mpisgd.DistributedOptimizer]:
     described: list[mpisgd.Strategy] = [mpisgd.Synchronous(), mpisgd.LocalSGD(sync_every=4), mpisgd.Gossip()]
     return [
         mpisgd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.1),
+            SGD(model.parameters(), lr=0.1),
             named_parameters=model.named_parameters(),
             strategy=strategy,
         )
@@ -46,7 +47,7 @@ def main() -> None:
     model = nn.Linear(4, 2)
     mpisgd.broadcast_parameters(model)
     optimizer = mpisgd.DistributedOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), compression=mpisgd.compress.TopK(ratio=0.5)
+        SGD(model.parameters(), lr=0.1), compression=mpisgd.compress.TopK(ratio=0.5)
     )
     state = elastic.State(model=model, optimizer=optimizer, step=0)
     state.commit()
