@@ -1,6 +1,7 @@
 """Optimizers whose momentum travels as one bit per element: equal to their papers, in one process."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ __all__ = ["ONE_BIT_OPTIMIZERS"]
 
 LR, BETAS, EPS = 0.01, (0.9, 0.99), 1e-4  # an epsilon that keeps it from dividing by next to nothing
 FREEZE = 3
-SETTINGS = {"lr": LR, "betas": BETAS, "eps": EPS}
+SETTINGS: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS}
 # By the policies of 0/1 Adam with these arguments, step by step: see the paper's section 6.
 POLICY = {"var_freeze_step": 4, "var_update_scaler": 1, "local_step_scaler": 2, "local_step_clipper": 2}
 RENEWALS = {1, 2, 4}
