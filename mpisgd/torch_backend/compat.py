@@ -61,7 +61,7 @@ def arrived(tensor: Tensor) -> Tensor:
     """Return the plain tensor of what a functional collective returns: a stage's output, say."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-    return tensor.trigger_wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def blocks(opts: Any) -> bool:

@@ -49,7 +49,7 @@ class _Exchange:
 
     def _signs(self, vector: Tensor) -> Tensor:
         return torch.cat(
-            [torch.where(part < 0, -1, 1) * part.abs().mean() for part in vector.split(self._pieces)]
+            [torch.where(part < 0, -1, 1) * part.abs().mean() for part in torch.split(vector, self._pieces)]
         )
 
 
@@ -148,19 +148,19 @@ def one_bit_lamb(
 ) -> Tensor:
     """LAMB; after `freeze` steps v and trust ratios are kept, m exchanged, factors foretold (Li 2021)."""
     ranks = _Ranks(problem, order)
-    layers = [_Layer(x, betas, eps) for x in ranks.start.split(ranks.lengths)]
+    layers = [_Layer(x, betas, eps) for x in torch.split(ranks.start, ranks.lengths)]
     rows = []
     for step in range(1, problem.steps + 1):
         x = torch.cat([layer.x for layer in layers])
         m = torch.cat([layer.m for layer in layers])
         grads = ranks.gradients(step - 1, x)
         if step <= freeze:
-            parts = mean_in_order(grads, order).split(ranks.lengths)
+            parts = torch.split(mean_in_order(grads, order), ranks.lengths)
             for layer, grad in zip(layers, parts, strict=True):
                 layer.step(grad, lr)
         else:
             joined = ranks.average([betas[0] * m + (1 - betas[0]) * grad for grad in grads])
-            for layer, momentum in zip(layers, joined.split(ranks.lengths), strict=True):
+            for layer, momentum in zip(layers, torch.split(joined, ranks.lengths), strict=True):
                 layer.frozen_step(momentum, lr)
         rows.append(torch.cat([layer.x for layer in layers]))
     return torch.stack(rows)

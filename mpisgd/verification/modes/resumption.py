@@ -104,7 +104,8 @@ def _train_without_last(
 
 def after_a_loss(trainee: Trainee) -> Tensor:
     """Train with `mpisgd.elastic`; the last rank is killed in the middle, between forward and backward."""
-    problem, model, rows = trainee.problem, trainee.problem.model(), []
+    problem, model = trainee.problem, trainee.problem.model()
+    rows: list[Tensor] = []
     alone = trainee.sabotage is Sabotage.NO_COMMUNICATION
     made = sgd(list(model.parameters()))
     optimizer = made if alone else mpisgd.DistributedOptimizer(made, model.named_parameters())

@@ -11,7 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 import mpisgd
@@ -86,9 +91,9 @@ def _sharded(
     return train_distributed(trainee, model, batch or trainee.batch)
 
 
-def _shard(model: nn.Sequential, mesh: DeviceMesh) -> None:
+def _shard(model: nn.Module, mesh: DeviceMesh) -> None:
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view", UserWarning)
-    for layer in model:
+    for layer in model.children():
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -111,11 +116,9 @@ def three_ways(trainee: Trainee) -> Tensor:
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=axes)
     stage, half, _ = (mesh.get_local_rank(axis) for axis in axes)
     mine = _layers(trainee)[3 * stage : 3 * stage + 3 - stage]
-    divided = [
-        {"0": ColwiseParallel(), "2": RowwiseParallel()},
-        {"4": ColwiseParallel(output_layouts=Replicate())},
-    ]
-    parallelize_module(mine, mesh["tp"], dict(divided[stage]))
+    first: dict[str, ParallelStyle] = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    second: dict[str, ParallelStyle] = {"4": ColwiseParallel(output_layouts=Replicate())}
+    parallelize_module(mine, mesh["tp"], (first, second)[stage])
     if trainee.sabotage is not Sabotage.NO_COMMUNICATION:  # between the halves of the batch
         _shard(mine, mesh["dp"])
     ranks = range(half * 4, half * 4 + 4)
@@ -140,7 +143,7 @@ def pipeline(trainee: Trainee) -> Tensor:
 
 def _train_stage(
     trainee: Trainee,
-    mine: nn.Sequential,
+    mine: nn.Module,
     stage: int,
     stages: int,
     group: dist.ProcessGroup | None,
