@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -31,6 +32,7 @@ UNBOUND = {
     "OMPI_MCA_hwloc_base_binding_policy": "none",
 }
 END_S = 5.0
+ERROR = re.compile(r"(mpisgd\.[\w.]+|[\w.]+(Error|Exception)): ")  # the last line of a traceback
 # Runs a command that gets a signal (PR_SET_PDEATHSIG) when its parent ends, whatever ends that.
 END_WITH_PARENT = """
 import ctypes, os, sys
@@ -97,11 +99,12 @@ class Job(subprocess.Popen[bytes]):
         return [line.rstrip() for line in lines if line.strip()]
 
     def exit_report(self) -> str:
-        """Return how it ended, and the last line it wrote."""
+        """Return how it ended, and the error that it wrote first, or its last line."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.wait(END_S)
         lines = self.lines() or ["it said nothing"]
-        return f"exit code {self.returncode}: {lines[-1].strip()}"
+        said = next(filter(ERROR.match, lines), lines[-1])
+        return f"exit code {self.returncode}: {said.strip()}"
 
     def end(self) -> None:
         """End it and what it started; a launcher that is asked takes its ranks along."""

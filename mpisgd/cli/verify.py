@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["verify"]
 
+WIDTH = 240  # at most, where the table goes to a file
+
 Json = Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Write all cells here.")]
 Picture = Annotated[Path | None, typer.Option("--plot", metavar="PATH", help="Draw the matrix here.")]
 
@@ -122,7 +124,7 @@ def _finish(found: "Sequence[Cell]", json_file: Path | None, plot_file: Path | N
 
     from mpisgd.verification.report import draw, summary_of, table_of
 
-    Console(width=None if Console().is_terminal else 140).print(table_of(found))
+    Console(width=None if Console().is_terminal else WIDTH).print(table_of(found))
     for line in summary_of(found):
         typer.echo(line)
     try:

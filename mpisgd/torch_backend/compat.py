@@ -61,9 +61,7 @@ def arrived(tensor: Tensor) -> Tensor:
     """Return the plain tensor of what a functional collective returns: a stage's output, say."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-    if isinstance(tensor, AsyncCollectiveTensor):
-        return tensor.trigger_wait()  # type: ignore[no-untyped-call, no-any-return]
-    return tensor
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def blocks(opts: Any) -> bool:

@@ -67,8 +67,7 @@ def run_started(
 ) -> list[Cell]:
     """Run one job; report its cells as they come, and return them.
 
-    Raises:
-        JobError: it failed, or did not end in time.
+    If it fails, or does not end in time, the last one says so.
     """
     cells: list[Cell] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -84,12 +83,20 @@ def run_started(
             words = ["mpisgd", "verify", *_options(plan, job), "--cells", str(path)]
             try:
                 run_job(launcher, job.ranks, words, limit_s, watch=read, settings=job.settings)
-            except JobError:
+            except JobError as exc:
                 read()
                 if job.losing is None or not cells:  # else mpirun tells of the rank that was killed
-                    raise
+                    cells.append(_ended_early(job, cells, str(exc)))
+                    report(cells[-1])
             read()
     return cells
+
+
+def _ended_early(job: Started, cells: Sequence[Cell], why: str) -> Cell:
+    """Return the cell of a job that has not come to its end."""
+    after = f" after the mode {cells[-1].mode}" if cells else ""
+    said = f"the job ended early{after}: {why}"
+    return Cell("jobs", "to the end", job.ranks, job.transport, "float64", "none", float("inf"), 0.0, said)
 
 
 def _options(plan: Plan, job: Started) -> list[str]:

@@ -52,10 +52,9 @@ class Plan(NamedTuple):
             return [self.losing]
         return [s for s in Sabotage if s is not Sabotage.NONE] if self.sabotage else [Sabotage.NONE]
 
-    @property
-    def dtypes(self) -> Sequence[torch.dtype]:
-        """Of the models."""
-        one = self.sabotage or self.losing is not None
+    def dtypes(self, transport: str) -> Sequence[torch.dtype]:
+        """Return those of the models; both of them, if quickly, by one transport only."""
+        one = self.sabotage or transport == LOSS or (self.quick and transport == SHARED_MEMORY)
         return [torch.float64] if one else [torch.float64, torch.float32]
 
 
@@ -88,7 +87,7 @@ def _cells(plan: Plan, modes: Sequence[Mode], transport: str) -> Iterator[Cell]:
     for mode in modes:
         if mode.loses_rank != (plan.losing is not None):
             continue
-        for dtype in plan.dtypes:
+        for dtype in plan.dtypes(transport):
             for sabotage in plan.sabotages:
                 cell = try_mode(mode, dtype, transport, quick=plan.quick, sabotage=sabotage)
                 if cell is not None:

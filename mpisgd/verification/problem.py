@@ -94,7 +94,8 @@ def spelled_out_problem(size: int, steps: int, dtype: torch.dtype) -> Problem:
 
     def loss(forward: Any, batch: Batch) -> Tensor:
         inputs, targets = batch
-        return (forward(inputs) - targets).square().mean()  # type: ignore[no-any-return]
+        apart: Tensor = forward(inputs) - targets
+        return apart.square().mean()
 
     return standard_problem(size, steps, dtype)._replace(loss=loss)
 
@@ -107,7 +108,8 @@ def linear_problem(size: int, steps: int, dtype: torch.dtype) -> Problem:
 
     def loss(forward: Any, batch: Batch) -> Tensor:
         inputs, targets = batch
-        return (forward(inputs) * targets).mean()  # type: ignore[no-any-return]
+        products: Tensor = forward(inputs) * targets
+        return products.mean()
 
     return standard_problem(size, steps, dtype)._replace(model=model, loss=loss)
 

@@ -1,7 +1,6 @@
 """Optimizers whose momentum travels as one bit per element: equal to their papers, in one process."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,6 @@ __all__ = ["ONE_BIT_OPTIMIZERS"]
 
 LR, BETAS, EPS = 0.01, (0.9, 0.99), 1e-4  # an epsilon that keeps it from dividing by next to nothing
 FREEZE = 3
-SETTINGS: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS}
 # By the policies of 0/1 Adam with these arguments, step by step: see the paper's section 6.
 POLICY = {"var_freeze_step": 4, "var_update_scaler": 1, "local_step_scaler": 2, "local_step_clipper": 2}
 RENEWALS = {1, 2, 4}
@@ -47,20 +45,24 @@ ONE_BIT_OPTIMIZERS = (
     _mode(
         "OneBitAdam",
         lambda params, group: mpisgd.OneBitAdam(params, LR, BETAS, EPS, freeze_step=FREEZE, group=group),
-        lambda problem, order: serial.one_bit_adam(problem, order, freeze=FREEZE, **SETTINGS),
+        lambda problem, order: serial.one_bit_adam(
+            problem, order, freeze=FREEZE, lr=LR, betas=BETAS, eps=EPS
+        ),
     ),
     _mode(
         "ZeroOneAdam",
         lambda params, group: mpisgd.ZeroOneAdam(params, LR, BETAS, EPS, group=group, **POLICY),
         lambda problem, order: serial.zero_one_adam(
-            problem, order, renewals=RENEWALS, meetings=MEETINGS, **SETTINGS
+            problem, order, renewals=RENEWALS, meetings=MEETINGS, lr=LR, betas=BETAS, eps=EPS
         ),
         quick=False,
     ),
     _mode(
         "OneBitLamb",
         lambda params, group: mpisgd.OneBitLamb(params, LR, BETAS, EPS, freeze_step=FREEZE, group=group),
-        lambda problem, order: serial.one_bit_lamb(problem, order, freeze=FREEZE, **SETTINGS),
+        lambda problem, order: serial.one_bit_lamb(
+            problem, order, freeze=FREEZE, lr=LR, betas=BETAS, eps=EPS
+        ),
         quick=False,
     ),
 )

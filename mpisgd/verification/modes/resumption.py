@@ -63,24 +63,19 @@ def from_files(*, fewer: bool) -> Callable[[Trainee], Tensor]:
             takes_part = group is not None or not without_last
             optimizer = mpisgd.DistributedOptimizer(made, group=group) if takes_part else made
             if begin and takes_part:
-                checkpoint.load(_place(folder, group), group=group, model=model, optimizer=optimizer)
+                checkpoint.load(folder, group=group, model=model, optimizer=optimizer)
             if without_last:
                 rows += _train_without_last(trainee, model, optimizer, group, begin, end)
             else:
                 rows += trainee.train(model, optimizer, first=begin, last=end)
-            if not begin and takes_part:
-                checkpoint.save(_place(folder, group), half, group=group, model=model, optimizer=optimizer)
+            if not begin and takes_part and (group is None or 0 in group.ranks):
+                checkpoint.save(folder, half, group=group, model=model, optimizer=optimizer)
             mpisgd.barrier()
         if mpisgd.rank() == 0:
             shutil.rmtree(folder)
         return torch.stack(rows)
 
     return train
-
-
-def _place(folder: Path, group: Group | None) -> Path:
-    """Return the folder of a group, which differs where each rank is alone."""
-    return folder / str(group.ranks[0] if group is not None else 0)
 
 
 def _half(trainee: Trainee) -> int:

@@ -116,11 +116,9 @@ def three_ways(trainee: Trainee) -> Tensor:
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=axes)
     stage, half, _ = (mesh.get_local_rank(axis) for axis in axes)
     mine = _layers(trainee)[3 * stage : 3 * stage + 3 - stage]
-    divided: list[dict[str, ParallelStyle]] = [
-        {"0": ColwiseParallel(), "2": RowwiseParallel()},
-        {"4": ColwiseParallel(output_layouts=Replicate())},
-    ]
-    parallelize_module(mine, mesh["tp"], divided[stage])
+    first: dict[str, ParallelStyle] = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    second: dict[str, ParallelStyle] = {"4": ColwiseParallel(output_layouts=Replicate())}
+    parallelize_module(mine, mesh["tp"], (first, second)[stage])
     if trainee.sabotage is not Sabotage.NO_COMMUNICATION:  # between the halves of the batch
         _shard(mine, mesh["dp"])
     ranks = range(half * 4, half * 4 + 4)

@@ -13,6 +13,7 @@ from harness import (
     ADAM_DRIFT,
     FEATURES,
     SGD_DRIFT,
+    STEPS,
     Run,
     batch,
     check_equal_runs,
@@ -470,7 +471,7 @@ def test_learning_rate_schedulers(kind, before):
         run.memory[step] = run.opt.param_groups[0]["lr"]
 
     plain, ours = check_equal_runs(body, optimizer=optimizer)
-    everyone(all(plain.memory[step] == ours.memory[step] for step in range(20)))
+    everyone(all(plain.memory[step] == ours.memory[step] for step in range(STEPS)))
 
 
 # -- mixed precision ----------------------------------------------------------------------------------
@@ -501,8 +502,8 @@ def test_grad_scaler_equals_one_process_and_skips_together():
             by_rank=True,
             optimizer=lambda m, options=options: torch.optim.SGD(m.parameters(), 0.1, 0.9, **options),
         )
-        everyone(all(plain.memory[step] == ours.memory[step] for step in range(20)))
-        everyone(len({ours.memory[step] for step in range(20)}) > 1, "no overflow was seen")
+        everyone(all(plain.memory[step] == ours.memory[step] for step in range(STEPS)))
+        everyone(len({ours.memory[step] for step in range(STEPS)}) > 1, "no overflow was seen")
 
 
 def test_autocast():
