@@ -69,7 +69,7 @@ def test_the_way_of_gpu_tensors_is_the_same_on_all_ranks(start):
     why = (
         "the ranks of the job want different transports for GPU tensors: rank 0 gpu='mpi', rank 1 gpu='auto'"
     )
-    assert said(done) == [f"init: {why}"] * 2 + ["nccl"] * 2
+    assert said(done) == [f"init: {why} [mpisgd:invalid-argument]"] * 2 + ["nccl"] * 2
 
 
 def test_init_twice_and_again_after_shutdown(start):
