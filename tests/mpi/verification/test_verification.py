@@ -43,7 +43,9 @@ def check(mode: Mode, sabotages: list[Sabotage]) -> None:
     everyone(not wrong, f"{wrong}")
 
 
-@pytest.mark.parametrize(("place", "mode"), enumerate(HERE), ids=lambda value: getattr(value, "name", ""))
+@pytest.mark.parametrize(
+    ("place", "mode"), list(enumerate(HERE)), ids=lambda value: getattr(value, "name", "")
+)
 def test_a_mode_is_equal_and_a_sabotage_is_found(place: int, mode: Mode):
     check(mode, [Sabotage.NONE, SABOTAGES[place % len(SABOTAGES)]])
 
