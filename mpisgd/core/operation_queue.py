@@ -17,8 +17,8 @@ import torch
 
 from mpisgd import tracing
 from mpisgd.arguments import check_flag
+from mpisgd.call_site import call_site
 from mpisgd.core import wait_registry
-from mpisgd.core.call_site import call_site
 from mpisgd.core.consistency import ConsistencyCheck, ConsistencyChecker, Operation
 from mpisgd.core.interfaces import Communicator, DigestExchange
 from mpisgd.core.waiting import Backoff

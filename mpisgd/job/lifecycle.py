@@ -11,7 +11,6 @@ from mpisgd import config, tracing
 from mpisgd.accelerator.runtime import runtime
 from mpisgd.core import waiting
 from mpisgd.core.group import Group
-from mpisgd.core.step_counter import start_counting
 from mpisgd.errors import AlreadyInitialized, InvalidArgument, MpisgdError, PeerLost
 from mpisgd.job.forced_exit import exit_after_loss, exit_without_host
 from mpisgd.job.lazy_dynamo import defer_import
@@ -32,6 +31,7 @@ from mpisgd.job.startup_timeout import set_alarm, within
 from mpisgd.job.step_log import start_step_log
 from mpisgd.job.world import Job, make_job
 from mpisgd.monitor import heartbeat
+from mpisgd.monitor.step_counter import start_counting
 from mpisgd.transport.device.selection import agree_on_wanted
 
 if TYPE_CHECKING:

@@ -78,7 +78,7 @@ class Introduction(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """The training steps of a rank: the words of `mpisgd.core.step_counter`."""
+    """The training steps of a rank: the words of `mpisgd.monitor.step_counter`."""
 
     number: int
     last_ns: int

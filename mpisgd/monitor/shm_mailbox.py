@@ -12,7 +12,6 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from mpisgd import config
-from mpisgd.core.step_counter import counter
 from mpisgd.monitor.mailbox_pages import (
     ANSWER,
     ASKED,
@@ -29,6 +28,7 @@ from mpisgd.monitor.mailbox_pages import (
     MailboxPages,
     Slot,
 )
+from mpisgd.monitor.step_counter import counter
 from mpisgd.transport.ipc.memfd import create
 from mpisgd.transport.ipc.segment import Segment, open_segment
 

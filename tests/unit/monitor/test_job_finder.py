@@ -11,7 +11,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from mpisgd.core.step_counter import counter
 from mpisgd.errors import JobError
 from mpisgd.monitor import job_finder
 from mpisgd.monitor.job_finder import FoundJob, choose_job, describe, find_jobs, launching_users
@@ -19,6 +18,7 @@ from mpisgd.monitor.mailbox_pages import INTRODUCTION, MAILBOX_NAME, SHARE_BYTES
 from mpisgd.monitor.process_inspector import ProcessIdentity, start_ticks
 from mpisgd.monitor.rank_state import GONE, LEFT, RUNS, STOPPED, RankState, encode
 from mpisgd.monitor.shm_mailbox import ShmMailbox
+from mpisgd.monitor.step_counter import counter
 from mpisgd.transport.ipc.memfd import create
 from mpisgd.transport.ipc.segment import Segment
 

@@ -15,7 +15,7 @@ __all__ = ["call_site"]
 
 # A call site is a line of the program: not ours, and not torch's, which calls us at the end of backward.
 LIBRARIES = (
-    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
+    os.path.dirname(os.path.abspath(__file__)) + os.sep,
     os.path.dirname(os.path.abspath(torch.__file__)) + os.sep,
 )
 

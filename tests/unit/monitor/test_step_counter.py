@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mpisgd import tracing
-from mpisgd.core.step_counter import MAX_OPTIMIZERS, StepCounter
+from mpisgd.monitor.step_counter import MAX_OPTIMIZERS, StepCounter
 
 FIRST, SECOND = (torch.optim.SGD([torch.zeros(1)], lr=0.1) for _ in range(2))
 
@@ -81,7 +81,7 @@ def test_steps_are_in_the_timeline_from_the_second_one_on_that_it_has_seen(clock
 
 def test_a_traced_step_is_none(clock, monkeypatch):
     counter = StepCounter()
-    monkeypatch.setattr("mpisgd.core.step_counter.is_compiling", lambda: True)
+    monkeypatch.setattr("mpisgd.monitor.step_counter.is_compiling", lambda: True)
     step(counter, clock, FIRST, 5)
     assert counter.words == [0, 0, 0]
 
