@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["verify"]
 
+RANKS = {False: "1,2,3,4", True: "2,3,4"}  # by --quick
 WIDTH = 240  # at most, where the table goes to a file
 
 Json = Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Write all cells here.")]
@@ -35,7 +36,9 @@ def verify(
         bool, typer.Option("--sabotage", help="Break every mode on purpose; each must be found.")
     ] = False,
     only: Annotated[str, typer.Option(metavar="TEXT", help="Modes whose name contains TEXT.")] = "",
-    ranks: Annotated[str, typer.Option(help="Numbers of ranks of the jobs that it starts.")] = "1,2,3,4",
+    ranks: Annotated[
+        str, typer.Option(help="Of the jobs that it starts; default: 1,2,3,4, with --quick 2,3,4.")
+    ] = "",
     launcher: Annotated[str, typer.Option(help="What starts a job; default: mpirun.")] = "",
     json_file: Json = None,
     plot_file: Picture = None,
@@ -52,7 +55,11 @@ def verify(
 
     plan = Plan(quick=quick, sabotage=sabotage, only=only, losing=Sabotage(losing) if losing else None)
     here = is_launched()
-    found = _in_this_job(plan, cells) if here else _in_started_jobs(plan, ranks, launcher, limit_s)
+    found = (
+        _in_this_job(plan, cells)
+        if here
+        else _in_started_jobs(plan, ranks or RANKS[quick], launcher, limit_s)
+    )
     if cells is None and (not here or mpisgd.rank() == 0):
         _finish(found, json_file, plot_file)
     if cells is None and not all(cell.is_as_wanted for cell in found):

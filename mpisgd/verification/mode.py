@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mpisgd.verification.problem import Problem, standard_problem
+from mpisgd.verification.problem import Problem, standard_problem, turned
 from mpisgd.verification.trainee import Trainee
 
 __all__ = ["Mode", "Reference", "between_orders"]
@@ -69,9 +69,12 @@ class Mode(NamedTuple):
 
 
 def between_orders(
-    simulate: Callable[[Problem, int], Tensor], how: str = "ranks added up from the last to the first"
+    simulate: Callable[[Problem, int], Tensor],
+    how: str = "ranks, and examples, added up from the last to the first",
 ) -> Callable[[Problem], Reference]:
     """Return the reference of a simulation that can add up in two orders.
+
+    In the second the examples of each rank are turned, too: the sum of two ranks has one order only.
 
     Args:
         simulate: of a problem, and 1 or -1, the order.
@@ -79,7 +82,7 @@ def between_orders(
     """
 
     def reference(problem: Problem) -> Reference:
-        return _within(simulate(problem, 1), simulate(problem, -1), how)
+        return _within(simulate(problem, 1), simulate(turned(problem), -1), how)
 
     return reference
 

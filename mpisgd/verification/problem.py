@@ -16,10 +16,11 @@ __all__ = [
     "normalized_problem",
     "spelled_out_problem",
     "standard_problem",
+    "turned",
 ]
 
 FEATURES, HIDDEN, OUTPUTS = 6, 12, 4
-JOINED = 24  # examples of a step over all ranks: an even number for each of 1, 2, 3 or 4
+JOINED = 24  # examples of a step over all ranks: an even number for each
 SEED = 20_000
 
 M = TypeVar("M", bound=nn.Module)
@@ -68,9 +69,18 @@ class Problem(NamedTuple):
         return [part[rank * count : (rank + 1) * count] for part in batch]
 
 
+def turned(problem: Problem) -> Problem:
+    """Return the problem with the examples of each rank from the last to the first."""
+    batches = []
+    for batch in problem.batches:
+        count = len(batch[0]) // problem.size
+        batches.append([torch.cat([share.flip(0) for share in torch.split(part, count)]) for part in batch])
+    return problem._replace(batches=batches)
+
+
 def standard_problem(size: int, steps: int, dtype: torch.dtype) -> Problem:
     """Return a small regression whose batches divide evenly among `size` ranks, and one rank fewer."""
-    joined = math.lcm(JOINED, size, max(1, size - 1))
+    joined = math.lcm(JOINED, 2 * size, max(1, size - 1))
     batches = [_batch(joined, step, dtype) for step in range(steps)]
     return Problem(lambda: _model(dtype), _mean_square, batches, size)
 

@@ -109,12 +109,10 @@ def _at_the_end(facts: Callable[[Problem], Sequence[float]]) -> Callable[[Proble
     """Return the reference: one process, and what is to be counted."""
 
     def simulate(problem: Problem, order: int) -> Tensor:
-        turned = [[part.flip(0) for part in batch] for batch in problem.batches]
-        chosen = problem if order > 0 else problem._replace(batches=turned)
-        end = joined_batch(chosen, plain)[-1]
+        end = joined_batch(problem, plain)[-1]
         return torch.cat([end, end.new_tensor(list(facts(problem)))]).unsqueeze(0)
 
-    return between_orders(simulate, "updates come in any order, here examples in the opposite one")
+    return between_orders(simulate, "updates come in any order, here examples in another one")
 
 
 def _served(name: str, strategy: mpisgd.ParameterServer) -> Mode:

@@ -76,11 +76,10 @@ def double_buffered(problem: Problem, order: int) -> Tensor:
     optimizer = sgd(list(model.parameters()))
     before = flat_parameters(model)
     for batch in problem.batches:
-        turned = [part.flip(0) for part in batch] if order < 0 else batch
         older = problem.model()
         nn.utils.vector_to_parameters(before, older.parameters())
         before = flat_parameters(model)
-        apply(optimizer, gradients(problem, older, turned))
+        apply(optimizer, gradients(problem, older, batch))
     return flat_parameters(model).unsqueeze(0)
 
 
