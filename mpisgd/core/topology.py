@@ -69,8 +69,12 @@ class Topology:
 
 def arrange(rank: int, leaders: Sequence[int], hostnames: Sequence[str]) -> Topology:
     """Build the topology from one entry per rank: the lowest rank of its host, and the host's name."""
-    nodes = {leader: tuple(r for r, lead in enumerate(leaders) if lead == leader) for leader in leaders}
-    return Topology(rank, tuple(nodes.values()), tuple(hostnames[leader] for leader in nodes))
+    nodes: dict[int, list[int]] = {}
+    for member, leader in enumerate(leaders):
+        nodes.setdefault(leader, []).append(member)
+    return Topology(
+        rank, tuple(tuple(ranks) for ranks in nodes.values()), tuple(hostnames[leader] for leader in nodes)
+    )
 
 
 def discover(communicator: Communicator) -> Topology:
@@ -84,5 +88,6 @@ def discover(communicator: Communicator) -> Topology:
     count = config.ranks_per_host()
     part = communicator.global_ranks[communicator.rank] // count if count else 0
     seen = communicator.all_gather_object(((leader, part), socket.gethostname()))
-    hosts = [host for host, _ in seen]
-    return arrange(communicator.rank, list(map(hosts.index, hosts)), [name for _, name in seen])
+    first_on: dict[tuple[int, int], int] = {}
+    leaders = [first_on.setdefault(host, rank) for rank, (host, _) in enumerate(seen)]
+    return arrange(communicator.rank, leaders, [name for _, name in seen])

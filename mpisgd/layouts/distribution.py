@@ -17,6 +17,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from mpisgd.errors import InvalidArgument
 from mpisgd.layouts.attention import LocalAttention
 from mpisgd.layouts.dimension_names import DimensionNames
+from mpisgd.layouts.losses import correct_mean_losses
 from mpisgd.layouts.placement import placements, shard
 from mpisgd.layouts.rules import LayoutRules
 
@@ -37,6 +38,7 @@ def distribute(
     """
     if any(isinstance(param, DTensor) for param in model.parameters()):
         raise InvalidArgument("layout: this model is distributed already")
+    correct_mean_losses()
     divided: dict[int, Tensor] = {}  # a tied parameter stays one
 
     def divide(prefix: str, module: nn.Module, mesh: DeviceMesh) -> None:

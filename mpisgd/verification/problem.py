@@ -14,7 +14,6 @@ __all__ = [
     "flat_parameters",
     "linear_problem",
     "normalized_problem",
-    "spelled_out_problem",
     "standard_problem",
     "turned",
 ]
@@ -94,20 +93,6 @@ def normalized_problem(size: int, steps: int, dtype: torch.dtype) -> Problem:
         return nn.Sequential(plain[0], nn.BatchNorm1d(HIDDEN, dtype=dtype), plain[1:])
 
     return problem._replace(model=model)
-
-
-def spelled_out_problem(size: int, steps: int, dtype: torch.dtype) -> Problem:
-    """Return the same with a loss of simple operations.
-
-    The gradient of `mse_loss` of DTensors divided by rows is too large by their number in torch 2.13.
-    """
-
-    def loss(forward: Any, batch: Batch) -> Tensor:
-        inputs, targets = batch
-        apart: Tensor = forward(inputs) - targets
-        return apart.square().mean()
-
-    return standard_problem(size, steps, dtype)._replace(loss=loss)
 
 
 def linear_problem(size: int, steps: int, dtype: torch.dtype) -> Problem:

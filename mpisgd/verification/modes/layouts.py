@@ -8,7 +8,7 @@ import mpisgd
 from mpisgd.verification.mode import Mode
 from mpisgd.verification.modes.distributed_tensors import joined, train_distributed
 from mpisgd.verification.modes.synchronous import equal_to_one_process, sgd
-from mpisgd.verification.problem import Batch, spelled_out_problem
+from mpisgd.verification.problem import Batch
 from mpisgd.verification.sabotage import Sabotage
 from mpisgd.verification.trainee import Trainee
 
@@ -53,7 +53,7 @@ def _mode(rules: str, mesh: str, sizes: tuple[int, int], *, quick: bool = False)
     axes = mesh.count(":")
     name = f"layout in {axes}-D: {rules}"
     train, reference = laid_out(rules, mesh), equal_to_one_process(sgd)
-    return Mode(name, "layouts", train, reference, sizes, quick=quick, problem=spelled_out_problem)
+    return Mode(name, "layouts", train, reference, sizes, quick=quick)
 
 
 LAYOUTS = (
