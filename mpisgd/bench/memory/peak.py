@@ -43,6 +43,7 @@ VARIANTS = (NONE, STARTED, OURS, SHARED)
 ALLOWED_FACTOR, ALLOWED_PER_RANK = 1.05, 16 * 2**20
 NOTES = (
     "none: the same processes under the same launcher, without mpisgd, MPI or mpi4py",
+    f"bound: {STARTED}; for shared parameters less all but one copy of parameters and the optimizer's state",
     f"allowed: {ALLOWED_FACTOR} x none + {ALLOWED_PER_RANK // 2**20} MiB per rank",
 )
 
@@ -112,7 +113,7 @@ def highest(samples: Sequence[Mapping[str, ProcessMemory]]) -> ProcessMemory:
 
 
 def memory_rows(
-    training: str, peaks: Mapping[str, Sequence[ProcessMemory]], ranks: int
+    training: str, peaks: Mapping[str, Sequence[ProcessMemory]], ranks: int, sharable: int
 ) -> list[dict[str, Any]]:
     """Return one row for each variant of one training; all are compared with the first.
 
@@ -120,9 +121,14 @@ def memory_rows(
         training: its name.
         peaks: of the host, one for each repeat.
         ranks: on the host.
+        sharable: bytes of the parameters and of the optimizer's state.
     """
     totals = {name: [share.total for share in shares] for name, shares in peaks.items()}
     base = statistics.median(next(iter(totals.values())))
+    bounds = {}
+    if STARTED in totals:
+        least = statistics.median(totals[STARTED])
+        bounds = {OURS: least, SHARED: least - (ranks - 1) * sharable}
     rows = []
     for name, values in totals.items():
         median = statistics.median(values)
@@ -138,6 +144,7 @@ def memory_rows(
                 **{f"{part}_bytes": value for part, value in vars(middle).items()},
                 "ratio_to_none": median / base,
                 "extra_bytes_per_rank": (median - base) / ranks,
+                "ratio_to_bound": median / bounds[name] if name in bounds else None,
                 "ratio_to_allowed": median / (ALLOWED_FACTOR * base + ALLOWED_PER_RANK * ranks),
             }
         )
@@ -161,8 +168,8 @@ def run_memory(
         for variant in VARIANTS * plan.repeats:
             peak, said = _run(variant, model, OPTIMIZERS[optimizer], plan, launcher)
             peaks[variant].append(peak)
-            library = said or library
-        new = memory_rows(f"{model}, {optimizer}", peaks, plan.ranks)
+            library, sharable = said["library"] or library, said["sharable_bytes"]
+        new = memory_rows(f"{model}, {optimizer}", peaks, plan.ranks, sharable)
         report(f"{model}, {optimizer}", new)
         rows += new
     return {"rows": rows, "library": library, "notes": list(NOTES)}
@@ -170,8 +177,8 @@ def run_memory(
 
 def _run(
     variant: str, model: str, momentum: float, plan: MemoryPlan, launcher: Sequence[str]
-) -> tuple[ProcessMemory, str]:
-    """Return the peak of one training, and the MPI library's name."""
+) -> tuple[ProcessMemory, dict[str, Any]]:
+    """Return the peak of one training, and what its first rank left."""
     task = {"variant": variant, "model": model, "small": plan.small}
     options = {**task, "momentum": momentum, "steps": plan.steps, "threads": plan.threads}
     with tempfile.TemporaryDirectory() as name:
@@ -190,4 +197,4 @@ def _run(
     samples = [
         {point: ProcessMemory(**share) for point, share in result["points"].items()} for result in results
     ]
-    return max(sampler.peak, highest(samples), key=TOTAL), results[0]["library"]
+    return max(sampler.peak, highest(samples), key=TOTAL), results[0]

@@ -52,11 +52,18 @@ def train(
         points[f"backward {number}"] = read_memory()
         training.optimizer.step()
         points[f"step {number}"] = read_memory()
+    parameter_bytes = sum(param.nbytes for param in training.model.parameters())
     return {
         "library": library,
-        "checksum": sum(float(param.detach().double().sum()) for param in training.model.parameters()),
+        "sharable_bytes": parameter_bytes * (2 if momentum else 1),
+        "checksum": sum(_sum(param) for param in training.model.parameters()),
         "points": {point: dataclasses.asdict(share) for point, share in points.items() if share},
     }
+
+
+def _sum(param: torch.Tensor) -> float:
+    """Add up in float64. Not by torch, which would make a whole float64 copy: that would be the peak."""
+    return float(param.detach().numpy().sum(dtype="float64"))
 
 
 def _prepare(training: Training, variant: str) -> str:

@@ -98,9 +98,13 @@ def test_a_watch_waits_for_all_ranks_and_keeps_the_peak(holder, tmp_path):
 def test_rows_compare_with_the_training_without():
     peaks = {
         "none": [ProcessMemory(600 * MIB), ProcessMemory(500 * MIB), ProcessMemory(700 * MIB)],
+        "none, MPI started": [ProcessMemory(620 * MIB)],
         "mpisgd": [ProcessMemory(600 * MIB, 40 * MIB, 22 * MIB)],
+        "mpisgd, shared parameters": [ProcessMemory(570 * MIB)],
     }
-    none, ours = memory_rows("mlp, SGD", peaks, ranks=2)
+    none, started, ours, shared = memory_rows("mlp, SGD", peaks, ranks=2, sharable=50 * MIB)
+    assert (none["ratio_to_bound"], started["ratio_to_bound"]) == (None, None)
+    assert (ours["ratio_to_bound"], shared["ratio_to_bound"]) == (pytest.approx(662 / 620), 1.0)
     assert (none["ratio_to_none"], none["extra_bytes_per_rank"]) == (1.0, 0.0)
     assert (none["min_bytes"], none["max_bytes"], none["repeats"]) == (500 * MIB, 700 * MIB, 3)
     assert ours["ratio_to_none"] == pytest.approx(662 / 600)
