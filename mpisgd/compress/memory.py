@@ -12,7 +12,8 @@ so nothing is lost, only late: over the ranks, mean(m) = what arrives + mean(e).
 A residual is a rank's own. It goes into this rank's state_dict, and it is lost with the rank. A state that
 another rank has saved, or a job of another number of ranks, leaves it at zero: see
 `mpisgd.gradients.compression_state`. Where something of it is not finite, as after a step that overflowed, it
-begins anew at zero.
+begins anew at zero. With a GradScaler it is in the units of the scale: the first step after the scale has
+doubled (every 2,000 steps by default) adds half of it.
 """
 
 from collections.abc import Mapping

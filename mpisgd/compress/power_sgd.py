@@ -37,8 +37,9 @@ class PowerSGD(WideCompressor):
         G   = P Q^T                            the gradient of the step   (or N G, with op=SUM)
         E_i = M_i - G
 
-    Parameters of one dimension, and those that would not become smaller, travel as they are. All P of a
-    bucket, and what travels as it is, are one all-reduce; all Q another one.
+    Parameters of one dimension, and those that would not become smaller, travel as they are. The m of a
+    channels_last parameter are in the order of its memory, so they start from another Q. All P of a bucket,
+    and what travels as it is, are one all-reduce; all Q another one.
 
     Attributes:
         rank: r, of the approximation; 1 to 4 in the paper.
