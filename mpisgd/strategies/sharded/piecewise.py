@@ -27,8 +27,8 @@ from mpisgd.sharding.piece_states import PieceNames, PieceStates
 from mpisgd.sharding.piece_update import PieceUpdate
 from mpisgd.sharding.sharded_gradient import ShardedGradient
 from mpisgd.sharding.sharded_reducer import ShardedReducer
+from mpisgd.strategies.hidden_parameters import HiddenParameters
 from mpisgd.strategies.replicated import Replicated
-from mpisgd.strategies.sharded.hidden_parameters import HiddenParameters
 from mpisgd.strategies.training import Training
 
 __all__ = ["Piecewise"]
