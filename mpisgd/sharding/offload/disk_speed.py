@@ -67,10 +67,10 @@ def is_direct_faster(offload: Offload) -> bool:
     if offload.io != "auto":
         return offload.io == "direct"
     sample = max(SAMPLE_BYTES, 2 * offload.block_bytes)
-    direct = measure(offload.folder, offload.block_bytes, sample, direct=True)
+    direct = measure(offload.directory, offload.block_bytes, sample, direct=True)
     if direct is None:
         return False
-    buffered = measure(offload.folder, offload.block_bytes, sample, direct=False)
+    buffered = measure(offload.directory, offload.block_bytes, sample, direct=False)
     return buffered is None or direct.time_of(sample, sample) <= buffered.time_of(sample, sample)
 
 

@@ -32,7 +32,7 @@ import mpisgd
 from mpisgd.gradients import plan
 from mpisgd.sharding import divided_parameters
 from mpisgd.sharding.owners import Owners
-from mpisgd.sharding.sharded_gradient import ShardedGradient
+from mpisgd.sharding.reduction.sharded_gradient import ShardedGradient
 from mpisgd.transport.shm import reduction
 
 STAGES = (1, 2)
