@@ -81,12 +81,6 @@ class Offload:
             raise InvalidArgument(f"Offload: checksum={shown(name)}; expected 'crc32', or such as 'blake2b'")
 
     @property
-    def directory(self) -> str:
-        """The folder, where there is one."""
-        assert self.folder is not None, "state in host memory has no files"
-        return str(self.folder)
-
-    @property
     def parts(self) -> frozenset[str]:
         """What is in files: some of "optimizer" and "parameters"."""
         return frozenset(part.strip() for part in self.what.split(","))

@@ -64,13 +64,13 @@ def measure(
 @functools.cache  # once for all files of a folder
 def is_direct_faster(offload: Offload) -> bool:
     """Return whether blocks go past the page cache faster than through it, to and from the disk."""
-    if offload.io != "auto":
+    if offload.io != "auto" or offload.folder is None:
         return offload.io == "direct"
     sample = max(SAMPLE_BYTES, 2 * offload.block_bytes)
-    direct = measure(offload.directory, offload.block_bytes, sample, direct=True)
+    direct = measure(offload.folder, offload.block_bytes, sample, direct=True)
     if direct is None:
         return False
-    buffered = measure(offload.directory, offload.block_bytes, sample, direct=False)
+    buffered = measure(offload.folder, offload.block_bytes, sample, direct=False)
     return buffered is None or direct.time_of(sample, sample) <= buffered.time_of(sample, sample)
 
 

@@ -250,9 +250,3 @@ def test_what_does_not_go_together_is_refused(meta_device, make, strategy, named
         optimizer = torch.optim.Adam(make().parameters(), **options)
         mpisgd.DistributedOptimizer(optimizer, strategy=strategy)
     everyone(named in caught.text, caught.text)
-
-
-def test_parameters_are_offloaded_to_files_only():
-    with raises_everywhere(mpisgd.InvalidArgument) as caught:
-        mpisgd.Offload(what="optimizer,parameters")
-    everyone("name a folder" in caught.text, caught.text)
