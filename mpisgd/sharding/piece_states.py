@@ -72,6 +72,8 @@ class PieceStates:
         Args:
             present: whether there is one, for each parameter.
         """
+        if all(present) or not any(present):
+            return
         pieces = []
         for piece in self.parameters.pieces:
             parts = piece.split([present[member.param] for member in piece.members])

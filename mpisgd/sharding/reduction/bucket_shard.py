@@ -46,6 +46,7 @@ class BucketShard:
         self._own = self._spans[rank]
         self._numel = sum(span.numel for span in self._own)
         self._padding = list(self._padding_of(ranges[rank]))
+        self._begins: dict[tuple[Member, Member], int | None] = {}
         self._shard: Tensor | None = None
 
     def _spans_of(self, ranges: Sequence[PieceRange]) -> list[Span]:
@@ -113,14 +114,21 @@ class BucketShard:
         first, last = members[0], members[-1]
         if not first.numel:
             return self._shard[:0]
-        begins = {self._at(member) - member.at for member in members}
-        if len(begins) == 1:
-            (begin,) = begins
+        begin = self._begin_of(members)
+        if begin is not None:
             return self._shard[begin + first.at : begin + last.at + last.numel]
         joined = self._shard.new_zeros(last.at + last.numel)
         for member in members:
             joined[member.at : member.at + member.numel] = self.part([member])
         return joined
+
+    def _begin_of(self, members: Sequence[Member]) -> int | None:
+        """Return where a piece would begin in the shard, None where it does not lie there as a whole."""
+        key = (members[0], members[-1])
+        if key not in self._begins:  # there may be hundreds, and every step asks
+            begins = {self._at(member) - member.at for member in members}
+            self._begins[key] = begins.pop() if len(begins) == 1 else None
+        return self._begins[key]
 
     def _at(self, member: Member) -> int:
         """Return where a part begins in the shard."""

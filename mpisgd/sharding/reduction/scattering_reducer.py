@@ -81,8 +81,9 @@ class ScatteringReducer(ShardedReducer):
         return self.options.compression.wire_dtype(param.dtype) or param.dtype
 
     def _launches_early(self) -> bool:
-        early = self._frees and self.group.size > 1 and self.options.overlap is not False
-        return early or super()._launches_early()
+        frees = self._frees and self.group.size > 1 and self.options.overlap is not False
+        # What travels together is complete when backward ends: nothing needs to watch it.
+        return (frees and len(self._joined) > 1) or super()._launches_early()
 
     def _reduction_of(self, plan: Plan) -> PieceReduction | None:
         self._states.divide_by([slot.bucket.indices for slot in plan.slots])
@@ -224,9 +225,11 @@ class ScatteringReducer(ShardedReducer):
                     work.wait()
             for place in self._scattered.intersection(places):
                 self._release_slot(in_flight.slots[place])
-                for param in self._launcher.params_of(in_flight.slots[place]):
-                    if param.grad is not None and not param.grad.is_sparse:  # which has not travelled
-                        param.grad = None
+                params = self._launcher.params_of(in_flight.slots[place])
+                if isinstance(self._reductions[place], DeviceShardReduction):
+                    params = [p for p in params if p.grad is not None and not p.grad.is_sparse]
+                for param in params:  # sparse gradients have not travelled
+                    param.grad = None
             in_flight.forget(self._scattered.intersection(places))
 
     def _release_slot(self, slot: BucketSlot) -> None:

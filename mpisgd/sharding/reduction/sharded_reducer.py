@@ -176,8 +176,10 @@ class ShardedReducer(GradientReducer):
 
     def is_untouched(self) -> bool:
         """Return whether all gradients are still what the last reduction has left."""
+        if not self._stands_in or len(self._exists) != len(self._sharded):
+            return False
         left = [s if exists else None for s, exists in zip(self._sharded, self._exists, strict=True)]
-        return self._stands_in and all(map(operator.is_, [param.grad for param in self.params], left))
+        return all(map(operator.is_, [param.grad for param in self.params], left))
 
     def grad_of(self, piece: Piece) -> Tensor | None:
         """Return the gradient of a piece: what was reduced, or what the program has put in its place.

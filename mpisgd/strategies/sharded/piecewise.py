@@ -179,8 +179,9 @@ class Piecewise(Replicated, abc.ABC):
         groups = self.training.optimizer.param_groups
         for group in groups:
             group["params"].clear()
-        for piece in self._parameters.pieces:
-            piece.grad = self.gradients.grad_of(piece)
+        if not self.gradients.is_untouched():  # there may be hundreds of them, and each would be asked
+            for piece in self._parameters.pieces:
+                piece.grad = self.gradients.grad_of(piece)
         if self._offload is not None:  # the optimizer finds nothing left to do
             self._update(self._hand_over_pieces)
             return
