@@ -163,6 +163,12 @@ class PieceStates:
         self.parameters.pieces = pieces
         self.state.update(others or {})
 
+    def place(self, state: dict[Any, Any]) -> None:
+        """Bring the state of parameters, where these are the pieces, to where they lie."""
+        for piece in self.parameters.pieces:
+            if piece.tensor in state:
+                state[piece.tensor] = self.parameters.placed(piece, state[piece.tensor])
+
     def to_shard(self, state: StateStore) -> dict[str, Any]:
         """Return `state`, that of this rank's pieces, as plain data that says where each part belongs."""
         mine, owners = self.mine(state.read), self.parameters.owners

@@ -50,9 +50,8 @@ class ScatteringReducer(ShardedReducer):
 
     def __init__(self, *arguments: Any, stage: int, **options: Any) -> None:
         self._frees = stage == 2
-        self._reductions: list[
-            ShardReduction | DeviceShardReduction
-        ] = []  # of the buckets of the plan, where they go apart
+        # Of the buckets of the plan, where they go apart.
+        self._reductions: list[ShardReduction | DeviceShardReduction] = []
         self._joined: list[tuple[int, ...]] = []  # the buckets that travel together
         self._scattered: set[int] = set()  # the buckets that have been brought to their owners
         self._with_sparse: set[int] = set()  # those of them in which some rank had a sparse gradient
@@ -121,7 +120,8 @@ class ScatteringReducer(ShardedReducer):
     def _slots_in_turn(self, buckets: Sequence[Bucket]) -> list[BucketSlot]:
         """Return buckets that are filled one after the other, in the same memory."""
         slots: list[BucketSlot] = []
-        in_flight = 2 if self._overlaps() else 1
+        # Whether a GPU sends by itself is not known before the first time.
+        in_flight = 2 if self._overlaps() or on_device(self.params[0]) else 1
         joined = self._join(buckets)
         sizes = [[self._room_bytes(buckets[place]) for place in places] for places in joined]
         most, device = max(map(sum, sizes), default=0), self.params[0].device

@@ -193,8 +193,7 @@ class Piecewise(Replicated, abc.ABC):
     def _hand_over_pieces(self, update: PieceUpdate) -> None:
         """Have all pieces updated that have a gradient, one after the other as these come from a device."""
         found = [(piece, piece.grad) for piece in self._parameters.pieces if piece.grad is not None]
-        pieces, grads = [piece for piece, _ in found], [grad for _, grad in found]
-        for piece, grad in zip(pieces, arriving(grads), strict=True):
+        for (piece, _), grad in zip(found, arriving([grad for _, grad in found]), strict=True):
             update.received(piece, grad)
         update.finish()
         self._states.state.end_step()
@@ -318,9 +317,7 @@ class Piecewise(Replicated, abc.ABC):
         self.has_whole_state = True
         self._take_over_state()
         if not self._holds_state:
-            for piece in self._parameters.pieces:  # which are the parameters
-                if piece.tensor in state:
-                    state[piece.tensor] = self._parameters.placed(piece, state[piece.tensor])
+            self._states.place(state)
 
     # -- other parameters, other ranks --------------------------------------------------------------
 

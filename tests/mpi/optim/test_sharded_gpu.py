@@ -19,6 +19,8 @@ from mpisgd.sharding import device_parts, divided_parameters, replicated_paramet
 
 STAGES = (1, 2)
 STEPS = 5
+BY_NCCL = pytest.mark.parametrize("device", ["nccl"], indirect=True)
+BY_HOST = pytest.mark.parametrize("device", ["staging"], indirect=True)
 
 
 @pytest.fixture(params=["cut"], autouse=True)
@@ -106,12 +108,14 @@ def scaled(run: Run, step: int) -> None:
     scaler.update()
 
 
+@BY_HOST
 @pytest.mark.parametrize("body", [clipped, accumulated, with_closure, scaled])
 @pytest.mark.parametrize(("stage", "kind"), [(1, "device"), (2, "host")])
 def test_steps_of_all_kinds(device, stage, kind, body):
     check_same_bits(body, mpisgd.Sharded(stage, offload=offload(kind, None)), tol=1e-12, optimizer=adam)
 
 
+@BY_HOST
 @pytest.mark.parametrize(("stage", "kind"), [(1, "host"), (2, "device")])
 def test_missing_gradients_and_frozen_parameters(device, stage, kind):
     strategy = mpisgd.Sharded(stage, offload=offload(kind, None))
@@ -120,6 +124,7 @@ def test_missing_gradients_and_frozen_parameters(device, stage, kind):
     )
 
 
+@BY_NCCL
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's own optimizers make such tensors
 def test_sparse_gradients(device, stage):
@@ -134,6 +139,7 @@ def test_sparse_gradients(device, stage):
     check_same_bits(body, mpisgd.Sharded(stage), tol=1e-12, model=Bag, optimizer=optimizer)
 
 
+@BY_NCCL
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_optimizer_of_whole_parameters(device, stage, monkeypatch):
     monkeypatch.setattr(device_parts, "SMALL", 0)  # what one rank has most of travels by itself
@@ -162,6 +168,7 @@ class Mixed(nn.Module):
         return self.b(self.a(inputs.float()).double())
 
 
+@BY_HOST
 @pytest.mark.parametrize(("stage", "kind"), [(1, "host"), (2, "device")])
 def test_several_dtypes(device, stage, kind):
     strategy = mpisgd.Sharded(stage, offload=offload(kind, None))
@@ -175,6 +182,7 @@ def half_step(run: Run, step: int) -> None:
     run.opt.step()
 
 
+@BY_HOST
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_model_in_bfloat16_has_a_float32_master_on_the_host(device, stage):
     """The state is that of the same training with its masters where the parameters are."""
@@ -189,6 +197,7 @@ def test_a_model_in_bfloat16_has_a_float32_master_on_the_host(device, stage):
     everyone("master" in states[1][0] and torch.equal(states[0][0]["master"], states[1][0]["master"]))
 
 
+@BY_HOST
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_state_goes_to_another_run_and_back(device, kind, tmp_path):
     """From steps with an offload to some without it, and back to an offload."""
