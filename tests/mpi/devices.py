@@ -56,6 +56,9 @@ class EagerDevice:
     def take_device(self, local_rank: int) -> None:
         """There is but one."""
 
+    def memory_in_use(self) -> int:
+        return 0
+
     def identity(self, device: torch.device) -> str:
         return "GPU 0" if self._shared else f"GPU {mpisgd.rank()}"
 
