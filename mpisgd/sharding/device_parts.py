@@ -128,6 +128,8 @@ class DeviceParts:
         Args:
             what: it is; all ranks must agree on that.
         """
+        if not self._slice:
+            return PartsWork([], lambda: None)
         if self.is_even:
             return self._gather_slices(what)
         works, arriving = [], []

@@ -111,13 +111,22 @@ class ShardedSynchronizer(Piecewise):
         if self.training.group.size == 1:
             return
         if _is_on_device(self.training):
-            parts = self._in_order_of_forward(self.training.options.bucket_cap_bytes)
-            for work in [self._send_from_device(part, f"part {k}") for k, part in enumerate(parts)]:
-                work.wait()
+            self._publish_from_device()
             return
         between_hosts = len(self._parameters.owners.nodes) > 1
         parts = self._in_order_of_forward(PART_BYTES if between_hosts else sys.maxsize)
         self._send(parts, "all", async_op=False)
+
+    def _publish_from_device(self) -> None:
+        """Send one part after the other, of which two have memory at a time."""
+        parts, before = self._in_order_of_forward(self.training.options.bucket_cap_bytes), None
+        for number, part in enumerate(parts):
+            work = self._send_from_device(part, f"part {number}")
+            if before is not None:
+                before.wait()
+            before = work
+        if before is not None:
+            before.wait()
 
     def _publish_after_step(self, num_steps: int) -> None:
         period = self.training.check_in_sync_every
