@@ -115,6 +115,10 @@ class DividedParameters(abc.ABC):
         """Whether the optimizer updates copies; the same on all ranks."""
         return any(map(self._takes_master, (param for _, param in self._named)))
 
+    @property
+    def _may_have_masters(self) -> bool:
+        return self._master_dtype is not None or self._masters_on_host
+
     def _takes_master(self, param: Tensor) -> bool:
         return self._masters_on_host or self._dtype_of_master(param) != param.dtype
 
@@ -283,7 +287,7 @@ class DividedParameters(abc.ABC):
 
     def refresh_masters(self) -> None:
         """Take over what the program has written to parameters since the last step."""
-        if self._master_dtype is None and not self._masters_on_host:
+        if not self._may_have_masters:
             return
         changed = {
             i
@@ -296,7 +300,8 @@ class DividedParameters(abc.ABC):
 
     def note_versions(self) -> None:
         """Note that parameters are as the last step has left them."""
-        self._versions = [param._version for _, param in self._named]
+        if self._may_have_masters:
+            self._versions = [param._version for _, param in self._named]
 
     def check_in_place(self) -> None:
         """Raise unless the parameters still lie where they were when they were divided.

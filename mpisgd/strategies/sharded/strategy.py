@@ -58,8 +58,8 @@ class Sharded(Strategy):
             them are complete and have been reduced. Accumulate inside `no_sync()`, which keeps whole ones.
         overlap_forward: whether parameters are sent while the next forward computes, first layers first. Each
             module waits for its own; other code must call `optimizer.synchronizer.wait()` before it reads
-            parameters after a step. Pays where the network is slow. On a GPU it may take as much memory as the
-            parameters until these have arrived.
+            parameters after a step. Pays where the network is slow. On a GPU it may take as much memory as
+            the parameters until these have arrived.
         master_dtype: the precision in which the optimizer updates parameters of less precision, such as
             torch.float32 for a model in torch.bfloat16: each rank keeps such a copy of its shard. None: that
             of the parameters.

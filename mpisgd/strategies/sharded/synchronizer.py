@@ -52,8 +52,9 @@ class ShardedSynchronizer(Piecewise):
     ) -> None:
         self._stage, self._master_dtype = stage, master_dtype
         self._updated: list[bool] = []
+        self._parts: dict[Any, list[Sequence[int]]] = {}
         self._rooms: dict[Any, list[list[list[Tensor]]]] = {}
-        self._ranges_of_rooms: Any = None
+        self._known_ranges: Any = None  # those of `_parts` and `_rooms`
         self._overlap = ForwardOverlap() if overlap_forward else None
         super().__init__(training, offload)
 
@@ -147,14 +148,28 @@ class ShardedSynchronizer(Piecewise):
 
     def _in_order_of_forward(self, cap_bytes: int) -> list[Sequence[int]]:
         """Return the updated parameters in parts of so many bytes, those first that backward reaches last."""
+        self._forget_if_divided_anew()
+        key = (cap_bytes, bytes(self._updated))
+        if key not in self._parts:
+            self._parts[key] = self._find_parts(cap_bytes)
+        return self._parts[key]
+
+    def _find_parts(self, cap_bytes: int) -> list[Sequence[int]]:
         buckets = self._parameters.buckets
         inside = {index for bucket in buckets for index in bucket}
         rest = [index for index in range(len(self._updated)) if index not in inside]
         parts = [[i for i in bucket if self._updated[i]] for bucket in (rest, *reversed(buckets))]
         sizes = [sum(self.training.named[i][1].nbytes for i in part) for part in parts]
         joined = join_buckets(sizes, cap_bytes)
-        together = [[index for place in places for index in parts[place]] for places in joined]
+        together = [tuple(index for place in places for index in parts[place]) for places in joined]
         return [part for part in together if part]
+
+    def _forget_if_divided_anew(self) -> None:
+        known = max(len(self._parts), len(self._rooms))
+        if self._known_ranges is not self._parameters.ranges or known > MAX_KNOWN:
+            self._parts.clear()
+            self._rooms.clear()
+            self._known_ranges = self._parameters.ranges
 
     def _send_in_background(self, part: Sequence[int], what: str) -> Work:
         if _is_on_device(self.training):
@@ -188,9 +203,7 @@ class ShardedSynchronizer(Piecewise):
 
     def _rooms_of(self, parts: Sequence[Sequence[int]]) -> list[list[list[Tensor]]]:
         """Return for each part what each owner has of it, in this rank's memory; known from step to step."""
-        if self._ranges_of_rooms is not self._parameters.ranges or len(self._rooms) > MAX_KNOWN:
-            self._rooms.clear()
-            self._ranges_of_rooms = self._parameters.ranges
+        self._forget_if_divided_anew()
         key = tuple(map(tuple, parts))
         if key not in self._rooms:
             self._rooms[key] = self._find_rooms(parts)
