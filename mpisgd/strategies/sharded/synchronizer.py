@@ -76,7 +76,7 @@ class ShardedSynchronizer(Piecewise):
         """Whether small parameters share pieces. In a copy per host all have to be there on every host."""
         if one_copy:
             return self._stage == 1 and len(owners.nodes) == 1 < owners.size
-        return owners.size > 1 and self._offload is None
+        return owners.size > 1
 
     def _make_reducer(self, kind: Callable[..., ShardedReducer] = ScatteringReducer) -> ShardedReducer:
         return super()._make_reducer(functools.partial(kind, stage=self._stage))
