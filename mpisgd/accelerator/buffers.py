@@ -22,8 +22,10 @@ __all__ = [
     "clone_if_overlapping",
     "cut_by",
     "in_order",
+    "on_host",
     "overlap",
     "readable",
+    "round_to_device",
 ]
 
 # Smaller tensors cost less to copy to where others lie than a reduction of their own; see `bench step`.
@@ -144,3 +146,17 @@ def copy_to_device(flat: Tensor, tensor: Tensor) -> None:
         runtime().copy(tensor.detach(), flat.view(tensor.shape))
     else:
         torch.autograd.graph.increment_version(tensor)
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """Return a tensor that the host can read: itself, or a copy of one on a device."""
+    if not on_device(tensor):
+        return tensor
+    return tensor.cpu() if tensor.is_sparse else copy_to_host(tensor).view(tensor.shape)
+
+
+def round_to_device(source: Tensor, tensor: Tensor) -> None:
+    """Begin to make a host tensor, rounded, the elements of a device tensor; `source` may change at once."""
+    staged = runtime().pinned(tensor.numel(), tensor.dtype)
+    staged.view(tensor.shape).copy_(source)
+    copy_to_device(staged, tensor)

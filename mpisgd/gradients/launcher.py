@@ -124,6 +124,24 @@ class BucketLauncher:
         in_flight.kinds.append(kinds)
         in_flight.launched[place] = work
 
+    def launch_by(
+        self, in_flight: InFlightReduction, place: int, begin: Callable[[Tensor, Operation], Work | None]
+    ) -> None:
+        """Load a bucket on a device and let `begin` send it; which gradients exist is found out at the end.
+
+        Args:
+            in_flight: what it belongs to.
+            place: of the bucket in its plan.
+            begin: called with its memory and with what the ranks must agree on.
+        """
+        slot = in_flight.slots[place]
+        flat, mine = self._load(in_flight, slot)
+        what, dtype = f"shards of bucket {place}", dtype_name(flat.dtype)
+        operation = self._operation(in_flight, what, dtype, flat.numel(), device_kind(flat))
+        with tracing.holding(self._contents(slot)):
+            in_flight.launched[place] = begin(flat, operation)
+        in_flight.kinds.append(KindsExchange(mine, self._group))
+
     def undo_division(self, in_flight: InFlightReduction) -> None:
         """Give gradients back as they were, where the ranks have found out that nothing is to be reduced."""
         if (factor := self._options.predivide_factor) != 1.0:

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mpisgd.accelerator.buffers import ALONE_BYTES
+from mpisgd.accelerator.buffers import ALONE_BYTES, on_host
 from mpisgd.core.consistency import Operation
 from mpisgd.dtypes import dtype_name
 from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.fusion_buffer import Layout, layout_of
 from mpisgd.sharding.division import Item, Member, PieceRange, divide, lay_out
-from mpisgd.sharding.elementwise import may_join
+from mpisgd.sharding.elementwise import counts_on_device, may_join
 from mpisgd.sharding.flat_blocks import Block, is_movable, move_to_blocks
 from mpisgd.sharding.owners import Owners
 from mpisgd.sharding.piece import Piece, flat_view
@@ -60,6 +60,7 @@ class DividedParameters(abc.ABC):
             come together, too.
         master_dtype: that of the copies that the optimizer updates, of parameters of less precision.
         cuts_alone: whether a single owner, too, has parts of parameters and not whole ones.
+        masters_on_host: whether the optimizer updates copies in host memory, of parameters on a device.
 
     Attributes:
         owners: as given.
@@ -82,9 +83,12 @@ class DividedParameters(abc.ABC):
         joins: bool = False,
         master_dtype: torch.dtype | None = None,
         cuts_alone: bool = False,
+        masters_on_host: bool = False,
     ) -> None:
         self.owners = owners
         self._group = owners.group
+        self._options = groups
+        self._masters_on_host = masters_on_host
         self._elementwise = elementwise
         self._joins = joins
         self._master_dtype = master_dtype
@@ -111,9 +115,22 @@ class DividedParameters(abc.ABC):
         """Whether the optimizer updates copies; the same on all ranks."""
         return any(map(self._takes_master, (param for _, param in self._named)))
 
+    @property
+    def _may_have_masters(self) -> bool:
+        return self._master_dtype is not None or self._masters_on_host
+
     def _takes_master(self, param: Tensor) -> bool:
+        return self._masters_on_host or self._dtype_of_master(param) != param.dtype
+
+    def _dtype_of_master(self, param: Tensor) -> torch.dtype:
         master = self._master_dtype
-        return master is not None and param.is_floating_point() and param.dtype.itemsize < master.itemsize
+        if master is None or not param.is_floating_point() or param.dtype.itemsize >= master.itemsize:
+            return param.dtype
+        return master
+
+    def placed(self, piece: Piece, entries: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state of a piece with its tensors where the optimizer would have put them."""
+        return piece.placed(entries, counters_too=counts_on_device(self._options[piece.group]))
 
     def itemsize(self, index: int) -> int:
         """Return the bytes of an element of a parameter."""
@@ -140,7 +157,7 @@ class DividedParameters(abc.ABC):
             for i, param in enumerate(new, first)
         ]
         self.layouts += [layout_of(param) for param in new]
-        self._named = list(named)
+        self._named, self._options = list(named), groups
         memory = self._move(new, items) if new else Memory(items)
         self._memories.append(memory)
         self._memory_of += [memory] * len(new)
@@ -248,8 +265,10 @@ class DividedParameters(abc.ABC):
             tensor, layout = torch.nn.Parameter(self._flat(range_, memory)), None
         if not self._takes_master(param):
             return Piece(tensor, group, range_.members, layout)
-        target = tensor.detach()
-        return Piece(torch.nn.Parameter(target.to(self._master_dtype)), group, range_.members, layout, target)
+        target, offloaded = tensor.detach(), self._masters_on_host
+        source = on_host(target) if offloaded else target
+        master = torch.nn.Parameter(source.to(self._dtype_of_master(param), copy=True))
+        return Piece(master, group, range_.members, layout, target, is_offloaded=offloaded)
 
     def _flat(self, range_: PieceRange, memory: Memory) -> Tensor:
         """Return the memory of a piece that is no whole parameter."""
@@ -268,7 +287,7 @@ class DividedParameters(abc.ABC):
 
     def refresh_masters(self) -> None:
         """Take over what the program has written to parameters since the last step."""
-        if self._master_dtype is None:
+        if not self._may_have_masters:
             return
         changed = {
             i
@@ -281,7 +300,8 @@ class DividedParameters(abc.ABC):
 
     def note_versions(self) -> None:
         """Note that parameters are as the last step has left them."""
-        self._versions = [param._version for _, param in self._named]
+        if self._may_have_masters:
+            self._versions = [param._version for _, param in self._named]
 
     def check_in_place(self) -> None:
         """Raise unless the parameters still lie where they were when they were divided.

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["is_known_elementwise", "may_join", "single_step"]
+__all__ = ["counts_on_device", "is_known_elementwise", "may_join", "single_step"]
 
 KNOWN = (
     torch.optim.SGD,
@@ -41,6 +41,15 @@ def may_join(options: Mapping[str, Any], dtype: torch.dtype) -> bool:
         dtype: of the parameters.
     """
     return dtype.itemsize > 2 and not options.get("fused")
+
+
+def counts_on_device(options: Mapping[str, Any]) -> bool:
+    """Return whether torch's optimizers keep the counts of steps on the device of the parameters.
+
+    Args:
+        options: of the optimizer's group.
+    """
+    return bool(options.get("fused") or options.get("capturable"))
 
 
 def single_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], None]:

@@ -41,7 +41,8 @@ def is_movable(param: Tensor) -> bool:
     """Return whether nobody notices that a parameter is moved: nothing else lies in its memory."""
     data = param.detach()
     storage = data.untyped_storage()
-    owns = storage.nbytes() == data.nbytes and not storage.is_shared()
+    is_shared = storage.is_shared() and data.is_cpu  # torch says so of all memory of GPUs
+    owns = storage.nbytes() == data.nbytes and not is_shared
     del data, storage
     return owns and type(param.data) is Tensor and num_uses(param) == ALONE
 
@@ -67,7 +68,8 @@ def move_to_blocks(params: Sequence[Tensor], items: Sequence[Item]) -> Mapping[i
 def _make_block(placed: Sequence[tuple[Item, int]], params: Sequence[Tensor]) -> Block:
     (_, start), (last, end) = placed[0], placed[-1]
     itemsize = last.itemsize
-    flat = torch.zeros((end - start) // itemsize + last.numel, dtype=params[0].dtype)
+    numel = (end - start) // itemsize + last.numel
+    flat = torch.zeros(numel, dtype=params[0].dtype, device=params[0].device)
     views = [
         window(flat, (at - start) // itemsize, layout_of(p))
         for (_, at), p in zip(placed, params, strict=True)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mpisgd.accelerator.buffers import on_host
 from mpisgd.collectives.all_gather import all_gather_into_tensor
 from mpisgd.core.group import Group
 
@@ -60,9 +61,11 @@ def clip_factor(
     Args:
         norms: of this rank's pieces.
     """
-    mine = [torch.zeros((), dtype=torch.float64), *(norm.double() for norm in norms)]
+    device = norms[0].device if norms else torch.device("cpu")
+    mine = [torch.zeros((), dtype=torch.float64, device=device), *(norm.double() for norm in norms)]
     everyones = torch.empty(group.size, dtype=torch.float64)
-    all_gather_into_tensor(everyones, torch.linalg.vector_norm(torch.stack(mine), norm_type).view(1), group)
+    total_here = on_host(torch.linalg.vector_norm(torch.stack(mine), norm_type))
+    all_gather_into_tensor(everyones, total_here.view(1), group)
     total: Tensor = torch.linalg.vector_norm(everyones[list(owners)], norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(

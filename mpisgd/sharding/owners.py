@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mpisgd.accelerator.buffers import readable
+from mpisgd.accelerator.buffers import in_order
 from mpisgd.collectives.dispatch import link_of
 from mpisgd.core.group import Group
 from mpisgd.transport.internode.leader import frames
@@ -135,7 +135,7 @@ class Owners:
         Cost: with h hosts, an owner sends what it has h - 1 times; on a host every rank writes what it has
             and what came in for it, and reads the rest, through the staging memory.
         """
-        self.exchange_in_turn([[[readable(t) for t in of_one] for of_one in rooms]], one_copy=one_copy)
+        self.exchange_in_turn([[[in_order(t) for t in of_one] for of_one in rooms]], one_copy=one_copy)
 
     def exchange_in_turn(self, parts: Sequence[Rooms], *, one_copy: bool = False) -> None:
         """Do the same for several parts: messages of the next ones travel while one goes round the host.

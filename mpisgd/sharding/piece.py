@@ -6,6 +6,8 @@ for it is cut and joined element by element. Another one's piece is a parameter 
 With mixed precision the optimizer sees a copy of a higher precision, the master, which is what it updates:
 
     gradient (bfloat16)  ->  master.grad (float32)  ->  master (float32)  ->  parameter (bfloat16)
+
+An offloaded piece has its master, and so its state, in host memory, and its parameter on a device.
 """
 
 import itertools
@@ -15,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mpisgd.accelerator.buffers import on_host, round_to_device
 from mpisgd.collectives.objects import Allocate
 from mpisgd.gradients.fusion_buffer import Layout, window
 from mpisgd.sharding.division import Member
@@ -35,7 +38,7 @@ def flat_view(tensor: Tensor, layout: Layout) -> Tensor:
     """Return the elements of a tensor, [numel], in the order of a layout; a copy where it has another one."""
     tensor = tensor.detach()
     if tensor.stride() != layout.stride:
-        tensor = torch.empty_strided(*layout, dtype=tensor.dtype).copy_(tensor)
+        tensor = torch.empty_strided(*layout, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
@@ -67,6 +70,7 @@ class Piece:
         members: what lies in it.
         layout: how the gradient lies in memory where `tensor` has a parameter's shape, None for a flat piece.
         target: the parameter's memory, where `tensor` is a master.
+        is_offloaded: whether the master is in host memory, and the parameter on a device.
         grad: the reduced gradient, [numel] in the order of memory, or sparse, where there is one.
     """
 
@@ -77,12 +81,15 @@ class Piece:
         members: Sequence[Member],
         layout: Layout | None = None,
         target: Tensor | None = None,
+        *,
+        is_offloaded: bool = False,
     ) -> None:
         self.tensor = tensor
         self.group = group
         self.members = tuple(members)
         self.layout = layout
         self.target = target
+        self.is_offloaded = is_offloaded
         self.grad: Tensor | None = None
 
     def name(self, names: Sequence[str]) -> str:
@@ -106,20 +113,23 @@ class Piece:
         grad = self.grad
         if grad is not None and self.layout is not None and not grad.is_sparse:
             grad = grad.as_strided(*self.layout, grad.storage_offset())
-        self.tensor.grad = None if grad is None else grad.to(self.tensor.dtype)
+        self.tensor.grad = None if grad is None else grad.to(self.tensor.device, self.tensor.dtype)
 
     @torch.no_grad()
     def write_back(self) -> None:
         """Round the master to the parameters, where there is one."""
-        if self.target is not None:
+        if self.is_offloaded and self.target is not None:
+            round_to_device(self.tensor, self.target)
+        elif self.target is not None:
             self.target.copy_(self.tensor)
 
     @torch.no_grad()
     def refresh_master(self) -> None:
         """Take over parameters that the program has written to, such as loaded ones."""
         if self.target is not None:
-            changed = self.target != self.tensor.to(self.target.dtype)
-            self.tensor.copy_(torch.where(changed, self.target.to(self.tensor.dtype), self.tensor))
+            written = on_host(self.target) if self.is_offloaded else self.target
+            changed = written != self.tensor.to(written.dtype)
+            self.tensor.copy_(torch.where(changed, written.to(self.tensor.dtype), self.tensor))
 
     def split(self, keys: Sequence[Hashable]) -> "list[Piece]":
         """Return pieces that together are this one, each of neighbours with one key."""
@@ -134,15 +144,17 @@ class Piece:
         tensor = torch.nn.Parameter(self.tensor.detach()[begin:end])
         target = None if self.target is None else self.target[begin:end]
         moved = [member._replace(at=member.at - begin) for member in members]
-        part = Piece(tensor, self.group, moved, target=target)
+        part = Piece(tensor, self.group, moved, target=target, is_offloaded=self.is_offloaded)
         part.grad = None if self.grad is None else self.grad[begin:end]
         return part
 
     # -- what the optimizer keeps for it -------------------------------------------------------------
 
     def with_master(self, entries: Entries) -> Entries:
-        """Return the state of this piece with its master, where there is one."""
-        return entries if self.target is None else {**entries, MASTER: self.tensor.detach()}
+        """Return the state of this piece with its master, where that says more than the parameter."""
+        if self.target is None or self.target.dtype == self.tensor.dtype:
+            return entries
+        return {**entries, MASTER: self.tensor.detach()}
 
     def without_master(self, entries: dict[str, Any]) -> dict[str, Any]:
         """Take the master out of the state of this piece, and return the rest in its precision."""
@@ -153,8 +165,18 @@ class Piece:
             self.tensor.detach().copy_(master)
         shape, dtype = self.tensor.shape, self.tensor.dtype
         return {
-            key: value.to(dtype)
+            key: value.to(self.tensor.device, dtype)
             if is_elementwise_entry(key, value, shape) and value.is_floating_point()
+            else value
+            for key, value in entries.items()
+        }
+
+    def placed(self, entries: Entries, *, counters_too: bool) -> dict[str, Any]:
+        """Return a state with its tensors where `tensor` lies; counters on the CPU, or there, too."""
+        cpu = torch.device("cpu")
+        return {
+            key: value.to(cpu if key in COUNTERS and not counters_too else self.tensor.device)
+            if isinstance(value, Tensor)
             else value
             for key, value in entries.items()
         }
@@ -186,10 +208,11 @@ class Piece:
         """Return the state of this piece, of those of its members, which have the same `kept`."""
         entries = {key: _own(value) for key, value in states[0].kept.items()}
         for key, value in states[0].cut.items():
-            entries[key] = torch.zeros(self.tensor.shape, dtype=value.dtype)
+            entries[key] = torch.zeros(self.tensor.shape, dtype=value.dtype, device=self.tensor.device)
             for state in states:
                 at, numel = state.member.at, state.member.numel
-                entries[key][at : at + numel] = state.cut[key]
+                part = on_host(state.cut[key]) if self.is_offloaded else state.cut[key]
+                entries[key][at : at + numel] = part
         return entries
 
 

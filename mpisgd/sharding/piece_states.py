@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mpisgd.accelerator.buffers import on_host
 from mpisgd.collectives.objects import allocate_tensors, extract_tensors
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
@@ -71,6 +72,8 @@ class PieceStates:
         Args:
             present: whether there is one, for each parameter.
         """
+        if all(present) or not any(present):
+            return
         pieces = []
         for piece in self.parameters.pieces:
             parts = piece.split([present[member.param] for member in piece.members])
@@ -97,12 +100,12 @@ class PieceStates:
         self.cut(wholes, others)
 
     def mine(self, read: Callable[[Tensor], Entries]) -> list[PieceState]:
-        """Return what the optimizer keeps for the pieces of this rank, masters included.
+        """Return what the optimizer keeps for the pieces of this rank, masters included, in host memory.
 
         Args:
             read: returns the entries of a piece's tensor, {} where there are none.
         """
-        found = [(p, p.with_master(read(p.tensor))) for p in self.parameters.pieces]
+        found = [(p, _on_host(p.with_master(read(p.tensor)))) for p in self.parameters.pieces]
         return [part for piece, entries in found if entries for part in piece.states(entries)]
 
     def gather(self) -> dict[int, dict[str, Any]]:
@@ -156,9 +159,15 @@ class PieceStates:
         for piece, entries in _cut_states(self.parameters.pieces, wholes, shapes, layouts):
             pieces.append(piece)
             if entries:
-                self.state[piece.tensor] = entries
+                self.state[piece.tensor] = self.parameters.placed(piece, entries)
         self.parameters.pieces = pieces
         self.state.update(others or {})
+
+    def place(self, state: dict[Any, Any]) -> None:
+        """Bring the state of parameters, where these are the pieces, to where they lie."""
+        for piece in self.parameters.pieces:
+            if piece.tensor in state:
+                state[piece.tensor] = self.parameters.placed(piece, state[piece.tensor])
 
     def to_shard(self, state: StateStore) -> dict[str, Any]:
         """Return `state`, that of this rank's pieces, as plain data that says where each part belongs."""
@@ -194,6 +203,10 @@ class PieceStates:
     def others(self) -> dict[Any, Any]:
         """What belongs to no parameter."""
         return {key: self.state[key] for key in self.state if not isinstance(key, Tensor)}
+
+
+def _on_host(entries: Entries) -> Entries:
+    return {key: on_host(value) if isinstance(value, Tensor) else value for key, value in entries.items()}
 
 
 def _check_complete(shards: Sequence[Mapping[str, Any]]) -> None:

@@ -69,6 +69,24 @@ def test_distributed_optimizer(overlap, cap):
     assert_equal_models(model, one_process())
 
 
+@pytest.mark.parametrize("kind", ["device", "host", "files"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_sharded(stage, kind, tmp_path):
+    """With its state on the device, in host memory, in files; clipped, and through a state_dict."""
+    offload = {"device": None, "host": mpisgd.Offload(), "files": mpisgd.Offload(tmp_path)}[kind]
+    model, alone = mlp(), one_process()
+    strategy = mpisgd.Sharded(stage, offload=offload)
+    optimizer = mpisgd.DistributedOptimizer(sgd(model), strategy=strategy, bucket_cap_bytes=2**18)
+    train(model, optimizer, mine)
+    assert_equal_models(model, alone)
+    state = optimizer.state_dict()
+    assert not any(entries["momentum_buffer"].is_cuda for entries in state["state"].values() if offload)
+    optimizer.load_state_dict(state)
+    model(mine(batch(0)[0])).sum().backward()
+    assert optimizer.clip_grad_norm_(0.1) > 0
+    optimizer.step()
+
+
 def test_compression():
     model = mlp()
     optimizer = mpisgd.DistributedOptimizer(sgd(model), compression=Compression.bf16)

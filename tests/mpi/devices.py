@@ -56,6 +56,9 @@ class EagerDevice:
     def take_device(self, local_rank: int) -> None:
         """There is but one."""
 
+    def memory_in_use(self) -> int:
+        return 0
+
     def identity(self, device: torch.device) -> str:
         return "GPU 0" if self._shared else f"GPU {mpisgd.rank()}"
 
@@ -230,3 +233,19 @@ class LateDevice(EagerDevice):
     def kernel(self, work: Callable[[], Any]) -> None:
         """Let the current stream do something."""
         self.current_stream().add(work)
+
+
+class MetaDevice(EagerDevice):
+    """A GPU played by torch's device "meta": it has no values, and what mixes it with the host fails."""
+
+    kind = "meta"
+
+    def holds(self, tensor: Tensor) -> bool:
+        return tensor.is_meta
+
+    def copy(self, out: Tensor, source: Tensor) -> None:
+        self.num_copies += 1
+        assert out.is_meta != source.is_meta, "a copy between host and device"
+        assert (out.shape, out.dtype) == (source.shape, source.dtype)
+        if not out.is_meta:
+            out.fill_(1)

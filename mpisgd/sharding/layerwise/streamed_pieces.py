@@ -67,6 +67,10 @@ class StreamedPieces:
                 tensor = torch.nn.Parameter(without_memory(member.numel, param.dtype))
                 yield Placed(Piece(tensor, self._group_of[param], [whole]), param, member.at)
 
+    def placed(self, piece: Piece, entries: dict[str, Any]) -> dict[str, Any]:
+        """See `DividedParameters.placed`: all is on the CPU."""
+        return entries
+
     def present(self, params: set[Tensor]) -> Iterator[tuple[Chunk, list[Placed]]]:
         """Yield each chunk and its pieces of some of the parameters, in the order in which gradients come."""
         for chunk, of_chunk in self._chunks:

@@ -19,12 +19,16 @@ LEAST_BLOCK_BYTES = 4096
 class Offload:
     """State in files of a folder, read ahead of its use and written back behind it (ZeRO-Infinity).
 
-    The memory for it is `2 * (prefetch + 1) * block_bytes` on each rank, whatever the size of the model.
+    Without a folder the optimizer state of a model on a GPU is in host memory (ZeRO-Offload). With one or
+    without, the optimizer then updates copies of the parameters in host memory, on the CPU.
+
+    The memory for files is `2 * (prefetch + 1) * block_bytes` on each rank, whatever the size of the model.
     The files are private to the user and have no name: nothing of them remains after the job, however it
     ends. Their layout is that of safetensors.
 
     Args:
-        folder: on a disk of each host, by preference a local one. Checkpoints may lie there, too.
+        folder: on a disk of each host, by preference a local one. Checkpoints may lie there, too. None: state
+            is in host memory, and the other arguments say nothing.
         what: `"optimizer"`, or `"optimizer,parameters"` for models whose parameters do not fit into memory,
             either: see `mpisgd.offload_parameters`.
         prefetch: how many blocks are read ahead, and how many may wait to be written.
@@ -36,10 +40,10 @@ class Offload:
     Raises:
         InvalidArgument: an invalid argument.
 
-    Source: Rajbhandari et al. 2021, ZeRO-Infinity, section 6.
+    Source: Rajbhandari et al. 2021, ZeRO-Infinity, section 6; Ren et al. 2021, ZeRO-Offload.
     """
 
-    folder: str | os.PathLike[str]
+    folder: str | os.PathLike[str] | None = None
     what: str = "optimizer"
     prefetch: int = 2
     block_bytes: int = 8 * 2**20
@@ -47,7 +51,8 @@ class Offload:
     checksum: str | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "folder", str(as_path("Offload", "folder", self.folder)))
+        if self.folder is not None:
+            object.__setattr__(self, "folder", str(as_path("Offload", "folder", self.folder)))
         self._check_what()
         check_positive("Offload", "prefetch", self.prefetch, whole=True)
         check_positive("Offload", "block_bytes", self.block_bytes, whole=True)
@@ -66,6 +71,8 @@ class Offload:
             raise InvalidArgument(
                 f"Offload: what={shown(self.what)}; expected 'optimizer' or 'optimizer,parameters'"
             )
+        if "parameters" in self.parts and self.folder is None:
+            raise InvalidArgument(f"Offload: what={shown(self.what)}; parameters are in files: name a folder")
 
     @staticmethod
     def _check_checksum(name: str) -> None:

@@ -64,7 +64,7 @@ def measure(
 @functools.cache  # once for all files of a folder
 def is_direct_faster(offload: Offload) -> bool:
     """Return whether blocks go past the page cache faster than through it, to and from the disk."""
-    if offload.io != "auto":
+    if offload.io != "auto" or offload.folder is None:
         return offload.io == "direct"
     sample = max(SAMPLE_BYTES, 2 * offload.block_bytes)
     direct = measure(offload.folder, offload.block_bytes, sample, direct=True)

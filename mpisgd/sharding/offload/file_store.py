@@ -129,6 +129,7 @@ class FileStore(MutableMapping[Any, dict[str, Any]]):
         self._used = 0  # bytes of it
         self._copies: MappedMemory | None = None
         self._is_listed = False  # whether the header says what is in the file
+        assert offload.folder is not None
         self._file = PrivateFile(offload.folder, what, direct=is_direct_faster(offload))
         self._file.allocate(self._room)
         checksum = checksum_of(offload.checksum)

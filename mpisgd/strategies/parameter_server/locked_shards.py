@@ -26,6 +26,7 @@ from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.errors import InvalidArgument
 from mpisgd.sharding.elementwise import single_step
+from mpisgd.strategies.hidden_parameters import HiddenParameters
 from mpisgd.strategies.parameter_server.layout import PARAMETER, Schema, lay_out_shards
 from mpisgd.strategies.parameter_server.shard_memory import ShardMemory, Version
 from mpisgd.strategies.parameter_server.worker import Worker
@@ -54,7 +55,7 @@ class LockedShards(Worker):
         pull_every: int,
     ) -> None:
         self._push_every, self._pull_every = push_every, pull_every
-        self._hidden: list[list[Tensor]] | None = None
+        self._hidden = HiddenParameters()
         self._runs_closure = False
         super().__init__(training, staleness, servers)
 
@@ -94,10 +95,7 @@ class LockedShards(Worker):
         runs_closure, self._runs_closure = self._runs_closure, False
         if not runs_closure:
             self._step()
-        optimizer = self.training.optimizer
-        self._hidden = [options["params"] for options in optimizer.param_groups]
-        for options in optimizer.param_groups:
-            options["params"] = []
+        self._hidden.hide(self.training.optimizer)
 
     def after_step(self, num_steps: int) -> None:
         """Show the optimizer its parameters again."""
@@ -105,10 +103,7 @@ class LockedShards(Worker):
         self._scaling.after_step()
 
     def _show(self) -> None:
-        if self._hidden is not None:
-            hidden, self._hidden = self._hidden, None
-            for options, params in zip(self.training.optimizer.param_groups, hidden, strict=True):
-                options["params"] = params
+        self._hidden.show(self.training.optimizer)
 
     @torch.no_grad()
     def _step(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpisgd.accelerator.arrivals import arriving
 from mpisgd.collectives.all_reduce import all_reduce
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
@@ -25,10 +26,10 @@ from mpisgd.sharding.offload.state_store import StateInMemory, StateStore
 from mpisgd.sharding.piece import MASTER
 from mpisgd.sharding.piece_states import PieceNames, PieceStates
 from mpisgd.sharding.piece_update import PieceUpdate
-from mpisgd.sharding.sharded_gradient import ShardedGradient
-from mpisgd.sharding.sharded_reducer import ShardedReducer
+from mpisgd.sharding.reduction.sharded_gradient import ShardedGradient
+from mpisgd.sharding.reduction.sharded_reducer import ShardedReducer
+from mpisgd.strategies.hidden_parameters import HiddenParameters
 from mpisgd.strategies.replicated import Replicated
-from mpisgd.strategies.sharded.hidden_parameters import HiddenParameters
 from mpisgd.strategies.training import Training
 
 __all__ = ["Piecewise"]
@@ -59,7 +60,7 @@ class Piecewise(Replicated, abc.ABC):
 
     def _make_store(self, training: Training) -> StateStore:
         """Return where the state of this rank's pieces is kept. Collective."""
-        if self._offload is None:
+        if self._offload is None or self._offload.folder is None:
             return StateInMemory()
         what, parameters = f"optimizer state of rank {training.group.rank}", self._parameters
         namer = PieceNames(parameters, [name for name, _ in training.named])
@@ -178,21 +179,22 @@ class Piecewise(Replicated, abc.ABC):
         groups = self.training.optimizer.param_groups
         for group in groups:
             group["params"].clear()
+        if not self.gradients.is_untouched():  # there may be hundreds of them, and each would be asked
+            for piece in self._parameters.pieces:
+                piece.grad = self.gradients.grad_of(piece)
+        if self._offload is not None:  # the optimizer finds nothing left to do
+            self._update(self._hand_over_pieces)
+            return
         for piece in self._parameters.pieces:
-            piece.grad = self.gradients.grad_of(piece)
             piece.show_grad()
             if piece.grad is not None:
                 groups[piece.group]["params"].append(piece.tensor)
-        if self._offload is not None:
-            self._update(self._hand_over_pieces)
 
     def _hand_over_pieces(self, update: PieceUpdate) -> None:
-        """Have all pieces updated that the optimizer sees; it finds nothing left to do."""
-        for group in self.training.optimizer.param_groups:
-            group["params"].clear()
-        for piece in self._parameters.pieces:
-            if piece.grad is not None:
-                update.received(piece, piece.grad)
+        """Have all pieces updated that have a gradient, one after the other as these come from a device."""
+        found = [(piece, piece.grad) for piece in self._parameters.pieces if piece.grad is not None]
+        for (piece, _), grad in zip(found, arriving([grad for _, grad in found]), strict=True):
+            update.received(piece, grad)
         update.finish()
         self._states.state.end_step()
 
@@ -314,6 +316,8 @@ class Piecewise(Replicated, abc.ABC):
         state.update(shards[0]["others"])
         self.has_whole_state = True
         self._take_over_state()
+        if not self._holds_state:
+            self._states.place(state)
 
     # -- other parameters, other ranks --------------------------------------------------------------
 

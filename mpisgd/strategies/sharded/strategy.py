@@ -15,6 +15,7 @@ from typing import ClassVar
 
 import torch
 
+from mpisgd.accelerator.runtime import on_device
 from mpisgd.arguments import check_flag, shown
 from mpisgd.errors import InvalidArgument
 from mpisgd.sharding.elementwise import is_known_elementwise
@@ -33,7 +34,14 @@ __all__ = ["Sharded"]
 
 # What parameters in files cannot follow.
 IN_FILES = frozenset(
-    {"share_parameters", "op", "gradient_predivide_factor", "error_if_nonfinite", "check_in_sync_every"}
+    {
+        "share_parameters",
+        "compression",
+        "op",
+        "gradient_predivide_factor",
+        "error_if_nonfinite",
+        "check_in_sync_every",
+    }
 )
 
 
@@ -50,14 +58,15 @@ class Sharded(Strategy):
             them are complete and have been reduced. Accumulate inside `no_sync()`, which keeps whole ones.
         overlap_forward: whether parameters are sent while the next forward computes, first layers first. Each
             module waits for its own; other code must call `optimizer.synchronizer.wait()` before it reads
-            parameters after a step. Pays where the network is slow.
+            parameters after a step. Pays where the network is slow. On a GPU it may take as much memory as
+            the parameters until these have arrived.
         master_dtype: the precision in which the optimizer updates parameters of less precision, such as
             torch.float32 for a model in torch.bfloat16: each rank keeps such a copy of its shard. None: that
             of the parameters.
-        offload: what is in files on a disk, and where; see `Offload`. Needs one of torch's optimizers that
-            update each element by itself.
+        offload: what is in files on a disk, and where, or in host memory for models on a GPU; see `Offload`.
+            Needs one of torch's optimizers that update each element by itself.
 
-    Source: ZeRO, Rajbhandari and others 2020; ZeRO-Infinity, 2021.
+    Source: ZeRO, Rajbhandari and others 2020; ZeRO-Offload and ZeRO-Infinity, 2021.
     """
 
     stage: int = 1
@@ -65,7 +74,7 @@ class Sharded(Strategy):
     master_dtype: torch.dtype | None = None
     offload: Offload | None = None
 
-    excludes: ClassVar[frozenset[str]] = frozenset({"named_buffers", "compression"})
+    excludes: ClassVar[frozenset[str]] = frozenset({"named_buffers"})
 
     def __post_init__(self) -> None:
         """Raise InvalidArgument where a field makes no sense."""
@@ -90,10 +99,19 @@ class Sharded(Strategy):
                 "Sharded: LBFGS computes its direction from all gradients together, and each rank has those "
                 "of its own parameters only"
             )
+        self._check_compression(training)
         if self.offload is not None:
             self._check_offload(training, self.offload)
         if self._streamed(training) is None:
             (check_shareable if training.share_parameters else check_divisible)(training.named)
+
+    def _check_compression(self, training: Training) -> None:
+        compression = training.options.compression
+        if any(compression.wire_dtype(param.dtype) is None for _, param in training.named):
+            raise InvalidArgument(
+                f"Sharded: compression={compression} combines whole buckets for all ranks, and each gets its "
+                "shard only here; Compression.fp16 and Compression.bf16 go with it"
+            )
 
     def _check_offload(self, training: Training, offload: Offload) -> None:
         if not is_known_elementwise(training.optimizer):
@@ -102,6 +120,7 @@ class Sharded(Strategy):
                 "one of torch's that update each element by itself, such as SGD's or AdamW's"
             )
         if "parameters" not in offload.parts:
+            self._check_device(training, offload)
             return
         streamed = self._streamed(training)
         if streamed is None or streamed.offload != offload or streamed.group is not training.group:
@@ -112,6 +131,19 @@ class Sharded(Strategy):
         if self.master_dtype is not None:
             raise InvalidArgument(f"Sharded: master_dtype={self.master_dtype} does not go with {offload}")
         self.refuse(training, IN_FILES)
+
+    @staticmethod
+    def _check_device(training: Training, offload: Offload) -> None:
+        on_devices = any(on_device(param) for _, param in training.named)
+        if offload.folder is None and not on_devices:
+            raise InvalidArgument(
+                "Sharded: an Offload without a folder keeps the state in host memory, where that of a model "
+                "on the CPU is anyway; name a folder"
+            )
+        if on_devices and any(options.get("capturable") for options in training.optimizer.param_groups):
+            raise InvalidArgument(
+                "Sharded: capturable=True does not go with an offload, whose optimizer updates on the CPU"
+            )
 
     def _streamed(self, training: Training) -> StreamedParameters | None:
         """Return the parameters that are in files, if they are to be."""

@@ -20,7 +20,7 @@ from mpisgd.sharding.offload.file_store import FileStore
 from mpisgd.sharding.offload.shared_errors import raised_on_every_rank
 from mpisgd.sharding.piece_states import PieceNames, PieceStates
 from mpisgd.sharding.piece_update import PieceUpdate
-from mpisgd.strategies.sharded.hidden_parameters import HiddenParameters
+from mpisgd.strategies.hidden_parameters import HiddenParameters
 from mpisgd.strategies.strategy import Synchronizer
 from mpisgd.strategies.training import Training
 

@@ -9,15 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpisgd.accelerator.runtime import on_device
 from mpisgd.core.consistency import Operation
 from mpisgd.core.work import Work
 from mpisgd.gradients.bucketing import join_buckets
+from mpisgd.sharding.device_parts import DeviceParts, PartsWork
 from mpisgd.sharding.divided_parameters import DividedParameters
 from mpisgd.sharding.offload.description import Offload
 from mpisgd.sharding.owners import Owners
+from mpisgd.sharding.reduction.scattering_reducer import ScatteringReducer
+from mpisgd.sharding.reduction.sharded_reducer import ShardedReducer
 from mpisgd.sharding.replicated_parameters import ReplicatedParameters
-from mpisgd.sharding.scattering_reducer import ScatteringReducer
-from mpisgd.sharding.sharded_reducer import ShardedReducer
 from mpisgd.sharding.shared_parameters import SharedParameters
 from mpisgd.strategies.sharded.forward_overlap import ForwardOverlap
 from mpisgd.strategies.sharded.piecewise import Piecewise
@@ -50,8 +52,9 @@ class ShardedSynchronizer(Piecewise):
     ) -> None:
         self._stage, self._master_dtype = stage, master_dtype
         self._updated: list[bool] = []
+        self._parts: dict[Any, list[Sequence[int]]] = {}
         self._rooms: dict[Any, list[list[list[Tensor]]]] = {}
-        self._ranges_of_rooms: Any = None
+        self._known_ranges: Any = None  # those of `_parts` and `_rooms`
         self._overlap = ForwardOverlap() if overlap_forward else None
         super().__init__(training, offload)
 
@@ -66,13 +69,14 @@ class ShardedSynchronizer(Piecewise):
             joins=self._joins(owners, one_copy=kind.one_copy),
             master_dtype=self._master_dtype,
             cuts_alone=self._offload is not None,
+            masters_on_host=self._offload is not None and _is_on_device(training),
         )
 
     def _joins(self, owners: Owners, *, one_copy: bool) -> bool:
         """Whether small parameters share pieces. In a copy per host all have to be there on every host."""
         if one_copy:
             return self._stage == 1 and len(owners.nodes) == 1 < owners.size
-        return owners.size > 1 and self._offload is None
+        return owners.size > 1
 
     def _make_reducer(self, kind: Callable[..., ShardedReducer] = ScatteringReducer) -> ShardedReducer:
         return super()._make_reducer(functools.partial(kind, stage=self._stage))
@@ -105,10 +109,25 @@ class ShardedSynchronizer(Piecewise):
         return super().consensus()
 
     def _publish(self) -> None:
-        if self.training.group.size > 1:
-            between_hosts = len(self._parameters.owners.nodes) > 1
-            parts = self._in_order_of_forward(PART_BYTES if between_hosts else sys.maxsize)
-            self._send(parts, "all", async_op=False)
+        if self.training.group.size == 1:
+            return
+        if _is_on_device(self.training):
+            self._publish_from_device()
+            return
+        between_hosts = len(self._parameters.owners.nodes) > 1
+        parts = self._in_order_of_forward(PART_BYTES if between_hosts else sys.maxsize)
+        self._send(parts, "all", async_op=False)
+
+    def _publish_from_device(self) -> None:
+        """Send one part after the other, of which two have memory at a time."""
+        parts, before = self._in_order_of_forward(self.training.options.bucket_cap_bytes), None
+        for number, part in enumerate(parts):
+            work = self._send_from_device(part, f"part {number}")
+            if before is not None:
+                before.wait()
+            before = work
+        if before is not None:
+            before.wait()
 
     def _publish_after_step(self, num_steps: int) -> None:
         period = self.training.check_in_sync_every
@@ -117,8 +136,7 @@ class ShardedSynchronizer(Piecewise):
             return
         cap_bytes = self.training.options.bucket_cap_bytes
         for number, indices in enumerate(self._in_order_of_forward(cap_bytes)):
-            work = self._send([indices], f"part {number}", async_op=True)
-            assert work is not None
+            work = self._send_in_background(indices, f"part {number}")
             self._overlap.expect([self.training.named[i][1] for i in indices], work)
 
     @property
@@ -130,31 +148,62 @@ class ShardedSynchronizer(Piecewise):
 
     def _in_order_of_forward(self, cap_bytes: int) -> list[Sequence[int]]:
         """Return the updated parameters in parts of so many bytes, those first that backward reaches last."""
+        self._forget_if_divided_anew()
+        key = (cap_bytes, bytes(self._updated))
+        if key not in self._parts:
+            self._parts[key] = self._find_parts(cap_bytes)
+        return self._parts[key]
+
+    def _find_parts(self, cap_bytes: int) -> list[Sequence[int]]:
         buckets = self._parameters.buckets
         inside = {index for bucket in buckets for index in bucket}
         rest = [index for index in range(len(self._updated)) if index not in inside]
         parts = [[i for i in bucket if self._updated[i]] for bucket in (rest, *reversed(buckets))]
         sizes = [sum(self.training.named[i][1].nbytes for i in part) for part in parts]
         joined = join_buckets(sizes, cap_bytes)
-        together = [[index for place in places for index in parts[place]] for places in joined]
+        together = [tuple(index for place in places for index in parts[place]) for places in joined]
         return [part for part in together if part]
+
+    def _forget_if_divided_anew(self) -> None:
+        known = max(len(self._parts), len(self._rooms))
+        if self._known_ranges is not self._parameters.ranges or known > MAX_KNOWN:
+            self._parts.clear()
+            self._rooms.clear()
+            self._known_ranges = self._parameters.ranges
+
+    def _send_in_background(self, part: Sequence[int], what: str) -> Work:
+        if _is_on_device(self.training):
+            return self._send_from_device(part, what)
+        work = self._send([part], what, async_op=True)
+        assert work is not None
+        return work
 
     def _send(self, parts: Sequence[Sequence[int]], what: str, *, async_op: bool) -> Work | None:
         """Bring updated parameters from their owners to everyone, part by part. Collective."""
         owners, one_copy = self._parameters.owners, self._parameters.one_copy
-        which = hashlib.blake2b(bytes(self._updated), digest_size=8).hexdigest()
         rooms = self._rooms_of(parts)
         return self.training.group.queue.run(
-            Operation("shards of parameters", extra=f"{what} of updated {which}"),
+            Operation("shards of parameters", extra=f"{what} of updated {self._which}"),
             lambda: owners.exchange_in_turn(rooms, one_copy=one_copy),
             async_op=async_op,
         )
 
+    def _send_from_device(self, part: Sequence[int], what: str) -> Work:
+        """Begin to bring updated parameters from their owners' devices to everyone's. Collective."""
+        dtypes = sorted({self.training.named[i][1].dtype for i in part}, key=str)
+        alike = [[i for i in part if self.training.named[i][1].dtype is dtype] for dtype in dtypes]
+        group, what = self.training.group, f"{what} of updated {self._which}"
+        works = [DeviceParts(rooms, group).all_gather(what) for rooms in self._rooms_of(alike)]
+        return PartsWork(works, lambda: None)
+
+    @property
+    def _which(self) -> str:
+        """A hash of which parameters were updated."""
+        return hashlib.blake2b(bytes(self._updated), digest_size=8).hexdigest()
+
     def _rooms_of(self, parts: Sequence[Sequence[int]]) -> list[list[list[Tensor]]]:
         """Return for each part what each owner has of it, in this rank's memory; known from step to step."""
-        if self._ranges_of_rooms is not self._parameters.ranges or len(self._rooms) > MAX_KNOWN:
-            self._rooms.clear()
-            self._ranges_of_rooms = self._parameters.ranges
+        self._forget_if_divided_anew()
         key = tuple(map(tuple, parts))
         if key not in self._rooms:
             self._rooms[key] = self._find_rooms(parts)
@@ -169,3 +218,8 @@ class ShardedSynchronizer(Piecewise):
             ]
             for part in wanted
         ]
+
+
+def _is_on_device(training: Training) -> bool:
+    """Return whether the parameters are on a device: all of them, or none."""
+    return any(on_device(param) for _, param in training.named[:1])

@@ -2,37 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from devices import EagerDevice
 from harness import ADAM_DRIFT, check_equal_runs, gradients, mlp, pair, plain_step, share
 from torch import nn
 from verdicts import everyone, same_on_all_ranks
 
 import mpisgd
 from mpisgd import Compression, ReduceOp
-from mpisgd.accelerator.runtime import set_runtime
-from mpisgd.job.lifecycle import current_job, world
+from mpisgd.job.lifecycle import current_job
 
 STEPS = 6
-
-
-@pytest.fixture(params=["nccl", "staging"])
-def device(request, monkeypatch) -> Iterator[EagerDevice]:
-    """The world's tensors are on a GPU during one test."""
-    wanted = "nccl" if request.param == "nccl" else "mpi"
-    monkeypatch.setattr(current_job(), "gpu", wanted)
-    stand_in = EagerDevice(nccl=wanted == "nccl")
-    set_runtime(stand_in)
-    yield stand_in
-    set_runtime(None)
-    transport, world().device = world().device, None
-    world().queue.on_mismatch = lambda: None
-    if transport is not None:
-        transport.close()
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:

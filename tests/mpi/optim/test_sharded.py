@@ -32,7 +32,7 @@ import mpisgd
 from mpisgd.gradients import plan
 from mpisgd.sharding import divided_parameters
 from mpisgd.sharding.owners import Owners
-from mpisgd.sharding.sharded_gradient import ShardedGradient
+from mpisgd.sharding.reduction.sharded_gradient import ShardedGradient
 from mpisgd.transport.shm import reduction
 
 STAGES = (1, 2)
@@ -235,6 +235,23 @@ def test_sparse_gradients(stage):
 )
 def test_options_mean_what_they_mean(options, stage):
     check_same_bits(plain_step, stage, steps=5, **options)
+
+
+@pytest.mark.parametrize("way", WAYS, indirect=True)
+@pytest.mark.parametrize("stage", STAGES)
+def test_casts_on_the_wire_round_as_those_of_synchronous(stage):
+    check_same_bits(plain_step, stage, steps=5, optimizer=adam, compression=mpisgd.Compression.bf16)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_host_with_one_copy_casts_as_well(stage):
+    how = {"optimizer": adam, "compression": mpisgd.Compression.fp16, "gradient_predivide_factor": 2.0}
+    shared = pair(strategy=mpisgd.Sharded(stage), share_parameters=True, **how)[1]
+    runs = [*both(stage, **how), shared]
+    for step in range(5):
+        for run in runs:
+            plain_step(run, step)
+        everyone(len({digest(run.model.parameters()) for run in runs}) == 1, f"step {step}")
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -602,7 +619,7 @@ def test_fields_that_make_no_sense_are_refused(wrong):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"compression": mpisgd.Compression.bf16}, "compression"),
+        ({"compression": mpisgd.compress.TopK(ratio=0.1)}, "compression"),
         ({"op": mpisgd.Adasum}, "Adasum"),
         ({"optimizer": lambda m: torch.optim.LBFGS(m.parameters())}, "LBFGS"),
     ],

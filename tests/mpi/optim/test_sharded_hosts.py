@@ -82,6 +82,17 @@ def test_gradients_are_those_of_synchronous(hosts, stage, overlap):
 
 
 @pytest.mark.parametrize("stage", STAGES)
+def test_casts_are_those_of_synchronous(hosts, stage):
+    how = {"group": hosts, "compression": mpisgd.Compression.bf16, "bucket_cap_bytes": 100}
+    runs = [pair(strategy=s, **how)[1] for s in (mpisgd.Synchronous(), mpisgd.Sharded(stage))]
+    for step in range(5):
+        for run in runs:
+            plain_step(run, step)
+        off = max(map(drift, runs[0].model.parameters(), runs[1].model.parameters()))
+        everyone(off <= 1e-12, f"step {step}: {off}")
+
+
+@pytest.mark.parametrize("stage", STAGES)
 def test_unused_and_frozen_parameters(hosts, stage):
     strategy = mpisgd.Sharded(stage)
     check_equal_runs(model=Branches, loss=branched, by_rank=True, strategy=strategy, group=hosts)

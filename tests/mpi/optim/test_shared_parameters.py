@@ -26,7 +26,7 @@ from torch import nn
 from verdicts import everyone, raises_everywhere, referee, same_on_all_ranks
 
 import mpisgd
-from mpisgd.sharding.sharded_gradient import ShardedGradient
+from mpisgd.sharding.reduction.sharded_gradient import ShardedGradient
 
 pytestmark = pytest.mark.usefixtures("pieces")
 

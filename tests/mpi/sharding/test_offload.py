@@ -14,6 +14,7 @@ from verdicts import everyone, raises_everywhere, referee, same_on_all_ranks
 import mpisgd
 from mpisgd import checkpoint
 from mpisgd.sharding import piece_update
+from mpisgd.transport.shm import reduction
 
 FEATURES = 24
 OPTIMIZERS = {
@@ -211,7 +212,7 @@ def test_safetensors_opens_the_file_of_a_rank(tmp_path):
     state, seen = optimizer.state_dict()["state"], referee().allgather(found)
     whole = {name: tensor for of_rank in seen for name, tensor in of_rank.items()}
     names = [name for name in whole if name.endswith(".exp_avg")]
-    everyone(len(names) >= len(state), f"{names}")
+    everyone(bool(names), f"{list(whole)}")
     total = sum(whole[name].square().sum() for name in names)
     expected = sum(entries["exp_avg"].square().sum() for entries in state.values())
     everyone(torch.allclose(total, expected), f"{total}, {expected}")
@@ -259,6 +260,7 @@ def test_a_full_disk_on_one_rank_is_told_on_every_rank_and_the_checkpoint_stays(
 
 
 def test_a_failing_read_on_the_first_rank_is_told_on_every_rank(tmp_path, monkeypatch):
+    monkeypatch.setattr(reduction, "BUFFER_BYTES", 4096 * mpisgd.size())  # not all pieces are in memory
     model = nn.Sequential(*(nn.Linear(FEATURES, FEATURES) for _ in range(40))).double()
     strategy = mpisgd.Sharded(offload=offload_in(tmp_path, prefetch=1))
     optimizer = mpisgd.DistributedOptimizer(torch.optim.Adam(model.parameters()), strategy=strategy)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mpisgd.errors import InvalidArgument
-from mpisgd.sharding.sharded_gradient import ShardedGradient
+from mpisgd.sharding.reduction.sharded_gradient import ShardedGradient
 
 asked: list[tuple] = []
 

@@ -83,7 +83,7 @@ def test_an_optimizer_that_cannot_be_made_is_refused(text):
         "mpisgd.LocalSGD(8)",
         "Strategy()",
         "DiLoCo(outer_optimizer=Module)",
-        "Sharded(offload=Offload())",
+        "Sharded(offload=Offload(what='optimizer,parameters'))",
         "Sharded(offload=Offload('/scratch', prefetch=0))",
         "Sharded(offload=open('/scratch'))",
         "Sharded(offload=LocalSGD(8))",

@@ -15,6 +15,7 @@ def test_it_compares_and_prints_whatever_kind_of_path_was_given():
     assert repr(offload).startswith("Offload(folder='/scratch/run', what='optimizer, parameters', prefetch=2")
     assert offload.parts == {"optimizer", "parameters"}
     assert mpisgd.Offload("x").parts == {"optimizer"}
+    assert mpisgd.Offload() == mpisgd.Offload(folder=None)
 
 
 @pytest.mark.parametrize(
@@ -23,6 +24,7 @@ def test_it_compares_and_prints_whatever_kind_of_path_was_given():
         ({"folder": ""}, "folder=''"),
         ({"folder": 3}, "folder=3"),
         ({"what": "parameters"}, "what='parameters'"),
+        ({"folder": None, "what": "optimizer,parameters"}, "name a folder"),
         ({"what": "optimizer,gradients"}, "optimizer,gradients"),
         ({"what": None}, "what=None"),
         ({"prefetch": 0}, "prefetch=0"),

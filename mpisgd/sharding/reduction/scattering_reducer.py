@@ -7,6 +7,9 @@ gradients are complete, and with stage 2 they are freed after that:
     backward        ... | c, d complete | b complete         | a complete         | end
     buckets             | [c d] reduced | [b] reduced        | [a] reduced        |
     stage 2             |               | c and d are freed  | b is freed         | a is freed
+
+Buckets on a device go by the group's collectives, from where they lie; only at the end of backward the host
+learns of which parameters no rank has a gradient, and whether some were sparse.
 """
 
 from collections.abc import Sequence
@@ -15,19 +18,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpisgd.accelerator.runtime import on_device
+from mpisgd.compress.compressor import BucketLayout
 from mpisgd.core.consistency import Operation
 from mpisgd.gradients.bucketing import ALIGN_BYTES, Bucket, join_buckets
 from mpisgd.gradients.fusion_buffer import window
 from mpisgd.gradients.in_flight import InFlightReduction
-from mpisgd.gradients.kinds import DENSE, SPARSE
+from mpisgd.gradients.kinds import SPARSE
 from mpisgd.gradients.plan import BucketSlot, Plan, is_alone, plain_slot
 from mpisgd.gradients.reducer import GradientReducer
 from mpisgd.gradients.unbucketed import UnbucketedGradient
+from mpisgd.sharding.device_parts import DeviceParts
 from mpisgd.sharding.owners import Transfers
 from mpisgd.sharding.piece import Piece
-from mpisgd.sharding.piece_reduction import PieceReduction
-from mpisgd.sharding.shard_reduction import Scratch, ShardReduction
-from mpisgd.sharding.sharded_reducer import ShardedReducer
+from mpisgd.sharding.reduction.bucket_shard import BucketShard
+from mpisgd.sharding.reduction.device_shard_reduction import DeviceShardReduction
+from mpisgd.sharding.reduction.piece_reduction import PieceReduction
+from mpisgd.sharding.reduction.shard_reduction import Scratch, ShardReduction
+from mpisgd.sharding.reduction.sharded_reducer import ShardedReducer
 
 __all__ = ["ScatteringReducer"]
 
@@ -42,9 +50,11 @@ class ScatteringReducer(ShardedReducer):
 
     def __init__(self, *arguments: Any, stage: int, **options: Any) -> None:
         self._frees = stage == 2
-        self._reductions: list[ShardReduction] = []  # of the buckets of the plan, where they go apart
+        # Of the buckets of the plan, where they go apart.
+        self._reductions: list[ShardReduction | DeviceShardReduction] = []
         self._joined: list[tuple[int, ...]] = []  # the buckets that travel together
         self._scattered: set[int] = set()  # the buckets that have been brought to their owners
+        self._with_sparse: set[int] = set()  # those of them in which some rank had a sparse gradient
         self._unfreed: list[tuple[int, ...]] = []
         self._scratch = Scratch()
         super().__init__(*arguments, **options)
@@ -60,11 +70,19 @@ class ScatteringReducer(ShardedReducer):
     @property
     def _keeps_until_step(self) -> bool:
         """Whether gradients stay until the step, in memory that all ranks see; the same on all of them."""
-        return not self._frees and self.group.shm is not None and not self._overlaps()
+        stays = not self._frees and self.group.shm is not None and not self._overlaps()
+        return stays and not any(map(self._travels_otherwise, self.params))
+
+    def _travels_otherwise(self, param: Tensor) -> bool:
+        return on_device(param) or self._wire_dtype(param) != param.dtype
+
+    def _wire_dtype(self, param: Tensor) -> torch.dtype:
+        return self.options.compression.wire_dtype(param.dtype) or param.dtype
 
     def _launches_early(self) -> bool:
-        early = self._frees and self.group.size > 1 and self.options.overlap is not False
-        return early or super()._launches_early()
+        frees = self._frees and self.group.size > 1 and self.options.overlap is not False
+        # What travels together is complete when backward ends: nothing needs to watch it.
+        return (frees and len(self._joined) > 1) or super()._launches_early()
 
     def _reduction_of(self, plan: Plan) -> PieceReduction | None:
         self._states.divide_by([slot.bucket.indices for slot in plan.slots])
@@ -75,16 +93,15 @@ class ScatteringReducer(ShardedReducer):
         self._reductions = [self._shard_reduction(slot.bucket) for slot in plan.slots]
         return None
 
-    def _shard_reduction(self, bucket: Bucket) -> ShardReduction:
+    def _shard_reduction(self, bucket: Bucket) -> ShardReduction | DeviceShardReduction:
+        param, finish = self.params[bucket.indices[0]], self._launcher.undo_predivision
+        owners, ranges, op = self._parameters.owners, self._parameters.ranges, self.options.element_op
+        wire = self._wire_dtype(param)
+        if on_device(param):
+            return DeviceShardReduction(bucket, param.dtype, ranges, self.group, op, finish, wire)
+        scratch, stays = self._scratch, not self._frees
         return ShardReduction(
-            bucket,
-            self.params[bucket.indices[0]].dtype,
-            self._parameters.ranges,
-            self._parameters.owners,
-            self.options.element_op,
-            self._launcher.undo_predivision,
-            self._scratch,
-            in_place=not self._frees,
+            bucket, param.dtype, ranges, owners, op, finish, scratch, in_place=stays, wire=wire
         )
 
     def _join(self, buckets: Sequence[Bucket]) -> list[tuple[int, ...]]:
@@ -97,25 +114,36 @@ class ScatteringReducer(ShardedReducer):
         if self._keeps_until_step:
             return super()._make_slots(buckets)
         if not self._frees:
-            return [plain_slot(bucket, [self.params[i] for i in bucket.indices]) for bucket in buckets]
+            return [self._slot(bucket) for bucket in buckets]
         return self._slots_in_turn(buckets)
 
     def _slots_in_turn(self, buckets: Sequence[Bucket]) -> list[BucketSlot]:
         """Return buckets that are filled one after the other, in the same memory."""
         slots: list[BucketSlot] = []
-        in_flight = 2 if self._overlaps() else 1
+        # Whether a GPU sends by itself is not known before the first time.
+        in_flight = 2 if self._overlaps() or on_device(self.params[0]) else 1
         joined = self._join(buckets)
         sizes = [[self._room_bytes(buckets[place]) for place in places] for places in joined]
-        memory = [torch.empty(max(map(sum, sizes), default=0), dtype=torch.uint8) for _ in range(in_flight)]
+        most, device = max(map(sum, sizes), default=0), self.params[0].device
+        memory = [torch.empty(most, dtype=torch.uint8, device=device) for _ in range(in_flight)]
         for number, (places, rooms) in enumerate(zip(joined, sizes, strict=True)):
             at = 0
             for place, room in zip(places, rooms, strict=True):
                 bucket = buckets[place]
-                params = [self.params[i] for i in bucket.indices]
-                flat = memory[number % in_flight][at : at + room].view(params[0].dtype)[: bucket.numel]
-                slots.append(plain_slot(bucket, params, flat))
+                dtype = self.params[bucket.indices[0]].dtype
+                flat = memory[number % in_flight][at : at + room].view(dtype)[: bucket.numel]
+                slots.append(self._slot(bucket, flat))
                 at += room
         return slots
+
+    def _slot(self, bucket: Bucket, flat: Tensor | None = None) -> BucketSlot:
+        params = [self.params[i] for i in bucket.indices]
+        slot, compression = plain_slot(bucket, params, flat), self.options.compression
+        if not compression.changes(params[0].dtype):
+            return slot
+        shapes = tuple(param.shape for param in params)
+        layout = BucketLayout(shapes, params[0].dtype, params[0].device)
+        return slot._replace(reducer=compression.reducer(layout))
 
     def _room_bytes(self, bucket: Bucket) -> int:
         """Return the bytes that a bucket takes of the memory for buckets: 0 for what travels by itself."""
@@ -150,29 +178,40 @@ class ScatteringReducer(ShardedReducer):
         in_background = in_flight.in_background and self._overlaps()
         if self._frees:
             self._free(in_flight, leave=1 if in_background else 0)
-        self._launcher.launch_together(
-            in_flight, places, lambda kinds: self._scatter(in_flight, places, kinds), async_op=in_background
-        )
+        if any(isinstance(self._reductions[place], DeviceShardReduction) for place in places):
+            self._launch_from_device(in_flight, places)
+        else:
+            self._launcher.launch_together(
+                in_flight,
+                places,
+                lambda kinds: self._scatter(in_flight, places, kinds),
+                async_op=in_background,
+            )
         self._unfreed.append(places)
         if self._frees and not in_background:
             self._free(in_flight)
+
+    def _launch_from_device(self, in_flight: InFlightReduction, places: Sequence[int]) -> None:
+        for place in places:
+            reduction = self._reductions[place]
+            assert isinstance(reduction, DeviceShardReduction)
+            self._launcher.launch_by(in_flight, place, reduction.begin)
+            self._scattered.add(place)
 
     def _scatter(self, in_flight: InFlightReduction, places: Sequence[int], kinds: bytes) -> bool:
         """Bring buckets to their owners; return False where a gradient is sparse. Inside the queue."""
         if any(kind & SPARSE for kind in kinds):
             return False
-        indices = [index for place in places for index in in_flight.slots[place].bucket.indices]
-        for index, kind in zip(indices, kinds, strict=True):
-            self._exists[index] = bool(kind & DENSE)
         with Transfers() as transfers:
-            begun = [
-                (place, transfers.note(self._reductions[place].begin(in_flight.slots[place].storage.flat)))
-                for place in places
-            ]
-            for place, transfer in begun:
+            begun = []
+            for place in places:
+                reduction, flat = self._reductions[place], in_flight.slots[place].storage.flat
+                assert isinstance(reduction, ShardReduction)
+                begun.append((place, reduction, transfers.note(reduction.begin(flat))))
+            for place, reduction, transfer in begun:
                 if transfer is not None:
                     transfer.wait()
-                self._reductions[place].finish()
+                reduction.finish()
                 self._scattered.add(place)
         self._scratch.clear()
         return True
@@ -181,11 +220,15 @@ class ScatteringReducer(ShardedReducer):
         """Let go of gradients that have been brought to their owners, all but those launched last."""
         while len(self._unfreed) > leave:
             places = self._unfreed.pop(0)
-            if (work := in_flight.launched[places[0]]) is not None:
-                work.wait()
+            for place in places:
+                if (work := in_flight.launched[place]) is not None:
+                    work.wait()
             for place in self._scattered.intersection(places):
                 self._release_slot(in_flight.slots[place])
-                for param in self._launcher.params_of(in_flight.slots[place]):
+                params = self._launcher.params_of(in_flight.slots[place])
+                if isinstance(self._reductions[place], DeviceShardReduction):
+                    params = [p for p in params if p.grad is not None and not p.grad.is_sparse]
+                for param in params:  # sparse gradients have not travelled
                     param.grad = None
             in_flight.forget(self._scattered.intersection(places))
 
@@ -201,7 +244,8 @@ class ScatteringReducer(ShardedReducer):
         assert in_flight.plan is not None
         nonfinite = GradientReducer._unload(self, in_flight)
         if self._plan is None:  # a gradient is sparse that was not before
-            self._bring_back(in_flight.plan)
+            for place in sorted(self._scattered):  # they are about to be divided anew
+                self._bring_back(place, in_flight.slots[place])
             self._states.keep_whole(self._known_sparse)
         scattered = {i for place in self._scattered for i in in_flight.slots[place].bucket.indices}
         self._take_what_all_have([i for i in range(len(self.params)) if i not in scattered])
@@ -213,39 +257,53 @@ class ScatteringReducer(ShardedReducer):
         self._unfreed.clear()
         return nonfinite
 
+    def _join_kinds(self, in_flight: InFlightReduction, sparse: Sequence[int]) -> bytes:
+        kinds, start = super()._join_kinds(in_flight, sparse), 0
+        for place, slot in enumerate(in_flight.slots):
+            here, start = kinds[start : start + len(slot.bucket.indices)], start + len(slot.bucket.indices)
+            if place in self._scattered and any(kind & SPARSE for kind in here):
+                self._with_sparse.add(place)
+        return kinds
+
     def _unload_slot(self, place: int, slot: BucketSlot, exists: Sequence[bool]) -> None:
         if place not in self._scattered:
             super()._unload_slot(place, slot, exists)
+            return
+        for index, here in zip(slot.bucket.indices, exists, strict=True):
+            self._exists[index] = here
+        if place in self._with_sparse:  # what is sparse is added to the whole dense gradient
+            self._bring_back(place, slot)
 
-    def _reduction_of_piece(self, piece: Piece) -> ShardReduction:
+    def _reduction_of_piece(self, piece: Piece) -> BucketShard:
         """Return what has brought the gradient of a piece, all of which was in one bucket."""
         return next(r for r in self._reductions if r.covers(piece.members[0].param))
 
-    def _bring_back(self, plan: Plan) -> None:
-        """Give every rank the whole gradients of which it has shards: they are about to be divided anew."""
-        for place in sorted(self._scattered):
-            slot, reduction = plan.slots[place], self._reductions[place]
-            params = self._launcher.params_of(slot)
-            flat = torch.zeros(slot.bucket.numel, dtype=params[0].dtype)
-            reduction.put_back(flat)
-            self._exchange(reduction.everyones(flat))
-            for index, offset in zip(slot.bucket.indices, slot.bucket.offsets, strict=True):
-                view = window(flat, offset, self._parameters.layouts[index])
-                self.params[index].grad = view if self._exists[index] else None
-            self._release_slot(slot)
-        self._scattered.clear()
+    def _bring_back(self, place: int, slot: BucketSlot) -> None:
+        """Give every rank the whole gradients of a bucket of which it has a shard."""
+        reduction, params = self._reductions[place], self._launcher.params_of(slot)
+        flat = torch.zeros(slot.bucket.numel, dtype=params[0].dtype, device=params[0].device)
+        reduction.put_back(flat)
+        self._exchange(reduction.everyones(flat))
+        for index, offset in zip(slot.bucket.indices, slot.bucket.offsets, strict=True):
+            view = window(flat, offset, self._parameters.layouts[index])
+            self.params[index].grad = view if self._exists[index] else None
+        self._release_slot(slot)
+        self._scattered.discard(place)
 
     def _exchange(self, rooms: Sequence[Sequence[Tensor]]) -> None:
+        what = "shards of a bucket"
+        if any(on_device(room) for of_one in rooms for room in of_one):
+            DeviceParts(rooms, self.group).all_gather(what).wait()
+            return
         owners = self._parameters.owners
-        self.group.queue.run(
-            Operation("gradients", extra="shards of a bucket"), lambda: owners.exchange(rooms)
-        )
+        self.group.queue.run(Operation("gradients", extra=what), lambda: owners.exchange(rooms))
 
     def release(self) -> None:
         """See `ShardedReducer`."""
         super().release()
         self._exists = [False] * len(self.params)
         self._scattered.clear()
+        self._with_sparse.clear()
         self._unfreed.clear()
         for reduction in self._reductions:
             reduction.release()

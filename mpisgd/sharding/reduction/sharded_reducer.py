@@ -23,9 +23,9 @@ from mpisgd.gradients.plan import Plan
 from mpisgd.gradients.reducer import GradientReducer
 from mpisgd.gradients.unbucketed import UnbucketedGradient
 from mpisgd.sharding.piece import Piece, flat_view
-from mpisgd.sharding.piece_reduction import PieceReduction, Receiver, Settle, goes_in_pieces
 from mpisgd.sharding.piece_states import PieceStates
-from mpisgd.sharding.sharded_gradient import ShardedGradient, Unscale
+from mpisgd.sharding.reduction.piece_reduction import PieceReduction, Receiver, Settle, goes_in_pieces
+from mpisgd.sharding.reduction.sharded_gradient import ShardedGradient, Unscale
 
 __all__ = ["ShardedReducer"]
 
@@ -176,8 +176,10 @@ class ShardedReducer(GradientReducer):
 
     def is_untouched(self) -> bool:
         """Return whether all gradients are still what the last reduction has left."""
+        if not self._stands_in or len(self._exists) != len(self._sharded):
+            return False
         left = [s if exists else None for s, exists in zip(self._sharded, self._exists, strict=True)]
-        return self._stands_in and all(map(operator.is_, [param.grad for param in self.params], left))
+        return all(map(operator.is_, [param.grad for param in self.params], left))
 
     def grad_of(self, piece: Piece) -> Tensor | None:
         """Return the gradient of a piece: what was reduced, or what the program has put in its place.
@@ -195,7 +197,7 @@ class ShardedReducer(GradientReducer):
             return grads[0]
         if len(grads) == 1 and piece.tensor.numel() == piece.members[0].numel:
             return self._part_of(grads[0], 0, piece)
-        room = torch.zeros(piece.tensor.numel(), dtype=piece.dtype)
+        room = torch.zeros(piece.tensor.numel(), dtype=piece.dtype, device=grads[0].device)
         for k, (grad, member) in enumerate(zip(grads, piece.members, strict=True)):
             if grad is not None:
                 room[member.at : member.at + member.numel] = self._part_of(grad, k, piece)

@@ -12,8 +12,7 @@ ranks, and a bucket of the parts a b c d:
 On one host an owner adds in rank order; between hosts it adds the sums of the hosts in their order.
 """
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,22 +20,15 @@ from torch import Tensor
 
 from mpisgd.dtypes import ReduceOp
 from mpisgd.gradients.bucketing import ALIGN_BYTES, Bucket
-from mpisgd.sharding.division import Member, PieceRange
+from mpisgd.sharding.division import PieceRange
 from mpisgd.sharding.owners import Owners
+from mpisgd.sharding.reduction.bucket_shard import BucketShard
 from mpisgd.transport.internode.arithmetic import Arithmetic, prepare
 from mpisgd.transport.messages.link import Transfer
 from mpisgd.transport.shm.reduction import reduce_to_owners, slot_bytes
 from mpisgd.transport.torch_reduction import combine_in_rank_order
 
 __all__ = ["Scratch", "ShardReduction"]
-
-
-class _Span(NamedTuple):
-    """Consecutive elements of a bucket with one owner, and where they are in its shard."""
-
-    start: int
-    numel: int
-    at: int
 
 
 class _Chunk(NamedTuple):
@@ -71,18 +63,19 @@ class Scratch:
         self._used = 0
 
 
-class ShardReduction:
+class ShardReduction(BucketShard):
     """Combines one bucket again in every step. Each rank keeps its shard: the parts that it owns.
 
     Args:
         bucket: what travels.
-        dtype: of it.
+        dtype: of the gradients.
         ranges: what each owner has of all parameters.
         owners: the ranks.
         op: AVG or SUM.
-        finish: what is done to each combined part.
+        finish: what is done to the combined parts.
         scratch: for partial sums.
         in_place: whether the shard may lie in the bucket.
+        wire: the dtype in which gradients travel.
     """
 
     def __init__(
@@ -96,54 +89,20 @@ class ShardReduction:
         scratch: Scratch,
         *,
         in_place: bool,
+        wire: torch.dtype | None = None,
     ) -> None:
-        self._offsets = dict(zip(bucket.indices, bucket.offsets, strict=True))
-        self._dtype, self._owners, self._op, self._finish = dtype, owners, op, finish
-        self._scratch = scratch
-        self._spans = [self._spans_of(of_one) for of_one in ranges]
-        self._numel = sum(span.numel for span in self._spans[owners.rank])
-        self._padding = list(self._padding_of(ranges[owners.rank]))
-        self._in_place = in_place and len(self._spans[owners.rank]) == 1
-        self._shard: Tensor | None = None
+        super().__init__(bucket, dtype, ranges, owners.rank, finish)
+        self._owners, self._op, self._scratch = owners, op, scratch
+        self._wire = dtype if wire is None else wire
+        self._in_place = in_place and len(self._own) == 1
+        self._sum: Tensor | None = None  # as it travels
         self._partials: list[Tensor] = []  # what this host has, between `begin` and `finish`
         self._arrivals: list[Tensor] = []  # what came from each of the others
         size, alone = owners.group.size, max(map(len, owners.nodes)) == 1
-        probe = torch.empty(0, dtype=dtype)
+        probe = torch.empty(0, dtype=self._wire)
         self._arithmetic: Arithmetic = prepare(probe, op, size, alone=alone)[1]
         step = slot_bytes(max(map(len, owners.nodes))) // self._arithmetic.partial.itemsize
         self._chunks = [self._chunks_of(speaks_for, step) for speaks_for in owners.represented]
-
-    def _spans_of(self, ranges: Sequence[PieceRange]) -> list[_Span]:
-        """Return where the parts of an owner are in the bucket, neighbours with their padding as one."""
-        spans: list[_Span] = []
-        for start, numel in self._places_of(ranges):
-            last = spans[-1] if spans else None
-            if last is not None and start - (last.start + last.numel) < self._most_padding:
-                spans[-1] = last._replace(numel=start + numel - last.start)
-            else:
-                spans.append(_Span(start, numel, 0 if last is None else last.at + last.numel))
-        return spans
-
-    def _places_of(self, ranges: Sequence[PieceRange]) -> list[tuple[int, int]]:
-        """Return the start and the elements of the parts of an owner in the bucket, in their order there."""
-        members = [m for range_ in ranges for m in range_.members if m.param in self._offsets and m.numel]
-        return sorted((self._offsets[m.param] + m.first, m.numel) for m in members)
-
-    @property
-    def _most_padding(self) -> int:
-        """More elements than lie between neighbours."""
-        return ALIGN_BYTES // self._dtype.itemsize
-
-    def _padding_of(self, ranges: Sequence[PieceRange]) -> Iterator[tuple[int, int]]:
-        """Yield the start and the end, in the shard, of what lies between parts of an owner."""
-        places = self._places_of(ranges)
-        at = sum(places[0][1:]) if places else 0
-        for (start, numel), (next_start, next_numel) in itertools.pairwise(places):
-            gap = next_start - (start + numel)
-            if 0 < gap < self._most_padding:
-                yield at, at + gap
-                at += gap
-            at += next_numel
 
     def _chunks_of(self, owners: Sequence[int], step: int) -> list[_Chunk]:
         return [
@@ -164,35 +123,37 @@ class ShardReduction:
         Cost: with n owners on h hosts of equal size, a rank sends (h - 1) n-th parts of the bucket, and adds
             up as many and one on its host; a barrier for each part that fits in the staging memory.
         """
-        shard = self._room(flat)
+        flat = flat.to(self._wire)
+        total = self._room(flat)
         if len(self._owners.nodes) == 1:
-            self._combine_here(flat, shard)
+            self._combine_here(flat, total)
             return None
         return self._send_sums(flat)
 
     def finish(self) -> None:
         """Add up what came from the other hosts; after that the shard is complete."""
-        shard = self._shard
-        assert shard is not None
+        assert self._sum is not None
         if len(self._owners.nodes) > 1:
-            self._combine_sums(shard)
-        if shard.numel():
-            self._finish(shard)
-        if self._padding:  # other buckets may have been in the same memory
-            torch._foreach_zero_([shard[start:end] for start, end in self._padding])
+            self._combine_sums(self._sum)
+        self._take(self._sum)
+
+    def release(self) -> None:
+        """Forget a shard that lies in the bucket."""
+        if self._in_place:
+            self._sum = self._shard = None
 
     def _room(self, flat: Tensor) -> Tensor:
         if self._in_place:
-            (span,) = self._spans[self._owners.rank]
-            self._shard = flat[span.start : span.start + span.numel]
-        elif self._shard is None:
-            self._shard = torch.empty(self._numel, dtype=self._dtype)
-        return self._shard
+            (span,) = self._own
+            self._sum = flat[span.start : span.start + span.numel]
+        elif self._sum is None:
+            self._sum = torch.empty(self._numel, dtype=self._wire)
+        return self._sum
 
-    def _combine_here(self, flat: Tensor, shard: Tensor) -> None:
+    def _combine_here(self, flat: Tensor, total: Tensor) -> None:
         def combine(k: int, everyones: Sequence[Tensor]) -> None:
             chunk = mine[k]
-            combine_in_rank_order(everyones, self._op, out=shard[chunk.at : chunk.at + chunk.numel])
+            combine_in_rank_order(everyones, self._op, out=total[chunk.at : chunk.at + chunk.numel])
 
         mine = self._mine
         self._add_up(flat, combine, in_place=self._in_place)
@@ -220,7 +181,7 @@ class ShardReduction:
     def _send_sums(self, flat: Tensor) -> Transfer:
         """Add up on this host what it has for each owner, and begin to send it to those elsewhere."""
         owners, arithmetic, mine = self._owners, self._arithmetic, self._mine
-        as_it_lies = len(owners.here) == 1 and arithmetic.partial == self._dtype
+        as_it_lies = len(owners.here) == 1 and arithmetic.partial == self._wire
         sizes = [] if as_it_lies else [chunk.numel for chunk in mine]
         arriving = [self._numel] * (len(owners.nodes) - 1)
         rooms = self._scratch.rooms([*sizes, *arriving], arithmetic.partial)
@@ -240,61 +201,12 @@ class ShardReduction:
         ]
         return owners.begin(sends, receives)
 
-    def _combine_sums(self, shard: Tensor) -> None:
+    def _combine_sums(self, total: Tensor) -> None:
         """Add up what all hosts have for this rank, in their order."""
         for chunk, partial in zip(self._mine, self._partials, strict=True):
             if chunk.owner == self._owners.rank:
                 stop = chunk.at + chunk.numel
                 everyones = [arrived[chunk.at : stop] for arrived in self._arrivals]
                 everyones.insert(self._owners.host, partial)
-                self._arithmetic.across(everyones, shard[chunk.at : stop])
+                self._arithmetic.across(everyones, total[chunk.at : stop])
         self._partials, self._arrivals = [], []
-
-    # -- what came out ------------------------------------------------------------------------------
-
-    def covers(self, param: int) -> bool:
-        """Return whether a parameter is in the bucket."""
-        return param in self._offsets
-
-    def part(self, members: Sequence[Member]) -> Tensor:
-        """Return the combined gradient of parts that this rank owns, as they lie in a piece; after `finish`.
-
-        Args:
-            members: of a piece, from its first on.
-
-        Returns:
-            [n], up to the end of the last member; a copy where they do not lie so in the bucket.
-        """
-        assert self._shard is not None
-        first, last = members[0], members[-1]
-        if not first.numel:
-            return self._shard[:0]
-        begins = {self._at(member) - member.at for member in members}
-        if len(begins) == 1:
-            (begin,) = begins
-            return self._shard[begin + first.at : begin + last.at + last.numel]
-        joined = torch.zeros(last.at + last.numel, dtype=self._dtype)
-        for member in members:
-            joined[member.at : member.at + member.numel] = self.part([member])
-        return joined
-
-    def _at(self, member: Member) -> int:
-        """Return where a part begins in the shard."""
-        start = self._offsets[member.param] + member.first
-        span = next(s for s in self._spans[self._owners.rank] if s.start <= start < s.start + s.numel)
-        return span.at + start - span.start
-
-    def release(self) -> None:
-        """Forget a shard that lies in the bucket."""
-        if self._in_place:
-            self._shard = None
-
-    def everyones(self, flat: Tensor) -> list[list[Tensor]]:
-        """Return where the shard of each owner is in a bucket, for `Owners.exchange`."""
-        return [[flat[s.start : s.start + s.numel] for s in of_one] for of_one in self._spans]
-
-    def put_back(self, flat: Tensor) -> None:
-        """Copy this rank's shard to its place in a bucket."""
-        assert self._shard is not None
-        for span in self._spans[self._owners.rank]:
-            flat[span.start : span.start + span.numel] = self._shard[span.at : span.at + span.numel]

@@ -1,0 +1,56 @@
+"""`arriving`: device tensors come to the host one after the other, while it works on those before.
+
+device    copy 0 | copy 1 | copy 2 | ...
+host               | use 0    | use 1    | use 2 ...
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpisgd.accelerator.buffers import on_host
+from mpisgd.accelerator.runtime import on_device, runtime
+
+__all__ = ["AHEAD_BYTES", "arriving"]
+
+AHEAD_BYTES = 64 * 2**20  # that are copied, at most, before the host asks for them
+
+
+def arriving(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield tensors in their order, each as soon as the host can read it: itself, or a copy in pinned memory.
+
+    What was queued on the current stream before comes before the copies, which have a stream of their own.
+    """
+    streams: dict[torch.device, torch.cuda.Stream] = {}
+    under_way: deque[tuple[Tensor, Any]] = deque()
+    num_bytes = 0
+    for tensor in tensors:
+        under_way.append(_begin(tensor, streams))
+        num_bytes += tensor.nbytes
+        while under_way and num_bytes > AHEAD_BYTES:
+            num_bytes -= under_way[0][0].nbytes
+            yield _arrived(*under_way.popleft())
+    while under_way:
+        yield _arrived(*under_way.popleft())
+
+
+def _begin(tensor: Tensor, streams: dict[torch.device, torch.cuda.Stream]) -> tuple[Tensor, Any]:
+    """Begin to copy a tensor; return the copy, and the event when it is complete."""
+    if not on_device(tensor) or tensor.is_sparse:
+        return on_host(tensor), None
+    if tensor.device not in streams:
+        streams[tensor.device] = runtime().new_stream(tensor.device)
+        streams[tensor.device].wait_event(runtime().current_stream(tensor.device).record_event())
+    there = runtime().pinned(tensor.numel(), tensor.dtype).view(tensor.shape)
+    with runtime().on(streams[tensor.device]):
+        runtime().copy(there, tensor.detach())
+    return there, streams[tensor.device].record_event()
+
+
+def _arrived(there: Tensor, event: Any) -> Tensor:
+    if event is not None:
+        event.synchronize()
+    return there
