@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 import mpisgd
+from mpisgd import config
 from mpisgd.verification.mode import Mode, Reference
 from mpisgd.verification.sabotage import Sabotage
 from mpisgd.verification.trainee import Trainee
@@ -29,6 +30,7 @@ class Cell(NamedTuple):
         tolerance: what is allowed.
         reason: for the tolerance, or the error.
         step: the first one in which the difference was too large, -1 if none.
+        counts: False where what was broken changes nothing: `reason` says why.
     """
 
     family: str
@@ -41,6 +43,7 @@ class Cell(NamedTuple):
     tolerance: float
     reason: str
     step: int = -1
+    counts: bool = True
 
     @property
     def is_equal(self) -> bool:
@@ -50,7 +53,7 @@ class Cell(NamedTuple):
     @property
     def is_as_wanted(self) -> bool:
         """Whether it is equal, or different where it was broken on purpose."""
-        return self.is_equal == (self.sabotage == Sabotage.NONE.value)
+        return not self.counts or self.is_equal == (self.sabotage == Sabotage.NONE.value)
 
 
 def try_mode(
@@ -58,8 +61,10 @@ def try_mode(
 ) -> Cell | None:
     """Train with a mode on all ranks, and compare; None where the mode makes no sense. Collective."""
     size = mpisgd.size()
-    if not mode.applies(size, dtype, mpisgd.num_nodes()) or not sabotage.applies(size):
+    if not mode.applies(size, mpisgd.num_nodes(), shared_memory=config.shared_memory()):
         return None
+    if not sabotage.applies(size):
+        return _without_effect(mode, dtype, transport, sabotage)
     problem = mode.problem(size, QUICK_STEPS if quick else STEPS, dtype)
     cell = Cell(mode.family, mode.name, size, transport, str(dtype)[6:], sabotage.value, 0.0, 0.0, "")
     try:
@@ -70,6 +75,22 @@ def try_mode(
     difference, step = compare(mine, reference)
     return cell._replace(
         difference=difference, tolerance=reference.tolerance, reason=reference.reason, step=step
+    )
+
+
+def _without_effect(mode: Mode, dtype: torch.dtype, transport: str, sabotage: Sabotage) -> Cell:
+    """Return the cell of a sabotage that one rank cannot notice."""
+    return Cell(
+        mode.family,
+        mode.name,
+        mpisgd.size(),
+        transport,
+        str(dtype)[6:],
+        sabotage.value,
+        0.0,
+        0.0,
+        "one rank has nobody to communicate with",
+        counts=False,
     )
 
 

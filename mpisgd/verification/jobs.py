@@ -2,22 +2,25 @@
 
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from mpisgd.bench.jobs import run_job
+from mpisgd.bench.jobs import run_command, run_job
 from mpisgd.errors import JobError
 from mpisgd.verification.cell import Cell
-from mpisgd.verification.matrix import LOSS, MESSAGES, SHARED_MEMORY, Plan
+from mpisgd.verification.hosts import on_hosts
+from mpisgd.verification.matrix import LOSS, MESSAGES, SHARED_MEMORY, Plan, hosts_text
 from mpisgd.verification.mode import Mode
 from mpisgd.verification.sabotage import Sabotage
 
 __all__ = ["Started", "append_cell", "jobs_of", "run_started"]
 
 SOME = 3  # ranks: no power of two
+NUM_HOSTS = 2
 LARGE_FROM = 4  # ranks, if more are wanted for some modes
 RANKS_PER_HOST = "MPISGD_RANKS_PER_HOST"
 
@@ -29,22 +32,26 @@ class Started(NamedTuple):
         ranks: how many.
         transport: how they reach each other.
         settings: variables of its environment.
+        hosts: ranks of each emulated host; empty for this machine as it is.
         losing: what is sabotaged in a job that loses a rank; None in others.
     """
 
     ranks: int
     transport: str = SHARED_MEMORY
     settings: Mapping[str, str] = MappingProxyType({})
+    hosts: tuple[int, ...] = ()
     losing: Sabotage | None = None
 
     def has(self, mode: Mode) -> bool:
         """Return whether a mode makes sense in it."""
-        nodes = 2 if RANKS_PER_HOST in self.settings else 1
-        fits = any(mode.applies(self.ranks, dtype, nodes) for dtype in mode.dtypes)
+        nodes = NUM_HOSTS if self.hosts or RANKS_PER_HOST in self.settings else 1
+        fits = mode.applies(self.ranks, nodes, shared_memory=self.transport != MESSAGES)
         return fits and mode.loses_rank == (self.losing is not None)
 
 
-def jobs_of(plan: Plan, ranks: Sequence[int], modes: Sequence[Mode]) -> list[Started]:
+def jobs_of(
+    plan: Plan, ranks: Sequence[int], modes: Sequence[Mode], *, emulates_hosts: bool = False
+) -> list[Started]:
     """Return the jobs for these numbers of ranks, on one host, on two, by messages only, and with losses.
 
     Modes that need more ranks than any of these get a job with as many, unless `plan` is quick.
@@ -53,7 +60,7 @@ def jobs_of(plan: Plan, ranks: Sequence[int], modes: Sequence[Mode]) -> list[Sta
     several = [count for count in ranks if count > 1]
     if several:
         some = SOME if SOME in several else max(several)
-        jobs.append(Started(some, "2 hosts", {RANKS_PER_HOST: str(some - 1)}))
+        jobs.append(_on_two_hosts(some, emulates_hosts))
         if not plan.quick:
             jobs.append(Started(some, MESSAGES, {"MPISGD_SHARED_MEMORY": "0"}))
         large = {mode.sizes[0] for mode in modes if mode.sizes[0] > max(several)}
@@ -62,12 +69,33 @@ def jobs_of(plan: Plan, ranks: Sequence[int], modes: Sequence[Mode]) -> list[Sta
     return [job for job in jobs if any(map(job.has, modes))]
 
 
+def _on_two_hosts(ranks: int, emulated: bool) -> Started:
+    """All ranks but one are on the first."""
+    if emulated:
+        return Started(ranks, hosts_text(NUM_HOSTS, pretended=False), hosts=(ranks - 1, 1))
+    settings = {RANKS_PER_HOST: str(ranks - 1)}
+    return Started(ranks, hosts_text(NUM_HOSTS, pretended=True), settings)
+
+
 def run_started(
-    job: Started, plan: Plan, launcher: Sequence[str], limit_s: float, report: Callable[[Cell], None]
+    job: Started,
+    plan: Plan,
+    launcher: Sequence[str],
+    limit_s: float,
+    report: Callable[[Cell], None],
+    cluster: Sequence[str] = (),
 ) -> list[Cell]:
     """Run one job; report its cells as they come, and return them.
 
     If it fails, or does not end in time, the last one says so.
+
+    Args:
+        job: what to run.
+        plan: what it verifies.
+        launcher: the words that start it on this machine.
+        limit_s: when to give up.
+        report: called with each cell.
+        cluster: the words that start it on emulated hosts.
     """
     cells: list[Cell] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -82,7 +110,7 @@ def run_started(
 
             words = ["mpisgd", "verify", *_options(plan, job), "--cells", str(path)]
             try:
-                run_job(launcher, job.ranks, words, limit_s, watch=read, settings=job.settings)
+                _run(job, words, launcher, cluster, limit_s, read)
             except JobError as exc:
                 read()
                 if job.losing is None or not cells:  # else mpirun tells of the rank that was killed
@@ -90,6 +118,22 @@ def run_started(
                     report(cells[-1])
             read()
     return cells
+
+
+def _run(
+    job: Started,
+    words: Sequence[str],
+    launcher: Sequence[str],
+    cluster: Sequence[str],
+    limit_s: float,
+    watch: Callable[[], None],
+) -> None:
+    if not job.hosts:
+        run_job(launcher, job.ranks, words, limit_s, watch=watch, settings=job.settings)
+        return
+    command = on_hosts(cluster, job.hosts, [sys.executable, "-m", *words])
+    name = f"verify on {job.ranks} ranks of {len(job.hosts)} emulated hosts"
+    run_command(command, os.environ, name, limit_s, watch=watch)
 
 
 def _ended_early(job: Started, cells: Sequence[Cell], why: str) -> Cell:

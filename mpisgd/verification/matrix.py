@@ -12,7 +12,7 @@ from mpisgd.verification.cell import Cell, try_mode
 from mpisgd.verification.mode import Mode
 from mpisgd.verification.sabotage import Sabotage
 
-__all__ = ["LOSS", "MESSAGES", "SHARED_MEMORY", "Plan", "run_here"]
+__all__ = ["LOSS", "MESSAGES", "SHARED_MEMORY", "Plan", "hosts_text", "run_here"]
 
 SHARED_MEMORY, MESSAGES, LOSS = "shared memory", "messages", "a rank is lost"
 
@@ -52,10 +52,15 @@ class Plan(NamedTuple):
             return [self.losing]
         return [s for s in Sabotage if s is not Sabotage.NONE] if self.sabotage else [Sabotage.NONE]
 
-    def dtypes(self, transport: str) -> Sequence[torch.dtype]:
-        """Return those of the models; both of them, if quickly, by one transport only."""
+    def dtypes(self, mode: Mode, transport: str) -> Sequence[torch.dtype]:
+        """Return those of the models; all of them, if quickly, by one transport only."""
         one = self.sabotage or transport == LOSS or (self.quick and transport == SHARED_MEMORY)
-        return [torch.float64] if one else [torch.float64, torch.float32]
+        return mode.dtypes[:1] if one else mode.dtypes
+
+
+def hosts_text(count: int, *, pretended: bool) -> str:
+    """Return the name of the way between so many hosts; pretended ones are parts of a single one."""
+    return f"{count} hosts" + ", pretended" * pretended
 
 
 def _transport(plan: Plan) -> str:
@@ -63,7 +68,7 @@ def _transport(plan: Plan) -> str:
     if plan.losing is not None:
         return LOSS
     if mpisgd.num_nodes() > 1:
-        return f"{mpisgd.num_nodes()} hosts"
+        return hosts_text(mpisgd.num_nodes(), pretended=config.ranks_per_host() > 0)
     return SHARED_MEMORY if config.shared_memory() else MESSAGES
 
 
@@ -87,7 +92,7 @@ def _cells(plan: Plan, modes: Sequence[Mode], transport: str) -> Iterator[Cell]:
     for mode in modes:
         if mode.loses_rank != (plan.losing is not None):
             continue
-        for dtype in plan.dtypes(transport):
+        for dtype in plan.dtypes(mode, transport):
             for sabotage in plan.sabotages:
                 cell = try_mode(mode, dtype, transport, quick=plan.quick, sabotage=sabotage)
                 if cell is not None:

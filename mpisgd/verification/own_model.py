@@ -15,8 +15,8 @@ from mpisgd.verification.cell import compare
 from mpisgd.verification.mode import Reference, between_orders
 from mpisgd.verification.modes.synchronous import equal_to_one_process
 from mpisgd.verification.problem import Batch, Loss, Problem
-from mpisgd.verification.serial import MakeOptimizer
-from mpisgd.verification.serial_strategies import diloco, elastic_averaging, local_sgd
+from mpisgd.verification.serial.strategies import diloco, elastic_averaging, local_sgd
+from mpisgd.verification.serial.training import MakeOptimizer
 from mpisgd.verification.trainee import Trainee
 
 __all__ = ["Verification", "verify"]
@@ -152,7 +152,7 @@ def _simulation(strategy: Strategy, make_optimizer: MakeOptimizer) -> Callable[[
         return lambda problem, order: local_sgd(problem, make_optimizer, every, order)
     if isinstance(strategy, mpisgd.DiLoCo) and strategy == mpisgd.DiLoCo(strategy.sync_every):
         every = strategy.sync_every
-        return lambda problem, order: diloco(problem, make_optimizer, every, 0.7, 0.9, order)
+        return lambda problem, order: diloco(problem, make_optimizer, every, (0.7, 0.9), order)
     if isinstance(strategy, mpisgd.ElasticAveraging):
         alpha, every = strategy.alpha or 0.9 / mpisgd.size(), strategy.every
         return lambda problem, order: elastic_averaging(problem, make_optimizer, every, alpha, order)

@@ -11,6 +11,7 @@ __all__ = [
     "Batch",
     "Loss",
     "Problem",
+    "embedding_problem",
     "flat_parameters",
     "linear_problem",
     "normalized_problem",
@@ -22,6 +23,7 @@ __all__ = [
 FEATURES, HIDDEN, OUTPUTS = 6, 12, 4
 JOINED = 24  # examples of a step over all ranks: an even number for each
 SEED = 20_000
+ROWS = 3  # of a table, for each rank
 
 M = TypeVar("M", bound=nn.Module)
 Batch = Sequence[Tensor]  # inputs and targets, say: of equal length
@@ -122,6 +124,21 @@ def linear_problem(size: int, steps: int, dtype: torch.dtype) -> Problem:
         return products.mean()
 
     return standard_problem(size, steps, dtype)._replace(model=model, loss=loss)
+
+
+def embedding_problem(size: int, steps: int, dtype: torch.dtype) -> Problem:
+    """Return a linear loss of a table of which each rank's examples look up rows of their own.
+
+    Its gradients are sparse: no two ranks ever update the same elements.
+    """
+
+    def model() -> nn.Module:
+        return _drawn(nn.Embedding(ROWS * size, OUTPUTS, sparse=True), dtype)
+
+    problem = linear_problem(size, steps, dtype)
+    share = len(problem.batches[0][0]) // size
+    rows = torch.cat([torch.arange(share) % ROWS + rank * ROWS for rank in range(size)])
+    return problem._replace(model=model, batches=[[rows, targets] for _, targets in problem.batches])
 
 
 def _batch(joined: int, step: int, dtype: torch.dtype) -> Batch:

@@ -13,7 +13,7 @@ from mpisgd.verification.sabotage import Sabotage
 
 __all__ = ["draw", "summary_of", "table_of"]
 
-SHORT = {"float64": "f64", "float32": "f32", "shared memory": "", "messages": "messages"}
+SHORT = {"float64": "f64", "float32": "f32", "bfloat16": "bf16", "shared memory": "", "messages": "messages"}
 LEAST = 1e-3  # of the tolerance: what is nearer is drawn alike
 
 
@@ -50,10 +50,14 @@ def _column(cell: Cell) -> str:
     what = SHORT.get(cell.dtype, cell.dtype)
     if cell.sabotage != Sabotage.NONE.value:
         what = "\n".join(cell.sabotage.split())
-    return "\n".join(filter(None, (ranks, SHORT.get(cell.transport, cell.transport), what)))
+    return "\n".join(
+        filter(None, (ranks, SHORT.get(cell.transport, cell.transport).replace(", ", "\n"), what))
+    )
 
 
 def _text(cell: Cell) -> Text:
+    if not cell.counts:
+        return Text("no effect", style="dim")
     number = "failed" if math.isinf(cell.difference) else f"{cell.difference:.0e}"
     if cell.sabotage != Sabotage.NONE.value:
         return Text("found" if cell.is_as_wanted else "MISSED", style="green" if cell.is_as_wanted else "red")
@@ -66,7 +70,10 @@ def summary_of(cells: Sequence[Cell]) -> list[str]:
     lines = [
         f"{cell.mode}, {cell.ranks} ranks, {cell.transport}, {cell.dtype}, {_what(cell)}" for cell in wrong
     ]
-    return [*lines, f"{len(cells) - len(wrong)} of {len(cells)} cells are as they must be"]
+    counted = sum(cell.counts for cell in cells)
+    idle = len(cells) - counted
+    uncounted = f"; {idle} are not counted, where what is broken changes nothing" if idle else ""
+    return [*lines, f"{counted - len(wrong)} of {counted} cells are as they must be{uncounted}"]
 
 
 def _what(cell: Cell) -> str:
@@ -106,6 +113,8 @@ def draw(cells: Sequence[Cell], path: Path) -> None:
 
 def _closeness(cell: Cell) -> float:
     """Return the decades between difference and tolerance, within three."""
+    if not cell.counts:
+        return math.nan
     if math.isinf(cell.difference) or not cell.tolerance:
         return -math.log10(LEAST)
     ratio = max(LEAST, min(1 / LEAST, cell.difference / cell.tolerance))
