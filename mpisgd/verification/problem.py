@@ -18,9 +18,11 @@ __all__ = [
     "spelled_out_problem",
     "standard_problem",
     "turned",
+    "wide_problem",
 ]
 
 FEATURES, HIDDEN, OUTPUTS = 6, 12, 4
+WIDE = 256  # for messages so long that transports take other ways
 JOINED = 24  # examples of a step over all ranks: an even number for each
 SEED = 20_000
 ROWS = 3  # of a table, for each rank
@@ -87,6 +89,11 @@ def standard_problem(size: int, steps: int, dtype: torch.dtype) -> Problem:
     return Problem(lambda: _model(dtype), _mean_square, batches, size)
 
 
+def wide_problem(size: int, steps: int, dtype: torch.dtype) -> Problem:
+    """Return the same with some 70,000 parameters."""
+    return standard_problem(size, steps, dtype)._replace(model=lambda: _model(dtype, WIDE))
+
+
 def normalized_problem(size: int, steps: int, dtype: torch.dtype) -> Problem:
     """Return the same with batch normalization, whose statistics are those of the joined batch."""
     problem = standard_problem(size, steps, dtype)
@@ -147,9 +154,9 @@ def _batch(joined: int, step: int, dtype: torch.dtype) -> Batch:
     return drawn[:, :FEATURES].contiguous(), drawn[:, FEATURES:].contiguous()
 
 
-def _model(dtype: torch.dtype) -> nn.Sequential:
-    layers = (nn.Linear(FEATURES, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN), nn.Tanh())
-    return _drawn(nn.Sequential(*layers, nn.Linear(HIDDEN, OUTPUTS)), dtype)
+def _model(dtype: torch.dtype, hidden: int = HIDDEN) -> nn.Sequential:
+    layers = (nn.Linear(FEATURES, hidden), nn.Tanh(), nn.Linear(hidden, hidden), nn.Tanh())
+    return _drawn(nn.Sequential(*layers, nn.Linear(hidden, OUTPUTS)), dtype)
 
 
 def _drawn(model: M, dtype: torch.dtype) -> M:

@@ -14,17 +14,23 @@ from mpisgd.verification.sabotage import Sabotage
 __all__ = ["draw", "summary_of", "table_of"]
 
 SHORT = {"float64": "f64", "float32": "f32", "bfloat16": "bf16", "shared memory": "", "messages": "messages"}
+USUAL = ("float64", "float32")
 LEAST = 1e-3  # of the tolerance: what is nearer is drawn alike
 
 
 def table_of(cells: Sequence[Cell]) -> Table:
-    """Return a row for each mode, and a column for each number of ranks, transport, dtype or sabotage."""
-    columns = list(dict.fromkeys(map(_column, cells)))
+    """Return a row for each mode, and a column for each number of ranks, transport or sabotage.
+
+    A place has a number for each dtype of the model.
+    """
+    columns = list(dict.fromkeys(map(_place, cells)))
     table = Table(title=_title(cells), title_justify="left")
     table.add_column("mode", overflow="fold")
     for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    found = {(cell.family, cell.mode, _column(cell)): cell for cell in cells}
+        table.add_column(_heading(cells, column), justify="right", no_wrap=True)
+    found: dict[tuple[str, str, str], list[Cell]] = {}
+    for cell in cells:
+        found.setdefault((cell.family, cell.mode, _place(cell)), []).append(cell)
     families = list(dict.fromkeys(cell.family for cell in cells))
     rows = dict.fromkeys((cell.family, cell.mode) for cell in cells)
     family = ""
@@ -33,8 +39,7 @@ def table_of(cells: Sequence[Cell]) -> Table:
             family = row[0]
             table.add_section()
             table.add_row(Text(family, style="bold"))
-        keys = [(*row, column) for column in columns]
-        texts = [_text(found[key]) if key in found else "" for key in keys]
+        texts = [Text(" ").join(map(_text, found.get((*row, column), []))) for column in columns]
         table.add_row(f"  {row[1]}", *texts)
     return table
 
@@ -45,14 +50,23 @@ def _title(cells: Sequence[Cell]) -> str:
     return "largest difference from one process, or from the definition"
 
 
-def _column(cell: Cell) -> str:
+def _place(cell: Cell) -> str:
+    """Return the heading of a cell's column, without dtypes."""
     ranks = f"{cell.ranks} rank{'s' * (cell.ranks > 1)}"
-    what = SHORT.get(cell.dtype, cell.dtype)
-    if cell.sabotage != Sabotage.NONE.value:
-        what = "\n".join(cell.sabotage.split())
-    return "\n".join(
-        filter(None, (ranks, SHORT.get(cell.transport, cell.transport).replace(", ", "\n"), what))
-    )
+    transport = SHORT.get(cell.transport, cell.transport).replace(", ", "\n")
+    what = "" if cell.sabotage == Sabotage.NONE.value else "\n".join(cell.sabotage.split())
+    return "\n".join(filter(None, (ranks, transport, what)))
+
+
+def _heading(cells: Sequence[Cell], place: str) -> str:
+    """Return that of a column, with the usual dtypes of its numbers."""
+    dtypes = dict.fromkeys(cell.dtype for cell in cells if _place(cell) == place)
+    return f"{place}\n{' '.join(SHORT[dtype] for dtype in dtypes if dtype in USUAL)}"
+
+
+def _column(cell: Cell) -> str:
+    """Return that of a column of the picture."""
+    return f"{_place(cell)}\n{SHORT.get(cell.dtype, cell.dtype)}"
 
 
 def _text(cell: Cell) -> Text:
@@ -61,7 +75,8 @@ def _text(cell: Cell) -> Text:
     number = "failed" if math.isinf(cell.difference) else f"{cell.difference:.0e}"
     if cell.sabotage != Sabotage.NONE.value:
         return Text("found" if cell.is_as_wanted else "MISSED", style="green" if cell.is_as_wanted else "red")
-    return Text(number, style="green") if cell.is_as_wanted else Text(f"WRONG {number}", style="bold red")
+    shown = f"{number} bf16" if cell.dtype == "bfloat16" else number
+    return Text(shown, style="green") if cell.is_as_wanted else Text(f"WRONG {shown}", style="bold red")
 
 
 def summary_of(cells: Sequence[Cell]) -> list[str]:

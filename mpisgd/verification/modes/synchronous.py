@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import mpisgd
 from mpisgd.verification.mode import Mode, Reference, between_orders
-from mpisgd.verification.problem import Problem, flat_parameters
+from mpisgd.verification.problem import Problem, flat_parameters, wide_problem
 from mpisgd.verification.serial.training import MakeOptimizer, joined_batch
 from mpisgd.verification.trainee import Trainee
 
@@ -114,4 +114,12 @@ SYNCHRONOUS = (
     _mode('ParameterServer("sync")', native(sgd, strategy=mpisgd.ParameterServer("sync")), quick=False),
     _mode("Sharded(stage=1)", native(sgd, strategy=mpisgd.Sharded(1))),
     _mode("Sharded(stage=2), AdamW", native(adam, strategy=mpisgd.Sharded(2)), adam),
+    _mode("70,000 parameters", native(sgd), problem=wide_problem),
+    _mode("70,000 shared parameters", native(sgd, share_parameters=True), problem=wide_problem, quick=False),
+    _mode(
+        "70,000 parameters, Sharded(stage=2)",
+        native(sgd, strategy=mpisgd.Sharded(2)),
+        problem=wide_problem,
+        quick=False,
+    ),
 )
