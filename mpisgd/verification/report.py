@@ -92,10 +92,10 @@ def summary_of(cells: Sequence[Cell]) -> list[str]:
 
 
 def _what(cell: Cell) -> str:
-    if cell.sabotage != Sabotage.NONE.value:
-        return f"{cell.sabotage}: not noticed, the difference is {cell.difference:.1e}"
     if math.isinf(cell.difference):
         return cell.reason
+    if cell.sabotage != Sabotage.NONE.value:
+        return f"{cell.sabotage}: not noticed, the difference is {cell.difference:.1e}"
     return (
         f"from step {cell.step} on: off by {cell.difference:.1e}, allowed are {cell.tolerance:.1e} "
         f"({cell.reason})"

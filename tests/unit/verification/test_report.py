@@ -18,6 +18,7 @@ WRONG = EQUAL._replace(mode="overlap", difference=0.5, step=3)
 FAILED = EQUAL._replace(mode="DDP", difference=float("inf"), reason="PeerLost: rank 1")
 FOUND = EQUAL._replace(sabotage="wrong scale", difference=0.5, step=0)
 MISSED = EQUAL._replace(sabotage="wrong scale")
+BROKEN = FAILED._replace(sabotage="wrong scale")
 IDLE = EQUAL._replace(ranks=1, sabotage="no communication", reason="one rank", counts=False)
 
 
@@ -29,7 +30,15 @@ def printed(cells) -> str:
 
 @pytest.mark.parametrize(
     ("cell", "wanted"),
-    [(EQUAL, True), (WRONG, False), (FAILED, False), (FOUND, True), (MISSED, False), (IDLE, True)],
+    [
+        (EQUAL, True),
+        (WRONG, False),
+        (FAILED, False),
+        (FOUND, True),
+        (MISSED, False),
+        (IDLE, True),
+        (BROKEN, False),
+    ],
 )
 def test_a_cell_is_as_wanted(cell, wanted):
     assert cell.is_as_wanted is wanted
