@@ -52,6 +52,7 @@ def verify(
     limit_s: Annotated[float, typer.Option("--limit", help="Seconds for each job.")] = 600.0,
     cells: Annotated[Path | None, typer.Option(hidden=True)] = None,
     losing: Annotated[str, typer.Option(hidden=True)] = "",
+    beyond: Annotated[int, typer.Option(hidden=True)] = 0,
 ) -> None:
     """Compare every mode of training with one process on the joined batch, or with its definition.
 
@@ -60,7 +61,8 @@ def verify(
     from mpisgd.verification.matrix import Plan
     from mpisgd.verification.sabotage import Sabotage
 
-    plan = Plan(quick=quick, sabotage=sabotage, only=only, losing=Sabotage(losing) if losing else None)
+    killed = Sabotage(losing) if losing else None
+    plan = Plan(quick=quick, sabotage=sabotage, only=only, losing=killed, beyond=beyond)
     here = is_launched()
     found = (
         _in_this_job(plan, cells)

@@ -34,6 +34,7 @@ class Started(NamedTuple):
         settings: variables of its environment.
         hosts: ranks of each emulated host; empty for this machine as it is.
         losing: what is sabotaged in a job that loses a rank; None in others.
+        beyond: it has only modes that need more ranks than these.
     """
 
     ranks: int
@@ -41,12 +42,13 @@ class Started(NamedTuple):
     settings: Mapping[str, str] = MappingProxyType({})
     hosts: tuple[int, ...] = ()
     losing: Sabotage | None = None
+    beyond: int = 0
 
     def has(self, mode: Mode) -> bool:
         """Return whether a mode makes sense in it."""
         nodes = NUM_HOSTS if self.hosts or RANKS_PER_HOST in self.settings else 1
         fits = mode.applies(self.ranks, nodes, shared_memory=self.transport != MESSAGES)
-        return fits and mode.loses_rank == (self.losing is not None)
+        return fits and mode.sizes[0] > self.beyond and mode.loses_rank == (self.losing is not None)
 
 
 def jobs_of(
@@ -54,7 +56,8 @@ def jobs_of(
 ) -> list[Started]:
     """Return the jobs for these numbers of ranks, on one host, on two, by messages only, and with losses.
 
-    Modes that need more ranks than any of these get a job with as many, unless `plan` is quick.
+    Modes that need more ranks than any of these get a job with as many, unless `plan` is quick; where modes
+    are broken that is a job for them alone, since each takes a turn for each sabotage.
     """
     jobs = [Started(count) for count in ranks]
     several = [count for count in ranks if count > 1]
@@ -64,7 +67,9 @@ def jobs_of(
         if not plan.quick:
             jobs.append(Started(some, MESSAGES, {"MPISGD_SHARED_MEMORY": "0"}))
         large = {mode.sizes[0] for mode in modes if mode.sizes[0] > max(several)}
-        jobs += [Started(count) for count in sorted(large)] if max(several) >= LARGE_FROM else []
+        beyond = max(several) if plan.sabotage else 0
+        if max(several) >= LARGE_FROM:
+            jobs += [Started(count, beyond=beyond) for count in sorted(large)]
         jobs += [Started(some, LOSS, losing=sabotage) for sabotage in plan.sabotages]
     return [job for job in jobs if any(map(job.has, modes))]
 
@@ -145,8 +150,9 @@ def _ended_early(job: Started, cells: Sequence[Cell], why: str) -> Cell:
 
 def _options(plan: Plan, job: Started) -> list[str]:
     flags = [flag for flag, is_set in (("--quick", plan.quick), ("--sabotage", plan.sabotage)) if is_set]
-    losing = [] if job.losing is None else ["--losing", job.losing.value]
-    return [*flags, *(["--only", plan.only] if plan.only else []), *losing]
+    options = [*flags, *(["--only", plan.only] if plan.only else [])]
+    options += [] if job.losing is None else ["--losing", job.losing.value]
+    return options + (["--beyond", str(job.beyond)] if job.beyond else [])
 
 
 def append_cell(path: Path, cell: Cell) -> None:

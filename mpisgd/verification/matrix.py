@@ -25,12 +25,14 @@ class Plan(NamedTuple):
         sabotage: break every mode, to see that its comparison notices.
         only: modes whose family or name contains this text.
         losing: in a job that is to lose a rank, what is done to it; None in others.
+        beyond: only modes that need more ranks than these.
     """
 
     quick: bool = False
     sabotage: bool = False
     only: str = ""
     losing: Sabotage | None = None
+    beyond: int = 0
 
     def modes(self) -> list[Mode]:
         """Return the rows of the matrix.
@@ -40,7 +42,8 @@ class Plan(NamedTuple):
         """
         from mpisgd.verification.modes import MODES  # loads torch's parallelism
 
-        chosen = [m for m in MODES if self.only.lower() in f"{m.family} {m.name}".lower()]
+        named = [m for m in MODES if self.only.lower() in f"{m.family} {m.name}".lower()]
+        chosen = [m for m in named if m.sizes[0] > self.beyond]
         if not chosen:
             raise mpisgd.JobError(f"--only: no mode's name contains {self.only!r}")
         return [mode for mode in chosen if mode.quick] if self.quick and not self.only else chosen

@@ -120,6 +120,15 @@ def test_jobs_without_a_mode_are_left_out():
     assert len(jobs([2], only="elastic.run", sabotage=True)) == 4
 
 
+def test_broken_modes_get_eight_ranks_only_where_they_need_them():
+    plan = Plan(sabotage=True)
+    (large,) = [job for job in jobs_of(plan, [1, 4], plan.modes()) if job.ranks > 4]
+    assert (large.ranks, large.beyond) == (8, 4)
+    names = {mode.name for mode in Plan(sabotage=True, beyond=large.beyond).modes()}
+    assert "pipeline, FSDP2 and tensor parallel" in names
+    assert "Synchronous" not in names
+
+
 def test_modes_can_be_chosen():
     assert len(Plan(quick=True).modes()) < len(Plan().modes())
     assert {mode.name for mode in Plan(only="QSGD").modes()} == {"QSGD(bits=4, segment=10)"}
