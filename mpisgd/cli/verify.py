@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["verify"]
 
 RANKS = {False: "1,2,3,4", True: "3,4"}  # by --quick
-WIDTH = 240  # at most, where the table goes to a file
+WIDTH = 200  # at most, where the table goes to a file
 
 Json = Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Write all cells here.")]
 Picture = Annotated[Path | None, typer.Option("--plot", metavar="PATH", help="Draw the matrix here.")]

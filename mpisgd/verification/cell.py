@@ -70,15 +70,25 @@ def try_mode(
     if not sabotage.applies(size):
         return cell._replace(reason="one rank has nobody to communicate with", counts=False)
     problem = mode.problem(size, QUICK_STEPS if quick else STEPS, dtype)
+    trainee = Trainee(problem, sabotage, stale_gradients=mode.stale_gradients)
     try:
         reference = mode.reference(problem)
-        mine = mode.train(Trainee(problem, sabotage, stale_gradients=mode.stale_gradients))
+        mine = mode.train(trainee)
     except mpisgd.MpisgdError as exc:  # alike on all ranks, or the job ends
         return cell._replace(difference=float("inf"), reason=f"{type(exc).__name__}: {exc}")
+    if _anywhere(trainee.is_idle):
+        return cell._replace(reason="the rank that is broken has no part of the parameters", counts=False)
     difference, step = compare(mine, reference)
     return cell._replace(
         difference=difference, tolerance=reference.tolerance, reason=reference.reason, step=step
     )
+
+
+def _anywhere(mine: bool) -> bool:
+    """Return whether it is true on some rank. Collective."""
+    flag = torch.tensor(mine)
+    mpisgd.all_reduce(flag, mpisgd.ReduceOp.MAX)
+    return bool(flag)
 
 
 def compare(mine: Tensor, reference: Reference) -> tuple[float, int]:

@@ -19,10 +19,7 @@ LEAST = 1e-3  # of the tolerance: what is nearer is drawn alike
 
 
 def table_of(cells: Sequence[Cell]) -> Table:
-    """Return a row for each mode, and a column for each number of ranks, transport or sabotage.
-
-    A place has a number for each dtype of the model.
-    """
+    """Return a row for each mode, and a column for each number of ranks and each transport."""
     columns = list(dict.fromkeys(map(_place, cells)))
     table = Table(title=_title(cells), title_justify="left")
     table.add_column("mode", overflow="fold")
@@ -39,7 +36,7 @@ def table_of(cells: Sequence[Cell]) -> Table:
             family = row[0]
             table.add_section()
             table.add_row(Text(family, style="bold"))
-        texts = [Text(" ").join(map(_text, found.get((*row, column), []))) for column in columns]
+        texts = [_text(found.get((*row, column), [])) for column in columns]
         table.add_row(f"  {row[1]}", *texts)
     return table
 
@@ -51,11 +48,10 @@ def _title(cells: Sequence[Cell]) -> str:
 
 
 def _place(cell: Cell) -> str:
-    """Return the heading of a cell's column, without dtypes."""
+    """Return the heading of a cell's column of the table, without dtypes."""
     ranks = f"{cell.ranks} rank{'s' * (cell.ranks > 1)}"
     transport = SHORT.get(cell.transport, cell.transport).replace(", ", "\n")
-    what = "" if cell.sabotage == Sabotage.NONE.value else "\n".join(cell.sabotage.split())
-    return "\n".join(filter(None, (ranks, transport, what)))
+    return "\n".join(filter(None, (ranks, transport)))
 
 
 def _heading(cells: Sequence[Cell], place: str) -> str:
@@ -66,17 +62,30 @@ def _heading(cells: Sequence[Cell], place: str) -> str:
 
 def _column(cell: Cell) -> str:
     """Return that of a column of the picture."""
-    return f"{_place(cell)}\n{SHORT.get(cell.dtype, cell.dtype)}"
+    broken = "" if cell.sabotage == Sabotage.NONE.value else "\n".join(cell.sabotage.split())
+    return f"{_place(cell)}\n{broken or SHORT[cell.dtype]}"
 
 
-def _text(cell: Cell) -> Text:
-    if not cell.counts:
-        return Text("no effect", style="dim")
+def _text(cells: Sequence[Cell]) -> Text:
+    """Return what stands in a place: a number for each dtype, or what was found of the sabotages."""
+    if any(cell.sabotage != Sabotage.NONE.value for cell in cells):
+        return _sabotages(cells)
+    return Text(" ").join(map(_number, cells))
+
+
+def _number(cell: Cell) -> Text:
     number = "failed" if math.isinf(cell.difference) else f"{cell.difference:.0e}"
-    if cell.sabotage != Sabotage.NONE.value:
-        return Text("found" if cell.is_as_wanted else "MISSED", style="green" if cell.is_as_wanted else "red")
     shown = f"{number} bf16" if cell.dtype == "bfloat16" else number
     return Text(shown, style="green") if cell.is_as_wanted else Text(f"WRONG {shown}", style="bold red")
+
+
+def _sabotages(cells: Sequence[Cell]) -> Text:
+    missed = [cell.sabotage for cell in cells if not cell.is_as_wanted]
+    if missed:
+        return Text(f"MISSED {', '.join(missed)}", style="bold red")
+    idle = sum(not cell.counts for cell in cells)
+    without = f", {idle} no effect" if idle else ""
+    return Text(f"{len(cells) - idle} found{without}", style="green")
 
 
 def summary_of(cells: Sequence[Cell]) -> list[str]:
