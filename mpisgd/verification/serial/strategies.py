@@ -108,7 +108,8 @@ def _cuts(lengths: Sequence[int], count: int) -> list[int]:
     """Return where fragments begin and end: a parameter is in that in which its first element would be."""
     begins = [sum(lengths[:place]) for place in range(len(lengths))]
     total = sum(lengths)
-    return [next(at for at in begins if at * count >= part * total) for part in range(count)] + [total]
+    cuts = [next((at for at in begins if at * count >= part * total), total) for part in range(count)]
+    return [*cuts, total]
 
 
 def elastic_averaging(
