@@ -63,7 +63,8 @@ def jobs_of(
     several = [count for count in ranks if count > 1]
     if several:
         some = SOME if SOME in several else max(several)
-        jobs.append(_on_two_hosts(some, emulates_hosts))
+        for count in [some] if plan.quick else sorted({some, max(several)}):
+            jobs.append(_on_two_hosts(count, emulates_hosts))
         if not plan.quick:
             jobs.append(Started(some, MESSAGES, {"MPISGD_SHARED_MEMORY": "0"}))
         large = {mode.sizes[0] for mode in modes if mode.sizes[0] > max(several)}
@@ -75,11 +76,11 @@ def jobs_of(
 
 
 def _on_two_hosts(ranks: int, emulated: bool) -> Started:
-    """All ranks but one are on the first."""
+    """The first has half of the ranks, and one more if they are odd."""
+    first = (ranks + 1) // NUM_HOSTS
     if emulated:
-        return Started(ranks, hosts_text(NUM_HOSTS, pretended=False), hosts=(ranks - 1, 1))
-    settings = {RANKS_PER_HOST: str(ranks - 1)}
-    return Started(ranks, hosts_text(NUM_HOSTS, pretended=True), settings)
+        return Started(ranks, hosts_text(NUM_HOSTS, pretended=False), hosts=(first, ranks - first))
+    return Started(ranks, hosts_text(NUM_HOSTS, pretended=True), {RANKS_PER_HOST: str(first)})
 
 
 def run_started(

@@ -105,6 +105,7 @@ def test_jobs_reach_each_other_in_all_ways():
     assert jobs([1, 2, 3, 4]) == [
         *shared,
         (3, "2 hosts"),
+        (4, "2 hosts"),
         (3, "messages"),
         (8, "shared memory"),
         (3, "a rank is lost"),
