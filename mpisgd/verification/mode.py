@@ -9,9 +9,10 @@ from torch import Tensor
 from mpisgd.verification.problem import Problem, standard_problem, turned
 from mpisgd.verification.trainee import Trainee
 
-__all__ = ["Mode", "Reference", "between_orders"]
+__all__ = ["TURNED", "Mode", "Reference", "between_orders"]
 
 FACTOR = 50.0  # of the drift that another order of the same additions makes
+TURNED = "examples of each rank added up from the last to the first"
 UNITS = 16.0  # of the last place of the largest number, at least
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import mpisgd
 from mpisgd import Compression, Compressor, compress
 from mpisgd.job.rank_info import topology
-from mpisgd.verification.mode import Mode, between_orders
+from mpisgd.verification.mode import TURNED, Mode, between_orders
 from mpisgd.verification.modes.synchronous import equal_to_one_process, native, sgd
 from mpisgd.verification.problem import Problem
 from mpisgd.verification.serial import compressors as serial
@@ -17,8 +17,6 @@ from mpisgd.verification.serial import random_compressors as random
 from mpisgd.verification.serial.training import Combine, one_model
 
 __all__ = ["COMPRESSIONS"]
-
-TURNED = "examples of each rank added up from the last to the first"
 
 
 def plain(params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpisgd.verification.mode import Mode, between_orders
+from mpisgd.verification.mode import TURNED, Mode, Reference, between_orders
 from mpisgd.verification.modes.synchronous import equal_to_one_process, sgd
 from mpisgd.verification.problem import HIDDEN, Problem, normalized_problem
 from mpisgd.verification.sabotage import Sabotage
@@ -76,12 +76,9 @@ def _equal(name: str, train: Callable[[Trainee], Tensor], **options: Any) -> Mod
 
 
 def _defined(
-    name: str,
-    train: Callable[[Trainee], Tensor],
-    simulate: Callable[[Problem, int], Tensor],
-    **options: Any,
+    name: str, train: Callable[[Trainee], Tensor], reference: Callable[[Problem], Reference], **options: Any
 ) -> Mode:
-    return Mode(f"hvd: {name}", FAMILY, train, between_orders(simulate), (2, 2**31), **options)
+    return Mode(f"hvd: {name}", FAMILY, train, reference, (2, 2**31), **options)
 
 
 HOROVOD = (
@@ -95,7 +92,10 @@ HOROVOD = (
         "SyncBatchNorm", trained(normalized=True), sizes=(2, 2**31), problem=normalized_problem, quick=False
     ),
     _defined(
-        "Compression.fp16", trained(lambda hvd: {"compression": hvd.Compression.fp16}), half, quick=False
+        "Compression.fp16",
+        trained(lambda hvd: {"compression": hvd.Compression.fp16}),
+        between_orders(half),
+        quick=False,
     ),
-    _defined("op=Adasum", trained(lambda hvd: {"op": hvd.Adasum}), adaptive),
+    _defined("op=Adasum", trained(lambda hvd: {"op": hvd.Adasum}), between_orders(adaptive, TURNED)),
 )
