@@ -32,12 +32,14 @@ class Mutation(NamedTuple):
         path: of the file in the package.
         right: a text that the file has once.
         wrong: what takes its place.
+        ranks: of the job that is to find it; `--quick` has 3 and 4.
     """
 
     name: str
     path: str
     right: str
     wrong: str
+    ranks: int = 3
 
 
 MUTATIONS = (
@@ -121,10 +123,59 @@ MUTATIONS = (
         "torch._foreach_add_(self._centre, differences, alpha=self._beta / self.training.group.size)",
     ),
     Mutation(
-        "a rank's own weight in a mixing matrix is too small",
-        "gossip/mixing.py",
-        "{rank: float(rest)}",
-        "{rank: float(rest) * 0.99}",
+        "a rank counts too little in the mean with its neighbours",
+        "gossip/neighbor_all_reduce.py",
+        "parts = {**received, rank: wire}",
+        "parts = {**received, rank: wire * 0.99}",
+    ),
+    Mutation(
+        "push-sum forgets its weight",
+        "strategies/gossip/synchronous.py",
+        "        self._weight = weight.item()\n",
+        "        self._weight = 1.0\n",
+    ),
+    Mutation(
+        "a neighbour's compressed change counts whole",
+        "strategies/gossip/compressed.py",
+        "self.total.add_(change, alpha=weight)",
+        "self.total.add_(change)",
+    ),
+    Mutation(
+        "what ranks keep during an overlap is exchanged with what they take",
+        "strategies/diloco.py",
+        "torch._foreach_lerp_(list(self._params), self.outer, 1 - alpha)",
+        "torch._foreach_lerp_(list(self._params), self.outer, alpha)",
+    ),
+    Mutation(
+        "without locks a gradient counts whole",
+        "strategies/parameter_server/lock_free.py",
+        "param.grad = None if param.grad is None else param.grad * self.scale",
+        "param.grad = None if param.grad is None else param.grad",
+    ),
+    Mutation(
+        "the adaptive sum takes off the whole product",
+        "collectives/algorithms/adasum.py",
+        "1.0 - float(dot) / (2.0 * square)",
+        "1.0 - float(dot) / square",
+    ),
+    Mutation(
+        "Horovod's gradients are not multiplied by what they were divided by",
+        "horovod/gradients.py",
+        "            postscale=factor,\n",
+        "            postscale=1.0,\n",
+    ),
+    Mutation(
+        "the mean of half-precision gradients is that of one rank more",
+        "transport/torch_reduction.py",
+        "else divide(work, size).to(dtype)",
+        "else divide(work, size + (dtype in HALF_DTYPES)).to(dtype)",
+    ),
+    Mutation(
+        "in a long average the last rank counts whole",
+        "transport/torch_reduction.py",
+        "out.new_ones(1), beta=share, alpha=share,",
+        "out.new_ones(1), beta=share, alpha=1,",
+        ranks=4,
     ),
     Mutation(
         "the variances of the ranks lack the distance of their means",
@@ -163,7 +214,17 @@ def find(mutation: Mutation, folder: Path) -> tuple[bool, str]:
     path = package / mutation.path
     path.write_text(mutated(mutation, path.read_text()))
     cells = folder / "cells.json"
-    words = [sys.executable, "-m", "mpisgd", "verify", "--quick", "--ranks", "3", "--limit", "120"]
+    words = [
+        sys.executable,
+        "-m",
+        "mpisgd",
+        "verify",
+        "--quick",
+        "--ranks",
+        str(mutation.ranks),
+        "--limit",
+        "120",
+    ]
     env = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         done = subprocess.run(

@@ -19,7 +19,16 @@ import psutil
 from mpisgd.config import available_cores
 from mpisgd.errors import JobError
 
-__all__ = ["OVERSUBSCRIBE", "UNBOUND", "Job", "has_several_cores", "job_environment", "mpirun", "run_job"]
+__all__ = [
+    "OVERSUBSCRIBE",
+    "UNBOUND",
+    "Job",
+    "has_several_cores",
+    "job_environment",
+    "mpirun",
+    "run_command",
+    "run_job",
+]
 
 # More ranks than cores are a fair question here. Open MPI 5, then 4; other launchers never refuse.
 OVERSUBSCRIBE = {
@@ -147,7 +156,21 @@ def run_job(
         JobError: it failed, with the last line it said, or did not end in time; all of it is ended then.
     """
     command = [*launcher, "-n", str(num_ranks), sys.executable, "-m", *module]
-    job = Job(command, {**job_environment(num_ranks), **(settings or {})})
+    env = {**job_environment(num_ranks), **(settings or {})}
+    run_command(command, env, f"{module[0]} on {num_ranks} ranks", limit_s, watch=watch, every_s=every_s)
+
+
+def run_command(
+    command: Sequence[str],
+    env: Mapping[str, str],
+    name: str,
+    limit_s: float,
+    *,
+    watch: Callable[[], object] = lambda: None,
+    every_s: float = 0.05,
+) -> None:
+    """Run a command that starts a job; `name` is what errors call it. The rest is as for `run_job`."""
+    job = Job(command, env)
     deadline = time.monotonic() + limit_s
     try:
         while job.poll() is None:
@@ -158,4 +181,4 @@ def run_job(
     finally:
         job.end()
     if job.returncode != 0:
-        raise JobError(f"{module[0]} on {num_ranks} ranks ended with {job.exit_report()}", 1)
+        raise JobError(f"{name} ended with {job.exit_report()}", 1)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["verify"]
 
 RANKS = {False: "1,2,3,4", True: "3,4"}  # by --quick
-WIDTH = 240  # at most, where the table goes to a file
+WIDTH = 200  # at most, where the table goes to a file
 
 Json = Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Write all cells here.")]
 Picture = Annotated[Path | None, typer.Option("--plot", metavar="PATH", help="Draw the matrix here.")]
@@ -40,11 +40,19 @@ def verify(
         str, typer.Option(help="Of the jobs that it starts; default: 1,2,3,4, with --quick 3,4.")
     ] = "",
     launcher: Annotated[str, typer.Option(help="What starts a job; default: mpirun.")] = "",
+    cluster: Annotated[
+        str,
+        typer.Option(
+            help='What starts a job on emulated hosts, as "scripts/cluster" does; default: that of a '
+            'checkout; "none": let ranks of this host count as those of two.'
+        ),
+    ] = "",
     json_file: Json = None,
     plot_file: Picture = None,
     limit_s: Annotated[float, typer.Option("--limit", help="Seconds for each job.")] = 600.0,
     cells: Annotated[Path | None, typer.Option(hidden=True)] = None,
     losing: Annotated[str, typer.Option(hidden=True)] = "",
+    beyond: Annotated[int, typer.Option(hidden=True)] = 0,
 ) -> None:
     """Compare every mode of training with one process on the joined batch, or with its definition.
 
@@ -53,12 +61,13 @@ def verify(
     from mpisgd.verification.matrix import Plan
     from mpisgd.verification.sabotage import Sabotage
 
-    plan = Plan(quick=quick, sabotage=sabotage, only=only, losing=Sabotage(losing) if losing else None)
+    killed = Sabotage(losing) if losing else None
+    plan = Plan(quick=quick, sabotage=sabotage, only=only, losing=killed, beyond=beyond)
     here = is_launched()
     found = (
         _in_this_job(plan, cells)
         if here
-        else _in_started_jobs(plan, ranks or RANKS[quick], launcher, limit_s)
+        else _in_started_jobs(plan, ranks or RANKS[quick], launcher, cluster, limit_s)
     )
     if cells is None and (not here or mpisgd.rank() == 0):
         _finish(found, json_file, plot_file)
@@ -79,22 +88,28 @@ def _in_this_job(plan: "Plan", path: Path | None) -> "list[Cell]":
     return run_here(plan, report)
 
 
-def _in_started_jobs(plan: "Plan", ranks: str, launcher: str, limit_s: float) -> "list[Cell]":
+def _in_started_jobs(plan: "Plan", ranks: str, launcher: str, cluster: str, limit_s: float) -> "list[Cell]":
     """Start a job for each number of ranks and each transport, one after the other."""
     from mpisgd.bench.jobs import mpirun
     from mpisgd.cli.bench.options import counts_of
     from mpisgd.cli.run import WITH_FAULT_TOLERANCE, is_open_mpi
+    from mpisgd.verification.hosts import PRETENDED, checked, find_cluster
     from mpisgd.verification.jobs import jobs_of, run_started
 
     counts, words = counts_of("--ranks", ranks), mpirun(launcher)
     outlives = is_open_mpi(words[0])
+    hosts = [] if launcher and not cluster else find_cluster(cluster)
+    obstacle = checked(hosts)
+    jobs = jobs_of(plan, counts, plan.modes(), emulates_hosts=not obstacle)
+    if cluster != PRETENDED and any("pretended" in job.transport for job in jobs):
+        typer.echo(f"hosts are pretended: {obstacle}", err=True)
     found: list[Cell] = []
     with _live(found) as show:
-        for job in jobs_of(plan, counts, plan.modes()):
+        for job in jobs:
             show(f"{job.ranks} ranks, {job.transport} ...")
             if job.losing is None or outlives:
                 launch = [*words, *WITH_FAULT_TOLERANCE] if job.losing is not None else words
-                found += run_started(job, plan, launch, limit_s, lambda cell: show("", cell))
+                found += run_started(job, plan, launch, limit_s, lambda cell: show("", cell), hosts)
             else:
                 typer.echo(f"left out: {job.transport}, which needs Open MPI 5", err=True)
     return found

@@ -2,22 +2,25 @@
 
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from mpisgd.bench.jobs import run_job
+from mpisgd.bench.jobs import run_command, run_job
 from mpisgd.errors import JobError
 from mpisgd.verification.cell import Cell
-from mpisgd.verification.matrix import LOSS, MESSAGES, SHARED_MEMORY, Plan
+from mpisgd.verification.hosts import on_hosts
+from mpisgd.verification.matrix import LOSS, MESSAGES, SHARED_MEMORY, Plan, hosts_text
 from mpisgd.verification.mode import Mode
 from mpisgd.verification.sabotage import Sabotage
 
 __all__ = ["Started", "append_cell", "jobs_of", "run_started"]
 
 SOME = 3  # ranks: no power of two
+NUM_HOSTS = 2
 LARGE_FROM = 4  # ranks, if more are wanted for some modes
 RANKS_PER_HOST = "MPISGD_RANKS_PER_HOST"
 
@@ -29,45 +32,76 @@ class Started(NamedTuple):
         ranks: how many.
         transport: how they reach each other.
         settings: variables of its environment.
+        hosts: ranks of each emulated host; empty for this machine as it is.
         losing: what is sabotaged in a job that loses a rank; None in others.
+        beyond: it has only modes that need more ranks than these.
     """
 
     ranks: int
     transport: str = SHARED_MEMORY
     settings: Mapping[str, str] = MappingProxyType({})
+    hosts: tuple[int, ...] = ()
     losing: Sabotage | None = None
+    beyond: int = 0
 
     def has(self, mode: Mode) -> bool:
         """Return whether a mode makes sense in it."""
-        nodes = 2 if RANKS_PER_HOST in self.settings else 1
-        fits = any(mode.applies(self.ranks, dtype, nodes) for dtype in mode.dtypes)
-        return fits and mode.loses_rank == (self.losing is not None)
+        nodes = NUM_HOSTS if self.hosts or RANKS_PER_HOST in self.settings else 1
+        fits = mode.applies(self.ranks, nodes, shared_memory=self.transport != MESSAGES)
+        return fits and mode.sizes[0] > self.beyond and mode.loses_rank == (self.losing is not None)
 
 
-def jobs_of(plan: Plan, ranks: Sequence[int], modes: Sequence[Mode]) -> list[Started]:
+def jobs_of(
+    plan: Plan, ranks: Sequence[int], modes: Sequence[Mode], *, emulates_hosts: bool = False
+) -> list[Started]:
     """Return the jobs for these numbers of ranks, on one host, on two, by messages only, and with losses.
 
-    Modes that need more ranks than any of these get a job with as many, unless `plan` is quick.
+    Modes that need more ranks than any of these get a job with as many, unless `plan` is quick; where modes
+    are broken that is a job for them alone, since each takes a turn for each sabotage.
     """
     jobs = [Started(count) for count in ranks]
     several = [count for count in ranks if count > 1]
     if several:
         some = SOME if SOME in several else max(several)
-        jobs.append(Started(some, "2 hosts", {RANKS_PER_HOST: str(some - 1)}))
+        for count in [some] if plan.quick else sorted({some, max(several)}):
+            jobs.append(_on_two_hosts(count, emulates_hosts))
         if not plan.quick:
             jobs.append(Started(some, MESSAGES, {"MPISGD_SHARED_MEMORY": "0"}))
         large = {mode.sizes[0] for mode in modes if mode.sizes[0] > max(several)}
-        jobs += [Started(count) for count in sorted(large)] if max(several) >= LARGE_FROM else []
+        beyond = max(several) if plan.sabotage else 0
+        if max(several) >= LARGE_FROM:
+            jobs += [Started(count, beyond=beyond) for count in sorted(large)]
         jobs += [Started(some, LOSS, losing=sabotage) for sabotage in plan.sabotages]
     return [job for job in jobs if any(map(job.has, modes))]
 
 
+def _on_two_hosts(ranks: int, emulated: bool) -> Started:
+    """The first has half of the ranks, and one more if they are odd."""
+    first = (ranks + 1) // NUM_HOSTS
+    if emulated:
+        return Started(ranks, hosts_text(NUM_HOSTS, pretended=False), hosts=(first, ranks - first))
+    return Started(ranks, hosts_text(NUM_HOSTS, pretended=True), {RANKS_PER_HOST: str(first)})
+
+
 def run_started(
-    job: Started, plan: Plan, launcher: Sequence[str], limit_s: float, report: Callable[[Cell], None]
+    job: Started,
+    plan: Plan,
+    launcher: Sequence[str],
+    limit_s: float,
+    report: Callable[[Cell], None],
+    cluster: Sequence[str] = (),
 ) -> list[Cell]:
     """Run one job; report its cells as they come, and return them.
 
     If it fails, or does not end in time, the last one says so.
+
+    Args:
+        job: what to run.
+        plan: what it verifies.
+        launcher: the words that start it on this machine.
+        limit_s: when to give up.
+        report: called with each cell.
+        cluster: the words that start it on emulated hosts.
     """
     cells: list[Cell] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -82,7 +116,7 @@ def run_started(
 
             words = ["mpisgd", "verify", *_options(plan, job), "--cells", str(path)]
             try:
-                run_job(launcher, job.ranks, words, limit_s, watch=read, settings=job.settings)
+                _run(job, words, launcher, cluster, limit_s, read)
             except JobError as exc:
                 read()
                 if job.losing is None or not cells:  # else mpirun tells of the rank that was killed
@@ -90,6 +124,22 @@ def run_started(
                     report(cells[-1])
             read()
     return cells
+
+
+def _run(
+    job: Started,
+    words: Sequence[str],
+    launcher: Sequence[str],
+    cluster: Sequence[str],
+    limit_s: float,
+    watch: Callable[[], None],
+) -> None:
+    if not job.hosts:
+        run_job(launcher, job.ranks, words, limit_s, watch=watch, settings=job.settings)
+        return
+    command = on_hosts(cluster, job.hosts, [sys.executable, "-m", *words])
+    name = f"verify on {job.ranks} ranks of {len(job.hosts)} emulated hosts"
+    run_command(command, os.environ, name, limit_s, watch=watch)
 
 
 def _ended_early(job: Started, cells: Sequence[Cell], why: str) -> Cell:
@@ -101,8 +151,9 @@ def _ended_early(job: Started, cells: Sequence[Cell], why: str) -> Cell:
 
 def _options(plan: Plan, job: Started) -> list[str]:
     flags = [flag for flag, is_set in (("--quick", plan.quick), ("--sabotage", plan.sabotage)) if is_set]
-    losing = [] if job.losing is None else ["--losing", job.losing.value]
-    return [*flags, *(["--only", plan.only] if plan.only else []), *losing]
+    options = [*flags, *(["--only", plan.only] if plan.only else [])]
+    options += [] if job.losing is None else ["--losing", job.losing.value]
+    return options + (["--beyond", str(job.beyond)] if job.beyond else [])
 
 
 def append_cell(path: Path, cell: Cell) -> None:

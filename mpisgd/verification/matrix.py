@@ -12,7 +12,7 @@ from mpisgd.verification.cell import Cell, try_mode
 from mpisgd.verification.mode import Mode
 from mpisgd.verification.sabotage import Sabotage
 
-__all__ = ["LOSS", "MESSAGES", "SHARED_MEMORY", "Plan", "run_here"]
+__all__ = ["LOSS", "MESSAGES", "SHARED_MEMORY", "Plan", "hosts_text", "run_here"]
 
 SHARED_MEMORY, MESSAGES, LOSS = "shared memory", "messages", "a rank is lost"
 
@@ -25,12 +25,14 @@ class Plan(NamedTuple):
         sabotage: break every mode, to see that its comparison notices.
         only: modes whose family or name contains this text.
         losing: in a job that is to lose a rank, what is done to it; None in others.
+        beyond: only modes that need more ranks than these.
     """
 
     quick: bool = False
     sabotage: bool = False
     only: str = ""
     losing: Sabotage | None = None
+    beyond: int = 0
 
     def modes(self) -> list[Mode]:
         """Return the rows of the matrix.
@@ -40,7 +42,8 @@ class Plan(NamedTuple):
         """
         from mpisgd.verification.modes import MODES  # loads torch's parallelism
 
-        chosen = [m for m in MODES if self.only.lower() in f"{m.family} {m.name}".lower()]
+        named = [m for m in MODES if self.only.lower() in f"{m.family} {m.name}".lower()]
+        chosen = [m for m in named if m.sizes[0] > self.beyond]
         if not chosen:
             raise mpisgd.JobError(f"--only: no mode's name contains {self.only!r}")
         return [mode for mode in chosen if mode.quick] if self.quick and not self.only else chosen
@@ -52,10 +55,15 @@ class Plan(NamedTuple):
             return [self.losing]
         return [s for s in Sabotage if s is not Sabotage.NONE] if self.sabotage else [Sabotage.NONE]
 
-    def dtypes(self, transport: str) -> Sequence[torch.dtype]:
-        """Return those of the models; both of them, if quickly, by one transport only."""
+    def dtypes(self, mode: Mode, transport: str) -> Sequence[torch.dtype]:
+        """Return those of the models; all of them, if quickly, by one transport only."""
         one = self.sabotage or transport == LOSS or (self.quick and transport == SHARED_MEMORY)
-        return [torch.float64] if one else [torch.float64, torch.float32]
+        return mode.dtypes[:1] if one else mode.dtypes
+
+
+def hosts_text(count: int, *, pretended: bool) -> str:
+    """Return the name of the way between so many hosts; pretended ones are parts of a single one."""
+    return f"{count} hosts" + ", pretended" * pretended
 
 
 def _transport(plan: Plan) -> str:
@@ -63,7 +71,7 @@ def _transport(plan: Plan) -> str:
     if plan.losing is not None:
         return LOSS
     if mpisgd.num_nodes() > 1:
-        return f"{mpisgd.num_nodes()} hosts"
+        return hosts_text(mpisgd.num_nodes(), pretended=config.ranks_per_host() > 0)
     return SHARED_MEMORY if config.shared_memory() else MESSAGES
 
 
@@ -87,7 +95,7 @@ def _cells(plan: Plan, modes: Sequence[Mode], transport: str) -> Iterator[Cell]:
     for mode in modes:
         if mode.loses_rank != (plan.losing is not None):
             continue
-        for dtype in plan.dtypes(transport):
+        for dtype in plan.dtypes(mode, transport):
             for sabotage in plan.sabotages:
                 cell = try_mode(mode, dtype, transport, quick=plan.quick, sabotage=sabotage)
                 if cell is not None:

@@ -9,9 +9,10 @@ from torch import Tensor
 from mpisgd.verification.problem import Problem, standard_problem, turned
 from mpisgd.verification.trainee import Trainee
 
-__all__ = ["Mode", "Reference", "between_orders"]
+__all__ = ["TURNED", "Mode", "Reference", "between_orders"]
 
 FACTOR = 50.0  # of the drift that another order of the same additions makes
+TURNED = "examples of each rank added up from the last to the first"
 UNITS = 16.0  # of the last place of the largest number, at least
 
 
@@ -48,6 +49,7 @@ class Mode(NamedTuple):
         stale_gradients: whether gradients are stale where something is to be, and not parameters.
         hosts: the least number of hosts with which it makes sense.
         loses_rank: whether a rank is killed, for which it needs a job of its own.
+        shares_memory: whether all ranks must have memory in common.
     """
 
     name: str
@@ -61,11 +63,13 @@ class Mode(NamedTuple):
     stale_gradients: bool = False
     hosts: int = 1
     loses_rank: bool = False
+    shares_memory: bool = False
 
-    def applies(self, size: int, dtype: torch.dtype, num_nodes: int = 1) -> bool:
-        """Return whether the cell exists."""
+    def applies(self, size: int, num_nodes: int = 1, *, shared_memory: bool = True) -> bool:
+        """Return whether it makes sense with so many ranks on so many hosts."""
         least, most = self.sizes
-        return least <= size <= most and dtype in self.dtypes and num_nodes >= self.hosts
+        has_memory = num_nodes == 1 and shared_memory
+        return least <= size <= most and num_nodes >= self.hosts and has_memory >= self.shares_memory
 
 
 def between_orders(

@@ -15,8 +15,8 @@ from mpisgd.verification.cell import compare
 from mpisgd.verification.mode import Reference, between_orders
 from mpisgd.verification.modes.synchronous import equal_to_one_process
 from mpisgd.verification.problem import Batch, Loss, Problem
-from mpisgd.verification.serial import MakeOptimizer
-from mpisgd.verification.serial_strategies import diloco, elastic_averaging, local_sgd
+from mpisgd.verification.serial.strategies import diloco, elastic_averaging, local_sgd
+from mpisgd.verification.serial.training import MakeOptimizer
 from mpisgd.verification.trainee import Trainee
 
 __all__ = ["Verification", "verify"]
@@ -59,6 +59,7 @@ def verify(
     batches: Iterable[Batch],
     *,
     strategy: Strategy | None = None,
+    definition: Strategy | None = None,
     **options: Any,
 ) -> Verification:
     """Train a model by all ranks and by one process, and compare the parameters after each step. Collective.
@@ -73,8 +74,10 @@ def verify(
         loss: the mean loss over the examples, called with the model and a part of a batch.
         batches: joined batches of all ranks, the same on each; tensors whose first dimension is a multiple
             of the number of ranks. There is one step for each.
-        strategy: as for `DistributedOptimizer`: `Synchronous`, the default, `LocalSGD(sync_every)`, `DiLoCo`
-            and `ElasticAveraging` have a definition to compare with.
+        strategy: as for `DistributedOptimizer`; `Synchronous` by default.
+        definition: the strategy that this must be equal to, of which one process does the arithmetic:
+            `Synchronous`, `Sharded`, `LocalSGD(sync_every)`, `DiLoCo` with its outer SGD, `ElasticAveraging`.
+            By default `strategy`; for a strategy or a compressor of your own say what it is to be equal to.
         options: further arguments of `DistributedOptimizer`, such as `share_parameters`.
 
     Raises:
@@ -86,7 +89,7 @@ def verify(
     """
     strategy = mpisgd.Synchronous() if strategy is None else strategy
     problem = Problem(_as_on_rank_0(make_model), loss, _checked(batches), mpisgd.size())
-    reference = _definition(strategy, make_optimizer, options)(problem)
+    reference = _reference(strategy, definition, make_optimizer, options)(problem)
     model = problem.model()
     optimizer = mpisgd.DistributedOptimizer(
         make_optimizer(list(model.parameters())), model.named_parameters(), strategy=strategy, **options
@@ -127,36 +130,59 @@ def _checked(batches: Iterable[Batch]) -> list[Batch]:
     return listed
 
 
-def _definition(
-    strategy: Strategy, make_optimizer: MakeOptimizer, options: dict[str, Any]
+def _reference(
+    strategy: Strategy, definition: Strategy | None, make_optimizer: MakeOptimizer, options: dict[str, Any]
 ) -> Callable[[Problem], Reference]:
-    """Return what makes the reference of a strategy."""
+    """Return what makes that of a strategy, or of the definition that the user names."""
     compression = options.get("compression")
-    if isinstance(compression, Compressor) and compression != mpisgd.Compression.none:
-        raise InvalidArgument(f"verify: there is no definition of {compression} for a model of one's own")
-    if isinstance(strategy, mpisgd.Synchronous):
+    is_compressed = isinstance(compression, Compressor) and compression != mpisgd.Compression.none
+    if is_compressed and definition is None:
+        raise InvalidArgument(
+            f"verify: there is no definition of {compression} for a model of one's own; name a strategy that "
+            "it is to be equal to as definition="
+        )
+    meant = strategy if definition is None else definition
+    if isinstance(meant, mpisgd.Synchronous | mpisgd.Sharded):
         return equal_to_one_process(make_optimizer)
-    simulate = _simulation(strategy, make_optimizer)
+    simulate = _simulation(meant, make_optimizer)
     if simulate is None:
         raise InvalidArgument(
-            f"verify: strategy={shown(strategy)}; expected Synchronous, LocalSGD(sync_every), DiLoCo or "
-            "ElasticAveraging, with what else they take as by default"
+            f"verify: {'strategy' if definition is None else 'definition'}={shown(meant)}; expected "
+            "Synchronous, Sharded, LocalSGD(sync_every), DiLoCo or ElasticAveraging, with what else they "
+            "take as by default; or name as definition= which of these it is to be equal to"
         )
     return between_orders(simulate)
 
 
 def _simulation(strategy: Strategy, make_optimizer: MakeOptimizer) -> Callable[[Problem, int], Tensor] | None:
     """Return the simulation of a strategy in its plain form."""
-    if isinstance(strategy, mpisgd.LocalSGD) and strategy == mpisgd.LocalSGD(strategy.sync_every):
+    if type(strategy) is mpisgd.LocalSGD and strategy == mpisgd.LocalSGD(strategy.sync_every):
         every = strategy.period
         return lambda problem, order: local_sgd(problem, make_optimizer, every, order)
-    if isinstance(strategy, mpisgd.DiLoCo) and strategy == mpisgd.DiLoCo(strategy.sync_every):
-        every = strategy.sync_every
-        return lambda problem, order: diloco(problem, make_optimizer, every, 0.7, 0.9, order)
-    if isinstance(strategy, mpisgd.ElasticAveraging):
+    if type(strategy) is mpisgd.DiLoCo and strategy.outer_options is None:
+        return _outer_steps(strategy, make_optimizer)
+    if type(strategy) is mpisgd.ElasticAveraging:
         alpha, every = strategy.alpha or 0.9 / mpisgd.size(), strategy.every
         return lambda problem, order: elastic_averaging(problem, make_optimizer, every, alpha, order)
     return None
+
+
+def _outer_steps(
+    strategy: mpisgd.DiLoCo, make_optimizer: MakeOptimizer
+) -> Callable[[Problem, int], Tensor] | None:
+    """Return the simulation of outer SGD as it is by default."""
+    if strategy.outer_optimizer is not torch.optim.SGD:
+        return None
+    return lambda problem, order: diloco(
+        problem,
+        make_optimizer,
+        strategy.sync_every,
+        (0.7, 0.9),
+        order,
+        fragments=strategy.fragments,
+        overlap_steps=strategy.overlap_steps,
+        alpha=strategy.overlap_alpha,
+    )
 
 
 def _most_different(model: nn.Module, mine: Tensor, expected: Tensor) -> str:

@@ -11,16 +11,20 @@ __all__ = [
     "Batch",
     "Loss",
     "Problem",
+    "embedding_problem",
     "flat_parameters",
     "linear_problem",
     "normalized_problem",
     "standard_problem",
     "turned",
+    "wide_problem",
 ]
 
 FEATURES, HIDDEN, OUTPUTS = 6, 12, 4
+WIDE = 256  # for messages so long that transports take other ways
 JOINED = 24  # examples of a step over all ranks: an even number for each
 SEED = 20_000
+ROWS = 3  # of a table, for each rank
 
 M = TypeVar("M", bound=nn.Module)
 Batch = Sequence[Tensor]  # inputs and targets, say: of equal length
@@ -84,6 +88,11 @@ def standard_problem(size: int, steps: int, dtype: torch.dtype) -> Problem:
     return Problem(lambda: _model(dtype), _mean_square, batches, size)
 
 
+def wide_problem(size: int, steps: int, dtype: torch.dtype) -> Problem:
+    """Return the same with some 70,000 parameters."""
+    return standard_problem(size, steps, dtype)._replace(model=lambda: _model(dtype, WIDE))
+
+
 def normalized_problem(size: int, steps: int, dtype: torch.dtype) -> Problem:
     """Return the same with batch normalization, whose statistics are those of the joined batch."""
     problem = standard_problem(size, steps, dtype)
@@ -109,15 +118,30 @@ def linear_problem(size: int, steps: int, dtype: torch.dtype) -> Problem:
     return standard_problem(size, steps, dtype)._replace(model=model, loss=loss)
 
 
+def embedding_problem(size: int, steps: int, dtype: torch.dtype) -> Problem:
+    """Return a linear loss of a table of which each rank's examples look up rows of their own.
+
+    Its gradients are sparse: no two ranks ever update the same elements.
+    """
+
+    def model() -> nn.Module:
+        return _drawn(nn.Embedding(ROWS * size, OUTPUTS, sparse=True), dtype)
+
+    problem = linear_problem(size, steps, dtype)
+    share = len(problem.batches[0][0]) // size
+    rows = torch.cat([torch.arange(share) % ROWS + rank * ROWS for rank in range(size)])
+    return problem._replace(model=model, batches=[[rows, targets] for _, targets in problem.batches])
+
+
 def _batch(joined: int, step: int, dtype: torch.dtype) -> Batch:
     draw = torch.Generator().manual_seed(step)
     drawn = torch.randn(joined, FEATURES + OUTPUTS, generator=draw, dtype=torch.float64).to(dtype)
     return drawn[:, :FEATURES].contiguous(), drawn[:, FEATURES:].contiguous()
 
 
-def _model(dtype: torch.dtype) -> nn.Sequential:
-    layers = (nn.Linear(FEATURES, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN), nn.Tanh())
-    return _drawn(nn.Sequential(*layers, nn.Linear(HIDDEN, OUTPUTS)), dtype)
+def _model(dtype: torch.dtype, hidden: int = HIDDEN) -> nn.Sequential:
+    layers = (nn.Linear(FEATURES, hidden), nn.Tanh(), nn.Linear(hidden, hidden), nn.Tanh())
+    return _drawn(nn.Sequential(*layers, nn.Linear(hidden, OUTPUTS)), dtype)
 
 
 def _drawn(model: M, dtype: torch.dtype) -> M:

@@ -13,18 +13,21 @@ from mpisgd.verification.sabotage import Sabotage
 
 __all__ = ["draw", "summary_of", "table_of"]
 
-SHORT = {"float64": "f64", "float32": "f32", "shared memory": "", "messages": "messages"}
+SHORT = {"float64": "f64", "float32": "f32", "bfloat16": "bf16", "shared memory": "", "messages": "messages"}
+USUAL = ("float64", "float32")
 LEAST = 1e-3  # of the tolerance: what is nearer is drawn alike
 
 
 def table_of(cells: Sequence[Cell]) -> Table:
-    """Return a row for each mode, and a column for each number of ranks, transport, dtype or sabotage."""
-    columns = list(dict.fromkeys(map(_column, cells)))
+    """Return a row for each mode, and a column for each number of ranks and each transport."""
+    columns = list(dict.fromkeys(map(_place, cells)))
     table = Table(title=_title(cells), title_justify="left")
     table.add_column("mode", overflow="fold")
     for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    found = {(cell.family, cell.mode, _column(cell)): cell for cell in cells}
+        table.add_column(_heading(cells, column), justify="right", no_wrap=True)
+    found: dict[tuple[str, str, str], list[Cell]] = {}
+    for cell in cells:
+        found.setdefault((cell.family, cell.mode, _place(cell)), []).append(cell)
     families = list(dict.fromkeys(cell.family for cell in cells))
     rows = dict.fromkeys((cell.family, cell.mode) for cell in cells)
     family = ""
@@ -33,8 +36,7 @@ def table_of(cells: Sequence[Cell]) -> Table:
             family = row[0]
             table.add_section()
             table.add_row(Text(family, style="bold"))
-        keys = [(*row, column) for column in columns]
-        texts = [_text(found[key]) if key in found else "" for key in keys]
+        texts = [_text(found.get((*row, column), [])) for column in columns]
         table.add_row(f"  {row[1]}", *texts)
     return table
 
@@ -45,19 +47,45 @@ def _title(cells: Sequence[Cell]) -> str:
     return "largest difference from one process, or from the definition"
 
 
-def _column(cell: Cell) -> str:
+def _place(cell: Cell) -> str:
+    """Return the heading of a cell's column of the table, without dtypes."""
     ranks = f"{cell.ranks} rank{'s' * (cell.ranks > 1)}"
-    what = SHORT.get(cell.dtype, cell.dtype)
-    if cell.sabotage != Sabotage.NONE.value:
-        what = "\n".join(cell.sabotage.split())
-    return "\n".join(filter(None, (ranks, SHORT.get(cell.transport, cell.transport), what)))
+    transport = SHORT.get(cell.transport, cell.transport).replace(", ", "\n")
+    return "\n".join(filter(None, (ranks, transport)))
 
 
-def _text(cell: Cell) -> Text:
+def _heading(cells: Sequence[Cell], place: str) -> str:
+    """Return that of a column, with the usual dtypes of its numbers."""
+    dtypes = dict.fromkeys(cell.dtype for cell in cells if _place(cell) == place)
+    return f"{place}\n{' '.join(SHORT[dtype] for dtype in dtypes if dtype in USUAL)}"
+
+
+def _column(cell: Cell) -> str:
+    """Return that of a column of the picture."""
+    broken = "" if cell.sabotage == Sabotage.NONE.value else "\n".join(cell.sabotage.split())
+    return f"{_place(cell)}\n{broken or SHORT[cell.dtype]}"
+
+
+def _text(cells: Sequence[Cell]) -> Text:
+    """Return what stands in a place: a number for each dtype, or what was found of the sabotages."""
+    if any(cell.sabotage != Sabotage.NONE.value for cell in cells):
+        return _sabotages(cells)
+    return Text(" ").join(map(_number, cells))
+
+
+def _number(cell: Cell) -> Text:
     number = "failed" if math.isinf(cell.difference) else f"{cell.difference:.0e}"
-    if cell.sabotage != Sabotage.NONE.value:
-        return Text("found" if cell.is_as_wanted else "MISSED", style="green" if cell.is_as_wanted else "red")
-    return Text(number, style="green") if cell.is_as_wanted else Text(f"WRONG {number}", style="bold red")
+    shown = f"{number} bf16" if cell.dtype == "bfloat16" else number
+    return Text(shown, style="green") if cell.is_as_wanted else Text(f"WRONG {shown}", style="bold red")
+
+
+def _sabotages(cells: Sequence[Cell]) -> Text:
+    missed = [cell.sabotage for cell in cells if not cell.is_as_wanted]
+    if missed:
+        return Text(f"MISSED {', '.join(missed)}", style="bold red")
+    idle = sum(not cell.counts for cell in cells)
+    without = f", {idle} no effect" if idle else ""
+    return Text(f"{len(cells) - idle} found{without}", style="green")
 
 
 def summary_of(cells: Sequence[Cell]) -> list[str]:
@@ -66,14 +94,17 @@ def summary_of(cells: Sequence[Cell]) -> list[str]:
     lines = [
         f"{cell.mode}, {cell.ranks} ranks, {cell.transport}, {cell.dtype}, {_what(cell)}" for cell in wrong
     ]
-    return [*lines, f"{len(cells) - len(wrong)} of {len(cells)} cells are as they must be"]
+    counted = sum(cell.counts for cell in cells)
+    idle = len(cells) - counted
+    uncounted = f"; {idle} are not counted, where what is broken changes nothing" if idle else ""
+    return [*lines, f"{counted - len(wrong)} of {counted} cells are as they must be{uncounted}"]
 
 
 def _what(cell: Cell) -> str:
-    if cell.sabotage != Sabotage.NONE.value:
-        return f"{cell.sabotage}: not noticed, the difference is {cell.difference:.1e}"
     if math.isinf(cell.difference):
         return cell.reason
+    if cell.sabotage != Sabotage.NONE.value:
+        return f"{cell.sabotage}: not noticed, the difference is {cell.difference:.1e}"
     return (
         f"from step {cell.step} on: off by {cell.difference:.1e}, allowed are {cell.tolerance:.1e} "
         f"({cell.reason})"
@@ -106,6 +137,8 @@ def draw(cells: Sequence[Cell], path: Path) -> None:
 
 def _closeness(cell: Cell) -> float:
     """Return the decades between difference and tolerance, within three."""
+    if not cell.counts:
+        return math.nan
     if math.isinf(cell.difference) or not cell.tolerance:
         return -math.log10(LEAST)
     ratio = max(LEAST, min(1 / LEAST, cell.difference / cell.tolerance))

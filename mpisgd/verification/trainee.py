@@ -27,6 +27,7 @@ class Trainee:
 
     Attributes:
         rank: in the group of all ranks.
+        is_idle: whether it should have made parameters stale of which this rank has none.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class Trainee:
         self.sabotage = sabotage
         self.stale_gradients = stale_gradients
         self.rank = mpisgd.rank()
+        self.is_idle = False
         self._previous: Tensor | None = None
         self._num_steps = 0
 
@@ -81,6 +83,7 @@ class Trainee:
         if self.sabotage is not Sabotage.STALE or not self._is_wrong or self.stale_gradients:
             return
         values = torch.cat([param.detach().flatten() for param in params])
+        self.is_idle = not values.numel()
         self._num_steps += 1
         if self._num_steps == 2 and self._previous is not None:
             before = torch.split(self._previous, [param.numel() for param in params])

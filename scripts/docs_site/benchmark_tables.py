@@ -24,7 +24,8 @@ def _section(table: Path) -> str:
     title = record.get("title") or record["kind"]
     lines = [f"### {table.stem}: {title}", "", f"```text\n{record['command']}\n```", ""]
     if where:
-        lines += [f"{where}; {record['size']} ranks; {record['when'][:10]}.", ""]
+        ranks = f"{record['size']} ranks; " if "size" in record else ""
+        lines += [f"{where}; {ranks}{record['when'][:10]}.", ""]
     picture = table.with_suffix(".png")
     if picture.exists():
         lines += [f"![{title}](../benchmarks/{picture.name})", ""]

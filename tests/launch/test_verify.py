@@ -10,14 +10,15 @@ from launcher import run_python
 
 def test_it_starts_its_own_jobs_and_writes_what_it_found(tmp_path):
     path, picture = tmp_path / "cells.json", tmp_path / "cells.png"
-    words = ("verify", "--quick", "--only", "topk", "--ranks", "2", "--json", path, "--plot", picture)
+    words = ("verify", "--quick", "--only", "TopK(ratio=0.2)", "--ranks", "2", "--cluster", "none")
+    words = (*words, "--json", path, "--plot", picture)
     done = run_python("-m", "mpisgd", *map(str, words))
     assert done.returncode == 0, done.stderr
     cells = json.loads(path.read_text())["cells"]
     assert {(cell["ranks"], cell["transport"], cell["dtype"]) for cell in cells} == {
         (2, "shared memory", "float64"),
-        (2, "2 hosts", "float64"),
-        (2, "2 hosts", "float32"),
+        (2, "2 hosts, pretended", "float64"),
+        (2, "2 hosts, pretended", "float32"),
     }
     assert "of 8 cells are as they must be" in done.stdout
     assert picture.exists()

@@ -2,7 +2,9 @@
 
 from mpisgd.verification.mode import Mode
 from mpisgd.verification.modes.asynchronous import ASYNCHRONOUS
+from mpisgd.verification.modes.bfloat16 import BFLOAT16
 from mpisgd.verification.modes.compressions import COMPRESSIONS
+from mpisgd.verification.modes.horovod import HOROVOD
 from mpisgd.verification.modes.layouts import LAYOUTS
 from mpisgd.verification.modes.one_bit_optimizers import ONE_BIT_OPTIMIZERS
 from mpisgd.verification.modes.pipelines import PIPELINES
@@ -15,6 +17,7 @@ __all__ = ["MODES"]
 
 MODES: tuple[Mode, ...] = (
     *SYNCHRONOUS,
+    *HOROVOD,
     *RESUMPTION,
     *TORCH_PROGRAMS,
     *LAYOUTS,
@@ -23,4 +26,5 @@ MODES: tuple[Mode, ...] = (
     *ASYNCHRONOUS,
     *COMPRESSIONS,
     *ONE_BIT_OPTIMIZERS,
+    *BFLOAT16,
 )

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import mpisgd
 from mpisgd.verification.mode import Mode, Reference, between_orders
 from mpisgd.verification.modes.synchronous import distributed, equal_to_one_process, native
-from mpisgd.verification.problem import Problem, linear_problem
-from mpisgd.verification.serial import joined_batch
+from mpisgd.verification.problem import Problem, embedding_problem, linear_problem
+from mpisgd.verification.serial.training import joined_batch
 from mpisgd.verification.trainee import Trainee
 
 __all__ = ["ASYNCHRONOUS"]
@@ -115,9 +115,12 @@ def _at_the_end(facts: Callable[[Problem], Sequence[float]]) -> Callable[[Proble
     return between_orders(simulate, "updates come in any order, here examples in another one")
 
 
-def _served(name: str, strategy: mpisgd.ParameterServer) -> Mode:
+def _served(name: str, strategy: mpisgd.ParameterServer, **options: Any) -> Mode:
+    """Without locks each rank has rows of its own: of those that two ranks update one update may be lost."""
     reference = _at_the_end(lambda problem: [problem.steps, problem.steps, 0.0])
-    return Mode(name, FAMILY, pushed(strategy), reference, problem=linear_problem, stale_gradients=True)
+    problem = linear_problem if strategy.locked else embedding_problem
+    unlocked = {"shares_memory": not strategy.locked, **options}
+    return Mode(name, FAMILY, pushed(strategy), reference, problem=problem, stale_gradients=True, **unlocked)
 
 
 ASYNCHRONOUS = (
@@ -125,6 +128,12 @@ ASYNCHRONOUS = (
     _served(
         f'ParameterServer("ssp", staleness_steps={LEAD})',
         mpisgd.ParameterServer("ssp", staleness_steps=LEAD),
+    ),
+    _served('ParameterServer("async", locked=False)', mpisgd.ParameterServer("async", locked=False)),
+    _served(
+        f'ParameterServer("ssp", staleness_steps={LEAD}, locked=False)',
+        mpisgd.ParameterServer("ssp", staleness_steps=LEAD, locked=False),
+        quick=False,
     ),
     Mode(
         'ParameterServer("ssp", staleness_steps=0)',

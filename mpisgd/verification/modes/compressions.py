@@ -6,14 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import mpisgd
 from mpisgd import Compression, Compressor, compress
 from mpisgd.job.rank_info import topology
-from mpisgd.verification import serial_compressors as serial
-from mpisgd.verification import serial_random as random
-from mpisgd.verification.mode import Mode, between_orders
+from mpisgd.verification.mode import TURNED, Mode, between_orders
 from mpisgd.verification.modes.synchronous import equal_to_one_process, native, sgd
 from mpisgd.verification.problem import Problem
-from mpisgd.verification.serial import Combine, one_model
+from mpisgd.verification.serial import compressors as serial
+from mpisgd.verification.serial import random_compressors as random
+from mpisgd.verification.serial.training import Combine, one_model
 
 __all__ = ["COMPRESSIONS"]
 
@@ -37,6 +38,11 @@ def _mode(
     return Mode(name, "compressions", train, between_orders(simulate), sizes=(2, 2**31), **options)
 
 
+def adaptive(problem: Problem, _: int) -> Tensor:
+    """Train with the adaptive sum, whose pairs have one order."""
+    return one_model(problem, sgd, serial.adasum)
+
+
 def _equal(name: str, compression: Compressor) -> Mode:
     """Compressors that leave nothing out are equal to synchronous SGD."""
     train = native(sgd, compression=compression)
@@ -49,6 +55,7 @@ def _rounded(name: str, compression: Compressor, combine: Callable[[int], Combin
 
 
 COMPRESSIONS = (
+    Mode("op=Adasum", "compressions", native(sgd, op=mpisgd.Adasum), between_orders(adaptive, TURNED)),
     _mode("bf16", Compression.bf16, lambda order: serial.cast(torch.bfloat16, order)),
     _mode("fp16", Compression.fp16, lambda order: serial.cast(torch.float16, order), quick=False),
     _mode(

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 import mpisgd
 from mpisgd.core.group import Group
-from mpisgd.verification import serial_momentum as serial
 from mpisgd.verification.mode import Mode, between_orders
 from mpisgd.verification.problem import Problem
+from mpisgd.verification.serial import momentum as serial
 from mpisgd.verification.trainee import Trainee
 
 __all__ = ["ONE_BIT_OPTIMIZERS"]

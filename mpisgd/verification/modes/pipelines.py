@@ -11,7 +11,7 @@ from mpisgd.pipeline import Pipeline
 from mpisgd.verification.mode import Mode, between_orders
 from mpisgd.verification.modes.synchronous import equal_to_one_process, sgd
 from mpisgd.verification.problem import Batch, Problem, flat_parameters
-from mpisgd.verification.serial import apply, gradients
+from mpisgd.verification.serial.training import apply, gradients
 from mpisgd.verification.trainee import Trainee
 
 __all__ = ["PIPELINES"]

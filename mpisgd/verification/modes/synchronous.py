@@ -1,4 +1,4 @@
-"""Synchronous SGD by the native optimizer and by Horovod's: equal to one process on the joined batch."""
+"""Synchronous SGD by the native optimizer: equal to one process on the joined batch."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 import mpisgd
 from mpisgd.verification.mode import Mode, Reference, between_orders
-from mpisgd.verification.problem import Problem, flat_parameters
-from mpisgd.verification.sabotage import Sabotage
-from mpisgd.verification.serial import MakeOptimizer, joined_batch
+from mpisgd.verification.problem import Problem, flat_parameters, wide_problem
+from mpisgd.verification.serial.training import MakeOptimizer, joined_batch
 from mpisgd.verification.trainee import Trainee
 
 __all__ = ["SYNCHRONOUS", "adam", "distributed", "equal_to_one_process", "native", "sgd"]
@@ -95,25 +94,6 @@ def scaled(trainee: Trainee) -> Tensor:
     return torch.stack(rows)
 
 
-def horovod(trainee: Trainee) -> Tensor:
-    """Train with Horovod's optimizer."""
-    import mpisgd.horovod as hvd
-
-    hvd.init()
-    model = trainee.problem.model()
-    alone = trainee.sabotage is Sabotage.NO_COMMUNICATION
-    sets = [hvd.add_process_set([rank]) for rank in range(hvd.size())] if alone else []
-    optimizer = hvd.DistributedOptimizer(
-        sgd(list(model.parameters())),
-        named_parameters=model.named_parameters(),
-        process_set=sets[trainee.rank] if sets else hvd.global_process_set,
-    )
-    rows = trainee.train(model, optimizer)
-    for process_set in sets:
-        hvd.remove_process_set(process_set)
-    return torch.stack(rows)
-
-
 def _mode(name: str, train: Callable[[Trainee], Tensor], make: MakeOptimizer = sgd, **options: Any) -> Mode:
     max_norm = options.pop("max_norm", 0.0)
     return Mode(name, FAMILY, train, equal_to_one_process(make, max_norm), **options)
@@ -134,5 +114,12 @@ SYNCHRONOUS = (
     _mode('ParameterServer("sync")', native(sgd, strategy=mpisgd.ParameterServer("sync")), quick=False),
     _mode("Sharded(stage=1)", native(sgd, strategy=mpisgd.Sharded(1))),
     _mode("Sharded(stage=2), AdamW", native(adam, strategy=mpisgd.Sharded(2)), adam),
-    _mode("mpisgd.horovod", horovod),
+    _mode("70,000 parameters", native(sgd), problem=wide_problem),
+    _mode("70,000 shared parameters", native(sgd, share_parameters=True), problem=wide_problem, quick=False),
+    _mode(
+        "70,000 parameters, Sharded(stage=2)",
+        native(sgd, strategy=mpisgd.Sharded(2)),
+        problem=wide_problem,
+        quick=False,
+    ),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ HERE = [mode for mode in MODES if not mode.loses_rank]
 
 
 def check(mode: Mode, sabotages: list[Sabotage]) -> None:
-    cells = [try_mode(mode, torch.float64, "", quick=True, sabotage=sabotage) for sabotage in sabotages]
+    cells = [try_mode(mode, mode.dtypes[0], "", quick=True, sabotage=sabotage) for sabotage in sabotages]
     wrong = [cell for cell in cells if cell is not None and not cell.is_as_wanted]
     everyone(not wrong, f"{wrong}")
 
@@ -77,7 +78,16 @@ def loss(net, batch):
 
 
 @pytest.mark.parametrize(
-    "strategy", [None, mpisgd.LocalSGD(2), mpisgd.DiLoCo(2), mpisgd.ElasticAveraging(every=2)], ids=repr
+    "strategy",
+    [
+        None,
+        mpisgd.Sharded(2),
+        mpisgd.LocalSGD(2),
+        mpisgd.DiLoCo(2),
+        mpisgd.DiLoCo(3, fragments=2, overlap_steps=1),
+        mpisgd.ElasticAveraging(every=2),
+    ],
+    ids=repr,
 )
 def test_a_model_of_the_users_is_equal(strategy):
     found = mpisgd.verify(model, sgd, loss, batches(6), strategy=strategy)
@@ -112,15 +122,57 @@ def test_the_first_step_and_the_parameter_that_differ_are_named():
     everyone(found.parameter == "2.bias", f"{found}")
 
 
+@dataclass(frozen=True)
+class AverageEvery(mpisgd.Strategy):
+    """A strategy of one's own, as in docs/how-to/extending.md; from some step on it forgets a parameter."""
+
+    steps: int
+    forgets_from: int = 1000
+
+    def synchronizer(self, training):
+        return Averager(training, self)
+
+
+class Averager(mpisgd.Synchronizer):
+    def __init__(self, training, strategy):
+        super().__init__(training)
+        self.strategy = strategy
+
+    def after_step(self, num_steps):
+        if num_steps % self.strategy.steps == 0:
+            params = [param.detach() for _, param in self.training.named]
+            forgotten = 1 if num_steps >= self.strategy.forgets_from else 0
+            averaged = params[: len(params) - forgotten]
+            mpisgd.all_reduce_coalesced(averaged, mpisgd.ReduceOp.AVG, self.training.group)
+
+
+def test_a_strategy_of_ones_own_is_compared_with_the_definition_that_is_named():
+    found = mpisgd.verify(
+        model, sgd, loss, batches(6), strategy=AverageEvery(2), definition=mpisgd.LocalSGD(2)
+    )
+    everyone(bool(found), str(found))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_bug_in_a_strategy_of_ones_own_is_located():
+    found = mpisgd.verify(
+        model, sgd, loss, batches(6), strategy=AverageEvery(2, forgets_from=4), definition=mpisgd.LocalSGD(2)
+    )
+    everyone(not found)
+    everyone((found.step, found.parameter) == (3, "2.bias"), f"{found}")
+
+
 @pytest.mark.parametrize(
     ("wrong", "options"),
     [
         ([], {}),
         ([[torch.zeros(12, 5), torch.zeros(11, 2)]], {}),
         (batches(1), {"strategy": mpisgd.Gossip("ring")}),
+        (batches(1), {"strategy": AverageEvery(2)}),
+        (batches(1), {"definition": mpisgd.Gossip("ring")}),
         (batches(1), {"compression": mpisgd.Compression.bf16}),
     ],
-    ids=["no batch", "unequal", "strategy", "compression"],
+    ids=["no batch", "unequal", "strategy", "own strategy", "definition", "compression"],
 )
 def test_what_cannot_be_compared_is_refused(wrong, options):
     with raises_everywhere(mpisgd.InvalidArgument):

@@ -18,6 +18,8 @@ WRONG = EQUAL._replace(mode="overlap", difference=0.5, step=3)
 FAILED = EQUAL._replace(mode="DDP", difference=float("inf"), reason="PeerLost: rank 1")
 FOUND = EQUAL._replace(sabotage="wrong scale", difference=0.5, step=0)
 MISSED = EQUAL._replace(sabotage="wrong scale")
+BROKEN = FAILED._replace(sabotage="wrong scale")
+IDLE = EQUAL._replace(ranks=1, sabotage="no communication", reason="one rank", counts=False)
 
 
 def printed(cells) -> str:
@@ -27,7 +29,16 @@ def printed(cells) -> str:
 
 
 @pytest.mark.parametrize(
-    ("cell", "wanted"), [(EQUAL, True), (WRONG, False), (FAILED, False), (FOUND, True), (MISSED, False)]
+    ("cell", "wanted"),
+    [
+        (EQUAL, True),
+        (WRONG, False),
+        (FAILED, False),
+        (FOUND, True),
+        (MISSED, False),
+        (IDLE, True),
+        (BROKEN, False),
+    ],
 )
 def test_a_cell_is_as_wanted(cell, wanted):
     assert cell.is_as_wanted is wanted
@@ -39,6 +50,22 @@ def test_the_table_has_a_row_for_each_mode_and_a_column_for_each_kind_of_job():
     assert "messages" in text
     assert "WRONG 5e-01" in text
     assert "WRONG failed" in text
+
+
+def test_a_place_has_a_number_for_each_dtype():
+    float32 = EQUAL._replace(dtype="float32", difference=1e-7, tolerance=1e-6)
+    half = EQUAL._replace(mode="half", dtype="bfloat16")
+    text = printed([EQUAL, float32, half])
+    assert "f64 f32" in text
+    assert "1e-16 1e-07" in text
+    assert "1e-16 bf16" in text
+
+
+def test_a_sabotage_without_effect_is_shown_and_not_counted():
+    assert "no effect" in printed([FOUND, IDLE])
+    assert summary_of([FOUND, IDLE]) == [
+        "1 of 1 cells are as they must be; 1 are not counted, where what is broken changes nothing"
+    ]
 
 
 def test_sabotage_that_was_missed_stands_out():
@@ -65,9 +92,10 @@ def test_cells_travel_as_lines(tmp_path):
     assert [Cell(*json.loads(line)) for line in lines] == [FAILED, WRONG]
 
 
-def jobs(ranks, **options) -> list[tuple[int, str]]:
+def jobs(ranks, *, emulates: bool = True, **options) -> list[tuple[int, str]]:
     plan = Plan(**options)
-    return [(job.ranks, job.transport) for job in jobs_of(plan, ranks, plan.modes())]
+    chosen = jobs_of(plan, ranks, plan.modes(), emulates_hosts=emulates)
+    return [(job.ranks, job.transport) for job in chosen]
 
 
 def test_jobs_reach_each_other_in_all_ways():
@@ -77,6 +105,7 @@ def test_jobs_reach_each_other_in_all_ways():
     assert jobs([1, 2, 3, 4]) == [
         *shared,
         (3, "2 hosts"),
+        (4, "2 hosts"),
         (3, "messages"),
         (8, "shared memory"),
         (3, "a rank is lost"),
@@ -87,7 +116,18 @@ def test_jobs_reach_each_other_in_all_ways():
 def test_jobs_without_a_mode_are_left_out():
     assert jobs([1, 2], only="elastic.run") == [(2, "a rank is lost")]
     assert jobs([1, 2], only="PerHost") == [(2, "2 hosts")]
+    assert jobs([1, 2], only="PerHost", emulates=False) == [(2, "2 hosts, pretended")]
+    assert jobs([2], only="locked=False") == [(2, "shared memory")]
     assert len(jobs([2], only="elastic.run", sabotage=True)) == 4
+
+
+def test_broken_modes_get_eight_ranks_only_where_they_need_them():
+    plan = Plan(sabotage=True)
+    (large,) = [job for job in jobs_of(plan, [1, 4], plan.modes()) if job.ranks > 4]
+    assert (large.ranks, large.beyond) == (8, 4)
+    names = {mode.name for mode in Plan(sabotage=True, beyond=large.beyond).modes()}
+    assert "pipeline, FSDP2 and tensor parallel" in names
+    assert "Synchronous" not in names
 
 
 def test_modes_can_be_chosen():

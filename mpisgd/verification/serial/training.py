@@ -35,7 +35,7 @@ def apply(optimizer: torch.optim.Optimizer, grads: Sequence[Tensor]) -> None:
     """Take a step with these gradients."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for param, grad in zip(params, grads, strict=True):
-        param.grad = grad.reshape(param.shape)
+        param.grad = grad if grad.is_sparse else grad.reshape(param.shape)
     optimizer.step()
 
 

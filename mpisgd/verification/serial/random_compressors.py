@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpisgd.verification.serial import Combine, mean_in_order
+from mpisgd.verification.serial.training import Combine, mean_in_order
 
 __all__ = ["drawn_codes", "drawn_elements", "drawn_powers", "levels_of"]
 

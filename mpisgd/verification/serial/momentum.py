@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mpisgd.verification.problem import Problem, flat_parameters
-from mpisgd.verification.serial import gradients, mean_in_order
+from mpisgd.verification.serial.training import gradients, mean_in_order
 
 __all__ = ["one_bit_adam", "one_bit_lamb", "zero_one_adam"]
 

@@ -10,9 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mpisgd.verification.serial import Combine, mean_in_order
+from mpisgd.verification.serial.training import Combine, mean_in_order
 
 __all__ = [
+    "adaptive_sum",
+    "adasum",
     "cast",
     "deep_gradient",
     "error_feedback",
@@ -35,6 +37,25 @@ def cast(dtype: torch.dtype, order: int) -> Combine:
         return [mean.to(dtype).to(ranks[0][0].dtype) for mean in means]
 
     return combine
+
+
+def adasum(ranks: list[list[Tensor]]) -> list[Tensor]:
+    """Each parameter's gradients are combined by `adaptive_sum`."""
+    return [adaptive_sum(grads) for grads in zip(*ranks, strict=True)]
+
+
+def adaptive_sum(tensors: Sequence[Tensor]) -> Tensor:
+    """Return (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b, pair by pair, until one is left (Maleki 2020)."""
+    if len(tensors) == 1:
+        return tensors[0]
+    pairs = [tensors[place : place + 2] for place in range(0, len(tensors), 2)]
+    return adaptive_sum([_combined(*pair) if len(pair) == 2 else pair[0] for pair in pairs])
+
+
+def _combined(a: Tensor, b: Tensor) -> Tensor:
+    product = (a.double() * b.double()).sum()
+    shares = [1 - product / (2 * part.double().square().sum()) for part in (a, b)]
+    return (shares[0] * a + shares[1] * b).to(a.dtype)
 
 
 def error_feedback(send: Send, order: int) -> Combine:
