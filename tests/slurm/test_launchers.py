@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from jobs import MPICH, Ended
+from jobs import MPICH, Cluster, Ended
 
 needs_mpich = pytest.mark.skipif(not MPICH.exists(), reason="no .venv-mpich: ./scripts/setup openmpi mpich")
 # rank, size, local rank, local size, host
@@ -20,29 +20,29 @@ def test_the_batch_script_trains_on_all_nodes(cluster):
     assert float(re.findall(r"test accuracy +([\d.]+)% after 20 epochs", said)[0]) > 95
 
 
-def test_mpirun_and_srun_agree_on_uneven_nodes(cluster):
-    script = """
-        await_end "$(submit -N2 -n3 -J mpirun --wrap 'mpirun python "$PROGRAMS/where.py"')"
-        await_end "$(submit -N2 -n3 -J srun --wrap 'srun --mpi=pmix python "$PROGRAMS/where.py"')"
+def check_both_launchers(cluster: Cluster, interface: str, prelude: str = "") -> None:
+    """mpirun and srun place ranks alike on uneven nodes.
+
+    The whole output counts: PMIx does not complain about security that the wheel lacks.
     """
-    _, ended = cluster.run("2,1", script)
+    launchers = {"mpirun": "mpirun", "srun": f"srun --mpi={interface}"}
+    jobs = [
+        f'await_end "$(submit -N2 -n3 -J {name} --wrap \'{launcher} python "$PROGRAMS/where.py"\')"'
+        for name, launcher in launchers.items()
+    ]
+    _, ended = cluster.run("2,1", "\n".join([prelude, *jobs]))
     assert [job.state for job in ended] == ["COMPLETED"] * 2
-    # The whole output: PMIx does not complain about security that the wheel lacks.
-    assert sorted(cluster.output("mpirun").splitlines()) == UNEVEN
-    assert sorted(cluster.output("srun").splitlines()) == UNEVEN
+    for name in launchers:
+        assert sorted(cluster.output(name).splitlines()) == UNEVEN
+
+
+def test_mpirun_and_srun_agree_on_uneven_nodes(cluster):
+    check_both_launchers(cluster, "pmix")
 
 
 @needs_mpich
 def test_mpich_is_started_by_srun_with_pmi2_and_by_its_mpirun(cluster):
-    script = f"""
-        export PATH={MPICH.parent}:$PATH
-        await_end "$(submit -N2 -n3 -J mpirun --wrap 'mpirun python "$PROGRAMS/where.py"')"
-        await_end "$(submit -N2 -n3 -J srun --wrap 'srun --mpi=pmi2 python "$PROGRAMS/where.py"')"
-    """
-    _, ended = cluster.run("2,1", script)
-    assert [job.state for job in ended] == ["COMPLETED"] * 2
-    assert sorted(cluster.output("mpirun").splitlines()) == UNEVEN
-    assert sorted(cluster.output("srun").splitlines()) == UNEVEN
+    check_both_launchers(cluster, "pmi2", f"export PATH={MPICH.parent}:$PATH")
 
 
 @pytest.mark.parametrize("mpi", ["none", "pmi2"])
