@@ -61,6 +61,25 @@ def test_srun_without_an_interface_names_that_of_mpich(cluster):
     assert "Start them with `srun --mpi=pmi2`" in done.stderr
 
 
+def test_a_heterogeneous_job_is_one_job_of_srun_and_mpirun_has_its_first_component(cluster):
+    (cluster.folder / "batch").write_text("""#!/bin/bash
+#SBATCH --ntasks=2 --nodes=1
+#SBATCH hetjob
+#SBATCH --ntasks=1 --nodes=1
+srun --het-group=0,1 --mpi=pmix python "$PROGRAMS/where.py" > srun.out
+mpirun python "$PROGRAMS/where.py" > mpirun.out
+""")
+    script = """
+        await_end "$(submit batch)"
+        srun --mpi=pmix -n2 "$PYTHON" "$PROGRAMS/where.py" : -n1 "$PYTHON" "$PROGRAMS/where.py"
+    """
+    # Slurm starts such jobs by its backfill scheduler alone, every 30 seconds by default.
+    done, ended = cluster.run("2,1", script, "SchedulerParameters=bf_interval=1")
+    assert [job.state for job in ended] == ["COMPLETED"] * 4
+    assert sorted(done.stdout.splitlines()) == sorted(cluster.output("srun").splitlines()) == UNEVEN
+    assert sorted(cluster.output("mpirun").splitlines()) == ["0 2 0 2 node1", "1 2 1 2 node1"]
+
+
 def test_tasks_of_an_array_run_side_by_side(cluster):
     program = (
         "mpirun python scripts/train.py --epochs 2 --seed $SLURM_ARRAY_TASK_ID --metrics $SLURM_ARRAY_TASK_ID"
