@@ -38,6 +38,7 @@ from suite_environment import horovod_tests, job_settings, make_environment  # n
 OUTPUT = ROOT / "runs" / "suites"
 PROGRAMS = {
     "torch": "torch_distributed.py",
+    "torch_on_cpu": "torch_on_cpu.py",
     "accelerate": "accelerate_scripts.py",
     "lightning": "lightning_trainers.py",
     "horovod": "horovod_torch.py",
@@ -177,7 +178,9 @@ def show(results: Sequence[Result], suites: dict[str, Suite]) -> None:
 
 
 def main(
-    suite: Annotated[list[str], typer.Option(help="torch, accelerate, lightning or horovod")] = [],  # noqa: B006
+    suite: Annotated[
+        list[str], typer.Option(help="torch, torch_on_cpu, accelerate, lightning or horovod")
+    ] = [],  # noqa: B006
     quick: Annotated[bool, typer.Option("--quick", help="two ranks, without what is slow")] = False,
     ranks: Annotated[list[int], typer.Option(help="numbers of ranks, instead of the suite's own")] = [],  # noqa: B006
     only: Annotated[str, typer.Option(help="tests whose name contains this")] = "",
