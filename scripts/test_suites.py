@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from collections import Counter
@@ -116,17 +117,18 @@ def run_suite(
     command = [str(python), *extra, str(SUITES / PROGRAMS[suite.name])]
     runner = Runner(command, size, suite.limit_s, OUTPUT / suite.name, job_settings(python))
     try:
-        result.tests = outcomes(suite, runner, quick=quick, only=only)
+        names = runner.names()
+        result.unexpected += stale(suite, names)
+        result.tests = outcomes(suite, runner, [name for name in names if only in name], quick=quick)
     except CannotRun as exc:
         result.problem = str(exc)
-    result.unexpected = list(unexpected(suite, size, result.tests))
+    result.unexpected += unexpected(suite, size, result.tests)
     result.seconds = round(time.monotonic() - start, 1)
     return result
 
 
-def outcomes(suite: Suite, runner: Runner, *, quick: bool, only: str) -> list[Outcome]:
+def outcomes(suite: Suite, runner: Runner, names: list[str], *, quick: bool) -> list[Outcome]:
     """Run what is to run: what is expected to fail in jobs of its own, the others together."""
-    names = [name for name in runner.names() if only in name]
     found = [
         Outcome(name, "left out", why)
         for name in names
@@ -144,6 +146,12 @@ def outcomes(suite: Suite, runner: Runner, *, quick: bool, only: str) -> list[Ou
     for name in alone:
         found += runner.run([name])
     return sorted(found, key=lambda one: names.index(one.test))
+
+
+def stale(suite: Suite, names: Iterable[str]) -> Iterable[str]:
+    """What suites.toml names, and the suite does not have."""
+    for name in sorted({*suite.fails, *suite.left_out, *suite.slow} - set(names)):
+        yield f"there is no test {name}, which suites.toml names"
 
 
 def unexpected(suite: Suite, size: int, tests: Iterable[Outcome]) -> Iterable[str]:
@@ -192,6 +200,7 @@ def main(
     report: Annotated[Path, typer.Option("--json", help="where the results go")] = OUTPUT / "results.json",
 ) -> None:
     """Run suites of others on mpisgd and compare what fails with what is known to fail."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # jobs end with this program
     suites = read_suites()
     if wrong := set(suite) - set(suites):
         raise typer.BadParameter(f"no suite {', '.join(wrong)}; there are {', '.join(suites)}")

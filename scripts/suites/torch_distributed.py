@@ -29,6 +29,7 @@ TIMEOUT_S = 60  # of torch's own runner; some tests have another one
 ABOUT_THE_NAME = ("test_Backend_enum_class", "test_barrier_timeout_global", "test_get_backend")
 
 folder = Path(sys.argv[1])
+loaded: list[ModuleType] = []
 
 
 def load(backend: str) -> ModuleType:
@@ -44,6 +45,7 @@ def load(backend: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # where pickle looks for the classes of what tests send
     spec.loader.exec_module(module)
+    loaded.append(module)
     return module
 
 

@@ -32,28 +32,31 @@ def noted(test: Callable[..., Any]) -> Callable[..., Any]:
     return test
 
 
+def cpu_for(device: object) -> object:
+    """The CPU for the number or the name of a GPU; anything else as it is."""
+    return "cpu" if type(device) is int or str(device).startswith("cuda") else device
+
+
 def on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, with the CPU for the number of a GPU."""
+    """The function, with the CPU as `device=`."""
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
-        if isinstance(options.get("device"), int):
-            options["device"] = "cpu"
+        if "device" in options:
+            options["device"] = cpu_for(options["device"])
         return function(*args, **options)
 
     return call
 
 
 def to_cpu(move: Callable[..., Any]) -> Callable[..., Any]:
-    """The method `to`, with the CPU for the number of a GPU."""
+    """The method `to`, with the CPU as the device."""
 
     @functools.wraps(move)
     def call(self: Any, *args: Any, **options: Any) -> Any:
-        if args and type(args[0]) is int:
-            args = ("cpu", *args[1:])
-        return move(self, *args, **options)
+        return move(self, *(cpu_for(one) for one in args), **options)
 
-    return call
+    return on_cpu(call)
 
 
 class OnCpu(torch.nn.parallel.DistributedDataParallel):
@@ -77,9 +80,11 @@ def take_gpus_away() -> None:
     for kind in (torch.Tensor, torch.nn.Module):
         kind.cuda = lambda self, *_, **__: self
         kind.to = to_cpu(kind.to)
-    torch.cuda.set_device = torch.cuda.synchronize = lambda *_: None
+    torch.cuda.set_device = lambda *_, **__: None
+    torch.cuda.synchronize = lambda *_, **__: None
     torch.cuda.device_count = lambda: int(os.environ["WORLD_SIZE"])
-    torch.nn.parallel.DistributedDataParallel = OnCpu
+    for module in (torch.nn.parallel, *torch_distributed.loaded):
+        module.DistributedDataParallel = OnCpu
 
 
 def tests() -> in_job.Tests:

@@ -78,6 +78,12 @@ def test_what_contradicts_the_list_is_told(outcome, known, told):
     assert bool(list(test_suites.unexpected(some, 2, [Outcome("a", outcome)]))) is told
 
 
+def test_a_name_that_the_suite_does_not_have_is_told():
+    some = suite(fails={"a": "why"}, left_out={"b": "why"}, slow=["c"])
+    assert not list(test_suites.stale(some, "abcd"))
+    assert list(test_suites.stale(some, "ac")) == ["there is no test b, which suites.toml names"]
+
+
 def test_the_list_is_well_formed():
     for name, one in test_suites.read_suites().items():
         assert one.name == name in test_suites.PROGRAMS
