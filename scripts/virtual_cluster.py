@@ -274,6 +274,28 @@ def slots_of(text: str) -> list[int]:
     return slots
 
 
+def parse_emulation(
+    parser: argparse.ArgumentParser, arguments: Sequence[str], slots: str
+) -> argparse.Namespace:
+    """Parse a parser's own options and those of any emulation; what follows the first `--` is the program.
+
+    Args:
+        parser: without these options.
+        arguments: the command line's.
+        slots: what `--hosts` counts.
+    """
+    parser.add_argument("--hosts", type=slots_of, default=[2, 2], help=f"{slots} of each host (default: 2,2)")
+    parser.add_argument("--time-limit", type=float, metavar="S", help="end everything after so many seconds")
+    parser.add_argument("--check", action="store_true", help="only check whether this machine can do it")
+    parser.add_argument("--on-stage", action="store_true", help=argparse.SUPPRESS)
+    own, _, program = split_at(arguments, "--")
+    options = parser.parse_args(own)
+    options.program = program
+    if not program and not options.check:
+        parser.error("what shall run there? Add: -- PROGRAM [argument ...]")
+    return options
+
+
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The options; what follows the first `--` is the program."""
     parser = argparse.ArgumentParser(
@@ -281,7 +303,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         usage="%(prog)s [--hosts 2,2] [--rate 1gbit] [option ...] -- PROGRAM [argument ...]",
         description="Run a program under mpirun on several emulated hosts of this machine.",
     )
-    parser.add_argument("--hosts", type=slots_of, default=[2, 2], help="ranks of each host (default: 2,2)")
     parser.add_argument(
         "--rate", default="none", help="rate of each host's link, in tc's syntax: 1gbit, 100mbit, none"
     )
@@ -294,15 +315,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--mpirun", default="", metavar="OPTIONS", help='further options of mpirun: "-x NAME=value ..."'
     )
-    parser.add_argument("--time-limit", type=float, metavar="S", help="end the command after so many seconds")
-    parser.add_argument("--check", action="store_true", help="only check whether this machine can do it")
-    parser.add_argument("--on-stage", action="store_true", help=argparse.SUPPRESS)
-    own, _, program = split_at(arguments, "--")
-    options = parser.parse_args(own)
-    options.program = program
-    if not program and not options.check:
-        parser.error("what shall run there? Add: -- PROGRAM [argument ...]")
-    return options
+    return parse_emulation(parser, arguments, "ranks")
 
 
 def split_at(words: Sequence[str], mark: str) -> tuple[list[str], list[str], list[str]]:

@@ -161,25 +161,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The options; what follows the first `--` is the command."""
     parser = argparse.ArgumentParser(
         prog="scripts/slurm",
-        usage="%(prog)s [--hosts 2,2] [option ...] -- COMMAND [argument ...]",
+        usage="%(prog)s [--hosts 2,2] [option ...] -- PROGRAM [argument ...]",
         description="Run a command on an emulated Slurm cluster of this machine.",
-    )
-    parser.add_argument(
-        "--hosts", type=virtual_cluster.slots_of, default=[2, 2], help="CPUs of each node (default: 2,2)"
     )
     parser.add_argument(
         "--setting", action="append", default=[], metavar="LINE", help="a further line of slurm.conf"
     )
     parser.add_argument("--history", metavar="FILE", help="write there how each job has ended")
-    parser.add_argument("--time-limit", type=float, metavar="S", help="end everything after so many seconds")
-    parser.add_argument("--check", action="store_true", help="only check whether this machine can do it")
-    parser.add_argument("--on-stage", action="store_true", help=argparse.SUPPRESS)
-    own, _, program = virtual_cluster.split_at(arguments, "--")
-    options = parser.parse_args(own)
-    options.program = program
-    if not program and not options.check:
-        parser.error("what shall run there? Add: -- COMMAND [argument ...]")
-    return options
+    return virtual_cluster.parse_emulation(parser, arguments, "CPUs")
 
 
 def main(arguments: Sequence[str]) -> int:

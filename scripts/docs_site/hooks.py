@@ -18,6 +18,7 @@ import benchmark_tables
 import command_page
 import environment_page
 import error_page
+import suites_page
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -53,6 +54,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "reference/commands.md": command_page.page(),
         "reference/environment.md": environment_page.page(),
         "reference/errors.md": error_page.page(),
+        "reference/suites.md": (ROOT / "docs" / "reference" / "suites.md").read_text()
+        + suites_page.sections(),
         "benchmarks.md": (ROOT / "docs" / "benchmarks.md").read_text() + benchmark_tables.sections(),
         "changelog.md": moved("CHANGELOG.md", "changelog.md"),
         "contributing.md": moved("CONTRIBUTING.md", "contributing.md"),

