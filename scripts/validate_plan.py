@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +54,11 @@ PORTIONS = [
 ]
 ROUNDS = 40
 # Of how inputs are measured. Portions of earlier ones stay as they were, and are summed up apart.
-CALIBRATION = 3
+CALIBRATION = 5
 SMALL, LARGE = 64, 2**20  # elements of the all-reduces that are timed
 OUT_OF_CACHE = 2**23
+BETWEEN_SIZES = [2**power for power in range(8, 20, 2)]  # elements, of all-reduces that are noted besides
+NUM_MEETINGS = 20
 NUM_TINY = 200  # gradients, of as many elements
 LIMIT_S = float(os.environ.get("PLAN_LIMIT_S", "100"))  # of a portion
 
@@ -66,7 +68,9 @@ app = typer.Typer(add_completion=False)
 # -- in a job ------------------------------------------------------------------------------------------
 
 
-def seconds_of(action: Callable[[], object], times: int) -> float:
+def seconds_of(
+    action: Callable[[], object], times: int, before: Callable[[], object] = lambda: None
+) -> float:
     """The shortest time of an action on the slowest rank, after one that does not count. Collective.
 
     Not the median: this machine does other things, too, and the fastest of some turns is what disturbs least.
@@ -77,11 +81,20 @@ def seconds_of(action: Callable[[], object], times: int) -> float:
     action()
     found = []
     for _ in range(times):
+        before()
         mpisgd.barrier()
         start = time.perf_counter()
         action()
         found.append(slowest(time.perf_counter() - start))
     return min(found)
+
+
+def all_reduce_seconds() -> dict[int, float]:
+    """What all-reduces between the smallest and the largest take, by their bytes. Collective."""
+    import mpisgd
+
+    tensors = [torch.zeros(numel) for numel in BETWEEN_SIZES]
+    return {each.nbytes: seconds_of(lambda each=each: mpisgd.all_reduce(each), 6) for each in tensors}
 
 
 def measure_cluster() -> Any:
@@ -97,17 +110,26 @@ def measure_cluster() -> Any:
     hosts, k = mpisgd.num_nodes(), mpisgd.local_size()
     vector, other = torch.zeros(OUT_OF_CACHE), torch.zeros(OUT_OF_CACHE)
     memory = 3 * vector.nbytes / seconds_of(lambda: vector.add_(other), 5)
+    fresh = fresh_seconds(vector) / vector.nbytes
     within, between, operation_s = link_from_times(hosts, k, small_s, large_s, large.nbytes)
     if hosts > 1:
         leaves = 2 * (hosts - 1) / hosts * large.nbytes
-        numbers = [core_seconds(large, large_s) / leaves, exchange_share(between.bytes_per_s, memory)]
-        core_per_byte, both_ways = broadcast_numbers(numbers)
+        across = [[host * k + place for host in range(hosts)] for place in range(k)]
+        both_ways = exchange_share(across, k, between.bytes_per_s, memory)
+        core_per_byte, both_ways = broadcast_numbers([core_seconds(large, large_s) / leaves, both_ways])
         between = replace(between, cpu_s_per_byte=core_per_byte, both_ways=min(1.0, both_ways))
         if k > 1:
             within = host_link()
-    (memory,) = broadcast_numbers([memory])
+    half = half_factor(large, large_s) if hosts == 1 and k > 1 else 1.0
+    if k > 1:
+        on_hosts = [[host * k + place for place in range(k)] for host in range(hosts)]
+        both_ways = exchange_share(on_hosts, k, within.bytes_per_s, memory)
+        within = replace(within, both_ways=min(1.0, broadcast_numbers([both_ways])[0]))
+    meeting_s = meeting_seconds(small, small_s) if hosts * k > 1 else 0.0
+    memory, fresh, half, meeting_s = broadcast_numbers([memory, fresh, half, meeting_s])
     tensor_s = tensor_seconds(small_s) if hosts * k > 1 else 0.0
     others = {"memory_bytes_per_s": memory, "tensor_s": tensor_s, "operation_s": operation_s}
+    others |= {"fresh_s_per_byte": fresh, "half_factor": half, "meeting_s": meeting_s}
     return Cluster(hosts, k, between, within, **others)
 
 
@@ -116,6 +138,23 @@ def broadcast_numbers(numbers: Sequence[float]) -> list[float]:
     import mpisgd
 
     return list(mpisgd.broadcast_object(list(numbers)))
+
+
+def meeting_seconds(small: torch.Tensor, small_s: float) -> float:
+    """What a small all-reduce takes longer where the ranks have computed before. Collective."""
+    import mpisgd
+
+    matrix = torch.rand(192, 192)
+
+    def steps(*, meet: bool) -> None:
+        for _ in range(NUM_MEETINGS):
+            for _ in range(5):
+                matrix @ matrix
+            if meet:
+                mpisgd.all_reduce(small)
+
+    more_s = seconds_of(lambda: steps(meet=True), 8) - seconds_of(lambda: steps(meet=False), 8)
+    return max(0.0, more_s / NUM_MEETINGS - small_s)
 
 
 def core_seconds(large: torch.Tensor, large_s: float) -> float:
@@ -141,24 +180,42 @@ def core_seconds(large: torch.Tensor, large_s: float) -> float:
     return min(large_s, max(0.0, seconds_of(both, 5) - large_s))
 
 
-def exchange_share(bytes_per_s: float, memory_bytes_per_s: float) -> float:
-    """The share of a link's rate that an exchange with neighbours has in each direction. Collective."""
+def fresh_seconds(vector: torch.Tensor) -> float:
+    """What a copy takes longer where its memory was allocated for it. Collective."""
+    into = torch.empty_like(vector)
+    return max(0.0, seconds_of(vector.clone, 5) - seconds_of(lambda: into.copy_(vector), 5))
+
+
+def half_factor(large: torch.Tensor, large_s: float) -> float:
+    """By what an all-reduce of 16-bit floats takes longer for each byte. Collective."""
+    import mpisgd
+
+    half = torch.zeros(2 * large.numel(), dtype=torch.bfloat16)
+    return max(1.0, seconds_of(lambda: mpisgd.all_reduce(half), 5) / large_s)
+
+
+def exchange_share(
+    groups: Sequence[Sequence[int]], at_a_link: int, bytes_per_s: float, memory_bytes_per_s: float
+) -> float:
+    """The share of a link's rate that exchanges with neighbours have in each direction. Collective.
+
+    Args:
+        groups: ranks that exchange with each other, all groups at the same time.
+        at_a_link: how many messages that leave at the same time share a link.
+        bytes_per_s: its rate.
+        memory_bytes_per_s: of a rank; what arrives is added up.
+    """
     import mpisgd
     from mpisgd.gossip.graphs import Ring
-    from mpisgd.job.rank_info import topology
     from mpisgd.plan.steps.gossip import rounds_of_graph
 
-    leaders = mpisgd.new_group([ranks[0] for ranks in topology().nodes])
+    made = [mpisgd.new_group(list(ranks)) for ranks in groups]
+    (mine,) = [group for group in made if group.rank >= 0]
     tensor = torch.zeros(2 * LARGE)
-
-    def exchange() -> None:
-        if leaders.rank >= 0:
-            mpisgd.neighbor_all_reduce(tensor, "ring", leaders)
-
-    num_rounds = len(rounds_of_graph(Ring(), topology().num_nodes))
+    num_rounds = len(rounds_of_graph(Ring(), mine.size))
     added_s = (4 + 3 * num_rounds) * tensor.nbytes / memory_bytes_per_s
-    seconds = seconds_of(exchange, 3) - added_s
-    return num_rounds * tensor.nbytes / max(1e-9, seconds) / bytes_per_s
+    seconds = seconds_of(lambda: mpisgd.neighbor_all_reduce(tensor, "ring", mine), 3) - added_s
+    return num_rounds * at_a_link * tensor.nbytes / max(1e-9, seconds) / bytes_per_s
 
 
 def tensor_seconds(operation_s: float) -> float:
@@ -197,27 +254,39 @@ def host_link() -> Any:
     return link_from_times(1, mpisgd.local_size(), small_s, large_s, large.nbytes)[0]
 
 
-def compression_seconds(method: Any, model: nn.Module) -> float:
-    """What a compressor takes for an element of a model's gradients, on a rank by itself. Collective."""
+def compression_seconds(method: Any, cluster: Any, profile: Any) -> float:
+    """What a compressor takes for an element of a step's buckets, on a rank by itself. Collective.
+
+    As in a step, where so much else has been touched since the last time that no cache has any of it.
+    """
     import mpisgd
     from mpisgd.compress.cast import Cast
     from mpisgd.compress.compressor import BucketLayout
     from mpisgd.dtypes import ReduceOp
+    from mpisgd.plan.steps.job import PlannedJob
 
     me = [mpisgd.new_group([rank]) for rank in range(mpisgd.size())][mpisgd.rank()]
-    shapes = tuple(param.shape for param in model.parameters())
     compression = method.compression
-    reducer = compression.reducer(BucketLayout(shapes, torch.float32))
-    bucket = torch.randn(sum(map(torch.Size.numel, shapes)))
+    job = PlannedJob(cluster, profile, compression)
+    layouts = [
+        BucketLayout(
+            tuple(torch.Size(gradient.shape) for gradient in job.gradients_of(bucket)), torch.float32
+        )
+        for bucket in job.gradient_buckets()
+    ]
+    reducers = [compression.reducer(layout) for layout in layouts]
+    buckets = [torch.randn(layout.numel) for layout in layouts]
+    others = torch.zeros(OUT_OF_CACHE)
 
     def compress() -> None:
-        if isinstance(compression, Cast):  # among one rank it would be cast for MPI, too
-            compression.decompress(compression.compress(bucket), bucket)
-        else:
-            reducer.reduce(bucket, me, ReduceOp.AVG)
+        for reducer, bucket in zip(reducers, buckets, strict=True):
+            if isinstance(compression, Cast):  # among one rank it would be cast for MPI, too
+                compression.decompress(compression.compress(bucket), bucket)
+            else:
+                reducer.reduce(bucket, me, ReduceOp.AVG)
 
-    seconds = seconds_of(compress, 3)
-    return broadcast_numbers([seconds / bucket.numel()])[0]
+    seconds = seconds_of(compress, 4, before=lambda: others.add_(1.0))
+    return broadcast_numbers([seconds / profile.numel])[0]
 
 
 def add_models() -> None:
@@ -345,18 +414,23 @@ def rank(rate: str, out: Path, models: str = ",".join(MODELS)) -> None:
     deadline = time.perf_counter() + LIMIT_S - 15
     add_models()
     mpisgd.init()
-    cluster = measure_cluster()
+    cluster, curve = measure_cluster(), all_reduce_seconds()
     rows: list[dict[str, Any]] = []
+    steps: list[dict[str, Any]] = []
     wanted = models.split(",")
     for number, model in enumerate(wanted):
-        contest = Contest(model, cluster)
-        seconds = {}
-        for method in planned_methods(";".join(METHODS)) if cluster.size > 1 else []:
-            if method.compression.changes(torch.float32):
-                seconds[repr(method.compression)] = compression_seconds(method, contest.alone.model)
         share = (deadline - time.perf_counter()) / (len(wanted) - number)
-        contest.run(time.perf_counter() + share)
-        rows += contest.rows(contest.profile(), seconds)
+        begun = time.perf_counter()
+        contest = Contest(model, cluster)
+        contest.run(begun + share)
+        profile = contest.profile()
+        seconds = {
+            repr(method.compression): compression_seconds(method, cluster, profile)
+            for method in planned_methods(";".join(METHODS))
+            if cluster.size > 1 and method.compression.changes(torch.float32)
+        }
+        steps.append({"step": asdict(profile), "compression_s": seconds})
+        rows += contest.rows(profile, seconds)
         if mpisgd.rank() == 0:
             for row in rows[-len(contest.methods) :]:
                 error = row["predicted_s"] / row["measured_s"] - 1
@@ -372,7 +446,7 @@ def rank(rate: str, out: Path, models: str = ",".join(MODELS)) -> None:
                 "hosts": cluster.hosts,
                 "ranks_per_host": cluster.ranks_per_host,
             }
-            found = {"cluster": repr(cluster), "compression_s": seconds, "rows": rows}
+            found = {"cluster": asdict(cluster), "all_reduce_s": curve, "steps": steps, "rows": rows}
             out.write_text(json.dumps({**page, **found}, indent=1) + "\n")
 
 
