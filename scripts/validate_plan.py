@@ -44,23 +44,25 @@ METHODS = (
 )
 PERIOD = 4  # of the methods above that have one; of others a block is two steps
 MODELS = {"wide": 16, "deep": 32, "transformer": 4}  # and examples of a rank
+TEXT = "gpt"  # in layouts of tensor and pipeline parallelism; see plan_layouts.py
 # Hosts and their ranks, and the rate of a host's link. None: one host, without a link.
 PORTIONS = [
     ("1", "none"),
     ("2", "none"),
     ("4", "none"),
-    *itertools.product(("1,1", "2,2", "1,1,1,1"), ("200mbit", "500mbit", "1gbit")),
+    *itertools.product(("1,1", "1,1,1,1"), ("200mbit", "500mbit", "1gbit")),
+    *itertools.product(("2,2",), ("500mbit", "1gbit")),
     ("2,2,2,2", "1gbit"),
 ]
+TEXT_PORTIONS = [("2", "none"), ("1,1", "1gbit")]
 ROUNDS = 40
-# Of how inputs are measured. Portions of earlier ones stay as they were, and are summed up apart.
-CALIBRATION = 5
+CALIBRATION = 5  # of how inputs are measured; portions of another one do not belong beside each other
 SMALL, LARGE = 64, 2**20  # elements of the all-reduces that are timed
 OUT_OF_CACHE = 2**23
 BETWEEN_SIZES = [2**power for power in range(8, 20, 2)]  # elements, of all-reduces that are noted besides
 NUM_MEETINGS = 20
 NUM_TINY = 200  # gradients, of as many elements
-LIMIT_S = float(os.environ.get("PLAN_LIMIT_S", "100"))  # of a portion
+LIMIT_S = float(os.environ.get("PLAN_LIMIT_S", "170"))  # of a portion
 
 app = typer.Typer(add_completion=False)
 
@@ -301,28 +303,37 @@ class Contest:
     """The methods on one model, timed in turns."""
 
     def __init__(self, model: str, cluster: Any) -> None:
-        import mpisgd
-        from mpisgd.bench.training import StepTask, Training
+        from plan_layouts import text_trainings
+
         from mpisgd.plan.recorder import StepRecorder
         from mpisgd.plan.steps.methods import planned_methods
 
         self.model, self.cluster = model, cluster
-        task = StepTask(model, MODELS[model], mpisgd.size(), optimizer="momentum")
-        self.alone = Training(replace(task, communicates=False), mpisgd.rank())
         self.recorder = StepRecorder(10**9, lambda: None)
-        self.methods = [m for m in planned_methods(";".join(METHODS)) if self._makes_sense(m.name)]
-        self.trainings = {}
-        for method in self.methods:
-            training = Training(task, mpisgd.rank())
+        self.seconds: dict[str, list[float]] = {}
+        self.sent: dict[str, float] = {}
+        self.alone, self.trainings = text_trainings() if model == TEXT else self._trainings()
+        self.methods = planned_methods(";".join(self.trainings))
+
+    def _trainings(self) -> tuple[Any, dict[str, Any]]:
+        """A rank's own training, and those of all ranks by the method's name. Collective."""
+        import mpisgd
+        from mpisgd.bench.training import StepTask, Training
+        from mpisgd.plan.steps.methods import planned_methods
+
+        task = StepTask(self.model, MODELS[self.model], mpisgd.size(), optimizer="momentum")
+        trainings = {}
+        for method in planned_methods(";".join(METHODS)):
+            if not self._makes_sense(method.name):
+                continue
+            trainings[method.name] = training = Training(task, mpisgd.rank())
             options: dict[str, Any] = {"compression": method.compression}
             if type(method.strategy).__name__ == "Overlap":
                 options["overlap"] = method.strategy.overlap
             else:
                 options["strategy"] = method.strategy
             training.distribute(mpisgd.DistributedOptimizer, **options)
-            self.trainings[method.name] = training
-        self.seconds: dict[str, list[float]] = {}
-        self.sent: dict[str, float] = {}
+        return Training(replace(task, communicates=False), mpisgd.rank()), trainings
 
     def _makes_sense(self, name: str) -> bool:
         if self.cluster.size == 1:
@@ -367,49 +378,35 @@ class Contest:
 
     def profile(self) -> Any:
         """The step without communication: its parts as on rank 0, its length as on the slowest rank."""
+        from plan_layouts import EXAMPLES, text_sizes
+
         import mpisgd
 
-        mine = self.recorder.profile(self.model, MODELS[self.model], warmup=PERIOD)
+        mine = self.recorder.profile(self.model, MODELS.get(self.model, EXAMPLES), warmup=PERIOD)
         (first,) = [mpisgd.broadcast_object(mine)]
         factor = min(self.seconds["none"]) / (first.compute_s + first.optimizer_s)
-        return replace(first.slower(factor), optimizer_s=first.optimizer_s * factor)
+        found = replace(first.slower(factor), optimizer_s=first.optimizer_s * factor)
+        return found.with_blocks_of(text_sizes()) if self.model == TEXT else found
 
-    def _messages(self, planned: Any) -> float:
-        """The bytes of messages of all ranks: between hosts, and of `Gossip` within hosts, too."""
-        if planned.method.startswith("Gossip") and self.cluster.hosts > 1:
-            return planned.step.sent_bytes * self.cluster.size
-        return planned.step.traffic.get("host out", 0.0) * self.cluster.hosts
-
-    def rows(self, profile: Any, compression_s: dict[str, float]) -> list[dict[str, Any]]:
-        """A row for each method: predicted and measured."""
-        from mpisgd.plan.prediction import Options, predict
-
-        found = []
-        for method in self.methods:
-            planned = predict(self.cluster, profile, method, Options(compression_s=compression_s))
-            found.append(
-                {
-                    "model": self.model,
-                    "method": method.name,
-                    "predicted_s": planned.step_s,
-                    "measured_s": min(self.seconds[method.name]),
-                    "all_s": self.seconds[method.name],
-                    "alone_s": min(self.seconds["none"]),
-                    "predicted_sent": self._messages(planned),
-                    "measured_sent": self.sent[method.name],
-                    "sent_by": "all ranks",
-                    "exposed_s": planned.exposed_s,
-                    "bound": planned.bound,
-                }
-            )
-        return found
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each method: what was measured."""
+        return [
+            {
+                "model": self.model,
+                "method": method.name,
+                "measured_s": min(self.seconds[method.name]),
+                "all_s": self.seconds[method.name],
+                "alone_s": min(self.seconds["none"]),
+                "measured_sent": self.sent[method.name],
+            }
+            for method in self.methods
+        ]
 
 
 @app.command()
 def rank(rate: str, out: Path, models: str = ",".join(MODELS)) -> None:
     """What each rank of a portion does."""
     import mpisgd
-    from mpisgd.plan.steps.methods import planned_methods
 
     deadline = time.perf_counter() + LIMIT_S - 15
     add_models()
@@ -426,28 +423,26 @@ def rank(rate: str, out: Path, models: str = ",".join(MODELS)) -> None:
         profile = contest.profile()
         seconds = {
             repr(method.compression): compression_seconds(method, cluster, profile)
-            for method in planned_methods(";".join(METHODS))
-            if cluster.size > 1 and method.compression.changes(torch.float32)
+            for method in contest.methods
+            if method.compression.changes(torch.float32)
         }
-        steps.append({"step": asdict(profile), "compression_s": seconds})
-        rows += contest.rows(profile, seconds)
+        steps.append({**asdict(profile), "compression_s": seconds})
+        rows += contest.rows()
+        # What else the machine was doing: 2 cores and a load of 20 say how much to believe.
+        page = {
+            "calibration": CALIBRATION,
+            "load": os.getloadavg()[1],
+            "rate": rate,
+            "hosts": cluster.hosts,
+            "ranks_per_host": cluster.ranks_per_host,
+            "cluster": asdict(cluster),
+            "all_reduce_s": curve,
+            "steps": steps,
+            "rows": rows,
+        }
         if mpisgd.rank() == 0:
-            for row in rows[-len(contest.methods) :]:
-                error = row["predicted_s"] / row["measured_s"] - 1
-                print(
-                    f"{row['model']:12}{row['method']:34}{row['measured_s']:9.4f}{row['predicted_s']:9.4f}{error:+8.1%}",
-                    flush=True,
-                )
-            # What else the machine was doing: 2 cores and a load of 20 say how much to believe.
-            page = {
-                "calibration": CALIBRATION,
-                "load": os.getloadavg()[1],
-                "rate": rate,
-                "hosts": cluster.hosts,
-                "ranks_per_host": cluster.ranks_per_host,
-            }
-            found = {"cluster": asdict(cluster), "all_reduce_s": curve, "steps": steps, "rows": rows}
-            out.write_text(json.dumps({**page, **found}, indent=1) + "\n")
+            print(*table(with_predictions(page))[-len(contest.methods) :], sep="\n", flush=True)
+            out.write_text(json.dumps(page, indent=1) + "\n")
 
 
 # -- outside -------------------------------------------------------------------------------------------
@@ -470,34 +465,77 @@ def run(hosts: str, rate: str, out: Path, models: str = ",".join(MODELS)) -> Non
 def all_portions(prefix: str = typer.Option("", help="Command before each portion.")) -> None:
     """Measure all portions that are not there yet, then report."""
     PARTS.mkdir(exist_ok=True)
-    for (hosts, rate), model in itertools.product(PORTIONS, MODELS):
-        out = PARTS / f"{hosts.replace(',', '+')}-{rate}-{model}.json"
+    several = ",".join(MODELS)
+    wanted = [(*portion, several, "") for portion in PORTIONS]
+    wanted += [(*portion, TEXT, f"-{TEXT}") for portion in TEXT_PORTIONS]
+    for hosts, rate, models, suffix in wanted:
+        out = PARTS / f"{hosts.replace(',', '+')}-{rate}{suffix}.json"
         if not out.exists():
             words = [*prefix.split(), sys.executable, __file__, "run", hosts, rate, str(out)]
-            code = subprocess.run([*words, "--models", model]).returncode
-            print(hosts, rate, model, code, flush=True)
+            code = subprocess.run([*words, "--models", models]).returncode
+            print(hosts, rate, models, code, flush=True)
     report()
+
+
+def with_predictions(part: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a portion beside what is predicted from its inputs."""
+    from mpisgd.plan.cluster import Cluster, Link
+    from mpisgd.plan.network import Switch
+    from mpisgd.plan.prediction import Options, predict
+    from mpisgd.plan.steps.methods import planned_methods
+
+    links = {name: Link(**part["cluster"][name]) for name in ("between", "within")}
+    cluster = Cluster(**{**part["cluster"], **links, "network": Switch()})
+    where = {"where": where_of(part), "load": part["load"], "calibration": part["calibration"]}
+    steps = {step["name"]: profile_of(step) for step in part["steps"]}
+    found = []
+    for row in part["rows"]:
+        profile, seconds = steps[row["model"]]
+        (method,) = planned_methods(row["method"])
+        planned = predict(cluster, profile, method, Options(compression_s=seconds))
+        predicted = {
+            "predicted_s": planned.step_s,
+            "predicted_sent": messages_of(planned),
+            "bound": planned.bound,
+        }
+        found.append({**row, **where, **predicted})
+    return found
+
+
+def profile_of(step: dict[str, Any]) -> tuple[Any, dict[str, float]]:
+    """A step without communication, and what compressors take in it."""
+    from mpisgd.plan.blocks import Block
+    from mpisgd.plan.model import Gradient, StepProfile
+
+    fields = {name: value for name, value in step.items() if name != "compression_s"}
+    fields["gradients"] = tuple(
+        Gradient(name, place, tuple(shape), *rest) for name, place, shape, *rest in fields["gradients"]
+    )
+    fields["blocks"] = tuple(
+        Block(**{**block, "shapes": tuple(map(tuple, block["shapes"]))}) for block in fields["blocks"]
+    )
+    return StepProfile(**fields), step["compression_s"]
+
+
+def messages_of(planned: Any) -> float:
+    """The bytes of messages of all ranks: between hosts, and of exchanges within hosts, too."""
+    cluster = planned.cluster
+    if cluster.hosts > 1 and planned.method.startswith("Gossip"):
+        return planned.step.sent_bytes * cluster.size
+    return planned.step.traffic.get("host out", 0.0) * cluster.hosts
 
 
 @app.command()
 def report() -> None:
     """Write benchmarks/plan-validation.json, .txt and .png from all portions so far."""
     parts = [json.loads(path.read_text()) for path in sorted(PARTS.glob("*.json"))]
-    rows = [
-        {**row, "where": where_of(part), "load": part.get("load"), "calibration": part.get("calibration", 1)}
-        for part in parts
-        for row in part["rows"]
-    ]
-    now = [row for row in rows if row["calibration"] == CALIBRATION]
-    before = [row for row in rows if row["calibration"] != CALIBRATION]
-    lines = [*table(now), "", *summary(now)]
-    if before:
-        lines += ["", "with earlier ways to measure the inputs:", *table(before), "", *summary(before)]
+    rows = [row for part in parts for row in with_predictions(part)]
+    lines = [*table(rows), "", *summary(rows)]
     text = "\n".join(lines) + "\n"
     page = {"kind": "plan validation", "command": "python scripts/validate_plan.py all", "portions": parts}
     (FOLDER / "plan-validation.json").write_text(json.dumps(page, indent=1) + "\n")
     (FOLDER / "plan-validation.txt").write_text(text)
-    draw(now, FOLDER / "plan-validation.png")
+    draw(rows, FOLDER / "plan-validation.png")
     print(text)
 
 
@@ -536,7 +574,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
         lines.append(
             f"{name:34} median {median:6.1%}, worst {worst:6.1%}, within 10 %: {near} of {len(errors)}"
         )
-    counted = [row for row in rows if row["measured_sent"] > 1e5 and "sent_by" in row]
+    counted = [row for row in rows if row["measured_sent"] > 1e5 and row["model"] != TEXT]
     bytes_off = [abs(row["predicted_sent"] / row["measured_sent"] - 1) for row in counted]
     if bytes_off:
         lines.append(f"bytes of messages of all ranks: worst {max(bytes_off):.2%} of {len(bytes_off)} cases")
