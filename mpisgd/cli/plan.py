@@ -106,14 +106,17 @@ def plan(
 def _profile(
     cluster: "Cluster", program: list[str], model: str, measure: bool, batch: int, optimizer: str
 ) -> "StepProfile":
-    """Return the step of a rank: measured, from a file, or of a model and the cluster's flops."""
+    """Return the step of a rank: measured, maybe with a model's blocks, or from a file, or of a model and the
+    cluster's flops.
+    """
     from mpisgd.plan.measured_step import measure_step
     from mpisgd.plan.model import profile_of
 
-    if bool(program) != measure or measure == bool(model):
-        raise InvalidArgument("plan: expected either --model, or --measure and a program")
+    if bool(program) != measure or not (measure or model):
+        raise InvalidArgument("plan: expected --model, or --measure and a program, or all of them")
     if measure:
-        return measure_step(program, batch=batch)
+        measured = measure_step(program, batch=batch)
+        return measured.with_blocks_of(_model(model)) if model else measured
     if model.endswith(".json"):
         from mpisgd.plan.files import read_step
 

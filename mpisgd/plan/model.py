@@ -200,7 +200,15 @@ class StepProfile:
         return replace(self, gradients=gradients, forward_s=forward_s, backward_s=backward_s, blocks=blocks)
 
     def with_blocks_of(self, model: Model) -> "StepProfile":
-        """Return the profile with the blocks of a model, whose times are divided as its operations are."""
+        """Return the profile with the blocks of a model, whose times are divided as its operations are.
+
+        Raises:
+            InvalidArgument: the model has another number of parameters.
+        """
+        if model.numel != self.numel:
+            raise InvalidArgument(
+                f"plan: {model.name} has {model.numel:,} parameters, the step of {self.name} {self.numel:,}"
+            )
         share = sum(layer.flops for layer in model.layers)
         times = [layer.flops / share if share else 0.0 for layer in model.layers]
         forward = [self.forward_s * each for each in times]

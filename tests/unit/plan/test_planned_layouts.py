@@ -309,3 +309,9 @@ def test_the_times_of_a_measured_step_are_divided_as_its_operations():
     measured = replace(counted, blocks=()).slower(3.0).with_blocks_of(model)
     expected = [block.forward_s for block in counted.slower(3.0).blocks]
     assert [block.forward_s for block in measured.blocks] == pytest.approx(expected)
+
+
+def test_blocks_of_another_model_are_refused():
+    counted = profile_of(gpt(layers=2), quick(1, flops_per_s=1e9), 4)
+    with pytest.raises(InvalidArgument, match="parameters"):
+        counted.with_blocks_of(gpt(layers=3))
