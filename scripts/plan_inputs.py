@@ -18,7 +18,7 @@ __all__ = ["all_reduce_seconds", "broadcast_numbers", "compression_seconds", "me
 SMALL, LARGE = 64, 2**20  # elements of the all-reduces that are timed
 OUT_OF_CACHE = 2**23
 BETWEEN_SIZES = [2**power for power in range(8, 20, 2)]  # elements, of all-reduces that are noted besides
-NUM_MEETINGS = 20
+NUM_MEETINGS, NUM_PIECES = 20, 8
 NUM_TINY = 200  # gradients, of as many elements
 
 
@@ -69,16 +69,17 @@ def measure_cluster() -> Any:
     if hosts > 1:
         leaves = 2 * (hosts - 1) / hosts * large.nbytes
         across = [[host * k + place for host in range(hosts)] for place in range(k)]
-        both_ways = exchange_share(across, k, between.bytes_per_s, memory)
-        core_per_byte, both_ways = broadcast_numbers([core_seconds(large, large_s) / leaves, both_ways])
-        between = replace(between, cpu_s_per_byte=core_per_byte, both_ways=min(1.0, both_ways))
+        both_ways, crossing_s = exchange_numbers(across, k, between.bytes_per_s, memory)
+        cpu_s = core_seconds(large, large_s) / leaves
+        cpu_s, both_ways, crossing_s = broadcast_numbers([cpu_s, both_ways, crossing_s])
+        between = replace(between, cpu_s_per_byte=cpu_s, both_ways=min(1.0, both_ways), crossing_s=crossing_s)
         if k > 1:
             within = host_link()
     half = half_factor(large, large_s) if hosts == 1 and k > 1 else 1.0
     if k > 1:
         on_hosts = [[host * k + place for place in range(k)] for host in range(hosts)]
-        both_ways = exchange_share(on_hosts, k, within.bytes_per_s, memory)
-        within = replace(within, both_ways=min(1.0, broadcast_numbers([both_ways])[0]))
+        numbers = exchange_numbers(on_hosts, k, within.bytes_per_s, memory)
+        within = replace(within, both_ways=min(1.0, broadcast_numbers(numbers)[0]))
     meeting_s = meeting_seconds(small, small_s) if hosts * k > 1 else 0.0
     memory, fresh, half, meeting_s = broadcast_numbers([memory, fresh, half, meeting_s])
     tensor_s = tensor_seconds(small_s) if hosts * k > 1 else 0.0
@@ -148,10 +149,11 @@ def half_factor(large: torch.Tensor, large_s: float) -> float:
     return max(1.0, seconds_of(lambda: mpisgd.all_reduce(half), 5) / large_s)
 
 
-def exchange_share(
+def exchange_numbers(
     groups: Sequence[Sequence[int]], at_a_link: int, bytes_per_s: float, memory_bytes_per_s: float
-) -> float:
-    """The share of a link's rate that exchanges with neighbours have in each direction. Collective.
+) -> tuple[float, float]:
+    """The share of a link's rate that exchanges with neighbours have in each direction, and what each message
+    of them waits besides. Collective.
 
     Args:
         groups: ranks that exchange with each other, all groups at the same time.
@@ -165,11 +167,15 @@ def exchange_share(
 
     made = [mpisgd.new_group(list(ranks)) for ranks in groups]
     (mine,) = [group for group in made if group.rank >= 0]
-    tensor = torch.zeros(2 * LARGE)
+    whole = torch.zeros(2 * LARGE)
+    pieces = list(whole.clone().chunk(NUM_PIECES))
     num_rounds = len(rounds_of_graph(Ring(), mine.size))
-    added_s = (4 + 3 * num_rounds) * tensor.nbytes / memory_bytes_per_s
-    seconds = seconds_of(lambda: mpisgd.neighbor_all_reduce(tensor, "ring", mine), 3) - added_s
-    return num_rounds * at_a_link * tensor.nbytes / max(1e-9, seconds) / bytes_per_s
+    whole_s = seconds_of(lambda: mpisgd.neighbor_all_reduce(whole, "ring", mine), 3)
+    pieces_s = seconds_of(lambda: mpisgd.neighbor_all_reduce_coalesced(pieces, "ring", mine), 3)
+    crossing_s = max(0.0, pieces_s - whole_s) / (NUM_PIECES - 1) / num_rounds
+    added_s = (4 + 3 * num_rounds) * whole.nbytes / memory_bytes_per_s + num_rounds * crossing_s
+    seconds = max(1e-9, whole_s - added_s)
+    return num_rounds * at_a_link * whole.nbytes / seconds / bytes_per_s, crossing_s
 
 
 def tensor_seconds(operation_s: float) -> float:

@@ -219,7 +219,7 @@ class _Report:
     def _exact(self) -> list[str]:
         """Return the best that computes what one process does, where that is another one."""
         from mpisgd.bench.report.rows import as_time
-        from mpisgd.plan.advice import equals_one_process
+        from mpisgd.plan.advice import command_line, equals_one_process
         from mpisgd.plan.steps.methods import planned_methods
 
         fit = (each for each in self.predictions if each.fits)
@@ -227,7 +227,11 @@ class _Report:
         if found is None or found is self.best:
             return []
         step = f"{found.method} on {found.cluster.size} rank(s), {as_time(found.step_s)} a step"
-        return [f"examples per second tell nothing of accuracy; the best that equals one process: {step}"]
+        start = command_line(found, planned_methods(found.method)[0])
+        return [
+            f"examples per second tell nothing of accuracy; the best that equals one process: {step}",
+            f"start that one with: {start}",
+        ]
 
     def write(self, json_file: Path | None, plot_file: Path | None, timeline: Path | None) -> None:
         """Write what was asked for."""

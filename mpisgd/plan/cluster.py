@@ -19,6 +19,8 @@ class Link:
         both_ways: the share of this rate that each direction has while long messages cross each other; 1 for
             full duplex. Open MPI over TCP has less, and so has memory, where collectives read what messages
             copy.
+        crossing_s: what a long message between neighbours waits besides, as its handshake comes behind the
+            long ones that go the same way: the queue in front of the link.
         message_s: what the processor takes for each message besides.
         cpu_s_per_byte: what sending and receiving a byte takes of a core, which cannot compute meanwhile; 0
             where the network card does it alone.
@@ -27,11 +29,12 @@ class Link:
     latency_s: float
     bytes_per_s: float
     both_ways: float = 1.0
+    crossing_s: float = 0.0
     message_s: float = 0.0
     cpu_s_per_byte: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("latency_s", "message_s", "cpu_s_per_byte"):
+        for name in ("latency_s", "crossing_s", "message_s", "cpu_s_per_byte"):
             check_not_negative("Link", name, getattr(self, name))
         check_positive("Link", "bytes_per_s", self.bytes_per_s)
         check_ratio("Link", "both_ways", self.both_ways)

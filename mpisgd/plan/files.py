@@ -113,6 +113,7 @@ LINK: dict[str, tuple[str, Callable[[str, Any], Any]]] = {
     "latency": ("latency_s", as_seconds),
     "bandwidth": ("bytes_per_s", as_rate),
     "both_ways": ("both_ways", lambda name, value: value),
+    "crossing": ("crossing_s", as_seconds),
     "message": ("message_s", as_seconds),
     "cpu_per_byte": ("cpu_s_per_byte", as_seconds),
 }

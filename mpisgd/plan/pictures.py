@@ -25,7 +25,7 @@ TASK_COLOURS = {
     "all_gather": COLOURS[3],
     "reduce_scatter": COLOURS[7],
     "exchange": COLOURS[1],
-    "send": COLOURS[1],
+    "send": COLOURS[6],
     "compress": COLOURS[6],
     "check": COLOURS[5],
 }

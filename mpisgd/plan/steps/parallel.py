@@ -171,11 +171,10 @@ def grid_of(cluster: Cluster, layout: Parallel) -> Grid:
     Raises:
         InvalidArgument: there is no such number of ranks, or groups would lie across hosts unevenly.
     """
+    if cluster.size % (layout.tp * layout.pp):
+        raise InvalidArgument(f"plan: expected a multiple of tp x pp = {layout.tp * layout.pp} ranks")
     if not lies_evenly(cluster, layout.tp, layout.pp):
-        raise InvalidArgument(
-            f"plan: {layout.text} on {cluster.hosts} host(s) of {cluster.ranks_per_host} ranks; expected "
-            "whole hosts, or equal parts of one, for the ranks of tp, and for those of each place of pp"
-        )
+        raise InvalidArgument("plan: the ranks of tp, or of a stage, would be on some hosts in part")
     return Grid(cluster, layout.tp, layout.pp)
 
 

@@ -216,7 +216,7 @@ def test_a_model_without_known_blocks_has_no_layouts():
 @pytest.mark.parametrize(
     ("text", "ranks", "words"),
     [
-        ("Parallel(pp=3)", 4, "whole hosts"),
+        ("Parallel(pp=3)", 4, "multiple of tp x pp = 3"),
         ("Parallel(pp=4)", 4, "4 stages of 2 blocks"),
         ("Parallel(tp=2)", 4, "no block"),
         ("Parallel(pp=2, micro_batches=5)", 4, "micro_batches=5"),
@@ -226,6 +226,12 @@ def test_a_model_without_known_blocks_has_no_layouts():
 def test_what_cannot_be_divided_is_refused(text, ranks, words):
     with pytest.raises(InvalidArgument, match=words):
         planned(text, quick(ranks), step())
+
+
+def test_ranks_of_a_stage_that_would_share_a_host_with_others_are_refused():
+    where = Cluster(3, 4, Link(ALPHA, RATE), Link(ALPHA, RATE))
+    with pytest.raises(InvalidArgument, match="in part"):
+        planned("Parallel(pp=2)", where, step())
 
 
 @pytest.mark.parametrize("options", [{"tp": 0}, {"pp": 1.5}, {"schedule": "pipedream"}, {"schedule": "x"}])
