@@ -195,11 +195,7 @@ def rank(rate: str, out: Path, models: str = ",".join(MODELS)) -> None:
         contest = Contest(model, cluster)
         contest.run(begun + share)
         profile = contest.profile()
-        seconds = {
-            repr(method.compression): compression_seconds(method, cluster, profile)
-            for method in contest.methods
-            if method.compression.changes(torch.float32)
-        }
+        seconds = compressors_seconds(contest.methods, cluster, profile)
         steps.append({**asdict(profile), "compression_s": seconds})
         rows += contest.rows()
         # What else the machine was doing: 2 cores and a load of 20 say how much to believe.
@@ -219,20 +215,60 @@ def rank(rate: str, out: Path, models: str = ",".join(MODELS)) -> None:
             out.write_text(json.dumps(page, indent=1) + "\n")
 
 
+def compressors_seconds(methods: Sequence[Any], cluster: Any, profile: Any) -> dict[str, float]:
+    """What the compressors of methods take for an element, by what they print as. Collective."""
+    return {
+        repr(method.compression): compression_seconds(method, cluster, profile)
+        for method in methods
+        if method.compression.changes(torch.float32)
+    }
+
+
+@app.command()
+def rank_inputs(part: Path) -> None:
+    """What each rank does to measure the inputs of a portion again."""
+    import mpisgd
+    from mpisgd.plan.steps.methods import planned_methods
+
+    mpisgd.init()
+    page = json.loads(part.read_text())
+    cluster = measure_cluster()
+    for step in page["steps"]:
+        names = [row["method"] for row in page["rows"] if row["model"] == step["name"]]
+        methods = planned_methods(";".join(names))
+        step["compression_s"] = compressors_seconds(methods, cluster, profile_of(step)[0])
+    page |= {"calibration": CALIBRATION, "cluster": asdict(cluster), "inputs": "measured again"}
+    if mpisgd.rank() == 0:
+        print(*table(with_predictions(page)), sep="\n", flush=True)
+        part.write_text(json.dumps(page, indent=1) + "\n")
+
+
 # -- outside -------------------------------------------------------------------------------------------
 
 
 @app.command()
 def run(hosts: str, rate: str, out: Path, models: str = ",".join(MODELS)) -> None:
     """Measure one portion: ranks of each host such as 2,2, and the rate of a link or none."""
-    program = [sys.executable, str(Path(__file__).resolve()), "rank", rate, str(out.resolve())]
-    program += ["--models", models]
+    raise typer.Exit(job(hosts, rate, "rank", rate, str(out.resolve()), "--models", models))
+
+
+@app.command()
+def inputs(part: Path) -> None:
+    """Measure the inputs of a portion again, in a job of their own: where the way to do so has changed."""
+    page = json.loads(part.read_text())
+    ranks = ",".join([str(page["ranks_per_host"])] * page["hosts"])
+    raise typer.Exit(job(ranks, page["rate"], "rank-inputs", str(part.resolve())))
+
+
+def job(hosts: str, rate: str, *words: str) -> int:
+    """The exit code of a job of this program."""
+    program = [sys.executable, str(Path(__file__).resolve()), *words]
     if "," in hosts:
         cluster = [sys.executable, str(ROOT / "scripts/virtual_cluster.py"), "--hosts", hosts]
-        words = [*cluster, "--rate", rate, "--time-limit", str(LIMIT_S), "--", *program]
+        command = [*cluster, "--rate", rate, "--time-limit", str(LIMIT_S), "--", *program]
     else:
-        words = ["timeout", str(LIMIT_S), "mpirun", "-n", hosts, *program]
-    raise typer.Exit(subprocess.run(words).returncode)
+        command = ["timeout", str(LIMIT_S), "mpirun", "-n", hosts, *program]
+    return subprocess.run(command).returncode
 
 
 @app.command(name="all")

@@ -12,6 +12,7 @@ their all-reduces over tp in them. Before it updates, a rank means its gradients
 from collections import Counter, defaultdict
 
 from mpisgd.pipeline.schedules.action import Action, Kind
+from mpisgd.plan.cluster import Cluster
 from mpisgd.plan.simulation.collectives import (
     Cost,
     cost_of,
@@ -62,6 +63,7 @@ class _Pipeline:
         self._alpha_s = self._communication_s = self._sent_bytes = 0.0
         self._carried: dict[str, Counter[int]] = defaultdict(Counter)  # by level and host
         self._optimizer_s = 0.0
+        self._links: dict[tuple[Cluster, str], dict[str, float]] = {}
 
     def add_all(self) -> None:
         """Add the actions of all ranks, each after those that it waits for."""
@@ -104,9 +106,7 @@ class _Pipeline:
         seconds = stage.forward_s if forwards else stage.backward_s
         if forwards:  # those of the backward pass, too
             self._communicate(stage.sums_s, stage.sums_alpha_s)
-            group = self._grid.tensor_group
-            how = fastest(group, stage.summed_bytes, self._job.algorithm) if group.size > 1 else ""
-            self._all_reduce_traffic(place, "tensor", how, stage.summed_bytes)
+            self._all_reduce_traffic(place, self._grid.tensor_group, stage.summed_bytes)
         self._on_rank(place, NAMES[action.kind], seconds, seconds)
 
     def _send(self, place: int, action: Action) -> None:
@@ -156,7 +156,7 @@ class _Pipeline:
             shared = {f"memory {self._grid.host_of(place)}": cost.beta_s_per_byte * nbytes}
             self._on_rank(place, f"all_reduce {how}", 0.0, seconds, shared if group.hosts == 1 else None)
             self._communicate(seconds, check_s + cost.alpha_s)
-            self._all_reduce_traffic(place, "data", how, nbytes)
+            self._all_reduce_traffic(place, group, nbytes)
         optimizer_s = job.profile.optimizer_s * numel / job.profile.numel
         self._optimizer_s = max(self._optimizer_s, optimizer_s)
         self._on_rank(place, "optimizer", optimizer_s, optimizer_s)
@@ -166,17 +166,25 @@ class _Pipeline:
         self._communication_s += seconds / self._grid.pp
         self._alpha_s += alpha_s / self._grid.pp
 
-    def _all_reduce_traffic(self, place: int, kind: str, how: str, nbytes: float) -> None:
+    def _all_reduce_traffic(self, place: int, group: Cluster, nbytes: float) -> None:
         """Note what all groups of a kind send at a place."""
-        grid = self._grid
-        group = grid.tensor_group if kind == "tensor" else grid.data_group
         if group.size == 1 or not nbytes:
             return
-        self._sent_bytes += all_reduce_bytes(group, nbytes) / grid.pp
-        groups = max(1, self._job.cluster.ranks_per_host // group.ranks_per_host)
-        for level, (most, _) in link_bytes(group, rounds_of(group, how, 1.0)).items():
-            others = groups if level.startswith(("memory", "host", "leaf", "dim")) else 1
-            self._carried[level][grid.host_of(place)] += most * nbytes * others
+        self._sent_bytes += all_reduce_bytes(group, nbytes) / self._grid.pp
+        how = fastest(group, nbytes, self._job.algorithm)
+        for level, most in self._all_reduce_links(group, how).items():
+            self._carried[level][self._grid.host_of(place)] += most * nbytes
+
+    def _all_reduce_links(self, group: Cluster, how: str) -> dict[str, float]:
+        """Return what a byte leaves on the busiest link of each level, of all groups together."""
+        if (group, how) not in self._links:
+            groups = max(1, self._job.cluster.ranks_per_host // group.ranks_per_host)
+            carried = link_bytes(group, rounds_of(group, how, 1.0))
+            self._links[group, how] = {
+                level: most * (1 if level.startswith("rank") else groups)
+                for level, (most, _) in carried.items()
+            }
+        return self._links[group, how]
 
     def planned(self) -> PlannedStep:
         """Return the step."""
