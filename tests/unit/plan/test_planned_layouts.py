@@ -321,3 +321,15 @@ def test_blocks_of_another_model_are_refused():
     counted = profile_of(gpt(layers=2), quick(1, flops_per_s=1e9), 4)
     with pytest.raises(InvalidArgument, match="parameters"):
         counted.with_blocks_of(gpt(layers=3))
+
+
+def test_the_timeline_of_a_pipeline_has_a_row_for_each_stage(tmp_path):
+    pytest.importorskip("matplotlib")
+    from matplotlib import pyplot
+
+    from mpisgd.plan.pictures import draw_timelines
+
+    found = planned("Parallel(pp=2)", hosts(), step())
+    assert {task.track for task in found.step.tasks} == {"stage 0", "stage 1", "messages"}
+    draw_timelines(tmp_path / "step.png", [found], "a pipeline")
+    assert pyplot.imread(tmp_path / "step.png").std() > 0
