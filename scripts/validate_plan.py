@@ -395,7 +395,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
         less = min(row["measured_sent"] - row["predicted_sent"] for row in counted)
         share = max(abs(row["predicted_sent"] / row["measured_sent"] - 1) for row in counted)
         lines.append(
-            f"bytes of messages of all ranks in a step: {less:,.0f} to {more:,.0f} more than predicted, which are "
+            f"bytes of messages of all ranks in a step: {less:,.0f} to {more:,.0f} more than predicted, "
             f"the headers of checks; at most {share:.2%}, in {len(counted)} cases"
         )
     contests: dict[tuple[str, str], list[dict[str, Any]]] = {}
