@@ -16,7 +16,7 @@ from torch import nn
 __all__ = ["all_reduce_seconds", "broadcast_numbers", "compression_seconds", "measure_cluster"]
 
 SMALL, LARGE = 64, 2**20  # elements of the all-reduces that are timed
-OUT_OF_CACHE = 2**23
+OUT_OF_CACHE, OUT_OF_ALL_CACHES = 2**23, 2**26
 BETWEEN_SIZES = [2**power for power in range(8, 20, 2)]  # elements, of all-reduces that are noted besides
 NUM_MEETINGS, NUM_PIECES = 20, 8
 NUM_TINY = 200  # gradients, of as many elements
@@ -236,7 +236,7 @@ def compression_seconds(method: Any, cluster: Any, profile: Any) -> float:
     ]
     reducers = [compression.reducer(layout) for layout in layouts]
     buckets = [torch.randn(layout.numel) for layout in layouts]
-    others = torch.zeros(OUT_OF_CACHE)
+    others = torch.zeros(OUT_OF_ALL_CACHES)
 
     def compress() -> None:
         for reducer, bucket in zip(reducers, buckets, strict=True):

@@ -8,10 +8,11 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from layout import Layout
-from parallelize import parallelize
+from parallelize import parallelize, split_layers
 from text_model import VOCABULARY, ModelSize, build_model
 from text_pipeline import Scheduled, ScheduleName
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from training_pass import Pass, Pipelined, Whole
 
 import mpisgd
@@ -20,10 +21,11 @@ from mpisgd.plan.model import Model
 from mpisgd.plan.steps.methods import planned_methods
 from mpisgd.plan.steps.parallel import Parallel
 
-__all__ = ["EXAMPLES", "SIZE", "TextTraining", "text_sizes", "text_trainings"]
+__all__ = ["DIVIDED", "EXAMPLES", "ONE_EXAMPLE", "SIZE", "TextTraining", "text_sizes", "text_trainings"]
 
 SIZE = ModelSize(num_layers=8, num_heads=8, dim=256, context=128)
 EXAMPLES = 4  # of a rank
+ONE_EXAMPLE, DIVIDED = "one example", "divided over one rank"
 LAYOUTS = (
     "Parallel(pp=2)",
     "Parallel(pp=2, schedule='gpipe')",
@@ -62,6 +64,23 @@ class TextTraining:
             self._optimizer.step()
 
 
+def own_trainings() -> dict[str, TextTraining]:
+    """What a rank does by itself: all its examples, one of them, and all with blocks divided over itself.
+
+    The second tells what does not depend on the number of examples, the third what dividing takes.
+    """
+    generator = torch.Generator().manual_seed(1 + mpisgd.rank())
+    sequences = torch.randint(VOCABULARY, (EXAMPLES, SIZE.context + 1), generator=generator)
+    mesh = init_device_mesh("cpu", (mpisgd.size(), 1), mesh_dim_names=("ranks", "tp"))
+    found = {}
+    for name, share in (("none", sequences), (ONE_EXAMPLE, sequences[:1]), (DIVIDED, sequences)):
+        model = build_model(SIZE, 0)
+        if name == DIVIDED:
+            split_layers(model, mesh["tp"])
+        found[name] = TextTraining(Whole(model, 1), make_optimizer(model.parameters()), share)
+    return found
+
+
 def text_trainings() -> tuple[TextTraining, dict[str, TextTraining]]:
     """A rank's own training, and those of all ranks together by the method's text. Collective."""
     dist.init_process_group("mpisgd")
@@ -69,9 +88,8 @@ def text_trainings() -> tuple[TextTraining, dict[str, TextTraining]]:
     size = mpisgd.size()
     batch = torch.randint(VOCABULARY, (EXAMPLES * size, SIZE.context + 1), generator=generator)
     share = batch[mpisgd.rank() * EXAMPLES :][:EXAMPLES]
-    model = build_model(SIZE, 0)
-    alone = TextTraining(Whole(model, 1), make_optimizer(model.parameters()), share)
-    found = {}
+    found = own_trainings()
+    alone = found.pop("none")
     if size > 1:
         model = build_model(SIZE, 0)
         together = mpisgd.DistributedOptimizer(make_optimizer(model.parameters()))

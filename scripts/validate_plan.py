@@ -77,7 +77,7 @@ class Contest:
     """The methods on one model, timed in turns."""
 
     def __init__(self, model: str, cluster: Any) -> None:
-        from plan_layouts import text_trainings
+        from plan_layouts import DIVIDED, ONE_EXAMPLE, text_trainings
 
         from mpisgd.plan.recorder import StepRecorder
         from mpisgd.plan.steps.methods import planned_methods
@@ -87,7 +87,8 @@ class Contest:
         self.seconds: dict[str, list[float]] = {}
         self.sent: dict[str, float] = {}
         self.alone, self.trainings = text_trainings() if model == TEXT else self._trainings()
-        self.methods = planned_methods(";".join(self.trainings))
+        own = {"none", ONE_EXAMPLE, DIVIDED}
+        self.methods = planned_methods(";".join(name for name in self.trainings if name not in own))
 
     def _trainings(self) -> tuple[Any, dict[str, Any]]:
         """A rank's own training, and those of all ranks by the method's name. Collective."""
@@ -152,7 +153,7 @@ class Contest:
 
     def profile(self) -> Any:
         """The step without communication: its parts as on rank 0, its length as on the slowest rank."""
-        from plan_layouts import EXAMPLES, text_sizes
+        from plan_layouts import EXAMPLES
 
         import mpisgd
 
@@ -160,7 +161,18 @@ class Contest:
         (first,) = [mpisgd.broadcast_object(mine)]
         factor = min(self.seconds["none"]) / (first.compute_s + first.optimizer_s)
         found = replace(first.slower(factor), optimizer_s=first.optimizer_s * factor)
-        return found.with_blocks_of(text_sizes()) if self.model == TEXT else found
+        return self._with_blocks(found) if self.model == TEXT else found
+
+    def _with_blocks(self, profile: Any) -> Any:
+        """The step with its blocks; t(n) = fixed + n c for n examples."""
+        from plan_layouts import DIVIDED, EXAMPLES, ONE_EXAMPLE, text_sizes
+
+        whole, one, divided = (min(self.seconds[name]) for name in ("none", ONE_EXAMPLE, DIVIDED))
+        # The optimizer's part is the same in both.
+        rest_s = profile.optimizer_s
+        fixed_s = (EXAMPLES * (one - rest_s) - (whole - rest_s)) / (EXAMPLES - 1)
+        fixed_s = min(max(0.0, fixed_s), profile.compute_s)
+        return profile.with_blocks_of(text_sizes(), fixed_s, max(0.0, divided - whole))
 
     def rows(self) -> list[dict[str, Any]]:
         """A row for each method: what was measured."""

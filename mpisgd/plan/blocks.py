@@ -32,6 +32,10 @@ class Block:
         activation_bytes: what is kept for the backward pass.
         all_reduces: of its output forward, and as many backward, where tensor parallelism divides it; 0: it
             is not divided, all ranks compute all of it.
+        fixed_s: of forward_s and backward_s together, what a pass takes however few examples it has: starting
+            its operations. So many micro-batches take longer than one, and the parts of a divided block
+            longer than a part of it.
+        divided_s: what both passes of a divided block take besides, whatever its size.
     """
 
     name: str
@@ -41,9 +45,12 @@ class Block:
     output_bytes: float = 0.0
     activation_bytes: float = 0.0
     all_reduces: int = 0
+    fixed_s: float = 0.0
+    divided_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("forward_s", "backward_s", "output_bytes", "activation_bytes", "all_reduces"):
+        numbers = ("forward_s", "backward_s", "output_bytes", "activation_bytes", "all_reduces")
+        for name in (*numbers, "fixed_s", "divided_s"):
             check_not_negative(f"block {self.name}", name, getattr(self, name))
 
     def numel_of(self, tp: int) -> float:
@@ -57,6 +64,18 @@ class Block:
         divides = tp if self.all_reduces else 1
         return whole + (self.activation_bytes - whole) / divides
 
+    def seconds_of(self, share: float, tp: int) -> tuple[float, float]:
+        """Return what the passes take, forward and backward, of a share of the examples on one of `tp` ranks.
+
+        Without the all-reduces of these.
+        """
+        divides, more_s = (tp, self.divided_s) if self.all_reduces and tp > 1 else (1, 0.0)
+        both_s = self.forward_s + self.backward_s
+        forward = self.forward_s / both_s if both_s else 0.0
+        taken_s = self.fixed_s + more_s + (both_s - self.fixed_s) * share / divides
+        return taken_s * forward, taken_s * (1 - forward)
+
     def slower(self, factor: float) -> "Block":
         """Return the block that takes so many times as long."""
-        return replace(self, forward_s=self.forward_s * factor, backward_s=self.backward_s * factor)
+        times = ("forward_s", "backward_s", "fixed_s", "divided_s")
+        return replace(self, **{name: getattr(self, name) * factor for name in times})

@@ -199,8 +199,13 @@ class StepProfile:
         blocks = tuple(block.slower(factor) for block in self.blocks)
         return replace(self, gradients=gradients, forward_s=forward_s, backward_s=backward_s, blocks=blocks)
 
-    def with_blocks_of(self, model: Model) -> "StepProfile":
+    def with_blocks_of(self, model: Model, fixed_s: float = 0.0, divided_s: float = 0.0) -> "StepProfile":
         """Return the profile with the blocks of a model, whose times are divided as its operations are.
+
+        Args:
+            model: of the same parameters.
+            fixed_s: of forward and backward, what does not depend on the number of examples.
+            divided_s: what both take besides where tensor parallelism divides the model.
 
         Raises:
             InvalidArgument: the model has another number of parameters.
@@ -213,7 +218,14 @@ class StepProfile:
         times = [layer.flops / share if share else 0.0 for layer in model.layers]
         forward = [self.forward_s * each for each in times]
         backward = [self.backward_s * each for each in times]
-        return replace(self, blocks=blocks_of(model, self.batch, forward, backward))
+        found = blocks_of(model, self.batch, forward, backward)
+        both_s = max(1e-12, self.compute_s)
+        shares = [(block.forward_s + block.backward_s) / both_s for block in found]
+        blocks = [
+            replace(block, fixed_s=fixed_s * share, divided_s=divided_s * share)
+            for block, share in zip(found, shares, strict=True)
+        ]
+        return replace(self, blocks=tuple(blocks))
 
 
 def check_optimizer(name: str) -> None:

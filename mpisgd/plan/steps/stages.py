@@ -86,14 +86,13 @@ class _Pass:
     """A micro-batch in a block."""
 
     def __init__(self, block: Block, grid: Grid, share: float, algorithm: str) -> None:
-        divides = grid.tp if block.all_reduces else 1
         self.output_bytes = block.output_bytes * share
-        sums = block.all_reduces if divides > 1 else 0
+        sums = block.all_reduces if grid.tp > 1 else 0
         cost = _sum_cost(grid, self.output_bytes, algorithm) if sums else Cost(0.0, 0.0)
         self.sums_alpha_s, self.summed_bytes = sums * cost.alpha_s, sums * self.output_bytes
         self.sums_s = sums * cost.seconds(self.output_bytes)
-        self.forward_s = block.forward_s * share / divides + self.sums_s
-        self.backward_s = block.backward_s * share / divides + self.sums_s
+        forward_s, backward_s = block.seconds_of(share, grid.tp)
+        self.forward_s, self.backward_s = forward_s + self.sums_s, backward_s + self.sums_s
         self.numel = block.numel_of(grid.tp)
         self.activation_bytes = block.activations_of(grid.tp) * share
 

@@ -146,6 +146,16 @@ def test_tensor_parallelism_by_hand():
     assert found.memory.parameters == 3 * (40 + 5) * 4  # matrices are divided, vectors are not
 
 
+def test_what_a_pass_takes_whatever_its_size():
+    """Of three seconds one is fixed: micro-batches take it each, and so do the parts of divided blocks."""
+    profile = step(2, all_reduces=2, fixed_s=1.0, divided_s=0.5)
+    pipeline = planned("Parallel(pp=2, micro_batches=8)", quick(2), profile)
+    micro_batch_s = 1 + 2 * 2 / 8
+    assert pipeline.step_s == pytest.approx((8 + 1) * micro_batch_s)
+    tensor = planned("Parallel(tp=2)", quick(2), profile)
+    assert tensor.step_s == pytest.approx(2 * (1 + 0.5 + 2 * 2 / 2))
+
+
 def test_blocks_without_all_reduces_are_computed_by_all_ranks():
     one, other = blocks(1, all_reduces=2), blocks(1)
     profile = replace(step(2), blocks=(*one, replace(other[0], name="head")))
