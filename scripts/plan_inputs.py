@@ -5,6 +5,7 @@ None of it is a step of a method that is predicted.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,16 +19,21 @@ __all__ = ["all_reduce_seconds", "broadcast_numbers", "compression_seconds", "me
 SMALL, LARGE = 64, 2**20  # elements of the all-reduces that are timed
 OUT_OF_CACHE, OUT_OF_ALL_CACHES = 2**23, 2**26
 BETWEEN_SIZES = [2**power for power in range(8, 20, 2)]  # elements, of all-reduces that are noted besides
-NUM_MEETINGS, NUM_PIECES = 20, 8
+NUM_MEETINGS = 20
+NUM_PIECES, REST_S = 20, 0.1  # of a megabyte each
 NUM_TINY = 200  # gradients, of as many elements
 
 
 def seconds_of(
-    action: Callable[[], object], times: int, before: Callable[[], object] = lambda: None
+    action: Callable[[], object],
+    times: int,
+    before: Callable[[], object] = lambda: None,
+    of: Callable[[Sequence[float]], float] = min,
 ) -> float:
     """The shortest time of an action on the slowest rank, after one that does not count. Collective.
 
-    Not the median: this machine does other things, too, and the fastest of some turns is what disturbs least.
+    Not the median, unless `of` says so: this machine does other things, too, and the fastest of some turns is
+    what disturbs least.
     """
     import mpisgd
     from mpisgd.bench.measure import slowest
@@ -40,7 +46,12 @@ def seconds_of(
         start = time.perf_counter()
         action()
         found.append(slowest(time.perf_counter() - start))
-    return min(found)
+    return of(found)
+
+
+def evict() -> None:
+    """Read so much that no cache has anything else, as a step does."""
+    torch.zeros(OUT_OF_ALL_CACHES // 4).add_(1.0)
 
 
 def all_reduce_seconds() -> dict[int, float]:
@@ -60,7 +71,7 @@ def measure_cluster() -> Any:
     # Within a host what counts is memory, and more than caches have.
     small, large = torch.zeros(SMALL), torch.zeros(LARGE * (1 if mpisgd.num_nodes() > 1 else 4))
     small_s = seconds_of(lambda: mpisgd.all_reduce(small), 30)
-    large_s = seconds_of(lambda: mpisgd.all_reduce(large), 5)
+    large_s = seconds_of(lambda: mpisgd.all_reduce(large), 5, before=evict)
     hosts, k = mpisgd.num_nodes(), mpisgd.local_size()
     vector, other = torch.zeros(OUT_OF_CACHE), torch.zeros(OUT_OF_CACHE)
     memory = 3 * vector.nbytes / seconds_of(lambda: vector.add_(other), 5)
@@ -146,7 +157,7 @@ def half_factor(large: torch.Tensor, large_s: float) -> float:
     import mpisgd
 
     half = torch.zeros(2 * large.numel(), dtype=torch.bfloat16)
-    return max(1.0, seconds_of(lambda: mpisgd.all_reduce(half), 5) / large_s)
+    return max(1.0, seconds_of(lambda: mpisgd.all_reduce(half), 5, before=evict) / large_s)
 
 
 def exchange_numbers(
@@ -167,12 +178,18 @@ def exchange_numbers(
 
     made = [mpisgd.new_group(list(ranks)) for ranks in groups]
     (mine,) = [group for group in made if group.rank >= 0]
-    whole = torch.zeros(2 * LARGE)
-    pieces = list(whole.clone().chunk(NUM_PIECES))
+    whole, pieces = torch.zeros(2 * LARGE), list(torch.zeros(NUM_PIECES, LARGE // 4))
     num_rounds = len(rounds_of_graph(Ring(), mine.size))
     whole_s = seconds_of(lambda: mpisgd.neighbor_all_reduce(whole, "ring", mine), 3)
-    pieces_s = seconds_of(lambda: mpisgd.neighbor_all_reduce_coalesced(pieces, "ring", mine), 3)
-    crossing_s = max(0.0, pieces_s - whole_s) / (NUM_PIECES - 1) / num_rounds
+    # As in training: after a rest, and not the luckiest time, since TCP has good ones and bad ones.
+    pieces_s = seconds_of(
+        lambda: mpisgd.neighbor_all_reduce_coalesced(pieces, "ring", mine),
+        5,
+        before=lambda: time.sleep(REST_S),
+        of=statistics.median,
+    )
+    whole_s_of_pieces = whole_s * NUM_PIECES / 8
+    crossing_s = max(0.0, pieces_s - whole_s_of_pieces) / NUM_PIECES / num_rounds
     added_s = (4 + 3 * num_rounds) * whole.nbytes / memory_bytes_per_s + num_rounds * crossing_s
     seconds = max(1e-9, whole_s - added_s)
     return num_rounds * at_a_link * whole.nbytes / seconds / bytes_per_s, crossing_s
@@ -236,7 +253,6 @@ def compression_seconds(method: Any, cluster: Any, profile: Any) -> float:
     ]
     reducers = [compression.reducer(layout) for layout in layouts]
     buckets = [torch.randn(layout.numel) for layout in layouts]
-    others = torch.zeros(OUT_OF_ALL_CACHES)
 
     def compress() -> None:
         for reducer, bucket in zip(reducers, buckets, strict=True):
@@ -245,5 +261,5 @@ def compression_seconds(method: Any, cluster: Any, profile: Any) -> float:
             else:
                 reducer.reduce(bucket, me, ReduceOp.AVG)
 
-    seconds = seconds_of(compress, 4, before=lambda: others.add_(1.0))
+    seconds = seconds_of(compress, 4, before=evict)
     return broadcast_numbers([seconds / profile.numel])[0]

@@ -56,7 +56,7 @@ PORTIONS = [
 ]
 TEXT_PORTIONS = [("2", "none"), ("1,1", "1gbit")]
 ROUNDS = 40
-CALIBRATION = 6  # of how inputs are measured; portions of another one do not belong beside each other
+CALIBRATION = 7  # of how inputs are measured; portions of another one do not belong beside each other
 LIMIT_S = float(os.environ.get("PLAN_LIMIT_S", "170"))  # of a portion
 
 app = typer.Typer(add_completion=False)
@@ -237,7 +237,7 @@ def compressors_seconds(methods: Sequence[Any], cluster: Any, profile: Any) -> d
 
 
 @app.command()
-def rank_inputs(part: Path) -> None:
+def rank_inputs(part: Path, compressors: bool = True) -> None:
     """What each rank does to measure the inputs of a portion again."""
     import mpisgd
     from mpisgd.plan.steps.methods import planned_methods
@@ -245,7 +245,7 @@ def rank_inputs(part: Path) -> None:
     mpisgd.init()
     page = json.loads(part.read_text())
     cluster = measure_cluster()
-    for step in page["steps"]:
+    for step in page["steps"] if compressors else []:
         names = [row["method"] for row in page["rows"] if row["model"] == step["name"]]
         methods = planned_methods(";".join(names))
         step["compression_s"] = compressors_seconds(methods, cluster, profile_of(step)[0])
@@ -265,11 +265,14 @@ def run(hosts: str, rate: str, out: Path, models: str = ",".join(MODELS)) -> Non
 
 
 @app.command()
-def inputs(part: Path) -> None:
+def inputs(
+    part: Path, compressors: bool = typer.Option(True, help="Also what compressors take on one rank.")
+) -> None:
     """Measure the inputs of a portion again, in a job of their own: where the way to do so has changed."""
     page = json.loads(part.read_text())
     ranks = ",".join([str(page["ranks_per_host"])] * page["hosts"])
-    raise typer.Exit(job(ranks, page["rate"], "rank-inputs", str(part.resolve())))
+    option = "--compressors" if compressors else "--no-compressors"
+    raise typer.Exit(job(ranks, page["rate"], "rank-inputs", str(part.resolve()), option))
 
 
 def job(hosts: str, rate: str, *words: str) -> int:
@@ -437,7 +440,8 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     for number, method in enumerate(sorted({row["method"] for row in rows}, key=place_of)):
         kept = [row for row in rows if row["method"] == method]
         x, y = ([1e3 * row[name] for row in kept] for name in ("measured_s", "predicted_s"))
-        ax.plot(x, y, "o", color=COLOURS[number % len(COLOURS)], markersize=4, label=method)
+        marker, colour = "os^"[number // len(COLOURS) % 3], COLOURS[number % len(COLOURS)]
+        ax.plot(x, y, marker, color=colour, markersize=4, label=method)
     ends = [min(1e3 * row["measured_s"] for row in rows), max(1e3 * row["measured_s"] for row in rows)]
     ax.plot(ends, ends, color="black", linewidth=1)
     for factor in (0.9, 1.1):
