@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from training_pass import Pass, Pipelined, Whole
 
 import mpisgd
-from mpisgd.plan.gpt import gpt
-from mpisgd.plan.model import Model
+from mpisgd.plan.models.gpt import gpt
+from mpisgd.plan.models.model import Model
 from mpisgd.plan.steps.methods import planned_methods
 from mpisgd.plan.steps.parallel import Parallel
 

@@ -329,8 +329,8 @@ def with_predictions(part: dict[str, Any]) -> list[dict[str, Any]]:
 
 def profile_of(step: dict[str, Any]) -> tuple[Any, dict[str, float]]:
     """A step without communication, and what compressors take in it."""
-    from mpisgd.plan.blocks import Block
-    from mpisgd.plan.model import Gradient, StepProfile
+    from mpisgd.plan.models.blocks import Block
+    from mpisgd.plan.models.model import Gradient, StepProfile
 
     fields = {name: value for name, value in step.items() if name != "compression_s"}
     fields["gradients"] = tuple(

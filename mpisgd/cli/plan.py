@@ -19,7 +19,7 @@ from mpisgd.errors import InvalidArgument, JobError
 if TYPE_CHECKING:
     from mpisgd.plan.cluster import Cluster
     from mpisgd.plan.files import ClusterFile
-    from mpisgd.plan.model import StepProfile
+    from mpisgd.plan.models.model import StepProfile
     from mpisgd.plan.prediction import Prediction
 
 __all__ = ["plan"]
@@ -110,7 +110,7 @@ def _profile(
     cluster's flops.
     """
     from mpisgd.plan.measured_step import measure_step
-    from mpisgd.plan.model import profile_of
+    from mpisgd.plan.models.model import profile_of
 
     if bool(program) != measure or not (measure or model):
         raise InvalidArgument("plan: expected --model, or --measure and a program, or all of them")
@@ -125,9 +125,9 @@ def _profile(
 
 
 def _model(text: str) -> Any:
-    from mpisgd.plan.count_model import bench_model, model_from_function
     from mpisgd.plan.files import read_model
-    from mpisgd.plan.gpt import gpt_from_text
+    from mpisgd.plan.models.count_model import bench_model, model_from_function
+    from mpisgd.plan.models.gpt import gpt_from_text
 
     if text.endswith(".toml"):
         return read_model(Path(text))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from mpisgd.bench.strategies.method import Method
 from mpisgd.compress.cast import Compression
 from mpisgd.plan.cluster import Cluster
-from mpisgd.plan.model import StepProfile
+from mpisgd.plan.models.model import StepProfile
 from mpisgd.plan.prediction import Options, Prediction, predict, with_faster
 from mpisgd.plan.steps.parallel import Parallel
 from mpisgd.strategies.from_text import call_of

@@ -37,9 +37,9 @@ from typing import Any, NamedTuple
 
 from mpisgd.arguments import shown
 from mpisgd.errors import InvalidArgument
-from mpisgd.plan.blocks import Block
 from mpisgd.plan.cluster import Cluster, Failures, Link
-from mpisgd.plan.model import Gradient, Layer, Model, StepProfile
+from mpisgd.plan.models.blocks import Block
+from mpisgd.plan.models.model import Gradient, Layer, Model, StepProfile
 from mpisgd.plan.network import FatTree, Network, Switch, Torus
 from mpisgd.plan.units import as_flops, as_nbytes, as_rate, as_seconds
 from mpisgd.tuning.model import CostModel, MeasuredCurves

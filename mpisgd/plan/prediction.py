@@ -8,7 +8,7 @@ from mpisgd.bench.strategies.method import Method
 from mpisgd.errors import InvalidArgument, MpisgdError
 from mpisgd.plan.cluster import Cluster
 from mpisgd.plan.failures import Interruptions, interruptions
-from mpisgd.plan.model import StepProfile
+from mpisgd.plan.models.model import StepProfile
 from mpisgd.plan.network import FatTree
 from mpisgd.plan.simulation.collectives import AUTO
 from mpisgd.plan.steps.job import PlannedJob

@@ -7,7 +7,7 @@ from mpisgd.arguments import shown
 from mpisgd.bench.strategies.method import Method, methods_of
 from mpisgd.errors import InvalidArgument
 from mpisgd.plan.cluster import Cluster
-from mpisgd.plan.model import StepProfile
+from mpisgd.plan.models.model import StepProfile
 from mpisgd.plan.steps.parallel import Parallel, lies_evenly
 from mpisgd.strategies.from_text import call_of
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from mpisgd.plan.cluster import Cluster
-from mpisgd.plan.model import Gradient
+from mpisgd.plan.models.model import Gradient
 from mpisgd.plan.simulation.engine import Span, Task
 from mpisgd.plan.steps.graph import COMMUNICATION, StepGraph
 from mpisgd.plan.steps.job import PlannedJob

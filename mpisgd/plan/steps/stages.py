@@ -12,8 +12,8 @@ from enum import Enum
 
 from mpisgd.errors import InvalidArgument
 from mpisgd.pipeline.balance import balance
-from mpisgd.plan.blocks import Block
-from mpisgd.plan.model import StepProfile
+from mpisgd.plan.models.blocks import Block
+from mpisgd.plan.models.model import StepProfile
 from mpisgd.plan.simulation.collectives import AUTO, Cost, cost_of, fastest
 from mpisgd.plan.steps.parallel import Grid, Parallel
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from mpisgd.errors import InvalidArgument
-from mpisgd.plan.model import Gradient, StepProfile
+from mpisgd.plan.models.model import Gradient, StepProfile
 from mpisgd.plan.steps.gossip import add_mixing
 from mpisgd.plan.steps.graph import StepGraph
 from mpisgd.plan.steps.job import PlannedJob

@@ -7,8 +7,8 @@ activations in them.
 from collections.abc import Mapping
 from dataclasses import replace
 
-from mpisgd.plan.blocks import Block
-from mpisgd.plan.model import Gradient, StepProfile
+from mpisgd.plan.models.blocks import Block
+from mpisgd.plan.models.model import Gradient, StepProfile
 from mpisgd.plan.simulation.collectives import fastest, link_bytes, rounds_of
 from mpisgd.plan.steps.job import PlannedJob
 from mpisgd.plan.steps.layout import DividedModel

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mpisgd.plan.cluster import Cluster, Link
-from mpisgd.plan.model import Layer, Model, profile_of
+from mpisgd.plan.models.model import Layer, Model, profile_of
 from mpisgd.plan.prediction import predict
 from mpisgd.plan.steps.methods import planned_methods
 

@@ -18,8 +18,8 @@ from mpisgd.arguments import shown
 from mpisgd.bench.cases import BATCHES
 from mpisgd.bench.training import StepTask, build, examples
 from mpisgd.errors import InvalidArgument
-from mpisgd.plan.model import Layer, Model
-from mpisgd.plan.saved_bytes import SavedBytes
+from mpisgd.plan.models.model import Layer, Model
+from mpisgd.plan.models.saved_bytes import SavedBytes
 
 __all__ = ["bench_model", "count", "model_from_function"]
 

@@ -10,7 +10,7 @@ Model Training on GPU Clusters Using Megatron-LM", without biases):
 
 from mpisgd.arguments import check_positive, shown
 from mpisgd.errors import InvalidArgument
-from mpisgd.plan.model import Layer, Model
+from mpisgd.plan.models.model import Layer, Model
 from mpisgd.strategies.from_text import call_of
 
 __all__ = ["gpt", "gpt_from_text"]

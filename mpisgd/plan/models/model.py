@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from mpisgd.arguments import check_positive, shown
 from mpisgd.errors import InvalidArgument
-from mpisgd.plan.blocks import Block
 from mpisgd.plan.cluster import Cluster, check_not_negative
+from mpisgd.plan.models.blocks import Block
 
 __all__ = [
     "OPTIMIZERS",
