@@ -61,7 +61,7 @@ class _Pipeline:
         self._edges: dict[tuple[int, int], tuple[Cost, dict[str, float]]] = {}
         self._busy_s = [0.0 for _ in self._places]
         self._alpha_s = self._communication_s = self._sent_bytes = 0.0
-        self._carried: dict[str, Counter[int]] = defaultdict(Counter)  # by level and host
+        self._carried: dict[str, Counter[int]] = defaultdict(Counter)  # by level, and rank or host
         self._optimizer_s = 0.0
         self._links: dict[tuple[Cluster, str], dict[str, float]] = {}
 
@@ -129,7 +129,7 @@ class _Pipeline:
         self._communicate(cost.alpha_s + busy_s, cost.alpha_s)
         self._sent_bytes += nbytes / grid.pp
         for level, most in levels.items():
-            self._carried[level][dst if level.endswith(("in", "down")) else src] += most * nbytes
+            self._carry(level, to if level.endswith(("in", "down")) else place, most * nbytes)
 
     def _edge(self, place: int, to: int) -> tuple[Cost, dict[str, float]]:
         """Return what messages of a byte from one place to another take, and leave on the busiest links."""
@@ -173,7 +173,12 @@ class _Pipeline:
         self._sent_bytes += all_reduce_bytes(group, nbytes) / self._grid.pp
         how = fastest(group, nbytes, self._job.algorithm)
         for level, most in self._all_reduce_links(group, how).items():
-            self._carried[level][self._grid.host_of(place)] += most * nbytes
+            self._carry(level, place, most * nbytes)
+
+    def _carry(self, level: str, place: int, nbytes: float) -> None:
+        """Note bytes on a link of a rank at a place, or of its host."""
+        key = place if level.startswith("rank") else self._grid.host_of(place)
+        self._carried[level][key] += nbytes
 
     def _all_reduce_links(self, group: Cluster, how: str) -> dict[str, float]:
         """Return what a byte leaves on the busiest link of each level, of all groups together."""

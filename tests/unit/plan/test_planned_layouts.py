@@ -127,6 +127,14 @@ def test_replicas_of_stages_mean_their_gradients():
     assert whole.step.sent_bytes == 2 * OUTPUT + nbytes
 
 
+def test_traffic_of_a_pipeline_within_a_host_is_that_of_the_busiest_rank():
+    """The middle one of three or more sends activations on, and gradients back."""
+    link = Link(1e-12, 1e18)
+    where = Cluster(1, 4, link, link, within_is_shared=False, memory_bytes_per_s=1e18)
+    found = planned("Parallel(pp=4, micro_batches=4)", where, step(4))
+    assert found.step.traffic == {"rank out": 2 * 4 * OUTPUT, "rank in": 2 * 4 * OUTPUT}
+
+
 def test_each_rank_of_a_pipeline_has_its_share_of_the_parameters():
     found = planned("Parallel(pp=2)", quick(2), step(2)).memory
     assert (found.parameters, found.gradients, found.optimizer) == (85 * 4, 85 * 4, 2 * 85 * 4)
