@@ -103,8 +103,8 @@ def layouts_of(cluster: Cluster, profile: StepProfile) -> list[Parallel]:
 
 def method_of(layout: Parallel) -> Method:
     """Return a layout as a method."""
-    (synchronous,) = methods_of("Synchronous")
-    return Method(layout.text, layout, synchronous.compression)
+    (method,) = planned_methods(layout.text)
+    return method
 
 
 def _powers(most: int) -> list[int]:

@@ -9,8 +9,6 @@ takes and for the passes before it; messages go beside the passes, and share the
 their all-reduces over tp in them. Before it updates, a rank means its gradients over dp.
 """
 
-from collections import Counter, defaultdict
-
 from mpisgd.pipeline.schedules.action import Action, Kind
 from mpisgd.plan.cluster import Cluster
 from mpisgd.plan.simulation.collectives import (
@@ -61,7 +59,7 @@ class _Pipeline:
         self._edges: dict[tuple[int, int], tuple[Cost, dict[str, float]]] = {}
         self._busy_s = [0.0 for _ in self._places]
         self._alpha_s = self._communication_s = self._sent_bytes = 0.0
-        self._carried: dict[str, Counter[int]] = defaultdict(Counter)  # by level, and rank or host
+        self._carried: dict[str, dict[int, float]] = {}  # by level, and rank or host
         self._optimizer_s = 0.0
         self._links: dict[tuple[Cluster, str], dict[str, float]] = {}
 
@@ -178,7 +176,8 @@ class _Pipeline:
     def _carry(self, level: str, place: int, nbytes: float) -> None:
         """Note bytes on a link of a rank at a place, or of its host."""
         key = place if level.startswith("rank") else self._grid.host_of(place)
-        self._carried[level][key] += nbytes
+        carried = self._carried.setdefault(level, {})
+        carried[key] = carried.get(key, 0.0) + nbytes
 
     def _all_reduce_links(self, group: Cluster, how: str) -> dict[str, float]:
         """Return what a byte leaves on the busiest link of each level, of all groups together."""
