@@ -5,7 +5,6 @@ None of it is a step of a method that is predicted.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,20 +19,16 @@ SMALL, LARGE = 64, 2**20  # elements of the all-reduces that are timed
 OUT_OF_CACHE, OUT_OF_ALL_CACHES = 2**23, 2**26
 BETWEEN_SIZES = [2**power for power in range(8, 20, 2)]  # elements, of all-reduces that are noted besides
 NUM_MEETINGS = 20
-NUM_PIECES, REST_S = 20, 0.1  # of a megabyte each
+NUM_PIECES = 8
 NUM_TINY = 200  # gradients, of as many elements
 
 
 def seconds_of(
-    action: Callable[[], object],
-    times: int,
-    before: Callable[[], object] = lambda: None,
-    of: Callable[[Sequence[float]], float] = min,
+    action: Callable[[], object], times: int, before: Callable[[], object] = lambda: None
 ) -> float:
     """The shortest time of an action on the slowest rank, after one that does not count. Collective.
 
-    Not the median, unless `of` says so: this machine does other things, too, and the fastest of some turns is
-    what disturbs least.
+    Not the median: this machine does other things, too, and the fastest of some turns is what disturbs least.
     """
     import mpisgd
     from mpisgd.bench.measure import slowest
@@ -46,12 +41,12 @@ def seconds_of(
         start = time.perf_counter()
         action()
         found.append(slowest(time.perf_counter() - start))
-    return of(found)
+    return min(found)
 
 
 def evict() -> None:
     """Read so much that no cache has anything else, as a step does."""
-    torch.zeros(OUT_OF_ALL_CACHES // 4).add_(1.0)
+    torch.zeros(OUT_OF_ALL_CACHES).add_(1.0)
 
 
 def all_reduce_seconds() -> dict[int, float]:
@@ -71,7 +66,7 @@ def measure_cluster() -> Any:
     # Within a host what counts is memory, and more than caches have.
     small, large = torch.zeros(SMALL), torch.zeros(LARGE * (1 if mpisgd.num_nodes() > 1 else 4))
     small_s = seconds_of(lambda: mpisgd.all_reduce(small), 30)
-    large_s = seconds_of(lambda: mpisgd.all_reduce(large), 5, before=evict)
+    large_s = seconds_of(lambda: mpisgd.all_reduce(large), 5)
     hosts, k = mpisgd.num_nodes(), mpisgd.local_size()
     vector, other = torch.zeros(OUT_OF_CACHE), torch.zeros(OUT_OF_CACHE)
     memory = 3 * vector.nbytes / seconds_of(lambda: vector.add_(other), 5)
@@ -157,7 +152,7 @@ def half_factor(large: torch.Tensor, large_s: float) -> float:
     import mpisgd
 
     half = torch.zeros(2 * large.numel(), dtype=torch.bfloat16)
-    return max(1.0, seconds_of(lambda: mpisgd.all_reduce(half), 5, before=evict) / large_s)
+    return max(1.0, seconds_of(lambda: mpisgd.all_reduce(half), 5) / large_s)
 
 
 def exchange_numbers(
@@ -178,18 +173,12 @@ def exchange_numbers(
 
     made = [mpisgd.new_group(list(ranks)) for ranks in groups]
     (mine,) = [group for group in made if group.rank >= 0]
-    whole, pieces = torch.zeros(2 * LARGE), list(torch.zeros(NUM_PIECES, LARGE // 4))
+    whole = torch.zeros(2 * LARGE)
+    pieces = list(whole.clone().chunk(NUM_PIECES))
     num_rounds = len(rounds_of_graph(Ring(), mine.size))
     whole_s = seconds_of(lambda: mpisgd.neighbor_all_reduce(whole, "ring", mine), 3)
-    # As in training: after a rest, and not the luckiest time, since TCP has good ones and bad ones.
-    pieces_s = seconds_of(
-        lambda: mpisgd.neighbor_all_reduce_coalesced(pieces, "ring", mine),
-        5,
-        before=lambda: time.sleep(REST_S),
-        of=statistics.median,
-    )
-    whole_s_of_pieces = whole_s * NUM_PIECES / 8
-    crossing_s = max(0.0, pieces_s - whole_s_of_pieces) / NUM_PIECES / num_rounds
+    pieces_s = seconds_of(lambda: mpisgd.neighbor_all_reduce_coalesced(pieces, "ring", mine), 3)
+    crossing_s = max(0.0, pieces_s - whole_s) / (NUM_PIECES - 1) / num_rounds
     added_s = (4 + 3 * num_rounds) * whole.nbytes / memory_bytes_per_s + num_rounds * crossing_s
     seconds = max(1e-9, whole_s - added_s)
     return num_rounds * at_a_link * whole.nbytes / seconds / bytes_per_s, crossing_s
