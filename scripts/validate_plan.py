@@ -4,11 +4,11 @@
     python scripts/validate_plan.py run 1,1 1gbit out.json  # one portion: hosts, rate of a link
     python scripts/validate_plan.py report                  # tables and pictures of all portions so far
 
-A portion is one job. In it everything that a prediction is made of is measured first: a rank's step without
-communication, by `mpisgd.plan.recorder`; the time of a small and of a large all-reduce, what both directions
-of a link carry at once, what of a core that takes, the rate of memory, and what a compressor takes on one
-rank. Then steps of each method are timed, all of them in turns with steps without communication, and planned.
-No number of a prediction is from a step of the method that is predicted.
+A portion is one job. In it everything that a prediction is made of is measured: links, memory and cores by
+plan_inputs.py, a rank's step without communication by `mpisgd.plan.recorder`, and what a compressor takes on
+one rank. Steps of each method are timed, all of them in turns with steps without communication. A portion
+keeps inputs and times; `report` predicts from the inputs, with the code as it is then. No number of a
+prediction is from a step of the method that is predicted.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import typer
-from torch import nn
+from plan_inputs import all_reduce_seconds, broadcast_numbers, compression_seconds, measure_cluster
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "benchmarks"
@@ -44,180 +44,25 @@ METHODS = (
 )
 PERIOD = 4  # of the methods above that have one; of others a block is two steps
 MODELS = {"wide": 16, "deep": 32, "transformer": 4}  # and examples of a rank
+TEXT = "gpt"  # in layouts of tensor and pipeline parallelism; see plan_layouts.py
 # Hosts and their ranks, and the rate of a host's link. None: one host, without a link.
 PORTIONS = [
     ("1", "none"),
     ("2", "none"),
     ("4", "none"),
-    *itertools.product(("1,1", "2,2", "1,1,1,1"), ("200mbit", "500mbit", "1gbit")),
+    *itertools.product(("1,1", "1,1,1,1"), ("200mbit", "500mbit", "1gbit")),
+    *itertools.product(("2,2",), ("500mbit", "1gbit")),
     ("2,2,2,2", "1gbit"),
 ]
+TEXT_PORTIONS = [("2", "none"), ("1,1", "1gbit")]
 ROUNDS = 40
-# Of how inputs are measured. Portions of earlier ones stay as they were, and are summed up apart.
-CALIBRATION = 3
-SMALL, LARGE = 64, 2**20  # elements of the all-reduces that are timed
-OUT_OF_CACHE = 2**23
-NUM_TINY = 200  # gradients, of as many elements
-LIMIT_S = float(os.environ.get("PLAN_LIMIT_S", "100"))  # of a portion
+CALIBRATION = 6  # of how inputs are measured; portions of another one do not belong beside each other
+LIMIT_S = float(os.environ.get("PLAN_LIMIT_S", "170"))  # of a portion
 
 app = typer.Typer(add_completion=False)
 
 
 # -- in a job ------------------------------------------------------------------------------------------
-
-
-def seconds_of(action: Callable[[], object], times: int) -> float:
-    """The shortest time of an action on the slowest rank, after one that does not count. Collective.
-
-    Not the median: this machine does other things, too, and the fastest of some turns is what disturbs least.
-    """
-    import mpisgd
-    from mpisgd.bench.measure import slowest
-
-    action()
-    found = []
-    for _ in range(times):
-        mpisgd.barrier()
-        start = time.perf_counter()
-        action()
-        found.append(slowest(time.perf_counter() - start))
-    return min(found)
-
-
-def measure_cluster() -> Any:
-    """What links and memory of this job do, as a `Cluster`. Collective."""
-    import mpisgd
-    from mpisgd.plan.cluster import Cluster
-    from mpisgd.plan.files import link_from_times
-
-    # Within a host what counts is memory, and more than caches have.
-    small, large = torch.zeros(SMALL), torch.zeros(LARGE * (1 if mpisgd.num_nodes() > 1 else 4))
-    small_s = seconds_of(lambda: mpisgd.all_reduce(small), 30)
-    large_s = seconds_of(lambda: mpisgd.all_reduce(large), 5)
-    hosts, k = mpisgd.num_nodes(), mpisgd.local_size()
-    vector, other = torch.zeros(OUT_OF_CACHE), torch.zeros(OUT_OF_CACHE)
-    memory = 3 * vector.nbytes / seconds_of(lambda: vector.add_(other), 5)
-    within, between, operation_s = link_from_times(hosts, k, small_s, large_s, large.nbytes)
-    if hosts > 1:
-        leaves = 2 * (hosts - 1) / hosts * large.nbytes
-        numbers = [core_seconds(large, large_s) / leaves, exchange_share(between.bytes_per_s, memory)]
-        core_per_byte, both_ways = broadcast_numbers(numbers)
-        between = replace(between, cpu_s_per_byte=core_per_byte, both_ways=min(1.0, both_ways))
-        if k > 1:
-            within = host_link()
-    (memory,) = broadcast_numbers([memory])
-    tensor_s = tensor_seconds(small_s) if hosts * k > 1 else 0.0
-    others = {"memory_bytes_per_s": memory, "tensor_s": tensor_s, "operation_s": operation_s}
-    return Cluster(hosts, k, between, within, **others)
-
-
-def broadcast_numbers(numbers: Sequence[float]) -> list[float]:
-    """Rank 0's, to all."""
-    import mpisgd
-
-    return list(mpisgd.broadcast_object(list(numbers)))
-
-
-def core_seconds(large: torch.Tensor, large_s: float) -> float:
-    """What an all-reduce in the background takes of the core of a program that computes. Collective.
-
-    A computation as long as the all-reduce itself, beside it: what both take longer than one of them.
-    """
-    import mpisgd
-
-    matrix = torch.rand(192, 192)
-
-    def compute(count: int) -> None:
-        for _ in range(count):
-            matrix @ matrix
-
-    (count,) = broadcast_numbers([int(100 * large_s / seconds_of(lambda: compute(100), 5))])
-
-    def both() -> None:
-        work = mpisgd.all_reduce(large, async_op=True)
-        compute(int(count))
-        work.wait()
-
-    return min(large_s, max(0.0, seconds_of(both, 5) - large_s))
-
-
-def exchange_share(bytes_per_s: float, memory_bytes_per_s: float) -> float:
-    """The share of a link's rate that an exchange with neighbours has in each direction. Collective."""
-    import mpisgd
-    from mpisgd.gossip.graphs import Ring
-    from mpisgd.job.rank_info import topology
-    from mpisgd.plan.steps.gossip import rounds_of_graph
-
-    leaders = mpisgd.new_group([ranks[0] for ranks in topology().nodes])
-    tensor = torch.zeros(2 * LARGE)
-
-    def exchange() -> None:
-        if leaders.rank >= 0:
-            mpisgd.neighbor_all_reduce(tensor, "ring", leaders)
-
-    num_rounds = len(rounds_of_graph(Ring(), topology().num_nodes))
-    added_s = (4 + 3 * num_rounds) * tensor.nbytes / memory_bytes_per_s
-    seconds = seconds_of(exchange, 3) - added_s
-    return num_rounds * tensor.nbytes / max(1e-9, seconds) / bytes_per_s
-
-
-def tensor_seconds(operation_s: float) -> float:
-    """What the program takes for each gradient besides its bytes: of many that have few. Collective."""
-    import mpisgd
-
-    def step_s(*, together: bool) -> float:
-        params = [nn.Parameter(torch.ones(NUM_TINY)) for _ in range(NUM_TINY)]
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(params, lr=0.0)
-        if together:
-            optimizer = mpisgd.DistributedOptimizer(optimizer, overlap=False)
-
-        def step() -> None:
-            optimizer.zero_grad()
-            sum(param.sum() for param in params).backward()
-            optimizer.step()
-
-        step()  # the first one makes the plan
-        return seconds_of(step, 30)
-
-    more_s = step_s(together=True) - step_s(together=False) - operation_s
-    return broadcast_numbers([max(0.0, more_s / NUM_TINY)])[0]
-
-
-def host_link() -> Any:
-    """The memory that the ranks of a host share, of a group of them. Collective."""
-    import mpisgd
-    from mpisgd.job.rank_info import topology
-    from mpisgd.plan.files import link_from_times
-
-    groups = [mpisgd.new_group(ranks) for ranks in topology().nodes]
-    group = groups[mpisgd.node_rank()]
-    small, large = torch.zeros(SMALL), torch.zeros(LARGE)
-    small_s = seconds_of(lambda: mpisgd.all_reduce(small, group=group), 30)
-    large_s = seconds_of(lambda: mpisgd.all_reduce(large, group=group), 9)
-    return link_from_times(1, mpisgd.local_size(), small_s, large_s, large.nbytes)[0]
-
-
-def compression_seconds(method: Any, model: nn.Module) -> float:
-    """What a compressor takes for an element of a model's gradients, on a rank by itself. Collective."""
-    import mpisgd
-    from mpisgd.compress.cast import Cast
-    from mpisgd.compress.compressor import BucketLayout
-    from mpisgd.dtypes import ReduceOp
-
-    me = [mpisgd.new_group([rank]) for rank in range(mpisgd.size())][mpisgd.rank()]
-    shapes = tuple(param.shape for param in model.parameters())
-    compression = method.compression
-    reducer = compression.reducer(BucketLayout(shapes, torch.float32))
-    bucket = torch.randn(sum(map(torch.Size.numel, shapes)))
-
-    def compress() -> None:
-        if isinstance(compression, Cast):  # among one rank it would be cast for MPI, too
-            compression.decompress(compression.compress(bucket), bucket)
-        else:
-            reducer.reduce(bucket, me, ReduceOp.AVG)
-
-    seconds = seconds_of(compress, 3)
-    return broadcast_numbers([seconds / bucket.numel()])[0]
 
 
 def add_models() -> None:
@@ -232,28 +77,38 @@ class Contest:
     """The methods on one model, timed in turns."""
 
     def __init__(self, model: str, cluster: Any) -> None:
-        import mpisgd
-        from mpisgd.bench.training import StepTask, Training
+        from plan_layouts import DIVIDED, ONE_EXAMPLE, text_trainings
+
         from mpisgd.plan.recorder import StepRecorder
         from mpisgd.plan.steps.methods import planned_methods
 
         self.model, self.cluster = model, cluster
-        task = StepTask(model, MODELS[model], mpisgd.size(), optimizer="momentum")
-        self.alone = Training(replace(task, communicates=False), mpisgd.rank())
         self.recorder = StepRecorder(10**9, lambda: None)
-        self.methods = [m for m in planned_methods(";".join(METHODS)) if self._makes_sense(m.name)]
-        self.trainings = {}
-        for method in self.methods:
-            training = Training(task, mpisgd.rank())
+        self.seconds: dict[str, list[float]] = {}
+        self.sent: dict[str, float] = {}
+        self.alone, self.trainings = text_trainings() if model == TEXT else self._trainings()
+        own = {"none", ONE_EXAMPLE, DIVIDED}
+        self.methods = planned_methods(";".join(name for name in self.trainings if name not in own))
+
+    def _trainings(self) -> tuple[Any, dict[str, Any]]:
+        """A rank's own training, and those of all ranks by the method's name. Collective."""
+        import mpisgd
+        from mpisgd.bench.training import StepTask, Training
+        from mpisgd.plan.steps.methods import planned_methods
+
+        task = StepTask(self.model, MODELS[self.model], mpisgd.size(), optimizer="momentum")
+        trainings = {}
+        for method in planned_methods(";".join(METHODS)):
+            if not self._makes_sense(method.name):
+                continue
+            trainings[method.name] = training = Training(task, mpisgd.rank())
             options: dict[str, Any] = {"compression": method.compression}
             if type(method.strategy).__name__ == "Overlap":
                 options["overlap"] = method.strategy.overlap
             else:
                 options["strategy"] = method.strategy
             training.distribute(mpisgd.DistributedOptimizer, **options)
-            self.trainings[method.name] = training
-        self.seconds: dict[str, list[float]] = {}
-        self.sent: dict[str, float] = {}
+        return Training(replace(task, communicates=False), mpisgd.rank()), trainings
 
     def _makes_sense(self, name: str) -> bool:
         if self.cluster.size == 1:
@@ -298,82 +153,106 @@ class Contest:
 
     def profile(self) -> Any:
         """The step without communication: its parts as on rank 0, its length as on the slowest rank."""
+        from plan_layouts import EXAMPLES
+
         import mpisgd
 
-        mine = self.recorder.profile(self.model, MODELS[self.model], warmup=PERIOD)
+        mine = self.recorder.profile(self.model, MODELS.get(self.model, EXAMPLES), warmup=PERIOD)
         (first,) = [mpisgd.broadcast_object(mine)]
         factor = min(self.seconds["none"]) / (first.compute_s + first.optimizer_s)
-        return replace(first.slower(factor), optimizer_s=first.optimizer_s * factor)
+        found = replace(first.slower(factor), optimizer_s=first.optimizer_s * factor)
+        return self._with_blocks(found) if self.model == TEXT else found
 
-    def _messages(self, planned: Any) -> float:
-        """The bytes of messages of all ranks: between hosts, and of `Gossip` within hosts, too."""
-        if planned.method.startswith("Gossip") and self.cluster.hosts > 1:
-            return planned.step.sent_bytes * self.cluster.size
-        return planned.step.traffic.get("host out", 0.0) * self.cluster.hosts
+    def _with_blocks(self, profile: Any) -> Any:
+        """The step with its blocks; t(n) = fixed + n c for n examples."""
+        from plan_layouts import DIVIDED, EXAMPLES, ONE_EXAMPLE, text_sizes
 
-    def rows(self, profile: Any, compression_s: dict[str, float]) -> list[dict[str, Any]]:
-        """A row for each method: predicted and measured."""
-        from mpisgd.plan.prediction import Options, predict
+        whole, one, divided = (min(self.seconds[name]) for name in ("none", ONE_EXAMPLE, DIVIDED))
+        # The optimizer's part is the same in both.
+        rest_s = profile.optimizer_s
+        fixed_s = (EXAMPLES * (one - rest_s) - (whole - rest_s)) / (EXAMPLES - 1)
+        fixed_s = min(max(0.0, fixed_s), profile.compute_s)
+        return profile.with_blocks_of(text_sizes(), fixed_s, max(0.0, divided - whole))
 
-        found = []
-        for method in self.methods:
-            planned = predict(self.cluster, profile, method, Options(compression_s=compression_s))
-            found.append(
-                {
-                    "model": self.model,
-                    "method": method.name,
-                    "predicted_s": planned.step_s,
-                    "measured_s": min(self.seconds[method.name]),
-                    "all_s": self.seconds[method.name],
-                    "alone_s": min(self.seconds["none"]),
-                    "predicted_sent": self._messages(planned),
-                    "measured_sent": self.sent[method.name],
-                    "sent_by": "all ranks",
-                    "exposed_s": planned.exposed_s,
-                    "bound": planned.bound,
-                }
-            )
-        return found
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each method: what was measured."""
+        return [
+            {
+                "model": self.model,
+                "method": method.name,
+                "measured_s": min(self.seconds[method.name]),
+                "all_s": self.seconds[method.name],
+                "alone_s": min(self.seconds["none"]),
+                "measured_sent": self.sent[method.name],
+            }
+            for method in self.methods
+        ]
 
 
 @app.command()
 def rank(rate: str, out: Path, models: str = ",".join(MODELS)) -> None:
     """What each rank of a portion does."""
     import mpisgd
-    from mpisgd.plan.steps.methods import planned_methods
 
     deadline = time.perf_counter() + LIMIT_S - 15
     add_models()
     mpisgd.init()
-    cluster = measure_cluster()
+    cluster, curve = measure_cluster(), all_reduce_seconds()
     rows: list[dict[str, Any]] = []
+    steps: list[dict[str, Any]] = []
     wanted = models.split(",")
     for number, model in enumerate(wanted):
-        contest = Contest(model, cluster)
-        seconds = {}
-        for method in planned_methods(";".join(METHODS)) if cluster.size > 1 else []:
-            if method.compression.changes(torch.float32):
-                seconds[repr(method.compression)] = compression_seconds(method, contest.alone.model)
         share = (deadline - time.perf_counter()) / (len(wanted) - number)
-        contest.run(time.perf_counter() + share)
-        rows += contest.rows(contest.profile(), seconds)
+        begun = time.perf_counter()
+        contest = Contest(model, cluster)
+        contest.run(begun + share)
+        profile = contest.profile()
+        seconds = compressors_seconds(contest.methods, cluster, profile)
+        steps.append({**asdict(profile), "compression_s": seconds})
+        rows += contest.rows()
+        # What else the machine was doing: 2 cores and a load of 20 say how much to believe.
+        page = {
+            "calibration": CALIBRATION,
+            "load": os.getloadavg()[1],
+            "rate": rate,
+            "hosts": cluster.hosts,
+            "ranks_per_host": cluster.ranks_per_host,
+            "cluster": asdict(cluster),
+            "all_reduce_s": curve,
+            "steps": steps,
+            "rows": rows,
+        }
         if mpisgd.rank() == 0:
-            for row in rows[-len(contest.methods) :]:
-                error = row["predicted_s"] / row["measured_s"] - 1
-                print(
-                    f"{row['model']:12}{row['method']:34}{row['measured_s']:9.4f}{row['predicted_s']:9.4f}{error:+8.1%}",
-                    flush=True,
-                )
-            # What else the machine was doing: 2 cores and a load of 20 say how much to believe.
-            page = {
-                "calibration": CALIBRATION,
-                "load": os.getloadavg()[1],
-                "rate": rate,
-                "hosts": cluster.hosts,
-                "ranks_per_host": cluster.ranks_per_host,
-            }
-            found = {"cluster": repr(cluster), "compression_s": seconds, "rows": rows}
-            out.write_text(json.dumps({**page, **found}, indent=1) + "\n")
+            print(*table(with_predictions(page))[-len(contest.methods) :], sep="\n", flush=True)
+            out.write_text(json.dumps(page, indent=1) + "\n")
+
+
+def compressors_seconds(methods: Sequence[Any], cluster: Any, profile: Any) -> dict[str, float]:
+    """What the compressors of methods take for an element, by what they print as. Collective."""
+    return {
+        repr(method.compression): compression_seconds(method, cluster, profile)
+        for method in methods
+        if method.compression.changes(torch.float32)
+    }
+
+
+@app.command()
+def rank_inputs(part: Path, compressors: bool = True) -> None:
+    """What each rank does to measure the inputs of a portion again."""
+    import mpisgd
+    from mpisgd.plan.steps.methods import planned_methods
+
+    mpisgd.init()
+    page = json.loads(part.read_text())
+    cluster = measure_cluster()
+    for step in page["steps"] if compressors else []:
+        names = [row["method"] for row in page["rows"] if row["model"] == step["name"]]
+        methods = planned_methods(";".join(names))
+        step["compression_s"] = compressors_seconds(methods, cluster, profile_of(step)[0])
+    page |= {"calibration": CALIBRATION, "cluster": asdict(cluster), "inputs": "measured again"}
+    if mpisgd.rank() == 0:
+        print(*table(with_predictions(page)), sep="\n", flush=True)
+        part.write_text(json.dumps(page, indent=1) + "\n")
 
 
 # -- outside -------------------------------------------------------------------------------------------
@@ -382,48 +261,106 @@ def rank(rate: str, out: Path, models: str = ",".join(MODELS)) -> None:
 @app.command()
 def run(hosts: str, rate: str, out: Path, models: str = ",".join(MODELS)) -> None:
     """Measure one portion: ranks of each host such as 2,2, and the rate of a link or none."""
-    program = [sys.executable, str(Path(__file__).resolve()), "rank", rate, str(out.resolve())]
-    program += ["--models", models]
+    raise typer.Exit(job(hosts, rate, "rank", rate, str(out.resolve()), "--models", models))
+
+
+@app.command()
+def inputs(
+    part: Path, compressors: bool = typer.Option(True, help="Also what compressors take on one rank.")
+) -> None:
+    """Measure the inputs of a portion again, in a job of their own: where the way to do so has changed."""
+    page = json.loads(part.read_text())
+    ranks = ",".join([str(page["ranks_per_host"])] * page["hosts"])
+    option = "--compressors" if compressors else "--no-compressors"
+    raise typer.Exit(job(ranks, page["rate"], "rank-inputs", str(part.resolve()), option))
+
+
+def job(hosts: str, rate: str, *words: str) -> int:
+    """The exit code of a job of this program."""
+    program = [sys.executable, str(Path(__file__).resolve()), *words]
     if "," in hosts:
         cluster = [sys.executable, str(ROOT / "scripts/virtual_cluster.py"), "--hosts", hosts]
-        words = [*cluster, "--rate", rate, "--time-limit", str(LIMIT_S), "--", *program]
+        command = [*cluster, "--rate", rate, "--time-limit", str(LIMIT_S), "--", *program]
     else:
-        words = ["timeout", str(LIMIT_S), "mpirun", "-n", hosts, *program]
-    raise typer.Exit(subprocess.run(words).returncode)
+        command = ["timeout", str(LIMIT_S), "mpirun", "-n", hosts, *program]
+    return subprocess.run(command).returncode
 
 
 @app.command(name="all")
 def all_portions(prefix: str = typer.Option("", help="Command before each portion.")) -> None:
     """Measure all portions that are not there yet, then report."""
     PARTS.mkdir(exist_ok=True)
-    for (hosts, rate), model in itertools.product(PORTIONS, MODELS):
-        out = PARTS / f"{hosts.replace(',', '+')}-{rate}-{model}.json"
+    several = ",".join(MODELS)
+    wanted = [(*portion, several, "") for portion in PORTIONS]
+    wanted += [(*portion, TEXT, f"-{TEXT}") for portion in TEXT_PORTIONS]
+    for hosts, rate, models, suffix in wanted:
+        out = PARTS / f"{hosts.replace(',', '+')}-{rate}{suffix}.json"
         if not out.exists():
             words = [*prefix.split(), sys.executable, __file__, "run", hosts, rate, str(out)]
-            code = subprocess.run([*words, "--models", model]).returncode
-            print(hosts, rate, model, code, flush=True)
+            code = subprocess.run([*words, "--models", models]).returncode
+            print(hosts, rate, models, code, flush=True)
     report()
+
+
+def with_predictions(part: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a portion beside what is predicted from its inputs."""
+    from mpisgd.plan.cluster import Cluster, Link
+    from mpisgd.plan.network import Switch
+    from mpisgd.plan.prediction import Options, predict
+    from mpisgd.plan.steps.methods import planned_methods
+
+    links = {name: Link(**part["cluster"][name]) for name in ("between", "within")}
+    cluster = Cluster(**{**part["cluster"], **links, "network": Switch()})
+    where = {"where": where_of(part), "load": part["load"], "calibration": part["calibration"]}
+    steps = {step["name"]: profile_of(step) for step in part["steps"]}
+    found = []
+    for row in part["rows"]:
+        profile, seconds = steps[row["model"]]
+        (method,) = planned_methods(row["method"])
+        planned = predict(cluster, profile, method, Options(compression_s=seconds))
+        predicted = {
+            "predicted_s": planned.step_s,
+            "predicted_sent": messages_of(planned),
+            "bound": planned.bound,
+        }
+        found.append({**row, **where, **predicted})
+    return found
+
+
+def profile_of(step: dict[str, Any]) -> tuple[Any, dict[str, float]]:
+    """A step without communication, and what compressors take in it."""
+    from mpisgd.plan.models.blocks import Block
+    from mpisgd.plan.models.model import Gradient, StepProfile
+
+    fields = {name: value for name, value in step.items() if name != "compression_s"}
+    fields["gradients"] = tuple(
+        Gradient(name, place, tuple(shape), *rest) for name, place, shape, *rest in fields["gradients"]
+    )
+    fields["blocks"] = tuple(
+        Block(**{**block, "shapes": tuple(map(tuple, block["shapes"]))}) for block in fields["blocks"]
+    )
+    return StepProfile(**fields), step["compression_s"]
+
+
+def messages_of(planned: Any) -> float:
+    """The bytes of messages of all ranks: between hosts, and of exchanges within hosts, too."""
+    cluster = planned.cluster
+    if cluster.hosts > 1 and planned.method.startswith("Gossip"):
+        return planned.step.sent_bytes * cluster.size
+    return planned.step.traffic.get("host out", 0.0) * cluster.hosts
 
 
 @app.command()
 def report() -> None:
     """Write benchmarks/plan-validation.json, .txt and .png from all portions so far."""
     parts = [json.loads(path.read_text()) for path in sorted(PARTS.glob("*.json"))]
-    rows = [
-        {**row, "where": where_of(part), "load": part.get("load"), "calibration": part.get("calibration", 1)}
-        for part in parts
-        for row in part["rows"]
-    ]
-    now = [row for row in rows if row["calibration"] == CALIBRATION]
-    before = [row for row in rows if row["calibration"] != CALIBRATION]
-    lines = [*table(now), "", *summary(now)]
-    if before:
-        lines += ["", "with earlier ways to measure the inputs:", *table(before), "", *summary(before)]
+    rows = [row for part in parts for row in with_predictions(part)]
+    lines = [*table(rows), "", *summary(rows)]
     text = "\n".join(lines) + "\n"
     page = {"kind": "plan validation", "command": "python scripts/validate_plan.py all", "portions": parts}
     (FOLDER / "plan-validation.json").write_text(json.dumps(page, indent=1) + "\n")
     (FOLDER / "plan-validation.txt").write_text(text)
-    draw(now, FOLDER / "plan-validation.png")
+    draw(rows, FOLDER / "plan-validation.png")
     print(text)
 
 
@@ -449,12 +386,17 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def place_of(method: str) -> tuple[int, str]:
+    """Where a method is in tables: those of METHODS first, in their order."""
+    return METHODS.index(method) if method in METHODS else len(METHODS), method
+
+
 def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Errors of all cases and of each method, of bytes, and how good the first choice is."""
     loads = [row["load"] for row in rows if row.get("load")]
     busy = f"; load of the machine {min(loads):.0f} to {max(loads):.0f}" if loads else ""
     lines = [f"milliseconds of a step, the fastest of some blocks; {len(rows)} cases{busy}"]
-    methods = list(dict.fromkeys(row["method"] for row in rows))
+    methods = sorted({row["method"] for row in rows}, key=place_of)
     for name, kept in [("all", rows), *((m, [r for r in rows if r["method"] == m]) for m in methods)]:
         errors = sorted(abs(error_of(row)) for row in kept)
         median, worst = errors[len(errors) // 2], errors[-1]
@@ -462,10 +404,15 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
         lines.append(
             f"{name:34} median {median:6.1%}, worst {worst:6.1%}, within 10 %: {near} of {len(errors)}"
         )
-    counted = [row for row in rows if row["measured_sent"] > 1e5 and "sent_by" in row]
-    bytes_off = [abs(row["predicted_sent"] / row["measured_sent"] - 1) for row in counted]
-    if bytes_off:
-        lines.append(f"bytes of messages of all ranks: worst {max(bytes_off):.2%} of {len(bytes_off)} cases")
+    counted = [row for row in rows if row["measured_sent"] > 1e5 and row["model"] != TEXT]
+    if counted:
+        more = max(row["measured_sent"] - row["predicted_sent"] for row in counted)
+        less = min(row["measured_sent"] - row["predicted_sent"] for row in counted)
+        share = max(abs(row["predicted_sent"] / row["measured_sent"] - 1) for row in counted)
+        lines.append(
+            f"bytes of messages of all ranks in a step: {less:,.0f} to {more:,.0f} more than predicted, "
+            f"the headers of checks; at most {share:.2%}, in {len(counted)} cases"
+        )
     contests: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
         contests.setdefault((row["where"], row["model"]), []).append(row)
@@ -490,10 +437,11 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     from mpisgd.bench.report.plots import COLOURS
 
     figure, ax = pyplot.subplots(figsize=(7, 6), layout="constrained")
-    for number, method in enumerate(dict.fromkeys(row["method"] for row in rows)):
+    for number, method in enumerate(sorted({row["method"] for row in rows}, key=place_of)):
         kept = [row for row in rows if row["method"] == method]
         x, y = ([1e3 * row[name] for row in kept] for name in ("measured_s", "predicted_s"))
-        ax.plot(x, y, "o", color=COLOURS[number % len(COLOURS)], markersize=4, label=method)
+        marker, colour = "os^"[number // len(COLOURS) % 3], COLOURS[number % len(COLOURS)]
+        ax.plot(x, y, marker, color=colour, markersize=4, label=method)
     ends = [min(1e3 * row["measured_s"] for row in rows), max(1e3 * row["measured_s"] for row in rows)]
     ax.plot(ends, ends, color="black", linewidth=1)
     for factor in (0.9, 1.1):

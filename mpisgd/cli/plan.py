@@ -2,6 +2,7 @@
 
 python -m mpisgd plan cluster.toml --model transformer --batch 4 --ranks 8,64,512
 python -m mpisgd plan cluster.toml --model model.toml --batch 16 --plot throughput.png --timeline step.png
+python -m mpisgd plan cluster.toml --model "gpt(layers=24, heads=16, dim=2048, context=2048)" --batch 4
 python -m mpisgd plan cluster.toml --batch 32 --measure train.py --lr 0.1
 """
 
@@ -18,7 +19,7 @@ from mpisgd.errors import InvalidArgument, JobError
 if TYPE_CHECKING:
     from mpisgd.plan.cluster import Cluster
     from mpisgd.plan.files import ClusterFile
-    from mpisgd.plan.model import StepProfile
+    from mpisgd.plan.models.model import StepProfile
     from mpisgd.plan.prediction import Prediction
 
 __all__ = ["plan"]
@@ -28,8 +29,9 @@ Program = Annotated[
     list[str] | None, typer.Argument(metavar="[PROGRAM [ARGS]...]", help="With --measure: the program.")
 ]
 MODEL = (
-    "mlp, deep, transformer (those of `bench step`); file.py:function, which returns (module, inputs); a "
-    ".toml file of layers; a .json file that --save has written."
+    "mlp, deep, transformer (those of `bench step`); gpt(layers=24, heads=16, dim=2048, context=2048), as in "
+    "train_text.py; file.py:function, which returns (module, inputs); a .toml file of layers; a .json file "
+    "that --save has written."
 )
 Model = Annotated[str, typer.Option(help=MODEL, show_default=False)]
 Measure = Annotated[
@@ -43,6 +45,9 @@ Ranks = Annotated[
 ]
 Methods = Annotated[
     str, typer.Option(help="Strategies, some with + a compression, between semicolons.", show_default=False)
+]
+Layouts = Annotated[
+    bool, typer.Option(help="Also plan tensor and pipeline parallelism, where the model's blocks are known.")
 ]
 Algorithm = Annotated[
     str, typer.Option(help="auto, hierarchical, ring, halving_doubling, tree or all_to_all.")
@@ -71,6 +76,7 @@ def plan(
     optimizer: Optimizer = "sgd",
     ranks: Ranks = "",
     methods: Methods = "",
+    layouts: Layouts = True,
     algorithm: Algorithm = "auto",
     collectives: Collectives = "",
     top: Top = 20,
@@ -88,7 +94,7 @@ def plan(
         profile = _profile(found.cluster, program or [], model, measure, batch, optimizer)
         if save is not None:
             write_step(save, profile)
-        report = _Report(found, profile, sizes, methods, algorithm)
+        report = _Report(found, profile, sizes, methods, algorithm, layouts=layouts and not methods)
         report.show(top, collectives)
         report.write(json_file, plot_file, timeline)
     except InvalidArgument as exc:
@@ -100,14 +106,17 @@ def plan(
 def _profile(
     cluster: "Cluster", program: list[str], model: str, measure: bool, batch: int, optimizer: str
 ) -> "StepProfile":
-    """Return the step of a rank: measured, from a file, or of a model and the cluster's flops."""
+    """Return the step of a rank: measured, maybe with a model's blocks, or from a file, or of a model and the
+    cluster's flops.
+    """
     from mpisgd.plan.measured_step import measure_step
-    from mpisgd.plan.model import profile_of
+    from mpisgd.plan.models.model import profile_of
 
-    if bool(program) != measure or measure == bool(model):
-        raise InvalidArgument("plan: expected either --model, or --measure and a program")
+    if bool(program) != measure or not (measure or model):
+        raise InvalidArgument("plan: expected --model, or --measure and a program, or all of them")
     if measure:
-        return measure_step(program, batch=batch)
+        measured = measure_step(program, batch=batch)
+        return measured.with_blocks_of(_model(model)) if model else measured
     if model.endswith(".json"):
         from mpisgd.plan.files import read_step
 
@@ -116,11 +125,14 @@ def _profile(
 
 
 def _model(text: str) -> Any:
-    from mpisgd.plan.count_model import bench_model, model_from_function
     from mpisgd.plan.files import read_model
+    from mpisgd.plan.models.count_model import bench_model, model_from_function
+    from mpisgd.plan.models.gpt import gpt_from_text
 
     if text.endswith(".toml"):
         return read_model(Path(text))
+    if text.startswith("gpt"):
+        return gpt_from_text(text)
     return model_from_function(text) if ":" in text else bench_model(text)
 
 
@@ -133,10 +145,18 @@ class _Report:
         sizes: numbers of ranks.
         text: the methods, "" for the usual ones.
         algorithm: of all-reduces.
+        layouts: whether tensor and pipeline parallelism are planned, too.
     """
 
     def __init__(
-        self, found: "ClusterFile", profile: "StepProfile", sizes: list[int], text: str, algorithm: str
+        self,
+        found: "ClusterFile",
+        profile: "StepProfile",
+        sizes: list[int],
+        text: str,
+        algorithm: str,
+        *,
+        layouts: bool,
     ) -> None:
         from mpisgd.plan.prediction import Options, predict_all
         from mpisgd.plan.simulation.collectives import check_algorithm
@@ -147,7 +167,9 @@ class _Report:
         self.options = Options(algorithm, found.compression_s)
         self.methods = planned_methods(text or ";".join(DEFAULT_METHODS))
         clusters = [found.cluster.at(size) for size in sizes]
-        self.predictions, self.left_out = predict_all(clusters, profile, self.methods, self.options)
+        self.predictions, self.left_out = predict_all(
+            clusters, profile, self.methods, self.options, layouts=layouts
+        )
 
     @property
     def best(self) -> "Prediction":
@@ -175,10 +197,11 @@ class _Report:
     def notes(self, top: int) -> list[str]:
         """Return the lines below the table."""
         from mpisgd.plan.advice import changes, code_line, command_line
+        from mpisgd.plan.steps.methods import planned_methods
         from mpisgd.plan.tables import failure_lines, left_out_lines, what_to_change
 
         best = self.best
-        method = next(each for each in self.methods if each.name == best.method)
+        method = planned_methods(best.method)[0]
         hidden = len(self.predictions) - top
         return [
             self.title,
@@ -190,20 +213,25 @@ class _Report:
             *what_to_change(changes(best.cluster, self.profile, method, self.options)),
             *failure_lines(best),
             f"in the program: {code_line(method)}",
-            f"start it with: {command_line(best)}",
+            f"start it with: {command_line(best, method)}",
         ]
 
     def _exact(self) -> list[str]:
         """Return the best that computes what one process does, where that is another one."""
         from mpisgd.bench.report.rows import as_time
-        from mpisgd.plan.advice import equals_one_process
+        from mpisgd.plan.advice import command_line, equals_one_process
+        from mpisgd.plan.steps.methods import planned_methods
 
-        exact = {method.name for method in self.methods if equals_one_process(method)}
-        found = next((each for each in self.predictions if each.fits and each.method in exact), None)
+        fit = (each for each in self.predictions if each.fits)
+        found = next((each for each in fit if equals_one_process(planned_methods(each.method)[0])), None)
         if found is None or found is self.best:
             return []
         step = f"{found.method} on {found.cluster.size} rank(s), {as_time(found.step_s)} a step"
-        return [f"examples per second tell nothing of accuracy; the best that equals one process: {step}"]
+        start = command_line(found, planned_methods(found.method)[0])
+        return [
+            f"examples per second tell nothing of accuracy; the best that equals one process: {step}",
+            f"start that one with: {start}",
+        ]
 
     def write(self, json_file: Path | None, plot_file: Path | None, timeline: Path | None) -> None:
         """Write what was asked for."""

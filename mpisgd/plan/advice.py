@@ -6,12 +6,15 @@ from dataclasses import dataclass, replace
 from mpisgd.bench.strategies.method import Method
 from mpisgd.compress.cast import Compression
 from mpisgd.plan.cluster import Cluster
-from mpisgd.plan.model import StepProfile
+from mpisgd.plan.models.model import StepProfile
 from mpisgd.plan.prediction import Options, Prediction, predict, with_faster
+from mpisgd.plan.steps.parallel import Parallel
+from mpisgd.strategies.from_text import call_of
 
 __all__ = ["Change", "changes", "code_line", "command_line", "equals_one_process"]
 
 TWICE = 2.0
+TEXT_SIZES = ("layers", "heads", "dim", "context")  # of gpt(...) and of train_text.py
 
 
 @dataclass(frozen=True)
@@ -64,20 +67,42 @@ EXACT = ("Synchronous", "Overlap", "Sharded", "FullyShard")
 def equals_one_process(method: Method) -> bool:
     """Return whether ranks compute what one process computes on the joined batch."""
     strategy = method.strategy
+    if isinstance(strategy, Parallel):
+        return True
     sums = type(strategy).__name__ in EXACT or getattr(strategy, "mode", "") == "sync"
     return sums and method.compression == Compression.none
 
 
-def command_line(prediction: Prediction, program: str = "train.py") -> str:
-    """Return what starts a program on the ranks of a prediction."""
+def command_line(prediction: Prediction, method: Method, program: str = "train.py") -> str:
+    """Return what starts a program on the ranks of a prediction: of a layout, the one that divides a GPT."""
     hosts = " --hostfile hosts" if prediction.cluster.hosts > 1 else ""
+    if isinstance(method.strategy, Parallel):
+        program = f"scripts/train_text.py {text_options(prediction, method.strategy)}"
     return f"python -m mpisgd run -n {prediction.cluster.size}{hosts} {program}"
+
+
+def text_options(prediction: Prediction, layout: Parallel) -> str:
+    """Return the options of `scripts/train_text.py` for a layout, and for a model that is `gpt(...)`."""
+    size, profile = prediction.cluster.size, prediction.profile
+    axes = {"dp": size // (layout.tp * layout.pp), "tp": layout.tp, "pp": layout.pp}
+    own = layout.pp > 1 and layout.tp == 1  # `mpisgd.pipeline`; the others are torch's
+    words = [f"--pipeline {layout.schedule}"] if own else []
+    words.append("--parallel " + ",".join(f"{axis}={n}" for axis, n in axes.items() if n > 1))
+    number = layout.micro_batches_of(profile.batch * layout.tp * layout.pp)
+    words += [f"--accumulate {number}"] if number > 1 else []
+    words += ["--checkpoint-activations"] if layout.recompute else []
+    if profile.name.startswith("gpt("):
+        _, _, sizes = call_of("model", profile.name)
+        words += [f"--{name} {sizes[name]}" for name in TEXT_SIZES]
+    return " ".join([*words, f"--batch-size {profile.batch * size:g}"])
 
 
 def code_line(method: Method) -> str:
     """Return the call in the program that trains by a method."""
     strategy, _, compression = (word.strip() for word in method.name.partition("+"))
     name = strategy.partition("(")[0]
+    if isinstance(method.strategy, Parallel):
+        return _code_of_layout(method.strategy)
     if name == "FullyShard":
         return "torch.distributed.fsdp.fully_shard(model)  # after init_process_group('mpisgd')"
     arguments = []
@@ -89,3 +114,13 @@ def code_line(method: Method) -> str:
         cast = compression in ("fp16", "bf16", "none")
         arguments.append(f"compression=mpisgd.{'Compression' if cast else 'compress'}.{compression}")
     return f"mpisgd.DistributedOptimizer({', '.join(['optimizer', *arguments])})"
+
+
+def _code_of_layout(layout: Parallel) -> str:
+    if layout.tp > 1:
+        return "torch.distributed.tensor.parallel.parallelize_module(...)  # as in scripts/parallelize.py"
+    checkpoint = ", checkpoint=True" if layout.recompute else ""
+    return (
+        f"mpisgd.pipeline.Pipeline(stages, schedule={layout.schedule!r}, replicas=dp, "
+        f"num_micro_batches=dp * per_pipeline, loss=loss, optimizer=make_optimizer{checkpoint})"
+    )

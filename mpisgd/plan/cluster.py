@@ -17,7 +17,10 @@ class Link:
         latency_s: from the call that sends a small message to its arrival.
         bytes_per_s: of a long one, in each direction.
         both_ways: the share of this rate that each direction has while long messages cross each other; 1 for
-            full duplex. Open MPI over TCP has less.
+            full duplex. Open MPI over TCP has less, and so has memory, where collectives read what messages
+            copy.
+        crossing_s: what a long message between neighbours waits besides, as its handshake comes behind the
+            long ones that go the same way: the queue in front of the link.
         message_s: what the processor takes for each message besides.
         cpu_s_per_byte: what sending and receiving a byte takes of a core, which cannot compute meanwhile; 0
             where the network card does it alone.
@@ -26,11 +29,12 @@ class Link:
     latency_s: float
     bytes_per_s: float
     both_ways: float = 1.0
+    crossing_s: float = 0.0
     message_s: float = 0.0
     cpu_s_per_byte: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("latency_s", "message_s", "cpu_s_per_byte"):
+        for name in ("latency_s", "crossing_s", "message_s", "cpu_s_per_byte"):
             check_not_negative("Link", name, getattr(self, name))
         check_positive("Link", "bytes_per_s", self.bytes_per_s)
         check_ratio("Link", "both_ways", self.both_ways)
@@ -77,7 +81,13 @@ class Cluster:
         memory_bytes: of a rank; None: as much as it needs.
         operation_s: what an operation of a group takes beside its messages: the check that all ranks do the
             same.
+        meeting_s: what an operation takes longer where the ranks have computed just before, and come to it
+            unevenly: where they share cores, one waits while the other computes.
         tensor_s: what the program takes for each gradient that it has to send, besides its bytes.
+        fresh_s_per_byte: what memory takes that was allocated just before, besides: its first touch; 0 where
+            an allocator keeps it.
+        half_factor: by what an all-reduce of 16-bit floats on a host takes longer for each byte: a CPU adds
+            them in 32 bits.
         price_per_hour: of a host.
         compute_spread: standard deviation of a rank's time for a step, as a share of the mean.
         failures: None: not considered.
@@ -93,7 +103,10 @@ class Cluster:
     memory_bytes_per_s: float = 1e10
     memory_bytes: float | None = None
     operation_s: float = 0.0
+    meeting_s: float = 0.0
     tensor_s: float = 0.0
+    fresh_s_per_byte: float = 0.0
+    half_factor: float = 1.0
     price_per_hour: float = 0.0
     compute_spread: float = 0.0
     failures: Failures | None = None
@@ -104,8 +117,16 @@ class Cluster:
         for name in ("flops_per_s", "memory_bytes"):
             if getattr(self, name) is not None:
                 check_positive("Cluster", name, getattr(self, name))
-        check_positive("Cluster", "memory_bytes_per_s", self.memory_bytes_per_s)
-        for name in ("operation_s", "tensor_s", "price_per_hour", "compute_spread"):
+        for name in ("memory_bytes_per_s", "half_factor"):
+            check_positive("Cluster", name, getattr(self, name))
+        for name in (
+            "operation_s",
+            "meeting_s",
+            "tensor_s",
+            "fresh_s_per_byte",
+            "price_per_hour",
+            "compute_spread",
+        ):
             check_not_negative("Cluster", name, getattr(self, name))
         check_flag("Cluster", "within_is_shared", self.within_is_shared)
         if not isinstance(self.network, Network):

@@ -38,7 +38,8 @@ from typing import Any, NamedTuple
 from mpisgd.arguments import shown
 from mpisgd.errors import InvalidArgument
 from mpisgd.plan.cluster import Cluster, Failures, Link
-from mpisgd.plan.model import Gradient, Layer, Model, StepProfile
+from mpisgd.plan.models.blocks import Block
+from mpisgd.plan.models.model import Gradient, Layer, Model, StepProfile
 from mpisgd.plan.network import FatTree, Network, Switch, Torus
 from mpisgd.plan.units import as_flops, as_nbytes, as_rate, as_seconds
 from mpisgd.tuning.model import CostModel, MeasuredCurves
@@ -101,7 +102,10 @@ SCALARS: dict[str, tuple[str, Callable[[str, Any], Any]]] = {
     "memory": ("memory_bytes", as_nbytes),
     "memory_bandwidth": ("memory_bytes_per_s", as_rate),
     "operation": ("operation_s", as_seconds),
+    "meeting": ("meeting_s", as_seconds),
     "tensor": ("tensor_s", as_seconds),
+    "fresh_memory_per_byte": ("fresh_s_per_byte", as_seconds),
+    "half_factor": ("half_factor", lambda name, value: value),
     "price_per_hour": ("price_per_hour", lambda name, value: value),
     "compute_spread": ("compute_spread", lambda name, value: value),
 }
@@ -109,6 +113,7 @@ LINK: dict[str, tuple[str, Callable[[str, Any], Any]]] = {
     "latency": ("latency_s", as_seconds),
     "bandwidth": ("bytes_per_s", as_rate),
     "both_ways": ("both_ways", lambda name, value: value),
+    "crossing": ("crossing_s", as_seconds),
     "message": ("message_s", as_seconds),
     "cpu_per_byte": ("cpu_s_per_byte", as_seconds),
 }
@@ -245,7 +250,7 @@ def read_model(path: Path) -> Model:
     """Return the model of a TOML file: `itemsize`, and tables [[layer]] in the order of the forward pass.
 
     Of a layer: `name`, `shapes` or `parameters` (how many), `flops` of one example forward, `activations`
-    (bytes of one example), and `repeat`.
+    and `outputs` (bytes of one example), `all_reduces` (see `Block`), and `repeat`. Each is a block.
 
     Raises:
         InvalidArgument: see `read_cluster`.
@@ -267,18 +272,24 @@ def _layers(table: Table) -> list[Layer]:
     shapes = fields.pop("shapes", None) or [[fields.pop("parameters", 0)]]
     flops = as_flops(f"layer {name}: flops", fields.pop("flops", 0.0))
     activations = as_nbytes(f"layer {name}: activations", fields.pop("activations", 0.0))
+    outputs = as_nbytes(f"layer {name}: outputs", fields.pop("outputs", 0.0))
+    all_reduces = fields.pop("all_reduces", 0)
     if fields:
         raise InvalidArgument(f"layer {name}: unknown {', '.join(fields)}")
     if not isinstance(repeat, int) or repeat < 1:
         raise InvalidArgument(f"layer {name}: repeat={shown(repeat)}; expected a number of layers")
     cut = tuple(tuple(shape) for shape in shapes)
     names = [name] if repeat == 1 else [f"{name}.{number}" for number in range(repeat)]
-    return [Layer(each, cut, flops, activations) for each in names]
+    return [Layer(each, cut, flops, activations, outputs, all_reduces) for each in names]
 
 
 def write_step(path: Path, profile: StepProfile) -> None:
     """Write a measured step, to be planned with again."""
-    page = {"format": STEP_FORMAT, **vars(profile), "gradients": [list(g) for g in profile.gradients]}
+    lists = {
+        "gradients": [list(gradient) for gradient in profile.gradients],
+        "blocks": [vars(block) for block in profile.blocks],
+    }
+    page = {"format": STEP_FORMAT, **vars(profile), **lists}
     path.write_text(json.dumps(page, indent=1) + "\n")
 
 
@@ -296,7 +307,11 @@ def read_step(path: Path) -> StepProfile:
             Gradient(str(name), int(place), tuple(map(int, shape)), int(itemsize), float(ready_s))
             for name, place, shape, itemsize, ready_s in page.pop("gradients")
         )
-        found = StepProfile(gradients=gradients, **page)
+        blocks = tuple(
+            Block(**{**block, "shapes": tuple(map(tuple, block["shapes"]))})
+            for block in page.pop("blocks", [])
+        )
+        found = StepProfile(gradients=gradients, blocks=blocks, **page)
     except OSError as exc:
         raise InvalidArgument(f"{path}: {exc.strerror}") from exc
     except (KeyError, TypeError, ValueError, AttributeError) as exc:

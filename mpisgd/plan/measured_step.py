@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mpisgd.errors import JobError
 from mpisgd.plan.files import read_step
-from mpisgd.plan.model import StepProfile
+from mpisgd.plan.models.model import StepProfile
 
 __all__ = ["measure_step"]
 

@@ -8,12 +8,14 @@ from typing import Any
 from mpisgd.bench.report.plots import COLOURS, need_matplotlib
 from mpisgd.bench.report.rows import as_time
 from mpisgd.plan.prediction import Prediction
+from mpisgd.plan.simulation.engine import Task
 from mpisgd.plan.steps.graph import COMMUNICATION, COMPUTE
+from mpisgd.plan.steps.pipeline_step import MESSAGES
 
 __all__ = ["draw_throughput", "draw_timelines"]
 
 STYLES = ("-", "--", ":")
-MOST_TIMELINES, TITLE_CHARACTERS = 6, 80
+MOST_TIMELINES, MOST_LINES, TITLE_CHARACTERS = 6, 16, 80
 TASK_COLOURS = {
     "forward": COLOURS[2],
     "backward": COLOURS[0],
@@ -23,6 +25,7 @@ TASK_COLOURS = {
     "all_gather": COLOURS[3],
     "reduce_scatter": COLOURS[7],
     "exchange": COLOURS[1],
+    "send": COLOURS[6],
     "compress": COLOURS[6],
     "check": COLOURS[5],
 }
@@ -39,7 +42,8 @@ def draw_throughput(path: Path, predictions: Sequence[Prediction], title: str) -
     from matplotlib import pyplot
 
     figure, ax = pyplot.subplots(figsize=(8, 5.5), layout="constrained")
-    methods = list(dict.fromkeys(each.method for each in predictions))
+    # Sorted as the predictions are, the best first.
+    methods = list(dict.fromkeys(each.method for each in predictions))[:MOST_LINES]
     for number, method in enumerate(methods):
         here = sorted((e.cluster.size, e.examples_per_s) for e in predictions if e.method == method)
         style, colour = STYLES[number // len(COLOURS) % len(STYLES)], COLOURS[number % len(COLOURS)]
@@ -101,11 +105,12 @@ def draw_timelines(path: Path, predictions: Sequence[Prediction], title: str) ->
 
 def _draw_step(ax: Any, prediction: Prediction) -> None:
     step = prediction.step
-    both = zip(step.graph.tasks, step.spans, strict=True)
+    both = zip(step.tasks, step.spans, strict=True)
     bars = [(task, span) for task, span in both if span.end_s > span.start_s]
+    tracks = _tracks(step.tasks)
     for name in sorted({_label(task.name) for task, _ in bars}):
         found = [(task, span) for task, span in bars if _label(task.name) == name]
-        places = [(COMPUTE, COMMUNICATION).index(task.track) for task, _ in found]
+        places = [tracks.index(task.track) for task, _ in found]
         starts = [span.start_s * 1e3 for _, span in found]
         widths = [(span.end_s - span.start_s) * 1e3 for _, span in found]
         colour = TASK_COLOURS.get(name, OTHER)
@@ -119,10 +124,19 @@ def _draw_step(ax: Any, prediction: Prediction) -> None:
             linewidth=0.3,
             label=name,
         )
-    ax.set_yticks([0, 1], [COMPUTE, COMMUNICATION], fontsize=8)
+    ax.set_yticks(range(len(tracks)), tracks, fontsize=8)
     ax.invert_yaxis()
     text = f"{prediction.method}, {prediction.cluster.size} ranks: {as_time(prediction.step_s)} on average"
     ax.set_title(text, fontsize=9, loc="left")
+
+
+def _tracks(tasks: Sequence[Task]) -> list[str]:
+    """Return the rows: the program and its queue, or the stages of a pipeline and their messages."""
+    found = list(dict.fromkeys(task.track for task in tasks))
+    if COMPUTE in found:
+        return [COMPUTE, COMMUNICATION]
+    stages = sorted((track for track in found if track != MESSAGES), key=lambda track: int(track.split()[1]))
+    return [*stages, MESSAGES]
 
 
 def _label(name: str) -> str:

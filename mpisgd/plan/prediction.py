@@ -8,11 +8,13 @@ from mpisgd.bench.strategies.method import Method
 from mpisgd.errors import InvalidArgument, MpisgdError
 from mpisgd.plan.cluster import Cluster
 from mpisgd.plan.failures import Interruptions, interruptions
-from mpisgd.plan.model import StepProfile
+from mpisgd.plan.models.model import StepProfile
 from mpisgd.plan.network import FatTree
 from mpisgd.plan.simulation.collectives import AUTO
 from mpisgd.plan.steps.job import PlannedJob
 from mpisgd.plan.steps.memory import Memory, memory_of
+from mpisgd.plan.steps.methods import layouts_of, method_of
+from mpisgd.plan.steps.parallel import Parallel
 from mpisgd.plan.steps.planned_step import PlannedStep
 from mpisgd.plan.steps.strategies import plan_step
 from mpisgd.plan.stragglers import straggler_factor
@@ -122,6 +124,7 @@ class Prediction:
             LEVELS.get(level, BETWEEN): seconds for level, seconds in sorted(levels.items(), key=_seconds)
         }
         found |= {"latency": self.step.alpha_s, "compression": self.step.compression_s}
+        found |= {"pipeline's bubble": self.step.waiting_s}
         return max(found, key=found.__getitem__)
 
 
@@ -197,10 +200,13 @@ def predict_all(
     profile: StepProfile,
     methods: Sequence[Method],
     options: Options | None = None,
+    *,
+    layouts: bool = False,
 ) -> tuple[list[Prediction], list[LeftOut]]:
     """Return the predictions of all methods on all clusters, the fastest first; and what has none.
 
-    Those that fit into memory come before those that do not.
+    Those that fit into memory come before those that do not. With `layouts` there are also tensor and
+    pipeline parallelism, as far as the model's blocks and the ranks allow; see `layouts_of`.
     """
     found: list[Prediction] = []
     left_out: list[LeftOut] = []
@@ -211,9 +217,23 @@ def predict_all(
                 found.append(predict(cluster, profile, method, options))
             except MpisgdError as exc:
                 left_out.append(LeftOut(method.name, cluster.size, str(exc)))
+        for layout in layouts_of(cluster, profile) if layouts and cluster.size > 1 else []:
+            found.append(_with_layout(cluster, profile, layout, options))
     if not found and left_out:
         raise InvalidArgument(left_out[0].reason)
     return sorted(found, key=lambda each: (not each.fits, -each.examples_per_s)), left_out
+
+
+def _with_layout(
+    cluster: Cluster, profile: StepProfile, layout: Parallel, options: Options | None
+) -> Prediction:
+    """Return the prediction of a layout; where it does not fit, with activations that are computed again."""
+    found = predict(cluster, profile, method_of(layout), options)
+    return (
+        found
+        if found.fits
+        else predict(cluster, profile, method_of(replace(layout, recompute=True)), options)
+    )
 
 
 def with_faster(cluster: Cluster, what: str, factor: float) -> Cluster:

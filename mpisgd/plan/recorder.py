@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from mpisgd.plan.files import write_step
-from mpisgd.plan.model import OPTIMIZERS, Gradient, StepProfile
-from mpisgd.plan.saved_bytes import SavedBytes
+from mpisgd.plan.models.model import OPTIMIZERS, Gradient, StepProfile
+from mpisgd.plan.models.saved_bytes import SavedBytes
 
 __all__ = ["RecordedStep", "StepRecorder", "main", "median_step"]
 

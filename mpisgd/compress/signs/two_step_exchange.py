@@ -131,7 +131,9 @@ class TwoStepExchange:
 
         And as many magnitudes for each chunk as the one of most tensors needs.
         """
-        return 2 * (size - 1) * _codes(lengths, dtype, size)[0].nbytes
+        chunk = chunk_numel(sum(lengths), size)
+        pieces = pieces_by_owner(lengths, chunk, size)
+        return 2 * (size - 1) * SignCode(pieces[0], dtype, max(map(len, pieces)), chunk).nbytes
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's errors."""

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpisgd.errors import InvalidArgument
-from mpisgd.plan.cluster import Cluster
+from mpisgd.plan.cluster import Cluster, Link
 from mpisgd.plan.simulation.engine import Task, simulate
 from mpisgd.plan.simulation.messages import ALL_REDUCE, Round, collective_rounds
 
@@ -71,19 +71,20 @@ def _loads(cluster: Cluster, each: Round) -> Iterator[_Load]:
     """Yield where the messages of a round go, unless it is one of everyone with everyone."""
     k, far = cluster.ranks_per_host, each.src // cluster.ranks_per_host != each.dst // cluster.ranks_per_host
     inside, outside = np.flatnonzero(~far), np.flatnonzero(far)
+    here = _rate(cluster.within, each)
     if cluster.within_is_shared:
-        yield _Load("memory", cluster.within.bytes_per_s, inside, each.src[inside] // k)
+        yield _Load("memory", here, inside, each.src[inside] // k)
     else:
-        yield _Load("rank out", cluster.within.bytes_per_s, inside, each.src[inside])
-        yield _Load("rank in", cluster.within.bytes_per_s, inside, each.dst[inside])
-    rate = _rate_between(cluster, each)
+        yield _Load("rank out", here, inside, each.src[inside])
+        yield _Load("rank in", here, inside, each.dst[inside])
+    rate = _rate(cluster.between, each)
     for crossing in cluster.network.crossings(each.src[outside] // k, each.dst[outside] // k):
         messages = outside[crossing.messages]
         yield _Load(crossing.level, crossing.width * rate, messages, crossing.links)
 
 
-def _rate_between(cluster: Cluster, each: Round) -> float:
-    return cluster.between.bytes_per_s * (1.0 if each.in_frames else cluster.between.both_ways)
+def _rate(link: Link, each: Round) -> float:
+    return link.bytes_per_s * (1.0 if each.in_frames else link.both_ways)
 
 
 def round_seconds(cluster: Cluster, each: Round) -> Cost:
@@ -117,7 +118,7 @@ def _everyone_seconds(cluster: Cluster, each: Round) -> Cost:
     network, link, others = cluster.network, cluster.between, cluster.hosts - 1
     latency = network.max_hops(cluster.hosts) * link.latency_s + others * link.message_s
     carried = (
-        network.busiest_if_all_send(cluster.hosts) * cluster.ranks_per_host / _rate_between(cluster, each)
+        network.busiest_if_all_send(cluster.hosts) * cluster.ranks_per_host / _rate(cluster.between, each)
     )
     added = others * _adding_s(cluster, each)
     return Cost(latency, each.nbytes * (carried + added))

@@ -37,7 +37,8 @@ class Round:
         combines: whether what arrives is added to what is there.
         everyone: instead of `src` and `dst`, each rank sends to the ranks of the same place on all other
             hosts; where hosts are many, pairs are too many to list.
-        in_frames: whether messages travel as small ones, which cross each other without taking turns.
+        in_frames: whether messages travel as small ones, which cross each other without taking turns, or are
+            read from shared memory.
     """
 
     src: Array
@@ -110,7 +111,7 @@ def node(place: Placement, nbytes: float) -> list[Round]:
     src, dst = _all_pairs(k)
     hosts = np.arange(place.hosts)[:, None] * k
     both = ((hosts + src).ravel(), (hosts + dst).ravel())
-    return _direct(both, nbytes / k)
+    return [replace(each, in_frames=True) for each in _direct(both, nbytes / k)]
 
 
 def _direct(pairs: tuple[Array, Array], nbytes: float) -> list[Round]:

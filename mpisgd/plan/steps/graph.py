@@ -49,10 +49,15 @@ class StepGraph:
         """Add what the program computes; return its place."""
         return self._add(Task(name, {CORE: seconds}, tuple(after), track=COMPUTE))
 
-    def move(self, name: str, nbytes: float, after: Iterable[int] = (), tensors: int = 0) -> int:
-        """Add what only reads and writes memory, and what so many tensors take besides."""
-        seconds = nbytes / self.cluster.memory_bytes_per_s + tensors * self.cluster.tensor_s
-        return self.compute(name, seconds, after)
+    def move(
+        self, name: str, nbytes: float, after: Iterable[int] = (), tensors: int = 0, fresh: float = 0.0
+    ) -> int:
+        """Add what only reads and writes memory, of which so many bytes are allocated for it, and what so
+        many tensors take besides.
+        """
+        cluster = self.cluster
+        seconds = nbytes / cluster.memory_bytes_per_s + fresh * cluster.fresh_s_per_byte
+        return self.compute(name, seconds + tensors * cluster.tensor_s, after)
 
     def begin_operation(self, after: Iterable[int] = ()) -> int:
         """Add the check with which an operation of the group begins; what follows belongs to it."""
@@ -95,6 +100,9 @@ class StepGraph:
             task = Task("compress", {CORE: wire.compute_s}, tuple(after), track=COMMUNICATION)
             place = self._add(task)
             self.compression_s += wire.compute_s
+            # A part of it comes before each collective.
+            meetings = Cost(self.cluster.meeting_s * len(wire.operations), 0.0)
+            place = self.communicate("meeting", meetings, 0.0)
         for collective, nbytes, members in wire.operations:
             place = self.collective(collective, nbytes, after if place is None else (place,), members)
         self.sent_bytes += wire.sent_bytes

@@ -9,7 +9,7 @@ from mpisgd.compress.compressor import Compressor
 from mpisgd.gradients.bucketing import ALIGN_BYTES, Bucket, Item, plan_buckets
 from mpisgd.optim.distributed import DEFAULT_BUCKET_CAP_BYTES
 from mpisgd.plan.cluster import Cluster
-from mpisgd.plan.model import Gradient, StepProfile
+from mpisgd.plan.models.model import Gradient, StepProfile
 from mpisgd.plan.simulation.collectives import AUTO
 from mpisgd.plan.steps.graph import StepGraph
 from mpisgd.plan.steps.wire import Wire, dtype_of, wire_of

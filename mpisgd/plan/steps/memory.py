@@ -19,6 +19,8 @@ from mpisgd.compress.per_host import PerHost
 from mpisgd.errors import InvalidArgument
 from mpisgd.plan.steps.gossip import rounds_of_graph
 from mpisgd.plan.steps.job import PlannedJob
+from mpisgd.plan.steps.layout import divide
+from mpisgd.plan.steps.parallel import Parallel
 from mpisgd.plan.steps.wire import dtype_of
 
 __all__ = ["Memory", "memory_of", "zero_bytes"]
@@ -74,13 +76,10 @@ class Memory:
 
 def memory_of(job: PlannedJob, strategy: Any) -> Memory:
     """Return what a rank of a job keeps."""
-    kept = _kept(job, strategy)
     travels = job.cluster.size > 1
-    return Memory(
-        **kept,
-        compression=_compression_bytes(job) if travels and job.is_compressed() else 0.0,
-        activations=job.profile.activation_bytes,
-    )
+    compression = _compression_bytes(job) if travels and job.is_compressed() else 0.0
+    rest = {"compression": compression, "activations": job.profile.activation_bytes}
+    return Memory(**{**rest, **_kept(job, strategy)})
 
 
 def _kept(job: PlannedJob, strategy: Any) -> dict[str, float]:
@@ -159,6 +158,22 @@ def _parameter_server(job: PlannedJob, strategy: Any) -> dict[str, float]:
     return {"strategy": 2 * version / size + version / size}
 
 
+def _parallel(job: PlannedJob, layout: Parallel) -> dict[str, float]:
+    """What the rank keeps that has most: the first of a pipeline has the most activations, as a rule."""
+    model, itemsize = divide(job, layout), job.profile.nbytes / job.profile.numel
+    state = job.profile.state_bytes / job.profile.numel
+    ranks = [
+        {
+            "parameters": model.numel_of(place) * itemsize,
+            "gradients": model.numel_of(place) * itemsize,
+            "optimizer": model.numel_of(place) * state,
+            "activations": model.kept_bytes(place),
+        }
+        for place in range(model.grid.pp)
+    ]
+    return max(ranks, key=lambda parts: sum(parts.values()))
+
+
 PARTS: dict[str, Callable[[PlannedJob, Any], dict[str, float]]] = {
     "Synchronous": _synchronous,
     "Overlap": _synchronous,
@@ -169,6 +184,7 @@ PARTS: dict[str, Callable[[PlannedJob, Any], dict[str, float]]] = {
     "ParameterServer": _parameter_server,
     "Sharded": _sharded,
     "FullyShard": _fully_sharded,
+    "Parallel": _parallel,
 }
 
 

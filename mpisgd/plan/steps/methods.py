@@ -1,4 +1,4 @@
-"""What is planned for: the strategies of `DistributedOptimizer` with a compression, and torch's sharding."""
+"""What is planned for: strategies of `DistributedOptimizer` with compressions, torch's sharding, layouts."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,9 +6,12 @@ from typing import Any
 from mpisgd.arguments import shown
 from mpisgd.bench.strategies.method import Method, methods_of
 from mpisgd.errors import InvalidArgument
+from mpisgd.plan.cluster import Cluster
+from mpisgd.plan.models.model import StepProfile
+from mpisgd.plan.steps.parallel import Parallel, lies_evenly
 from mpisgd.strategies.from_text import call_of
 
-__all__ = ["DEFAULT_METHODS", "FullyShard", "Overlap", "planned_methods"]
+__all__ = ["DEFAULT_METHODS", "FullyShard", "Overlap", "layouts_of", "method_of", "planned_methods"]
 
 DEFAULT_METHODS = (
     "Synchronous",
@@ -46,7 +49,7 @@ class Overlap:
 
 
 # What is no strategy of the optimizer's, or takes an option beside it.
-OWN: dict[str, Any] = {"FullyShard": FullyShard, "Overlap": Overlap}
+OWN: dict[str, Any] = {"FullyShard": FullyShard, "Overlap": Overlap, "Parallel": Parallel}
 
 
 def planned_methods(text: str) -> list[Method]:
@@ -74,3 +77,35 @@ def _own(name: str, text: str) -> Any:
         return OWN[name](*arguments, **options)
     except TypeError as exc:
         raise InvalidArgument(f"strategy {shown(text)}: {exc}") from exc
+
+
+MOST_STAGES = 16
+
+
+def layouts_of(cluster: Cluster, profile: StepProfile) -> list[Parallel]:
+    """Return tensor and pipeline parallelism, and both, beside data parallelism, as far as they go together.
+
+    Tensor parallelism on a host alone, as it sends in every block; powers of two of each; schedules 1F1B and,
+    of what mpisgd.pipeline trains, GPipe.
+    """
+    blocks = profile.blocks
+    divides = any(block.all_reduces for block in blocks)
+    tensor = _powers(cluster.ranks_per_host if divides else 1)
+    stages = [pp for pp in _powers(min(MOST_STAGES, len(blocks))) if pp <= cluster.size]
+    return [
+        Parallel(tp, pp, schedule)
+        for tp in tensor
+        for pp in stages
+        for schedule in ("1f1b", "gpipe")[: 1 if pp == 1 or tp > 1 else 2]
+        if tp * pp > 1 and lies_evenly(cluster, tp, pp)
+    ]
+
+
+def method_of(layout: Parallel) -> Method:
+    """Return a layout as a method."""
+    (method,) = planned_methods(layout.text)
+    return method
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << bit for bit in range(max(0, most).bit_length())]

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from mpisgd.plan.cluster import Cluster
-from mpisgd.plan.model import Gradient
-from mpisgd.plan.simulation.engine import Span
+from mpisgd.plan.models.model import Gradient
+from mpisgd.plan.simulation.engine import Span, Task
 from mpisgd.plan.steps.graph import COMMUNICATION, StepGraph
 from mpisgd.plan.steps.job import PlannedJob
 
@@ -34,8 +34,9 @@ class PlannedStep:
         compression_s: what compressing and decompressing computes.
         sent_bytes: of each rank, by the formulas of what travels.
         traffic: bytes on the busiest link of each level.
-        graph: the tasks of the step that communicates most.
+        tasks: of the step that communicates most.
         spans: when they run.
+        waiting_s: in which a rank of a pipeline has nothing to do, on average.
     """
 
     step_s: float
@@ -45,8 +46,9 @@ class PlannedStep:
     compression_s: float
     sent_bytes: float
     traffic: dict[str, float]
-    graph: StepGraph
+    tasks: Sequence[Task]
     spans: Sequence[Span]
+    waiting_s: float = 0.0
 
 
 def train(job: PlannedJob, graph: StepGraph) -> None:
@@ -117,7 +119,7 @@ def every_step(job: PlannedJob, graph: StepGraph, optimizer_s: float | None = No
         compression_s=graph.compression_s,
         sent_bytes=graph.sent_bytes,
         traffic=dict(graph.traffic),
-        graph=graph,
+        tasks=graph.tasks,
         spans=spans,
     )
 

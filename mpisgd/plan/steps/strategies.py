@@ -9,10 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 from mpisgd.errors import InvalidArgument
-from mpisgd.plan.model import Gradient, StepProfile
+from mpisgd.plan.models.model import Gradient, StepProfile
 from mpisgd.plan.steps.gossip import add_mixing
 from mpisgd.plan.steps.graph import StepGraph
 from mpisgd.plan.steps.job import PlannedJob
+from mpisgd.plan.steps.layout import divide
+from mpisgd.plan.steps.parallel import Parallel
+from mpisgd.plan.steps.pipeline_step import plan_pipeline
 from mpisgd.plan.steps.planned_step import (
     PlannedStep,
     all_reduce_bytes,
@@ -24,6 +27,7 @@ from mpisgd.plan.steps.planned_step import (
     train,
     update,
 )
+from mpisgd.plan.steps.tensor_step import add_traffic, job_of_stage
 
 __all__ = ["plan_step"]
 
@@ -74,7 +78,7 @@ def _local_sgd(job: PlannedJob, strategy: Any) -> PlannedStep:
     """See `mpisgd.strategies.local_sgd`: the mean every `period` steps, on each host maybe more often."""
     graph = alone(job)
     if job.is_compressed():
-        graph.move("changes", 3 * job.profile.nbytes)
+        graph.move("changes", 3 * job.profile.nbytes, fresh=job.profile.nbytes)
     mean_of_parameters(job, graph)
     if job.is_compressed():
         graph.move("mean", 5 * job.profile.nbytes)
@@ -104,7 +108,7 @@ def _diloco(job: PlannedJob, strategy: Any) -> PlannedStep:
     graph = job.graph()
     train(job, graph)
     update(job, graph)
-    graph.move("changes", 3 * job.profile.nbytes)
+    graph.move("changes", 3 * job.profile.nbytes, fresh=job.profile.nbytes)
     if overlap:
         graph.begin_operation([len(graph.tasks) - 1])
         for nbytes in job.messages():
@@ -116,14 +120,15 @@ def _diloco(job: PlannedJob, strategy: Any) -> PlannedStep:
         graph.wait()
     else:
         mean_of_parameters(job, graph)
-    graph.move("outer step", (OUTER_MOVED - 3) * job.profile.nbytes)
+    outer = (OUTER_MOVED - 3) * job.profile.nbytes
+    graph.move("outer step", outer, tensors=len(job.profile.gradients))
     return every(job, strategy.sync_every, graph, 1 + overlap)
 
 
 def _elastic_averaging(job: PlannedJob, strategy: Any) -> PlannedStep:
     """See `mpisgd.strategies.elastic_averaging`."""
     graph = alone(job)
-    graph.move("differences", 6 * job.profile.nbytes)
+    graph.move("differences", 6 * job.profile.nbytes, fresh=job.profile.nbytes)
     mean_of_parameters(job, graph)
     graph.move("centre", 3 * job.profile.nbytes)
     return every(job, strategy.every, graph)
@@ -244,6 +249,23 @@ def _gossip(job: PlannedJob, strategy: Any) -> PlannedStep:
     return every(job, strategy.every, graph)
 
 
+def _parallel(job: PlannedJob, layout: Parallel) -> PlannedStep:
+    """A pipeline by its schedule; without one, blocks divided over tp, and gradients over dp as always."""
+    if layout.pp > 1:
+        return plan_pipeline(job, layout)
+    model = divide(job, layout)
+    (stage,), passes = model.stages, model.shape.num_micro_batches
+    found = _synchronous(job_of_stage(job, model), None)
+    sums = all_reduce_bytes(model.grid.tensor_group, stage.summed_bytes * passes)
+    return replace(
+        found,
+        communication_s=found.communication_s + stage.sums_s * passes,
+        alpha_s=found.alpha_s + stage.sums_alpha_s * passes,
+        sent_bytes=found.sent_bytes + sums,
+        traffic=add_traffic(found.traffic, model, stage.summed_bytes * passes),
+    )
+
+
 STEPS: dict[str, Callable[[PlannedJob, Any], PlannedStep]] = {
     "Synchronous": _synchronous,
     "Overlap": _with_overlap,
@@ -254,4 +276,5 @@ STEPS: dict[str, Callable[[PlannedJob, Any], PlannedStep]] = {
     "ParameterServer": _parameter_server,
     "Sharded": _sharded,
     "FullyShard": _fully_sharded,
+    "Parallel": _parallel,
 }

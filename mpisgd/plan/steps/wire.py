@@ -122,9 +122,10 @@ def _operations(cluster: Cluster, compression: Compressor, sent: int) -> list[Op
 
 
 def _wider_on_the_way(cluster: Cluster, compression: Compressor) -> float:
-    """Return by what more bytes travel: a host's sum of 16-bit floats goes to others as float32."""
-    half = isinstance(compression, Cast) and cluster.hosts > 1 and cluster.ranks_per_host > 1
-    return 1.5 if half else 1.0
+    """Return by what more bytes count: a host's sum of 16-bit floats goes to others as float32."""
+    if not isinstance(compression, Cast) or cluster.ranks_per_host == 1:
+        return 1.0
+    return 1.5 if cluster.hosts > 1 else cluster.half_factor
 
 
 def _per_host(

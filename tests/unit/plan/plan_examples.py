@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpisgd.plan.cluster import Cluster, Link
-from mpisgd.plan.model import Gradient, StepProfile
+from mpisgd.plan.models.model import Gradient, StepProfile
 from mpisgd.plan.prediction import predict
 from mpisgd.plan.steps.methods import planned_methods
 

@@ -90,10 +90,10 @@ def test_pictures_are_written(files, tmp_path):
     [
         (["none.toml", "--model", "mlp"], "No such file"),
         (["CLUSTER", "--model", "large"], "mlp, deep, transformer"),
-        (["CLUSTER"], "either --model, or --measure and a program"),
+        (["CLUSTER"], "expected --model, or --measure and a program"),
         (
-            ["CLUSTER", "--model", "mlp", "--measure", "train.py"],
-            "either --model, or --measure and a program",
+            ["CLUSTER", "--model", "mlp", "train.py"],
+            "expected --model, or --measure and a program",
         ),
         (["CLUSTER", "--model", "mlp", "--ranks", "12"], "12 ranks"),
         (["CLUSTER", "--model", "mlp", "--ranks", "many"], "expected for example 1,2,4"),

@@ -5,6 +5,7 @@ backward                               |   layer 3   |   layer 2   |   layer 1  
 gradients ready                                      ^             ^             ^
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,8 +14,18 @@ from typing import NamedTuple
 from mpisgd.arguments import check_positive, shown
 from mpisgd.errors import InvalidArgument
 from mpisgd.plan.cluster import Cluster, check_not_negative
+from mpisgd.plan.models.blocks import Block
 
-__all__ = ["OPTIMIZERS", "Gradient", "Layer", "Model", "OptimizerCost", "StepProfile", "profile_of"]
+__all__ = [
+    "OPTIMIZERS",
+    "Gradient",
+    "Layer",
+    "Model",
+    "OptimizerCost",
+    "StepProfile",
+    "blocks_of",
+    "profile_of",
+]
 
 Shape = tuple[int, ...]
 # A product of matrices forward is two of the same size backward: for the input, and for the weights.
@@ -50,15 +61,21 @@ class Layer:
         shapes: of its parameters, in the order in which the optimizer has them.
         flops: of the forward pass, for one example.
         activation_bytes: what is kept for the backward pass, for one example.
+        output_bytes: what goes to the next layer, for one example.
+        all_reduces: see `Block`.
+        block: the name of the part of the model that a pipeline does not cut; "": the layer itself.
     """
 
     name: str
     shapes: tuple[Shape, ...]
     flops: float
     activation_bytes: float = 0.0
+    output_bytes: float = 0.0
+    all_reduces: int = 0
+    block: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("flops", "activation_bytes"):
+        for name in ("flops", "activation_bytes", "output_bytes", "all_reduces"):
             check_not_negative(f"layer {self.name}", name, getattr(self, name))
         for shape in self.shapes:
             if not all(isinstance(length, int) and length >= 0 for length in shape):
@@ -136,6 +153,7 @@ class StepProfile:
         gradients: in the order in which they become ready.
         optimizer: which one, of OPTIMIZERS.
         activation_bytes: what is kept for the backward pass at most.
+        blocks: of the model, in the order of the forward pass; none: not known.
     """
 
     name: str
@@ -146,6 +164,7 @@ class StepProfile:
     gradients: tuple[Gradient, ...]
     optimizer: str = "sgd"
     activation_bytes: float = 0.0
+    blocks: tuple[Block, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("forward_s", "backward_s", "optimizer_s", "activation_bytes"):
@@ -177,7 +196,36 @@ class StepProfile:
         """Return the profile with forward and backward so many times as long."""
         gradients = tuple(each._replace(ready_s=each.ready_s * factor) for each in self.gradients)
         forward_s, backward_s = self.forward_s * factor, self.backward_s * factor
-        return replace(self, gradients=gradients, forward_s=forward_s, backward_s=backward_s)
+        blocks = tuple(block.slower(factor) for block in self.blocks)
+        return replace(self, gradients=gradients, forward_s=forward_s, backward_s=backward_s, blocks=blocks)
+
+    def with_blocks_of(self, model: Model, fixed_s: float = 0.0, divided_s: float = 0.0) -> "StepProfile":
+        """Return the profile with the blocks of a model, whose times are divided as its operations are.
+
+        Args:
+            model: of the same parameters.
+            fixed_s: of forward and backward, what does not depend on the number of examples.
+            divided_s: what both take besides where tensor parallelism divides the model.
+
+        Raises:
+            InvalidArgument: the model has another number of parameters.
+        """
+        if model.numel != self.numel:
+            raise InvalidArgument(
+                f"plan: {model.name} has {model.numel:,} parameters, the step of {self.name} {self.numel:,}"
+            )
+        share = sum(layer.flops for layer in model.layers)
+        times = [layer.flops / share if share else 0.0 for layer in model.layers]
+        forward = [self.forward_s * each for each in times]
+        backward = [self.backward_s * each for each in times]
+        found = blocks_of(model, self.batch, forward, backward)
+        both_s = max(1e-12, self.compute_s)
+        shares = [(block.forward_s + block.backward_s) / both_s for block in found]
+        blocks = [
+            replace(block, fixed_s=fixed_s * share, divided_s=divided_s * share)
+            for block, share in zip(found, shares, strict=True)
+        ]
+        return replace(self, blocks=tuple(blocks))
 
 
 def check_optimizer(name: str) -> None:
@@ -208,6 +256,29 @@ def profile_of(model: Model, cluster: Cluster, batch: int, optimizer: str = "sgd
         gradients=gradients,
         optimizer=optimizer,
         activation_bytes=sum(layer.activation_bytes for layer in model.layers) * batch,
+        blocks=blocks_of(model, batch, forward, [BACKWARD * seconds for seconds in forward]),
+    )
+
+
+def blocks_of(
+    model: Model, batch: float, forward: Sequence[float], backward: Sequence[float]
+) -> tuple[Block, ...]:
+    """Return the blocks of a model, from what its layers take."""
+    both = zip(model.layers, forward, backward, strict=True)
+    groups = itertools.groupby(both, key=lambda each: each[0].block or each[0].name)
+    return tuple(_block(name, batch, list(group)) for name, group in groups)
+
+
+def _block(name: str, batch: float, group: Sequence[tuple[Layer, float, float]]) -> Block:
+    layers, forward, backward = zip(*group, strict=True)
+    return Block(
+        name,
+        tuple(shape for layer in layers for shape in layer.shapes),
+        sum(forward),
+        sum(backward),
+        layers[-1].output_bytes * batch,
+        sum(layer.activation_bytes for layer in layers) * batch,
+        sum(layer.all_reduces for layer in layers),
     )
 
 

@@ -1,0 +1,133 @@
+"""The stages of a model: which blocks, and what a micro-batch takes, sends and keeps there.
+
+    stage 0: embedding, block 0, block 1 | stage 1: block 2, block 3 | ...      times as equal as can be
+
+With t ranks along tp, a block of f seconds for all examples of a pipeline takes f / t, and its all-reduces
+of the micro-batch's activations, which nothing hides (Shoeybi and others 2019).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from mpisgd.errors import InvalidArgument
+from mpisgd.pipeline.balance import balance
+from mpisgd.plan.models.blocks import Block
+from mpisgd.plan.models.model import StepProfile
+from mpisgd.plan.simulation.collectives import AUTO, Cost, cost_of, fastest
+from mpisgd.plan.steps.parallel import Grid, Parallel
+
+__all__ = ["PlannedStage", "stages_of"]
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """A stage on one rank.
+
+    Attributes:
+        forward_s: of a micro-batch, with its all-reduces.
+        backward_s: and backward, with the forward pass again where that is recomputed.
+        sums_s: what all-reduces take in both.
+        sums_alpha_s: of this, what more bytes per second would not shorten.
+        summed_bytes: of the activations that are added up in both.
+        output_bytes: of a micro-batch, what goes to the next stage.
+        numel: parameters of the rank.
+        activation_bytes: what a micro-batch keeps until its backward pass.
+        pass_bytes: what the backward pass of one needs besides.
+    """
+
+    forward_s: float
+    backward_s: float
+    sums_s: float
+    sums_alpha_s: float
+    summed_bytes: float
+    output_bytes: float
+    numel: float
+    activation_bytes: float
+    pass_bytes: float
+
+
+def stages_of(
+    profile: StepProfile, grid: Grid, layout: Parallel, num_micro_batches: int, algorithm: str = AUTO
+) -> list[PlannedStage]:
+    """Return the stages of a layout.
+
+    Raises:
+        InvalidArgument: the blocks are not known, are fewer than stages, or cannot be divided.
+    """
+    blocks = profile.blocks
+    if not blocks:
+        raise InvalidArgument("plan: the step has no blocks to divide; expected a --model that has them")
+    if len(blocks) < layout.num_stages:
+        raise InvalidArgument(f"plan: {layout.num_stages} stages of {len(blocks)} blocks")
+    if layout.tp > 1 and not any(block.all_reduces for block in blocks):
+        raise InvalidArgument(f"plan: {profile.name} has no block that tensor parallelism divides")
+    share = grid.tp * grid.pp / num_micro_batches  # of a rank's batch, in a micro-batch
+    passes = [_Pass(block, grid, share, algorithm) for block in blocks]
+    sizes = balance([each.forward_s + each.backward_s for each in passes], layout.num_stages)
+    ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
+    # `mpisgd.pipeline` keeps the inputs of stages, `train_text.py --checkpoint-activations` those of blocks.
+    by_stage = layout.pp > 1 and layout.tp == 1
+    recompute = (_Recompute.STAGES if by_stage else _Recompute.BLOCKS) if layout.recompute else None
+    return [
+        _stage(passes[end - size : end], passes[end - size - 1] if end > size else None, recompute)
+        for size, end in zip(sizes, ends, strict=True)
+    ]
+
+
+class _Recompute(Enum):
+    """What is computed again at once."""
+
+    STAGES = "stages"
+    BLOCKS = "blocks"
+
+
+class _Pass:
+    """A micro-batch in a block."""
+
+    def __init__(self, block: Block, grid: Grid, share: float, algorithm: str) -> None:
+        self.output_bytes = block.output_bytes * share
+        sums = block.all_reduces if grid.tp > 1 else 0
+        cost = _sum_cost(grid, self.output_bytes, algorithm) if sums else Cost(0.0, 0.0)
+        self.sums_alpha_s, self.summed_bytes = sums * cost.alpha_s, sums * self.output_bytes
+        self.sums_s = sums * cost.seconds(self.output_bytes)
+        forward_s, backward_s = block.seconds_of(share, grid.tp)
+        self.forward_s, self.backward_s = forward_s + self.sums_s, backward_s + self.sums_s
+        self.numel = block.numel_of(grid.tp)
+        self.activation_bytes = block.activations_of(grid.tp) * share
+
+
+def _sum_cost(grid: Grid, nbytes: float, algorithm: str) -> Cost:
+    """Return what an all-reduce of activations takes, with the check that all ranks do the same."""
+    group = grid.tensor_group
+    check = group.operation_s + (group.between.latency_s if group.hosts > 1 else 0.0)
+    cost = cost_of(group, fastest(group, nbytes, algorithm))
+    return Cost(cost.alpha_s + check, cost.beta_s_per_byte)
+
+
+def _stage(passes: Sequence[_Pass], before: _Pass | None, recompute: _Recompute | None) -> PlannedStage:
+    forward_s = sum(each.forward_s for each in passes)
+    kept, again = _kept(passes, before, recompute)
+    num_passes = 3 if recompute else 2
+    return PlannedStage(
+        forward_s=forward_s,
+        backward_s=sum(each.backward_s for each in passes) + (forward_s if recompute else 0.0),
+        sums_s=num_passes * sum(each.sums_s for each in passes),
+        sums_alpha_s=num_passes * sum(each.sums_alpha_s for each in passes),
+        summed_bytes=num_passes * sum(each.summed_bytes for each in passes),
+        output_bytes=passes[-1].output_bytes,
+        numel=sum(each.numel for each in passes),
+        activation_bytes=kept,
+        pass_bytes=again,
+    )
+
+
+def _kept(passes: Sequence[_Pass], before: _Pass | None, recompute: _Recompute | None) -> tuple[float, float]:
+    """Return the activations that are kept until the backward pass, and those that it needs besides."""
+    each = [one.activation_bytes for one in passes]
+    outputs = [before.output_bytes if before is not None else 0.0, *(one.output_bytes for one in passes)]
+    if recompute is None:
+        return sum(each), 0.0
+    if recompute is _Recompute.STAGES:
+        return outputs[0] + outputs[-1], sum(each)
+    return sum(outputs), max(each)

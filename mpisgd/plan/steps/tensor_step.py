@@ -1,0 +1,71 @@
+"""A `Parallel` layout without a pipeline: what each rank of a tp group computes and sends.
+
+Its step is that of data parallelism over the dp group: fewer parameters, shorter passes, the all-reduces of
+activations in them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from mpisgd.plan.models.blocks import Block
+from mpisgd.plan.models.model import Gradient, StepProfile
+from mpisgd.plan.simulation.collectives import fastest, link_bytes, rounds_of
+from mpisgd.plan.steps.job import PlannedJob
+from mpisgd.plan.steps.layout import DividedModel
+
+__all__ = ["add_traffic", "job_of_stage"]
+
+
+def job_of_stage(job: PlannedJob, model: DividedModel) -> PlannedJob:
+    """Return what one rank of each tp group does, with the ranks that have the same parameters."""
+    profile, grid = job.profile, model.grid
+    (stage,), passes = model.stages, model.shape.num_micro_batches
+    forward_s, backward_s = stage.forward_s * passes, stage.backward_s * passes
+    gradients = _gradients(profile, grid.tp, forward_s, stage.backward_s)
+    late_s = stage.backward_s * (passes - 1)  # gradients are complete in the last backward pass
+    divided = StepProfile(
+        profile.name,
+        profile.batch * grid.tp,
+        forward_s,
+        backward_s,
+        profile.optimizer_s * stage.numel / profile.numel,
+        tuple(each._replace(ready_s=each.ready_s + late_s) for each in gradients),
+        profile.optimizer,
+    )
+    return replace(job, cluster=grid.data_group, profile=divided)
+
+
+def _gradients(profile: StepProfile, tp: int, start_s: float, backward_s: float) -> list[Gradient]:
+    """Return a rank's gradients: those of the last block first, each at its block's end."""
+    found: list[Gradient] = []
+    itemsize = profile.gradients[0].itemsize
+    total_s, now = sum(block.backward_s for block in profile.blocks), 0.0
+    place = sum(len(block.shapes) for block in profile.blocks)
+    for block in reversed(profile.blocks):
+        now += block.backward_s / total_s * backward_s if total_s else 0.0
+        for number in reversed(range(len(block.shapes))):
+            place -= 1
+            shape = _divided(block, number, tp)
+            found.append(Gradient(f"{block.name}.{number}", place, shape, itemsize, start_s + now))
+    return found
+
+
+def _divided(block: Block, number: int, tp: int) -> tuple[int, ...]:
+    """Return the shape of a rank's part of a parameter."""
+    shape = block.shapes[number]
+    if len(shape) < 2 or not block.all_reduces:
+        return shape
+    return (-(-shape[0] // tp), *shape[1:])
+
+
+def add_traffic(traffic: Mapping[str, float], model: DividedModel, nbytes: float) -> dict[str, float]:
+    """Return the bytes on the busiest link of each level, of all groups of ranks: dp's, and sums over tp."""
+    k = model.grid.cluster.ranks_per_host
+    data, tensor = model.grid.data_group, model.grid.tensor_group
+    found = {level: most * max(1, k // data.ranks_per_host) for level, most in traffic.items()}
+    if tensor.size > 1 and nbytes:
+        rounds = rounds_of(tensor, fastest(tensor, nbytes), 1.0)
+        for level, (most, _) in link_bytes(tensor, rounds).items():
+            groups = max(1, k // tensor.ranks_per_host)
+            found[level] = found.get(level, 0.0) + most * nbytes * groups
+    return found
