@@ -25,7 +25,7 @@ __all__ = ["AFTER_FAILURE", "Recorder", "Tests", "main", "of_case"]
 
 Tests = Mapping[str, Callable[[], object]]
 AFTER_FAILURE = 9  # exit code of a job whose last test has failed
-ERROR = re.compile(r"^\w[\w.]*: .*", re.MULTILINE)  # in a traceback, the exception
+ERROR = re.compile(r"^\w[\w.]*(?:: .*)?$", re.MULTILINE)  # in a traceback, the exception
 # After a failure the other ranks have so long to say what they have found.
 GRACE_S = 5.0
 

@@ -116,8 +116,8 @@ def join(names: Iterable[str], reports: Sequence[Mapping[str, Outcome | None]], 
     for name in names:
         if any(name in report for report in reports):
             ended = [outcome for report in reports if (outcome := report.get(name))]
-            worst = max(ended, key=lambda one: SEVERITY.index(one.outcome), default=Outcome(name, "failed"))
-            if len(ended) < len(reports) and worst.outcome != "failed":
-                worst = Outcome(name, "failed", f"the job has ended in it: {end}")
+            if len(ended) < len(reports):
+                ended.append(Outcome(name, "failed", f"the job has ended in it: {end}"))
+            worst = max(ended, key=lambda one: SEVERITY.index(one.outcome))
             joined.append(worst)
     return joined

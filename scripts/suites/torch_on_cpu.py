@@ -81,6 +81,7 @@ def take_gpus_away() -> None:
         kind.cuda = lambda self, *_, **__: self
         kind.to = to_cpu(kind.to)
     torch.cuda.set_device = lambda *_, **__: None
+    torch.cuda.current_device = lambda: "cpu"
     torch.cuda.synchronize = lambda *_, **__: None
     torch.cuda.device_count = lambda: int(os.environ["WORLD_SIZE"])
     for module in (torch.nn.parallel, *torch_distributed.loaded):

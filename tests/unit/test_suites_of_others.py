@@ -45,7 +45,7 @@ def test_a_test_that_does_not_end_on_a_rank_has_ended_the_job(tmp_path):
     ]
     first, second = join("ab", reports, "exit code 9")
     assert (first.outcome, first.reason) == ("failed", "the job has ended in it: exit code 9")
-    assert second.outcome == "failed"
+    assert (second.outcome, second.reason) == ("failed", "the job has ended in it: exit code 9")
 
 
 def test_a_job_that_ends_badly_after_its_last_test_is_told():
