@@ -357,7 +357,7 @@ def report() -> None:
     rows = [row for part in parts for row in with_predictions(part)]
     lines = [*table(rows), "", *summary(rows)]
     text = "\n".join(lines) + "\n"
-    page = {"kind": "plan validation", "command": "python scripts/validate_plan.py all", "portions": parts}
+    page = {"kind": "plan validation", "command": "python scripts/validate_plan.py all", "rows": rows}
     (FOLDER / "plan-validation.json").write_text(json.dumps(page, indent=1) + "\n")
     (FOLDER / "plan-validation.txt").write_text(text)
     draw(rows, FOLDER / "plan-validation.png")
