@@ -10,7 +10,7 @@ Partial sums go the other way: a counterpart adds up what the ranks of its host 
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -38,9 +38,9 @@ class Transfers:
     def __init__(self) -> None:
         self._begun: list[Transfer] = []
 
-    def note(self, transfer: Transfer | None) -> Transfer | None:
+    def note(self, transfer: Transfer) -> Transfer:
         """Take care of a transfer."""
-        self._begun += [] if transfer is None else [transfer]
+        self._begun.append(transfer)
         return transfer
 
     def __enter__(self) -> "Transfers":
@@ -137,17 +137,19 @@ class Owners:
         """
         self.exchange_in_turn([[[in_order(t) for t in of_one] for of_one in rooms]], one_copy=one_copy)
 
-    def exchange_in_turn(self, parts: Sequence[Rooms], *, one_copy: bool = False) -> None:
+    def exchange_in_turn(self, parts: Iterable[Rooms], *, one_copy: bool = False) -> None:
         """Do the same for several parts: messages of the next ones travel while one goes round the host.
 
         Args:
-            parts: of tensors [n], which are not looked at any further.
+            parts: of tensors [n], which are not looked at any further. Each is asked for when those before
+                it are on their way.
             one_copy: see `exchange`.
         """
         with Transfers() as transfers:
             under_way: deque[tuple[Rooms, Transfer | None]] = deque()
             for flats in parts:
-                under_way.append((flats, transfers.note(self._begin_between_hosts(flats))))
+                begun = None if len(self.nodes) == 1 else transfers.note(self._begin_between_hosts(flats))
+                under_way.append((flats, begun))
                 if len(under_way) == PARTS_UNDER_WAY:
                     self._arrive(*under_way.popleft(), one_copy=one_copy)
             while under_way:
@@ -161,9 +163,7 @@ class Owners:
         if self.memory is not None and len(self.here) > 1 and not one_copy:
             self._exchange_here(flats, self.memory)
 
-    def _begin_between_hosts(self, flats: Rooms) -> Transfer | None:
-        if len(self.nodes) == 1:
-            return None
+    def _begin_between_hosts(self, flats: Rooms) -> Transfer:
         sends = [
             (self.counterpart(self.rank, host), tensor)
             for host in range(len(self.nodes))

@@ -207,10 +207,9 @@ class ScatteringReducer(ShardedReducer):
             for place in places:
                 reduction, flat = self._reductions[place], in_flight.slots[place].storage.flat
                 assert isinstance(reduction, ShardReduction)
-                begun.append((place, reduction, transfers.note(reduction.begin(flat))))
-            for place, reduction, transfer in begun:
-                if transfer is not None:
-                    transfer.wait()
+                reduction.begin(flat, transfers)
+                begun.append((place, reduction))
+            for place, reduction in begun:
                 reduction.finish()
                 self._scattered.add(place)
         self._scratch.clear()

@@ -21,7 +21,7 @@ from torch import Tensor
 from mpisgd.dtypes import ReduceOp
 from mpisgd.gradients.bucketing import ALIGN_BYTES, Bucket
 from mpisgd.sharding.division import PieceRange
-from mpisgd.sharding.owners import Owners
+from mpisgd.sharding.owners import Owners, Transfers
 from mpisgd.sharding.reduction.bucket_shard import BucketShard
 from mpisgd.transport.internode.arithmetic import Arithmetic, prepare
 from mpisgd.transport.messages.link import Transfer
@@ -96,8 +96,11 @@ class ShardReduction(BucketShard):
         self._wire = dtype if wire is None else wire
         self._in_place = in_place and len(self._own) == 1
         self._sum: Tensor | None = None  # as it travels
-        self._partials: list[Tensor] = []  # what this host has, between `begin` and `finish`
-        self._arrivals: list[Tensor] = []  # what came from each of the others
+        # Between `begin` and `finish`:
+        self._partials: list[Tensor] = []  # what this host has
+        self._arrivals: list[Tensor] = []  # what comes from each of the others
+        self._incoming: list[Transfer] = []  # of each chunk that this rank owns
+        self._outgoing: list[Transfer] = []
         size, alone = owners.group.size, max(map(len, owners.nodes)) == 1
         probe = torch.empty(0, dtype=self._wire)
         self._arithmetic: Arithmetic = prepare(probe, op, size, alone=alone)[1]
@@ -114,24 +117,26 @@ class ShardReduction(BucketShard):
 
     # -- inside the queue ---------------------------------------------------------------------------
 
-    def begin(self, flat: Tensor) -> Transfer | None:
-        """Add up what the ranks of this host have; return what is on its way between hosts then.
+    def begin(self, flat: Tensor, transfers: Transfers) -> None:
+        """Add up what the ranks of this host have; what goes between hosts is on its way then.
 
         Args:
             flat: of this rank; it is not read any more after `finish`, unless the shard lies there.
+            transfers: take care of what is on its way.
 
         Cost: with n owners on h hosts of equal size, a rank sends (h - 1) n-th parts of the bucket, and adds
             up as many and one on its host; a barrier for each part that fits in the staging memory.
         """
+        self._forget_transfers()  # of one that has failed
         flat = flat.to(self._wire)
         total = self._room(flat)
         if len(self._owners.nodes) == 1:
             self._combine_here(flat, total)
-            return None
-        return self._send_sums(flat)
+        else:
+            self._send_sums(flat, transfers)
 
     def finish(self) -> None:
-        """Add up what came from the other hosts; after that the shard is complete."""
+        """Add up what comes from the other hosts; after that the shard is complete."""
         assert self._sum is not None
         if len(self._owners.nodes) > 1:
             self._combine_sums(self._sum)
@@ -178,35 +183,57 @@ class ShardReduction(BucketShard):
         ranges = [[(address + c.start * itemsize, c.numel * itemsize) for c in one] for one in self._chunks]
         memory.run_steps(reduce_to_owners(memory, ranges, own, combine, in_place=in_place))
 
-    def _send_sums(self, flat: Tensor) -> Transfer:
-        """Add up on this host what it has for each owner, and begin to send it to those elsewhere."""
+    def _send_sums(self, flat: Tensor, transfers: Transfers) -> None:
+        """Add up on this host what it has for each owner, and send each chunk to those elsewhere at once."""
         owners, arithmetic, mine = self._owners, self._arithmetic, self._mine
         as_it_lies = len(owners.here) == 1 and arithmetic.partial == self._wire
         sizes = [] if as_it_lies else [chunk.numel for chunk in mine]
         arriving = [self._numel] * (len(owners.nodes) - 1)
         rooms = self._scratch.rooms([*sizes, *arriving], arithmetic.partial)
         partials, self._arrivals = rooms[: len(sizes)], rooms[len(sizes) :]
+        self._partials = self._own_chunks(flat) if as_it_lies else partials
+        self._receive_sums(transfers)
         if as_it_lies:
-            partials = self._own_chunks(flat)
-        else:
-            self._add_up(flat, lambda k, parts: arithmetic.on_host(parts, partials[k]), in_place=False)
-        self._partials = partials
-        sends = [(c.owner, p) for c, p in zip(mine, partials, strict=True) if c.owner != owners.rank]
+            for k in range(len(mine)):
+                self._send_sum(k, transfers)
+            return
+
+        def combine(k: int, everyones: Sequence[Tensor]) -> None:
+            arithmetic.on_host(everyones, partials[k])
+            self._send_sum(k, transfers)
+
+        self._add_up(flat, combine, in_place=False)
+
+    def _send_sum(self, k: int, transfers: Transfers) -> None:
+        if (owner := self._mine[k].owner) != self._owners.rank:
+            self._outgoing.append(transfers.note(self._owners.begin([(owner, self._partials[k])], [])))
+
+    def _receive_sums(self, transfers: Transfers) -> None:
+        """Begin to receive what the other hosts have for this rank, chunk by chunk."""
+        owners = self._owners
         hosts = [host for host in range(len(owners.nodes)) if host != owners.host]
-        receives = [
-            (owners.counterpart(owners.rank, host), arrived[c.at : c.at + c.numel])
-            for host, arrived in zip(hosts, self._arrivals, strict=True)
-            for c in mine
-            if c.owner == owners.rank
-        ]
-        return owners.begin(sends, receives)
+        sources = [owners.counterpart(owners.rank, host) for host in hosts]
+        for chunk in self._owned_chunks:
+            rooms = [arrived[chunk.at : chunk.at + chunk.numel] for arrived in self._arrivals]
+            receives = list(zip(sources, rooms, strict=True))
+            self._incoming.append(transfers.note(owners.begin([], receives)))
+
+    @property
+    def _owned_chunks(self) -> list[_Chunk]:
+        return [chunk for chunk in self._mine if chunk.owner == self._owners.rank]
 
     def _combine_sums(self, total: Tensor) -> None:
-        """Add up what all hosts have for this rank, in their order."""
-        for chunk, partial in zip(self._mine, self._partials, strict=True):
-            if chunk.owner == self._owners.rank:
-                stop = chunk.at + chunk.numel
-                everyones = [arrived[chunk.at : stop] for arrived in self._arrivals]
-                everyones.insert(self._owners.host, partial)
-                self._arithmetic.across(everyones, total[chunk.at : stop])
-        self._partials, self._arrivals = [], []
+        """Add up what all hosts have for this rank, in their order; one chunk while the next ones travel."""
+        of_host = [p for c, p in zip(self._mine, self._partials, strict=True) if c.owner == self._owners.rank]
+        for chunk, partial, incoming in zip(self._owned_chunks, of_host, self._incoming, strict=True):
+            incoming.wait()
+            stop = chunk.at + chunk.numel
+            everyones = [arrived[chunk.at : stop] for arrived in self._arrivals]
+            everyones.insert(self._owners.host, partial)
+            self._arithmetic.across(everyones, total[chunk.at : stop])
+        for outgoing in self._outgoing:
+            outgoing.wait()
+        self._forget_transfers()
+
+    def _forget_transfers(self) -> None:
+        self._partials, self._arrivals, self._incoming, self._outgoing = [], [], [], []
