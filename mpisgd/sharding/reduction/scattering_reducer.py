@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from mpisgd.accelerator.runtime import on_device
 from mpisgd.compress.compressor import BucketLayout
@@ -222,14 +223,22 @@ class ScatteringReducer(ShardedReducer):
             for place in places:
                 if (work := in_flight.launched[place]) is not None:
                     work.wait()
-            for place in self._scattered.intersection(places):
+            scattered, memories = self._scattered.intersection(places), []
+            for place in scattered:
                 self._release_slot(in_flight.slots[place])
                 params = self._launcher.params_of(in_flight.slots[place])
                 if isinstance(self._reductions[place], DeviceShardReduction):
                     params = [p for p in params if p.grad is not None and not p.grad.is_sparse]
+                memories += _memories([param.grad for param in params])
                 for param in params:  # sparse gradients have not travelled
                     param.grad = None
-            in_flight.forget(self._scattered.intersection(places))
+            in_flight.forget(scattered)
+            # Where one lay, backward may put the next one, which is nobody else's.
+            in_flight.addresses.difference_update(
+                at
+                for at, memory in memories
+                if memory.expired()  # type: ignore[no-untyped-call]
+            )
 
     def _release_slot(self, slot: BucketSlot) -> None:
         if isinstance(slot.storage, UnbucketedGradient):
@@ -306,3 +315,12 @@ class ScatteringReducer(ShardedReducer):
         self._unfreed.clear()
         for reduction in self._reductions:
             reduction.release()
+
+
+def _memories(grads: Sequence[Tensor | None]) -> list[tuple[int, StorageWeakRef]]:
+    """Return where dense gradients lie, and what tells when their memory is freed."""
+    return [
+        (g.data_ptr(), StorageWeakRef(g.untyped_storage()))  # type: ignore[no-untyped-call]
+        for g in grads
+        if g is not None
+    ]

@@ -30,6 +30,7 @@ from verdicts import everyone, raises_everywhere, referee, same_on_all_ranks
 
 import mpisgd
 from mpisgd.gradients import plan
+from mpisgd.gradients.unbucketed import UnbucketedGradient
 from mpisgd.sharding import divided_parameters
 from mpisgd.sharding.owners import Owners
 from mpisgd.sharding.reduction.sharded_gradient import ShardedGradient
@@ -466,6 +467,31 @@ def test_gradients_are_freed_while_backward_computes():
             model(torch.ones(2, FEATURES, dtype=torch.float64)).sum().backward()
             opt.step()
         everyone(max(held) <= 1 if stage == 2 else min(held) >= 10, f"stage {stage}: {held}")
+
+
+@pytest.mark.mpi(min_size=2)
+def test_large_gradients_travel_from_where_they_lie_although_others_lay_there_before(monkeypatch):
+    """Of equal layers backward puts one gradient where it has just freed another; none has to be copied."""
+    lay, load = [], UnbucketedGradient.load
+
+    def noting(self, grads, used):
+        kinds = load(self, grads, used)
+        lay.append(self._grad is grads[0])
+        return kinds
+
+    monkeypatch.setattr(UnbucketedGradient, "load", noting)
+    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(6)))
+    opt = mpisgd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        strategy=mpisgd.Sharded(2),
+        bucket_cap_bytes=1,
+        overlap=None,
+    )
+    for _ in range(3):
+        opt.zero_grad()
+        model(torch.randn(64, 512)).square().sum().backward()
+        opt.step()
+    everyone(len(lay) == 18 and all(lay), lay)
 
 
 @pytest.mark.parametrize("stage", STAGES)
