@@ -5,6 +5,7 @@ None of it is a step of a method that is predicted.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,7 +20,7 @@ SMALL, LARGE = 64, 2**20  # elements of the all-reduces that are timed
 OUT_OF_CACHE, OUT_OF_ALL_CACHES = 2**23, 2**26
 BETWEEN_SIZES = [2**power for power in range(8, 20, 2)]  # elements, of all-reduces that are noted besides
 NUM_MEETINGS = 20
-NUM_PIECES = 8
+NUM_EXCHANGES = 12  # TCP takes some until it has found a link's rate again
 NUM_TINY = 200  # gradients, of as many elements
 
 
@@ -66,8 +67,9 @@ def measure_cluster() -> Any:
     # Within a host what counts is memory, and more than caches have.
     small, large = torch.zeros(SMALL), torch.zeros(LARGE * (1 if mpisgd.num_nodes() > 1 else 4))
     small_s = seconds_of(lambda: mpisgd.all_reduce(small), 30)
-    large_s = seconds_of(lambda: mpisgd.all_reduce(large), 5)
     hosts, k = mpisgd.num_nodes(), mpisgd.local_size()
+    # In a step backward has been through the caches before; a link is slower than all of them.
+    large_s = seconds_of(lambda: mpisgd.all_reduce(large), 5, before=evict if hosts == 1 else lambda: None)
     vector, other = torch.zeros(OUT_OF_CACHE), torch.zeros(OUT_OF_CACHE)
     memory = 3 * vector.nbytes / seconds_of(lambda: vector.add_(other), 5)
     fresh = fresh_seconds(vector) / vector.nbytes
@@ -75,22 +77,24 @@ def measure_cluster() -> Any:
     if hosts > 1:
         leaves = 2 * (hosts - 1) / hosts * large.nbytes
         across = [[host * k + place for host in range(hosts)] for place in range(k)]
-        both_ways, crossing_s = exchange_numbers(across, k, between.bytes_per_s, memory)
+        both_ways = exchange_share(across, k, between.bytes_per_s, memory)
         cpu_s = core_seconds(large, large_s) / leaves
-        cpu_s, both_ways, crossing_s = broadcast_numbers([cpu_s, both_ways, crossing_s])
-        between = replace(between, cpu_s_per_byte=cpu_s, both_ways=min(1.0, both_ways), crossing_s=crossing_s)
+        cpu_s, both_ways = broadcast_numbers([cpu_s, both_ways])
+        between = replace(between, cpu_s_per_byte=cpu_s, both_ways=min(1.0, both_ways))
         if k > 1:
             within = host_link()
     half = half_factor(large, large_s) if hosts == 1 and k > 1 else 1.0
     if k > 1:
         on_hosts = [[host * k + place for place in range(k)] for host in range(hosts)]
-        numbers = exchange_numbers(on_hosts, k, within.bytes_per_s, memory)
-        within = replace(within, both_ways=min(1.0, broadcast_numbers(numbers)[0]))
+        both_ways = exchange_share(on_hosts, k, within.bytes_per_s, memory)
+        within = replace(within, both_ways=min(1.0, broadcast_numbers([both_ways])[0]))
     meeting_s = meeting_seconds(small, small_s) if hosts * k > 1 else 0.0
-    memory, fresh, half, meeting_s = broadcast_numbers([memory, fresh, half, meeting_s])
+    busy_s = busy_meeting_seconds(small, small_s) if hosts > 1 else 0.0
+    memory, fresh, half, meeting_s, busy_s = broadcast_numbers([memory, fresh, half, meeting_s, busy_s])
     tensor_s = tensor_seconds(small_s) if hosts * k > 1 else 0.0
     others = {"memory_bytes_per_s": memory, "tensor_s": tensor_s, "operation_s": operation_s}
-    others |= {"fresh_s_per_byte": fresh, "half_factor": half, "meeting_s": meeting_s}
+    others |= {"fresh_s_per_byte": fresh, "half_factor": half}
+    others |= {"meeting_s": meeting_s, "busy_meeting_s": busy_s}
     return Cluster(hosts, k, between, within, **others)
 
 
@@ -103,19 +107,31 @@ def broadcast_numbers(numbers: Sequence[float]) -> list[float]:
 
 def meeting_seconds(small: torch.Tensor, small_s: float) -> float:
     """What a small all-reduce takes longer where the ranks have computed before. Collective."""
+    more_s = seconds_of(lambda: meet(small), 8) - seconds_of(lambda: meet(None), 8)
+    return max(0.0, more_s / NUM_MEETINGS - small_s)
+
+
+def busy_meeting_seconds(small: torch.Tensor, small_s: float) -> float:
+    """The same in a thread, while the program computes. Collective."""
+
+    def steps(tensor: torch.Tensor | None) -> None:
+        thread = threading.Thread(target=meet, args=(tensor,))
+        thread.start()
+        while thread.is_alive():
+            compute(5)
+
+    more_s = seconds_of(lambda: steps(small), 8) - seconds_of(lambda: steps(None), 8)
+    return max(0.0, more_s / NUM_MEETINGS - small_s)
+
+
+def meet(tensor: torch.Tensor | None) -> None:
+    """Compute, and reduce a tensor if there is one, in turns."""
     import mpisgd
 
-    matrix = torch.rand(192, 192)
-
-    def steps(*, meet: bool) -> None:
-        for _ in range(NUM_MEETINGS):
-            for _ in range(5):
-                matrix @ matrix
-            if meet:
-                mpisgd.all_reduce(small)
-
-    more_s = seconds_of(lambda: steps(meet=True), 8) - seconds_of(lambda: steps(meet=False), 8)
-    return max(0.0, more_s / NUM_MEETINGS - small_s)
+    for _ in range(NUM_MEETINGS):
+        compute(5)
+        if tensor is not None:
+            mpisgd.all_reduce(tensor)
 
 
 def core_seconds(large: torch.Tensor, large_s: float) -> float:
@@ -125,17 +141,11 @@ def core_seconds(large: torch.Tensor, large_s: float) -> float:
     """
     import mpisgd
 
-    matrix = torch.rand(192, 192)
-
-    def compute(count: int) -> None:
-        for _ in range(count):
-            matrix @ matrix
-
-    (count,) = broadcast_numbers([int(100 * large_s / seconds_of(lambda: compute(100), 5))])
+    count = computations(large_s)
 
     def both() -> None:
         work = mpisgd.all_reduce(large, async_op=True)
-        compute(int(count))
+        compute(count)
         work.wait()
 
     return min(large_s, max(0.0, seconds_of(both, 5) - large_s))
@@ -152,14 +162,13 @@ def half_factor(large: torch.Tensor, large_s: float) -> float:
     import mpisgd
 
     half = torch.zeros(2 * large.numel(), dtype=torch.bfloat16)
-    return max(1.0, seconds_of(lambda: mpisgd.all_reduce(half), 5) / large_s)
+    return max(1.0, seconds_of(lambda: mpisgd.all_reduce(half), 5, before=evict) / large_s)
 
 
-def exchange_numbers(
+def exchange_share(
     groups: Sequence[Sequence[int]], at_a_link: int, bytes_per_s: float, memory_bytes_per_s: float
-) -> tuple[float, float]:
-    """The share of a link's rate that exchanges with neighbours have in each direction, and what each message
-    of them waits besides. Collective.
+) -> float:
+    """The share of a link's rate that exchanges with neighbours have in each direction. Collective.
 
     Args:
         groups: ranks that exchange with each other, all groups at the same time.
@@ -174,14 +183,11 @@ def exchange_numbers(
     made = [mpisgd.new_group(list(ranks)) for ranks in groups]
     (mine,) = [group for group in made if group.rank >= 0]
     whole = torch.zeros(2 * LARGE)
-    pieces = list(whole.clone().chunk(NUM_PIECES))
     num_rounds = len(rounds_of_graph(Ring(), mine.size))
-    whole_s = seconds_of(lambda: mpisgd.neighbor_all_reduce(whole, "ring", mine), 3)
-    pieces_s = seconds_of(lambda: mpisgd.neighbor_all_reduce_coalesced(pieces, "ring", mine), 3)
-    crossing_s = max(0.0, pieces_s - whole_s) / (NUM_PIECES - 1) / num_rounds
-    added_s = (4 + 3 * num_rounds) * whole.nbytes / memory_bytes_per_s + num_rounds * crossing_s
+    whole_s = seconds_of(lambda: mpisgd.neighbor_all_reduce(whole, "ring", mine), NUM_EXCHANGES)
+    added_s = (4 + 3 * num_rounds) * whole.nbytes / memory_bytes_per_s
     seconds = max(1e-9, whole_s - added_s)
-    return num_rounds * at_a_link * whole.nbytes / seconds / bytes_per_s, crossing_s
+    return num_rounds * at_a_link * whole.nbytes / seconds / bytes_per_s
 
 
 def tensor_seconds(operation_s: float) -> float:
@@ -251,4 +257,32 @@ def compression_seconds(method: Any, cluster: Any, profile: Any) -> float:
                 reducer.reduce(bucket, me, ReduceOp.AVG)
 
     seconds = seconds_of(compress, 4, before=evict)
+    if cluster.hosts > 1 and len(buckets) > 1:  # in the background, while backward goes on
+        seconds = max(seconds, background_seconds(compress, seconds))
     return broadcast_numbers([seconds / profile.numel])[0]
+
+
+def background_seconds(action: Callable[[], object], alone_s: float) -> float:
+    """What an action of a thread takes of the core of a program that computes as long. Collective."""
+    count = computations(alone_s)
+
+    def both() -> None:
+        thread = threading.Thread(target=action)
+        thread.start()
+        compute(count)
+        thread.join()
+
+    compute_s = seconds_of(lambda: compute(count), 4)
+    return seconds_of(both, 4, before=evict) - compute_s
+
+
+def compute(count: int) -> None:
+    """Multiply matrices that fit into the cache."""
+    matrix = torch.rand(192, 192)
+    for _ in range(count):
+        matrix @ matrix
+
+
+def computations(seconds: float) -> int:
+    """How many computations take so long. Collective."""
+    return int(broadcast_numbers([1 + 100 * seconds / seconds_of(lambda: compute(100), 5)])[0])

@@ -56,7 +56,7 @@ PORTIONS = [
 ]
 TEXT_PORTIONS = [("2", "none"), ("1,1", "1gbit")]
 ROUNDS = 40
-CALIBRATION = 6  # of how inputs are measured; portions of another one do not belong beside each other
+CALIBRATION = 7  # of how inputs are measured; portions of another one do not belong beside each other
 LIMIT_S = float(os.environ.get("PLAN_LIMIT_S", "170"))  # of a portion
 
 app = typer.Typer(add_completion=False)

@@ -29,12 +29,10 @@ class Exchange(NamedTuple):
     Attributes:
         destinations: the ranks that it sends to, ascending.
         terms: (rank, weight) of what it adds up, ascending; its own is one of them unless its weight is 0.
-        distances: where every rank sends to those that come so many after it, these; else empty.
     """
 
     destinations: tuple[int, ...]
     terms: tuple[tuple[int, float], ...]
-    distances: tuple[int, ...] = ()
 
     def sources(self, rank: int) -> list[int]:
         """Return the ranks that `rank`, whose exchange this is, receives from."""
@@ -126,8 +124,4 @@ class Graph(abc.ABC):
 def _exchange(graph: Graph, rank: int, size: int, step: int) -> Exchange:
     rows = graph.rows(size, step)
     destinations = tuple(i for i, row in enumerate(rows) if rank in row and i != rank)
-    distances = {(i - rank) % size for i in destinations}
-    is_circulant = all({(i - j) % size for j in row if i != j} == distances for i, row in enumerate(rows))
-    return Exchange(
-        destinations, tuple(sorted(rows[rank].items())), tuple(sorted(distances)) if is_circulant else ()
-    )
+    return Exchange(destinations, tuple(sorted(rows[rank].items())))

@@ -19,8 +19,6 @@ class Link:
         both_ways: the share of this rate that each direction has while long messages cross each other; 1 for
             full duplex. Open MPI over TCP has less, and so has memory, where collectives read what messages
             copy.
-        crossing_s: what a long message between neighbours waits besides, as its handshake comes behind the
-            long ones that go the same way: the queue in front of the link.
         message_s: what the processor takes for each message besides.
         cpu_s_per_byte: what sending and receiving a byte takes of a core, which cannot compute meanwhile; 0
             where the network card does it alone.
@@ -29,12 +27,11 @@ class Link:
     latency_s: float
     bytes_per_s: float
     both_ways: float = 1.0
-    crossing_s: float = 0.0
     message_s: float = 0.0
     cpu_s_per_byte: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("latency_s", "crossing_s", "message_s", "cpu_s_per_byte"):
+        for name in ("latency_s", "message_s", "cpu_s_per_byte"):
             check_not_negative("Link", name, getattr(self, name))
         check_positive("Link", "bytes_per_s", self.bytes_per_s)
         check_ratio("Link", "both_ways", self.both_ways)
@@ -83,6 +80,8 @@ class Cluster:
             same.
         meeting_s: what an operation takes longer where the ranks have computed just before, and come to it
             unevenly: where they share cores, one waits while the other computes.
+        busy_meeting_s: the same in the background, while the program computes on the same cores: what was
+            asleep has to get one first.
         tensor_s: what the program takes for each gradient that it has to send, besides its bytes.
         fresh_s_per_byte: what memory takes that was allocated just before, besides: its first touch; 0 where
             an allocator keeps it.
@@ -104,6 +103,7 @@ class Cluster:
     memory_bytes: float | None = None
     operation_s: float = 0.0
     meeting_s: float = 0.0
+    busy_meeting_s: float = 0.0
     tensor_s: float = 0.0
     fresh_s_per_byte: float = 0.0
     half_factor: float = 1.0
@@ -122,6 +122,7 @@ class Cluster:
         for name in (
             "operation_s",
             "meeting_s",
+            "busy_meeting_s",
             "tensor_s",
             "fresh_s_per_byte",
             "price_per_hour",

@@ -103,6 +103,7 @@ SCALARS: dict[str, tuple[str, Callable[[str, Any], Any]]] = {
     "memory_bandwidth": ("memory_bytes_per_s", as_rate),
     "operation": ("operation_s", as_seconds),
     "meeting": ("meeting_s", as_seconds),
+    "busy_meeting": ("busy_meeting_s", as_seconds),
     "tensor": ("tensor_s", as_seconds),
     "fresh_memory_per_byte": ("fresh_s_per_byte", as_seconds),
     "half_factor": ("half_factor", lambda name, value: value),
@@ -113,7 +114,6 @@ LINK: dict[str, tuple[str, Callable[[str, Any], Any]]] = {
     "latency": ("latency_s", as_seconds),
     "bandwidth": ("bytes_per_s", as_rate),
     "both_ways": ("both_ways", lambda name, value: value),
-    "crossing": ("crossing_s", as_seconds),
     "message": ("message_s", as_seconds),
     "cpu_per_byte": ("cpu_s_per_byte", as_seconds),
 }

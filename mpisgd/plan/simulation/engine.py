@@ -37,6 +37,8 @@ class Task:
         after: the places of the tasks that must have ended before, all smaller than its own.
         delay_s: from their end to its beginning, such as a link's latency.
         seconds: what it takes at least, whatever resources there are.
+        while_used: what it takes at least, instead of `seconds` above 0, while others use a resource, by
+            name; it uses nothing of that itself.
         track: the row of a timeline in which it is drawn.
     """
 
@@ -46,6 +48,7 @@ class Task:
     delay_s: float = 0.0
     seconds: float = 0.0
     track: str = ""
+    while_used: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -83,11 +86,15 @@ def _check(tasks: Sequence[Task], capacities: Mapping[str, float]) -> None:
 
 @dataclass
 class _Running:
-    """A task that has begun: the share of it that is left, and what its rate cannot exceed."""
+    """A task that has begun: the share of it that is left, and what its rate cannot exceed.
+
+    `caps` are those of while others use a resource.
+    """
 
     place: int
     demands: tuple[tuple[str, float], ...]
     cap: float
+    caps: tuple[tuple[str, float], ...] = ()
     left: float = 1.0
     rate: float = 0.0
 
@@ -132,7 +139,8 @@ class _Simulation:
             demands = tuple((name, amount) for name, amount in task.demands.items() if amount > 0.0)
             least = max([task.seconds, *(amount / self._capacities[name] for name, amount in demands)])
             if least > 0.0:
-                self._running.append(_Running(place, demands, 1.0 / least))
+                caps = tuple((name, 1.0 / max(least, most)) for name, most in task.while_used.items())
+                self._running.append(_Running(place, demands, 1.0 / least, caps))
             else:
                 self._end(place, at)
 
@@ -165,9 +173,10 @@ def share_out(running: Sequence[_Running], capacities: Mapping[str, float]) -> N
     """
     users: dict[str, list[tuple[_Running, float]]] = {}
     for run in running:
-        run.rate = run.cap
         for name, amount in run.demands:
             users.setdefault(name, []).append((run, amount))
+    for run in running:
+        run.rate = min([run.cap, *(cap for name, cap in run.caps if name in users)])
     free = {name: capacities[name] for name in users if _is_contended(users[name], capacities[name])}
     settled: set[int] = set()
     levels = {name: _level(users[name], free[name], settled) for name in free}

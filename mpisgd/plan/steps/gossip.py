@@ -46,8 +46,7 @@ def add_mixing(job: PlannedJob, graph: StepGraph, topology: Graph) -> None:
     copied = graph.move("copy", 2 * job.small_bytes(), tensors=len(job.profile.gradients))
     graph.begin_operation([copied])
     costs = [(share, cost_of_rounds(job.cluster, [each])) for share, each in rounds]
-    waits_s = degree * (job.cluster.between.crossing_s if job.cluster.hosts > 1 else 0.0)
-    alpha_s = sum(share * each.alpha_s for share, each in costs) + waits_s
+    alpha_s = sum(share * each.alpha_s for share, each in costs)
     cost = Cost(alpha_s, sum(share * each.beta_s_per_byte for share, each in costs))
     for nbytes in job.messages():
         graph.communicate("exchange", cost, nbytes * wire)

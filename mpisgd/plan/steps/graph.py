@@ -8,7 +8,7 @@ cluster. Both tracks share the rank's core: what sending takes of it is missing 
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from mpisgd.plan.cluster import Cluster
@@ -101,12 +101,17 @@ class StepGraph:
             place = self._add(task)
             self.compression_s += wire.compute_s
             # A part of it comes before each collective.
-            meetings = Cost(self.cluster.meeting_s * len(wire.operations), 0.0)
-            place = self.communicate("meeting", meetings, 0.0)
+            place = self._meet(len(wire.operations))
         for collective, nbytes, members in wire.operations:
             place = self.collective(collective, nbytes, after if place is None else (place,), members)
         self.sent_bytes += wire.sent_bytes
         return self._last[COMMUNICATION] if place is None else place
+
+    def _meet(self, times: int) -> int:
+        """Add what ranks wait for each other that have computed before, in the queue."""
+        seconds, busy = times * self.cluster.meeting_s, times * self.cluster.busy_meeting_s
+        self.alpha_s += seconds
+        return self._add(Task("meeting", seconds=seconds, while_used={CORE: busy}, track=COMMUNICATION))
 
     def wait(self, name: str = "wait") -> int:
         """Let the program go on when everything has been sent."""
@@ -115,9 +120,7 @@ class StepGraph:
     def _add(self, task: Task) -> int:
         """Add a task behind the last one of its track."""
         before = {*task.after, *([self._last[task.track]] if task.track in self._last else [])}
-        self.tasks.append(
-            Task(task.name, task.demands, tuple(before), task.delay_s, task.seconds, task.track)
-        )
+        self.tasks.append(replace(task, after=tuple(before)))
         self._last[task.track] = len(self.tasks) - 1
         return self._last[task.track]
 

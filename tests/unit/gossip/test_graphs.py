@@ -117,16 +117,6 @@ def test_the_gap_of_random_pairs_is_that_of_their_mean(size):
     assert RandomPairs().spectral_gap(size) == pytest.approx(1 - moduli[1].item(), abs=0.03)
 
 
-def test_where_all_ranks_send_over_the_same_distances():
-    def distances(graph: Graph, size: int) -> set[tuple[int, ...]]:
-        return {graph.exchange(rank, size).distances for rank in range(size)}
-
-    assert distances(Ring(), 5) == {(1, 4)}
-    assert distances(Exponential(), 8) == {(1, 2, 4)}
-    assert distances(Complete(), 4) == {(1, 2, 3)}
-    assert distances(Star(), 4) == distances(Hypercube(), 8) == distances(Ring(), 1) == {()}
-
-
 def test_random_pairs_differ_by_step_and_by_seed():
     steps = {str(RandomPairs().matrix(8, step)) for step in range(8)}
     assert len(steps) > 4

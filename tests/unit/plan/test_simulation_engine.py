@@ -51,6 +51,18 @@ def test_the_link_with_the_smallest_share_is_shared_out_first():
     assert ends(tasks, {"wide": 10.0, "narrow": 1.0}) == pytest.approx([2.0] * 6)
 
 
+def test_a_task_is_slower_while_others_use_a_resource():
+    slow = Task("meets", seconds=2.0, while_used={"link": 8.0})
+    computes, nothing, pause = (
+        Task("computes", {"link": 4.0}),
+        Task("nothing", {"link": 0.0}),
+        Task("", {}, seconds=4.0),
+    )
+    assert ends([slow, computes]) == [5.0, 4.0]  # half of it in 4 s, the other half at 1 / 2 s
+    assert ends([slow, nothing, pause]) == [2.0, 0.0, 4.0]
+    assert ends([pause, computes, Task("meets", after=(0,), seconds=2.0, while_used={"link": 8.0})])[2] == 6.0
+
+
 def test_a_task_without_any_demand_takes_no_time():
     assert ends([Task("a"), Task("b", {"link": 0.0}, after=(0,)), Task("c", {"link": 1.0}, after=(1,))]) == [
         0,
