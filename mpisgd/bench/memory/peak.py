@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 GRAIN = 2**20  # growth that is worth a closer look
-OPTIMIZERS = {"SGD": 0.0, "SGD with momentum": 0.9}  # and their momentum
+OPTIMIZERS = {"SGD": "sgd", "SGD with momentum": "momentum", "AdamW": "adamw"}  # those of `StepTask`
 TOTAL = attrgetter("total")
 
 NONE, STARTED = "none", "none, MPI started"
@@ -176,11 +176,11 @@ def run_memory(
 
 
 def _run(
-    variant: str, model: str, momentum: float, plan: MemoryPlan, launcher: Sequence[str]
+    variant: str, model: str, optimizer: str, plan: MemoryPlan, launcher: Sequence[str]
 ) -> tuple[ProcessMemory, dict[str, Any]]:
     """Return the peak of one training, and what its first rank left."""
     task = {"variant": variant, "model": model, "small": plan.small}
-    options = {**task, "momentum": momentum, "steps": plan.steps, "threads": plan.threads}
+    options = {**task, "optimizer": optimizer, "steps": plan.steps, "threads": plan.threads}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         sampler = MemorySampler(folder, plan.ranks)

@@ -20,15 +20,17 @@ from mpisgd.bench.cases import BATCHES
 from mpisgd.bench.memory.peak import NONE, STARTED
 from mpisgd.bench.memory.process_memory import read_memory
 from mpisgd.bench.report.rows import SHARED
-from mpisgd.bench.training import LEARNING_RATE, StepTask, Training
+from mpisgd.bench.training import StepTask, Training
 from mpisgd.config import launcher_rank, launcher_size
 from mpisgd.job.mpi_settings import set_mpi_defaults
 
 __all__ = ["train"]
 
+STATE_PER_PARAMETER = {"sgd": 0, "momentum": 1, "adamw": 2}  # numbers
+
 
 def train(
-    rank: int, size: int, *, variant: str, model: str, small: bool, momentum: float, steps: int, threads: int
+    rank: int, size: int, *, variant: str, model: str, small: bool, optimizer: str, steps: int, threads: int
 ) -> dict[str, Any]:
     """Train; return what is to be known of it.
 
@@ -38,13 +40,13 @@ def train(
         variant: one of VARIANTS.
         model: one of BATCHES.
         small: a miniature of the model.
-        momentum: of the optimizer, which keeps a state for it.
+        optimizer: see `StepTask`.
         steps: how many.
         threads: of torch.
     """
     torch.set_num_threads(threads)
-    training = Training(StepTask(model, BATCHES[model], size, small), rank)
-    training.optimizer = torch.optim.SGD(training.model.parameters(), lr=LEARNING_RATE, momentum=momentum)
+    task = StepTask(model, BATCHES[model], size, small, optimizer=optimizer)
+    training = Training(task, rank)
     library = _prepare(training, variant)
     points = {}
     for number in range(steps):
@@ -52,11 +54,12 @@ def train(
         points[f"backward {number}"] = read_memory()
         training.optimizer.step()
         points[f"step {number}"] = read_memory()
-    parameter_bytes = sum(param.nbytes for param in training.model.parameters())
+    params = list(training.model.parameters())
+    parameter_bytes = sum(param.nbytes for param in params)
     return {
         "library": library,
-        "sharable_bytes": parameter_bytes * (2 if momentum else 1),
-        "checksum": sum(_sum(param) for param in training.model.parameters()),
+        "sharable_bytes": parameter_bytes * (1 + STATE_PER_PARAMETER[optimizer]),
+        "checksum": sum(map(_sum, params)),
         "points": {point: dataclasses.asdict(share) for point, share in points.items() if share},
     }
 
