@@ -37,8 +37,7 @@ class Task:
         after: the places of the tasks that must have ended before, all smaller than its own.
         delay_s: from their end to its beginning, such as a link's latency.
         seconds: what it takes at least, whatever resources there are.
-        while_used: what it takes at least, instead of `seconds` above 0, while others use a resource, by
-            name; it uses nothing of that itself.
+        while_used: what it takes at least while others use a resource, by name; it uses nothing of that.
         track: the row of a timeline in which it is drawn.
     """
 
@@ -138,8 +137,10 @@ class _Simulation:
             self._starts[place] = at
             demands = tuple((name, amount) for name, amount in task.demands.items() if amount > 0.0)
             least = max([task.seconds, *(amount / self._capacities[name] for name, amount in demands)])
-            if least > 0.0:
-                caps = tuple((name, 1.0 / max(least, most)) for name, most in task.while_used.items())
+            slow = [(name, most) for name, most in task.while_used.items() if most > 0.0]
+            if least > 0.0 or slow:
+                least = max(least, SAME) if slow else least  # over at once, unless others slow it down
+                caps = tuple((name, 1.0 / max(least, most)) for name, most in slow)
                 self._running.append(_Running(place, demands, 1.0 / least, caps))
             else:
                 self._end(place, at)

@@ -89,11 +89,10 @@ class ShardReduction(BucketShard):
         scratch: Scratch,
         *,
         in_place: bool,
-        wire: torch.dtype | None = None,
+        wire: torch.dtype,
     ) -> None:
         super().__init__(bucket, dtype, ranges, owners.rank, finish)
-        self._owners, self._op, self._scratch = owners, op, scratch
-        self._wire = dtype if wire is None else wire
+        self._owners, self._op, self._scratch, self._wire = owners, op, scratch, wire
         self._in_place = in_place and len(self._own) == 1
         self._sum: Tensor | None = None  # as it travels
         # Between `begin` and `finish`:

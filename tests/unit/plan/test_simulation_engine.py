@@ -58,6 +58,9 @@ def test_a_task_is_slower_while_others_use_a_resource():
         Task("nothing", {"link": 0.0}),
         Task("", {}, seconds=4.0),
     )
+    only_then = Task("meets", while_used={"link": 3.0})
+    assert ends([only_then, computes]) == pytest.approx([3.0, 4.0])
+    assert ends([only_then, pause]) == pytest.approx([0.0, 4.0], abs=1e-9)
     assert ends([slow, computes]) == [5.0, 4.0]  # half of it in 4 s, the other half at 1 / 2 s
     assert ends([slow, nothing, pause]) == [2.0, 0.0, 4.0]
     assert ends([pause, computes, Task("meets", after=(0,), seconds=2.0, while_used={"link": 8.0})])[2] == 6.0
