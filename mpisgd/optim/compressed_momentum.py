@@ -22,7 +22,7 @@ from mpisgd.compress.signs.sign_code import wide_dtype
 from mpisgd.compress.signs.two_step_exchange import TwoStepExchange
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
-from mpisgd.core.owner import OPTIMIZER, owned_by
+from mpisgd.core.owner import OPTIMIZER, new_owner, owned_by
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument, UnsupportedTensor
 from mpisgd.gradients.kinds import KindsExchange
@@ -102,7 +102,7 @@ class CompressedMomentumOptimizer(torch.optim.Optimizer, abc.ABC):
         self.spans_job = group is None
         self.group = group_or_world(group)
         names = [name for name, _ in name_parameters(self, None)]
-        self._owner = self.group.new_owner(OPTIMIZER, type(self).__name__, names)
+        self._owner = new_owner(self.group.num_owners, OPTIMIZER, type(self).__name__, names)
         self._reducer = self._new_reducer(self._agree(kind, settings))
         self._exchanges: list[TwoStepExchange] = []
         self._loaded_errors: list[Mapping[str, Any]] = []

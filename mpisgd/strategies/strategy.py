@@ -19,6 +19,7 @@ from torch import Tensor
 from mpisgd.collectives.coalesced import all_reduce_coalesced
 from mpisgd.compress.compressor import Compressor
 from mpisgd.core.group import Group
+from mpisgd.core.owner import current_owner
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.accumulation import GradientSync
@@ -36,6 +37,7 @@ class Synchronizer:
 
     Attributes:
         training: as given, and kept up to date.
+        owner: of the operations: that of what this thread begins when the synchronizer is made, or moved.
         gradients: combines gradients at the end of a backward pass; by default they stay on their rank.
         has_whole_state: whether this rank has the optimizer state of all parameters.
         commits_shards: whether each rank commits its part of the state when training is elastic, and another
@@ -48,6 +50,7 @@ class Synchronizer:
 
     def __init__(self, training: Training) -> None:
         self.training = training
+        self.owner = current_owner()
 
     def before_step(self) -> None:
         """Do what must be done before the wrapped optimizer updates parameters; gradients are reduced."""
@@ -136,6 +139,7 @@ class Synchronizer:
     def move_to(self, group: Group) -> None:
         """Go on with other ranks, which have the same parameters. Collective over `group`."""
         self.training = self.training._replace(group=group)
+        self.owner = current_owner()
 
 
 def _continuous(tensors: Sequence[Tensor]) -> list[Tensor]:
