@@ -49,6 +49,11 @@ class PerHost(Compressor):
         if not isinstance(self.compressor, Compressor):
             raise InvalidArgument(f"PerHost: compressor={shown(self.compressor)}; expected a Compressor")
 
+    @property
+    def is_additive(self) -> bool:
+        """Whether the compressor is."""
+        return self.compressor.is_additive
+
     def changes(self, dtype: torch.dtype) -> bool:
         """Return whether the compressor changes buckets of `dtype`."""
         return self.compressor.changes(dtype)

@@ -45,6 +45,11 @@ class SignSGD(Compressor):
     def __post_init__(self) -> None:
         check_flag("SignSGD", "majority_vote", self.majority_vote)
 
+    @property
+    def is_additive(self) -> bool:
+        """It is not: the sign of a sign and a gradient is neither of them."""
+        return False
+
     def reducer(self, layout: BucketLayout) -> BucketReducer:
         """Return what sends the signs of a bucket."""
         return (_VoteReducer if self.majority_vote else _MeanReducer)(layout.numel)
