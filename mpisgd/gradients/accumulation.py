@@ -19,7 +19,7 @@ from torch import Tensor
 from mpisgd.core.group import Group
 from mpisgd.core.owner import Owner
 from mpisgd.core.work import Work
-from mpisgd.errors import InvalidArgument
+from mpisgd.errors import CollectiveMismatch, InvalidArgument
 from mpisgd.gradients.backward_hooks import BackwardHooks
 from mpisgd.gradients.windows import windows_of
 
@@ -194,6 +194,11 @@ class AccumulationWindow:
     def sent_last(self) -> Work | None:
         """What was sent last during the backward that is under way, if anything was."""
         return self.gradients.sent_last
+
+    def abandon(self) -> None:
+        """Forget that backward, and what became of what was sent."""
+        with contextlib.suppress(CollectiveMismatch):
+            self.gradients.abandon()
 
     @property
     def _is_one_of_several(self) -> bool:

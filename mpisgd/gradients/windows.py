@@ -58,6 +58,9 @@ class Window(Protocol):
     def sent_last(self) -> Work | None:
         """What was sent last during the backward that is under way, if anything was."""
 
+    def abandon(self) -> None:
+        """Forget that backward, and what became of what was sent."""
+
     @property
     def num_reductions(self) -> int:
         """How many there have been."""
@@ -128,7 +131,12 @@ class GroupWindows:
         if all(alive[owner.number].is_muted for owner in self.active if owner.number in alive):
             return
         reached = {n for n, w in alive.items() if w.latest_backward == number and not w.is_muted}
-        self._exchange(group, alive, reached=reached)
+        try:
+            self._exchange(group, alive, reached=reached)
+        except CollectiveMismatch:
+            for each in reached:
+                alive[each].abandon()
+            raise
 
     def flush(self, window: Window, group: Group, *, in_step: bool) -> None:
         """Have the gradients of a window reduced that this rank needs now, with those of others that come.

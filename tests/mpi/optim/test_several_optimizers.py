@@ -1,4 +1,4 @@
-"""One backward and several optimizers: each gradient is reduced once, in the right optimizer, on all ranks."""
+"""One backward, several optimizers: each gradient is reduced once, in the right one, on all ranks."""
 
 from __future__ import annotations
 
