@@ -31,6 +31,8 @@ __all__ = ["OperationQueue", "RunningOperation", "call_site", "inference_mode_of
 # With `runs_inline`, an asynchronous operation waits so long for the other ranks before it is left to the
 # queue's thread. Waking the thread takes about as long, and the cores have nothing to spare for it.
 INLINE_WAIT_S = 0.0003
+ABORT_S = 2.0  # a wait that has begun just now can be ended this soon, and much sooner in general
+ABORT_INTERVAL_S = 0.005
 
 _NO_CONTEXT = contextlib.nullcontext()
 
@@ -358,6 +360,25 @@ class OperationQueue:
             self._complete(submission, work)
             self._end_turn()
             del submission, work  # an idle thread must not keep the last operation's tensors alive
+
+    def abort(self, error: MpisgdError) -> bool:
+        """Let what runs in this queue, and whatever comes, end with `error` on this rank; from any thread.
+
+        Returns:
+            Whether what runs has ended. It has not where it does not wait, but is in a call of MPI.
+        """
+        with self._lock:
+            self.broken = self.broken or error
+            thread = self._busy
+        deadline_s = time.monotonic() + ABORT_S
+        while thread is not None and thread != threading.get_ident() and thread == self._busy:
+            if time.monotonic() > deadline_s:
+                return False
+            for wait in wait_registry.registered():
+                if wait.thread == thread:
+                    wait_registry.cancel(wait, error)
+            time.sleep(ABORT_INTERVAL_S)
+        return True
 
     def drain(self) -> None:
         """Run all that is queued and end the thread. The queue can be used again.
