@@ -114,9 +114,7 @@ def _read_header(file: io.BufferedReader, path: Path) -> tuple[Document, list[En
         raise CheckpointDamaged(
             printable(f"{path} is cut short or no checkpoint: {size} bytes, header of {length}")
         )
-    header = bytearray(length)
-    _read_into(file, header)
-    document, entries = parse_header(bytes(header), path)
+    document, entries = parse_header(file.read(length), path)
     end = 8 + length + sum(entry.nbytes for entry in entries)
     if end != size:
         raise CheckpointDamaged(printable(f"{path} is cut short or damaged: {size} bytes instead of {end}"))
@@ -168,6 +166,6 @@ def _skim(file: io.BufferedReader, nbytes: int) -> int:
     return crc32
 
 
-def _read_into(file: io.BufferedReader, memory: memoryview | bytearray) -> None:
+def _read_into(file: io.BufferedReader, memory: memoryview) -> None:
     if file.readinto(memory) < len(memory):
         raise CheckpointDamaged(f"{file.name} ends too early: another process is writing it")
