@@ -69,6 +69,7 @@ class PieceUpdate:
     def _update(self, batch: list[Piece]) -> None:
         groups = self._optimizer.param_groups
         for piece in batch:
+            piece.refresh_master()
             piece.show_grad()
             groups[piece.group]["params"].append(piece.tensor)
         try:
