@@ -279,11 +279,6 @@ class DividedParameters(abc.ABC):
 
     # -- around a step ------------------------------------------------------------------------------
 
-    def refresh_masters(self) -> None:
-        """Take over what the program has written to parameters since the last step."""
-        for piece in self.pieces:
-            piece.refresh_master()
-
     def check_in_place(self) -> None:
         """Raise unless the parameters still lie where they were when they were divided.
 

@@ -34,20 +34,6 @@ MOST_NAMED = 3  # members in the name of a piece
 COUNTERS = frozenset({"step", "eta", "mu", "mu_product"})
 
 
-BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers by their bytes
-WORD = 8  # bytes that are compared at once
-
-
-def _have_same_bits(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors of one shape and dtype, on the CPU or one device, are the same."""
-    bits = BITS[one.itemsize]
-    if one.is_contiguous() and other.is_contiguous():
-        one, other, per_word = one.view(-1), other.view(-1), WORD // one.itemsize
-        if not any(n % per_word for n in (one.numel(), one.storage_offset(), other.storage_offset())):
-            bits = torch.int64
-    return torch.equal(one.view(bits), other.view(bits))
-
-
 def flat_view(tensor: Tensor, layout: Layout) -> Tensor:
     """Return the elements of a tensor, [numel], in the order of a layout; a copy where it has another one."""
     tensor = tensor.detach()
@@ -136,24 +122,6 @@ class Piece:
             round_to_device(self.tensor, self.target)
         elif self.target is not None:
             self.target.copy_(self.tensor)
-
-    @torch.no_grad()
-    def refresh_master(self) -> None:
-        """Take over parameters that the program has written to, such as loaded ones.
-
-        They are compared with the rounded master, bit by bit: what is written through `param.data`, or into
-        memory that ranks share, changes no version.
-
-        Cost: of a piece in the cache, a tenth of AdamW's update.
-        """
-        if self.target is None:
-            return
-        written = on_host(self.target) if self.is_offloaded else self.target
-        rounded = self.tensor.detach().to(written.dtype)
-        # On a device the host does not wait for an answer.
-        if not written.is_cpu or not _have_same_bits(rounded, written):
-            changed = rounded.view(BITS[written.itemsize]) != written.view(BITS[written.itemsize])
-            self.tensor.copy_(torch.where(changed, written.to(self.tensor.dtype), self.tensor))
 
     def split(self, keys: Sequence[Hashable]) -> "list[Piece]":
         """Return pieces that together are this one, each of neighbours with one key."""

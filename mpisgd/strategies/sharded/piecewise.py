@@ -19,6 +19,7 @@ from mpisgd.errors import InvalidArgument
 from mpisgd.sharding.divided_parameters import DividedParameters
 from mpisgd.sharding.elementwise import is_known_elementwise
 from mpisgd.sharding.grad_norm import clip_grad_norm_
+from mpisgd.sharding.masters import RefreshMasters
 from mpisgd.sharding.offload.description import Offload
 from mpisgd.sharding.offload.file_store import FileStore
 from mpisgd.sharding.offload.shared_errors import raised_on_every_rank
@@ -184,9 +185,9 @@ class Piecewise(Replicated, abc.ABC):
         if self._offload is not None:  # the optimizer finds nothing left to do
             self._update(self._hand_over_pieces)
             return
+        if self._parameters.has_masters:
+            RefreshMasters()(piece for piece in self._parameters.pieces if piece.grad is not None)
         for piece in self._parameters.pieces:
-            if piece.grad is not None:
-                piece.refresh_master()
             piece.show_grad()
             if piece.grad is not None:
                 groups[piece.group]["params"].append(piece.tensor)
@@ -269,7 +270,7 @@ class Piecewise(Replicated, abc.ABC):
         One that was loaded here counts, although it may not have been loaded where its owners are.
         """
         self._show_all()
-        self._parameters.refresh_masters()
+        RefreshMasters()(self._parameters.pieces)
         state = self.training.optimizer.state
         wholes = self._states.gather(self._wholes if self.has_whole_state else None)
         if self.has_whole_state:
@@ -296,7 +297,7 @@ class Piecewise(Replicated, abc.ABC):
     def shard_state_dict(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the state of this rank's pieces, and the options of all groups."""
         self._show_all()
-        self._parameters.refresh_masters()
+        RefreshMasters()(self._parameters.pieces)
         self._take_over_state()
         optimizer = self.training.optimizer
         state = self._states.state if self._holds_state else StateInMemory(optimizer.state)

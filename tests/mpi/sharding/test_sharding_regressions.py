@@ -68,7 +68,8 @@ def test_parameters_are_whole_after_the_first_step_with_overlap_forward(how, tmp
         train(model, optimizer, 0)
         if strategy.__class__ is mpisgd.Sharded:
             seen = read(model, how, tmp_path)
-    everyone(are_equal(seen, values(models[1])), "old values")
+    pairs = zip(seen, values(models[1]), strict=True)  # a mean of three equal values is rounded
+    everyone(all(torch.allclose(a, b, rtol=1e-14, atol=0) for a, b in pairs), "old values")
 
 
 def read(model, how, tmp_path):
