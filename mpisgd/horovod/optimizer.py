@@ -24,6 +24,7 @@ from mpisgd.horovod.optimizer_serial import serial_of_new
 from mpisgd.horovod.process_sets import ProcessSet, global_process_set
 from mpisgd.job import rank_info
 from mpisgd.optim.distributed import StepArguments, wrap_closure
+from mpisgd.sharding.layerwise.offload_parameters import check_in_memory
 
 __all__ = ["DistributedOptimizer", "begin_anew"]
 
@@ -90,6 +91,7 @@ def DistributedOptimizer(
     if num_groups and op != Adasum:
         warnings.warn("Parameter `num_groups` has been replaced by `groups`", DeprecationWarning, 2)
         groups = num_groups if groups is None else groups
+    check_in_memory("DistributedOptimizer", named)
     options = ExchangeOptions(
         op, compression, gradient_predivide_factor, sparse_as_dense, keep_none, process_set
     )

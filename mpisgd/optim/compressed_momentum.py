@@ -31,6 +31,7 @@ from mpisgd.gradients.reducer import GradientReducer
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.optim.distributed import DEFAULT_BUCKET_CAP_BYTES
 from mpisgd.optim.parameter_names import agree_on, name_parameters
+from mpisgd.sharding.layerwise.offload_parameters import check_in_memory
 
 __all__ = ["CompressedMomentumOptimizer", "Trained", "adam_defaults", "denominator", "update_moments"]
 
@@ -143,6 +144,7 @@ class CompressedMomentumOptimizer(torch.optim.Optimizer, abc.ABC):
         for name, param in named:
             if not param.is_floating_point():
                 raise UnsupportedTensor(f"{kind}: {name} is {param.dtype}; expected a floating dtype")
+        check_in_memory(kind, named)
         with owned_by(self._owner):
             agree_on(kind, named, self.group, extra=f"{self._agreed}, {settings}")
         return named
