@@ -27,6 +27,7 @@ def works() -> bool:
 
 
 def main() -> None:
+    """Start and end, as often as is asked for."""
     folder, starts, strangers = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     warnings.simplefilter("ignore", RuntimeWarning)  # of strangers that were turned away
     mpisgd.init()

@@ -2,8 +2,8 @@
 
     python scripts/stranger_rpc.py FOLDER NAME STARTS
 
-It has an agent of its own ready, whose table of addresses is one that it fills in itself. What it calls leaves a
-file in FOLDER if it is done: `pickled` by a pickled call, `operator` by one of torch's operators.
+It has an agent of its own ready, whose table of addresses is one that it fills in itself. What it calls
+leaves a file in FOLDER if it is done: `pickled` by a pickled call, `operator` by one of torch's operators.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class Agent:
         return answered or Path(f"{marks}-pickled").exists() or Path(f"{marks}-operator").exists()
 
     def end(self) -> None:
+        """End the agent."""
         if self._starting.is_alive():
             self._store.set("addrs/worker0", "uv://127.0.0.1:1")
             self._starting.join()
@@ -83,8 +84,10 @@ def new_port(known: set[int], done: Path) -> int | None:
 
 
 def main() -> None:
+    """Watch and call, as often as the job starts."""
     folder, name, starts = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-    leave_root() if name.startswith("other") else None
+    if name.startswith("other"):
+        leave_root()
     os.environ["TP_SOCKET_IFNAME"] = "lo"
     torch.distributed.autograd._init(1)
     for start in range(starts):

@@ -1,15 +1,15 @@
 """`Admission`: who may connect to TensorPipe's listening sockets: the job's ranks, and later nobody.
 
-TensorPipe takes whoever connects for a worker, and a worker may have any function called here. So a stranger's
-first byte must not get that far. TensorPipe opens its sockets itself and asks nobody; the kernel lets the
-process give them a filter all the same (`mpisgd.transport.tcp_store.socket_filter`), and reset connections that
+TensorPipe takes whoever connects for a worker, and a worker may have any function called here. So no call of
+a stranger may get that far. TensorPipe opens its sockets itself and asks nobody; the kernel lets the process
+give them a filter all the same (`mpisgd.transport.tcp_store.socket_filter`), and reset connections that
 TensorPipe has accepted. In the order in which RPC starts:
 
     TensorPipe listens       nobody is let in, and connections that are there already are reset. It has not
-                             taken them over: it waits until the ranks know each other's addresses
+                             served them: it waits until the ranks know each other's addresses
     the ranks connect        from the addresses of the job's hosts, but what they send is dropped: TCP will
-                             send it again. Each rank tells by MPI which connections it has made, and these alone
-                             may send from now on
+                             send it again. Each rank tells by MPI which connections it has made, and these
+                             alone may send from now on
     all have connected       nobody is let in any more; connections that no rank has made are reset
 """
 
@@ -73,14 +73,15 @@ class Admission:
                         admit_only(copy, addresses, data=data)
                 except OSError as exc:
                     raise Unreachable(
-                        f"RPC listens on {found.local.address} and cannot shut out others, who could call any "
-                        f"function here: {exc}. It needs socket filters of Linux; some sandboxes have none"
+                        f"RPC listens on {found.local.address} and cannot shut out others, who could call "
+                        f"any function here: {exc}. It needs Linux's socket filters; some sandboxes have none"
                     ) from exc
 
     def let_through(self, known: Set[Endpoint]) -> None:
         """Let the accepted connections send whose other end is `known`, a rank's."""
         for found in list_connections(self.endpoints):
-            if found.remote in known - self._let_through and found.fd >= 0:
+            is_new = found.remote in known and found.remote not in self._let_through
+            if found.remote is not None and is_new and found.fd >= 0:
                 with contextlib.suppress(OSError), duplicate(found) as connection:
                     admit_data(connection)
                     self._let_through.add(found.remote)
@@ -134,7 +135,7 @@ class Admission:
 
 
 def made_connections(endpoints: Set[Endpoint], known: Set[Endpoint]) -> set[Endpoint]:
-    """Return this rank's end of the connections that it has made to these endpoints, but for those `known`."""
+    """Return this rank's end of the connections to these endpoints that it has made since those `known`."""
     made = [found for found in list_tcp_sockets() if found.remote in endpoints and found.local not in known]
     for found in made:
         with contextlib.suppress(OSError), duplicate(found) as connection:

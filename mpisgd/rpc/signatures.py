@@ -1,9 +1,9 @@
 """What RPC unpickles is signed: no byte of it is looked at that a rank of the job has not written.
 
-torch pickles functions, arguments and results with a pickler of its own, and unpickles whatever comes in. Here
-each pickle begins with its HMAC under a key that rank 0 has drawn for this start and sent by MPI. It is the
-second lock: the first keeps strangers from sending anything (`mpisgd.rpc.admission`). Tensors travel apart from
-their pickle, and calls of torch's own operators have none: neither is signed.
+torch pickles functions, arguments and results with a pickler of its own, and unpickles whatever comes in.
+Here each pickle begins with its HMAC under a key that rank 0 has drawn for this start and sent by MPI. It is the
+second lock: the first keeps strangers from sending anything (`mpisgd.rpc.admission`). Tensors travel apart
+from their pickle, and calls of torch's own operators have none: neither is signed.
 """
 
 import contextlib
@@ -11,7 +11,6 @@ import hmac
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch.distributed.rpc
 from torch import Tensor
 from torch.distributed.rpc import api, internal
 
@@ -19,12 +18,14 @@ from mpisgd.errors import MpisgdError
 
 __all__ = ["KEY_BYTES", "SignedPickler", "sign_messages"]
 
+_Pickler: Any = internal._InternalRPCPickler
+
 KEY_BYTES = 32
 DIGEST = "sha256"
 DIGEST_BYTES = 32
 
 
-class SignedPickler(internal._InternalRPCPickler):
+class SignedPickler(_Pickler):  # type: ignore[misc]  # torch's is not annotated
     """torch's pickler of RPC, whose pickles are signed.
 
     Args:

@@ -74,7 +74,7 @@ def list_connections(locals_: Set[Endpoint]) -> list[TcpSocket]:
 
 
 def _sockets() -> Iterator[tuple[str, TcpSocket]]:
-    """Yield all TCP sockets of this network namespace with their states; those of others have no descriptor."""
+    """Yield the TCP sockets of this network namespace and their states; others' without descriptor."""
     descriptors = _socket_descriptors()
     for table, family in TABLES.items():
         for entry in _entries(table):

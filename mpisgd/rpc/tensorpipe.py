@@ -1,13 +1,13 @@
 """torch's TensorPipe agent, made of what MPI knows: `torch.distributed.rpc.init_rpc` without a gloo group.
 
 torch brings an agent up with a gloo group, which listens on the network in a way of its own. Here the ranks
-exchange the same things by MPI. With `signatures.py` the only module of mpisgd that uses torch's private names
-of RPC.
+exchange the same things by MPI. With `signatures.py` the only module of mpisgd that uses torch's private
+names of RPC.
 """
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed.autograd
@@ -111,8 +111,8 @@ def divide_devices(
 class _AgentStore(Store):
     """A store for one agent, which says when the agent that starts is about to publish something.
 
-    It publishes where it listens before it takes over any connection, and waits until all others have: between
-    the two nobody is served yet.
+    It publishes where it listens before it serves any connection, and waits until all others have, too:
+    between the two nobody is served yet.
 
     Args:
         store: that the agents share.
@@ -127,7 +127,7 @@ class _AgentStore(Store):
         self._store = store
         self._before_publishing = before_publishing
         self.is_starting = True
-        self.set_timeout(store.timeout)
+        self.set_timeout(_timeout(store))
 
     def set(self, key: str, value: Any) -> None:
         if self.is_starting:
@@ -147,10 +147,16 @@ class _AgentStore(Store):
         return self._store.check(list(keys))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self._store.wait(list(keys), timeout or self.timeout)
+        self._store.wait(list(keys), timeout or _timeout(self))
 
-    def deleteKey(self, key: str) -> bool:  # noqa: N802 - the name that torch's C++ looks for
+    # The name by which torch's C++ looks for it.
+    def deleteKey(self, key: str) -> bool:
         return self._store.delete_key(key)
+
+
+def _timeout(store: Any) -> timedelta:
+    """Return how long a store waits for a key; torch's annotations forget it."""
+    return cast(timedelta, store.timeout)
 
 
 def start_agent(
@@ -172,7 +178,7 @@ def start_agent(
         rank: of this process.
         options: of this rank.
         devices: see `divide_devices`.
-        once_listening: called when the agent listens and has not taken over any connection; before that, too.
+        once_listening: called when the agent listens and serves nobody yet; before that, too.
     """
     global _num_starts
     _num_starts += 1

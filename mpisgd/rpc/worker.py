@@ -37,7 +37,7 @@ __all__ = ["Worker"]
 
 T = TypeVar("T")
 
-# Between two looks at which connections the ranks have made: at first, and later. TCP sends again after 0.2 s.
+# Between two looks at which connections the ranks have made, at first and later. TCP sends again in 0.2 s.
 LOOK_S, LONGEST_LOOK_S = 0.005, 0.02
 
 
