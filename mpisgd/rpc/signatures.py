@@ -1,9 +1,9 @@
 """What RPC unpickles is signed: no byte of it is looked at that a rank of the job has not written.
 
 torch pickles functions, arguments and results with a pickler of its own, and unpickles whatever comes in.
-Here each pickle begins with its HMAC under a key that rank 0 has drawn for this start and sent by MPI. It is the
-second lock: the first keeps strangers from sending anything (`mpisgd.rpc.admission`). Tensors travel apart
-from their pickle, and calls of torch's own operators have none: neither is signed.
+Here each pickle begins with its HMAC under a key that rank 0 has drawn for this start and sent by MPI. It is
+the second lock: the first keeps strangers from sending anything (`mpisgd.rpc.admission`). Tensors travel
+apart from their pickle, and calls of torch's own operators have none: neither is signed.
 """
 
 import contextlib
