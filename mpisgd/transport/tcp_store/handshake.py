@@ -19,7 +19,7 @@ import time
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-__all__ = ["SECRET_BYTES", "Endpoint", "Reception", "accept_one", "greet"]
+__all__ = ["SECRET_BYTES", "Endpoint", "Reception", "greet"]
 
 SECRET_BYTES = 32
 NONCE_BYTES = 16
@@ -137,6 +137,19 @@ class Reception:
         """Return whether all ranks have come to a place."""
         return self._ranks <= self.arrived[where].keys()
 
+    def wait_for(self, where: Endpoint, rank: int, timeout_s: float) -> socket.socket:
+        """Return the connection of a rank to a place.
+
+        Raises:
+            TimeoutError: it does not come in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        while rank not in self.arrived[where]:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rank {rank} has not connected to {where.address} in {timeout_s:g} s")
+            time.sleep(POLL_S / 10)
+        return self.arrived[where][rank]
+
     def close(self) -> None:
         """Accept nobody any more. The connections that have arrived, and the listeners, stay."""
         self._is_over.set()
@@ -193,22 +206,3 @@ class Reception:
         with contextlib.suppress(KeyError):
             self._selector.unregister(newcomer.connection)
         newcomer.connection.close()
-
-
-def accept_one(
-    listener: socket.socket, where: Endpoint, secret: bytes, rank: int, timeout_s: float
-) -> socket.socket:
-    """Return the connection of one rank to a listener.
-
-    Raises:
-        TimeoutError: it does not come in time; others that came are closed.
-    """
-    reception, deadline = Reception({where: listener}, secret, [rank]), time.monotonic() + timeout_s
-    try:
-        while not reception.is_complete(where):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"rank {rank} has not connected to {where.address} in {timeout_s:g} s")
-            time.sleep(POLL_S / 10)
-    finally:
-        reception.close()
-    return reception.arrived[where][rank]

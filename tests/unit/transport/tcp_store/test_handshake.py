@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from mpisgd.transport.tcp_store import handshake
-from mpisgd.transport.tcp_store.handshake import Endpoint, Reception, accept_one, greet
+from mpisgd.transport.tcp_store.handshake import Endpoint, Reception, greet
 
 SECRET = bytes(range(32))
 WAIT_S = 10.0
@@ -149,5 +149,6 @@ def test_strangers_that_speak_something_else_or_nothing_keep_nobody_out(listener
 
 
 def test_one_that_does_not_come_is_an_error_at_the_limit(listener):
-    with pytest.raises(TimeoutError, match=r"rank 3 has not connected to 127.0.0.2 in 0.3 s"):
-        accept_one(listener, place(listener), SECRET, 3, SHORT_S)
+    said = r"rank 3 has not connected to 127.0.0.2 in 0.3 s"
+    with receiving(listener, [3]) as reception, pytest.raises(TimeoutError, match=said):
+        reception.wait_for(place(listener), 3, SHORT_S)
