@@ -10,10 +10,12 @@ import selectors
 import socket
 import struct
 import threading
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
+from mpisgd.core import wait_registry
 from mpisgd.transport.tcp_store.table import Operation, Table
 
 __all__ = ["Link", "LocalLink", "RemoteLink", "Server"]
@@ -70,6 +72,17 @@ def _fields(body: bytes) -> list[bytes]:
         start += FIELD.size + num_bytes
         fields.append(body[start - num_bytes : start])
     return fields
+
+
+@contextlib.contextmanager
+def _calls_nobody() -> Iterator[None]:
+    """Tell the deadlock detector that this thread begins no operation, whatever it waits for."""
+    ident = threading.get_ident()
+    wait_registry.workers[ident] = lambda: False
+    try:
+        yield
+    finally:
+        wait_registry.workers.pop(ident, None)
 
 
 class LocalLink:
@@ -144,6 +157,15 @@ class RemoteLink:
 
     def _run(self) -> None:
         """Hand over the answers as they come, until the connection ends."""
+        with _calls_nobody():
+            self._receive()
+        with self._lock:
+            self._is_closed = True
+            left, self._questions = [*self._questions.values()], {}
+        for question in left:
+            question.set_exception(ConnectionError(GONE))
+
+    def _receive(self) -> None:
         frames = _Frames()
         with selectors.DefaultSelector() as selector, self._connection, contextlib.suppress(OSError):
             selector.register(self._connection, selectors.EVENT_READ)
@@ -153,11 +175,6 @@ class RemoteLink:
                         question = self._questions.pop(number, None)
                     if question is not None:
                         question.set_result(fields)
-        with self._lock:
-            self._is_closed = True
-            left, self._questions = [*self._questions.values()], {}
-        for question in left:
-            question.set_exception(ConnectionError(GONE))
 
 
 class _Client:
@@ -176,8 +193,12 @@ class _Client:
             got = self.connection.recv(RECEIVE_BYTES)
         except OSError:
             return False
-        for number, operation, fields in self._frames.feed(got):
-            self._ask(number, Operation(operation), fields)
+        try:
+            for number, operation, fields in self._frames.feed(got):
+                self._ask(number, Operation(operation), fields)
+        except (ValueError, struct.error) as exc:  # `add` to what is no number, say
+            warnings.warn(f"store: a question cannot be answered: {exc}", RuntimeWarning, stacklevel=2)
+            return False
         return bool(got)
 
     def _ask(self, number: int, operation: Operation, fields: Values) -> None:
@@ -212,7 +233,7 @@ class Server:
                 client.connection.shutdown(socket.SHUT_RDWR)
 
     def _run(self) -> None:
-        with selectors.DefaultSelector() as selector:
+        with _calls_nobody(), selectors.DefaultSelector() as selector:
             for client in self._clients:
                 selector.register(client.connection, selectors.EVENT_READ, client)
             while selector.get_map():

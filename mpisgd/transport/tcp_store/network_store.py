@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import DistNetworkError, DistStoreError
 
 from mpisgd.arguments import shown
+from mpisgd.core import wait_registry
 from mpisgd.transport.tcp_store.links import Link
 from mpisgd.transport.tcp_store.table import AMOUNT, Operation
 
@@ -42,6 +43,7 @@ class NetworkStore(Store):
     def _ask(self, operation: Operation, *fields: bytes, timeout: timedelta | None = None) -> Sequence[bytes]:
         question = self._link.ask(operation, fields)
         limit = (timeout or cast(Any, self).timeout).total_seconds()  # torch's annotations forget it
+        wait_registry.workers[id(question)] = lambda: True  # has a limit: nobody may say that it never ends
         try:
             return question.result(limit)
         except NotInTime:
@@ -50,6 +52,8 @@ class NetworkStore(Store):
             raise DistStoreError(f"store: nobody has set {keys} within {limit:g} s") from None
         except ConnectionError as exc:
             raise DistNetworkError(f"store: {exc}") from None
+        finally:
+            wait_registry.workers.pop(id(question), None)
 
     def set(self, key: str, value: Any) -> None:
         """Set a key; what is there is replaced."""
