@@ -4,6 +4,7 @@ import contextlib
 import math
 import os
 import re
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -351,6 +352,10 @@ def note(line: str, env: Mapping[str, str] = os.environ) -> None:
     """Append a line to the notes of `python -m mpisgd run`, if it has started this job on this host."""
     path = env.get(NOTES_VARIABLE)
     if path:
-        with contextlib.suppress(OSError), open(path, "r+") as file:  # another host has no such file
-            file.seek(0, os.SEEK_END)
-            file.write(line + "\n")
+        with contextlib.suppress(OSError):  # another host has no such file
+            # Another user may have put something else under the name, once `run` has ended or elsewhere.
+            fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            with open(fd, "a") as file:
+                status = os.fstat(fd)
+                if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid():
+                    file.write(line + "\n")
