@@ -229,7 +229,8 @@ class OperationQueue:
         try:
             check = self._begin(submission) if submission.check is None else submission.check
             if not check.advance():
-                check.wait(Backoff(submission.timeout_s or self.consistency.timeout_s))
+                limit_s = submission.timeout_s
+                check.wait(Backoff(limit_s or self.consistency.timeout_s, own_limit=limit_s is not None))
             if submission.span is not None:
                 submission.span.all_arrived()
             check.verify()

@@ -93,6 +93,7 @@ class RegisteredWait(NamedTuple):
         timeout_s: after how many seconds it ends with an error; infinite: the wait for a thread that has one.
         reason: tells what for; None where the operation on the thread's queue says it.
         wake: has the thread check its `cancel_error`; None where it does so by itself.
+        own_limit: whether the limit is that of this call alone, after which the program may go on.
     """
 
     thread: int
@@ -100,6 +101,7 @@ class RegisteredWait(NamedTuple):
     timeout_s: float
     reason: Callable[[], WaitReason] | None
     wake: Callable[[], None] | None = None
+    own_limit: bool = False
 
     @property
     def serial(self) -> int:
@@ -150,9 +152,11 @@ def register(
     timeout_s: float,
     reason: Callable[[], WaitReason] | None = None,
     wake: Callable[[], None] | None = None,
+    *,
+    own_limit: bool = False,
 ) -> None:
-    """Report that this thread waits, until `unregister(key)`."""
-    _registered[key] = RegisteredWait(threading.get_ident(), since_s, timeout_s, reason, wake)
+    """Report that this thread waits, until `unregister(key)`; see `RegisteredWait`."""
+    _registered[key] = RegisteredWait(threading.get_ident(), since_s, timeout_s, reason, wake, own_limit)
 
 
 def unregister(key: object) -> None:
@@ -167,9 +171,10 @@ def registered() -> list[RegisteredWait]:
 
 @contextlib.contextmanager
 def waiting_for(reason: WaitReason, timeout_s: float | None = None) -> Iterator[None]:
-    """Report that this thread waits meanwhile."""
+    """Report that this thread waits meanwhile; `timeout_s`: a limit of this call alone."""
     key = object()
-    register(key, time.monotonic(), NO_TIMEOUT_S if timeout_s is None else timeout_s, lambda: reason)
+    limit_s = NO_TIMEOUT_S if timeout_s is None else timeout_s
+    register(key, time.monotonic(), limit_s, lambda: reason, own_limit=timeout_s is not None)
     try:
         yield
     finally:

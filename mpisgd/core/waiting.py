@@ -101,11 +101,13 @@ class Backoff:
     Attributes:
         missing: which ranks were missing at the timeout, as far as they could tell.
         quiet: whether the timeout is not reported, since the caller goes on.
+        own_limit: whether the limit is that of this call alone: no deadlock, as the program may go on then.
     """
 
-    def __init__(self, limit_s: float, *, quiet: bool = False) -> None:
+    def __init__(self, limit_s: float, *, quiet: bool = False, own_limit: bool = False) -> None:
         self.limit_s = limit_s
         self.quiet = quiet
+        self.own_limit = quiet or own_limit
         self.missing = ""
         self.started = time.monotonic()
 
@@ -145,7 +147,9 @@ class Backoff:
                     return False
                 if waited >= REGISTER_S:
                     if not noted:
-                        wait_registry.register(self, self.started, self.limit_s, about)
+                        wait_registry.register(
+                            self, self.started, self.limit_s, about, own_limit=self.own_limit
+                        )
                         noted = True
                     if (error := wait_registry.cancel_error(self.started)) is not None:
                         raise error

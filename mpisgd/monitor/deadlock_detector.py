@@ -8,8 +8,9 @@ have come to their end (`stuck_ranks`):
     rank 1   waits in group B, operation 3, for rank 0    (rank 0 has begun 2 operations of B)
     rank 2   runs its own code: able, but it is not what they wait for
 
-In doubt a rank is able: one that does not answer, a wait of which too little is known, a thread of the user's
-that communicates, a transfer for which both sides are there and which may only be slow.
+In doubt a rank is able: one that does not answer, a wait of which too little is known or which has a limit
+of its own, a thread of the user's that may communicate (`idle_threads`), a transfer for which both sides are
+there and which may only be slow.
 
 A rank that has waited for a while asks what all others do; of the ranks of a host the lowest that waits does.
 When it finds ranks that can never go on, and the same ones unmoved a second later, it sends them a notice:
@@ -57,7 +58,7 @@ def stuck_ranks(states: Sequence[RankState]) -> set[int]:
 
 def _can_end(wait: Wait, rank: int, known: Mapping[int, RankState], able: set[int]) -> bool:
     """Return whether able ranks, or nobody at all, can end a wait of `rank`."""
-    if wait.mpi_call:
+    if wait.mpi_call or wait.own_limit:
         return True
     if wait.message is not None:
         return _can_arrive(wait.message, rank, known, able)

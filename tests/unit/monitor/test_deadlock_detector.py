@@ -94,6 +94,12 @@ def test_a_rank_inside_mpi_may_come_back():
     assert stuck_ranks([inside, *CYCLE[1:]]) == set()
 
 
+def test_a_wait_with_a_limit_of_its_own_may_end_by_that():
+    """`work.wait(timeout_s=6)` had a `Deadlock` after 4 s in a program that would have gone on after 6."""
+    own = waits(0, at(7, own_limit=True, timeout_s=6.0), num_begun={A: 7, B: 2})
+    assert stuck_ranks([own, *CYCLE[1:]]) == set()
+
+
 def test_waits_of_which_nothing_is_known_may_end():
     assert stuck_ranks([waits(0, Wait("other ranks"), num_begun={A: 6, B: 2}), *CYCLE[1:]]) == set()
 
