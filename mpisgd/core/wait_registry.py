@@ -4,8 +4,9 @@ Engine                                             Monitor
     register / unregister: a thread waits              registered: what waits, for how long
     waiting_for: the same, as a context manager        cancel: end a wait with an error
     cancel_error: has the wait been cancelled?         on_timeout: set it to report timeouts
-    report_timeout: the ranks missing at a timeout     mpi_calls, has_communicated, workers: read them
-    mpi_calls: blocking MPI calls under way
+    report_timeout: the ranks missing at a timeout     mpi_calls, callbacks, workers,
+    mpi_calls: blocking MPI calls under way            has_communicated: read them
+    callbacks: callbacks of the program under way
     mark_communicating: this thread calls operations
     workers: threads that sleep until there is work
 
@@ -24,7 +25,9 @@ from typing import NamedTuple
 __all__ = [
     "Message",
     "RegisteredWait",
+    "RunningCallback",
     "WaitReason",
+    "callbacks",
     "cancel",
     "cancel_error",
     "has_communicated",
@@ -109,6 +112,22 @@ class RegisteredWait(NamedTuple):
         return serial_of(self.since_s)
 
 
+class RunningCallback(NamedTuple):
+    """A callback on the future of an operation; those behind it in the queue wait for its end.
+
+    Attributes:
+        name: of the operation.
+        group: its group.
+        since_s: when it began, by `time.monotonic`.
+        timeout_s: after how many seconds those that wait end with an error.
+    """
+
+    name: str
+    group: str
+    since_s: float
+    timeout_s: float
+
+
 def serial_of(since_s: float) -> int:
     """Return what tells a wait that began then from the others of its process."""
     return int(since_s * 1000)
@@ -118,6 +137,8 @@ def serial_of(since_s: float) -> int:
 on_timeout: Callable[[], str] | None = None
 # By thread: the MPI call that it is blocked in, which cannot be interrupted, and since when.
 mpi_calls: dict[int, tuple[str, float]] = {}
+# By thread: the callback of the program's that it runs, on the future of an operation.
+callbacks: "dict[int, RunningCallback]" = {}
 # Our threads that sleep until there is work for them: tells whether there is, or may be without another call.
 workers: dict[int, Callable[[], bool]] = {}
 _registered: dict[object, RegisteredWait] = {}
@@ -174,7 +195,7 @@ def waiting_for(reason: WaitReason, timeout_s: float | None = None) -> Iterator[
     """Report that this thread waits meanwhile; `timeout_s`: a limit of this call alone."""
     key = object()
     limit_s = NO_TIMEOUT_S if timeout_s is None else timeout_s
-    register(key, time.monotonic(), limit_s, lambda: reason, own_limit=timeout_s is not None)
+    register(key, time.monotonic(), limit_s, lambda: reason, own_limit=limit_s != NO_TIMEOUT_S)
     try:
         yield
     finally:

@@ -14,9 +14,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from mpisgd import tracing
+from mpisgd.core.standard_error import print_error
 from mpisgd.core.topology import Topology
 from mpisgd.errors import JobError, MpisgdError
-from mpisgd.monitor.console import ConsoleLock, print_error
+from mpisgd.monitor.console import ConsoleLock
 from mpisgd.monitor.rank_snapshot import failed_threads, note_failed_thread
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import time
 import psutil
 
 from mpisgd.config import ENDED_NOTE, note
-from mpisgd.monitor.console import print_to_user
+from mpisgd.core.standard_error import print_to_user
 
 __all__ = ["exit_after_loss", "exit_without_host"]
 

@@ -8,10 +8,10 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from mpisgd import config
-from mpisgd.arguments import check_flag, check_positive, shown
+from mpisgd.arguments import check_flag, check_positive, check_timeout, shown
+from mpisgd.core.standard_error import print_to_user
 from mpisgd.core.topology import Topology
 from mpisgd.errors import InvalidArgument, JobError, MpiFailed, MpiNotFound, NotInitialized
-from mpisgd.monitor.console import print_to_user
 
 if TYPE_CHECKING:
     from mpisgd.transport.mpi import Communicator
@@ -34,7 +34,7 @@ def check_init_arguments(comm: Any, timeout_s: Any, num_threads: Any, gpu: Any, 
     if comm is not None and (loaded is None or not isinstance(comm, loaded.Intracomm) or not comm):
         raise InvalidArgument(f"init: comm={shown(comm)}; expected an intracommunicator of mpi4py")
     if timeout_s is not None:
-        check_positive("init", "timeout_s", timeout_s)
+        check_timeout("init", "timeout_s", timeout_s)
     if num_threads is not None:
         check_positive("init", "num_threads", num_threads, whole=True)
     if gpu is not None and not (isinstance(gpu, str) and gpu in config.GPU_CHOICES):

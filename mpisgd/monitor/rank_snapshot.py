@@ -16,7 +16,7 @@ import torch
 
 from mpisgd.accelerator.runtime import runtime
 from mpisgd.core import wait_registry
-from mpisgd.core.wait_registry import RegisteredWait, WaitReason
+from mpisgd.core.wait_registry import RegisteredWait, RunningCallback, WaitReason
 from mpisgd.errors import MpisgdError
 from mpisgd.monitor.idle_threads import may_communicate
 from mpisgd.monitor.rank_state import RUNS, WAITS, RankState, Wait, group_key
@@ -105,9 +105,12 @@ def _waits(
     for group, queue, _ in groups:
         if (running := queue.running) is not None:
             operations[running.thread] = running, group, queue
-    found = {}
+    found: dict[int, Wait] = {}
     for thread in by_thread.keys() | mpi_calls.keys():
-        wait = _wait(by_thread.get(thread, []), mpi_calls.get(thread), operations.get(thread))
+        found[thread] = _wait(by_thread.get(thread, []), mpi_calls.get(thread), operations.get(thread))
+    for thread, callback in dict(wait_registry.callbacks).items():
+        found.setdefault(thread, _wait_of_callback(callback))
+    for thread, wait in found.items():
         site = wait.site or _site(frames.get(thread))
         is_main = thread == threading.main_thread().ident
         found[thread] = replace(wait, site=site, thread=names.get(thread, str(thread)), is_main=is_main)
@@ -144,6 +147,18 @@ def _wait(
         mpi_call=call,
         serial=wait_registry.serial_of(since_s),
         own_limit=any(wait.own_limit for wait in registered),
+    )
+
+
+def _wait_of_callback(callback: RunningCallback) -> Wait:
+    """Return what a callback of the program is for those that wait for its end."""
+    return Wait(
+        f"a callback on the future of {callback.name}",
+        callback.group,
+        waited_s=time.monotonic() - callback.since_s,
+        timeout_s=callback.timeout_s,
+        serial=wait_registry.serial_of(callback.since_s),
+        own_limit=True,
     )
 
 
