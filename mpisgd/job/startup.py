@@ -62,12 +62,25 @@ def check_world_size(size: int, library: str) -> None:
     Raises:
         JobError: it has; on every rank.
     """
+    if size == 1 and not config.is_launched() and not config.was_spawned():
+        _check_other_launcher(library)
     launched = config.launcher_size() or 1
     if size == 1 < launched and not config.was_spawned():
         raise JobError(
             f"init: {launched} ranks were started, but {library}, which Python has loaded, takes each of "
             f"them for a job of its own. {_right_launcher(library)}; `python -m mpisgd info` shows both. "
             "If that is what you want, call init(MPI.COMM_WORLD)"
+        )
+
+
+def _check_other_launcher(library: str) -> None:
+    """Raise where torchrun has started the ranks: MPI knows nothing of them, and each trains alone."""
+    rank, launched = config.torchrun_rank()
+    if rank is not None and launched is not None and launched > 1:
+        raise JobError(
+            f"init: RANK={rank} and WORLD_SIZE={launched} are set, as torchrun does, but {library} takes "
+            f"each process for a job of its own: start the program with mpirun -n {launched}, not with "
+            "torchrun. If a world of one rank is what you want, call init(MPI.COMM_WORLD)"
         )
 
 

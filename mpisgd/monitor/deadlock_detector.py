@@ -27,10 +27,11 @@ from mpisgd.core import wait_registry
 from mpisgd.core.wait_registry import Message
 from mpisgd.errors import Deadlock
 from mpisgd.monitor.hang_report import failed_thread_lines, for_whom, place
+from mpisgd.monitor.mailbox_pages import NOTICE_BYTES
 from mpisgd.monitor.rank_state import LEFT, WAITS, RankState, Wait, group_key
 from mpisgd.monitor.state_collector import StateCollector
 
-__all__ = ["DeadlockDetector", "describe_deadlock", "fingerprint", "stuck_ranks"]
+__all__ = ["DeadlockDetector", "describe_deadlock", "encode_notice", "fingerprint", "stuck_ranks"]
 
 FIRST_S = 2.0  # who has waited so long asks what the others do
 SURE_S = 1.0  # between the two times
@@ -103,6 +104,19 @@ def describe_deadlock(states: Sequence[RankState], stuck: set[int]) -> str:
     return "\n".join([*lines, *failed_thread_lines(states)])
 
 
+def encode_notice(text: str, serials: Sequence[tuple[int, Sequence[int]]]) -> bytes:
+    """Return the notice of a deadlock, with as much of the text as there is room for.
+
+    Args:
+        text: for the error, in lines.
+        serials: of the waits that are to end, by rank.
+    """
+    lines = text.splitlines()
+    while len(notice := json.dumps(["\n".join(lines), serials]).encode()) > NOTICE_BYTES and len(lines) > 2:
+        lines = [*lines[: len(lines) // 2], "  ... and others"]
+    return notice
+
+
 class DeadlockDetector:
     """The deadlock detector of one rank; works on the monitor's thread, which calls it about once a second.
 
@@ -145,7 +159,7 @@ class DeadlockDetector:
             self._next_s = time.monotonic() - self._since_s + SURE_S  # seen for the first time
             return
         serials = [(rank, [wait.serial for wait in states[rank].waits]) for rank in stuck]
-        text = json.dumps([describe_deadlock(states, stuck), serials]).encode()
+        text = encode_notice(describe_deadlock(states, stuck), serials)
         self._collector.notify(text, stuck - {self._collector.rank})
         self._notices.append((time.monotonic(), text))
         self._carry_out_notices()

@@ -81,11 +81,11 @@ class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
         """Combine each tensor over the group, in place."""
         op, factor = compat.reduction_of(opts.reduceOp), compat.factor_of(opts.reduceOp)
+        _multiply(tensors, factor)
         if any(tensor.is_sparse for tensor in tensors):
             for tensor in tensors:
                 tensor.copy_(all_reduce_sparse(tensor, op, self.mpisgd_group))
             return self._track([], tensors)
-        _multiply(tensors, factor)
         return self._issue(opts, tensors, [partial(all_reduce, t, op) for t in tensors])
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:

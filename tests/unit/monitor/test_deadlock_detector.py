@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from mpisgd.core.wait_registry import Message
-from mpisgd.monitor.deadlock_detector import describe_deadlock, fingerprint, stuck_ranks
+from mpisgd.monitor.deadlock_detector import describe_deadlock, encode_notice, fingerprint, stuck_ranks
+from mpisgd.monitor.mailbox_pages import NOTICE_BYTES
 from mpisgd.monitor.rank_state import (
     GONE,
     LEFT,
@@ -186,3 +189,15 @@ def test_whoever_waits_for_ranks_by_name_needs_all_of_them():
     assert stuck_ranks([circle[0], free, waits(2, for_ranks(0), num_begun={})]) == {0, 2}
     text = describe_deadlock([*circle, RankState(2, state=RUNS)], {0, 1})
     assert "rank 0 waits for ranks 1, 2 in hvd.allreduce 'x'" in text
+
+
+def test_a_notice_of_many_ranks_fits_its_mailbox():
+    """Above about 330 ranks it was longer, and was dropped: the waits ended at their timeouts."""
+    lines = [f"  rank {rank} waits for rank {rank + 1}, at {'x' * 200}.py:1" for rank in range(512)]
+    serials = [(rank, [123456789]) for rank in range(512)]
+    notice = encode_notice("\n".join(["ranks 0 to 511 can never go on:", *lines]), serials)
+    assert len(notice) <= NOTICE_BYTES
+    text, told = json.loads(notice)
+    assert text.startswith("ranks 0 to 511 can never go on:\n  rank 0 waits")
+    assert text.endswith("... and others")
+    assert [tuple(entry) for entry in told] == [(rank, [123456789]) for rank in range(512)]
