@@ -21,7 +21,14 @@ from mpisgd.transport.shm import data_movement
 from mpisgd.transport.shm.staging import equal_ranges, range_of
 from mpisgd.transport.shm.transport import ShmTransport
 
-__all__ = ["ALL_GATHER_INTO", "all_gather", "all_gather_into_tensor", "all_gather_ragged", "check_gathered"]
+__all__ = [
+    "ALL_GATHER_INTO",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_ragged",
+    "check_gathered",
+    "gather_rows",
+]
 
 
 def all_gather(
@@ -184,6 +191,11 @@ def all_gather_ragged(tensor: Tensor, group: Group | None = None) -> list[Tensor
     operation = Operation(
         "all_gather_ragged", dtype=dtype_name(tensor.dtype), shape=row_shape, device=device_kind(tensor)
     )
+    return gather_rows(operation, tensor, group)
+
+
+def gather_rows(operation: Operation, tensor: Tensor, group: Group) -> list[Tensor]:
+    """Return the tensors of all ranks, whose number of rows may differ, as `operation`. Collective."""
     pieces: list[Tensor] = []  # filled when their sizes are known
     run(ALL_GATHER_RAGGED, Call(group, operation, pieces, [tensor]), async_op=False)
     return [piece.to(tensor.device) for piece in pieces]

@@ -29,7 +29,7 @@ from mpisgd.collectives.point_to_point import irecv, isend
 from mpisgd.collectives.reduce import reduce
 from mpisgd.collectives.reduce_scatter import reduce_scatter, reduce_scatter_tensor
 from mpisgd.collectives.sparse import all_reduce_sparse
-from mpisgd.config import BACKEND
+from mpisgd.config import BACKEND, LONGEST_TIMEOUT_S
 from mpisgd.core.group import Group
 from mpisgd.core.work import Work
 from mpisgd.dtypes import ReduceOp
@@ -218,7 +218,9 @@ class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
     def barrier(self, opts: Any = None) -> dist.Work:
         """Wait for every rank of the group."""
         limit = getattr(opts, "timeout", None)
-        timeout_s = limit.total_seconds() if limit is not None and limit > timedelta(0) else None
+        timeout_s = None
+        if limit is not None and limit > timedelta(0):
+            timeout_s = min(limit.total_seconds(), LONGEST_TIMEOUT_S)
         return self._issue(opts, [], [partial(barrier, timeout_s=timeout_s)])
 
     def monitored_barrier(
