@@ -116,23 +116,23 @@ class _AgentStore(Store):
 
     Args:
         store: that the agents share.
-        before_publishing: called whenever this agent sets a key, as long as it starts.
-
-    Attributes:
-        is_starting: set to False once the agent has started.
+        before_publishing: called whenever this agent sets a key, until `started`.
     """
 
     def __init__(self, store: Store, before_publishing: Callable[[], None]) -> None:
         super().__init__()
         self._store = store
-        self._before_publishing = before_publishing
-        self.is_starting = True
+        self._before_publishing: Callable[[], None] | None = before_publishing
         self.set_timeout(_timeout(store))
 
     def set(self, key: str, value: Any) -> None:
-        if self.is_starting:
+        if self._before_publishing is not None:
             self._before_publishing()
         self._store.set(key, value)
+
+    def started(self) -> None:
+        """Call nobody any more."""
+        self._before_publishing = None
 
     def get(self, key: str) -> bytes:
         return self._store.get(key)
@@ -201,7 +201,7 @@ def start_agent(
         agent_store, names[rank], rank, len(names), chosen, devices.reverse_maps, devices.devices
     )
     api.api._init_rpc_states(agent)
-    agent_store.is_starting = False
+    agent_store.started()
     return agent_store
 
 
