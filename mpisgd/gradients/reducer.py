@@ -51,7 +51,7 @@ class GradientReducer(GradientSync):
         self.group = group
         self.options = options
         self.sums = options.op is ReduceOp.SUM
-        self.compression_state = CompressionState(group)
+        self.compression_state = CompressionState()
         self._marks: dict[int, int] = {}
         self._in_flight = InFlightReduction()
         self.cover(named)

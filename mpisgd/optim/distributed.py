@@ -31,6 +31,7 @@ from mpisgd.optim.choices import check_choices, resolve_reduction, summary
 from mpisgd.optim.in_sync import check_tensors_in_sync
 from mpisgd.optim.parameter_names import agree_on, name_buffers, name_parameters
 from mpisgd.strategies.compatibility import check_momentum
+from mpisgd.strategies.state_keeper import StateKeeper
 from mpisgd.strategies.strategy import Strategy, Synchronizer
 from mpisgd.strategies.synchronous import Synchronous
 from mpisgd.strategies.training import Training
@@ -174,6 +175,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             agree_on("DistributedOptimizer", [*named, *buffers], members, extra=text)
             options = with_chosen_compression(training.params, members, options)
             self._synchronizer = strategy.synchronizer(training._replace(options=options))
+            self._keeper = StateKeeper(self._synchronizer)
             self._window = AccumulationWindow(self._synchronizer.gradients, backward_passes_per_step)
             self.strategy = strategy
             self._chooses_compression = isinstance(training.options.compression, Auto)
@@ -223,19 +225,26 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all parameters, as the wrapped optimizer does.
 
-        Collective where ranks share parameters, or divide the state: each has that of its own. Where a
-        compressor keeps something from step to step, the entry "compression" has this rank's; other
-        optimizers ignore it.
+        Collective where ranks share parameters, or divide the state: each has that of its own. Where the
+        strategy or a compressor keeps something from step to step, the entry "mpisgd" has it, with what is
+        this rank's own; other optimizers ignore it.
         """
-        return self._synchronizer.state_dict(super().state_dict)
+        return {**self._synchronizer.state_dict(super().state_dict), **self._keeper.entry()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state, as the wrapped optimizer does. All ranks load the same.
+        """Take over a state, as the wrapped optimizer does. The parameters stay as they are.
 
-        What a compressor had kept goes with its parameters, whatever their buckets are now. A residual is a
-        rank's own: it goes to the same rank of as many ranks, and begins at zero on any other.
+        All ranks load states of the same step, each its own or all the same. What is a rank's own, such as a
+        residual, comes back to the same rank of as many ranks; on any other it begins anew, and so it does on
+        all ranks where it says something of the others. What the strategy and the compressor have kept is
+        left out, with a warning, where this optimizer has others.
+
+        Raises:
+            InvalidArgument: another version of mpisgd has written it in a form that this one does not know.
         """
+        self._keeper.check(state_dict)
         super().load_state_dict(state_dict)
+        self._keeper.load(state_dict)
         self._synchronizer.loaded(state_dict)
         self._window.use(self._synchronizer.gradients)
 
@@ -272,6 +281,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         named = [*training.named, *name_parameters(self, None)[len(training.named) :]]
         agree_on("add_param_group", named, training.group)
         self._synchronizer.extend(named)
+        self._keeper.extended()
         self._window.use(self._synchronizer.gradients)
         self._window.cover(named)
 
@@ -289,6 +299,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._chooses_compression:  # new ranks may have chosen another one
             self._synchronizer.use_compression(broadcast_object(self.compression, group=members))
         self._synchronizer.move_to(members)
+        self._keeper.moved()
         self.spans_job = group is None
         super().zero_grad(set_to_none=True)
         self._window.move_to(self._synchronizer.gradients)
@@ -371,6 +382,7 @@ def _before_step(
         window.flush_before_step()
     else:
         changed = wrap_closure(*changed, synchronizer.around)
+    optimizer._keeper.settle()
     synchronizer.before_step()
     return changed
 
@@ -378,9 +390,10 @@ def _before_step(
 def _after_step(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
     assert isinstance(optimizer, DistributedOptimizer)
     window, synchronizer = optimizer._window, optimizer._synchronizer
-    synchronizer.after_step(window.steps + 1)
+    synchronizer.num_steps += 1
+    synchronizer.after_step(synchronizer.num_steps)
     window.end_step()
     window.use(synchronizer.gradients)
     period = synchronizer.training.check_in_sync_every
-    if period and window.steps % period == 0:
+    if period and synchronizer.num_steps % period == 0:
         check_tensors_in_sync(synchronizer.training.named, synchronizer.training.group)

@@ -15,7 +15,7 @@ different steps; and the mean may be taken during the next `overlap_steps` steps
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -26,6 +26,8 @@ from mpisgd.arguments import check_count, check_positive, shown
 from mpisgd.collectives.coalesced import all_reduce_coalesced
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
+from mpisgd.gradients.compression_state import CompressionState
+from mpisgd.method_state import alike, part
 from mpisgd.strategies.compatibility import LOCAL_STEPS
 from mpisgd.strategies.local_training import LocalSynchronizer
 from mpisgd.strategies.strategy import Strategy
@@ -106,6 +108,13 @@ class DiLoCo(Strategy):
         """
         return cls(sync_every, outer_options={"lr": lr, "momentum": momentum})
 
+    @property
+    def chosen_options(self) -> Mapping[str, Any]:
+        """What the outer optimizer is made with."""
+        if self.outer_options is None:
+            return NESTEROV if self.outer_optimizer is torch.optim.SGD else {}
+        return self.outer_options
+
     def make_outer(self, params: list[Tensor]) -> torch.optim.Optimizer:
         """Return the outer optimizer of `params`.
 
@@ -117,8 +126,7 @@ class DiLoCo(Strategy):
             raise InvalidArgument(
                 f"DiLoCo: outer_options={shown(options)}; expected a dict such as {NESTEROV}"
             )
-        if options is None:
-            options = NESTEROV if self.outer_optimizer is torch.optim.SGD else {}
+        options = self.chosen_options
         make: Callable[..., torch.optim.Optimizer] = self.outer_optimizer
         try:
             return make(params, **options)
@@ -130,72 +138,111 @@ class DiLoCo(Strategy):
         return DiLoCoSynchronizer(training, self)
 
 
+@dataclass
+class _State:
+    """What is kept from step to step; all ranks take the same outer steps.
+
+    Attributes:
+        waves: how many times parameters had been added before, by parameter. Those of a wave are cut into
+            fragments together.
+        outer: the parameters after the last outer step.
+        entries: the outer optimizer's state, by parameter.
+        options: of its groups, by fragment.
+        kind: its class: the state of another one is none of its own.
+        changes: the mean of the changes that is due and was not applied yet, by parameter.
+        compression: what compressors keep of the changes.
+    """
+
+    waves: dict[str, int] = alike(default_factory=dict)
+    outer: dict[str, Tensor] = alike(default_factory=dict)
+    entries: dict[str, dict[str, Any]] = alike(default_factory=dict)
+    options: dict[str, dict[str, Any]] = alike(default_factory=dict)
+    kind: str = alike("")
+    changes: dict[str, Tensor] = alike(default_factory=dict)
+    compression: CompressionState = part(CompressionState)
+
+
 class _Fragment:
-    """Some parameters, what they were after the last outer step, and the outer optimizer of these.
+    """Some parameters, and the outer optimizer of them.
 
     Args:
-        params: of this rank.
+        number: of all fragments.
+        params: of this rank, by key.
         first: the first step after which they are synchronised.
+        state: of all parameters.
         training: its group and options.
         strategy: see `DiLoCo`.
     """
 
-    def __init__(self, params: Sequence[Tensor], first: int, training: Training, strategy: DiLoCo) -> None:
-        self._params, self._first, self._strategy = params, first, strategy
-        self._mean = TensorMean(params, training.group, training.options)
-        self.outer = [param.clone() for param in params]
-        self._optimizer = strategy.make_outer(self.outer)
-        self._changes: list[Tensor] = []  # on their way
-        self._wait: Callable[[], None] = lambda: None
+    def __init__(
+        self,
+        number: int,
+        params: Mapping[str, Tensor],
+        first: int,
+        state: _State,
+        training: Training,
+        strategy: DiLoCo,
+    ) -> None:
+        self._keys, self._first, self._strategy, self._state = list(params), first, strategy, state
+        self.mean = TensorMean(params, training.group, training.options)
+        self._number = str(number)
+        self._optimizer = self._make_optimizer(self._number)
+        self._wait: Callable[[], None] = lambda: None  # for what is on its way
 
-    def begin(self) -> None:
-        """Take the parameters as they are."""
-        torch._foreach_copy_(self.outer, list(self._params))
+    def _make_optimizer(self, number: str) -> torch.optim.Optimizer:
+        """Return the outer optimizer, whose state is that of the method, from now on."""
+        state, outer = self._state, [self._state.outer[key] for key in self._keys]
+        made = self._strategy.make_outer(outer)
+        (group,) = made.param_groups
+        chosen = self._strategy.chosen_options
+        group.update({k: v for k, v in state.options.get(number, {}).items() if k not in chosen})
+        for key, param in zip(self._keys, outer, strict=True):
+            if state.entries.get(key):
+                made.state[param] = state.entries[key]
+            state.entries[key] = made.state[param]
+        return made
 
-    def after(self, step: int) -> None:
-        """Do what is due after a step."""
-        since = step - self._first
-        overlap = self._strategy.overlap_steps
-        if self._changes and since % self._strategy.sync_every == overlap:
-            self._finish()
-        if since >= 0 and since % self._strategy.sync_every == 0:
-            self._changes = list(torch._foreach_sub(self.outer, list(self._params)))
-            self._wait = self._mean.start(self._changes, async_op=overlap > 0)
-            if not overlap:
-                self._finish()
+    def note_options(self) -> None:
+        """Put the options of the outer optimizer, which some change by themselves, into the state."""
+        (group,) = self._optimizer.param_groups
+        self._state.options[self._number] = {name: v for name, v in group.items() if name != "params"}
 
-    def _finish(self) -> None:
-        """Take the outer step, and go on from there."""
+    def after(self, step: int, params: Mapping[str, Tensor]) -> None:
+        """Do what is due after a step. Collective where anything is.
+
+        Args:
+            step: its number.
+            params: of this rank, all of them.
+        """
+        since, strategy, changes = step - self._first, self._strategy, self._state.changes
+        mine = [params[key] for key in self._keys]
+        if self._keys[0] in changes and since % strategy.sync_every == strategy.overlap_steps:
+            self._finish(mine)
+        if since >= 0 and since % strategy.sync_every == 0:
+            begun = torch._foreach_sub([self._state.outer[key] for key in self._keys], mine)
+            changes.update(zip(self._keys, begun, strict=True))
+            self._wait = self.mean.start(begun, async_op=strategy.overlap_steps > 0)
+            if not strategy.overlap_steps:
+                self._finish(mine)
+
+    def arrive(self) -> None:
+        """Return when what is on its way has arrived."""
         self._wait()
-        for param, change in zip(self.outer, self._changes, strict=True):
-            param.grad = change
-        self._changes = []
+        self._wait = lambda: None
+
+    def _finish(self, params: list[Tensor]) -> None:
+        """Take the outer step, and go on from there."""
+        self.arrive()
+        outer = [self._state.outer[key] for key in self._keys]
+        for key, param in zip(self._keys, outer, strict=True):
+            param.grad = self._state.changes.pop(key)
         self._optimizer.step()
         self._optimizer.zero_grad()
         alpha = self._strategy.overlap_alpha if self._strategy.overlap_steps else 0.0
         if alpha:
-            torch._foreach_lerp_(list(self._params), self.outer, 1 - alpha)
+            torch._foreach_lerp_(params, outer, 1 - alpha)
         else:
-            torch._foreach_copy_(list(self._params), self.outer)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return everything but the parameters; what is on its way has arrived then."""
-        self._wait()
-        self._wait = lambda: None
-        return {
-            "outer": self.outer,
-            "optimizer": self._optimizer.state_dict(),
-            "changes": self._changes,
-            "compression": self._mean.state_dict(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` has returned."""
-        torch._foreach_copy_(self.outer, state["outer"])
-        self._optimizer.load_state_dict(state["optimizer"])
-        self._changes = [change.clone() for change in state["changes"]]
-        self._wait = lambda: None
-        self._mean.load_state_dict(state["compression"])
+            torch._foreach_copy_(params, outer)
 
 
 class DiLoCoSynchronizer(LocalSynchronizer):
@@ -205,53 +252,67 @@ class DiLoCoSynchronizer(LocalSynchronizer):
         super().__init__(training)
         self._strategy = strategy
         self._fragments: list[_Fragment] = []
-        self._num_params = 0
-        self.reopen()
+        self.state = _State()
 
-    def reopen(self) -> None:
-        """See `LocalSynchronizer`: added parameters are a fragment of their own, other ranks begin anew."""
-        params, strategy = self.trainable, self._strategy
-        if self._begins:
-            self._fragments, self._num_params = [], 0
-        parts = [params[self._num_params :]] if self._num_params else _cut(params, strategy.fragments)
-        for number, part in enumerate(parts):
-            first = number * strategy.sync_every // strategy.fragments
-            self._fragments.append(_Fragment(part, first, self.training, strategy))
-        self._num_params = len(params)
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the parameters: there is no outer copy of buffers."""
+        return self._trainable_by_key()
 
-    def begin(self) -> None:
-        """See `LocalSynchronizer`."""
+    def begin(self, tensors: Mapping[str, Tensor]) -> None:
+        """See `Synchronizer`: the outer parameters are where all ranks begin."""
+        state = self.state
+        state.waves.update(dict.fromkeys(tensors, max(state.waves.values(), default=-1) + 1))
+        state.outer.update(self.common_copies(tensors))
+
+    def derive(self) -> None:
+        """Make the fragments: those of the first parameters, and one of each later wave."""
+        self.arrive()
+        state, strategy, params = self.state, self._strategy, self.tensors()
+        kind = f"{strategy.outer_optimizer.__module__}.{strategy.outer_optimizer.__qualname__}"
+        if state.kind != kind:
+            state.kind, state.entries, state.options = kind, {}, {}
+        self._fragments = []
+        for wave in sorted(set(state.waves.values())):
+            added = {key: tensor for key, tensor in params.items() if state.waves[key] == wave}
+            parts = [added] if wave else _cut(added, strategy.fragments)
+            for place, each in enumerate(parts):
+                if each:
+                    first = place * strategy.sync_every // strategy.fragments
+                    number = len(self._fragments)
+                    self._fragments.append(_Fragment(number, each, first, state, self.training, strategy))
+        state.compression.move_to([slot for each in self._fragments for slot in each.mean.slots])
+
+    def arrive(self) -> None:
+        """See `Synchronizer`."""
         for fragment in self._fragments:
-            fragment.begin()
+            fragment.arrive()
+            fragment.note_options()
 
     def synchronize(self) -> None:
         """Begin and finish what is due. Collective where anything is."""
+        params = self.tensors()
         for fragment in self._fragments:
-            fragment.after(self.steps)
-        if self.steps % self._strategy.sync_every == 0:
-            all_reduce_coalesced(self.averaged[self._num_params :], ReduceOp.AVG, self.training.group)
+            fragment.after(self.num_steps, params)
+        if self.num_steps % self._strategy.sync_every == 0:
+            all_reduce_coalesced(self._buffers(), ReduceOp.AVG, self.training.group)
+
+    def _buffers(self) -> list[Tensor]:
+        return self.averaged[len(self.tensors()) :]
 
     def consensus(self) -> list[Tensor]:
         """Return the outer parameters, and the mean of the buffers. Collective."""
-        buffers = [tensor.clone() for tensor in self.averaged[self._num_params :]]
+        if not self.state.outer:
+            return list(super().consensus())
+        buffers = [tensor.clone() for tensor in self._buffers()]
         all_reduce_coalesced(buffers, ReduceOp.AVG, self.training.group)
-        return [*(outer.clone() for fragment in self._fragments for outer in fragment.outer), *buffers]
-
-    def own_state(self) -> dict[str, Any]:
-        """Return the state of all fragments."""
-        return {"fragments": [fragment.state_dict() for fragment in self._fragments]}
-
-    def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Take over what `own_state` has returned."""
-        for fragment, saved in zip(self._fragments, state["fragments"], strict=True):
-            fragment.load_state_dict(saved)
+        return [*(self.state.outer[key].clone() for key in self.tensors()), *buffers]
 
 
-def _cut(params: Sequence[Tensor], count: int) -> list[list[Tensor]]:
-    """Cut into `count` parts of about as many bytes, in their order."""
-    parts: list[list[Tensor]] = [[] for _ in range(count)]
-    total, before = sum(param.nbytes for param in params), 0
-    for param in params:
-        parts[before * count // total if total else 0].append(param)
+def _cut(params: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]:
+    """Cut into `count` parts of about as many bytes, in their order; one may be empty."""
+    parts: list[dict[str, Tensor]] = [{} for _ in range(count)]
+    total, before = sum(param.nbytes for param in params.values()), 0
+    for key, param in params.items():
+        parts[before * count // total if total else 0][key] = param
         before += param.nbytes
     return parts

@@ -12,13 +12,15 @@ With momentum in the wrapped optimizer (Nesterov's in the paper) this is EAMSGD.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from mpisgd.arguments import check_positive
 from mpisgd.errors import InvalidArgument
+from mpisgd.gradients.compression_state import CompressionState
+from mpisgd.method_state import alike, part
 from mpisgd.strategies.compatibility import LOCAL_STEPS, refuse_momentum
 from mpisgd.strategies.local_training import LocalSynchronizer
 from mpisgd.strategies.strategy import Strategy
@@ -73,45 +75,50 @@ class ElasticAveraging(Strategy):
         return ElasticAveragingSynchronizer(training, self)
 
 
+@dataclass
+class _State:
+    """What is kept from step to step.
+
+    Attributes:
+        centre: z, by tensor.
+        compression: what compressors keep of the differences.
+    """
+
+    centre: dict[str, Tensor] = alike(default_factory=dict)
+    compression: CompressionState = part(CompressionState)
+
+
 class ElasticAveragingSynchronizer(LocalSynchronizer):
     """Exchanges differences from the centre after the steps that `ElasticAveraging` names."""
 
     def __init__(self, training: Training, strategy: ElasticAveraging) -> None:
         super().__init__(training)
         self._strategy = strategy
-        self._centre: list[Tensor] = []
-        self.reopen()
+        self.state = _State()
 
-    def reopen(self) -> None:
-        """See `LocalSynchronizer`."""
-        self._mean = TensorMean(self.averaged, self.training.group, self.training.options)
-        self._beta = BETA
-        if self._strategy.alpha is not None:
-            self._beta = self._strategy.alpha * self.training.group.size
+    def begin(self, tensors: Mapping[str, Tensor]) -> None:
+        """See `Synchronizer`: the centre is where all ranks begin."""
+        self.state.centre.update(self.common_copies(tensors))
 
-    def begin(self) -> None:
-        """See `LocalSynchronizer`: the centre is where all ranks begin."""
-        self._centre = [tensor.clone() for tensor in self.averaged]
+    def derive(self) -> None:
+        """See `Synchronizer`."""
+        group = self.training.group
+        self._mean = TensorMean(self.tensors(), group, self.training.options)
+        self.state.compression.move_to(self._mean.slots)
+        self._beta = BETA if self._strategy.alpha is None else self._strategy.alpha * group.size
 
     def synchronize(self) -> None:
         """Exchange, if it is time to. Collective then."""
-        if self.steps % self._strategy.every:
+        if self.num_steps % self._strategy.every:
             return
-        tensors = self.averaged
-        differences = list(torch._foreach_sub(tensors, self._centre))
-        torch._foreach_add_(tensors, differences, alpha=-self._beta / self.training.group.size)
+        tensors = self.tensors()
+        centre = [self.state.centre[key] for key in tensors]
+        values = list(tensors.values())
+        differences = list(torch._foreach_sub(values, centre))
+        torch._foreach_add_(values, differences, alpha=-self._beta / self.training.group.size)
         self._mean.start(differences)
-        torch._foreach_add_(self._centre, differences, alpha=self._beta)
+        torch._foreach_add_(centre, differences, alpha=self._beta)
 
     def consensus(self) -> list[Tensor]:
         """Return the centre. Collective in name only."""
-        return [tensor.clone() for tensor in self._centre or self.averaged]
-
-    def own_state(self) -> dict[str, Any]:
-        """Return the centre, and what compressors keep."""
-        return {"centre": self._centre, "compression": self._mean.state_dict()}
-
-    def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Take over what `own_state` has returned."""
-        self._centre = [tensor.clone() for tensor in state["centre"]]
-        self._mean.load_state_dict(state["compression"])
+        return [self.state.centre.get(key, tensor).clone() for key, tensor in self.tensors().items()]

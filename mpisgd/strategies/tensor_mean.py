@@ -1,7 +1,7 @@
 """`TensorMean`: the mean over ranks of tensors that are not gradients, compressed where that is asked for."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -13,7 +13,6 @@ from mpisgd.core.group import Group
 from mpisgd.core.work import Work
 from mpisgd.dtypes import ReduceOp, dtype_name
 from mpisgd.gradients.bucketing import Bucket, plan_buckets
-from mpisgd.gradients.compression_state import CompressionState
 from mpisgd.gradients.options import ReductionOptions
 from mpisgd.gradients.plan import item_of, name_devices
 
@@ -21,23 +20,28 @@ __all__ = ["TensorMean"]
 
 
 class _Slot(NamedTuple):
-    """Tensors that are compressed together, and what reduces them."""
+    """Tensors that are compressed together, what reduces them, and what each is called."""
 
     bucket: Bucket
     reducer: BucketReducer
+    keys: tuple[str, ...]
 
 
 class TensorMean:
     """Replaces tensors by their mean over a group, time and again.
 
     Args:
-        like: tensors of the shapes and dtypes that will be given.
+        tensors: of the shapes and dtypes that will be given, by their keys.
         group: the ranks.
         options: of them `compression` and `bucket_cap_bytes`.
+
+    Attributes:
+        slots: what is compressed; for `CompressionState.move_to`.
     """
 
-    def __init__(self, like: Sequence[Tensor], group: Group, options: ReductionOptions) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], group: Group, options: ReductionOptions) -> None:
         self._group = group
+        keys, like = list(tensors), list(tensors.values())
         changed = [i for i, tensor in enumerate(like) if options.compression.changes(tensor.dtype)]
         devices = name_devices([tensor.device for tensor in like])
         buckets = plan_buckets(
@@ -45,16 +49,17 @@ class TensorMean:
             cap_bytes=options.bucket_cap_bytes,
             align_bytes=1,
         )
-        self._slots = [_Slot(b, _reducer([like[i] for i in b.indices], options)) for b in buckets]
-        self._state = CompressionState(group)
-        self._state.move_to(self._slots)
+        self.slots = [
+            _Slot(b, _reducer([like[i] for i in b.indices], options), tuple(keys[i] for i in b.indices))
+            for b in buckets
+        ]
         compressed = {index for bucket in buckets for index in bucket.indices}
         self._plain = [i for i in range(len(like)) if i not in compressed]
 
     @property
     def compresses(self) -> bool:
         """Whether any of the tensors travels as something else."""
-        return bool(self._slots)
+        return bool(self.slots)
 
     def start(self, tensors: Sequence[Tensor], *, async_op: bool = False) -> Callable[[], None]:
         """Begin to replace `tensors` by their mean; return what waits until that is done. Collective.
@@ -67,7 +72,7 @@ class TensorMean:
             CollectiveMismatch: ranks do different things; raised on every rank.
         """
         works: list[tuple[Work | None, Packer]] = []
-        for slot in self._slots:
+        for slot in self.slots:
             packer = Packer()
             flat = packer.write_as_one([tensors[i] for i in slot.bucket.indices], keep=True)
             works.append((self._submit(slot, flat, async_op), packer))
@@ -92,14 +97,6 @@ class TensorMean:
             tensors=[flat],
             async_op=async_op,
         )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what compressors keep on this rank; see `CompressionState`."""
-        return self._state.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict()` has returned, as far as it is this rank's."""
-        self._state.load_state_dict(state)
 
 
 def _reducer(tensors: Sequence[Tensor], options: ReductionOptions) -> BucketReducer:
