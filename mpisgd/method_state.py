@@ -18,7 +18,7 @@ In a `state_dict` it is the entry "mpisgd":
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, field, fields
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -31,6 +31,7 @@ __all__ = [
     "ENTRY",
     "REBUILD",
     "VERSION",
+    "HasOwnState",
     "Part",
     "Pieces",
     "alike",
@@ -78,6 +79,25 @@ class Part(Protocol):
 
     def forget_own(self) -> None:
         """Begin anew with what is this rank's."""
+
+
+@runtime_checkable
+class HasOwnState(Protocol):
+    """An optimizer with the entry "mpisgd" in its `state_dict`, and maybe parameters that differ by rank."""
+
+    def replica(self) -> dict[str, Tensor]:
+        """Return the tensors of the model that differ by rank, by key; not copied. {}: all ranks have one."""
+
+    def load_replica(self, replica: Mapping[str, Tensor]) -> None:
+        """Take over what `replica` has returned on this rank."""
+
+    def consensus_of(
+        self, replicas: Sequence[Mapping[str, Tensor]], entries: Sequence[Any]
+    ) -> dict[str, Tensor]:
+        """Return what the replicas of all ranks stand for together, with their entries of `state_dict`."""
+
+    def forget_own_state(self) -> None:
+        """Begin anew with what is this rank's own, as all ranks do."""
 
 
 # --- the declaration ----------------------------------------------------------------------------------

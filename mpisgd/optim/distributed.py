@@ -248,6 +248,36 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._synchronizer.loaded(state_dict)
         self._window.use(self._synchronizer.gradients)
 
+    def replica(self) -> dict[str, Tensor]:
+        """Return the parameters and buffers that differ by rank between steps, by key; not copied.
+
+        With `Synchronous`, and wherever all ranks have one model, there are none. They are no part of
+        `state_dict()`; `mpisgd.checkpoint` saves them beside it, for each rank.
+        """
+        return self._synchronizer.replica()
+
+    @torch.no_grad()
+    def load_replica(self, replica: Mapping[str, Tensor]) -> None:
+        """Copy what `replica` has returned into the parameters and buffers."""
+        tensors = self._synchronizer.replica()
+        for key, value in replica.items():
+            tensors[key].copy_(value)
+
+    def consensus_of(
+        self, replicas: Sequence[Mapping[str, Tensor]], entries: Sequence[Any]
+    ) -> dict[str, Tensor]:
+        """Return what the replicas of all ranks stand for together: their mean, or what the strategy says.
+
+        Args:
+            replicas: of all ranks.
+            entries: of their `state_dict()`, "mpisgd".
+        """
+        return self._synchronizer.consensus_of(replicas, entries)
+
+    def forget_own_state(self) -> None:
+        """Begin anew with what is this rank's own: all ranks do so, as after a broadcast of the state."""
+        self._keeper.forget_own()
+
     def shard_state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the state, where ranks divide it. Not collective; needs no more memory.
 

@@ -15,7 +15,7 @@ different steps; and the mean may be taken during the next `overlap_steps` steps
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -298,6 +298,12 @@ class DiLoCoSynchronizer(LocalSynchronizer):
 
     def _buffers(self) -> list[Tensor]:
         return self.averaged[len(self.tensors()) :]
+
+    def consensus_of(
+        self, replicas: Sequence[Mapping[str, Tensor]], entries: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Tensor]:
+        """See `Synchronizer`: the outer parameters, and the mean of the buffers."""
+        return {**super().consensus_of(replicas, entries), **entries[0]["alike"]["outer"]}
 
     def consensus(self) -> list[Tensor]:
         """Return the outer parameters, and the mean of the buffers. Collective."""

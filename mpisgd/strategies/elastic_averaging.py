@@ -10,9 +10,9 @@ LeCun 2015, EASGD with a communication period), every `every` steps
 With momentum in the wrapped optimizer (Nesterov's in the paper) this is EAMSGD.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -118,6 +118,12 @@ class ElasticAveragingSynchronizer(LocalSynchronizer):
         torch._foreach_add_(values, differences, alpha=-self._beta / self.training.group.size)
         self._mean.start(differences)
         torch._foreach_add_(centre, differences, alpha=self._beta)
+
+    def consensus_of(
+        self, replicas: Sequence[Mapping[str, Tensor]], entries: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Tensor]:
+        """See `Synchronizer`: the centre."""
+        return {**super().consensus_of(replicas, entries), **entries[0]["alike"]["centre"]}
 
     def consensus(self) -> list[Tensor]:
         """Return the centre. Collective in name only."""

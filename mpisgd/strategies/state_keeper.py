@@ -115,6 +115,13 @@ class StateKeeper:
             self._has_own = False
         self._is_due = self._compares = True
 
+    def forget_own(self) -> None:
+        """Begin anew with what is this rank's own; all ranks do so."""
+        forget_own(self._of.state)
+        self._has_own = False
+        self._is_due = True
+        self._compares = self._compares or bool(self.entry())
+
     # -- save and load ------------------------------------------------------------------------------
 
     def entry(self) -> dict[str, Any]:

@@ -126,6 +126,21 @@ class Synchronizer:
         all_reduce_coalesced(values, ReduceOp.AVG, self.training.group)
         return values
 
+    def replica(self) -> dict[str, Tensor]:
+        """Return the tensors of the model that differ by rank between steps, by key; not copied."""
+        return self._averaged_by_key() if self.replicas_differ else {}
+
+    def consensus_of(
+        self, replicas: Sequence[Mapping[str, Tensor]], entries: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Tensor]:
+        """Return what saved replicas stand for together, as `consensus` does of those of a job.
+
+        Args:
+            replicas: what `replica` has returned on all ranks.
+            entries: what was saved of `state` with each.
+        """
+        return {key: torch.stack([replica[key] for replica in replicas]).mean(0) for key in replicas[0]}
+
     def finish(self) -> None:
         """End the training: return with the last updates of all, where each rank has a pace of its own."""
 

@@ -17,7 +17,7 @@ others 2017, "Can decentralized algorithms outperform centralized algorithms?" (
 Assran and others 2019, "Stochastic gradient push for distributed deep learning" (SGP, push-sum).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -194,6 +194,16 @@ class PushSum(Mixer):
         weight = self._weight_like(values)
         all_reduce_coalesced([*values, weight], ReduceOp.SUM, self.training.group)
         return [value.div_(weight.item()) for value in values]
+
+    def consensus_of(
+        self, replicas: Sequence[Mapping[str, Tensor]], entries: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Tensor]:
+        """See `Synchronizer`: the sum of all x, divided by that of all w."""
+        weights = [float((entry["own"] or {}).get("weight", 1.0)) for entry in entries]
+        return {
+            key: sum(replica[key] * w for replica, w in zip(replicas, weights, strict=True)) / sum(weights)
+            for key in replicas[0]
+        }
 
     def _weight_like(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return w where it can travel with `tensors`."""

@@ -51,7 +51,7 @@ class Trained:
 
     def kept(self, what: str = "residual") -> list[Tensor]:
         """What this rank keeps of each parameter, flat."""
-        own = self.opt.state_dict()["compression"]["own"]
+        own = self.opt.state_dict()["mpisgd"]["own"]["compression"]["own"]
         return [own[str(which)][what].clone() for which in range(len(SHAPES))]
 
 

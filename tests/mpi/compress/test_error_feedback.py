@@ -114,10 +114,10 @@ def test_another_ranks_residual_is_not_taken_over_and_what_is_alike_is():
     off = []
     for which in (0, 2):  # the matrices; what travels as it is leaves nothing here
         if mpisgd.rank() == 0:
-            meant[which] += saved["compression"]["own"][str(which)]["residual"]
+            meant[which] += saved["mpisgd"]["own"]["compression"]["own"][str(which)]["residual"]
         off.append((meant[which] - arrived[which].flatten() - kept[which]).abs().max().item())
     everyone(max(off) < 1e-12, f"{off}")
-    steps = resumed.opt.state_dict()["compression"]["alike"]["0"]["steps"]
+    steps = resumed.opt.state_dict()["mpisgd"]["alike"]["compression"]["0"]["steps"]
     everyone(steps == 2, f"{steps}")
 
 
@@ -245,7 +245,7 @@ def test_16_bit_gradients_are_rounded_when_all_is_done(compression, dtype):
             optimizer.synchronize()
             results.append(param.grad.clone())
             optimizer.step()
-        results.append(optimizer.state_dict()["compression"]["own"]["0"]["residual"])
+        results.append(optimizer.state_dict()["mpisgd"]["own"]["compression"]["own"]["0"]["residual"])
     everyone(all(torch.equal(a, b.to(a.dtype)) for a, b in zip(narrow, wide, strict=True)))
 
 
