@@ -23,6 +23,7 @@ __all__ = [
     "check_seed",
     "check_text",
     "has_state_dict",
+    "printable",
     "ranks_text",
     "shown",
 ]
@@ -33,6 +34,11 @@ MAX_RANKS = 12  # that a message lists
 def shown(value: Any) -> str:
     """Return what a message says of a value: short, whatever was passed."""
     return reprlib.repr(value)
+
+
+def printable(text: str) -> str:
+    """Return a line for a terminal: control characters, which names in a file may have, are escaped."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

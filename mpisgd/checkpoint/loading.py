@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpisgd.arguments import as_path, check_flag, has_state_dict
+from mpisgd.arguments import as_path, check_flag, has_state_dict, printable
 from mpisgd.checkpoint import format, rng_state
-from mpisgd.checkpoint.newest import Found, newest_intact, newest_seen
-from mpisgd.checkpoint.serialization import decode
+from mpisgd.checkpoint.newest import Found, newest_intact, newest_seen, read_whole
+from mpisgd.checkpoint.serialization import WRONG_TREE, decode
 from mpisgd.checkpoint.shared_errors import ROOT, agree, at_root
 from mpisgd.collectives.objects import Allocate
 from mpisgd.core.consistency import Operation
@@ -152,8 +152,8 @@ def _fetch(group: Group, path: Path, objects: Mapping[str, Any], empty: Allocate
 
 def _read(path: Path, seen: list[Any], objects: Mapping[str, Any], empty: Allocate) -> Found:
     """Read the file, or the newest intact one of the folder. On the root."""
-    if path.is_file():
-        found: Found | None = Found(path, *format.read(path, objects, empty))
+    if path.exists() and not path.is_dir():
+        found: Found | None = read_whole(path, objects, empty)
     else:
         found = newest_intact(path, seen, objects, empty)
     if found is None:
@@ -162,7 +162,7 @@ def _read(path: Path, seen: list[Any], objects: Mapping[str, Any], empty: Alloca
     missing = [name for name in objects if name not in names]
     if missing:
         raise CheckpointMismatch(
-            f"checkpoint.load: {found.path} has no {', '.join(missing)}; it has {', '.join(names)}"
+            printable(f"checkpoint.load: {found.path} has no {', '.join(missing)}; it has {', '.join(names)}")
         )
     values = [name for name in objects if found.document.kinds[name] == "value"]
     if values:
@@ -182,9 +182,9 @@ def _decoded(found: Found, objects: Mapping[str, Any]) -> tuple[dict[str, Any], 
             {name: decode(document.state[name], tensors) for name in values},
             [decode(tree, tensors) for tree in document.rng],
         )
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as exc:  # on every rank alike
+    except WRONG_TREE as exc:  # on every rank alike
         raise CheckpointDamaged(
-            f"{found.path} is no checkpoint of mpisgd: {type(exc).__name__}, {exc}"
+            printable(f"{found.path} is no checkpoint of mpisgd: {type(exc).__name__}, {exc}")
         ) from exc
 
 
@@ -193,11 +193,17 @@ def _decoded(found: Found, objects: Mapping[str, Any]) -> tuple[dict[str, Any], 
 
 def _misfits(name: str, value: Any, saved: Any) -> list[str]:
     if isinstance(value, nn.Module):
-        lines = [f"{name}.{line}" for line in _differences(saved, value.state_dict())]
+        if not isinstance(saved, dict):
+            return [f"{name} is a {type(saved).__name__} in it, no state of a module"]
+        lines = [printable(f"{name}.{line}") for line in _differences(saved, value.state_dict())]
         more = len(lines) - MAX_LINES
         return lines if more <= 0 else [*lines[:MAX_LINES], f"and {more} more"]
     if isinstance(value, torch.optim.Optimizer):
-        theirs = [len(group["params"]) for group in saved["param_groups"]]
+        try:
+            theirs = [len(group["params"]) for group in saved["param_groups"]]
+            saved["state"].items()
+        except WRONG_TREE:
+            return [f"{name} is no state of an optimizer in it"]
         ours = [len(group["params"]) for group in value.param_groups]
         return [f"{name} has {ours} parameters in its groups, not {theirs}"] if ours != theirs else []
     return []

@@ -19,7 +19,7 @@ from mpisgd.dtypes import SAFETENSORS_DTYPES
 from mpisgd.errors import CheckpointError, InvalidArgument
 from mpisgd.job.lifecycle import group_or_world
 
-__all__ = ["Content", "check_save_arguments", "collect", "save", "to_disk"]
+__all__ = ["Content", "check_mode", "check_save_arguments", "collect", "save", "to_disk"]
 
 KIND = "checkpoint.save"
 
@@ -37,6 +37,7 @@ def save(
     *,
     keep_last: int | None = None,
     rng: bool = True,
+    mode: int | None = None,
     group: Group | None = None,
     **state: Any,
 ) -> Path:
@@ -50,6 +51,8 @@ def save(
         step: its number; the largest is the newest. A file of the same step is replaced.
         keep_last: how many checkpoints up to this step to keep; older ones are removed after the write.
         rng: also save the random number generators (torch, numpy, Python) of each rank.
+        mode: permissions of the file, such as 0o600; by default those of the file that is replaced, or what
+            the umask leaves.
         group: defaults to all processes of the job.
         state: by name, objects that have `state_dict()` and `load_state_dict()`, or plain data: numbers,
             strings, None, tensors, arrays, and lists, tuples, sets and dicts of them.
@@ -67,10 +70,11 @@ def save(
     """
     group = group_or_world(group)
     check_flag(KIND, "rng", rng)
+    check_mode(KIND, mode)
     folder = check_save_arguments(KIND, folder, step, keep_last, state)
     content = collect(group, step, state, rng=rng)
     operation = Operation(KIND, root=ROOT, extra="written")
-    return at_root(group, operation, lambda: to_disk(folder, content, keep_last))
+    return at_root(group, operation, lambda: to_disk(folder, content, keep_last, mode))
 
 
 def check_save_arguments(
@@ -91,6 +95,15 @@ def check_save_arguments(
     if not state:
         raise InvalidArgument(f"{kind}: nothing to save; give it model=model and the like")
     return path
+
+
+def check_mode(kind: str, mode: object) -> None:
+    """Raise InvalidArgument unless `mode` is None or permissions that let the owner read and write."""
+    if mode is not None and (type(mode) is not int or not 0o600 <= mode <= 0o777):
+        raise InvalidArgument(
+            f"{kind}: mode={shown(mode)}; expected permissions with which the owner can read and write, such "
+            "as 0o600, or None"
+        )
 
 
 def collect(group: Group, step: int, state: Mapping[str, Any], *, rng: bool) -> Content | None:
@@ -152,21 +165,21 @@ def _check_reports(group: Group, reports: list[Any] | None) -> None:
         )
 
 
-def to_disk(folder: Path, content: Content | None, keep_last: int | None) -> Path:
+def to_disk(folder: Path, content: Content | None, keep_last: int | None, mode: int | None) -> Path:
     """Write a checkpoint and remove older ones. On the root.
 
     Raises:
         OSError: nothing was written.
     """
     assert content is not None
-    folder.mkdir(parents=True, exist_ok=True)
+    files.make_folder(folder)
     files.remove_unfinished(folder)
     path = files.path_of(folder, content.document.step)
     plain = {  # contiguous memory of the CPU; no copy where it is that already
         name: tensor.resolve_conj().resolve_neg().cpu().contiguous()
         for name, tensor in content.tensors.items()
     }
-    files.write_file(path, lambda file: format.write(file, content.document, plain))
+    files.write_file(path, lambda file: format.write(file, content.document, plain), mode)
     if keep_last is not None:
         files.remove_older(path, keep_last)
     return path

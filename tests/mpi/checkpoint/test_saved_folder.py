@@ -123,6 +123,16 @@ MISTAKES: dict[str, tuple[Any, type[Exception], tuple[str, ...]]] = {
         mpisgd.InvalidArgument,
         ("step=-1",),
     ),
+    "permissions that are none": (
+        lambda folder: checkpoint.save(folder, 2, mode="rw", model=model()),
+        mpisgd.InvalidArgument,
+        ("mode='rw'; expected permissions",),
+    ),
+    "permissions that keep the owner out": (
+        lambda folder: checkpoint.Writer(folder, mode=0o444),
+        mpisgd.InvalidArgument,
+        ("mode=292; expected permissions",),
+    ),
     "nothing to save": (lambda folder: checkpoint.save(folder, 1), mpisgd.InvalidArgument, ("nothing",)),
 }
 
