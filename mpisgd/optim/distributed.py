@@ -30,6 +30,7 @@ from mpisgd.job.lifecycle import group_or_world
 from mpisgd.optim.choices import check_choices, resolve_reduction, summary
 from mpisgd.optim.in_sync import check_tensors_in_sync
 from mpisgd.optim.parameter_names import agree_on, name_buffers, name_parameters
+from mpisgd.strategies.buffers import Buffers
 from mpisgd.strategies.compatibility import check_momentum
 from mpisgd.strategies.strategy import Strategy, Synchronizer
 from mpisgd.strategies.synchronous import Synchronous
@@ -166,7 +167,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 shares,
                 elementwise,
                 check_in_sync_every,
-                [buffer for _, buffer in buffers],
+                Buffers(buffers),
             )
             strategy.check(training)
             check_momentum(training)

@@ -26,7 +26,8 @@ from mpisgd.arguments import check_count, check_positive, shown
 from mpisgd.collectives.coalesced import all_reduce_coalesced
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
-from mpisgd.strategies.compatibility import LOCAL_STEPS
+from mpisgd.strategies.compatibility import LOCAL_STEPS, refuse_momentum
+from mpisgd.strategies.kept_tensors import detached, follow
 from mpisgd.strategies.local_training import LocalSynchronizer
 from mpisgd.strategies.strategy import Strategy
 from mpisgd.strategies.tensor_mean import TensorMean
@@ -48,8 +49,9 @@ class DiLoCo(Strategy):
         sync_every: steps from one outer step of a parameter to the next.
         outer_optimizer: class of the outer optimizer, any of torch's that needs no closure.
         outer_options: what it is made with; for SGD by default lr=0.7, momentum=0.9, nesterov=True.
-        fragments: parts into which the parameters are cut, of about as many bytes, in the order of the
-            optimizer; part f is synchronised f * sync_every / fragments steps after the first.
+        fragments: parts into which the parameters are divided, of about as many bytes, in the order of the
+            optimizer, each of at least one; part f is synchronised f * sync_every / fragments steps after
+            the first.
         overlap_steps: steps that ranks take while the mean is under way; fewer than `sync_every`.
         overlap_alpha: which share of what they have by then ranks keep; 0 drops these steps.
 
@@ -125,6 +127,21 @@ class DiLoCo(Strategy):
         except (TypeError, ValueError) as exc:
             raise InvalidArgument(f"DiLoCo: outer_options={shown(options)}: {exc}") from exc
 
+    def check(self, training: Training) -> None:
+        """See `Strategy.check`.
+
+        Raises:
+            InvalidArgument: also where there are fewer parameters than fragments.
+        """
+        super().check(training)
+        refuse_momentum(self, training)
+        number = len(training.named)
+        if self.fragments > max(1, number):
+            raise InvalidArgument(
+                f"DiLoCo: fragments={self.fragments}, and the optimizer has {number} parameters, which are "
+                f"not cut; expected at most {max(1, number)}"
+            )
+
     def synchronizer(self, training: Training) -> "DiLoCoSynchronizer":
         """Return what takes the outer steps."""
         return DiLoCoSynchronizer(training, self)
@@ -134,7 +151,7 @@ class _Fragment:
     """Some parameters, what they were after the last outer step, and the outer optimizer of these.
 
     Args:
-        params: of this rank.
+        params: of this rank, themselves: their memory may become another one.
         first: the first step after which they are synchronised.
         training: its group and options.
         strategy: see `DiLoCo`.
@@ -143,14 +160,20 @@ class _Fragment:
     def __init__(self, params: Sequence[Tensor], first: int, training: Training, strategy: DiLoCo) -> None:
         self._params, self._first, self._strategy = params, first, strategy
         self._mean = TensorMean(params, training.group, training.options)
-        self.outer = [param.clone() for param in params]
+        self.outer = [param.clone() for param in detached(params)]
         self._optimizer = strategy.make_outer(self.outer)
         self._changes: list[Tensor] = []  # on their way
         self._wait: Callable[[], None] = lambda: None
 
     def begin(self) -> None:
         """Take the parameters as they are."""
-        torch._foreach_copy_(self.outer, list(self._params))
+        self._follow()
+        torch._foreach_copy_(self.outer, detached(self._params))
+
+    def _follow(self) -> None:
+        """Go over to the dtypes that the parameters have now."""
+        if follow(self.outer, self._params, "DiLoCo"):
+            self._optimizer.load_state_dict(self._optimizer.state_dict())  # which casts its state, too
 
     def after(self, step: int) -> None:
         """Do what is due after a step."""
@@ -159,7 +182,8 @@ class _Fragment:
         if self._changes and since % self._strategy.sync_every == overlap:
             self._finish()
         if since >= 0 and since % self._strategy.sync_every == 0:
-            self._changes = list(torch._foreach_sub(self.outer, list(self._params)))
+            self._follow()
+            self._changes = list(torch._foreach_sub(self.outer, detached(self._params)))
             self._wait = self._mean.start(self._changes, async_op=overlap > 0)
             if not overlap:
                 self._finish()
@@ -167,16 +191,19 @@ class _Fragment:
     def _finish(self) -> None:
         """Take the outer step, and go on from there."""
         self._wait()
+        self._follow()
+        follow(self._changes, self._params, "DiLoCo")
         for param, change in zip(self.outer, self._changes, strict=True):
             param.grad = change
         self._changes = []
         self._optimizer.step()
         self._optimizer.zero_grad()
         alpha = self._strategy.overlap_alpha if self._strategy.overlap_steps else 0.0
+        params = detached(self._params)
         if alpha:
-            torch._foreach_lerp_(list(self._params), self.outer, 1 - alpha)
+            torch._foreach_lerp_(params, self.outer, 1 - alpha)
         else:
-            torch._foreach_copy_(list(self._params), self.outer)
+            torch._foreach_copy_(params, self.outer)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything but the parameters; what is on its way has arrived then."""
@@ -210,7 +237,7 @@ class DiLoCoSynchronizer(LocalSynchronizer):
 
     def reopen(self) -> None:
         """See `LocalSynchronizer`: added parameters are a fragment of their own, other ranks begin anew."""
-        params, strategy = self.trainable, self._strategy
+        params, strategy = self.continuous, self._strategy
         if self._begins:
             self._fragments, self._num_params = [], 0
         parts = [params[self._num_params :]] if self._num_params else _cut(params, strategy.fragments)
@@ -229,11 +256,11 @@ class DiLoCoSynchronizer(LocalSynchronizer):
         for fragment in self._fragments:
             fragment.after(self.steps)
         if self.steps % self._strategy.sync_every == 0:
-            all_reduce_coalesced(self.averaged[self._num_params :], ReduceOp.AVG, self.training.group)
+            all_reduce_coalesced(self.buffers, ReduceOp.AVG, self.training.group)
 
     def consensus(self) -> list[Tensor]:
         """Return the outer parameters, and the mean of the buffers. Collective."""
-        buffers = [tensor.clone() for tensor in self.averaged[self._num_params :]]
+        buffers = [tensor.clone() for tensor in self.buffers]
         all_reduce_coalesced(buffers, ReduceOp.AVG, self.training.group)
         return [*(outer.clone() for fragment in self._fragments for outer in fragment.outer), *buffers]
 
@@ -248,10 +275,13 @@ class DiLoCoSynchronizer(LocalSynchronizer):
 
 
 def _cut(params: Sequence[Tensor], count: int) -> list[list[Tensor]]:
-    """Cut into `count` parts of about as many bytes, in their order."""
+    """Cut into `count` parts of about as many bytes, in their order; none is empty if there are enough."""
     parts: list[list[Tensor]] = [[] for _ in range(count)]
-    total, before = sum(param.nbytes for param in params), 0
-    for param in params:
-        parts[before * count // total if total else 0].append(param)
+    total, before, place = sum(param.nbytes for param in params), 0, -1
+    for number, param in enumerate(params):
+        even = before * count // total if total else 0
+        last_chance = count - (len(params) - number)  # from here on each part gets one parameter
+        place = max(place, min(even, place + 1), last_chance)
+        parts[place].append(param)
         before += param.nbytes
-    return parts
+    return [part for part in parts if part]

@@ -18,8 +18,11 @@ import torch
 from torch import Tensor
 
 from mpisgd.arguments import check_positive
+from mpisgd.collectives.coalesced import all_reduce_coalesced
+from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
 from mpisgd.strategies.compatibility import LOCAL_STEPS, refuse_momentum
+from mpisgd.strategies.kept_tensors import follow
 from mpisgd.strategies.local_training import LocalSynchronizer
 from mpisgd.strategies.strategy import Strategy
 from mpisgd.strategies.tensor_mean import TensorMean
@@ -36,7 +39,7 @@ class ElasticAveraging(Strategy):
 
     The centre is the result of the training: `optimizer.consensus()` puts it in place of the parameters. All
     ranks exchange at the same steps, so every rank keeps the same centre, and no server is needed. Module
-    buffers (`named_buffers`) are treated as parameters are.
+    buffers (`named_buffers`) have no centre: they take their mean at each exchange.
 
     Args:
         alpha: the elastic force; by default 0.9 / number of ranks. More than 1 / number of ranks does not
@@ -84,28 +87,32 @@ class ElasticAveragingSynchronizer(LocalSynchronizer):
 
     def reopen(self) -> None:
         """See `LocalSynchronizer`."""
-        self._mean = TensorMean(self.averaged, self.training.group, self.training.options)
+        self._mean = TensorMean(self.trainable, self.training.group, self.training.options)
         self._beta = BETA
         if self._strategy.alpha is not None:
             self._beta = self._strategy.alpha * self.training.group.size
 
     def begin(self) -> None:
         """See `LocalSynchronizer`: the centre is where all ranks begin."""
-        self._centre = [tensor.clone() for tensor in self.averaged]
+        self._centre = [param.clone() for param in self.trainable]
 
     def synchronize(self) -> None:
         """Exchange, if it is time to. Collective then."""
         if self.steps % self._strategy.every:
             return
-        tensors = self.averaged
-        differences = list(torch._foreach_sub(tensors, self._centre))
-        torch._foreach_add_(tensors, differences, alpha=-self._beta / self.training.group.size)
+        params, group = self.trainable, self.training.group
+        follow(self._centre, params, "ElasticAveraging")
+        differences = list(torch._foreach_sub(params, self._centre))
+        torch._foreach_add_(params, differences, alpha=-self._beta / group.size)
         self._mean.start(differences)
         torch._foreach_add_(self._centre, differences, alpha=self._beta)
+        all_reduce_coalesced(self.buffers, ReduceOp.AVG, group)
 
     def consensus(self) -> list[Tensor]:
-        """Return the centre. Collective in name only."""
-        return [tensor.clone() for tensor in self._centre or self.averaged]
+        """Return the centre, and the mean of the buffers. Collective."""
+        buffers = [tensor.clone() for tensor in self.buffers]
+        all_reduce_coalesced(buffers, ReduceOp.AVG, self.training.group)
+        return [*(tensor.clone() for tensor in self._centre or self.trainable), *buffers]
 
     def own_state(self) -> dict[str, Any]:
         """Return the centre, and what compressors keep."""

@@ -25,6 +25,7 @@ from mpisgd.gradients.accumulation import GradientSync
 from mpisgd.gradients.reducer import GradientReducer
 from mpisgd.job.groups import open_host_group
 from mpisgd.strategies.compatibility import LOCAL_STEPS, refuse_momentum
+from mpisgd.strategies.kept_tensors import follow
 from mpisgd.strategies.local_training import LocalSynchronizer
 from mpisgd.strategies.strategy import Strategy
 from mpisgd.strategies.tensor_mean import TensorMean
@@ -51,7 +52,8 @@ class LocalSGD(Strategy):
         growth: what each period is multiplied by, and rounded up, for the next one; at least 1.
         max_sync_every: the longest period, if they grow.
 
-    Compression applies to the difference from the mean before; that takes a copy of the parameters.
+    Compression applies to the difference from the mean before; that takes a copy of the parameters. Module
+    buffers (`named_buffers`) take their mean with the parameters, and are never compressed.
     """
 
     sync_every: int | None = None
@@ -132,7 +134,7 @@ class LocalSGDSynchronizer(LocalSynchronizer):
         """See `LocalSynchronizer`. A warm-up begins with new gradients."""
         group, options = self.training.group, self.training.options
         self._host = open_host_group(group) if self._strategy.hierarchy else None
-        self._mean = TensorMean(self.averaged, group, options)
+        self._mean = TensorMean(self.trainable, group, options)
         self._reducer = None
         if self.steps < self._strategy.warmup_steps:
             self._reducer = GradientReducer(self.training.named, group, options)
@@ -145,7 +147,7 @@ class LocalSGDSynchronizer(LocalSynchronizer):
 
     def begin(self) -> None:
         """Note what changes will be counted from, if they are to be compressed."""
-        self._last = [tensor.clone() for tensor in self.averaged] if self._mean.compresses else []
+        self._last = [param.clone() for param in self.trainable] if self._mean.compresses else []
 
     def synchronize(self) -> None:
         """Take the mean that is due, if one is. Collective then."""
@@ -162,16 +164,21 @@ class LocalSGDSynchronizer(LocalSynchronizer):
             all_reduce_coalesced([*self.averaged, *self._state()], ReduceOp.AVG, self._host)
 
     def _average(self) -> None:
-        """Take the mean over all ranks: of the parameters, or of what they have changed by."""
-        tensors = self.averaged
+        """Take the mean over all ranks: of the parameters, or of what they have changed by.
+
+        Buffers and state travel as they are: a variance to which an error of before is added, say, may become
+        negative, and what buffers have changed by has no base that all ranks have.
+        """
+        params = self.trainable
         if self._last:
-            changes = torch._foreach_sub(tensors, self._last)
+            follow(self._last, params, "LocalSGD")
+            changes = torch._foreach_sub(params, self._last)
             self._mean.start(changes)
             torch._foreach_add_(self._last, changes)
-            torch._foreach_copy_(tensors, self._last)
+            torch._foreach_copy_(params, self._last)
         else:
-            self._mean.start(tensors)
-        all_reduce_coalesced(self._state(), ReduceOp.AVG, self.training.group)
+            self._mean.start(params)
+        all_reduce_coalesced([*self.buffers, *self._state()], ReduceOp.AVG, self.training.group)
 
     def _state(self) -> list[Tensor]:
         return self.state_tensors() if self._strategy.average_state else []

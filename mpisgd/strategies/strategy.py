@@ -23,6 +23,7 @@ from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.accumulation import GradientSync
 from mpisgd.strategies.compatibility import OPTIONS
+from mpisgd.strategies.kept_tensors import detached
 from mpisgd.strategies.training import Training
 
 __all__ = ["Strategy", "Synchronizer"]
@@ -85,12 +86,22 @@ class Synchronizer:
     @property
     def averaged(self) -> list[Tensor]:
         """The tensors of which ranks may have values of their own: parameters and buffers with a fraction."""
-        return [*self.trainable, *_continuous(self.training.buffers)]
+        return [*self.trainable, *self.buffers]
 
     @property
     def trainable(self) -> list[Tensor]:
-        """The parameters that a step can change."""
+        """The memory of the parameters that a step can change, as it is now: not to be kept."""
+        return detached(self.continuous)
+
+    @property
+    def continuous(self) -> list[Tensor]:
+        """The parameters with a fraction themselves, of which a program may replace the memory."""
         return _continuous([param for _, param in self.training.named])
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """The memory of the buffers with a fraction, as it is now: not to be kept."""
+        return detached(_continuous(self.training.buffers))
 
     def state_dict(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the optimizer's state, which `make` makes of what the optimizer has now."""
@@ -139,7 +150,7 @@ class Synchronizer:
 
 
 def _continuous(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [tensor.detach() for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
+    return [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from mpisgd.collectives.coalesced import all_reduce_coalesced
@@ -31,13 +32,21 @@ class TensorMean:
     """Replaces tensors by their mean over a group, time and again.
 
     Args:
-        like: tensors of the shapes and dtypes that will be given.
+        like: tensors of the shapes and dtypes that will be given; where a program changes these alike on all
+            ranks, what compressors keep goes over to buckets of the new ones.
         group: the ranks.
         options: of them `compression` and `bucket_cap_bytes`.
     """
 
     def __init__(self, like: Sequence[Tensor], group: Group, options: ReductionOptions) -> None:
-        self._group = group
+        self._group, self._options = group, options
+        self._state = CompressionState(group)
+        self._lay_out(like)
+
+    def _lay_out(self, like: Sequence[Tensor]) -> None:
+        """Divide tensors like these into buckets."""
+        group, options = self._group, self._options
+        self._forms = [_form(tensor) for tensor in like]
         changed = [i for i, tensor in enumerate(like) if options.compression.changes(tensor.dtype)]
         devices = name_devices([tensor.device for tensor in like])
         buckets = plan_buckets(
@@ -46,7 +55,6 @@ class TensorMean:
             align_bytes=1,
         )
         self._slots = [_Slot(b, _reducer([like[i] for i in b.indices], options)) for b in buckets]
-        self._state = CompressionState(group)
         self._state.move_to(self._slots)
         compressed = {index for bucket in buckets for index in bucket.indices}
         self._plain = [i for i in range(len(like)) if i not in compressed]
@@ -60,12 +68,14 @@ class TensorMean:
         """Begin to replace `tensors` by their mean; return what waits until that is done. Collective.
 
         Args:
-            tensors: as many as at first, of the same shapes and dtypes; nobody else touches them until then.
+            tensors: as many as at first; nobody else touches them until then.
             async_op: return at once, and let the group's thread do it; else it is done on return.
 
         Raises:
             CollectiveMismatch: ranks do different things; raised on every rank.
         """
+        if [_form(tensor) for tensor in tensors] != self._forms:
+            self._lay_out(tensors)
         works: list[tuple[Work | None, Packer]] = []
         for slot in self._slots:
             packer = Packer()
@@ -100,6 +110,10 @@ class TensorMean:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict()` has returned, as far as it is this rank's."""
         self._state.load_state_dict(state)
+
+
+def _form(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
 
 
 def _reducer(tensors: Sequence[Tensor], options: ReductionOptions) -> BucketReducer:

@@ -88,7 +88,7 @@ class _Copies:
 
 
 class CompressedMixer(Mixer):
-    """Updates, then mixes by compressed changes; tensors that the compressor does not change are mixed whole.
+    """Updates, then mixes by compressed changes; buffers, and what is not compressed, are mixed whole.
 
     Args:
         training: what it works on, with the compressor among its options.
@@ -130,8 +130,9 @@ class CompressedMixer(Mixer):
         for copies, tensors in zip(self._copies, compressed, strict=True):
             copies.mix(tensors, self._graph, self.training.group, self.steps, self._consensus_step)
         changes = self.training.options.compression.changes
-        if whole := [tensor for tensor in self.mixed if not changes(tensor.dtype)]:
-            self.mix_if_due(whole, self.steps)
+        unchanged = [tensor for tensor in self.mixed if not changes(tensor.dtype)]
+        if whole := [*unchanged, *self.buffers]:
+            self.mix_whole(whole, self.steps)
 
     def reopen(self) -> None:
         """Begin anew with the ranks and parameters that there are now."""

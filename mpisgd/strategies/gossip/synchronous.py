@@ -26,7 +26,8 @@ from torch import Tensor
 from mpisgd.collectives.coalesced import all_reduce_coalesced
 from mpisgd.dtypes import ReduceOp
 from mpisgd.gossip.graph import Graph
-from mpisgd.gossip.neighbor_all_reduce import mix
+from mpisgd.gossip.neighbor_all_reduce import WireDtype, mix
+from mpisgd.strategies.kept_tensors import detached
 from mpisgd.strategies.local_training import LocalSynchronizer
 from mpisgd.strategies.training import Training
 
@@ -52,19 +53,40 @@ class Mixer(LocalSynchronizer):
 
     @property
     def mixed(self) -> list[Tensor]:
-        """The parameters that are trained, and the buffers."""
-        trained = [param for _, param in self.training.named if param.requires_grad]
-        both = [*trained, *self.training.buffers]
-        return [tensor.detach() for tensor in both if tensor.is_floating_point() or tensor.is_complex()]
+        """The memory of the parameters that are trained, as it is now."""
+        return detached([param for param in self.continuous if param.requires_grad])
 
-    def mix_if_due(self, tensors: Sequence[Tensor], step: int) -> None:
-        """Mix tensors if step number `step`, counted from 1, is one for it. Collective then."""
-        if step % self._every:
+    def mix_if_due(self, params: Sequence[Tensor], step: int, whole: Sequence[Tensor] = ()) -> None:
+        """Mix tensors if step number `step`, counted from 1, is one for it. Collective then.
+
+        Args:
+            params: travel as the compression has it.
+            step: see above.
+            whole: travel as they are, as buffers do: the variance in one may be beyond the range of a cast.
+        """
+        if not self.is_due(step):
             return
+        compression = self.training.options.compression
+        if not any(compression.changes(tensor.dtype) for tensor in [*params, *whole]):
+            self.mix_whole([*params, *whole], step)
+            return
+        self._mix(params, step, compression.wire_dtype)
+        if whole:
+            self.mix_whole(whole, step)
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the ranks mix in step number `step`, counted from 1."""
+        return step % self._every == 0
+
+    def mix_whole(self, tensors: Sequence[Tensor], step: int) -> None:
+        """Mix tensors that travel as they are. Collective."""
+        self._mix(tensors, step, None)
+
+    def _mix(self, tensors: Sequence[Tensor], step: int, wire_dtype: WireDtype | None) -> None:
         by_device: dict[torch.device, list[Tensor]] = {}
         for tensor in tensors:
             by_device.setdefault(tensor.device, []).append(tensor)
-        number, wire_dtype = step // self._every - 1, self.training.options.compression.wire_dtype
+        number = step // self._every - 1
         for alike in by_device.values() or [[]]:
             mix(alike, self._graph, self.training.group, number, wire_dtype=wire_dtype)
 
@@ -92,7 +114,7 @@ class AdaptThenCombine(Mixer):
 
     def synchronize(self) -> None:
         """Mix. Collective."""
-        self.mix_if_due(self.mixed, self.steps)
+        self.mix_if_due(self.mixed, self.steps, self.buffers)
 
 
 class CombineThenAdapt(Mixer):
@@ -126,7 +148,7 @@ class CombineThenAdapt(Mixer):
     @torch.no_grad()
     def _mix_once(self) -> None:
         if not self._is_mixed:
-            self.mix_if_due(self.mixed, self.steps + 1)
+            self.mix_if_due(self.mixed, self.steps + 1, self.buffers)
         self._is_mixed = True
 
     def after_step(self, num_steps: int) -> None:
@@ -141,7 +163,8 @@ class CombineThenAdapt(Mixer):
 class PushSum(Mixer):
     """Has x and w, mixes both, and gives the model z = x / w.
 
-    Between steps there are z and w only. The optimizer turns z into z', by which x becomes w z + (z' - z).
+    Between steps there are z and w only. The optimizer turns z into z', by which x becomes w z + (z' - z). Of
+    buffers x is w z': so they take a mean of those of the ranks, and a variance stays positive.
     """
 
     doubly = False
@@ -165,12 +188,14 @@ class PushSum(Mixer):
         tensors = self.mixed
         for tensor, before in zip(tensors, self._before, strict=bool(self._before)):
             tensor.add_(before, alpha=self._weight - 1.0)
-        self._before = []
+        self._before, buffers = [], self.buffers if self.is_due(self.steps) else []
+        if self._weight != 1.0 and buffers:
+            torch._foreach_mul_(buffers, self._weight)
         weight = self._weight_like(tensors)
-        self.mix_if_due([*tensors, weight], self.steps)
+        self.mix_if_due([*tensors, weight], self.steps, buffers)
         self._weight = weight.item()
         if self._weight != 1.0:
-            torch._foreach_div_(tensors, self._weight)
+            torch._foreach_div_([*tensors, *buffers], self._weight)
 
     def consensus(self) -> Sequence[Tensor]:
         """Return the sum of all x, divided by that of all w. Collective."""
