@@ -40,6 +40,7 @@ __all__ = [
     "digests",
     "forget_own",
     "has_rebuilt",
+    "mean_of",
     "own",
     "part",
     "pieces_of",
@@ -85,11 +86,16 @@ class Part(Protocol):
 class HasOwnState(Protocol):
     """An optimizer with the entry "mpisgd" in its `state_dict`, and maybe parameters that differ by rank."""
 
-    def replica(self) -> dict[str, Tensor]:
-        """Return the tensors of the model that differ by rank, by key; not copied. {}: all ranks have one."""
+    @property
+    def method(self) -> str:
+        """What its entry is "of"."""
 
-    def load_replica(self, replica: Mapping[str, Tensor]) -> None:
-        """Take over what `replica` has returned on this rank."""
+    def replica(self, *, anyway: bool = False) -> dict[str, Tensor]:
+        """Return the tensors of the model that differ by rank, by key; not copied. {}: all ranks have one.
+
+        Args:
+            anyway: also where they do not differ: those that would.
+        """
 
     def consensus_of(
         self, replicas: Sequence[Mapping[str, Tensor]], entries: Sequence[Any]
@@ -255,6 +261,11 @@ def copied(value: Any, like: Tensor | None = None) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(copied(entry, like) for entry in value)
     return value
+
+
+def mean_of(replicas: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the mean of tensors of the same keys."""
+    return {key: torch.stack([replica[key] for replica in replicas]).mean(0) for key in replicas[0]}
 
 
 def check_version(entry: Mapping[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """What differs by rank of an optimizer's state: gathered for the file, and given back to each rank.
 
-The file has the state of the first rank, as one that all ranks have alike, and beside it, under names of their
-own, what belongs to each rank:
+The file has the state of the first rank, as one that all ranks have alike, and beside it, under names of
+their own, what belongs to each rank:
 
     state: {"model": ..., "optimizer": ..., "optimizer (rank 0)": ..., "optimizer (rank 1)": ...}
 
@@ -11,7 +11,7 @@ ranks get back what each of them had. Any other number goes on from what the rep
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from mpisgd.collectives.objects import Allocate, scatter_object
 from mpisgd.collectives.point_to_point import irecv, isend
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
-from mpisgd.method_state import ENTRY, HasOwnState
+from mpisgd.method_state import ENTRY, HasOwnState, mean_of
 
 __all__ = [
     "KIND",
@@ -209,6 +209,8 @@ def _shares(
     replicas = [mine["replica"] for mine in saved if "replica" in mine]
     if not replicas:
         return [None] * size
+    if entry["of"] != value.method:
+        return [{"replica": mean_of(replicas)}] * size
     entries = [{**entry, "own": mine["own"]} for mine in saved]
     return [{"replica": value.consensus_of(replicas, entries)}] * size
 
@@ -221,16 +223,16 @@ def _merged(group: Group, state: Any, mine: Mapping[str, Any] | None) -> Any:
     return {**state, "state": mine.get("state", state["state"]), ENTRY: entry}
 
 
+@torch.no_grad()
 def load_replicas(objects: Mapping[str, Any], replicas: Mapping[str, Mapping[str, Tensor]]) -> None:
     """Put replicas into the parameters of models that are loaded, too; others are not to be changed."""
     modules = [value for value in objects.values() if isinstance(value, nn.Module)]
-    loaded = {
-        tensor.data_ptr() for module in modules for tensor in (*module.parameters(), *module.buffers())
-    }
+    loaded = {tensor.data_ptr() for module in modules for tensor in (*module.parameters(), *module.buffers())}
     for name, replica in replicas.items():
-        optimizer = objects[name]
-        if all(tensor.data_ptr() in loaded for tensor in optimizer.replica_like(replica)):
-            optimizer.load_replica(replica)
+        tensors = objects[name].replica(anyway=True)
+        for key, value in replica.items():
+            if key in tensors and tensors[key].data_ptr() in loaded:
+                tensors[key].copy_(value)
 
 
 # --- messages -----------------------------------------------------------------------------------------

@@ -108,10 +108,19 @@ class CompressionState:
         self._slots: Sequence[ReducedBucket] = ()
         self._waiting = _Kept({}, {})  # of parameters that are in no bucket now
 
-    def move_to(self, slots: Sequence[ReducedBucket]) -> None:
-        """Give the reducers of new buckets what those of the old ones keep."""
+    def move_to(
+        self, slots: Sequence[ReducedBucket], instead_of: Sequence[ReducedBucket] | None = None
+    ) -> None:
+        """Give the reducers of new buckets what those of the old ones keep.
+
+        Args:
+            slots: new buckets.
+            instead_of: those that are no more; None: all that there were.
+        """
         self._waiting = self._gathered()
-        self._slots = slots
+        gone = None if instead_of is None else {id(slot) for slot in instead_of}
+        left = [] if gone is None else [slot for slot in self._slots if id(slot) not in gone]
+        self._slots = [*left, *slots]
         self._hand_out()
 
     def _hand_out(self) -> None:

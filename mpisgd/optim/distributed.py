@@ -31,6 +31,7 @@ from mpisgd.job.lifecycle import group_or_world
 from mpisgd.optim.choices import check_choices, resolve_reduction, summary
 from mpisgd.optim.in_sync import check_tensors_in_sync
 from mpisgd.optim.parameter_names import agree_on, name_buffers, name_parameters
+from mpisgd.strategies.buffers import Buffers
 from mpisgd.strategies.compatibility import check_momentum
 from mpisgd.strategies.state_keeper import StateKeeper
 from mpisgd.strategies.strategy import Strategy, Synchronizer
@@ -168,7 +169,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 shares,
                 elementwise,
                 check_in_sync_every,
-                [buffer for _, buffer in buffers],
+                Buffers(buffers),
             )
             strategy.check(training)
             check_momentum(training)
@@ -254,20 +255,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._synchronizer.loaded(state_dict)
         self._window.use(self._synchronizer.gradients)
 
-    def replica(self) -> dict[str, Tensor]:
+    @property
+    def method(self) -> str:
+        """What the strategy is called in a saved state."""
+        return self._synchronizer.method
+
+    def replica(self, *, anyway: bool = False) -> dict[str, Tensor]:
         """Return the parameters and buffers that differ by rank between steps, by key; not copied.
 
         With `Synchronous`, and wherever all ranks have one model, there are none. They are no part of
         `state_dict()`; `mpisgd.checkpoint` saves them beside it, for each rank.
-        """
-        return self._synchronizer.replica()
 
-    @torch.no_grad()
-    def load_replica(self, replica: Mapping[str, Tensor]) -> None:
-        """Copy what `replica` has returned into the parameters and buffers."""
-        tensors = self._synchronizer.replica()
-        for key, value in replica.items():
-            tensors[key].copy_(value)
+        Args:
+            anyway: also return them where they do not differ.
+        """
+        return self._synchronizer.replica() if anyway or self._synchronizer.replicas_differ else {}
 
     def consensus_of(
         self, replicas: Sequence[Mapping[str, Tensor]], entries: Sequence[Any]

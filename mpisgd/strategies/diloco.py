@@ -28,7 +28,8 @@ from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.compression_state import CompressionState
 from mpisgd.method_state import alike, part
-from mpisgd.strategies.compatibility import LOCAL_STEPS
+from mpisgd.strategies.compatibility import LOCAL_STEPS, refuse_momentum
+from mpisgd.strategies.kept_tensors import follow
 from mpisgd.strategies.local_training import LocalSynchronizer
 from mpisgd.strategies.strategy import Strategy
 from mpisgd.strategies.tensor_mean import TensorMean
@@ -50,8 +51,9 @@ class DiLoCo(Strategy):
         sync_every: steps from one outer step of a parameter to the next.
         outer_optimizer: class of the outer optimizer, any of torch's that needs no closure.
         outer_options: what it is made with; for SGD by default lr=0.7, momentum=0.9, nesterov=True.
-        fragments: parts into which the parameters are cut, of about as many bytes, in the order of the
-            optimizer; part f is synchronised f * sync_every / fragments steps after the first.
+        fragments: parts into which the parameters are divided, of about as many bytes, in the order of the
+            optimizer, each of at least one; part f is synchronised f * sync_every / fragments steps after
+            the first. Parameters that are added later are a part of their own.
         overlap_steps: steps that ranks take while the mean is under way; fewer than `sync_every`.
         overlap_alpha: which share of what they have by then ranks keep; 0 drops these steps.
 
@@ -133,6 +135,21 @@ class DiLoCo(Strategy):
         except (TypeError, ValueError) as exc:
             raise InvalidArgument(f"DiLoCo: outer_options={shown(options)}: {exc}") from exc
 
+    def check(self, training: Training) -> None:
+        """See `Strategy.check`.
+
+        Raises:
+            InvalidArgument: also where there are fewer parameters than fragments.
+        """
+        super().check(training)
+        refuse_momentum(self, training)
+        number = len(training.named)
+        if self.fragments > max(1, number):
+            raise InvalidArgument(
+                f"DiLoCo: fragments={self.fragments}, and the optimizer has {number} parameters, which are "
+                f"not cut; expected at most {max(1, number)}"
+            )
+
     def synchronizer(self, training: Training) -> "DiLoCoSynchronizer":
         """Return what takes the outer steps."""
         return DiLoCoSynchronizer(training, self)
@@ -184,7 +201,7 @@ class _Fragment:
         strategy: DiLoCo,
     ) -> None:
         self._keys, self._first, self._strategy, self._state = list(params), first, strategy, state
-        self.mean = TensorMean(params, training.group, training.options)
+        self._mean = TensorMean(params, training.group, training.options, state.compression)
         self._number = str(number)
         self._optimizer = self._make_optimizer(self._number)
         self._wait: Callable[[], None] = lambda: None  # for what is on its way
@@ -219,11 +236,20 @@ class _Fragment:
         if self._keys[0] in changes and since % strategy.sync_every == strategy.overlap_steps:
             self._finish(mine)
         if since >= 0 and since % strategy.sync_every == 0:
-            begun = torch._foreach_sub([self._state.outer[key] for key in self._keys], mine)
+            begun = torch._foreach_sub(self._outer_like(mine), mine)
             changes.update(zip(self._keys, begun, strict=True))
-            self._wait = self.mean.start(begun, async_op=strategy.overlap_steps > 0)
+            self._wait = self._mean.start(begun, async_op=strategy.overlap_steps > 0)
             if not strategy.overlap_steps:
                 self._finish(mine)
+
+    def _outer_like(self, params: list[Tensor]) -> list[Tensor]:
+        """Return the outer parameters, of the dtypes that the parameters have now."""
+        outer = [self._state.outer[key] for key in self._keys]
+        if follow(outer, params, "DiLoCo"):
+            self._optimizer.load_state_dict(self._optimizer.state_dict())  # which casts its state, too
+            for key, param in zip(self._keys, outer, strict=True):
+                self._state.entries[key] = self._optimizer.state[param]
+        return outer
 
     def arrive(self) -> None:
         """Return when what is on its way has arrived."""
@@ -233,9 +259,11 @@ class _Fragment:
     def _finish(self, params: list[Tensor]) -> None:
         """Take the outer step, and go on from there."""
         self.arrive()
-        outer = [self._state.outer[key] for key in self._keys]
-        for key, param in zip(self._keys, outer, strict=True):
-            param.grad = self._state.changes.pop(key)
+        outer = self._outer_like(params)
+        changes = [self._state.changes.pop(key) for key in self._keys]
+        follow(changes, params, "DiLoCo")
+        for param, change in zip(outer, changes, strict=True):
+            param.grad = change
         self._optimizer.step()
         self._optimizer.zero_grad()
         alpha = self._strategy.overlap_alpha if self._strategy.overlap_steps else 0.0
@@ -254,10 +282,6 @@ class DiLoCoSynchronizer(LocalSynchronizer):
         self._fragments: list[_Fragment] = []
         self.state = _State()
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the parameters: there is no outer copy of buffers."""
-        return self._trainable_by_key()
-
     def begin(self, tensors: Mapping[str, Tensor]) -> None:
         """See `Synchronizer`: the outer parameters are where all ranks begin."""
         state = self.state
@@ -272,15 +296,14 @@ class DiLoCoSynchronizer(LocalSynchronizer):
         if state.kind != kind:
             state.kind, state.entries, state.options = kind, {}, {}
         self._fragments = []
+        state.compression.move_to([])
         for wave in sorted(set(state.waves.values())):
             added = {key: tensor for key, tensor in params.items() if state.waves[key] == wave}
             parts = [added] if wave else _cut(added, strategy.fragments)
             for place, each in enumerate(parts):
-                if each:
-                    first = place * strategy.sync_every // strategy.fragments
-                    number = len(self._fragments)
-                    self._fragments.append(_Fragment(number, each, first, state, self.training, strategy))
-        state.compression.move_to([slot for each in self._fragments for slot in each.mean.slots])
+                first = place * strategy.sync_every // strategy.fragments
+                number = len(self._fragments)
+                self._fragments.append(_Fragment(number, each, first, state, self.training, strategy))
 
     def arrive(self) -> None:
         """See `Synchronizer`."""
@@ -294,10 +317,7 @@ class DiLoCoSynchronizer(LocalSynchronizer):
         for fragment in self._fragments:
             fragment.after(self.num_steps, params)
         if self.num_steps % self._strategy.sync_every == 0:
-            all_reduce_coalesced(self._buffers(), ReduceOp.AVG, self.training.group)
-
-    def _buffers(self) -> list[Tensor]:
-        return self.averaged[len(self.tensors()) :]
+            all_reduce_coalesced(self.buffers, ReduceOp.AVG, self.training.group)
 
     def consensus_of(
         self, replicas: Sequence[Mapping[str, Tensor]], entries: Sequence[Mapping[str, Any]]
@@ -309,16 +329,19 @@ class DiLoCoSynchronizer(LocalSynchronizer):
         """Return the outer parameters, and the mean of the buffers. Collective."""
         if not self.state.outer:
             return list(super().consensus())
-        buffers = [tensor.clone() for tensor in self._buffers()]
+        buffers = [tensor.clone() for tensor in self.buffers]
         all_reduce_coalesced(buffers, ReduceOp.AVG, self.training.group)
         return [*(self.state.outer[key].clone() for key in self.tensors()), *buffers]
 
 
 def _cut(params: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]:
-    """Cut into `count` parts of about as many bytes, in their order; one may be empty."""
+    """Cut into `count` parts of about as many bytes, in their order; none is empty if there are enough."""
     parts: list[dict[str, Tensor]] = [{} for _ in range(count)]
-    total, before = sum(param.nbytes for param in params.values()), 0
-    for key, param in params.items():
-        parts[before * count // total if total else 0][key] = param
+    total, before, place = sum(param.nbytes for param in params.values()), 0, -1
+    for number, (key, param) in enumerate(params.items()):
+        even = before * count // total if total else 0
+        last_chance = count - (len(params) - number)  # from here on each part gets one parameter
+        place = max(place, min(even, place + 1), last_chance)
+        parts[place][key] = param
         before += param.nbytes
-    return parts
+    return [part for part in parts if part]

@@ -18,10 +18,13 @@ import torch
 from torch import Tensor
 
 from mpisgd.arguments import check_positive
+from mpisgd.collectives.coalesced import all_reduce_coalesced
+from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.compression_state import CompressionState
 from mpisgd.method_state import alike, part
 from mpisgd.strategies.compatibility import LOCAL_STEPS, refuse_momentum
+from mpisgd.strategies.kept_tensors import follow
 from mpisgd.strategies.local_training import LocalSynchronizer
 from mpisgd.strategies.strategy import Strategy
 from mpisgd.strategies.tensor_mean import TensorMean
@@ -38,7 +41,7 @@ class ElasticAveraging(Strategy):
 
     The centre is the result of the training: `optimizer.consensus()` puts it in place of the parameters. All
     ranks exchange at the same steps, so every rank keeps the same centre, and no server is needed. Module
-    buffers (`named_buffers`) are treated as parameters are.
+    buffers (`named_buffers`) have no centre: they take their mean at each exchange.
 
     Args:
         alpha: the elastic force; by default 0.9 / number of ranks. More than 1 / number of ranks does not
@@ -103,28 +106,34 @@ class ElasticAveragingSynchronizer(LocalSynchronizer):
     def derive(self) -> None:
         """See `Synchronizer`."""
         group = self.training.group
-        self._mean = TensorMean(self.tensors(), group, self.training.options)
-        self.state.compression.move_to(self._mean.slots)
+        compression = self.state.compression
+        compression.move_to([])
+        self._mean = TensorMean(self.tensors(), group, self.training.options, compression)
         self._beta = BETA if self._strategy.alpha is None else self._strategy.alpha * group.size
 
     def synchronize(self) -> None:
         """Exchange, if it is time to. Collective then."""
         if self.num_steps % self._strategy.every:
             return
-        tensors = self.tensors()
+        tensors, group = self.tensors(), self.training.group
         centre = [self.state.centre[key] for key in tensors]
-        values = list(tensors.values())
-        differences = list(torch._foreach_sub(values, centre))
-        torch._foreach_add_(values, differences, alpha=-self._beta / self.training.group.size)
+        params = list(tensors.values())
+        follow(centre, params, "ElasticAveraging")
+        differences = list(torch._foreach_sub(params, centre))
+        torch._foreach_add_(params, differences, alpha=-self._beta / group.size)
         self._mean.start(differences)
         torch._foreach_add_(centre, differences, alpha=self._beta)
+        all_reduce_coalesced(self.buffers, ReduceOp.AVG, group)
 
     def consensus_of(
         self, replicas: Sequence[Mapping[str, Tensor]], entries: Sequence[Mapping[str, Any]]
     ) -> dict[str, Tensor]:
-        """See `Synchronizer`: the centre."""
+        """See `Synchronizer`: the centre, and the mean of the buffers."""
         return {**super().consensus_of(replicas, entries), **entries[0]["alike"]["centre"]}
 
     def consensus(self) -> list[Tensor]:
-        """Return the centre. Collective in name only."""
-        return [self.state.centre.get(key, tensor).clone() for key, tensor in self.tensors().items()]
+        """Return the centre, and the mean of the buffers. Collective."""
+        buffers = [tensor.clone() for tensor in self.buffers]
+        all_reduce_coalesced(buffers, ReduceOp.AVG, self.training.group)
+        centre = self.state.centre
+        return [*(centre.get(key, tensor).clone() for key, tensor in self.tensors().items()), *buffers]

@@ -29,6 +29,7 @@ from mpisgd.job.groups import open_host_group
 from mpisgd.method_state import alike, part
 from mpisgd.strategies.compatibility import LOCAL_STEPS, refuse_momentum
 from mpisgd.strategies.inner_state import complete_states
+from mpisgd.strategies.kept_tensors import follow
 from mpisgd.strategies.local_training import LocalSynchronizer
 from mpisgd.strategies.strategy import Strategy
 from mpisgd.strategies.tensor_mean import TensorMean
@@ -57,7 +58,8 @@ class LocalSGD(Strategy):
         growth: what each period is multiplied by, and rounded up, for the next one; at least 1.
         max_sync_every: the longest period, if they grow.
 
-    Compression applies to the difference from the mean before; that takes a copy of the parameters.
+    Compression applies to the difference from the mean before; that takes a copy of the parameters. Module
+    buffers (`named_buffers`) take their mean with the parameters, and are never compressed.
     """
 
     sync_every: int | None = None
@@ -168,8 +170,9 @@ class LocalSGDSynchronizer(LocalSynchronizer):
         group, strategy = self.training.group, self._strategy
         if strategy.hierarchy and (self._host is None or self._host[0] is not group):
             self._host = group, open_host_group(group)
-        self._mean = TensorMean(self.tensors(), group, self.training.options)
-        self.state.compression.move_to(self._mean.slots)
+        compression = self.state.compression
+        compression.move_to([])
+        self._mean = TensorMean(self.tensors(), group, self.training.options, compression)
         self._note_last(again=False)
 
     def _note_last(self, *, again: bool) -> None:
@@ -229,18 +232,23 @@ class LocalSGDSynchronizer(LocalSynchronizer):
                 all_reduce_coalesced([*self.averaged, *self._inner_state(host)], ReduceOp.AVG, host)
 
     def _average(self) -> None:
-        """Take the mean over all ranks: of the parameters, or of what they have changed by."""
+        """Take the mean over all ranks: of the parameters, or of what they have changed by.
+
+        Buffers and state travel as they are: a variance to which an error of before is added, say, may become
+        negative, and what buffers have changed by has no base that all ranks have.
+        """
         tensors, group = self.tensors(), self.training.group
-        values = list(tensors.values())
+        params = list(tensors.values())
         if self.state.last:
             last = [self.state.last[key] for key in tensors]
-            changes = torch._foreach_sub(values, last)
+            follow(last, params, "LocalSGD")
+            changes = torch._foreach_sub(params, last)
             self._mean.start(changes)
             torch._foreach_add_(last, changes)
-            torch._foreach_copy_(values, last)
+            torch._foreach_copy_(params, last)
         else:
-            self._mean.start(values)
-        all_reduce_coalesced(self._inner_state(group), ReduceOp.AVG, group)
+            self._mean.start(params)
+        all_reduce_coalesced([*self.buffers, *self._inner_state(group)], ReduceOp.AVG, group)
 
     def _inner_state(self, group: Group) -> list[Tensor]:
         """Return what is averaged of the wrapped optimizer's state, the same of all ranks. Collective."""

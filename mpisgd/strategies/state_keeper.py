@@ -188,8 +188,8 @@ class StateKeeper:
             pieces = without_parts(synchronizer.state, pieces)
         is_mine = (entry["rank"], entry["size"]) == (group.rank, group.size)
         self._has_own = is_mine and entry["own"] is not None
-        like = {**synchronizer._averaged_by_key(), **synchronizer.tensors()}
-        take(synchronizer.state, pieces.alike, pieces.own if self._has_own else None, like)
+        own = pieces.own if self._has_own else None
+        take(synchronizer.state, pieces.alike, own, synchronizer.parameters_by_key())
         self._begun.update(entry["begun"])
         synchronizer.num_steps = entry["steps"]
 

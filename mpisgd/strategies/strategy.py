@@ -25,6 +25,7 @@ from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.accumulation import GradientSync
+from mpisgd.method_state import mean_of
 from mpisgd.strategies.compatibility import OPTIONS
 from mpisgd.strategies.training import Training
 
@@ -67,11 +68,12 @@ class Synchronizer:
         return type(self).__name__.removesuffix("Synchronizer")
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what `state` has entries for, by key: "0", "1", ... for the optimizer's parameters.
+        """Return what `state` has entries for, as it is now, by key.
 
-        By default all that is averaged: parameters, and after them "buffer 0", "buffer 1", ...
+        By default the memory of all parameters that a step can change: "0", "1", ... by their places in the
+        optimizer.
         """
-        return self._averaged_by_key()
+        return self.parameters_by_key()
 
     def begin(self, tensors: Mapping[str, Tensor]) -> None:
         """Make the entries of `state` for these. Collective; before a step, without autograd.
@@ -127,8 +129,8 @@ class Synchronizer:
         return values
 
     def replica(self) -> dict[str, Tensor]:
-        """Return the tensors of the model that differ by rank between steps, by key; not copied."""
-        return self._averaged_by_key() if self.replicas_differ else {}
+        """Return `averaged` by key: what differs by rank between steps, if anything does; not copied."""
+        return {**self.parameters_by_key(), **self._buffers_by_key()}
 
     def consensus_of(
         self, replicas: Sequence[Mapping[str, Tensor]], entries: Sequence[Mapping[str, Any]]
@@ -139,7 +141,7 @@ class Synchronizer:
             replicas: what `replica` has returned on all ranks.
             entries: what was saved of `state` with each.
         """
-        return {key: torch.stack([replica[key] for replica in replicas]).mean(0) for key in replicas[0]}
+        return mean_of(replicas)
 
     def finish(self) -> None:
         """End the training: return with the last updates of all, where each rank has a pace of its own."""
@@ -147,14 +149,24 @@ class Synchronizer:
     @property
     def averaged(self) -> list[Tensor]:
         """The tensors of which ranks may have values of their own: parameters and buffers with a fraction."""
-        return list(self._averaged_by_key().values())
+        return [*self.trainable, *self.buffers]
 
-    def _averaged_by_key(self) -> dict[str, Tensor]:
-        return {**self._trainable_by_key(), **_continuous("buffer ", self.training.buffers)}
+    @property
+    def trainable(self) -> list[Tensor]:
+        """The memory of the parameters that a step can change, as it is now: not to be kept."""
+        return list(self.parameters_by_key().values())
 
-    def _trainable_by_key(self) -> dict[str, Tensor]:
-        """Return the parameters that a step can change."""
+    @property
+    def buffers(self) -> list[Tensor]:
+        """The memory of the buffers with a fraction, as it is now: not to be kept."""
+        return list(self._buffers_by_key().values())
+
+    def parameters_by_key(self) -> dict[str, Tensor]:
+        """Return `trainable` by key; see `tensors`."""
         return _continuous("", [param for _, param in self.training.named])
+
+    def _buffers_by_key(self) -> dict[str, Tensor]:
+        return _continuous("buffer ", self.training.buffers)
 
     # -- other states, other parameters, other ranks ------------------------------------------------
 
@@ -205,6 +217,7 @@ class Synchronizer:
 
 
 def _continuous(prefix: str, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Return the memory that those with a fraction have now, by key: not to be kept."""
     return {
         f"{prefix}{place}": tensor.detach()
         for place, tensor in enumerate(tensors)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from mpisgd.collectives.coalesced import all_reduce_coalesced
@@ -13,6 +14,7 @@ from mpisgd.core.group import Group
 from mpisgd.core.work import Work
 from mpisgd.dtypes import ReduceOp, dtype_name
 from mpisgd.gradients.bucketing import Bucket, plan_buckets
+from mpisgd.gradients.compression_state import CompressionState
 from mpisgd.gradients.options import ReductionOptions
 from mpisgd.gradients.plan import item_of, name_devices
 
@@ -31,17 +33,29 @@ class TensorMean:
     """Replaces tensors by their mean over a group, time and again.
 
     Args:
-        tensors: of the shapes and dtypes that will be given, by their keys.
+        tensors: of the shapes and dtypes that will be given, by their keys; where a program changes these
+            alike on all ranks, what compressors keep goes over to buckets of the new ones.
         group: the ranks.
         options: of them `compression` and `bucket_cap_bytes`.
-
-    Attributes:
-        slots: what is compressed; for `CompressionState.move_to`.
+        state: what compressors keep.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], group: Group, options: ReductionOptions) -> None:
-        self._group = group
-        keys, like = list(tensors), list(tensors.values())
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        group: Group,
+        options: ReductionOptions,
+        state: CompressionState,
+    ) -> None:
+        self._group, self._options, self._state = group, options, state
+        self._keys = list(tensors)
+        self._slots: list[_Slot] = []
+        self._lay_out(list(tensors.values()))
+
+    def _lay_out(self, like: Sequence[Tensor]) -> None:
+        """Divide tensors like these into buckets."""
+        group, options, keys = self._group, self._options, self._keys
+        self._forms = [_form(tensor) for tensor in like]
         changed = [i for i, tensor in enumerate(like) if options.compression.changes(tensor.dtype)]
         devices = name_devices([tensor.device for tensor in like])
         buckets = plan_buckets(
@@ -49,30 +63,36 @@ class TensorMean:
             cap_bytes=options.bucket_cap_bytes,
             align_bytes=1,
         )
-        self.slots = [
-            _Slot(b, _reducer([like[i] for i in b.indices], options), tuple(keys[i] for i in b.indices))
-            for b in buckets
-        ]
+        before, self._slots = (
+            self._slots,
+            [
+                _Slot(b, _reducer([like[i] for i in b.indices], options), tuple(keys[i] for i in b.indices))
+                for b in buckets
+            ],
+        )
+        self._state.move_to(self._slots, instead_of=before)
         compressed = {index for bucket in buckets for index in bucket.indices}
         self._plain = [i for i in range(len(like)) if i not in compressed]
 
     @property
     def compresses(self) -> bool:
         """Whether any of the tensors travels as something else."""
-        return bool(self.slots)
+        return bool(self._slots)
 
     def start(self, tensors: Sequence[Tensor], *, async_op: bool = False) -> Callable[[], None]:
         """Begin to replace `tensors` by their mean; return what waits until that is done. Collective.
 
         Args:
-            tensors: as many as at first, of the same shapes and dtypes; nobody else touches them until then.
+            tensors: as many as at first; nobody else touches them until then.
             async_op: return at once, and let the group's thread do it; else it is done on return.
 
         Raises:
             CollectiveMismatch: ranks do different things; raised on every rank.
         """
+        if [_form(tensor) for tensor in tensors] != self._forms:
+            self._lay_out(tensors)
         works: list[tuple[Work | None, Packer]] = []
-        for slot in self.slots:
+        for slot in self._slots:
             packer = Packer()
             flat = packer.write_as_one([tensors[i] for i in slot.bucket.indices], keep=True)
             works.append((self._submit(slot, flat, async_op), packer))
@@ -97,6 +117,10 @@ class TensorMean:
             tensors=[flat],
             async_op=async_op,
         )
+
+
+def _form(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
 
 
 def _reducer(tensors: Sequence[Tensor], options: ReductionOptions) -> BucketReducer:

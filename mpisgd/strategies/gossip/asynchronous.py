@@ -24,13 +24,13 @@ from torch import Tensor
 
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
-from mpisgd.errors import MpisgdError
+from mpisgd.errors import InvalidArgument, MpisgdError
 from mpisgd.gossip.bipartite import roles_of
 from mpisgd.gossip.flat_copy import FlatCopy
 from mpisgd.gossip.graph import Graph
 from mpisgd.gossip.pairwise_averaging import PairwiseAveraging
 from mpisgd.job.lifecycle import current_job
-from mpisgd.strategies.gossip.synchronous import Mixer
+from mpisgd.strategies.gossip.synchronous import NAME, Mixer
 from mpisgd.strategies.training import Training
 
 if TYPE_CHECKING:
@@ -61,6 +61,10 @@ class Asynchronous(Mixer):
         self._end()
         self._begin()
 
+    def has_changed(self) -> bool:
+        """Return False: x is a copy of frozen parameters, too."""
+        return False
+
     def loaded(self, state_dict: Mapping[str, Any]) -> None:
         """See `Synchronizer`."""
         self._replaced = True
@@ -78,10 +82,9 @@ class Asynchronous(Mixer):
         made: list[Communicator] = []
         operation = Operation("gossip", extra="start of the exchanges")
         group.queue.run(operation, lambda: made.append(group.queue.communicator.duplicate()))
-        self._group, self._covered = group, list(self.tensors())
-        now = self._covered_tensors()
-        start = FlatCopy(now)
-        start.load(now)
+        self._group, covered = group, self._covered()
+        start = FlatCopy(covered)
+        start.load(covered)
         self._seen, self._now = start.new_like(), start.new_like()  # z, and z'
         self._seen.copy_(start)
         averaging = PairwiseAveraging(made[0], roles_of(self._graph, group.size), start)
@@ -90,10 +93,9 @@ class Asynchronous(Mixer):
         self._at_end.append(self._finish)
         self._averaging = averaging
 
-    def _covered_tensors(self) -> list[Tensor]:
-        """Return what is exchanged, where it is now."""
-        tensors = self._averaged_by_key()
-        return [tensors[key] for key in self._covered]
+    def _covered(self) -> list[Tensor]:
+        """Return what x is a copy of, as it is now: also frozen parameters, which may be trained later."""
+        return [*self.trainable, *self.buffers]
 
     def _end(self) -> None:
         """End the exchanges. Collective, unless a rank of the group is lost."""
@@ -111,12 +113,17 @@ class Asynchronous(Mixer):
 
     def _exchange_with_model(self, averaging: PairwiseAveraging) -> None:
         """Add to x what has become of the copy that the model had, and give it another one."""
-        tensors = self._covered_tensors()
-        self._now.load(tensors)
+        covered = self._covered()
+        if not self._now.fits(covered):
+            raise InvalidArgument(
+                f"{NAME}: parameters have other dtypes or shapes than when their exchanges began; "
+                'style="asynchronous" cannot follow: convert the model before the optimizer is made'
+            )
+        self._now.load(covered)
         with averaging.lock:
             averaging.x.add_difference_(self._now, self._seen, 1.0)
             self._seen.copy_(averaging.x)
-        self._seen.unload(tensors)
+        self._seen.unload(covered)
 
     def synchronize(self) -> None:
         """Give the step to x, and ask for a mean with a neighbour. Waits for nobody."""

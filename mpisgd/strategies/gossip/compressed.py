@@ -100,7 +100,7 @@ class _Bucket:
 
 
 class CompressedMixer(Mixer):
-    """Updates, then mixes by compressed changes; tensors that the compressor does not change are mixed whole.
+    """Updates, then mixes by compressed changes; buffers, and what is not compressed, are mixed whole.
 
     Args:
         training: what it works on, with the compressor among its options.
@@ -112,7 +112,14 @@ class CompressedMixer(Mixer):
     def __init__(self, training: Training, graph: Graph, every: int, consensus_step: float) -> None:
         super().__init__(training, graph, every)
         self._consensus_step = consensus_step
+        self._dtypes: list[torch.dtype] = []
         self.state = _State()
+
+    def has_changed(self) -> bool:
+        """Return whether parameters were frozen, or are no longer so, or have another dtype."""
+        dtypes = [param.dtype for _, param in self.training.named]
+        before, self._dtypes = self._dtypes, dtypes
+        return super().has_changed() or before != dtypes
 
     def begin(self, tensors: Mapping[str, Tensor]) -> None:
         """Set h to x, and s to the mean of that with the neighbours: x travels as it is. Collective."""
@@ -126,9 +133,11 @@ class CompressedMixer(Mixer):
             mix(alike, self._graph, self.training.group, 0)
 
     def derive(self) -> None:
-        """Make the buckets of what is mixed now, and compressed."""
+        """Make the buckets of what is mixed now, and compressed. Collective where dtypes have changed."""
         alike: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
         compressor, tensors = self.training.options.compression, self.tensors()
+        copies = self.state.copy
+        self.begin({k: t for k, t in tensors.items() if k not in copies or copies[k].dtype != _wide(t.dtype)})
         for key, tensor in tensors.items():
             if compressor.changes(tensor.dtype):
                 alike.setdefault((tensor.dtype, tensor.device), {})[key] = tensor
@@ -143,8 +152,9 @@ class CompressedMixer(Mixer):
             values = [tensors[key] for key in bucket.keys]
             bucket.mix(values, self._graph, group, self.num_steps, self._consensus_step)
         changes = self.training.options.compression.changes
-        if whole := [tensor for tensor in tensors.values() if not changes(tensor.dtype)]:
-            self.mix_if_due(whole, self.num_steps)
+        unchanged = [tensor for tensor in tensors.values() if not changes(tensor.dtype)]
+        if whole := [*unchanged, *self.buffers]:
+            self.mix_whole(whole, self.num_steps)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

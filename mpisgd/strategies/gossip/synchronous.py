@@ -28,7 +28,7 @@ from mpisgd.collectives.coalesced import all_reduce_coalesced
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
 from mpisgd.gossip.graph import Graph
-from mpisgd.gossip.neighbor_all_reduce import mix
+from mpisgd.gossip.neighbor_all_reduce import WireDtype, mix
 from mpisgd.method_state import own
 from mpisgd.strategies.local_training import LocalSynchronizer
 from mpisgd.strategies.training import Training
@@ -60,13 +60,13 @@ class Mixer(LocalSynchronizer):
         return f"{NAME}, {type(self).__name__}"
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what is mixed: the parameters that are trained now, and the buffers."""
-        frozen = {str(i) for i, (_, param) in enumerate(self.training.named) if not param.requires_grad}
-        return {key: tensor for key, tensor in super().tensors().items() if key not in frozen}
+        """Return the memory of the parameters that are trained, as it is now, by key."""
+        named = self.training.named
+        return {key: t for key, t in self.parameters_by_key().items() if named[int(key)][1].requires_grad}
 
     @property
     def mixed(self) -> list[Tensor]:
-        """The parameters that are trained, and the buffers."""
+        """The memory of the parameters that are trained, as it is now."""
         return list(self.tensors().values())
 
     def has_changed(self) -> bool:
@@ -75,14 +75,37 @@ class Mixer(LocalSynchronizer):
         before, self._trained = self._trained, trained
         return before != trained
 
-    def mix_if_due(self, tensors: Sequence[Tensor], step: int) -> None:
-        """Mix tensors if step number `step`, counted from 1, is one for it. Collective then."""
-        if step % self._every:
+    def mix_if_due(self, params: Sequence[Tensor], step: int, whole: Sequence[Tensor] = ()) -> None:
+        """Mix tensors if step number `step`, counted from 1, is one for it. Collective then.
+
+        Args:
+            params: travel as the compression has it.
+            step: see above.
+            whole: travel as they are, as buffers do: the variance in one may be beyond the range of a cast.
+        """
+        if not self.is_due(step):
             return
+        compression = self.training.options.compression
+        if not any(compression.changes(tensor.dtype) for tensor in [*params, *whole]):
+            self.mix_whole([*params, *whole], step)
+            return
+        self._mix(params, step, compression.wire_dtype)
+        if whole:
+            self.mix_whole(whole, step)
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the ranks mix in step number `step`, counted from 1."""
+        return step % self._every == 0
+
+    def mix_whole(self, tensors: Sequence[Tensor], step: int) -> None:
+        """Mix tensors that travel as they are. Collective."""
+        self._mix(tensors, step, None)
+
+    def _mix(self, tensors: Sequence[Tensor], step: int, wire_dtype: WireDtype | None) -> None:
         by_device: dict[torch.device, list[Tensor]] = {}
         for tensor in tensors:
             by_device.setdefault(tensor.device, []).append(tensor)
-        number, wire_dtype = step // self._every - 1, self.training.options.compression.wire_dtype
+        number = step // self._every - 1
         for alike in by_device.values() or [[]]:
             mix(alike, self._graph, self.training.group, number, wire_dtype=wire_dtype)
 
@@ -101,7 +124,7 @@ class AdaptThenCombine(Mixer):
 
     def synchronize(self) -> None:
         """Mix. Collective."""
-        self.mix_if_due(self.mixed, self.num_steps)
+        self.mix_if_due(self.mixed, self.num_steps, self.buffers)
 
 
 class CombineThenAdapt(Mixer):
@@ -135,7 +158,7 @@ class CombineThenAdapt(Mixer):
     @torch.no_grad()
     def _mix_once(self) -> None:
         if not self._is_mixed:
-            self.mix_if_due(self.mixed, self.num_steps + 1)
+            self.mix_if_due(self.mixed, self.num_steps + 1, self.buffers)
         self._is_mixed = True
 
     def after_step(self, num_steps: int) -> None:
@@ -161,7 +184,8 @@ class _Weight:
 class PushSum(Mixer):
     """Has x and w, mixes both, and gives the model z = x / w.
 
-    Between steps there are z and w only. The optimizer turns z into z', by which x becomes w z + (z' - z).
+    Between steps there are z and w only. The optimizer turns z into z', by which x becomes w z + (z' - z). Of
+    buffers x is w z': so they take a mean of those of the ranks, and a variance stays positive.
     """
 
     doubly = False
@@ -181,12 +205,14 @@ class PushSum(Mixer):
         tensors = self.mixed
         for tensor, before in zip(tensors, self._before, strict=bool(self._before)):
             tensor.add_(before, alpha=self.state.weight - 1.0)
-        self._before = []
+        self._before, buffers = [], self.buffers if self.is_due(self.num_steps) else []
+        if self.state.weight != 1.0 and buffers:
+            torch._foreach_mul_(buffers, self.state.weight)
         weight = self._weight_like(tensors)
-        self.mix_if_due([*tensors, weight], self.num_steps)
+        self.mix_if_due([*tensors, weight], self.num_steps, buffers)
         self.state.weight = weight.item()
         if self.state.weight != 1.0:
-            torch._foreach_div_(tensors, self.state.weight)
+            torch._foreach_div_([*tensors, *buffers], self.state.weight)
 
     def consensus(self) -> Sequence[Tensor]:
         """Return the sum of all x, divided by that of all w. Collective."""
@@ -200,10 +226,9 @@ class PushSum(Mixer):
     ) -> dict[str, Tensor]:
         """See `Synchronizer`: the sum of all x, divided by that of all w."""
         weights = [float((entry["own"] or {}).get("weight", 1.0)) for entry in entries]
-        return {
-            key: sum(replica[key] * w for replica, w in zip(replicas, weights, strict=True)) / sum(weights)
-            for key in replicas[0]
-        }
+        weighted = [torch._foreach_mul(list(r.values()), w) for r, w in zip(replicas, weights, strict=True)]
+        sums = [torch.stack(same).sum(0) / sum(weights) for same in zip(*weighted, strict=True)]
+        return dict(zip(replicas[0], sums, strict=True))
 
     def _weight_like(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return w where it can travel with `tensors`."""
