@@ -11,14 +11,16 @@ ranks get back what each of them had. Any other number goes on from what the rep
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from mpisgd.checkpoint.newest import Found
 from mpisgd.checkpoint.serialization import Encoded, decode, encode, tensor_names
-from mpisgd.collectives.objects import Allocate, scatter_object
+from mpisgd.checkpoint.shared_errors import ROOT, gather_at_root
+from mpisgd.collectives.objects import Allocate, allocate_tensors, extract_tensors, scatter_object
 from mpisgd.collectives.point_to_point import irecv, isend
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
@@ -26,18 +28,20 @@ from mpisgd.method_state import ENTRY, HasOwnState, mean_of
 
 __all__ = [
     "KIND",
+    "OfRanks",
     "Returned",
     "WithRanks",
-    "gather_at_root",
+    "alike_tensors",
+    "encode_all",
+    "gather_own",
     "give_back",
     "load_replicas",
-    "own_tensors",
+    "shares",
     "split",
     "take_out",
 ]
 
 KIND = "rank"  # of an entry of the document
-ROOT = 0
 TAG = 30_002  # unlikely in a program's own messages
 _NAME = re.compile(r"(.*) \(rank (\d+)\)", re.DOTALL)
 
@@ -61,9 +65,25 @@ def split(value: Any, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, 
     return common, mine if replica or entry["own"] else None
 
 
-def own_tensors(name: str, mine: Mapping[str, Any]) -> str | None:
-    """Return how the tensors of the common state begin that may differ in number and shape by rank."""
-    return f"{name}.state." if "state" in mine else None
+def encode_all(common: Mapping[str, Any], own: Mapping[str, Any], rank: int) -> tuple[Encoded, Encoded]:
+    """Encode what this rank saves: what is common to all ranks, and what is its own.
+
+    On the root both are encoded together, so that a tensor of the model that is in its replica, too, is in
+    the file once.
+    """
+    named = {_name_of(name, rank): state for name, state in own.items()}
+    if rank != ROOT:
+        return encode(common), encode(named)
+    both = encode({**common, **named})
+    trees = {name: both.tree.pop(name) for name in named}
+    return both, Encoded(trees, both.tensors, [])
+
+
+def alike_tensors(encoded: Encoded, own: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors of the common part, of which all ranks have the same ones."""
+    names = {name for tree in encoded.tree.values() for name in tensor_names(tree)}
+    apart = tuple(f"{name}.state." for name, mine in own.items() if "state" in mine)
+    return {n: t for n, t in encoded.tensors.items() if n in names and not n.startswith(apart)}
 
 
 class _Outline(NamedTuple):
@@ -73,31 +93,26 @@ class _Outline(NamedTuple):
     forms: dict[str, tuple[torch.dtype, torch.Size]]
 
 
-def gather_at_root(group: Group, mine: Mapping[str, Any]) -> Encoded | None:
-    """Return what is every other rank's own on the root, None elsewhere. Collective.
+def gather_own(group: Group, mine: Encoded) -> Encoded | None:
+    """Return what is each rank's own on the root, None elsewhere. Collective.
 
     Args:
         group: the ranks.
-        mine: this rank's, by the name of the object; the root's is not sent.
+        mine: this rank's, as `encode_all` has returned it.
     """
-    encoded = encode({_name_of(name, group.rank): state for name, state in mine.items()})
-    tensors = {} if group.rank == ROOT else encoded.tensors
+    tensors = {} if group.rank == ROOT else mine.tensors
     forms = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-    outlines: list[list[_Outline] | None] = []
-    outline = _Outline(encoded.tree, forms)
-    group.queue.run(
-        Operation("checkpoint.save", root=ROOT, extra="what is each rank's own"),
-        lambda: outlines.append(group.queue.communicator.gather_object(outline, ROOT)),
+    outlines = gather_at_root(
+        group, Operation("checkpoint.save", root=ROOT, extra="own"), _Outline(mine.tree, forms)
     )
-    if group.rank != ROOT:
+    if outlines is None:
         _send(group, ROOT, tensors.values())
         return None
-    assert outlines[0] is not None
-    found = Encoded({}, {}, [])
-    for rank, theirs in enumerate(outlines[0]):
+    found = Encoded(dict(mine.tree), {}, [])
+    for rank, theirs in enumerate(outlines):
         if rank != ROOT:
             found.tree.update(theirs.trees)
-            found.tensors.update(_receive(group, rank, theirs.forms, _in_memory))
+            found.tensors.update(_receive(group, rank, theirs.forms, torch.empty))
     return found
 
 
@@ -130,26 +145,57 @@ class WithRanks(Collection[str]):
         return len(self._names)
 
 
-def take_out(
-    state: dict[str, Any], kinds: dict[str, str], tensors: dict[str, Tensor]
-) -> tuple[dict[str, dict[int, Any]], dict[str, Tensor]]:
-    """Take what belongs to single ranks out of a document; return it as trees by object and rank.
+class OfRanks(NamedTuple):
+    """What belongs to single ranks in a file.
 
-    Args:
-        state: of the document, as for `kinds`; without these entries then.
-        tensors: those in the file that are wanted.
-
-    Returns:
-        The trees, and the tensors in them.
+    Attributes:
+        trees: by object and rank.
+        tensors: those in the trees.
     """
+
+    trees: dict[str, dict[int, Any]]
+    tensors: dict[str, Tensor]
+
+
+def take_out(found: Found) -> tuple[Found, OfRanks]:
+    """Take what belongs to single ranks out of a checkpoint that was read."""
+    state, kinds = dict(found.document.state), dict(found.document.kinds)
     trees: dict[str, dict[int, Any]] = {}
     for name in [name for name, kind in kinds.items() if kind == KIND]:
         del kinds[name]
         tree = state.pop(name)
-        if (found := _NAME.fullmatch(name)) is not None:
-            trees.setdefault(found[1], {})[int(found[2])] = tree
-    names = {name for ranks in trees.values() for tree in ranks.values() for name in tensor_names(tree)}
-    return trees, {name: tensors[name] for name in names if name in tensors}
+        if (parts := _NAME.fullmatch(name)) is not None:
+            trees.setdefault(parts[1], {})[int(parts[2])] = tree
+    own = {name for ranks in trees.values() for tree in ranks.values() for name in tensor_names(tree)}
+    left = {name for tree in (*state.values(), *found.document.rng) for name in tensor_names(tree)}
+    tensors = {name: tensor for name, tensor in found.tensors.items() if name in own}
+    document = found.document._replace(state=state, kinds=kinds)
+    common = {name: tensor for name, tensor in found.tensors.items() if name in left}
+    return found._replace(document=document, tensors=common), OfRanks(trees, tensors)
+
+
+def shares(
+    group: Group, found: OfRanks, num_saved: int, states: Mapping[str, Any], objects: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Return what each rank gets of what belongs to single ones, by object. On the root; nothing elsewhere.
+
+    Args:
+        group: the ranks.
+        found: what `take_out` has returned.
+        num_saved: how many ranks have saved it.
+        states: of the objects, the same on all ranks.
+        objects: what is loaded, by name.
+    """
+    parts: list[dict[str, Any]] = [{} for _ in range(group.size)]
+    for name, of_ranks in found.trees.items():
+        if name in objects:
+            saved = [decode(tree, found.tensors) for _, tree in sorted(of_ranks.items())]
+            for part, mine in zip(
+                parts, _shares(group.size, num_saved, saved, states[name], objects[name]), strict=True
+            ):
+                if mine is not None:
+                    part[name] = mine
+    return parts
 
 
 class Returned(NamedTuple):
@@ -165,33 +211,16 @@ class Returned(NamedTuple):
 
 
 def give_back(
-    group: Group,
-    saved: tuple[dict[str, dict[int, Any]], dict[str, Tensor]] | None,
-    num_saved: int,
-    states: Mapping[str, Any],
-    objects: Mapping[str, Any],
-    empty: Allocate,
+    group: Group, parts: list[dict[str, Any]], states: Mapping[str, Any], empty: Allocate
 ) -> Returned:
     """Return on each rank what is its own. Collective.
 
     Args:
         group: the ranks.
-        saved: what `take_out` has returned, on the root.
-        num_saved: how many ranks have saved it.
+        parts: what `shares` has returned.
         states: of the objects, the same on all ranks.
-        objects: what is loaded, by name.
         empty: makes memory for tensors.
     """
-    parts: list[dict[str, Any]] = [{} for _ in range(group.size)]
-    if saved is not None:
-        trees, tensors = saved
-        for name, of_ranks in trees.items():
-            if name not in objects:
-                continue
-            decoded = [decode(tree, tensors) for _, tree in sorted(of_ranks.items())]
-            for rank, mine in enumerate(_shares(group.size, num_saved, decoded, states[name], objects[name])):
-                if mine is not None:
-                    parts[rank][name] = mine
     mine = _scatter(group, parts, empty)
     merged = {name: _merged(group, state, mine.get(name)) for name, state in states.items()}
     return Returned(merged, {name: part["replica"] for name, part in mine.items() if "replica" in part})
@@ -238,21 +267,19 @@ def load_replicas(objects: Mapping[str, Any], replicas: Mapping[str, Mapping[str
 # --- messages -----------------------------------------------------------------------------------------
 
 
-def _scatter(group: Group, parts: list[dict[str, Any]], empty: Allocate) -> dict[str, Any]:
+def _scatter(group: Group, parts: Sequence[Any], empty: Allocate) -> Any:
     """Return `parts[rank]` of the root on each rank. Collective."""
-    encoded = [encode(part) for part in parts] if group.rank == ROOT else []
-    outlines = [
-        _Outline(each.tree, {name: (tensor.dtype, tensor.shape) for name, tensor in each.tensors.items()})
-        for each in encoded
-    ]
-    outline = scatter_object(outlines if group.rank == ROOT else None, group.ranks[ROOT], group)
+    outlined = [extract_tensors(part) for part in parts] if group.rank == ROOT else []
+    outlines = [outline for outline, _ in outlined] if outlined else None
+    outline = scatter_object(outlines, group.ranks[ROOT], group)
     if group.rank == ROOT:
-        for rank, each in enumerate(encoded):
+        for rank, (_, tensors) in enumerate(outlined):
             if rank != ROOT:
-                _send(group, rank, each.tensors.values())
+                _send(group, rank, tensors)
         return parts[ROOT]
-    tensors = _receive(group, ROOT, outline.forms, empty)
-    return {name: decode(tree, tensors) for name, tree in outline.trees.items()}
+    mine, tensors = allocate_tensors(outline, empty)
+    _receive_into(group, ROOT, tensors)
+    return mine
 
 
 def _send(group: Group, rank: int, tensors: Collection[Tensor]) -> None:
@@ -262,19 +289,22 @@ def _send(group: Group, rank: int, tensors: Collection[Tensor]) -> None:
 
 
 def _receive(
-    group: Group, rank: int, forms: Mapping[str, tuple[torch.dtype, torch.Size]], empty: Allocate
+    group: Group,
+    rank: int,
+    forms: Mapping[str, tuple[torch.dtype, torch.Size]],
+    empty: Callable[..., Tensor],
 ) -> dict[str, Tensor]:
-    made = {name: empty(shape, dtype) for name, (dtype, shape) in forms.items()}
-    for tensor in made.values():
+    made = {name: empty(tuple(shape), dtype=dtype) for name, (dtype, shape) in forms.items()}
+    _receive_into(group, rank, made.values())
+    return made
+
+
+def _receive_into(group: Group, rank: int, tensors: Collection[Tensor]) -> None:
+    for tensor in tensors:
         if tensor.numel():
             irecv(tensor.reshape(-1).view(torch.uint8), group.ranks[rank], group, TAG).wait()
-    return made
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     plain = tensor.resolve_conj().resolve_neg().cpu().contiguous()
     return plain.reshape(-1).view(torch.uint8)
-
-
-def _in_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype)

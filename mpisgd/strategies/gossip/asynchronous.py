@@ -82,7 +82,8 @@ class Asynchronous(Mixer):
         made: list[Communicator] = []
         operation = Operation("gossip", extra="start of the exchanges")
         group.queue.run(operation, lambda: made.append(group.queue.communicator.duplicate()))
-        self._group, covered = group, self._covered()
+        self._group, self._keys = group, list(self.replica())
+        covered = self._covered()
         start = FlatCopy(covered)
         start.load(covered)
         self._seen, self._now = start.new_like(), start.new_like()  # z, and z'
@@ -95,7 +96,8 @@ class Asynchronous(Mixer):
 
     def _covered(self) -> list[Tensor]:
         """Return what x is a copy of, as it is now: also frozen parameters, which may be trained later."""
-        return [*self.trainable, *self.buffers]
+        tensors = self.replica()
+        return [tensors[key] for key in self._keys]
 
     def _end(self) -> None:
         """End the exchanges. Collective, unless a rank of the group is lost."""
