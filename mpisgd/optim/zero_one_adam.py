@@ -4,6 +4,7 @@ Source: Lu, Li, Zhang, De Sa and He 2022, "Maximizing Communication Efficiency f
 0/1 Adam", algorithm 1 and the policies of its section 6.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,8 +12,10 @@ from torch import Tensor
 
 from mpisgd.arguments import check_positive
 from mpisgd.core.group import Group
+from mpisgd.method_state import own
 from mpisgd.optim.compressed_momentum import (
     CompressedMomentumOptimizer,
+    Kept,
     Trained,
     adam_defaults,
     denominator,
@@ -41,6 +44,17 @@ def local_interval(steps_frozen: int, scaler: int, clipper: int) -> int:
     """
     doublings = (steps_frozen - 1) // scaler
     return clipper if doublings >= clipper.bit_length() else min(clipper, 1 << doublings)
+
+
+@dataclass
+class _Kept(Kept):
+    """What is kept beside the state of parameters.
+
+    Attributes:
+        awaited: places of parameters that had their first gradient since the last meeting, on this rank.
+    """
+
+    awaited: list[int] = own(default_factory=list)
 
 
 class ZeroOneAdam(CompressedMomentumOptimizer):
@@ -90,7 +104,6 @@ class ZeroOneAdam(CompressedMomentumOptimizer):
 
     _copied = (
         *CompressedMomentumOptimizer._copied,
-        "_awaited",
         "local_step_clipper",
         "local_step_scaler",
         "var_freeze_step",
@@ -124,13 +137,19 @@ class ZeroOneAdam(CompressedMomentumOptimizer):
         self.var_update_scaler = var_update_scaler
         self.local_step_scaler = local_step_scaler
         self.local_step_clipper = local_step_clipper
-        self._awaited: set[int] = set()  # parameters that had their first gradient between two meetings
         super().__init__(params, defaults, group, agreed=f"{steps}")
 
     @property
     def is_synchronized(self) -> bool:
         """Whether all ranks have the same parameters now, or they would meet in the step after this one."""
         return self._meets(self.num_steps)
+
+    def _new_state_of_method(self) -> Any:
+        return _Kept()
+
+    def replica(self, *, anyway: bool = False) -> dict[str, Tensor]:
+        """See `CompressedMomentumOptimizer`."""
+        return super().replica(anyway=anyway or not self.is_synchronized)
 
     def _meets(self, step: int) -> bool:
         """Return whether `step` is one of T_u."""
@@ -157,16 +176,16 @@ class ZeroOneAdam(CompressedMomentumOptimizer):
         """
         everything = list(self._trained())
         self._note_new(everything)
-        first = self._exist_somewhere([place in self._awaited for place in range(len(everything))])
-        self._awaited.clear()
+        first = self._exist_somewhere([place in self._kept.awaited for place in range(len(everything))])
+        self._kept.awaited.clear()
         if not is_open:
             self._refuse_new(first, f"step {self.var_freeze_step}")
         return any(first)
 
     def _note_new(self, everything: list[Trained]) -> None:
         for place, (param, state, _) in enumerate(everything):
-            if param.grad is not None and "step" not in state:
-                self._awaited.add(place)
+            if param.grad is not None and "step" not in state and place not in self._kept.awaited:
+                self._kept.awaited.append(place)
 
     def _update_as_adam(self) -> None:
         self._average_gradients()

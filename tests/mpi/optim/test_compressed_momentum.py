@@ -58,7 +58,7 @@ def test_training_goes_on_from_a_state(kind):
     everyone(values(again) == values(params))
     forgetful = [torch.nn.Parameter(param) for param in at]
     reset = KINDS[kind](forgetful)
-    reset.load_state_dict({**saved, "compression": {**saved["compression"], "size": mpisgd.size() + 1}})
+    reset.load_state_dict({**saved, "mpisgd": {**saved["mpisgd"], "size": mpisgd.size() + 1}})
     steps(forgetful, reset, 5, 3)
     everyone(mpisgd.size() == 1 or values(forgetful) != values(params), "the errors make no difference")
 
@@ -143,9 +143,9 @@ def test_elastic_begins_without_errors_among_other_ranks(kind):
     steps(params, optimizer, 0, 4)
     if mpisgd.rank() == 1:
         optimizer.param_groups[0]["lr"], optimizer.num_steps = 0.5, 0
-    everyone(bool(optimizer.state_dict()["compression"]["errors"]))
+    everyone("errors" in optimizer.state_dict()["mpisgd"]["own"])
     handler_for(optimizer).reset()
-    everyone(not optimizer.state_dict()["compression"]["errors"])
+    everyone("errors" not in optimizer.state_dict()["mpisgd"]["own"])
     handler_for(optimizer).sync()
     same_on_all_ranks((optimizer.num_steps, optimizer.param_groups[0]["lr"]))
     steps(params, optimizer, 4, 2)
