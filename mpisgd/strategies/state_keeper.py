@@ -117,10 +117,10 @@ class StateKeeper:
 
     def forget_own(self) -> None:
         """Begin anew with what is this rank's own; all ranks do so."""
+        self._compares = bool(self.entry())  # the others have loaded it
         forget_own(self._of.state)
         self._has_own = False
         self._is_due = True
-        self._compares = self._compares or bool(self.entry())
 
     # -- save and load ------------------------------------------------------------------------------
 
@@ -167,10 +167,9 @@ class StateKeeper:
             entry = None
         if not self._keeps:
             return
-        had_some = any(pieces_of(synchronizer.state))
         self._begun.clear()
         self._is_due = True
-        self._compares = self._compares or had_some or synchronizer.replicas_differ or entry is not None
+        self._compares = synchronizer.replicas_differ or entry is not None
         if entry is None:
             restart(synchronizer.state)
             synchronizer.num_steps, self._has_own = 0, True

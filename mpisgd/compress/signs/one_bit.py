@@ -99,8 +99,9 @@ class _GatherReducer(BucketReducer):
         return {"residual": self._residual}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a residual of the same parameters."""
-        self._residual.copy_(state["residual"])
+        """Take over a residual of the same parameters, if there is one: `two_step` keeps something else."""
+        if "residual" in state:
+            self._residual.copy_(state["residual"])
 
     def put_back(self, start: int, arrived: Tensor) -> None:
         """Keep for the next step what arrived for a parameter that no rank has a gradient of."""

@@ -68,7 +68,7 @@ class _SignReducer(BucketReducer):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from as many reductions."""
-        self._num_reductions = state["num_reductions"]
+        self._num_reductions = state.get("num_reductions", 0)
 
     def reset(self) -> None:
         """Begin anew."""

@@ -1,0 +1,189 @@
+"""What a method keeps, in every situation that a state can be in: for each method, by the same checks.
+
+Before there was one mechanism, what was saved by one rank, loaded elsewhere, extended, moved to other ranks or
+handed over at a recovery was different by method, and mostly silent.
+"""
+
+from __future__ import annotations
+
+import io
+import tempfile
+import warnings
+
+import pytest
+import torch
+from methods import BY_THEMSELVES, METHODS, OWN_MODELS, SYNCHRONOUS, Net, Optimizer, train, values
+from torch import Tensor
+from verdicts import everyone, raises_everywhere, same_on_all_ranks
+
+import mpisgd
+from mpisgd import Gossip, LocalSGD, checkpoint, compress
+
+SAVED_AT, LAST = 5, 14  # between two means, and before a period grows
+
+
+def folder() -> str:
+    """An empty folder, which rank 0 has made."""
+    return mpisgd.broadcast_object(tempfile.mkdtemp() if mpisgd.rank() == 0 else None)
+
+
+def apart(ours: list[Tensor], theirs: list[Tensor]) -> float:
+    return max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True))
+
+
+def through_a_file(state: object) -> object:
+    """What torch.load gives back of it, without pickled code."""
+    stream = io.BytesIO()
+    torch.save(state, stream)
+    stream.seek(0)
+    return torch.load(stream, weights_only=True)
+
+
+def without_learning(optimizer: Optimizer) -> None:
+    for options in optimizer.param_groups:
+        options["lr"] = 0.0
+
+
+def spread(model: torch.nn.Module) -> float:
+    """How far the ranks' parameters are from each other."""
+    found: list[list[Tensor]] = [[]] * mpisgd.size()
+    mpisgd.all_gather_object(found, values(model))
+    return max(apart(theirs, found[0]) for theirs in found)
+
+
+# --- resumed ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_resumed_run_is_the_uninterrupted_one(name):
+    model, by_rank, by_all = Net(), Net(seed=1), Net(seed=2)
+    optimizer, from_own_file, from_checkpoint = (METHODS[name](net) for net in (model, by_rank, by_all))
+    train(model, optimizer, 0, SAVED_AT)
+    model_state, state = through_a_file([model.state_dict(), optimizer.state_dict()])
+    by_rank.load_state_dict(model_state)
+    from_own_file.load_state_dict(state)
+    path = checkpoint.save(folder(), SAVED_AT, model=model, optimizer=optimizer)
+    checkpoint.load(path, model=by_all, optimizer=from_checkpoint)
+    train(model, optimizer, SAVED_AT, LAST)
+    for again, resumed, how in (
+        (by_rank, from_own_file, "each rank its own file"),
+        (by_all, from_checkpoint, "a checkpoint"),
+    ):
+        train(again, resumed, SAVED_AT, LAST)
+        off = apart(values(again), values(model))
+        everyone(off == 0, f"{how}: {off}")
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("name", METHODS)
+def test_fewer_ranks_go_on_from_the_consensus(name):
+    """CHOCO's copies are one rank's, and of one W: models drifted without bound (0.9 to 30.9)."""
+    fewer = mpisgd.new_group(range(mpisgd.size() - 1))
+    model = Net()
+    optimizer = METHODS[name](model)
+    train(model, optimizer, 0, SAVED_AT)
+    path = checkpoint.save(folder(), SAVED_AT, model=model, optimizer=optimizer)
+    expected = values(model)
+    if name in OWN_MODELS:
+        with optimizer.consensus():
+            expected = values(model)
+    elif name == "ZeroOneAdam":
+        expected = [mean_of(param) for param in expected]
+    off = drift = 0.0
+    if fewer.rank >= 0:
+        again = Net(seed=1)
+        resumed = METHODS[name](again, group=fewer)
+        checkpoint.load(path, model=again, optimizer=resumed, group=fewer)
+        off = apart(values(again), expected)
+        train(again, resumed, SAVED_AT, LAST, fewer)
+        without_learning(resumed)
+        train(again, resumed, LAST, LAST + 100, fewer)
+        if not name.startswith("DiLoCo"):  # whose outer momentum goes on
+            drift = max(param.abs().max().item() for param in values(again))
+    everyone(off < 1e-12, f"{off}")
+    everyone(drift < 10, f"drifted to {drift}")
+
+
+def mean_of(tensor: Tensor) -> Tensor:
+    total = tensor.clone()
+    mpisgd.all_reduce(total, mpisgd.ReduceOp.AVG)
+    return total
+
+
+# --- told by one rank ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_broadcast_of_the_state_makes_all_ranks_one(name):
+    model = Net()
+    optimizer = METHODS[name](model)
+    train(model, optimizer, 0, SAVED_AT)
+    mpisgd.broadcast_parameters(model)
+    mpisgd.broadcast_optimizer_state(optimizer)
+    same_on_all_ranks([param.tolist() for param in values(model)])
+    begun = values(model)
+    without_learning(optimizer)
+    train(model, optimizer, SAVED_AT, SAVED_AT + 100)
+    off = spread(model)
+    everyone(off < 1e-9, f"the ranks are {off} apart")
+    if name not in BY_THEMSELVES and not name.startswith(
+        ("DiLoCo", "ElasticAveraging")
+    ):  # move by themselves
+        off = apart(values(model), begun)
+        everyone(off < 1e-9, f"drifted by {off}")
+
+
+# --- added parameters ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*SYNCHRONOUS, *OWN_MODELS])
+def test_parameters_that_are_added_change_nothing_else_and_are_trained(name):
+    """Lists of two lengths were zipped: LocalSGD with a compression and ElasticAveraging raised."""
+    model, longer = Net(), Net()
+    optimizer, extended = METHODS[name](model), METHODS[name](longer)
+    train(model, optimizer, 0, SAVED_AT)
+    train(longer, extended, 0, SAVED_AT)
+    added = torch.nn.Parameter(torch.arange(7.0, dtype=torch.float64))
+    extended.add_param_group({"params": [added]})
+    longer.weights.append(added)
+    train(model, optimizer, SAVED_AT, LAST)
+    train(longer, extended, SAVED_AT, LAST)
+    off = apart(values(longer)[:-1], values(model))
+    # These choose, or cut, over whole buckets.
+    everyone(off < 1e-12 or name in ("RandomK", "OneBit, two steps"), f"the others: {off}")
+    everyone((added.detach() - torch.arange(7.0)).abs().max().item() > 1e-3, "it was not trained")
+    without_learning(extended)
+    train(longer, extended, LAST, LAST + 90)
+    off = spread(longer)
+    everyone(off < 1e-3, f"the ranks are {off} apart")
+
+
+# --- another method's ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "source", ["TopK", "OneBit, two steps", "LocalSGD", "DiLoCo, TopK", "CHOCO", "OneBitAdam"]
+)
+def test_a_state_of_another_method_is_left_out_with_one_warning(source):
+    """One of another compression raised in the first backward."""
+    model = Net()
+    optimizer = METHODS[source](model)
+    train(model, optimizer, 0, SAVED_AT)
+    entry = optimizer.state_dict()["mpisgd"]
+    problems = []
+    for name, make in METHODS.items():
+        if name == source and name in BY_THEMSELVES:
+            continue  # its state would lack that of the parameters
+        again = Net()
+        target = make(again)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            target.load_state_dict({**target.state_dict(), "mpisgd": entry})
+        texts = [str(each.message) for each in caught]
+        of_compressor = {"compression", "warm_up"} & {*entry["alike"], *(entry["own"] or ())}
+        other = str(entry["compression"]) not in repr(getattr(target, "compression", ""))
+        differs = target.method != entry["of"] or (other and of_compressor)
+        if len(texts) != bool(differs and mpisgd.rank() == 0):
+            problems.append(f"{name}: {texts}")
+        train(again, target, 0, 4)
+    everyone(not problems, "; ".join(problems))
