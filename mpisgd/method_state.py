@@ -90,6 +90,9 @@ class HasOwnState(Protocol):
     def method(self) -> str:
         """What its entry is "of"."""
 
+    def method_entry(self) -> dict[str, Any]:
+        """Return the entry by its name, as `state_dict` has it; {} where there is none. Not collective."""
+
     def replica(self, *, anyway: bool = False) -> dict[str, Tensor]:
         """Return the tensors of the model that differ by rank, by key; not copied. {}: all ranks have one.
 

@@ -5,9 +5,8 @@ their own, what belongs to each rank:
 
     state: {"model": ..., "optimizer": ..., "optimizer (rank 0)": ..., "optimizer (rank 1)": ...}
 
-The latter are dicts of "own", of the method's entry (see `mpisgd.method_state`), and, where the models of the
-ranks differ, of "state", that of the wrapped optimizer, and of "replica", the parameters and buffers. As many
-ranks get back what each of them had. Any other number goes on from what the replicas stand for together.
+The latter are what `mpisgd.optim.own_state` takes out. As many ranks get back what each of them had. Any
+other number goes on from what the ranks' models stand for together.
 """
 
 import re
@@ -25,6 +24,7 @@ from mpisgd.collectives.point_to_point import irecv, isend
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.method_state import ENTRY, HasOwnState, mean_of
+from mpisgd.optim.own_state import copy_into_replica, merge_own
 
 __all__ = [
     "KIND",
@@ -37,7 +37,6 @@ __all__ = [
     "give_back",
     "load_replicas",
     "shares",
-    "split",
     "take_out",
 ]
 
@@ -51,18 +50,6 @@ def _name_of(name: str, rank: int) -> str:
 
 
 # --- saving -------------------------------------------------------------------------------------------
-
-
-def split(value: Any, state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return what is saved of an object's state for all ranks, and what for this one; None: nothing."""
-    if not isinstance(value, HasOwnState) or ENTRY not in state:
-        return state, None
-    entry, replica = state[ENTRY], value.replica()
-    mine: dict[str, Any] = {"own": entry["own"]}
-    if replica:
-        mine |= {"state": state["state"], "replica": replica}
-    common = {**state, ENTRY: {**entry, "own": None}}
-    return common, mine if replica or entry["own"] else None
 
 
 def encode_all(common: Mapping[str, Any], own: Mapping[str, Any], rank: int) -> tuple[Encoded, Encoded]:
@@ -222,7 +209,8 @@ def give_back(
         empty: makes memory for tensors.
     """
     mine = _scatter(group, parts, empty)
-    merged = {name: _merged(group, state, mine.get(name)) for name, state in states.items()}
+    rank, size = group.rank, group.size
+    merged = {name: merge_own(state, mine.get(name), rank, size) for name, state in states.items()}
     return Returned(merged, {name: part["replica"] for name, part in mine.items() if "replica" in part})
 
 
@@ -244,24 +232,12 @@ def _shares(
     return [{"replica": value.consensus_of(replicas, entries)}] * size
 
 
-def _merged(group: Group, state: Any, mine: Mapping[str, Any] | None) -> Any:
-    """Return the state of an object as this rank has saved it."""
-    if mine is None or "own" not in mine:
-        return state
-    entry = {**state[ENTRY], "own": mine["own"], "rank": group.rank, "size": group.size}
-    return {**state, "state": mine.get("state", state["state"]), ENTRY: entry}
-
-
-@torch.no_grad()
 def load_replicas(objects: Mapping[str, Any], replicas: Mapping[str, Mapping[str, Tensor]]) -> None:
     """Put replicas into the parameters of models that are loaded, too; others are not to be changed."""
     modules = [value for value in objects.values() if isinstance(value, nn.Module)]
     loaded = {tensor.data_ptr() for module in modules for tensor in (*module.parameters(), *module.buffers())}
     for name, replica in replicas.items():
-        tensors = objects[name].replica(anyway=True)
-        for key, value in replica.items():
-            if key in tensors and tensors[key].data_ptr() in loaded:
-                tensors[key].copy_(value)
+        copy_into_replica(objects[name], replica, loaded)
 
 
 # --- messages -----------------------------------------------------------------------------------------

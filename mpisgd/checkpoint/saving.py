@@ -18,6 +18,7 @@ from mpisgd.core.group import Group
 from mpisgd.dtypes import SAFETENSORS_DTYPES
 from mpisgd.errors import CheckpointError, InvalidArgument
 from mpisgd.job.lifecycle import group_or_world
+from mpisgd.optim.own_state import split_own
 
 __all__ = ["Content", "check_mode", "check_save_arguments", "collect", "save", "to_disk"]
 
@@ -161,7 +162,7 @@ def _encode(state: Mapping[str, Any], rank: int) -> tuple[Encoded, Encoded, dict
     for name, value in state.items():
         try:
             values[name] = value.state_dict() if has_state_dict(value) else value
-            values[name], mine = rank_state.split(value, values[name])
+            values[name], mine = split_own(value, values[name])
             if mine is not None:
                 own[name] = mine
         except Exception as exc:

@@ -297,6 +297,10 @@ class CompressedMomentumOptimizer(torch.optim.Optimizer, abc.ABC):
         The entry "mpisgd", which others ignore, has what is this rank's own, such as its errors. They are of
         use to the same rank among as many ones only.
         """
+        return {**super().state_dict(), **self.method_entry()}
+
+    def method_entry(self) -> dict[str, Any]:
+        """Return the entry "mpisgd" of `state_dict()`."""
         pieces = pieces_of(self._kept)
         entry = {
             "version": VERSION,
@@ -309,7 +313,7 @@ class CompressedMomentumOptimizer(torch.optim.Optimizer, abc.ABC):
             "alike": pieces.alike,
             "own": pieces.own,
         }
-        return {**super().state_dict(), ENTRY: entry}
+        return {ENTRY: entry}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state, also one of torch.optim.Adam. All ranks load the same, or each its own.

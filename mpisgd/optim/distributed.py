@@ -260,6 +260,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """What the strategy is called in a saved state."""
         return self._synchronizer.method
 
+    def method_entry(self) -> dict[str, Any]:
+        """Return the entry "mpisgd" of `state_dict()`; {} where nothing is kept. Not collective."""
+        return self._keeper.entry()
+
     def replica(self, *, anyway: bool = False) -> dict[str, Tensor]:
         """Return the parameters and buffers that differ by rank between steps, by key; not copied.
 

@@ -1,7 +1,7 @@
 """What a method keeps, in every situation that a state can be in: for each method, by the same checks.
 
-Before there was one mechanism, what was saved by one rank, loaded elsewhere, extended, moved to other ranks or
-handed over at a recovery was different by method, and mostly silent.
+Before there was one mechanism, what was saved by one rank, loaded elsewhere, extended, moved to other ranks
+or handed over at a recovery was different by method, and mostly silent.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import pytest
 import torch
 from methods import BY_THEMSELVES, METHODS, OWN_MODELS, SYNCHRONOUS, Net, Optimizer, train, values
 from torch import Tensor
-from verdicts import everyone, raises_everywhere, same_on_all_ranks
+from verdicts import everyone, same_on_all_ranks
 
 import mpisgd
-from mpisgd import Gossip, LocalSGD, checkpoint, compress
+from mpisgd import checkpoint
 
 SAVED_AT, LAST = 5, 14  # between two means, and before a period grows
 
@@ -187,3 +187,32 @@ def test_a_state_of_another_method_is_left_out_with_one_warning(source):
             problems.append(f"{name}: {texts}")
         train(again, target, 0, 4)
     everyone(not problems, "; ".join(problems))
+
+
+# --- other ranks in a running job ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*OWN_MODELS, "TopK", "OneBitAdam"])
+@pytest.mark.parametrize("joins", [False, True])
+def test_survivors_keep_what_is_their_own_and_a_joiner_gets_rank_0s(name, joins):
+    """As `mpisgd.elastic` restores it after a loss; here nobody was lost, and the last rank may be new."""
+    is_new = joins and mpisgd.rank() == mpisgd.size() - 1 > 0
+    model = Net()
+    optimizer = METHODS[name](model)
+    train(model, optimizer, 0, SAVED_AT)
+    told = mpisgd.broadcast_object(values(model))
+    expected = told if is_new else values(model)
+    state = mpisgd.elastic.State(model=model, optimizer=optimizer)
+    state.commit()
+    if is_new:
+        state = mpisgd.elastic.State(model=model, optimizer=optimizer)
+    else:
+        state._began = True
+    train(model, optimizer, SAVED_AT, SAVED_AT + 3)
+    state.resume(joiners=joins and mpisgd.size() > 1)
+    everyone(apart(values(model), expected) == 0, f"{apart(values(model), expected)}")
+    train(model, optimizer, SAVED_AT, LAST)
+    without_learning(optimizer)
+    train(model, optimizer, LAST, LAST + 90)
+    off = spread(model)
+    everyone(off < 1e-3, f"the ranks are {off} apart")
