@@ -9,6 +9,7 @@ from mpisgd.accelerator.host_copy import copy_tree
 from mpisgd.arguments import has_state_dict
 from mpisgd.collectives.objects import broadcast_object
 from mpisgd.elastic.buddy_replicas import PerRank
+from mpisgd.elastic.sampler import ElasticSampler
 from mpisgd.method_state import ENTRY, HasOwnState
 from mpisgd.optim.broadcast import broadcast_optimizer_state, broadcast_parameters, undo_casts
 from mpisgd.optim.compressed_momentum import CompressedMomentumOptimizer
@@ -56,7 +57,7 @@ class StateHandler:
 
 
 class _StateDictHandler(StateHandler):
-    """For objects with `state_dict()` and `load_state_dict()`: schedulers, scalers, samplers."""
+    """For objects with `state_dict()` and `load_state_dict()`: schedulers, scalers, metrics."""
 
     def save(self, into: Any) -> Any:
         return copy_tree(self.value.state_dict(), into)
@@ -64,20 +65,18 @@ class _StateDictHandler(StateHandler):
     def restore(self, saved: Any) -> None:
         self.value.load_state_dict(copy_tree(saved))  # what is loaded may become part of the value
 
-    def reset(self) -> None:
-        if callable(reset := getattr(self.value, "reset", None)):
-            reset()
-
     def sync(self) -> None:
         self.value.load_state_dict(broadcast_object(self.value.state_dict()))
+
+
+class _SamplerHandler(_StateDictHandler):
+    def reset(self) -> None:
+        self.value.reset()
 
 
 class _ModuleHandler(_StateDictHandler):
     def restore(self, saved: Any) -> None:
         self.value.load_state_dict(saved)  # copies
-
-    def reset(self) -> None:
-        pass
 
     def sync(self) -> None:
         broadcast_parameters(self.value)
@@ -136,4 +135,6 @@ def handler_for(value: Any) -> StateHandler:
         return _ShardsHandler(value)
     if isinstance(value, torch.optim.Optimizer):
         return _OptimizerHandler(value)
+    if isinstance(value, ElasticSampler):  # by its type: what `reset` means elsewhere, nobody knows
+        return _SamplerHandler(value)
     return _StateDictHandler(value) if has_state_dict(value) else StateHandler(value)

@@ -310,7 +310,7 @@ class Counting(nn.Module):
         return x * (1 + self.count) + self.table[0]
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "pipedream-2bw"])
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream-2bw"])
 def test_recomputation_changes_no_buffer_twice(schedule):
     # BatchNorm's statistics took each micro-batch twice; layers that read their buffers got other gradients.
     def stages():
