@@ -273,6 +273,8 @@ class LockedShards(Worker):
         """Take over parameters that were added: begin anew with what the shards hold now. Collective."""
         if self._accrued:
             self._push_accrued()
+        # What the first rank brings home counts.
+        self.training.group.queue.run(Operation("ParameterServer", extra="all has been pushed"), lambda: None)
         self._bring_home()
         super().extend(named)
         self._open()
