@@ -21,7 +21,7 @@ from mpisgd.arguments import check_positive
 from mpisgd.collectives.coalesced import all_reduce_coalesced
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
-from mpisgd.strategies.compatibility import LOCAL_STEPS, refuse_momentum
+from mpisgd.strategies.compatibility import LOCAL_STEPS, refuse_momentum, refuse_signs
 from mpisgd.strategies.kept_tensors import follow
 from mpisgd.strategies.local_training import LocalSynchronizer
 from mpisgd.strategies.strategy import Strategy
@@ -65,6 +65,7 @@ class ElasticAveraging(Strategy):
         """
         super().check(training)
         refuse_momentum(self, training)
+        refuse_signs(self, training)
         size = training.group.size
         if self.alpha is not None and self.alpha * size > 1:
             raise InvalidArgument(

@@ -24,7 +24,7 @@ from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.accumulation import GradientSync
 from mpisgd.gradients.reducer import GradientReducer
 from mpisgd.job.groups import open_host_group
-from mpisgd.strategies.compatibility import LOCAL_STEPS, refuse_momentum
+from mpisgd.strategies.compatibility import LOCAL_STEPS, refuse_momentum, refuse_signs
 from mpisgd.strategies.kept_tensors import follow
 from mpisgd.strategies.local_training import LocalSynchronizer
 from mpisgd.strategies.strategy import Strategy
@@ -114,6 +114,7 @@ class LocalSGD(Strategy):
         """See `Strategy.check`."""
         super().check(training)
         refuse_momentum(self, training)
+        refuse_signs(self, training)
 
     def synchronizer(self, training: Training) -> "LocalSGDSynchronizer":
         """Return what averages the parameters. Collective."""
