@@ -18,6 +18,7 @@ import torch
 
 from mpisgd.arguments import ranks_text
 from mpisgd.core.interfaces import Communicator, DigestExchange
+from mpisgd.core.owner import Owner
 from mpisgd.core.waiting import Backoff
 from mpisgd.errors import CollectiveMismatch, CollectiveTimeout
 
@@ -37,6 +38,7 @@ class Operation(NamedTuple):
         root: group rank of src or dst, or -1.
         extra: anything else that must be equal, as text.
         device: `cuda` for tensors on a device, "" for those of the CPU.
+        owner: the optimizer it belongs to, if any; see `mpisgd.core.owner`.
         when: what tells this call from others of the operation, such as the step, where that must be equal.
     """
 
@@ -47,6 +49,7 @@ class Operation(NamedTuple):
     root: int = -1
     extra: str = ""
     device: str = ""
+    owner: Owner | None = None
     when: str = ""
 
     def __str__(self) -> str:
@@ -55,6 +58,7 @@ class Operation(NamedTuple):
         parts += [f"root={self.root}"] if self.root >= 0 else []
         parts += [f"device={self.device}"] if self.device else []
         parts += [text for text in (self.extra, self.when) if text]
+        parts += [] if self.owner is None else [f"of {self.owner}"]
         return f"{self.kind}({', '.join(parts)})"
 
 

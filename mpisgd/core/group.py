@@ -1,5 +1,6 @@
 """`Group`: some ranks of the job, with communicators, an order and a timeout of their own."""
 
+import collections
 import os
 import weakref
 from collections.abc import Sequence
@@ -7,6 +8,7 @@ from typing import Any, NamedTuple
 
 from mpisgd.arguments import as_index, shown
 from mpisgd.core.operation_queue import OperationQueue
+from mpisgd.core.owner import Owner, describe_owner
 from mpisgd.core.topology import Topology
 from mpisgd.errors import InvalidRank, MpisgdError, NotInGroup, NotInitialized, PeerLost
 
@@ -56,6 +58,7 @@ class Group:
         costs: predicts which algorithm is fastest among these ranks, a `mpisgd.tuning.CostModel`.
         device: the transport of tensors on a GPU; None before there were any.
         known_calls: what collectives have found out about calls that come again and again.
+        num_owners: how many there were of each kind of what operations belong to; see `mpisgd.core.owner`.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class Group:
         self.costs = costs
         self.device: Any = None
         self.known_calls: dict[Any, Any] = {}
+        self.num_owners: collections.Counter[str] = collections.Counter()
         self._resources = resources
         self._usable = resources  # None once they may not be used any more
         self._closed = False
@@ -139,6 +143,11 @@ class Group:
             f"this process was forked from rank {self.ranks[self.rank]} of the job: MPI cannot be used in it "
             "(DataLoader workers must not communicate)"
         )
+
+    def new_owner(self, kind: str, type_name: str, names: Sequence[str]) -> Owner:
+        """Return an owner for operations of this group; all members make the same ones in the same order."""
+        self.num_owners[kind] += 1
+        return describe_owner(kind, self.num_owners[kind], type_name, names)
 
     def group_rank(self, name: str, what: str, global_rank: int) -> int:
         """Return the place of a global rank in this group; `name` and `what` go into the error."""

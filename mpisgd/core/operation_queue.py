@@ -21,6 +21,7 @@ from mpisgd.call_site import call_site
 from mpisgd.core import wait_registry
 from mpisgd.core.consistency import ConsistencyCheck, ConsistencyChecker, Operation
 from mpisgd.core.interfaces import Communicator, DigestExchange
+from mpisgd.core.owner import current_owner
 from mpisgd.core.waiting import Backoff
 from mpisgd.core.work import QueuedWork, Work
 from mpisgd.errors import CollectiveMismatch, Deadlock, MpiFailed, MpisgdError
@@ -40,6 +41,12 @@ def inference_mode_of(tensors: Any) -> contextlib.AbstractContextManager[Any]:
         if tensor.is_inference():
             return torch.inference_mode()
     return _NO_CONTEXT
+
+
+def _with_owner(operation: Operation) -> Operation:
+    """Note to whom an operation belongs that this thread begins."""
+    owner = current_owner()
+    return operation if owner is None else operation._replace(owner=owner)
 
 
 class _Submission(NamedTuple):
@@ -152,6 +159,7 @@ class OperationQueue:
         """
         if async_op is not True and async_op is not False:
             async_op = check_flag(operation.kind, "async_op", async_op)
+        operation = _with_owner(operation)
         submission = _Submission(operation, action, call_site(), detail, before, after, tensors, timeout_s)
         if tracing.sink is not None:
             submission = submission._replace(
@@ -192,6 +200,7 @@ class OperationQueue:
         """Give an operation that others carry out, such as NCCL, its place in the order. Sends nothing."""
         if self.broken is not None:
             raise self.broken
+        operation = _with_owner(operation)
         if tracing.sink is not None:
             tracing.sink.instant(self.track, f"{operation} launched", time.monotonic_ns())
         inside = self._busy == threading.get_ident()

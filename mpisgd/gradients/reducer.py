@@ -18,6 +18,7 @@ from torch import Tensor
 from mpisgd.accelerator.runtime import on_device
 from mpisgd.collectives.all_reduce import all_reduce
 from mpisgd.core.group import Group
+from mpisgd.core.owner import current_owner, owned_by
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import CollectiveMismatch, InvalidArgument, UnsupportedTensor
 from mpisgd.gradients.accumulation import GradientSync
@@ -44,12 +45,14 @@ class GradientReducer(GradientSync):
         options: how to reduce.
 
     Attributes:
+        owner: of the operations: that of what this thread begins when the reducer is made.
         compression_state: what the reducers of compressed buckets keep from step to step.
     """
 
     def __init__(self, named: Sequence[tuple[str, Tensor]], group: Group, options: ReductionOptions) -> None:
         self.group = group
         self.options = options
+        self.owner = current_owner()
         self.sums = options.op is ReduceOp.SUM
         self.compression_state = CompressionState(group)
         self._marks: dict[int, int] = {}
@@ -106,7 +109,7 @@ class GradientReducer(GradientSync):
                 "checkpointing does that) when its first was already on its way; pass overlap=False"
             )
         if in_flight.complete(index) is not None:  # rarely so: there are hundreds of gradients
-            with torch.no_grad():
+            with torch.no_grad(), owned_by(self.owner):
                 self._launch_complete(in_flight)
 
     def _launch_complete(self, in_flight: InFlightReduction) -> None:
@@ -138,6 +141,10 @@ class GradientReducer(GradientSync):
                 steps; raised on every rank, gradients are unreduced.
             NonFiniteGradients: where that is looked for; raised on every rank, gradients are reduced.
         """
+        with owned_by(self.owner):
+            self._reduce(when, observed)
+
+    def _reduce(self, when: str, observed: Sequence[int]) -> None:
         if self.group.size == 1:
             if marked := [i for i, mark in enumerate(self._marks_of(range(len(self.params)))) if mark]:
                 raise_for(marked, observed, self.named, self.group, when)
@@ -290,7 +297,8 @@ class GradientReducer(GradientSync):
     def combine_loss(self, loss: Tensor) -> Tensor:
         """Return the loss of all ranks together, as a tensor of its own. Collective."""
         total = loss.clone()
-        all_reduce(total, self.options.op, self.group)
+        with owned_by(self.owner):
+            all_reduce(total, self.options.op, self.group)
         return total
 
     # -- what the last reduction left ---------------------------------------------------------------

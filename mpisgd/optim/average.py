@@ -1,11 +1,13 @@
 """`average_gradients`: for a training loop of one's own, without a wrapped optimizer."""
 
 import weakref
+from collections.abc import Sequence
 
 import torch
 
 from mpisgd.compress.cast import Compression
 from mpisgd.core.group import Group
+from mpisgd.core.owner import owned_by
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.options import ReductionOptions
@@ -44,9 +46,14 @@ def average_gradients(model: torch.nn.Module, group: Group | None = None) -> Non
     params: list[torch.Tensor] = [param for _, param in named]
     reducer = _reducers.get(model)
     if reducer is None or reducer.group is not group or [*map(id, reducer.params)] != [*map(id, params)]:
-        agree_on("average_gradients", named, group)
-        options = ReductionOptions(
-            ReduceOp.AVG, Compression.none, 1.0, DEFAULT_BUCKET_CAP_BYTES, overlap=False
-        )
-        reducer = _reducers[model] = GradientReducer(named, group, options)
+        reducer = _reducers[model] = _new_reducer(type(model).__name__, named, group)
     reducer.reduce("average_gradients")
+
+
+def _new_reducer(type_name: str, named: Sequence[tuple[str, torch.Tensor]], group: Group) -> GradientReducer:
+    """Return what reduces the gradients of a model. Collective."""
+    owner = group.new_owner("average_gradients", type_name, [name for name, _ in named])
+    options = ReductionOptions(ReduceOp.AVG, Compression.none, 1.0, DEFAULT_BUCKET_CAP_BYTES, overlap=False)
+    with owned_by(owner):
+        agree_on("average_gradients", named, group)
+        return GradientReducer(named, group, options)

@@ -22,6 +22,7 @@ from mpisgd.compress.signs.sign_code import wide_dtype
 from mpisgd.compress.signs.two_step_exchange import TwoStepExchange
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
+from mpisgd.core.owner import OPTIMIZER, owned_by
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument, UnsupportedTensor
 from mpisgd.gradients.kinds import KindsExchange
@@ -82,6 +83,7 @@ class CompressedMomentumOptimizer(torch.optim.Optimizer, abc.ABC):
         "_agreed",
         "_exchanges",
         "_loaded_errors",
+        "_owner",
         "group",
         "num_steps",
         "spans_job",
@@ -99,6 +101,8 @@ class CompressedMomentumOptimizer(torch.optim.Optimizer, abc.ABC):
         """Agree with the ranks of a group, and begin without errors. Collective."""
         self.spans_job = group is None
         self.group = group_or_world(group)
+        names = [name for name, _ in name_parameters(self, None)]
+        self._owner = self.group.new_owner(OPTIMIZER, type(self).__name__, names)
         self._reducer = self._new_reducer(self._agree(kind, settings))
         self._exchanges: list[TwoStepExchange] = []
         self._loaded_errors: list[Mapping[str, Any]] = []
@@ -107,7 +111,8 @@ class CompressedMomentumOptimizer(torch.optim.Optimizer, abc.ABC):
         options = ReductionOptions(
             ReduceOp.AVG, Compression.none, 1.0, DEFAULT_BUCKET_CAP_BYTES, overlap=False
         )
-        return GradientReducer(named, self.group, options)
+        with owned_by(self._owner):
+            return GradientReducer(named, self.group, options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CompressedMomentumOptimizer":
         """Return a copy for copies of the parameters, to be trained by the same ranks. Not collective."""
@@ -138,7 +143,8 @@ class CompressedMomentumOptimizer(torch.optim.Optimizer, abc.ABC):
         for name, param in named:
             if not param.is_floating_point():
                 raise UnsupportedTensor(f"{kind}: {name} is {param.dtype}; expected a floating dtype")
-        agree_on(kind, named, self.group, extra=f"{self._agreed}, {settings}")
+        with owned_by(self._owner):
+            agree_on(kind, named, self.group, extra=f"{self._agreed}, {settings}")
         return named
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -184,7 +190,8 @@ class CompressedMomentumOptimizer(torch.optim.Optimizer, abc.ABC):
             if any(param.grad is not None and param.grad.is_sparse for param in group["params"]):
                 raise UnsupportedTensor(f"{type(self).__name__}: a gradient is sparse; expected dense ones")
         self.num_steps += 1
-        self._update()
+        with owned_by(self._owner):
+            self._update()
         return loss
 
     @abc.abstractmethod

@@ -21,6 +21,7 @@ from mpisgd.compress.adasum import AdaptiveSum
 from mpisgd.compress.auto import Auto
 from mpisgd.compress.compressor import Compressor
 from mpisgd.core.group import Group
+from mpisgd.core.owner import OPTIMIZER, Owner, owned_by
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.accumulation import AccumulationWindow
@@ -172,9 +173,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             strategy.check(training)
             check_momentum(training)
             text = summary(strategy, training, backward_passes_per_step)
-            agree_on("DistributedOptimizer", [*named, *buffers], members, extra=text)
-            options = with_chosen_compression(training.params, members, options)
-            self._synchronizer = strategy.synchronizer(training._replace(options=options))
+            self._owner = _new_owner(optimizer, named, members)
+            with owned_by(self._owner):
+                agree_on("DistributedOptimizer", [*named, *buffers], members, extra=text)
+                options = with_chosen_compression(training.params, members, options)
+                self._synchronizer = strategy.synchronizer(training._replace(options=options))
             self._window = AccumulationWindow(self._synchronizer.gradients, backward_passes_per_step)
             self.strategy = strategy
             self._chooses_compression = isinstance(training.options.compression, Auto)
@@ -219,7 +222,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         check_positive("clip_grad_norm_", "max_norm", max_norm)
         check_positive("clip_grad_norm_", "norm_type", norm_type)
-        return self._synchronizer.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+        with owned_by(self._owner):
+            return self._synchronizer.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all parameters, as the wrapped optimizer does.
@@ -228,7 +232,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         compressor keeps something from step to step, the entry "compression" has this rank's; other
         optimizers ignore it.
         """
-        return self._synchronizer.state_dict(super().state_dict)
+        with owned_by(self._owner):
+            return self._synchronizer.state_dict(super().state_dict)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state, as the wrapped optimizer does. All ranks load the same.
@@ -237,7 +242,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         rank's own: it goes to the same rank of as many ranks, and begins at zero on any other.
         """
         super().load_state_dict(state_dict)
-        self._synchronizer.loaded(state_dict)
+        with owned_by(self._owner):
+            self._synchronizer.loaded(state_dict)
         self._window.use(self._synchronizer.gradients)
 
     def shard_state_dict(self) -> dict[str, Any]:
@@ -249,7 +255,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             InvalidArgument: every rank has the whole state.
         """
-        return self._synchronizer.shard_state_dict(super().state_dict)
+        with owned_by(self._owner):
+            return self._synchronizer.shard_state_dict(super().state_dict)
 
     def load_shard_state_dicts(self, shards: Sequence[Mapping[str, Any]]) -> None:
         """Take over the parts of the state that the ranks of a run had, as many as these were.
@@ -263,7 +270,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         if not shards:
             raise InvalidArgument("load_shard_state_dicts: no shards; pass those of all ranks of a run")
-        self._synchronizer.load_shards(shards, super().load_state_dict)
+        with owned_by(self._owner):
+            self._synchronizer.load_shards(shards, super().load_state_dict)
         self._window.use(self._synchronizer.gradients)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -271,10 +279,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         training = self._synchronizer.training
         named = [*training.named, *name_parameters(self, None)[len(training.named) :]]
-        agree_on("add_param_group", named, training.group)
-        self._synchronizer.extend(named)
-        self._window.use(self._synchronizer.gradients)
-        self._window.cover(named)
+        with owned_by(self._owner):
+            agree_on("add_param_group", named, training.group)
+            self._synchronizer.extend(named)
+            self._window.use(self._synchronizer.gradients)
+            self._window.cover(named)
 
     def rebuild(self, group: Group | None = None) -> None:
         """Train with other ranks from now on. Collective over `group`; gradients are dropped.
@@ -286,10 +295,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         members = group_or_world(group)
         whole = "" if self._synchronizer.has_whole_state else ", with a part of the state"
-        agree_on("rebuild", self._synchronizer.training.named, members, extra=self._summary + whole)
-        if self._chooses_compression:  # new ranks may have chosen another one
-            self._synchronizer.use_compression(broadcast_object(self.compression, group=members))
-        self._synchronizer.move_to(members)
+        named = self._synchronizer.training.named
+        self._owner = _new_owner(self, named, members)
+        with owned_by(self._owner):
+            agree_on("rebuild", named, members, extra=self._summary + whole)
+            if self._chooses_compression:  # new ranks may have chosen another one
+                self._synchronizer.use_compression(broadcast_object(self.compression, group=members))
+            self._synchronizer.move_to(members)
         self.spans_job = group is None
         super().zero_grad(set_to_none=True)
         self._window.move_to(self._synchronizer.gradients)
@@ -302,7 +314,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         parameters, of `ElasticAveraging` the centre; with `Synchronous` all ranks have it anyway. Afterwards
         each rank goes on with what it had before; do not train inside.
         """
-        values, tensors = self._synchronizer.consensus(), self._synchronizer.averaged
+        with owned_by(self._owner):
+            values, tensors = self._synchronizer.consensus(), self._synchronizer.averaged
         own = [tensor.clone() for tensor in tensors]
         _overwrite(tensors, values)
         try:
@@ -327,6 +340,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
 def _overwrite(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     for tensor, value in zip(tensors, values, strict=True):
         tensor.copy_(value)
+
+
+def _new_owner(optimizer: torch.optim.Optimizer, named: Sequence[tuple[str, Tensor]], group: Group) -> Owner:
+    """Return the owner of the operations of a distributed optimizer."""
+    return group.new_owner(OPTIMIZER, wrapped_class(type(optimizer)).__name__, [name for name, _ in named])
 
 
 _classes: dict[type, type[torch.optim.Optimizer]] = {}
@@ -372,13 +390,31 @@ def _before_step(
         window.flush_before_step()
     else:
         changed = wrap_closure(*changed, synchronizer.around)
-    synchronizer.before_step()
+        assert changed is not None
+        changed = wrap_closure(*changed, lambda closure: _owned(closure, optimizer._owner))
+    with owned_by(optimizer._owner):
+        synchronizer.before_step()
     return changed
+
+
+def _owned(closure: Callable[[], Any], owner: Owner) -> Callable[[], Any]:
+    """Return the closure, with what it communicates between its passes noted as the optimizer's."""
+
+    def call() -> Any:
+        with owned_by(owner):
+            return closure()
+
+    return call
 
 
 def _after_step(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
     assert isinstance(optimizer, DistributedOptimizer)
     window, synchronizer = optimizer._window, optimizer._synchronizer
+    with owned_by(optimizer._owner):
+        _finish_step(window, synchronizer)
+
+
+def _finish_step(window: AccumulationWindow, synchronizer: Synchronizer) -> None:
     synchronizer.after_step(window.steps + 1)
     window.end_step()
     window.use(synchronizer.gradients)
