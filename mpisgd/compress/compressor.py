@@ -119,6 +119,11 @@ class Compressor(abc.ABC):
         return False
 
     @property
+    def has_magnitudes(self) -> bool:
+        """Whether what arrives is about as large as what was sent, as models need it that are averaged."""
+        return True
+
+    @property
     def is_contraction(self) -> bool:
         """Whether there is a `codec` C with E |x - C(x)|^2 < |x|^2, as error feedback and gossip need it."""
         return False

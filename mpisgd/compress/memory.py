@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from mpisgd.compress.compressor import BucketLayout
+from mpisgd.compress.finite import is_finite
 
 __all__ = ["Memory", "Residual", "memory_of"]
 
@@ -40,11 +41,13 @@ class Memory:
         """Return what is meant, [n]: `bucket` itself, or the memory that is left to be taken out of."""
         return bucket
 
-    def take_at(self, indices: Tensor) -> None:
-        """Note that all of these elements was sent."""
+    def take_at(self, indices: Tensor) -> bool:
+        """Note that all of these elements was sent; return as `check`."""
+        return True
 
-    def check(self) -> None:
-        """Begin anew where something of what is kept is not finite, after it was changed from outside."""
+    def check(self) -> bool:
+        """Return whether what is kept is finite, after it was changed from outside; else begin anew."""
+        return True
 
     def put_back(self, start: int, arrived: Tensor) -> None:
         """Note that a mean over the ranks arrived for nothing: it is kept for the next step.
@@ -84,19 +87,25 @@ class Residual(Memory):
         """Return gradient and residual together, in the memory of the residual."""
         return self.residual.add_(bucket)
 
-    def take_at(self, indices: Tensor) -> None:
-        """Set the residual of these elements to zero."""
+    def take_at(self, indices: Tensor) -> bool:
+        """Set the residual of these elements to zero; return whether the rest is finite."""
         self.residual.index_fill_(0, indices, 0)
-        self.check()
+        return self.check()
 
-    def check(self) -> None:
-        """Begin anew where something is not finite."""
-        if not self.residual.sum().isfinite():
+    def check(self) -> bool:
+        """Return whether all is finite; else begin anew."""
+        finite = is_finite(self.residual)
+        if not finite:
             self.reset()
+        return finite
 
     def put_back(self, start: int, arrived: Tensor) -> None:
-        """Add it to the residual: every rank does, so the mean over the ranks grows by what had arrived."""
-        self.residual[start : start + arrived.numel()] += arrived
+        """Add it to the residual: every rank does, so the mean over the ranks grows by what had arrived.
+
+        After an overflow, which may make a whole bucket NaN, there is nothing to be kept.
+        """
+        if is_finite(arrived):
+            self.residual[start : start + arrived.numel()] += arrived
 
     def reset(self) -> None:
         """Begin anew."""

@@ -49,6 +49,16 @@ class PerHost(Compressor):
         if not isinstance(self.compressor, Compressor):
             raise InvalidArgument(f"PerHost: compressor={shown(self.compressor)}; expected a Compressor")
 
+    @property
+    def has_momentum(self) -> bool:
+        """Whether the compressor has one."""
+        return self.compressor.has_momentum
+
+    @property
+    def has_magnitudes(self) -> bool:
+        """Whether the compressor keeps them."""
+        return self.compressor.has_magnitudes
+
     def changes(self, dtype: torch.dtype) -> bool:
         """Return whether the compressor changes buckets of `dtype`."""
         return self.compressor.changes(dtype)

@@ -14,6 +14,7 @@ from torch import Tensor
 from mpisgd.accelerator.buffers import cut_by
 from mpisgd.arguments import check_count, check_flag, check_positive, check_seed
 from mpisgd.compress.compressor import BucketLayout, BucketReducer
+from mpisgd.compress.finite import is_finite
 from mpisgd.compress.memory import memory_of
 from mpisgd.compress.randomness import generator
 from mpisgd.compress.sum_reducer import SumReducer
@@ -140,18 +141,25 @@ class PowerSGDReducer(BucketReducer):
     def _reduce_factors(self, bucket: Tensor, group: Group, op: ReduceOp) -> None:
         parts = self._parts_of(self.memory.add(bucket))
         products, plain = self._share_products(parts, group, op)
-        if not all(product.isfinite().all() for product in products):  # on all ranks
-            bucket.fill_(torch.nan)  # as the sum would be, at least in places
-            self._restart()
+        if not all(map(is_finite, products)):  # on all ranks
+            self._overflow(bucket)
             return
         bases = [orthogonalize(product) for product in products]
         self._share_factors(parts, bases, group, op)
+        if not all(is_finite(self._factor(place)) for place in self._matrices):  # the next Q would be NaN
+            self._overflow(bucket)
+            return
         out = self._parts_of(bucket)  # without a memory `parts` lie there, too, and are not needed any more
         for place, basis in zip(self._matrices, bases, strict=True):
             torch.mm(basis, self._factor(place).T, out=out[place])
         for place, total in zip(self._others, plain, strict=True):
             out[place].copy_(total)
         self._remember(parts, out, 1 / group.size if op is ReduceOp.SUM else 1)
+
+    def _overflow(self, bucket: Tensor) -> None:
+        """Make the bucket NaN, as the sum would be, at least in places; begin anew."""
+        bucket.fill_(torch.nan)
+        self._restart()
 
     def _restart(self) -> None:
         """Begin anew but for the warm-up."""

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from mpisgd.arguments import check_positive
+from mpisgd.collectives.coalesced import all_reduce_coalesced
 from mpisgd.core.group import Group
+from mpisgd.dtypes import ReduceOp
 from mpisgd.method_state import own
 from mpisgd.optim.compressed_momentum import (
     CompressedMomentumOptimizer,
@@ -23,6 +25,8 @@ from mpisgd.optim.compressed_momentum import (
 )
 
 __all__ = ["ZeroOneAdam", "is_variance_step", "local_interval"]
+
+OWN_MOMENTUM = "momentum_is_own"  # in a parameter's state, after a meeting for which the learning rate was 0
 
 
 def is_variance_step(step: int, scaler: int) -> bool:
@@ -75,6 +79,8 @@ class ZeroOneAdam(CompressedMomentumOptimizer):
 
         u = 1-bit average of u_i, with the workers' and the servers' errors (see `TwoStepExchange`)
         x = x' - u / D;   m = u / (sum of gamma since x');   u_i = 0
+
+    Where that sum is 0, as the learning rate was, m_i stays; the next step of T_v begins with their mean.
 
     The paper's algorithm exchanges momenta by one bit in steps of T_v, too; here, as in its authors'
     implementation, the gradient that is averaged there for the variance serves the momentum as well. A step
@@ -188,12 +194,20 @@ class ZeroOneAdam(CompressedMomentumOptimizer):
                 self._kept.awaited.append(place)
 
     def _update_as_adam(self) -> None:
+        self._join_momenta()
         self._average_gradients()
         self._no_variance.clear()
         for trained in self._with_gradients():
             param, state, settings = trained
             update_moments(state, _decayed(trained), settings["betas"])
             param.addcdiv_(state["exp_avg"], _denominator(trained), value=-_rate(trained))
+
+    def _join_momenta(self) -> None:
+        """Make momenta their mean that the last meeting has left to the ranks. Collective where any are."""
+        states = [trained.state for trained in self._trained()]
+        own = [state["exp_avg"] for state in states if state.pop(OWN_MOMENTUM, False)]
+        if own and self.group.size > 1:
+            all_reduce_coalesced(own, ReduceOp.AVG, self.group)
 
     def _update_alone(self) -> None:
         """Update this rank's momentum and what it adds up to; and the parameters, until the ranks meet."""
@@ -226,8 +240,11 @@ class ZeroOneAdam(CompressedMomentumOptimizer):
             if "synchronized_param" in state:
                 param.copy_(state.pop("synchronized_param"))
             param.addcdiv_(accumulated, _denominator(trained), value=-1.0)
-            if state["lrs"] > 0.0:  # else no step was made, and the momentum remains each rank's own
+            if state["lrs"] > 0.0:
                 torch.div(accumulated, state["lrs"], out=state["exp_avg"])
+                state.pop(OWN_MOMENTUM, None)
+            else:  # no step was made: what was exchanged tells nothing of the momentum
+                state[OWN_MOMENTUM] = True
             accumulated.zero_()
             state["lrs"] = 0.0
 

@@ -23,7 +23,7 @@ from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.compression_state import CompressionState
 from mpisgd.method_state import alike, part
-from mpisgd.strategies.compatibility import LOCAL_STEPS, refuse_momentum
+from mpisgd.strategies.compatibility import LOCAL_STEPS, refuse_momentum, refuse_signs
 from mpisgd.strategies.kept_tensors import follow
 from mpisgd.strategies.local_training import LocalSynchronizer
 from mpisgd.strategies.strategy import Strategy
@@ -67,6 +67,7 @@ class ElasticAveraging(Strategy):
         """
         super().check(training)
         refuse_momentum(self, training)
+        refuse_signs(self, training)
         size = training.group.size
         if self.alpha is not None and self.alpha * size > 1:
             raise InvalidArgument(

@@ -27,7 +27,7 @@ from mpisgd.gradients.compression_state import CompressionState
 from mpisgd.gradients.reducer import GradientReducer
 from mpisgd.job.groups import open_host_group
 from mpisgd.method_state import alike, part
-from mpisgd.strategies.compatibility import LOCAL_STEPS, refuse_momentum
+from mpisgd.strategies.compatibility import LOCAL_STEPS, refuse_momentum, refuse_signs
 from mpisgd.strategies.inner_state import complete_states
 from mpisgd.strategies.kept_tensors import follow
 from mpisgd.strategies.local_training import LocalSynchronizer
@@ -127,6 +127,7 @@ class LocalSGD(Strategy):
         """See `Strategy.check`."""
         super().check(training)
         refuse_momentum(self, training)
+        refuse_signs(self, training)
 
     def synchronizer(self, training: Training) -> "LocalSGDSynchronizer":
         """Return what averages the parameters. Collective."""

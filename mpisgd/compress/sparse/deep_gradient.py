@@ -122,10 +122,10 @@ class MomentumCorrection(Residual):
             return self.residual.add_(self.velocity)
         return self.residual.add_(bucket).add_(self.velocity, alpha=self._momentum)
 
-    def take_at(self, indices: Tensor) -> None:
-        """Set what waits and the velocity to zero at these elements."""
+    def take_at(self, indices: Tensor) -> bool:
+        """Set what waits and the velocity to zero at these elements; return whether the rest is finite."""
         self.velocity.index_fill_(0, indices, 0)
-        super().take_at(indices)
+        return super().take_at(indices)
 
     def reset(self) -> None:
         """Begin anew."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mpisgd.arguments import check_flag, check_ratio, check_seed
 from mpisgd.compress.compressor import BucketLayout, BucketReducer
+from mpisgd.compress.finite import is_finite
 from mpisgd.compress.memory import memory_of
 from mpisgd.compress.randomness import generator
 from mpisgd.compress.sparse.selection import count_of
@@ -34,6 +35,8 @@ class RandomK(WideCompressor):
         s_i = m_i at k random indices, else 0  (without a residual times n / k, which is unbiased)
         e_i = m_i - s_i
         g   = mean of s_i over the ranks       (or the sum, with op=SUM)
+
+    Where some m_i is not finite, all of g is NaN on all ranks, whichever elements were drawn.
 
     Attributes:
         ratio: k / n of the n elements of a bucket, above 0 and up to 1.
@@ -100,11 +103,15 @@ class RandomKReducer(BucketReducer):
         meant = self.memory.add(bucket)
         indices = random_indices(meant.numel(), self._count, self._seed, self.steps).to(bucket.device)
         values = meant.index_select(0, indices)
-        self.memory.take_at(indices)
+        finite = self.memory.take_at(indices) if self.memory.keeps else is_finite(meant)
+        if not finite:  # where it was not drawn the others would not see it
+            values.fill_(torch.nan)
         if self._scale != 1.0:
             values *= self._scale
         self._sum.reduce(values, group, op)
         bucket.zero_().index_copy_(0, indices, values)
+        if not is_finite(values):  # the drawn elements may be of parameters without a gradient
+            bucket.fill_(torch.nan)
         self.steps += 1
 
     def bytes_on_the_wire(self, size: int) -> int:

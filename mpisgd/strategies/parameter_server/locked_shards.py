@@ -125,7 +125,6 @@ class LockedShards(Worker):
             self._move_locally(grads)
         self._go_on()
 
-    @torch.no_grad()
     def finish(self) -> None:
         """See `Worker.finish`; pushes before what a period that is not over has accrued."""
         self._publish_once()
@@ -133,6 +132,7 @@ class LockedShards(Worker):
             self._push_accrued()
         super().finish()
 
+    @torch.no_grad()
     def _push_accrued(self) -> None:
         accrued, self._accrued = self._accrued, {}
         self._push(accrued)
@@ -273,6 +273,8 @@ class LockedShards(Worker):
         """Take over parameters that were added: begin anew with what the shards hold now. Collective."""
         if self._accrued:
             self._push_accrued()
+        # What the first rank brings home counts.
+        self.training.group.queue.run(Operation("ParameterServer", extra="all has been pushed"), lambda: None)
         self._bring_home()
         super().extend(named)
         self._open()

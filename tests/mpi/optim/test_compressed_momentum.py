@@ -64,6 +64,19 @@ def test_training_goes_on_from_a_state(kind):
 
 
 @kinds
+def test_learning_rates_that_are_zero_at_times_leave_the_ranks_alike(kind):
+    """As of a warm-up from zero; with `ZeroOneAdam` such a step left the momenta apart for ever."""
+    params = torch_parameters()
+    optimizer = KINDS[kind](params)
+    for step in range(12):
+        optimizer.param_groups[0]["lr"] = 0.0 if step in (0, 3, 4, 6) else 0.01 / step
+        steps(params, optimizer, step, 1)
+        if getattr(optimizer, "is_synchronized", True):
+            same_on_all_ranks(values(params))
+        everyone(all(bool(param.isfinite().all()) for param in params), f"step {step}")
+
+
+@kinds
 def test_a_deep_copy_trains_its_own_parameters_as_the_original_would(kind):
     params = torch_parameters()
     optimizer = KINDS[kind](params)
