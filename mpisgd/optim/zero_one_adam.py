@@ -155,7 +155,8 @@ class ZeroOneAdam(CompressedMomentumOptimizer):
 
     def replica(self, *, anyway: bool = False) -> dict[str, Tensor]:
         """See `CompressedMomentumOptimizer`."""
-        return super().replica(anyway=anyway or not self.is_synchronized)
+        own_momenta = any(trained.state.get(OWN_MOMENTUM) for trained in self._trained())
+        return super().replica(anyway=anyway or own_momenta or not self.is_synchronized)
 
     def _meets(self, step: int) -> bool:
         """Return whether `step` is one of T_u."""

@@ -14,7 +14,7 @@ import pytest
 import torch
 from methods import BY_THEMSELVES, METHODS, OWN_MODELS, SYNCHRONOUS, Net, Optimizer, train, values
 from torch import Tensor
-from verdicts import everyone, same_on_all_ranks
+from verdicts import everyone, raises_everywhere, same_on_all_ranks
 
 import mpisgd
 from mpisgd import checkpoint
@@ -216,3 +216,114 @@ def test_survivors_keep_what_is_their_own_and_a_joiner_gets_rank_0s(name, joins)
     train(model, optimizer, LAST, LAST + 90)
     off = spread(model)
     everyone(off < 1e-3, f"the ranks are {off} apart")
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("name", ["LocalSGD", "ElasticAveraging", "CHOCO", "push-sum"])
+def test_ranks_that_join_at_another_step_are_told(name):
+    """A newcomer counted periods from another step, unnoticed: ranks took their means at other steps."""
+    others = mpisgd.new_group(range(1, mpisgd.size()))
+    model = Net()
+    optimizer = METHODS[name](model, group=others) if others.rank >= 0 else None
+    if optimizer is not None:
+        train(model, optimizer, 0, SAVED_AT, others)
+    alone = mpisgd.new_group([0])
+    optimizer = METHODS[name](model, group=alone) if optimizer is None else optimizer
+    optimizer.rebuild()
+    with raises_everywhere(mpisgd.OutOfSync) as caught:
+        train(model, optimizer, 0, 1)
+    everyone(
+        "number of steps is rank 0: 0" in caught.text and "broadcast_optimizer_state" in caught.text,
+        caught.text,
+    )
+    mpisgd.broadcast_parameters(model, 1)
+    mpisgd.broadcast_optimizer_state(optimizer, 1)
+    train(model, optimizer, SAVED_AT, LAST)
+    without_learning(optimizer)
+    train(model, optimizer, LAST, LAST + 60)
+    off = spread(model)
+    everyone(off < 1e-3, f"the ranks are {off} apart")
+
+
+@pytest.mark.mpi(min_size=2)
+def test_states_of_different_steps_are_told():
+    model, again = Net(), Net()
+    optimizer, resumed = METHODS["LocalSGD"](model), METHODS["LocalSGD"](again)
+    train(model, optimizer, 0, 2)
+    states = [optimizer.state_dict()]
+    train(model, optimizer, 2, 3)
+    states.append(optimizer.state_dict())
+    resumed.load_state_dict(states[mpisgd.rank() % 2])
+    with raises_everywhere(mpisgd.OutOfSync) as caught:
+        train(again, resumed, 3, 4)
+    everyone("number of steps" in caught.text and "load states of the same step" in caught.text, caught.text)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_loaded_model_is_what_pairs_of_ranks_average():
+    """AD-PSGD answered with the values of construction: a neighbour took the mean with stale ones."""
+    strategy = mpisgd.Gossip("ring", style="asynchronous")
+    param = torch.nn.Parameter(torch.full((3,), 100.0 * mpisgd.rank()))
+    optimizer = mpisgd.DistributedOptimizer(torch.optim.SGD([param], lr=0.0), strategy=strategy)
+    for _ in range(3):
+        param.grad = torch.zeros_like(param)
+        optimizer.step()
+    state = optimizer.state_dict()
+    with torch.no_grad():
+        param.fill_(7.0)
+    optimizer.load_state_dict(state)
+    for _ in range(30):
+        param.grad = torch.zeros_like(param)
+        optimizer.step()
+    mpisgd.barrier()
+    optimizer.rebuild()  # ends the exchanges
+    everyone(bool((param == 7.0).all()), f"{param.tolist()}")
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("name", ["Gossip", "push-sum", "CHOCO"])
+def test_parameters_that_are_trained_later_are_mixed_from_then_on(name):
+    model = Net()
+    with torch.no_grad():
+        model.weights[1].add_(mpisgd.rank())
+    model.weights[1].requires_grad_(False)
+    optimizer = METHODS[name](model)
+    train(model, optimizer, 0, SAVED_AT)
+    everyone(spread(model) > 0.9, "it is not to be mixed before")
+    model.weights[1].requires_grad_(True)
+    train(model, optimizer, SAVED_AT, LAST)
+    without_learning(optimizer)
+    train(model, optimizer, LAST, LAST + 90)
+    off = spread(model)
+    everyone(off < 1e-3, f"the ranks are {off} apart")
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_the_state_of_a_parameter_that_some_ranks_have_not_used_is_averaged(kind):
+    """The ranks reduced lists of different lengths. Where there is none it counts as zero."""
+    first, second = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+    options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    optimizer = mpisgd.DistributedOptimizer(
+        kind([first, second], lr=0.1, **options), strategy=mpisgd.LocalSGD(1, average_state=True)
+    )
+    names = ["momentum_buffer"] if kind is torch.optim.SGD else ["exp_avg", "exp_avg_sq"]
+    for _ in range(2):
+        first.grad = torch.ones(3)
+        second.grad = torch.ones(3) if mpisgd.rank() == 0 else None
+        optimizer.step()
+        state = [optimizer.state[second][name] for name in names]
+        same_on_all_ranks([tensor.tolist() for tensor in (first, second, *state)])
+    everyone(bool((optimizer.state[second][names[0]] > 0).all()))
+
+
+def test_a_state_of_a_later_version_is_refused_by_name():
+    model = Net()
+    for name in ("LocalSGD", "OneBitAdam"):
+        optimizer = METHODS[name](model)
+        train(model, optimizer, 0, 2)
+        state = optimizer.state_dict()
+        state["mpisgd"] = {**state["mpisgd"], "version": 99}
+        with raises_everywhere(mpisgd.InvalidArgument) as caught:
+            optimizer.load_state_dict(state)
+        everyone("version 99" in caught.text, caught.text)
