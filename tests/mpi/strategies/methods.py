@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from examples import example
 from torch import Tensor, nn
 
 import mpisgd
@@ -104,6 +105,18 @@ OWN_MODELS: dict[str, Make] = {
     "push-sum": method(sgd, strategy=Gossip("one_peer_exponential", style="push_sum")),
     "CHOCO": method(sgd, strategy=Gossip("ring", consensus_step=0.3), compression=TOP_K),
 }
+
+
+example_once = functools.lru_cache(example)  # it trains, on all ranks
+
+
+def documented(model: nn.Module, *, group: mpisgd.Group | None = None) -> Optimizer:
+    """By the strategy of docs/how-to/extending.md that declares a state."""
+    strategy = example_once("state")["BlockMomentum"](steps=3)
+    return mpisgd.DistributedOptimizer(sgd(model.parameters()), strategy=strategy, group=group)
+
+
+OWN_MODELS["documented"] = documented
 BY_THEMSELVES: dict[str, Make] = {
     "OneBitAdam": functools.partial(_by_itself, mpisgd.OneBitAdam, freeze_step=3),
     "OneBitLamb": functools.partial(_by_itself, mpisgd.OneBitLamb, freeze_step=3),
