@@ -41,6 +41,7 @@ __all__ = [
     "forget_own",
     "has_rebuilt",
     "mean_of",
+    "names_of",
     "own",
     "part",
     "pieces_of",
@@ -162,6 +163,11 @@ def _declared(state: Any) -> Iterable[tuple[Field[Any], str]]:
                 "own(...) or part(...) of mpisgd.method_state"
             )
         yield each, owner
+
+
+def names_of(state: Any) -> set[str]:
+    """Return the names of the fields of a state."""
+    return {each.name for each, _ in _declared(state)} if state is not None else set()
 
 
 def has_rebuilt(state: Any) -> bool:

@@ -16,16 +16,36 @@ begins anew at zero. With a GradScaler it is in the units of the scale: the firs
 doubled (every 2,000 steps by default) adds half of it.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mpisgd.compress.compressor import BucketLayout
 from mpisgd.compress.finite import is_finite
+from mpisgd.method_state import alike, own
 
-__all__ = ["Memory", "Residual", "memory_of"]
+__all__ = ["Memory", "Residual", "Waiting", "fitted", "memory_of"]
+
+
+@dataclass
+class Waiting:
+    """What a reducer keeps that may leave something out.
+
+    Attributes:
+        residual: [layout.numel], what was meant and not sent; None: nothing yet.
+        steps: how many buckets there were.
+    """
+
+    residual: Tensor | None = own(None)
+    steps: int = alike(0)
+
+
+def fitted(value: Tensor | None, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return what is kept, [numel], where it belongs; zeros where there is nothing yet."""
+    if value is None or value.shape != (numel,):
+        return torch.zeros(numel, dtype=dtype, device=device)
+    return value.to(device, dtype)
 
 
 class Memory:
@@ -60,28 +80,26 @@ class Memory:
     def reset(self) -> None:
         """Begin anew."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what is kept."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict()` has returned; what is missing begins anew."""
-
 
 class Residual(Memory):
     """Keeps what was meant and not sent.
 
     Args:
         layout: of the bucket.
-
-    Attributes:
-        residual: [layout.numel].
+        state: has the residual.
     """
 
     keeps = True
 
-    def __init__(self, layout: BucketLayout) -> None:
-        self.residual = torch.zeros(layout.numel, dtype=layout.dtype, device=layout.device)
+    def __init__(self, layout: BucketLayout, state: Waiting) -> None:
+        self._layout, self._state = layout, state
+
+    @property
+    def residual(self) -> Tensor:
+        """What was meant and not sent, [layout.numel]."""
+        kept = fitted(self._state.residual, self._layout.numel, self._layout.dtype, self._layout.device)
+        self._state.residual = kept
+        return kept
 
     def add(self, bucket: Tensor) -> Tensor:
         """Return gradient and residual together, in the memory of the residual."""
@@ -111,16 +129,7 @@ class Residual(Memory):
         """Begin anew."""
         self.residual.zero_()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the residual."""
-        return {"residual": self.residual}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a residual, if there is one."""
-        if "residual" in state:
-            self.residual.copy_(state["residual"])
-
-
-def memory_of(layout: BucketLayout, error_feedback: bool) -> Memory:
-    """Return a residual for a bucket, or what keeps nothing."""
-    return Residual(layout) if error_feedback else Memory()
+def memory_of(layout: BucketLayout, error_feedback: bool, state: Waiting) -> Memory:
+    """Return a residual for a bucket, which `state` has, or what keeps nothing."""
+    return Residual(layout, state) if error_feedback else Memory()

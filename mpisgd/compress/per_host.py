@@ -90,9 +90,13 @@ _levels: "weakref.WeakKeyDictionary[Group, _Levels]" = weakref.WeakKeyDictionary
 class PerHostReducer(BucketReducer):
     """The working part of `PerHost`.
 
+    What it keeps is what the other reducer keeps, and counts where this rank is the first of its host.
+
     Args:
         inner: reduces the bucket between hosts.
     """
+
+    leads_alone = True
 
     def __init__(self, inner: BucketReducer) -> None:
         self._inner = inner

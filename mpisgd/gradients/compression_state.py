@@ -6,7 +6,7 @@ A state is taken apart by parameter and put together again, for buckets of other
     by parameter    2: residual, Q2, steps        0: residual, Q0, steps
     bucket (0, 1)   residual [r0 r0 | 0 0 0 0]    factors [Q0, None]   steps 7
 
-`BucketReducer.state_dict` says which entries are what. A residual is this rank's own: the same rank of as
+`BucketReducer` says which entries are what. A residual is this rank's own: the same rank of as
 many ranks gets it back from a state_dict. On another rank, or among another number of ranks, it begins at
 zero, and what the ranks that saved nothing had not sent yet is lost. What is alike on all ranks (factors,
 counts of steps) is taken over everywhere. Where the ranks change in a running job (`rebuild`), each keeps its
@@ -50,33 +50,36 @@ class _Kept:
 
     Args:
         alike: see below; what is given is not changed.
-        own: by "own" and "whole", as below.
+        own: by "own", "led" and "whole", as below.
 
     Attributes:
         own: this rank's, by parameter.
         alike: what all ranks have alike, by parameter.
+        led: what some ranks have alike, and this one maybe none of it, by parameter.
         whole: this rank's, by bucket: what cannot be taken apart.
     """
 
     def __init__(self, alike: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         self.own: Entries = defaultdict(dict, _shallow(own.get("own", {})))
         self.alike: Entries = defaultdict(dict, _shallow(alike))
+        self.led: Entries = defaultdict(dict, _shallow(own.get("led", {})))
         self.whole: Entries = _shallow(own.get("whole", {}))
 
     def add(self, slot: ReducedBucket, state: Mapping[str, Any]) -> None:
         """Take the state of a bucket's reducer apart."""
         bucket, keys = slot.bucket, keys_of(slot)
         numels = _numels(bucket)
+        alike = self.led if slot.reducer.leads_alone else self.alike
         for name, value in state.items():
             if isinstance(value, Tensor) and value.shape == (bucket.numel,):
                 for key, part in zip(keys, cut_by(value, numels), strict=True):
                     self.own[key][name] = part
             elif isinstance(value, list) and len(value) == len(keys):
                 for key, part in zip(keys, value, strict=True):
-                    self.alike[key][name] = [part]  # in a list: an entry for each parameter
+                    alike[key][name] = [part]  # in a list: an entry for each parameter
             elif value is None or isinstance(value, (bool, int, float, str, tuple)):
                 for key in keys:
-                    self.alike[key][name] = value
+                    alike[key][name] = value
             else:
                 self.whole.setdefault(",".join(keys), {})[name] = value
 
@@ -84,7 +87,7 @@ class _Kept:
         """Put the state of a bucket together, of which nothing stays here; {} where there is nothing."""
         keys, numels = keys_of(slot), _numels(slot.bucket)
         own = [self.own.pop(key, {}) for key in keys]
-        alike = [self.alike.pop(key, {}) for key in keys]
+        alike = [{**self.alike.pop(key, {}), **self.led.pop(key, {})} for key in keys]
         state: dict[str, Any] = self.whole.pop(",".join(keys), {})
         for name in _names(own):
             state[name] = _joined([entries.get(name) for entries in own], numels)
@@ -97,7 +100,7 @@ class _Kept:
 
     def pieces(self) -> Pieces:
         """Return it by whose it is, without what is empty."""
-        parts = {"own": self.own, "whole": self.whole}
+        parts = {"own": self.own, "led": self.led, "whole": self.whole}
         return Pieces(dict(self.alike), {name: dict(entries) for name, entries in parts.items() if entries})
 
 

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from mpisgd.accelerator.buffers import cut_by
 from mpisgd.compress.signs.sign_code import wide_dtype
-from mpisgd.compress.signs.two_step_exchange import TwoStepExchange
+from mpisgd.compress.signs.two_step_exchange import Errors, TwoStepExchange
 from mpisgd.core.group import Group
-from mpisgd.method_state import Pieces, copied
+from mpisgd.method_state import Pieces, copied, pieces_of
 
 __all__ = ["CompressedAverage"]
 
@@ -49,9 +49,11 @@ class CompressedAverage:
         if place < len(self._exchanges) and self._exchanges[place].lengths == tuple(lengths):
             return self._exchanges[place]
         del self._exchanges[place:]
-        made = TwoStepExchange(lengths, flat.dtype, flat.device, group)
-        if place < len(self._loaded) and tuple(self._loaded[place]["lengths"]) == made.lengths:
-            made.load_state_dict(self._loaded[place])
+        errors = Errors()
+        if place < len(self._loaded) and self._loaded[place]["lengths"] == list(lengths):
+            kept = self._loaded[place]
+            errors = Errors(kept.get("worker_error"), kept.get("server_error"))
+        made = TwoStepExchange(lengths, flat.dtype, flat.device, group, errors)
         self._exchanges.append(made)
         return made
 
@@ -59,8 +61,9 @@ class CompressedAverage:
 
     def pieces(self) -> Pieces:
         """Return the errors."""
-        errors = [{"lengths": list(each.lengths), **each.state_dict()} for each in self._exchanges]
-        errors = errors or [dict(each) for each in self._loaded]
+        errors = [
+            {"lengths": list(each.lengths), **pieces_of(each.state).own} for each in self._exchanges
+        ] or [dict(each) for each in self._loaded]
         return Pieces({}, {"errors": errors} if errors else {})
 
     def take(self, alike: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:

@@ -4,9 +4,7 @@ Source: Bernstein, Wang, Azizzadenesheli and Anandkumar 2018, "signSGD: Compress
 Problems"; the vote: algorithm 3.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +18,7 @@ from mpisgd.compress.finite import is_finite
 from mpisgd.compress.signs.sign_packing import pack_signs, unpack_signs
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
+from mpisgd.method_state import alike
 
 __all__ = ["SignSGD"]
 
@@ -56,29 +55,26 @@ class SignSGD(Compressor):
         return (_VoteReducer if self.majority_vote else _MeanReducer)(layout.numel)
 
 
+@dataclass
+class _Count:
+    """What is kept: how many reductions there were, for the signs of zeros."""
+
+    num_reductions: int = alike(0)
+
+
 class _SignReducer(BucketReducer):
-    """Signs of a bucket as codes, 1 for plus. Keeps how often there were any, for those of zeros."""
+    """Signs of a bucket as codes, 1 for plus."""
+
+    state: _Count
 
     def __init__(self, numel: int) -> None:
         self._numel = numel
-        self._num_reductions = 0
+        self.state = _Count()
 
     def _pack(self, bucket: Tensor) -> Tensor:
         """Return the packed signs of a bucket."""
-        self._num_reductions += 1
-        return pack_signs(bucket, zero_is_positive=self._num_reductions % 2 == 1)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return how many reductions there were."""
-        return {"num_reductions": self._num_reductions}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from as many reductions."""
-        self._num_reductions = state.get("num_reductions", 0)
-
-    def reset(self) -> None:
-        """Begin anew."""
-        self._num_reductions = 0
+        self.state.num_reductions += 1
+        return pack_signs(bucket, zero_is_positive=self.state.num_reductions % 2 == 1)
 
 
 class _VoteReducer(_SignReducer):

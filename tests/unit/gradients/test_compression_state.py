@@ -17,6 +17,8 @@ NUMELS = {0: 2, 1: 3, 2: 1}
 class Keeping:
     """A reducer that keeps what it is given."""
 
+    leads_alone = False
+
     def __init__(self, **state: Any) -> None:
         self.state: dict[str, Any] = state
 
