@@ -21,7 +21,7 @@ from mpisgd.arguments import check_positive, shown
 from mpisgd.compress.cast import Compression
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
-from mpisgd.core.owner import OPTIMIZER, owned_by
+from mpisgd.core.owner import OPTIMIZER, new_owner, owned_by
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument, UnsupportedTensor
 from mpisgd.gradients.kinds import KindsExchange
@@ -122,7 +122,7 @@ class CompressedMomentumOptimizer(torch.optim.Optimizer, abc.ABC):
         self.spans_job = group is None
         self.group = group_or_world(group)
         names = [name for name, _ in name_parameters(self, None)]
-        self._owner = self.group.new_owner(OPTIMIZER, type(self).__name__, names)
+        self._owner = new_owner(self.group.num_owners, OPTIMIZER, type(self).__name__, names)
         self._reducer = self._new_reducer(self._agree(kind, settings))
         forget_own(self._kept)
 

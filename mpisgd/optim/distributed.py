@@ -21,7 +21,7 @@ from mpisgd.compress.adasum import AdaptiveSum
 from mpisgd.compress.auto import Auto
 from mpisgd.compress.compressor import Compressor
 from mpisgd.core.group import Group
-from mpisgd.core.owner import OPTIMIZER, Owner, owned_by
+from mpisgd.core.owner import OPTIMIZER, Owner, new_owner, owned_by
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.accumulation import AccumulationWindow
@@ -390,7 +390,8 @@ def _overwrite(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 def _new_owner(optimizer: torch.optim.Optimizer, named: Sequence[tuple[str, Tensor]], group: Group) -> Owner:
     """Return the owner of the operations of a distributed optimizer."""
-    return group.new_owner(OPTIMIZER, wrapped_class(type(optimizer)).__name__, [name for name, _ in named])
+    type_name, names = wrapped_class(type(optimizer)).__name__, [name for name, _ in named]
+    return new_owner(group.num_owners, OPTIMIZER, type_name, names)
 
 
 _classes: dict[type, type[torch.optim.Optimizer]] = {}

@@ -22,6 +22,7 @@ from torch import Tensor
 from mpisgd.collectives.coalesced import all_reduce_coalesced
 from mpisgd.compress.compressor import Compressor
 from mpisgd.core.group import Group
+from mpisgd.core.owner import current_owner
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.accumulation import GradientSync
@@ -44,6 +45,7 @@ class Synchronizer:
         state: what is kept from step to step, a dataclass of `mpisgd.method_state`; None: nothing.
         replicas_differ: whether parameters and the wrapped optimizer's state differ by rank between steps, so
             that they are each rank's own.
+        owner: of the operations: that of what this thread begins when the synchronizer is made, or moved.
         gradients: combines gradients at the end of a backward pass; by default they stay on their rank.
         has_whole_state: whether this rank has the optimizer state of all parameters.
         commits_shards: whether each rank commits its part of the state when training is elastic, and another
@@ -58,6 +60,7 @@ class Synchronizer:
 
     def __init__(self, training: Training) -> None:
         self.training = training
+        self.owner = current_owner()
         self.num_steps = 0
 
     # -- what is kept from step to step -------------------------------------------------------------
@@ -214,6 +217,7 @@ class Synchronizer:
     def move_to(self, group: Group) -> None:
         """Go on with other ranks, which have the same parameters. Collective over `group`."""
         self.training = self.training._replace(group=group)
+        self.owner = current_owner()
 
 
 def _continuous(prefix: str, tensors: Sequence[Tensor]) -> dict[str, Tensor]:

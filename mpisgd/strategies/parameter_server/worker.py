@@ -25,6 +25,7 @@ from torch import Tensor
 
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
+from mpisgd.core.owner import owned_by
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
 from mpisgd.strategies.local_scaling import LocalScaling
@@ -126,8 +127,11 @@ class Worker(Synchronizer, abc.ABC):
 
     def _publish_once(self) -> None:
         """Let the first rank of the group give everybody its parameters, the first time. Collective then."""
-        if self._is_published:
-            return
+        if not self._is_published:
+            with owned_by(self.owner):
+                self._exchange_first_values()
+
+    def _exchange_first_values(self) -> None:
         group = self.training.group
         if group.rank == 0:
             self._publish()
