@@ -93,6 +93,7 @@ class Residual(Memory):
 
     def __init__(self, layout: BucketLayout, state: Waiting) -> None:
         self._layout, self._state = layout, state
+        self._state.residual = self.residual  # its memory is there from the beginning
 
     @property
     def residual(self) -> Tensor:

@@ -115,6 +115,7 @@ class PowerSGDReducer(BucketReducer):
         self.state = _Factors()
         self.memory = memory_of(layout, choice.error_feedback, self.state)
         self._was_compressed: bool | None = None
+        self._fit_factors()
 
     def _count_words(self) -> tuple[int, int]:
         """Return how many elements travel in the first all-reduce and in the second."""

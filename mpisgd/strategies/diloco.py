@@ -224,6 +224,11 @@ class _Fragment:
         (group,) = self._optimizer.param_groups
         self._state.options[self._number] = {name: v for name, v in group.items() if name != "params"}
 
+    def is_due(self, step: int) -> bool:
+        """Return whether anything is to be done after a step."""
+        phase = (step - self._first) % self._strategy.sync_every
+        return phase in (0, self._strategy.overlap_steps)
+
     def after(self, step: int, params: Mapping[str, Tensor]) -> None:
         """Do what is due after a step. Collective where anything is.
 
@@ -313,9 +318,10 @@ class DiLoCoSynchronizer(LocalSynchronizer):
 
     def synchronize(self) -> None:
         """Begin and finish what is due. Collective where anything is."""
-        params = self.tensors()
-        for fragment in self._fragments:
-            fragment.after(self.num_steps, params)
+        if due := [fragment for fragment in self._fragments if fragment.is_due(self.num_steps)]:
+            params = self.tensors()
+            for fragment in due:
+                fragment.after(self.num_steps, params)
         if self.num_steps % self._strategy.sync_every == 0:
             all_reduce_coalesced(self.buffers, ReduceOp.AVG, self.training.group)
 

@@ -77,6 +77,7 @@ class _GatherReducer(BucketReducer):
     def __init__(self, layout: BucketLayout) -> None:
         self._code = SignCode(_lengths(layout), wide_dtype(layout.dtype))
         self._layout, self.state = layout, Waiting()
+        self.state.residual = self._residual  # its memory is there from the beginning
 
     @property
     def _residual(self) -> Tensor:

@@ -121,6 +121,7 @@ class MomentumCorrection(Residual):
     def __init__(self, layout: BucketLayout, state: Corrected, momentum: float, nesterov: bool) -> None:
         super().__init__(layout, state)
         self._corrected = state
+        self._corrected.velocity = self.velocity
         self._momentum = momentum
         self._nesterov = nesterov
 
