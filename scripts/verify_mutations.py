@@ -113,8 +113,8 @@ MUTATIONS = (
     Mutation(
         "the outer step is taken from this rank's change",
         "strategies/diloco.py",
-        "            self._wait = self._mean.start(begun, async_op=strategy.overlap_steps > 0)",
-        "            self._wait = self._mean.start([c.clone() for c in begun], async_op=strategy.overlap_steps > 0)",
+        "            self._wait = self._mean.start(begun, ",
+        "            self._wait = self._mean.start([c.clone() for c in begun], ",
     ),
     Mutation(
         "the centre is drawn by the number of ranks too little",
