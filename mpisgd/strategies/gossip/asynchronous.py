@@ -31,6 +31,7 @@ from mpisgd.gossip.graph import Graph
 from mpisgd.gossip.pairwise_averaging import PairwiseAveraging
 from mpisgd.job.lifecycle import current_job
 from mpisgd.strategies.gossip.synchronous import NAME, Mixer
+from mpisgd.strategies.kept_tensors import detached
 from mpisgd.strategies.training import Training
 
 if TYPE_CHECKING:
@@ -67,7 +68,8 @@ class Asynchronous(Mixer):
         made: list[Communicator] = []
         operation = Operation("gossip", extra="start of the exchanges")
         group.queue.run(operation, lambda: made.append(group.queue.communicator.duplicate()))
-        self._group, covered = group, self._covered()
+        self._group, self._params = group, self.continuous
+        covered = self._covered()
         start = FlatCopy(covered)
         start.load(covered)
         self._seen, self._now = start.new_like(), start.new_like()  # z, and z'
@@ -92,7 +94,7 @@ class Asynchronous(Mixer):
 
     def _covered(self) -> list[Tensor]:
         """Return what x is a copy of, as it is now: also frozen parameters, which may be trained later."""
-        return [*self.trainable, *self.buffers]
+        return [*detached(self._params), *self.buffers]
 
     def _exchange_with_model(self, averaging: PairwiseAveraging) -> None:
         """Add to x what has become of the copy that the model had, and give it another one."""
