@@ -77,6 +77,20 @@ def test_learning_rates_that_are_zero_at_times_leave_the_ranks_alike(kind):
 
 
 @kinds
+def test_parameters_may_get_other_memory(kind):
+    """`param.data = ...` after the optimizer was made, and in the middle of training."""
+    params, moved = torch_parameters(), torch_parameters()
+    optimizer, other = KINDS[kind](params), KINDS[kind](moved)
+    for step in range(6):
+        if step in (0, 4):
+            for param in moved:
+                param.data = param.data.clone()
+        steps(params, optimizer, step, 1)
+        steps(moved, other, step, 1)
+    everyone(values(moved) == values(params))
+
+
+@kinds
 def test_a_deep_copy_trains_its_own_parameters_as_the_original_would(kind):
     params = torch_parameters()
     optimizer = KINDS[kind](params)
