@@ -133,6 +133,14 @@ class Compressor(abc.ABC):
         return True
 
     @property
+    def is_additive(self) -> bool:
+        """Whether R + g on every rank, R the same on all, becomes R plus what becomes of g, as a mean does.
+
+        Up to rounding, noise, and what is left out for later. Else gradients are not reduced twice.
+        """
+        return not self.has_momentum
+
+    @property
     def is_contraction(self) -> bool:
         """Whether there is a `codec` C with E |x - C(x)|^2 < |x|^2, as error feedback and gossip need it."""
         return False

@@ -59,6 +59,11 @@ class PerHost(Compressor):
         """Whether the compressor keeps them."""
         return self.compressor.has_magnitudes
 
+    @property
+    def is_additive(self) -> bool:
+        """Whether the compressor is."""
+        return self.compressor.is_additive
+
     def changes(self, dtype: torch.dtype) -> bool:
         """Return whether the compressor changes buckets of `dtype`."""
         return self.compressor.changes(dtype)

@@ -179,8 +179,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 agree_on("DistributedOptimizer", [*named, *buffers], members, extra=text)
                 options = with_chosen_compression(training.params, members, options)
                 self._synchronizer = strategy.synchronizer(training._replace(options=options))
-            self._keeper = StateKeeper(self._synchronizer)
-            self._window = AccumulationWindow(self._synchronizer.gradients, backward_passes_per_step)
+                self._keeper = StateKeeper(self._synchronizer)
+                self._window = AccumulationWindow(
+                    self._synchronizer.gradients,
+                    backward_passes_per_step,
+                    trained=[param for _, param in named],
+                    group=members,
+                    owner=self._owner,
+                )
             self.strategy = strategy
             self._chooses_compression = isinstance(training.options.compression, Auto)
         except BaseException:
@@ -224,6 +230,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         check_positive("clip_grad_norm_", "max_norm", max_norm)
         check_positive("clip_grad_norm_", "norm_type", norm_type)
+        self._window.flush_before_use()
         with owned_by(self._owner):
             return self._synchronizer.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 
@@ -348,9 +355,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 self._synchronizer.use_compression(broadcast_object(self.compression, group=members))
             self._synchronizer.move_to(members)
             self._keeper.moved()
+            self._window.move_to(self._synchronizer.gradients, members, self._owner)
         self.spans_job = group is None
         super().zero_grad(set_to_none=True)
-        self._window.move_to(self._synchronizer.gradients)
 
     @contextlib.contextmanager
     def consensus(self) -> Iterator[None]:

@@ -50,6 +50,11 @@ class SignSGD(Compressor):
         """Return False: all that arrives is -1, 0 or 1, or a mean of these."""
         return False
 
+    @property
+    def is_additive(self) -> bool:
+        """It is not: the sign of a sign and a gradient is neither of them."""
+        return False
+
     def reducer(self, layout: BucketLayout) -> BucketReducer:
         """Return what sends the signs of a bucket."""
         return (_VoteReducer if self.majority_vote else _MeanReducer)(layout.numel)

@@ -31,7 +31,6 @@ from mpisgd.gossip.graph import Graph
 from mpisgd.gossip.pairwise_averaging import PairwiseAveraging
 from mpisgd.job.lifecycle import current_job
 from mpisgd.strategies.gossip.synchronous import NAME, Mixer
-from mpisgd.strategies.kept_tensors import detached
 from mpisgd.strategies.training import Training
 
 if TYPE_CHECKING:
