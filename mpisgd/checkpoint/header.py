@@ -31,7 +31,7 @@ CRC_DIGITS = slice(len(CRC_BEFORE), len(CRC_BEFORE) + 8)
 MIN_HEADER_BYTES = CRC_DIGITS.stop
 
 _DTYPE_OF = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
-_KINDS = ("object", "value")
+_KINDS = ("object", "value", "rank")
 
 
 class Document(NamedTuple):
@@ -41,7 +41,7 @@ class Document(NamedTuple):
         step: the caller's number of it.
         ranks: how many there were.
         state: name to tree; see `serialization.encode`.
-        kinds: name to "object", for what has a `load_state_dict`, or "value".
+        kinds: name to "object", for what has a `load_state_dict`, "value", or "rank", for what is one rank's.
         rng: one tree per rank; empty where none was saved.
     """
 

@@ -143,8 +143,7 @@ class State:
         for handler in self._handlers.values():
             handler.reset()
         if joiners and number:
-            for handler in self._handlers.values():
-                handler.sync()
+            self._tell_joiners()
         if number:
             self._replicas.restore(number, self._per_rank())
         for callback in self._callbacks:
@@ -153,6 +152,15 @@ class State:
             self._commit(number + 1)
         else:
             self.begin()
+
+    def _tell_joiners(self) -> None:
+        """Give new ranks the values of rank 0; the others keep what is their own. Collective."""
+        is_new = not self._commits
+        kept = [None if is_new else handler.keep_own() for handler in self._handlers.values()]
+        for handler in self._handlers.values():
+            handler.sync()
+        for handler, mine in zip(self._handlers.values(), kept, strict=True):
+            handler.return_own(mine)
 
     def _latest_common(self) -> int:
         """Return the last commit that all ranks but the joiners have; 0 without one. Collective."""

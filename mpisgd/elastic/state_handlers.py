@@ -10,9 +10,11 @@ from mpisgd.arguments import has_state_dict
 from mpisgd.collectives.objects import broadcast_object
 from mpisgd.elastic.buddy_replicas import PerRank
 from mpisgd.elastic.sampler import ElasticSampler
-from mpisgd.optim.broadcast import broadcast_optimizer_state, broadcast_parameters
+from mpisgd.method_state import ENTRY, HasOwnState
+from mpisgd.optim.broadcast import broadcast_optimizer_state, broadcast_parameters, undo_casts
 from mpisgd.optim.compressed_momentum import CompressedMomentumOptimizer
 from mpisgd.optim.distributed import DistributedOptimizer
+from mpisgd.optim.own_state import copy_into_replica, merge_own, split_own
 
 __all__ = ["StateHandler", "handler_for"]
 
@@ -45,6 +47,13 @@ class StateHandler:
     def sync(self) -> None:
         """Broadcast the value of rank 0. Collective."""
         self.value = broadcast_object(self.value)
+
+    def keep_own(self) -> Any:
+        """Return a copy of what is this rank's own, for `return_own` after a `sync`; None: nothing."""
+        return None
+
+    def return_own(self, kept: Any) -> None:
+        """Take back what `keep_own` has returned."""
 
 
 class _StateDictHandler(StateHandler):
@@ -81,6 +90,21 @@ class _OptimizerHandler(_StateDictHandler):
 
     def sync(self) -> None:
         broadcast_optimizer_state(self.value)
+
+    def keep_own(self) -> Any:
+        value = self.value
+        if not isinstance(value, HasOwnState) or not value.method_entry():
+            return None  # not even asked for the state: of some that is collective
+        _, mine = split_own(value, self.value.state_dict())
+        return copy_tree(mine)
+
+    def return_own(self, kept: Any) -> None:
+        if kept is not None:
+            state = self.value.state_dict()
+            entry = state[ENTRY]
+            self.value.load_state_dict(merge_own(state, kept, entry["rank"], entry["size"]))
+            undo_casts(self.value, kept.get("state", {}))
+            copy_into_replica(self.value, kept.get("replica", {}))
 
 
 class _ShardsHandler(_OptimizerHandler):

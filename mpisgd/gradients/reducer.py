@@ -73,7 +73,7 @@ class GradientReducer(GradientSync):
         self.group = group
         self.options = options
         self.owner = current_owner()
-        self.compression_state = CompressionState(group)
+        self.compression_state = CompressionState()
         self._reduced = ReducedGradients()  # where they may not be reduced twice
         self._unchanged: ReducedGradients | None = None  # what this rank must find so in its step
         self._left_out: frozenset[int] = frozenset()

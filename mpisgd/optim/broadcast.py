@@ -13,6 +13,7 @@ from mpisgd.collectives.objects import allocate_tensors, broadcast_object, extra
 from mpisgd.core.group import Group
 from mpisgd.errors import InvalidArgument
 from mpisgd.job.lifecycle import group_or_world
+from mpisgd.method_state import ENTRY, HasOwnState
 from mpisgd.optim.parameter_names import agree_on
 from mpisgd.sharding.layerwise.offload_parameters import without_streamed
 from mpisgd.strategies.sharded.forward_overlap import wait_for_parameters
@@ -118,10 +119,12 @@ def broadcast_optimizer_state(
     """Give everyone the optimizer state of rank `src`: momenta, step counts, learning rates.
 
     Collective: all ranks of `group` call it for the same optimizer. The others may have no state yet, or
-    an older one, as when only `src` has read a checkpoint.
+    an older one, as when only `src` has read a checkpoint. What a strategy or a compressor keeps alike on all
+    ranks comes from `src`, too; what is each rank's own, such as a residual, begins anew everywhere.
 
     Args:
-        optimizer: unchanged on `src`; on the others its state is replaced, as by `load_state_dict`.
+        optimizer: unchanged on `src`, but for what is its own; on the others its state is replaced, as by
+            `load_state_dict`.
         src: global rank of the one that has the state.
         group: defaults to all processes of the job.
 
@@ -137,6 +140,8 @@ def broadcast_optimizer_state(
     params = [(f"group {i}", p) for i, g in enumerate(optimizer.param_groups) for p in g["params"]]
     agree_on("broadcast_optimizer_state", params, group, root=root)
     mine = optimizer.state_dict()  # on every rank: those that share parameters bring it together
+    if ENTRY in mine:
+        mine[ENTRY] = {**mine[ENTRY], "own": None}
     outline, tensors = extract_tensors(mine) if group.rank == root else (None, [])
     outline = broadcast_object(outline, src, group)
     if group.rank != root:
@@ -145,6 +150,8 @@ def broadcast_optimizer_state(
     if group.rank != root:
         optimizer.load_state_dict(mine)
         undo_casts(optimizer, mine["state"])
+    elif isinstance(optimizer, HasOwnState):
+        optimizer.forget_own_state()
 
 
 def undo_casts(optimizer: torch.optim.Optimizer, sent: dict[Any, Any]) -> None:
