@@ -184,7 +184,7 @@ class GroupWindows:
             # Where what was sent during backward has failed, it has on all ranks, and they raise that.
             sent = [alive[number].sent_last for number in reached]
             latest = next((work for work in sent if work is not None), None)
-            named = [alive[number] for number in (reached or [awaited])]
+            named = [alive[number] for number in {*reached, awaited} if number in alive]
             detail = "\n".join(f"{window.owner}, {window.when}" for window in named)
             group.queue.run(what, told.finish, before=told.before, after=latest, detail=lambda: detail)
         assert told.joined is not None

@@ -1,6 +1,6 @@
 """Whether all ranks start from the same parameters, with the same learning rate and other settings.
 
-Ranks that start apart stay apart: they apply equal gradients to different models, for ever, and nothing fails.
+Ranks that start apart stay apart: they apply equal gradients to different models, and nothing fails.
 """
 
 import hashlib
