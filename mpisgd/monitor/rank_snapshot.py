@@ -70,7 +70,7 @@ def take_snapshot(
     opened = _open_groups(groups)
     waits = tuple(_waits(opened, frames, names))
     waiting = {wait.thread for wait in waits}
-    return RankState(
+    state = RankState(
         rank,
         host,
         os.getpid(),
@@ -89,6 +89,8 @@ def take_snapshot(
         ),
         device_bytes=runtime().memory_in_use(),
     )
+    frames.clear()  # this function's own is in it: the cycle would keep what all threads have in theirs
+    return state
 
 
 def _may_communicate(thread: threading.Thread, frames: Mapping[int, FrameType]) -> bool:

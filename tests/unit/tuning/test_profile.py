@@ -171,7 +171,7 @@ def test_what_the_built_in_values_choose_from_which_size_on(ranks, candidates, h
 
 
 def test_the_draft_follows_no_link_and_the_mode_is_what_the_umask_allows(tmp_path, page, monkeypatch):
-    """Its name could be told beforehand: what somebody had put there was overwritten; and its mode was 0644."""
+    """Its name could be told beforehand: what somebody had put there was overwritten; its mode was 0644."""
     path, victim = tmp_path / "profile.json", tmp_path / "victim"
     victim.write_text("precious")
     monkeypatch.setattr("secrets.token_hex", lambda _: "known")
