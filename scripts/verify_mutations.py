@@ -95,8 +95,8 @@ MUTATIONS = (
     Mutation(
         "the factor of a low-rank product stays the first one",
         "compress/power_sgd.py",
-        "            self.factors[place] = piece.view(-1, self._ranks[place])\n\n    def _remember",
-        "            self.factors[place] = self.factors[place]\n\n    def _remember",
+        "            factors[place] = piece.view(-1, self._ranks[place])\n\n    def _remember",
+        "            factors[place] = factors[place]\n\n    def _remember",
     ),
     Mutation(
         "the magnitude of signs is that of one element too many",
@@ -107,20 +107,20 @@ MUTATIONS = (
     Mutation(
         "local steps are averaged one step too late",
         "strategies/local_sgd.py",
-        "if self._since_mean >= self._period:",
-        "if self._since_mean > self._period:",
+        "if state.since_mean >= self._period:",
+        "if state.since_mean > self._period:",
     ),
     Mutation(
         "the outer step is taken from this rank's change",
         "strategies/diloco.py",
-        "            self._wait = self._mean.start(self._changes, async_op=overlap > 0)",
-        "            self._wait = self._mean.start([c.clone() for c in self._changes], async_op=overlap > 0)",
+        "            self._wait = self._mean.start(begun, ",
+        "            self._wait = self._mean.start([c.clone() for c in begun], ",
     ),
     Mutation(
         "the centre is drawn by the number of ranks too little",
         "strategies/elastic_averaging.py",
-        "torch._foreach_add_(self._centre, differences, alpha=self._beta)",
-        "torch._foreach_add_(self._centre, differences, alpha=self._beta / self.training.group.size)",
+        "torch._foreach_add_(centre, differences, alpha=self._beta)",
+        "torch._foreach_add_(centre, differences, alpha=self._beta / self.training.group.size)",
     ),
     Mutation(
         "a rank counts too little in the mean with its neighbours",
@@ -131,20 +131,20 @@ MUTATIONS = (
     Mutation(
         "push-sum forgets its weight",
         "strategies/gossip/synchronous.py",
-        "        self._weight = weight.item()\n",
-        "        self._weight = 1.0\n",
+        "        self.state.weight = weight.item()\n",
+        "        self.state.weight = 1.0\n",
     ),
     Mutation(
         "a neighbour's compressed change counts whole",
         "strategies/gossip/compressed.py",
-        "self.total.add_(change, alpha=weight)",
-        "self.total.add_(change)",
+        "self._total.add_(change, alpha=weight)",
+        "self._total.add_(change)",
     ),
     Mutation(
         "what ranks keep during an overlap is exchanged with what they take",
         "strategies/diloco.py",
-        "torch._foreach_lerp_(list(self._params), self.outer, 1 - alpha)",
-        "torch._foreach_lerp_(list(self._params), self.outer, alpha)",
+        "torch._foreach_lerp_(params, outer, 1 - alpha)",
+        "torch._foreach_lerp_(params, outer, alpha)",
     ),
     Mutation(
         "without locks a gradient counts whole",

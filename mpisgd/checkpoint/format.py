@@ -11,59 +11,33 @@ with eight zeros in its own place. So every byte of the file is covered, and a r
 """
 
 import io
-import json
-import math
 import os
 import struct
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
-from mpisgd.checkpoint.serialization import tensor_names
+from mpisgd.arguments import printable
+from mpisgd.checkpoint import files
+from mpisgd.checkpoint.header import (
+    MAX_HEADER_BYTES,
+    MIN_HEADER_BYTES,
+    Document,
+    Entry,
+    make_header,
+    parse_header,
+)
+from mpisgd.checkpoint.serialization import WRONG_TREE, decode, tensor_names
 from mpisgd.collectives.objects import Allocate
-from mpisgd.dtypes import SAFETENSORS_DTYPES
 from mpisgd.errors import CheckpointDamaged
 
 __all__ = ["Document", "bytes_of", "read", "write"]
 
-VERSION = 1
 CHUNK_BYTES = 16 * 2**20
-MAX_HEADER_BYTES = 2**30
-# Where the header's own checksum is: at one place in every file.
-CRC_BEFORE = b'{"__metadata__":{"header_crc32":"'
-CRC_DIGITS = slice(len(CRC_BEFORE), len(CRC_BEFORE) + 8)
-
-_DTYPE_OF = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
-
-
-class Document(NamedTuple):
-    """What is in a file beside the tensors.
-
-    Attributes:
-        step: the caller's number of it.
-        ranks: how many there were.
-        state: name to tree; see `tree.encode`.
-        kinds: name to "object", for what has a `load_state_dict`, or "value".
-        rng: one tree per rank; empty where none was saved.
-    """
-
-    step: int
-    ranks: int
-    state: dict[str, Any]
-    kinds: dict[str, str]
-    rng: list[Any]
-
-
-class _Entry(NamedTuple):
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    nbytes: int
-    crc32: int
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
@@ -86,34 +60,16 @@ def write(file: BinaryIO, document: Document, tensors: Mapping[str, Tensor]) -> 
         file: at its beginning.
         document: what stands beside the tensors.
         tensors: of the CPU, contiguous.
+
+    Raises:
+        CheckpointError: what is beside the tensors is too large.
     """
     ordered = sorted(tensors.items(), key=lambda pair: -pair[1].element_size())
-    header = _header(document, ordered)
+    crc32 = {name: zlib.crc32(_memory(tensor)) for name, tensor in ordered}
+    header = make_header(document, ordered, crc32)
     file.write(struct.pack("<Q", len(header)) + header)
     for _, tensor in ordered:
         file.write(_memory(tensor))
-
-
-def _header(document: Document, ordered: Sequence[tuple[str, Tensor]]) -> bytes:
-    entries: dict[str, Any] = {}
-    end = 0
-    for name, tensor in ordered:
-        begin, end = end, end + tensor.nbytes
-        entries[name] = {
-            "dtype": SAFETENSORS_DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
-    crc32 = {name: zlib.crc32(_memory(tensor)) for name, tensor in ordered}
-    description = json.dumps({"version": VERSION, **document._asdict(), "crc32": crc32}, allow_nan=False)
-    metadata = {"header_crc32": "0" * 8, "mpisgd": description}
-    text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 64)  # the tensors begin at a multiple of their elements' size
-    return _with_crc(text, zlib.crc32(text))
-
-
-def _with_crc(header: bytes, crc32: int) -> bytes:
-    return header[: CRC_DIGITS.start] + b"%08x" % crc32 + header[CRC_DIGITS.stop :]
 
 
 # --- reading ------------------------------------------------------------------------------------------
@@ -133,16 +89,9 @@ def read(
         CheckpointDamaged: it is not what was written; says what is wrong.
         OSError: it cannot be read.
     """
-    with path.open("rb") as file:
-        try:
-            document, entries = _read_header(file, path)
-            names = [name for name, kind in document.kinds.items() if kind == "value" or name in objects]
-            trees = [*(document.state[name] for name in names), *document.rng]
-            wanted = {name for tree in trees for name in tensor_names(tree)}
-        except (KeyError, TypeError, ValueError) as exc:
-            raise CheckpointDamaged(
-                f"{path} is no checkpoint of mpisgd: {type(exc).__name__}, {exc}"
-            ) from exc
+    with _opened(path) as file:
+        document, entries = _read_header(file, path)
+        wanted = _wanted(document, entries, objects, path)
         rooms = (_room(entry, empty) if entry.name in wanted else None for entry in entries)
         found = {
             entry.name: _read_tensor(file, path, entry, room)
@@ -151,54 +100,49 @@ def read(
     return document, {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
-def _read_header(file: io.BufferedReader, path: Path) -> tuple[Document, list[_Entry]]:
+def _opened(path: Path) -> io.BufferedReader:
+    try:
+        return files.open_regular(path)
+    except ValueError as exc:
+        raise CheckpointDamaged(printable(f"{path} is no checkpoint: {exc}")) from exc
+
+
+def _read_header(file: io.BufferedReader, path: Path) -> tuple[Document, list[Entry]]:
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")
-    if not len(CRC_BEFORE) + 8 < length <= min(size - 8, MAX_HEADER_BYTES):
-        raise CheckpointDamaged(f"{path} is cut short or no checkpoint: {size} bytes, header of {length}")
-    header = bytearray(length)
-    _read_into(file, header)
-    if not header.startswith(CRC_BEFORE):
-        raise CheckpointDamaged(f"{path} is no checkpoint of mpisgd, or its header is damaged")
-    found = b"%08x" % zlib.crc32(_with_crc(bytes(header), 0))
-    if found != header[CRC_DIGITS]:
+    if not MIN_HEADER_BYTES < length <= min(size - 8, MAX_HEADER_BYTES):
         raise CheckpointDamaged(
-            f"{path} is damaged: its header does not have the checksum that is written in it"
+            printable(f"{path} is cut short or no checkpoint: {size} bytes, header of {length}")
         )
-    content = json.loads(bytes(header))
-    fields = json.loads(content.pop("__metadata__")["mpisgd"])
-    if fields.pop("version") != VERSION:
-        raise CheckpointDamaged(
-            f"{path} was written by another version of mpisgd, which this one cannot read"
-        )
-    entries = _entries(content, fields.pop("crc32"))
+    document, entries = parse_header(file.read(length), path)
     end = 8 + length + sum(entry.nbytes for entry in entries)
     if end != size:
-        raise CheckpointDamaged(f"{path} is cut short or damaged: {size} bytes instead of {end}")
-    return Document(**fields), entries
+        raise CheckpointDamaged(printable(f"{path} is cut short or damaged: {size} bytes instead of {end}"))
+    return document, entries
 
 
-def _entries(content: Mapping[str, Any], crc32: Mapping[str, int]) -> list[_Entry]:
-    """Return what lies in the data, in its order."""
-    entries = []
-    end = 0
-    for name, entry in sorted(content.items(), key=lambda pair: pair[1]["data_offsets"]):
-        dtype, shape = _DTYPE_OF[entry["dtype"]], tuple(entry["shape"])
-        nbytes = math.prod(shape) * dtype.itemsize
-        begin, end = end, end + nbytes
-        if entry["data_offsets"] != [begin, end]:
-            raise ValueError(f"{name} is not where it should be")
-        entries.append(_Entry(name, dtype, shape, nbytes, crc32[name]))
-    return entries
+def _wanted(document: Document, entries: list[Entry], objects: Collection[str], path: Path) -> set[str]:
+    """Return which tensors are to be kept, once all trees can be decoded, with tensors as in this file."""
+    alike = {entry.name: torch.zeros((), dtype=entry.dtype).expand(entry.shape) for entry in entries}
+    names = [name for name, kind in document.kinds.items() if kind == "value" or name in objects]
+    try:
+        for tree in (*document.state.values(), *document.rng):
+            decode(tree, alike)
+        trees = [*(document.state[name] for name in names), *document.rng]
+        return {name for tree in trees for name in tensor_names(tree)}
+    except WRONG_TREE as exc:
+        raise CheckpointDamaged(
+            printable(f"{path} is no checkpoint of mpisgd: {type(exc).__name__}, {exc}")
+        ) from exc
 
 
-def _room(entry: _Entry, empty: Allocate | None) -> Tensor:
+def _room(entry: Entry, empty: Allocate | None) -> Tensor:
     if empty is not None:
         return empty(entry.shape, entry.dtype)
     return torch.empty(entry.shape, dtype=entry.dtype)
 
 
-def _read_tensor(file: io.BufferedReader, path: Path, entry: _Entry, tensor: Tensor | None) -> Tensor | None:
+def _read_tensor(file: io.BufferedReader, path: Path, entry: Entry, tensor: Tensor | None) -> Tensor | None:
     """Read one tensor into its memory, if it is to be kept, and check it."""
     if tensor is not None:
         _read_into(file, _memory(tensor))
@@ -207,7 +151,7 @@ def _read_tensor(file: io.BufferedReader, path: Path, entry: _Entry, tensor: Ten
         found = _skim(file, entry.nbytes)
     if found != entry.crc32:
         raise CheckpointDamaged(
-            f"{path} is damaged: {entry.name} has checksum {found:08x}, not {entry.crc32:08x}"
+            printable(f"{path} is damaged: {entry.name} has checksum {found:08x}, not {entry.crc32:08x}")
         )
     return tensor
 
@@ -222,6 +166,6 @@ def _skim(file: io.BufferedReader, nbytes: int) -> int:
     return crc32
 
 
-def _read_into(file: io.BufferedReader, memory: memoryview | bytearray) -> None:
+def _read_into(file: io.BufferedReader, memory: memoryview) -> None:
     if file.readinto(memory) < len(memory):
         raise CheckpointDamaged(f"{file.name} ends too early: another process is writing it")

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpisgd.arguments import as_path, check_flag, has_state_dict
-from mpisgd.checkpoint import format, rng_state
-from mpisgd.checkpoint.newest import Found, newest_intact, newest_seen
-from mpisgd.checkpoint.serialization import decode
+from mpisgd.arguments import as_path, check_flag, has_state_dict, printable
+from mpisgd.checkpoint import format, rank_state, rng_state
+from mpisgd.checkpoint.newest import Found, newest_intact, newest_seen, read_whole
+from mpisgd.checkpoint.serialization import WRONG_TREE, decode
 from mpisgd.checkpoint.shared_errors import ROOT, agree, at_root
 from mpisgd.collectives.objects import Allocate
 from mpisgd.core.consistency import Operation
@@ -108,12 +108,16 @@ def load(
                 "values are in what load returns"
             )
     group = group_or_world(group)
-    found = _fetch(group, path, objects, _memory(group, folder))
-    state, values, states = _decoded(found, objects)
+    empty = _memory(group, folder)
+    found, of_ranks = _fetch(group, path, objects, empty)
+    common, values, states = _decoded(found, objects)
+    parts = _shares(group, found, of_ranks, common, objects)
+    state, replicas = rank_state.give_back(group, parts, common, empty)
     problems = [line for name, value in objects.items() for line in _misfits(name, value, state[name])]
     problem = f"{found.path} does not fit: {'; '.join(problems)}" if problems else None
     agree(group, Operation("checkpoint.load", extra="fits"), problem, CheckpointMismatch)
     _fill(group, state, objects)
+    rank_state.load_replicas(objects, replicas)
     if rng and states:
         rng_state.restore(states, group.rank)
     return Loaded(found.path, found.document.step, found.document.ranks, values)
@@ -130,14 +134,19 @@ def _memory(group: Group, folder: Path | None) -> Allocate:
         return MappedMemory(folder, f"what rank {group.rank} loads").empty
 
 
-def _fetch(group: Group, path: Path, objects: Mapping[str, Any], empty: Allocate) -> Found:
-    """Return the same checkpoint on every rank. Collective."""
+def _fetch(
+    group: Group, path: Path, objects: Mapping[str, Any], empty: Allocate
+) -> tuple[Found, rank_state.OfRanks]:
+    """Return the same checkpoint on every rank, and on the root what belongs to each of them. Collective."""
     seen = newest_seen(group, "checkpoint.load", path)
     here: dict[str, Tensor] = {}
+    of_ranks = rank_state.OfRanks({}, {})
 
     def read() -> Found:
         """Read; tell the others of the tensors what is not their content."""
+        nonlocal of_ranks
         found = _read(path, seen or [], objects, empty)
+        found, of_ranks = rank_state.take_out(found)
         here.update(found.tensors)
         return found._replace(tensors={name: tensor.to("meta") for name, tensor in here.items()})
 
@@ -147,29 +156,52 @@ def _fetch(group: Group, path: Path, objects: Mapping[str, Any], empty: Allocate
     with raised_on_every_rank(group):
         tensors = here or {name: empty(meta.shape, meta.dtype) for name, meta in found.tensors.items()}
     broadcast_tensors([format.bytes_of(tensor) for tensor in tensors.values()], group.ranks[ROOT], group)
-    return found._replace(tensors=tensors)
+    return found._replace(tensors=tensors), of_ranks
 
 
 def _read(path: Path, seen: list[Any], objects: Mapping[str, Any], empty: Allocate) -> Found:
     """Read the file, or the newest intact one of the folder. On the root."""
-    if path.is_file():
-        found: Found | None = Found(path, *format.read(path, objects, empty))
+    wanted = rank_state.WithRanks(objects)
+    if path.exists() and not path.is_dir():
+        found: Found | None = read_whole(path, wanted, empty)
     else:
-        found = newest_intact(path, seen, objects, empty)
+        found = newest_intact(path, seen, wanted, empty)
     if found is None:
         raise CheckpointError(f"checkpoint.load: {path} holds no whole checkpoint")
     names = found.document.state
     missing = [name for name in objects if name not in names]
     if missing:
-        raise CheckpointMismatch(
-            f"checkpoint.load: {found.path} has no {', '.join(missing)}; it has {', '.join(names)}"
-        )
+        has, lacks = ", ".join(_of_all(found)), ", ".join(missing)
+        raise CheckpointMismatch(printable(f"checkpoint.load: {found.path} has no {lacks}; it has {has}"))
     values = [name for name in objects if found.document.kinds[name] == "value"]
     if values:
         raise CheckpointMismatch(
             f"checkpoint.load: {', '.join(values)} was saved as plain data: it is in what load returns"
         )
     return found
+
+
+def _shares(
+    group: Group,
+    found: Found,
+    of_ranks: rank_state.OfRanks,
+    common: Mapping[str, Any],
+    objects: Mapping[str, Any],
+) -> list[dict[str, Any]]:
+    """Return what each rank gets of what belongs to single ones, on the root. Collective."""
+    parts: list[dict[str, Any]] = []
+    problem = None
+    try:
+        parts = rank_state.shares(group, of_ranks, found.document.ranks, common, objects)
+    except WRONG_TREE as exc:
+        problem = printable(f"{found.path} is no checkpoint of mpisgd: {type(exc).__name__}, {exc}")
+    agree(group, Operation("checkpoint.load", extra="own"), problem, CheckpointDamaged)
+    return parts
+
+
+def _of_all(found: Found) -> list[str]:
+    """Return the names in a checkpoint, without those of what belongs to single ranks."""
+    return [name for name, kind in found.document.kinds.items() if kind != rank_state.KIND]
 
 
 def _decoded(found: Found, objects: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], list[Any]]:
@@ -182,9 +214,9 @@ def _decoded(found: Found, objects: Mapping[str, Any]) -> tuple[dict[str, Any], 
             {name: decode(document.state[name], tensors) for name in values},
             [decode(tree, tensors) for tree in document.rng],
         )
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as exc:  # on every rank alike
+    except WRONG_TREE as exc:  # on every rank alike
         raise CheckpointDamaged(
-            f"{found.path} is no checkpoint of mpisgd: {type(exc).__name__}, {exc}"
+            printable(f"{found.path} is no checkpoint of mpisgd: {type(exc).__name__}, {exc}")
         ) from exc
 
 
@@ -193,11 +225,17 @@ def _decoded(found: Found, objects: Mapping[str, Any]) -> tuple[dict[str, Any], 
 
 def _misfits(name: str, value: Any, saved: Any) -> list[str]:
     if isinstance(value, nn.Module):
-        lines = [f"{name}.{line}" for line in _differences(saved, value.state_dict())]
+        if not isinstance(saved, dict):
+            return [f"{name} is a {type(saved).__name__} in it, no state of a module"]
+        lines = [printable(f"{name}.{line}") for line in _differences(saved, value.state_dict())]
         more = len(lines) - MAX_LINES
         return lines if more <= 0 else [*lines[:MAX_LINES], f"and {more} more"]
     if isinstance(value, torch.optim.Optimizer):
-        theirs = [len(group["params"]) for group in saved["param_groups"]]
+        try:
+            theirs = [len(group["params"]) for group in saved["param_groups"]]
+            saved["state"].items()
+        except WRONG_TREE:
+            return [f"{name} is no state of an optimizer in it"]
         ours = [len(group["params"]) for group in value.param_groups]
         return [f"{name} has {ours} parameters in its groups, not {theirs}"] if ours != theirs else []
     return []

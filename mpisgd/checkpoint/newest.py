@@ -7,14 +7,16 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from mpisgd.checkpoint import files, format
+from mpisgd.arguments import printable
+from mpisgd.checkpoint import files, format, rng_state
+from mpisgd.checkpoint.serialization import WRONG_TREE, decode
 from mpisgd.checkpoint.shared_errors import ROOT, gather_at_root
 from mpisgd.collectives.objects import Allocate
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.errors import CheckpointDamaged, CheckpointError
 
-__all__ = ["Found", "newest_intact", "newest_seen"]
+__all__ = ["Found", "newest_intact", "newest_seen", "read_whole"]
 
 
 class Found(NamedTuple):
@@ -45,6 +47,28 @@ def newest_seen(group: Group, kind: str, folder: Path) -> list[Seen] | None:
     return gather_at_root(group, Operation(kind, root=ROOT, extra="newest"), seen)
 
 
+def read_whole(path: Path, objects: Collection[str], empty: Allocate | None) -> Found:
+    """Read a checkpoint of which everything but the state of the objects is what `save` writes. On the root.
+
+    Args:
+        path: of the file.
+        objects: as for `format.read`.
+        empty: likewise.
+
+    Raises:
+        CheckpointDamaged: it is not.
+        OSError: it cannot be read.
+    """
+    found = Found(path, *format.read(path, objects, empty))
+    try:
+        rng_state.check([decode(tree, found.tensors) for tree in found.document.rng])
+    except WRONG_TREE as exc:
+        raise CheckpointDamaged(
+            printable(f"{path} is no checkpoint of mpisgd: generators: {type(exc).__name__}, {exc}")
+        ) from exc
+    return found
+
+
 def newest_intact(
     folder: Path, seen: list[Seen], objects: Collection[str], empty: Allocate | None = None
 ) -> Found | None:
@@ -63,11 +87,11 @@ def newest_intact(
     _check_shared(folder, seen)
     for path in files.checkpoints_in(folder):
         try:
-            return Found(path, *format.read(path, objects, empty))
+            return read_whole(path, objects, empty)
         except CheckpointDamaged as exc:
             reason = str(exc)
         except OSError as exc:
-            reason = f"{path} cannot be read: {exc.strerror or exc}"
+            reason = printable(f"{path} cannot be read: {exc.strerror or exc}")
         print(f"mpisgd: checkpoint passed over: {reason}", file=sys.stderr, flush=True)
     return None
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from mpisgd.arguments import as_index, as_path, check_flag, has_state_dict, shown
-from mpisgd.checkpoint import files, format, rng_state
+from mpisgd.checkpoint import files, format, rank_state, rng_state
 from mpisgd.checkpoint.serialization import Encoded, encode
 from mpisgd.checkpoint.shared_errors import ROOT, at_root, gather_at_root, merge_problems
 from mpisgd.core.consistency import Operation
@@ -18,8 +18,9 @@ from mpisgd.core.group import Group
 from mpisgd.dtypes import SAFETENSORS_DTYPES
 from mpisgd.errors import CheckpointError, InvalidArgument
 from mpisgd.job.lifecycle import group_or_world
+from mpisgd.optim.own_state import split_own
 
-__all__ = ["Content", "check_save_arguments", "collect", "save", "to_disk"]
+__all__ = ["Content", "check_mode", "check_save_arguments", "collect", "save", "to_disk"]
 
 KIND = "checkpoint.save"
 
@@ -37,19 +38,24 @@ def save(
     *,
     keep_last: int | None = None,
     rng: bool = True,
+    mode: int | None = None,
     group: Group | None = None,
     **state: Any,
 ) -> Path:
     """Write a checkpoint; when this returns, it is complete and on the disk.
 
     Collective: all ranks of `group` call it with the same step and the same names. The state is that of the
-    first rank, which alone accesses the folder; the random number generators are those of every rank.
+    first rank, which alone accesses the folder; the random number generators are those of every rank, and so
+    is what a `DistributedOptimizer` has on each rank alone: residuals of compressors, and the parameters and
+    the optimizer's state where the ranks' models differ.
 
     Args:
         folder: made if need be; the file in it is `step-00000300.safetensors`.
         step: its number; the largest is the newest. A file of the same step is replaced.
         keep_last: how many checkpoints up to this step to keep; older ones are removed after the write.
         rng: also save the random number generators (torch, numpy, Python) of each rank.
+        mode: permissions of the file, such as 0o600; by default those of the file that is replaced, or what
+            the umask leaves.
         group: defaults to all processes of the job.
         state: by name, objects that have `state_dict()` and `load_state_dict()`, or plain data: numbers,
             strings, None, tensors, arrays, and lists, tuples, sets and dicts of them.
@@ -63,14 +69,16 @@ def save(
             disk is full. On every rank; older checkpoints are unchanged.
         CollectiveMismatch: ranks have different steps, names, or tensors of other names, shapes or dtypes.
 
-    Cost: one checksum of the state (several GB/s) and one write to the disk.
+    Cost: one checksum of the state (several GB/s) and one write to the disk. What differs by rank comes to
+        the first one, which has that of all ranks in memory until it is written.
     """
     group = group_or_world(group)
     check_flag(KIND, "rng", rng)
+    check_mode(KIND, mode)
     folder = check_save_arguments(KIND, folder, step, keep_last, state)
     content = collect(group, step, state, rng=rng)
     operation = Operation(KIND, root=ROOT, extra="written")
-    return at_root(group, operation, lambda: to_disk(folder, content, keep_last))
+    return at_root(group, operation, lambda: to_disk(folder, content, keep_last, mode))
 
 
 def check_save_arguments(
@@ -93,6 +101,15 @@ def check_save_arguments(
     return path
 
 
+def check_mode(kind: str, mode: object) -> None:
+    """Raise InvalidArgument unless `mode` is None or permissions that let the owner read and write."""
+    if mode is not None and (type(mode) is not int or not 0o600 <= mode <= 0o777):
+        raise InvalidArgument(
+            f"{kind}: mode={shown(mode)}; expected permissions with which the owner can read and write, such "
+            "as 0o600, or None"
+        )
+
+
 def collect(group: Group, step: int, state: Mapping[str, Any], *, rng: bool) -> Content | None:
     """Return the content of the file on the root, None elsewhere. Collective.
 
@@ -103,38 +120,60 @@ def collect(group: Group, step: int, state: Mapping[str, Any], *, rng: bool) -> 
         rng: whether to gather the states of all generators.
     """
     step = operator.index(step)
-    encoded = _encode(state)
-    report = ("; ".join(encoded.problems) or None, rng_state.capture() if rng else None)
+    encoded, mine, own = _encode(state, group.rank)
+    problems = "; ".join([*encoded.problems, *mine.problems]) or None
+    report = _Report(problems, rng_state.capture() if rng else None, bool(own))
     asked = Operation(KIND, root=ROOT, extra=f"step {step}, {', '.join(state)}")
     reports = gather_at_root(group, asked, report)
-    at_root(group, Operation(KIND, root=ROOT, extra="checked"), lambda: _check_reports(group, reports))
+    some_own = at_root(
+        group, Operation(KIND, root=ROOT, extra="checked"), lambda: _check_reports(group, reports)
+    )
     # The tensors of all ranks are alike, since the file has those of one.
-    lines = [f"{name}: {tensor.dtype} {list(tensor.shape)}" for name, tensor in encoded.tensors.items()]
+    tensors = rank_state.alike_tensors(encoded, own)
+    lines = [f"{name}: {tensor.dtype} {list(tensor.shape)}" for name, tensor in tensors.items()]
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
     alike = Operation(KIND, extra=f"{len(lines)} tensors, hash {digest}")
     group.queue.run(alike, lambda: None, detail=lambda: "\n".join(lines))
-    if reports is None:
+    all_own = rank_state.gather_own(group, mine) if some_own else mine
+    if reports is None or all_own is None:
         return None
     kinds = {name: "object" if has_state_dict(value) else "value" for name, value in state.items()}
-    states = encode({"rng": [mine for _, mine in reports if rng]})
-    document = format.Document(step, group.size, encoded.tree, kinds, states.tree["rng"][1:])
-    return Content(document, {**encoded.tensors, **states.tensors})
+    kinds |= dict.fromkeys(all_own.tree, rank_state.KIND)
+    states = encode({"rng": [each.rng for each in reports if rng]})
+    document = format.Document(
+        step, group.size, {**encoded.tree, **all_own.tree}, kinds, states.tree["rng"][1:]
+    )
+    return Content(document, {**encoded.tensors, **all_own.tensors, **states.tensors})
 
 
-def _encode(state: Mapping[str, Any]) -> Encoded:
-    values, problems = {}, []
+class _Report(NamedTuple):
+    """What a rank tells the root: why it cannot be saved, its generators, whether it has something own."""
+
+    problem: str | None
+    rng: Any
+    has_own: bool
+
+
+def _encode(state: Mapping[str, Any], rank: int) -> tuple[Encoded, Encoded, dict[str, Any]]:
+    """Return what is common to all ranks, what is this one's own, and that by name as it is."""
+    values: dict[str, Any] = {}
+    own: dict[str, Any] = {}
+    problems: list[str] = []
     for name, value in state.items():
         try:
             values[name] = value.state_dict() if has_state_dict(value) else value
+            values[name], mine = split_own(value, values[name])
+            if mine is not None:
+                own[name] = mine
         except Exception as exc:
             problems.append(f"{name}.state_dict() raised {type(exc).__name__}: {exc}{_hint(value)}")
-    encoded = encode(values)
+    encoded, encoded_own = rank_state.encode_all(values, own, rank)
     unknown = [
         f"{name} is a tensor of {tensor.dtype}"
-        for name, tensor in encoded.tensors.items()
+        for name, tensor in {**encoded_own.tensors, **encoded.tensors}.items()
         if tensor.dtype not in SAFETENSORS_DTYPES
     ]
-    return encoded._replace(problems=[*problems, *encoded.problems, *unknown])
+    return encoded._replace(problems=[*problems, *encoded.problems, *unknown]), encoded_own, own
 
 
 def _hint(value: Any) -> str:
@@ -142,31 +181,32 @@ def _hint(value: Any) -> str:
     return "; it is divided among ranks: use torch.distributed.checkpoint" if divided else ""
 
 
-def _check_reports(group: Group, reports: list[Any] | None) -> None:
-    """Raise CheckpointError if a rank reports a problem. On the root."""
+def _check_reports(group: Group, reports: list[_Report] | None) -> bool:
+    """Return whether a rank has something of its own; raise CheckpointError if one reports a problem."""
     assert reports is not None
-    if text := merge_problems(group, [problem for problem, _ in reports]):
+    if text := merge_problems(group, [each.problem for each in reports]):
         raise CheckpointError(
             f"{KIND}: cannot be saved without pickle: {text}. Save plain data, or an object with "
             "state_dict() and load_state_dict()"
         )
+    return any(each.has_own for each in reports)
 
 
-def to_disk(folder: Path, content: Content | None, keep_last: int | None) -> Path:
+def to_disk(folder: Path, content: Content | None, keep_last: int | None, mode: int | None) -> Path:
     """Write a checkpoint and remove older ones. On the root.
 
     Raises:
         OSError: nothing was written.
     """
     assert content is not None
-    folder.mkdir(parents=True, exist_ok=True)
+    files.make_folder(folder)
     files.remove_unfinished(folder)
     path = files.path_of(folder, content.document.step)
     plain = {  # contiguous memory of the CPU; no copy where it is that already
         name: tensor.resolve_conj().resolve_neg().cpu().contiguous()
         for name, tensor in content.tensors.items()
     }
-    files.write_file(path, lambda file: format.write(file, content.document, plain))
+    files.write_file(path, lambda file: format.write(file, content.document, plain), mode)
     if keep_last is not None:
         files.remove_older(path, keep_last)
     return path

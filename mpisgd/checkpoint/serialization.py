@@ -17,7 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Encoded", "decode", "encode", "tensor_names"]
+from mpisgd.arguments import shown
+
+__all__ = ["MAX_DEPTH", "MAX_DIMS", "WRONG_TREE", "Encoded", "decode", "encode", "tensor_names"]
+
+MAX_DEPTH = 100  # of nested values
+MAX_DIMS = 64  # of a tensor
+# What `decode` raises where a tree is none that `encode` makes.
+WRONG_TREE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 # What else torch calls a tensor: divided among ranks, fake, of another library. None of them is plain memory.
 PLAIN_TENSORS: tuple[type, ...] = (Tensor, nn.Parameter, getattr(nn, "Buffer", Tensor))
@@ -48,7 +55,7 @@ def decode(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Return the value of a tree.
 
     Raises:
-        KeyError, TypeError, ValueError: `encode` makes no such tree.
+        WRONG_TREE: `encode` makes no such tree.
     """
     if not isinstance(tree, list):
         return tree
@@ -77,6 +84,8 @@ class _Encoder:
 
     def encode(self, value: Any, path: Path) -> Any:
         kind = type(value)
+        if len(path) > MAX_DEPTH:  # or contains itself
+            return self._refuse(path[:5], f"and so on is nested more than {MAX_DEPTH} deep")
         if value is None or kind in (bool, int, str):
             return value
         if kind in _PLAIN:
@@ -144,6 +153,8 @@ def _why_not(tensor: Tensor) -> str | None:
         return (
             f"has layout {tensor.layout}{', quantized' * tensor.is_quantized}; only dense ones can be saved"
         )
+    if tensor.dim() > MAX_DIMS:
+        return f"has {tensor.dim()} dimensions; at most {MAX_DIMS} can be saved"
     return None
 
 
@@ -197,11 +208,19 @@ def _module_state(parts: Parts, tensors: Tensors) -> "collections.OrderedDict[st
     return state
 
 
-def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"torch.{name} is no dtype")
-    return found
+# A table: `getattr(torch, name)` would import modules of torch by the name that a file gives.
+_DTYPES = {
+    str(value).removeprefix("torch."): value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype)
+}
+
+
+def _device(text: str) -> torch.device:
+    try:
+        return torch.device(text)
+    except RuntimeError as exc:
+        raise ValueError(f"{shown(text)} is no device") from exc
 
 
 _DECODERS: dict[str, Callable[[Parts, Tensors], Any]] = {
@@ -221,6 +240,6 @@ _DECODERS: dict[str, Callable[[Parts, Tensors], Any]] = {
     "size": lambda parts, tensors: torch.Size(parts),
     "bytes": lambda parts, tensors: base64.b64decode(parts[0], validate=True),
     "complex": lambda parts, tensors: complex(parts[0]),
-    "dtype": lambda parts, tensors: _dtype(parts[0]),
-    "device": lambda parts, tensors: torch.device(parts[0]),
+    "dtype": lambda parts, tensors: _DTYPES[parts[0]],
+    "device": lambda parts, tensors: _device(parts[0]),
 }

@@ -12,7 +12,7 @@ from torch import Tensor
 from mpisgd.accelerator.host_copy import copy_tree
 from mpisgd.arguments import check_flag, shown
 from mpisgd.checkpoint import files
-from mpisgd.checkpoint.saving import Content, check_save_arguments, collect, to_disk
+from mpisgd.checkpoint.saving import Content, check_mode, check_save_arguments, collect, to_disk
 from mpisgd.checkpoint.shared_errors import ROOT, at_root
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
@@ -43,6 +43,7 @@ class Writer:
         when_busy: what `save` does while an earlier checkpoint is being written: `wait` for it or `skip`
             this one, on all ranks.
         rng: as for `checkpoint.save`.
+        mode: as for `checkpoint.save`.
         group: defaults to all processes of the job when `save` is called.
 
     Raises:
@@ -57,15 +58,18 @@ class Writer:
         keep_last: int | None = None,
         when_busy: str = "wait",
         rng: bool = True,
+        mode: int | None = None,
         group: Group | None = None,
     ) -> None:
         self.folder = check_save_arguments("checkpoint.Writer", folder, 0, keep_last, {"nothing": None})
         check_flag("checkpoint.Writer", "rng", rng)
+        check_mode("checkpoint.Writer", mode)
         if not isinstance(when_busy, str) or when_busy not in WHEN_BUSY:
             raise InvalidArgument(f"checkpoint.Writer: when_busy={shown(when_busy)}; expected wait or skip")
         self.keep_last = keep_last
         self.when_busy = when_busy
         self._rng = rng
+        self._mode = mode
         self._group = group
         self._snapshot: dict[str, Tensor] = {}  # its memory is reused
         self._thread: threading.Thread | None = None
@@ -134,7 +138,7 @@ class Writer:
 
     def _write(self, content: Content) -> None:
         try:
-            self._newest = to_disk(self.folder, content, self.keep_last)
+            self._newest = to_disk(self.folder, content, self.keep_last, self._mode)
         except Exception as exc:
             self._failure = exc
             text = f"mpisgd: the checkpoint of step {content.document.step} could not be written: {exc}"

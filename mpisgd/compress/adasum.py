@@ -42,6 +42,11 @@ class AdaptiveSum(Compressor):
     def __repr__(self) -> str:
         return "Adasum"
 
+    @property
+    def is_additive(self) -> bool:
+        """It is not: what gradients have in common counts once."""
+        return False
+
     def reducer(self, layout: BucketLayout) -> BucketReducer:
         """Return what combines the gradients of a bucket, each by itself."""
         return _AdasumReducer(layout)

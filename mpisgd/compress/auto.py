@@ -43,6 +43,16 @@ class Auto(Compressor):
             raise InvalidArgument(f"Auto: candidates={shown(given)}; expected a tuple of compressors")
         check_ratio("Auto", "max_time_ratio", self.max_time_ratio)
 
+    @property
+    def has_momentum(self) -> bool:
+        """Whether some candidate has one, which may be chosen."""
+        return any(candidate.has_momentum for candidate in self.candidates)
+
+    @property
+    def has_magnitudes(self) -> bool:
+        """Whether all candidates keep them."""
+        return all(candidate.has_magnitudes for candidate in self.candidates)
+
     def changes(self, dtype: torch.dtype) -> bool:
         """Return whether some candidate changes buckets of `dtype`."""
         return any(candidate.changes(dtype) for candidate in self.candidates)

@@ -16,6 +16,7 @@ from torch import Tensor
 from mpisgd.compress.codec import Codec
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
+from mpisgd.method_state import names_of, pieces_of, restart
 
 __all__ = ["BucketLayout", "BucketReducer", "Compressor"]
 
@@ -40,7 +41,20 @@ class BucketLayout(NamedTuple):
 
 
 class BucketReducer(abc.ABC):
-    """Combines one bucket over the ranks of a group, again in every step."""
+    """Combines one bucket over the ranks of a group, again in every step.
+
+    Attributes:
+        state: what it keeps from step to step, a dataclass whose fields are marked as `alike` or `own` by
+            `mpisgd.method_state`; None: nothing. What becomes of a field when buckets regroup follows from
+            its value: a tensor [layout.numel] is cut by parameter and joined again; a list with an entry for
+            each of the layout's shapes is divided by parameter, None where there was none; a number, text or
+            tuple is for all parameters; anything else goes to a bucket of the same parameters only. A field
+            is None before the first step, and where a bucket has parameters that were in none.
+        leads_alone: whether what is alike is so on some ranks alone, the others having none of it.
+    """
+
+    state: Any = None
+    leads_alone: ClassVar[bool] = False
 
     @abc.abstractmethod
     def reduce(self, bucket: Tensor, group: Group, op: ReduceOp) -> None:
@@ -72,25 +86,20 @@ class BucketReducer(abc.ABC):
             arrived: the mean over the ranks, of the parameter's elements.
         """
 
-    def reset(self) -> None:  # noqa: B027
-        """Begin anew, as before the first step. What keeps nothing has nothing to do."""
+    def reset(self) -> None:
+        """Begin anew, as before the first step."""
+        restart(self.state)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank keeps for the next step; {} where there is nothing.
-
-        What becomes of an entry when buckets regroup, or another rank loads it, depends on its type:
-
-        - a tensor [layout.numel] is this rank's own; it is cut by parameter and joined again
-        - a list with an entry for each of the layout's shapes is alike on all ranks; it is dealt out by
-          parameter, None where there was none
-        - a number, text, tuple or None is alike on all ranks and for all parameters, as a count of steps is
-        - anything else is this rank's own, and goes to a bucket of the same parameters only
-        """
-        return {}
+        """Return what this rank keeps for the next step, by field of `state`, without what is None."""
+        pieces = pieces_of(self.state)
+        return {k: v for k, v in {**pieces.own, **pieces.alike}.items() if v is not None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict()` has returned, as far as it is still there; see there."""
-        assert not state, f"{type(self).__name__} returns a state and cannot load it"
+        """Take over what `state_dict()` has returned; what is not there begins anew."""
+        restart(self.state)
+        for name in names_of(self.state) & set(state):
+            setattr(self.state, name, state[name])
 
 
 @dataclass(frozen=True)
@@ -117,6 +126,19 @@ class Compressor(abc.ABC):
     def has_momentum(self) -> bool:
         """Whether it takes the place of the optimizer's momentum, which must be off then."""
         return False
+
+    @property
+    def has_magnitudes(self) -> bool:
+        """Whether what arrives is about as large as what was sent, as models need it that are averaged."""
+        return True
+
+    @property
+    def is_additive(self) -> bool:
+        """Whether R + g on every rank, R the same on all, becomes R plus what becomes of g, as a mean does.
+
+        Up to rounding, noise, and what is left out for later. Else gradients are not reduced twice.
+        """
+        return not self.has_momentum
 
     @property
     def is_contraction(self) -> bool:

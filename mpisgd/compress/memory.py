@@ -16,15 +16,36 @@ begins anew at zero. With a GradScaler it is in the units of the scale: the firs
 doubled (every 2,000 steps by default) adds half of it.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mpisgd.compress.compressor import BucketLayout
+from mpisgd.compress.finite import is_finite
+from mpisgd.method_state import alike, own
 
-__all__ = ["Memory", "Residual", "memory_of"]
+__all__ = ["Memory", "Residual", "Waiting", "fitted", "memory_of"]
+
+
+@dataclass
+class Waiting:
+    """What a reducer keeps that may leave something out.
+
+    Attributes:
+        residual: [layout.numel], what was meant and not sent; None: nothing yet.
+        steps: how many buckets there were.
+    """
+
+    residual: Tensor | None = own(None)
+    steps: int = alike(0)
+
+
+def fitted(value: Tensor | None, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return what is kept, [numel], where it belongs; zeros where there is nothing yet."""
+    if value is None or value.shape != (numel,):
+        return torch.zeros(numel, dtype=dtype, device=device)
+    return value.to(device, dtype)
 
 
 class Memory:
@@ -40,11 +61,13 @@ class Memory:
         """Return what is meant, [n]: `bucket` itself, or the memory that is left to be taken out of."""
         return bucket
 
-    def take_at(self, indices: Tensor) -> None:
-        """Note that all of these elements was sent."""
+    def take_at(self, indices: Tensor) -> bool:
+        """Note that all of these elements was sent; return as `check`."""
+        return True
 
-    def check(self) -> None:
-        """Begin anew where something of what is kept is not finite, after it was changed from outside."""
+    def check(self) -> bool:
+        """Return whether what is kept is finite, after it was changed from outside; else begin anew."""
+        return True
 
     def put_back(self, start: int, arrived: Tensor) -> None:
         """Note that a mean over the ranks arrived for nothing: it is kept for the next step.
@@ -57,61 +80,57 @@ class Memory:
     def reset(self) -> None:
         """Begin anew."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what is kept."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict()` has returned; what is missing begins anew."""
-
 
 class Residual(Memory):
     """Keeps what was meant and not sent.
 
     Args:
         layout: of the bucket.
-
-    Attributes:
-        residual: [layout.numel].
+        state: has the residual.
     """
 
     keeps = True
 
-    def __init__(self, layout: BucketLayout) -> None:
-        self.residual = torch.zeros(layout.numel, dtype=layout.dtype, device=layout.device)
+    def __init__(self, layout: BucketLayout, state: Waiting) -> None:
+        self._layout, self._state = layout, state
+        self._state.residual = self.residual  # its memory is there from the beginning
+
+    @property
+    def residual(self) -> Tensor:
+        """What was meant and not sent, [layout.numel]."""
+        kept = fitted(self._state.residual, self._layout.numel, self._layout.dtype, self._layout.device)
+        self._state.residual = kept
+        return kept
 
     def add(self, bucket: Tensor) -> Tensor:
         """Return gradient and residual together, in the memory of the residual."""
         return self.residual.add_(bucket)
 
-    def take_at(self, indices: Tensor) -> None:
-        """Set the residual of these elements to zero."""
+    def take_at(self, indices: Tensor) -> bool:
+        """Set the residual of these elements to zero; return whether the rest is finite."""
         self.residual.index_fill_(0, indices, 0)
-        self.check()
+        return self.check()
 
-    def check(self) -> None:
-        """Begin anew where something is not finite."""
-        if not self.residual.sum().isfinite():
+    def check(self) -> bool:
+        """Return whether all is finite; else begin anew."""
+        finite = is_finite(self.residual)
+        if not finite:
             self.reset()
+        return finite
 
     def put_back(self, start: int, arrived: Tensor) -> None:
-        """Add it to the residual: every rank does, so the mean over the ranks grows by what had arrived."""
-        self.residual[start : start + arrived.numel()] += arrived
+        """Add it to the residual: every rank does, so the mean over the ranks grows by what had arrived.
+
+        After an overflow, which may make a whole bucket NaN, there is nothing to be kept.
+        """
+        if is_finite(arrived):
+            self.residual[start : start + arrived.numel()] += arrived
 
     def reset(self) -> None:
         """Begin anew."""
         self.residual.zero_()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the residual."""
-        return {"residual": self.residual}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a residual, if there is one."""
-        if "residual" in state:
-            self.residual.copy_(state["residual"])
-
-
-def memory_of(layout: BucketLayout, error_feedback: bool) -> Memory:
-    """Return a residual for a bucket, or what keeps nothing."""
-    return Residual(layout) if error_feedback else Memory()
+def memory_of(layout: BucketLayout, error_feedback: bool, state: Waiting) -> Memory:
+    """Return a residual for a bucket, which `state` has, or what keeps nothing."""
+    return Residual(layout, state) if error_feedback else Memory()

@@ -49,6 +49,21 @@ class PerHost(Compressor):
         if not isinstance(self.compressor, Compressor):
             raise InvalidArgument(f"PerHost: compressor={shown(self.compressor)}; expected a Compressor")
 
+    @property
+    def has_momentum(self) -> bool:
+        """Whether the compressor has one."""
+        return self.compressor.has_momentum
+
+    @property
+    def has_magnitudes(self) -> bool:
+        """Whether the compressor keeps them."""
+        return self.compressor.has_magnitudes
+
+    @property
+    def is_additive(self) -> bool:
+        """Whether the compressor is."""
+        return self.compressor.is_additive
+
     def changes(self, dtype: torch.dtype) -> bool:
         """Return whether the compressor changes buckets of `dtype`."""
         return self.compressor.changes(dtype)
@@ -80,9 +95,13 @@ _levels: "weakref.WeakKeyDictionary[Group, _Levels]" = weakref.WeakKeyDictionary
 class PerHostReducer(BucketReducer):
     """The working part of `PerHost`.
 
+    What it keeps is what the other reducer keeps, and counts where this rank is the first of its host.
+
     Args:
         inner: reduces the bucket between hosts.
     """
+
+    leads_alone = True
 
     def __init__(self, inner: BucketReducer) -> None:
         self._inner = inner

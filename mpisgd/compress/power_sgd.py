@@ -4,9 +4,8 @@ Vogels, Karimireddy and Jaggi 2019, "PowerSGD: Practical Low-Rank Gradient Compr
 Optimization".
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,12 +13,14 @@ from torch import Tensor
 from mpisgd.accelerator.buffers import cut_by
 from mpisgd.arguments import check_count, check_flag, check_positive, check_seed
 from mpisgd.compress.compressor import BucketLayout, BucketReducer
-from mpisgd.compress.memory import memory_of
+from mpisgd.compress.finite import is_finite
+from mpisgd.compress.memory import Waiting, memory_of
 from mpisgd.compress.randomness import generator
 from mpisgd.compress.sum_reducer import SumReducer
 from mpisgd.compress.wide_compressor import WideCompressor
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
+from mpisgd.method_state import alike
 
 __all__ = ["PowerSGD", "PowerSGDReducer", "orthogonalize"]
 
@@ -88,13 +89,21 @@ def orthogonalize(matrix: Tensor) -> Tensor:
     return basis
 
 
-class PowerSGDReducer(BucketReducer):
-    """The working part of `PowerSGD`.
+@dataclass
+class _Factors(Waiting):
+    """What is kept.
 
     Attributes:
-        steps: how many buckets it has reduced.
-        factors: Q of each parameter; None of those that travel as they are.
+        factors: Q of each parameter; None of those that travel as they are. None: all begin anew.
     """
+
+    factors: list[Tensor | None] | None = alike(None)
+
+
+class PowerSGDReducer(BucketReducer):
+    """The working part of `PowerSGD`."""
+
+    state: _Factors
 
     def __init__(self, layout: BucketLayout, choice: PowerSGD) -> None:
         self._layout = layout
@@ -103,10 +112,10 @@ class PowerSGDReducer(BucketReducer):
         self._matrices = [place for place, rank in enumerate(self._ranks) if rank]
         self._others = [place for place, rank in enumerate(self._ranks) if not rank]
         self._words = self._count_words()
-        self.memory = memory_of(layout, choice.error_feedback)
-        self.steps = 0
-        self.factors = [self._first_factor(place) for place in range(len(layout.shapes))]
+        self.state = _Factors()
+        self.memory = memory_of(layout, choice.error_feedback, self.state)
         self._was_compressed: bool | None = None
+        self._fit_factors()
 
     def _count_words(self) -> tuple[int, int]:
         """Return how many elements travel in the first all-reduce and in the second."""
@@ -130,22 +139,25 @@ class PowerSGDReducer(BucketReducer):
 
     def reduce(self, bucket: Tensor, group: Group, op: ReduceOp) -> None:
         """Replace the bucket by the product of the factors of all ranks; see `BucketReducer.reduce`."""
-        self._was_compressed = bool(self._matrices) and self.steps >= self._choice.warmup_steps
-        self.steps += 1
+        self._was_compressed = bool(self._matrices) and self.state.steps >= self._choice.warmup_steps
+        self.state.steps += 1
         if self._was_compressed:
             self._reduce_factors(bucket, group, op)
         else:
             SumReducer(bucket.nbytes).reduce(bucket, group, op)
 
     def _reduce_factors(self, bucket: Tensor, group: Group, op: ReduceOp) -> None:
+        self._fit_factors()
         parts = self._parts_of(self.memory.add(bucket))
         products, plain = self._share_products(parts, group, op)
-        if not all(product.isfinite().all() for product in products):  # on all ranks
-            bucket.fill_(torch.nan)  # as the sum would be, at least in places
-            self._restart()
+        if not all(map(is_finite, products)):  # on all ranks
+            self._overflow(bucket)
             return
         bases = [orthogonalize(product) for product in products]
         self._share_factors(parts, bases, group, op)
+        if not all(is_finite(self._factor(place)) for place in self._matrices):  # the next Q would be NaN
+            self._overflow(bucket)
+            return
         out = self._parts_of(bucket)  # without a memory `parts` lie there, too, and are not needed any more
         for place, basis in zip(self._matrices, bases, strict=True):
             torch.mm(basis, self._factor(place).T, out=out[place])
@@ -153,10 +165,15 @@ class PowerSGDReducer(BucketReducer):
             out[place].copy_(total)
         self._remember(parts, out, 1 / group.size if op is ReduceOp.SUM else 1)
 
+    def _overflow(self, bucket: Tensor) -> None:
+        """Make the bucket NaN, as the sum would be, at least in places; begin anew."""
+        bucket.fill_(torch.nan)
+        self._restart()
+
     def _restart(self) -> None:
         """Begin anew but for the warm-up."""
         self.memory.reset()
-        self.factors = [self._first_factor(place) for place in range(len(self.factors))]
+        self.state.factors = None
 
     def _parts_of(self, flat: Tensor) -> list[Tensor]:
         """Return the matrices in a bucket, and what is none as it lies there."""
@@ -167,9 +184,20 @@ class PowerSGDReducer(BucketReducer):
         return parts
 
     def _factor(self, place: int) -> Tensor:
-        factor = self.factors[place]
+        assert self.state.factors is not None
+        factor = self.state.factors[place]
         assert factor is not None
         return factor
+
+    def _fit_factors(self) -> None:
+        """Begin anew with each factor that there is not, or that has another shape."""
+        known = self.state.factors or [None] * len(self._ranks)
+        fitted: list[Tensor | None] = []
+        for rank, shape, factor in zip(self._ranks, self._layout.shapes, known, strict=True):
+            fits = factor is not None and factor.shape == (shape[1:].numel(), rank)
+            at_home = factor.to(self._layout.device, self._layout.dtype) if factor is not None else None
+            fitted.append(at_home if fits else self._first_factor(len(fitted)))
+        self.state.factors = fitted
 
     def _share_products(
         self, parts: Sequence[Tensor], group: Group, op: ReduceOp
@@ -199,8 +227,10 @@ class PowerSGDReducer(BucketReducer):
         for place, basis, piece in zip(self._matrices, bases, pieces, strict=True):
             torch.mm(parts[place].T, basis, out=piece.view(-1, self._ranks[place]))
         SumReducer(wire.nbytes).reduce(wire, group, op)
+        factors = self.state.factors
+        assert factors is not None
         for place, piece in zip(self._matrices, pieces, strict=True):
-            self.factors[place] = piece.view(-1, self._ranks[place])
+            factors[place] = piece.view(-1, self._ranks[place])
 
     def _remember(self, parts: Sequence[Tensor], out: Sequence[Tensor], scale: float) -> None:
         """Keep what the products lack of what was meant; nothing of what travelled as it is."""
@@ -222,21 +252,3 @@ class PowerSGDReducer(BucketReducer):
     def put_back(self, start: int, arrived: Tensor) -> None:
         """Keep it for the next step."""
         self.memory.put_back(start, arrived)
-
-    def reset(self) -> None:
-        """Begin anew."""
-        self.steps, self._was_compressed = 0, None
-        self._restart()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the residual, the factors to start from, and how many steps there were."""
-        return {**self.memory.state_dict(), "factors": list(self.factors), "steps": self.steps}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take them over; a factor that is missing or has another shape begins anew."""
-        self.steps = state.get("steps", 0)
-        self.memory.load_state_dict(state)
-        for place, factor in enumerate(state.get("factors", ())):
-            mine = self.factors[place]
-            if mine is not None and factor is not None and factor.shape == mine.shape:
-                self.factors[place] = factor.to(mine.device, mine.dtype)

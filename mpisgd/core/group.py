@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from mpisgd.arguments import as_index, shown
 from mpisgd.core.operation_queue import OperationQueue
-from mpisgd.core.owner import Owner, describe_owner
 from mpisgd.core.topology import Topology
 from mpisgd.errors import InvalidRank, MpisgdError, NotInGroup, NotInitialized, PeerLost
 
@@ -143,11 +142,6 @@ class Group:
             f"this process was forked from rank {self.ranks[self.rank]} of the job: MPI cannot be used in it "
             "(DataLoader workers must not communicate)"
         )
-
-    def new_owner(self, kind: str, type_name: str, names: Sequence[str]) -> Owner:
-        """Return an owner for operations of this group; all members make the same ones in the same order."""
-        self.num_owners[kind] += 1
-        return describe_owner(kind, self.num_owners[kind], type_name, names)
 
     def group_rank(self, name: str, what: str, global_rank: int) -> int:
         """Return the place of a global rank in this group; `name` and `what` go into the error."""

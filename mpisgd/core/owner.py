@@ -7,12 +7,13 @@ it with the rest of the operation, and a message about them names the optimizer 
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from contextvars import ContextVar, Token
 from types import TracebackType
 from typing import Any, NamedTuple
 
-__all__ = ["OPTIMIZER", "Owner", "current_owner", "describe_owner", "owned_by"]
+__all__ = ["OPTIMIZER", "Owner", "current_owner", "new_owner", "owned_by"]
 
 
 class Owner(NamedTuple):
@@ -34,12 +35,20 @@ class Owner(NamedTuple):
         return f"{self.kind} {self.number} ({self.contents})"
 
 
-def describe_owner(kind: str, number: int, type_name: str, names: Sequence[str]) -> Owner:
-    """Return the owner of this number; `names`: of its parameters."""
+def new_owner(counts: Counter[str], kind: str, type_name: str, names: Sequence[str]) -> Owner:
+    """Return the owner that is made next. All ranks of a group make the same ones in the same order.
+
+    Args:
+        counts: of those that were made on the group, `Group.num_owners`.
+        kind: what it is.
+        type_name: its class.
+        names: of its parameters.
+    """
+    counts[kind] += 1
     plural = "" if len(names) == 1 else "s"
     first = f" from {names[0]!r}" if names else ""
     digest = hashlib.blake2b("\n".join(names).encode(), digest_size=4).hexdigest()
-    return Owner(kind, number, f"{type_name}, {len(names)} parameter{plural}{first}", digest)
+    return Owner(kind, counts[kind], f"{type_name}, {len(names)} parameter{plural}{first}", digest)
 
 
 OPTIMIZER = "optimizer"  # the kind of those that have a backward or a step of their own

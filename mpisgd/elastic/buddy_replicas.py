@@ -7,13 +7,13 @@ its value comes from its buddy, and every rank gets the values of all ranks to r
 import contextlib
 import io
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mpisgd.arguments import check_callable
-from mpisgd.collectives.objects import all_gather_object
+from mpisgd.collectives.objects import all_gather_object, broadcast_object
 from mpisgd.collectives.point_to_point import irecv, isend
 from mpisgd.errors import StateLost
 from mpisgd.job.rank_info import rank, size, topology
@@ -60,54 +60,74 @@ def buddy_of(nodes: Sequence[Sequence[int]], rank: int) -> int:
     return others[local_rank % len(others)]
 
 
-class BuddyReplicas:
-    """The committed `PerRank` values of this rank, and the replicas that it holds for other ranks.
+class _Commit(NamedTuple):
+    """What a rank holds of a commit.
 
-    Args:
-        values: in the same order on all ranks.
+    Attributes:
+        num_ranks: how many there were.
+        replicas: by owner: of this rank, and of those whose buddy it is.
     """
 
-    def __init__(self, values: Sequence[PerRank]) -> None:
-        self._values = values
-        self._commits: dict[int, dict[int, bytes]] = {}  # by number and rank
-        self._num_ranks = 0  # at the last commit
+    num_ranks: int
+    replicas: dict[int, bytes]
 
-    def save(self, number: int) -> None:
-        """Save this rank's values as commit `number` and send a replica to the buddy. Collective."""
-        if not self._values:
+
+class BuddyReplicas:
+    """The committed `PerRank` values of this rank, and the replicas that it holds for other ranks."""
+
+    def __init__(self) -> None:
+        self._commits: dict[int, _Commit] = {}
+
+    def save(self, number: int, values: Mapping[str, PerRank]) -> None:
+        """Save this rank's values as commit `number` and send a replica to the buddy. Collective.
+
+        Args:
+            number: of the commit.
+            values: by name, the same names on all ranks.
+        """
+        if not values:
             return
         stream = io.BytesIO()
-        torch.save([value.get() for value in self._values], stream)
+        torch.save({name: value.get() for name, value in values.items()}, stream)
         mine, nodes = stream.getvalue(), topology().nodes
         owners = [other for other in range(size()) if other != rank() and buddy_of(nodes, other) == rank()]
-        self._commits[number] = {rank(): mine, **_exchange(mine, buddy_of(nodes, rank()), owners)}
-        self._num_ranks = size()
+        replicas = {rank(): mine, **_exchange(mine, buddy_of(nodes, rank()), owners)}
+        self._commits[number] = _Commit(size(), replicas)
         for old in sorted(self._commits)[:-2]:
             del self._commits[old]
 
-    def restore(self, number: int) -> None:
+    def restore(self, number: int, values: Mapping[str, PerRank]) -> None:
         """Give every `PerRank` the values of all ranks at commit `number`. Collective.
+
+        Each rank's values are sent once, by one of those that hold them.
 
         Raises:
             StateLost: a rank and its buddy are both gone; on all ranks.
         """
-        if not self._values:
+        if not values:
             return
+        held = self._commits.get(number, _Commit(0, {}))
         gathered: list[Any] = [None] * size()
-        all_gather_object(gathered, (self._commits.get(number, {}), self._num_ranks))
-        replicas = {owner: replica for found, _ in gathered for owner, replica in found.items()}
-        missing = sorted(set(range(max(num_ranks for _, num_ranks in gathered))) - set(replicas))
+        all_gather_object(gathered, (sorted(held.replicas), held.num_ranks))
+        holders = {owner: holder for holder, (owners, _) in enumerate(gathered) for owner in owners}
+        # Of this commit: others may have begun a later one, among more ranks, when one of these was lost.
+        num_ranks = max(num_ranks for _, num_ranks in gathered)
+        missing = sorted(set(range(num_ranks)) - set(holders))
         if missing:
             raise StateLost(
                 f"elastic: the PerRank values of rank {missing[0]} are lost: its buddy, which held their "
                 "replica, is lost too; start again from a checkpoint"
             )
-        values_of: dict[int, list[Any]] = {
-            owner: torch.load(io.BytesIO(replica), weights_only=True)
-            for owner, replica in sorted(replicas.items())
-        }
-        for i, value in enumerate(self._values):
-            value.put({owner: values[i] for owner, values in values_of.items()})
+        everyones = {owner: _sent_by(holder, held, owner) for owner, holder in sorted(holders.items())}
+        for name, value in values.items():
+            value.put({owner: theirs[name] for owner, theirs in everyones.items()})
+
+
+def _sent_by(holder: int, held: _Commit, owner: int) -> dict[str, Any]:
+    """Return the values of a rank, which `holder` sends to all. Collective."""
+    replica = broadcast_object(held.replicas[owner] if rank() == holder else None, holder)
+    values: dict[str, Any] = torch.load(io.BytesIO(replica), weights_only=True)
+    return values
 
 
 def _exchange(mine: bytes, buddy: int, owners: Sequence[int]) -> dict[int, bytes]:

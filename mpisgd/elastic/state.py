@@ -1,17 +1,35 @@
 """`State`: what a training function needs to continue from its last commit."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpisgd.collectives.objects import all_gather_object
 from mpisgd.core.consistency import Operation
-from mpisgd.elastic.buddy_replicas import BuddyReplicas
+from mpisgd.elastic.buddy_replicas import BuddyReplicas, PerRank
 from mpisgd.elastic.state_handlers import StateHandler, handler_for
 from mpisgd.errors import InvalidArgument
 from mpisgd.job.lifecycle import world
 from mpisgd.job.rank_info import size
 
 __all__ = ["State"]
+
+
+class _Committed(NamedTuple):
+    """A value of a commit.
+
+    Attributes:
+        handler: of the object that the value was then; another may have been assigned since.
+        saved: its copy.
+    """
+
+    handler: StateHandler
+    saved: Any
+
+
+def _commit(handler: StateHandler, old: _Committed | None) -> _Committed:
+    """Return a copy of a value, in the memory of an older one where that fits."""
+    fits = old is not None and type(old.handler) is type(handler)
+    return _Committed(handler, handler.save(old.saved if old is not None and fits else None))
 
 
 class State:
@@ -34,9 +52,8 @@ class State:
             raise InvalidArgument(f"State: {own[0]!r} cannot be the name of a value; State itself uses it")
         handlers = {name: handler_for(value) for name, value in values.items()}
         object.__setattr__(self, "_handlers", handlers)
-        replicated = [handler.per_rank for handler in handlers.values()]
-        self._replicas = BuddyReplicas([value for value in replicated if value is not None])
-        self._commits: dict[int, dict[str, Any]] = {}  # copies of the values, by number, oldest first
+        self._replicas = BuddyReplicas()
+        self._commits: dict[int, dict[str, _Committed]] = {}  # by number, oldest first
         self._began = False  # as an original rank, not as a joiner
         self._callbacks: list[Callable[[], Any]] = []
 
@@ -77,10 +94,15 @@ class State:
 
     def _commit(self, number: int) -> None:
         old = self._commits.pop(min(self._commits)) if len(self._commits) == 2 else {}
-        copies = {name: handler.save(old.get(name)) for name, handler in self._handlers.items()}
-        self._replicas.save(number)
-        self._commits[number] = copies
+        committed = {name: _commit(handler, old.get(name)) for name, handler in self._handlers.items()}
+        self._replicas.save(number, self._per_rank())
+        self._commits[number] = committed
         world().queue.run(Operation("commit", extra=f"number {number}"), lambda: None)
+
+    def _per_rank(self) -> dict[str, PerRank]:
+        """Return what differs between ranks now: values may have been assigned since the beginning."""
+        found = {name: handler.per_rank for name, handler in self._handlers.items()}
+        return {name: value for name, value in found.items() if value is not None}
 
     @property
     def commits(self) -> int:
@@ -114,22 +136,31 @@ class State:
         """
         number = self._latest_common()
         if self._commits and number:
-            self._commits = {known: copies for known, copies in self._commits.items() if known <= number}
-            for name, handler in self._handlers.items():
-                handler.restore(self._commits[number][name])
+            self._commits = {known: commit for known, commit in self._commits.items() if known <= number}
+            for name, (handler, saved) in self._commits[number].items():
+                self._handlers[name] = handler
+                handler.restore(saved)
         for handler in self._handlers.values():
             handler.reset()
         if joiners and number:
-            for handler in self._handlers.values():
-                handler.sync()
+            self._tell_joiners()
         if number:
-            self._replicas.restore(number)
+            self._replicas.restore(number, self._per_rank())
         for callback in self._callbacks:
             callback()
         if number:
             self._commit(number + 1)
         else:
             self.begin()
+
+    def _tell_joiners(self) -> None:
+        """Give new ranks the values of rank 0; the others keep what is their own. Collective."""
+        is_new = not self._commits
+        kept = [None if is_new else handler.keep_own() for handler in self._handlers.values()]
+        for handler in self._handlers.values():
+            handler.sync()
+        for handler, mine in zip(self._handlers.values(), kept, strict=True):
+            handler.return_own(mine)
 
     def _latest_common(self) -> int:
         """Return the last commit that all ranks but the joiners have; 0 without one. Collective."""

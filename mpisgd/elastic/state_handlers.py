@@ -9,9 +9,12 @@ from mpisgd.accelerator.host_copy import copy_tree
 from mpisgd.arguments import has_state_dict
 from mpisgd.collectives.objects import broadcast_object
 from mpisgd.elastic.buddy_replicas import PerRank
-from mpisgd.optim.broadcast import broadcast_optimizer_state, broadcast_parameters
+from mpisgd.elastic.sampler import ElasticSampler
+from mpisgd.method_state import ENTRY, HasOwnState
+from mpisgd.optim.broadcast import broadcast_optimizer_state, broadcast_parameters, undo_casts
 from mpisgd.optim.compressed_momentum import CompressedMomentumOptimizer
 from mpisgd.optim.distributed import DistributedOptimizer
+from mpisgd.optim.own_state import copy_into_replica, merge_own, split_own
 
 __all__ = ["StateHandler", "handler_for"]
 
@@ -45,9 +48,16 @@ class StateHandler:
         """Broadcast the value of rank 0. Collective."""
         self.value = broadcast_object(self.value)
 
+    def keep_own(self) -> Any:
+        """Return a copy of what is this rank's own, for `return_own` after a `sync`; None: nothing."""
+        return None
+
+    def return_own(self, kept: Any) -> None:
+        """Take back what `keep_own` has returned."""
+
 
 class _StateDictHandler(StateHandler):
-    """For objects with `state_dict()` and `load_state_dict()`: schedulers, scalers, samplers."""
+    """For objects with `state_dict()` and `load_state_dict()`: schedulers, scalers, metrics."""
 
     def save(self, into: Any) -> Any:
         return copy_tree(self.value.state_dict(), into)
@@ -55,20 +65,18 @@ class _StateDictHandler(StateHandler):
     def restore(self, saved: Any) -> None:
         self.value.load_state_dict(copy_tree(saved))  # what is loaded may become part of the value
 
-    def reset(self) -> None:
-        if callable(reset := getattr(self.value, "reset", None)):
-            reset()
-
     def sync(self) -> None:
         self.value.load_state_dict(broadcast_object(self.value.state_dict()))
+
+
+class _SamplerHandler(_StateDictHandler):
+    def reset(self) -> None:
+        self.value.reset()
 
 
 class _ModuleHandler(_StateDictHandler):
     def restore(self, saved: Any) -> None:
         self.value.load_state_dict(saved)  # copies
-
-    def reset(self) -> None:
-        pass
 
     def sync(self) -> None:
         broadcast_parameters(self.value)
@@ -82,6 +90,21 @@ class _OptimizerHandler(_StateDictHandler):
 
     def sync(self) -> None:
         broadcast_optimizer_state(self.value)
+
+    def keep_own(self) -> Any:
+        value = self.value
+        if not isinstance(value, HasOwnState) or not value.method_entry():
+            return None  # not even asked for the state: of some that is collective
+        _, mine = split_own(value, self.value.state_dict())
+        return copy_tree(mine)
+
+    def return_own(self, kept: Any) -> None:
+        if kept is not None:
+            state = self.value.state_dict()
+            entry = state[ENTRY]
+            self.value.load_state_dict(merge_own(state, kept, entry["rank"], entry["size"]))
+            undo_casts(self.value, kept.get("state", {}))
+            copy_into_replica(self.value, kept.get("replica", {}))
 
 
 class _ShardsHandler(_OptimizerHandler):
@@ -112,4 +135,6 @@ def handler_for(value: Any) -> StateHandler:
         return _ShardsHandler(value)
     if isinstance(value, torch.optim.Optimizer):
         return _OptimizerHandler(value)
+    if isinstance(value, ElasticSampler):  # by its type: what `reset` means elsewhere, nobody knows
+        return _SamplerHandler(value)
     return _StateDictHandler(value) if has_state_dict(value) else StateHandler(value)

@@ -52,6 +52,10 @@ class FlatCopy:
         """Return memory for another copy of the same parameters."""
         return FlatCopy(self._forms)
 
+    def fits(self, params: Sequence[Tensor]) -> bool:
+        """Return whether `params` have the dtypes and shapes that this was made for."""
+        return self._forms == [(param.dtype, param.shape) for param in params]
+
     @torch.no_grad()
     def load(self, params: Sequence[Tensor]) -> None:
         """Copy the parameters."""

@@ -19,7 +19,7 @@ from mpisgd.gossip.neighbor_gather import transfer, transfer_steps
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.transport.shm.transport import ShmTransport
 
-__all__ = ["mix", "neighbor_all_reduce", "neighbor_all_reduce_coalesced"]
+__all__ = ["WireDtype", "mix", "neighbor_all_reduce", "neighbor_all_reduce_coalesced"]
 
 WireDtype = Callable[[torch.dtype], torch.dtype | None]
 

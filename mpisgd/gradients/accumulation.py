@@ -9,16 +9,19 @@ the pass that fills it or in `step()` if none did.
                           as it is                reduce
 """
 
-import collections
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mpisgd.errors import InvalidArgument
+from mpisgd.core.group import Group
+from mpisgd.core.owner import Owner
+from mpisgd.core.work import Work
+from mpisgd.errors import CollectiveMismatch, InvalidArgument
 from mpisgd.gradients.backward_hooks import BackwardHooks
+from mpisgd.gradients.windows import windows_of
 
 __all__ = ["AccumulationWindow", "GradientSync"]
 
@@ -28,14 +31,25 @@ class GradientSync:
 
     Attributes:
         params: the parameters whose gradients it combines; backward passes over others count for nothing.
-        sums: whether a gradient that is combined twice comes out wrong, as a sum does and a mean does not.
+        combines: whether it combines any.
     """
 
     params: Sequence[Tensor] = ()
-    sums = False
+    combines = False
+
+    @property
+    def combined_by(self) -> str:
+        """How it combines them, in words."""
+        return ""
 
     def cover(self, named: Sequence[tuple[str, Tensor]]) -> None:
         """Take over another list of parameters."""
+
+    def leave_out(self, indices: Collection[int]) -> None:
+        """Leave the gradients of these to somebody else."""
+
+    def note_pass(self, first_ready: int) -> None:
+        """Note that a backward begins, whose first gradient is that of this parameter."""
 
     def begin(self, when: str) -> bool:
         """Get ready for a backward; return whether `ready` is to be called for each gradient."""
@@ -44,148 +58,279 @@ class GradientSync:
     def ready(self, index: int) -> None:
         """Note that the gradient of a parameter is complete."""
 
+    @property
+    def sent_last(self) -> Work | None:
+        """What was sent last during the backward that is under way, if anything was."""
+        return None
+
     def hold(self) -> None:
         """Send nothing more before `reduce`."""
 
     def abandon(self) -> None:
         """Forget a backward that was left by an exception."""
 
-    def reduce(self, when: str, observed: Sequence[int] = ()) -> None:
+    def reduce(self, when: str, observed: Sequence[int] = (), *, in_step: bool = False) -> None:
         """Combine every gradient over the ranks."""
 
     def combine_loss(self, loss: Tensor) -> Tensor:
         """Return the loss of all ranks together."""
         return loss
 
-    def mark(self) -> None:
-        """Remember the state of the gradients for `would_reduce_twice`."""
+    def forget_reduced(self) -> None:
+        """Note that all gradients were reset."""
 
-    def would_reduce_twice(self, num_added: Mapping[int, int] | None) -> bool:
-        """Return whether something that may be reduced only once would be reduced once more.
+    def why_not_again(self) -> str:
+        """Return why what there is may not be reduced once more, "" if it may.
 
         The mean of means that all ranks have is the same again; a sum, or what only its owner has, is not.
-
-        Args:
-            num_added: how often backward has added to the gradient of each parameter since `mark()`. Whatever
-                else was done to it counts as a reset. None: gradients were reduced since then.
         """
-        return False
+        return ""
+
+    def check_unchanged(self, when: str) -> None:
+        """Make sure that no rank has changed what others have as it was reduced. Collective if it can be."""
 
 
 class AccumulationWindow:
     """Counts backward passes over parameters and has their gradients reduced at the right moment.
 
+    Collective to make, where the group has had others.
+
+    Where two optimizers have parameters in common, the window that was made last takes care of these, and the
+    other one relies on it: it flushes that one, too, before its own step.
+
     Args:
         gradients: reduces them.
         passes_per_step: how many backward passes fill a window.
+        trained: the parameters that the optimizer updates.
+        group: the ranks.
+        owner: of the operations: the optimizer.
 
     Attributes:
         gradients: as given; replaced by `use`.
+        owner: as given.
         steps: how many there have been.
+        num_reductions: how many there have been.
     """
 
-    def __init__(self, gradients: GradientSync, passes_per_step: int) -> None:
+    def __init__(
+        self,
+        gradients: GradientSync,
+        passes_per_step: int,
+        *,
+        trained: Sequence[Tensor],
+        group: Group,
+        owner: Owner,
+    ) -> None:
         self.gradients = gradients
+        self.owner = owner
+        self.steps = self.num_reductions = 0
+        self._group = group
         self._passes_per_step = passes_per_step
-        self._hooks = BackwardHooks(self._touched, self._became_ready, self._backward_ended)
-        self._hooks.watch(gradients.params)
-        self._num_ready: collections.Counter[int] = collections.Counter()
-        self.steps = 0
-        self._reductions = 0  # since the last step or zero_grad
+        self._reductions_before = 0  # the last step or zero_grad
         self._passes = 0  # since the last reduction
         self._pending = False  # something was accumulated and not reduced
+        self._in_pass = False  # a backward has begun, and its end was not seen yet
         self._muted = 0
         self._skipping = 0
+        # By parameter, the windows made later that take care of it. They must live as long as this one.
+        self._others: dict[int, AccumulationWindow] = {}
+        self._others_before: dict[AccumulationWindow, int] = {}  # their reductions, as `_reductions_before`
+        self._hooks = BackwardHooks(self._touched, self._became_ready, self._backward_ended, self._lost)
+        self._watch(trained)
+        self._windows = windows_of(group)
+        self._windows.join(self, group)
 
     def cover(self, named: Sequence[tuple[str, Tensor]]) -> None:
         """Take over a longer list of parameters."""
         self.gradients.cover(named)
-        self._hooks.watch(self.gradients.params)
+        self._watch([param for _, param in named])
 
     def use(self, gradients: GradientSync) -> None:
         """Have gradients combined by something else from the next window on."""
         if gradients is not self.gradients:
             self.gradients = gradients
-            self._hooks.watch(gradients.params)
+            self._watch()
 
-    def move_to(self, gradients: GradientSync) -> None:
-        """Begin anew with other ranks; there are no gradients. What was on its way has failed."""
+    def move_to(self, gradients: GradientSync, group: Group, owner: Owner) -> None:
+        """Begin anew with other ranks; there are no gradients. What was on its way has failed. Collective."""
+        self._windows.leave(self)
+        self._group, self.owner = group, owner
         self.use(gradients)
-        self.steps = self._reductions = self._passes = 0
-        self._pending = False
+        self.steps = self.num_reductions = 0
+        self._begin_window()
+        self._windows = windows_of(group)
+        self._windows.join(self, group)
+
+    def _watch(self, trained: Sequence[Tensor] = ()) -> None:
+        """Watch the parameters whose gradients are combined; see that nobody else does so for `trained`."""
+        self.gradients.leave_out(self._others)
+        self._hooks.take(trained, self._others)
+        self._hooks.watch(self.gradients.params, self._others)
+
+    def _lost(self, index: int, other: "AccumulationWindow") -> None:
+        """Leave a parameter to a window that was made later."""
+        self._others[index] = other
+        self._others_before.setdefault(other, other.num_reductions)
+        self.gradients.leave_out(self._others)
+
+    # -- what others of the group must know; see `windows.Window` -------------------------------------
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it reduces anything by itself."""
+        return self.gradients.combines and bool(self._hooks.watching)
+
+    @property
+    def is_muted(self) -> bool:
+        """Whether nothing is to be sent now."""
+        return self._muted > 0
+
+    @property
+    def latest_backward(self) -> int:
+        """The number of the latest backward that has reached it."""
+        return self._hooks.outer_task
+
+    @property
+    def sent_last(self) -> Work | None:
+        """What was sent last during the backward that is under way, if anything was."""
+        return self.gradients.sent_last
+
+    def abandon(self) -> None:
+        """Forget that backward, and what became of what was sent."""
+        with contextlib.suppress(CollectiveMismatch):
+            self.gradients.abandon()
+
+    @property
+    def _is_one_of_several(self) -> bool:
+        windows = self._windows
+        return windows.are_several and self._group.size > 1 and self.owner in windows.active
 
     # -- what backward tells ------------------------------------------------------------------------
 
     def _touched(self, nested: bool) -> None:
         """A backward has reached its first gradient."""
         self._pending = True
+        is_new = not (nested and self._in_pass)
+        self._in_pass = True
+        if is_new:
+            self.gradients.note_pass(self._hooks.first_ready)
         if nested:
+            if is_new:
+                self.gradients.abandon()
             self.gradients.hold()
             return
         reduces = not self._muted and self._passes + 1 >= self._passes_per_step
-        overlaps = reduces and not self._would_reduce_twice() and self.gradients.begin(self._when)
-        self._hooks.notes.reports_each = overlaps or self.gradients.sums
+        if reduces and not self.gradients.why_not_again():
+            self._hooks.notes.reports_each = self.gradients.begin(self._when)
+        else:
+            self._hooks.notes.reports_each = False
+            self.gradients.abandon()
 
     def _became_ready(self, index: int) -> None:
-        if self.gradients.sums:
-            self._num_ready[index] += 1
         self.gradients.ready(index)
 
     @property
     def _when(self) -> str:
-        return f"step {self.steps}, reduction {self._reductions}"
+        return f"step {self.steps}, reduction {self.num_reductions - self._reductions_before}"
 
     def _backward_ended(self) -> None:
-        if self._muted:
-            return
-        self._passes += 1
-        if self._passes >= self._passes_per_step:
-            self._reduce()
+        self._in_pass = False
+        if self._is_one_of_several:
+            self._windows.end_backward(self.latest_backward, self._group)
+        elif not self._muted:
+            self.count_pass()
 
-    def _reduce(self) -> None:
-        if self._would_reduce_twice():
-            what = "that were summed" if self.gradients.sums else "that are divided among the ranks"
+    def count_pass(self, *, in_step: bool = False) -> None:
+        """Count a backward pass, and reduce if it fills the window. Collective then."""
+        self._passes += 1
+        self._pending = True
+        if self._passes >= self._passes_per_step:
+            self.reduce(in_step=in_step)
+
+    def reduce(self, *, in_step: bool = False) -> None:
+        """Reduce what there is. Collective."""
+        if why := self.gradients.why_not_again():
             raise InvalidArgument(
-                f"DistributedOptimizer: gradients {what} already would be reduced once more; call "
+                f"DistributedOptimizer: gradients {why} already would be reduced once more; call "
                 "optimizer.zero_grad() before, accumulate inside no_sync(), or set backward_passes_per_step"
             )
-        self.gradients.reduce(self._when, list(self._hooks.notes.observed))
-        self._reductions += 1
+        self.gradients.reduce(self._when, list(self._hooks.notes.observed), in_step=in_step)
+        self.num_reductions += 1
         self._passes = 0
-        self._pending = False
-
-    def _would_reduce_twice(self) -> bool:
-        return self.gradients.would_reduce_twice(None if self._reductions else self._num_ready)
+        self._pending = self._in_pass = False
 
     # -- what the program asks for ------------------------------------------------------------------
 
-    def flush(self) -> None:
+    def flush(self, *, in_step: bool = False) -> None:
         """Reduce what is pending. Where nothing is, take part: other ranks may have something.
 
         A second `step()` on the same gradients gives their mean again, which is what they are. Only what
         may not be reduced twice must be left alone then.
         """
-        if self._pending or (not self._reductions and not self._would_reduce_twice()):
-            self._reduce()
+        if not self.gradients.combines:
+            return
+        for other in self._relied_on():
+            other._flush_since(self._others_before[other], in_step)
+        if self._hooks.watching:
+            self._flush_since(self._reductions_before, in_step)
+
+    def _flush_since(self, reductions: int, in_step: bool) -> None:
+        """Do it unless there was a reduction after so many."""
+        nothing_yet = self.num_reductions == reductions and not self.gradients.why_not_again()
+        if not self._pending and not nothing_yet:
+            return
+        if self._is_one_of_several:
+            self._windows.flush(self, self._group, in_step=in_step)
+        else:
+            self.reduce(in_step=in_step)
+
+    def _relied_on(self) -> list["AccumulationWindow"]:
+        """Return the windows that take care of parameters for this one. Collective where that changes.
+
+        One that combines nothing takes care of nothing: what it has taken comes back.
+        """
+        if any(not other.gradients.combines for other in self._others.values()):
+            self._others = {i: other for i, other in self._others.items() if other.gradients.combines}
+            self._watch()
+            self._windows.join(self, self._group)
+        for index, other in self._others.items():
+            if other.gradients.combined_by != self.gradients.combined_by:
+                raise InvalidArgument(
+                    f"{self.owner} has parameters in common with {other.owner}, which was made later and "
+                    f"decides what becomes of their gradients (parameter {index}). They are combined by "
+                    f"{other.gradients.combined_by}, and this optimizer needs {self.gradients.combined_by}; "
+                    "make both alike, or this one anew after the other one"
+                )
+        return sorted(set(self._others.values()), key=lambda other: other.owner.number)
 
     def flush_before_step(self) -> None:
         """Do what `step()` needs: everything reduced, unless the program said otherwise."""
+        if self._skipping or self._muted:
+            return
+        self.flush(in_step=True)
+        for window in (*self._others.values(), self):
+            window.gradients.check_unchanged(window._when)
+
+    def flush_before_use(self) -> None:
+        """Do the same before somebody looks at the gradients."""
         if not self._skipping and not self._muted:
             self.flush()
 
     def restart(self) -> None:
         """Begin a new window: the gradients were reset."""
+        self.gradients.forget_reduced()
+        self._begin_window()
+
+    def _begin_window(self) -> None:
         self.gradients.abandon()
-        self._reductions = self._passes = 0
-        self._pending = False
+        self._reductions_before, self._passes = self.num_reductions, 0
+        self._others_before = {other: other.num_reductions for other in self._others.values()}
+        self._pending = self._in_pass = False
 
     def end_step(self) -> None:
         """Begin a new window after a step."""
         self.steps += 1
-        self.restart()
-        if self.gradients.sums:
-            self.gradients.mark()
-            self._num_ready.clear()
+        self._begin_window()
 
     def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return the closure as one process would see it: all gradients reduced, and everyone's loss."""

@@ -8,9 +8,9 @@ them: what it does in the ordinary case is one comparison and one note.
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 __all__ = ["BackwardHooks", "Notes", "backward_depth"]
 
 
-_watched: MutableMapping[Tensor, Any] = WeakTensorKeyDictionary()
+class _Watcher(NamedTuple):
+    """Who watches a parameter: its hooks, the number there, and the hook on it, if there is one."""
+
+    hooks: "weakref.ref[BackwardHooks]"
+    number: int
+    handle: Any
+
+
+_watched: MutableMapping[Tensor, _Watcher] = WeakTensorKeyDictionary()
 
 
 class Notes:
@@ -50,48 +58,92 @@ class BackwardHooks:
                                 backward() of its part  end
         first gradient here --> touched                  first chance to queue the callback
 
+    A parameter has one watcher, the one that was made last, and that one is told to whom it lost one. So a
+    forgotten optimizer does nothing any more as soon as there is another one over its parameters: it may live
+    on in a reference cycle until the garbage collector comes by, on each rank at another time.
+
     Attributes:
         notes: see there.
+        watching: indices of the parameters that are watched.
+        first_ready: index of the first one in the backward that has begun.
+        outer_task: number of the outermost backward whose end has been, or will be told.
+        watcher: the object whose methods are called.
     """
 
     def __init__(
-        self, on_touch: Callable[[bool], None], on_ready: Callable[[int], None], on_end: Callable[[], None]
+        self,
+        on_touch: Callable[[bool], None],
+        on_ready: Callable[[int], None],
+        on_end: Callable[[], None],
+        on_loss: Callable[[int, Any], None] = lambda index, watcher: None,
     ) -> None:
         self.notes = Notes()
+        self.watching: set[int] = set()
+        self.first_ready = -1
+        self.outer_task = -1
         # Weak, so that a forgotten optimizer is gone at once and reduces nothing any more.
         self._on_touch = weakref.WeakMethod(on_touch)
         self._on_ready = _weak(on_ready)
         self._on_end = weakref.WeakMethod(on_end)
-        self._outer_task = -1
-        self._hooks: dict[int, Any] = {}
+        self._on_loss = _weak_or_plain(on_loss)
+        self._handles: dict[int, Any] = {}
 
-    def watch(self, params: Sequence[Tensor]) -> None:
+    @property
+    def watcher(self) -> Any:
+        """The object whose methods are called; None if it is gone."""
+        return getattr(self._on_end(), "__self__", None)
+
+    def watch(self, params: Sequence[Tensor], lost: Collection[int] = ()) -> None:
         """Watch those of `params` that can ever have a gradient, frozen ones too, and no others.
 
-        Whoever watched them until now does so no more: a forgotten optimizer may live on in a reference cycle
-        until the garbage collector comes by, on each rank at another time.
+        Args:
+            params: from whoever watched them until now they are taken.
+            lost: indices of those that stay with others.
         """
         self.remove()
         for index, param in enumerate(params):
-            if param.is_floating_point() or param.is_complex():
-                if param in _watched:
-                    _watched[param].remove()
-                self._hooks[index] = _watched[param] = _register(
-                    param, _hook(self.notes, weakref.ref(self), index)
-                )
+            if index not in lost and _is_trainable(param):
+                self._take(param, index)
+                handle = _register(param, _hook(self.notes, weakref.ref(self), index))
+                _watched[param] = _Watcher(weakref.ref(self), index, handle)
+                self._handles[index] = handle
+                self.watching.add(index)
+
+    def take(self, params: Sequence[Tensor], lost: Collection[int] = ()) -> None:
+        """Let nobody watch `params`, without watching them. `lost`: as for `watch`."""
+        for index, param in enumerate(params):
+            if index not in lost and _is_trainable(param):
+                self._take(param, index)
+                _watched[param] = _Watcher(weakref.ref(self), index, None)
+
+    def _take(self, param: Tensor, index: int) -> None:
+        """Take a parameter from whoever watches it."""
+        if (watcher := _watched.get(param)) is not None:
+            hooks = watcher.hooks()
+            if watcher.handle is not None:
+                watcher.handle.remove()
+            if hooks is not None and hooks is not self:
+                hooks._lose(watcher.number, self.watcher)
+
+    def _lose(self, index: int, watcher: Any) -> None:
+        self._handles.pop(index, None)
+        self.watching.discard(index)
+        self._on_loss(index, watcher)
 
     def remove(self) -> None:
         """Watch nothing any more."""
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks.clear()
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+        self.watching.clear()
 
     def ready(self, index: int) -> None:
         """Note that the gradient of parameter `index` has been accumulated, where that is not all."""
         notes, graph_task = self.notes, _current_task()
         if graph_task != notes.graph_task:
             notes.graph_task = graph_task
-            if graph_task != self._outer_task:
+            if graph_task != self.outer_task:
+                self.first_ready = index
                 self._begin()
         if notes.reports_each:
             self._on_ready(index)
@@ -108,8 +160,8 @@ class BackwardHooks:
     def _begin_outermost(self) -> None:
         """Have `_end` called at the end of the backward that is under way."""
         graph_task = _current_task()
-        if graph_task != self._outer_task:
-            self._outer_task = graph_task
+        if graph_task != self.outer_task:
+            self.outer_task = graph_task
             self.notes.observed.clear()
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
@@ -130,6 +182,23 @@ def _weak(method: Callable[[int], None]) -> Callable[[int], None]:
             function(alive, index)
 
     return call
+
+
+def _weak_or_plain(method: Callable[[int, Any], None]) -> Callable[[int, Any], None]:
+    """Return a function that calls a method as long as its object is there; a plain function as it is."""
+    if not hasattr(method, "__self__"):
+        return method
+    reference = weakref.WeakMethod(method)
+
+    def call(index: int, watcher: Any) -> None:
+        if (alive := reference()) is not None:
+            alive(index, watcher)
+
+    return call
+
+
+def _is_trainable(param: Tensor) -> bool:
+    return param.is_floating_point() or param.is_complex()
 
 
 def _hook(notes: Notes, watch: "weakref.ref[BackwardHooks]", index: int) -> Callable[[Tensor], None]:

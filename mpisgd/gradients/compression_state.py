@@ -6,11 +6,13 @@ A state is taken apart by parameter and put together again, for buckets of other
     by parameter    2: residual, Q2, steps        0: residual, Q0, steps
     bucket (0, 1)   residual [r0 r0 | 0 0 0 0]    factors [Q0, None]   steps 7
 
-`BucketReducer.state_dict` says which entries are what. A residual is this rank's own: the same rank of as
+`BucketReducer` says which entries are what. A residual is this rank's own: the same rank of as
 many ranks gets it back from a state_dict. On another rank, or among another number of ranks, it begins at
 zero, and what the ranks that saved nothing had not sent yet is lost. What is alike on all ranks (factors,
 counts of steps) is taken over everywhere. Where the ranks change in a running job (`rebuild`), each keeps its
 own, and that of a rank that is gone is lost.
+
+It is a part of the state of a strategy; see `mpisgd.method_state`.
 """
 
 import itertools
@@ -23,8 +25,8 @@ from torch import Tensor
 
 from mpisgd.accelerator.buffers import cut_by
 from mpisgd.compress.compressor import BucketReducer
-from mpisgd.core.group import Group
 from mpisgd.gradients.bucketing import Bucket
+from mpisgd.method_state import Pieces, copied
 
 __all__ = ["CompressionState", "ReducedBucket"]
 
@@ -46,40 +48,47 @@ class ReducedBucket(Protocol):
 class _Kept:
     """What reducers keep, taken apart.
 
+    Args:
+        alike: see below; what is given is not changed.
+        own: by "own", "led" and "whole", as below.
+
     Attributes:
         own: this rank's, by parameter.
         alike: what all ranks have alike, by parameter.
+        led: what some ranks have alike, and this one maybe none of it, by parameter.
         whole: this rank's, by bucket: what cannot be taken apart.
     """
 
-    def __init__(self, state: Mapping[str, Any] | None = None) -> None:
-        state = {} if state is None else state
-        self.own: Entries = defaultdict(dict, {key: dict(e) for key, e in state.get("own", {}).items()})
-        self.alike: Entries = defaultdict(dict, {key: dict(e) for key, e in state.get("alike", {}).items()})
-        self.whole: Entries = {key: dict(e) for key, e in state.get("whole", {}).items()}
+    def __init__(self, alike: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+        self.own: Entries = defaultdict(dict, _shallow(own.get("own", {})))
+        self.alike: Entries = defaultdict(dict, _shallow(alike))
+        self.led: Entries = defaultdict(dict, _shallow(own.get("led", {})))
+        self.whole: Entries = _shallow(own.get("whole", {}))
 
-    def add(self, bucket: Bucket, state: Mapping[str, Any]) -> None:
+    def add(self, slot: ReducedBucket, state: Mapping[str, Any]) -> None:
         """Take the state of a bucket's reducer apart."""
-        keys, numels = _keys(bucket), _numels(bucket)
+        bucket, keys = slot.bucket, keys_of(slot)
+        numels = _numels(bucket)
+        alike = self.led if slot.reducer.leads_alone else self.alike
         for name, value in state.items():
             if isinstance(value, Tensor) and value.shape == (bucket.numel,):
                 for key, part in zip(keys, cut_by(value, numels), strict=True):
                     self.own[key][name] = part
             elif isinstance(value, list) and len(value) == len(keys):
                 for key, part in zip(keys, value, strict=True):
-                    self.alike[key][name] = [part]  # in a list: an entry for each parameter
+                    alike[key][name] = [part]  # in a list: an entry for each parameter
             elif value is None or isinstance(value, (bool, int, float, str, tuple)):
                 for key in keys:
-                    self.alike[key][name] = value
+                    alike[key][name] = value
             else:
-                self.whole.setdefault(_whole_key(bucket), {})[name] = value
+                self.whole.setdefault(",".join(keys), {})[name] = value
 
-    def take(self, bucket: Bucket) -> dict[str, Any]:
+    def take(self, slot: ReducedBucket) -> dict[str, Any]:
         """Put the state of a bucket together, of which nothing stays here; {} where there is nothing."""
-        keys, numels = _keys(bucket), _numels(bucket)
+        keys, numels = keys_of(slot), _numels(slot.bucket)
         own = [self.own.pop(key, {}) for key in keys]
-        alike = [self.alike.pop(key, {}) for key in keys]
-        state: dict[str, Any] = self.whole.pop(_whole_key(bucket), {})
+        alike = [{**self.alike.pop(key, {}), **self.led.pop(key, {})} for key in keys]
+        state: dict[str, Any] = self.whole.pop(",".join(keys), {})
         for name in _names(own):
             state[name] = _joined([entries.get(name) for entries in own], numels)
         for name in _names(alike):
@@ -89,71 +98,71 @@ class _Kept:
             state[name] = listed if is_list else values[0]
         return state
 
-    def state_dict(self) -> dict[str, Entries]:
-        """Return it as plain dicts, without those that are empty."""
-        parts = {"own": self.own, "alike": self.alike, "whole": self.whole}
-        return {name: dict(entries) for name, entries in parts.items() if entries}
+    def pieces(self) -> Pieces:
+        """Return it by whose it is, without what is empty."""
+        parts = {"own": self.own, "led": self.led, "whole": self.whole}
+        return Pieces(dict(self.alike), {name: dict(entries) for name, entries in parts.items() if entries})
 
 
 class CompressionState:
-    """States of bucket reducers, by parameter.
+    """States of bucket reducers, by parameter."""
 
-    Args:
-        group: of the ranks.
-    """
-
-    def __init__(self, group: Group) -> None:
-        self._group = group
+    def __init__(self) -> None:
         self._slots: Sequence[ReducedBucket] = ()
-        self._waiting = _Kept()  # of parameters that are in no bucket now
+        self._waiting = _Kept({}, {})  # of parameters that are in no bucket now
 
-    def move_to(self, slots: Sequence[ReducedBucket]) -> None:
-        """Give the reducers of new buckets what those of the old ones keep."""
+    def move_to(
+        self, slots: Sequence[ReducedBucket], instead_of: Sequence[ReducedBucket] | None = None
+    ) -> None:
+        """Give the reducers of new buckets what those of the old ones keep.
+
+        Args:
+            slots: new buckets.
+            instead_of: those that are no more; None: all that there were.
+        """
         self._waiting = self._gathered()
-        self._slots = slots
+        gone = None if instead_of is None else {id(slot) for slot in instead_of}
+        left = [] if gone is None else [slot for slot in self._slots if id(slot) not in gone]
+        self._slots = [*left, *slots]
         self._hand_out()
-
-    def take_over(self, other: "CompressionState") -> None:
-        """Begin with what another one has; the reducers of both are this process's."""
-        self._waiting = other._gathered()
 
     def _hand_out(self) -> None:
         for slot in self._slots:
-            if state := self._waiting.take(slot.bucket):
+            if state := self._waiting.take(slot):
                 slot.reducer.load_state_dict(state)
 
     def _gathered(self) -> _Kept:
-        kept = _Kept(self._waiting.state_dict())
+        kept = _Kept(*self._waiting.pieces())
         for slot in self._slots:
-            kept.add(slot.bucket, slot.reducer.state_dict())
+            kept.add(slot, slot.reducer.state_dict())
         return kept
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's states; {} where no reducer keeps anything."""
-        kept = self._gathered().state_dict()
-        return {**kept, "rank": self._group.rank, "size": self._group.size} if kept else {}
+    # -- as a part of a method's state: see `mpisgd.method_state.Part` -----------------------------
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict()` has returned, now or as soon as there is a plan.
+    def pieces(self) -> Pieces:
+        """Return this rank's states; nothing where no reducer keeps anything."""
+        return self._gathered().pieces()
 
-        What is not in it begins anew; so does this rank's own where another rank has saved it.
-        """
-        copied = _copy({name: state[name] for name in ("own", "alike", "whole") if name in state})
-        self._waiting = _Kept(copied)
-        if (state.get("rank"), state.get("size")) != (self._group.rank, self._group.size):
-            self._waiting.own.clear()
-            self._waiting.whole.clear()
+    def take(self, alike: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
+        """Take over what `pieces()` has returned, now or as soon as there is a plan; the rest begins anew."""
+        self._waiting = _Kept(copied(alike), copied(own or {}))
         for slot in self._slots:
             slot.reducer.reset()
         self._hand_out()
 
+    def forget_own(self) -> None:
+        """Begin anew with what is this rank's."""
+        self.take(self.pieces().alike, None)
 
-def _keys(bucket: Bucket) -> list[str]:
-    return [str(index) for index in bucket.indices]
+
+def keys_of(slot: ReducedBucket) -> list[str]:
+    """Return what the tensors of a bucket are called: by default their numbers."""
+    named: Sequence[str] | None = getattr(slot, "keys", None)
+    return [str(index) for index in slot.bucket.indices] if named is None else list(named)
 
 
-def _whole_key(bucket: Bucket) -> str:
-    return ",".join(_keys(bucket))
+def _shallow(entries: Mapping[str, Any]) -> Entries:
+    return {key: dict(of_one) for key, of_one in entries.items()}
 
 
 def _numels(bucket: Bucket) -> list[int]:
@@ -174,12 +183,3 @@ def _joined(parts: Sequence[Tensor | None], numels: Sequence[int]) -> Tensor:
         for part, numel in zip(parts, numels, strict=True)
     ]
     return torch.cat(whole)
-
-
-def _copy(tree: Any) -> Any:
-    """Return a copy of dicts and lists of tensors: the program may go on to change those."""
-    if isinstance(tree, Mapping):
-        return {key: _copy(value) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [_copy(value) for value in tree]
-    return tree.detach().clone() if isinstance(tree, Tensor) else tree

@@ -20,6 +20,7 @@ class InFlightReduction:
         plan: what it follows; None where there is none.
         when: which reduction of the program it is.
         in_background: whether buckets are launched during backward, each when all its gradients are complete.
+        note: what this rank tells the others with its gradients; see `KindsExchange`.
 
     Attributes:
         launched: the work of each bucket that was launched; None for one that is complete.
@@ -29,8 +30,11 @@ class InFlightReduction:
         loaded: the memory of the buckets that have been brought there, in their order.
     """
 
-    def __init__(self, plan: Plan | None = None, when: str = "", *, in_background: bool = False) -> None:
+    def __init__(
+        self, plan: Plan | None = None, when: str = "", *, in_background: bool = False, note: int = 0
+    ) -> None:
         self.plan = plan
+        self.note = note
         self.when = when
         self.in_background = in_background
         self.slots: Sequence[BucketSlot] = () if plan is None else plan.slots

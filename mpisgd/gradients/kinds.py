@@ -15,11 +15,24 @@ from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
 from mpisgd.transport.shm import reduction
 
-__all__ = ["ALL_DENSE", "DENSE", "MISSING", "NONFINITE", "SPARSE", "KindsExchange", "join_rest", "kind_of"]
+__all__ = [
+    "ALL_DENSE",
+    "DENSE",
+    "IN_BACKWARD",
+    "IN_STEP",
+    "MISSING",
+    "NONFINITE",
+    "SPARSE",
+    "KindsExchange",
+    "join_rest",
+    "kind_of",
+]
 
 MISSING, DENSE, SPARSE = 0, 1, 2
 ALL_DENSE = bytes([DENSE])  # to strip from many
 NONFINITE = 4  # besides its kind, where somebody has looked
+# When this rank reduces them; one more byte, beside those of the gradients.
+IN_BACKWARD, IN_STEP = 1, 2
 
 
 def kind_of(grad: Tensor | None) -> int:
@@ -32,21 +45,29 @@ def kind_of(grad: Tensor | None) -> int:
 class KindsExchange:
     """Joins the kinds of some gradients over the ranks, within the operation that reduces these gradients.
 
-    Attributes:
+    Args:
         mine: this rank's kinds.
+        group: the ranks.
+        note: bits that are joined, too; 0: nothing to tell on any rank.
+
+    Attributes:
+        mine: as given.
         joined: those of all ranks, once they are known.
+        noted: the bits of all ranks, once they are known.
     """
 
-    def __init__(self, mine: bytes, group: Group) -> None:
+    def __init__(self, mine: bytes, group: Group, note: int = 0) -> None:
         self.mine = mine
-        self.joined: bytes | None = None if mine else b""
+        self.sent = mine + bytes([note]) if note else mine
+        self.joined: bytes | None = None if self.sent else b""
+        self.noted = 0
         self._group = group
         self._flat: Tensor  # from `before` on
         self._steps: Iterator[None]
 
     def before(self) -> None:
         """Show this rank's kinds; before the consistency check of the operation."""
-        self._flat = torch.frombuffer(bytearray(self.mine), dtype=torch.uint8)
+        self._flat = torch.frombuffer(bytearray(self.sent), dtype=torch.uint8)
         if self._group.shm is not None:
             self._steps = reduction.all_reduce(self._group.shm, self._flat, ReduceOp.BOR)
         elif self._group.internode is not None:
@@ -62,7 +83,12 @@ class KindsExchange:
             transport.run_steps(self._steps)
         else:
             reduce_flat(self._group, self._flat, ReduceOp.BOR, "mpi")
-        self.joined = self._flat.numpy().tobytes()
+        self.take(self._flat.numpy().tobytes())
+
+    def take(self, joined: bytes) -> None:
+        """Take what all ranks have sent, joined."""
+        self.joined = joined[: len(self.mine)]
+        self.noted = joined[-1] if len(self.sent) > len(self.mine) else 0
 
 
 def join_rest(exchanges: Sequence[KindsExchange], group: Group) -> bytes:
@@ -72,9 +98,10 @@ def join_rest(exchanges: Sequence[KindsExchange], group: Group) -> bytes:
     """
     rest = [exchange for exchange in exchanges if exchange.joined is None]
     if rest:
-        flat = torch.frombuffer(bytearray().join(exchange.mine for exchange in rest), dtype=torch.uint8)
+        flat = torch.frombuffer(bytearray().join(exchange.sent for exchange in rest), dtype=torch.uint8)
         all_reduce(flat, ReduceOp.BOR, group)
         joined = flat.numpy().tobytes()
         for exchange in rest:
-            exchange.joined, joined = joined[: len(exchange.mine)], joined[len(exchange.mine) :]
+            exchange.take(joined[: len(exchange.sent)])
+            joined = joined[len(exchange.sent) :]
     return b"".join(exchange.joined or b"" for exchange in exchanges)

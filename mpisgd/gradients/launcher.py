@@ -73,7 +73,7 @@ class BucketLauncher:
         slots = [in_flight.slots[place] for place in places]
         loaded = [self._load(in_flight, slot) for slot in slots]
         flats = [flat for flat, _ in loaded]
-        kinds = KindsExchange(b"".join(kinds for _, kinds in loaded), self._group)
+        kinds = KindsExchange(b"".join(kinds for _, kinds in loaded), self._group, in_flight.note)
         numel, what = sum(flat.numel() for flat in flats), f"{len(slots)} bucket(s)"
 
         def reduce() -> None:
@@ -98,7 +98,7 @@ class BucketLauncher:
         """Load a bucket and send it: by the queue's thread during backward, by this one at its end."""
         slot = in_flight.slots[place]
         flat, mine = self._load(in_flight, slot)
-        kinds = KindsExchange(mine, self._group)
+        kinds = KindsExchange(mine, self._group, in_flight.note)
         dtype = dtype_name(flat.dtype)
         operation = self._operation(in_flight, f"bucket {place}", dtype, flat.numel(), device_kind(flat))
 
@@ -140,7 +140,7 @@ class BucketLauncher:
         operation = self._operation(in_flight, what, dtype, flat.numel(), device_kind(flat))
         with tracing.holding(self._contents(slot)):
             in_flight.launched[place] = begin(flat, operation)
-        in_flight.kinds.append(KindsExchange(mine, self._group))
+        in_flight.kinds.append(KindsExchange(mine, self._group, in_flight.note))
 
     def undo_division(self, in_flight: InFlightReduction) -> None:
         """Give gradients back as they were, where the ranks have found out that nothing is to be reduced."""

@@ -10,15 +10,20 @@ Between hosts buckets are sent while backward computes further gradients, in the
     queue's thread      | [c d] .......... | [b] ............. | [a] ........... |
 """
 
-from collections.abc import Mapping, Sequence
+import functools
+import operator
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from mpisgd.accelerator.runtime import on_device
 from mpisgd.collectives.all_reduce import all_reduce
+from mpisgd.compress.adasum import AdaptiveSum
+from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.core.owner import current_owner, owned_by
+from mpisgd.core.work import Work
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import CollectiveMismatch, InvalidArgument, UnsupportedTensor
 from mpisgd.gradients.accumulation import GradientSync
@@ -26,14 +31,27 @@ from mpisgd.gradients.bucketing import Bucket
 from mpisgd.gradients.compression_state import CompressionState
 from mpisgd.gradients.finite import are_finite, raise_for
 from mpisgd.gradients.in_flight import InFlightReduction
-from mpisgd.gradients.kinds import ALL_DENSE, DENSE, NONFINITE, SPARSE, KindsExchange, join_rest
+from mpisgd.gradients.kinds import (
+    ALL_DENSE,
+    DENSE,
+    IN_BACKWARD,
+    IN_STEP,
+    NONFINITE,
+    SPARSE,
+    KindsExchange,
+    join_rest,
+)
 from mpisgd.gradients.launcher import BucketLauncher
 from mpisgd.gradients.options import ReductionOptions
 from mpisgd.gradients.plan import BucketSlot, Plan, agree_on_plan, make_slot
+from mpisgd.gradients.reduced import ReducedGradients
 from mpisgd.gradients.sparse import reduce_sparse
+from mpisgd.gradients.windows import windows_of
 from mpisgd.transport.device.selection import NCCL
 
 __all__ = ["GradientReducer"]
+
+CHANGED, UNCHANGED = 1, 2
 
 
 class GradientReducer(GradientSync):
@@ -49,13 +67,16 @@ class GradientReducer(GradientSync):
         compression_state: what the reducers of compressed buckets keep from step to step.
     """
 
+    combines = True
+
     def __init__(self, named: Sequence[tuple[str, Tensor]], group: Group, options: ReductionOptions) -> None:
         self.group = group
         self.options = options
         self.owner = current_owner()
-        self.sums = options.op is ReduceOp.SUM
-        self.compression_state = CompressionState(group)
-        self._marks: dict[int, int] = {}
+        self.compression_state = CompressionState()
+        self._reduced = ReducedGradients()  # where they may not be reduced twice
+        self._unchanged: ReducedGradients | None = None  # what this rank must find so in its step
+        self._left_out: frozenset[int] = frozenset()
         self._in_flight = InFlightReduction()
         self.cover(named)
 
@@ -66,6 +87,16 @@ class GradientReducer(GradientSync):
         self._launcher = BucketLauncher(named, self.group, self.options)
         self._plan: Plan | None = None
         self._known_sparse: frozenset[int] = frozenset()
+
+    def leave_out(self, indices: Collection[int]) -> None:
+        """See `GradientSync`; the next reduction makes a new plan if these are others."""
+        self._left_out = frozenset(indices)
+
+    @property
+    def combined_by(self) -> str:
+        """See `GradientSync`."""
+        adaptive = isinstance(self.options.compression, AdaptiveSum)
+        return "Adasum" if adaptive else f"op={self.options.op.name}"
 
     # -- while backward is at work ------------------------------------------------------------------
 
@@ -79,7 +110,7 @@ class GradientReducer(GradientSync):
         plan = self._plan
         if plan is None or not self._launches_early() or not self._still_holds(plan):
             return False
-        self._in_flight = InFlightReduction(plan, when, in_background=True)
+        self._in_flight = InFlightReduction(plan, when, in_background=True, note=IN_BACKWARD)
         return True
 
     def _launches_early(self) -> bool:
@@ -90,11 +121,23 @@ class GradientReducer(GradientSync):
         """Return whether they are on their way while backward goes on."""
         if self.group.size == 1 or not self.group.queue.threads_allowed:
             return False
+        if not self._may_launch_early:
+            return False
         if self.options.overlap is not None:
             return self.options.overlap
         device = self.group.device  # which may send while the GPU computes, with nothing to do for the host
         gpu_sends = device is not None and device.selection.name == NCCL and any(map(on_device, self.params))
         return self.group.internode is not None or gpu_sends
+
+    @property
+    def _may_launch_early(self) -> bool:
+        """Whether all ranks send the same during backward; the same on all of them.
+
+        Where a backward may reach several optimizers, it reaches each on some ranks only, maybe. With
+        `overlap=True` the program says that it does not.
+        """
+        overlap = self.options.overlap
+        return overlap is True or (overlap is None and not windows_of(self.group).are_several)
 
     def ready(self, index: int) -> None:
         """Note that the gradient of a parameter is complete; send what now can be sent.
@@ -120,7 +163,22 @@ class GradientReducer(GradientSync):
     def abandon(self) -> None:
         """Forget a backward that was left by an exception; return when what it had sent has arrived."""
         in_flight, self._in_flight = self._in_flight, InFlightReduction()
-        in_flight.wait()
+        if not in_flight.launched:
+            return
+        try:
+            in_flight.wait()
+        finally:
+            self._launcher.undo_division(in_flight)
+            if self._is_once:  # what lay where it was reduced is reduced now
+                slots = [in_flight.slots[place] for place in in_flight.launched]
+                self._reduced.note_further(
+                    self.params, [i for slot in slots for i in _in_place(slot, self.params)]
+                )
+
+    @property
+    def sent_last(self) -> Work | None:
+        """See `GradientSync`."""
+        return self._in_flight.latest
 
     def hold(self) -> None:
         """Send nothing more before `reduce`: gradients may become ready more than once from now on."""
@@ -129,12 +187,13 @@ class GradientReducer(GradientSync):
     # -- when all gradients are there ---------------------------------------------------------------
 
     @torch.no_grad()
-    def reduce(self, when: str, observed: Sequence[int] = ()) -> None:
+    def reduce(self, when: str, observed: Sequence[int] = (), *, in_step: bool = False) -> None:
         """Combine every gradient over the ranks. Collective.
 
         Args:
             when: which reduction of the program this is; ranks that are at different ones are told so.
             observed: the order in which gradients became ready, for the next plan.
+            in_step: whether this rank cannot do anything to the gradients any more before they are used.
 
         Raises:
             CollectiveMismatch: ranks have different sets of trainable parameters, or are at different
@@ -142,9 +201,9 @@ class GradientReducer(GradientSync):
             NonFiniteGradients: where that is looked for; raised on every rank, gradients are reduced.
         """
         with owned_by(self.owner):
-            self._reduce(when, observed)
+            self._reduce(when, observed, IN_STEP if in_step else IN_BACKWARD)
 
-    def _reduce(self, when: str, observed: Sequence[int]) -> None:
+    def _reduce(self, when: str, observed: Sequence[int], note: int) -> None:
         if self.group.size == 1:
             if marked := [i for i, mark in enumerate(self._marks_of(range(len(self.params)))) if mark]:
                 raise_for(marked, observed, self.named, self.group, when)
@@ -155,6 +214,7 @@ class GradientReducer(GradientSync):
                 plan = self._new_plan(observed, when)
             self._in_flight = InFlightReduction(plan, when, in_background=False)
         in_flight, self._in_flight = self._in_flight, InFlightReduction()
+        in_flight.note = note
         try:
             try:
                 self._launch_rest(in_flight)
@@ -164,6 +224,7 @@ class GradientReducer(GradientSync):
             self._launcher.undo_division(in_flight)
             raise
         nonfinite = self._unload(in_flight)
+        self._note_reduced(in_flight)
         if nonfinite is not None:
             raise_for(nonfinite, observed, self.named, self.group, when)
 
@@ -171,7 +232,8 @@ class GradientReducer(GradientSync):
         return plan.covered == self._coverable() and plan.fits(self.params)
 
     def _coverable(self) -> tuple[int, ...]:
-        return tuple(i for i, p in enumerate(self.params) if p.requires_grad or p.grad is not None)
+        exist = [i for i, p in enumerate(self.params) if p.requires_grad or p.grad is not None]
+        return tuple(i for i in exist if i not in self._left_out) if self._left_out else tuple(exist)
 
     def _new_plan(self, observed: Sequence[int], when: str) -> Plan:
         self._plan = agree_on_plan(
@@ -246,7 +308,8 @@ class GradientReducer(GradientSync):
 
     def _join_kinds(self, in_flight: InFlightReduction, sparse: Sequence[int]) -> bytes:
         """Return the kinds of the gradients of all buckets and of the sparse ones. Collective."""
-        in_flight.kinds.append(KindsExchange(self._marks_of(sparse), self.group))
+        note = 0 if in_flight.kinds else in_flight.note  # somebody must tell it
+        in_flight.kinds.append(KindsExchange(self._marks_of(sparse), self.group, note))
         return join_rest(in_flight.kinds, self.group)
 
     def _nonfinite(
@@ -301,34 +364,65 @@ class GradientReducer(GradientSync):
             all_reduce(total, self.options.op, self.group)
         return total
 
-    # -- what the last reduction left ---------------------------------------------------------------
+    # -- what the last reduction has left -----------------------------------------------------------
 
-    def _left(self) -> dict[int, Tensor]:
-        """Return the tensors that still hold, or held, the gradients of the last reduction."""
-        slots = () if self._plan is None else self._plan.slots
-        return {
-            index: tensor
-            for slot in slots
-            for place, index in enumerate(slot.bucket.indices)
-            if (tensor := slot.storage.leftover(place)) is not None
-        }
-
-    def holds_reduced(self) -> bool:
-        """Return whether some gradient is still the one that the last reduction left, or adds to it."""
-        return any(self.params[index].grad is tensor for index, tensor in self._left().items())
-
-    def mark(self) -> None:
-        """Remember the state of the gradients for `would_reduce_twice`."""
-        self._marks = {index: tensor._version for index, tensor in self._left().items()}
-
-    def would_reduce_twice(self, num_added: Mapping[int, int] | None) -> bool:
-        """Return whether a sum would be reduced once more: not replaced since, not set to zero."""
-        if not self.sums:
+    @property
+    def _is_once(self) -> bool:
+        """Whether a gradient that is combined twice comes out wrong, as a sum does and a mean does not."""
+        if self.group.size == 1:
             return False
-        if num_added is None:
-            return self.holds_reduced()
-        return any(
-            self.params[index].grad is tensor
-            and tensor._version - self._marks.get(index, -1) == num_added.get(index, 0)
-            for index, tensor in self._left().items()
-        )
+        return self.options.op is ReduceOp.SUM or not self.options.compression.is_additive
+
+    def _note_reduced(self, in_flight: InFlightReduction) -> None:
+        assert in_flight.plan is not None
+        if self._is_once:
+            self._reduced.note(self.params, in_flight.plan.covered)
+        noted = functools.reduce(operator.or_, (exchange.noted for exchange in in_flight.kinds), 0)
+        if noted == IN_BACKWARD | IN_STEP or self._unchanged is not None:
+            self._unchanged = ReducedGradients()
+            self._unchanged.note(self.params, in_flight.plan.covered)
+
+    def note_pass(self, first_ready: int) -> None:
+        """See `GradientSync`."""
+        self._reduced.forget_unless_they_remain(self.params, first_ready)
+
+    def forget_reduced(self) -> None:
+        """See `GradientSync`."""
+        self._reduced.forget()
+        self._unchanged = None
+
+    def why_not_again(self) -> str:
+        """See `GradientSync`."""
+        if not self._reduced or not self._reduced.remain(self.params):
+            return ""
+        is_sum = self.options.op is ReduceOp.SUM
+        return "that were summed" if is_sum else f"that were reduced by {self.options.compression}"
+
+    def check_unchanged(self, when: str) -> None:
+        """Raise where a rank has changed gradients that another one got in its step only. Collective then.
+
+        Raises:
+            InvalidArgument: on every rank.
+        """
+        unchanged, self._unchanged = self._unchanged, None
+        if unchanged is None:
+            return
+        changed = unchanged.were_changed(self.params)
+        told = KindsExchange(bytes([CHANGED if changed else UNCHANGED]), self.group)
+        with owned_by(self.owner):
+            what = Operation("gradients", extra="were they changed after the reduction?", when=when)
+            self.group.queue.run(what, told.finish, before=told.before)
+        if told.joined == bytes([CHANGED | UNCHANGED]):
+            raise InvalidArgument(
+                "DistributedOptimizer: gradients were changed between their reduction and step() on some "
+                f"ranks ({when}), as clipping does. Another rank had no backward, and got them in step(). "
+                "Call optimizer.synchronize() on all ranks before, or optimizer.clip_grad_norm_()"
+            )
+
+
+def _in_place(slot: BucketSlot, params: Sequence[Tensor]) -> list[int]:
+    """Return the parameters of a bucket whose gradients lie where they travel."""
+    first = slot.storage.flat.data_ptr()
+    last = first + slot.storage.flat.nbytes
+    grads = {i: params[i].grad for i in slot.bucket.indices}
+    return [i for i, grad in grads.items() if grad is not None and first <= grad.data_ptr() < last]

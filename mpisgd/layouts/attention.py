@@ -10,6 +10,7 @@ from math import prod
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import local_map
 from torch.nn.functional import scaled_dot_product_attention
@@ -18,6 +19,8 @@ from torch.overrides import TorchFunctionMode
 __all__ = ["LocalAttention"]
 
 BATCH, HEADS = 0, 1
+TENSORS = ("query", "key", "value")
+NAMES = (*TENSORS, "attn_mask", "dropout_p", "is_causal")  # torch takes these by position, too
 
 
 class LocalAttention(TorchFunctionMode):
@@ -26,26 +29,44 @@ class LocalAttention(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run `func`, attention on DTensors by parts."""
         kwargs = kwargs or {}
-        if func is scaled_dot_product_attention and isinstance(args[0], DTensor):
-            return _attention(*args, **kwargs)
+        if func is scaled_dot_product_attention:
+            named = dict(zip(NAMES, args, strict=False)) | kwargs
+            mesh = next((named[name].device_mesh for name in TENSORS if _is_divided(named.get(name))), None)
+            if mesh is not None:
+                return _attention(mesh, **named)
         return func(*args, **kwargs)
 
 
+def _is_divided(value: Any) -> bool:
+    return isinstance(value, DTensor)
+
+
 def _attention(
-    query: DTensor, key: DTensor, value: DTensor, mask: Tensor | None = None, *args: Any, **kwargs: Any
+    mesh: DeviceMesh,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    **options: Any,
 ) -> Tensor:
     """Run attention by parts; with a mask, which may have any shape that broadcasts, on whole tensors."""
-    mask = kwargs.pop("attn_mask", mask)
-    where = _placements((query, key, value), divides=mask is None)
-    whole = mask.full_tensor() if isinstance(mask, DTensor) else mask
+    tensors = [_on_mesh(tensor, mesh) for tensor in (query, key, value)]
+    where = _placements(tensors, divides=attn_mask is None)
+    whole = attn_mask.full_tensor() if isinstance(attn_mask, DTensor) else attn_mask
 
     def of_part(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return scaled_dot_product_attention(query, key, value, whole, *args, **kwargs)
+        return scaled_dot_product_attention(query, key, value, whole, **options)
 
-    mesh = query.device_mesh
     run = local_map(of_part, where, (where, where, where), device_mesh=mesh, redistribute_inputs=True)
-    out: Tensor = run(query, key, value)
+    out: Tensor = run(*tensors)
     return out
+
+
+def _on_mesh(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
+    """Return a tensor that all ranks have whole as a DTensor."""
+    if isinstance(tensor, DTensor):
+        return tensor
+    return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def _placements(tensors: Sequence[DTensor], *, divides: bool) -> list[Placement]:

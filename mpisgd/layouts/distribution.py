@@ -6,17 +6,15 @@ gradient is such a sum over the batch; it gets the layout of its parameter befor
 """
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, distribute_module, distribute_tensor
-from torch.distributed.tensor.experimental import implicit_replication
 
 from mpisgd.errors import InvalidArgument
-from mpisgd.layouts.attention import LocalAttention
 from mpisgd.layouts.dimension_names import DimensionNames
+from mpisgd.layouts.inside import enter_with_every_module
 from mpisgd.layouts.losses import correct_mean_losses
 from mpisgd.layouts.placement import placements, shard
 from mpisgd.layouts.rules import LayoutRules
@@ -58,6 +56,7 @@ def distribute(
     distribute_module(model, mesh, divide)
     del originals
     _lay_out_inputs(model, rules, names, mesh)
+    enter_with_every_module(model)
     return model
 
 
@@ -99,10 +98,9 @@ def _lay_out_output(
 
 
 def _lay_out_inputs(model: nn.Module, rules: LayoutRules, names: DimensionNames, mesh: DeviceMesh) -> None:
-    """Let forward take tensors that all ranks have whole; those that it makes itself count as such, too."""
-    during = ExitStack()
+    """Let forward take tensors that all ranks have whole."""
 
-    def enter(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def lay_out(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         if len(args) > len(names.inputs):
             raise InvalidArgument(
                 f"layout: forward got {len(args)} positional arguments, inputs names {len(names.inputs)}"
@@ -113,12 +111,6 @@ def _lay_out_inputs(model: nn.Module, rules: LayoutRules, names: DimensionNames,
                 names.check_call(rules, f"input {place}", dims, arg.shape)
                 arg = shard(rules, arg, dims, mesh)
             laid_out.append(arg)
-        during.enter_context(implicit_replication())
-        during.enter_context(LocalAttention())
         return tuple(laid_out)
 
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        during.close()
-
-    model.register_forward_pre_hook(enter)
-    model.register_forward_hook(leave, always_call=True)
+    model.register_forward_pre_hook(lay_out)

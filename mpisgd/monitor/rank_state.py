@@ -53,6 +53,7 @@ class Wait(WaitReason):
         is_main: whether that is the main thread.
         mpi_call: the MPI call it is blocked in, "" where it is in none.
         serial: tells one wait of a rank from another.
+        own_limit: whether the limit is that of one call alone, after which the program may go on.
     """
 
     site: str = ""
@@ -62,6 +63,7 @@ class Wait(WaitReason):
     is_main: bool = False
     mpi_call: str = ""
     serial: int = 0
+    own_limit: bool = False
 
     def is_shared_by(self, other: "RankState") -> bool:
         """Return whether another rank waits for the same, of which operations have no number."""

@@ -84,9 +84,13 @@ class RowExchange:
         return whole.movedim(0, self.dim) if self.is_root else None
 
     def copy(self, tensors: Sequence[Tensor]) -> None:
-        """Overwrite all ranks' tensors by those of the root."""
+        """Overwrite all ranks' tensors by those of the root.
+
+        Not a change for autograd, which has saved these values for the backward of an earlier call: they are
+        the same ones, unless the root has changed them, and then it raises there.
+        """
         if tensors:
-            broadcast_coalesced([tensor.detach() for tensor in tensors], self.src, self.group)
+            broadcast_coalesced([tensor.data for tensor in tensors], self.src, self.group)
 
     def copy_one(self, tensor: Tensor) -> None:
         """Overwrite all ranks' tensor by that of the root."""

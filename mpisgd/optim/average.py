@@ -7,7 +7,7 @@ import torch
 
 from mpisgd.compress.cast import Compression
 from mpisgd.core.group import Group
-from mpisgd.core.owner import owned_by
+from mpisgd.core.owner import new_owner, owned_by
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.options import ReductionOptions
@@ -52,7 +52,7 @@ def average_gradients(model: torch.nn.Module, group: Group | None = None) -> Non
 
 def _new_reducer(type_name: str, named: Sequence[tuple[str, torch.Tensor]], group: Group) -> GradientReducer:
     """Return what reduces the gradients of a model. Collective."""
-    owner = group.new_owner("average_gradients", type_name, [name for name, _ in named])
+    owner = new_owner(group.num_owners, "average_gradients", type_name, [name for name, _ in named])
     options = ReductionOptions(ReduceOp.AVG, Compression.none, 1.0, DEFAULT_BUCKET_CAP_BYTES, overlap=False)
     with owned_by(owner):
         agree_on("average_gradients", named, group)

@@ -13,7 +13,10 @@ from mpisgd.collectives.objects import allocate_tensors, broadcast_object, extra
 from mpisgd.core.group import Group
 from mpisgd.errors import InvalidArgument
 from mpisgd.job.lifecycle import group_or_world
+from mpisgd.method_state import ENTRY, HasOwnState
 from mpisgd.optim.parameter_names import agree_on
+from mpisgd.sharding.layerwise.offload_parameters import without_streamed
+from mpisgd.strategies.sharded.forward_overlap import wait_for_parameters
 
 __all__ = [
     "Parameters",
@@ -50,8 +53,9 @@ def broadcast_parameters(params: Parameters, src: int = 0, group: Group | None =
     group = group_or_world(group)
     root = group.group_rank("broadcast_parameters", "src", src)
     named = name_tensors("broadcast_parameters", params)
+    in_memory = without_streamed("broadcast_parameters", named, group)
     agree_on("broadcast_parameters", named, group, root=root)
-    broadcast_tensors([value for _, value in named if isinstance(value, Tensor)], src, group)
+    broadcast_tensors([value for _, value in in_memory if isinstance(value, Tensor)], src, group)
     others = {name: value for name, value in named if not isinstance(value, Tensor)}
     if others:
         assert isinstance(params, MutableMapping)
@@ -68,6 +72,7 @@ def name_tensors(name: str, params: Parameters) -> list[tuple[str, Any]]:
     Raises:
         InvalidArgument: they are something else.
     """
+    wait_for_parameters()
     if isinstance(params, torch.nn.Module):
         return [*params.named_parameters(), *params.named_buffers()]
     if isinstance(params, Mapping):
@@ -114,10 +119,12 @@ def broadcast_optimizer_state(
     """Give everyone the optimizer state of rank `src`: momenta, step counts, learning rates.
 
     Collective: all ranks of `group` call it for the same optimizer. The others may have no state yet, or
-    an older one, as when only `src` has read a checkpoint.
+    an older one, as when only `src` has read a checkpoint. What a strategy or a compressor keeps alike on all
+    ranks comes from `src`, too; what is each rank's own, such as a residual, begins anew everywhere.
 
     Args:
-        optimizer: unchanged on `src`; on the others its state is replaced, as by `load_state_dict`.
+        optimizer: unchanged on `src`, but for what is its own; on the others its state is replaced, as by
+            `load_state_dict`.
         src: global rank of the one that has the state.
         group: defaults to all processes of the job.
 
@@ -133,6 +140,8 @@ def broadcast_optimizer_state(
     params = [(f"group {i}", p) for i, g in enumerate(optimizer.param_groups) for p in g["params"]]
     agree_on("broadcast_optimizer_state", params, group, root=root)
     mine = optimizer.state_dict()  # on every rank: those that share parameters bring it together
+    if ENTRY in mine:
+        mine[ENTRY] = {**mine[ENTRY], "own": None}
     outline, tensors = extract_tensors(mine) if group.rank == root else (None, [])
     outline = broadcast_object(outline, src, group)
     if group.rank != root:
@@ -141,6 +150,8 @@ def broadcast_optimizer_state(
     if group.rank != root:
         optimizer.load_state_dict(mine)
         undo_casts(optimizer, mine["state"])
+    elif isinstance(optimizer, HasOwnState):
+        optimizer.forget_own_state()
 
 
 def undo_casts(optimizer: torch.optim.Optimizer, sent: dict[Any, Any]) -> None:

@@ -9,32 +9,42 @@ these with error feedback fails; with its variance fixed it is momentum SGD with
 
 import abc
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mpisgd.accelerator.buffers import cut_by
 from mpisgd.arguments import check_positive, shown
 from mpisgd.compress.cast import Compression
-from mpisgd.compress.signs.sign_code import wide_dtype
-from mpisgd.compress.signs.two_step_exchange import TwoStepExchange
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
-from mpisgd.core.owner import OPTIMIZER, owned_by
+from mpisgd.core.owner import OPTIMIZER, new_owner, owned_by
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument, UnsupportedTensor
 from mpisgd.gradients.kinds import KindsExchange
 from mpisgd.gradients.options import ReductionOptions
 from mpisgd.gradients.reducer import GradientReducer
 from mpisgd.job.lifecycle import group_or_world
+from mpisgd.method_state import (
+    ENTRY,
+    VERSION,
+    check_version,
+    forget_own,
+    mean_of,
+    part,
+    pieces_of,
+    restart,
+    take,
+)
+from mpisgd.optim.compressed_average import CompressedAverage
 from mpisgd.optim.distributed import DEFAULT_BUCKET_CAP_BYTES
 from mpisgd.optim.parameter_names import agree_on, name_parameters
+from mpisgd.sharding.layerwise.offload_parameters import check_in_memory
 
-__all__ = ["CompressedMomentumOptimizer", "Trained", "adam_defaults", "denominator", "update_moments"]
-
-COMPRESSION = "compression"  # the entry of a state_dict
+__all__ = ["CompressedMomentumOptimizer", "Kept", "Trained", "adam_defaults", "denominator", "update_moments"]
 
 
 class Trained(NamedTuple):
@@ -49,6 +59,17 @@ class Trained(NamedTuple):
     param: Tensor
     state: dict[str, Any]
     settings: dict[str, Any]
+
+
+@dataclass
+class Kept:
+    """What an optimizer keeps beside the state of its parameters.
+
+    Attributes:
+        errors: of the 1-bit average.
+    """
+
+    errors: CompressedAverage = part(CompressedAverage)
 
 
 class CompressedMomentumOptimizer(torch.optim.Optimizer, abc.ABC):
@@ -81,8 +102,7 @@ class CompressedMomentumOptimizer(torch.optim.Optimizer, abc.ABC):
     # What a deep copy takes over beside what all torch optimizers have.
     _copied: ClassVar[tuple[str, ...]] = (
         "_agreed",
-        "_exchanges",
-        "_loaded_errors",
+        "_kept",
         "_owner",
         "group",
         "num_steps",
@@ -91,6 +111,7 @@ class CompressedMomentumOptimizer(torch.optim.Optimizer, abc.ABC):
 
     def __init__(self, params: Any, defaults: dict[str, Any], group: Group | None, agreed: str) -> None:
         self._agreed = agreed
+        self._kept = self._new_state_of_method()
         self._reducer: GradientReducer | None = None  # None: not all parameter groups are known
         self._no_variance: dict[Tensor, Tensor | None] = {}  # where it is zero, None: nowhere; while frozen
         super().__init__(params, defaults)
@@ -102,10 +123,9 @@ class CompressedMomentumOptimizer(torch.optim.Optimizer, abc.ABC):
         self.spans_job = group is None
         self.group = group_or_world(group)
         names = [name for name, _ in name_parameters(self, None)]
-        self._owner = self.group.new_owner(OPTIMIZER, type(self).__name__, names)
+        self._owner = new_owner(self.group.num_owners, OPTIMIZER, type(self).__name__, names)
         self._reducer = self._new_reducer(self._agree(kind, settings))
-        self._exchanges: list[TwoStepExchange] = []
-        self._loaded_errors: list[Mapping[str, Any]] = []
+        forget_own(self._kept)
 
     def _new_reducer(self, named: Sequence[tuple[str, Tensor]]) -> GradientReducer:
         options = ReductionOptions(
@@ -135,6 +155,10 @@ class CompressedMomentumOptimizer(torch.optim.Optimizer, abc.ABC):
             "its state_dict(), or copy it by copy.deepcopy on all ranks"
         )
 
+    def _new_state_of_method(self) -> Any:
+        """Return what is kept beside the state of parameters, before the first step; see `method_state`."""
+        return Kept()
+
     def _settings(self) -> str:
         return str([{key: group[key] for key in self.defaults} for group in self.param_groups])
 
@@ -143,6 +167,7 @@ class CompressedMomentumOptimizer(torch.optim.Optimizer, abc.ABC):
         for name, param in named:
             if not param.is_floating_point():
                 raise UnsupportedTensor(f"{kind}: {name} is {param.dtype}; expected a floating dtype")
+        check_in_memory(kind, named)
         with owned_by(self._owner):
             agree_on(kind, named, self.group, extra=f"{self._agreed}, {settings}")
         return named
@@ -216,34 +241,8 @@ class CompressedMomentumOptimizer(torch.optim.Optimizer, abc.ABC):
         return [bool(kind) for kind in kinds.joined]
 
     def _exchange(self, tensors: Sequence[Tensor]) -> None:
-        """Replace tensors, all of them packed into one, by the 1-bit average of everyone's. Collective.
-
-        One for each dtype and device. A group of one rank keeps them as they are.
-        """
-        if self.group.size == 1:
-            return
-        alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for tensor in tensors:
-            if tensor.numel():
-                alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-        for place, packed in enumerate(alike.values()):
-            lengths = [tensor.numel() for tensor in packed]
-            flat = torch.cat([tensor.reshape(-1) for tensor in packed])
-            flat = flat.to(wide_dtype(flat.dtype))
-            self._exchange_at(place, lengths, flat).average(flat)
-            for tensor, part in zip(packed, cut_by(flat, lengths), strict=True):
-                tensor.copy_(part.view(tensor.shape))
-
-    def _exchange_at(self, place: int, lengths: Sequence[int], flat: Tensor) -> TwoStepExchange:
-        """Return what averages tensors of these lengths, without errors if there were other ones before."""
-        if place < len(self._exchanges) and self._exchanges[place].lengths == tuple(lengths):
-            return self._exchanges[place]
-        del self._exchanges[place:]
-        made = TwoStepExchange(lengths, flat.dtype, flat.device, self.group)
-        if place < len(self._loaded_errors) and tuple(self._loaded_errors[place]["lengths"]) == made.lengths:
-            made.load_state_dict(self._loaded_errors[place])
-        self._exchanges.append(made)
-        return made
+        """Replace tensors by the 1-bit average of everyone's. Collective."""
+        self._kept.errors.average(tensors, self.group)
 
     # -- parameters and their state -----------------------------------------------------------------
 
@@ -297,27 +296,80 @@ class CompressedMomentumOptimizer(torch.optim.Optimizer, abc.ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return the state, as other torch optimizers do.
 
-        The entry "compression", which others ignore, has this rank's errors. They are of use to the same
-        rank among as many ones only.
+        The entry "mpisgd", which others ignore, has what is this rank's own, such as its errors. They are of
+        use to the same rank among as many ones only.
         """
-        errors = [{"lengths": each.lengths, **each.state_dict()} for each in self._exchanges]
-        own = {"num_steps": self.num_steps, "rank": self.group.rank, "size": self.group.size}
-        return {**super().state_dict(), COMPRESSION: {**own, "errors": errors or self._loaded_errors}}
+        return {**super().state_dict(), **self.method_entry()}
+
+    def method_entry(self) -> dict[str, Any]:
+        """Return the entry "mpisgd" of `state_dict()`."""
+        pieces = pieces_of(self._kept)
+        entry = {
+            "version": VERSION,
+            "of": self.method,
+            "compression": "",
+            "rank": self.group.rank,
+            "size": self.group.size,
+            "steps": self.num_steps,
+            "begun": [],
+            "alike": pieces.alike,
+            "own": pieces.own,
+        }
+        return {ENTRY: entry}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state, also one of torch.optim.Adam. All ranks load the same, or each its own.
 
         Errors begin anew at zero where those given are of another rank, or of another number of ranks:
-        what had been left out is lost, which is less than one step's momentum.
+        what had been left out is lost, which is less than one step's momentum. So they do, with a warning,
+        where another method has saved the state.
+
+        Raises:
+            InvalidArgument: another version of mpisgd has written it in a form that this one does not know.
         """
+        entry = state_dict.get(ENTRY)
+        if entry is not None:
+            check_version(entry)
         super().load_state_dict(state_dict)
         self._no_variance.clear()
-        own = state_dict.get(COMPRESSION, {})
         steps = [int(trained.state["step"]) for trained in self._trained() if "step" in trained.state]
         self._complete_state()
-        self.num_steps = own.get("num_steps", max(steps, default=0))
-        is_mine = (own.get("rank"), own.get("size")) == (self.group.rank, self.group.size)
-        self._exchanges, self._loaded_errors = [], list(own["errors"]) if is_mine else []
+        self.num_steps = max(steps, default=0)
+        if entry is not None and entry["of"] != self.method:
+            if self.group.rank == 0:
+                text = f"the state is of {entry['of']}, and this is {self.method}"
+                warnings.warn(f"load_state_dict: {text}; what the former has kept is left out", stacklevel=2)
+            entry = None
+        if entry is None:
+            restart(self._kept)
+            return
+        self.num_steps = entry["steps"]
+        is_mine = (entry["rank"], entry["size"]) == (self.group.rank, self.group.size)
+        take(self._kept, entry["alike"], entry["own"] if is_mine else None, {})
+
+    @property
+    def method(self) -> str:
+        """What the optimizer is called in a saved state."""
+        return type(self).__name__
+
+    def replica(self, *, anyway: bool = False) -> dict[str, Tensor]:
+        """Return the parameters that differ by rank now, by key: none, but between meetings of `ZeroOneAdam`.
+
+        Args:
+            anyway: also return them where they do not differ.
+        """
+        params = [param for group in self.param_groups for param in group["params"]]
+        return {str(place): param.detach() for place, param in enumerate(params)} if anyway else {}
+
+    def consensus_of(
+        self, replicas: Sequence[Mapping[str, Tensor]], entries: Sequence[Any]
+    ) -> dict[str, Tensor]:
+        """Return what replicas of all ranks stand for together: their mean."""
+        return mean_of(replicas)
+
+    def forget_own_state(self) -> None:
+        """Begin anew with what is this rank's own: all ranks do so, as after a broadcast of the state."""
+        forget_own(self._kept)
 
     def _complete_state(self) -> None:
         """Add what a state of torch.optim.Adam does not have."""

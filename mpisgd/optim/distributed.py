@@ -21,7 +21,7 @@ from mpisgd.compress.adasum import AdaptiveSum
 from mpisgd.compress.auto import Auto
 from mpisgd.compress.compressor import Compressor
 from mpisgd.core.group import Group
-from mpisgd.core.owner import OPTIMIZER, Owner, owned_by
+from mpisgd.core.owner import OPTIMIZER, Owner, new_owner, owned_by
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.accumulation import AccumulationWindow
@@ -31,7 +31,9 @@ from mpisgd.job.lifecycle import group_or_world
 from mpisgd.optim.choices import check_choices, resolve_reduction, summary
 from mpisgd.optim.in_sync import check_tensors_in_sync
 from mpisgd.optim.parameter_names import agree_on, name_buffers, name_parameters
+from mpisgd.strategies.buffers import Buffers
 from mpisgd.strategies.compatibility import check_momentum
+from mpisgd.strategies.state_keeper import StateKeeper
 from mpisgd.strategies.strategy import Strategy, Synchronizer
 from mpisgd.strategies.synchronous import Synchronous
 from mpisgd.strategies.training import Training
@@ -167,7 +169,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 shares,
                 elementwise,
                 check_in_sync_every,
-                [buffer for _, buffer in buffers],
+                Buffers(buffers),
             )
             strategy.check(training)
             check_momentum(training)
@@ -177,7 +179,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 agree_on("DistributedOptimizer", [*named, *buffers], members, extra=text)
                 options = with_chosen_compression(training.params, members, options)
                 self._synchronizer = strategy.synchronizer(training._replace(options=options))
-            self._window = AccumulationWindow(self._synchronizer.gradients, backward_passes_per_step)
+                self._keeper = StateKeeper(self._synchronizer)
+                self._window = AccumulationWindow(
+                    self._synchronizer.gradients,
+                    backward_passes_per_step,
+                    trained=[param for _, param in named],
+                    group=members,
+                    owner=self._owner,
+                )
             self.strategy = strategy
             self._chooses_compression = isinstance(training.options.compression, Auto)
         except BaseException:
@@ -221,29 +230,72 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         check_positive("clip_grad_norm_", "max_norm", max_norm)
         check_positive("clip_grad_norm_", "norm_type", norm_type)
+        self._window.flush_before_use()
         with owned_by(self._owner):
             return self._synchronizer.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all parameters, as the wrapped optimizer does.
 
-        Collective where ranks share parameters, or divide the state: each has that of its own. Where a
-        compressor keeps something from step to step, the entry "compression" has this rank's; other
-        optimizers ignore it.
+        Collective where ranks share parameters, or divide the state: each has that of its own. Where the
+        strategy or a compressor keeps something from step to step, the entry "mpisgd" has it, with what is
+        this rank's own; other optimizers ignore it.
         """
         with owned_by(self._owner):
-            return self._synchronizer.state_dict(super().state_dict)
+            return {**self._synchronizer.state_dict(super().state_dict), **self._keeper.entry()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state, as the wrapped optimizer does. All ranks load the same.
+        """Take over a state, as the wrapped optimizer does. The parameters stay as they are.
 
-        What a compressor had kept goes with its parameters, whatever their buckets are now. A residual is a
-        rank's own: it goes to the same rank of as many ranks, and begins at zero on any other.
+        All ranks load states of the same step, each its own or all the same. What is a rank's own, such as a
+        residual, comes back to the same rank of as many ranks; on any other it begins anew, and so it does on
+        all ranks where it says something of the others. What the strategy and the compressor have kept is
+        left out, with a warning, where this optimizer has others.
+
+        Raises:
+            InvalidArgument: another version of mpisgd has written it in a form that this one does not know.
         """
+        self._keeper.check(state_dict)
         super().load_state_dict(state_dict)
+        self._keeper.load(state_dict)
         with owned_by(self._owner):
             self._synchronizer.loaded(state_dict)
         self._window.use(self._synchronizer.gradients)
+
+    @property
+    def method(self) -> str:
+        """What the strategy is called in a saved state."""
+        return self._synchronizer.method
+
+    def method_entry(self) -> dict[str, Any]:
+        """Return the entry "mpisgd" of `state_dict()`; {} where nothing is kept. Not collective."""
+        return self._keeper.entry()
+
+    def replica(self, *, anyway: bool = False) -> dict[str, Tensor]:
+        """Return the parameters and buffers that differ by rank between steps, by key; not copied.
+
+        With `Synchronous`, and wherever all ranks have one model, there are none. They are no part of
+        `state_dict()`; `mpisgd.checkpoint` saves them beside it, for each rank.
+
+        Args:
+            anyway: also return them where they do not differ.
+        """
+        return self._synchronizer.replica() if anyway or self._synchronizer.replicas_differ else {}
+
+    def consensus_of(
+        self, replicas: Sequence[Mapping[str, Tensor]], entries: Sequence[Any]
+    ) -> dict[str, Tensor]:
+        """Return what the replicas of all ranks stand for together: their mean, or what the strategy says.
+
+        Args:
+            replicas: of all ranks.
+            entries: of their `state_dict()`, "mpisgd".
+        """
+        return self._synchronizer.consensus_of(replicas, entries)
+
+    def forget_own_state(self) -> None:
+        """Begin anew with what is this rank's own: all ranks do so, as after a broadcast of the state."""
+        self._keeper.forget_own()
 
     def shard_state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the state, where ranks divide it. Not collective; needs no more memory.
@@ -279,8 +331,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         training = self._synchronizer.training
         named = [*training.named, *name_parameters(self, None)[len(training.named) :]]
         with owned_by(self._owner):
-            agree_on("add_param_group", named, training.group)
-            self._synchronizer.extend(named)
+            try:
+                agree_on("add_param_group", named, training.group)
+                self._synchronizer.extend(named)
+            except InvalidArgument:  # which is raised before anything has changed
+                self.param_groups.pop()
+                raise
+            self._keeper.extended()
             self._window.use(self._synchronizer.gradients)
             self._window.cover(named)
 
@@ -301,9 +358,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             if self._chooses_compression:  # new ranks may have chosen another one
                 self._synchronizer.use_compression(broadcast_object(self.compression, group=members))
             self._synchronizer.move_to(members)
+            self._keeper.moved()
+            self._window.move_to(self._synchronizer.gradients, members, self._owner)
         self.spans_job = group is None
         super().zero_grad(set_to_none=True)
-        self._window.move_to(self._synchronizer.gradients)
 
     @contextlib.contextmanager
     def consensus(self) -> Iterator[None]:
@@ -343,7 +401,8 @@ def _overwrite(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 def _new_owner(optimizer: torch.optim.Optimizer, named: Sequence[tuple[str, Tensor]], group: Group) -> Owner:
     """Return the owner of the operations of a distributed optimizer."""
-    return group.new_owner(OPTIMIZER, wrapped_class(type(optimizer)).__name__, [name for name, _ in named])
+    type_name, names = wrapped_class(type(optimizer)).__name__, [name for name, _ in named]
+    return new_owner(group.num_owners, OPTIMIZER, type_name, names)
 
 
 _classes: dict[type, type[torch.optim.Optimizer]] = {}
@@ -392,6 +451,7 @@ def _before_step(
         assert changed is not None
         changed = wrap_closure(*changed, lambda closure: _owned(closure, optimizer._owner))
     with owned_by(optimizer._owner):
+        optimizer._keeper.settle()
         synchronizer.before_step()
     return changed
 
@@ -414,9 +474,10 @@ def _after_step(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
 
 
 def _finish_step(window: AccumulationWindow, synchronizer: Synchronizer) -> None:
-    synchronizer.after_step(window.steps + 1)
+    synchronizer.num_steps += 1
+    synchronizer.after_step(synchronizer.num_steps)
     window.end_step()
     window.use(synchronizer.gradients)
     period = synchronizer.training.check_in_sync_every
-    if period and window.steps % period == 0:
+    if period and synchronizer.num_steps % period == 0:
         check_tensors_in_sync(synchronizer.training.named, synchronizer.training.group)

@@ -4,15 +4,20 @@ Source: Lu, Li, Zhang, De Sa and He 2022, "Maximizing Communication Efficiency f
 0/1 Adam", algorithm 1 and the policies of its section 6.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mpisgd.arguments import check_positive
+from mpisgd.collectives.coalesced import all_reduce_coalesced
 from mpisgd.core.group import Group
+from mpisgd.dtypes import ReduceOp
+from mpisgd.method_state import own
 from mpisgd.optim.compressed_momentum import (
     CompressedMomentumOptimizer,
+    Kept,
     Trained,
     adam_defaults,
     denominator,
@@ -20,6 +25,8 @@ from mpisgd.optim.compressed_momentum import (
 )
 
 __all__ = ["ZeroOneAdam", "is_variance_step", "local_interval"]
+
+OWN_MOMENTUM = "momentum_is_own"  # in a parameter's state, after a meeting for which the learning rate was 0
 
 
 def is_variance_step(step: int, scaler: int) -> bool:
@@ -43,6 +50,17 @@ def local_interval(steps_frozen: int, scaler: int, clipper: int) -> int:
     return clipper if doublings >= clipper.bit_length() else min(clipper, 1 << doublings)
 
 
+@dataclass
+class _Kept(Kept):
+    """What is kept beside the state of parameters.
+
+    Attributes:
+        awaited: places of parameters that had their first gradient since the last meeting, on this rank.
+    """
+
+    awaited: list[int] = own(default_factory=list)
+
+
 class ZeroOneAdam(CompressedMomentumOptimizer):
     """Adam of which in most steps one bit per element travels, and in others nothing.
 
@@ -61,6 +79,8 @@ class ZeroOneAdam(CompressedMomentumOptimizer):
 
         u = 1-bit average of u_i, with the workers' and the servers' errors (see `TwoStepExchange`)
         x = x' - u / D;   m = u / (sum of gamma since x');   u_i = 0
+
+    Where that sum is 0, as the learning rate was, m_i stays; the next step of T_v begins with their mean.
 
     The paper's algorithm exchanges momenta by one bit in steps of T_v, too; here, as in its authors'
     implementation, the gradient that is averaged there for the variance serves the momentum as well. A step
@@ -90,7 +110,6 @@ class ZeroOneAdam(CompressedMomentumOptimizer):
 
     _copied = (
         *CompressedMomentumOptimizer._copied,
-        "_awaited",
         "local_step_clipper",
         "local_step_scaler",
         "var_freeze_step",
@@ -124,13 +143,20 @@ class ZeroOneAdam(CompressedMomentumOptimizer):
         self.var_update_scaler = var_update_scaler
         self.local_step_scaler = local_step_scaler
         self.local_step_clipper = local_step_clipper
-        self._awaited: set[int] = set()  # parameters that had their first gradient between two meetings
         super().__init__(params, defaults, group, agreed=f"{steps}")
 
     @property
     def is_synchronized(self) -> bool:
         """Whether all ranks have the same parameters now, or they would meet in the step after this one."""
         return self._meets(self.num_steps)
+
+    def _new_state_of_method(self) -> Any:
+        return _Kept()
+
+    def replica(self, *, anyway: bool = False) -> dict[str, Tensor]:
+        """See `CompressedMomentumOptimizer`."""
+        own_momenta = any(trained.state.get(OWN_MOMENTUM) for trained in self._trained())
+        return super().replica(anyway=anyway or own_momenta or not self.is_synchronized)
 
     def _meets(self, step: int) -> bool:
         """Return whether `step` is one of T_u."""
@@ -157,24 +183,32 @@ class ZeroOneAdam(CompressedMomentumOptimizer):
         """
         everything = list(self._trained())
         self._note_new(everything)
-        first = self._exist_somewhere([place in self._awaited for place in range(len(everything))])
-        self._awaited.clear()
+        first = self._exist_somewhere([place in self._kept.awaited for place in range(len(everything))])
+        self._kept.awaited.clear()
         if not is_open:
             self._refuse_new(first, f"step {self.var_freeze_step}")
         return any(first)
 
     def _note_new(self, everything: list[Trained]) -> None:
         for place, (param, state, _) in enumerate(everything):
-            if param.grad is not None and "step" not in state:
-                self._awaited.add(place)
+            if param.grad is not None and "step" not in state and place not in self._kept.awaited:
+                self._kept.awaited.append(place)
 
     def _update_as_adam(self) -> None:
+        self._join_momenta()
         self._average_gradients()
         self._no_variance.clear()
         for trained in self._with_gradients():
             param, state, settings = trained
             update_moments(state, _decayed(trained), settings["betas"])
             param.addcdiv_(state["exp_avg"], _denominator(trained), value=-_rate(trained))
+
+    def _join_momenta(self) -> None:
+        """Make momenta their mean that the last meeting has left to the ranks. Collective where any are."""
+        states = [trained.state for trained in self._trained()]
+        own = [state["exp_avg"] for state in states if state.pop(OWN_MOMENTUM, False)]
+        if own and self.group.size > 1:
+            all_reduce_coalesced(own, ReduceOp.AVG, self.group)
 
     def _update_alone(self) -> None:
         """Update this rank's momentum and what it adds up to; and the parameters, until the ranks meet."""
@@ -207,8 +241,11 @@ class ZeroOneAdam(CompressedMomentumOptimizer):
             if "synchronized_param" in state:
                 param.copy_(state.pop("synchronized_param"))
             param.addcdiv_(accumulated, _denominator(trained), value=-1.0)
-            if state["lrs"] > 0.0:  # else no step was made, and the momentum remains each rank's own
+            if state["lrs"] > 0.0:
                 torch.div(accumulated, state["lrs"], out=state["exp_avg"])
+                state.pop(OWN_MOMENTUM, None)
+            else:  # no step was made: what was exchanged tells nothing of the momentum
+                state[OWN_MOMENTUM] = True
             accumulated.zero_()
             state["lrs"] = 0.0
 

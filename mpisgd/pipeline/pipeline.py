@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpisgd.arguments import check_positive
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument, MpisgdError, NotInitialized, PipelineFailed
@@ -26,8 +27,10 @@ from mpisgd.pipeline.messages import PipelineMessages
 from mpisgd.pipeline.micro_batches import (
     Batch,
     as_tensors,
+    joined,
     row_counts,
     split_rows,
+    split_targets,
 )
 from mpisgd.pipeline.model_parts import Stages
 from mpisgd.pipeline.recording import Recording, gather_recording
@@ -36,6 +39,7 @@ from mpisgd.pipeline.schedules.plan import Plan, with_messages
 from mpisgd.pipeline.schedules.schedule import Schedule
 from mpisgd.pipeline.schedules.shape import PipelineShape
 from mpisgd.pipeline.worker import Worker
+from mpisgd.sharding.grad_norm import clip_factor
 
 __all__ = ["Pipeline"]
 
@@ -176,11 +180,12 @@ class Pipeline:
         """
         batch = self._next_batch(inputs, targets, trains=True)
         with self._telling_failures():
-            actions = self._flushing_actions
-            self._worker.run(self._actions(self._num_steps) if actions is None else actions, batch)
-            if self.schedule.flushes:
+            if self._flushing_actions is not None:
+                with self._worker.earlier_gradients_apart():
+                    self._worker.run(self._flushing_actions, batch)
                 self._messages.settle()
             else:
+                self._worker.run(self._actions(self._num_steps), batch)
                 self._num_steps += 1
             self._num_recorded += 1
             return self._loss_of(batch)
@@ -220,7 +225,7 @@ class Pipeline:
         with self._telling_failures():
             worker.run(_forward_actions(shape, self._group.rank), batch)
             self._messages.settle()
-        return _joined([worker.outputs[number] for number in sorted(worker.outputs)])
+        return joined([worker.outputs[number] for number in sorted(worker.outputs)])
 
     def close(self) -> None:
         """Flush, and free what the pipeline communicates through; the modules stay. Collective.
@@ -236,6 +241,48 @@ class Pipeline:
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters of this rank's stages, each once."""
         return list(dict.fromkeys(param for module in self.stages.values() for param in module.parameters()))
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Scale the gradients of all stages such that their norm is at most `max_norm`.
+
+        Collective; with `optimizer=None`, after `step`. As `torch.nn.utils.clip_grad_norm_` with the
+        parameters of the whole model, each counted once. torch's own function knows those of this rank alone:
+        it divides by another norm on each rank, and tied parameters drift apart.
+
+        Returns:
+            The norm before, in float64, the same on all ranks.
+
+        Raises:
+            InvalidArgument: found locally, before anything is sent; or the pipeline has optimizers, which
+                have used and reset the gradients when `step` returns.
+            RuntimeError: the norm is not finite, where that is asked for; on all ranks, nothing is scaled.
+        """
+        check_positive("clip_grad_norm_", "max_norm", max_norm)
+        check_positive("clip_grad_norm_", "norm_type", norm_type)
+        self._check_usable()
+        if self._options.optimizer is not None:
+            raise InvalidArgument(
+                "pipeline: clip_grad_norm_() where step() updates the weights, so that nothing is left to "
+                "clip; make the pipeline with optimizer=None and step an optimizer of your own"
+            )
+        with self._telling_failures():
+            norms = [torch.linalg.vector_norm(grad, norm_type) for grad in self._gradients(counted=True)]
+        everyone = range(self._group.size)
+        # The group's messages tell whether another rank has raised; its collectives would wait for it.
+        self._messages.exchange(None, everyone)
+        total, factor = clip_factor(
+            norms, everyone, self._group, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+        )
+        for grad in self._gradients(counted=False):
+            grad.mul_(factor.to(grad.device))
+        return total
+
+    def _gradients(self, *, counted: bool) -> list[Tensor]:
+        """Return the gradients of this rank's stages; `counted`: those that no other rank counts."""
+        others = self._worker.counted_by_others() if counted else set()
+        return [param.grad for param in self.parameters() if param.grad is not None and param not in others]
 
     @property
     def versions_held(self) -> dict[int, int]:
@@ -296,7 +343,7 @@ class Pipeline:
             self._num_steps * len(counts),
             counts,
             split_rows(as_tensors("inputs", inputs), counts) if self._is_first else (),
-            _split_targets(targets, counts) if self._is_last and trains else (),
+            split_targets(targets, counts) if self._is_last and trains else (),
             trains,
         )
 
@@ -344,12 +391,6 @@ def _described(action: Action) -> str:
     return f"stage {action.stage}, {name}{of}"
 
 
-def _split_targets(targets: Any, counts: Sequence[int]) -> list[Any]:
-    """Return the targets of each micro-batch, a tensor where one was given."""
-    parts = split_rows(as_tensors("targets", targets), counts)
-    return list(parts) if isinstance(targets, (tuple, list)) else [part[0] for part in parts]
-
-
 def _forward_actions(shape: PipelineShape, rank: int) -> list[Action]:
     """Return the forwards of a rank alone: a stage takes micro-batch b in slot b plus its number."""
     passes = [
@@ -359,12 +400,3 @@ def _forward_actions(shape: PipelineShape, rank: int) -> list[Action]:
     ]
     passes.sort(key=lambda each: (each.micro_batch + each.stage, each.stage))
     return with_messages(passes, rank, shape)
-
-
-def _joined(outputs: Sequence[Any]) -> Any:
-    """Return the outputs of micro-batches as those of the batch; None where there are none."""
-    if not outputs:
-        return None
-    if isinstance(outputs[0], Tensor):
-        return torch.cat(list(outputs))
-    return tuple(torch.cat(parts) for parts in zip(*outputs, strict=True))

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mpisgd.errors import UnsupportedTensor
+from mpisgd.pipeline.buffers import ChangingBuffers
 from mpisgd.pipeline.skips import stashing
 from mpisgd.pipeline.weights import StageWeights, device_of
 
@@ -74,7 +75,7 @@ class Stage:
         self.optimizer = optimizer
         self.connections = connections
         self.device = device_of(self.module)
-        self._recompute = recompute
+        self._buffers = ChangingBuffers(self.module) if recompute else None
         self._in_flight: dict[int, _InFlight] = {}
 
     def forward(
@@ -203,10 +204,10 @@ class Stage:
             return output, tuple(kept[name] for name in names)
 
         tensors = (*own, *skipped.values())
-        if not (self._recompute and trains):
+        if self._buffers is None or not trains:
             output, _ = run(*tensors)
             return output, stashed[0]
-        output, kept = checkpoint(run, *tensors, use_reentrant=False)
+        output, kept = checkpoint(_repeatable(run, self._buffers), *tensors, use_reentrant=False)
         names = [name for names in connections.stashed.values() for name in names]
         return output, dict(zip(names, kept, strict=True))
 
@@ -222,6 +223,24 @@ class Stage:
                     "tuple of tensors"
                 )
         return outputs
+
+
+def _repeatable(run: Callable[..., Any], buffers: ChangingBuffers) -> Callable[..., Any]:
+    """Return `run`, which does the same in all its calls, and changes the buffers in the first one alone."""
+    copies = buffers.copies()
+    calls = 0
+
+    def repeatable(*tensors: Tensor) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > 1:
+            with buffers.replaced({place: copy.clone() for place, copy in copies.items()}):
+                return run(*tensors)
+        result = run(*tensors)
+        buffers.learn(copies)
+        return result
+
+    return repeatable
 
 
 def with_gradients(tensors: Sequence[Tensor]) -> list[Tensor]:

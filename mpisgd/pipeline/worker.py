@@ -4,8 +4,9 @@ The dispatch is a table: one method per kind of action. Before each action the r
 started, so a message finds its memory when it comes, and two ranks that send to each other do not wait.
 """
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -167,6 +168,32 @@ class Worker:
         """Begin anew, with an empty pipeline."""
         for stage in self.stages.values():
             stage.restart()
+
+    @contextlib.contextmanager
+    def earlier_gradients_apart(self) -> Iterator[None]:
+        """Within, gradients are those of this step alone, so that none is reduced twice; then they add up."""
+        reduced: list[Tensor] = [
+            param for number in self._replicas for param in self.stages[number].module.parameters()
+        ]
+        reduced += [param for tie in self._ties.values() for param in tie.params]
+        earlier = {param: param.grad for param in reduced if param.grad is not None}
+        for param in earlier:
+            param.grad = None
+        yield
+        for param, gradient in earlier.items():
+            param.grad = gradient if param.grad is None else gradient.add_(param.grad)
+
+    def counted_by_others(self) -> set[Tensor]:
+        """Return the parameters of this rank that the first rank with a replica or with the tie counts."""
+        tied: dict[Tensor, tuple[int, ...]] = {
+            param: tie.ranks for tie in self._ties.values() for param in tie.params
+        }
+        of_stages: dict[Tensor, tuple[int, ...]] = {
+            param: self.shape.ranks[number]
+            for number, stage in self.stages.items()
+            for param in stage.module.parameters()
+        }
+        return {param for param, ranks in {**of_stages, **tied}.items() if min(ranks) != self._rank}
 
     def _note(self, action: Action, begin_ns: int) -> None:
         end_ns = time.monotonic_ns()

@@ -6,7 +6,7 @@ from typing import Any
 from mpisgd.errors import InvalidArgument
 from mpisgd.strategies.training import Training
 
-__all__ = ["LOCAL_STEPS", "OPTIONS", "check_momentum", "refuse_momentum"]
+__all__ = ["LOCAL_STEPS", "OPTIONS", "check_momentum", "refuse_momentum", "refuse_signs"]
 
 
 def _unless(default: Any, value: Any) -> Any:
@@ -50,6 +50,20 @@ def check_momentum(training: Training) -> None:
         raise InvalidArgument(
             f"DistributedOptimizer: {compression} has a momentum, and so has the optimizer, {beta}; make it "
             "with momentum=0"
+        )
+
+
+def refuse_signs(strategy: object, training: Training) -> None:
+    """Raise where signs alone travel of changes of parameters: all would be as large as 1.
+
+    Raises:
+        InvalidArgument: names both.
+    """
+    compression = training.options.compression
+    if not compression.has_magnitudes:
+        raise InvalidArgument(
+            f"DistributedOptimizer: compression={compression} does not go with {strategy}: it sends signs "
+            "alone, so every parameter would move by 1; mpisgd.compress.OneBit has magnitudes, too"
         )
 
 

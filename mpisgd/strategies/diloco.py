@@ -26,7 +26,10 @@ from mpisgd.arguments import check_count, check_positive, shown
 from mpisgd.collectives.coalesced import all_reduce_coalesced
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
-from mpisgd.strategies.compatibility import LOCAL_STEPS
+from mpisgd.gradients.compression_state import CompressionState
+from mpisgd.method_state import alike, part
+from mpisgd.strategies.compatibility import LOCAL_STEPS, refuse_momentum
+from mpisgd.strategies.kept_tensors import follow
 from mpisgd.strategies.local_training import LocalSynchronizer
 from mpisgd.strategies.strategy import Strategy
 from mpisgd.strategies.tensor_mean import TensorMean
@@ -48,8 +51,9 @@ class DiLoCo(Strategy):
         sync_every: steps from one outer step of a parameter to the next.
         outer_optimizer: class of the outer optimizer, any of torch's that needs no closure.
         outer_options: what it is made with; for SGD by default lr=0.7, momentum=0.9, nesterov=True.
-        fragments: parts into which the parameters are cut, of about as many bytes, in the order of the
-            optimizer; part f is synchronised f * sync_every / fragments steps after the first.
+        fragments: parts into which the parameters are divided, of about as many bytes, in the order of the
+            optimizer, each of at least one; part f is synchronised f * sync_every / fragments steps after
+            the first. Parameters that are added later are a part of their own.
         overlap_steps: steps that ranks take while the mean is under way; fewer than `sync_every`.
         overlap_alpha: which share of what they have by then ranks keep; 0 drops these steps.
 
@@ -106,6 +110,13 @@ class DiLoCo(Strategy):
         """
         return cls(sync_every, outer_options={"lr": lr, "momentum": momentum})
 
+    @property
+    def chosen_options(self) -> Mapping[str, Any]:
+        """What the outer optimizer is made with."""
+        if self.outer_options is None:
+            return NESTEROV if self.outer_optimizer is torch.optim.SGD else {}
+        return self.outer_options
+
     def make_outer(self, params: list[Tensor]) -> torch.optim.Optimizer:
         """Return the outer optimizer of `params`.
 
@@ -117,85 +128,154 @@ class DiLoCo(Strategy):
             raise InvalidArgument(
                 f"DiLoCo: outer_options={shown(options)}; expected a dict such as {NESTEROV}"
             )
-        if options is None:
-            options = NESTEROV if self.outer_optimizer is torch.optim.SGD else {}
+        options = self.chosen_options
         make: Callable[..., torch.optim.Optimizer] = self.outer_optimizer
         try:
             return make(params, **options)
         except (TypeError, ValueError) as exc:
             raise InvalidArgument(f"DiLoCo: outer_options={shown(options)}: {exc}") from exc
 
+    def check(self, training: Training) -> None:
+        """See `Strategy.check`.
+
+        Raises:
+            InvalidArgument: also where there are fewer parameters than fragments.
+        """
+        super().check(training)
+        refuse_momentum(self, training)
+        number = len(training.named)
+        if self.fragments > max(1, number):
+            raise InvalidArgument(
+                f"DiLoCo: fragments={self.fragments}, and the optimizer has {number} parameters, which are "
+                f"not cut; expected at most {max(1, number)}"
+            )
+
     def synchronizer(self, training: Training) -> "DiLoCoSynchronizer":
         """Return what takes the outer steps."""
         return DiLoCoSynchronizer(training, self)
 
 
+@dataclass
+class _State:
+    """What is kept from step to step; all ranks take the same outer steps.
+
+    Attributes:
+        waves: how many times parameters had been added before, by parameter. Those of a wave are cut into
+            fragments together.
+        outer: the parameters after the last outer step.
+        entries: the outer optimizer's state, by parameter.
+        options: of its groups, by fragment.
+        kind: its class: the state of another one is none of its own.
+        changes: the mean of the changes that is due and was not applied yet, by parameter.
+        compression: what compressors keep of the changes.
+    """
+
+    waves: dict[str, int] = alike(default_factory=dict)
+    outer: dict[str, Tensor] = alike(default_factory=dict)
+    entries: dict[str, dict[str, Any]] = alike(default_factory=dict)
+    options: dict[str, dict[str, Any]] = alike(default_factory=dict)
+    kind: str = alike("")
+    changes: dict[str, Tensor] = alike(default_factory=dict)
+    compression: CompressionState = part(CompressionState)
+
+
 class _Fragment:
-    """Some parameters, what they were after the last outer step, and the outer optimizer of these.
+    """Some parameters, and the outer optimizer of them.
 
     Args:
-        params: of this rank.
+        number: of all fragments.
+        params: of this rank, by key.
         first: the first step after which they are synchronised.
+        state: of all parameters.
         training: its group and options.
         strategy: see `DiLoCo`.
     """
 
-    def __init__(self, params: Sequence[Tensor], first: int, training: Training, strategy: DiLoCo) -> None:
-        self._params, self._first, self._strategy = params, first, strategy
-        self._mean = TensorMean(params, training.group, training.options)
-        self.outer = [param.clone() for param in params]
-        self._optimizer = strategy.make_outer(self.outer)
-        self._changes: list[Tensor] = []  # on their way
-        self._wait: Callable[[], None] = lambda: None
+    def __init__(
+        self,
+        number: int,
+        params: Mapping[str, Tensor],
+        first: int,
+        state: _State,
+        training: Training,
+        strategy: DiLoCo,
+    ) -> None:
+        self._keys, self._first, self._strategy, self._state = list(params), first, strategy, state
+        self._mean = TensorMean(params, training.group, training.options, state.compression)
+        self._number = str(number)
+        self._optimizer = self._make_optimizer(self._number)
+        self._wait: Callable[[], None] = lambda: None  # for what is on its way
 
-    def begin(self) -> None:
-        """Take the parameters as they are."""
-        torch._foreach_copy_(self.outer, list(self._params))
+    def _make_optimizer(self, number: str) -> torch.optim.Optimizer:
+        """Return the outer optimizer, whose state is that of the method, from now on."""
+        state, outer = self._state, [self._state.outer[key] for key in self._keys]
+        made = self._strategy.make_outer(outer)
+        (group,) = made.param_groups
+        chosen = self._strategy.chosen_options
+        group.update({k: v for k, v in state.options.get(number, {}).items() if k not in chosen})
+        for key, param in zip(self._keys, outer, strict=True):
+            if state.entries.get(key):
+                made.state[param] = state.entries[key]
+            state.entries[key] = made.state[param]
+        return made
 
-    def after(self, step: int) -> None:
-        """Do what is due after a step."""
-        since = step - self._first
-        overlap = self._strategy.overlap_steps
-        if self._changes and since % self._strategy.sync_every == overlap:
-            self._finish()
-        if since >= 0 and since % self._strategy.sync_every == 0:
-            self._changes = list(torch._foreach_sub(self.outer, list(self._params)))
-            self._wait = self._mean.start(self._changes, async_op=overlap > 0)
-            if not overlap:
-                self._finish()
+    def note_options(self) -> None:
+        """Put the options of the outer optimizer, which some change by themselves, into the state."""
+        (group,) = self._optimizer.param_groups
+        self._state.options[self._number] = {name: v for name, v in group.items() if name != "params"}
 
-    def _finish(self) -> None:
-        """Take the outer step, and go on from there."""
+    def is_due(self, step: int) -> bool:
+        """Return whether anything is to be done after a step."""
+        phase = (step - self._first) % self._strategy.sync_every
+        return phase in (0, self._strategy.overlap_steps)
+
+    def after(self, step: int, params: Mapping[str, Tensor]) -> None:
+        """Do what is due after a step. Collective where anything is.
+
+        Args:
+            step: its number.
+            params: of this rank, all of them.
+        """
+        since, strategy, changes = step - self._first, self._strategy, self._state.changes
+        mine = [params[key] for key in self._keys]
+        if self._keys[0] in changes and since % strategy.sync_every == strategy.overlap_steps:
+            self._finish(mine)
+        if since >= 0 and since % strategy.sync_every == 0:
+            begun = torch._foreach_sub(self._outer_like(mine), mine)
+            changes.update(zip(self._keys, begun, strict=True))
+            self._wait = self._mean.start(begun, async_op=strategy.overlap_steps > 0)
+            if not strategy.overlap_steps:
+                self._finish(mine)
+
+    def _outer_like(self, params: list[Tensor]) -> list[Tensor]:
+        """Return the outer parameters, of the dtypes that the parameters have now."""
+        outer = [self._state.outer[key] for key in self._keys]
+        if follow(outer, params, "DiLoCo"):
+            self._optimizer.load_state_dict(self._optimizer.state_dict())  # which casts its state, too
+            for key, param in zip(self._keys, outer, strict=True):
+                self._state.entries[key] = self._optimizer.state[param]
+        return outer
+
+    def arrive(self) -> None:
+        """Return when what is on its way has arrived."""
         self._wait()
-        for param, change in zip(self.outer, self._changes, strict=True):
+        self._wait = lambda: None
+
+    def _finish(self, params: list[Tensor]) -> None:
+        """Take the outer step, and go on from there."""
+        self.arrive()
+        outer = self._outer_like(params)
+        changes = [self._state.changes.pop(key) for key in self._keys]
+        follow(changes, params, "DiLoCo")
+        for param, change in zip(outer, changes, strict=True):
             param.grad = change
-        self._changes = []
         self._optimizer.step()
         self._optimizer.zero_grad()
         alpha = self._strategy.overlap_alpha if self._strategy.overlap_steps else 0.0
         if alpha:
-            torch._foreach_lerp_(list(self._params), self.outer, 1 - alpha)
+            torch._foreach_lerp_(params, outer, 1 - alpha)
         else:
-            torch._foreach_copy_(list(self._params), self.outer)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return everything but the parameters; what is on its way has arrived then."""
-        self._wait()
-        self._wait = lambda: None
-        return {
-            "outer": self.outer,
-            "optimizer": self._optimizer.state_dict(),
-            "changes": self._changes,
-            "compression": self._mean.state_dict(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` has returned."""
-        torch._foreach_copy_(self.outer, state["outer"])
-        self._optimizer.load_state_dict(state["optimizer"])
-        self._changes = [change.clone() for change in state["changes"]]
-        self._wait = lambda: None
-        self._mean.load_state_dict(state["compression"])
+            torch._foreach_copy_(params, outer)
 
 
 class DiLoCoSynchronizer(LocalSynchronizer):
@@ -205,53 +285,69 @@ class DiLoCoSynchronizer(LocalSynchronizer):
         super().__init__(training)
         self._strategy = strategy
         self._fragments: list[_Fragment] = []
-        self._num_params = 0
-        self.reopen()
+        self.state = _State()
 
-    def reopen(self) -> None:
-        """See `LocalSynchronizer`: added parameters are a fragment of their own, other ranks begin anew."""
-        params, strategy = self.trainable, self._strategy
-        if self._begins:
-            self._fragments, self._num_params = [], 0
-        parts = [params[self._num_params :]] if self._num_params else _cut(params, strategy.fragments)
-        for number, part in enumerate(parts):
-            first = number * strategy.sync_every // strategy.fragments
-            self._fragments.append(_Fragment(part, first, self.training, strategy))
-        self._num_params = len(params)
+    def begin(self, tensors: Mapping[str, Tensor]) -> None:
+        """See `Synchronizer`: the outer parameters are where all ranks begin."""
+        state = self.state
+        state.waves.update(dict.fromkeys(tensors, max(state.waves.values(), default=-1) + 1))
+        state.outer.update(self.common_copies(tensors))
 
-    def begin(self) -> None:
-        """See `LocalSynchronizer`."""
+    def derive(self) -> None:
+        """Make the fragments: those of the first parameters, and one of each later wave."""
+        self.arrive()
+        state, strategy, params = self.state, self._strategy, self.tensors()
+        kind = f"{strategy.outer_optimizer.__module__}.{strategy.outer_optimizer.__qualname__}"
+        if state.kind != kind:
+            state.kind, state.entries, state.options = kind, {}, {}
+        self._fragments = []
+        state.compression.move_to([])
+        for wave in sorted(set(state.waves.values())):
+            added = {key: tensor for key, tensor in params.items() if state.waves[key] == wave}
+            parts = [added] if wave else _cut(added, strategy.fragments)
+            for place, each in enumerate(parts):
+                first = place * strategy.sync_every // strategy.fragments
+                number = len(self._fragments)
+                self._fragments.append(_Fragment(number, each, first, state, self.training, strategy))
+
+    def arrive(self) -> None:
+        """See `Synchronizer`."""
         for fragment in self._fragments:
-            fragment.begin()
+            fragment.arrive()
+            fragment.note_options()
 
     def synchronize(self) -> None:
         """Begin and finish what is due. Collective where anything is."""
-        for fragment in self._fragments:
-            fragment.after(self.steps)
-        if self.steps % self._strategy.sync_every == 0:
-            all_reduce_coalesced(self.averaged[self._num_params :], ReduceOp.AVG, self.training.group)
+        if due := [fragment for fragment in self._fragments if fragment.is_due(self.num_steps)]:
+            params = self.tensors()
+            for fragment in due:
+                fragment.after(self.num_steps, params)
+        if self.num_steps % self._strategy.sync_every == 0:
+            all_reduce_coalesced(self.buffers, ReduceOp.AVG, self.training.group)
+
+    def consensus_of(
+        self, replicas: Sequence[Mapping[str, Tensor]], entries: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Tensor]:
+        """See `Synchronizer`: the outer parameters, and the mean of the buffers."""
+        return {**super().consensus_of(replicas, entries), **entries[0]["alike"]["outer"]}
 
     def consensus(self) -> list[Tensor]:
         """Return the outer parameters, and the mean of the buffers. Collective."""
-        buffers = [tensor.clone() for tensor in self.averaged[self._num_params :]]
+        if not self.state.outer:
+            return list(super().consensus())
+        buffers = [tensor.clone() for tensor in self.buffers]
         all_reduce_coalesced(buffers, ReduceOp.AVG, self.training.group)
-        return [*(outer.clone() for fragment in self._fragments for outer in fragment.outer), *buffers]
-
-    def own_state(self) -> dict[str, Any]:
-        """Return the state of all fragments."""
-        return {"fragments": [fragment.state_dict() for fragment in self._fragments]}
-
-    def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Take over what `own_state` has returned."""
-        for fragment, saved in zip(self._fragments, state["fragments"], strict=True):
-            fragment.load_state_dict(saved)
+        return [*(self.state.outer[key].clone() for key in self.tensors()), *buffers]
 
 
-def _cut(params: Sequence[Tensor], count: int) -> list[list[Tensor]]:
-    """Cut into `count` parts of about as many bytes, in their order."""
-    parts: list[list[Tensor]] = [[] for _ in range(count)]
-    total, before = sum(param.nbytes for param in params), 0
-    for param in params:
-        parts[before * count // total if total else 0].append(param)
+def _cut(params: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]:
+    """Cut into `count` parts of about as many bytes, in their order; none is empty if there are enough."""
+    parts: list[dict[str, Tensor]] = [{} for _ in range(count)]
+    total, before, place = sum(param.nbytes for param in params.values()), 0, -1
+    for number, (key, param) in enumerate(params.items()):
+        even = before * count // total if total else 0
+        last_chance = count - (len(params) - number)  # from here on each part gets one parameter
+        place = max(place, min(even, place + 1), last_chance)
+        parts[place][key] = param
         before += param.nbytes
-    return parts
+    return [part for part in parts if part]

@@ -10,7 +10,7 @@ LeCun 2015, EASGD with a communication period), every `every` steps
 With momentum in the wrapped optimizer (Nesterov's in the paper) this is EAMSGD.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,8 +18,13 @@ import torch
 from torch import Tensor
 
 from mpisgd.arguments import check_positive
+from mpisgd.collectives.coalesced import all_reduce_coalesced
+from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
-from mpisgd.strategies.compatibility import LOCAL_STEPS, refuse_momentum
+from mpisgd.gradients.compression_state import CompressionState
+from mpisgd.method_state import alike, part
+from mpisgd.strategies.compatibility import LOCAL_STEPS, refuse_momentum, refuse_signs
+from mpisgd.strategies.kept_tensors import follow
 from mpisgd.strategies.local_training import LocalSynchronizer
 from mpisgd.strategies.strategy import Strategy
 from mpisgd.strategies.tensor_mean import TensorMean
@@ -36,7 +41,7 @@ class ElasticAveraging(Strategy):
 
     The centre is the result of the training: `optimizer.consensus()` puts it in place of the parameters. All
     ranks exchange at the same steps, so every rank keeps the same centre, and no server is needed. Module
-    buffers (`named_buffers`) are treated as parameters are.
+    buffers (`named_buffers`) have no centre: they take their mean at each exchange.
 
     Args:
         alpha: the elastic force; by default 0.9 / number of ranks. More than 1 / number of ranks does not
@@ -62,6 +67,7 @@ class ElasticAveraging(Strategy):
         """
         super().check(training)
         refuse_momentum(self, training)
+        refuse_signs(self, training)
         size = training.group.size
         if self.alpha is not None and self.alpha * size > 1:
             raise InvalidArgument(
@@ -73,45 +79,62 @@ class ElasticAveraging(Strategy):
         return ElasticAveragingSynchronizer(training, self)
 
 
+@dataclass
+class _State:
+    """What is kept from step to step.
+
+    Attributes:
+        centre: z, by tensor.
+        compression: what compressors keep of the differences.
+    """
+
+    centre: dict[str, Tensor] = alike(default_factory=dict)
+    compression: CompressionState = part(CompressionState)
+
+
 class ElasticAveragingSynchronizer(LocalSynchronizer):
     """Exchanges differences from the centre after the steps that `ElasticAveraging` names."""
 
     def __init__(self, training: Training, strategy: ElasticAveraging) -> None:
         super().__init__(training)
         self._strategy = strategy
-        self._centre: list[Tensor] = []
-        self.reopen()
+        self.state = _State()
 
-    def reopen(self) -> None:
-        """See `LocalSynchronizer`."""
-        self._mean = TensorMean(self.averaged, self.training.group, self.training.options)
-        self._beta = BETA
-        if self._strategy.alpha is not None:
-            self._beta = self._strategy.alpha * self.training.group.size
+    def begin(self, tensors: Mapping[str, Tensor]) -> None:
+        """See `Synchronizer`: the centre is where all ranks begin."""
+        self.state.centre.update(self.common_copies(tensors))
 
-    def begin(self) -> None:
-        """See `LocalSynchronizer`: the centre is where all ranks begin."""
-        self._centre = [tensor.clone() for tensor in self.averaged]
+    def derive(self) -> None:
+        """See `Synchronizer`."""
+        group = self.training.group
+        compression = self.state.compression
+        compression.move_to([])
+        self._mean = TensorMean(self.tensors(), group, self.training.options, compression)
+        self._beta = BETA if self._strategy.alpha is None else self._strategy.alpha * group.size
 
     def synchronize(self) -> None:
         """Exchange, if it is time to. Collective then."""
-        if self.steps % self._strategy.every:
+        if self.num_steps % self._strategy.every:
             return
-        tensors = self.averaged
-        differences = list(torch._foreach_sub(tensors, self._centre))
-        torch._foreach_add_(tensors, differences, alpha=-self._beta / self.training.group.size)
+        tensors, group = self.tensors(), self.training.group
+        centre = [self.state.centre[key] for key in tensors]
+        params = list(tensors.values())
+        follow(centre, params, "ElasticAveraging")
+        differences = list(torch._foreach_sub(params, centre))
+        torch._foreach_add_(params, differences, alpha=-self._beta / group.size)
         self._mean.start(differences)
-        torch._foreach_add_(self._centre, differences, alpha=self._beta)
+        torch._foreach_add_(centre, differences, alpha=self._beta)
+        all_reduce_coalesced(self.buffers, ReduceOp.AVG, group)
+
+    def consensus_of(
+        self, replicas: Sequence[Mapping[str, Tensor]], entries: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Tensor]:
+        """See `Synchronizer`: the centre, and the mean of the buffers."""
+        return {**super().consensus_of(replicas, entries), **entries[0]["alike"]["centre"]}
 
     def consensus(self) -> list[Tensor]:
-        """Return the centre. Collective in name only."""
-        return [tensor.clone() for tensor in self._centre or self.averaged]
-
-    def own_state(self) -> dict[str, Any]:
-        """Return the centre, and what compressors keep."""
-        return {"centre": self._centre, "compression": self._mean.state_dict()}
-
-    def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Take over what `own_state` has returned."""
-        self._centre = [tensor.clone() for tensor in state["centre"]]
-        self._mean.load_state_dict(state["compression"])
+        """Return the centre, and the mean of the buffers. Collective."""
+        buffers = [tensor.clone() for tensor in self.buffers]
+        all_reduce_coalesced(buffers, ReduceOp.AVG, self.training.group)
+        centre = self.state.centre
+        return [*(centre.get(key, tensor).clone() for key, tensor in self.tensors().items()), *buffers]

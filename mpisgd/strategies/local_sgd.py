@@ -19,12 +19,17 @@ from torch import Tensor
 
 from mpisgd.arguments import check_count, check_flag, check_positive
 from mpisgd.collectives.coalesced import all_reduce_coalesced
+from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.accumulation import GradientSync
+from mpisgd.gradients.compression_state import CompressionState
 from mpisgd.gradients.reducer import GradientReducer
 from mpisgd.job.groups import open_host_group
-from mpisgd.strategies.compatibility import LOCAL_STEPS, refuse_momentum
+from mpisgd.method_state import alike, part
+from mpisgd.strategies.compatibility import LOCAL_STEPS, refuse_momentum, refuse_signs
+from mpisgd.strategies.inner_state import complete_states
+from mpisgd.strategies.kept_tensors import follow
 from mpisgd.strategies.local_training import LocalSynchronizer
 from mpisgd.strategies.strategy import Strategy
 from mpisgd.strategies.tensor_mean import TensorMean
@@ -48,10 +53,13 @@ class LocalSGD(Strategy):
         hierarchy: instead of `sync_every`, `{"host": 4, "job": 32}`: a mean over each host's ranks every 4
             steps, over all ranks every 32, which must be a multiple.
         average_state: whether the floating-point state of the optimizer is averaged with the parameters.
+            Where some ranks have none of a parameter yet, which had no gradient there, it counts as zero, and
+            they get that of the others.
         growth: what each period is multiplied by, and rounded up, for the next one; at least 1.
         max_sync_every: the longest period, if they grow.
 
-    Compression applies to the difference from the mean before; that takes a copy of the parameters.
+    Compression applies to the difference from the mean before; that takes a copy of the parameters. Module
+    buffers (`named_buffers`) take their mean with the parameters, and are never compressed.
     """
 
     sync_every: int | None = None
@@ -104,6 +112,13 @@ class LocalSGD(Strategy):
         longest = math.inf if self.max_sync_every is None else max(self.max_sync_every, self.period)
         return int(min(math.ceil(period * self.growth), longest))
 
+    def period_after(self, num_means: int) -> int:
+        """Return the period that follows so many means over all ranks."""
+        period = self.period
+        for _ in range(num_means if self.growth > 1 else 0):
+            period = self.next_period(period)
+        return period
+
     def is_due_on_host(self, since_mean: int) -> bool:
         """Return whether the ranks of a host take their mean now, so many steps after that of all."""
         return self.hierarchy is not None and since_mean % self.hierarchy["host"] == 0
@@ -112,10 +127,30 @@ class LocalSGD(Strategy):
         """See `Strategy.check`."""
         super().check(training)
         refuse_momentum(self, training)
+        refuse_signs(self, training)
 
     def synchronizer(self, training: Training) -> "LocalSGDSynchronizer":
         """Return what averages the parameters. Collective."""
         return LocalSGDSynchronizer(training, self)
+
+
+@dataclass
+class _State:
+    """What is kept from step to step.
+
+    Attributes:
+        num_means: how many means over all ranks there were.
+        since_mean: steps since the last one.
+        last: the mean before, by tensor, where its changes are compressed.
+        compression: what compressors keep of these changes.
+        warm_up: what they keep of the gradients of the warm-up.
+    """
+
+    num_means: int = alike(0)
+    since_mean: int = alike(0)
+    last: dict[str, Tensor] = alike(default_factory=dict)
+    compression: CompressionState = part(CompressionState)
+    warm_up: CompressionState = part(CompressionState)
 
 
 class LocalSGDSynchronizer(LocalSynchronizer):
@@ -124,66 +159,100 @@ class LocalSGDSynchronizer(LocalSynchronizer):
     def __init__(self, training: Training, strategy: LocalSGD) -> None:
         super().__init__(training)
         self._strategy = strategy
-        self._period, self._since_mean = strategy.period, 0
-        self._last: list[Tensor] = []  # the mean before, where its changes are compressed
-        self.reopen()
+        self.state = _State()
+        self._period = strategy.period
+        self._host: tuple[Group, Group | None] | None = None  # of which group, and its ranks of this host
+        self._open_warm_up()
 
-    def reopen(self) -> None:
-        """See `LocalSynchronizer`. A warm-up begins with new gradients."""
-        group, options = self.training.group, self.training.options
-        self._host = open_host_group(group) if self._strategy.hierarchy else None
-        self._mean = TensorMean(self.averaged, group, options)
+    # -- what is derived -----------------------------------------------------
+
+    def derive(self) -> None:
+        """Make what takes the means, and note what changes are counted from. Collective."""
+        group, strategy = self.training.group, self._strategy
+        if strategy.hierarchy and (self._host is None or self._host[0] is not group):
+            self._host = group, open_host_group(group)
+        compression = self.state.compression
+        compression.move_to([])
+        self._mean = TensorMean(self.tensors(), group, self.training.options, compression)
+        self._note_last(again=False)
+
+    def _note_last(self, *, again: bool) -> None:
+        """Note what changes are counted from, if they are compressed. Collective then.
+
+        Args:
+            again: also where that is known.
+        """
+        last = self.state.last
+        if again or not self._mean.compresses:
+            last.clear()
+        if self._mean.compresses:
+            new = {key: tensor for key, tensor in self.tensors().items() if key not in last}
+            last.update(self.common_copies(new))
+
+    def loaded(self, state_dict: Mapping[str, Any]) -> None:
+        """See `Synchronizer`: the period follows from how many there were."""
+        self._period = self._strategy.period_after(self.state.num_means)
+        self._choose_gradients()
+
+    def move_to(self, group: Group) -> None:
+        """See `Synchronizer`. A warm-up goes on with new gradients."""
+        super().move_to(group)
+        self._open_warm_up()
+
+    def _open_warm_up(self) -> None:
         self._reducer = None
-        if self.steps < self._strategy.warmup_steps:
-            self._reducer = GradientReducer(self.training.named, group, options)
+        if self._strategy.warmup_steps:
+            training = self.training
+            self._reducer = GradientReducer(training.named, training.group, training.options)
+            self._reducer.compression_state = self.state.warm_up
         self._choose_gradients()
 
     def _choose_gradients(self) -> None:
         """Reduce gradients during the warm-up, and leave them on their rank afterwards."""
-        warm = self._reducer is not None and self.steps < self._strategy.warmup_steps
+        warm = self.num_steps < self._strategy.warmup_steps
         self.gradients = self._reducer if warm and self._reducer is not None else GradientSync()
 
-    def begin(self) -> None:
-        """Note what changes will be counted from, if they are to be compressed."""
-        self._last = [tensor.clone() for tensor in self.averaged] if self._mean.compresses else []
+    # -- a step -------------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
         """Take the mean that is due, if one is. Collective then."""
-        if self.steps <= self._strategy.warmup_steps:
-            if self.steps == self._strategy.warmup_steps:
+        state, warmup_steps = self.state, self._strategy.warmup_steps
+        if self.num_steps <= warmup_steps:
+            if self.num_steps == warmup_steps:
                 self._choose_gradients()
-                self.begin()
+                self._note_last(again=True)
             return
-        self._since_mean += 1
-        if self._since_mean >= self._period:
-            self._since_mean, self._period = 0, self._strategy.next_period(self._period)
+        state.since_mean += 1
+        if state.since_mean >= self._period:
+            state.since_mean, self._period = 0, self._strategy.next_period(self._period)
+            state.num_means += 1
             self._average()
-        elif self._host is not None and self._strategy.is_due_on_host(self._since_mean):
-            all_reduce_coalesced([*self.averaged, *self._state()], ReduceOp.AVG, self._host)
+        elif self._host is not None and self._strategy.is_due_on_host(state.since_mean):
+            host = self._host[1]
+            if host is not None:
+                all_reduce_coalesced([*self.averaged, *self._inner_state(host)], ReduceOp.AVG, host)
 
     def _average(self) -> None:
-        """Take the mean over all ranks: of the parameters, or of what they have changed by."""
-        tensors = self.averaged
-        if self._last:
-            changes = torch._foreach_sub(tensors, self._last)
+        """Take the mean over all ranks: of the parameters, or of what they have changed by.
+
+        Buffers and state travel as they are: a variance to which an error of before is added, say, may become
+        negative, and what buffers have changed by has no base that all ranks have.
+        """
+        tensors, group = self.tensors(), self.training.group
+        params = list(tensors.values())
+        if self.state.last:
+            last = [self.state.last[key] for key in tensors]
+            follow(last, params, "LocalSGD")
+            changes = torch._foreach_sub(params, last)
             self._mean.start(changes)
-            torch._foreach_add_(self._last, changes)
-            torch._foreach_copy_(tensors, self._last)
+            torch._foreach_add_(last, changes)
+            torch._foreach_copy_(params, last)
         else:
-            self._mean.start(tensors)
-        all_reduce_coalesced(self._state(), ReduceOp.AVG, self.training.group)
+            self._mean.start(params)
+        all_reduce_coalesced([*self.buffers, *self._inner_state(group)], ReduceOp.AVG, group)
 
-    def _state(self) -> list[Tensor]:
-        return self.state_tensors() if self._strategy.average_state else []
-
-    def own_state(self) -> dict[str, Any]:
-        """Return where the periods stand, and what compressors keep."""
-        kept = {"last": self._last, "compression": self._mean.state_dict()}
-        return {"period": self._period, "since_mean": self._since_mean, **kept}
-
-    def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Take over what `own_state` has returned."""
-        self._period, self._since_mean = state["period"], state["since_mean"]
-        self._last = [tensor.clone() for tensor in state["last"]]
-        self._mean.load_state_dict(state["compression"])
-        self._choose_gradients()
+    def _inner_state(self, group: Group) -> list[Tensor]:
+        """Return what is averaged of the wrapped optimizer's state, the same of all ranks. Collective."""
+        if not self._strategy.average_state:
+            return []
+        return complete_states(self.training.optimizer, self.training.params, group)

@@ -1,8 +1,9 @@
 """`TensorMean`: the mean over ranks of tensors that are not gradients, compressed where that is asked for."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from mpisgd.collectives.coalesced import all_reduce_coalesced
@@ -21,23 +22,40 @@ __all__ = ["TensorMean"]
 
 
 class _Slot(NamedTuple):
-    """Tensors that are compressed together, and what reduces them."""
+    """Tensors that are compressed together, what reduces them, and what each is called."""
 
     bucket: Bucket
     reducer: BucketReducer
+    keys: tuple[str, ...]
 
 
 class TensorMean:
     """Replaces tensors by their mean over a group, time and again.
 
     Args:
-        like: tensors of the shapes and dtypes that will be given.
+        tensors: of the shapes and dtypes that will be given, by their keys; where a program changes these
+            alike on all ranks, what compressors keep goes over to buckets of the new ones.
         group: the ranks.
         options: of them `compression` and `bucket_cap_bytes`.
+        state: what compressors keep.
     """
 
-    def __init__(self, like: Sequence[Tensor], group: Group, options: ReductionOptions) -> None:
-        self._group = group
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        group: Group,
+        options: ReductionOptions,
+        state: CompressionState,
+    ) -> None:
+        self._group, self._options, self._state = group, options, state
+        self._keys = list(tensors)
+        self._slots: list[_Slot] = []
+        self._lay_out(list(tensors.values()))
+
+    def _lay_out(self, like: Sequence[Tensor]) -> None:
+        """Divide tensors like these into buckets."""
+        group, options, keys = self._group, self._options, self._keys
+        self._forms = [_form(tensor) for tensor in like]
         changed = [i for i, tensor in enumerate(like) if options.compression.changes(tensor.dtype)]
         devices = name_devices([tensor.device for tensor in like])
         buckets = plan_buckets(
@@ -45,9 +63,14 @@ class TensorMean:
             cap_bytes=options.bucket_cap_bytes,
             align_bytes=1,
         )
-        self._slots = [_Slot(b, _reducer([like[i] for i in b.indices], options)) for b in buckets]
-        self._state = CompressionState(group)
-        self._state.move_to(self._slots)
+        before, self._slots = (
+            self._slots,
+            [
+                _Slot(b, _reducer([like[i] for i in b.indices], options), tuple(keys[i] for i in b.indices))
+                for b in buckets
+            ],
+        )
+        self._state.move_to(self._slots, instead_of=before)
         compressed = {index for bucket in buckets for index in bucket.indices}
         self._plain = [i for i in range(len(like)) if i not in compressed]
 
@@ -60,12 +83,14 @@ class TensorMean:
         """Begin to replace `tensors` by their mean; return what waits until that is done. Collective.
 
         Args:
-            tensors: as many as at first, of the same shapes and dtypes; nobody else touches them until then.
+            tensors: as many as at first; nobody else touches them until then.
             async_op: return at once, and let the group's thread do it; else it is done on return.
 
         Raises:
             CollectiveMismatch: ranks do different things; raised on every rank.
         """
+        if [_form(tensor) for tensor in tensors] != self._forms:
+            self._lay_out(tensors)
         works: list[tuple[Work | None, Packer]] = []
         for slot in self._slots:
             packer = Packer()
@@ -93,13 +118,9 @@ class TensorMean:
             async_op=async_op,
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what compressors keep on this rank; see `CompressionState`."""
-        return self._state.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict()` has returned, as far as it is this rank's."""
-        self._state.load_state_dict(state)
+def _form(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
 
 
 def _reducer(tensors: Sequence[Tensor], options: ReductionOptions) -> BucketReducer:

@@ -12,7 +12,7 @@ from torch import Tensor
 from mpisgd.arguments import check_flag, check_seed
 from mpisgd.compress.bit_packing import pack, packed_size, unpack
 from mpisgd.compress.compressor import BucketLayout
-from mpisgd.compress.memory import memory_of
+from mpisgd.compress.memory import Waiting, memory_of
 from mpisgd.compress.quantized.quantizing_reducer import QuantizingReducer
 from mpisgd.compress.wide_compressor import WideCompressor
 
@@ -62,8 +62,9 @@ class Natural(WideCompressor):
 
     def wide_reducer(self, layout: BucketLayout) -> QuantizingReducer:
         """Return what sends the codes of a bucket."""
-        memory = memory_of(layout, self.error_feedback)
-        return QuantizingReducer(self.codec(layout), layout.numel, self.seed, memory)
+        state = Waiting()
+        memory = memory_of(layout, self.error_feedback, state)
+        return QuantizingReducer(self.codec(layout), layout.numel, self.seed, memory, state)
 
 
 class PowersOfTwo:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from mpisgd.arguments import check_flag, check_positive, check_seed, shown
 from mpisgd.compress.compressor import BucketLayout
-from mpisgd.compress.memory import memory_of
+from mpisgd.compress.memory import Waiting, memory_of
 from mpisgd.compress.quantized.levels import Levels, segments_of
 from mpisgd.compress.quantized.quantizing_reducer import QuantizingReducer
 from mpisgd.compress.wide_compressor import WideCompressor
@@ -75,5 +75,6 @@ class QSGD(WideCompressor):
 
     def wide_reducer(self, layout: BucketLayout) -> QuantizingReducer:
         """Return what sends the codes of a bucket."""
-        memory = memory_of(layout, self.error_feedback)
-        return QuantizingReducer(self.codec(layout), layout.numel, self.seed, memory)
+        state = Waiting()
+        memory = memory_of(layout, self.error_feedback, state)
+        return QuantizingReducer(self.codec(layout), layout.numel, self.seed, memory, state)

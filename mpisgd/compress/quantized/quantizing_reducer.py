@@ -4,15 +4,12 @@ Sums of quantized numbers need more bits than each of them, so everyone gets eve
 they stand for, in rank order.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from torch import Tensor
 
 from mpisgd.compress.codec import Codec
 from mpisgd.compress.compressor import BucketReducer
 from mpisgd.compress.exchange import gather
-from mpisgd.compress.memory import Memory
+from mpisgd.compress.memory import Memory, Waiting
 from mpisgd.compress.randomness import generator
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
@@ -29,22 +26,21 @@ class QuantizingReducer(BucketReducer):
         numel: of the bucket.
         seed: of the random numbers, which differ by step and rank.
         memory: of the error.
-
-    Attributes:
-        steps: how many buckets it has reduced.
+        state: what is kept.
     """
 
-    def __init__(self, codec: Codec, numel: int, seed: int, memory: Memory) -> None:
+    state: Waiting
+
+    def __init__(self, codec: Codec, numel: int, seed: int, memory: Memory, state: Waiting) -> None:
         self._codec = codec
         self._numel = numel
         self._seed = seed
-        self.memory = memory
-        self.steps = 0
+        self.state, self.memory = state, memory
 
     def reduce(self, bucket: Tensor, group: Group, op: ReduceOp) -> None:
         """Replace the bucket by the combination of what the ranks' codes stand for."""
         meant = self.memory.add(bucket)
-        random = generator(self._seed, self.steps, self._numel, group.rank)
+        random = generator(self._seed, self.state.steps, self._numel, group.rank)
         mine = self._codec.compress(meant, random)
         if self.memory.keeps:
             self._codec.decompress(mine, meant, -1)
@@ -54,7 +50,7 @@ class QuantizingReducer(BucketReducer):
             self._codec.decompress(message, bucket)
         if op is ReduceOp.AVG:
             divide(bucket, group.size)
-        self.steps += 1
+        self.state.steps += 1
 
     def bytes_on_the_wire(self, size: int) -> int:
         """Return (size - 1) times the bytes of the codes and what goes with them."""
@@ -63,17 +59,3 @@ class QuantizingReducer(BucketReducer):
     def put_back(self, start: int, arrived: Tensor) -> None:
         """Keep it for the next step."""
         self.memory.put_back(start, arrived)
-
-    def reset(self) -> None:
-        """Begin anew."""
-        self.steps = 0
-        self.memory.reset()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the error, and how many steps there were."""
-        return {**self.memory.state_dict(), "steps": self.steps}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take it over."""
-        self.steps = state.get("steps", 0)
-        self.memory.load_state_dict(state)

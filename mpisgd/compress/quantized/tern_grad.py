@@ -13,7 +13,7 @@ from torch import Tensor
 from mpisgd.accelerator.buffers import cut_by
 from mpisgd.arguments import check_positive, check_seed
 from mpisgd.compress.compressor import BucketLayout
-from mpisgd.compress.memory import Memory
+from mpisgd.compress.memory import Memory, Waiting
 from mpisgd.compress.quantized.levels import Levels, segments_of
 from mpisgd.compress.quantized.quantizing_reducer import QuantizingReducer
 from mpisgd.compress.wide_compressor import WideCompressor
@@ -57,7 +57,7 @@ class TernGrad(WideCompressor):
 
     def wide_reducer(self, layout: BucketLayout) -> QuantizingReducer:
         """Return what sends the codes of a bucket."""
-        return QuantizingReducer(self.codec(layout), layout.numel, self.seed, Memory())
+        return QuantizingReducer(self.codec(layout), layout.numel, self.seed, Memory(), Waiting())
 
 
 class TernaryCodec(Levels):

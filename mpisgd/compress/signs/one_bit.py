@@ -4,9 +4,7 @@ Source: Karimireddy, Rebjock, Stich and Jaggi 2019, "Error Feedback Fixes SignSG
 Compression Schemes", algorithm 1, with the compressed gradients of all ranks averaged.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +12,10 @@ from torch import Tensor
 from mpisgd.arguments import check_flag
 from mpisgd.collectives.all_gather import all_gather_into_tensor
 from mpisgd.compress.compressor import BucketLayout, BucketReducer, Compressor
+from mpisgd.compress.memory import Waiting, fitted
 from mpisgd.compress.signs.one_bit_codec import OneBitCodec
 from mpisgd.compress.signs.sign_code import SignCode, wide_dtype
-from mpisgd.compress.signs.two_step_exchange import TwoStepExchange
+from mpisgd.compress.signs.two_step_exchange import Errors, TwoStepExchange
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
 
@@ -73,16 +72,25 @@ def _lengths(layout: BucketLayout) -> list[int]:
 class _GatherReducer(BucketReducer):
     """Gathers the signs of all ranks, and averages them on each."""
 
+    state: Waiting
+
     def __init__(self, layout: BucketLayout) -> None:
         self._code = SignCode(_lengths(layout), wide_dtype(layout.dtype))
-        self._residual = torch.zeros(layout.numel, dtype=wide_dtype(layout.dtype), device=layout.device)
+        self._layout, self.state = layout, Waiting()
+        self.state.residual = self._residual  # its memory is there from the beginning
+
+    @property
+    def _residual(self) -> Tensor:
+        layout, dtype = self._layout, wide_dtype(self._layout.dtype)
+        self.state.residual = kept = fitted(self.state.residual, layout.numel, dtype, layout.device)
+        return kept
 
     def reduce(self, bucket: Tensor, group: Group, op: ReduceOp) -> None:
         """Replace the bucket by the mean, or the sum, of everyone's signs; see `BucketReducer.reduce`."""
         message = torch.empty(self._code.nbytes, dtype=torch.uint8, device=bucket.device)
         rest = bucket + self._residual
         if self._code.encode(rest, message).isfinite().all():
-            self._residual = rest
+            self.state.residual = rest
         everyone = message.new_empty(group.size, len(message))
         all_gather_into_tensor(everyone, message, group)
         total = torch.zeros_like(rest)
@@ -94,21 +102,9 @@ class _GatherReducer(BucketReducer):
         """Return (size - 1) / 8 of the elements, and as many magnitudes of each parameter."""
         return (size - 1) * self._code.nbytes
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's residual."""
-        return {"residual": self._residual}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a residual of the same parameters."""
-        self._residual.copy_(state["residual"])
-
     def put_back(self, start: int, arrived: Tensor) -> None:
         """Keep for the next step what arrived for a parameter that no rank has a gradient of."""
         self._residual[start : start + len(arrived)] += arrived
-
-    def reset(self) -> None:
-        """Begin anew, without a residual."""
-        self._residual.zero_()
 
 
 class _TwoStepReducer(BucketReducer):
@@ -118,14 +114,13 @@ class _TwoStepReducer(BucketReducer):
         self._lengths = _lengths(layout)
         self._layout = layout
         self._exchange: TwoStepExchange | None = None
-        self._loaded: Mapping[str, Any] = {}
+        self.state = Errors()
 
     def reduce(self, bucket: Tensor, group: Group, op: ReduceOp) -> None:
         """Replace the bucket by the compressed mean, or `size` times that; see `BucketReducer.reduce`."""
         if self._exchange is None:
             dtype = wide_dtype(self._layout.dtype)
-            self._exchange = TwoStepExchange(self._lengths, dtype, self._layout.device, group)
-            self._exchange.load_state_dict(self._loaded)
+            self._exchange = TwoStepExchange(self._lengths, dtype, self._layout.device, group, self.state)
         values = bucket.to(wide_dtype(bucket.dtype))
         self._exchange.average(values)
         bucket.copy_(values.mul_(group.size) if op is ReduceOp.SUM else values)
@@ -134,21 +129,7 @@ class _TwoStepReducer(BucketReducer):
         """Return what `TwoStepExchange` sends."""
         return TwoStepExchange.bytes_on_the_wire(self._lengths, wide_dtype(self._layout.dtype), size)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's errors."""
-        return dict(self._loaded) if self._exchange is None else self._exchange.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over errors of the same parameters."""
-        self._loaded = state
-        if self._exchange is not None:
-            self._exchange.load_state_dict(state)
-
     def put_back(self, start: int, arrived: Tensor) -> None:
         """Keep for the next step what arrived for a parameter that no rank has a gradient of."""
         assert self._exchange is not None
         self._exchange.worker_error[start : start + len(arrived)] += arrived
-
-    def reset(self) -> None:
-        """Begin anew, without errors."""
-        self._exchange, self._loaded = None, {}

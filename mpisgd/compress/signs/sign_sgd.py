@@ -4,9 +4,7 @@ Source: Bernstein, Wang, Azizzadenesheli and Anandkumar 2018, "signSGD: Compress
 Problems"; the vote: algorithm 3.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +14,11 @@ from mpisgd.collectives.all_gather import all_gather_into_tensor
 from mpisgd.collectives.all_to_all import all_to_all_single
 from mpisgd.compress.bit_packing import pack, packed_size, unpack
 from mpisgd.compress.compressor import BucketLayout, BucketReducer, Compressor
+from mpisgd.compress.finite import is_finite
 from mpisgd.compress.signs.sign_packing import pack_signs, unpack_signs
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
+from mpisgd.method_state import alike
 
 __all__ = ["SignSGD"]
 
@@ -45,34 +45,41 @@ class SignSGD(Compressor):
     def __post_init__(self) -> None:
         check_flag("SignSGD", "majority_vote", self.majority_vote)
 
+    @property
+    def has_magnitudes(self) -> bool:
+        """Return False: all that arrives is -1, 0 or 1, or a mean of these."""
+        return False
+
+    @property
+    def is_additive(self) -> bool:
+        """It is not: the sign of a sign and a gradient is neither of them."""
+        return False
+
     def reducer(self, layout: BucketLayout) -> BucketReducer:
         """Return what sends the signs of a bucket."""
         return (_VoteReducer if self.majority_vote else _MeanReducer)(layout.numel)
 
 
+@dataclass
+class _Count:
+    """What is kept: how many reductions there were, for the signs of zeros."""
+
+    num_reductions: int = alike(0)
+
+
 class _SignReducer(BucketReducer):
-    """Signs of a bucket as codes, 1 for plus. Keeps how often there were any, for those of zeros."""
+    """Signs of a bucket as codes, 1 for plus."""
+
+    state: _Count
 
     def __init__(self, numel: int) -> None:
         self._numel = numel
-        self._num_reductions = 0
+        self.state = _Count()
 
     def _pack(self, bucket: Tensor) -> Tensor:
         """Return the packed signs of a bucket."""
-        self._num_reductions += 1
-        return pack_signs(bucket, zero_is_positive=self._num_reductions % 2 == 1)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return how many reductions there were."""
-        return {"num_reductions": self._num_reductions}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from as many reductions."""
-        self._num_reductions = state["num_reductions"]
-
-    def reset(self) -> None:
-        """Begin anew."""
-        self._num_reductions = 0
+        self.state.num_reductions += 1
+        return pack_signs(bucket, zero_is_positive=self.state.num_reductions % 2 == 1)
 
 
 class _VoteReducer(_SignReducer):
@@ -89,7 +96,7 @@ class _VoteReducer(_SignReducer):
         padded = torch.nn.functional.pad(packed, (0, size * chunk // 8 - len(packed)))
         sent = torch.empty(size, chunk // 8 + 1, dtype=torch.uint8, device=bucket.device)
         sent[:, :-1] = padded.view(size, -1)
-        sent[:, -1] = not _is_finite(bucket)
+        sent[:, -1] = not is_finite(bucket)
         votes = torch.empty_like(sent)
         all_to_all_single(votes, sent, group=group)
         counted = self._count(votes, chunk)
@@ -137,7 +144,7 @@ class _MeanReducer(_SignReducer):
 
     def reduce(self, bucket: Tensor, group: Group, op: ReduceOp) -> None:
         """Replace the bucket by the mean, or the sum, of everyone's signs."""
-        flag = torch.full((1,), not _is_finite(bucket), dtype=torch.uint8, device=bucket.device)
+        flag = torch.full((1,), not is_finite(bucket), dtype=torch.uint8, device=bucket.device)
         message = torch.cat([self._pack(bucket), flag])
         everyone = message.new_empty(group.size, len(message))
         all_gather_into_tensor(everyone, message, group)
@@ -151,7 +158,3 @@ class _MeanReducer(_SignReducer):
     def bytes_on_the_wire(self, size: int) -> int:
         """Return (size - 1) bits of each element, and the last bytes."""
         return (size - 1) * (packed_size(self._numel, 1) + 1)
-
-
-def _is_finite(bucket: Tensor) -> bool:
-    return bool(bucket.sum().isfinite()) or bool(bucket.isfinite().all())  # a sum may overflow by itself

@@ -8,8 +8,8 @@ Speed", the compressed all-reduce of section 5 and the two errors of algorithm 1
     rank 2   | 0 | 1 | 2 |                     owner 2 averages | 2 |                  | 0 | 1 | 2 |
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,10 +17,12 @@ from torch import Tensor
 from mpisgd.accelerator.buffers import cut_by
 from mpisgd.collectives.all_gather import all_gather_into_tensor
 from mpisgd.collectives.all_to_all import all_to_all_single
+from mpisgd.compress.memory import fitted
 from mpisgd.compress.signs.sign_code import SignCode
 from mpisgd.core.group import Group
+from mpisgd.method_state import own
 
-__all__ = ["TwoStepExchange", "chunk_numel", "pieces_by_owner"]
+__all__ = ["Errors", "TwoStepExchange", "chunk_numel", "pieces_by_owner"]
 
 ALIGN = 64  # elements: 8 bytes of signs, so that every message begins where a float64 may
 
@@ -52,6 +54,19 @@ def _codes(lengths: Sequence[int], dtype: torch.dtype, size: int) -> list[SignCo
     return [SignCode(own, dtype, most, chunk) for own in pieces]
 
 
+@dataclass
+class Errors:
+    """What is left out on a rank; of use to the same rank among as many ones only.
+
+    Attributes:
+        worker_error: e_i; None: zero.
+        server_error: s_o; None: zero.
+    """
+
+    worker_error: Tensor | None = own(None)
+    server_error: Tensor | None = own(None)
+
+
 class TwoStepExchange:
     """Averages values of all ranks, with what was left out before: the worker's error and the server's.
 
@@ -69,22 +84,38 @@ class TwoStepExchange:
         dtype: float32 or float64.
         device: where they are.
         group: the ranks.
-
-    Attributes:
-        worker_error: [sum(lengths)], e_i.
-        server_error: [elements of this rank's chunk], s_o.
+        state: the errors; by default none.
     """
 
     def __init__(
-        self, lengths: Sequence[int], dtype: torch.dtype, device: torch.device, group: Group
+        self,
+        lengths: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        group: Group,
+        state: Errors | None = None,
     ) -> None:
         self.lengths = tuple(lengths)
         self._group = group
         self._codes = _codes(lengths, dtype, group.size)
         self._mine = self._codes[group.rank]
         self._numels = [code.numel for code in self._codes]
-        self.worker_error = torch.zeros(sum(lengths), dtype=dtype, device=device)
-        self.server_error = torch.zeros(self._mine.numel, dtype=dtype, device=device)
+        self._dtype, self._device = dtype, device
+        self.state = Errors() if state is None else state
+
+    @property
+    def worker_error(self) -> Tensor:
+        """e_i, [sum(lengths)]."""
+        kept = fitted(self.state.worker_error, sum(self.lengths), self._dtype, self._device)
+        self.state.worker_error = kept
+        return kept
+
+    @property
+    def server_error(self) -> Tensor:
+        """s_o, [elements of this rank's chunk]."""
+        kept = fitted(self.state.server_error, self._mine.numel, self._dtype, self._device)
+        self.state.server_error = kept
+        return kept
 
     def average(self, values: Tensor) -> None:
         """Replace `values` by what all ranks get. Collective.
@@ -106,7 +137,7 @@ class TwoStepExchange:
         parts = zip(self._codes, cut_by(rest, self._numels), outgoing, strict=True)
         magnitudes = [code.encode(part, row) for code, part, row in parts]
         if torch.cat(magnitudes).isfinite().all():
-            self.worker_error = rest
+            self.state.worker_error = rest
         incoming = torch.empty_like(outgoing)
         all_to_all_single(incoming, outgoing, group=self._group)
         return incoming
@@ -119,7 +150,7 @@ class TwoStepExchange:
         rest.div_(self._group.size).add_(self.server_error)
         answer = self._new_messages(1)[0]
         if self._mine.encode(rest, answer).isfinite().all():
-            self.server_error = rest
+            self.state.server_error = rest
         return answer
 
     def _new_messages(self, num: int) -> Tensor:
@@ -134,14 +165,3 @@ class TwoStepExchange:
         chunk = chunk_numel(sum(lengths), size)
         pieces = pieces_by_owner(lengths, chunk, size)
         return 2 * (size - 1) * SignCode(pieces[0], dtype, max(map(len, pieces)), chunk).nbytes
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's errors."""
-        return {"worker_error": self.worker_error, "server_error": self.server_error}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over errors of the same rank among as many, as far as they are there and fit."""
-        for mine, name in ((self.worker_error, "worker_error"), (self.server_error, "server_error")):
-            error = state.get(name)
-            if error is not None and error.shape == mine.shape:
-                mine.copy_(error)

@@ -4,9 +4,8 @@ Lin, Han, Mao, Wang and Dally 2018, "Deep Gradient Compression: Reducing the Com
 Distributed Training".
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,13 +13,14 @@ from torch import Tensor
 from mpisgd.accelerator.buffers import cut_by
 from mpisgd.arguments import check_count, check_flag, check_positive, check_ratio, shown
 from mpisgd.compress.compressor import BucketLayout
-from mpisgd.compress.memory import Residual
+from mpisgd.compress.memory import Residual, Waiting, fitted
 from mpisgd.compress.sparse.selection import count_of, top_k_of_each
 from mpisgd.compress.sparse.sparse_reducer import SparseReducer
 from mpisgd.compress.wide_compressor import WideCompressor
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
+from mpisgd.method_state import own
 
 __all__ = ["DeepGradient", "DeepGradientReducer", "MomentumCorrection", "clip_each_"]
 
@@ -101,19 +101,36 @@ def clip_each_(bucket: Tensor, numels: Sequence[int], max_norm: float) -> None:
     torch._foreach_mul_(parts, list((max_norm / norms).clamp(max=1)))  # 1 where a norm is 0
 
 
+@dataclass
+class Corrected(Waiting):
+    """What is kept.
+
+    Attributes:
+        velocity: [layout.numel], u of the paper; None: zero.
+    """
+
+    velocity: Tensor | None = own(None)
+
+
 class MomentumCorrection(Residual):
     """Accumulates a velocity, and what of it waits to be sent.
 
-    Attributes:
-        residual: [n], v of the paper.
-        velocity: [n], u of the paper.
+    The residual is v of the paper.
     """
 
-    def __init__(self, layout: BucketLayout, momentum: float, nesterov: bool) -> None:
-        super().__init__(layout)
-        self.velocity = torch.zeros_like(self.residual)
+    def __init__(self, layout: BucketLayout, state: Corrected, momentum: float, nesterov: bool) -> None:
+        super().__init__(layout, state)
+        self._corrected = state
+        self._corrected.velocity = self.velocity
         self._momentum = momentum
         self._nesterov = nesterov
+
+    @property
+    def velocity(self) -> Tensor:
+        """U of the paper, [layout.numel]."""
+        kept = fitted(self._corrected.velocity, self._layout.numel, self._layout.dtype, self._layout.device)
+        self._corrected.velocity = kept
+        return kept
 
     def add(self, bucket: Tensor) -> Tensor:
         """Add a gradient to the velocity, and that to what waits; return the latter."""
@@ -122,32 +139,24 @@ class MomentumCorrection(Residual):
             return self.residual.add_(self.velocity)
         return self.residual.add_(bucket).add_(self.velocity, alpha=self._momentum)
 
-    def take_at(self, indices: Tensor) -> None:
-        """Set what waits and the velocity to zero at these elements."""
+    def take_at(self, indices: Tensor) -> bool:
+        """Set what waits and the velocity to zero at these elements; return whether the rest is finite."""
         self.velocity.index_fill_(0, indices, 0)
-        super().take_at(indices)
+        return super().take_at(indices)
 
     def reset(self) -> None:
         """Begin anew."""
         super().reset()
         self.velocity.zero_()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return both."""
-        return {**super().state_dict(), "velocity": self.velocity}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over both."""
-        super().load_state_dict(state)
-        if "velocity" in state:
-            self.velocity.copy_(state["velocity"])
-
 
 class DeepGradientReducer(SparseReducer):
     """The working part of `DeepGradient`."""
 
     def __init__(self, layout: BucketLayout, choice: DeepGradient) -> None:
-        super().__init__(layout, MomentumCorrection(layout, choice.momentum, choice.nesterov))
+        state = Corrected()
+        memory = MomentumCorrection(layout, state, choice.momentum, choice.nesterov)
+        super().__init__(layout, memory, state)
         self._choice = choice
 
     def reduce(self, bucket: Tensor, group: Group, op: ReduceOp) -> None:
@@ -158,9 +167,9 @@ class DeepGradientReducer(SparseReducer):
 
     def select(self, meant: Tensor) -> Tensor:
         """Return the indices of the largest elements of each parameter."""
-        return top_k_of_each(meant, self.numels, self._choice.ratio_at(self.steps))
+        return top_k_of_each(meant, self.numels, self._choice.ratio_at(self.state.steps))
 
     def count(self) -> int:
         """Return k of all parameters together, in this step."""
-        ratio = self._choice.ratio_at(self.steps)
+        ratio = self._choice.ratio_at(self.state.steps)
         return sum(count_of(ratio, numel) for numel in self.numels)

@@ -4,9 +4,7 @@ Stich, Cordonnier and Jaggi 2018, "Sparsified SGD with Memory"; Wangni and other
 Sparsification for Communication-Efficient Distributed Optimization".
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +12,8 @@ from torch import Tensor
 
 from mpisgd.arguments import check_flag, check_ratio, check_seed
 from mpisgd.compress.compressor import BucketLayout, BucketReducer
-from mpisgd.compress.memory import memory_of
+from mpisgd.compress.finite import is_finite
+from mpisgd.compress.memory import Waiting, memory_of
 from mpisgd.compress.randomness import generator
 from mpisgd.compress.sparse.selection import count_of
 from mpisgd.compress.sparse.sparse_codec import SparseCodec
@@ -34,6 +33,8 @@ class RandomK(WideCompressor):
         s_i = m_i at k random indices, else 0  (without a residual times n / k, which is unbiased)
         e_i = m_i - s_i
         g   = mean of s_i over the ranks       (or the sum, with op=SUM)
+
+    Where some m_i is not finite, all of g is NaN on all ranks, whichever elements were drawn.
 
     Attributes:
         ratio: k / n of the n elements of a bucket, above 0 and up to 1.
@@ -92,20 +93,24 @@ class RandomKReducer(BucketReducer):
         self._count = count_of(choice.ratio, layout.numel)
         self._sum = SumReducer(self._count * layout.dtype.itemsize)
         self._scale = 1.0 if choice.error_feedback else layout.numel / max(1, self._count)
-        self.memory = memory_of(layout, choice.error_feedback)
-        self.steps = 0
+        self.state = Waiting()
+        self.memory = memory_of(layout, choice.error_feedback, self.state)
 
     def reduce(self, bucket: Tensor, group: Group, op: ReduceOp) -> None:
         """Replace the bucket by the combination of its random elements; see `BucketReducer.reduce`."""
         meant = self.memory.add(bucket)
-        indices = random_indices(meant.numel(), self._count, self._seed, self.steps).to(bucket.device)
+        indices = random_indices(meant.numel(), self._count, self._seed, self.state.steps).to(bucket.device)
         values = meant.index_select(0, indices)
-        self.memory.take_at(indices)
+        finite = self.memory.take_at(indices) if self.memory.keeps else is_finite(meant)
+        if not finite:  # where it was not drawn the others would not see it
+            values.fill_(torch.nan)
         if self._scale != 1.0:
             values *= self._scale
         self._sum.reduce(values, group, op)
         bucket.zero_().index_copy_(0, indices, values)
-        self.steps += 1
+        if not is_finite(values):  # the drawn elements may be of parameters without a gradient
+            bucket.fill_(torch.nan)
+        self.state.steps += 1
 
     def bytes_on_the_wire(self, size: int) -> int:
         """Return what an all-reduce of k words sends."""
@@ -114,17 +119,3 @@ class RandomKReducer(BucketReducer):
     def put_back(self, start: int, arrived: Tensor) -> None:
         """Keep it for the next step."""
         self.memory.put_back(start, arrived)
-
-    def reset(self) -> None:
-        """Begin anew."""
-        self.steps = 0
-        self.memory.reset()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what is not sent yet, and how many steps there were."""
-        return {**self.memory.state_dict(), "steps": self.steps}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take it over."""
-        self.steps = state.get("steps", 0)
-        self.memory.load_state_dict(state)

@@ -1,14 +1,12 @@
 """`SparseReducer`: sends some elements of each bucket, and keeps the others for the next step."""
 
 import abc
-from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor
 
 from mpisgd.compress.compressor import BucketLayout, BucketReducer
 from mpisgd.compress.exchange import gather_numbers
-from mpisgd.compress.memory import Memory
+from mpisgd.compress.memory import Memory, Waiting
 from mpisgd.compress.sparse.sparse_sum import COUNT_BYTES, SparseSum
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
@@ -22,15 +20,14 @@ class SparseReducer(BucketReducer):
     Args:
         layout: of the bucket.
         memory: of what is not selected.
-
-    Attributes:
-        steps: how many buckets it has reduced.
+        state: what is kept.
     """
 
-    def __init__(self, layout: BucketLayout, memory: Memory) -> None:
+    state: Waiting
+
+    def __init__(self, layout: BucketLayout, memory: Memory, state: Waiting) -> None:
         self.numels = [shape.numel() for shape in layout.shapes]
-        self.steps = 0
-        self.memory = memory
+        self.state, self.memory = state, memory
         self._sum = SparseSum(layout.numel, layout.dtype)
         self._sent: tuple[int, int] | None = None  # the number of ranks, and bytes
 
@@ -55,7 +52,7 @@ class SparseReducer(BucketReducer):
             told = (group.size - 1) * COUNT_BYTES
         sent = self._sum.reduce(bucket, indices, values, counts, group, op)
         self._sent = group.size, told + sent
-        self.steps += 1
+        self.state.steps += 1
 
     def bytes_on_the_wire(self, size: int) -> int:
         """Return what the last `reduce` has sent; before, what the next one will send.
@@ -74,18 +71,3 @@ class SparseReducer(BucketReducer):
     def put_back(self, start: int, arrived: Tensor) -> None:
         """Keep it for the next step."""
         self.memory.put_back(start, arrived)
-
-    def reset(self) -> None:
-        """Begin anew."""
-        self.steps = 0
-        self.memory.reset()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what is not sent yet, and how many steps there were."""
-        kept = self.memory.state_dict()
-        return {**kept, "steps": self.steps} if kept else {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take it over."""
-        self.steps = state.get("steps", 0)
-        self.memory.load_state_dict(state)

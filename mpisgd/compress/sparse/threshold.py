@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mpisgd.arguments import check_flag, check_positive
 from mpisgd.compress.compressor import BucketLayout
-from mpisgd.compress.memory import memory_of
+from mpisgd.compress.memory import Waiting, memory_of
 from mpisgd.compress.sparse.selection import at_least
 from mpisgd.compress.sparse.sparse_reducer import SparseReducer
 from mpisgd.compress.wide_compressor import WideCompressor
@@ -57,7 +57,8 @@ class ThresholdReducer(SparseReducer):
     """The working part of `Threshold`."""
 
     def __init__(self, layout: BucketLayout, choice: Threshold) -> None:
-        super().__init__(layout, memory_of(layout, choice.error_feedback))
+        state = Waiting()
+        super().__init__(layout, memory_of(layout, choice.error_feedback, state), state)
         self._value = choice.value
 
     def select(self, meant: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mpisgd.arguments import check_flag, check_ratio
 from mpisgd.compress.compressor import BucketLayout
-from mpisgd.compress.memory import memory_of
+from mpisgd.compress.memory import Waiting, memory_of
 from mpisgd.compress.sparse.selection import count_of, top_k_of_each
 from mpisgd.compress.sparse.sparse_codec import SparseCodec
 from mpisgd.compress.sparse.sparse_reducer import SparseReducer
@@ -68,7 +68,8 @@ class TopKReducer(SparseReducer):
     """The working part of `TopK`."""
 
     def __init__(self, layout: BucketLayout, choice: TopK) -> None:
-        super().__init__(layout, memory_of(layout, choice.error_feedback))
+        state = Waiting()
+        super().__init__(layout, memory_of(layout, choice.error_feedback, state), state)
         self._ratio = choice.ratio
         self._count = sum(count_of(choice.ratio, numel) for numel in self.numels)
 

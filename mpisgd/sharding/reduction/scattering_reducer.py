@@ -81,7 +81,7 @@ class ScatteringReducer(ShardedReducer):
         return self.options.compression.wire_dtype(param.dtype) or param.dtype
 
     def _launches_early(self) -> bool:
-        frees = self._frees and self.group.size > 1 and self.options.overlap is not False
+        frees = self._frees and self.group.size > 1 and self._may_launch_early
         # What travels together is complete when backward ends: nothing needs to watch it.
         return (frees and len(self._joined) > 1) or super()._launches_early()
 
@@ -305,6 +305,12 @@ class ScatteringReducer(ShardedReducer):
             return
         owners = self._parameters.owners
         self.group.queue.run(Operation("gradients", extra=what), lambda: owners.exchange(rooms))
+
+    def abandon(self) -> None:
+        """See `GradientReducer`. What was on its way has noted, meanwhile, which buckets it had brought."""
+        super().abandon()
+        self._scattered.clear()
+        self._unfreed.clear()
 
     def release(self) -> None:
         """See `ShardedReducer`."""

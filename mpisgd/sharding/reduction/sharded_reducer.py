@@ -10,7 +10,7 @@ What programs see as `p.grad` afterwards is a `ShardedGradient`, on every rank.
 
 import operator
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -101,11 +101,16 @@ class ShardedReducer(GradientReducer):
             self.release()
         return super().begin(when)
 
-    def reduce(self, when: str, observed: Sequence[int] = ()) -> None:
+    @property
+    def combined_by(self) -> str:
+        """See `GradientSync`."""
+        return f"{super().combined_by}, divided among the ranks"
+
+    def reduce(self, when: str, observed: Sequence[int] = (), *, in_step: bool = False) -> None:
         """See `GradientReducer`; parameters have sharded gradients then, or None."""
         if not self._in_flight.launched:
             self.release()
-        super().reduce(when, observed)
+        super().reduce(when, observed, in_step=in_step)
 
     def _launch_rest(self, in_flight: InFlightReduction) -> None:
         self.is_deferred = self._is_in_pieces = self._in_pieces is not None
@@ -244,6 +249,6 @@ class ShardedReducer(GradientReducer):
             self._stands_in = any(param.grad is sharded for param, sharded in pairs)
         return self._stands_in
 
-    def would_reduce_twice(self, num_added: Mapping[int, int] | None) -> bool:
-        """Return whether reduced gradients are with the ranks that own them, and were not reset since."""
-        return self.stands_in() or super().would_reduce_twice(num_added)
+    def why_not_again(self) -> str:
+        """See `GradientSync`: reduced gradients are with their owners, and were not reset since."""
+        return "that are divided among the ranks" if self.stands_in() else super().why_not_again()

@@ -16,19 +16,21 @@ least every 5 ms whether somebody has come. A rank has five more copies of its p
 Source: Lian and others 2018, "Asynchronous decentralized parallel stochastic gradient descent".
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
-from mpisgd.errors import MpisgdError
+from mpisgd.errors import InvalidArgument, MpisgdError
 from mpisgd.gossip.bipartite import roles_of
 from mpisgd.gossip.flat_copy import FlatCopy
 from mpisgd.gossip.graph import Graph
 from mpisgd.gossip.pairwise_averaging import PairwiseAveraging
 from mpisgd.job.lifecycle import current_job
-from mpisgd.strategies.gossip.synchronous import Mixer
+from mpisgd.strategies.gossip.synchronous import NAME, Mixer
 from mpisgd.strategies.training import Training
 
 if TYPE_CHECKING:
@@ -49,13 +51,28 @@ class Asynchronous(Mixer):
     def __init__(self, training: Training, graph: Graph, every: int) -> None:
         super().__init__(training, graph, every)
         self._averaging: PairwiseAveraging | None = None
+        self._replaced = False  # whether a state was loaded: the parameters count, and not x
+
+    def derive(self) -> None:
+        """Begin to exchange what the parameters are now, from all ranks. Collective.
+
+        x and z are derived: whatever an exchange has begun with before is over then.
+        """
+        self._end()
         self._begin()
 
-    def reopen(self) -> None:
-        """Begin anew. Collective over the ranks so far, too, unless one of them is lost."""
+    def has_changed(self) -> bool:
+        """Return False: x is a copy of frozen parameters, too."""
+        return False
+
+    def loaded(self, state_dict: Mapping[str, Any]) -> None:
+        """See `Synchronizer`."""
+        self._replaced = True
+
+    def move_to(self, group: Group) -> None:
+        """See `Synchronizer`. Collective over the ranks so far, too, unless one of them is lost."""
         self._end()
-        super().reopen()
-        self._begin()
+        super().move_to(group)
 
     def _begin(self) -> None:
         """Start the helper thread. Collective."""
@@ -65,9 +82,10 @@ class Asynchronous(Mixer):
         made: list[Communicator] = []
         operation = Operation("gossip", extra="start of the exchanges")
         group.queue.run(operation, lambda: made.append(group.queue.communicator.duplicate()))
-        self._group, self._covered = group, self.mixed
-        start = FlatCopy(self._covered)
-        start.load(self._covered)
+        self._group, self._keys = group, list(self.replica())
+        covered = self._covered()
+        start = FlatCopy(covered)
+        start.load(covered)
         self._seen, self._now = start.new_like(), start.new_like()  # z, and z'
         self._seen.copy_(start)
         averaging = PairwiseAveraging(made[0], roles_of(self._graph, group.size), start)
@@ -76,9 +94,15 @@ class Asynchronous(Mixer):
         self._at_end.append(self._finish)
         self._averaging = averaging
 
+    def _covered(self) -> list[Tensor]:
+        """Return what x is a copy of, as it is now: also frozen parameters, which may be trained later."""
+        tensors = self.replica()
+        return [tensors[key] for key in self._keys]
+
     def _end(self) -> None:
         """End the exchanges. Collective, unless a rank of the group is lost."""
         averaging, self._averaging = self._averaging, None
+        replaced, self._replaced = self._replaced, False
         if averaging is None:
             return
         self._at_end.remove(self._finish)
@@ -86,21 +110,28 @@ class Asynchronous(Mixer):
             averaging.abandon()
         else:
             self._finish()
-        self._exchange_with_model(averaging)
+        if not replaced:
+            self._exchange_with_model(averaging)
 
     def _exchange_with_model(self, averaging: PairwiseAveraging) -> None:
         """Add to x what has become of the copy that the model had, and give it another one."""
-        self._now.load(self._covered)
+        covered = self._covered()
+        if not self._now.fits(covered):
+            raise InvalidArgument(
+                f"{NAME}: parameters have other dtypes or shapes than when their exchanges began; "
+                'style="asynchronous" cannot follow: convert the model before the optimizer is made'
+            )
+        self._now.load(covered)
         with averaging.lock:
             averaging.x.add_difference_(self._now, self._seen, 1.0)
             self._seen.copy_(averaging.x)
-        self._seen.unload(self._covered)
+        self._seen.unload(covered)
 
     def synchronize(self) -> None:
         """Give the step to x, and ask for a mean with a neighbour. Waits for nobody."""
         if self._averaging is not None:
             self._exchange_with_model(self._averaging)
-            if self.steps % self._every == 0:
+            if self.num_steps % self._every == 0:
                 self._averaging.want_exchange()
 
 

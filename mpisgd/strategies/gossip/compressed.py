@@ -17,8 +17,9 @@ Source: Koloskova, Stich and Jaggi 2019, "Decentralized Stochastic Optimization 
 Compressed Communication", algorithms 2 and 6 (the sum instead of copies).
 """
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -30,36 +31,50 @@ from mpisgd.core.group import Group
 from mpisgd.gossip.graph import Graph
 from mpisgd.gossip.neighbor_all_reduce import mix
 from mpisgd.gossip.neighbor_gather import neighbor_gather
+from mpisgd.method_state import own
 from mpisgd.strategies.gossip.synchronous import Mixer
 from mpisgd.strategies.training import Training
 
 __all__ = ["CompressedMixer"]
 
 
-class _Copies:
-    """What a rank keeps of tensors of one dtype and device, side by side as float32 or float64.
-
-    Args:
-        layout: of the tensors, in that dtype.
-        compressor: C.
+@dataclass
+class _State:
+    """The copies of a rank, by tensor, in float32 or float64: of use only where all ranks have theirs.
 
     Attributes:
-        layout: as given.
-        own: h[i] of this rank.
+        copy: h[i] of this rank.
         total: s[i].
     """
 
-    def __init__(self, layout: BucketLayout, compressor: Compressor) -> None:
-        self.layout = layout
-        self.own = torch.zeros(layout.numel, dtype=layout.dtype, device=layout.device)
-        self.total = torch.zeros_like(self.own)
-        self._codec, self._seed = compressor.codec(layout), getattr(compressor, "seed", 0)
+    copy: dict[str, Tensor] = own(default_factory=dict, lost="rebuild")
+    total: dict[str, Tensor] = own(default_factory=dict, lost="rebuild")
 
-    def begin(self, tensors: Sequence[Tensor], graph: Graph, group: Group) -> None:
-        """Set h to x, and s to the mean of that with the neighbours. Collective."""
-        self.own = self._joined(tensors)
-        self.total = self.own.clone()
-        mix([self.total], graph, group, 0)
+
+class _Bucket:
+    """Tensors of one dtype and device, whose copies lie side by side.
+
+    Args:
+        tensors: by key.
+        state: has their copies, which become views of the bucket.
+        compressor: C.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], state: _State, compressor: Compressor) -> None:
+        self._numels = [tensor.numel() for tensor in tensors.values()]
+        layout = _layout(list(tensors.values()))
+        self._dtype = layout.dtype
+        self._codec, self._seed = compressor.codec(layout), getattr(compressor, "seed", 0)
+        self._own = self._as_one(state.copy, tensors)
+        self._total = self._as_one(state.total, tensors)
+        self.keys = list(tensors)
+
+    def _as_one(self, copies: dict[str, Tensor], tensors: Mapping[str, Tensor]) -> Tensor:
+        """Put the copies of `tensors` side by side, as views of what is returned."""
+        flat = torch.cat([copies[key].reshape(-1) for key in tensors])
+        for (key, tensor), view in zip(tensors.items(), cut_by(flat, self._numels), strict=True):
+            copies[key] = view.view(tensor.shape)
+        return flat
 
     def mix(self, tensors: Sequence[Tensor], graph: Graph, group: Group, number: int, share: float) -> None:
         """Send q, take those of the neighbours, and go towards their mean. Collective.
@@ -71,24 +86,21 @@ class _Copies:
             number: of the step: random numbers of compressors differ by it.
             share: c.
         """
-        x = self._joined(tensors)
-        mine = self._codec.compress(x - self.own, generator(self._seed, number, x.numel(), group.rank))
+        x = torch.cat([tensor.reshape(-1).to(self._dtype) for tensor in tensors])
+        mine = self._codec.compress(x - self._own, generator(self._seed, number, x.numel(), group.rank))
         messages = {**neighbor_gather(mine.cpu(), graph, group), group.rank: mine}
-        self._codec.decompress(mine, self.own)
+        self._codec.decompress(mine, self._own)
         for src, weight in graph.exchange(group.rank, group.size).terms:
             change = torch.zeros_like(x)
             self._codec.decompress(messages[src].to(x.device), change)
-            self.total.add_(change, alpha=weight)
-        x.add_(self.total - self.own, alpha=share)
-        for tensor, part in zip(tensors, cut_by(x, [tensor.numel() for tensor in tensors]), strict=True):
+            self._total.add_(change, alpha=weight)
+        x.add_(self._total - self._own, alpha=share)
+        for tensor, part in zip(tensors, cut_by(x, self._numels), strict=True):
             tensor.copy_(part.view(tensor.shape))
-
-    def _joined(self, tensors: Sequence[Tensor]) -> Tensor:
-        return torch.cat([tensor.reshape(-1).to(self.layout.dtype) for tensor in tensors])
 
 
 class CompressedMixer(Mixer):
-    """Updates, then mixes by compressed changes; tensors that the compressor does not change are mixed whole.
+    """Updates, then mixes by compressed changes; buffers, and what is not compressed, are mixed whole.
 
     Args:
         training: what it works on, with the compressor among its options.
@@ -100,56 +112,56 @@ class CompressedMixer(Mixer):
     def __init__(self, training: Training, graph: Graph, every: int, consensus_step: float) -> None:
         super().__init__(training, graph, every)
         self._consensus_step = consensus_step
-        self._make_copies()
+        self._dtypes: list[torch.dtype] = []
+        self.state = _State()
 
-    def _make_copies(self) -> None:
-        compressor = self.training.options.compression
-        self._copies = [_Copies(_layout(tensors), compressor) for tensors in self._compressed()]
+    def has_changed(self) -> bool:
+        """Return whether parameters were frozen, or are no longer so, or have another dtype."""
+        dtypes = [param.dtype for _, param in self.training.named]
+        before, self._dtypes = self._dtypes, dtypes
+        return super().has_changed() or before != dtypes
 
-    def _compressed(self) -> list[list[Tensor]]:
-        """Return what is compressed, by dtype and device."""
-        alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for tensor in self.mixed:
+    def begin(self, tensors: Mapping[str, Tensor]) -> None:
+        """Set h to x, and s to the mean of that with the neighbours: x travels as it is. Collective."""
+        state, by_device = self.state, defaultdict[torch.device, list[Tensor]](list)
+        for key, tensor in tensors.items():
             if self.training.options.compression.changes(tensor.dtype):
-                alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-        return list(alike.values())
+                state.copy[key] = tensor.to(_wide(tensor.dtype), copy=True).contiguous()
+                state.total[key] = state.copy[key].clone()
+                by_device[tensor.device].append(state.total[key])
+        for alike in by_device.values():
+            mix(alike, self._graph, self.training.group, 0)
 
-    def begin(self) -> None:
-        """Take the parameters as they are for the copies. Collective."""
-        for copies, tensors in zip(self._copies, self._compressed(), strict=True):
-            copies.begin(tensors, self._graph, self.training.group)
+    def derive(self) -> None:
+        """Make the buckets of what is mixed now, and compressed. Collective where dtypes have changed."""
+        alike: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
+        compressor, tensors = self.training.options.compression, self.tensors()
+        copies = self.state.copy
+        self.begin({k: t for k, t in tensors.items() if k not in copies or copies[k].dtype != _wide(t.dtype)})
+        for key, tensor in tensors.items():
+            if compressor.changes(tensor.dtype):
+                alike.setdefault((tensor.dtype, tensor.device), {})[key] = tensor
+        self._buckets = [_Bucket(tensors, self.state, compressor) for tensors in alike.values()]
 
     def synchronize(self) -> None:
         """Mix, if it is time to. Collective then."""
-        if self.steps % self._every:
+        if self.num_steps % self._every:
             return
-        compressed = self._compressed()
-        if [copies.layout for copies in self._copies] != [_layout(tensors) for tensors in compressed]:
-            self._make_copies()  # parameters were frozen, say
-            self.begin()
-        for copies, tensors in zip(self._copies, compressed, strict=True):
-            copies.mix(tensors, self._graph, self.training.group, self.steps, self._consensus_step)
+        tensors, group = self.tensors(), self.training.group
+        for bucket in self._buckets:
+            values = [tensors[key] for key in bucket.keys]
+            bucket.mix(values, self._graph, group, self.num_steps, self._consensus_step)
         changes = self.training.options.compression.changes
-        if whole := [tensor for tensor in self.mixed if not changes(tensor.dtype)]:
-            self.mix_if_due(whole, self.steps)
+        unchanged = [tensor for tensor in tensors.values() if not changes(tensor.dtype)]
+        if whole := [*unchanged, *self.buffers]:
+            self.mix_whole(whole, self.num_steps)
 
-    def reopen(self) -> None:
-        """Begin anew with the ranks and parameters that there are now."""
-        super().reopen()
-        self._make_copies()
-        self._begins = True
 
-    def own_state(self) -> dict[str, Any]:
-        """Return the copies."""
-        return {"copies": [{"own": copies.own, "total": copies.total} for copies in self._copies]}
-
-    def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Take over the copies."""
-        for copies, saved in zip(self._copies, state["copies"], strict=True):
-            copies.own, copies.total = saved["own"].clone(), saved["total"].clone()
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which tensors of `dtype` are compressed."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def _layout(tensors: Sequence[Tensor]) -> BucketLayout:
     """Return the layout of tensors side by side, in the dtype in which they are compressed."""
-    wide = torch.float64 if tensors[0].dtype is torch.float64 else torch.float32
-    return BucketLayout(tuple(tensor.shape for tensor in tensors), wide, tensors[0].device)
+    return BucketLayout(tuple(tensor.shape for tensor in tensors), _wide(tensors[0].dtype), tensors[0].device)

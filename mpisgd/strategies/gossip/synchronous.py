@@ -18,15 +18,18 @@ Assran and others 2019, "Stochastic gradient push for distributed deep learning"
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mpisgd.collectives.coalesced import all_reduce_coalesced
+from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
 from mpisgd.gossip.graph import Graph
-from mpisgd.gossip.neighbor_all_reduce import mix
+from mpisgd.gossip.neighbor_all_reduce import WireDtype, mix
+from mpisgd.method_state import own
 from mpisgd.strategies.local_training import LocalSynchronizer
 from mpisgd.strategies.training import Training
 
@@ -49,41 +52,70 @@ class Mixer(LocalSynchronizer):
     def __init__(self, training: Training, graph: Graph, every: int) -> None:
         super().__init__(training)
         self._graph, self._every = graph, every
+        self._trained: list[bool] = []
+
+    @property
+    def method(self) -> str:
+        """See `Synchronizer`."""
+        return f"{NAME}, {type(self).__name__}"
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the memory of the parameters that are trained, as it is now, by key."""
+        named = self.training.named
+        return {key: t for key, t in self.parameters_by_key().items() if named[int(key)][1].requires_grad}
 
     @property
     def mixed(self) -> list[Tensor]:
-        """The parameters that are trained, and the buffers."""
-        trained = [param for _, param in self.training.named if param.requires_grad]
-        both = [*trained, *self.training.buffers]
-        return [tensor.detach() for tensor in both if tensor.is_floating_point() or tensor.is_complex()]
+        """The memory of the parameters that are trained, as it is now."""
+        return list(self.tensors().values())
 
-    def mix_if_due(self, tensors: Sequence[Tensor], step: int) -> None:
-        """Mix tensors if step number `step`, counted from 1, is one for it. Collective then."""
-        if step % self._every:
+    def has_changed(self) -> bool:
+        """Return whether parameters were frozen, or are no longer so."""
+        trained = [param.requires_grad for _, param in self.training.named]
+        before, self._trained = self._trained, trained
+        return before != trained
+
+    def mix_if_due(self, params: Sequence[Tensor], step: int, whole: Sequence[Tensor] = ()) -> None:
+        """Mix tensors if step number `step`, counted from 1, is one for it. Collective then.
+
+        Args:
+            params: travel as the compression has it.
+            step: see above.
+            whole: travel as they are, as buffers do: the variance in one may be beyond the range of a cast.
+        """
+        if not self.is_due(step):
             return
+        compression = self.training.options.compression
+        if not any(compression.changes(tensor.dtype) for tensor in [*params, *whole]):
+            self.mix_whole([*params, *whole], step)
+            return
+        self._mix(params, step, compression.wire_dtype)
+        if whole:
+            self.mix_whole(whole, step)
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the ranks mix in step number `step`, counted from 1."""
+        return step % self._every == 0
+
+    def mix_whole(self, tensors: Sequence[Tensor], step: int) -> None:
+        """Mix tensors that travel as they are. Collective."""
+        self._mix(tensors, step, None)
+
+    def _mix(self, tensors: Sequence[Tensor], step: int, wire_dtype: WireDtype | None) -> None:
         by_device: dict[torch.device, list[Tensor]] = {}
         for tensor in tensors:
             by_device.setdefault(tensor.device, []).append(tensor)
-        number, wire_dtype = step // self._every - 1, self.training.options.compression.wire_dtype
+        number = step // self._every - 1
         for alike in by_device.values() or [[]]:
             mix(alike, self._graph, self.training.group, number, wire_dtype=wire_dtype)
 
-    def begin(self) -> None:
-        """See `LocalSynchronizer`; nothing by default."""
-
-    def own_state(self) -> dict[str, Any]:
-        """See `LocalSynchronizer`; nothing by default."""
-        return {}
-
-    def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """See `LocalSynchronizer`; nothing by default."""
-
-    def reopen(self) -> None:
-        """See if the graph is one for as many ranks as there are now.
+    def move_to(self, group: Group) -> None:
+        """See `Synchronizer`.
 
         Raises:
-            InvalidArgument: it is not; on all of them.
+            InvalidArgument: the graph is none for as many ranks as there are now; on all of them.
         """
+        super().move_to(group)
         self._graph.check_mixing(NAME, self.training.group.size, doubly=self.doubly)
 
 
@@ -92,7 +124,7 @@ class AdaptThenCombine(Mixer):
 
     def synchronize(self) -> None:
         """Mix. Collective."""
-        self.mix_if_due(self.mixed, self.steps)
+        self.mix_if_due(self.mixed, self.num_steps, self.buffers)
 
 
 class CombineThenAdapt(Mixer):
@@ -126,7 +158,7 @@ class CombineThenAdapt(Mixer):
     @torch.no_grad()
     def _mix_once(self) -> None:
         if not self._is_mixed:
-            self.mix_if_due(self.mixed, self.steps + 1)
+            self.mix_if_due(self.mixed, self.num_steps + 1, self.buffers)
         self._is_mixed = True
 
     def after_step(self, num_steps: int) -> None:
@@ -138,56 +170,67 @@ class CombineThenAdapt(Mixer):
         """Nothing is left to do."""
 
 
+@dataclass
+class _Weight:
+    """What a rank keeps from step to step.
+
+    Attributes:
+        weight: w. The parameters alone are x with w = 1, on all ranks.
+    """
+
+    weight: float = own(1.0, lost="rebuild")
+
+
 class PushSum(Mixer):
     """Has x and w, mixes both, and gives the model z = x / w.
 
-    Between steps there are z and w only. The optimizer turns z into z', by which x becomes w z + (z' - z).
+    Between steps there are z and w only. The optimizer turns z into z', by which x becomes w z + (z' - z). Of
+    buffers x is w z': so they take a mean of those of the ranks, and a variance stays positive.
     """
 
     doubly = False
 
     def __init__(self, training: Training, graph: Graph, every: int) -> None:
         super().__init__(training, graph, every)
-        self._weight = 1.0
+        self.state = _Weight()
         self._before: list[Tensor] = []  # z, where it is needed: with w = 1, x is z'
-
-    def begin(self) -> None:
-        """Take the parameters for x, which they are with w = 1."""
-        self._weight = 1.0
 
     def before_step(self) -> None:
         """Keep what the parameters are."""
         super().before_step()
-        self._before = [tensor.clone() for tensor in self.mixed] if self._weight != 1.0 else []
+        self._before = [tensor.clone() for tensor in self.mixed] if self.state.weight != 1.0 else []
 
     def synchronize(self) -> None:
         """Mix parameters and weight. Collective."""
         tensors = self.mixed
         for tensor, before in zip(tensors, self._before, strict=bool(self._before)):
-            tensor.add_(before, alpha=self._weight - 1.0)
-        self._before = []
+            tensor.add_(before, alpha=self.state.weight - 1.0)
+        self._before, buffers = [], self.buffers if self.is_due(self.num_steps) else []
+        if self.state.weight != 1.0 and buffers:
+            torch._foreach_mul_(buffers, self.state.weight)
         weight = self._weight_like(tensors)
-        self.mix_if_due([*tensors, weight], self.steps)
-        self._weight = weight.item()
-        if self._weight != 1.0:
-            torch._foreach_div_(tensors, self._weight)
+        self.mix_if_due([*tensors, weight], self.num_steps, buffers)
+        self.state.weight = weight.item()
+        if self.state.weight != 1.0:
+            torch._foreach_div_([*tensors, *buffers], self.state.weight)
 
     def consensus(self) -> Sequence[Tensor]:
         """Return the sum of all x, divided by that of all w. Collective."""
-        values = [tensor * self._weight for tensor in self.averaged]
+        values = [tensor * self.state.weight for tensor in self.averaged]
         weight = self._weight_like(values)
         all_reduce_coalesced([*values, weight], ReduceOp.SUM, self.training.group)
         return [value.div_(weight.item()) for value in values]
 
+    def consensus_of(
+        self, replicas: Sequence[Mapping[str, Tensor]], entries: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Tensor]:
+        """See `Synchronizer`: the sum of all x, divided by that of all w."""
+        weights = [float((entry["own"] or {}).get("weight", 1.0)) for entry in entries]
+        weighted = [torch._foreach_mul(list(r.values()), w) for r, w in zip(replicas, weights, strict=True)]
+        sums = [torch.stack(same).sum(0) / sum(weights) for same in zip(*weighted, strict=True)]
+        return dict(zip(replicas[0], sums, strict=True))
+
     def _weight_like(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return w where it can travel with `tensors`."""
         device = tensors[0].device if tensors else torch.device("cpu")
-        return torch.full((1,), self._weight, dtype=torch.float64, device=device)
-
-    def own_state(self) -> dict[str, Any]:
-        """Return the weight."""
-        return {"weight": self._weight}
-
-    def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Take the weight over."""
-        self._weight = state["weight"]
+        return torch.full((1,), self.state.weight, dtype=torch.float64, device=device)

@@ -51,8 +51,12 @@ class LockFree(Worker):
 
     @torch.no_grad()
     def pull(self) -> None:
-        """Let the parameters be the memory that all ranks share, unless they are."""
+        """Let the parameters be the memory that all ranks share."""
         self._publish_once()
+        self._share()
+
+    def _share(self) -> None:
+        """Give the parameters their shared memory, where they have none yet or a program has moved them."""
         for tensor, (_, param) in zip(self._shared, self.training.named, strict=True):
             if param.data_ptr() != tensor.data_ptr():
                 param.data = tensor
@@ -65,6 +69,7 @@ class LockFree(Worker):
         """Wait where the staleness is bounded, and let gradients count what they are to count."""
         self._scaling.before_step(self.training.optimizer)
         self._begin_update()
+        self._share()
         self._count_push(complete=False)
         params = [param for _, param in self.training.named]
         self._own_grads = [param.grad for param in params]

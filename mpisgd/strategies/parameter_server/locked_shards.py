@@ -114,15 +114,28 @@ class LockedShards(Worker):
         self._num_steps += 1
         for i, grad in grads.items() if self._push_every > 1 else ():
             self._accrued[i] = self._accrued[i] + grad if i in self._accrued else grad.clone()
-        if self._num_steps % self._push_every == 0:
-            self._push(self._accrued if self._push_every > 1 else grads)
-            self._accrued = {}
+        if self._push_every == 1:
+            self._push(grads)
+        elif self._num_steps % self._push_every == 0:
+            self._push_accrued()
         self._end_update()
         if self._num_steps % self._pull_every == 0:
             self.pull()
         else:
             self._move_locally(grads)
         self._go_on()
+
+    def finish(self) -> None:
+        """See `Worker.finish`; pushes before what a period that is not over has accrued."""
+        self._publish_once()
+        if self._accrued:
+            self._push_accrued()
+        super().finish()
+
+    @torch.no_grad()
+    def _push_accrued(self) -> None:
+        accrued, self._accrued = self._accrued, {}
+        self._push(accrued)
 
     def _push(self, grads: dict[int, Tensor]) -> None:
         """Update every shard, this rank's own first: so that workers that come together do not queue."""
@@ -258,6 +271,10 @@ class LockedShards(Worker):
 
     def extend(self, named: Sequence[tuple[str, Tensor]]) -> None:
         """Take over parameters that were added: begin anew with what the shards hold now. Collective."""
+        if self._accrued:
+            self._push_accrued()
+        # What the first rank brings home counts.
+        self.training.group.queue.run(Operation("ParameterServer", extra="all has been pushed"), lambda: None)
         self._bring_home()
         super().extend(named)
         self._open()

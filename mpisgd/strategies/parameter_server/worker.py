@@ -17,11 +17,15 @@ one without an update: the clocks of the others may depend on it.
 
 import abc
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
+from mpisgd.core.owner import owned_by
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
 from mpisgd.strategies.local_scaling import LocalScaling
@@ -42,6 +46,10 @@ __all__ = ["Worker"]
 
 SERVE_POLL_S = 0.05
 NO_LIMIT_S = float("inf")
+
+
+def _forms_of(named: Sequence[tuple[str, Tensor]]) -> list[tuple[torch.dtype, torch.Size]]:
+    return [(param.dtype, param.shape) for _, param in named]
 
 
 class Worker(Synchronizer, abc.ABC):
@@ -69,6 +77,7 @@ class Worker(Synchronizer, abc.ABC):
         group = self.training.group
         self._workers = [rank for rank in group.ranks if rank not in self._servers]
         self.is_server = group.ranks[group.rank] in self._servers
+        self._forms = _forms_of(self.training.named)
         self._clocks = Clocks(self._workers, group)
         self._is_published = False
 
@@ -85,6 +94,11 @@ class Worker(Synchronizer, abc.ABC):
             raise InvalidArgument("ParameterServer: a server makes no steps; call synchronizer.serve()")
         if self._clocks.get(DONE):
             raise InvalidArgument("ParameterServer: step() after synchronizer.finish()")
+        if _forms_of(self.training.named) != self._forms:
+            raise InvalidArgument(
+                "ParameterServer: parameters have other dtypes or shapes than when the optimizer was made; "
+                "the memory of the servers cannot follow: convert the model before"
+            )
         self._publish_once()
         if self._staleness is not None:
             self._clocks.wait(CLOCK, self._clocks.get(CLOCK) - self._staleness, self._limit_s)
@@ -113,8 +127,11 @@ class Worker(Synchronizer, abc.ABC):
 
     def _publish_once(self) -> None:
         """Let the first rank of the group give everybody its parameters, the first time. Collective then."""
-        if self._is_published:
-            return
+        if not self._is_published:
+            with owned_by(self.owner):
+                self._exchange_first_values()
+
+    def _exchange_first_values(self) -> None:
         group = self.training.group
         if group.rank == 0:
             self._publish()

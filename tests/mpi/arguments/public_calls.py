@@ -432,7 +432,13 @@ CALLS: dict[str, Call] = {
     "save": Call(
         checkpoint.save,
         lambda: {"folder": nowhere(), "step": 1, "x": 1},
-        {"folder": junk.text, "step": junk.natural, "keep_last": either(nothing, positive_int), "rng": flag},
+        {
+            "folder": junk.text,
+            "step": junk.natural,
+            "keep_last": either(nothing, positive_int),
+            "rng": flag,
+            "mode": nothing,
+        },
         said_as={NO_SUCH: nowhere()},  # the name of one more value: only the folder is wrong
     ),
     "load": Call(
@@ -450,6 +456,7 @@ CALLS: dict[str, Call] = {
             "keep_last": either(nothing, positive_int),
             "when_busy": lambda _: False,
             "rng": flag,
+            "mode": nothing,
         },
     ),
     "on_preemption": Call(

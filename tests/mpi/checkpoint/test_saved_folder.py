@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,20 @@ def test_damaged_files_are_passed_over_with_a_message_each(folder: Path, capfd: 
     assert [path.name for path in folder.iterdir()] == ["step-00000060.safetensors"]
 
 
+def test_a_fifo_does_not_block_and_a_private_file_stays_private(folder: Path) -> None:
+    saved = model(1)
+    path = checkpoint.save(folder, 10, model=saved, mode=0o600)
+    checkpoint.save(folder, 10, model=saved)
+    everyone(path.stat().st_mode & 0o777 == 0o600)
+    fifo = folder / "step-00000020.safetensors"
+    on_rank_0(lambda: os.mkfifo(fifo))
+    everyone(checkpoint.latest(folder) == path)
+    with raises_everywhere(mpisgd.CheckpointDamaged) as caught:
+        checkpoint.load(fifo, model=saved)
+    everyone("no regular file but a FIFO" in caught.text, caught.text)
+    everyone(checkpoint.load(folder, model=saved).step == 10)
+
+
 MISTAKES: dict[str, tuple[Any, type[Exception], tuple[str, ...]]] = {
     "a value that needs pickle": (
         lambda folder: checkpoint.save(folder, 2, model=model(), hook=lambda: 0),
@@ -108,6 +123,14 @@ MISTAKES: dict[str, tuple[Any, type[Exception], tuple[str, ...]]] = {
         mpisgd.CheckpointMismatch,
         ("optimizer has [1] parameters in its groups, not [4]",),
     ),
+    "the state of something else": (
+        lambda folder: checkpoint.load(
+            checkpoint.save(folder.parent / "other", 1, optimizer=model()),
+            optimizer=torch.optim.SGD(model().parameters()),
+        ),
+        mpisgd.CheckpointMismatch,
+        ("optimizer is no state of an optimizer in it",),
+    ),
     "plain data as an object": (
         lambda folder: checkpoint.load(folder, epoch=model()),
         mpisgd.CheckpointMismatch,
@@ -122,6 +145,16 @@ MISTAKES: dict[str, tuple[Any, type[Exception], tuple[str, ...]]] = {
         lambda folder: checkpoint.save(folder, -1, model=model()),
         mpisgd.InvalidArgument,
         ("step=-1",),
+    ),
+    "permissions that are none": (
+        lambda folder: checkpoint.save(folder, 2, mode="rw", model=model()),
+        mpisgd.InvalidArgument,
+        ("mode='rw'; expected permissions",),
+    ),
+    "permissions that keep the owner out": (
+        lambda folder: checkpoint.Writer(folder, mode=0o444),
+        mpisgd.InvalidArgument,
+        ("mode=292; expected permissions",),
     ),
     "nothing to save": (lambda folder: checkpoint.save(folder, 1), mpisgd.InvalidArgument, ("nothing",)),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -50,9 +51,11 @@ class Trained:
         return reduced
 
     def kept(self, what: str = "residual") -> list[Tensor]:
-        """What this rank keeps of each parameter, flat."""
-        own = self.opt.state_dict()["compression"]["own"]
-        return [own[str(which)][what].clone() for which in range(len(SHAPES))]
+        """What this rank keeps of each parameter, flat; zeros before there is any."""
+        own = self.opt.state_dict()["mpisgd"]["own"].get("compression", {"own": {}})["own"]
+        numels = [math.prod(shape) for shape in SHAPES]
+        none = [torch.zeros(numel, dtype=torch.float64) for numel in numels]
+        return [own.get(str(i), {}).get(what, zeros).clone() for i, zeros in enumerate(none)]
 
 
 def mean_over_ranks(tensors: list[Tensor]) -> list[Tensor]:

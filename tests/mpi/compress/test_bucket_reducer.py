@@ -96,11 +96,11 @@ def test_a_state_goes_with_the_parameters_to_other_buckets():
     compression = example("compressor")["Signs"]()
     params, optimizer = wrapped(compression=compression)
     reduced(params, optimizer, 0)
-    saved = optimizer.state_dict()["compression"]["own"]
+    saved = optimizer.state_dict()["mpisgd"]["own"]["compression"]["own"]
     again, resumed = wrapped(compression=compression, bucket_cap_bytes=64)
     resumed.load_state_dict(optimizer.state_dict())
     arrived = reduced(again, resumed, 0)
-    left = resumed.state_dict()["compression"]["own"]
+    left = resumed.state_dict()["mpisgd"]["own"]["compression"]["own"]
     for which in range(2):
         meant = gradient(mpisgd.rank(), 0, which) + saved[str(which)]["residual"]
         residual = left[str(which)]["residual"]
@@ -114,7 +114,7 @@ def test_a_state_goes_with_the_parameters_to_other_buckets():
 def test_what_keeps_nothing_saves_nothing(compression):
     params, optimizer = wrapped(compression=compression)
     reduced(params, optimizer, 0)
-    everyone("compression" not in optimizer.state_dict())
+    everyone("mpisgd" not in optimizer.state_dict())
 
 
 @pytest.mark.mpi(min_size=2)

@@ -98,10 +98,10 @@ def test_errors_are_saved_and_loaded_where_they_fit(groups):
     group = groups["world"]
     ours = exchange_of(group)
     ours.average(torch.from_numpy(given(group.rank, 0)))
-    state = ours.state_dict()
+    state = ours.state
     same, other = exchange_of(group), exchange_of(group)
-    same.load_state_dict(state)
-    other.load_state_dict({"worker_error": state["worker_error"][1:], "server_error": torch.zeros(9999)})
+    same.state.worker_error, same.state.server_error = state.worker_error.clone(), state.server_error.clone()
+    other.state.worker_error, other.state.server_error = state.worker_error[1:], torch.zeros(9999)
     results = []
     for exchange in (ours, same, other):
         values = torch.from_numpy(given(group.rank, 1))

@@ -7,11 +7,12 @@ import functools
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from two_layers import IO, NAMES, joined_batch, train, transformer
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from two_layers import IO, NAMES, Transformer, joined_batch, train, transformer
 from verdicts import everyone, referee
 
 import mpisgd
+from mpisgd.layouts.attention import LocalAttention
 from mpisgd.layouts.search import legal_layouts
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -25,9 +26,9 @@ def expected() -> list[Tensor]:
     return train(transformer())
 
 
-def check(layout: mpisgd.MeshLayout) -> float:
+def check(layout: mpisgd.MeshLayout, model: Transformer | None = None) -> float:
     """Train in a layout; how far from one process that is."""
-    model = layout.distribute(transformer(), NAMES, **IO)
+    model = layout.distribute(model or transformer(), NAMES, **IO)
     found = train(model, lambda targets: layout.shard(targets, ("batch", "length")))
     apart = [(ours - right).abs().max().item() for ours, right in zip(found, expected(), strict=True)]
     print(f"{layout}: {max(apart):.1e}", flush=True)
@@ -55,6 +56,29 @@ def test_one_process_learns():
 )
 def test_a_row_of_ranks_equals_one_process(rules):
     check(mpisgd.layout(rules, mesh={"a": mpisgd.size()}))
+
+
+def test_recomputation_and_keywords_change_nothing():
+    # What ran in backward was outside of the layout: mixed tensors. `attention(query=...)` raised IndexError.
+    model = transformer()
+    model.recomputes = model.layers[1].attention.by_name = True
+    check(mpisgd.layout("length:a", mesh={"a": mpisgd.size()}), model)
+
+
+def test_attention_takes_plain_tensors_beside_divided_ones():
+    draw = torch.Generator().manual_seed(3)
+    query, key, value = torch.randn(3, 12, 4, 5, 6, dtype=torch.float64, generator=draw)
+    mesh = (
+        mpisgd.layout("batch:a", mesh={"a": mpisgd.size()}).shard(query, ("batch", *[None] * 3)).device_mesh
+    )
+    attention = nn.functional.scaled_dot_product_attention
+    with LocalAttention():
+        for names in (("query",), ("key", "value"), ("query", "key", "value")):
+            given = {"query": query, "key": key, "value": value}
+            given.update({name: distribute_tensor(given[name], mesh, [Shard(1)]) for name in names})
+            found = attention(**given, is_causal=True)
+            apart = (found.full_tensor() - attention(query, key, value, is_causal=True)).abs().max()
+            everyone(float(apart) < 1e-12, f"{names}: {apart}")
 
 
 @pytest.mark.mpi(min_size=4)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 BATCH, LENGTH, MODEL, HEADS, HIDDEN, VOCAB = 12, 12, 24, 12, 48, 36  # 2, 3 and 4 ranks divide them
 STEPS = 2
@@ -18,12 +19,17 @@ class Attention(nn.Module):
         super().__init__()
         self.query, self.key, self.value = (nn.Linear(MODEL, MODEL, bias=False) for _ in range(3))
         self.out = nn.Linear(MODEL, MODEL)
+        self.by_name = False  # whether attention gets its tensors by keyword
 
     def forward(self, x: Tensor) -> Tensor:
         heads = [
             layer(x).unflatten(2, (HEADS, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value)
         ]
-        mixed = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        attention = nn.functional.scaled_dot_product_attention
+        if self.by_name:
+            mixed = attention(**dict(zip(("query", "key", "value"), heads, strict=True)), is_causal=True)
+        else:
+            mixed = attention(*heads, is_causal=True)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
@@ -51,11 +57,12 @@ class Transformer(nn.Module):
         self.register_buffer("position", torch.randn(LENGTH, MODEL))
         self.layers = nn.ModuleList([Layer(), Layer()])
         self.norm, self.output = nn.LayerNorm(MODEL), nn.Linear(MODEL, VOCAB, bias=False)
+        self.recomputes = False
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens) + self.position
         for layer in self.layers:
-            x = layer(x)
+            x = checkpoint(layer, x, use_reentrant=False) if self.recomputes else layer(x)
         return self.output(self.norm(x))
 
 

@@ -129,6 +129,28 @@ class Nested(nn.Module):
         return {"rows": (out, out.argmax(1)), "mean": out.mean(), "nothing": None, "power": more["power"]}
 
 
+@pytest.mark.parametrize("normalizes", [False, True])
+def test_two_forwards_before_a_backward(normalizes):
+    # The second one copied the parameters over those that the first had saved for its backward, which raised.
+    net_ = Net(mpisgd.rank())
+    if normalizes:
+        net_.last = nn.Sequential(nn.BatchNorm1d(4), net_.last).double()
+    model = DataParallel(net_)
+
+    def loss(seed: int) -> Tensor:
+        outputs = model(batch(12, seed)[0] if mpisgd.rank() == 0 else None)
+        return outputs.square().sum() if mpisgd.rank() == 0 else outputs
+
+    losses = [loss(0), loss(1)]
+    for each in losses:
+        each.backward()
+    together = [None if grad is None else grad.clone() for grad in grads(net_)]
+    net_.zero_grad()
+    for seed in range(2):
+        loss(seed).backward()
+    everyone(mpisgd.rank() > 0 or close(together, grads(net_)), "other gradients")
+
+
 def test_structures_keywords_scalars_and_what_is_no_tensor():
     module = Nested()
     model = DataParallel(module)

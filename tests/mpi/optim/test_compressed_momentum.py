@@ -58,9 +58,36 @@ def test_training_goes_on_from_a_state(kind):
     everyone(values(again) == values(params))
     forgetful = [torch.nn.Parameter(param) for param in at]
     reset = KINDS[kind](forgetful)
-    reset.load_state_dict({**saved, "compression": {**saved["compression"], "size": mpisgd.size() + 1}})
+    reset.load_state_dict({**saved, "mpisgd": {**saved["mpisgd"], "size": mpisgd.size() + 1}})
     steps(forgetful, reset, 5, 3)
     everyone(mpisgd.size() == 1 or values(forgetful) != values(params), "the errors make no difference")
+
+
+@kinds
+def test_learning_rates_that_are_zero_at_times_leave_the_ranks_alike(kind):
+    """As of a warm-up from zero; with `ZeroOneAdam` such a step left the momenta apart for ever."""
+    params = torch_parameters()
+    optimizer = KINDS[kind](params)
+    for step in range(12):
+        optimizer.param_groups[0]["lr"] = 0.0 if step in (0, 3, 4, 6) else 0.01 / step
+        steps(params, optimizer, step, 1)
+        if getattr(optimizer, "is_synchronized", True):
+            same_on_all_ranks(values(params))
+        everyone(all(bool(param.isfinite().all()) for param in params), f"step {step}")
+
+
+@kinds
+def test_parameters_may_get_other_memory(kind):
+    """`param.data = ...` after the optimizer was made, and in the middle of training."""
+    params, moved = torch_parameters(), torch_parameters()
+    optimizer, other = KINDS[kind](params), KINDS[kind](moved)
+    for step in range(6):
+        if step in (0, 4):
+            for param in moved:
+                param.data = param.data.clone()
+        steps(params, optimizer, step, 1)
+        steps(moved, other, step, 1)
+    everyone(values(moved) == values(params))
 
 
 @kinds
@@ -143,9 +170,9 @@ def test_elastic_begins_without_errors_among_other_ranks(kind):
     steps(params, optimizer, 0, 4)
     if mpisgd.rank() == 1:
         optimizer.param_groups[0]["lr"], optimizer.num_steps = 0.5, 0
-    everyone(bool(optimizer.state_dict()["compression"]["errors"]))
+    everyone("errors" in optimizer.state_dict()["mpisgd"]["own"])
     handler_for(optimizer).reset()
-    everyone(not optimizer.state_dict()["compression"]["errors"])
+    everyone("errors" not in optimizer.state_dict()["mpisgd"]["own"])
     handler_for(optimizer).sync()
     same_on_all_ranks((optimizer.num_steps, optimizer.param_groups[0]["lr"]))
     steps(params, optimizer, 4, 2)

@@ -605,15 +605,22 @@ def test_an_optimizer_without_shards_says_so():
     everyone("state_dict()" in caught.text, caught.text)
 
 
-def test_elastic_training_goes_on_from_the_replicas_of_shards():
+@pytest.mark.parametrize("assigned", [False, True])
+def test_elastic_training_goes_on_from_the_replicas_of_shards(assigned):
+    # Of an optimizer that was assigned later there were no replicas: its momentum was gone.
     plain, ours = pair(strategy=mpisgd.Sharded(2), optimizer=adam)
-    kept = mpisgd.elastic.State(model=ours.model, optimizer=ours.opt)
+    _, first = pair(strategy=mpisgd.Sharded(2), optimizer=adam) if assigned else (plain, ours)
+    kept = mpisgd.elastic.State(model=first.model, optimizer=first.opt)
+    kept.model, kept.optimizer = ours.model, ours.opt
     for step in range(3):
         plain_step(plain, step)
         plain_step(ours, step)
     kept.commit()
     plain_step(ours, 17)  # astray
+    if assigned:  # and not committed
+        kept.model, kept.optimizer = first.model, first.opt
     kept.resume(joiners=False)
+    everyone(kept.optimizer is ours.opt and kept.model is ours.model, "not what was committed")
     for step in range(3, 6):
         plain_step(plain, step)
         plain_step(ours, step)

@@ -16,7 +16,7 @@ from stage_models import (
 )
 from torch import nn
 from torch.nn.functional import mse_loss
-from verdicts import everyone, raises_everywhere
+from verdicts import everyone, raises_everywhere, same_on_all_ranks
 
 import mpisgd
 from mpisgd.errors import NotInitialized
@@ -113,6 +113,9 @@ def test_replicas_share_the_batch(schedule):
         everyone(loss is None or abs(loss - reference.item()) <= TOLERANCE)
     wrong = error_of_parameters(pipeline, expected)
     everyone(wrong <= TOLERANCE, f"{wrong}")
+    with raises_everywhere(mpisgd.InvalidArgument) as caught:
+        pipeline.clip_grad_norm_(1.0)
+    everyone("with optimizer=None" in caught.text, caught.text)
     output = pipeline.forward(inputs)
     everyone(output is None or torch.allclose(output, whole(expected)(inputs), rtol=0, atol=TOLERANCE))
 
@@ -257,3 +260,84 @@ def test_a_partition_gives_the_stages_and_their_replicas():
     pipeline.close()
     with raises_everywhere(NotInitialized):
         pipeline.step(inputs, targets)
+
+
+@pytest.mark.parametrize("replicated", [False, True], ids=["tied", "replicas"])
+def test_clipping_is_that_of_no_pipeline(replicated):
+    # torch's clip_grad_norm_(pipeline.parameters()) divides by another norm on each rank: tied copies drifted
+    # apart. Two steps without zero_grad: what replicas had reduced before was summed again.
+    count = min(4, mpisgd.size())
+    group = mpisgd.new_group(range(count))
+    words = torch.randint(0, 11, (9, 7), generator=torch.Generator().manual_seed(1))
+    expected = nn.ModuleList(make_stages(len(replicas_of(count))) if replicated else tied(text_stages()))
+    loss = mse_loss if replicated else cross_entropy
+    norm, wrong = -1.0, 0.0
+    if group.rank >= 0:
+        pipeline = Pipeline(
+            make_stages(len(replicas_of(count))) if replicated else tied(text_stages()),
+            num_micro_batches=4,
+            loss=loss,
+            replicas=replicas_of(count) if replicated else None,
+            group=group,
+        )
+        for number in range(2):
+            pair = batch(number, 9, len(replicas_of(count))) if replicated else (words, words)
+            loss(in_a_row(expected, pair[0]), pair[1]).backward()
+            pipeline.step(*pair)
+        reference = nn.utils.clip_grad_norm_(expected.parameters(), 0.01)
+        norm = pipeline.clip_grad_norm_(0.01).item()
+        wrong = max(abs(norm - reference.item()), error_of_gradients(pipeline, list(expected)))
+        infinity = nn.utils.clip_grad_norm_(expected.parameters(), 0.001, float("inf"))
+        wrong = max(wrong, abs(pipeline.clip_grad_norm_(0.001, float("inf")).item() - infinity.item()))
+    everyone(wrong <= TOLERANCE, f"{wrong}")
+    same_on_all_ranks(mpisgd.broadcast_object(norm) if norm < 0 else norm)
+    if group.rank == 0:
+        with pytest.raises(mpisgd.InvalidArgument, match="max_norm=-1"):
+            pipeline.clip_grad_norm_(-1)
+
+
+class Counting(nn.Module):
+    """A layer with a large table of constants, and a count of its own that is added to its output."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.arange(50.0).double())
+        self.register_buffer("count", torch.zeros(1).double())
+
+    def forward(self, x):
+        if self.training:
+            self.count += 1
+        return x * (1 + self.count) + self.table[0]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream-2bw"])
+def test_recomputation_changes_no_buffer_twice(schedule):
+    # BatchNorm's statistics took each micro-batch twice; layers that read their buffers got other gradients.
+    def stages():
+        made = make_stages(mpisgd.size())
+        for stage in made:
+            stage.insert(1, nn.BatchNorm1d(stage[0].out_features).double())
+            stage.insert(1, Counting())
+            stage[0] = nn.utils.parametrizations.spectral_norm(stage[0])
+        return made
+
+    def trained(checkpoint):
+        pipeline = Pipeline(
+            stages(),
+            schedule=schedule,
+            num_micro_batches=5,
+            loss=mse_loss,
+            optimizer=sgd,
+            checkpoint=checkpoint,
+        )
+        for number in range(3):
+            pipeline.step(*batch(number, 23, mpisgd.size()))
+        pipeline.flush()
+        return {
+            name: value for stage in pipeline.stages.values() for name, value in stage.state_dict().items()
+        }
+
+    plain, recomputed = trained(False), trained(True)
+    wrong = {name: (value - recomputed[name]).abs().max().item() for name, value in plain.items()}
+    everyone(all(value <= TOLERANCE for value in wrong.values()), f"{wrong}")
+    everyone(recomputed["2.num_batches_tracked" if "2.num_batches_tracked" in plain else "1.count"] == 15)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -89,6 +90,32 @@ def test_fragments_are_synchronised_at_steps_of_their_own(overlap):
                     outer.step()
     strategy = DiLoCo(6, fragments=2, overlap_steps=overlap, overlap_alpha=0.25)
     close(trained(sgd, strategy), simulated.mine())
+
+
+@pytest.mark.parametrize("numels", [[100, 1, 1], [1, 100, 1], [1, 1, 100], [1, 1, 1, 100, 1]])
+def test_a_parameter_larger_than_a_fragment_leaves_none_empty(numels):
+    """The outer optimizer got an empty list, and the message told of wrong `outer_options`."""
+    params = [torch.nn.Parameter(torch.zeros(numel)) for numel in numels]
+    optimizer = mpisgd.DistributedOptimizer(torch.optim.SGD(params, lr=0.5), strategy=DiLoCo(6, fragments=3))
+    synchronised = []
+    for _ in range(6):
+        for param in params:
+            param.grad = torch.full_like(param, float(mpisgd.rank() + 1))
+        before = [param.detach().clone() for param in params]
+        optimizer.step()
+        moved = [not torch.equal(p, b - 0.5 * p.grad) for p, b in zip(params, before, strict=True)]
+        synchronised.append([place for place, is_moved in enumerate(moved) if is_moved])
+    # The fragments after steps 2, 4 and 6: each has something, and together they have all.
+    assert not any(synchronised[::2]), synchronised
+    assert all(synchronised[1::2]), synchronised
+    assert sorted(itertools.chain(*synchronised)) == list(range(len(numels))), synchronised
+
+
+def test_more_fragments_than_parameters_are_refused():
+    params = [torch.nn.Parameter(torch.zeros(3))]
+    with raises_everywhere(InvalidArgument) as caught:
+        mpisgd.DistributedOptimizer(torch.optim.SGD(params, lr=0.5), strategy=DiLoCo(6, fragments=2))
+    everyone("fragments=2, and the optimizer has 1 parameters" in caught.text, caught.text)
 
 
 def test_an_outer_step_of_one_is_the_mean_of_the_models():

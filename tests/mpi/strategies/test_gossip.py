@@ -197,7 +197,7 @@ def test_push_sum_without_gradients_finds_the_exact_mean():
         optimizer.step()
     everyone(torch.allclose(param.detach(), start(size).mean(0), rtol=0, atol=1e-12))
     weights = [None] * size
-    mpisgd.all_gather_object(weights, optimizer.state_dict()["strategy"]["weight"])
+    mpisgd.all_gather_object(weights, optimizer.state_dict()["mpisgd"]["own"]["weight"])
     assert sum(weights) == pytest.approx(size, abs=1e-12)
     assert size == 1 or max(weights) - min(weights) > 0.1
 

@@ -102,6 +102,23 @@ def test_pushes_in_a_known_order_equal_downpour_sgd(push_every, pull_every, mome
     assert_near(params, simulated(push_every, pull_every, momentum)[mpisgd.rank()])
 
 
+def test_the_end_pushes_what_was_accrued():
+    """Gradients of a period that is not over were dropped by `finish()`, and by `add_param_group`."""
+    size, rank = mpisgd.size(), mpisgd.rank()
+    param, added = (torch.nn.Parameter(torch.arange(3, dtype=torch.float64)) for _ in range(2))
+    optimizer = mpisgd.DistributedOptimizer(
+        torch.optim.SGD([param], lr=0.5), strategy=ParameterServer("async", push_every=4, pull_every=2)
+    )
+    for step in range(7):
+        if step == 3:
+            optimizer.add_param_group({"params": [added]})
+        param.grad = torch.full_like(param, rank + 1.0)
+        optimizer.step()
+    optimizer.synchronizer.finish()
+    expected = torch.arange(3, dtype=torch.float64) - 0.5 * 7 * sum(range(1, size + 1)) / size
+    everyone(torch.allclose(param.detach(), expected, rtol=0, atol=1e-12), f"{param}, {expected}")
+
+
 @pytest.mark.parametrize("unscales", [False, True])
 @pytest.mark.parametrize("locked", [True, False])
 def test_a_step_that_a_grad_scaler_would_leave_out_is_one_without_an_update(locked, unscales):

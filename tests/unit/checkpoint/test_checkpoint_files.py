@@ -74,3 +74,101 @@ def test_a_file_that_is_there_is_what_the_umask_allows(tmp_path):
     finally:
         os.umask(before)
     assert files.path_of(tmp_path, 1).stat().st_mode & 0o777 == 0o600
+
+
+def test_two_writers_of_one_step_do_not_remove_each_others_file(tmp_path):
+    # A Writer's thread and `save` had one temporary name: each removed the other's file, nothing was saved.
+    path = files.path_of(tmp_path, 5)
+
+    def outer(file):
+        file.write(b"outer")
+        files.remove_unfinished(tmp_path)
+        files.write_file(path, lambda inner: inner.write(b"inner"))
+        assert path.read_bytes() == b"inner"
+
+    files.write_file(path, outer)
+    assert path.read_bytes() == b"outer"
+    assert names(tmp_path) == [path.name]
+
+
+def test_a_sweep_between_open_and_lock_does_not_lose_the_file(tmp_path, monkeypatch):
+    flock, swept = fcntl.flock, []
+
+    def sweep_first(file, operation):
+        if not swept:
+            swept.append(True)
+            files.remove_unfinished(tmp_path)
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", sweep_first)
+    leave(tmp_path, 5)
+    assert names(tmp_path) == ["step-00000005.safetensors"]
+
+
+def test_unfinished_files_are_swept_up_where_locks_need_a_writable_descriptor(tmp_path, monkeypatch):
+    # NFS refuses an exclusive lock on a descriptor opened for reading; the files stayed for ever.
+    flock = fcntl.flock
+
+    def nfs(file, operation):
+        descriptor = file if isinstance(file, int) else file.fileno()
+        access = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE
+        if operation & fcntl.LOCK_EX and access == os.O_RDONLY:
+            raise OSError(9, "Bad file descriptor")
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", nfs)
+    (tmp_path / ".step-00000001.safetensors.host-1.tmp").touch()
+    files.remove_unfinished(tmp_path)
+    assert names(tmp_path) == []
+
+
+def test_folders_above_a_new_one_are_synced_to_the_disk(tmp_path, monkeypatch):
+    # After a crash of the machine a new folder was gone, with its checkpoint: its parent was not synced.
+    synced, fsync = [], os.fsync
+
+    def record(descriptor):
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    files.make_writable(tmp_path / "runs" / "a")
+    assert synced == [str(tmp_path), str(tmp_path / "runs")]
+
+
+@pytest.mark.parametrize(
+    ("before", "mode", "after"),
+    [
+        (0o600, None, 0o600),
+        (0o640, None, 0o640),
+        (None, None, 0o644),
+        (0o644, 0o600, 0o600),
+        (None, 0o660, 0o660),
+    ],
+)
+def test_permissions_are_those_asked_for_or_of_the_file_that_is_replaced(tmp_path, before, mode, after):
+    # A file of 0600 became 0644 when its step was saved again.
+    path = files.path_of(tmp_path, 3)
+    umask = os.umask(0o022)
+    try:
+        if before is not None:
+            path.touch()
+            path.chmod(before)
+
+        def write(file):  # not even while it is written can others read more
+            wider = os.fstat(file.fileno()).st_mode & 0o777 & ~after
+            file.write(b"%o" % wider)
+
+        files.write_file(path, write, mode)
+    finally:
+        os.umask(umask)
+    assert path.stat().st_mode & 0o777 == after
+    assert path.read_bytes() == b"0"
+
+
+def test_a_folder_or_a_fifo_named_like_an_old_checkpoint_stays(tmp_path):
+    # `keep_last` tried to unlink a folder: every save raised, and it took the place of a real checkpoint.
+    files.path_of(tmp_path, 15).mkdir()
+    os.mkfifo(files.path_of(tmp_path, 16))
+    leave(tmp_path, 10, 20, 30)
+    files.remove_older(files.path_of(tmp_path, 30), 2)
+    assert [files.step_of(path) for path in files.checkpoints_in(tmp_path)] == [30, 20, 16, 15]

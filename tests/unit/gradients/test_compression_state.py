@@ -17,6 +17,8 @@ NUMELS = {0: 2, 1: 3, 2: 1}
 class Keeping:
     """A reducer that keeps what it is given."""
 
+    leads_alone = False
+
     def __init__(self, **state: Any) -> None:
         self.state: dict[str, Any] = state
 
@@ -41,17 +43,13 @@ def plan(*buckets: tuple[tuple[int, ...], Keeping]) -> list[Any]:
     return slots
 
 
-def state_of(rank: int = 0, size: int = 2) -> CompressionState:
-    return CompressionState(SimpleNamespace(rank=rank, size=size))
-
-
 def first_plan() -> Any:
     kept = Keeping(residual=torch.tensor([10.0, 11, 12, 0, 1]), factors=["Q1", "Q0"], steps=7, whole={1: 2})
     return plan(((1, 0), kept), ((2,), Keeping(residual=torch.tensor([20.0]), factors=[None], steps=7)))
 
 
 def test_another_plan_gets_what_its_parameters_had():
-    state, new = state_of(), [Keeping(), Keeping()]
+    state, new = CompressionState(), [Keeping(), Keeping()]
     state.move_to(first_plan())
     state.move_to(plan(((0, 2), new[0]), ((1,), new[1])))
     assert new[0].state["residual"].tolist() == [0, 1, 20]
@@ -63,7 +61,7 @@ def test_another_plan_gets_what_its_parameters_had():
 
 
 def test_the_same_bucket_gets_what_cannot_be_taken_apart():
-    state, new = state_of(), Keeping()
+    state, new = CompressionState(), Keeping()
     state.move_to(first_plan())
     state.move_to(plan(((1, 0), new)))
     assert new.state["whole"] == {1: 2}
@@ -71,36 +69,36 @@ def test_the_same_bucket_gets_what_cannot_be_taken_apart():
 
 
 def test_a_parameter_that_is_in_no_bucket_for_a_while_keeps_what_it_had():
-    state, new = state_of(), Keeping()
+    state, new = CompressionState(), Keeping()
     state.move_to(first_plan())
     state.move_to(plan(((0,), Keeping())))
-    assert state.state_dict()["own"]["2"]["residual"].tolist() == [20]
+    assert state.pieces().own["own"]["2"]["residual"].tolist() == [20]
     state.move_to(plan(((2, 0), new)))
     assert new.state["residual"].tolist() == [20, 0, 1]
 
 
-@pytest.mark.parametrize(("rank", "size", "own"), [(0, 2, True), (1, 2, False), (0, 3, False)])
+@pytest.mark.parametrize("has_own", [True, False])
 @pytest.mark.parametrize("early", [True, False])
-def test_a_loaded_state_is_that_of_this_rank_or_what_all_have(rank, size, own, early):
-    first, second, reducer = state_of(), state_of(rank, size), Keeping(residual=torch.ones(5), steps=1)
+def test_a_loaded_state_is_that_of_this_rank_or_what_all_have(has_own, early):
+    first, second, reducer = CompressionState(), CompressionState(), Keeping(residual=torch.ones(5), steps=1)
     first.move_to(first_plan())
-    saved = first.state_dict()
+    saved = first.pieces()
     if not early:
         second.move_to(plan(((0, 1), reducer)))
-    second.load_state_dict(saved)
-    saved["own"]["0"]["residual"].zero_()  # it was copied
+    second.take(saved.alike, saved.own if has_own else None)
+    saved.own["own"]["0"]["residual"].zero_()  # it was copied
     if early:
         reducer.reset()
         second.move_to(plan(((0, 1), reducer)))
-    assert ("residual" in reducer.state) == own
-    assert not own or reducer.state["residual"].tolist() == [0, 1, 10, 11, 12]
+    assert ("residual" in reducer.state) == has_own
+    assert not has_own or reducer.state["residual"].tolist() == [0, 1, 10, 11, 12]
     assert reducer.state["steps"] == 7
     assert reducer.state["factors"] == ["Q0", "Q1"]
 
 
 def test_nothing_loaded_begins_anew():
-    state, reducer = state_of(), Keeping(residual=torch.ones(2))
+    state, reducer = CompressionState(), Keeping(residual=torch.ones(2))
     state.move_to(plan(((0,), reducer)))
-    state.load_state_dict({})
+    state.take({}, {})
     assert reducer.state == {}
-    assert state.state_dict() == {}
+    assert state.pieces() == ({}, {})

@@ -1,0 +1,318 @@
+"""What a method keeps from step to step: each piece is declared once, and one mechanism does the rest.
+
+A strategy, a compressor or an optimizer that communicates has its state in a dataclass, whose fields say
+whose they are:
+
+    alike      the same on all ranks: one rank's copy stands for all, and ranks compare it after a load
+    own        this rank's alone: saved by each rank, and given back to the same rank of as many ranks
+    part       an object that is divided in the same way itself; see `Part`
+
+What is not in it is derived: made again from parameters, ranks and state. A field of type `dict[str, ...]`
+has an entry for each parameter, by its key (see `Synchronizer.tensors`), so parameters that are added get
+entries of their own and change no others. Nobody writes code to save or to load.
+
+In a `state_dict` it is the entry "mpisgd":
+
+    {"version": 1, "of": METHOD, "compression": COMPRESSOR, "rank": 0, "size": 4, "steps": 17,
+     "begun": [KEY, ...], "alike": {FIELD: ...}, "own": {FIELD: ...}}
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, Field, field, fields
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from mpisgd.errors import InvalidArgument
+
+__all__ = [
+    "ENTRY",
+    "REBUILD",
+    "VERSION",
+    "HasOwnState",
+    "Part",
+    "Pieces",
+    "alike",
+    "check_version",
+    "copied",
+    "digests",
+    "forget_own",
+    "has_rebuilt",
+    "mean_of",
+    "names_of",
+    "own",
+    "part",
+    "pieces_of",
+    "restart",
+    "take",
+    "without_parts",
+]
+
+ENTRY = "mpisgd"  # of a state_dict
+VERSION = 1  # of that entry; a reader refuses any other one
+
+OWNER, LOST = "owner", "lost"  # keys of a field's metadata
+DROP, REBUILD = "drop", "rebuild"
+
+
+class Pieces(NamedTuple):
+    """A state, by whose it is.
+
+    Attributes:
+        alike: what all ranks have alike, by field.
+        own: what is this rank's, by field.
+    """
+
+    alike: dict[str, Any]
+    own: dict[str, Any]
+
+
+@runtime_checkable
+class Part(Protocol):
+    """An object whose state is divided, too: a field of the dataclass that has it."""
+
+    def pieces(self) -> Pieces:
+        """Return its state; not copied."""
+
+    def take(self, alike: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
+        """Begin anew, and take over copies of what is given; `own` None: it is lost."""
+
+    def forget_own(self) -> None:
+        """Begin anew with what is this rank's."""
+
+
+@runtime_checkable
+class HasOwnState(Protocol):
+    """An optimizer with the entry "mpisgd" in its `state_dict`, and maybe parameters that differ by rank."""
+
+    @property
+    def method(self) -> str:
+        """What its entry is "of"."""
+
+    def method_entry(self) -> dict[str, Any]:
+        """Return the entry by its name, as `state_dict` has it; {} where there is none. Not collective."""
+
+    def replica(self, *, anyway: bool = False) -> dict[str, Tensor]:
+        """Return the tensors of the model that differ by rank, by key; not copied. {}: all ranks have one.
+
+        Args:
+            anyway: also where they do not differ: those that would.
+        """
+
+    def consensus_of(
+        self, replicas: Sequence[Mapping[str, Tensor]], entries: Sequence[Any]
+    ) -> dict[str, Tensor]:
+        """Return what the replicas of all ranks stand for together, with their entries of `state_dict`."""
+
+    def forget_own_state(self) -> None:
+        """Begin anew with what is this rank's own, as all ranks do."""
+
+
+# --- the declaration ----------------------------------------------------------------------------------
+
+
+def alike(default: Any = MISSING, *, default_factory: Any = MISSING) -> Any:
+    """Declare a field that is the same on all ranks.
+
+    Args:
+        default: what it is before the first step.
+        default_factory: makes that, as for `dataclasses.field`; `dict` for an entry for each parameter.
+    """
+    return _field("alike", default, default_factory)
+
+
+def own(default: Any = MISSING, *, default_factory: Any = MISSING, lost: str = DROP) -> Any:
+    """Declare a field that is this rank's alone.
+
+    Args:
+        default: what it is before the first step.
+        default_factory: makes that, as for `dataclasses.field`; `dict` for an entry for each parameter.
+        lost: what becomes of it where a rank has none of its own back, as one that another rank has saved, or
+            another number of ranks. "drop": that rank begins anew. "rebuild": all ranks do, together, since
+            what one of them has says something of the others.
+    """
+    assert lost in (DROP, REBUILD), f"lost={lost!r}"
+    return _field("own", default, default_factory, lost)
+
+
+def part(default_factory: Any) -> Any:
+    """Declare a field that is a `Part`, made by `default_factory`."""
+    return _field("part", MISSING, default_factory)
+
+
+def _field(owner: str, default: Any, default_factory: Any, lost: str = DROP) -> Any:
+    given: dict[str, Any] = {"metadata": {OWNER: owner, LOST: lost}}
+    if default is not MISSING:
+        return field(default=default, **given)
+    return field(default_factory=default_factory, **given)
+
+
+def _declared(state: Any) -> Iterable[tuple[Field[Any], str]]:
+    """Yield the fields of a state, with whose they are.
+
+    Raises:
+        InvalidArgument: a field is not marked.
+    """
+    for each in fields(state):
+        owner = each.metadata.get(OWNER)
+        if owner is None:
+            raise InvalidArgument(
+                f"{type(state).__name__}.{each.name} does not say whose it is; declare it as alike(...), "
+                "own(...) or part(...) of mpisgd.method_state"
+            )
+        yield each, owner
+
+
+def names_of(state: Any) -> set[str]:
+    """Return the names of the fields of a state."""
+    return {each.name for each, _ in _declared(state)} if state is not None else set()
+
+
+def has_rebuilt(state: Any) -> bool:
+    """Return whether something in a state is to be rebuilt by all ranks where one has lost its own."""
+    return state is not None and any(each.metadata[LOST] == REBUILD for each, _ in _declared(state))
+
+
+# --- the mechanism ------------------------------------------------------------------------------------
+
+
+def pieces_of(state: Any) -> Pieces:
+    """Return what is in a state; not copied. None has nothing in it."""
+    pieces = Pieces({}, {})
+    for each, owner in _declared(state) if state is not None else ():
+        value = getattr(state, each.name)
+        if owner != "part":
+            (pieces.alike if owner == "alike" else pieces.own)[each.name] = value
+            continue
+        inner = value.pieces()
+        if inner.alike:
+            pieces.alike[each.name] = inner.alike
+        if inner.own:
+            pieces.own[each.name] = inner.own
+    return pieces
+
+
+def without_parts(state: Any, pieces: Pieces) -> Pieces:
+    """Return pieces without those of the parts of a state."""
+    parts = {each.name for each, owner in _declared(state) if owner == "part"} if state is not None else set()
+    return Pieces(*({name: v for name, v in of_one.items() if name not in parts} for of_one in pieces))
+
+
+def take(
+    state: Any, alike: Mapping[str, Any], own: Mapping[str, Any] | None, like: Mapping[str, Tensor]
+) -> None:
+    """Take over copies of what `pieces_of` has returned; what is not there begins anew.
+
+    Args:
+        state: changed.
+        alike: of any rank.
+        own: of this rank; None: it is lost.
+        like: the parameters, by key; an entry of such a shape goes to its parameter's device.
+    """
+    restart(state)
+    for each, owner in _declared(state) if state is not None else ():
+        if owner == "part":
+            mine = None if own is None else own.get(each.name, {})
+            getattr(state, each.name).take(alike.get(each.name, {}), mine)
+            continue
+        found = alike if owner == "alike" else own or {}
+        if each.name in found:
+            setattr(state, each.name, _placed(found[each.name], like))
+
+
+def restart(state: Any) -> None:
+    """Begin anew, as before the first step."""
+    for each, owner in _declared(state) if state is not None else ():
+        if owner == "part":
+            getattr(state, each.name).take({}, None)
+        else:
+            setattr(state, each.name, _first(each))
+
+
+def forget_own(state: Any, *, only: str | None = None) -> None:
+    """Begin anew with what is this rank's.
+
+    Args:
+        state: changed.
+        only: do so with fields of this rule alone; None: with all.
+    """
+    for each, owner in _declared(state) if state is not None else ():
+        if only is not None and each.metadata[LOST] != only:
+            continue
+        if owner == "part":
+            getattr(state, each.name).forget_own()
+        elif owner == "own":
+            setattr(state, each.name, _first(each))
+
+
+def _first(each: Field[Any]) -> Any:
+    if each.default is not MISSING:
+        return each.default
+    assert each.default_factory is not MISSING
+    return each.default_factory()
+
+
+def _placed(value: Any, like: Mapping[str, Tensor]) -> Any:
+    if not isinstance(value, Mapping):
+        return copied(value)
+    return {key: copied(entry, like.get(key)) for key, entry in value.items()}
+
+
+def copied(value: Any, like: Tensor | None = None) -> Any:
+    """Return a copy of dicts, lists and tuples of tensors; a tensor of the shape of `like` where that is."""
+    if isinstance(value, Tensor):
+        moves = like is not None and value.shape == like.shape
+        return value.detach().to(like.device if moves and like is not None else value.device, copy=True)
+    if isinstance(value, Mapping):
+        return {key: copied(entry, like) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(copied(entry, like) for entry in value)
+    return value
+
+
+def mean_of(replicas: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the mean of tensors of the same keys."""
+    return {key: torch.stack([replica[key] for replica in replicas]).mean(0) for key in replicas[0]}
+
+
+def check_version(entry: Mapping[str, Any]) -> None:
+    """Raise where an entry was written by a version of which the form is not known.
+
+    Raises:
+        InvalidArgument: says which one.
+    """
+    if entry.get("version") != VERSION:
+        raise InvalidArgument(
+            f'load_state_dict: the entry "{ENTRY}" of this state has version {entry.get("version")!r}, and '
+            f"this mpisgd reads version {VERSION}; load it with the mpisgd that wrote it, or a newer one"
+        )
+
+
+def digests(alike: Mapping[str, Any]) -> dict[str, str]:
+    """Return a hash of each field that ranks have alike: equal where all bits in it are."""
+    return {name: _digest(value) for name, value in alike.items()}
+
+
+def _digest(value: Any) -> str:
+    told = hashlib.blake2b(digest_size=8)
+    _update(told, value)
+    return told.hexdigest()
+
+
+def _update(told: Any, value: Any) -> None:
+    if isinstance(value, Tensor):
+        flat = value.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
+        told.update(f"{value.dtype}{list(value.shape)}".encode())
+        told.update(flat.numpy())
+    elif isinstance(value, Mapping):
+        for key in sorted(value, key=str):
+            told.update(f"{key}:".encode())
+            _update(told, value[key])
+    elif isinstance(value, (list, tuple)):
+        told.update(f"[{len(value)}".encode())
+        for entry in value:
+            _update(told, entry)
+    else:
+        told.update(repr(value).encode())

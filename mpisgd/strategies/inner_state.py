@@ -1,0 +1,49 @@
+"""The wrapped optimizers' state, of ranks that have not all got it: a parameter may be unused on some."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpisgd.collectives.objects import all_gather_object
+from mpisgd.core.group import Group
+
+__all__ = ["complete_states"]
+
+
+def complete_states(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], group: Group) -> list[Tensor]:
+    """Return the state that has an element for each of a parameter, the same of all ranks. Collective.
+
+    Args:
+        optimizer: where a rank has no state of a parameter and another one has, it is given one: zeros, and
+            what is no such tensor, as a count of steps is, as the first rank has it that has any.
+        params: its parameters.
+        group: the ranks.
+    """
+    mine = [_outline(optimizer.state.get(param, {}), param) for param in params]
+    told: list[Any] = [None] * group.size
+    all_gather_object(told, mine, group)
+    for place, param in enumerate(params):
+        found: dict[str, Any] = next((of_one[place] for of_one in told if of_one[place]), {})
+        if found and not mine[place]:
+            optimizer.state[param].update({name: _made(entry, param) for name, entry in found.items()})
+    return [
+        value
+        for param in params
+        for _, value in sorted(optimizer.state.get(param, {}).items())
+        if _is_elementwise(value, param)
+    ]
+
+
+def _is_elementwise(value: Any, param: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == param.shape and value.is_floating_point()
+
+
+def _outline(state: dict[str, Any], param: Tensor) -> dict[str, Any]:
+    """Return what others need to have such a state: a dtype for what is averaged, the rest as it is."""
+    return {name: value.dtype if _is_elementwise(value, param) else value for name, value in state.items()}
+
+
+def _made(entry: Any, param: Tensor) -> Any:
+    return torch.zeros_like(param, dtype=entry) if isinstance(entry, torch.dtype) else entry

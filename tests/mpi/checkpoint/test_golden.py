@@ -1,0 +1,61 @@
+"""What an earlier version has written, this one reads: see `golden.py`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from golden import LAST, NAMES, RANKS, SAVED_AT, path_of
+from verdicts import everyone, raises_everywhere
+
+import mpisgd
+from mpisgd import checkpoint
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "strategies"))
+from methods import METHODS, Net, train, values
+
+
+def off(model: torch.nn.Module, expected: list[torch.Tensor]) -> float:
+    return max((a - b).abs().max().item() for a, b in zip(values(model), expected, strict=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_checkpoint_of_an_earlier_version_is_read(name: str) -> None:
+    """As many ranks go on as those would have; others go on from what those stood for together."""
+    model = Net(seed=1)
+    optimizer = METHODS[name](model)
+    saved = checkpoint.load(path_of(name), model=model, optimizer=optimizer)
+    everyone((saved.step, saved.ranks) == (SAVED_AT, RANKS), str(saved))
+    if mpisgd.size() != RANKS:
+        everyone(off(model, saved["together"]) < 1e-12, f"{off(model, saved['together'])}")
+    train(model, optimizer, SAVED_AT, LAST)
+    expected = saved["after"][mpisgd.rank()] if mpisgd.size() == RANKS else values(model)
+    everyone(off(model, expected) < 1e-9, f"{off(model, expected)}")
+
+
+class Elsewhere:
+    """Has the state of an optimizer, as a later version may write it."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def test_a_state_of_a_later_version_is_refused_by_name(folder: Path) -> None:
+    model = Net()
+    optimizer = METHODS["LocalSGD"](model)
+    train(model, optimizer, 0, 2)
+    state = optimizer.state_dict()
+    later = Elsewhere({**state, "mpisgd": {**state["mpisgd"], "version": 99, "own": None}})
+    checkpoint.save(folder, 1, optimizer=later)
+    with raises_everywhere(mpisgd.CheckpointError) as caught:
+        checkpoint.load(folder, optimizer=optimizer)
+    everyone("version 99" in caught.text and "reads version 1" in caught.text, caught.text)

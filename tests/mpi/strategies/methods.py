@@ -1,0 +1,127 @@
+"""Every method that keeps a state, on a model so small that a whole training takes milliseconds."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from examples import example
+from torch import Tensor, nn
+
+import mpisgd
+from mpisgd import DiLoCo, ElasticAveraging, Gossip, LocalSGD, compress
+
+Optimizer = torch.optim.Optimizer
+Make = Callable[..., Optimizer]
+
+
+class Net(nn.Module):
+    """Parameters that are pulled to targets, which differ by rank, step and element."""
+
+    def __init__(self, *, seed: int = 0) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(seed)
+        shapes = ((6, 4), (5,), (3, 3))
+        self.weights = nn.ParameterList(
+            nn.Parameter(torch.randn(shape, dtype=torch.float64, generator=draw)) for shape in shapes
+        )
+
+    def loss(self, rank: int, step: int) -> Tensor:
+        draw = torch.Generator().manual_seed(1000 * step + rank)
+        targets = [torch.randn(w.shape, dtype=w.dtype, generator=draw) for w in self.weights]
+        return sum(((w - t) ** 2).sum() / 2 for w, t in zip(self.weights, targets, strict=True))
+
+
+def train(
+    model: nn.Module, optimizer: Optimizer, first: int, last: int, group: mpisgd.Group | None = None
+) -> None:
+    """Take steps number `first` to `last`, `last` not included."""
+    rank = mpisgd.rank() if group is None else group.rank
+    for step in range(first, last):
+        optimizer.zero_grad()
+        model.loss(rank, step).backward()
+        optimizer.step()
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def _wrapped(
+    inner: Callable[[Any], Optimizer], model: nn.Module, *, group: mpisgd.Group | None = None, **options: Any
+) -> Optimizer:
+    return mpisgd.DistributedOptimizer(inner(model.parameters()), group=group, **options)
+
+
+def _by_itself(
+    kind: type[Optimizer], model: nn.Module, *, group: mpisgd.Group | None = None, **options: Any
+) -> Optimizer:
+    return kind(model.parameters(), lr=0.01, group=group, **options)
+
+
+def sgd(params: Any) -> Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def adam(params: Any) -> Optimizer:
+    return torch.optim.AdamW(params, lr=0.02)
+
+
+def plain(params: Any) -> Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def method(inner: Callable[[Any], Optimizer], **options: Any) -> Make:
+    return functools.partial(_wrapped, inner, **options)
+
+
+TOP_K, POWER = compress.TopK(0.3), compress.PowerSGD(1)
+SYNCHRONOUS: dict[str, Make] = {
+    "AdamW": method(adam),
+    "TopK": method(sgd, compression=TOP_K),
+    "PowerSGD": method(adam, compression=POWER),
+    "DeepGradient": method(plain, compression=compress.DeepGradient(0.2)),
+    "RandomK": method(sgd, compression=compress.RandomK(0.3)),
+    "OneBit": method(sgd, compression=compress.OneBit()),
+    "OneBit, two steps": method(sgd, compression=compress.OneBit(two_step=True)),
+    "SignSGD": method(plain, compression=compress.SignSGD()),
+    "Sharded": method(adam, strategy=mpisgd.Sharded(stage=2)),
+    "shared parameters": method(adam, share_parameters=True),
+}
+# Whose ranks have models of their own.
+OWN_MODELS: dict[str, Make] = {
+    "LocalSGD": method(adam, strategy=LocalSGD(3, growth=1.5)),
+    "LocalSGD, TopK, state": method(sgd, strategy=LocalSGD(3, average_state=True), compression=TOP_K),
+    "LocalSGD, warm-up": method(sgd, strategy=LocalSGD(3, warmup_steps=6), compression=POWER),
+    "DiLoCo": method(adam, strategy=DiLoCo(4, fragments=2, overlap_steps=1)),
+    "DiLoCo, TopK": method(sgd, strategy=DiLoCo(3), compression=TOP_K),
+    "DiLoCo, Adam": method(sgd, strategy=DiLoCo(3, torch.optim.Adam, {"lr": 0.1})),
+    "ElasticAveraging": method(sgd, strategy=ElasticAveraging(every=2)),
+    "ElasticAveraging, TopK": method(sgd, strategy=ElasticAveraging(every=2), compression=TOP_K),
+    "Gossip": method(sgd, strategy=Gossip("ring", every=2)),
+    "D-PSGD": method(sgd, strategy=Gossip("ring", style="combine_then_adapt")),
+    "push-sum": method(sgd, strategy=Gossip("one_peer_exponential", style="push_sum")),
+    "CHOCO": method(sgd, strategy=Gossip("ring", consensus_step=0.3), compression=TOP_K),
+}
+
+
+example_once = functools.lru_cache(example)  # it trains, on all ranks
+
+
+def documented(model: nn.Module, *, group: mpisgd.Group | None = None) -> Optimizer:
+    """By the strategy of docs/how-to/extending.md that declares a state."""
+    strategy = example_once("state")["BlockMomentum"](steps=3)
+    return mpisgd.DistributedOptimizer(sgd(model.parameters()), strategy=strategy, group=group)
+
+
+OWN_MODELS["documented"] = documented
+BY_THEMSELVES: dict[str, Make] = {
+    "OneBitAdam": functools.partial(_by_itself, mpisgd.OneBitAdam, freeze_step=3),
+    "OneBitLamb": functools.partial(_by_itself, mpisgd.OneBitLamb, freeze_step=3),
+    "ZeroOneAdam": functools.partial(
+        _by_itself, mpisgd.ZeroOneAdam, var_freeze_step=2, local_step_scaler=2, local_step_clipper=4
+    ),
+}
+METHODS: dict[str, Make] = {**SYNCHRONOUS, **OWN_MODELS, **BY_THEMSELVES}
