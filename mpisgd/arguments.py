@@ -9,6 +9,7 @@ from collections.abc import Iterable, MutableSequence, Sequence
 from pathlib import Path
 from typing import Any
 
+from mpisgd.config import LONGEST_TIMEOUT_S
 from mpisgd.errors import InvalidArgument, ShapeMismatch
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "check_ratio",
     "check_seed",
     "check_text",
+    "check_timeout",
     "has_state_dict",
     "printable",
     "ranks_text",
@@ -98,6 +100,15 @@ def check_positive(name: str, what: str, value: Any, *, whole: bool = False) -> 
     if not number:
         expected = "a positive integer" if whole else "a positive number"
         raise InvalidArgument(f"{name}: {what}={shown(value)}; expected {expected}")
+
+
+def check_timeout(name: str, what: str, value: Any) -> None:
+    """Raise InvalidArgument unless `value` is a positive number of seconds that the system can wait for."""
+    if not isinstance(value, (int, float)) or not 0 < value <= LONGEST_TIMEOUT_S:
+        raise InvalidArgument(
+            f"{name}: {what}={shown(value)}; expected a positive, finite number of seconds, "
+            f"{LONGEST_TIMEOUT_S:.0e} at most"
+        )
 
 
 def check_ratio(name: str, what: str, value: Any) -> None:

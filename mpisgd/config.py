@@ -4,6 +4,7 @@ import contextlib
 import math
 import os
 import re
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -63,6 +64,7 @@ SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", SLURM_STEP_VARIABLE, "SLUR
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 DEFAULT_TIMEOUT_S = 1800.0
+LONGEST_TIMEOUT_S = 9e9  # about as long as Python can wait for a lock (threading.TIMEOUT_MAX)
 DEFAULT_STALL_WARNING_S = 60.0
 BUILT_IN_PROFILE = "built-in"
 BACKEND = "mpisgd"  # of torch.distributed
@@ -196,7 +198,7 @@ def torchrun_rank(env: Mapping[str, str] = os.environ) -> tuple[int | None, int 
 
 def timeout_s(env: Mapping[str, str] = os.environ) -> float:
     """Return how long to wait for other ranks, in seconds (MPISGD_TIMEOUT_S, default 1800)."""
-    return _seconds("MPISGD_TIMEOUT_S", DEFAULT_TIMEOUT_S, env)
+    return _seconds("MPISGD_TIMEOUT_S", DEFAULT_TIMEOUT_S, env, longest_s=LONGEST_TIMEOUT_S)
 
 
 def stall_warning_s(env: Mapping[str, str] = os.environ) -> float:
@@ -204,14 +206,23 @@ def stall_warning_s(env: Mapping[str, str] = os.environ) -> float:
     return _seconds("MPISGD_STALL_WARNING_S", DEFAULT_STALL_WARNING_S, env, zero_is_never=True)
 
 
-def _seconds(name: str, default: float, env: Mapping[str, str], *, zero_is_never: bool = False) -> float:
+def _seconds(
+    name: str,
+    default: float,
+    env: Mapping[str, str],
+    *,
+    zero_is_never: bool = False,
+    longest_s: float = math.inf,
+) -> float:
     """Return a variable's value in seconds, or raise InvalidArgument."""
     text = env.get(name, str(default))
     with contextlib.suppress(ValueError):
         value = float(text)
-        if value > 0 or (value == 0 and zero_is_never):
+        if 0 < value <= longest_s or (value == 0 and zero_is_never):
             return value
     expected = "a number of seconds, 0 for never" if zero_is_never else "a positive number of seconds"
+    if longest_s < math.inf:
+        expected = f"a positive, finite number of seconds, {longest_s:.0e} at most"
     raise InvalidArgument(f"{name}={text!r}: expected {expected}")
 
 
@@ -351,6 +362,10 @@ def note(line: str, env: Mapping[str, str] = os.environ) -> None:
     """Append a line to the notes of `python -m mpisgd run`, if it has started this job on this host."""
     path = env.get(NOTES_VARIABLE)
     if path:
-        with contextlib.suppress(OSError), open(path, "r+") as file:  # another host has no such file
-            file.seek(0, os.SEEK_END)
-            file.write(line + "\n")
+        with contextlib.suppress(OSError):  # another host has no such file
+            # Another user may have put something else under the name, once `run` has ended or elsewhere.
+            fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            with open(fd, "a") as file:
+                status = os.fstat(fd)
+                if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid():
+                    file.write(line + "\n")

@@ -258,6 +258,7 @@ class CollectiveMismatch(MpisgdError, RuntimeError):
     """
 
     on_every_rank = True
+    exit_code = 1  # of the job that ends by it: that of `sys.exit`, where a rank has left the program by that
 
 
 class Deadlock(CollectiveMismatch):

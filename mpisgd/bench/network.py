@@ -8,6 +8,7 @@ it receives.
 import contextlib
 import functools
 import ipaddress
+import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ import psutil
 import mpisgd
 from mpisgd.job.lifecycle import world
 from mpisgd.job.rank_info import topology
+from mpisgd.transport.tcp_store.handshake import SECRET_BYTES, Endpoint, Reception, greet
 from mpisgd.transport.tcp_store.rendezvous import find_listener
 
 __all__ = ["Interface", "Ring", "interface_to", "open_ring"]
@@ -50,12 +52,22 @@ Ring = Callable[[memoryview, memoryview], None]  # sends one to the next host wh
 
 def _pass_on(after: socket.socket, before: socket.socket, give: memoryview, take: memoryview) -> None:
     """Send `give` to the next host while as much comes in from the one before."""
-    sender = threading.Thread(target=after.sendall, args=(give,))
+    sender = threading.Thread(target=_send, args=(after, give))
     sender.start()
     got = 0
-    while got < len(take):
-        got += before.recv_into(take[got : got + RECEIVE_BYTES])
-    sender.join()
+    try:
+        while got < len(take):
+            received = before.recv_into(take[got : got + RECEIVE_BYTES])
+            if received == 0:
+                raise ConnectionResetError("the host before this one in the ring has closed its connection")
+            got += received
+    finally:
+        sender.join(CONNECT_LIMIT_S)
+
+
+def _send(after: socket.socket, give: memoryview) -> None:
+    with contextlib.suppress(OSError):  # the next host is gone: this one sees so where it receives
+        after.sendall(give)
 
 
 @contextlib.contextmanager
@@ -67,20 +79,28 @@ def open_ring() -> Iterator[Ring | None]:
         yield None
         return
     with contextlib.ExitStack() as stack:
-        listener, address = None, ("", 0)
+        listener, address = None, Endpoint("", 0)
+        secrets_of_ranks = [b""] * mpisgd.size()
+        mpisgd.all_gather_object(secrets_of_ranks, secrets.token_bytes(SECRET_BYTES))
+        secret = secrets_of_ranks[0]
         if here.local_rank == 0:
             family = socket.AF_INET6 if ":" in own else socket.AF_INET
             listener = stack.enter_context(socket.create_server((own, 0), family=family))
-            listener.settimeout(CONNECT_LIMIT_S)
-            address = listener.getsockname()[:2]
-        addresses: list[tuple[str, int]] = [address] * mpisgd.size()
+            address = Endpoint(*listener.getsockname()[:2])
+        addresses = [address] * mpisgd.size()
         mpisgd.all_gather_object(addresses, address)
         if listener is None:
             yield None
             return
         next_leader = here.nodes[(here.node_rank + 1) % here.num_nodes][0]
-        after = stack.enter_context(socket.create_connection(addresses[next_leader], CONNECT_LIMIT_S))
-        before = stack.enter_context(listener.accept()[0])
+        last_leader = here.nodes[(here.node_rank - 1) % here.num_nodes][0]
+        reception = Reception({address: listener}, secret, [last_leader])
+        try:
+            after = stack.enter_context(socket.create_connection(addresses[next_leader], CONNECT_LIMIT_S))
+            greet(after, secret, mpisgd.rank(), addresses[next_leader])
+            before = stack.enter_context(reception.wait_for(address, last_leader, CONNECT_LIMIT_S))
+        finally:
+            reception.close()
         for connection in (after, before):
             connection.settimeout(None)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

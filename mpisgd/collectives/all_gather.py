@@ -21,7 +21,14 @@ from mpisgd.transport.shm import data_movement
 from mpisgd.transport.shm.staging import equal_ranges, range_of
 from mpisgd.transport.shm.transport import ShmTransport
 
-__all__ = ["ALL_GATHER_INTO", "all_gather", "all_gather_into_tensor", "all_gather_ragged", "check_gathered"]
+__all__ = [
+    "ALL_GATHER_INTO",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_ragged",
+    "check_gathered",
+    "gather_rows",
+]
 
 
 def all_gather(
@@ -32,8 +39,9 @@ def all_gather(
     Collective: all ranks of `group` call it in the same order.
 
     Args:
-        tensor_list: `group.size` tensors of the size and dtype of `tensor`; overwritten.
-        tensor: same shape and dtype on every rank; unchanged.
+        tensor_list: `group.size` tensors of the dtype of `tensor`, the r-th of the size of the r-th rank's;
+            overwritten. Sizes may differ, alike on all ranks.
+        tensor: same dtype on every rank, and the shape or the size that all lists have for it; unchanged.
         group: defaults to all processes of the job.
         async_op: return at once with a `Work`; leave all tensors alone until its `wait()`.
 
@@ -43,15 +51,43 @@ def all_gather(
             use drop_last=True.
 
     Cost: on one host, through shared memory without any scratch; else MPI_Allgather and `group.size *
-        tensor.numel()` elements of scratch memory.
+        tensor.numel()` elements of scratch memory. Of unequal sizes each rank sends its tensor to each other.
     """
     group = group_or_world(group)
     check_tensor("all_gather", tensor)
     outputs = check_tensors("all_gather", tensor_list, "tensor_list", count=group.size, output=True)
+    if any(
+        output.numel() != outputs[0].numel() for output in outputs
+    ):  # alike on all ranks, or they disagree
+        return _all_gather_uneven(outputs, tensor, group, async_op)
     for i, output in enumerate(outputs):
         check_same("all_gather", f"tensor_list[{i}]", output, tensor.numel(), tensor, "as `tensor`")
     call = Call(group, operation_on("all_gather", tensor), outputs, [tensor])
     return run(ALL_GATHER, call, async_op)
+
+
+def _all_gather_uneven(outputs: list[Tensor], tensor: Tensor, group: Group, async_op: bool) -> Work | None:
+    sizes = [output.numel() for output in outputs]
+    for i, output in enumerate(outputs):
+        check_same("all_gather", f"tensor_list[{i}]", output, sizes[i], tensor, "as `tensor`")
+    own = f"tensor_list[{group.rank}]"
+    check_same("all_gather", own, outputs[group.rank], tensor.numel(), tensor, "as `tensor`, of this rank")
+    operation = Operation(
+        "all_gather", dtype=dtype_name(tensor.dtype), shape=tuple(sizes), device=device_kind(tensor)
+    )
+    return run(ALL_GATHER_UNEVEN, Call(group, operation, outputs, [tensor]), async_op)
+
+
+def _uneven_by_mpi(call: Call) -> None:
+    (tensor,), me = call.inputs, call.group.rank
+    flats = [call.write(output) for output in call.outputs]
+    mine = clone_if_overlapping(call.read(tensor), flats, own=me)
+    others = [rank for rank in range(call.group.size) if rank != me]
+    call.link.transfer(
+        sends=[(rank, mine) for rank in others], receives=[(rank, flats[rank]) for rank in others]
+    )
+    if flats[me].data_ptr() != mine.data_ptr():
+        flats[me].copy_(mine)
 
 
 def _flats_of_list(call: Call) -> Iterator[tuple[Tensor, Tensor]]:
@@ -155,6 +191,11 @@ def all_gather_ragged(tensor: Tensor, group: Group | None = None) -> list[Tensor
     operation = Operation(
         "all_gather_ragged", dtype=dtype_name(tensor.dtype), shape=row_shape, device=device_kind(tensor)
     )
+    return gather_rows(operation, tensor, group)
+
+
+def gather_rows(operation: Operation, tensor: Tensor, group: Group) -> list[Tensor]:
+    """Return the tensors of all ranks, whose number of rows may differ, as `operation`. Collective."""
     pieces: list[Tensor] = []  # filled when their sizes are known
     run(ALL_GATHER_RAGGED, Call(group, operation, pieces, [tensor]), async_op=False)
     return [piece.to(tensor.device) for piece in pieces]
@@ -195,4 +236,5 @@ ALL_GATHER = Collective(
     _list_by_shm,
     device=lambda call, backend: _device(call, backend, _flats_of_list),
 )
+ALL_GATHER_UNEVEN = Collective("all_gather_list", _uneven_by_mpi, _list_by_shm)
 ALL_GATHER_RAGGED = Collective("all_gather_ragged", _ragged_by_mpi, _ragged_by_shm)

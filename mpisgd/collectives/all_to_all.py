@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mpisgd.accelerator.buffers import clone_if_overlapping, cut_by
-from mpisgd.arguments import shown
+from mpisgd.arguments import as_index, shown
 from mpisgd.collectives.dispatch import Call, Collective, device_kind, operation_on, run
 from mpisgd.collectives.tensor_arguments import check_output, check_same, check_tensor, check_tensors
 from mpisgd.core.consistency import Operation
@@ -128,17 +128,22 @@ def _split_sizes(tensor: Tensor, sizes: Sequence[int] | None, parts: int, what: 
                 f"it or give {what}_split_sizes"
             )
         return [tensor.numel() // parts] * parts
-    if not _are_counts(sizes) or len(sizes) != parts or sum(sizes) != rows:
+    counts = _as_counts(sizes)
+    if counts is None or len(counts) != parts or sum(counts) != rows:
         raise ShapeMismatch(
             f"all_to_all_single: {what}_split_sizes={shown(sizes)}; expected {parts} sizes that add up to "
             f"{rows}, the rows of {what}"
         )
-    return [size * (tensor.numel() // rows if rows else 0) for size in sizes]
+    return [size * (tensor.numel() // rows if rows else 0) for size in counts]
 
 
-def _are_counts(sizes: object) -> bool:
-    listed = isinstance(sizes, Sequence) and not isinstance(sizes, (str, bytes))
-    return listed and all(isinstance(size, int) and size >= 0 for size in sizes)  # type: ignore[attr-defined]
+def _as_counts(sizes: Any) -> list[int] | None:
+    """Return sizes as ints, of numpy and torch too; None where one of them is no number of rows."""
+    try:
+        counts = [as_index(size) for size in sizes]
+    except TypeError:
+        return None
+    return counts if all(count >= 0 for count in counts) else None
 
 
 # -- equal parts ----------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """`barrier`."""
 
-from mpisgd.arguments import check_positive
+from mpisgd.arguments import check_timeout
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.core.work import Work
@@ -21,9 +21,9 @@ def barrier(
 
     Raises:
         CollectiveTimeout: names the ranks that did not come; the group cannot be used again.
-        InvalidArgument: `timeout_s` is not positive.
+        InvalidArgument: `timeout_s` is not positive, or infinite.
     """
     queue = group_or_world(group).queue
     if timeout_s is not None:
-        check_positive("barrier", "timeout_s", timeout_s)
+        check_timeout("barrier", "timeout_s", timeout_s)
     return queue.run(Operation("barrier"), lambda: None, async_op=async_op, timeout_s=timeout_s)

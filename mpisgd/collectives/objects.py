@@ -191,5 +191,7 @@ def _replace(tree: Any, kind: type, by: Callable[[Any], Any]) -> Any:
     if isinstance(tree, dict):
         return {key: _replace(value, kind, by) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
-        return type(tree)(_replace(value, kind, by) for value in tree)
+        values = [_replace(value, kind, by) for value in tree]
+        # A NamedTuple takes its fields one by one.
+        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
     return tree

@@ -1,6 +1,7 @@
 """Checks of the tensors that are passed to an operation, before anything is sent."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,21 +12,47 @@ from mpisgd.errors import ShapeMismatch, UnsupportedTensor
 __all__ = ["check_output", "check_place", "check_same", "check_tensor", "check_tensors"]
 
 
-def check_tensor(name: str, tensor: object, what: str = "tensor") -> Tensor:
+def check_tensor(name: str, tensor: Any, what: str = "tensor") -> Tensor:
     """Return `tensor` if it is one that can travel, else raise UnsupportedTensor naming it."""
+    try:  # one expression: small messages feel it
+        if (
+            (type(tensor) is Tensor or _is_plain(tensor))
+            and (tensor.is_cpu or on_device(tensor))
+            and tensor.layout is torch.strided
+            and not tensor.is_quantized
+            and (tensor.data_ptr() or not tensor.numel())
+        ):
+            return tensor  # type: ignore[no-any-return]
+    except RuntimeError:  # the address of a tensor without a storage, as inside torch.func
+        pass
+    raise _refusal(name, tensor, what)
+
+
+def _is_plain(tensor: object) -> bool:
+    """Return whether the elements lie where the tensor says: those of DTensor and its like lie elsewhere."""
+    return isinstance(tensor, Tensor) and not hasattr(type(tensor), "__tensor_flatten__")
+
+
+def _refusal(name: str, tensor: object, what: str) -> UnsupportedTensor:
+    """Return the error that says why a tensor cannot travel."""
     if not isinstance(tensor, Tensor):
-        raise UnsupportedTensor(f"{name}: {what} is a {type(tensor).__name__}; expected a torch.Tensor")
-    if (tensor.is_cpu or on_device(tensor)) and tensor.layout is torch.strided and not tensor.is_quantized:
-        return tensor
-    if tensor.layout is not torch.strided:
-        raise UnsupportedTensor(
+        text = f"a {type(tensor).__name__}; expected a torch.Tensor"
+    elif hasattr(tensor, "to_local"):
+        text = f"a {type(tensor).__name__}, whose elements lie in another tensor; pass {what}.to_local()"
+    elif tensor.layout is not torch.strided:
+        return UnsupportedTensor(
             f"{name}: {what} has layout {tensor.layout}; send its indices() and values(), or to_dense()"
         )
-    if not tensor.is_cpu and not on_device(tensor):
-        raise UnsupportedTensor(
-            f"{name}: {what} is on {tensor.device}; tensors of the CPU and of CUDA devices can be sent"
+    elif not tensor.is_cpu and not on_device(tensor):
+        text = f"on {tensor.device}; tensors of the CPU and of CUDA devices can be sent"
+    elif tensor.is_quantized:
+        text = "quantized; send its int_repr()"
+    else:
+        text = (
+            f"a {type(tensor).__name__} of {tensor.numel()} elements without memory of its own: it wraps "
+            "others, or its storage was freed; pass the tensor inside, or a copy"
         )
-    raise UnsupportedTensor(f"{name}: {what} is quantized; send its int_repr()")
+    return UnsupportedTensor(f"{name}: {what} is {text}")
 
 
 def check_output(name: str, tensor: object, what: str = "tensor") -> Tensor:

@@ -83,6 +83,10 @@ def fold(history: int, operation: Operation) -> int:
     return (history * MULTIPLIER + _digest(operation[:-1])) & MASK
 
 
+# With which exit code this process leaves its program by `sys.exit`; 0 until it does.
+exit_code = 0
+
+
 class ConsistencyChecker:
     """The consistency checks of a group's operations. One at a time, by one thread.
 
@@ -151,23 +155,29 @@ class ConsistencyChecker:
             return str(operation)
         return str(operation._replace(root=self.communicator.global_ranks[operation.root]))
 
-    def compare(self, mine: str, detail: str) -> str:
-        """Gather what every rank was about to do, and tell which ranks differ. Collective.
+    def compare(self, mine: str, detail: str) -> CollectiveMismatch:
+        """Gather what every rank was about to do; return the error that tells which ranks differ. Collective.
 
         Raises:
             CollectiveTimeout: another rank timed out earlier, so it does not come to compare.
         """
         self._wait_for_all(mine)
         groups: dict[tuple[int, str, str], list[int]] = defaultdict(list)
-        descriptions = self.communicator.all_gather_object((self.number, mine, detail))
-        for rank, description in zip(self.communicator.global_ranks, descriptions, strict=True):
-            groups[description].append(rank)
+        told = self.communicator.all_gather_object((exit_code, self.number, mine, detail))
+        exits: dict[int, list[int]] = defaultdict(list)
+        for rank, (code, *description) in zip(self.communicator.global_ranks, told, strict=True):
+            groups[tuple(description)].append(rank)
+            if code:
+                exits[code].append(rank)
         common = set.intersection(*(set(more.splitlines()) for _, _, more in groups))
-        lines = [f"the ranks of group '{self.name}' do not agree on what comes next:"]
+        lines = [f"{ranks_text(ranks)} left the program by sys.exit({code})" for code, ranks in exits.items()]
+        lines.append(f"the ranks of group '{self.name}' do not agree on what comes next:")
         for (number, text, more), ranks in sorted(groups.items(), key=lambda item: item[1]):
             lines.append(f"  {ranks_text(ranks)}: operation {number}, {text}")
             lines += [f"      {line}" for line in _only_here(more, common)]
-        return "\n".join(lines)
+        error = CollectiveMismatch("\n".join(lines))
+        error.exit_code = next(iter(exits), error.exit_code)
+        return error
 
     def _wait_for_all(self, mine: str) -> None:
         """Wait until all ranks compare: one that has timed out has left its digest, but does not come."""
@@ -232,7 +242,7 @@ class ConsistencyCheck:
         if low != high:
             self._checker.history = (low * MULTIPLIER + high) & MASK  # the same on all ranks again
             detail = self._detail() if self._detail is not None else ""
-            raise CollectiveMismatch(self._checker.compare(f"{self._what}  at {self._site()}", detail))
+            raise self._checker.compare(f"{self._what}  at {self._site()}", detail)
 
     @property
     def _what(self) -> str:

@@ -19,18 +19,29 @@ from mpisgd import tracing
 from mpisgd.arguments import check_flag
 from mpisgd.call_site import call_site
 from mpisgd.core import wait_registry
+from mpisgd.core.callbacks import Callbacks
 from mpisgd.core.consistency import ConsistencyCheck, ConsistencyChecker, Operation
 from mpisgd.core.interfaces import Communicator, DigestExchange
 from mpisgd.core.owner import current_owner
+from mpisgd.core.service_thread import ServiceThread
 from mpisgd.core.waiting import Backoff
 from mpisgd.core.work import QueuedWork, Work
-from mpisgd.errors import CollectiveMismatch, Deadlock, MpiFailed, MpisgdError
+from mpisgd.errors import (
+    CollectiveMismatch,
+    Deadlock,
+    InvalidArgument,
+    MpiFailed,
+    MpisgdError,
+)
 
 __all__ = ["OperationQueue", "RunningOperation", "call_site", "inference_mode_of"]
 
 # With `runs_inline`, an asynchronous operation waits so long for the other ranks before it is left to the
 # queue's thread. Waking the thread takes about as long, and the cores have nothing to spare for it.
 INLINE_WAIT_S = 0.0003
+ABORT_S = 2.0  # a wait that has begun just now can be ended this soon, and much sooner in general
+ABORT_INTERVAL_S = 0.005
+JOIN_S = 1.0  # between two looks at what keeps the thread
 
 _NO_CONTEXT = contextlib.nullcontext()
 
@@ -94,6 +105,7 @@ class OperationQueue:
         broken: why the queue cannot be used any more.
         running: the operation that runs now, None in between.
         on_mismatch: called on every rank when they have found out that they disagree.
+        callbacks: those that run on futures of its operations.
         runs_inline: whether an asynchronous operation runs in its caller's thread when all ranks come to it
             at about the same time. That is right where no core is idle, so that a thread wins nothing. It
             waits for nothing but the other ranks' call of the same operation, and not for long, so a program
@@ -125,7 +137,8 @@ class OperationQueue:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._busy: int | None = None  # the thread whose turn it is
-        self._thread: threading.Thread | None = None
+        self._thread: ServiceThread | None = None
+        self.callbacks = Callbacks(name, lambda: self.consistency.timeout_s)
         self._closing = False
 
     def run(
@@ -184,7 +197,7 @@ class OperationQueue:
                 f"{operation.kind}: async_op=True needs an MPI that runs at thread level MULTIPLE; this one "
                 "does not (was MPI started elsewhere with less?)"
             )
-        work = QueuedWork(operation.kind, tensors)
+        work = QueuedWork(operation.kind, tensors, self)
         if inside:
             self._complete(submission, work)
         elif async_op and self.runs_inline and self._take_turn():
@@ -208,7 +221,7 @@ class OperationQueue:
             submission = _Submission(
                 operation, lambda: None, call_site(), None, None, None, None, None, communicates=False
             )
-            self._enqueue(submission, QueuedWork(operation.kind, None))
+            self._enqueue(submission, QueuedWork(operation.kind, None, self))
             return
         self.consistency.note(operation)
         if not inside:
@@ -238,7 +251,8 @@ class OperationQueue:
         try:
             check = self._begin(submission) if submission.check is None else submission.check
             if not check.advance():
-                check.wait(Backoff(submission.timeout_s or self.consistency.timeout_s))
+                limit_s = submission.timeout_s
+                check.wait(Backoff(limit_s or self.consistency.timeout_s, own_limit=limit_s is not None))
             if submission.span is not None:
                 submission.span.all_arrived()
             check.verify()
@@ -335,9 +349,7 @@ class OperationQueue:
     def _enqueue(self, submission: _Submission, work: QueuedWork, *, first: bool = False) -> None:
         with self._changed:
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._serve, name=f"mpisgd queue '{self.name}'", daemon=True
-                )
+                self._thread = ServiceThread(f"mpisgd queue '{self.name}'", self._serve)
                 self._thread.start()
             if first:
                 self._queue.appendleft((submission, work))
@@ -345,19 +357,57 @@ class OperationQueue:
                 self._queue.append((submission, work))
             self._changed.notify_all()
 
-    def _serve(self) -> None:
-        """The thread: run what is queued, sleep when nothing is."""
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._busy is None and (self._queue or self._closing))
+    def _serve(self) -> bool:
+        """One round of the thread: sleep until something is queued, run it."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._busy is None and (self._queue or self._closing))
+            if not self._queue:
+                self._thread = None  # under the lock: what is submitted from now on starts another thread
+                return False
+            submission, work = self._queue.popleft()
+            self._busy = threading.get_ident()
+        try:
+            self._complete(submission, work)
+        finally:
+            self._end_turn()
+        return True
+
+    def run_until(self, ended: Callable[[], bool]) -> None:
+        """Run what is queued until that holds, if this thread has the queue's turn: in a callback.
+
+        Raises:
+            InvalidArgument: the thread is in the middle of an operation, which all ranks would wait for.
+        """
+        while self._busy == threading.get_ident() and not ended():
+            if self.running is not None:
+                raise InvalidArgument(
+                    f"{self.running.operation} (group '{self.name}') waits for an operation that runs "
+                    "after it"
+                )
+            with self._lock:
                 if not self._queue:
-                    self._thread = None  # under the lock: what is submitted from now on starts another thread
                     return
                 submission, work = self._queue.popleft()
-                self._busy = threading.get_ident()
             self._complete(submission, work)
-            self._end_turn()
-            del submission, work  # an idle thread must not keep the last operation's tensors alive
+
+    def abort(self, error: MpisgdError) -> bool:
+        """Let what runs in this queue, and whatever comes, end with `error` on this rank; from any thread.
+
+        Returns:
+            Whether what runs has ended. It has not where it does not wait, but is in a call of MPI.
+        """
+        with self._lock:
+            self.broken = self.broken or error
+            thread = self._busy
+        deadline_s = time.monotonic() + ABORT_S
+        while thread is not None and thread != threading.get_ident() and thread == self._busy:
+            if time.monotonic() > deadline_s:
+                return False
+            for wait in wait_registry.registered():
+                if wait.thread == thread:
+                    wait_registry.cancel(wait, error)
+            time.sleep(ABORT_INTERVAL_S)
+        return True
 
     def drain(self) -> None:
         """Run all that is queued and end the thread. The queue can be used again.
@@ -373,4 +423,5 @@ class OperationQueue:
                 self._changed.notify_all()
             if thread is None:
                 return
-            thread.join()
+            thread.join(JOIN_S)
+            self.callbacks.check()

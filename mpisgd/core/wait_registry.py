@@ -4,8 +4,9 @@ Engine                                             Monitor
     register / unregister: a thread waits              registered: what waits, for how long
     waiting_for: the same, as a context manager        cancel: end a wait with an error
     cancel_error: has the wait been cancelled?         on_timeout: set it to report timeouts
-    report_timeout: the ranks missing at a timeout     mpi_calls, has_communicated, workers: read them
-    mpi_calls: blocking MPI calls under way
+    report_timeout: the ranks missing at a timeout     mpi_calls, callbacks, workers,
+    mpi_calls: blocking MPI calls under way            has_communicated: read them
+    callbacks: callbacks of the program under way
     mark_communicating: this thread calls operations
     workers: threads that sleep until there is work
 
@@ -24,7 +25,9 @@ from typing import NamedTuple
 __all__ = [
     "Message",
     "RegisteredWait",
+    "RunningCallback",
     "WaitReason",
+    "callbacks",
     "cancel",
     "cancel_error",
     "has_communicated",
@@ -93,6 +96,7 @@ class RegisteredWait(NamedTuple):
         timeout_s: after how many seconds it ends with an error; infinite: the wait for a thread that has one.
         reason: tells what for; None where the operation on the thread's queue says it.
         wake: has the thread check its `cancel_error`; None where it does so by itself.
+        own_limit: whether the limit is that of this call alone, after which the program may go on.
     """
 
     thread: int
@@ -100,11 +104,28 @@ class RegisteredWait(NamedTuple):
     timeout_s: float
     reason: Callable[[], WaitReason] | None
     wake: Callable[[], None] | None = None
+    own_limit: bool = False
 
     @property
     def serial(self) -> int:
         """See `serial_of`."""
         return serial_of(self.since_s)
+
+
+class RunningCallback(NamedTuple):
+    """A callback on the future of an operation; those behind it in the queue wait for its end.
+
+    Attributes:
+        name: of the operation.
+        group: its group.
+        since_s: when it began, by `time.monotonic`.
+        timeout_s: after how many seconds those that wait end with an error.
+    """
+
+    name: str
+    group: str
+    since_s: float
+    timeout_s: float
 
 
 def serial_of(since_s: float) -> int:
@@ -116,6 +137,8 @@ def serial_of(since_s: float) -> int:
 on_timeout: Callable[[], str] | None = None
 # By thread: the MPI call that it is blocked in, which cannot be interrupted, and since when.
 mpi_calls: dict[int, tuple[str, float]] = {}
+# By thread: the callback of the program's that it runs, on the future of an operation.
+callbacks: "dict[int, RunningCallback]" = {}
 # Our threads that sleep until there is work for them: tells whether there is, or may be without another call.
 workers: dict[int, Callable[[], bool]] = {}
 _registered: dict[object, RegisteredWait] = {}
@@ -150,9 +173,11 @@ def register(
     timeout_s: float,
     reason: Callable[[], WaitReason] | None = None,
     wake: Callable[[], None] | None = None,
+    *,
+    own_limit: bool = False,
 ) -> None:
-    """Report that this thread waits, until `unregister(key)`."""
-    _registered[key] = RegisteredWait(threading.get_ident(), since_s, timeout_s, reason, wake)
+    """Report that this thread waits, until `unregister(key)`; see `RegisteredWait`."""
+    _registered[key] = RegisteredWait(threading.get_ident(), since_s, timeout_s, reason, wake, own_limit)
 
 
 def unregister(key: object) -> None:
@@ -167,9 +192,10 @@ def registered() -> list[RegisteredWait]:
 
 @contextlib.contextmanager
 def waiting_for(reason: WaitReason, timeout_s: float | None = None) -> Iterator[None]:
-    """Report that this thread waits meanwhile."""
+    """Report that this thread waits meanwhile; `timeout_s`: a limit of this call alone."""
     key = object()
-    register(key, time.monotonic(), NO_TIMEOUT_S if timeout_s is None else timeout_s, lambda: reason)
+    limit_s = NO_TIMEOUT_S if timeout_s is None else timeout_s
+    register(key, time.monotonic(), limit_s, lambda: reason, own_limit=limit_s != NO_TIMEOUT_S)
     try:
         yield
     finally:

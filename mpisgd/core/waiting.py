@@ -22,6 +22,7 @@ __all__ = [
     "cancel_reason",
     "cancelled_by_loss",
     "is_oversubscribed",
+    "pause_s",
     "remove_pending_message",
     "set_oversubscribed",
 ]
@@ -101,11 +102,13 @@ class Backoff:
     Attributes:
         missing: which ranks were missing at the timeout, as far as they could tell.
         quiet: whether the timeout is not reported, since the caller goes on.
+        own_limit: whether the limit is that of this call alone: no deadlock, as the program may go on then.
     """
 
-    def __init__(self, limit_s: float, *, quiet: bool = False) -> None:
+    def __init__(self, limit_s: float, *, quiet: bool = False, own_limit: bool = False) -> None:
         self.limit_s = limit_s
         self.quiet = quiet
+        self.own_limit = (quiet or own_limit) and limit_s != wait_registry.NO_TIMEOUT_S
         self.missing = ""
         self.started = time.monotonic()
 
@@ -145,15 +148,17 @@ class Backoff:
                     return False
                 if waited >= REGISTER_S:
                     if not noted:
-                        wait_registry.register(self, self.started, self.limit_s, about)
+                        wait_registry.register(
+                            self, self.started, self.limit_s, about, own_limit=self.own_limit
+                        )
                         noted = True
                     if (error := wait_registry.cancel_error(self.started)) is not None:
                         raise error
                 wakeable = _oversubscribed and waited >= YIELD_S and sleep is not None
-                if wakeable and sleep is not None and sleep(_pause(waited, WAKEABLE_SLEEP_S)):
+                if wakeable and sleep is not None and sleep(pause_s(waited, WAKEABLE_SLEEP_S)):
                     continue
                 if waited >= spin_s:
-                    time.sleep(_pause(waited, SHORT_SLEEP_S))
+                    time.sleep(pause_s(waited))
                 elif _oversubscribed or waited >= BUSY_S:
                     os.sched_yield()
             return True
@@ -162,5 +167,6 @@ class Backoff:
                 wait_registry.unregister(self)
 
 
-def _pause(waited_s: float, shortest_s: float) -> float:
+def pause_s(waited_s: float, shortest_s: float = SHORT_SLEEP_S) -> float:
+    """Return how long to sleep between two polls, after so long a wait."""
     return min(LONG_SLEEP_S, max(shortest_s, waited_s * (MESSAGE_SHARE if _pending_messages else SHARE)))

@@ -1,18 +1,23 @@
 """`Work`: an operation that was started and may not be done yet."""
 
 import abc
+import math
 import threading
+import time
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from mpisgd import tracing
+from mpisgd.core.callbacks import Callbacks
 from mpisgd.core.wait_registry import WaitReason, waiting_for
 from mpisgd.errors import CollectiveTimeout
 
 __all__ = ["CompletableWork", "QueuedWork", "Work"]
+
+CHECK_S = 1.0  # how often who waits for a queue's thread sees whether a callback keeps it
 
 
 class Work(abc.ABC):
@@ -65,7 +70,7 @@ class CompletableWork(Work):
         self._done = False
         self._lock = threading.RLock()
         self._error: BaseException | None = None
-        self._future: torch.futures.Future[Any] | None = None
+        self._future: _WorkFuture | None = None
         self._callback: Callable[[], None] | None = None
 
     @property
@@ -77,7 +82,7 @@ class CompletableWork(Work):
         """Return the future of this operation; callbacks run on the thread that completes it."""
         with self._lock:
             if self._future is None:
-                self._future = torch.futures.Future()
+                self._future = _WorkFuture(self)
                 if self._done:
                     self._settle(self._future)
             return self._future
@@ -93,30 +98,77 @@ class CompletableWork(Work):
     def complete(self, error: BaseException | None) -> None:
         """Mark the operation as done. Called once, by the thread that ran it."""
         self._error = error
-        with self._lock:
-            self._done = True
-            if self._callback is not None:
-                self._callback()
+        future = None
+        try:
+            with self._lock:
+                self._done = True
+                future = self._future
+                if self._callback is not None:
+                    self._callback()
+        finally:  # whatever a callback raises, nobody waits for ever
             self._end_waits()
-            future = self._future
-        if future is not None:
-            self._settle(future)
+            if future is not None:
+                self._complete_future(future)
 
     def _end_waits(self) -> None:
         """Wake who waits, before callbacks of the future run: they may wait for this operation, too."""
 
-    def _settle(self, future: "torch.futures.Future[Any]") -> None:
+    def _complete_future(self, future: "_WorkFuture") -> None:
+        """Give the future its value, on the thread that has completed the operation: its callbacks run."""
+        self._settle(future)
+
+    def make_progress(self) -> None:
+        """Bring this operation to its end, where it cannot come to it while this thread waits.
+
+        That is so in a callback, which runs on the thread that would complete it.
+        """
+
+    def _settle(self, future: "_WorkFuture") -> None:
+        future.work = None
         if self._error is None:
             future.set_result(self.tensors)
         else:
             future.set_exception(self._error)
 
 
-class QueuedWork(CompletableWork):
-    """A collective in its group's queue, completed by the thread that runs it."""
+class _WorkFuture(torch.futures.Future[Any]):
+    """The future of an operation: who waits for it in a callback brings the operation to its end.
 
-    def __init__(self, name: str, tensors: Any) -> None:
+    Attributes:
+        work: the operation, None once it is over.
+    """
+
+    def __init__(self, work: CompletableWork) -> None:
+        super().__init__()
+        self.work: CompletableWork | None = work
+
+    def wait(self) -> Any:
+        """Block until the operation is over; return its tensors, or raise its error."""
+        if (work := self.work) is not None:
+            work.make_progress()
+        return super().wait()
+
+
+class _Queue(Protocol):
+    """What a work needs of the queue that it is in; see `mpisgd.core.operation_queue.OperationQueue`."""
+
+    callbacks: Callbacks
+
+    def run_until(self, ended: Callable[[], bool]) -> None:
+        """Run what is queued until that holds, if this thread has the queue's turn."""
+
+
+class QueuedWork(CompletableWork):
+    """A collective in its group's queue, completed by the thread that runs it.
+
+    Args:
+        name: see `CompletableWork`, as for `tensors`.
+        queue: the queue.
+    """
+
+    def __init__(self, name: str, tensors: Any, queue: _Queue) -> None:
         super().__init__(name, tensors)
+        self._queue = queue
         self._ended = threading.Event()
         self._reported = False
 
@@ -128,7 +180,7 @@ class QueuedWork(CompletableWork):
                 tracing.blocked(self.name),
                 waiting_for(WaitReason(f"{self.name} (asynchronous)", is_local=True), timeout_s),
             ):
-                done = self._ended.wait(timeout_s)
+                done = self._wait_for_queue(timeout_s)
         if not done:
             raise CollectiveTimeout(f"{self.name}: not done after {timeout_s} s")
         self._reported = True
@@ -137,6 +189,20 @@ class QueuedWork(CompletableWork):
         if self._future is not None:
             self._future.wait()  # it is completed right after the event is set
         return True
+
+    def _wait_for_queue(self, timeout_s: float | None) -> bool:
+        """Return True when this operation is over, False when the limit passed first."""
+        self.make_progress()
+        deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while not self._ended.wait(max(0.0, min(CHECK_S, deadline_s - time.monotonic()))):
+            if time.monotonic() >= deadline_s:
+                return False
+            self._queue.callbacks.check()
+        return True
+
+    def make_progress(self) -> None:
+        """Run what is queued up to this operation, in a callback of one that was before it."""
+        self._queue.run_until(self._ended.is_set)
 
     def is_completed(self) -> bool:
         """Return whether the queue has run this operation."""
@@ -150,6 +216,10 @@ class QueuedWork(CompletableWork):
         if self._error is not None and not self._reported:
             warnings.warn(f"{self.name} failed and nobody waited for it: {self._error}", RuntimeWarning, 2)
 
-    def _settle(self, future: "torch.futures.Future[Any]") -> None:
+    def _complete_future(self, future: _WorkFuture) -> None:
+        with self._queue.callbacks.run(self.name):
+            super()._complete_future(future)
+
+    def _settle(self, future: _WorkFuture) -> None:
         self._reported = True
         super()._settle(future)

@@ -128,7 +128,8 @@ class GroupWindows:
             return
         self._latest = number
         alive = self._alive()
-        if all(alive[owner.number].is_muted for owner in self.active if owner.number in alive):
+        # One that is gone here may live on elsewhere: it must count alike on all ranks.
+        if all(owner.number in alive and alive[owner.number].is_muted for owner in self.active):
             return
         reached = {n for n, w in alive.items() if w.latest_backward == number and not w.is_muted}
         try:

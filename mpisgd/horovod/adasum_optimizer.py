@@ -14,6 +14,7 @@ from mpisgd.horovod.gradients import ExchangeOptions
 from mpisgd.horovod.ops.allreduce import grouped_allreduce_async_
 from mpisgd.horovod.ops.handles import synchronize
 from mpisgd.horovod.ops.reduce_ops import Adasum
+from mpisgd.horovod.optimizer_serial import serial_of_new
 from mpisgd.job import rank_info
 
 __all__ = ["AdasumOptimizer"]
@@ -27,6 +28,7 @@ class AdasumOptimizer(torch.optim.Optimizer):
     ) -> None:
         self._parameter_names = {param: name for name, param in named}
         self._options = options
+        self._label = f"adasum.{serial_of_new(options.process_set)}"
         self.backward_passes_per_step = passes
         self._begun_at: list[Tensor] = []
         self.register_step_pre_hook(_remember)
@@ -66,6 +68,6 @@ def _combine(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
     params = _trained(optimizer)
     pairs = [compression.compress(param - start) for param, start in zip(params, begun_at, strict=True)]
     wires = [wire for wire, _ in pairs]
-    synchronize(grouped_allreduce_async_(wires, None, "adasum", Adasum, process_set=process_set))
+    synchronize(grouped_allreduce_async_(wires, None, optimizer._label, Adasum, process_set=process_set))
     for param, start, (wire, context) in zip(params, begun_at, pairs, strict=True):
         param.copy_(start + compression.decompress(wire, context))

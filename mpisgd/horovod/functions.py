@@ -14,6 +14,7 @@ from mpisgd.horovod.ops.handles import synchronize
 from mpisgd.horovod.ops.submission import set_id_of_member
 from mpisgd.horovod.process_sets import ProcessSet, global_process_set
 from mpisgd.job.rank_info import rank
+from mpisgd.sharding.layerwise.offload_parameters import check_in_memory
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
 
@@ -88,6 +89,7 @@ def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = 
     set_id_of_member("broadcast_parameters", process_set)
     pairs = sorted(params.items()) if isinstance(params, Mapping) else _pairs(params)
     tensors = [(name, value) for name, value in pairs if isinstance(value, Tensor)]
+    check_in_memory("broadcast_parameters", tensors)
     started = [
         broadcast_async_(tensor, root_rank, f"parameters.{name}", process_set) for name, tensor in tensors
     ]

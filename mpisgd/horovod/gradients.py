@@ -6,11 +6,18 @@ before. Between hosts each bucket is sent when its last gradient is ready:
     one host     backward ................. | send all of them and wait
     hosts        backward ...[c d]...[b]... | send the rest and wait
 
+On one host, too, they are sent before the program waits for anything else, if all are complete: another rank
+may step now, and come later to what this one waits for.
+
+    rank 0       backward of A, of B | A.step(): send A, send B, wait for A
+    rank 1       backward of A, of B | B.step(): send B, send A, wait for B
+
 Ranks may complete their buckets in any order, and one that has joined takes part with zeros. A gradient that
 is missing at the end counts as zero, as in Horovod. Sparse gradients are sent apart.
 """
 
 import functools
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -42,6 +49,13 @@ BUCKET_BYTES = 25 * 2**20
 TOO_MANY = (
     "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
     "backward_passes_per_step to accumulate gradients locally."
+)
+
+
+CHANGED = (
+    "Gradients were changed between backward() and step() after they had been sent to the other ranks, which "
+    "has no effect. They are sent before the program waits for any other operation. Call "
+    "optimizer.synchronize() first, change them then, and step inside optimizer.skip_synchronize()."
 )
 
 
@@ -101,6 +115,7 @@ class GradientExchange:
     def count_passes(self, passes: int) -> None:
         """Let every gradient be complete after so many backward passes from now on."""
         self._passes_left = [passes] * len(self._params)
+        self._num_incomplete = len(self._params)
 
     def _begin_anew(self) -> None:
         """Know of no sparse gradients: after a join, since those who had joined have not seen any."""
@@ -112,7 +127,10 @@ class GradientExchange:
         self._reset_step()
 
     def _reset_step(self) -> None:
+        engine().recall(self)
         self._in_flight: InFlightReduction | None = None
+        self._is_sent = False
+        self._sent_early: list[tuple[Tensor, int]] = []  # gradients, and their versions then
         self._sent: list[int] = []  # the handles of buckets
         self._sparse: dict[int, tuple[int, Any]] = {}  # dimensions and handle, of those that were sent
         self._exist: int | None = None  # the handle of what tells which gradients some rank has
@@ -134,6 +152,9 @@ class GradientExchange:
             in_flight = self._in_flight or self._begin_step()
             if (place := in_flight.complete(index)) is not None:
                 self._send(in_flight, [place])
+            self._num_incomplete -= 1
+            if not self._num_incomplete:
+                engine().defer(self, self._send_early)
 
     def _begin_step(self) -> InFlightReduction:
         if engine().num_joins != self._num_joins:
@@ -149,9 +170,25 @@ class GradientExchange:
 
     # -- at its end --------------------------------------------------------------------------------------
 
+    def _send_early(self) -> None:
+        """Send what is complete before `step()`, since the program waits for something else."""
+        self.send()
+        assert self._in_flight is not None
+        grads = [param.grad for param in self._params]
+        reduced_in_place = self._in_flight.addresses
+        self._sent_early = [
+            (grad, grad._version)
+            for grad in grads
+            if grad is not None and (grad.is_sparse or grad.data_ptr() not in reduced_in_place)
+        ]
+
     @torch.no_grad()
     def send(self) -> None:
         """Send what has not been sent."""
+        if self._is_sent:
+            return
+        self._is_sent = True
+        engine().recall(self)
         in_flight = self._in_flight or self._begin_step()
         for index, sparse_dim in self._sparse_dims.items():
             grad = self._params[index].grad  # one that was sparse on some rank before is sent in that form
@@ -170,6 +207,7 @@ class GradientExchange:
     @torch.no_grad()
     def receive(self) -> None:
         """Wait for everything that was sent, and give every parameter its gradient."""
+        self._check_unchanged()
         exists = [True] * len(self._params)
         if self._exist is not None:
             exists = handles.synchronize(self._exist).tolist()
@@ -190,6 +228,12 @@ class GradientExchange:
             self._plan = _make_plan(self.named, self._groups, frozenset(sparse_dims))
         self._num_steps += 1
         self._reset_step()
+
+    def _check_unchanged(self) -> None:
+        """Warn where gradients were changed after they had been sent: that has no effect."""
+        now = {id(param.grad) for param in self._params}
+        if any(grad._version != version or id(grad) not in now for grad, version in self._sent_early):
+            warnings.warn(CHANGED, RuntimeWarning, 2)
 
     def forget(self) -> None:
         """Forget what was sent: a step has failed, and the program starts over."""

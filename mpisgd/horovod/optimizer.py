@@ -20,9 +20,11 @@ from mpisgd.horovod.arguments import check_compression, check_optimizer
 from mpisgd.horovod.compression import Compression, Compressor
 from mpisgd.horovod.gradients import ExchangeOptions, GradientExchange
 from mpisgd.horovod.ops.reduce_ops import Adasum, Average, name_of
+from mpisgd.horovod.optimizer_serial import serial_of_new
 from mpisgd.horovod.process_sets import ProcessSet, global_process_set
 from mpisgd.job import rank_info
 from mpisgd.optim.distributed import StepArguments, wrap_closure
+from mpisgd.sharding.layerwise.offload_parameters import check_in_memory
 
 __all__ = ["DistributedOptimizer", "begin_anew"]
 
@@ -89,6 +91,7 @@ def DistributedOptimizer(
     if num_groups and op != Adasum:
         warnings.warn("Parameter `num_groups` has been replaced by `groups`", DeprecationWarning, 2)
         groups = num_groups if groups is None else groups
+    check_in_memory("DistributedOptimizer", named)
     options = ExchangeOptions(
         op, compression, gradient_predivide_factor, sparse_as_dense, keep_none, process_set
     )
@@ -137,9 +140,6 @@ def _check(passes: int, op: int, factor: float) -> None:
     name_of(op)
 
 
-_num_made: "Counter[tuple[int, ...]]" = Counter()  # optimizers that this process has made for some ranks
-
-
 class _DistributedOptimizer(torch.optim.Optimizer):
     """What `DistributedOptimizer` adds to the wrapped class."""
 
@@ -152,10 +152,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     ) -> None:
         self._parameter_names = {param: name for name, param in named}
         self._groups, self._options = groups, options
-        # Two optimizers may have gradients under way at once, of parameters of the same names and shapes.
-        members = tuple(options.process_set.members())
-        self._label = f"gradients.{_num_made[members]}"
-        _num_made[members] += 1
+        self._label = f"gradients.{serial_of_new(options.process_set)}"
         self.backward_passes_per_step = passes
         self._synchronized = self._synchronized_for_scaler = False
         self._should_synchronize = True

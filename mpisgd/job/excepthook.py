@@ -4,6 +4,7 @@ Without this, mpi4py lets a rank that raised leave quietly while the others wait
 all eight ranks make the same mistake, eight tracebacks come at once.
 """
 
+import os
 import sys
 import threading
 import time
@@ -11,12 +12,13 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpisgd import tracing
+from mpisgd.core.standard_error import print_error
 from mpisgd.core.topology import Topology
-from mpisgd.errors import JobError, MpisgdError
-from mpisgd.monitor.console import ConsoleLock, print_error
+from mpisgd.errors import CollectiveMismatch, JobError, MpisgdError
+from mpisgd.monitor.console import ConsoleLock
 from mpisgd.monitor.rank_snapshot import failed_threads, note_failed_thread
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ class ExceptHook:
         topology: of the job.
         console: claimed by the rank of each host that prints.
         abort: ends every process of the job with an exit code.
+        progress: returns a number that grows as the program goes on.
     """
 
     def __init__(
@@ -49,14 +52,19 @@ class ExceptHook:
         topology: Topology,
         console: ConsoleLock,
         abort: Callable[[int], None],
+        progress: Callable[[], int] = lambda: 0,
     ) -> None:
         self._abort = abort
+        self._progress = progress
+        self._pid = os.getpid()
+        self._exit: tuple[int, int] = (0, 0)  # the code that was given to `sys.exit`, and the progress then
         self._communicator = communicator
         self._topology = topology
         self._console = console
 
     def install(self) -> None:
-        """Take over `sys.excepthook` and `threading.excepthook`."""
+        """Take over `sys.excepthook`, `threading.excepthook` and `sys.exit`."""
+        self._previous_exit, sys.exit = sys.exit, self._on_exit
         self._previous, self._previous_in_threads = sys.excepthook, threading.excepthook
         sys.excepthook, threading.excepthook = self._on_uncaught, self._on_uncaught_in_thread
 
@@ -66,7 +74,21 @@ class ExceptHook:
             sys.excepthook = self._previous
         if threading.excepthook == self._on_uncaught_in_thread:
             threading.excepthook = self._previous_in_threads
+        if sys.exit == self._on_exit:
+            sys.exit = self._previous_exit
         failed_threads.clear()
+
+    def _on_exit(self, status: Any = None, /) -> NoReturn:
+        """Note the exit code that the program wants: other ranks may still be in the middle of something."""
+        if threading.current_thread() is threading.main_thread() and os.getpid() == self._pid:
+            code = status & 0xFF if isinstance(status, int) else int(status is not None)
+            self._exit = code, self._progress()
+        raise SystemExit(status)
+
+    def exit_code(self) -> int:
+        """Return the code of the `sys.exit` that ends the program; 0 where it has caught that and gone on."""
+        code, progress = self._exit
+        return code if progress == self._progress() else 0
 
     def _on_uncaught_in_thread(self, args: threading.ExceptHookArgs) -> None:
         note_failed_thread(args)
@@ -75,6 +97,11 @@ class ExceptHook:
     def _on_uncaught(
         self, kind: type[BaseException], exc: BaseException, trace: TracebackType | None
     ) -> None:
+        if os.getpid() != self._pid:  # a child that was forked: its end is not the job's
+            self._previous(kind, exc, trace)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)  # MPI's finalize, which follows in the ordinary way out, would wait for ever
         if isinstance(exc, KeyboardInterrupt):
             self._previous(kind, exc, trace)
             self.end_job(130)
@@ -93,7 +120,7 @@ class ExceptHook:
             print_error(self._report(exc))
         else:
             time.sleep(LAST_RESORT_S)  # the rank that prints ends this one before that
-        self.end_job(exc.exit_code if isinstance(exc, JobError) else 1)
+        self.end_job(exc.exit_code if isinstance(exc, (JobError, CollectiveMismatch)) else 1)
 
     def end_job(self, exit_code: int) -> None:
         """End every process of the job. Does not return."""

@@ -10,11 +10,12 @@ import os
 import signal
 import sys
 import time
+from typing import Any
 
 import psutil
 
 from mpisgd.config import ENDED_NOTE, note
-from mpisgd.monitor.console import print_to_user
+from mpisgd.core.standard_error import print_to_user
 
 __all__ = ["exit_after_loss", "exit_without_host"]
 
@@ -24,10 +25,28 @@ FINALIZE_S = 5.0
 FORWARD_S = 0.3  # mpirun forwards what was printed to the terminal
 
 
+class _Alarm:
+    """Sets the alarm when it is let go of."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+
+    # As defaults: names of modules may be gone by then.
+    def __del__(self, set_timer: Any = signal.setitimer, which: int = signal.ITIMER_REAL) -> None:
+        set_timer(which, self._limit_s)
+
+
+at_last: list[_Alarm] = []
+
+
 def exit_after_loss() -> None:
-    """Limit MPI's own finalize to a few seconds, by SIGALRM; call when all ranks are leaving."""
+    """Limit MPI's own finalize to a few seconds, by SIGALRM; call when all ranks are leaving.
+
+    Finalize comes after Python's own end, and after the handlers of `atexit` that the program registered
+    before `init()`, which may take their time: the alarm is set when Python lets go of its modules.
+    """
     if signal.getsignal(signal.SIGALRM) is signal.SIG_DFL:
-        signal.setitimer(signal.ITIMER_REAL, FINALIZE_S)
+        at_last.append(_Alarm(FINALIZE_S))
 
 
 def exit_without_host(local_rank: int) -> None:

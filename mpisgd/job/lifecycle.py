@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from mpisgd import config, tracing
 from mpisgd.accelerator.runtime import runtime
-from mpisgd.core import waiting
+from mpisgd.core import consistency, waiting
 from mpisgd.core.group import Group
 from mpisgd.errors import AlreadyInitialized, InvalidArgument, MpisgdError, PeerLost
 from mpisgd.job.forced_exit import exit_after_loss, exit_without_host
@@ -179,6 +179,7 @@ def abandon(reason: str) -> Job:
     for group in job.groups:
         group.abandon(reason)
     job.hooks.remove()
+    job.faults.remove()
     tracing.abandon()
     _job = None
     return job
@@ -250,6 +251,7 @@ def shutdown() -> None:
             group.close() if group in ended else group.leave()
     job.console.close()
     job.hooks.remove()
+    job.faults.remove()
     return_freed_memory()
     _job, _ended = None, job
 
@@ -264,6 +266,7 @@ def _at_exit() -> None:
     job = _job or _ended
     if job is None or job.world.pid != os.getpid():
         return
+    consistency.exit_code = job.hooks.exit_code()
     try:
         shutdown()  # unless the program has done so
     except MpisgdError as exc:  # MPI's own finalize would wait for ever for what is in flight

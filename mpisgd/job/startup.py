@@ -8,10 +8,10 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from mpisgd import config
-from mpisgd.arguments import check_flag, check_positive, shown
+from mpisgd.arguments import check_flag, check_positive, check_timeout, shown
+from mpisgd.core.standard_error import print_to_user
 from mpisgd.core.topology import Topology
 from mpisgd.errors import InvalidArgument, JobError, MpiFailed, MpiNotFound, NotInitialized
-from mpisgd.monitor.console import print_to_user
 
 if TYPE_CHECKING:
     from mpisgd.transport.mpi import Communicator
@@ -34,7 +34,7 @@ def check_init_arguments(comm: Any, timeout_s: Any, num_threads: Any, gpu: Any, 
     if comm is not None and (loaded is None or not isinstance(comm, loaded.Intracomm) or not comm):
         raise InvalidArgument(f"init: comm={shown(comm)}; expected an intracommunicator of mpi4py")
     if timeout_s is not None:
-        check_positive("init", "timeout_s", timeout_s)
+        check_timeout("init", "timeout_s", timeout_s)
     if num_threads is not None:
         check_positive("init", "num_threads", num_threads, whole=True)
     if gpu is not None and not (isinstance(gpu, str) and gpu in config.GPU_CHOICES):
@@ -62,12 +62,25 @@ def check_world_size(size: int, library: str) -> None:
     Raises:
         JobError: it has; on every rank.
     """
+    if size == 1 and not config.is_launched() and not config.was_spawned():
+        _check_other_launcher(library)
     launched = config.launcher_size() or 1
     if size == 1 < launched and not config.was_spawned():
         raise JobError(
             f"init: {launched} ranks were started, but {library}, which Python has loaded, takes each of "
             f"them for a job of its own. {_right_launcher(library)}; `python -m mpisgd info` shows both. "
             "If that is what you want, call init(MPI.COMM_WORLD)"
+        )
+
+
+def _check_other_launcher(library: str) -> None:
+    """Raise where torchrun has started the ranks: MPI knows nothing of them, and each trains alone."""
+    rank, launched = config.torchrun_rank()
+    if rank is not None and launched is not None and launched > 1:
+        raise JobError(
+            f"init: RANK={rank} and WORLD_SIZE={launched} are set, as torchrun does, but {library} takes "
+            f"each process for a job of its own: start the program with mpirun -n {launched}, not with "
+            "torchrun. If a world of one rank is what you want, call init(MPI.COMM_WORLD)"
         )
 
 

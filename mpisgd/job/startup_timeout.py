@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator
 
 from mpisgd import config
 from mpisgd.core import wait_registry
-from mpisgd.monitor.console import print_to_user
+from mpisgd.core.service_thread import ServiceThread
+from mpisgd.core.standard_error import print_to_user
 from mpisgd.monitor.rank_snapshot import MONITOR_THREAD, stack_of
 
 __all__ = ["set_alarm", "within"]
@@ -41,12 +42,12 @@ def within(
     limit_s = max(limit_s, LEAST_S)
     over, alarm = threading.Event(), set_alarm(limit_s + GRACE_S)
 
-    def watch() -> None:
+    def watch() -> bool:
         if not over.wait(limit_s):
-            print_to_user(_report(limit_s, what))
-            end(exit_code)
+            _end_late_job(limit_s, what, end, exit_code)
+        return False
 
-    thread = threading.Thread(target=watch, name=MONITOR_THREAD, daemon=True)
+    thread = ServiceThread(MONITOR_THREAD, watch)
     thread.start()
     try:
         yield
@@ -55,6 +56,15 @@ def within(
         thread.join()
         if alarm:
             signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _end_late_job(limit_s: float, what: str, end: Callable[[int], None], exit_code: int) -> None:
+    """Report where the job is, and end it, also where that raises."""
+    try:
+        print_to_user(_report(limit_s, what))
+        end(exit_code)
+    except Exception:
+        os._exit(exit_code)
 
 
 def _report(limit_s: float, what: str) -> str:

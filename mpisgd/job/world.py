@@ -12,6 +12,7 @@ from mpisgd.core.group import Group
 from mpisgd.core.topology import discover
 from mpisgd.core.waiting import set_oversubscribed
 from mpisgd.job.excepthook import ExceptHook
+from mpisgd.job.fault_report import FaultReport
 from mpisgd.job.group_factory import make_group
 from mpisgd.job.startup import load_mpi
 from mpisgd.monitor.console import ConsoleLock
@@ -44,6 +45,7 @@ class Job:
         console: held by the rank of a host that prints.
         monitor: tells what the other ranks are doing.
         failure_detector: notices the loss of a rank, where the job survives that.
+        faults: names the rank and its place where a process ends by a fault.
         complaint: about the job's profile, to be told to the user; "" for none.
         groups: all that were made, the world first.
         names: numbers of the groups without a name.
@@ -63,6 +65,7 @@ class Job:
     console: ConsoleLock
     monitor: StallMonitor
     failure_detector: "FailureDetector | None"
+    faults: FaultReport
     complaint: str = ""
     groups: list[Group] = field(default_factory=list)
     names: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
@@ -109,7 +112,10 @@ def _make_with(
         costs=costs,
     )
     console = ConsoleLock(communicator)
-    hooks = ExceptHook(communicator, topology, console, abort)
+    # The queue is of no use to `hooks` once the world is closed, its counter is.
+    consistency = world.queue.consistency
+    hooks = ExceptHook(communicator, topology, console, abort, lambda: consistency.number)
+    faults = FaultReport(communicator.rank, communicator.size, topology.hostnames[topology.node_rank])
     groups = [world]
     collector = StateCollector(communicator, topology, groups, threads_allowed=threads_allowed)
     watchdog = Watchdog(
@@ -121,6 +127,7 @@ def _make_with(
         revoke=None if detector is None else detector.revoke,
     )
     monitor = StallMonitor(collector, watchdog)
+    faults.install()
     if detector is not None:
         here = [collector.processes[rank] for rank in topology.nodes[topology.node_rank]]
         detector.enable_abort(here, topology.local_rank)
@@ -135,6 +142,7 @@ def _make_with(
         console,
         monitor,
         detector,
+        faults,
         complaint,
         groups,
     )

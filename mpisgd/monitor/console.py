@@ -2,20 +2,18 @@
 
 import contextlib
 import fcntl
-import io
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from mpisgd.transport.ipc.memfd import open_shared
 
 if TYPE_CHECKING:
     from mpisgd.transport.mpi import Communicator
 
-__all__ = ["ConsoleLock", "print_error", "print_to_user"]
+__all__ = ["ConsoleLock"]
 
 POLL_S = 0.02
 
@@ -96,27 +94,3 @@ class ConsoleLock:
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
-
-
-def print_to_user(text: str) -> None:
-    """Print what the user should know about the job, in one piece."""
-    print_error(f"mpisgd: {text}")
-
-
-def print_error(text: str) -> None:
-    """Print whole lines on the standard error, in one write.
-
-    `print` writes the end of the last line by itself, and mpirun puts what it has to say in between.
-    """
-    stream = _standard_error()
-    stream.write(f"{text}\n")
-    stream.flush()
-
-
-def _standard_error() -> TextIO:
-    """Return the standard error of the process: torch.distributed's hook collects what others print.
-
-    It would put its own mark in front of it after they return, and we do not.
-    """
-    collected = isinstance(sys.stderr, io.StringIO)
-    return sys.__stderr__ if collected and sys.__stderr__ is not None else sys.stderr

@@ -8,8 +8,9 @@ have come to their end (`stuck_ranks`):
     rank 1   waits in group B, operation 3, for rank 0    (rank 0 has begun 2 operations of B)
     rank 2   runs its own code: able, but it is not what they wait for
 
-In doubt a rank is able: one that does not answer, a wait of which too little is known, a thread of the user's
-that communicates, a transfer for which both sides are there and which may only be slow.
+In doubt a rank is able: one that does not answer, a wait of which too little is known or which has a limit
+of its own, a thread of the user's that may communicate (`idle_threads`), a transfer for which both sides are
+there and which may only be slow.
 
 A rank that has waited for a while asks what all others do; of the ranks of a host the lowest that waits does.
 When it finds ranks that can never go on, and the same ones unmoved a second later, it sends them a notice:
@@ -26,10 +27,11 @@ from mpisgd.core import wait_registry
 from mpisgd.core.wait_registry import Message
 from mpisgd.errors import Deadlock
 from mpisgd.monitor.hang_report import failed_thread_lines, for_whom, place
+from mpisgd.monitor.mailbox_pages import NOTICE_BYTES
 from mpisgd.monitor.rank_state import LEFT, WAITS, RankState, Wait, group_key
 from mpisgd.monitor.state_collector import StateCollector
 
-__all__ = ["DeadlockDetector", "describe_deadlock", "fingerprint", "stuck_ranks"]
+__all__ = ["DeadlockDetector", "describe_deadlock", "encode_notice", "fingerprint", "stuck_ranks"]
 
 FIRST_S = 2.0  # who has waited so long asks what the others do
 SURE_S = 1.0  # between the two times
@@ -57,7 +59,7 @@ def stuck_ranks(states: Sequence[RankState]) -> set[int]:
 
 def _can_end(wait: Wait, rank: int, known: Mapping[int, RankState], able: set[int]) -> bool:
     """Return whether able ranks, or nobody at all, can end a wait of `rank`."""
-    if wait.mpi_call:
+    if wait.mpi_call or wait.own_limit:
         return True
     if wait.message is not None:
         return _can_arrive(wait.message, rank, known, able)
@@ -102,6 +104,19 @@ def describe_deadlock(states: Sequence[RankState], stuck: set[int]) -> str:
     return "\n".join([*lines, *failed_thread_lines(states)])
 
 
+def encode_notice(text: str, serials: Sequence[tuple[int, Sequence[int]]]) -> bytes:
+    """Return the notice of a deadlock, with as much of the text as there is room for.
+
+    Args:
+        text: for the error, in lines.
+        serials: of the waits that are to end, by rank.
+    """
+    lines = text.splitlines()
+    while len(notice := json.dumps(["\n".join(lines), serials]).encode()) > NOTICE_BYTES and len(lines) > 2:
+        lines = [*lines[: len(lines) // 2], "  ... and others"]
+    return notice
+
+
 class DeadlockDetector:
     """The deadlock detector of one rank; works on the monitor's thread, which calls it about once a second.
 
@@ -144,7 +159,7 @@ class DeadlockDetector:
             self._next_s = time.monotonic() - self._since_s + SURE_S  # seen for the first time
             return
         serials = [(rank, [wait.serial for wait in states[rank].waits]) for rank in stuck]
-        text = json.dumps([describe_deadlock(states, stuck), serials]).encode()
+        text = encode_notice(describe_deadlock(states, stuck), serials)
         self._collector.notify(text, stuck - {self._collector.rank})
         self._notices.append((time.monotonic(), text))
         self._carry_out_notices()

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from mpisgd.arguments import ranks_text
 from mpisgd.core import waiting
+from mpisgd.core.service_thread import ServiceThread
 from mpisgd.errors import CollectiveTimeout, MpisgdError, PeerLost
 from mpisgd.monitor.process_inspector import ProcessIdentity, is_gone, is_stopped_or_gone
 from mpisgd.transport.mpi import OVERDUE, revoke_all, set_apart
@@ -55,19 +56,22 @@ class FailureDetector:
 
     def _start(self) -> None:
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="mpisgd failure detector", daemon=True)
+        self._has_failed = self._is_retired
+        self._thread = ServiceThread("mpisgd failure detector", self._serve)
         self._thread.start()
 
-    def _run(self) -> None:
-        has_failed = self._is_retired
-        while not self._stopped.wait(POLL_S):
-            if self._aborted is not None and not self._is_aborting and self._aborted.is_revoked():
-                # Each waits for the ranks behind it alone, or all would wait for each other.
-                self._exit([*filter(is_stopped_or_gone, self._before), *self._behind], 0)
-            if has_failed:
-                self._communicator.lost()  # MPI's messages move
-            else:
-                has_failed = self._check()
+    def _serve(self) -> bool:
+        """One round of the thread."""
+        if self._stopped.wait(POLL_S):
+            return False
+        if self._aborted is not None and not self._is_aborting and self._aborted.is_revoked():
+            # Each waits for the ranks behind it alone, or all would wait for each other.
+            self._exit([*filter(is_stopped_or_gone, self._before), *self._behind], 0)
+        if self._has_failed:
+            self._communicator.lost()  # MPI's messages move
+        else:
+            self._has_failed = self._check()
+        return True
 
     def _check(self) -> bool:
         """Return whether there is a failure; every wait is ended then."""
@@ -142,8 +146,7 @@ class FailureDetector:
     def stop(self) -> None:
         """End the thread."""
         self._stopped.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
+        self._thread.join_from_others()
 
 
 def _end_waits(error: MpisgdError) -> None:

@@ -6,11 +6,13 @@ beats before all ranks have come so far in MPI_Init that they know what a heartb
 of 240 starts); and MPI's end waits for it for ever.
 """
 
+import functools
 import os
 import threading
 from collections.abc import Callable, Mapping
 
 from mpisgd import config
+from mpisgd.core.service_thread import ServiceThread
 
 __all__ = ["is_enabled", "settings", "start", "stop"]
 
@@ -28,7 +30,7 @@ SETTINGS = {
 }
 
 _stopped = threading.Event()
-_thread: threading.Thread | None = None
+_thread: ServiceThread | None = None
 
 
 def settings(env: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -56,7 +58,7 @@ def start(progress: Callable[[], None]) -> None:
     global _thread
     if _thread is None:
         _stopped.clear()
-        _thread = threading.Thread(target=_run, args=(progress,), name="mpisgd heartbeat", daemon=True)
+        _thread = ServiceThread("mpisgd heartbeat", functools.partial(_beat, progress))
         _thread.start()
 
 
@@ -69,6 +71,9 @@ def stop() -> None:
         _thread = None
 
 
-def _run(progress: Callable[[], None]) -> None:
-    while not _stopped.wait(CALL_S):
-        progress()
+def _beat(progress: Callable[[], None]) -> bool:
+    """One round of the thread."""
+    if _stopped.wait(CALL_S):
+        return False
+    progress()
+    return True

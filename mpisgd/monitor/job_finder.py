@@ -3,18 +3,23 @@
 Each rank keeps the file of its host's mailboxes open. It has a name only in /proc, where the kernel shows it,
 and opens it, to the user whose process it is and to nobody else; nothing is left when the ranks end. Whoever
 has opened it asks the ranks as they ask each other. A rank that does not answer is described from outside.
+
+Any process of the same user can have such a file, also one in a sandbox that this one is not in. So nothing
+that is read there is believed beyond what it says of its own processes: see `Mailboxes` and `decode`.
 """
 
 import contextlib
+import fcntl
 import mmap
 import os
 import pwd
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from pathlib import Path
 from typing import NamedTuple
 
+from mpisgd.arguments import printable
 from mpisgd.errors import JobError
 from mpisgd.monitor import process_inspector
 from mpisgd.monitor.mailbox_pages import MAILBOX_NAME, SHARE_BYTES, Introduction, MailboxPages, Steps
@@ -27,6 +32,8 @@ LINK = f"/memfd:{MAILBOX_NAME} (deleted)"
 ANSWER_S = 1.0
 SURE_S = 0.2  # whom the kernel then says to be stopped or gone will not answer
 POLL_S = 0.005
+MAX_RANKS = 4096  # of a host
+MAX_PID = 2**22  # of Linux
 LAUNCHERS = {"mpirun", "mpiexec", "prterun", "prted", "orted", "mpiexec.hydra", "hydra_pmi_proxy"}
 
 
@@ -98,7 +105,11 @@ def _told_by(member: Member, stamp: int) -> RankState | None:
     if not is_answering and not process_inspector.is_stopped_or_gone(process):
         return RankState(rank, pid=process.pid, state=RUNS)
     text = member.pages.answer_from(member.place, stamp)
-    return None if text is None else decode(text)[0]
+    with contextlib.suppress(ValueError):  # no state: it does not answer, then
+        (state,) = decode(text or b"")
+        if state.rank == rank:
+            return state
+    return None
 
 
 def _is_over(member: Member) -> bool:
@@ -113,10 +124,11 @@ def find_jobs() -> list[FoundJob]:
     """
     by_job: dict[int, list[Member]] = defaultdict(list)
     others = 0
-    for memory in _mailboxes():
+    for memory, holders in _mailboxes():
         pages = MailboxPages(memory, range(len(memory) // SHARE_BYTES))
         for place in pages.ranks:
-            if (who := pages.introduction(place)) is None:
+            who = pages.introduction(place)
+            if who is None or not _is_its_own(Member(who, pages, place), holders):
                 others += 1
             else:
                 by_job[who.job].append(Member(who, pages, place))
@@ -128,22 +140,49 @@ def find_jobs() -> list[FoundJob]:
     return jobs
 
 
-def _mailboxes() -> Iterator[mmap.mmap]:
+def _is_its_own(member: Member, holders: Set[int]) -> bool:
+    """Return whether the rank of a mailbox is a process that has the file open, or is none any more."""
+    pid = member.who.process.pid
+    return pid in holders or (0 < pid <= MAX_PID and _is_over(member))
+
+
+class Mailboxes(NamedTuple):
+    """Memory of mailboxes, and the processes that have it open: nobody else can be a rank in it."""
+
+    memory: mmap.mmap
+    holders: set[int]
+
+
+def _mailboxes() -> Iterator[Mailboxes]:
     """Return the memory of each host's mailboxes; several processes have the same file open."""
-    seen = set()
+    paths: dict[tuple[int, int], Path] = {}
+    holders: dict[tuple[int, int], set[int]] = defaultdict(set)
     for process in _processes(os.getuid()):
         for path in _descriptors(process):
-            with contextlib.suppress(OSError, ValueError):
-                if os.readlink(path) != LINK or (file := _identity(path)) in seen:
-                    continue
-                seen.add(file)
-                fd = os.open(path, os.O_RDWR)
-                try:
-                    status = os.fstat(fd)
-                    if status.st_uid == os.getuid():  # what is read there is unpickled
-                        yield mmap.mmap(fd, status.st_size)
-                finally:
-                    os.close(fd)
+            with contextlib.suppress(OSError):
+                if os.readlink(path) == LINK:
+                    file = _identity(path)
+                    paths[file] = path
+                    holders[file].add(int(process.name))
+    for file, path in paths.items():
+        with contextlib.suppress(OSError, ValueError):
+            fd = os.open(path, os.O_RDWR)
+            try:
+                if _is_mailbox(fd, file):
+                    yield Mailboxes(mmap.mmap(fd, os.fstat(fd).st_size), holders[file])
+            finally:
+                os.close(fd)
+
+
+def _is_mailbox(fd: int, file: tuple[int, int]) -> bool:
+    """Return whether it is this user's, and memory that cannot shrink while it is looked at."""
+    status = os.fstat(fd)
+    return (
+        (status.st_dev, status.st_ino) == file
+        and status.st_uid == os.getuid()
+        and status.st_size in range(SHARE_BYTES, MAX_RANKS * SHARE_BYTES + 1, SHARE_BYTES)
+        and bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+    )
 
 
 def _processes(uid: int | None) -> Iterator[Path]:
@@ -201,7 +240,7 @@ def _command(job: FoundJob) -> str:
     for pid in job.pids:
         with contextlib.suppress(OSError):
             words = (PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            return " ".join(words).strip()
+            return printable(" ".join(words).strip())
     return "?"
 
 

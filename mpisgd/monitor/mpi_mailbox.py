@@ -122,6 +122,8 @@ class MpiMailbox:
                 act()
             except MpisgdError:
                 self._is_closed = True
+                pending = self._receives + self._sends  # MPI may still write to their memory
+                self._communicator.abandon([request for request, _ in pending], pending)
 
     def _receive(self) -> None:
         self._sends = [each for each in self._sends if not self._communicator.poll([each[0]])]
@@ -129,12 +131,13 @@ class MpiMailbox:
             src, tag, nbytes = found
             memory = torch.empty(nbytes, dtype=torch.uint8)
             self._receives.append((self._communicator.irecv(memory, src, tag), memory))
-        receives, self._receives = self._receives, []
-        for request, memory in receives:
+        pending = []
+        for request, memory in self._receives:
             if self._communicator.poll([request]):
                 self._sort(pickle.loads(memory.numpy().tobytes()))
             else:
-                self._receives.append((request, memory))
+                pending.append((request, memory))
+        self._receives = pending  # only now: where MPI refuses midway, all of them are kept
 
     def _sort(self, message: Question | Answer | bytes) -> None:
         """Put what has come where it belongs."""

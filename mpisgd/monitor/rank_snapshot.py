@@ -16,8 +16,9 @@ import torch
 
 from mpisgd.accelerator.runtime import runtime
 from mpisgd.core import wait_registry
-from mpisgd.core.wait_registry import RegisteredWait, WaitReason
+from mpisgd.core.wait_registry import RegisteredWait, RunningCallback, WaitReason
 from mpisgd.errors import MpisgdError
+from mpisgd.monitor.idle_threads import may_communicate
 from mpisgd.monitor.rank_state import RUNS, WAITS, RankState, Wait, group_key
 
 if TYPE_CHECKING:
@@ -65,11 +66,12 @@ def take_snapshot(
         stacks: whether they are wanted.
     """
     frames = sys._current_frames()
-    threads = threading.enumerate()
-    names = {thread.ident or 0: thread.name for thread in threads}
+    threads = {thread.ident or 0: thread for thread in threading.enumerate()}
+    names = {ident: thread.name for ident, thread in threads.items()}
     opened = _open_groups(groups)
-    waits = tuple(_waits(opened, frames, names))
-    waiting = {wait.thread for wait in waits}
+    by_thread = _waits(opened, frames, names)
+    waits = tuple(sorted(by_thread.values(), key=lambda wait: -wait.waited_s))
+    others = [ident for ident in frames if ident not in by_thread and names.get(ident) != MONITOR_THREAD]
     return RankState(
         rank,
         host,
@@ -80,7 +82,7 @@ def take_snapshot(
         {group_key(group.ranks, group.ordinal): queue.consistency.number for group, queue, _ in opened},
         tuple(message for _, _, messages in opened for message in messages.in_flight()),
         any(may_work() for may_work in list(wait_registry.workers.values()))
-        or any(_may_communicate(thread, frames) for thread in threads if thread.name not in waiting),
+        or any(may_communicate(threads.get(ident), ident, frames[ident]) for ident in others),
         sum(queue.consistency.number + messages.num_ended for _, queue, messages in opened),
         tuple(reported),
         tuple(
@@ -91,27 +93,10 @@ def take_snapshot(
     )
 
 
-def _may_communicate(thread: threading.Thread, frames: Mapping[int, FrameType]) -> bool:
-    """Return whether a thread that is not in one of our waits may go on to communicate, as far as is known.
-
-    One of our own does unless it is idle. One of the user's does if it ever has; if it has not, it is taken
-    to be about to while it runs code of the program.
-    """
-    frame = frames.get(thread.ident or 0)
-    if thread is threading.main_thread() or thread.name == MONITOR_THREAD or frame is None:
-        return False
-    if thread.ident in wait_registry.workers:  # they tell it themselves
-        return False
-    idle = frame.f_code.co_filename.startswith(STANDARD_LIBRARY)
-    if thread.name.startswith("mpisgd"):
-        return not idle
-    return wait_registry.has_communicated(thread) or (not idle and bool(_site(frame)))
-
-
 def _waits(
     groups: Sequence[_OpenGroup], frames: Mapping[int, FrameType], names: Mapping[int, str]
-) -> list[Wait]:
-    """Return one entry per waiting thread, the longest wait first."""
+) -> dict[int, Wait]:
+    """Return one entry per waiting thread, by its identifier: threads may have the same name."""
     mpi_calls = dict(wait_registry.mpi_calls)
     by_thread: dict[int, list[RegisteredWait]] = collections.defaultdict(list)
     for registered in wait_registry.registered():
@@ -120,13 +105,16 @@ def _waits(
     for group, queue, _ in groups:
         if (running := queue.running) is not None:
             operations[running.thread] = running, group, queue
-    found = []
+    found: dict[int, Wait] = {}
     for thread in by_thread.keys() | mpi_calls.keys():
-        wait = _wait(by_thread.get(thread, []), mpi_calls.get(thread), operations.get(thread))
+        found[thread] = _wait(by_thread.get(thread, []), mpi_calls.get(thread), operations.get(thread))
+    for thread, callback in dict(wait_registry.callbacks).items():
+        found.setdefault(thread, _wait_of_callback(callback))
+    for thread, wait in found.items():
         site = wait.site or _site(frames.get(thread))
         is_main = thread == threading.main_thread().ident
-        found.append(replace(wait, site=site, thread=names.get(thread, str(thread)), is_main=is_main))
-    return sorted(found, key=lambda wait: -wait.waited_s)
+        found[thread] = replace(wait, site=site, thread=names.get(thread, str(thread)), is_main=is_main)
+    return found
 
 
 def _wait(
@@ -151,9 +139,26 @@ def _wait(
         reason = WaitReason(what, group.name, (), group.ranks, check.number, group.ordinal)
     else:
         reason = WaitReason(f"MPI {call}" if call else "other ranks")
-    serial = wait_registry.serial_of(since_s)
     return Wait(
-        **vars(reason), site=site, waited_s=now_s - since_s, timeout_s=timeout_s, mpi_call=call, serial=serial
+        **vars(reason),
+        site=site,
+        waited_s=now_s - since_s,
+        timeout_s=timeout_s,
+        mpi_call=call,
+        serial=wait_registry.serial_of(since_s),
+        own_limit=any(wait.own_limit for wait in registered),
+    )
+
+
+def _wait_of_callback(callback: RunningCallback) -> Wait:
+    """Return what a callback of the program is for those that wait for its end."""
+    return Wait(
+        f"a callback on the future of {callback.name}",
+        callback.group,
+        waited_s=time.monotonic() - callback.since_s,
+        timeout_s=callback.timeout_s,
+        serial=wait_registry.serial_of(callback.since_s),
+        own_limit=True,
     )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from mpisgd import config
+from mpisgd.core.standard_error import print_to_user
 from mpisgd.monitor.mailbox_pages import (
     ANSWER,
     ASKED,
@@ -127,10 +128,15 @@ class ShmMailbox(MailboxPages):
     def notify(self, text: bytes, ranks: Collection[int]) -> None:
         """Put a text where all ranks of the segment find it, and wake some.
 
-        One longer than NOTICE_BYTES has no room here: the others' waits end at their timeouts then.
+        One longer than NOTICE_BYTES has no room here, which is said: waits end at their timeouts then.
         """
         here = [rank for rank in ranks if rank in self._words]
-        if len(text) <= NOTICE_BYTES and here:
+        if here and len(text) > NOTICE_BYTES:
+            print_to_user(
+                f"a notice of {len(text)} bytes to {len(here)} ranks is longer than its mailbox: waits "
+                "that can never end do so at their timeouts"
+            )
+        elif here:
             self._write(NOTICE, time.monotonic_ns(), text)
             self.ask(here)
 

@@ -1,12 +1,10 @@
 """`StallMonitor`: the thread of each process that answers what it does and checks its long waits."""
 
-import threading
 import time
-import traceback
 from typing import TYPE_CHECKING
 
 from mpisgd.core import wait_registry
-from mpisgd.monitor.console import print_to_user
+from mpisgd.core.service_thread import ServiceThread
 from mpisgd.monitor.deadlock_detector import DeadlockDetector
 from mpisgd.monitor.rank_snapshot import MONITOR_THREAD
 from mpisgd.monitor.rank_state import RankState, group_key
@@ -34,11 +32,10 @@ class StallMonitor:
         self.watchdog = watchdog
         self._detector = DeadlockDetector(self.collector)
         self._next_check_s = 0.0
-        self._has_failed = False
         self._is_over = False
-        self._thread: threading.Thread | None = None
+        self._thread: ServiceThread | None = None
         if len(collector.processes) > 1:
-            self._thread = threading.Thread(target=self._serve, name=MONITOR_THREAD, daemon=True)
+            self._thread = ServiceThread(MONITOR_THREAD, self._serve, what="the stall monitor")
             self._thread.start()
             wait_registry.on_timeout = self.watchdog.on_timeout
 
@@ -52,18 +49,13 @@ class StallMonitor:
         states = self.collect()
         return [i for i, rank in enumerate(group.ranks) if states[rank].num_begun.get(key, 0) < number]
 
-    def _serve(self) -> None:
-        """The thread. An error in it is reported once; without it waits would neither be seen nor end."""
-        while not self._is_over:
-            asked = self.collector.shm.asked()
-            try:
-                self._run_once()
-            except Exception:
-                if not self._has_failed:
-                    self._has_failed = True
-                    trace = traceback.format_exc().rstrip()
-                    print_to_user(f"the stall monitor has failed, and tries again:\n{trace}")
+    def _serve(self) -> bool:
+        """One round of the thread, without which waits would neither be seen nor end."""
+        asked = self.collector.shm.asked()
+        if not self._is_over:
+            self._run_once()
             self.collector.sleep_until_asked(asked)
+        return not self._is_over
 
     def _run_once(self) -> None:
         self.collector.answer()
@@ -77,8 +69,8 @@ class StallMonitor:
         wait_registry.on_timeout = None
         self._is_over = True
         self.collector.close()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(ANSWER_S)
+        if self._thread is not None:
+            self._thread.join_from_others(ANSWER_S)
 
     def free(self) -> None:
         """Give the communicator back. Collective."""

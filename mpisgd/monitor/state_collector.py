@@ -34,6 +34,17 @@ ASKED_PER_HOST = 3
 REMOTE_S = QUESTIONS_S + ANSWER_S + 1.5
 
 
+UNREADABLE = "what it answers cannot be read: another process has written into its memory"
+
+
+def _decoded(text: bytes) -> list[RankState]:
+    """Return the states of a message, none where it is none."""
+    try:
+        return decode(text)
+    except ValueError:
+        return []
+
+
 class StateCollector:
     """The questions and answers of one rank. Making one is collective over the job.
 
@@ -129,7 +140,7 @@ class StateCollector:
         while True:
             for rank in list(missing):
                 if (text := self.shm.answer_from(rank, number)) is not None:
-                    states += decode(text)
+                    states += _decoded(text) or [self._unheard(rank, UNRESPONSIVE, UNREADABLE)]
                 elif self.shm.has_left(rank):
                     states.append(self._unheard(rank, LEFT))
                 else:
@@ -155,7 +166,7 @@ class StateCollector:
 
         while not all(map(answers, self._others)) and time.monotonic() < deadline_s:
             self.sleep(POLL_S)
-        return [state for domain in self._others for text in answers(domain) for state in decode(text)]
+        return [state for domain in self._others for text in answers(domain) for state in _decoded(text)]
 
     def _unreached(self, rank: int) -> RankState:
         why = "does not answer: it is stopped or gone, or its host cannot be reached"

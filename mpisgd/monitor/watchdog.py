@@ -16,7 +16,8 @@ import zlib
 from collections.abc import Callable, Sequence
 
 from mpisgd.core import wait_registry, waiting
-from mpisgd.monitor.console import ConsoleLock, print_to_user
+from mpisgd.core.standard_error import print_to_user
+from mpisgd.monitor.console import ConsoleLock
 from mpisgd.monitor.hang_report import activity, for_whom, hang_report, main_wait, missing, place
 from mpisgd.monitor.rank_state import WAITS, RankState, Wait, group_key
 from mpisgd.monitor.state_collector import StateCollector

@@ -8,6 +8,7 @@ from mpisgd.dtypes import ReduceOp
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.optim.broadcast import Parameters, name_tensors
 from mpisgd.optim.parameter_names import agree_on
+from mpisgd.sharding.layerwise.offload_parameters import without_streamed
 
 __all__ = ["average_parameters"]
 
@@ -34,9 +35,10 @@ def average_parameters(params: Parameters, group: Group | None = None) -> None:
     """
     group = group_or_world(group)
     named = [(name, value) for name, value in name_tensors(NAME, params) if _has_mean(value)]
+    in_memory = [tensor for _, tensor in without_streamed(NAME, named, group)]
     agree_on(NAME, named, group)
-    for device in dict.fromkeys(tensor.device for _, tensor in named):
-        alike = [tensor for _, tensor in named if tensor.device == device]
+    for device in dict.fromkeys(tensor.device for tensor in in_memory):
+        alike = [tensor for tensor in in_memory if tensor.device == device]
         all_reduce_coalesced(alike, ReduceOp.AVG, group)
 
 

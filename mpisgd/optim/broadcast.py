@@ -15,6 +15,8 @@ from mpisgd.errors import InvalidArgument
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.method_state import ENTRY, HasOwnState
 from mpisgd.optim.parameter_names import agree_on
+from mpisgd.sharding.layerwise.offload_parameters import without_streamed
+from mpisgd.strategies.sharded.forward_overlap import wait_for_parameters
 
 __all__ = [
     "Parameters",
@@ -51,8 +53,9 @@ def broadcast_parameters(params: Parameters, src: int = 0, group: Group | None =
     group = group_or_world(group)
     root = group.group_rank("broadcast_parameters", "src", src)
     named = name_tensors("broadcast_parameters", params)
+    in_memory = without_streamed("broadcast_parameters", named, group)
     agree_on("broadcast_parameters", named, group, root=root)
-    broadcast_tensors([value for _, value in named if isinstance(value, Tensor)], src, group)
+    broadcast_tensors([value for _, value in in_memory if isinstance(value, Tensor)], src, group)
     others = {name: value for name, value in named if not isinstance(value, Tensor)}
     if others:
         assert isinstance(params, MutableMapping)
@@ -69,6 +72,7 @@ def name_tensors(name: str, params: Parameters) -> list[tuple[str, Any]]:
     Raises:
         InvalidArgument: they are something else.
     """
+    wait_for_parameters()
     if isinstance(params, torch.nn.Module):
         return [*params.named_parameters(), *params.named_buffers()]
     if isinstance(params, Mapping):

@@ -42,6 +42,7 @@ from mpisgd.method_state import (
 from mpisgd.optim.compressed_average import CompressedAverage
 from mpisgd.optim.distributed import DEFAULT_BUCKET_CAP_BYTES
 from mpisgd.optim.parameter_names import agree_on, name_parameters
+from mpisgd.sharding.layerwise.offload_parameters import check_in_memory
 
 __all__ = ["CompressedMomentumOptimizer", "Kept", "Trained", "adam_defaults", "denominator", "update_moments"]
 
@@ -166,6 +167,7 @@ class CompressedMomentumOptimizer(torch.optim.Optimizer, abc.ABC):
         for name, param in named:
             if not param.is_floating_point():
                 raise UnsupportedTensor(f"{kind}: {name} is {param.dtype}; expected a floating dtype")
+        check_in_memory(kind, named)
         with owned_by(self._owner):
             agree_on(kind, named, self.group, extra=f"{self._agreed}, {settings}")
         return named

@@ -331,8 +331,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         training = self._synchronizer.training
         named = [*training.named, *name_parameters(self, None)[len(training.named) :]]
         with owned_by(self._owner):
-            agree_on("add_param_group", named, training.group)
-            self._synchronizer.extend(named)
+            try:
+                agree_on("add_param_group", named, training.group)
+                self._synchronizer.extend(named)
+            except InvalidArgument:  # which is raised before anything has changed
+                self.param_groups.pop()
+                raise
             self._keeper.extended()
             self._window.use(self._synchronizer.gradients)
             self._window.cover(named)

@@ -21,6 +21,8 @@ from mpisgd.errors import InvalidArgument, OutOfSync, UnsupportedTensor
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.optim.fingerprint import fingerprints
 from mpisgd.optim.parameter_names import agree_on, describe, name_parameters
+from mpisgd.sharding.layerwise.offload_parameters import without_streamed
+from mpisgd.strategies.sharded.forward_overlap import wait_for_parameters
 
 __all__ = ["check_in_sync", "check_tensors_in_sync"]
 
@@ -50,7 +52,9 @@ def check_in_sync(state: State, group: Group | None = None) -> None:
 
     Cost: one pass over the tensors, at best 4 GB/s on one core (AMD EPYC), and one small exchange.
     """
-    check_tensors_in_sync(_entries(state), group_or_world(group))
+    wait_for_parameters()
+    group = group_or_world(group)
+    check_tensors_in_sync(without_streamed(NAME, _entries(state), group), group)
 
 
 def check_tensors_in_sync(named: Sequence[tuple[str, Any]], group: Group) -> None:

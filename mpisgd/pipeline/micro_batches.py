@@ -9,7 +9,17 @@ from torch import Tensor
 from mpisgd.arguments import shown
 from mpisgd.errors import InvalidArgument
 
-__all__ = ["Batch", "RowSpec", "as_tensors", "num_rows_of", "row_counts", "spec_of", "split_rows"]
+__all__ = [
+    "Batch",
+    "RowSpec",
+    "as_tensors",
+    "joined",
+    "num_rows_of",
+    "row_counts",
+    "spec_of",
+    "split_rows",
+    "split_targets",
+]
 
 Tensors = tuple[Tensor, ...]
 RowSpec = tuple[tuple[tuple[int, ...], str], ...]  # shape of a row and dtype, of each tensor
@@ -88,3 +98,18 @@ def split_rows(tensors: Tensors, counts: Sequence[int]) -> list[Tensors]:
     """Return the tensors of each micro-batch: views of their rows."""
     parts = [torch.split(tensor, list(counts)) for tensor in tensors]
     return list(zip(*parts, strict=True))
+
+
+def split_targets(targets: Any, counts: Sequence[int]) -> list[Any]:
+    """Return the targets of each micro-batch, a tensor where one was given."""
+    parts = split_rows(as_tensors("targets", targets), counts)
+    return list(parts) if isinstance(targets, (tuple, list)) else [part[0] for part in parts]
+
+
+def joined(outputs: Sequence[Any]) -> Any:
+    """Return the outputs of micro-batches as those of the batch; None where there are none."""
+    if not outputs:
+        return None
+    if isinstance(outputs[0], Tensor):
+        return torch.cat(list(outputs))
+    return tuple(torch.cat(parts) for parts in zip(*outputs, strict=True))

@@ -27,8 +27,10 @@ from mpisgd.pipeline.messages import PipelineMessages
 from mpisgd.pipeline.micro_batches import (
     Batch,
     as_tensors,
+    joined,
     row_counts,
     split_rows,
+    split_targets,
 )
 from mpisgd.pipeline.model_parts import Stages
 from mpisgd.pipeline.recording import Recording, gather_recording
@@ -223,7 +225,7 @@ class Pipeline:
         with self._telling_failures():
             worker.run(_forward_actions(shape, self._group.rank), batch)
             self._messages.settle()
-        return _joined([worker.outputs[number] for number in sorted(worker.outputs)])
+        return joined([worker.outputs[number] for number in sorted(worker.outputs)])
 
     def close(self) -> None:
         """Flush, and free what the pipeline communicates through; the modules stay. Collective.
@@ -341,7 +343,7 @@ class Pipeline:
             self._num_steps * len(counts),
             counts,
             split_rows(as_tensors("inputs", inputs), counts) if self._is_first else (),
-            _split_targets(targets, counts) if self._is_last and trains else (),
+            split_targets(targets, counts) if self._is_last and trains else (),
             trains,
         )
 
@@ -389,12 +391,6 @@ def _described(action: Action) -> str:
     return f"stage {action.stage}, {name}{of}"
 
 
-def _split_targets(targets: Any, counts: Sequence[int]) -> list[Any]:
-    """Return the targets of each micro-batch, a tensor where one was given."""
-    parts = split_rows(as_tensors("targets", targets), counts)
-    return list(parts) if isinstance(targets, (tuple, list)) else [part[0] for part in parts]
-
-
 def _forward_actions(shape: PipelineShape, rank: int) -> list[Action]:
     """Return the forwards of a rank alone: a stage takes micro-batch b in slot b plus its number."""
     passes = [
@@ -404,12 +400,3 @@ def _forward_actions(shape: PipelineShape, rank: int) -> list[Action]:
     ]
     passes.sort(key=lambda each: (each.micro_batch + each.stage, each.stage))
     return with_messages(passes, rank, shape)
-
-
-def _joined(outputs: Sequence[Any]) -> Any:
-    """Return the outputs of micro-batches as those of the batch; None where there are none."""
-    if not outputs:
-        return None
-    if isinstance(outputs[0], Tensor):
-        return torch.cat(list(outputs))
-    return tuple(torch.cat(parts) for parts in zip(*outputs, strict=True))

@@ -18,6 +18,7 @@ def wait_patiently(
     about: Callable[[], WaitReason],
     *,
     ends_with_rank: bool = False,
+    own_limit: bool = False,
 ) -> bool:
     """Return True once `ready()` does, False when `limit_s` seconds are over.
 
@@ -29,17 +30,18 @@ def wait_patiently(
         limit_s: of the wait.
         about: tells the monitor what this wait is for.
         ends_with_rank: whether the loss of a rank ends it all the same, as between hosts.
+        own_limit: see `Backoff`.
 
     Raises:
         PeerLost: then.
     """
     if ends_with_rank:
-        return Backoff(limit_s).wait_for(ready, about=about)
+        return Backoff(limit_s, own_limit=own_limit).wait_for(ready, about=about)
     deadline_s = time.monotonic() + limit_s
     while True:
         left_s = deadline_s - time.monotonic()
         try:
-            return Backoff(max(0.0, left_s)).wait_for(ready, about=about)
+            return Backoff(max(0.0, left_s), own_limit=own_limit).wait_for(ready, about=about)
         except PeerLost:
             if left_s <= 0:
                 return False

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mpisgd.core.service_thread import ServiceThread
 from mpisgd.core.waiting import cancel_reason
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import UnsupportedOp
@@ -33,14 +34,14 @@ class Progress:
     def __init__(self) -> None:
         self._num_windows = 0
         self._stopped = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread: ServiceThread | None = None
 
     def start(self) -> None:
         """Note that a window is open."""
         self._num_windows += 1
         if self._thread is None:
             self._stopped.clear()
-            self._thread = threading.Thread(target=self._run, name="mpisgd window", daemon=True)
+            self._thread = ServiceThread("mpisgd window", self._serve)
             self._thread.start()
 
     def stop(self) -> None:
@@ -51,11 +52,13 @@ class Progress:
             self._thread.join()
             self._thread = None
 
-    def _run(self) -> None:
+    def _serve(self) -> bool:
         from mpisgd.transport.mpi import progress
 
-        while not self._stopped.wait(PROGRESS_S):
-            progress()
+        if self._stopped.wait(PROGRESS_S):
+            return False
+        progress()
+        return True
 
 
 _progress = Progress()

@@ -219,6 +219,7 @@ class Window:
                 limit_s,
                 lambda: self._awaited(place),
                 ends_with_rank=memory.ends_with_rank,
+                own_limit=timeout_s is not None,
             ):
                 who = ranks_text(self._awaited(place).awaited)
                 raise CollectiveTimeout(

@@ -10,6 +10,7 @@ from mpisgd.job.lifecycle import current_job
 from mpisgd.job.world import Job
 from mpisgd.rpc.agreement import Request, agree
 from mpisgd.rpc.worker import Worker
+from mpisgd.transport.tcp_store.network_store import NetworkStore
 from mpisgd.transport.tcp_store.store import open_store
 
 __all__ = ["init_rpc", "shutdown"]
@@ -112,6 +113,8 @@ def _store_of(job: Job) -> tuple[Store, int]:
 
 
 def _drop_store() -> None:
-    """Let the store go: between hosts rank 0 listens as long as it lives."""
+    """Let the store go: between hosts it has connections."""
     global _job_store
-    _job_store = None
+    dropped, _job_store = _job_store, None
+    if dropped is not None and isinstance(dropped.store, NetworkStore):
+        dropped.store.close()

@@ -10,9 +10,10 @@ import socket
 from collections.abc import Iterator
 
 import psutil
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import Store
 
 from mpisgd.errors import Unreachable
+from mpisgd.transport.tcp_store.network_store import NetworkStore
 
 __all__ = ["VARIABLE", "choose_interface", "preferred_interface", "source_address"]
 
@@ -25,10 +26,10 @@ def choose_interface(store: Store) -> str:
     """Return the name of the interface on which the ranks that share a store reach this one.
 
     Args:
-        store: in a file on one host; else a TCPStore, whose server's address all ranks have reached
+        store: in a file on one host; else one of which all ranks have reached rank 0's address
             (`mpisgd.transport.tcp_store.rendezvous`), and by the same way rank 0's host reaches them.
     """
-    address = source_address(store.host) if isinstance(store, TCPStore) else LOOPBACK
+    address = source_address(store.host) if isinstance(store, NetworkStore) else LOOPBACK
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address == address for entry in entries):
             return name

@@ -2,22 +2,35 @@
 
 The kernel lists all TCP connections in /proc/self/net, each with the number of its socket, and /proc/self/fd
 tells which of these are this process's own. Through a duplicate of its descriptor a socket can be given a
-filter, asked when it has last received something, or shut down.
+filter, asked when it has last received something, or disconnected.
 """
 
 import contextlib
+import ctypes
 import os
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Endpoint", "TcpSocket", "duplicate", "list_tcp_sockets", "milliseconds_since_data"]
+__all__ = [
+    "ESTABLISHED",
+    "Endpoint",
+    "TcpSocket",
+    "disconnect",
+    "duplicate",
+    "list_connections",
+    "list_tcp_sockets",
+    "milliseconds_since_data",
+    "retransmit_steadily",
+]
 
 TABLES = {"tcp": socket.AF_INET, "tcp6": socket.AF_INET6}
 LISTENS, ESTABLISHED = "0A", "01"  # of the kernel's states
+NOTHING_TO_READ = {"03", "06", "07"}  # half open, waiting for the end, closed
 LOCAL, REMOTE, STATE, INODE = 1, 2, 3, 9  # columns
+TCP_THIN_LINEAR_TIMEOUTS = 16  # of Linux, which Python has no name for
 LAST_DATA_RECEIVED = 52  # offset in the kernel's tcp_info, in milliseconds
 
 
@@ -32,7 +45,7 @@ class TcpSocket(NamedTuple):
     """A socket of this process.
 
     Attributes:
-        fd: its descriptor.
+        fd: its descriptor; -1 while the kernel has not handed it over yet.
         local: where it listens, or this end of its connection.
         remote: the other end; None of one that listens.
     """
@@ -44,15 +57,30 @@ class TcpSocket(NamedTuple):
 
 def list_tcp_sockets() -> list[TcpSocket]:
     """Return the sockets of this process that listen or are connected."""
+    return [found for state, found in _sockets() if state in (LISTENS, ESTABLISHED) and found.fd >= 0]
+
+
+def list_connections(locals_: Set[Endpoint]) -> list[TcpSocket]:
+    """Return the connections to some places where this process listens, from which something may be read.
+
+    Those whose other end has closed are among them: what it had sent is still there. And those that wait to
+    be accepted, or are about to be: they have no descriptor.
+    """
+    return [
+        found
+        for state, found in _sockets()
+        if found.remote and found.local in locals_ and state not in NOTHING_TO_READ
+    ]
+
+
+def _sockets() -> Iterator[tuple[str, TcpSocket]]:
+    """Yield the TCP sockets of this network namespace and their states; others' without descriptor."""
     descriptors = _socket_descriptors()
-    found = []
     for table, family in TABLES.items():
         for entry in _entries(table):
-            fd = descriptors.get(entry[INODE])
-            if fd is not None and entry[STATE] in (LISTENS, ESTABLISHED):
-                remote = None if entry[STATE] == LISTENS else _endpoint(entry[REMOTE], family)
-                found.append(TcpSocket(fd, _endpoint(entry[LOCAL], family), remote))
-    return found
+            remote = None if entry[STATE] == LISTENS else _endpoint(entry[REMOTE], family)
+            fd = descriptors.get(entry[INODE], -1)
+            yield entry[STATE], TcpSocket(fd, _endpoint(entry[LOCAL], family), remote)
 
 
 def _entries(table: str) -> Iterator[list[str]]:
@@ -100,3 +128,21 @@ def milliseconds_since_data(connection: socket.socket) -> int:
     """Return how long ago a connection has last received data."""
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, LAST_DATA_RECEIVED + 4)
     return int(struct.unpack_from("=I", info, LAST_DATA_RECEIVED)[0])
+
+
+def disconnect(connection: socket.socket) -> None:
+    """Reset a connection: what has come and was not read is gone, and nothing more comes.
+
+    `shutdown` would leave what has come to be read.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    nobody = struct.pack("=H14x", socket.AF_UNSPEC)
+    if ctypes.CDLL(None, use_errno=True).connect(connection.fileno(), nobody, len(nobody)) != 0:
+        raise OSError(ctypes.get_errno(), "cannot be disconnected")
+
+
+def retransmit_steadily(connection: socket.socket) -> None:
+    """Have a connection that is not heard send again every 0.2 s, instead of after ever longer times."""
+    connection.setsockopt(socket.IPPROTO_TCP, TCP_THIN_LINEAR_TIMEOUTS, 1)

@@ -1,11 +1,13 @@
 """torch's TensorPipe agent, made of what MPI knows: `torch.distributed.rpc.init_rpc` without a gloo group.
 
 torch brings an agent up with a gloo group, which listens on the network in a way of its own. Here the ranks
-exchange the same things by MPI. The only module of mpisgd that uses torch's private names of RPC.
+exchange the same things by MPI. With `signatures.py` the only module of mpisgd that uses torch's private
+names of RPC.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed.autograd
@@ -106,10 +108,69 @@ def divide_devices(
     return Devices(reverse, registry._create_device_list(devices[name], device_maps[name], reverse))
 
 
+class _AgentStore(Store):
+    """A store for one agent, which says when the agent that starts is about to publish something.
+
+    It publishes where it listens before it serves any connection, and waits until all others have, too:
+    between the two nobody is served yet.
+
+    Args:
+        store: that the agents share.
+        before_publishing: called whenever this agent sets a key, until `started`.
+    """
+
+    def __init__(self, store: Store, before_publishing: Callable[[], None]) -> None:
+        super().__init__()
+        self._store = store
+        self._before_publishing: Callable[[], None] | None = before_publishing
+        self.set_timeout(_timeout(store))
+
+    def set(self, key: str, value: Any) -> None:
+        if self._before_publishing is not None:
+            self._before_publishing()
+        self._store.set(key, value)
+
+    def started(self) -> None:
+        """Call nobody any more."""
+        self._before_publishing = None
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(key)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._store.add(key, amount)
+
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+        return self._store.compare_set(key, expected, desired)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._store.check(list(keys))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        self._store.wait(list(keys), timeout or _timeout(self))
+
+    # The name by which torch's C++ looks for it.
+    def deleteKey(self, key: str) -> bool:
+        return self._store.delete_key(key)
+
+
+def _timeout(store: Any) -> timedelta:
+    """Return how long a store waits for a key; torch's annotations forget it."""
+    return cast(timedelta, store.timeout)
+
+
 def start_agent(
-    store: Store, names: Sequence[str], rank: int, options: AgentOptions, devices: Devices
-) -> None:
-    """Start this process's agent: from now on it listens. All ranks start theirs at the same time.
+    store: Store,
+    names: Sequence[str],
+    rank: int,
+    options: AgentOptions,
+    devices: Devices,
+    *,
+    once_listening: Callable[[], None],
+) -> Store:
+    """Start this process's agent: from now on it serves. All ranks start theirs at the same time.
+
+    Return what must be kept as long as the agent lives.
 
     Args:
         store: by which the agents find each other; of this start alone.
@@ -117,6 +178,7 @@ def start_agent(
         rank: of this process.
         options: of this rank.
         devices: see `divide_devices`.
+        once_listening: called when the agent listens and serves nobody yet; before that, too.
     """
     global _num_starts
     _num_starts += 1
@@ -134,10 +196,13 @@ def start_agent(
         _transports=list(TRANSPORTS),
         _channels=[channel for channel in CHANNELS if _has_channel(channel)],
     )
+    agent_store = _AgentStore(store, once_listening)
     agent = api.TensorPipeAgent(
-        store, names[rank], rank, len(names), chosen, devices.reverse_maps, devices.devices
+        agent_store, names[rank], rank, len(names), chosen, devices.reverse_maps, devices.devices
     )
     api.api._init_rpc_states(agent)
+    agent_store.started()
+    return agent_store
 
 
 def _has_channel(name: str) -> bool:

@@ -2,16 +2,22 @@
 
 A start is a sequence of steps that all ranks take together; where one fails on some rank, all raise:
 
-    listen      TensorPipe's agent starts, and its sockets admit nobody
-    admit       ... but the addresses that the job's ranks come from
-    connect     every rank calls every rank, itself too
-    close       nobody is admitted any more; connections that no rank has made are closed
+    listen      TensorPipe's agent starts, and its sockets admit nobody (`mpisgd.rpc.admission`)
+    admit       ... but the addresses that the job's ranks come from, which may send nothing yet
+    connect     every rank calls every rank, itself too, and tells by MPI which connections it has made
+    close       nobody is admitted any more; connections that no rank has made are reset
+
+What is unpickled is signed besides, by a key that rank 0 sends by MPI (`mpisgd.rpc.signatures`).
 """
 
+import contextlib
+import secrets
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from mpisgd.core import wait_registry
@@ -23,12 +29,16 @@ from mpisgd.rpc.admission import Admission, listening_endpoints, made_connection
 from mpisgd.rpc.agreement import Agreement
 from mpisgd.rpc.network_interface import choose_interface, preferred_interface, source_address
 from mpisgd.rpc.quiesce import finish_calls
+from mpisgd.rpc.signatures import KEY_BYTES, sign_messages
 from mpisgd.rpc.tcp_sockets import Endpoint
 from mpisgd.rpc.tensorpipe import active_calls, available, is_running, start_agent
 
 __all__ = ["Worker"]
 
 T = TypeVar("T")
+
+# Between two looks at which connections the ranks have made, at first and later. TCP sends again in 0.2 s.
+LOOK_S, LONGEST_LOOK_S = 0.005, 0.02
 
 
 class Worker:
@@ -47,6 +57,7 @@ class Worker:
         self.group = open_group(range(job.world.size), name="rpc")
         self._agreement = agreement
         self._admission = Admission(())
+        self._signing = contextlib.ExitStack()
 
     def start(self, store: Store, number: int) -> None:
         """Take the steps that the module tells of. Collective.
@@ -58,10 +69,11 @@ class Worker:
         try:
             interface = self._together("choose a network interface", lambda: choose_interface(store))
             self._store = PrefixStore(f"rpc {number}", store)
+            key = self._gather(secrets.token_bytes(KEY_BYTES) if self.group.rank == 0 else b"")[0]
+            self._signing.enter_context(sign_messages(key))
             self._together("listen", lambda: self._listen(interface))
             self._admit_hosts()
-            self._together("connect", self._call_everyone)
-            self._close_to_strangers()
+            self._connect(self._together("connect", self._call_everyone))
         except BaseException:
             self._close(graceful=False)
             raise
@@ -71,11 +83,21 @@ class Worker:
     def _listen(self, interface: str) -> None:
         agreement, rank = self._agreement, self.group.rank
         before = listening_endpoints()
+
+        def shut() -> None:
+            self._admission = Admission(listening_endpoints() - before)
+            self._admission.shut()
+            self._tell_of_strangers(self._admission.reset_strangers(frozenset()))
+
         with preferred_interface(interface):
-            start_agent(self._store, agreement.names, rank, agreement.options, agreement.devices)
-        self._admission = Admission(listening_endpoints() - before)
-        self._admission.admit(())
-        self._tell_of_strangers(self._admission.close_strangers(frozenset()))
+            self._agent_store = start_agent(
+                self._store,
+                agreement.names,
+                rank,
+                agreement.options,
+                agreement.devices,
+                once_listening=shut,
+            )
 
     def _admit_hosts(self) -> None:
         """Admit the addresses from which the ranks come: each finds out its own by its way to the others."""
@@ -84,26 +106,44 @@ class Worker:
             "find the way to the others", lambda: [[*map(source_address, there)] for there in listening]
         )
         from_all = self._gather(sources)
-        self._admission.admit({address for to_rank in from_all for address in to_rank[self.group.rank]})
-        self._gather(None)  # all have
+        addresses = {address for to_rank in from_all for address in to_rank[self.group.rank]}
+        self._together("admit the others", lambda: self._admission.admit(addresses))
 
-    def _call_everyone(self) -> None:
+    def _call_everyone(self) -> "list[torch.futures.Future[None]]":
         """Connect with every rank, this one too: TensorPipe does so when it first calls."""
         api = available()
-        names = self._agreement.names
-        calls = [api.rpc_async(name, _answer, timeout=self.job.timeout_s) for name in names]
-        for name, call in zip(names, calls, strict=True):
+        return [api.rpc_async(name, _answer, timeout=self.job.timeout_s) for name in self._agreement.names]
+
+    def _connect(self, calls: "Sequence[torch.futures.Future[None]]") -> None:
+        """Let the ranks' connections through until every call has its answer, and nobody else's. Collective.
+
+        A call makes one connection, and when that has carried something makes others.
+        """
+        endpoints = frozenset[Endpoint]().union(*self._gather(self._admission.endpoints))
+        made, known, look_s = set[Endpoint](), set[Endpoint](), LOOK_S
+        while True:
+            new = made_connections(endpoints, made)
+            made |= new
+            found = self._gather((new, all(call.done() for call in calls)))
+            known.update(*(theirs for theirs, _ in found))
+            self._admission.let_through(known)
+            if all(done for _, done in found):
+                break
+            time.sleep(look_s)
+            look_s = min(2 * look_s, LONGEST_LOOK_S)
+        self._together("close to others", lambda: self._close_to_strangers(known))
+        self._together("connect", lambda: self._check_answers(calls))
+
+    def _close_to_strangers(self, known: set[Endpoint]) -> None:
+        self._admission.shut()
+        self._tell_of_strangers(self._admission.reset_strangers(known))
+
+    def _check_answers(self, calls: "Sequence[torch.futures.Future[None]]") -> None:
+        for name, call in zip(self._agreement.names, calls, strict=True):
             try:
                 call.wait()
             except RuntimeError as exc:
                 raise Unreachable(f"{name} does not answer: {str(exc).splitlines()[0]}") from exc
-
-    def _close_to_strangers(self) -> None:
-        endpoints = frozenset[Endpoint]().union(*self._gather(self._admission.endpoints))
-        made = frozenset[Endpoint]().union(*self._gather(made_connections(endpoints)))
-        self._admission.admit(())
-        self._tell_of_strangers(self._admission.close_strangers(made))
-        self._gather(None)  # none starts to call functions while strangers may, elsewhere
 
     def _tell_of_strangers(self, count: int) -> None:
         if count:
@@ -150,6 +190,7 @@ class Worker:
         wait_registry.workers.pop(id(self), None)
         if is_running():
             available().shutdown(graceful=graceful)
+        self._signing.close()
         if graceful:
             close_group(self.group)
 

@@ -99,7 +99,6 @@ class DividedParameters(abc.ABC):
         self._memory_of: list[Memory] = []
         self._whole: set[int] = set()
         self.buckets: list[tuple[int, ...]] = []
-        self._versions: list[int] = []
         self.layouts: list[Layout] = []
         self.ranges: list[list[PieceRange]] = [[] for _ in range(owners.size)]
         self.pieces: list[Piece] = []
@@ -114,10 +113,6 @@ class DividedParameters(abc.ABC):
     def has_masters(self) -> bool:
         """Whether the optimizer updates copies; the same on all ranks."""
         return any(map(self._takes_master, (param for _, param in self._named)))
-
-    @property
-    def _may_have_masters(self) -> bool:
-        return self._master_dtype is not None or self._masters_on_host
 
     def _takes_master(self, param: Tensor) -> bool:
         return self._masters_on_host or self._dtype_of_master(param) != param.dtype
@@ -162,7 +157,6 @@ class DividedParameters(abc.ABC):
         self._memories.append(memory)
         self._memory_of += [memory] * len(new)
         self._addresses += [param.data_ptr() for param in new]
-        self._versions += [param._version for param in new]
         self._add(memory)
 
     @abc.abstractmethod
@@ -284,24 +278,6 @@ class DividedParameters(abc.ABC):
         return [self.part(member) for member in members]
 
     # -- around a step ------------------------------------------------------------------------------
-
-    def refresh_masters(self) -> None:
-        """Take over what the program has written to parameters since the last step."""
-        if not self._may_have_masters:
-            return
-        changed = {
-            i
-            for i, ((_, param), version) in enumerate(zip(self._named, self._versions, strict=True))
-            if param._version != version
-        }
-        for piece in self.pieces:
-            if not changed.isdisjoint(member.param for member in piece.members):
-                piece.refresh_master()
-
-    def note_versions(self) -> None:
-        """Note that parameters are as the last step has left them."""
-        if self._may_have_masters:
-            self._versions = [param._version for _, param in self._named]
 
     def check_in_place(self) -> None:
         """Raise unless the parameters still lie where they were when they were divided.

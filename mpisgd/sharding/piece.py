@@ -123,14 +123,6 @@ class Piece:
         elif self.target is not None:
             self.target.copy_(self.tensor)
 
-    @torch.no_grad()
-    def refresh_master(self) -> None:
-        """Take over parameters that the program has written to, such as loaded ones."""
-        if self.target is not None:
-            written = on_host(self.target) if self.is_offloaded else self.target
-            changed = written != self.tensor.to(written.dtype)
-            self.tensor.copy_(torch.where(changed, written.to(self.tensor.dtype), self.tensor))
-
     def split(self, keys: Sequence[Hashable]) -> "list[Piece]":
         """Return pieces that together are this one, each of neighbours with one key."""
         starts = [0] + [i for i in range(1, len(keys)) if keys[i] != keys[i - 1]]

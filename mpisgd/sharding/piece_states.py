@@ -26,16 +26,19 @@ class PieceNames:
     Args:
         parameters: what has the pieces.
         names: of all parameters.
+
+    Attributes:
+        names: as given; may grow at its end.
     """
 
     def __init__(self, parameters: DividedParameters, names: Sequence[str]) -> None:
-        self._parameters, self._names = parameters, names
+        self._parameters, self.names = parameters, list(names)
         self._known: dict[Tensor, str] = {}
 
     def __call__(self, tensor: Tensor) -> str:
         """Return the name of a piece."""
         if tensor not in self._known:
-            self._known = {piece.tensor: piece.name(self._names) for piece in self._parameters.pieces}
+            self._known = {piece.tensor: piece.name(self.names) for piece in self._parameters.pieces}
         return self._known.get(tensor, f"piece {len(self._known)}")
 
 
@@ -78,10 +81,15 @@ class PieceStates:
         for piece in self.parameters.pieces:
             parts = piece.split([present[member.param] for member in piece.members])
             pieces += parts
-            if len(parts) > 1 and piece.tensor in self.state:
-                entries = self.state.pop(piece.tensor)
-                self.state.update({part.tensor: piece.cut_entries(entries, part) for part in parts})
+            if len(parts) > 1:
+                with self.state.held_errors():  # the pieces of other ranks may not be split
+                    self._split_state(piece, parts)
         self.parameters.pieces = pieces
+
+    def _split_state(self, piece: Piece, parts: Sequence[Piece]) -> None:
+        if piece.tensor in self.state:
+            entries = self.state.pop(piece.tensor)
+            self.state.update({part.tensor: piece.cut_entries(entries, part) for part in parts})
 
     def keep_whole(self, indices: Collection[int]) -> None:
         """Let one rank own all of each of these parameters, if that is new. Collective."""
@@ -97,7 +105,8 @@ class PieceStates:
         """Take the state along into other pieces."""
         wholes, others = self.gather(), self.others
         divide()
-        self.cut(wholes, others)
+        with self.state.shared_errors(self._group):
+            self.cut(wholes, others)
 
     def mine(self, read: Callable[[Tensor], Entries]) -> list[PieceState]:
         """Return what the optimizer keeps for the pieces of this rank, masters included, in host memory.
@@ -108,10 +117,32 @@ class PieceStates:
         found = [(p, _on_host(p.with_master(read(p.tensor)))) for p in self.parameters.pieces]
         return [part for piece, entries in found if entries for part in piece.states(entries)]
 
-    def gather(self) -> dict[int, dict[str, Any]]:
-        """Return the states of all parameters, put together from everyone's pieces. Collective."""
+    def _mine_of(self, wholes: Mapping[int, Entries]) -> list[PieceState]:
+        """Return the same of the states of whole parameters, which this rank has."""
+        return [
+            part
+            for piece in self.parameters.pieces
+            for master in piece.states(_on_host(piece.with_master({})))
+            if (part := self._part_of(wholes, piece, master)).cut or part.kept
+        ]
+
+    def _part_of(self, wholes: Mapping[int, Entries], piece: Piece, master: PieceState) -> PieceState:
+        """Return a piece's part of the state of a parameter, with its master if that has none."""
+        member = master.member
+        entries = _on_host(wholes.get(member.param, {}))
+        if piece.layout is not None:
+            return PieceState(member, {}, _with_missing(entries, master.kept))
+        part = _cut(member, entries, self.params[member.param].shape, self.parameters.layouts[member.param])
+        return PieceState(member, _with_missing(part.cut, master.cut), part.kept)
+
+    def gather(self, wholes: Mapping[int, Entries] | None = None) -> dict[int, dict[str, Any]]:
+        """Return the states of all parameters, put together from everyone's pieces. Collective.
+
+        Args:
+            wholes: what this rank has instead, where a state was loaded that is whole.
+        """
         with self.state.shared_errors(self._group):
-            mine = self.mine(self.state.read)
+            mine = self.mine(self.state.read) if wholes is None else self._mine_of(wholes)
             self.state.end_step()
         everyones = self._everyones(mine)
         with self.state.shared_errors(self._group):
@@ -203,6 +234,11 @@ class PieceStates:
     def others(self) -> dict[Any, Any]:
         """What belongs to no parameter."""
         return {key: self.state[key] for key in self.state if not isinstance(key, Tensor)}
+
+
+def _with_missing(entries: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """Return entries, in their order, and behind them those of `others` that are not among them."""
+    return {**entries, **{key: value for key, value in others.items() if key not in entries}}
 
 
 def _on_host(entries: Entries) -> Entries:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from mpisgd.sharding.elementwise import single_step
+from mpisgd.sharding.masters import RefreshMasters
 from mpisgd.sharding.offload.state_store import StateStore
 from mpisgd.sharding.piece import Piece
 
@@ -25,6 +26,7 @@ class PieceUpdate:
     def __init__(self, optimizer: torch.optim.Optimizer, state: StateStore | None = None) -> None:
         self._optimizer, self._state = optimizer, state
         self._step = single_step(optimizer)
+        self._refresh_masters = RefreshMasters()
         self._rooms: dict[torch.dtype, Tensor] = {}
         self._used: dict[torch.dtype, int] = {}
         self._batch: list[Piece] = []
@@ -68,6 +70,7 @@ class PieceUpdate:
     @torch.no_grad()
     def _update(self, batch: list[Piece]) -> None:
         groups = self._optimizer.param_groups
+        self._refresh_masters(batch)
         for piece in batch:
             piece.show_grad()
             groups[piece.group]["params"].append(piece.tensor)

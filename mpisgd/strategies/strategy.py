@@ -27,6 +27,7 @@ from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.accumulation import GradientSync
 from mpisgd.method_state import mean_of
+from mpisgd.sharding.layerwise.offload_parameters import check_in_memory
 from mpisgd.strategies.compatibility import OPTIONS
 from mpisgd.strategies.training import Training
 
@@ -248,6 +249,12 @@ class Strategy(abc.ABC):
             InvalidArgument: says what does not go together.
         """
         self.refuse(training, self.excludes)
+        if not self.updates_files(training):
+            check_in_memory("DistributedOptimizer", training.named)
+
+    def updates_files(self, training: Training) -> bool:
+        """Return whether parameters that `mpisgd.offload_parameters` has moved to files are updated there."""
+        return False
 
     def refuse(self, training: Training, names: Set[str]) -> None:
         """Raise InvalidArgument if any of these `compatibility.OPTIONS` was chosen."""

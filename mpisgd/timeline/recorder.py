@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 
 from mpisgd.accelerator.runtime import runtime
+from mpisgd.core.service_thread import ServiceThread
 from mpisgd.timeline.clock import Clock
 from mpisgd.timeline.files import CLOSING, OPENING, Event, as_line
 from mpisgd.tracing import Track
@@ -64,7 +65,7 @@ class Recorder:
         self._file = path.open("w")
         self._file.writelines([OPENING, *map(as_line, self._head())])
         self._file.flush()
-        self._thread = threading.Thread(target=self._serve, name="mpisgd timeline", daemon=True)
+        self._thread = ServiceThread("mpisgd timeline", self._serve)
         self._thread.start()
 
     def _head(self) -> list[Event]:
@@ -152,11 +153,10 @@ class Recorder:
 
     # -- the thread -------------------------------------------------------------------------------------
 
-    def _serve(self) -> None:
+    def _serve(self) -> bool:
         self._sample()
-        while not self._closed.wait(PERIOD_S):
-            self._sample()
-            self.flush()
+        self.flush()
+        return not self._closed.wait(PERIOD_S)
 
     def _sample(self) -> None:
         """Note how much memory this process has, and what it has sent, unless they are as before."""

@@ -4,7 +4,8 @@ torch calls these methods from Python (`dist.all_reduce`) and from C++ (DDP's re
 collectives). Ranks in their arguments are ranks of the group; ours take ranks of the job.
 """
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -28,10 +29,11 @@ from mpisgd.collectives.point_to_point import irecv, isend
 from mpisgd.collectives.reduce import reduce
 from mpisgd.collectives.reduce_scatter import reduce_scatter, reduce_scatter_tensor
 from mpisgd.collectives.sparse import all_reduce_sparse
-from mpisgd.config import BACKEND
+from mpisgd.config import BACKEND, LONGEST_TIMEOUT_S
 from mpisgd.core.group import Group
 from mpisgd.core.work import Work
-from mpisgd.errors import NotInitialized
+from mpisgd.dtypes import ReduceOp
+from mpisgd.errors import NotInitialized, ShapeMismatch
 from mpisgd.job.groups import close_group
 from mpisgd.job.lifecycle import current_job, is_initialized
 from mpisgd.torch_backend import compat
@@ -72,6 +74,7 @@ class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
         self._name = ""
         self._desc = ""
         self._coalesced: list[BackendWork] | None = None
+        self._aborted: NotInitialized | None = None
 
     def __repr__(self) -> str:
         return f"ProcessGroupMpisgd(name={self._name!r}, ranks={list(self.mpisgd_group.ranks)})"
@@ -81,11 +84,11 @@ class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
         """Combine each tensor over the group, in place."""
         op, factor = compat.reduction_of(opts.reduceOp), compat.factor_of(opts.reduceOp)
+        _multiply(tensors, factor)
         if any(tensor.is_sparse for tensor in tensors):
             for tensor in tensors:
                 tensor.copy_(all_reduce_sparse(tensor, op, self.mpisgd_group))
             return self._track([], tensors)
-        _multiply(tensors, factor)
         return self._issue(opts, tensors, [partial(all_reduce, t, op) for t in tensors])
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
@@ -101,13 +104,18 @@ class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
         return self._issue(opts, tensors, [partial(broadcast, t, root) for t in tensors])
 
     def reduce(self, tensors: Any, opts: Any = None) -> dist.Work:
-        """Combine each tensor over the group, into the root's."""
+        """Combine each tensor over the group, into the root's; the others keep theirs."""
         root, op = self._job_rank(opts.rootRank), compat.reduction_of(opts.reduceOp)
-        _multiply(tensors, compat.factor_of(opts.reduceOp))
-        return self._issue(opts, tensors, [partial(reduce, t, root, op) for t in tensors])
+        factor = compat.factor_of(opts.reduceOp)
+        sources = tensors
+        if opts.rootRank == self.mpisgd_group.rank:
+            _multiply(tensors, factor)
+        else:
+            sources = _multiplied(tensors, factor)
+        return self._issue(opts, tensors, [partial(reduce, t, root, op) for t in sources])
 
     def allgather(self, outputs: TensorLists, inputs: Tensors, opts: Any = None) -> dist.Work:
-        """Copy everyone's `inputs[i]` into `outputs[i]`, by rank."""
+        """Copy everyone's `inputs[i]` into `outputs[i]`, by rank; ranks' sizes may differ."""
         pairs = list(zip(outputs, inputs, strict=True))
         result = list(outputs[0]) if len(pairs) == 1 else list(outputs)
         return self._issue(opts, result, [partial(all_gather, o, t) for o, t in pairs])
@@ -117,10 +125,35 @@ class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
         return self.allgather(list(zip(*outputs, strict=True)), inputs, opts)
 
     def reduce_scatter(self, outputs: Tensors, inputs: TensorLists, opts: Any = None) -> dist.Work:
-        """Combine `inputs[i]` over the group; rank r keeps the r-th of them in `outputs[i]`."""
+        """Combine `inputs[i]` over the group; rank r keeps the r-th of them in `outputs[i]`.
+
+        Parts may differ in size, as with NCCL; each is an operation of its own then.
+        """
         op, factor = compat.reduction_of(opts.reduceOp), compat.factor_of(opts.reduceOp)
-        pairs = [(out, _multiplied(tensors, factor)) for out, tensors in zip(outputs, inputs, strict=True)]
-        return self._issue(opts, list(outputs), [partial(reduce_scatter, o, t, op) for o, t in pairs])
+        calls: list[Callable[..., Work | None]] = []
+        for out, parts in zip(outputs, inputs, strict=True):
+            sources = _multiplied(parts, factor)
+            if len({part.numel() for part in sources}) > 1:
+                calls += self._reductions(out, sources, op)
+            else:
+                calls.append(partial(reduce_scatter, out, sources, op))
+        return self._issue(opts, list(outputs), calls)
+
+    def _reductions(
+        self, output: Tensor, parts: Tensors, op: ReduceOp
+    ) -> "Iterator[Callable[..., Work | None]]":
+        """Yield the reduction of each part of another size to its rank, this rank's in `output`."""
+        own = self.mpisgd_group.rank
+        if len(parts) != self.mpisgd_group.size or output.shape.numel() != parts[own].numel():
+            raise ShapeMismatch(
+                f"reduce_scatter: input_list has tensors of {[part.numel() for part in parts]} elements, the "
+                f"output of group rank {own} has {output.numel()}; expected one tensor per rank, and as many "
+                "elements as this rank's"
+            )
+        with torch.no_grad():
+            output.copy_(parts[own].view_as(output))
+        for rank, part in enumerate(parts):
+            yield partial(reduce, output if rank == own else part, self._job_rank(rank), op)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         """Copy `inputs[r]` into the entry of this rank in rank r's outputs."""
@@ -185,7 +218,9 @@ class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
     def barrier(self, opts: Any = None) -> dist.Work:
         """Wait for every rank of the group."""
         limit = getattr(opts, "timeout", None)
-        timeout_s = limit.total_seconds() if limit is not None and limit > timedelta(0) else None
+        timeout_s = None
+        if limit is not None and limit > timedelta(0):
+            timeout_s = min(limit.total_seconds(), LONGEST_TIMEOUT_S)
         return self._issue(opts, [], [partial(barrier, timeout_s=timeout_s)])
 
     def monitored_barrier(
@@ -198,18 +233,19 @@ class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> dist.Work:
         """Start sending to a rank of the group."""
-        peer = self._job_rank(dst)
+        peer = self._peer(dst)
         tensors = [compat.arrived(tensor) for tensor in _listed(tensors)]
         return self._track([isend(tensor, peer, self.mpisgd_group, tag) for tensor in tensors], tensors)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> dist.Work:
         """Start receiving from a rank of the group."""
-        peer = self._job_rank(src)
+        peer = self._peer(src)
         tensors = _listed(tensors)
         return self._track([irecv(tensor, peer, self.mpisgd_group, tag) for tensor in tensors], tensors)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
         """Start receiving from whichever rank sends; the work's `_source_rank()` tells which did."""
+        self._check_not_aborted()
         tensors = _listed(tensors)
         return self._track([irecv(tensor, None, self.mpisgd_group, tag) for tensor in tensors], tensors)
 
@@ -236,6 +272,15 @@ class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
         collected, self._coalesced = self._coalesced or [], None
         works = [inner for work in collected for inner in work.works]
         return BackendWork(works, [work.result() for work in collected])
+
+    def _peer(self, group_rank: int) -> int:
+        """Return the job's rank of the other end of a message."""
+        self._check_not_aborted()
+        return self._job_rank(group_rank)
+
+    def _check_not_aborted(self) -> None:
+        if self._aborted is not None:
+            raise self._aborted
 
     def _job_rank(self, group_rank: int) -> int:
         return self.mpisgd_group.ranks[group_rank]
@@ -309,9 +354,19 @@ class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
             close_group(self.mpisgd_group)
 
     def abort(self) -> None:
-        """Let every later operation of this rank raise."""
-        queue = self.mpisgd_group.queue
-        queue.broken = queue.broken or NotInitialized(f"{self!r} was aborted")
+        """End what this rank waits for in the group with an error, and let every later operation raise.
+
+        From any thread. The other ranks learn that this one has left the group when they come to it.
+        """
+        error = NotInitialized(f"{self!r} was aborted")
+        self._aborted = self._aborted or error
+        if not self.mpisgd_group.queue.abort(error):
+            warnings.warn(
+                f"abort: {self!r} is in a call of MPI, which cannot be interrupted; the operation goes on",
+                RuntimeWarning,
+                2,
+            )
+        self.mpisgd_group.point_to_point.abandon(error)
 
 
 def _listed(tensors: Any) -> list[Tensor]:
@@ -323,8 +378,8 @@ def _multiply(tensors: Tensors, factor: float | Tensor | None) -> None:
     """Multiply in place, for what is a factor before a sum."""
     if factor is not None:
         with torch.no_grad():
-            for tensor in tensors:
-                tensor.mul_(factor)
+            for tensor in tensors:  # a sparse one takes no tensor as a factor
+                tensor.mul_(float(factor) if tensor.is_sparse else factor)
 
 
 def _multiplied(tensors: Tensors, factor: float | Tensor | None) -> list[Tensor]:

@@ -31,18 +31,16 @@ class BackendWork(dist.Work):
         super().__init__()
         self.works = works
         self._result = result
-        self._error: BaseException | None = None
         self._future: Future[Any] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return True when all is done; raise what went wrong, or CollectiveTimeout after `timeout`."""
+        """Return True when all is done; raise what went wrong, or CollectiveTimeout after `timeout`.
+
+        A wait that ends early, at its timeout or by Ctrl-C, changes nothing: what is under way goes on.
+        """
         limit_s = timeout.total_seconds() if timeout else None  # torch says 0 for none
-        try:
-            for work in self.works:
-                work.wait(limit_s)
-        except BaseException as exc:
-            self._error = exc
-            raise
+        for work in self.works:
+            work.wait(limit_s)
         if self._future is not None:
             self._future.wait()  # it comes after those of the operations
         return True
@@ -64,7 +62,7 @@ class BackendWork(dist.Work):
 
     def exception(self) -> BaseException | None:
         """Return what went wrong, as far as is known."""
-        return self._error or next(filter(None, (work.error for work in self.works)), None)
+        return next(filter(None, (work.error for work in self.works)), None)
 
     def get_future(self) -> "Future[Any]":
         """Return a future of the result; callbacks run on the thread that completes the last operation."""

@@ -45,7 +45,9 @@ class Transports(NamedTuple):
         return self.shm if self.internode is None else self.internode.shm
 
     def close(self) -> None:
-        """Free the communicator of this host's ranks. Collective."""
+        """Free what MPI keeps for the exchange of digests, and the communicator of this host. Collective."""
+        if isinstance(self.digest_exchange, InternodeDigestExchange):
+            self.digest_exchange.close()  # a communicator with prepared messages is never freed
         if self.local is not None:
             self.local.free()
 

@@ -13,7 +13,7 @@ import json
 import math
 import os
 import re
-import socket
+import secrets
 from collections.abc import Sequence
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -101,10 +101,12 @@ def write(path: Path, profile: dict[str, Any]) -> None:
     # A line for each point and segment.
     text = re.sub(r"\[[^][{}]*\]", lambda found: " ".join(found[0].split()), json.dumps(profile, indent=1))
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}-{socket.gethostname()}-{os.getpid()}")
+    # A name that nobody knows before: what lay there would be overwritten, through a link too.
+    draft = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)  # less the user's umask
     try:
-        draft.write_text(f"{text}\n")
-        draft.chmod(0o644)  # a cluster's profile is for everyone
+        with open(fd, "w") as file:
+            file.write(f"{text}\n")
         draft.replace(path)
     finally:
         draft.unlink(missing_ok=True)

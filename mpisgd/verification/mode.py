@@ -9,11 +9,13 @@ from torch import Tensor
 from mpisgd.verification.problem import Problem, standard_problem, turned
 from mpisgd.verification.trainee import Trainee
 
-__all__ = ["TURNED", "Mode", "Reference", "between_orders"]
+__all__ = ["JOINED", "TURNED", "Mode", "Reference", "between_orders", "flaw_of"]
 
 FACTOR = 50.0  # of the drift that another order of the same additions makes
+JOINED = "examples added up from the last to the first"
 TURNED = "examples of each rank added up from the last to the first"
 UNITS = 16.0  # of the last place of the largest number, at least
+SHARE = 0.01  # of what a step moves, at most: else a step without communication could pass
 
 
 class Reference(NamedTuple):
@@ -21,17 +23,59 @@ class Reference(NamedTuple):
 
     Attributes:
         expected: the parameters after each step: [steps, numel], or [size, steps, numel].
-        tolerance: the largest difference allowed.
+        tolerance: the largest difference that another order of the same additions may make.
         reason: where the tolerance comes from.
+        flaw: why nothing can be compared with it, "" if it can.
     """
 
     expected: Tensor
     tolerance: float
     reason: str
+    flaw: str = ""
 
     def of_rank(self, rank: int) -> Tensor:
         """Return what a rank must have, [steps, numel]."""
         return self.expected if self.expected.dim() == 2 else self.expected[rank]
+
+    def allowed(self, start: Tensor) -> Tensor:
+        """Return the largest difference that each step allows, [steps]: the tolerance, or less.
+
+        Never more than a hundredth of what the step moved, or the last one before it that moved anything.
+
+        Args:
+            start: the parameters before the first step, [numel].
+        """
+        ranks = self.expected if self.expected.dim() == 3 else self.expected.unsqueeze(0)
+        values = ranks[..., : len(start)].double()  # what comes after the parameters does not move
+        begun = start.double().expand(len(values), 1, -1)
+        moved = torch.cat([begun, values], dim=1).diff(dim=1).abs().amax(dim=(0, 2))
+        limits = [0.0]
+        for distance in moved.tolist():
+            limits.append(SHARE * distance or limits[-1])
+        return moved.new_tensor(limits[1:]).clamp(max=self.tolerance)
+
+
+def flaw_of(expected: Tensor, again: Tensor | None = None) -> str:
+    """Return why nothing can be compared with a reference, "" if it can.
+
+    Args:
+        expected: the parameters after each step.
+        again: what the same training gave when it was done once more.
+    """
+    finite = expected.isfinite()
+    if not finite.all():
+        rows = finite.all(dim=-1)
+        step = int((~(rows if rows.dim() == 1 else rows.all(dim=0))).nonzero()[0])
+        return (
+            f"it is not finite from step {step} on, and nothing is equal to a NaN or an infinity; "
+            "take a smaller learning rate, or fewer steps"
+        )
+    if again is not None and not torch.equal(expected, again):
+        return (
+            f"done twice it gave parameters that are {float((expected - again).abs().max()):.1e} apart: "
+            "something in model or loss is random, as dropout is; switch it off or seed it in the loss"
+        )
+    return ""
 
 
 class Mode(NamedTuple):
@@ -75,6 +119,8 @@ class Mode(NamedTuple):
 def between_orders(
     simulate: Callable[[Problem, int], Tensor],
     how: str = "ranks, and examples, added up from the last to the first",
+    *,
+    repeats: bool = False,
 ) -> Callable[[Problem], Reference]:
     """Return the reference of a simulation that can add up in two orders.
 
@@ -83,15 +129,21 @@ def between_orders(
     Args:
         simulate: of a problem, and 1 or -1, the order.
         how: what is different in the order -1.
+        repeats: whether the order 1 is simulated twice, since a user's model may be random.
     """
 
     def reference(problem: Problem) -> Reference:
-        return _within(simulate(problem, 1), simulate(turned(problem), -1), how)
+        expected = simulate(problem, 1)
+        if flaw := flaw_of(expected, simulate(problem, 1) if repeats else None):
+            return Reference(expected, 0.0, "", flaw)
+        return _within(expected, simulate(turned(problem), -1), how)
 
     return reference
 
 
 def _within(expected: Tensor, other: Tensor, how: str) -> Reference:
+    if flaw := flaw_of(other):
+        return Reference(expected, 0.0, "", f"with {how}, {flaw}")
     drift = float((expected - other).abs().max())
     least = UNITS * torch.finfo(expected.dtype).eps * float(expected.abs().max())
     if FACTOR * drift > least:

@@ -1,6 +1,7 @@
 """`mpisgd.verify`: is a model of the user's trained by all ranks as by one process?"""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,15 +12,28 @@ from mpisgd.arguments import shown
 from mpisgd.compress.compressor import Compressor
 from mpisgd.errors import InvalidArgument
 from mpisgd.strategies.strategy import Strategy
-from mpisgd.verification.cell import compare
-from mpisgd.verification.mode import Reference, between_orders
-from mpisgd.verification.modes.synchronous import equal_to_one_process
-from mpisgd.verification.problem import Batch, Loss, Problem
+from mpisgd.verification.cell import CANNOT_TELL, Comparison, compare, flaw_anywhere
+from mpisgd.verification.mode import JOINED, TURNED, Reference, between_orders
+from mpisgd.verification.problem import Batch, Loss, Problem, flat_parameters
+from mpisgd.verification.serial.compressors import adasum
 from mpisgd.verification.serial.strategies import diloco, elastic_averaging, local_sgd
-from mpisgd.verification.serial.training import MakeOptimizer
+from mpisgd.verification.serial.training import (
+    MakeOptimizer,
+    joined_batch,
+    mean_of_shares,
+    one_model,
+    sum_of_shares,
+)
 from mpisgd.verification.trainee import Trainee
 
 __all__ = ["Verification", "verify"]
+
+_repeatable = partial(between_orders, repeats=True)
+HALF = 2  # bytes of a parameter whose gradients of shares are rounded, and not those of the joined batch
+SILENCE = (
+    "ranks that never communicate come to the same parameters, within the tolerance; give each rank other "
+    "examples, and as many steps as it takes until the ranks communicate"
+)
 
 
 class Verification(NamedTuple):
@@ -27,10 +41,13 @@ class Verification(NamedTuple):
 
     Attributes:
         difference: the largest one of all ranks, steps and parameters.
-        tolerance: the largest one allowed.
+        tolerance: what the step allows that allows most: what another order of additions makes, and never
+            more than a hundredth of what the step moved.
         reason: where the tolerance comes from.
         step: the first one in which the difference was too large; -1 if none.
         parameter: the one that differed most in that step, "" if none.
+        undecided: why it cannot be told whether the training is what it must be, "" if it can. It is not
+            verified then, and this is false.
     """
 
     difference: float
@@ -38,11 +55,14 @@ class Verification(NamedTuple):
     reason: str
     step: int
     parameter: str
+    undecided: str = ""
 
     def __bool__(self) -> bool:
-        return self.step < 0
+        return self.step < 0 and not self.undecided
 
     def __str__(self) -> str:
+        if self.undecided:
+            return f"cannot tell: {self.undecided}"
         allowed = f"allowed are {self.tolerance:.1e} ({self.reason})"
         if self:
             return f"equal: the largest difference is {self.difference:.1e}, {allowed}"
@@ -64,13 +84,18 @@ def verify(
 ) -> Verification:
     """Train a model by all ranks and by one process, and compare the parameters after each step. Collective.
 
-    Every rank also does what one process would do, so this takes about as long as two trainings by one
-    process; three for strategies whose ranks have models of their own.
+    Every rank also does what one process would do: twice, to see that nothing is random, and once more with
+    the examples in another order, to see how far that drifts. So this takes about as long as four trainings
+    by one process.
+
+    What cannot be told from a training without any communication counts as not verified.
 
     Args:
-        make_model: makes the model; it need not be the same on all ranks, rank 0's is taken. Nothing in it
-            may be random during the training, as dropout is.
-        make_optimizer: makes the optimizer of a list of parameters, without mpisgd.
+        make_model: makes the model; it need not be the same on all ranks, rank 0's is taken. Parameters may
+            be frozen, unused, or shared by several modules. Nothing may be random during the training, as
+            dropout is.
+        make_optimizer: makes the optimizer of a list of parameters, without mpisgd; with any groups. One
+            whose `step` needs a closure, such as LBFGS, gets one.
         loss: the mean loss over the examples, called with the model and a part of a batch.
         batches: joined batches of all ranks, the same on each; tensors whose first dimension is a multiple
             of the number of ranks. There is one step for each.
@@ -78,10 +103,12 @@ def verify(
         definition: the strategy that this must be equal to, of which one process does the arithmetic:
             `Synchronous`, `Sharded`, `LocalSGD(sync_every)`, `DiLoCo` with its outer SGD, `ElasticAveraging`.
             By default `strategy`; for a strategy or a compressor of your own say what it is to be equal to.
-        options: further arguments of `DistributedOptimizer`, such as `share_parameters`.
+        options: further arguments of `DistributedOptimizer`, such as `share_parameters`. With `op=SUM` one
+            process adds up the gradients of all shares; with `op=mpisgd.Adasum` it combines them adaptively.
 
     Raises:
-        InvalidArgument: a batch does not divide evenly, or nothing is there to compare with.
+        InvalidArgument: a batch does not divide evenly, or nothing is there to compare with: no definition,
+            or a training by one process that is not finite, or another one when it is repeated.
 
     Example:
         >>> found = mpisgd.verify(make_model, make_optimizer, loss, batches)
@@ -90,16 +117,42 @@ def verify(
     strategy = mpisgd.Synchronous() if strategy is None else strategy
     problem = Problem(_as_on_rank_0(make_model), loss, _checked(batches), mpisgd.size())
     reference = _reference(strategy, definition, make_optimizer, options)(problem)
+    if flaw := flaw_anywhere(reference):
+        raise InvalidArgument(f"verify: the training by one process is nothing to compare with: {flaw}")
+    start = flat_parameters(problem.model())
+    mine = _trained(problem, make_optimizer, strategy, options)
+    found = compare(mine, reference, start)
+    parameter = _most_different(problem, mine, reference, found.step)
+    undecided = f"from step {found.step} on, most in {parameter}: {_too_large(found)}" * found.undecided
+    if not undecided and not _would_notice_silence(problem, make_optimizer, reference, start):
+        undecided = SILENCE
+    return Verification(found.difference, found.tolerance, found.reason, found.step, parameter, undecided)
+
+
+def _trained(
+    problem: Problem, make_optimizer: MakeOptimizer, strategy: Strategy, options: dict[str, Any]
+) -> Tensor:
+    """Return this rank's parameters after each step of the training that is verified. Collective."""
     model = problem.model()
     optimizer = mpisgd.DistributedOptimizer(
         make_optimizer(list(model.parameters())), model.named_parameters(), strategy=strategy, **options
     )
-    mine = torch.stack(Trainee(problem).train(model, optimizer))
-    difference, step = compare(mine, reference)
-    parameter = (
-        _most_different(model, mine[step], reference.of_rank(mpisgd.rank())[step]) if step >= 0 else ""
-    )
-    return Verification(difference, reference.tolerance, reference.reason, step, parameter)
+    return torch.stack(Trainee(problem).train(model, optimizer))
+
+
+def _too_large(found: Comparison) -> str:
+    return f"the difference, up to {found.difference:.1e}, is {CANNOT_TELL}"
+
+
+def _would_notice_silence(
+    problem: Problem, make_optimizer: MakeOptimizer, reference: Reference, start: Tensor
+) -> bool:
+    """Return whether ranks that never communicate would be seen to differ from the reference. Collective."""
+    if problem.size == 1:
+        return True
+    shares = [problem.share(step, mpisgd.rank()) for step in range(problem.steps)]
+    alone = joined_batch(problem._replace(batches=shares), make_optimizer)
+    return compare(alone, reference, start).step >= 0
 
 
 def _as_on_rank_0(make_model: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
@@ -142,8 +195,13 @@ def _reference(
             "it is to be equal to as definition="
         )
     meant = strategy if definition is None else definition
+    op = options.get("op", mpisgd.ReduceOp.AVG)
     if isinstance(meant, mpisgd.Synchronous | mpisgd.Sharded):
-        return equal_to_one_process(make_optimizer)
+        return lambda problem: _of_one_process(problem, make_optimizer, op)
+    if op != mpisgd.ReduceOp.AVG:
+        raise InvalidArgument(
+            f"verify: op={shown(op)} goes with Synchronous or Sharded alone, not with {meant}"
+        )
     simulate = _simulation(meant, make_optimizer)
     if simulate is None:
         raise InvalidArgument(
@@ -151,7 +209,25 @@ def _reference(
             "Synchronous, Sharded, LocalSGD(sync_every), DiLoCo or ElasticAveraging, with what else they "
             "take as by default; or name as definition= which of these it is to be equal to"
         )
-    return between_orders(simulate)
+    return _repeatable(simulate)
+
+
+def _of_one_process(problem: Problem, make_optimizer: MakeOptimizer, op: Any) -> Reference:
+    """Return the reference of a step that all ranks take together."""
+    shares = partial(one_model, make_optimizer=make_optimizer)
+    if op == mpisgd.ReduceOp.SUM:
+        return _repeatable(lambda p, order: shares(p, combine=sum_of_shares(order), combine_losses=_sum))(
+            problem
+        )
+    if op == mpisgd.Adasum:
+        return _repeatable(lambda p, _: shares(p, combine=adasum), TURNED)(problem)
+    if any(param.dtype.itemsize == HALF for param in problem.model().parameters()):
+        return _repeatable(lambda p, order: shares(p, combine=mean_of_shares(order)))(problem)
+    return _repeatable(lambda p, _: joined_batch(p, make_optimizer), JOINED)(problem)
+
+
+def _sum(losses: list[Tensor]) -> Tensor:
+    return torch.stack(losses).sum()
 
 
 def _simulation(strategy: Strategy, make_optimizer: MakeOptimizer) -> Callable[[Problem, int], Tensor] | None:
@@ -185,10 +261,14 @@ def _outer_steps(
     )
 
 
-def _most_different(model: nn.Module, mine: Tensor, expected: Tensor) -> str:
-    """Return the name of the parameter that differs most, on any rank. Collective."""
+def _most_different(problem: Problem, mine: Tensor, reference: Reference, step: int) -> str:
+    """Return the name of the parameter that differs most in a step, on any rank; "" of none. Collective."""
+    if step < 0:
+        return ""
+    model = problem.model()
     names = [name for name, _ in model.named_parameters()]
-    apart = torch.split((mine - expected).abs(), [param.numel() for param in model.parameters()])
+    differences = (mine[step] - reference.of_rank(mpisgd.rank())[step]).abs().double().nan_to_num(torch.inf)
+    apart = torch.split(differences, [param.numel() for param in model.parameters()])
     largest = torch.stack([part.max() if part.numel() else part.new_zeros(()) for part in apart])
     mpisgd.all_reduce(largest, mpisgd.ReduceOp.MAX)
     return names[int(largest.argmax())]

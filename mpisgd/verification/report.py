@@ -76,7 +76,9 @@ def _text(cells: Sequence[Cell]) -> Text:
 def _number(cell: Cell) -> Text:
     number = "failed" if math.isinf(cell.difference) else f"{cell.difference:.0e}"
     shown = f"{number} bf16" if cell.dtype == "bfloat16" else number
-    return Text(shown, style="green") if cell.is_as_wanted else Text(f"WRONG {shown}", style="bold red")
+    if cell.is_as_wanted:
+        return Text(shown, style="green")
+    return Text(f"{'CANNOT TELL' if cell.undecided else 'WRONG'} {shown}", style="bold red")
 
 
 def _sabotages(cells: Sequence[Cell]) -> Text:
@@ -103,6 +105,8 @@ def summary_of(cells: Sequence[Cell]) -> list[str]:
 def _what(cell: Cell) -> str:
     if math.isinf(cell.difference):
         return cell.reason
+    if cell.undecided and cell.sabotage == Sabotage.NONE.value:
+        return f"cannot tell, from step {cell.step} on: off by {cell.difference:.1e}, {cell.reason}"
     if cell.sabotage != Sabotage.NONE.value:
         return f"{cell.sabotage}: not noticed, the difference is {cell.difference:.1e}"
     return (

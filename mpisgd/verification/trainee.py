@@ -11,6 +11,7 @@ import mpisgd
 from mpisgd.core.group import Group
 from mpisgd.verification.problem import Batch, Problem, flat_parameters
 from mpisgd.verification.sabotage import Sabotage
+from mpisgd.verification.serial.training import needs_closure
 
 __all__ = ["Trainee"]
 
@@ -133,12 +134,23 @@ class Trainee:
         """
         rows = []
         for step in range(first, self.problem.steps if last is None else last):
-            optimizer.zero_grad()
-            chunks = [part.chunk(parts) for part in self.batch(step)]
-            for batch in zip(*chunks, strict=True):
-                backward(self.loss(forward or model, batch) / parts)
-            before_step()
-            optimizer.step()
+
+            def evaluate(step: int = step) -> float:
+                optimizer.zero_grad()
+                chunks = [part.chunk(parts) for part in self.batch(step)]
+                total = 0.0
+                for batch in zip(*chunks, strict=True):
+                    loss = self.loss(forward or model, batch) / parts
+                    backward(loss)
+                    total += float(loss.detach())
+                before_step()
+                return total
+
+            if needs_closure(optimizer):
+                optimizer.step(evaluate)
+            else:
+                evaluate()
+                optimizer.step()
             self.end_step(list(model.parameters()))
             rows.append(flat_parameters(model))
         return rows

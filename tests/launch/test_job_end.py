@@ -148,12 +148,52 @@ def test_a_rank_that_exits_early_ends_the_others_with_an_error_that_says_so(job,
         """,
         3,
     )
-    assert done.returncode != 0
+    assert done.returncode == 3, "it was 1"
+    assert f"rank {leaver} left the program by sys.exit(3)" in done.stderr
     assert "shutdown" in done.stderr
     assert "the end of the program" in done.stderr
     assert "all_reduce" in done.stderr
     assert done.stderr.count("Traceback") == 1
     assert done.seconds < PROMPT_S
+
+
+def test_an_error_in_a_forked_child_is_not_the_end_of_the_job_and_a_fault_names_its_rank(job):
+    """The child said that the job ends, and blocked in MPI_Abort. Of a fault only a number was known."""
+    done = job(
+        """
+        import ctypes
+        child = os.fork()
+        if child == 0:
+            raise ValueError("in a child")
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+        mpisgd.barrier()
+        print("went on", flush=True)
+
+        def broken():
+            ctypes.string_at(0)
+
+        if rank == 1:
+            broken()
+        mpisgd.barrier()
+        """,
+        2,
+    )
+    assert done.returncode != 0
+    assert done.stdout.count("went on") == 2
+    assert done.stderr.count("ValueError: in a child") == 2
+    assert "the job ends" not in done.stderr
+    assert "Segmentation fault" in done.stderr
+    assert "this is rank 1 of 2" in done.stderr
+    assert "in broken" in done.stderr
+
+
+def test_torchrun_alone_makes_no_job(job):
+    """Each of its processes was rank 0 of 1, in silence."""
+    done = job("print(size)", None, RANK="1", WORLD_SIZE="2", LOCAL_RANK="1")
+    assert done.returncode != 0
+    assert "mpirun -n 2" in done.stderr
+    alone = job("print(size)", None, RANK="0", WORLD_SIZE="1")
+    assert alone.stdout.split() == ["1"]
 
 
 @pytest.mark.parametrize("first", [pytest.param(0, marks=pytest.mark.long), 2])

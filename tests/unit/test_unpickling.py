@@ -1,4 +1,7 @@
-"""What is unpickled came from a rank of the job, by MPI or shared memory: no files, no other sockets."""
+"""What is unpickled came from a rank of the job by MPI: no files, no memory, no sockets.
+
+torch's RPC unpickles what comes by its sockets, once its signature is checked (tests/unit/rpc).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,6 @@ FROM_OTHER_RANKS = {
     "mpisgd/job/quiesce.py",  # by MPI
     "mpisgd/monitor/mpi_mailbox.py",  # by MPI
     "mpisgd/pipeline/messages.py",
-    "mpisgd/monitor/rank_state.py",  # by MPI, or by memory without a name, under a checksum
 }
 # The program that the user starts, as `python` itself would run it.
 RUNS_PROGRAMS = {"mpisgd/horovod/shim/program.py"}

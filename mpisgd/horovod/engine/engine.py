@@ -39,6 +39,13 @@ __all__ = ["Engine"]
 JOIN_INTERVAL_S = 0.2  # how often who waits for the end of the thread looks for a deadlock
 
 
+class _Deferred(threading.local):
+    """What this thread would submit before it waits, by owner."""
+
+    def __init__(self) -> None:
+        self.submits: dict[object, Callable[[], None]] = {}
+
+
 class Engine(Cycles):
     """The negotiated operations of this rank, for any of its threads, and the threads that run the cycles.
 
@@ -55,11 +62,30 @@ class Engine(Cycles):
     def __init__(self, settings: Settings, warn: Callable[[str], None]) -> None:
         super().__init__(settings, warn)
         self.lock = threading.Lock()
+        self._deferred = _Deferred()
         self._limit_s = current_job().timeout_s
         self._thread = threading.Thread(target=self._serve, name="mpisgd horovod", daemon=True)
         self._thread.start()
 
     # -- operations ------------------------------------------------------------------------------------
+
+    def defer(self, owner: object, submit: Callable[[], None]) -> None:
+        """Have `submit` called before this thread waits for any operation, unless `owner` recalls it.
+
+        What could be submitted by now, and would only be slower for it: other ranks may need it before they
+        come to what this thread is going to wait for.
+        """
+        self._deferred.submits[owner] = submit
+
+    def recall(self, owner: object) -> None:
+        """Forget what was deferred for an owner: it has submitted by itself."""
+        self._deferred.submits.pop(owner, None)
+
+    def submit_deferred(self) -> None:
+        """Submit what this thread has deferred."""
+        submits = self._deferred.submits
+        while submits:
+            submits.pop(next(iter(submits)))()
 
     def wait(self, entry: Entry) -> Any:
         """Return the result of an operation, once it has run. What was submitted before is sent at once.
@@ -68,11 +94,13 @@ class Engine(Cycles):
         else; in the middle of one, where the other ranks are left without this one, it ends the engine.
         """
         if not entry.done.is_set():
+            self.submit_deferred()
             self._run_until(entry)
         return entry.take_result()
 
     def perform(self, entry: Entry) -> Any:
-        """Submit an operation, and return its result."""
+        """Submit an operation, after what was deferred, and return its result."""
+        self.submit_deferred()
         return self.wait(self.submit(entry))
 
     def spans_hosts(self, set_id: int) -> bool:

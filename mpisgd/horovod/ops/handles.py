@@ -38,6 +38,8 @@ def poll(handle: int) -> bool:
     found = _entries.get(handle) if isinstance(handle, int) else None
     if found is None:
         raise ValueError(f"handle {shown(handle)} was not given out, or has been synchronized")
+    if not found.done.is_set():
+        state.engine().submit_deferred()  # a program that polls waits, too
     return found.done.is_set()
 
 

@@ -1,6 +1,7 @@
 """When a layer is in memory: hooks around forward, before backward, and when its gradients are there."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,13 +15,20 @@ from mpisgd.sharding.layerwise.streamed_parameters import StreamedParameters
 __all__ = ["BackwardPass", "LayerHooks"]
 
 FORWARD, BACKWARD = "forward", "backward"
+NO_TASK = -1
+
+_current_task = torch._C._current_graph_task_id
 
 
 class BackwardPass:
     """Takes the gradients of units away as they become complete, on all ranks in the same order.
 
-    That is the order of the layers, backwards. What has no gradients when backward ends, as the parameters of
-    a layer that was not used, is looked at then.
+    That is the order of the layers, backwards. What has come out of order, or once more, is taken when
+    backward ends: reentrant checkpointing runs a backward inside a backward, and a layer that is used twice
+    gets a gradient from each.
+
+        backward    task 7 ............................................. end: all that is left is taken
+                        task 8, inside: gradients of 1 | task 9: of 0, 1
 
     Args:
         streamed: the units, all of them.
@@ -30,16 +38,34 @@ class BackwardPass:
         self._streamed = streamed
         self._order = streamed.units[::-1]
         self._next = 0
-        self._runs = False
+        self._tasks: list[int] = []  # autograd's numbers of the passes under way, the outermost first
+        streamed.when_reset = self.reset
         for unit in streamed.units:
             for k, param in enumerate(unit.params):
                 _when_accumulated(param, self, unit, k)
 
     def begin(self) -> None:
         """Note that a backward is under way."""
-        if not self._runs:
-            self._runs = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        task = _current_task()
+        if task in self._tasks:
+            return
+        if backward_depth() < 2:
+            self.reset()
+        self._tasks.append(task)
+        torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, task))
+
+    def reset(self) -> None:
+        """Forget a pass that was left by an exception; its gradients stay where they are."""
+        self._tasks.clear()
+        self._next = 0
+        for unit in self._order:
+            unit.arrived.clear()
+        self._streamed.release(self._order, BACKWARD)
+
+    def reset_outside(self) -> None:
+        """Do so if no backward is under way in this thread."""
+        if self._tasks and _current_task() == NO_TASK:
+            self.reset()
 
     def arrived(self, unit: Unit, k: int) -> None:
         """Note that the gradient of the k-th parameter of a unit is complete."""
@@ -56,12 +82,13 @@ class BackwardPass:
         if unit.is_trainable:
             self._streamed.release([unit], BACKWARD)
 
-    def _end(self) -> None:
-        for unit in self._order[self._next :]:
-            self._finish(unit)
-        self._next, self._runs = 0, False
-        if backward_depth() < 2:  # one inside another ends before what is in memory for the other is used
-            self._streamed.release(self._order, BACKWARD)
+    def _end(self, task: int) -> None:
+        if task not in self._tasks:
+            return
+        self._tasks.remove(task)
+        if not self._tasks:  # otherwise the backward around this one goes on
+            self._streamed.harvest_rest(self._order)
+            self.reset()
 
 
 def _is_complete(unit: Unit) -> bool:
@@ -95,6 +122,7 @@ class LayerHooks:
         layer.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True)
 
     def _before_forward(self, _: nn.Module, __: Any) -> None:
+        self._backward.reset_outside()
         self._streamed.acquire(self._units, self._forward)
 
     def _after_forward(self, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

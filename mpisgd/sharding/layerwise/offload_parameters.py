@@ -19,7 +19,7 @@ from mpisgd.sharding.layerwise.parameter_unit import Unit
 from mpisgd.sharding.layerwise.streamed_parameters import StreamedParameters
 from mpisgd.sharding.offload.description import Offload
 
-__all__ = ["offload_parameters", "streamed_parameters_of"]
+__all__ = ["check_in_memory", "offload_parameters", "streamed_parameters_of", "without_streamed"]
 
 STATE_DICT = "state_dict"
 
@@ -85,6 +85,48 @@ def streamed_parameters_of(params: Sequence[Tensor]) -> StreamedParameters | Non
     return found.pop() if len(found) == 1 else None
 
 
+def without_streamed(name: str, named: Sequence[tuple[str, Any]], group: Group) -> list[tuple[str, Any]]:
+    """Return what has memory: parameters in files are one model, of which each rank has its part.
+
+    So they are the same on all ranks of the group that they were moved with, and need not be sent or
+    compared.
+
+    Args:
+        name: of the function that they were given to, for messages.
+        named: parameters and other values, with names.
+        group: for which they are to be the same.
+
+    Raises:
+        InvalidArgument: some are in the files of other ranks.
+    """
+    found = []
+    for key, value in named:
+        streamed = getattr(value, "_mpisgd_streamed", None)
+        if streamed is None:
+            found.append((key, value))
+        elif not set(group.ranks) <= set(streamed.group.ranks):
+            raise InvalidArgument(
+                f"{name}: {key} is in the files of ranks {list(streamed.group.ranks)}, and the group has "
+                f"ranks {list(group.ranks)}; pass model.state_dict(), which has the values"
+            )
+    return found
+
+
+def check_in_memory(name: str, named: Sequence[tuple[str, Tensor]]) -> None:
+    """Raise unless all parameters are in memory.
+
+    Raises:
+        InvalidArgument: `offload_parameters` has moved one to a file.
+    """
+    for key, param in named:
+        if getattr(param, "_mpisgd_streamed", None) is not None:
+            raise InvalidArgument(
+                f"{name}: {key} is in a file, by mpisgd.offload_parameters; only "
+                "mpisgd.DistributedOptimizer(..., strategy=mpisgd.Sharded(offload=...)) with the same "
+                "offload updates it there"
+            )
+
+
 def _check(model: Any, offload: Any, layers: Any, init: Any) -> None:
     if not isinstance(model, nn.Module):
         raise InvalidArgument(f"offload_parameters: model={shown(model)}; expected a module")
@@ -139,7 +181,7 @@ def _move(
     for k, layer in enumerate(layers):
         materialize(layer, init, made, recurse=layer is not model)
         for users, named in _complete(model, owned, k):
-            unit = streamed.add(named[0][0], [param for _, param in named])
+            unit = streamed.add(named)
             streamed.first_values(unit)
             users_of[unit] = users
             for user in users:

@@ -86,6 +86,15 @@ class Unit:
         """Give the parameters memory, whose content is arbitrary."""
         self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
 
+    def moved(self) -> Iterator[Tensor]:
+        """Yield the parameters that the program has given other memory; the unit has its own."""
+        begin, itemsize = self.flat.data_ptr(), self.flat.element_size()
+        for param, start in zip(self.params, self._starts, strict=True):
+            if param.numel() and (
+                param.data_ptr() != begin + start * itemsize or param.dtype != self.flat.dtype
+            ):
+                yield param
+
     def drop(self) -> None:
         """Give the memory of the parameters back."""
         self.flat.untyped_storage().resize_(0)

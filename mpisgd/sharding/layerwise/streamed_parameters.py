@@ -10,7 +10,7 @@ gradients are combined and scattered in the same parts.
 Source: Rajbhandari et al. 2021, ZeRO-Infinity, sections 5.1 (prefetch), 6.1 (partitioning of each parameter).
 """
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -22,6 +22,7 @@ from mpisgd.collectives.broadcast import broadcast
 from mpisgd.collectives.reduce_scatter import reduce_scatter_tensor
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
+from mpisgd.errors import InvalidArgument
 from mpisgd.sharding.layerwise.parameter_unit import Chunk, Unit
 from mpisgd.sharding.offload.description import Offload
 from mpisgd.sharding.offload.file_store import FileStore
@@ -48,11 +49,14 @@ class StreamedParameters:
         values: the parameters, by chunk.
         gradients: those of this rank's parts, by chunk, summed over backward passes.
         present: the parameters that have gradients there, on some rank.
+        when_reset: called when gradients are reset.
     """
 
     def __init__(self, offload: Offload, group: Group, nbytes: int, num_params: int) -> None:
         num_chunks = num_params + nbytes // (group.size * offload.block_bytes // CHUNKS_PER_BLOCK)
         self._names: dict[Tensor, str] = {}
+        self._param_names: dict[Tensor, str] = {}
+        self.when_reset: Callable[[], None] = lambda: None
         self.offload, self.group = offload, group
         self.units: list[Unit] = []
         self.present: set[Tensor] = set()
@@ -60,8 +64,10 @@ class StreamedParameters:
             self.values = FileStore(offload, f"parameters of rank {group.rank}", self._name, num_chunks)
             self.gradients = FileStore(offload, f"gradients of rank {group.rank}", self._name, num_chunks)
 
-    def add(self, name: str, params: Sequence[Tensor]) -> Unit:
+    def add(self, named: Sequence[tuple[str, Tensor]]) -> Unit:
         """Return a new unit of these parameters, which are in memory still. See `Unit`."""
+        name, params = named[0][0], [param for _, param in named]
+        self._param_names.update({param: key for key, param in named})
         chunk_bytes = self.offload.block_bytes // CHUNKS_PER_BLOCK
         unit = Unit(name, params, self.group.size, self.group.rank, chunk_bytes)
         self.units.append(unit)
@@ -87,12 +93,24 @@ class StreamedParameters:
             self.values.end_step()
 
     def acquire(self, units: Iterable[Unit], user: Hashable) -> None:
-        """Have units in memory until `user` has released them. Collective where they are not."""
+        """Have units in memory until `user` has released them. Collective where they are not.
+
+        Raises:
+            OffloadError: see `FileStore`; on every rank.
+            InvalidArgument: the program has given a parameter other memory.
+        """
         for unit in units:
             if not unit.users:
                 unit.make_room()
                 self._read(unit)
             unit.users.add(user)
+
+    def release_all(self) -> None:
+        """Give all memory back: the values in the files are about to change."""
+        for unit in self.units:
+            if unit.users:
+                unit.users.clear()
+                unit.drop()
 
     def release(self, units: Iterable[Unit], user: Hashable) -> None:
         """Give the memory of units back which nobody else uses."""
@@ -104,11 +122,20 @@ class StreamedParameters:
 
     def _read(self, unit: Unit) -> None:
         with torch.no_grad(), self.shared_errors():
+            self._check_in_place(unit)
             for chunk, own in _in_chunks(unit, unit.own(unit.flat)):
                 own.copy_(self.values[chunk.key][VALUES])
                 self.values.release([chunk.key], changed=False)
         if self.group.size > 1:
             all_gather_into_tensor(unit.flat, unit.own(unit.flat), self.group)
+
+    def _check_in_place(self, unit: Unit) -> None:
+        for param in unit.moved():
+            raise InvalidArgument(
+                f"offload_parameters: {self._param_names[param]} has got other memory than what its file is "
+                "read into; write to it by model.load_state_dict() instead of param.data = ..., and "
+                "convert the model before its parameters are moved to files"
+            )
 
     def shared_errors(self) -> AbstractContextManager[None]:
         """Return a context to work on the files in; all ranks raise what one of them does. Collective."""
@@ -127,6 +154,14 @@ class StreamedParameters:
         with torch.no_grad(), self.shared_errors():
             for chunk, own in _in_chunks(unit, part):
                 self._add(chunk, own)
+
+    def harvest_rest(self, units: Sequence[Unit]) -> None:
+        """Do the same for all units that have gradients in memory on some rank. Collective."""
+        mine = [any(param.grad is not None for param in unit.params) for unit in units]
+        here = self._on_some_rank(torch.tensor(mine, dtype=torch.uint8))
+        for unit, exists in zip(units, here, strict=True):
+            if exists:
+                self.harvest(unit)
 
     def _on_some_rank(self, mine: Tensor) -> list[bool]:
         if self.group.size > 1:
@@ -155,13 +190,15 @@ class StreamedParameters:
             self.gradients[chunk.key] = {GRADIENT: own}
 
     def reset_gradients(self) -> None:
-        """Forget the gradients."""
+        """Forget the gradients, and a backward that was left by an exception."""
+        self.when_reset()
         self.present.clear()
         for unit in self.units:
             for param in unit.params:
                 param.grad = None
         if len(self.gradients):
-            self.gradients.clear()
+            with self.gradients.held_errors():
+                self.gradients.clear()
 
 
 def _in_chunks(unit: Unit, part: Tensor) -> Iterator[tuple[Chunk, Tensor]]:

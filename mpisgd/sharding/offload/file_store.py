@@ -13,13 +13,13 @@ What is small, such as a count of steps, stays in memory.
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mpisgd.core.group import Group
+from mpisgd.errors import OffloadError
 from mpisgd.gradients.bucketing import ALIGN_BYTES
 from mpisgd.gradients.fusion_buffer import Layout, layout_of, window
 from mpisgd.sharding.offload.block_cache import BlockCache, aligned_memory, checksum_of
@@ -129,6 +129,7 @@ class FileStore(MutableMapping[Any, dict[str, Any]]):
         self._used = 0  # bytes of it
         self._copies: MappedMemory | None = None
         self._is_listed = False  # whether the header says what is in the file
+        self._held: OffloadError | None = None
         assert offload.folder is not None
         self._file = PrivateFile(offload.folder, what, direct=is_direct_faster(offload))
         self._file.allocate(self._room)
@@ -138,6 +139,7 @@ class FileStore(MutableMapping[Any, dict[str, Any]]):
     # -- as a dictionary -----------------------------------------------------------------------------
 
     def __getitem__(self, key: Any) -> dict[str, Any]:
+        self._raise_held()
         if not isinstance(key, Tensor):
             return self._others[key]
         if key not in self._lent:
@@ -146,6 +148,7 @@ class FileStore(MutableMapping[Any, dict[str, Any]]):
         return self._lent[key].entries
 
     def __setitem__(self, key: Any, entries: dict[str, Any]) -> None:
+        self._raise_held()
         if isinstance(key, Tensor):
             self._lent[key] = _Lent(entries, {})
             self.release([key])
@@ -184,6 +187,7 @@ class FileStore(MutableMapping[Any, dict[str, Any]]):
 
     def clear(self) -> None:
         """Remove everything. What was read, or made by `empty`, stays as it is."""
+        self._held = None
         for held in (self._records, self._lent, self._others, self._open):
             held.clear()
         self._changed.clear()
@@ -195,6 +199,7 @@ class FileStore(MutableMapping[Any, dict[str, Any]]):
 
     def read(self, key: Any) -> Entries:
         """See `StateStore`; the tensors are copies."""
+        self._raise_held()
         if not isinstance(key, Tensor):
             return self._others.get(key, {})
         self.release([key] if key in self._lent else [])
@@ -217,6 +222,7 @@ class FileStore(MutableMapping[Any, dict[str, Any]]):
 
     def release(self, keys: Iterable[Any], *, changed: bool = True) -> None:
         """See `StateStore`: what has changed is written, but for the block of the last key."""
+        self._raise_held()
         last = -1
         for key in keys:
             lent = self._lent.pop(key, None)
@@ -229,15 +235,38 @@ class FileStore(MutableMapping[Any, dict[str, Any]]):
 
     def end_step(self) -> None:
         """See `StateStore`; what is still being written is so while the program goes on."""
+        self._raise_held()
         self._copies = None
         self._seal()
         self._put_all_but(-1)
         if not self._is_listed:
             self._write_header()
 
-    def shared_errors(self, group: Group) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def held_errors(self) -> Iterator[None]:
         """See `StateStore`."""
-        return raised_on_every_rank(group)
+        with contextlib.suppress(OffloadError), self._kept_errors():
+            yield
+
+    @contextlib.contextmanager
+    def shared_errors(self, group: Group) -> Iterator[None]:
+        """See `StateStore`."""
+        with raised_on_every_rank(group), self._kept_errors():
+            yield
+            self._raise_held()
+
+    @contextlib.contextmanager
+    def _kept_errors(self) -> Iterator[None]:
+        """Raise what went wrong again, whatever is done next: the content is lost."""
+        try:
+            yield
+        except OffloadError as error:
+            self._held = error
+            raise
+
+    def _raise_held(self) -> None:
+        if self._held is not None:
+            raise self._held
 
     def flush(self) -> int:
         """Wait until everything is in the file; return a descriptor of it, which safetensors can read."""

@@ -124,7 +124,11 @@ class PrivateFile:
     def _hint(self, exc: OSError) -> str:
         if exc.errno != errno.ENOSPC:
             return ""
-        return f"; {shutil.disk_usage(self.folder).free} bytes are free there, and the file has {self.size}"
+        try:
+            free = shutil.disk_usage(self.folder).free
+        except OSError:  # the folder was removed
+            return f"; the file has {self.size} bytes"
+        return f"; {free} bytes are free there, and the file has {self.size}"
 
 
 def _open_unnamed(folder: Path) -> int:

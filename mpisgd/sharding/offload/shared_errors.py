@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from mpisgd.arguments import ranks_text
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
-from mpisgd.errors import OffloadError
+from mpisgd.errors import MpisgdError, OffloadError
 
 __all__ = ["raised_on_every_rank"]
 
@@ -16,21 +16,35 @@ def raised_on_every_rank(group: Group) -> Iterator[None]:
     """Raise on every rank what one of them raises inside. Collective, at the end.
 
     Raises:
-        OffloadError: names the ranks and what happened there.
+        OffloadError: names the ranks and what happened there. A rank raises its own error if that is of
+            another kind.
     """
-    mine: OffloadError | None = None
+    mine: Exception | None = None
     try:
         yield
-    except OffloadError as error:
+    except Exception as error:
         mine = error
     texts: list[str | None] = []
-    said = None if mine is None else str(mine)
-    group.queue.run(
-        Operation("offload", extra="errors"),
-        lambda: texts.extend(group.queue.communicator.all_gather_object(said)),
-    )
+    said = _text_of(mine)
+    try:
+        group.queue.run(
+            Operation("offload", extra="errors"),
+            lambda: texts.extend(group.queue.communicator.all_gather_object(said)),
+        )
+    except MpisgdError:  # the others cannot be told
+        if mine is not None:
+            raise mine from None
+        raise
+    if mine is not None and not isinstance(mine, OffloadError):
+        raise mine
     if any(text is not None for text in texts):
         raise OffloadError(_together(group, texts)) from mine
+
+
+def _text_of(error: Exception | None) -> str | None:
+    if error is None or isinstance(error, OffloadError):
+        return None if error is None else str(error)
+    return f"{type(error).__name__}: {error}"
 
 
 def _together(group: Group, texts: list[str | None]) -> str:

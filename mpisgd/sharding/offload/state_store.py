@@ -50,6 +50,12 @@ class StateStore(Protocol):
     def end_step(self) -> None:
         """Note that all pieces of a step were updated."""
 
+    def held_errors(self) -> AbstractContextManager[None]:
+        """Return a context to work on the state in, where other ranks may not; what goes wrong is kept.
+
+        Whatever works on the state next raises it, up to the next `shared_errors`, until `clear`.
+        """
+
     def shared_errors(self, group: Group) -> AbstractContextManager[None]:
         """Return a context to work on the state in; all ranks raise what one of them does. Collective."""
 
@@ -74,6 +80,10 @@ class StateInMemory(defaultdict[Any, Any]):
 
     def end_step(self) -> None:
         """See `StateStore`."""
+
+    def held_errors(self) -> AbstractContextManager[None]:
+        """See `StateStore`."""
+        return nullcontext()
 
     def shared_errors(self, group: Group) -> AbstractContextManager[None]:
         """See `StateStore`; memory does not fail, and nothing is sent."""

@@ -306,6 +306,12 @@ class ScatteringReducer(ShardedReducer):
         owners = self._parameters.owners
         self.group.queue.run(Operation("gradients", extra=what), lambda: owners.exchange(rooms))
 
+    def abandon(self) -> None:
+        """See `GradientReducer`. What was on its way has noted, meanwhile, which buckets it had brought."""
+        super().abandon()
+        self._scattered.clear()
+        self._unfreed.clear()
+
     def release(self) -> None:
         """See `ShardedReducer`."""
         super().release()

@@ -8,8 +8,9 @@ may also use parameters of modules inside it without calling these (`torch.nn.Mu
 waits for theirs, too, unless they have been seen to be called.
 """
 
+import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,23 +18,38 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from mpisgd.core.work import Work
-from mpisgd.errors import InvalidArgument
+from mpisgd.errors import InvalidArgument, MpisgdError
 
-__all__ = ["ForwardOverlap"]
+__all__ = ["ForwardOverlap", "wait_for_parameters"]
 
 Module = torch.nn.Module
 
+_overlaps: "weakref.WeakSet[ForwardOverlap]" = weakref.WeakSet()
+
+
+def wait_for_parameters() -> None:
+    """Return when no parameters are under way: for functions that read those of any model."""
+    for overlap in list(_overlaps):
+        overlap.wait()
+
 
 class ForwardOverlap:
-    """What is under way, and which parameters are in it."""
+    """What is under way, and which parameters are in it.
 
-    def __init__(self) -> None:
+    Args:
+        named: all parameters that may be, with names; see `cover`.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
         self._place_of: dict[Tensor, int] = {}  # by identity: tensors hash so
         self._works: list[Work] = []
         self._waited_for: set[Tensor] = set()
         self._num_waited = 0
         self._called: weakref.WeakSet[Module] = weakref.WeakSet()
-        alive = weakref.ref(self)
+        self._names: dict[Tensor, str] = {}
+        self._too_early: list[str] = []  # parameters with gradients, that nobody has waited for
+        self._alive = weakref.ref(self)
+        alive = self._alive
 
         def before_forward(module: Module, _: Any) -> None:
             if (overlap := alive()) is not None:
@@ -41,6 +57,14 @@ class ForwardOverlap:
 
         handle = register_module_forward_pre_hook(before_forward)
         weakref.finalize(self, handle.remove)
+        _overlaps.add(self)
+        self.cover(named)
+
+    def cover(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        """Take over a list that has grown at its end."""
+        for name, param in named[len(self._names) :]:
+            self._names[param] = name
+            _when_accumulated(param, self._alive)
 
     def expect(self, params: Sequence[Tensor], work: Work) -> None:
         """Note what brings some parameters; what was expected before arrives before it."""
@@ -50,23 +74,37 @@ class ForwardOverlap:
     def wait(self) -> None:
         """Return when everything has arrived."""
         self._wait_for(len(self._works) - 1)
+        self.forget()
+
+    def settle(self) -> None:
+        """Return when nothing arrives any more; `wait` raises what went wrong."""
+        for work in self._works:
+            with contextlib.suppress(MpisgdError):
+                work.wait()
+
+    def forget(self) -> None:
+        """Expect nothing any more: all has arrived, or its ranks are lost."""
         self._works.clear()
         self._place_of.clear()
         self._waited_for.clear()
         self._num_waited = 0
 
-    def check_used(self, named: Sequence[tuple[str, Tensor]]) -> None:
-        """Raise if a parameter has a gradient that was computed without waiting for it.
+    def check_used(self) -> None:
+        """Raise if this rank has computed a gradient of a parameter without waiting for it.
 
         Raises:
             InvalidArgument: names it.
         """
-        for name, param in named:
-            if param.grad is not None and param in self._place_of and param not in self._waited_for:
-                raise InvalidArgument(
-                    f"Sharded: {name} was used, maybe before it had arrived, outside of the forward of a "
-                    "module that has it; pass overlap_forward=False"
-                )
+        names, self._too_early = self._too_early, []
+        if names:
+            raise InvalidArgument(
+                f"Sharded: {names[0]} was used, maybe before it had arrived, outside of the forward "
+                "of a module that has it; pass overlap_forward=False"
+            )
+
+    def _accumulated(self, param: Tensor) -> None:
+        if param in self._place_of and param not in self._waited_for:
+            self._too_early.append(self._names[param])
 
     def _wait_for(self, place: int) -> None:
         while self._num_waited <= place:
@@ -74,13 +112,12 @@ class ForwardOverlap:
             self._num_waited += 1
 
     def _before_forward(self, module: Module) -> None:
+        if module not in self._called:  # also before the first step: somebody may save what comes then
+            self._called.add(module)
+            if any(param in self._names for param in module.parameters()):
+                _watch(module, self._alive)
         if not self._works:
             return
-        if module not in self._called:
-            self._called.add(module)
-            if any(param in self._place_of for param in module.parameters()):
-                waits = _waits(weakref.ref(self))
-                module.register_state_dict_pre_hook(waits)  # type: ignore[no-untyped-call]
         used = [param for param in self._used_by(module) if param in self._place_of]
         self._waited_for.update(used)
         self._wait_for(max((self._place_of[param] for param in used), default=-1))
@@ -93,11 +130,29 @@ class ForwardOverlap:
                 yield from self._used_by(child)
 
 
-def _waits(overlap: "weakref.ref[ForwardOverlap]") -> Callable[..., None]:
-    """Return a hook for whoever saves a module."""
+def _when_accumulated(param: Tensor, overlap: "weakref.ref[ForwardOverlap]") -> None:
+    """Tell `overlap` of each gradient of a parameter that backward computes on this rank."""
 
-    def before_state_dict(*_: Any) -> None:
+    def note(param: Tensor) -> None:
+        if (alive := overlap()) is not None:
+            alive._accumulated(param)
+
+    trainable = param.requires_grad
+    param.requires_grad_(True)  # torch refuses hooks on what is frozen, but keeps what is there
+    param.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+    param.requires_grad_(trainable)
+
+
+def _watch(module: Module, overlap: "weakref.ref[ForwardOverlap]") -> None:
+    """Let whoever saves a module, or loads it, wait for what is under way."""
+
+    def before_save(*_: Any) -> None:
         if (alive := overlap()) is not None:
             alive.wait()
 
-    return before_state_dict
+    def before_load(*_: Any) -> None:
+        if (alive := overlap()) is not None:  # else it would arrive in what was loaded
+            alive.settle()
+
+    module.register_state_dict_pre_hook(before_save)  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_pre_hook(before_load)  # type: ignore[no-untyped-call]

@@ -19,6 +19,7 @@ from mpisgd.errors import InvalidArgument
 from mpisgd.sharding.divided_parameters import DividedParameters
 from mpisgd.sharding.elementwise import is_known_elementwise
 from mpisgd.sharding.grad_norm import clip_grad_norm_
+from mpisgd.sharding.masters import RefreshMasters
 from mpisgd.sharding.offload.description import Offload
 from mpisgd.sharding.offload.file_store import FileStore
 from mpisgd.sharding.offload.shared_errors import raised_on_every_rank
@@ -55,17 +56,17 @@ class Piecewise(Replicated, abc.ABC):
 
     def _divide(self, training: Training) -> None:
         self._parameters = self._make_parameters(training, elementwise=self._is_known or training.elementwise)
-        params = [param for _, param in training.named]
+        params, names = [param for _, param in training.named], [name for name, _ in training.named]
+        self._names = PieceNames(self._parameters, names)
         self._states = PieceStates(params, self._parameters, training.group, self._make_store(training))
 
     def _make_store(self, training: Training) -> StateStore:
         """Return where the state of this rank's pieces is kept. Collective."""
         if self._offload is None or self._offload.folder is None:
             return StateInMemory()
-        what, parameters = f"optimizer state of rank {training.group.rank}", self._parameters
-        namer = PieceNames(parameters, [name for name, _ in training.named])
+        what, num_keys = f"optimizer state of rank {training.group.rank}", 2 * len(self._parameters.pieces)
         with raised_on_every_rank(training.group):
-            return FileStore(self._offload, what, namer, 2 * len(parameters.pieces))
+            return FileStore(self._offload, what, self._names, num_keys)
 
     def state_file(self) -> int:
         """Return a descriptor of the file with this rank's optimizer state, which safetensors can read.
@@ -142,7 +143,6 @@ class Piecewise(Replicated, abc.ABC):
         self._show_all()  # a step that raised has left them hidden
         self._parameters.check_in_place()
         self._take_over_state()
-        self._parameters.refresh_masters()
         runs_closure, self._runs_closure = self._runs_closure, False
         updates_later = runs_closure and self._offload is not None  # what is to be updated with is not there
         if not updates_later:
@@ -185,6 +185,8 @@ class Piecewise(Replicated, abc.ABC):
         if self._offload is not None:  # the optimizer finds nothing left to do
             self._update(self._hand_over_pieces)
             return
+        if self._parameters.has_masters:
+            RefreshMasters()(piece for piece in self._parameters.pieces if piece.grad is not None)
         for piece in self._parameters.pieces:
             piece.show_grad()
             if piece.grad is not None:
@@ -215,7 +217,6 @@ class Piecewise(Replicated, abc.ABC):
         self._show_all()
         torch.autograd.graph.increment_version(self.training.params)
         self._publish_after_step(num_steps)
-        self._parameters.note_versions()
 
     def _show_all(self) -> None:
         """Give the optimizer all its parameters back, if they are hidden."""
@@ -247,16 +248,21 @@ class Piecewise(Replicated, abc.ABC):
     # -- the state ----------------------------------------------------------------------------------
 
     def _take_over_state(self) -> None:
-        """Take this rank's part of a state that is whole."""
+        """Take this rank's part of a state that is whole: other ranks may have theirs already."""
         if not self.has_whole_state or not self._holds_state:
             return
         state = self.training.optimizer.state
-        wholes = {i: state[param] for i, (_, param) in enumerate(self.training.named) if param in state}
         others = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
-        with self._states.state.shared_errors(self.training.group):
-            self._states.cut(wholes, others)
+        with self._states.state.held_errors():
+            self._states.cut(self._wholes, others)
         state.clear()
         self.has_whole_state = False
+
+    @property
+    def _wholes(self) -> dict[int, Any]:
+        """What the optimizer has as the states of parameters, by the places of these."""
+        state = self.training.optimizer.state
+        return {i: state[param] for i, param in enumerate(self._states.params) if param in state}
 
     def state_dict(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the state of all parameters, of which each rank has its pieces. Collective.
@@ -264,12 +270,11 @@ class Piecewise(Replicated, abc.ABC):
         One that was loaded here counts, although it may not have been loaded where its owners are.
         """
         self._show_all()
-        self._parameters.refresh_masters()
+        RefreshMasters()(self._parameters.pieces)
         state = self.training.optimizer.state
+        wholes = self._states.gather(self._wholes if self.has_whole_state else None)
         if self.has_whole_state:
-            self._take_part_in_gathering()
             return super().state_dict(make)
-        wholes = self._states.gather()
         state.update(
             {p: wholes[i] for i, p in enumerate(self._states.params) if _says_more(wholes.get(i), p)}
         )
@@ -278,14 +283,6 @@ class Piecewise(Replicated, abc.ABC):
             return super().state_dict(make)
         finally:
             state.clear()
-
-    def _take_part_in_gathering(self) -> None:
-        """Give others the part of this rank of a state that is whole here."""
-        pieces, state = self._parameters.pieces, self.training.optimizer.state
-        mine = PieceStates(self._states.params, self._parameters, self.training.group)
-        mine.cut({i: state[p] for i, p in enumerate(mine.params) if p in state})
-        mine.gather()
-        self._parameters.pieces = pieces
 
     def loaded(self, state_dict: Mapping[str, Any]) -> None:
         """Note that the optimizer has the state of all parameters."""
@@ -300,7 +297,7 @@ class Piecewise(Replicated, abc.ABC):
     def shard_state_dict(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the state of this rank's pieces, and the options of all groups."""
         self._show_all()
-        self._parameters.refresh_masters()
+        RefreshMasters()(self._parameters.pieces)
         self._take_over_state()
         optimizer = self.training.optimizer
         state = self._states.state if self._holds_state else StateInMemory(optimizer.state)
@@ -315,7 +312,8 @@ class Piecewise(Replicated, abc.ABC):
         state.update({self._states.params[index]: entries for index, entries in states.items()})
         state.update(shards[0]["others"])
         self.has_whole_state = True
-        self._take_over_state()
+        with self._states.state.shared_errors(self.training.group):
+            self._take_over_state()
         if not self._holds_state:
             self._states.place(state)
 
@@ -326,6 +324,7 @@ class Piecewise(Replicated, abc.ABC):
         super().extend(named)
         self._parameters.extend(named, self.training.optimizer.param_groups)
         self._states.params = [param for _, param in named]
+        self._names.names = [name for name, _ in named]
 
     def move_to(self, group: Group) -> None:
         """Share the parameters, as they are now, with other ranks. Collective over `group`.

@@ -105,6 +105,10 @@ class Sharded(Strategy):
         if self._streamed(training) is None:
             (check_shareable if training.share_parameters else check_divisible)(training.named)
 
+    def updates_files(self, training: Training) -> bool:
+        """See `Strategy`."""
+        return self._streamed(training) is not None
+
     def _check_compression(self, training: Training) -> None:
         compression = training.options.compression
         if any(compression.wire_dtype(param.dtype) is None for _, param in training.named):

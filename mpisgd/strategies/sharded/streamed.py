@@ -98,7 +98,8 @@ class StreamedSynchronizer(Synchronizer):
 
     def _update(self) -> None:
         streamed, store = self._streamed, self._states.state
-        with raised_on_every_rank(self.training.group):
+        streamed.release_all()  # such as an exception in a hook of `state_dict` has left in memory
+        with store.shared_errors(self.training.group):
             update = PieceUpdate(self.training.optimizer, store)
             for chunk, pieces in self._pieces.present(streamed.present):
                 self._update_chunk(update, chunk, pieces)
@@ -156,19 +157,25 @@ class StreamedSynchronizer(Synchronizer):
         if not self.has_whole_state:
             return
         state = self.training.optimizer.state
-        wholes = {i: state[param] for i, param in enumerate(self._states.params) if param in state}
         others = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
-        with raised_on_every_rank(self.training.group):
-            self._states.cut(wholes, others)
+        with self._states.state.held_errors():  # other ranks may have taken theirs already
+            self._states.cut(self._wholes, others)
         state.clear()
         self.has_whole_state = False
+
+    @property
+    def _wholes(self) -> dict[int, Any]:
+        """What the optimizer has as the states of parameters, by the places of these."""
+        state = self.training.optimizer.state
+        return {i: state[param] for i, param in enumerate(self._states.params) if param in state}
 
     def state_dict(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the state of all parameters, of which each rank has its pieces. Collective."""
         self._show_all()
+        wholes = self._states.gather(self._wholes if self.has_whole_state else None)
         if self.has_whole_state:
             return make()
-        state, wholes = self.training.optimizer.state, self._states.gather()
+        state = self.training.optimizer.state
         state.update({self._states.params[index]: wholes[index] for index in wholes})
         state.update(self._states.others)
         try:
@@ -191,7 +198,7 @@ class StreamedSynchronizer(Synchronizer):
         self._show_all()
         states = self._states.from_shards(shards)
         load({"state": {}, "param_groups": shards[0]["param_groups"]})
-        with raised_on_every_rank(self.training.group):
+        with self._states.state.shared_errors(self.training.group):
             self._states.cut(states, shards[0]["others"])
         self.has_whole_state = False
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mpisgd.accelerator.runtime import on_device
 from mpisgd.core.consistency import Operation
+from mpisgd.core.group import Group
 from mpisgd.core.work import Work
 from mpisgd.gradients.bucketing import join_buckets
 from mpisgd.sharding.device_parts import DeviceParts, PartsWork
@@ -55,7 +56,7 @@ class ShardedSynchronizer(Piecewise):
         self._parts: dict[Any, list[Sequence[int]]] = {}
         self._rooms: dict[Any, list[list[list[Tensor]]]] = {}
         self._known_ranges: Any = None  # those of `_parts` and `_rooms`
-        self._overlap = ForwardOverlap() if overlap_forward else None
+        self._overlap = ForwardOverlap(training.named) if overlap_forward else None
         super().__init__(training, offload)
 
     def _make_parameters(self, training: Training, *, elementwise: bool) -> DividedParameters:
@@ -88,7 +89,7 @@ class ShardedSynchronizer(Piecewise):
     def before_step(self) -> None:
         """Wait for what is still arriving."""
         if self._overlap is not None:
-            self._overlap.check_used(self.training.named)
+            self._overlap.check_used()
         self.wait()
         super().before_step()
 
@@ -107,6 +108,29 @@ class ShardedSynchronizer(Piecewise):
         """Return the parameters as they are, all of them."""
         self.wait()
         return super().consensus()
+
+    def state_dict(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """See `Piecewise`. Who saves the state saves the parameters, too, which are there then."""
+        self.wait()
+        return super().state_dict(make)
+
+    def shard_state_dict(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """See `Piecewise`; likewise."""
+        self.wait()
+        return super().shard_state_dict(make)
+
+    def extend(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        """Share further parameters, too."""
+        self.wait()
+        super().extend(named)
+        if self._overlap is not None:
+            self._overlap.cover(named)
+
+    def move_to(self, group: Group) -> None:
+        """See `Piecewise`; what ranks were sending that are lost does not arrive any more."""
+        if self._overlap is not None:
+            self._overlap.forget()
+        super().move_to(group)
 
     def _publish(self) -> None:
         if self.training.group.size == 1:

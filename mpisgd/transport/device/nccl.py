@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mpisgd.accelerator.runtime import runtime
+from mpisgd.config import LONGEST_TIMEOUT_S
 from mpisgd.core.consistency import Operation
 from mpisgd.core.operation_queue import inference_mode_of
 from mpisgd.core.work import Work
@@ -161,7 +162,7 @@ class NcclWork(Work):
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Let what follows on the current stream come after the operation; with a limit the host waits."""
-        limit = () if timeout_s is None else (datetime.timedelta(seconds=timeout_s),)
+        limit = () if timeout_s is None else (datetime.timedelta(seconds=min(timeout_s, LONGEST_TIMEOUT_S)),)
         try:
             for work in self._begun:
                 work.wait(*limit)

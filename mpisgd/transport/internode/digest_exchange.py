@@ -80,6 +80,11 @@ class InternodeDigestExchange:
         assert self._here is not None
         return self._here.read(RESULT + 1, 0), self._here.read(RESULT + 2, 0)
 
+    def close(self) -> None:
+        """Free what MPI keeps for it. Not collective; the communicator comes after."""
+        if isinstance(self._between, Dissemination):
+            self._between.close()
+
     def missing(self) -> str:
         """Describe the ranks that this rank waits for."""
         if self._between is not None and self._between_started:

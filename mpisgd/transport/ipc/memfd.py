@@ -5,6 +5,7 @@ The first rank makes a memfd and the others open it through that rank's /proc en
 them has gone, whatever way it went.
 """
 
+import fcntl
 import os
 from typing import TYPE_CHECKING
 
@@ -30,14 +31,15 @@ def open_shared(local: "Communicator", nbytes: int, name: str = NAME) -> int:
 
 
 def create(nbytes: int, name: str = NAME) -> int:
-    """Return a new memfd of `nbytes`, -1 where there is no such thing."""
+    """Return a new memfd of `nbytes`, -1 where there is no such thing; nobody can shrink it."""
     try:
-        fd = os.memfd_create(name)
+        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except (OSError, AttributeError):
         return -1
     try:
         os.fchmod(fd, MODE)
         os.ftruncate(fd, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     except OSError:
         os.close(fd)
         return -1

@@ -4,7 +4,10 @@ MPI moves large messages only while it is called, so a started message makes pro
 in `is_completed()`, or in the background once its future was asked for.
 """
 
+import collections
 import contextlib
+import functools
+import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,8 +18,9 @@ from torch import Tensor
 
 from mpisgd import tracing
 from mpisgd.core import wait_registry
+from mpisgd.core.service_thread import ServiceThread
 from mpisgd.core.wait_registry import Message, WaitReason
-from mpisgd.core.waiting import Backoff, add_pending_message, remove_pending_message
+from mpisgd.core.waiting import Backoff, add_pending_message, pause_s, remove_pending_message
 from mpisgd.core.work import CompletableWork
 from mpisgd.errors import (
     CollectiveMismatch,
@@ -24,7 +28,6 @@ from mpisgd.errors import (
     MpiFailed,
     MpisgdError,
     NotInitialized,
-    PeerLost,
 )
 
 if TYPE_CHECKING:
@@ -35,7 +38,8 @@ if TYPE_CHECKING:
 __all__ = ["MessageWork", "PointToPoint"]
 
 UNRECEIVED_S = 3.0  # what was received in time has been acknowledged by then
-MAX_UNPOLLED = 64  # with more messages in flight, those that nobody waits for are polled, too
+# With more messages in flight, those that nobody waits for are polled, too: so many of them at each new one.
+MAX_UNPOLLED, POLLED_AT_ONCE = 64, 4
 
 
 class PointToPoint:
@@ -57,10 +61,12 @@ class PointToPoint:
         self.group: tuple[str, Sequence[int]] = ("", range(communicator.size))
         self.timeout_s = timeout_s
         self._threads_allowed = threads_allowed
-        self._in_flight: set[MessageWork] = set()
+        self._in_flight: collections.OrderedDict[MessageWork, None] = collections.OrderedDict()
         self._watched: set[MessageWork] = set()
         self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._thread: ServiceThread | None = None  # completes the watched ones; the last, where it has ended
+        self._is_watching = False
+        self._progress_s = 0.0  # when it last completed one
 
     def send(self, name: str, memory: Tensor, dst: int, tag: int, tensors: Any) -> "MessageWork":
         """Start sending contiguous `memory` to group rank `dst`."""
@@ -80,14 +86,18 @@ class PointToPoint:
     ) -> "MessageWork":
         """Start receiving into contiguous `memory`; `arrived(nbytes)` runs when the message is there."""
         request = self.communicator.irecv(memory, src, tag)
-        source = "any rank" if src is None else f"rank {self.communicator.global_ranks[src]}"
-        name = f"{name} from {source}"
-        others = [
-            rank for rank in range(self.communicator.size) if rank != self.communicator.rank or src == rank
-        ]
-        partners = tuple(self.communicator.global_ranks[rank] for rank in (others if src is None else [src]))
+        global_ranks = self.communicator.global_ranks
+        source = "any rank" if src is None else f"rank {global_ranks[src]}"
+        partners = self._others if src is None else (global_ranks[src],)
         message = Message(self.group[0], True, partners, tag)
+        name = f"{name} from {source}"
         return self._keep(MessageWork(self, name, message, request, (memory, tensors), arrived))
+
+    @functools.cached_property
+    def _others(self) -> tuple[int, ...]:
+        """The global ranks of all members but this one."""
+        me, names = self.communicator.rank, self.communicator.global_ranks
+        return tuple(name for rank, name in enumerate(names) if rank != me)
 
     def in_flight(self) -> list[Message]:
         """Return the messages in flight, as other ranks are told of them."""
@@ -98,18 +108,25 @@ class PointToPoint:
         """Hold the message (and its memory) until it is done, also if the caller forgets it."""
         wait_registry.mark_communicating()
         with self._lock:
-            self._in_flight.add(work)
+            unpolled = self._oldest() if len(self._in_flight) >= MAX_UNPOLLED else []
+            self._in_flight[work] = None
             add_pending_message(work)
-            unpolled = list(self._in_flight) if len(self._in_flight) > MAX_UNPOLLED else []
         for other in unpolled:
             other.is_completed()
         return work
+
+    def _oldest(self) -> "list[MessageWork]":
+        """Return those that have not been polled for longest, which come last from now on."""
+        oldest = list(itertools.islice(self._in_flight, POLLED_AT_ONCE))
+        for work in oldest:
+            self._in_flight.move_to_end(work)
+        return oldest
 
     def release(self, work: "MessageWork") -> None:
         """Forget a message that is done."""
         with self._lock:
             self.num_ended += 1
-            self._in_flight.discard(work)
+            self._in_flight.pop(work, None)
             remove_pending_message(work)
 
     def watch(self, work: "MessageWork") -> None:
@@ -117,27 +134,34 @@ class PointToPoint:
         if not self._threads_allowed:
             raise MpiFailed("the future of a message needs an MPI that runs at thread level MULTIPLE")
         with self._lock:
-            idle = not self._watched
             self._watched.add(work)
-        if idle:
-            self._thread = threading.Thread(target=self._poll_watched, name="mpisgd messages", daemon=True)
-            self._thread.start()
+            self._progress_s = time.monotonic()
+            if not self._is_watching:
+                self._is_watching = True
+                self._thread = ServiceThread("mpisgd messages", self._poll_watched)
+                self._thread.start()
 
-    def _poll_watched(self) -> None:
-        """The thread: ask after the watched messages until none is left, however long that takes."""
-        while self._watched:
-            with contextlib.suppress(PeerLost):  # each watched message fails by itself
-                Backoff(self.timeout_s, quiet=True).wait_for(
-                    self._some_ended, about=lambda: WaitReason("messages that a future is for", is_local=True)
-                )
+    def _poll_watched(self) -> bool:
+        """One round of the thread: ask after the watched messages, however long they take.
 
-    def _some_ended(self) -> bool:
+        The loss of a rank ends each of them by itself, where it does.
+        """
         with self._lock:
             watched = list(self._watched)
         ended = {work for work in watched if work.is_completed()}
         with self._lock:
             self._watched -= ended
-            return bool(ended) or not self._watched
+            self._is_watching = goes_on = bool(self._watched)
+        if ended:
+            self._progress_s = time.monotonic()
+        elif goes_on:
+            time.sleep(pause_s(time.monotonic() - self._progress_s))
+        return goes_on
+
+    @property
+    def is_watching_here(self) -> bool:
+        """Whether this thread is the one that completes the watched messages."""
+        return self._thread is threading.current_thread()
 
     def drain(self, everyones: Sequence[Sequence[Message]]) -> None:
         """Wait for everything that was sent and never waited for; cancel receives without a message.
@@ -160,9 +184,9 @@ class PointToPoint:
                 work.cancel()
             else:
                 work.wait()
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._thread is not None:
             # A thread that lets go of a tensor while Python ends would abort the process.
-            self._thread.join(self.timeout_s)
+            self._thread.join_from_others(self.timeout_s)
 
     def _wait_a_little(self, work: "MessageWork") -> None:
         """Wait for a message that the other side has received, or never will."""
@@ -176,8 +200,8 @@ class PointToPoint:
         """Fail whatever is in flight with such an error; nobody waits for it."""
         for work in list(self._in_flight):
             work.fail(type(error)(f"{work.name}: {error}"))
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(self.timeout_s)
+        if self._thread is not None:
+            self._thread.join_from_others(self.timeout_s)
 
     def close(self) -> None:
         """Free the communicator. Collective."""
@@ -219,7 +243,7 @@ class MessageWork(CompletableWork):
             return self._done
 
     def _ask(self) -> None:
-        error = None
+        error: Exception | None = None
         try:
             outcome = self._point_to_point.communicator.poll_one(self._request)
             if outcome is None:
@@ -227,7 +251,7 @@ class MessageWork(CompletableWork):
             if self._arrived is not None:
                 self.source = outcome[0]
                 self._arrived(outcome[1])
-        except MpisgdError as exc:
+        except Exception as exc:  # whatever it is: who polls may be no one that waits for this message
             error = exc
         self.complete(error)
 
@@ -279,6 +303,11 @@ class MessageWork(CompletableWork):
             if self._future is None and not self._done:
                 self._point_to_point.watch(self)
             return super().get_future()
+
+    def make_progress(self) -> None:
+        """Wait for this message, in a callback of another one: nobody else would complete it."""
+        if self._point_to_point.is_watching_here:
+            self.wait()
 
     def fail(self, error: MpisgdError) -> None:
         """End this message without its being through; MPI may still write to its memory, which is kept."""

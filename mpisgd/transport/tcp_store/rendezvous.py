@@ -2,17 +2,15 @@
 
 A host has several addresses, and some lead nowhere from outside (a bridge for containers) or somewhere else
 (the same private address on every host). So nothing is guessed from names: rank 0 listens on each of its
-addresses at a free port, the others try them all, and what counts is that rank 0 has received their token.
-Once one address is chosen the others are closed, and a socket filter on this one admits only the job's hosts.
+addresses at a free port, the others try them all, and what counts is that both ends have proved to each other
+that they know the secret which MPI has brought (`mpisgd.transport.tcp_store.handshake`). Once one address is
+chosen all listeners are closed: nobody can connect any more.
 """
 
 import contextlib
 import itertools
-import os
 import secrets
-import selectors
 import socket
-import time
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,22 +20,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import psutil
 
 from mpisgd.errors import Unreachable
+from mpisgd.transport.tcp_store.handshake import SECRET_BYTES, Endpoint, Reception, greet
 from mpisgd.transport.tcp_store.socket_filter import admit_only
 
 if TYPE_CHECKING:
     from mpisgd.transport.mpi import Communicator
 
-__all__ = ["find_listener", "local_addresses"]
+__all__ = ["Endpoint", "Meeting", "connect_ranks", "find_listener", "local_addresses"]
 
 CONNECT_TIMEOUT_S = 2.0  # an unreachable address does not answer at all; TCP tries again after a second
-TOKEN_BYTES = 16
-
-
-class Endpoint(NamedTuple):
-    """Where to connect to."""
-
-    address: str
-    port: int
+ANSWER_TIMEOUT_S = 5.0
 
 
 class Listener(NamedTuple):
@@ -45,6 +37,18 @@ class Listener(NamedTuple):
 
     endpoint: Endpoint
     socket: "socket.socket | None"
+
+
+class Meeting(NamedTuple):
+    """Connections between rank 0 and each other rank, each authenticated by both ends.
+
+    Attributes:
+        endpoint: where rank 0 has listened.
+        connections: on rank 0 by the other end's rank; elsewhere that to rank 0.
+    """
+
+    endpoint: Endpoint
+    connections: dict[int, socket.socket]
 
 
 def local_addresses() -> list[str]:
@@ -61,24 +65,61 @@ def local_addresses() -> list[str]:
     return [*found[socket.AF_INET], *found[socket.AF_INET6], "127.0.0.1"]
 
 
+def connect_ranks(communicator: "Communicator") -> Meeting:
+    """Connect every other rank with rank 0; nobody listens any more when this returns. Collective.
+
+    Raises:
+        Unreachable: the ranks cannot reach rank 0 at any of its addresses; on every rank.
+    """
+    meeting, listener = _meet(communicator)
+    if listener is not None:
+        listener.close()
+    return meeting
+
+
 def find_listener(communicator: "Communicator") -> Listener:
     """Return a listening socket of rank 0 that all ranks reach, and its address. Collective.
+
+    It hears the hosts of the job alone, but any process there: who accepts has to ask for a proof of his own.
 
     Raises:
         Unreachable: there is none; on every rank.
     """
-    listeners = _listen(local_addresses(), communicator.size) if communicator.rank == 0 else {}
-    endpoints, token = communicator.broadcast_object((list(listeners), secrets.token_bytes(TOKEN_BYTES)), 0)
-    attempts = _probe(endpoints, token) if communicator.rank != 0 else {}
+    meeting, listener = _meet(communicator)
+    addresses = {connection.getpeername()[0] for connection in meeting.connections.values()}
+    for connection in meeting.connections.values():
+        connection.close()
+    if listener is not None:
+        _admit_only_hosts(listener, addresses)
+        listener.setblocking(True)
+    return Listener(meeting.endpoint, listener)
+
+
+def _meet(communicator: "Communicator") -> tuple[Meeting, "socket.socket | None"]:
+    """Return the connections, and rank 0's listener by which they came. Collective."""
+    here = communicator.rank
+    listeners = _listen(local_addresses(), communicator.size) if here == 0 else {}
+    endpoints, secret = communicator.broadcast_object((list(listeners), secrets.token_bytes(SECRET_BYTES)), 0)
+    reception = Reception(listeners, secret, range(1, communicator.size)) if here == 0 else None
+    attempts = _probe(endpoints, secret, here) if here != 0 else {}
     reached = communicator.all_gather_object(sorted(attempts))[1:]
-    chosen = _reached_by_all(listeners, reached, token) if communicator.rank == 0 else None
-    chosen = communicator.broadcast_object(chosen, 0)
-    for endpoint, other in {**listeners, **attempts}.items():
-        if endpoint != chosen or communicator.rank != 0:
-            other.close()
+    arrived: dict[Endpoint, dict[int, socket.socket]] = {}
+    if reception is not None:
+        reception.close()
+        arrived = reception.arrived
+    chosen = next((place for place in endpoints if all(place in theirs for theirs in reached)), None)
+    for endpoint, connection in attempts.items():
+        if endpoint != chosen:
+            connection.close()
+    for endpoint, listener in listeners.items():
+        if endpoint != chosen:
+            listener.close()
+            for connection in arrived[endpoint].values():
+                connection.close()
     if chosen is None:
         raise Unreachable(_unreachable_text(endpoints, reached))
-    return Listener(chosen, listeners.get(chosen))
+    connections = arrived[chosen] if here == 0 else {0: attempts[chosen]}
+    return Meeting(chosen, connections), listeners.get(chosen)
 
 
 def _listen(addresses: Sequence[str], backlog: int) -> dict[Endpoint, socket.socket]:
@@ -92,14 +133,16 @@ def _listen(addresses: Sequence[str], backlog: int) -> dict[Endpoint, socket.soc
     return listeners
 
 
-def _probe(endpoints: Sequence[Endpoint], token: bytes) -> dict[Endpoint, socket.socket]:
-    """Connect to all endpoints at once and send the token; return the connections that came about."""
+def _probe(endpoints: Sequence[Endpoint], secret: bytes, rank: int) -> dict[Endpoint, socket.socket]:
+    """Connect to all endpoints at once; return the connections of which both ends have proved themselves."""
     reached: dict[Endpoint, socket.socket] = {}
 
     def connect(endpoint: Endpoint) -> None:
         with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
             connection = opened.enter_context(socket.create_connection(endpoint, CONNECT_TIMEOUT_S))
-            connection.sendall(token)
+            connection.settimeout(ANSWER_TIMEOUT_S)
+            greet(connection, secret, rank, endpoint)
+            connection.settimeout(None)
             reached[endpoint] = connection
             opened.pop_all()
 
@@ -108,52 +151,15 @@ def _probe(endpoints: Sequence[Endpoint], token: bytes) -> dict[Endpoint, socket
     return reached
 
 
-def _reached_by_all(
-    listeners: dict[Endpoint, socket.socket], reached: Sequence[Sequence[Endpoint]], token: bytes
-) -> Endpoint | None:
-    """Return the first endpoint that every other rank's token has reached; from then on only they get in."""
-    for endpoint, listener in listeners.items():
-        if all(endpoint in endpoints for endpoints in reached):
-            addresses = _accept_ranks(listener, token, len(reached))
-            if addresses is not None:
-                _admit_only_ranks(listener, addresses)
-                return endpoint
-    return None
-
-
-def _accept_ranks(listener: socket.socket, token: bytes, count: int) -> set[str] | None:
-    """Return the addresses of `count` connections that sent the token, None if fewer have in time.
-
-    Others may connect, too, and send nothing: all connections are read at once.
-    """
-    addresses: list[str] = []
-    deadline = time.monotonic() + CONNECT_TIMEOUT_S
-    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as connections:
-        selector.register(listener, selectors.EVENT_READ)
-        while len(addresses) < count and (left := deadline - time.monotonic()) > 0:
-            for key, _ in selector.select(left):
-                if key.fileobj is listener:
-                    with contextlib.suppress(OSError):
-                        connection, (address, *_) = listener.accept()
-                        connections.enter_context(connection)
-                        selector.register(connection, selectors.EVENT_READ, address)
-                    continue
-                selector.unregister(key.fileobj)
-                with contextlib.suppress(OSError):
-                    if os.read(key.fd, TOKEN_BYTES) == token:  # which is sent in one piece
-                        addresses.append(key.data)
-    return set(addresses) if len(addresses) >= count else None
-
-
-def _admit_only_ranks(listener: socket.socket, addresses: set[str]) -> None:
-    """Let only the hosts of the job connect: rank 0's own, and those that have shown the token."""
+def _admit_only_hosts(listener: socket.socket, addresses: set[str]) -> None:
+    """Let only the hosts of the job connect: rank 0's own, and those of the other ranks."""
     own = listener.getsockname()[0]
     loopback = {"127.0.0.1"} if own.startswith("127.") else set()
     try:
         admit_only(listener, {*addresses, own, *loopback})
     except OSError as exc:
         warnings.warn(
-            f"torch's store listens on {own} and cannot shut out other hosts: {exc}",
+            f"a socket listens on {own} and cannot shut out other hosts: {exc}",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -1,19 +1,21 @@
 """`open_store`: the key-value store that torch's process groups find each other by, brought up over MPI.
 
 torch wants an address and a free port from its user (MASTER_ADDR, MASTER_PORT). MPI has connected the ranks
-already, so nobody needs to be asked: on one host the store is a file without a name, and nothing listens on
-the network; between hosts rank 0 listens on the one address of its that all the others have reached, as long
-as the store lives, and admits hosts of the job alone (`mpisgd.transport.tcp_store.socket_filter`).
+already, so nobody needs to be asked: on one host the store is a file without a name; between hosts each rank
+has a connection to rank 0. In neither case does anything listen on the network when the store is open.
 """
 
 import datetime
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from torch._C._distributed_c10d import FileStore, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, Store
 
 from mpisgd.transport.ipc.memfd import open_shared
-from mpisgd.transport.tcp_store.rendezvous import find_listener
+from mpisgd.transport.tcp_store.links import LocalLink, RemoteLink, Server
+from mpisgd.transport.tcp_store.network_store import NetworkStore
+from mpisgd.transport.tcp_store.rendezvous import connect_ranks
+from mpisgd.transport.tcp_store.table import Table
 
 if TYPE_CHECKING:
     from mpisgd.core.topology import Topology
@@ -33,12 +35,13 @@ def open_store(communicator: "Communicator", topology: "Topology", timeout_s: fl
     Raises:
         Unreachable: the hosts cannot reach rank 0's by TCP; on every rank.
 
-    Cost: on one host a file descriptor, which stays open until the process ends: torch's threads may look
-        into the store as long as they live, and a number that was closed could by then be another file.
+    Cost: a file descriptor, between hosts one on rank 0 for each other rank. It stays open until the process
+        ends: torch's threads may look into the store as long as they live, and a number that was closed could
+        by then be another file.
     """
     timeout = datetime.timedelta(seconds=timeout_s)
     store = _in_file(communicator) if topology.num_nodes == 1 else None
-    store = store or _over_network(communicator, timeout)
+    store = store or _over_network(communicator)
     store.set_timeout(timeout)
     return store
 
@@ -54,10 +57,10 @@ def _in_file(communicator: "Communicator") -> Store | None:
     return None
 
 
-def _over_network(communicator: "Communicator", timeout: datetime.timedelta) -> Store:
+def _over_network(communicator: "Communicator") -> Store:
     """Return a store that rank 0 serves."""
-    (address, port), listener = find_listener(communicator)
-    serves: dict[str, Any] = {"is_master": False}
-    if listener is not None:
-        serves = {"is_master": True, "master_listen_fd": listener.detach()}
-    return TCPStore(address, port, timeout=timeout, wait_for_workers=False, **serves)
+    (address, _), connections = connect_ranks(communicator)
+    if communicator.rank != 0:
+        return NetworkStore(RemoteLink(connections[0]), address)
+    table = Table()
+    return NetworkStore(LocalLink(table, Server(table, connections)), address)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import mpisgd
-from mpisgd.verification.mode import Mode, Reference
+from mpisgd.verification.mode import Mode, Reference, flaw_of
 from mpisgd.verification.modes.horovod import trained
 from mpisgd.verification.modes.synchronous import native, sgd
 from mpisgd.verification.modes.torch_programs import ddp
@@ -22,7 +22,6 @@ from mpisgd.verification.trainee import Trainee
 __all__ = ["BFLOAT16"]
 
 FAMILY = "models in bfloat16"
-UNITS = 2  # of the last place of the largest parameter
 
 
 def rounded(combine: Combine) -> Callable[[Problem], Reference]:
@@ -30,8 +29,7 @@ def rounded(combine: Combine) -> Callable[[Problem], Reference]:
 
     def reference(problem: Problem) -> Reference:
         expected = one_model(problem, sgd, combine)
-        tolerance = UNITS * torch.finfo(expected.dtype).eps * float(expected.abs().max())
-        return Reference(expected, tolerance, f"{UNITS} units in the last place: sums in float32 are exact")
+        return Reference(expected, 0.0, "bit for bit: sums in float32 are exact", flaw_of(expected))
 
     return reference
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import mpisgd
 from mpisgd.pipeline import Pipeline
-from mpisgd.verification.mode import Mode, between_orders
+from mpisgd.verification.mode import JOINED, Mode, between_orders
 from mpisgd.verification.modes.synchronous import equal_to_one_process, sgd
 from mpisgd.verification.problem import Batch, Problem, flat_parameters
 from mpisgd.verification.serial.training import apply, gradients
@@ -79,7 +79,7 @@ def double_buffered(problem: Problem, order: int) -> Tensor:
         older = problem.model()
         nn.utils.vector_to_parameters(before, older.parameters())
         before = flat_parameters(model)
-        apply(optimizer, gradients(problem, older, batch))
+        apply(model, optimizer, gradients(problem, older, batch))
     return flat_parameters(model).unsqueeze(0)
 
 
@@ -97,7 +97,7 @@ PIPELINES = (
         "mpisgd.pipeline, PipeDream-2BW",
         "pipelines",
         pipelined("pipedream-2bw"),
-        between_orders(double_buffered, "examples added up from the last to the first"),
+        between_orders(double_buffered, JOINED),
         sizes=(2, 3),
     ),
 )

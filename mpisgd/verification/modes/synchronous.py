@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import mpisgd
-from mpisgd.verification.mode import Mode, Reference, between_orders
+from mpisgd.verification.mode import JOINED, Mode, Reference, between_orders
 from mpisgd.verification.problem import Problem, flat_parameters, wide_problem
 from mpisgd.verification.serial.training import MakeOptimizer, joined_batch
 from mpisgd.verification.trainee import Trainee
@@ -36,7 +36,7 @@ def equal_to_one_process(
     def simulate(problem: Problem, order: int) -> Tensor:
         return joined_batch(problem, make_optimizer, max_norm)
 
-    return between_orders(simulate, "examples added up from the last to the first")
+    return between_orders(simulate, JOINED)
 
 
 def native(make_optimizer: MakeOptimizer, parts: int = 1, **options: Any) -> Callable[[Trainee], Tensor]:

@@ -54,7 +54,8 @@ def adaptive_sum(tensors: Sequence[Tensor]) -> Tensor:
 
 def _combined(a: Tensor, b: Tensor) -> Tensor:
     product = (a.double() * b.double()).sum()
-    shares = [1 - product / (2 * part.double().square().sum()) for part in (a, b)]
+    squares = [part.double().square().sum() for part in (a, b)]
+    shares = [1 - product / (2 * square) if square else 1.0 for square in squares]  # 0: the other alone
     return (shares[0] * a + shares[1] * b).to(a.dtype)
 
 

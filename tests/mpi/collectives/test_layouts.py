@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from closed_form import assert_equal, assert_near, combined, given
@@ -12,6 +14,7 @@ from verdicts import everyone, raises_everywhere
 
 import mpisgd
 from mpisgd import ReduceOp
+from mpisgd.collectives.sparse import all_reduce_sparse
 
 SHAPE = (2, 3, 2, 4)
 EMPTY: dict[str, Callable[[torch.dtype], Tensor]] = {
@@ -245,10 +248,41 @@ def test_storage_can_still_be_resized_afterwards():
         tensor.untyped_storage().resize_(0)
 
 
+class Wrapper(torch.Tensor):
+    """As DTensor is: its elements lie in another tensor, and its own address is 0."""
+
+    @staticmethod
+    def __new__(cls, local: torch.Tensor) -> Wrapper:
+        return torch.Tensor._make_wrapper_subclass(cls, local.shape, dtype=local.dtype)
+
+    def __init__(self, local: torch.Tensor) -> None:
+        self.local = local
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["local"], None
+
+    def to_local(self) -> torch.Tensor:
+        return self.local
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise AssertionError(f"{func} was called")
+
+
+def without_storage() -> torch.Tensor:
+    """As FSDP leaves parameters behind."""
+    tensor = torch.zeros(4)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+# The last two had address 0, and the processes ended by SIGSEGV.
 REFUSED = {
     "sparse": (lambda: torch.eye(4).to_sparse(), "indices"),
     "on another device": (lambda: torch.zeros(4, device="meta"), "meta"),
     "a list": (lambda: [1.0, 2.0], "list"),
+    "a tensor whose elements lie elsewhere": (lambda: Wrapper(torch.zeros(4)), r"Wrapper.*to_local\(\)"),
+    "a tensor whose storage was freed": (without_storage, "without memory of its own"),
 }
 
 
@@ -285,3 +319,31 @@ def test_expanded_tensors_travel_but_do_not_receive(ranks):
     out = torch.zeros(len(ranks), 5)
     mpisgd.all_gather_into_tensor(out, expanded)
     assert_equal(out, torch.tensor([[rank + 1.0] for rank in ranks]).expand(-1, 5))
+
+
+def test_sparse_tensors_of_other_shapes_are_told_apart():
+    """(4, 3) and (4, 5) were merged into results that differ by rank."""
+    columns = 5 if mpisgd.rank() == mpisgd.size() - 1 else 3
+    differs = torch.ones(4, columns).to_sparse()
+    with raises_everywhere(mpisgd.CollectiveMismatch) if mpisgd.size() > 1 else contextlib.nullcontext():
+        all_reduce_sparse(differs)
+    op = mpisgd.ReduceOp.SUM if mpisgd.rank() == 0 else mpisgd.ReduceOp.AVG
+    with raises_everywhere(mpisgd.CollectiveMismatch) if mpisgd.size() > 1 else contextlib.nullcontext():
+        all_reduce_sparse(torch.ones(4, 3).to_sparse(), op)
+    mine = torch.diag(torch.arange(4.0) + mpisgd.rank()).to_sparse()
+    total = all_reduce_sparse(mine).to_dense()
+    wanted = sum(torch.diag(torch.arange(4.0) + rank) for rank in range(mpisgd.size()))
+    everyone(torch.equal(total, wanted))
+
+
+def test_split_sizes_may_be_numbers_of_numpy_and_torch():
+    """They were refused, with a text that named the sizes asked for."""
+    size = mpisgd.size()
+    source = torch.arange(2.0 * size) + 10 * mpisgd.rank()
+    out, again = torch.empty(2 * size), torch.empty(2 * size)
+    mpisgd.all_to_all_single(out, source, np.full(size, 2), [np.int64(2)] * size)
+    mpisgd.all_to_all_single(again, source, torch.full((size,), 2), [2] * size)
+    wanted = torch.cat([torch.arange(2.0) + 2 * mpisgd.rank() + 10 * rank for rank in range(size)])
+    everyone(torch.equal(out, wanted) and torch.equal(again, wanted))
+    with raises_everywhere(mpisgd.ShapeMismatch):
+        mpisgd.all_to_all_single(out, source, [2.0] * size, [2] * size)

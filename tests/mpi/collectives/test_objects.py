@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from typing import NamedTuple
 
 import pytest
 import torch
 from verdicts import raises_everywhere
 
 import mpisgd
+from mpisgd.collectives.objects import allocate_tensors, extract_tensors
 
 
 def thing(rank: int) -> dict[str, object]:
@@ -96,3 +98,19 @@ class Poison:
 
     def __reduce__(self):
         return divmod, (1, 0)
+
+
+class Moments(NamedTuple):
+    first: torch.Tensor
+    rest: list[torch.Tensor]
+
+
+def test_a_named_tuple_in_a_tree_of_tensors_travels():
+    """It was made anew from one argument, which raised on the source alone."""
+    outline, tensors = extract_tensors({"state": Moments(torch.ones(2), [torch.zeros(3)])})
+    tree, room = allocate_tensors(outline)
+    for place, tensor in zip(room, tensors, strict=True):
+        place.copy_(tensor)
+    assert isinstance(tree["state"], Moments)
+    assert tree["state"].first.tolist() == [1.0, 1.0]
+    assert tree["state"].rest[0].tolist() == [0.0] * 3

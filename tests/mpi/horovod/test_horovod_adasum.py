@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -123,3 +124,28 @@ def test_compressed_steps_and_frozen_parameters():
     assert not torch.equal(net[2].weight, before[2].weight)
     everyones = hvd.allgather_object([param.tolist() for param in net.parameters()])
     assert everyones[1:] == everyones[:-1]
+
+
+def test_two_optimizers_whose_steps_are_combined_at_once_do_not_meet():
+    # Both were known by one name: what ranks stepped in another order was added up, or was refused.
+    nets = [model(), model()]
+    opts = [
+        hvd.DistributedOptimizer(
+            torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters(), op=hvd.Adasum
+        )
+        for net in nets
+    ]
+    gradients = [[given(rank + at, F64, (1,)).item() for rank in range(hvd.size())] for at in (1, 40)]
+    begun = torch.nn.utils.parameters_to_vector(model().parameters()).detach()
+    for net, mine in zip(nets, gradients, strict=True):
+        for param in net.parameters():
+            param.grad = torch.full_like(param, mine[hvd.rank()])
+    threads = [threading.Thread(target=opt.step) for opt in opts]
+    for thread in threads if hvd.rank() % 2 else threads[::-1]:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for net, theirs in zip(nets, gradients, strict=True):
+        steps = adasum([torch.full((12,), -0.1 * grad, dtype=F64) for grad in theirs])
+        moved = torch.nn.utils.parameters_to_vector(net.parameters()).detach() - begun
+        near(moved, torch.full_like(moved, steps[0].item()))

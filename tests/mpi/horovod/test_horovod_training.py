@@ -445,6 +445,90 @@ def test_two_models_of_the_same_shape(named):
             compare(plain, ours, f"step {step}")
 
 
+def half_sparse() -> nn.Module:
+    return nn.Sequential(nn.EmbeddingBag(6, 4, mode="sum", sparse=True), nn.Linear(4, 2))
+
+
+def looked_up(model: nn.Module, inputs: torch.Tensor, rank: int, step: int) -> torch.Tensor:
+    return model((inputs.abs() * 100).long() % 6).square().mean()
+
+
+def without_momentum(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"named_parameters": None},
+        {"keep_none": True},
+        {"model": half_sparse, "loss": looked_up, "optimizer": without_momentum},
+    ],
+    ids=["named", "unnamed", "keep_none", "sparse"],
+)
+def test_two_optimizers_that_ranks_step_in_orders_of_their_own(how):
+    # On one host gradients were sent in step() alone: the ranks waited for each other, which raised.
+    runs = [pair(**how) for _ in range(2)]
+    for step in range(3):
+        for plain, ours in runs:
+            for run in (plain, ours):
+                run.opt.zero_grad()
+        for at, (plain, ours) in enumerate(runs):
+            for run in (plain, ours):
+                run.backward(step + 10 * at)
+        for _, ours in runs if hvd.rank() % 2 else runs[::-1]:
+            ours.opt.step()
+        for plain, _ in runs:
+            plain.opt.step()
+        for plain, ours in runs:
+            compare(plain, ours, f"step {step}")
+
+
+@pytest.mark.parametrize("waits", ["synchronously", "by polling", "in a barrier"])
+def test_another_operation_before_the_step_on_one_rank_and_after_it_on_others(waits):
+    plain, ours = pair()
+
+    def other(step: int) -> None:
+        if waits == "in a barrier":
+            hvd.barrier()
+            return
+        handle = hvd.allreduce_async(torch.tensor([hvd.rank() + 1.0]), name=f"loss.{step}", op=hvd.Sum)
+        while waits == "by polling" and not hvd.poll(handle):
+            pass
+        total = hvd.size() * (hvd.size() + 1) / 2
+        assert hvd.synchronize(handle).item() == total
+
+    for step in range(3):
+        plain_step(plain, step)
+        ours.opt.zero_grad()
+        ours.backward(step)
+        if hvd.rank() % 2:
+            other(step)
+        ours.opt.step()
+        if not hvd.rank() % 2:
+            other(step)
+        compare(plain, ours, f"step {step}")
+
+
+@pytest.mark.mpi(min_size=2)
+def test_gradients_that_are_changed_when_they_have_been_sent_are_told_of():
+    _, ours = pair()
+    ours.opt.zero_grad()
+    ours.backward(0)
+    hvd.allreduce(torch.ones(1), name="in between")
+    nn.utils.clip_grad_norm_(ours.model.parameters(), 1e-3)
+    with pytest.warns(RuntimeWarning, match="changed between backward"):
+        ours.opt.step()
+    ours.opt.zero_grad()
+    ours.backward(1)
+    hvd.allreduce(torch.ones(1), name="in between")
+    ours.opt.synchronize()
+    nn.utils.clip_grad_norm_(ours.model.parameters(), 1e-3)
+    with ours.opt.skip_synchronize():
+        ours.opt.step()  # without a warning, which would be an error
+
+
 def test_two_optimizers_of_one_model():
     """One for each half, as in adversarial training: the other's half is frozen meanwhile."""
     torch.manual_seed(5)

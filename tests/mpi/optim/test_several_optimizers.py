@@ -285,3 +285,29 @@ def test_what_an_exception_in_backward_has_left_is_reset(overlap, muted):
         ((a + b) * (rank + 1)).sum().backward()
     check(a.grad, mean)
     check(b.grad, 2 * mean)  # as in one process: what the first backward had reached stays
+
+
+@several
+def test_when_a_forgotten_optimizer_is_collected_changes_nothing():
+    """In a reference cycle that is each rank's own affair."""
+    a, b, c = weights(0, 0, 0)
+    forgotten = wrap([c], overlap=False)
+    forgotten.itself = forgotten
+    again = wrap([a], overlap=False)  # over parameters that the next one takes
+    again.itself = again
+    opts = [wrap([p], overlap=False) for p in (a, b)]
+    del forgotten, again
+    rank, size = mpisgd.rank(), mpisgd.size()
+    mean = sum(range(1, size + 1)) / size
+    for step in range(1, 4):
+        if step == 2 and rank == 0:
+            gc.collect()
+        for opt in opts:
+            opt.zero_grad()
+        with opts[0].no_sync(), opts[1].no_sync():
+            (a * (rank + 1)).sum().backward()
+        (b * (rank + 1)).sum().backward()
+        for opt in opts:
+            opt.step()
+        check(a.detach(), -mean * step)
+        check(b.detach(), -mean * step)

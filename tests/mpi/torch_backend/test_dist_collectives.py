@@ -17,7 +17,7 @@ from closed_form import (
 )
 from verdicts import raises_everywhere
 
-from mpisgd import ReduceOp, UnsupportedOp
+from mpisgd import CollectiveMismatch, ReduceOp, ShapeMismatch, UnsupportedOp
 
 # torch 2.13 has other names for two of them; programs use the old ones, and so do the tests.
 pytestmark = pytest.mark.filterwarnings(r"ignore:`torch.distributed.\w+_tensor` is deprecated:FutureWarning")
@@ -197,6 +197,82 @@ def test_premultiplied_sums(pg, dtype):
             assert_near(whole, wanted)
             assert_near(part, wanted[pg.rank()])
             assert_equal(given_in, given(pg.rank(), dtype, (pg.size(), N)))
+
+
+def test_a_premultiplied_reduce_leaves_what_others_gave_in(pg):
+    # It was multiplied in place, on the ranks that do not get the result, too.
+    inputs = inputs_of(pg, torch.float64)
+    op = dist._make_nccl_premul_sum(0.25)
+    for root in range(pg.size()):
+        for async_op in BOTH:
+            mine = inputs[pg.rank()].clone()
+            finish(dist.reduce(mine, op=op, group=pg, async_op=async_op, group_dst=root), async_op)
+            if pg.rank() == root:
+                assert_near(mine, combined(inputs, ReduceOp.SUM) * 0.25)
+            else:
+                assert_equal(mine, inputs[pg.rank()])
+
+
+def test_a_premultiplied_sparse_sum(pg):
+    # The factor was left out.
+    for factor in (0.25, torch.tensor([0.25], dtype=torch.float64)):
+        mine = torch.eye(3, dtype=torch.float64).mul(pg.rank() + 1).to_sparse()
+        dist.all_reduce(mine, dist._make_nccl_premul_sum(factor), pg)
+        total = pg.size() * (pg.size() + 1) / 2
+        assert_near(mine.to_dense(), torch.eye(3, dtype=torch.float64) * 0.25 * total)
+
+
+def uneven(pg: dist.ProcessGroup, seed: int = 0) -> list[torch.Tensor]:
+    """Rank r has 2 r rows: rank 0 has none."""
+    return [given(rank + seed, torch.float64, (2 * rank, 3)) for rank in range(pg.size())]
+
+
+def test_all_gather_of_uneven_sizes(pg):
+    # torch's text allows it; it was refused.
+    inputs = uneven(pg)
+    for async_op in BOTH:
+        out = [torch.zeros_like(each) for each in inputs]
+        finish(dist.all_gather(out, inputs[pg.rank()], pg, async_op), async_op)
+        for got, want in zip(out, inputs, strict=True):
+            assert_equal(got, want)
+    out[pg.rank()] = inputs[pg.rank()]  # in place, and strided
+    out[0 if pg.rank() else -1] = torch.zeros(3, len(inputs[0 if pg.rank() else -1])).double().t()
+    dist.all_gather(out, inputs[pg.rank()], pg)
+    for got, want in zip(out, inputs, strict=True):
+        assert_equal(got, want)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("pg", ["default"], indirect=True)
+def test_uneven_sizes_of_which_ranks_differ_are_refused(pg):
+    sizes = [rank + 1 for rank in range(pg.size())]
+    with raises_everywhere(ShapeMismatch) as caught:
+        out = [torch.zeros(size) for size in sizes]
+        dist.all_gather(out, torch.zeros(sizes[pg.rank()] + 1), pg)
+    assert f"{sizes[pg.rank()] + 1}" in caught.text
+    sizes[0] += 7 * (pg.rank() == 1)
+    with raises_everywhere(CollectiveMismatch) as caught:
+        dist.all_gather([torch.zeros(size) for size in sizes], torch.zeros(sizes[pg.rank()]), pg)
+    for size in (1, 8):
+        assert f"shape=[{size}, 2" in caught.text
+    dist.barrier(pg)
+
+
+def test_reduce_scatter_of_uneven_sizes(pg):
+    # As with NCCL; it was refused.
+    size = pg.size()
+    lists = [uneven(pg, 10 * rank) for rank in range(size)]
+    wanted = sum(parts[pg.rank()] for parts in lists)
+    for op, factor in ((dist.ReduceOp.SUM, 1.0), (dist._make_nccl_premul_sum(0.25), 0.25)):
+        for async_op in BOTH:
+            mine = [part.clone() for part in lists[pg.rank()]]
+            out = torch.zeros(2 * pg.rank(), 3, dtype=torch.float64)
+            finish(dist.reduce_scatter(out, mine, op, pg, async_op), async_op)
+            assert_near(out, wanted * factor)
+            for part, given_in in zip(mine, lists[pg.rank()], strict=True):
+                assert_equal(part, given_in)
+    with raises_everywhere(ShapeMismatch):
+        dist.reduce_scatter(torch.zeros(2 * size + 1, 3).double(), lists[pg.rank()], group=pg)
 
 
 def test_reductions_that_a_dtype_does_not_have_are_refused_and_the_group_goes_on(pg):

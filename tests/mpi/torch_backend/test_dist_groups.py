@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -142,6 +144,56 @@ def test_an_aborted_group_refuses_and_the_others_go_on():
     group.queue.broken = None  # nothing is under way in it: the end of the job is a clean one
     dist.destroy_process_group(pg)
     check_all_reduce(dist.group.WORLD)
+
+
+def refusal(call: Callable[[], object]) -> str:
+    """What a call in an aborted group says on rank 0; others make none."""
+    if dist.get_rank():
+        return "aborted"
+    try:
+        call()
+    except mpisgd.NotInitialized as exc:
+        return str(exc)
+    return "nothing"
+
+
+def check_abort(pg: dist.ProcessGroup, delay_s: float, *calls: Callable[[], object]) -> None:
+    """Rank 0 is alone in the group: the first call waits until another thread aborts it."""
+    timer = threading.Timer(0.0 if dist.get_rank() else delay_s, pg.abort if not dist.get_rank() else int)
+    timer.start()
+    began = time.monotonic()
+    said = [refusal(call) for call in calls]
+    took_s = time.monotonic() - began
+    timer.join()
+    everyone(took_s < 10.0, f"{took_s}")
+    everyone(all("aborted" in text for text in said), f"{said}")
+    dist.destroy_process_group(pg)
+    check_all_reduce(dist.group.WORLD)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("delay_s", [0.0, 0.2])
+@pytest.mark.parametrize("kind", ["blocking", "asynchronous", "queued"])
+def test_abort_ends_what_waits_in_the_group_on_this_rank(kind, delay_s):
+    # Only later operations raised: what waited for the others went on until its time limit.
+    pg = dist.new_group()
+
+    def wait() -> None:
+        works = [dist.all_reduce(torch.ones(2), group=pg, async_op=kind != "blocking") for _ in range(2)]
+        works[kind == "queued"].wait()
+
+    check_abort(pg, delay_s, wait, lambda: dist.barrier(pg))
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("start", [dist.isend, dist.irecv])
+def test_abort_ends_messages_under_way(start):
+    pg = dist.new_group()
+
+    def wait() -> None:
+        start(torch.ones(2**20), 1, pg).wait()
+
+    check_abort(pg, 0.1, wait, *(lambda c=c: c(torch.ones(2), 1, pg) for c in (dist.isend, dist.irecv)))
 
 
 def test_threads_with_a_group_each():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import socket
 import time
 from pathlib import Path
 
@@ -87,7 +86,7 @@ def test_of_all_who_compare_and_set_one_wins(store):
 
 def test_a_deleted_key_is_gone_for_all(store):
     store.set(f"mine {mpisgd.rank()}", "x")
-    store.wait([f"mine {r}" for r in range(mpisgd.size())])  # TCPStore's set() does not wait for the server
+    store.wait([f"mine {r}" for r in range(mpisgd.size())])  # FileStore's set() may come later elsewhere
     referee().barrier()
     everyone(store.delete_key(f"mine {mpisgd.rank()}"))
     referee().barrier()
@@ -140,39 +139,16 @@ def test_on_one_host_nothing_listens_and_the_file_is_private():
 
 
 @pytest.mark.mpi(min_size=2)
-def test_between_hosts_rank_0_listens_on_one_address_and_no_longer_than_the_store_lives():
+def test_between_hosts_nothing_listens_either_once_the_store_is_open():
+    """Rank 0 listened as long as the store lived, and any user of the job's hosts could read and write it."""
     before = sockets_that_listen()
     store = open_store(world().queue.communicator, several_hosts(), WAIT_S)
-    new = sockets_that_listen() - before
-    any_address = {"00000000", "0" * 32}
-    everyone(len(new) == (mpisgd.rank() == 0), f"{new}")
-    everyone(not any(address.partition(":")[0] in any_address for address in new), f"{new}")
-    referee().barrier()
-    del store
     everyone(sockets_that_listen() == before)
-
-
-def is_heard(endpoint: rendezvous.Endpoint, source: str) -> bool:
-    """Whether somebody with this address gets through to the store."""
-    with socket.socket() as connection:
-        connection.settimeout(SHORT_S)
-        connection.bind((source, 0))
-        try:
-            connection.connect(endpoint)
-        except OSError:
-            return False
-        return True
-
-
-@pytest.mark.mpi(min_size=2)
-def test_a_host_that_is_not_of_the_job_is_not_heard(monkeypatch):
-    monkeypatch.setattr(rendezvous, "local_addresses", lambda: ["127.0.0.2"])
-    store = open_store(world().queue.communicator, several_hosts(), WAIT_S)
-    assert isinstance(store, dist.TCPStore)
-    endpoint = rendezvous.Endpoint(store.host, store.port)
-    everyone(not is_heard(endpoint, "127.0.0.9"), "a stranger was")
-    everyone(is_heard(endpoint, "127.0.0.1"), "a rank's second connection was not")
+    copy = dist.PrefixStore("p", store).clone()  # as torch's NCCL group does: a TCPStore connects anew
+    copy.set(f"from {mpisgd.rank()}", "x")
+    everyone(all(store.get(f"p/from {rank}") == b"x" for rank in range(mpisgd.size())))
     referee().barrier()
+    store.close()
 
 
 @pytest.mark.mpi(min_size=2)
@@ -181,7 +157,9 @@ def test_an_address_that_not_all_ranks_reach_is_not_taken(monkeypatch):
     addresses = ["127.0.0.2", "127.0.0.3"]
     monkeypatch.setattr(rendezvous, "local_addresses", lambda: addresses)
     probe, last = rendezvous._probe, mpisgd.rank() == mpisgd.size() - 1
-    monkeypatch.setattr(rendezvous, "_probe", lambda endpoints, token: probe(endpoints[last:], token))
+    monkeypatch.setattr(
+        rendezvous, "_probe", lambda endpoints, secret, rank: probe(endpoints[last:], secret, rank)
+    )
     listener = rendezvous.find_listener(world().queue.communicator)
     everyone(listener.endpoint.address == "127.0.0.3", f"{listener}")
     if listener.socket is not None:
@@ -192,7 +170,7 @@ def test_an_address_that_not_all_ranks_reach_is_not_taken(monkeypatch):
 def test_hosts_that_cannot_reach_each_other_are_told_so(monkeypatch):
     monkeypatch.setattr(rendezvous, "local_addresses", lambda: ["127.0.0.2"])
     if mpisgd.rank() == 1:
-        monkeypatch.setattr(rendezvous, "_probe", lambda endpoints, token: {})
+        monkeypatch.setattr(rendezvous, "_probe", lambda endpoints, secret, rank: {})
     with raises_everywhere(mpisgd.Unreachable) as caught:
         open_store(world().queue.communicator, several_hosts(), WAIT_S)
     others = mpisgd.size() - 1
@@ -201,13 +179,12 @@ def test_hosts_that_cannot_reach_each_other_are_told_so(monkeypatch):
 
 @pytest.mark.mpi(min_size=2)
 def test_a_stranger_at_the_door_is_not_counted(monkeypatch):
-    """Somebody else's host may have the address: who does not know the token has reached nobody."""
+    """Somebody else's host may have the address: who does not know the secret has reached nobody."""
     monkeypatch.setattr(rendezvous, "local_addresses", lambda: ["127.0.0.2"])
-    monkeypatch.setattr(rendezvous, "CONNECT_TIMEOUT_S", SHORT_S)
     probe = rendezvous._probe
     if mpisgd.rank() == 1:
         monkeypatch.setattr(
-            rendezvous, "_probe", lambda endpoints, token: probe(endpoints, bytes(len(token)))
+            rendezvous, "_probe", lambda endpoints, secret, rank: probe(endpoints, bytes(len(secret)), rank)
         )
     with raises_everywhere(mpisgd.Unreachable):
         rendezvous.find_listener(world().queue.communicator)

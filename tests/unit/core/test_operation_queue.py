@@ -9,7 +9,7 @@ import pytest
 
 from mpisgd.core.consistency import Operation
 from mpisgd.core.operation_queue import OperationQueue
-from mpisgd.errors import MpiFailed
+from mpisgd.errors import CollectiveTimeout, MpiFailed
 
 
 class Alone:
@@ -100,3 +100,81 @@ def test_a_failed_operation_breaks_the_queue_for_all_that_wait_in_it():
         works[1].wait(5.0)
     assert told == ["left"]
     queue.drain()
+
+
+def test_a_callback_may_wait_for_what_is_behind_it_in_the_queue():
+    """It waited on the very thread that was to run it: for ever, without a limit or a report."""
+    queue, seen = make_queue(), []
+    started, go = threading.Event(), threading.Event()
+
+    def first() -> None:
+        started.set()
+        go.wait(5.0)
+
+    one = queue.run(Operation("first"), first, async_op=True)
+    assert started.wait(5.0)
+    two, three = (queue.run(Operation(name), lambda: None, async_op=True) for name in ("second", "third"))
+
+    def by_work(future: Any) -> None:
+        two.wait()
+        seen.append(two.is_completed())
+
+    def by_future(future: Any) -> None:
+        future_of_three.wait()
+        seen.append(three.is_completed())
+
+    future_of_three = three.get_future()
+    chain = one.get_future().then(by_work)
+    two.get_future().then(by_future)
+    go.set()
+    assert three.wait(5.0)
+    chain.wait()
+    assert seen == [True, True]
+    queue.drain()
+
+
+def test_a_callback_that_waits_in_a_way_that_is_not_seen_ends_those_behind_it():
+    queue = make_queue(timeout_s=0.5)
+    started, go, end = threading.Event(), threading.Event(), threading.Event()
+
+    def first() -> None:
+        started.set()
+        go.wait(5.0)
+
+    one = queue.run(Operation("first"), first, async_op=True)
+    assert started.wait(5.0)
+    two = queue.run(Operation("second"), lambda: None, async_op=True)
+    one.get_future().then(lambda _: end.wait(20.0))  # as for a future that `then` has made of that of `two`
+    go.set()
+    with pytest.raises(CollectiveTimeout, match="callback on the future of first has run for longer"):
+        two.wait()
+    with pytest.raises(CollectiveTimeout, match="callback on the future of first has run for longer"):
+        queue.drain()
+    end.set()
+    assert two.wait(5.0)
+    queue.drain()
+
+
+def test_the_thread_outlives_what_is_called_when_an_operation_is_over(capfd):
+    """The queue stayed taken by a thread that had ended: everything behind waited for ever."""
+    queue = make_queue()
+    started, go = threading.Event(), threading.Event()
+
+    def first() -> None:
+        started.set()
+        go.wait(5.0)
+
+    def fail() -> None:
+        raise KeyError("a broken callback")
+
+    one = queue.run(Operation("first"), first, async_op=True)
+    assert started.wait(5.0)
+    one.when_done(fail)
+    future = one.get_future()
+    two = queue.run(Operation("second"), lambda: None, async_op=True)
+    go.set()
+    assert one.wait(5.0)
+    assert two.wait(5.0)
+    assert future.done()
+    queue.drain()
+    assert capfd.readouterr().err.count("KeyError: 'a broken callback'") == 1

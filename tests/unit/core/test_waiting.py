@@ -15,13 +15,13 @@ from mpisgd.core.waiting import (
     SHORT_SPIN_S,
     YIELD_S,
     Backoff,
-    _pause,
     add_pending_message,
     allow_waits,
     cancel_all,
     cancel_reason,
     cancelled_by_loss,
     is_oversubscribed,
+    pause_s,
     remove_pending_message,
     set_oversubscribed,
 )
@@ -57,19 +57,19 @@ def test_a_long_wait_costs_little_cpu():
 
 
 def test_pauses_grow_with_the_wait():
-    assert _pause(0.0, SHORT_SLEEP_S) < _pause(0.05, SHORT_SLEEP_S) <= 0.01
-    assert _pause(1000.0, SHORT_SLEEP_S) == LONG_SLEEP_S
+    assert pause_s(0.0, SHORT_SLEEP_S) < pause_s(0.05, SHORT_SLEEP_S) <= 0.01
+    assert pause_s(1000.0, SHORT_SLEEP_S) == LONG_SLEEP_S
 
 
 def test_pauses_are_short_while_messages_are_under_way():
-    usual = _pause(0.2, 0.0)
+    usual = pause_s(0.2, 0.0)
     messages = [object(), object()]
     for message in messages:
         add_pending_message(message)
     for message in messages:
-        assert _pause(0.2, 0.0) <= usual / 20
+        assert pause_s(0.2, 0.0) <= usual / 20
         remove_pending_message(message)
-    assert _pause(0.2, 0.0) == usual
+    assert pause_s(0.2, 0.0) == usual
 
 
 @pytest.fixture

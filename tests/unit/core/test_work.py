@@ -5,7 +5,17 @@ from __future__ import annotations
 import threading
 import time
 
+from mpisgd.core.callbacks import Callbacks
 from mpisgd.core.work import QueuedWork
+
+
+class Queue:
+    """A queue in which nothing is."""
+
+    callbacks = Callbacks("mine", lambda: 5.0)
+
+    def run_until(self, ended) -> None:
+        pass
 
 
 class SlowToSettle(QueuedWork):
@@ -17,7 +27,7 @@ class SlowToSettle(QueuedWork):
 
 
 def test_the_future_has_its_value_when_wait_returns():
-    work = SlowToSettle("all_reduce", "tensors")
+    work = SlowToSettle("all_reduce", "tensors", Queue())
     future = work.get_future()
     thread = threading.Thread(target=work.complete, args=(None,))
     thread.start()
@@ -28,7 +38,7 @@ def test_the_future_has_its_value_when_wait_returns():
 
 
 def test_a_callback_may_wait_for_its_own_operation():
-    work = QueuedWork("all_reduce", "tensors")
+    work = QueuedWork("all_reduce", "tensors", Queue())
     seen = work.get_future().then(lambda _: work.wait())
     work.complete(None)
     assert seen.wait() is True

@@ -87,7 +87,7 @@ def test_in_the_foreground_everything_is_not_launched():
 
 def test_the_first_error_is_told_and_all_are_waited_for():
     reduction = InFlightReduction(plan(), "now", in_background=True)
-    works = [QueuedWork("gradients", None) for _ in range(3)]
+    works = [QueuedWork("gradients", None, queue=None) for _ in range(3)]
     first, second = CollectiveMismatch("first"), CollectiveMismatch("second")
     for place, (work, error) in enumerate(zip(works, (None, first, second), strict=True)):
         work.complete(error)

@@ -65,3 +65,21 @@ def test_hooks_that_someone_else_has_taken_since_stay(monkeypatch):
     threading.excepthook = mine = lambda args: None
     hooks.remove()
     assert threading.excepthook is mine
+
+
+def test_the_code_of_sys_exit_is_kept_until_the_program_goes_on():
+    progress = [5]
+    hooks = ExceptHook(SimpleNamespace(), None, None, lambda code: None, lambda: progress[0])
+    before = sys.exit
+    hooks.install()
+    try:
+        for status, code in ((3, 3), ("an error", 1), (None, 0), (0, 0), (256 + 2, 2)):
+            with pytest.raises(SystemExit) as caught:
+                sys.exit(status)
+            assert caught.value.code == status
+            assert hooks.exit_code() == code
+        progress[0] += 1  # it has caught that, and calls operations again
+        assert hooks.exit_code() == 0
+    finally:
+        hooks.remove()
+    assert sys.exit is before

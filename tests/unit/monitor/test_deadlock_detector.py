@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from mpisgd.core.wait_registry import Message
-from mpisgd.monitor.deadlock_detector import describe_deadlock, fingerprint, stuck_ranks
+from mpisgd.monitor.deadlock_detector import describe_deadlock, encode_notice, fingerprint, stuck_ranks
+from mpisgd.monitor.mailbox_pages import NOTICE_BYTES
 from mpisgd.monitor.rank_state import (
     GONE,
     LEFT,
@@ -94,6 +97,12 @@ def test_a_rank_inside_mpi_may_come_back():
     assert stuck_ranks([inside, *CYCLE[1:]]) == set()
 
 
+def test_a_wait_with_a_limit_of_its_own_may_end_by_that():
+    """`work.wait(timeout_s=6)` had a `Deadlock` after 4 s in a program that would have gone on after 6."""
+    own = waits(0, at(7, own_limit=True, timeout_s=6.0), num_begun={A: 7, B: 2})
+    assert stuck_ranks([own, *CYCLE[1:]]) == set()
+
+
 def test_waits_of_which_nothing_is_known_may_end():
     assert stuck_ranks([waits(0, Wait("other ranks"), num_begun={A: 6, B: 2}), *CYCLE[1:]]) == set()
 
@@ -180,3 +189,15 @@ def test_whoever_waits_for_ranks_by_name_needs_all_of_them():
     assert stuck_ranks([circle[0], free, waits(2, for_ranks(0), num_begun={})]) == {0, 2}
     text = describe_deadlock([*circle, RankState(2, state=RUNS)], {0, 1})
     assert "rank 0 waits for ranks 1, 2 in hvd.allreduce 'x'" in text
+
+
+def test_a_notice_of_many_ranks_fits_its_mailbox():
+    """Above about 330 ranks it was longer, and was dropped: the waits ended at their timeouts."""
+    lines = [f"  rank {rank} waits for rank {rank + 1}, at {'x' * 200}.py:1" for rank in range(512)]
+    serials = [(rank, [123456789]) for rank in range(512)]
+    notice = encode_notice("\n".join(["ranks 0 to 511 can never go on:", *lines]), serials)
+    assert len(notice) <= NOTICE_BYTES
+    text, told = json.loads(notice)
+    assert text.startswith("ranks 0 to 511 can never go on:\n  rank 0 waits")
+    assert text.endswith("... and others")
+    assert [tuple(entry) for entry in told] == [(rank, [123456789]) for rank in range(512)]

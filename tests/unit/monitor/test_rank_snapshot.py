@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
+import multiprocessing
+import queue
+import select
+import socket
+import subprocess
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -14,27 +22,106 @@ from mpisgd.errors import NotInitialized
 from mpisgd.monitor.rank_snapshot import take_snapshot
 
 
+def is_free_beside(sleeping, wake, **options) -> tuple[bool, int]:
+    """Whether this process counts as free while a thread is in `sleeping`; the thread's number."""
+    thread = threading.Thread(target=sleeping, daemon=True, **options)
+    thread.start()
+    time.sleep(0.03)
+    found = take_snapshot(0, "here", [], stacks=False).may_communicate
+    wake()
+    thread.join(20.0)
+    assert not thread.is_alive()
+    return found, thread.ident or 0
+
+
 def may_communicate_beside(action) -> tuple[bool, int]:
-    """Whether this process counts as free while a thread sleeps that has done something; its number."""
-    ready, over = threading.Event(), threading.Event()
+    """The same while a thread sleeps that has done something."""
+    over = threading.Event()
 
     def run() -> None:
         action()
-        ready.set()
-        over.wait(20.0)
+        over.wait()
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    assert ready.wait(20.0)
-    found = take_snapshot(0, "here", [], stacks=False).may_communicate
-    over.set()
-    thread.join()
-    return found, thread.ident or 0
+    return is_free_beside(run, over.set)
 
 
 def test_a_thread_that_has_communicated_may_do_so_again():
     assert may_communicate_beside(wait_registry.mark_communicating)[0]
     assert not may_communicate_beside(lambda: None)[0]
+
+
+@contextlib.contextmanager
+def threads_that_wait_for_no_other():
+    """Functions that block for reasons of their own, by name, with what ends them."""
+    ours, theirs = socket.socketpair()
+    inbox: multiprocessing.SimpleQueue = multiprocessing.SimpleQueue()
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    event, items = threading.Event(), queue.Queue()
+    timer = threading.Timer(60.0, print)
+    with ours, theirs:
+        yield {
+            "a socket": (lambda: ours.recv(1), lambda: theirs.send(b"x")),
+            "a subprocess": (child.wait, lambda: child.communicate(b"\n")),
+            "a queue of multiprocessing": (inbox.get, lambda: inbox.put(1)),
+            "selectors": (lambda: select.select([ours], [], [], 60.0), lambda: theirs.send(b"x")),
+            "an event, with a limit": (lambda: event.wait(60.0), event.set),
+            "a queue, with a limit": (lambda: items.get(timeout=60.0), lambda: items.put(1)),
+            "a timer": (timer.run, timer.cancel),
+        }
+
+
+def test_a_thread_that_waits_for_no_other_thread_may_go_on():
+    """A `Deadlock` was raised in programs one of whose threads waited for a subprocess or for a message of
+    another kind, since it had not communicated yet."""
+    with threads_that_wait_for_no_other() as threads:
+        idle = [name for name, (sleeping, wake) in threads.items() if not is_free_beside(sleeping, wake)[0]]
+    assert not idle
+
+
+def test_a_thread_that_only_another_one_can_wake_is_idle():
+    event, items, done = threading.Event(), queue.Queue(), threading.Thread(target=lambda: event.wait())
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        pool.submit(int).result()
+        cases = {
+            "an event": (event.wait, event.set),
+            "a thread": (done.join, event.set),
+            "a queue": (items.get, lambda: items.put(1)),
+            "an executor": (lambda: None, lambda: None),
+        }
+        done.start()
+        free = [name for name, (sleeping, wake) in cases.items() if is_free_beside(sleeping, wake)[0]]
+    assert not free
+
+
+def test_threads_of_the_same_name_are_told_apart():
+    """One that was in a wait of ours hid another that was not."""
+    over = threading.Event()
+
+    def wait() -> None:
+        with waiting_for(WaitReason("tea")):
+            over.wait()
+
+    waiting = threading.Thread(target=wait, name="worker")
+    waiting.start()
+    computing = threading.Event()
+
+    def compute() -> None:
+        while not computing.is_set():
+            pass
+
+    found, _ = is_free_beside(compute, computing.set, name="worker")
+    over.set()
+    waiting.join()
+    assert found
+
+
+def test_a_limit_of_one_call_alone_is_told():
+    with waiting_for(WaitReason("tea"), 6.0):
+        (own,) = take_snapshot(0, "here", [], stacks=False).waits
+    with waiting_for(WaitReason("tea")):
+        (other,) = take_snapshot(0, "here", [], stacks=False).waits
+    assert own.own_limit
+    assert not other.own_limit
 
 
 def test_a_thread_is_not_taken_for_one_that_had_its_number():

@@ -59,7 +59,7 @@ def test_both_ends_of_a_connection_are_listed(listener):
         ours = Endpoint(*near.getsockname()[:2])
         found = {(one.local, one.remote) for one in list_tcp_sockets()}
         assert {(ours, endpoint(listener)), (endpoint(listener), ours)} <= found
-        assert made_connections({endpoint(listener)}) == {ours}
+        assert made_connections({endpoint(listener)}, set()) == {ours}
         assert [one.remote for one in Admission([endpoint(listener)]).accepted()] == [ours]
 
 
@@ -97,7 +97,7 @@ def test_the_owner_of_a_socket_still_blocks_or_not_as_it_chose(listener):
 
 def test_a_connection_outlives_a_filter_that_admits_nobody(listener):
     with connected(listener) as (near, far):
-        Admission([endpoint(listener)]).admit([])
+        Admission([endpoint(listener)]).shut()
         near.sendall(b"question")
         assert far.recv(8) == b"question"
 
@@ -105,8 +105,9 @@ def test_a_connection_outlives_a_filter_that_admits_nobody(listener):
 def test_strangers_are_closed_and_the_others_are_not(listener):
     with connected(listener) as (near, far), connected(listener) as (stranger, _):
         known = {Endpoint(*near.getsockname()[:2])}
-        assert Admission([endpoint(listener)]).close_strangers(known) == 1
-        assert stranger.recv(1) == b""
+        assert Admission([endpoint(listener)]).reset_strangers(known) == 1
+        with pytest.raises(ConnectionResetError):
+            stranger.recv(1)
         far.sendall(b"still here")
         assert near.recv(10) == b"still here"
 
