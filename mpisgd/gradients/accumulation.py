@@ -221,7 +221,7 @@ class AccumulationWindow:
             return
         reduces = not self._muted and self._passes + 1 >= self._passes_per_step
         if reduces and not self.gradients.why_not_again():
-            self._hooks.notes.reports_each = self.gradients.begin(self._when)
+            self._hooks.notes.reports_each = self.gradients.begin(self.when)
         else:
             self._hooks.notes.reports_each = False
             self.gradients.abandon()
@@ -230,7 +230,8 @@ class AccumulationWindow:
         self.gradients.ready(index)
 
     @property
-    def _when(self) -> str:
+    def when(self) -> str:
+        """Which reduction of the program the next one is."""
         return f"step {self.steps}, reduction {self.num_reductions - self._reductions_before}"
 
     def _backward_ended(self) -> None:
@@ -254,7 +255,7 @@ class AccumulationWindow:
                 f"DistributedOptimizer: gradients {why} already would be reduced once more; call "
                 "optimizer.zero_grad() before, accumulate inside no_sync(), or set backward_passes_per_step"
             )
-        self.gradients.reduce(self._when, list(self._hooks.notes.observed), in_step=in_step)
+        self.gradients.reduce(self.when, list(self._hooks.notes.observed), in_step=in_step)
         self.num_reductions += 1
         self._passes = 0
         self._pending = self._in_pass = False
@@ -309,7 +310,7 @@ class AccumulationWindow:
             return
         self.flush(in_step=True)
         for window in (*self._others.values(), self):
-            window.gradients.check_unchanged(window._when)
+            window.gradients.check_unchanged(window.when)
 
     def flush_before_use(self) -> None:
         """Do the same before somebody looks at the gradients."""

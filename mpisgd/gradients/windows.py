@@ -43,6 +43,10 @@ class Window(Protocol):
         """Of its operations."""
 
     @property
+    def when(self) -> str:
+        """Which reduction the next one is."""
+
+    @property
     def is_active(self) -> bool:
         """Whether it reduces anything by itself."""
 
@@ -180,7 +184,9 @@ class GroupWindows:
             # Where what was sent during backward has failed, it has on all ranks, and they raise that.
             sent = [alive[number].sent_last for number in reached]
             latest = next((work for work in sent if work is not None), None)
-            group.queue.run(what, told.finish, before=told.before, after=latest)
+            named = [alive[number] for number in {*reached, awaited} if number in alive]
+            detail = "\n".join(f"{window.owner}, {window.when}" for window in named)
+            group.queue.run(what, told.finish, before=told.before, after=latest, detail=lambda: detail)
         assert told.joined is not None
         everyones = dict(zip(self.active, told.joined[1:], strict=True))
         self._check(everyones)
