@@ -42,6 +42,11 @@ class GradientSync:
         """How it combines them, in words."""
         return ""
 
+    @property
+    def contents(self) -> str:
+        """Which parameters take part in the next reduction, in words."""
+        return ""
+
     def cover(self, named: Sequence[tuple[str, Tensor]]) -> None:
         """Take over another list of parameters."""
 
@@ -184,6 +189,11 @@ class AccumulationWindow:
     def is_muted(self) -> bool:
         """Whether nothing is to be sent now."""
         return self._muted > 0
+
+    @property
+    def contents(self) -> str:
+        """Which of its parameters take part in the next reduction, in words."""
+        return self.gradients.contents
 
     @property
     def latest_backward(self) -> int:

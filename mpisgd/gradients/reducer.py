@@ -43,7 +43,7 @@ from mpisgd.gradients.kinds import (
 )
 from mpisgd.gradients.launcher import BucketLauncher
 from mpisgd.gradients.options import ReductionOptions
-from mpisgd.gradients.plan import BucketSlot, Plan, agree_on_plan, make_slot
+from mpisgd.gradients.plan import BucketSlot, Plan, agree_on_plan, describe_covered, make_slot
 from mpisgd.gradients.reduced import ReducedGradients
 from mpisgd.gradients.sparse import reduce_sparse
 from mpisgd.gradients.windows import windows_of
@@ -97,6 +97,11 @@ class GradientReducer(GradientSync):
         """See `GradientSync`."""
         adaptive = isinstance(self.options.compression, AdaptiveSum)
         return "Adasum" if adaptive else f"op={self.options.op.name}"
+
+    @property
+    def contents(self) -> str:
+        """Which parameters take part in the next reduction, in words."""
+        return describe_covered(self._coverable(), len(self.params))
 
     # -- while backward is at work ------------------------------------------------------------------
 

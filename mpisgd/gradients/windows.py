@@ -47,6 +47,10 @@ class Window(Protocol):
         """Which reduction the next one is."""
 
     @property
+    def contents(self) -> str:
+        """Which of its parameters take part in it, in words."""
+
+    @property
     def is_active(self) -> bool:
         """Whether it reduces anything by itself."""
 
@@ -185,8 +189,13 @@ class GroupWindows:
             sent = [alive[number].sent_last for number in reached]
             latest = next((work for work in sent if work is not None), None)
             named = [alive[number] for number in {*reached, awaited} if number in alive]
-            detail = "\n".join(f"{window.owner}, {window.when}" for window in named)
-            group.queue.run(what, told.finish, before=told.before, after=latest, detail=lambda: detail)
+            group.queue.run(
+                what,
+                told.finish,
+                before=told.before,
+                after=latest,
+                detail=lambda: "\n".join(f"{w.owner}, {w.when}, {w.contents}" for w in named),
+            )
         assert told.joined is not None
         everyones = dict(zip(self.active, told.joined[1:], strict=True))
         self._check(everyones)
