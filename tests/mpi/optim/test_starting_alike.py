@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -55,6 +57,24 @@ def test_those_who_mean_it_go_on_and_equal_ranks_hear_nothing():
     model, opt = train()
     mpisgd.broadcast_parameters(model)
     opt.step()
+
+
+@several
+def test_models_that_differ_since_a_state_was_saved_go_on():
+    def step(model, opt):
+        opt.zero_grad()
+        (model(torch.ones(1, 2).double()).sum() * (1 + mpisgd.rank())).backward()
+        opt.step()
+
+    ours, again = (train(mpisgd.LocalSGD(3), apart=False) for _ in range(2))
+    for _ in range(2):
+        step(*ours)
+    for live, resumed in zip(ours, again, strict=True):
+        resumed.load_state_dict(copy.deepcopy(live.state_dict()))
+    for _ in range(2):  # the first of them ends with a mean
+        step(*ours)
+        step(*again)
+        everyone(torch.equal(ours[0][0].weight, again[0][0].weight))
 
 
 @several
