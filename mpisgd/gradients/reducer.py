@@ -138,11 +138,10 @@ class GradientReducer(GradientSync):
     def _may_launch_early(self) -> bool:
         """Whether all ranks send the same during backward; the same on all of them.
 
-        Where a backward may reach several optimizers, it reaches each on some ranks only, maybe. With
-        `overlap=True` the program says that it does not.
+        Where a backward may reach several optimizers, it reaches each on some ranks only, maybe. Which, the
+        ranks find out at its end.
         """
-        overlap = self.options.overlap
-        return overlap is True or (overlap is None and not windows_of(self.group).are_several)
+        return not windows_of(self.group).are_several
 
     def ready(self, index: int) -> None:
         """Note that the gradient of a parameter is complete; send what now can be sent.

@@ -13,6 +13,7 @@ that backward takes part from there:
 A group with one optimizer has none of this: whoever comes, comes to that one.
 """
 
+import gc
 import weakref
 from collections.abc import Collection, Mapping, MutableMapping
 from typing import Protocol
@@ -97,9 +98,12 @@ class GroupWindows:
         """Add the window of an optimizer that was just made. Collective, but for the first one.
 
         What an optimizer leaves behind that was forgotten is gone on some ranks and not on others. So they
-        agree here on which there are, and until the next one is made.
+        agree here on which there are, and until the next one is made. One that only a reference cycle keeps
+        is collected before.
         """
         self._num_joined += 1
+        if any(other.is_active for other in self._alive().values() if other is not window):
+            gc.collect()
         self._windows[window.owner.number] = weakref.ref(window)
         mine = {number: window.owner for number, window in self._alive().items() if window.is_active}
         self.active = [owner for _, owner in sorted(mine.items())]
