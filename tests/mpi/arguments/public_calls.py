@@ -351,6 +351,7 @@ CALLS: dict[str, Call] = {
             "check_in_sync_every": junk.natural,
             "share_parameters": flag,
             "elementwise": flag,
+            "check_start": flag,
             "named_buffers": lambda value: value is None or repr(value) in ("[]", "()", "{}", "set()"),
         },
     ),
