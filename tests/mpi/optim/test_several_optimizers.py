@@ -288,6 +288,22 @@ def test_what_an_exception_in_backward_has_left_is_reset(overlap, muted):
 
 
 @several
+def test_what_a_backward_that_raised_has_summed_may_have_a_sparse_gradient():
+    """Where it lies was asked of the sparse one, which has no memory: the next backward raised that."""
+    torch.manual_seed(3)
+    table, (a,) = nn.Embedding(4, 2, sparse=True).double(), weights(0)
+    opt = wrap([a, table.weight], op=mpisgd.ReduceOp.SUM, overlap=True)
+    (a * 1).sum().backward()  # the plan takes the table for dense
+    opt.zero_grad()
+    used = torch.tensor([1, 2])
+    with pytest.raises(RuntimeError, match="in backward"):
+        ((Raises.apply(a.detach().requires_grad_()) * a).sum() + table(used).sum()).backward()
+    (a.sum() + table(used).sum()).backward()
+    check(a.grad, mpisgd.size())
+    check(table.weight.grad.to_dense()[1:3], 2 * mpisgd.size())
+
+
+@several
 def test_when_a_forgotten_optimizer_is_collected_changes_nothing():
     """In a reference cycle that is each rank's own affair."""
     a, b, c = weights(0, 0, 0)
