@@ -249,6 +249,24 @@ def test_a_rank_without_a_backward_that_clips(way_to_clip):
     check(a.detach(), -mean * factor)
 
 
+@several
+@pytest.mark.parametrize("ours", [False, True], ids=["step", "clip"])
+def test_a_rank_without_a_backward_after_a_reset_by_the_model(ours):
+    """`model.zero_grad()` tells no optimizer: that rank took the former gradients for those of this step."""
+    (a,) = weights(0)
+    opt = wrap([a], overlap=False)
+    (a * 5).sum().backward()  # not used
+    a.grad = None
+    for step in (1, 2):
+        if mpisgd.rank() > 0:
+            (a * mpisgd.size()).sum().backward()
+        if ours:
+            opt.clip_grad_norm_(1e9)
+        opt.step()
+        a.grad = None
+        check(a.detach(), -step * (mpisgd.size() - 1))
+
+
 # -- a backward that raised ---------------------------------------------------------------------------
 
 
