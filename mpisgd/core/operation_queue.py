@@ -22,7 +22,7 @@ from mpisgd.core import wait_registry
 from mpisgd.core.callbacks import Callbacks
 from mpisgd.core.consistency import ConsistencyCheck, ConsistencyChecker, Operation
 from mpisgd.core.interfaces import Communicator, DigestExchange
-from mpisgd.core.owner import current_owner
+from mpisgd.core.owner import current_owner, owned_by
 from mpisgd.core.service_thread import ServiceThread
 from mpisgd.core.waiting import Backoff
 from mpisgd.core.work import QueuedWork, Work
@@ -58,6 +58,11 @@ def _with_owner(operation: Operation) -> Operation:
     """Note to whom an operation belongs that this thread begins."""
     owner = current_owner()
     return operation if owner is None else operation._replace(owner=owner)
+
+
+def _owner_of(operation: Operation) -> contextlib.AbstractContextManager[Any]:
+    """Return the context of what an operation communicates within it, on whichever thread it runs."""
+    return _NO_CONTEXT if operation.owner is current_owner() else owned_by(operation.owner)
 
 
 class _Submission(NamedTuple):
@@ -271,7 +276,7 @@ class OperationQueue:
     def _act(self, submission: _Submission) -> None:
         """Do the communication. To a mismatch found only now, such as one of sizes, add where it was."""
         try:
-            with inference_mode_of(submission.tensors):
+            with inference_mode_of(submission.tensors), _owner_of(submission.operation):
                 submission.action()
         except Deadlock:
             raise

@@ -134,6 +134,7 @@ class AccumulationWindow:
         self._reductions_before = 0  # the last step or zero_grad
         self._passes = 0  # since the last reduction
         self._pending = False  # something was accumulated and not reduced
+        self._left_some = False  # whether there were gradients after the last reduction; alike on all ranks
         self._in_pass = False  # a backward has begun, and its end was not seen yet
         self._muted = 0
         self._skipping = 0
@@ -267,6 +268,7 @@ class AccumulationWindow:
             )
         self.gradients.reduce(self.when, list(self._hooks.notes.observed), in_step=in_step)
         self.num_reductions += 1
+        self._left_some = self._has_gradients
         self._passes = 0
         self._pending = self._in_pass = False
 
@@ -287,13 +289,23 @@ class AccumulationWindow:
 
     def _flush_since(self, reductions: int, in_step: bool) -> None:
         """Do it unless there was a reduction after so many."""
-        nothing_yet = self.num_reductions == reductions and not self.gradients.why_not_again()
-        if not self._pending and not nothing_yet:
+        nothing_yet = self.num_reductions == reductions or self._were_reset
+        if not self._pending and (not nothing_yet or self.gradients.why_not_again()):
             return
         if self._is_one_of_several:
             self._windows.flush(self, self._group, in_step=in_step)
         else:
             self.reduce(in_step=in_step)
+
+    @property
+    def _were_reset(self) -> bool:
+        """Whether what the last reduction left is gone: by `model.zero_grad()`, which tells nobody."""
+        return self._left_some and not self._has_gradients
+
+    @property
+    def _has_gradients(self) -> bool:
+        params = self.gradients.params
+        return any(params[index].grad is not None for index in self._hooks.watching)
 
     def _relied_on(self) -> list["AccumulationWindow"]:
         """Return the windows that take care of parameters for this one. Collective where that changes.

@@ -57,14 +57,21 @@ class FusionBuffer:
         if flat is None:
             flat = torch.empty(bucket.numel, dtype=params[0].dtype, device=params[0].device)
         self.bucket = bucket
-        self.flat = flat.zero_()
         self._layouts = [layout_of(param) for param in params]
         self._shapes = [layout.shape for layout in self._layouts]
-        self.views = [
-            window(flat, offset, layout) for offset, layout in zip(bucket.offsets, self._layouts, strict=True)
-        ]
-        self._addresses = [view.data_ptr() for view in self.views]
+        self._lie_in(flat.zero_())
         self._in_place = False  # whether a gradient lay there already
+
+    def _lie_in(self, flat: Tensor) -> None:
+        self.flat = flat
+        places = zip(self.bucket.offsets, self._layouts, strict=True)
+        self.views = [window(flat, offset, layout) for offset, layout in places]
+        self._addresses = [view.data_ptr() for view in self.views]
+
+    def leave_memory(self) -> None:
+        """Go to memory of its own, with what is there: what it had is about to be used by others."""
+        self._lie_in(self.flat.clone())
+        self._in_place = False
 
     def fits(self, params: Sequence[Tensor]) -> bool:
         """Return whether `params` still have the dtype, the place and the shapes that this was made for."""

@@ -429,4 +429,5 @@ def _in_place(slot: BucketSlot, params: Sequence[Tensor]) -> list[int]:
     first = slot.storage.flat.data_ptr()
     last = first + slot.storage.flat.nbytes
     grads = {i: params[i].grad for i in slot.bucket.indices}
-    return [i for i, grad in grads.items() if grad is not None and first <= grad.data_ptr() < last]
+    dense = {i: grad for i, grad in grads.items() if grad is not None and not grad.is_sparse}
+    return [i for i, grad in dense.items() if first <= grad.data_ptr() < last]

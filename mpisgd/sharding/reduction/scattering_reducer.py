@@ -23,7 +23,7 @@ from mpisgd.accelerator.runtime import on_device
 from mpisgd.compress.compressor import BucketLayout
 from mpisgd.core.consistency import Operation
 from mpisgd.gradients.bucketing import ALIGN_BYTES, Bucket, join_buckets
-from mpisgd.gradients.fusion_buffer import window
+from mpisgd.gradients.fusion_buffer import FusionBuffer, window
 from mpisgd.gradients.in_flight import InFlightReduction
 from mpisgd.gradients.kinds import SPARSE
 from mpisgd.gradients.plan import BucketSlot, Plan, is_alone, plain_slot
@@ -224,6 +224,9 @@ class ScatteringReducer(ShardedReducer):
                 if (work := in_flight.launched[place]) is not None:
                     work.wait()
             scattered, memories = self._scattered.intersection(places), []
+            for place in set(places) - scattered:  # a gradient is sparse: all of them stay, and not here
+                if isinstance(storage := in_flight.slots[place].storage, FusionBuffer):
+                    storage.leave_memory()
             for place in scattered:
                 self._release_slot(in_flight.slots[place])
                 params = self._launcher.params_of(in_flight.slots[place])

@@ -121,3 +121,20 @@ def test_steps_may_be_accumulated_and_clipped():
     optimizer.clip_grad_norm_(1.0)
     optimizer.step()
     same_on_all_ranks([param.tolist() for param in params])
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_bucket_may_set_out_during_backward_on_some_ranks_only():
+    # What it communicates within its operation was the optimizer's in the program's thread, and nobody's in
+    # the queue's: ranks of which one sent a bucket early, and another at the end, did not agree.
+    torch.manual_seed(3)
+    params = [torch.nn.Parameter(torch.zeros(16)) for _ in range(3)]
+    optimizer = mpisgd.DistributedOptimizer(
+        torch.optim.SGD(params, 1.0), op=mpisgd.Adasum, overlap=True, bucket_cap_bytes=64
+    )
+    for step in range(3):
+        used = params if step == 0 else params[mpisgd.rank() % 2 :: 2]
+        sum((param * (mpisgd.rank() + 1)).sum() for param in used).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    same_on_all_ranks([param.tolist() for param in params])

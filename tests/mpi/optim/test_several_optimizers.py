@@ -249,6 +249,24 @@ def test_a_rank_without_a_backward_that_clips(way_to_clip):
     check(a.detach(), -mean * factor)
 
 
+@several
+@pytest.mark.parametrize("ours", [False, True], ids=["step", "clip"])
+def test_a_rank_without_a_backward_after_a_reset_by_the_model(ours):
+    """`model.zero_grad()` tells no optimizer: that rank took the former gradients for those of this step."""
+    (a,) = weights(0)
+    opt = wrap([a], overlap=False)
+    (a * 5).sum().backward()  # not used
+    a.grad = None
+    for step in (1, 2):
+        if mpisgd.rank() > 0:
+            (a * mpisgd.size()).sum().backward()
+        if ours:
+            opt.clip_grad_norm_(1e9)
+        opt.step()
+        a.grad = None
+        check(a.detach(), -step * (mpisgd.size() - 1))
+
+
 # -- a backward that raised ---------------------------------------------------------------------------
 
 
@@ -285,6 +303,22 @@ def test_what_an_exception_in_backward_has_left_is_reset(overlap, muted):
         ((a + b) * (rank + 1)).sum().backward()
     check(a.grad, mean)
     check(b.grad, 2 * mean)  # as in one process: what the first backward had reached stays
+
+
+@several
+def test_what_a_backward_that_raised_has_summed_may_have_a_sparse_gradient():
+    """Where it lies was asked of the sparse one, which has no memory: the next backward raised that."""
+    torch.manual_seed(3)
+    table, (a,) = nn.Embedding(4, 2, sparse=True).double(), weights(0)
+    opt = wrap([a, table.weight], op=mpisgd.ReduceOp.SUM, overlap=True)
+    (a * 1).sum().backward()  # the plan takes the table for dense
+    opt.zero_grad()
+    used = torch.tensor([1, 2])
+    with pytest.raises(RuntimeError, match="in backward"):
+        ((Raises.apply(a.detach().requires_grad_()) * a).sum() + table(used).sum()).backward()
+    (a.sum() + table(used).sum()).backward()
+    check(a.grad, mpisgd.size())
+    check(table.weight.grad.to_dense()[1:3], 2 * mpisgd.size())
 
 
 @several

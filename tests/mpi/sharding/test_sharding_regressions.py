@@ -472,3 +472,43 @@ def test_elements_that_were_not_written_keep_their_precision():
         model(torch.ones(1, FEATURES, dtype=torch.bfloat16)).sum().backward()
         opt.step()
     everyone(bool(model.weight[0, 0] > 2.9), f"{model.weight[0, 0]}")
+
+
+# -- stage 2, whose buckets take turns in one memory ---------------------------------------------------
+
+
+class WithSparse(nn.Module):
+    """Its table and the bias of `neighbour` are in one bucket, and the rest in another."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.rest, self.neighbour = nn.Linear(3, 4), nn.Linear(3, 4)
+        self.table = nn.Embedding(6, 3, sparse=True)
+        self.double()
+
+    def forward(self, x):
+        dense = (self.rest(x) + self.neighbour(x).sin()).sum()
+        return dense + self.table(torch.tensor([0, 2])).sum()
+
+
+def test_what_is_in_a_bucket_with_a_sparse_gradient_is_reduced_by_stage_2():
+    # Found out by the first backward only, that bucket stays for every rank. The next one took its memory,
+    # so what else was in it became local gradients of other parameters.
+    model, reference = WithSparse(), WithSparse()
+    options = {"strategy": mpisgd.Sharded(2), "bucket_cap_bytes": 300}
+    optimizer = mpisgd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), **options)
+    alone = torch.optim.SGD(reference.parameters(), lr=0.1)
+    inputs = [
+        torch.arange(6, dtype=torch.float64).reshape(2, 3) * (rank + 1) for rank in range(mpisgd.size())
+    ]
+    model(inputs[mpisgd.rank()]).backward()
+    optimizer.step()
+    (sum(map(reference, inputs)) / mpisgd.size()).backward()
+    alone.step()
+    differing = [
+        name
+        for (name, mine), expected in zip(model.named_parameters(), reference.parameters(), strict=True)
+        if not torch.allclose(mine, expected)
+    ]
+    everyone(not differing, f"{differing}")
