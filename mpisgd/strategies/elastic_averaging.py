@@ -138,8 +138,9 @@ class ElasticAveragingSynchronizer(LocalSynchronizer):
         for kept in (state.last, state.arrived):
             for key in kept.keys() - keys:
                 del kept[key]
-        for key in keys - state.last.keys():
-            state.last[key], state.arrived[key] = (state.centre[key].clone() for _ in range(2))
+        for key in self.tensors():  # in an order that all ranks have, as a checkpoint asks for it
+            if key in keys and key not in state.last:
+                state.last[key], state.arrived[key] = (state.centre[key].clone() for _ in range(2))
 
     def synchronize(self) -> None:
         """Exchange, if it is time to. Collective then."""
