@@ -238,7 +238,10 @@ class _Fragment:
         """
         since, strategy, changes = step - self._first, self._strategy, self._state.changes
         mine = [params[key] for key in self._keys]
-        if any(key in changes for key in self._keys) and since % strategy.sync_every == strategy.overlap_steps:
+        if (
+            any(key in changes for key in self._keys)
+            and since % strategy.sync_every == strategy.overlap_steps
+        ):
             self._finish(mine)
         if since >= 0 and since % strategy.sync_every == 0:
             begun = torch._foreach_sub(self._outer_like(mine), mine)

@@ -72,6 +72,7 @@ class StateKeeper:
             self._begun.update(new)
         self._of.derive()
         self._is_due = self._compares = False
+        self._has_own = True  # also where it was lost, and there was nothing to compare
 
     def _compare(self) -> None:
         """Raise where ranks differ in what is alike; begin anew where one has lost what all must have."""
@@ -90,7 +91,6 @@ class StateKeeper:
         if not all(has_own for _, has_own in told) and has_rebuilt(self._of.state):
             forget_own(self._of.state, only=REBUILD)
             self._begun.clear()
-        self._has_own = True
 
     def _report(self, name: str, values: list[Any]) -> str:
         ranks: dict[str, list[int]] = {}
