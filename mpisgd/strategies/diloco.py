@@ -344,7 +344,7 @@ class DiLoCoSynchronizer(LocalSynchronizer):
             return list(super().consensus())
         buffers = [tensor.clone() for tensor in self.buffers]
         all_reduce_coalesced(buffers, ReduceOp.AVG, self.training.group)
-        return [*(self.state.outer[key].clone() for key in self.tensors()), *buffers]
+        return [*self.completed(self.state.outer), *buffers]
 
 
 def _cut(params: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]:

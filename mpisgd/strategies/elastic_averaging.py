@@ -182,5 +182,4 @@ class ElasticAveragingSynchronizer(LocalSynchronizer):
         """Return the centre, and the mean of the buffers. Collective."""
         buffers = [tensor.clone() for tensor in self.buffers]
         all_reduce_coalesced(buffers, ReduceOp.AVG, self.training.group)
-        centre = self.state.centre
-        return [*(centre.get(key, tensor).clone() for key, tensor in self.tensors().items()), *buffers]
+        return [*self.completed(self.state.centre), *buffers]

@@ -164,6 +164,19 @@ def test_a_broadcast_of_the_state_makes_all_ranks_one(name):
 # --- added parameters ---------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["DiLoCo", "ElasticAveraging"])
+def test_the_consensus_has_parameters_that_were_added_since_the_last_step(name):
+    # DiLoCo raised KeyError; with ElasticAveraging each rank had its own of them.
+    model = Net()
+    optimizer = METHODS[name](model)
+    train(model, optimizer, 0, SAVED_AT)
+    added = torch.nn.Parameter(torch.full((3,), mpisgd.rank() + 1.0))
+    optimizer.add_param_group({"params": [added]})
+    with optimizer.consensus():
+        same_on_all_ranks(added.tolist())
+    everyone(bool((added == mpisgd.rank() + 1).all()), f"{added}")
+
+
 @pytest.mark.parametrize("name", [*SYNCHRONOUS, *OWN_MODELS])
 def test_parameters_that_are_added_change_nothing_else_and_are_trained(name):
     """Lists of two lengths were zipped: LocalSGD with a compression and ElasticAveraging raised."""
