@@ -140,8 +140,8 @@ class PerHostReducer(BucketReducer):
         """
         state = self._inner.state_dict()
         alike = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
-        if state:
-            alike = broadcast_object(alike, leaders.ranks[0], leaders)
+        # A leader that keeps nothing yet takes part, too: another one may keep something.
+        if alike := broadcast_object(alike, leaders.ranks[0], leaders):
             self._inner.load_state_dict({**state, **alike})
         self._agrees = True
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from mpisgd.arguments import ranks_text
+from mpisgd.compress.cast import Cast
 from mpisgd.compress.compressor import Compressor
 from mpisgd.core.consistency import Operation
 from mpisgd.errors import OutOfSync
@@ -130,7 +131,9 @@ class StateKeeper:
             return {}
         self._of.arrive()
         pieces, training = pieces_of(self._of.state), self._of.training
-        if not (self._of.replicas_differ or pieces.alike or pieces.own):
+        # Whether this rank has anything does not decide: with PerHost some have nothing, and all compare.
+        may_have = self._of.replicas_differ or not isinstance(training.options.compression, Cast)
+        if not (may_have or pieces.alike or pieces.own):
             return {}
         return {
             ENTRY: {
