@@ -182,14 +182,15 @@ class StateKeeper:
     def _take(self, entry: Mapping[str, Any]) -> None:
         synchronizer = self._of
         group, compressor = synchronizer.training.group, synchronizer.training.options.compression
-        pieces = Pieces(entry["alike"], entry["own"] or {})
+        pieces, loses = Pieces(entry["alike"], entry["own"] or {}), False
         if entry["compression"] != family(compressor) and pieces != without_parts(synchronizer.state, pieces):
             self._warn(
                 f"compressed by {entry['compression']}, and this optimizer's compression is {compressor}"
             )
             pieces = without_parts(synchronizer.state, pieces)
+            loses = has_rebuilt(synchronizer.state)  # it may say what belongs to what was left out
         is_mine = (entry["rank"], entry["size"]) == (group.rank, group.size)
-        self._has_own = is_mine and entry["own"] is not None
+        self._has_own = is_mine and entry["own"] is not None and not loses
         own = pieces.own if self._has_own else None
         take(synchronizer.state, pieces.alike, own, synchronizer.parameters_by_key())
         self._begun.update(entry["begun"])
