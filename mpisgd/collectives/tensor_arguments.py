@@ -17,10 +17,9 @@ def check_tensor(name: str, tensor: Any, what: str = "tensor") -> Tensor:
     try:  # one expression: small messages feel it
         if (
             (type(tensor) is Tensor or _is_plain(tensor))
-            and (tensor.is_cpu or on_device(tensor))
+            and ((tensor.is_cpu and (tensor.data_ptr() or not tensor.numel())) or on_device(tensor))
             and tensor.layout is torch.strided
             and not tensor.is_quantized
-            and (tensor.data_ptr() or not tensor.numel())
         ):
             return tensor  # type: ignore[no-any-return]
     except RuntimeError:  # the address of a tensor without a storage, as inside torch.func

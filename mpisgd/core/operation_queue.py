@@ -126,7 +126,9 @@ class OperationQueue:
         self.communicator: Any = communicator
         self.name = name
         self.track = tracing.Track(f"group {name}", ranks)
-        self.consistency = ConsistencyChecker(communicator, digest_exchange, name=name, timeout_s=timeout_s)
+        self.consistency = consistency = ConsistencyChecker(
+            communicator, digest_exchange, name=name, timeout_s=timeout_s
+        )
         self.broken: MpisgdError | None = None
         self.running: RunningOperation | None = None
         self.threads_allowed = threads_allowed
@@ -138,7 +140,8 @@ class OperationQueue:
         self._changed = threading.Condition(self._lock)
         self._busy: int | None = None  # the thread whose turn it is
         self._thread: ServiceThread | None = None
-        self.callbacks = Callbacks(name, lambda: self.consistency.timeout_s)
+        # Not by `self`: in a cycle, the memory and files of a group would live on until garbage is collected.
+        self.callbacks = Callbacks(name, lambda: consistency.timeout_s)
         self._closing = False
 
     def run(

@@ -42,6 +42,11 @@ class GradientSync:
         """How it combines them, in words."""
         return ""
 
+    @property
+    def contents(self) -> str:
+        """Which parameters take part in the next reduction, in words."""
+        return ""
+
     def cover(self, named: Sequence[tuple[str, Tensor]]) -> None:
         """Take over another list of parameters."""
 
@@ -186,6 +191,11 @@ class AccumulationWindow:
         return self._muted > 0
 
     @property
+    def contents(self) -> str:
+        """Which of its parameters take part in the next reduction, in words."""
+        return self.gradients.contents
+
+    @property
     def latest_backward(self) -> int:
         """The number of the latest backward that has reached it."""
         return self._hooks.outer_task
@@ -221,7 +231,7 @@ class AccumulationWindow:
             return
         reduces = not self._muted and self._passes + 1 >= self._passes_per_step
         if reduces and not self.gradients.why_not_again():
-            self._hooks.notes.reports_each = self.gradients.begin(self._when)
+            self._hooks.notes.reports_each = self.gradients.begin(self.when)
         else:
             self._hooks.notes.reports_each = False
             self.gradients.abandon()
@@ -230,7 +240,8 @@ class AccumulationWindow:
         self.gradients.ready(index)
 
     @property
-    def _when(self) -> str:
+    def when(self) -> str:
+        """Which reduction of the program the next one is."""
         return f"step {self.steps}, reduction {self.num_reductions - self._reductions_before}"
 
     def _backward_ended(self) -> None:
@@ -254,7 +265,7 @@ class AccumulationWindow:
                 f"DistributedOptimizer: gradients {why} already would be reduced once more; call "
                 "optimizer.zero_grad() before, accumulate inside no_sync(), or set backward_passes_per_step"
             )
-        self.gradients.reduce(self._when, list(self._hooks.notes.observed), in_step=in_step)
+        self.gradients.reduce(self.when, list(self._hooks.notes.observed), in_step=in_step)
         self.num_reductions += 1
         self._passes = 0
         self._pending = self._in_pass = False
@@ -309,7 +320,7 @@ class AccumulationWindow:
             return
         self.flush(in_step=True)
         for window in (*self._others.values(), self):
-            window.gradients.check_unchanged(window._when)
+            window.gradients.check_unchanged(window.when)
 
     def flush_before_use(self) -> None:
         """Do the same before somebody looks at the gradients."""

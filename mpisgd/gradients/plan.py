@@ -22,7 +22,16 @@ from mpisgd.transport.ipc.segment import Segment
 from mpisgd.transport.shm.region import Region
 from mpisgd.transport.shm.transport import ShmTransport
 
-__all__ = ["BucketSlot", "Plan", "agree_on_plan", "is_alone", "item_of", "make_slot", "plain_slot"]
+__all__ = [
+    "BucketSlot",
+    "Plan",
+    "agree_on_plan",
+    "describe_covered",
+    "is_alone",
+    "item_of",
+    "make_slot",
+    "plain_slot",
+]
 
 
 class BucketSlot(NamedTuple):
@@ -102,7 +111,7 @@ def agree_on_plan(
     mine = [i for i in covered if (grad := params[i].grad) is not None and grad.is_sparse]
     everyone: list[tuple[Sequence[int], list[int]]] = []
     group.queue.run(
-        Operation("gradients", extra=f"new plan for {_describe(covered, len(params))}, {when}"),
+        Operation("gradients", extra=f"new plan for {describe_covered(covered, len(params))}, {when}"),
         lambda: everyone.extend(group.queue.communicator.all_gather_object((observed, mine))),
     )
     sparse = known_sparse.union(*(indices for _, indices in everyone)).intersection(covered)
@@ -126,7 +135,7 @@ def agree_on_plan(
     return Plan(covered, tuple(slots), sparse, f"{plan_hash(buckets):016x}-{layout_hash}")
 
 
-def _describe(covered: tuple[int, ...], total: int) -> str:
+def describe_covered(covered: tuple[int, ...], total: int) -> str:
     """Say which of the parameters take part, shortly."""
     missing = sorted(set(range(total)) - set(covered))
     if not missing:

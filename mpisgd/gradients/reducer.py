@@ -43,7 +43,7 @@ from mpisgd.gradients.kinds import (
 )
 from mpisgd.gradients.launcher import BucketLauncher
 from mpisgd.gradients.options import ReductionOptions
-from mpisgd.gradients.plan import BucketSlot, Plan, agree_on_plan, make_slot
+from mpisgd.gradients.plan import BucketSlot, Plan, agree_on_plan, describe_covered, make_slot
 from mpisgd.gradients.reduced import ReducedGradients
 from mpisgd.gradients.sparse import reduce_sparse
 from mpisgd.gradients.windows import windows_of
@@ -98,6 +98,11 @@ class GradientReducer(GradientSync):
         adaptive = isinstance(self.options.compression, AdaptiveSum)
         return "Adasum" if adaptive else f"op={self.options.op.name}"
 
+    @property
+    def contents(self) -> str:
+        """Which parameters take part in the next reduction, in words."""
+        return describe_covered(self._coverable(), len(self.params))
+
     # -- while backward is at work ------------------------------------------------------------------
 
     def begin(self, when: str) -> bool:
@@ -133,11 +138,10 @@ class GradientReducer(GradientSync):
     def _may_launch_early(self) -> bool:
         """Whether all ranks send the same during backward; the same on all of them.
 
-        Where a backward may reach several optimizers, it reaches each on some ranks only, maybe. With
-        `overlap=True` the program says that it does not.
+        Where a backward may reach several optimizers, it reaches each on some ranks only, maybe. Which, the
+        ranks find out at its end.
         """
-        overlap = self.options.overlap
-        return overlap is True or (overlap is None and not windows_of(self.group).are_several)
+        return not windows_of(self.group).are_several
 
     def ready(self, index: int) -> None:
         """Note that the gradient of a parameter is complete; send what now can be sent.

@@ -13,6 +13,7 @@ that backward takes part from there:
 A group with one optimizer has none of this: whoever comes, comes to that one.
 """
 
+import gc
 import weakref
 from collections.abc import Collection, Mapping, MutableMapping
 from typing import Protocol
@@ -41,6 +42,14 @@ class Window(Protocol):
     @property
     def owner(self) -> Owner:
         """Of its operations."""
+
+    @property
+    def when(self) -> str:
+        """Which reduction the next one is."""
+
+    @property
+    def contents(self) -> str:
+        """Which of its parameters take part in it, in words."""
 
     @property
     def is_active(self) -> bool:
@@ -89,9 +98,12 @@ class GroupWindows:
         """Add the window of an optimizer that was just made. Collective, but for the first one.
 
         What an optimizer leaves behind that was forgotten is gone on some ranks and not on others. So they
-        agree here on which there are, and until the next one is made.
+        agree here on which there are, and until the next one is made. One that only a reference cycle keeps
+        is collected before.
         """
         self._num_joined += 1
+        if any(other.is_active for other in self._alive().values() if other is not window):
+            gc.collect()
         self._windows[window.owner.number] = weakref.ref(window)
         mine = {number: window.owner for number, window in self._alive().items() if window.is_active}
         self.active = [owner for _, owner in sorted(mine.items())]
@@ -180,7 +192,14 @@ class GroupWindows:
             # Where what was sent during backward has failed, it has on all ranks, and they raise that.
             sent = [alive[number].sent_last for number in reached]
             latest = next((work for work in sent if work is not None), None)
-            group.queue.run(what, told.finish, before=told.before, after=latest)
+            named = [alive[number] for number in {*reached, awaited} if number in alive]
+            group.queue.run(
+                what,
+                told.finish,
+                before=told.before,
+                after=latest,
+                detail=lambda: "\n".join(f"{w.owner}, {w.when}, {w.contents}" for w in named),
+            )
         assert told.joined is not None
         everyones = dict(zip(self.active, told.joined[1:], strict=True))
         self._check(everyones)

@@ -72,7 +72,7 @@ def take_snapshot(
     by_thread = _waits(opened, frames, names)
     waits = tuple(sorted(by_thread.values(), key=lambda wait: -wait.waited_s))
     others = [ident for ident in frames if ident not in by_thread and names.get(ident) != MONITOR_THREAD]
-    return RankState(
+    state = RankState(
         rank,
         host,
         os.getpid(),
@@ -91,6 +91,8 @@ def take_snapshot(
         ),
         device_bytes=runtime().memory_in_use(),
     )
+    frames.clear()  # this function's own is in it: the cycle would keep what all threads have in theirs
+    return state
 
 
 def _waits(

@@ -31,6 +31,7 @@ from mpisgd.job.lifecycle import group_or_world
 from mpisgd.optim.choices import check_choices, resolve_reduction, summary
 from mpisgd.optim.in_sync import check_tensors_in_sync
 from mpisgd.optim.parameter_names import agree_on, name_buffers, name_parameters
+from mpisgd.optim.starting_alike import check_alike
 from mpisgd.strategies.buffers import Buffers
 from mpisgd.strategies.compatibility import check_momentum
 from mpisgd.strategies.state_keeper import StateKeeper
@@ -47,6 +48,7 @@ __all__ = [
 ]
 
 DEFAULT_BUCKET_CAP_BYTES = 25 * 2**20
+SETTINGS_EVERY = 100  # steps
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -93,6 +95,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             Adamax, NAdam, RAdam, ASGD, Rprop) are known.
         named_buffers: usually `model.named_buffers()`: for strategies whose ranks have models of their own,
             which average the floating-point ones, such as those of BatchNorm, with the parameters.
+        check_start: whether the first step raises where ranks have different parameters, or other settings
+            such as the learning rate. The latter are compared again every 100 steps where gradients are
+            combined. False for those who mean it.
         group: the ranks that train together, all of the job by default.
 
     Attributes:
@@ -142,6 +147,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         share_parameters: bool = False,
         elementwise: bool = False,
         named_buffers: Iterable[tuple[str, Tensor]] | None = None,
+        check_start: bool = True,
         group: Group | None = None,
     ) -> None:
         try:
@@ -173,7 +179,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
             strategy.check(training)
             check_momentum(training)
-            text = summary(strategy, training, backward_passes_per_step)
+            self._checks_start = check_flag("DistributedOptimizer", "check_start", check_start)
+            self._has_started = False
+            text = f"{summary(strategy, training, backward_passes_per_step)}, check_start={check_start}"
             self._owner = _new_owner(optimizer, named, members)
             with owned_by(self._owner):
                 agree_on("DistributedOptimizer", [*named, *buffers], members, extra=text)
@@ -361,6 +369,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._keeper.moved()
             self._window.move_to(self._synchronizer.gradients, members, self._owner)
         self.spans_job = group is None
+        self._has_started = False
         super().zero_grad(set_to_none=True)
 
     @contextlib.contextmanager
@@ -452,8 +461,24 @@ def _before_step(
         changed = wrap_closure(*changed, lambda closure: _owned(closure, optimizer._owner))
     with owned_by(optimizer._owner):
         optimizer._keeper.settle()
+        _check_start(optimizer)
         synchronizer.before_step()
     return changed
+
+
+def _check_start(optimizer: DistributedOptimizer) -> None:
+    """Compare what ranks must start with, and settings from time to time."""
+    window, synchronizer = optimizer._window, optimizer._synchronizer
+    training = synchronizer.training
+    # Where ranks have models of their own, a state that was loaded goes on from these.
+    goes_on = synchronizer.replicas_differ and synchronizer.num_steps > 0
+    is_first, optimizer._has_started = not optimizer._has_started and not goes_on, True
+    again = window.gradients.combines and window.steps % SETTINGS_EVERY == 0
+    if not optimizer._checks_start or training.group.size == 1 or not optimizer.strategy.starts_together:
+        return
+    if is_first or again:
+        in_memory = [(name, p) for name, p in training.named if p.untyped_storage().nbytes() or not p.numel()]
+        check_alike(in_memory if is_first else (), optimizer.param_groups, training.group, window.when)
 
 
 def _owned(closure: Callable[[], Any], owner: Owner) -> Callable[[], Any]:

@@ -241,6 +241,7 @@ class Strategy(abc.ABC):
     """
 
     excludes: ClassVar[frozenset[str]] = frozenset({"share_parameters"})
+    starts_together: ClassVar[bool] = True  # all ranks come to the first step, with the same parameters
 
     def check(self, training: Training) -> None:
         """Raise where the strategy cannot do what `training` asks for; before anything is sent.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from mpisgd import config
@@ -201,3 +203,22 @@ def test_a_batch_script_has_no_rank():
     assert config.launcher_rank(SLURM_BATCH) is None
     assert config.launcher_size(SLURM_BATCH) is None
     assert config.launcher_local_size(SLURM_BATCH) is None
+
+
+def test_a_note_goes_into_a_plain_file_of_this_user_and_into_nothing_else(tmp_path):
+    """The launcher's file was opened by its name, whatever lay there."""
+    notes, victim = tmp_path / "notes", tmp_path / "victim"
+    victim.write_text("precious")
+    notes.write_text("first\n")
+    config.note("second", {config.NOTES_VARIABLE: str(notes)})
+    assert notes.read_text() == "first\nsecond\n"
+    (tmp_path / "link").symlink_to(victim)
+    os.mkfifo(tmp_path / "fifo")
+    for name in ("link", "fifo", "absent"):
+        config.note("x", {config.NOTES_VARIABLE: str(tmp_path / name)})
+    assert victim.read_text() == "precious"
+    assert not (tmp_path / "absent").exists()
+    if os.getuid() == 0:
+        os.chown(notes, 65534, 65534)
+        config.note("third", {config.NOTES_VARIABLE: str(notes)})
+        assert notes.read_text() == "first\nsecond\n"

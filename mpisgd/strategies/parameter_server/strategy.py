@@ -81,6 +81,7 @@ class ParameterServer(Strategy):
     locked: bool = True
 
     excludes: ClassVar[frozenset[str]] = frozenset({"share_parameters", "named_buffers"})
+    starts_together: ClassVar[bool] = False  # from the values of the first rank, and servers make no steps
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -101,3 +102,13 @@ def test_a_receive_whose_message_is_there_is_finished_at_the_end(groups):
 
 def lost(*_: object) -> bool:
     raise PeerLost("made up")
+
+
+def test_asking_for_lost_ranks_leaves_nothing_behind():
+    """Each question left a group of MPI's behind: 230 MB a day."""
+    freed: list[str] = []
+    failed = SimpleNamespace(size=0, Free=lambda: freed.append("failed"))
+    asked = SimpleNamespace(progress=lambda: None, comm=SimpleNamespace(Get_failed=lambda: failed))
+    communicator = type(current_job().world.queue.communicator)
+    assert communicator.lost(asked) == []
+    assert freed == ["failed"]

@@ -42,6 +42,8 @@ class OneOperation(Engine):
 
     def run_checks(self) -> None: ...
 
+    def submit_deferred(self) -> None: ...
+
     def check_interval_s(self) -> float:
         return 0.01
 

@@ -168,3 +168,21 @@ def test_what_the_built_in_values_choose_from_which_size_on(ranks, candidates, h
         (2**power for power in range(2, 29)), lambda nbytes: model.choose(candidates, nbytes, half)
     )
     assert {next(sizes): name for name, sizes in runs} == wanted
+
+
+def test_the_draft_follows_no_link_and_the_mode_is_what_the_umask_allows(tmp_path, page, monkeypatch):
+    """Its name could be told beforehand: what somebody had put there was overwritten; its mode was 0644."""
+    path, victim = tmp_path / "profile.json", tmp_path / "victim"
+    victim.write_text("precious")
+    monkeypatch.setattr("secrets.token_hex", lambda _: "known")
+    (tmp_path / ".profile.json-known").symlink_to(victim)
+    with pytest.raises(FileExistsError):
+        write(path, page)
+    assert victim.read_text() == "precious"
+    monkeypatch.undo()
+    old = os.umask(0o077)
+    try:
+        write(path, page)
+    finally:
+        os.umask(old)
+    assert path.stat().st_mode & 0o777 == 0o600

@@ -1,0 +1,99 @@
+"""Ranks that start from different models, or with other settings, are told so at the first step."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from verdicts import everyone, raises_everywhere
+
+import mpisgd
+
+several = pytest.mark.mpi(min_size=2)
+
+
+# Nothing said so: every rank applied the same gradients to a model of its own; the exit code was 0.
+
+
+def train(strategy=None, lr=0.1, apart=True, group=None, **options):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)).double()
+    for param in model.parameters():
+        nn.init.ones_(param)
+    if apart:
+        nn.init.constant_(model[1].weight, mpisgd.rank())
+    opt = mpisgd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=lr), model.named_parameters(), strategy=strategy, **options
+    )
+    model(torch.ones(1, 2).double()).sum().backward()
+    return model, opt
+
+
+@several
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        None,
+        mpisgd.LocalSGD(2),
+        mpisgd.DiLoCo(2),
+        mpisgd.ElasticAveraging(),
+        mpisgd.Gossip(),
+        mpisgd.Sharded(),
+    ],
+    ids=str,
+)
+def test_ranks_with_different_parameters_are_told(strategy):
+    model, opt = train(strategy)
+    with raises_everywhere(mpisgd.CollectiveMismatch) as caught:
+        opt.step()
+    everyone("first: 1.weight; 1 of 4" in caught.text and "broadcast_parameters" in caught.text, caught.text)
+    mpisgd.broadcast_parameters(model)
+
+
+@several
+def test_those_who_mean_it_go_on_and_equal_ranks_hear_nothing():
+    train(check_start=False)[1].step()
+    model, opt = train()
+    mpisgd.broadcast_parameters(model)
+    opt.step()
+
+
+@several
+def test_models_that_differ_since_a_state_was_saved_go_on():
+    def step(model, opt):
+        opt.zero_grad()
+        (model(torch.ones(1, 2).double()).sum() * (1 + mpisgd.rank())).backward()
+        opt.step()
+
+    ours, again = (train(mpisgd.LocalSGD(3), apart=False) for _ in range(2))
+    for _ in range(2):
+        step(*ours)
+    for live, resumed in zip(ours, again, strict=True):
+        resumed.load_state_dict(copy.deepcopy(live.state_dict()))
+    for _ in range(2):  # the first of them ends with a mean
+        step(*ours)
+        step(*again)
+        everyone(torch.equal(ours[0][0].weight, again[0][0].weight))
+
+
+@several
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_settings_that_differ_are_named_with_their_values(as_tensor):
+    lr = 0.125 if mpisgd.rank() == 0 else 0.5
+    _, opt = train(lr=torch.tensor(lr) if as_tensor else lr, apart=False)
+    with raises_everywhere(mpisgd.CollectiveMismatch) as caught:
+        opt.step()
+    everyone("'lr' of parameter group 0" in caught.text and "rank 0: 0.125" in caught.text, caught.text)
+
+
+@several
+def test_a_schedule_that_one_rank_does_not_follow_is_found_later():
+    _, opt = train(apart=False)
+    for _ in range(100):
+        opt.step()
+    if mpisgd.rank() == 0:
+        opt.param_groups[0]["lr"] = 0.01
+    with raises_everywhere(mpisgd.CollectiveMismatch) as caught:
+        opt.step()
+    everyone("'lr'" in caught.text and "0.01" in caught.text, caught.text)
