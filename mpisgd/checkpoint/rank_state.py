@@ -176,7 +176,9 @@ def shares(
     parts: list[dict[str, Any]] = [{} for _ in range(group.size)]
     for name, of_ranks in found.trees.items():
         if name in objects:
-            saved = [decode(tree, found.tensors) for _, tree in sorted(of_ranks.items())]
+            # A rank that had nothing of its own has saved nothing: with PerHost, say, which is not the first.
+            of_all = [of_ranks.get(rank) for rank in range(num_saved)]
+            saved = [{"own": {}} if tree is None else decode(tree, found.tensors) for tree in of_all]
             for part, mine in zip(
                 parts, _shares(group.size, num_saved, saved, states[name], objects[name]), strict=True
             ):
@@ -221,7 +223,7 @@ def _shares(
     if not isinstance(value, HasOwnState):
         return [None] * size
     entry = state[ENTRY]
-    if size == num_saved == len(saved) and entry["of"] == value.method:
+    if size == num_saved and entry["of"] == value.method:
         return saved
     replicas = [mine["replica"] for mine in saved if "replica" in mine]
     if not replicas:

@@ -133,6 +133,11 @@ class Compressor(abc.ABC):
         return True
 
     @property
+    def has_error_feedback(self) -> bool:
+        """Whether what it has not sent is added to the next bucket: by default its field `error_feedback`."""
+        return bool(getattr(self, "error_feedback", False))
+
+    @property
     def is_additive(self) -> bool:
         """Whether R + g on every rank, R the same on all, becomes R plus what becomes of g, as a mean does.
 

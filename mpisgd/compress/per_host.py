@@ -60,6 +60,11 @@ class PerHost(Compressor):
         return self.compressor.has_magnitudes
 
     @property
+    def has_error_feedback(self) -> bool:
+        """Whether the compressor has it."""
+        return self.compressor.has_error_feedback
+
+    @property
     def is_additive(self) -> bool:
         """Whether the compressor is."""
         return self.compressor.is_additive
@@ -135,8 +140,8 @@ class PerHostReducer(BucketReducer):
         """
         state = self._inner.state_dict()
         alike = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
-        if state:
-            alike = broadcast_object(alike, leaders.ranks[0], leaders)
+        # A leader that keeps nothing yet takes part, too: another one may keep something.
+        if alike := broadcast_object(alike, leaders.ranks[0], leaders):
             self._inner.load_state_dict({**state, **alike})
         self._agrees = True
 

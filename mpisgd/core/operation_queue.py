@@ -346,10 +346,15 @@ class OperationQueue:
             self._on_failure()
 
     def _complete(self, submission: _Submission, work: QueuedWork) -> None:
-        """Perform a queued operation; its error is raised by the work's `wait()`."""
+        """Perform a queued operation; its error is raised by the work's `wait()`.
+
+        Operations inside it, as between the ranks of a host, belong to the same owner on every rank, whether
+        this is the thread that began it or another one.
+        """
         error: BaseException | None = None
         try:
-            self._perform(submission)
+            with owned_by(submission.operation.owner):
+                self._perform(submission)
         except BaseException as exc:
             error = exc
         work.complete(error)

@@ -238,7 +238,10 @@ class _Fragment:
         """
         since, strategy, changes = step - self._first, self._strategy, self._state.changes
         mine = [params[key] for key in self._keys]
-        if self._keys[0] in changes and since % strategy.sync_every == strategy.overlap_steps:
+        if (
+            any(key in changes for key in self._keys)
+            and since % strategy.sync_every == strategy.overlap_steps
+        ):
             self._finish(mine)
         if since >= 0 and since % strategy.sync_every == 0:
             begun = torch._foreach_sub(self._outer_like(mine), mine)
@@ -262,10 +265,14 @@ class _Fragment:
         self._wait = lambda: None
 
     def _finish(self, params: list[Tensor]) -> None:
-        """Take the outer step, and go on from there."""
+        """Take the outer step, and go on from there.
+
+        A state that was saved with other fragments may have changes of some of the parameters only.
+        """
         self.arrive()
-        outer = self._outer_like(params)
-        changes = [self._state.changes.pop(key) for key in self._keys]
+        pairs = zip(self._outer_like(params), params, self._keys, strict=True)
+        due = [(z, param, self._state.changes.pop(k)) for z, param, k in pairs if k in self._state.changes]
+        outer, params, changes = (list(each) for each in zip(*due, strict=True))
         follow(changes, params, "DiLoCo")
         for param, change in zip(outer, changes, strict=True):
             param.grad = change
@@ -337,7 +344,7 @@ class DiLoCoSynchronizer(LocalSynchronizer):
             return list(super().consensus())
         buffers = [tensor.clone() for tensor in self.buffers]
         all_reduce_coalesced(buffers, ReduceOp.AVG, self.training.group)
-        return [*(self.state.outer[key].clone() for key in self.tensors()), *buffers]
+        return [*self.completed(self.state.outer), *buffers]
 
 
 def _cut(params: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]:

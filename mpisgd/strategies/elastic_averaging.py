@@ -8,6 +8,13 @@ LeCun 2015, EASGD with a communication period), every `every` steps
     z   <- z + alpha (d_1 + ... + d_p)
 
 With momentum in the wrapped optimizer (Nesterov's in the paper) this is EAMSGD.
+
+A compressor with error feedback cannot carry the d_i: what it has not sent is in its residual, and is still
+in d_i at the next exchange, so it would count twice. What travels then is the change of x_i since the last
+exchange, when it was l_i. Every rank adds up what arrives, so that m is the mean of the x_i as far as that:
+
+    m <- m + mean of C(x_i - l_i)
+    z <- z + p alpha (m - z)
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +29,7 @@ from mpisgd.collectives.coalesced import all_reduce_coalesced
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.compression_state import CompressionState
-from mpisgd.method_state import alike, part
+from mpisgd.method_state import REBUILD, alike, own, part
 from mpisgd.strategies.compatibility import LOCAL_STEPS, refuse_momentum, refuse_signs
 from mpisgd.strategies.kept_tensors import follow
 from mpisgd.strategies.local_training import LocalSynchronizer
@@ -42,6 +49,10 @@ class ElasticAveraging(Strategy):
     The centre is the result of the training: `optimizer.consensus()` puts it in place of the parameters. All
     ranks exchange at the same steps, so every rank keeps the same centre, and no server is needed. Module
     buffers (`named_buffers`) have no centre: they take their mean at each exchange.
+
+    A compressor with error feedback takes two further copies of the parameters. One without it must not add
+    more noise than the force takes away: with E |C(d) - d|^2 = w |d|^2, the centre goes away from all ranks
+    unless p alpha < 2 / (1 + w). With `RandomK(ratio, error_feedback=False)` that is 2 ratio.
 
     Args:
         alpha: the elastic force; by default 0.9 / number of ranks. More than 1 / number of ranks does not
@@ -85,10 +96,15 @@ class _State:
 
     Attributes:
         centre: z, by tensor.
-        compression: what compressors keep of the differences.
+        arrived: m, by tensor, where the compressor has a residual.
+        last: x_i at the last exchange, by tensor of these. m is the mean of what the ranks have there less
+            their residuals, so all ranks begin anew where one has lost its own.
+        compression: what compressors keep of what travels.
     """
 
     centre: dict[str, Tensor] = alike(default_factory=dict)
+    arrived: dict[str, Tensor] = alike(default_factory=dict)
+    last: dict[str, Tensor] = own(default_factory=dict, lost=REBUILD)
     compression: CompressionState = part(CompressionState)
 
 
@@ -101,16 +117,30 @@ class ElasticAveragingSynchronizer(LocalSynchronizer):
         self.state = _State()
 
     def begin(self, tensors: Mapping[str, Tensor]) -> None:
-        """See `Synchronizer`: the centre is where all ranks begin."""
-        self.state.centre.update(self.common_copies(tensors))
+        """See `Synchronizer`: the centre is where all ranks begin, and it stays where they begin anew."""
+        centre = self.state.centre
+        centre.update(self.common_copies({k: tensor for k, tensor in tensors.items() if k not in centre}))
 
     def derive(self) -> None:
         """See `Synchronizer`."""
         group = self.training.group
         compression = self.state.compression
         compression.move_to([])
+        if not self.state.last:
+            compression.forget_own()  # what it has not sent was of changes from what is no more
         self._mean = TensorMean(self.tensors(), group, self.training.options, compression)
         self._beta = BETA if self._strategy.alpha is None else self._strategy.alpha * group.size
+        self._note_last()
+
+    def _note_last(self) -> None:
+        """Let changes count from the centre, which all ranks have, where nothing was sent yet."""
+        state, keys = self.state, self._mean.with_residual
+        for kept in (state.last, state.arrived):
+            for key in kept.keys() - keys:
+                del kept[key]
+        for key in self.tensors():  # in an order that all ranks have, as a checkpoint asks for it
+            if key in keys and key not in state.last:
+                state.last[key], state.arrived[key] = (state.centre[key].clone() for _ in range(2))
 
     def synchronize(self) -> None:
         """Exchange, if it is time to. Collective then."""
@@ -121,10 +151,26 @@ class ElasticAveragingSynchronizer(LocalSynchronizer):
         params = list(tensors.values())
         follow(centre, params, "ElasticAveraging")
         differences = list(torch._foreach_sub(params, centre))
+        travels = [*differences]
+        for place, key in enumerate(tensors):
+            if key in self.state.last:
+                travels[place] = self._change(key, tensors[key])
         torch._foreach_add_(params, differences, alpha=-self._beta / group.size)
-        self._mean.start(differences)
-        torch._foreach_add_(centre, differences, alpha=self._beta)
+        self._mean.start(travels)
+        for place, key in enumerate(tensors):
+            if key in self.state.arrived:
+                arrived = self.state.arrived[key].add_(travels[place])
+                travels[place] = arrived - centre[place]
+        torch._foreach_add_(centre, travels, alpha=self._beta)
         all_reduce_coalesced(self.buffers, ReduceOp.AVG, group)
+
+    def _change(self, key: str, param: Tensor) -> Tensor:
+        """Return what a parameter has changed by since the last exchange, which is now."""
+        last, arrived = self.state.last[key], self.state.arrived[key]
+        follow([last, arrived], [param, param], "ElasticAveraging")
+        change: Tensor = param - last
+        last.copy_(param)
+        return change
 
     def consensus_of(
         self, replicas: Sequence[Mapping[str, Tensor]], entries: Sequence[Mapping[str, Any]]
@@ -136,5 +182,4 @@ class ElasticAveragingSynchronizer(LocalSynchronizer):
         """Return the centre, and the mean of the buffers. Collective."""
         buffers = [tensor.clone() for tensor in self.buffers]
         all_reduce_coalesced(buffers, ReduceOp.AVG, self.training.group)
-        centre = self.state.centre
-        return [*(centre.get(key, tensor).clone() for key, tensor in self.tensors().items()), *buffers]
+        return [*self.completed(self.state.centre), *buffers]

@@ -52,3 +52,12 @@ class LocalSynchronizer(Synchronizer, abc.ABC):
             same = [copy for copy in copies.values() if copy.device == device]
             broadcast_coalesced(same, group.ranks[0], group)
         return copies
+
+    def completed(self, kept: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return copies of what is kept for each parameter. Collective.
+
+        Of parameters that were added after the last step, what all ranks will begin with.
+        """
+        tensors = self.tensors()
+        added = self.common_copies({key: tensor for key, tensor in tensors.items() if key not in kept})
+        return [added[key] if key in added else kept[key].clone() for key in tensors]

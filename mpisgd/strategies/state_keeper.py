@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from mpisgd.arguments import ranks_text
+from mpisgd.compress.cast import Cast
 from mpisgd.compress.compressor import Compressor
 from mpisgd.core.consistency import Operation
 from mpisgd.errors import OutOfSync
@@ -72,6 +73,7 @@ class StateKeeper:
             self._begun.update(new)
         self._of.derive()
         self._is_due = self._compares = False
+        self._has_own = True  # also where it was lost, and there was nothing to compare
 
     def _compare(self) -> None:
         """Raise where ranks differ in what is alike; begin anew where one has lost what all must have."""
@@ -90,7 +92,6 @@ class StateKeeper:
         if not all(has_own for _, has_own in told) and has_rebuilt(self._of.state):
             forget_own(self._of.state, only=REBUILD)
             self._begun.clear()
-        self._has_own = True
 
     def _report(self, name: str, values: list[Any]) -> str:
         ranks: dict[str, list[int]] = {}
@@ -130,7 +131,9 @@ class StateKeeper:
             return {}
         self._of.arrive()
         pieces, training = pieces_of(self._of.state), self._of.training
-        if not (self._of.replicas_differ or pieces.alike or pieces.own):
+        # Whether this rank has anything does not decide: with PerHost some have nothing, and all compare.
+        may_have = self._of.replicas_differ or not isinstance(training.options.compression, Cast)
+        if not (may_have or pieces.alike or pieces.own):
             return {}
         return {
             ENTRY: {
@@ -179,14 +182,15 @@ class StateKeeper:
     def _take(self, entry: Mapping[str, Any]) -> None:
         synchronizer = self._of
         group, compressor = synchronizer.training.group, synchronizer.training.options.compression
-        pieces = Pieces(entry["alike"], entry["own"] or {})
+        pieces, loses = Pieces(entry["alike"], entry["own"] or {}), False
         if entry["compression"] != family(compressor) and pieces != without_parts(synchronizer.state, pieces):
             self._warn(
                 f"compressed by {entry['compression']}, and this optimizer's compression is {compressor}"
             )
             pieces = without_parts(synchronizer.state, pieces)
+            loses = has_rebuilt(synchronizer.state)  # it may say what belongs to what was left out
         is_mine = (entry["rank"], entry["size"]) == (group.rank, group.size)
-        self._has_own = is_mine and entry["own"] is not None
+        self._has_own = is_mine and entry["own"] is not None and not loses
         own = pieces.own if self._has_own else None
         take(synchronizer.state, pieces.alike, own, synchronizer.parameters_by_key())
         self._begun.update(entry["begun"])

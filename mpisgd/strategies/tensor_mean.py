@@ -79,6 +79,13 @@ class TensorMean:
         """Whether any of the tensors travels as something else."""
         return bool(self._slots)
 
+    @property
+    def with_residual(self) -> frozenset[str]:
+        """The keys of the tensors of which what is not sent is added to what is given the next time."""
+        if not self._options.compression.has_error_feedback:
+            return frozenset()
+        return frozenset(key for slot in self._slots for key in slot.keys)
+
     def start(self, tensors: Sequence[Tensor], *, async_op: bool = False) -> Callable[[], None]:
         """Begin to replace `tensors` by their mean; return what waits until that is done. Collective.
 

@@ -30,7 +30,8 @@ class TernGrad(WideCompressor):
         g      = mean of T(g_i) over the ranks (or the sum, with op=SUM)
 
     The expectation of T(g) is g. Large elements make for a large s and so for much noise: `clip_sigmas` first
-    cuts magnitudes to as many standard deviations of the parameter's gradient, which is a bias.
+    cuts magnitudes to as many standard deviations of the parameter's gradient beyond the magnitude of its
+    mean, which is a bias. The paper takes the mean to be 0; without it, equal elements would become 0.
 
     Attributes:
         clip_sigmas: 2.5 in the paper; None: nothing is cut.
@@ -77,6 +78,6 @@ class TernaryCodec(Levels):
             return flat
         clipped = flat.clone()
         for part in cut_by(clipped, self._numels):
-            limit = self._clip_sigmas * part.std(correction=0)
+            limit = part.mean().abs() + self._clip_sigmas * part.std(correction=0)
             part.clamp_(-limit, limit)
         return clipped

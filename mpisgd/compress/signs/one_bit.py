@@ -51,6 +51,11 @@ class OneBit(Compressor):
         check_flag("OneBit", "two_step", self.two_step)
 
     @property
+    def has_error_feedback(self) -> bool:
+        """Return True: the error of the magnitudes is added to the next gradient."""
+        return True
+
+    @property
     def is_contraction(self) -> bool:
         """Return True: |p - D|^2 = |p|^2 - |p|_1^2 / d."""
         return True

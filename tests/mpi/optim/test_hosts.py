@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -12,11 +14,12 @@ from pretended_hosts import UNEVEN, group_of_hosts
 from verdicts import everyone, same_on_all_ranks
 
 import mpisgd
-from mpisgd import config
-from mpisgd.compress import QSGD, PerHost, PowerSGD, Threshold, TopK
+from mpisgd import checkpoint, config
+from mpisgd.compress import QSGD, OneBit, PerHost, PowerSGD, Threshold, TopK
 from mpisgd.compress.compressor import BucketLayout
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
+from mpisgd.core.owner import Owner, owned_by
 from mpisgd.job.lifecycle import world
 from mpisgd.tuning import CostModel, Curve, LineSegment, MeasuredCurves
 
@@ -162,3 +165,49 @@ def test_hosts_agree_on_what_all_have_alike(hosts):
     everyone(torch.equal(*results))
     inner = PowerSGD(1).reducer(layout).bytes_on_the_wire(hosts.topology.num_nodes)
     everyone(reducer.bytes_on_the_wire(hosts.size) == inner)
+
+
+@pytest.mark.parametrize("how", ["own files", "a checkpoint"])
+def test_what_the_first_of_each_host_keeps_is_saved(hosts, how, tmp_path):
+    # A rank that is not the first of its host kept nothing, and so had no entry: after a load of own files it
+    # compared nothing while the others did, and a checkpoint gave nobody a residual back.
+    def made(seed):
+        param = torch.nn.Parameter(torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed)))
+        sgd = torch.optim.SGD([param], lr=0.1)
+        return param, mpisgd.DistributedOptimizer(
+            sgd, compression=PerHost(OneBit(two_step=True)), group=hosts
+        )
+
+    def train(param, optimizer, first, last):
+        for step in range(first, last):
+            optimizer.zero_grad()
+            (param * gradient(mpisgd.rank(), step).float()).sum().backward()
+            optimizer.step()
+
+    (param, optimizer), (again, resumed) = made(0), made(1)
+    train(param, optimizer, 0, 3)
+    if how == "own files":
+        resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    else:
+        folder = mpisgd.broadcast_object(str(tmp_path))
+        checkpoint.load(checkpoint.save(folder, 3, optimizer=optimizer), optimizer=resumed)
+    again.data.copy_(param.data)
+    train(param, optimizer, 3, 6)
+    train(again, resumed, 3, 6)
+    everyone(torch.equal(again, param), f"{(again - param).abs().max()}")
+
+
+def test_what_is_done_inside_an_operation_has_its_owner_in_any_thread(hosts):
+    # Where one rank waited in its own thread, and another one's queue went on without it, PerHost's
+    # reductions on a host had the optimizer as their owner on one rank alone: CollectiveMismatch, at random.
+    with owned_by(Owner("optimizer", 1, "SGD", "")):
+        if mpisgd.rank() == 0:
+            time.sleep(0.1)
+        work = hosts.queue.run(
+            Operation("outer"),
+            lambda: world().queue.run(Operation("inner"), lambda: None),
+            async_op=mpisgd.rank() > 0,
+        )
+    if work is not None:
+        work.wait()
+    everyone(True)

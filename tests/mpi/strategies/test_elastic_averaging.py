@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from verdicts import everyone, raises_everywhere, same_on_all_ranks
 
 import mpisgd
 from mpisgd import ElasticAveraging
+from mpisgd.compress import OneBit, RandomK, TopK
 from mpisgd.errors import InvalidArgument
 
 
@@ -57,6 +59,58 @@ def test_a_training_that_is_saved_goes_on_as_if_it_was_not():
         elif step > 7:
             one_step(again, resumed, mpisgd.rank(), step)
     close(again, snapshot(model), 0.0)
+
+
+@pytest.mark.parametrize("compression", [TopK(0.05), RandomK(0.1), OneBit()], ids=repr)
+def test_the_centre_comes_to_the_mean_of_the_targets_with_error_feedback(compression):
+    # What was not sent was in the residual and in the next difference, too: RandomK(0.1) came to 1e8.
+    draw = torch.Generator().manual_seed(3)
+    targets = 2 * torch.rand(mpisgd.size(), 200, generator=draw) - 1
+    param = torch.nn.Parameter(torch.zeros(200))
+    optimizer = mpisgd.DistributedOptimizer(
+        torch.optim.SGD([param], lr=0.1), strategy=ElasticAveraging(every=4), compression=compression
+    )
+    farthest = 0.0
+    for _ in range(200):
+        param.grad = param.detach() - targets[mpisgd.rank()]
+        optimizer.step()
+        farthest = max(farthest, param.abs().max().item())
+    with optimizer.consensus():
+        off = (param - targets.mean(0)).abs().max().item()
+        same_on_all_ranks(param.tolist())
+    everyone(farthest <= 1 and off < 0.6, f"{farthest}, {off}")
+
+
+@pytest.mark.parametrize("lost", ["one rank's own", "the compressor"])
+def test_a_mean_that_has_arrived_in_part_begins_anew_where_residuals_are_lost(lost):
+    # The mean that has arrived lacks what is in the residuals: without these it would be off for ever.
+    target = torch.linspace(-1, 1, 40) * (mpisgd.rank() + 1)
+    mean = torch.linspace(-1, 1, 40) * (mpisgd.size() + 1) / 2
+
+    def made(compression):
+        param = torch.nn.Parameter(torch.zeros(40))
+        sgd = torch.optim.SGD([param], lr=0.1)
+        return param, mpisgd.DistributedOptimizer(sgd, strategy=ElasticAveraging(), compression=compression)
+
+    def train(param, optimizer, steps):
+        for _ in range(steps):
+            param.grad = param.detach() - target
+            optimizer.step()
+
+    param, optimizer = made(TopK(0.05))
+    train(param, optimizer, 5)
+    state = copy.deepcopy(optimizer.state_dict())
+    if lost == "one rank's own" and mpisgd.rank() == 0:
+        state["mpisgd"]["own"] = None
+    again, resumed = made(TopK(0.05) if lost != "the compressor" else OneBit())
+    again.data.copy_(param.data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        resumed.load_state_dict(state)
+    train(again, resumed, 250)
+    with resumed.consensus():
+        off = (again - mean).abs().max().item()
+    everyone(off < 0.1, f"{off}")
 
 
 @pytest.mark.mpi(min_size=2)

@@ -169,3 +169,21 @@ def test_what_does_not_go_with_it_is_refused(options, what):
 def test_wrong_arguments_are_named(arguments):
     with pytest.raises(InvalidArgument, match="LocalSGD"):
         LocalSGD(**arguments)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_what_is_not_sent_counts_once():
+    """With a quadratic loss, four steps and a mean of changes are one synchronous step with a larger rate."""
+    targets = torch.linspace(-1, 1, 40, dtype=torch.float64) * (mpisgd.rank() + 1)
+    found = []
+    for strategy, lr, steps in ((LocalSGD(4), 0.02, 40), (mpisgd.Synchronous(), 1 - 0.98**4, 10)):
+        param = torch.nn.Parameter(torch.zeros(40, dtype=torch.float64))
+        optimizer = mpisgd.DistributedOptimizer(
+            torch.optim.SGD([param], lr=lr), strategy=strategy, compression=mpisgd.compress.TopK(0.2)
+        )
+        for _ in range(steps):
+            param.grad = param.detach() - targets
+            optimizer.step()
+        found.append(param.detach())
+    off = (found[0] - found[1]).abs().max().item()
+    everyone(off < 1e-12, f"{off}")

@@ -12,7 +12,7 @@ import warnings
 
 import pytest
 import torch
-from methods import BY_THEMSELVES, METHODS, OWN_MODELS, SYNCHRONOUS, Net, Optimizer, train, values
+from methods import BY_THEMSELVES, METHODS, OWN_MODELS, SYNCHRONOUS, Net, Optimizer, sgd, train, values
 from torch import Tensor
 from verdicts import everyone, raises_everywhere, same_on_all_ranks
 
@@ -74,6 +74,35 @@ def test_a_resumed_run_is_the_uninterrupted_one(name):
         everyone(off == 0, f"{how}: {off}")
 
 
+@pytest.mark.parametrize("name", ["TopK", "OneBit, two steps", "CHOCO", "OneBitAdam"])
+def test_a_broadcast_before_the_first_step_does_not_keep_residuals_from_being_saved(name):
+    # The rank that had sent the state counted as one that has lost its own: its residual was left out.
+    model, again = Net(), Net(seed=1)
+    optimizer, resumed = METHODS[name](model), METHODS[name](again)
+    mpisgd.broadcast_optimizer_state(optimizer)
+    train(model, optimizer, 0, SAVED_AT)
+    again.load_state_dict(through_a_file(model.state_dict()))
+    resumed.load_state_dict(through_a_file(optimizer.state_dict()))
+    train(model, optimizer, SAVED_AT, LAST)
+    train(again, resumed, SAVED_AT, LAST)
+    off = apart(values(again), values(model))
+    everyone(off == 0, f"{off}")
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_mean_under_way_is_taken_over_by_other_fragments():
+    # A fragment took its parameters' changes to be all there, or none: KeyError.
+    model, again = Net(), Net()
+    cut = mpisgd.DiLoCo(4, fragments=3, overlap_steps=3)
+    optimizer = mpisgd.DistributedOptimizer(sgd(model.parameters()), strategy=cut)
+    train(model, optimizer, 0, SAVED_AT)  # of which the first fragment's is under way
+    resumed = mpisgd.DistributedOptimizer(sgd(again.parameters()), strategy=mpisgd.DiLoCo(3))
+    again.load_state_dict(model.state_dict())
+    resumed.load_state_dict(optimizer.state_dict())
+    train(again, resumed, SAVED_AT, LAST)
+    everyone(all(bool(param.isfinite().all()) for param in values(again)), "not finite")
+
+
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("name", METHODS)
 def test_fewer_ranks_go_on_from_the_consensus(name):
@@ -133,6 +162,19 @@ def test_a_broadcast_of_the_state_makes_all_ranks_one(name):
 
 
 # --- added parameters ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["DiLoCo", "ElasticAveraging"])
+def test_the_consensus_has_parameters_that_were_added_since_the_last_step(name):
+    # DiLoCo raised KeyError; with ElasticAveraging each rank had its own of them.
+    model = Net()
+    optimizer = METHODS[name](model)
+    train(model, optimizer, 0, SAVED_AT)
+    added = torch.nn.Parameter(torch.full((3,), mpisgd.rank() + 1.0))
+    optimizer.add_param_group({"params": [added]})
+    with optimizer.consensus():
+        same_on_all_ranks(added.tolist())
+    everyone(bool((added == mpisgd.rank() + 1).all()), f"{added}")
 
 
 @pytest.mark.parametrize("name", [*SYNCHRONOUS, *OWN_MODELS])
