@@ -375,6 +375,7 @@ def test_asynchronous_gossip_ends_with_the_program_whoever_is_first(job):
         """
         import time
         model = torch.nn.Linear(300, 300)
+        mpisgd.broadcast_parameters(model)
         optimizer = mpisgd.DistributedOptimizer(
             torch.optim.SGD(model.parameters(), lr=0.1),
             strategy=mpisgd.Gossip("complete", style="asynchronous"),

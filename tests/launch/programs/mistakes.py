@@ -312,9 +312,9 @@ MISTAKES: dict[str, Mistake] = {
         lambda s: train(s, change=freeze), lambda s: train(s), ("frozen",)
     ),
     "a backward too many": Mistake(
-        lambda s: train(s, passes=lambda step: 2 if step == 0 else 1),
-        lambda s: train(s),
-        ("step 0, reduction 1", "step 1, reduction 0"),
+        lambda s: train(s, steps=3, passes=lambda step: 2 if step == 1 else 1),
+        lambda s: train(s, steps=3),
+        ("step 1, reduction 1", "step 2, reduction 0"),
     ),
     "an iteration less": Mistake(
         lambda s: train(s, steps=2), lambda s: train(s, steps=3), ("barrier(", "step 2")
@@ -326,8 +326,8 @@ MISTAKES: dict[str, Mistake] = {
         OutOfSync,
     ),
     "drift that the optimizer finds": Mistake(
-        lambda s: train(s, change=drifted, check_in_sync_every=2),
-        lambda s: train(s, check_in_sync_every=2),
+        lambda s: train(s, change=drifted, check_in_sync_every=2, check_start=False),
+        lambda s: train(s, check_in_sync_every=2, check_start=False),
         ("2.bias", "norm"),
         OutOfSync,
     ),
