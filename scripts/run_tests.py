@@ -43,7 +43,13 @@ FOR_EVEN_SIZES = (
 )
 
 # What takes longest, and says the same at two, three and four ranks.
-FOR_ODD_SIZES = ("tests/mpi/optim/test_models.py", "tests/mpi/optim/test_shared_parameters.py")
+FOR_ODD_SIZES = (
+    "tests/mpi/optim/test_identity.py",
+    "tests/mpi/optim/test_models.py",
+    "tests/mpi/optim/test_several_optimizers.py",
+    "tests/mpi/optim/test_shared_parameters.py",
+    "tests/mpi/optim/test_starting_alike.py",
+)
 
 # What waits a lot: two ranks tell of no third one, and a fourth one adds nothing.
 FOR_THREE = (
@@ -96,6 +102,7 @@ LEFT_OUT = {
         "tests/mpi/optim/test_optimizers.py",
         "tests/mpi/optim/test_hosts.py",
         "tests/mpi/optim/test_sharded.py",
+        "tests/mpi/optim/test_sharded_gpu.py",
         "tests/mpi/optim/test_sharded_hosts.py",
         "tests/mpi/optim/test_shared_state.py",
         "tests/mpi/optim/test_starting_equal.py",
