@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import warnings
 from collections.abc import Iterator
@@ -57,6 +58,7 @@ def job(request: pytest.FixtureRequest) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # MPI runs already, our defaults are set above
         mpisgd.init(timeout_s=TIMEOUT_S)
+    gc.freeze()  # thousands of collected tests need not be looked through when optimizers are made
     yield
 
 
