@@ -47,6 +47,14 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     return shared_report(item, report) if item.config.getoption("--with-mpi") else report
 
 
+@pytest.fixture(autouse=True)
+def first_optimizer() -> None:
+    """Let the optimizers of a test be the first ones of their groups, whatever other tests have left."""
+    from mpisgd.gradients import windows
+
+    windows._of_groups.clear()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def job(request: pytest.FixtureRequest) -> Iterator[None]:
     """The job's world, with a timeout that makes a hang a failure."""

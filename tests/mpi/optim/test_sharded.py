@@ -454,6 +454,7 @@ def test_gradients_are_freed_while_backward_computes():
     layers = [nn.Linear(FEATURES, FEATURES) for _ in range(6)]
     for stage in STAGES:
         model = nn.Sequential(*copy.deepcopy(layers)).double()
+        mpisgd.broadcast_parameters(model)
         opt = mpisgd.DistributedOptimizer(
             torch.optim.SGD(model.parameters(), lr=0.1),
             strategy=mpisgd.Sharded(stage),
@@ -466,6 +467,7 @@ def test_gradients_are_freed_while_backward_computes():
             opt.zero_grad()
             model(torch.ones(2, FEATURES, dtype=torch.float64)).sum().backward()
             opt.step()
+        del opt  # beside another one, nothing is sent before the end of backward
         everyone(max(held) <= 1 if stage == 2 else min(held) >= 10, f"stage {stage}: {held}")
 
 
@@ -481,6 +483,7 @@ def test_large_gradients_travel_from_where_they_lie_although_others_lay_there_be
 
     monkeypatch.setattr(UnbucketedGradient, "load", noting)
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(6)))
+    mpisgd.broadcast_parameters(model)
     opt = mpisgd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1),
         strategy=mpisgd.Sharded(2),
