@@ -53,4 +53,5 @@ class Replicated(Synchronizer):
     def move_to(self, group: Group) -> None:
         """Go on with other ranks; compressors keep this rank's own, and what others had kept is lost."""
         super().move_to(group)
+        self.state.compression.move_to(())  # lets go of the buckets, whose memory is that of the ranks before
         self._open_reducer()
