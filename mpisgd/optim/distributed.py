@@ -79,7 +79,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         gradient_predivide_factor: with AVG, divide by this before the sum and by size / factor after it.
         bucket_cap_bytes: gradients travel together in buckets of at most this many bytes.
         overlap: whether buckets set out while backward still computes others; None: between hosts, where that
-            can win. Hooks on parameters that change gradients must then be registered before.
+            can win. Hooks on parameters that change gradients must then be registered before. Never beside
+            other optimizers of the group.
         error_if_nonfinite: raise on every rank when a gradient is infinite or NaN, and say on which rank and
             in which parameters, the first of backward first. Looks at what each rank has before it is
             reduced, which takes one more pass. Not with GradScaler, which takes care of such steps.

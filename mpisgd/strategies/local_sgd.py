@@ -204,6 +204,7 @@ class LocalSGDSynchronizer(LocalSynchronizer):
         if self._strategy.warmup_steps:
             training = self.training
             self._reducer = GradientReducer(training.named, training.group, training.options)
+            self.state.warm_up.move_to(())  # lets go of the buckets of the ranks before
             self._reducer.compression_state = self.state.warm_up
         self._choose_gradients()
 
