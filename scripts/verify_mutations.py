@@ -119,8 +119,8 @@ MUTATIONS = (
     Mutation(
         "the centre is drawn by the number of ranks too little",
         "strategies/elastic_averaging.py",
-        "torch._foreach_add_(centre, differences, alpha=self._beta)",
-        "torch._foreach_add_(centre, differences, alpha=self._beta / self.training.group.size)",
+        "torch._foreach_add_(centre, travels, alpha=self._beta)",
+        "torch._foreach_add_(centre, travels, alpha=self._beta / self.training.group.size)",
     ),
     Mutation(
         "a rank counts too little in the mean with its neighbours",

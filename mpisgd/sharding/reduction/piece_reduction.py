@@ -121,6 +121,7 @@ class PieceReduction:
         place = self._place_of.get(member.param)
         if place is None or not isinstance(place.slot.storage, UnbucketedGradient):
             return []
+        assert len(members) == 1, "what lies beside a large gradient in its piece would get none"
         itemsize = self._parameters.itemsize(member.param)
         step = slot_bytes(self._shm.size) // itemsize
         parts = []

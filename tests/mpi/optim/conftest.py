@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 from devices import EagerDevice, MetaDevice
+from harness import let_some_travel_alone
 from verdicts import referee
 
 import mpisgd
 from mpisgd.accelerator.runtime import set_runtime
-from mpisgd.gradients import plan
 from mpisgd.job.lifecycle import current_job, world
-from mpisgd.sharding import divided_parameters
 from mpisgd.transport.shm import reduction
 
 WAYS = ("fused", "alone and overlapped")
@@ -23,7 +21,7 @@ WAYS = ("fused", "alone and overlapped")
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How gradients travel. The models here are small: `auto` would fuse everything."""
     if request.param == "alone and overlapped":
-        monkeypatch.setattr(plan, "ALONE_BYTES", 5 * torch.float64.itemsize)
+        let_some_travel_alone(monkeypatch)
         monkeypatch.setitem(mpisgd.DistributedOptimizer.__init__.__kwdefaults__, "overlap", True)
     return str(request.param)
 
@@ -34,8 +32,7 @@ def pieces(request: pytest.FixtureRequest, way: str, monkeypatch: pytest.MonkeyP
     if request.param == "cut":
         if way != "fused":
             pytest.skip("the same as with larger pieces")
-        for module in (plan, divided_parameters):
-            monkeypatch.setattr(module, "ALONE_BYTES", 5 * torch.float64.itemsize)
+        let_some_travel_alone(monkeypatch)
         monkeypatch.setattr(reduction, "BUFFER_BYTES", 64 * mpisgd.size())
 
 

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from verdicts import everyone, referee
 
 import mpisgd
+from mpisgd.gradients import plan
+from mpisgd.sharding import divided_parameters
 
 STEPS = 20 if "MPISGD_TEST_LONG" in os.environ else 10  # scripts/test --long sets it
 BATCH = 12  # 1, 2, 3 and 4 ranks divide it
@@ -127,6 +129,12 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=0.01)
+
+
+def let_some_travel_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have gradients of more than five numbers travel alone, as those of a large model do."""
+    for module in (plan, divided_parameters):
+        monkeypatch.setattr(module, "ALONE_BYTES", 5 * torch.float64.itemsize)
 
 
 def pair(

@@ -18,6 +18,7 @@ from harness import (
     check_scaler,
     digest,
     drift,
+    let_some_travel_alone,
     mlp,
     pair,
     plain_step,
@@ -29,9 +30,7 @@ from torch import nn
 from verdicts import everyone, raises_everywhere, referee, same_on_all_ranks
 
 import mpisgd
-from mpisgd.gradients import plan
 from mpisgd.gradients.unbucketed import UnbucketedGradient
-from mpisgd.sharding import divided_parameters
 from mpisgd.sharding.owners import Owners
 from mpisgd.sharding.reduction.sharded_gradient import ShardedGradient
 from mpisgd.transport.shm import reduction
@@ -44,8 +43,7 @@ WAYS = ("fused", "cut", "overlapped")
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How gradients travel: as those of a small model do, or as those of a large one: cut, and some alone."""
     if request.param != "fused":
-        for module in (plan, divided_parameters):
-            monkeypatch.setattr(module, "ALONE_BYTES", 5 * torch.float64.itemsize)
+        let_some_travel_alone(monkeypatch)
         monkeypatch.setattr(reduction, "BUFFER_BYTES", 64 * mpisgd.size())
     if request.param == "overlapped":
         monkeypatch.setitem(mpisgd.DistributedOptimizer.__init__.__kwdefaults__, "overlap", True)

@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from harness import FEATURES, Run, adam, batch, digest, mlp, pair, plain_step, share
+from harness import FEATURES, Run, adam, batch, digest, let_some_travel_alone, mlp, pair, plain_step, share
 from test_optimizers import OPTIMIZERS, Bag
 from test_shared_parameters import Branches, branched
 from torch import nn
 from verdicts import everyone, raises_everywhere, referee, same_on_all_ranks
 
 import mpisgd
-from mpisgd.gradients import plan
-from mpisgd.sharding import device_parts, divided_parameters, replicated_parameters
+from mpisgd.sharding import device_parts, replicated_parameters
 
 STAGES = (1, 2)
 STEPS = 5
@@ -26,8 +25,7 @@ BY_HOST = pytest.mark.parametrize("device", ["staging"], indirect=True)
 @pytest.fixture(params=["cut"], autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How gradients travel: some alone, the others in common; offloaded pieces are small."""
-    for module in (plan, divided_parameters):
-        monkeypatch.setattr(module, "ALONE_BYTES", 5 * torch.float64.itemsize)
+    let_some_travel_alone(monkeypatch)
     monkeypatch.setattr(replicated_parameters, "OFFLOADED_BYTES", 64)
     return str(request.param)
 

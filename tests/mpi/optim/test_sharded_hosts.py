@@ -7,7 +7,18 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from harness import ADAM_DRIFT, FEATURES, Run, adam, check_equal_runs, digest, drift, pair, plain_step
+from harness import (
+    ADAM_DRIFT,
+    FEATURES,
+    Run,
+    adam,
+    check_equal_runs,
+    digest,
+    drift,
+    let_some_travel_alone,
+    pair,
+    plain_step,
+)
 from pretended_hosts import EVEN, UNEVEN, group_of_hosts
 from test_optimizers import Bag
 from test_shared_parameters import Branches, branched
@@ -17,8 +28,6 @@ from verdicts import everyone, referee, same_on_all_ranks
 import mpisgd
 from mpisgd import config
 from mpisgd.core.group import Group
-from mpisgd.gradients import plan
-from mpisgd.sharding import divided_parameters
 
 pytestmark = [
     pytest.mark.mpi(min_size=2),
@@ -31,8 +40,7 @@ STAGES = (1, 2)
 @pytest.fixture(autouse=True)
 def way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some gradients travel alone, as those of a large model do."""
-    for module in (plan, divided_parameters):
-        monkeypatch.setattr(module, "ALONE_BYTES", 5 * torch.float64.itemsize)
+    let_some_travel_alone(monkeypatch)
 
 
 @pytest.fixture(params=["even", "uneven"])
