@@ -1,7 +1,9 @@
 """How a job and the strangers around it wait for each other: by files in a folder that all may write to.
 
-Of each start: the strangers are `ready`, the job says `watch`, they say `watches` once they have noted which
-ports are open by then, the job starts and says `done`, they say `refused` or `got in`.
+A start has phases: `start`, when the first port opens, `run`, when all ranks have connected, and `end`, when
+they begin to leave. Of each phase the strangers are `ready`, the job says that it has come, and they say
+`refused`, `got in` or `saw nothing`. At the start they say `watches` in between, once they have noted which
+ports are open by then; at the end the job does not wait for them.
 """
 
 from __future__ import annotations
@@ -12,11 +14,25 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
-__all__ = ["Port", "announce", "await_all", "leave_root", "visit", "welcome"]
+__all__ = [
+    "OUTCOMES",
+    "OVER",
+    "PHASES",
+    "Port",
+    "announce",
+    "await_all",
+    "leave_root",
+    "meet",
+    "visit",
+    "welcome",
+]
 
-LIMIT_S = 120.0
+LIMIT_S = 60.0
 NOBODY = 65534
 LISTENS = "0A"
+OVER = "over"  # there is no job any more
+PHASES = ("start", "run", "end")
+OUTCOMES = ("refused", "got in", "saw nothing")
 Port = tuple[str, int]
 T = TypeVar("T")
 
@@ -30,6 +46,8 @@ def await_all(folder: Path, wanted: Iterable[str], limit_s: float = LIMIT_S) -> 
     """Return when all of these things have happened."""
     missing, deadline = set(wanted), time.monotonic() + limit_s
     while missing := {what for what in missing if not (folder / what).exists()}:
+        if (folder / OVER).exists():
+            raise SystemExit
         if time.monotonic() > deadline:
             raise TimeoutError(f"not within {limit_s:g} s: {', '.join(sorted(missing))}")
         time.sleep(0.002)
@@ -57,9 +75,18 @@ def open_ports() -> set[Port]:
 def welcome(folder: Path, kind: str, start: int, strangers: Iterable[str]) -> None:
     """For the job: return when all strangers of a kind watch for ports to open."""
     names = [*strangers]
-    await_all(folder, [f"{name} ready {kind} {start}" for name in names])
-    announce(folder, f"watch {kind} {start}")
+    await_all(folder, [f"{name} ready {kind} {start} start" for name in names])
+    announce(folder, f"{kind} {start} start")
     await_all(folder, [f"{name} watches {kind} {start}" for name in names])
+
+
+def meet(folder: Path, kind: str, start: int, phase: str, strangers: Iterable[str]) -> None:
+    """For the job: have all strangers of a kind attack now, and wait for them unless the job ends now."""
+    names = [*strangers]
+    await_all(folder, [f"{name} ready {kind} {start} {phase}" for name in names])
+    announce(folder, f"{kind} {start} {phase}")
+    if phase == "run":
+        await_all(folder, [f"{name} tried {kind} {start} {phase}" for name in names])
 
 
 def visit(
@@ -67,30 +94,34 @@ def visit(
     name: str,
     kind: str,
     starts: int,
-    prepare: Callable[[int], T],
-    attack: Callable[[T, Port, int], bool],
+    prepare: Callable[[], T],
+    attack: Callable[[T, Port, str], bool],
     end: Callable[[T], None],
 ) -> None:
-    """For a stranger: attack each start by the first port that opens.
+    """For a stranger: attack each start by the first port that opens, and that port again later.
 
     Args:
         folder: see the module.
         name: of this stranger.
         kind: of what starts.
         starts: how many there are.
-        prepare: what can be done before; given the start's number.
-        attack: returns whether this has come in.
+        prepare: what can be done before each attack.
+        attack: returns whether this has come in; the text is the attack's own.
         end: of what was prepared.
     """
     for start in range(starts):
-        prepared = prepare(start)
-        announce(folder, f"{name} ready {kind} {start}")
-        await_all(folder, [f"watch {kind} {start}"])  # by now all strangers have ports of their own
-        known, done, port = open_ports(), folder / f"done {kind} {start}", None
-        announce(folder, f"{name} watches {kind} {start}")
-        while port is None and not done.exists():
-            port = next((iter(open_ports() - known)), None)
-        got_in = port is not None and attack(prepared, port, start)
-        said = "saw nothing" if port is None else "got in" if got_in else "refused"
-        announce(folder, f"{name} {said} {kind} {start}")
-        end(prepared)
+        port, done = None, folder / f"done {kind} {start}"
+        for phase in PHASES:
+            prepared = prepare()
+            announce(folder, f"{name} ready {kind} {start} {phase}")
+            await_all(folder, [f"{kind} {start} {phase}"])
+            if phase == "start":
+                known = open_ports()  # by now all strangers have ports of their own
+                announce(folder, f"{name} watches {kind} {start}")
+                while port is None and not done.exists() and not (folder / OVER).exists():
+                    port = next((iter(open_ports() - known)), None)
+            got_in = port is not None and attack(prepared, port, f"{kind}-{start}-{phase}")
+            said = "saw nothing" if port is None else "got in" if got_in else "refused"
+            announce(folder, f"{name} {said} {kind} {start} {phase}")
+            announce(folder, f"{name} tried {kind} {start} {phase}")
+            end(prepared)

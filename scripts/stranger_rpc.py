@@ -25,7 +25,7 @@ ANSWER_S = 0.5
 class Agent:
     """An agent that believes what it is told: that `worker0` is where the stranger wants to call."""
 
-    def __init__(self, _: int) -> None:
+    def __init__(self) -> None:
         self._store = dist.HashStore()
         for key, value in (("names/0", "worker0"), ("names/1", "worker1")):
             self._store.set(key, value)
@@ -77,7 +77,7 @@ def main() -> None:
         "rpc",
         starts,
         Agent,
-        lambda agent, port, start: agent.call(port, folder / f"{name}-rpc-{start}"),
+        lambda agent, port, attack: agent.call(port, folder / f"{name}-{attack}"),
         Agent.end,
     )
 

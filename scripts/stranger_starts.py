@@ -1,7 +1,8 @@
 """Start a job's RPC, store and `top` many times with strangers at work; count those that came in.
 
 Strangers of another user (where this one is root) and of the same user in a sandbox (a user namespace of its
-own) watch for ports from before they open, and speak the protocols of torch's RPC and store.
+own) watch for ports from before they open, and speak the protocols of torch's RPC and store: when the ports
+open, while the job runs and while it ends. A start that fails, which strangers can bring about, is counted.
 """
 
 from __future__ import annotations
@@ -10,22 +11,29 @@ import argparse
 import contextlib
 import ctypes
 import fcntl
+import itertools
 import os
 import shutil
 import socket
+import stat
 import struct
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from stranger_meeting import OUTCOMES, OVER, PHASES
+
 HERE = Path(__file__).resolve().parent
 SANDBOX = ("unshare", "--user", "--map-current-user")
-KINDS = ("rpc", "store", "top")
-END_S = 30.0
+KINDS = ("store", "rpc", "top")  # in the order of stranger_jobs.py
+END_S = 20.0  # within which strangers must have seen that the job is over
+MOST_FAILURES = 5
+LOG_CHARACTERS = 4000
 NEW_NETWORK, NEW_USERS = 0x40000000, 0x10000000  # of unshare(2)
 SET_FLAGS, IS_UP = 0x8914, 1  # of an interface
 
@@ -36,34 +44,53 @@ class Outcome(NamedTuple):
     """What became of the attempts.
 
     Attributes:
-        counts: of (kind, what became of it): refused, got in, saw nothing.
+        counts: of (kind, phase, what became of it).
         left: files that strangers' calls have left.
-        code: the job's exit code.
-        said: by the job.
+        num_done: how many starts were whole.
+        failed: what the job said at the other ones; more than MOST_FAILURES end the run.
+        logs: of strangers that went wrong.
+        missing: strangers that could not be had, and why.
         took_s: all in all.
     """
 
-    counts: Counter[tuple[str, str]]
+    counts: Counter[tuple[str, str, str]]
     left: list[str]
-    code: int
-    said: str
+    num_done: int
+    failed: list[str]
+    logs: list[str]
+    missing: dict[str, str]
     took_s: float
 
     @property
     def num_in(self) -> int:
         """How many attempts came in."""
-        return sum(count for (_, what), count in self.counts.items() if what == "got in")
+        return sum(count for (_, _, what), count in self.counts.items() if what == "got in")
 
 
-def obstacles() -> dict[str, str]:
-    """Which strangers cannot be had here, and why."""
+def obstacles(folder: Path) -> dict[str, str]:
+    """Which strangers cannot be had here, and why; `folder` is where they would write."""
     found = {}
-    change = "import os; os.setgroups([]); os.setgid(65534); os.setuid(65534)"
-    if subprocess.run([sys.executable, "-S", "-c", change], capture_output=True).returncode:
+    become = "import os, sys; os.setgroups([]); os.setgid(65534); os.setuid(65534); "
+    if _fails(sys.executable, "-S", "-c", become):
         found["other"] = "only root can start processes of another user"
-    if not shutil.which(SANDBOX[0]) or subprocess.run([*SANDBOX, "true"], capture_output=True).returncode:
+    elif _fails(
+        sys.executable, "-c", f"{become}open(sys.argv[1]); open(sys.argv[2], 'w')", __file__, folder / "-"
+    ):
+        found["other"] = f"another user cannot read {HERE}, or not write to {folder}"
+    if not shutil.which(SANDBOX[0]) or _fails(*SANDBOX, "true"):
         found["sandbox"] = "this system allows no user namespaces"
     return found
+
+
+def _fails(*command: str | Path) -> bool:
+    return subprocess.run(command, capture_output=True).returncode != 0
+
+
+def folder_of_all() -> str:
+    """Return a folder for temporary files that all users can come to."""
+    folders = [Path(tempfile.gettempdir()), Path("/dev/shm"), Path("/var/tmp")]
+    wanted = stat.S_IROTH | stat.S_IWOTH | stat.S_IXOTH
+    return str(next((f for f in folders if f.exists() and f.stat().st_mode & wanted == wanted), folders[0]))
 
 
 def leave_the_network() -> None:
@@ -79,9 +106,8 @@ def leave_the_network() -> None:
         fcntl.ioctl(any_socket, SET_FLAGS, struct.pack("16sh14x", b"lo", IS_UP))
 
 
-def strangers(kinds: tuple[str, ...]) -> list[tuple[str, str]]:
+def strangers(kinds: Iterable[str], missing: Container[str]) -> list[tuple[str, str]]:
     """The kinds and names of those that can be had; `top` looks at processes of its own user only."""
-    missing = obstacles()
     users = [user for user in ("other", "sandbox") if user not in missing]
     return [(kind, f"{user}-{kind}") for kind in kinds for user in users if (kind, user) != ("top", "other")]
 
@@ -89,60 +115,83 @@ def strangers(kinds: tuple[str, ...]) -> list[tuple[str, str]]:
 def run(folder: Path, starts: int, *, kinds: tuple[str, ...] = KINDS, num_ranks: int = 2) -> Outcome:
     """Run a job that starts `starts` times, with a stranger of each user and kind."""
     folder.chmod(0o777)
-    began_s, who = time.monotonic(), strangers(kinds)
+    began_s, missing = time.monotonic(), obstacles(folder)
+    who = strangers(kinds, missing)
     env = {
         **os.environ,
         "PYTHONDONTWRITEBYTECODE": "1",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     }
-    processes = []
+    processes, failed, first = {}, list[str](), 0
     for kind, name in who:
         prefix = SANDBOX if name.startswith("sandbox") else ()
         command = [*prefix, sys.executable, str(HERE / f"stranger_{kind}.py"), str(folder), name, str(starts)]
         with (folder / f"{name}.log").open("w") as log:
-            processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=env))
+            processes[name] = subprocess.Popen(command, stdout=log, stderr=log, env=env)
     beside = Path(sys.executable).with_name("mpirun")
-    command = [str(beside) if beside.exists() else "mpirun", "-n", str(num_ranks), sys.executable]
-    command += [
-        str(HERE / "stranger_jobs.py"),
-        str(folder),
-        str(starts),
-        *(f"{kind}:{name}" for kind, name in who),
-    ]
+    mpirun = [str(beside) if beside.exists() else "mpirun", "-n", str(num_ranks), sys.executable]
+    names = [f"{kind}:{name}" for kind, name in who]
     try:
-        job = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for process in processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # where the job has ended early
-                process.wait(END_S)
+        while first < starts and len(failed) <= MOST_FAILURES:
+            command = [*mpirun, str(HERE / "stranger_jobs.py"), str(folder), str(first), str(starts), *names]
+            job = subprocess.run(
+                command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+            if not job.returncode:
+                break
+            failed.append(job.stdout)
+            first = pass_over(folder, first, kinds)
+        (folder / OVER).touch()
+        deadline = time.monotonic() + END_S
+        for process in processes.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
     finally:
-        for process in processes:
+        for process in processes.values():
             process.kill()
             process.wait()
-    counts: Counter[tuple[str, str]] = Counter()
-    for kind, name in who:
-        for what in ("refused", "got in", "saw nothing"):
-            counts[kind, what] += len([*folder.glob(f"{name} {what} {kind} *")])
+    counts: Counter[tuple[str, str, str]] = Counter()
+    for (kind, name), phase, what in itertools.product(who, PHASES, OUTCOMES):
+        counts[kind, phase, what] += len([*folder.glob(f"{name} {what} {kind} * {phase}")])
     left = [path.name for mark in ("pickled", "operator", "unpickled") for path in folder.glob(f"*-{mark}")]
-    return Outcome(counts, left, job.returncode, job.stdout, time.monotonic() - began_s)
+    logs = [(folder / f"{name}.log").read_text() for name, each in processes.items() if each.returncode]
+    num_done = len([*folder.glob(f"done {kinds[-1]} *")]) - len(failed)
+    return Outcome(counts, left, num_done, failed, logs, missing, time.monotonic() - began_s)
+
+
+def pass_over(folder: Path, first: int, kinds: Iterable[str]) -> int:
+    """Say of a start that failed that it is over; return the next one."""
+    start = next(k for k in itertools.count(first) if any(not _done(folder, kind, k) for kind in kinds))
+    for kind in kinds:
+        for what in (*(f"{kind} {start} {phase}" for phase in PHASES), f"done {kind} {start}"):
+            (folder / what).touch()
+    return start + 1
+
+
+def _done(folder: Path, kind: str, start: int) -> bool:
+    return (folder / f"done {kind} {start}").exists()
 
 
 def main() -> int:
-    """Run it and print the counts; the exit code is 1 where anybody came in."""
+    """Run it and print the counts; the exit code is 1 where anybody came in or fewer starts were whole."""
     parser = argparse.ArgumentParser(prog="scripts/strangers", description=__doc__)
     parser.add_argument("--starts", type=int, default=500, help="of RPC, of the store and of `top` each")
     parser.add_argument("--ranks", type=int, default=2)
     options = parser.parse_args()
     leave_the_network()
-    for user, why in obstacles().items():
-        print(f"no stranger '{user}': {why}")
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=folder_of_all()) as folder:
         outcome = run(Path(folder), options.starts, num_ranks=options.ranks)
-    for (kind, what), count in sorted(outcome.counts.items()):
-        print(f"{kind:6} {what:12} {count}")
-    print(f"{outcome.num_in} of {options.starts} starts let a stranger in; {outcome.took_s:.0f} s")
-    if outcome.code:
-        print(outcome.said[-4000:])
-    return int(bool(outcome.num_in or outcome.left or outcome.code))
+    for user, why in outcome.missing.items():
+        print(f"no stranger '{user}': {why}")
+    for (kind, phase, what), count in sorted(outcome.counts.items()):
+        if count or what == "got in":
+            print(f"{kind:6} {phase:6} {what:12} {count}")
+    for said in (*outcome.failed, *outcome.logs):
+        print(said[-LOG_CHARACTERS:])
+    print(f"{len(outcome.failed)} starts failed")
+    print(f"{outcome.num_in} of {outcome.num_done} starts let a stranger in; {outcome.took_s:.0f} s")
+    whole = outcome.num_done + len(outcome.failed) == options.starts
+    return int(bool(outcome.num_in or outcome.left or not whole or len(outcome.failed) > MOST_FAILURES))
 
 
 if __name__ == "__main__":

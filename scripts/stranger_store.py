@@ -16,7 +16,7 @@ ANSWER = timedelta(seconds=0.5)
 WRITTEN = "what a stranger says"
 
 
-def write(_: None, port: Port, __: int) -> bool:
+def write(_: None, port: Port, __: str) -> bool:
     """Set a key there that torch's NCCL group reads; whether that was done."""
     try:
         store = TCPStore(port[0], port[1], is_master=False, timeout=ANSWER, wait_for_workers=False)
@@ -30,7 +30,7 @@ def main() -> None:
     """Watch and write, as often as the job starts."""
     folder, name, starts = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     leave_root(name)
-    visit(folder, name, "store", starts, lambda _: None, write, lambda _: None)
+    visit(folder, name, "store", starts, lambda: None, write, lambda _: None)
 
 
 if __name__ == "__main__":

@@ -39,11 +39,11 @@ def main() -> None:
     for start in range(starts):
         box._write(ANSWER, NEWEST, pickle.dumps([Trap(folder / f"{name}-top-{start}-unpickled")]))
         box.introduce(Introduction(0, 1, 12345, me, True))
-        announce(folder, f"{name} ready top {start}")
+        announce(folder, f"{name} ready top {start} start")
         announce(folder, f"{name} watches top {start}")
         await_all(folder, [f"done top {start}"])
         got_in = (folder / f"{name}-top-{start}-unpickled").exists()
-        announce(folder, f"{name} {'got in' if got_in else 'refused'} top {start}")
+        announce(folder, f"{name} {'got in' if got_in else 'refused'} top {start} start")
 
 
 if __name__ == "__main__":

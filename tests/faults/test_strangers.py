@@ -17,7 +17,7 @@ def test_no_stranger_comes_in_while_rpc_the_store_and_top_start(starts):
         [sys.executable, str(SCRIPT), "--starts", str(starts)],
         capture_output=True,
         text=True,
-        timeout=60 + 20 * starts,
+        timeout=120 + 20 * starts,
     )
     if "no network namespaces here" in done.stderr:
         pytest.skip("strangers attack whatever they see: this system allows no network of their own")
