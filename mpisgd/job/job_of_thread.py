@@ -9,11 +9,13 @@ import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from mpisgd.job.world import Job
 
 __all__ = ["PROCESS", "JobPlace", "job_of_this_thread", "job_place"]
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -23,12 +25,19 @@ class JobPlace:
     Attributes:
         job: the one that runs, None before and after.
         ended: the last one, after `shutdown()`.
-        kept: what modules above the job keep for this rank, by its type.
+        kept: what modules above the job keep for this rank, whichever job it is in; by its type.
     """
 
     job: Job | None = None
     ended: Job | None = None
     kept: dict[type, Any] = field(default_factory=dict)
+
+    def own(self, kind: type[T]) -> T:
+        """Return what is kept of a type; the first time it is made."""
+        if kind not in self.kept:
+            self.kept[kind] = kind()
+        found: T = self.kept[kind]
+        return found
 
 
 PROCESS = JobPlace()  # of the threads that belong to no rank in particular

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +13,8 @@ from mpisgd.core.inheriting_thread import InheritingThread
 from mpisgd.core.owner import OPTIMIZER, current_owner, new_owner, owned_by
 from mpisgd.core.service_thread import ServiceThread
 from mpisgd.errors import JobError, NotInitialized
-from mpisgd.job.job_of_thread import PROCESS, job_of_this_thread
+from mpisgd.horovod.optimizer_serial import serial_of_new
+from mpisgd.job.job_of_thread import PROCESS, job_of_this_thread, job_place
 from mpisgd.job.lifecycle import abandon, current_job, is_initialized, shutdown, world
 from mpisgd.job.world import Job
 
@@ -128,6 +130,28 @@ def test_groups_know_their_job_and_are_counted_in_it():
     job.add(other)
     assert [group.ordinal for group in job.groups] == [0, 1, 0]
     assert all(group.job is job for group in job.groups)
+
+
+def test_what_is_kept_for_a_rank_is_not_seen_by_others():
+    class Kept(list[int]):
+        pass
+
+    with job_of_this_thread(job_of("first")) as first:
+        first.own(Kept).append(1)
+        with job_of_this_thread(job_of("second")) as second:
+            assert second.own(Kept) == []
+        assert job_place().own(Kept) == [1]
+    assert Kept not in PROCESS.kept
+
+
+def test_horovod_counts_optimizers_by_rank():
+    """Ranks that are threads would have numbered theirs together, each rank another way."""
+    whole = SimpleNamespace(members=lambda: [0, 1])
+    serials = []
+    for name in ("first", "second"):
+        with job_of_this_thread(job_of(name)):
+            serials += [serial_of_new(whole), serial_of_new(whole)]
+    assert serials == [0, 1, 0, 1]
 
 
 def test_ranks_that_are_threads_are_not_ended():
