@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Callable
 
+from mpisgd.core.inheriting_thread import InheritingThread
 from mpisgd.core.standard_error import print_to_user
 
 __all__ = ["ServiceThread"]
@@ -15,7 +16,7 @@ __all__ = ["ServiceThread"]
 PAUSE_S = 0.1  # after an error, which may come again at once
 
 
-class ServiceThread(threading.Thread):
+class ServiceThread(InheritingThread):
     """The thread; a daemon.
 
     Args:
@@ -25,12 +26,12 @@ class ServiceThread(threading.Thread):
     """
 
     def __init__(self, name: str, serve: Callable[[], bool], *, what: str = "") -> None:
-        super().__init__(name=name, daemon=True)
+        super().__init__(target=self._serve_rounds, name=name, daemon=True)
         self._serve = serve
         self._what = what or f"the thread '{name}'"
         self._has_failed = False
 
-    def run(self) -> None:
+    def _serve_rounds(self) -> None:
         """Serve round after round until there is no more to do."""
         while self._goes_on():
             pass
