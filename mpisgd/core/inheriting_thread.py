@@ -8,6 +8,7 @@ import contextvars
 import threading
 
 from mpisgd.core.owner import without_owner
+from mpisgd.core.scheduling import scheduler
 
 __all__ = ["InheritingThread"]
 
@@ -22,7 +23,10 @@ class InheritingThread(threading.Thread):
     def start(self) -> None:
         """Start it in this thread's context."""
         self._inherited = without_owner(contextvars.copy_context())
-        super().start()
+        if (own := scheduler()) is None:
+            super().start()
+        else:
+            own.start(self, super().start)
 
     def run(self) -> None:
         """Run the target."""

@@ -4,11 +4,11 @@ Whoever is served would wait for ever if it ended: for a message, a report of a 
 """
 
 import threading
-import time
 import traceback
 from collections.abc import Callable
 
 from mpisgd.core.inheriting_thread import InheritingThread
+from mpisgd.core.scheduling import join, sleep
 from mpisgd.core.standard_error import print_to_user
 
 __all__ = ["ServiceThread"]
@@ -43,10 +43,10 @@ class ServiceThread(InheritingThread):
             if not self._has_failed:
                 self._has_failed = True
                 print_to_user(f"{self._what} has failed, and tries again:\n{traceback.format_exc().rstrip()}")
-            time.sleep(PAUSE_S)
+            sleep(PAUSE_S)
             return True
 
     def join_from_others(self, timeout_s: float | None = None) -> None:
         """Wait for the end of the thread; at once where it is this thread itself."""
         if self is not threading.current_thread():
-            self.join(timeout_s)
+            join(self, timeout_s)
