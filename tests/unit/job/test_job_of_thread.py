@@ -19,6 +19,12 @@ from mpisgd.job.lifecycle import abandon, current_job, is_initialized, shutdown,
 from mpisgd.job.world import Job
 
 
+@pytest.fixture(autouse=True)
+def _process_without_job(monkeypatch):
+    """Other tests of this process may have started its own."""
+    monkeypatch.setattr(PROCESS, "job", None)
+
+
 def job_of(name: str) -> Job:
     """A job without MPI, of which this process is no member."""
     outside = Group(name, [0, 1], None, costs=None)
