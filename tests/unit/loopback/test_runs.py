@@ -118,7 +118,9 @@ def test_groups_are_made_and_used_side_by_side():
         rank = mpisgd.rank()
         halves = [mpisgd.new_group([0, 2]), mpisgd.new_group([1, 3])]
         mine = halves[rank % 2]
-        works = [mpisgd.all_reduce(torch.full((3,), float(rank)), group=mine, async_op=True) for _ in range(3)]
+        works = [
+            mpisgd.all_reduce(torch.full((3,), float(rank)), group=mine, async_op=True) for _ in range(3)
+        ]
         for work in works:
             work.wait()
         return [float(work.get_future().value()[0][0]) for work in works]
