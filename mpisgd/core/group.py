@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from mpisgd.arguments import as_index, shown
+from mpisgd.core.host_transport import HostMemory, HostTransport
 from mpisgd.core.operation_queue import OperationQueue
 from mpisgd.core.topology import Topology
 from mpisgd.errors import InvalidRank, MpisgdError, NotInGroup, NotInitialized, PeerLost
@@ -20,13 +21,13 @@ class GroupResources(NamedTuple):
     Attributes:
         queue: the order of the group's collectives.
         point_to_point: the group's messages: `close()`, and `abandon(error)`, which fails what is in flight.
-        transports: how bytes move besides the communicator: `shm`, `internode`, `close()`.
+        transports: how tensors in host memory move besides by MPI, the preferred one first.
         topology: which members share a host.
     """
 
     queue: OperationQueue
     point_to_point: Any
-    transports: Any
+    transports: tuple[HostTransport, ...]
     topology: Topology
 
 
@@ -45,8 +46,7 @@ os.register_at_fork(after_in_child=_end_in_forked_process)
 class Group:
     """Ranks that communicate with each other; made by `mpisgd.new_group`, never directly.
 
-    `src` and `dst` of every operation are ranks of the job (global ranks), as in torch.distributed. The
-    transports are handed on as they are: whoever uses one imports its type.
+    `src` and `dst` of every operation are ranks of the job (global ranks), as in torch.distributed.
 
     Attributes:
         name: for messages.
@@ -108,19 +108,27 @@ class Group:
         return self._resources.topology
 
     @property
-    def transports(self) -> Any:
-        """What the group communicates through besides MPI itself."""
+    def transports(self) -> tuple[HostTransport, ...]:
+        """What moves tensors in host memory besides MPI itself, the preferred one first; on all ranks alike.
+
+        Empty on one rank, and where ranks of a host may not share memory.
+        """
         return self.resources.transports
 
     @property
-    def shm(self) -> Any:
-        """The shared memory of the group, None unless all its ranks share one host and can have it."""
-        return self.resources.transports.shm
+    def spans_hosts(self) -> bool:
+        """Whether its transports are for ranks on several hosts; the same on all ranks."""
+        return any(transport.spans_hosts for transport in self.transports)
 
     @property
-    def internode(self) -> Any:
-        """The transport between the group's hosts, None where there is one host only."""
-        return self.resources.transports.internode
+    def host_memory(self) -> HostMemory | None:
+        """The memory that the members on this host see; None where this one is alone, or may not share it."""
+        return next((found.memory for found in self.transports if found.memory is not None), None)
+
+    @property
+    def shared_memory(self) -> HostMemory | None:
+        """The memory that all members see, which are on one host; None on all of them where there is none."""
+        return None if self.spans_hosts else self.host_memory
 
     @property
     def resources(self) -> GroupResources:
@@ -184,7 +192,9 @@ class Group:
             self.device.close()
         if self._resources is not None:
             self._resources.point_to_point.close()
-            self._resources.transports.close()
+            self._resources.queue.consistency.digest_exchange.close()
+            for transport in self._resources.transports:
+                transport.close()
             self._resources.queue.communicator.free()
         self._closed, self._usable = True, None
 

@@ -59,3 +59,6 @@ class DigestExchange(Protocol):
 
     def missing(self) -> str:
         """Describe the ranks that this rank waits for, while it is not over."""
+
+    def close(self) -> None:
+        """Free what MPI keeps for it; before the communicator is freed."""

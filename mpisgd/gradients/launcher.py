@@ -175,7 +175,7 @@ class BucketLauncher:
         """Return the name of the algorithm that a bucket takes, for timelines."""
         if not slot.in_shared_memory:
             return "auto"
-        return "node" if self._group.shm is not None else "hierarchical"
+        return self._group.transports[0].name
 
     def _send_from_device(self, operation: Operation, flat: Tensor) -> Work | None:
         """Begin to all-reduce from where it lies on a device; None where that cannot be.

@@ -87,7 +87,7 @@ class Window:
         communicator: Communicator = self.group.queue.communicator
         self.shapes = tuple(communicator.all_gather_object(tuple(given.shape)))
         self._numels = [torch.Size(shape).numel() for shape in self.shapes]
-        if self.group.shm is not None or self.group.size == 1:
+        if self.group.shared_memory is not None or self.group.size == 1:
             timeout_s = self.group.queue.consistency.timeout_s
             self._memory = open_shared_memory(communicator, self._numels, self._dtype, timeout_s)
         else:
@@ -326,7 +326,7 @@ def _free_at_shutdown(window: Window) -> None:
     """Free a window at the end of the job, unless the program has done so: MPI must not end with one open."""
     known = weakref.ref(window)
     # What MPI knows is not forgotten before: ranks would free windows in another order.
-    kept = window if window.group.shm is None and window.group.size > 1 else None
+    kept = window if window.group.shared_memory is None and window.group.size > 1 else None
 
     def free() -> None:
         found = kept or known()

@@ -167,6 +167,4 @@ class BatchTimeline:
 
 
 def _transport_of(group: Group) -> str:
-    if group.shm is not None:
-        return "node"
-    return "mpi" if group.internode is None else "hierarchical"
+    return group.transports[0].name if group.transports else "mpi"

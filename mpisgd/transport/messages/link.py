@@ -1,7 +1,9 @@
 """What an algorithm sees of a communicator: exchanges of contiguous memory with a timeout."""
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from mpisgd.core.waiting import Backoff
@@ -12,11 +14,15 @@ if TYPE_CHECKING:
 
     from mpisgd.transport.mpi import Communicator
 
-__all__ = ["Link", "Parts", "Transfer", "even_ranges"]
+__all__ = ["Link", "Parts", "Transfer", "even_ranges", "frames"]
 
 Parts = list[tuple[int, Tensor]]  # what goes to or comes from which rank
 
 TAG = 64  # above the consistency check's; the queue runs one operation at a time, so one tag is enough
+# Below Open MPI's limit for sending at once (64 KiB over TCP). Larger messages that cross each other take
+# turns on the link there: pieces of 128 KiB took 1.2 to 1.5 times the link's time, of 1 MiB 1.7 times, these
+# 1.05 times.
+FRAME_BYTES = 60 * 2**10
 
 
 class Link:
@@ -116,3 +122,10 @@ def _without_empty(transfers: Parts) -> Parts:
 def even_ranges(total: int, parts: int) -> list[tuple[int, int]]:
     """Return `parts` consecutive (start, stop) that cover range(total); sizes differ by at most one."""
     return [(total * i // parts, total * (i + 1) // parts) for i in range(parts)]
+
+
+def frames(tensor: Tensor) -> Iterable[Tensor]:
+    """Cut a tensor [n] into messages of at most FRAME_BYTES."""
+    if tensor.nbytes <= FRAME_BYTES:
+        return (tensor,) if tensor.numel() else ()
+    return torch.split(tensor, FRAME_BYTES // tensor.element_size())
