@@ -23,6 +23,7 @@ from torch import Tensor
 
 from mpisgd.accelerator.runtime import on_device, runtime
 from mpisgd.collectives.packing import Packer
+from mpisgd.collectives.staging_check import run_first_part
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.core.host_transport import HostTransport, Steps
@@ -191,8 +192,12 @@ class PreparedCall:
         """Come to the consistency check."""
         if self._transport is not None:
             assert self._row.steps is not None
-            self._steps = self._row.steps(self._call, self._transport)
-            next(self._steps, None)
+            call = self._call
+            self._steps = self._row.steps(call, self._transport)
+            if call.group.checks_staging:
+                run_first_part(self._steps, self._transport, [*call.inputs, *call.outputs])
+            else:
+                next(self._steps, None)
 
     def run(self) -> None:
         """Do the rest, after the check."""

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from mpisgd import config
 from mpisgd.arguments import as_index, shown
 from mpisgd.core.host_transport import HostMemory, HostTransport
 from mpisgd.core.operation_queue import OperationQueue
@@ -57,6 +58,8 @@ class Group:
         costs: predicts which algorithm is fastest among these ranks, a `mpisgd.tuning.CostModel`.
         device: the transport of tensors on a GPU; None before there were any.
         known_calls: what collectives have found out about calls that come again and again.
+        checks_staging: whether every operation is watched for what it writes before the ranks have agreed on
+            it; see `mpisgd.collectives.staging_check`.
         num_owners: how many there were of each kind of what operations belong to; see `mpisgd.core.owner`.
     """
 
@@ -72,6 +75,7 @@ class Group:
         self.costs = costs
         self.device: Any = None
         self.known_calls: dict[Any, Any] = {}
+        self.checks_staging = config.check_staging()
         self.num_owners: collections.Counter[str] = collections.Counter()
         self._resources = resources
         self._usable = resources  # None once they may not be used any more
