@@ -31,7 +31,7 @@ def run_first_part(steps: Steps, transport: HostTransport, tensors: Sequence[Ten
     """
     of_call = [tensor.detach() for tensor in tensors if tensor.is_cpu]
     guarded = list(transport.guarded())
-    before = [_bytes(tensor).clone() for tensor in (*guarded, *of_call)]
+    before = [_bytes(tensor) for tensor in (*guarded, *of_call)]
     next(steps, None)
     for place, (tensor, then) in enumerate(zip((*guarded, *of_call), before, strict=True)):
         if not torch.equal(_bytes(tensor), then):
@@ -42,5 +42,6 @@ def run_first_part(steps: Steps, transport: HostTransport, tensors: Sequence[Ten
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor: NaN is unequal to itself."""
-    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    """Return a copy of the bytes of a tensor: NaN is unequal to itself."""
+    copy = tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    return copy.view(-1).view(torch.uint8)

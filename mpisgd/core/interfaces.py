@@ -1,13 +1,15 @@
-"""What core asks of the rooms above it, which give it these; it imports none of them.
-
-A group hands its transports on as they are, and whoever uses them (the collectives, the gradients) knows
-their own types, so what core does not use itself is typed `Any`.
-"""
+"""What core asks of the rooms above it, which give it these; it imports none of them."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-__all__ = ["Communicator", "DigestExchange"]
+from torch import Tensor
+
+__all__ = ["Communicator", "DigestExchange", "Request"]
+
+
+class Request(Protocol):
+    """What a communicator has started: only it can tell whether that is complete. It has no methods."""
 
 
 class Communicator(Protocol):
@@ -20,19 +22,19 @@ class Communicator(Protocol):
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Return the objects of all ranks, in rank order. Collective."""
 
-    def barrier_request(self) -> Any:
+    def barrier_request(self) -> Request:
         """Start a barrier that does not block; return its request. Collective."""
 
-    def poll(self, requests: Sequence[Any]) -> bool:
+    def poll(self, requests: Sequence[Request]) -> bool:
         """Return whether all requests are complete; asking moves them along."""
 
-    def isend(self, tensor: Any, dst: int, tag: int = 0) -> Any:
+    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Request:
         """Start sending a tensor to a rank; return the request."""
 
-    def probe(self, tag: int) -> Any:
-        """Return what is known of a message of this tag that waits to be received, None if there is none."""
+    def probe(self, tag: int) -> tuple[int, int, int] | None:
+        """Return (source rank, tag, bytes) of a message that waits to be received, None if there is none."""
 
-    def abandon(self, requests: Sequence[Any], memory: object) -> None:
+    def abandon(self, requests: Sequence[Request], memory: object) -> None:
         """Give requests up; their memory is kept as long as MPI may use it."""
 
     def same_host(self) -> "Communicator":

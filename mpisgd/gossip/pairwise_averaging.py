@@ -21,6 +21,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from mpisgd.core import wait_registry
+from mpisgd.core.interfaces import Request
 from mpisgd.core.wait_registry import WaitReason
 from mpisgd.core.waiting import Backoff
 from mpisgd.errors import CollectiveTimeout, MpisgdError, NotInitialized
@@ -28,8 +29,6 @@ from mpisgd.gossip.bipartite import Roles
 from mpisgd.gossip.flat_copy import FlatCopy
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
-
     from mpisgd.transport.mpi import Communicator
 
 __all__ = ["PairwiseAveraging"]
@@ -140,8 +139,8 @@ class _Role:
         self._communicator = communicator
         self._partners = partners
         self._theirs, self._mine = averaging.x.new_like(), averaging.x.new_like()
-        self._in_flight: list[MPI.Request] = []
-        self._barrier: MPI.Request | None = None
+        self._in_flight: list[Request] = []
+        self._barrier: Request | None = None
         self._is_over = False
 
     def advance(self, finishing: bool) -> None:

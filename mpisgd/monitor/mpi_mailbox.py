@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from mpisgd.core.interfaces import Request
 from mpisgd.errors import MpisgdError
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
-
     from mpisgd.transport.mpi import Communicator
 
 __all__ = ["MpiMailbox", "Question"]
@@ -55,8 +54,8 @@ class MpiMailbox:
         self._answers: dict[int, dict[int, bytes]] = {}  # by question that is not forgotten, by rank
         self._questions: list[Question] = []
         self._notices: list[bytes] = []
-        self._receives: list[tuple[MPI.Request, Tensor]] = []
-        self._sends: list[tuple[MPI.Request, Tensor]] = []
+        self._receives: list[tuple[Request, Tensor]] = []
+        self._sends: list[tuple[Request, Tensor]] = []
         self._lock = threading.Lock()
         self._is_closed = False
 

@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mpisgd.core.interfaces import Request
 from mpisgd.core.waiting import Backoff
 from mpisgd.errors import CollectiveTimeout
 from mpisgd.timeline.files import CLOSING, OPENING
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
-
     from mpisgd.transport.mpi import Communicator
 
 __all__ = ["receive", "send", "send_part", "write_whole"]
@@ -36,7 +35,7 @@ def receive(
     _wait(communicator, communicator.irecv(tensor, src, tag), src, timeout_s)
 
 
-def _wait(communicator: "Communicator", request: "MPI.Request", other: int, timeout_s: float) -> None:
+def _wait(communicator: "Communicator", request: Request, other: int, timeout_s: float) -> None:
     if not Backoff(timeout_s).wait_for(lambda: communicator.poll([request])):
         raise CollectiveTimeout(
             f"timeline: rank {communicator.rank} has waited {timeout_s:g} s for rank {other}"

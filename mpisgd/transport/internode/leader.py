@@ -5,11 +5,10 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from mpisgd.core.interfaces import Request
 from mpisgd.transport.messages.link import frames
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
-
     from mpisgd.transport.mpi import Communicator
 
 __all__ = ["Leader"]
@@ -36,7 +35,7 @@ class Leader:
 
     def start(
         self, tag: int, sends: Callable[[int], Tensor], receives: Callable[[int], Tensor]
-    ) -> "list[MPI.Request]":
+    ) -> list[Request]:
         """Start a message to and from every other host; both functions tell the memory for a host."""
         requests = [
             self.communicator.irecv(f, rank, tag) for h, rank in self.others for f in frames(receives(h))

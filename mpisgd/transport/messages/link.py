@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mpisgd.core.interfaces import Request
 from mpisgd.core.waiting import Backoff
 from mpisgd.errors import CollectiveTimeout
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
-
     from mpisgd.transport.mpi import Communicator
 
 __all__ = ["Link", "Parts", "Transfer", "even_ranges", "frames"]
@@ -66,11 +65,11 @@ class Link:
         Both sides begin what goes between two ranks in the same order.
         """
         sends, receives = _without_empty(sends), _without_empty(receives)
-        requests: list[MPI.Request] = [self._communicator.irecv(tensor, src, TAG) for src, tensor in receives]
+        requests: list[Request] = [self._communicator.irecv(tensor, src, TAG) for src, tensor in receives]
         requests += [self._communicator.isend(tensor, dst, TAG) for dst, tensor in sends]
         return Transfer(self, requests, [*sends, *receives])
 
-    def wait(self, requests: "list[MPI.Request]", parts: Parts) -> None:
+    def wait(self, requests: list[Request], parts: Parts) -> None:
         """Wait for what was begun."""
         backoff = Backoff(self._timeout_s)
         in_time = False
@@ -87,7 +86,7 @@ class Link:
                 f"of the operation for one of the ranks {partners}{seen}"
             )
 
-    def abandon(self, requests: "list[MPI.Request]", parts: Parts) -> None:
+    def abandon(self, requests: list[Request], parts: Parts) -> None:
         """Leave what was begun alone; MPI may still write to its memory, which is kept."""
         self._communicator.abandon(requests, parts)
 
@@ -95,7 +94,7 @@ class Link:
 class Transfer:
     """Sends and receives that are under way. Their memory is kept until they are over, or for good."""
 
-    def __init__(self, link: Link, requests: "list[MPI.Request]", parts: Parts) -> None:
+    def __init__(self, link: Link, requests: list[Request], parts: Parts) -> None:
         self._link = link
         self._requests = requests
         self._parts = parts

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mpisgd import tracing
 from mpisgd.core import wait_registry
+from mpisgd.core.interfaces import Request
 from mpisgd.core.service_thread import ServiceThread
 from mpisgd.core.wait_registry import Message, WaitReason
 from mpisgd.core.waiting import Backoff, add_pending_message, pause_s, remove_pending_message
@@ -31,8 +32,6 @@ from mpisgd.errors import (
 )
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
-
     from mpisgd.transport.mpi import Communicator
 
 __all__ = ["MessageWork", "PointToPoint"]
@@ -221,7 +220,7 @@ class MessageWork(CompletableWork):
         point_to_point: PointToPoint,
         name: str,
         message: Message,
-        request: "MPI.Request",
+        request: Request,
         memory: tuple[Tensor, Any],
         arrived: Callable[[int], None] | None,
     ) -> None:

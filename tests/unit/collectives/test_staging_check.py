@@ -63,8 +63,8 @@ def test_a_transport_that_writes_into_a_tensor_of_the_call_is_found(flat):
         run_first_part(steps(lambda: flat.zero_()), staging, [torch.ones(3), flat])
 
 
-def test_an_operation_without_steps_is_none():
-    run_first_part(iter(()), Staging(), [])
+def test_an_operation_without_steps_or_elements_is_none():
+    run_first_part(iter(()), Staging(), [torch.ones(1, dtype=torch.int16).expand(0), torch.ones(2, 0)])
 
 
 def test_it_is_off_unless_it_is_asked_for():
