@@ -127,7 +127,7 @@ def _fitted(curve: Curve, seconds: dict[int, float]) -> Curve:
 def _pass(place: RankSet, budget_s: float, last_bytes: int, best: Best, report: Report) -> None:
     """Go through the sizes once, as far as the time suffices; put better medians into `best`."""
     group = place.group
-    shared_memory = _everywhere(group is None or bool(group.transports))
+    shared_memory = _everywhere(group is None or group.shares_memory)
     direct = _everywhere(group is None or transport_named(group, "direct") is not None)
     wanted = to_measure(place.ranks_per_host, shared_memory=shared_memory, direct=direct)
     sizes = powers(FIRST_BYTES, max(last_bytes, LEAST_BYTES), FACTOR)

@@ -42,6 +42,7 @@ __all__ = [
     "reduce_ahead",
     "reduce_tensor",
     "transport_named",
+    "transports_for",
 ]
 
 SPANS_HOSTS = {transport.name: transport.spans_hosts for transport in TRANSPORTS}
@@ -127,6 +128,11 @@ def transport_named(group: Group, algorithm: str) -> HostTransport | None:
     return next((transport for transport in group.transports if transport.name == algorithm), None)
 
 
+def transports_for(group: Group, tensor: Tensor) -> list[HostTransport]:
+    """Return the transports of a group that can all-reduce a tensor, the preferred one first."""
+    return [each for each in group.transports if each.takes("all_reduce", tensor.dtype, tensor.nbytes)]
+
+
 def choose_algorithm(group: Group, algorithm: str, tensor: Tensor) -> str:
     """Return the algorithm to use: the same on every rank for the same size and dtype."""
     if not isinstance(algorithm, str) or algorithm not in CHOICES:
@@ -135,33 +141,34 @@ def choose_algorithm(group: Group, algorithm: str, tensor: Tensor) -> str:
         )
     half = tensor.dtype in HALF_DTYPES
     if algorithm in SPANS_HOSTS:
-        algorithm = _as_these_ranks_have_it(group, algorithm)
+        algorithm = _as_these_ranks_have_it(group, algorithm, tensor)
     if algorithm != "auto":
         return algorithm
     costs: CostModel = group.costs
     return costs.choose(_candidates(group, tensor, half), tensor.nbytes, half)
 
 
-def _as_these_ranks_have_it(group: Group, algorithm: str) -> str:
+def _as_these_ranks_have_it(group: Group, algorithm: str, tensor: Tensor) -> str:
     """Return what the name of a transport's algorithm means in a group of this shape.
 
     On one rank there is nothing to do; `node` between hosts is `hierarchical`, and that is `node` on one.
     """
     if group.size == 1:
         return "mpi"
-    if not group.transports:
+    ours = [transport.name for transport in transports_for(group, tensor)]
+    if not ours:
         _warn(
             group, f"algorithm={algorithm!r} needs shared memory, which its ranks cannot have; it is 'auto'"
         )
         return "auto"
-    if transport_named(group, algorithm) is not None:
+    if algorithm in ours:
         return algorithm
-    first = group.transports[0].name
     if SPANS_HOSTS[algorithm] == group.spans_hosts:
         _warn(
-            group, f"algorithm={algorithm!r} needs ranks that may reach each other's memory; it is {first!r}"
+            group,
+            f"algorithm={algorithm!r} needs ranks that may reach each other's memory; it is {ours[0]!r}",
         )
-    return first
+    return ours[0]
 
 
 _warned: set[str] = set()
@@ -179,8 +186,7 @@ def _candidates(group: Group, tensor: Tensor, half: bool) -> tuple[str, ...]:
 
     MPI would get 16-bit floats as float32, so they go through what adds them by itself.
     """
-    dtype, nbytes = tensor.dtype, tensor.nbytes
-    ours = tuple(found.name for found in group.transports if found.takes("all_reduce", dtype, nbytes))
+    ours = tuple(transport.name for transport in transports_for(group, tensor))
     if not half:
         return (*ours, "mpi")
     return ours if ours and not group.spans_hosts else (*ours, "all_to_all")

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from mpisgd.collectives.all_reduce import choose_algorithm, reduce_tensor, transport_named
+from mpisgd.collectives.all_reduce import choose_algorithm, reduce_tensor, transport_named, transports_for
 from mpisgd.collectives.dispatch import transport_for
 from mpisgd.compress.compressor import BucketReducer
 from mpisgd.core.group import Group
@@ -43,4 +43,6 @@ def _algorithm(group: Group, flat: Tensor) -> str:
     """Choose as for any tensor, but for one thing: what backward has just made has left the caches by now."""
     chosen = choose_algorithm(group, "auto", flat)
     transport = transport_named(group, chosen)
-    return chosen if transport is None or transport.suits_uncached(flat) else group.transports[0].name
+    if transport is None or transport.suits_uncached(flat):
+        return chosen
+    return next((found.name for found in transports_for(group, flat) if found.suits_uncached(flat)), chosen)

@@ -113,16 +113,18 @@ class Group:
 
     @property
     def transports(self) -> tuple[HostTransport, ...]:
-        """What moves tensors in host memory besides MPI itself, the preferred one first; on all ranks alike.
-
-        Empty on one rank, and where ranks of a host may not share memory.
-        """
+        """What moves tensors in host memory besides MPI, the preferred one first; on all ranks alike."""
         return self.resources.transports
 
     @property
     def spans_hosts(self) -> bool:
         """Whether its transports are for ranks on several hosts; the same on all ranks."""
         return any(transport.spans_hosts for transport in self.transports)
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether members that are on one host see the same memory; the same on all ranks."""
+        return any(transport.shares_memory for transport in self.transports)
 
     @property
     def host_memory(self) -> HostMemory | None:

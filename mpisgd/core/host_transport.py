@@ -121,12 +121,14 @@ class HostTransport(Protocol):
     Attributes:
         name: of its all-reduce algorithm, in profiles and in timelines.
         spans_hosts: whether it is for ranks on several hosts.
+        shares_memory: whether the ranks of each host see the same memory, those that are not alone there.
         memory: what the ranks of this host see; None where this rank is alone on it.
         digest_exchange: how its ranks compare what they are about to do; None: as those of another one.
     """
 
     name: str
     spans_hosts: bool
+    shares_memory: bool = False
 
     @property
     def memory(self) -> HostMemory | None:

@@ -184,7 +184,7 @@ def make_slot(bucket: Bucket, params: Sequence[Tensor], group: Group, compressio
     if compression.changes(dtype):
         layout = BucketLayout(tuple(param.shape for param in params), dtype, params[0].device)
         return plain_slot(bucket, params)._replace(reducer=compression.reducer(layout))
-    if is_alone(bucket, params) or on_device(params[0]) or not bucket.numel or not group.transports:
+    if is_alone(bucket, params) or on_device(params[0]) or not bucket.numel or not group.shares_memory:
         return plain_slot(bucket, params)
     region = _shared(bucket.numel, dtype, group)
     storage = FusionBuffer(bucket, params, None if region is None else region.mine)

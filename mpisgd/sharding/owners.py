@@ -68,7 +68,7 @@ class Owners:
     def __init__(self, group: Group, *, of_host: bool) -> None:
         self.group = group
         self.memory = group.host_memory
-        shares = bool(group.transports)
+        shares = group.shares_memory
         topology = group.known_topology
         here: Sequence[int] = topology.nodes[topology.node_rank] if self.memory is not None else (group.rank,)
         if of_host:

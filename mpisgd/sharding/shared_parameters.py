@@ -31,7 +31,7 @@ class SharedParameters(DividedParameters):
     @property
     def _shares(self) -> bool:
         """Whether some ranks may share memory; the same on all of them."""
-        return bool(self._group.transports)
+        return self._group.shares_memory
 
     @property
     def _may_cut(self) -> bool:

@@ -50,6 +50,7 @@ class CmaTransport(HostTransport):
 
     name = "direct"
     spans_hosts = False
+    shares_memory = True
 
     def __init__(self, shm: ShmTransport, memory: CrossMemoryAttach) -> None:
         self.access = PeerAccess(shm.control)

@@ -84,6 +84,7 @@ class InternodeTransport(HostTransport):
 
     name = "hierarchical"
     spans_hosts = True
+    shares_memory = True
 
     def __init__(self, members: Members, shm: ShmTransport | None, memory: Segment | None) -> None:
         communicator, topology = members.communicator, members.topology

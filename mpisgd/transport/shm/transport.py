@@ -49,6 +49,7 @@ class ShmTransport(StagingMemory, HostTransport):
 
     name = "node"
     spans_hosts = False
+    shares_memory = True
 
     def __init__(
         self, communicator: "Communicator", segment: Segment, *, name: str, timeout_s: float

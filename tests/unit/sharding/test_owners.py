@@ -19,7 +19,7 @@ def owners_of(leaders: list[int], rank: int, shares: bool = True) -> Owners:
         size=len(leaders),
         known_topology=topology,
         host_memory="memory" if topology.local_size > 1 and shares else None,
-        transports=("transport",) if shares else (),
+        shares_memory=shares,
     )
     return Owners(group, of_host=False)  # type: ignore[arg-type]
 
