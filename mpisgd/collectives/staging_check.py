@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mpisgd.accelerator.runtime import on_device
 from mpisgd.core.host_transport import HostTransport, Steps
 
 __all__ = ["run_first_part"]
@@ -29,7 +30,7 @@ def run_first_part(steps: Steps, transport: HostTransport, tensors: Sequence[Ten
 
     Cost: copies and compares `transport.guarded()`, some MiB for each rank of the host, and the tensors.
     """
-    of_call = [tensor.detach() for tensor in tensors if tensor.is_cpu]
+    of_call = [tensor.detach() for tensor in tensors if not on_device(tensor)]
     guarded = list(transport.guarded())
     before = [_bytes(tensor) for tensor in (*guarded, *of_call)]
     next(steps, None)
