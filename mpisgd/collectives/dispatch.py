@@ -27,6 +27,7 @@ from mpisgd.collectives.staging_check import run_first_part
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.core.host_transport import HostTransport, Steps
+from mpisgd.core.interfaces import GroupCommunicator
 from mpisgd.core.work import Work
 from mpisgd.dtypes import ReduceOp, dtype_name
 from mpisgd.job.lifecycle import current_job
@@ -110,7 +111,7 @@ class Call(Packer):
         return self.group.rank == self.operation.root
 
     @property
-    def communicator(self) -> Any:
+    def communicator(self) -> GroupCommunicator:
         """The communicator of the group's queue."""
         return self.group.queue.communicator
 

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-__all__ = ["Communicator", "DigestExchange", "Request"]
+__all__ = ["Communicator", "DigestExchange", "GroupCommunicator", "Request"]
 
 
 class Request(Protocol):
@@ -13,7 +13,7 @@ class Request(Protocol):
 
 
 class Communicator(Protocol):
-    """Ranks that can send each other messages; `mpisgd.transport.mpi.Communicator` is the real one."""
+    """Ranks that can send each other messages, as core needs them."""
 
     rank: int
     size: int
@@ -42,6 +42,98 @@ class Communicator(Protocol):
 
     def free(self) -> None:
         """Give it back. Collective."""
+
+
+class GroupCommunicator(Communicator, Protocol):
+    """The communicator of a group's queue, as everything above core sees it.
+
+    `mpisgd.transport.mpi.Communicator` is the real one, and tells more of each method. They take contiguous
+    CPU tensors and ranks of the communicator. Whoever starts a request keeps its tensors till it is complete.
+
+    Attributes:
+        tag_limit: the largest tag.
+    """
+
+    tag_limit: int
+
+    def duplicate(self) -> "GroupCommunicator":
+        """Return one of its own over the same ranks. Collective, as all of the following."""
+
+    def same_host(self) -> "GroupCommunicator":
+        """Return one over the ranks that can share memory with this one."""
+
+    def split(self, color: int) -> "GroupCommunicator":
+        """Return one over the ranks that give the same `color`, ordered as here."""
+
+    def subset(self, ranks: Sequence[int]) -> "GroupCommunicator | None":
+        """Return one over `ranks` in that order, None on the others."""
+
+    def create_group(self, ranks: Sequence[int], tag: int) -> "GroupCommunicator":
+        """Return one over `ranks` in the order given. Collective over them alone."""
+
+    # -- messages -----------------------------------------------------------------------------------
+
+    def irecv(self, tensor: Tensor, src: int | None, tag: int = 0) -> Request:
+        """Start receiving into `tensor` from `src`, None for whoever sends first."""
+
+    def poll_one(self, request: Request) -> tuple[int, int] | None:
+        """Return (source rank, bytes received) once `request` is complete, None before."""
+
+    def cancel(self, request: Request, memory: object) -> None:
+        """Cancel a receive; where a message for it is already coming in, `memory` is kept until it has."""
+
+    def probe(self, tag: int | None = None) -> tuple[int, int, int] | None:
+        """Return what waits to be received, as core's does; None: of any tag."""
+
+    def progress(self) -> None:
+        """Let messages move along."""
+
+    def persistent(self, send: bytearray, dst: int, recv: bytearray, src: int, tag: int) -> list[Request]:
+        """Prepare an exchange of two small fixed buffers that is started again and again."""
+
+    def start(self, requests: list[Request]) -> None:
+        """Start a prepared exchange."""
+
+    def release(self, requests: Sequence[Request]) -> None:
+        """Free a prepared exchange that is over."""
+
+    # -- collectives --------------------------------------------------------------------------------
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        """Copy root's bytes into everyone's `tensor`."""
+
+    def all_reduce(self, tensor: Tensor, op: str) -> None:
+        """Combine `tensor` [n] over the ranks, in place."""
+
+    def reduce(self, tensor: Tensor, op: str, root: int) -> None:
+        """Combine `tensor` [n] over the ranks into root's; the others keep theirs."""
+
+    def all_gather(self, out: Tensor, tensor: Tensor | None) -> None:
+        """Put everyone's `tensor` [n] into `out` [size * n]; None: mine is already in its place there."""
+
+    def all_gather_request(self, out: Tensor, tensor: Tensor) -> Request:
+        """Start an all-gather of `tensor` [n] into `out` [size * n]."""
+
+    def gather(self, out: Tensor | None, tensor: Tensor, root: int) -> None:
+        """Put everyone's `tensor` [n] into root's `out` [size * n]."""
+
+    def scatter(self, tensor: Tensor, source: Tensor | None, root: int) -> None:
+        """Hand piece r of root's `source` [size * n] to rank r's `tensor` [n]."""
+
+    def all_to_all(self, out: Tensor, tensor: Tensor) -> None:
+        """Hand piece r of `tensor` [size * n] to rank r; piece s of `out` [size * n] comes from rank s."""
+
+    def broadcast_object(self, obj: Any, root: int) -> Any:
+        """Return root's object."""
+
+    def gather_object(self, obj: Any, root: int) -> list[Any] | None:
+        """Return everyone's object on root, None elsewhere."""
+
+    def scatter_object(self, objs: Sequence[Any] | None, root: int) -> Any:
+        """Return this rank's entry of root's list."""
 
 
 class DigestExchange(Protocol):

@@ -1,9 +1,9 @@
 """`make_group`: opens what the members of a group communicate through, and makes the `Group` of it."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from mpisgd.core.group import Group, GroupResources
+from mpisgd.core.interfaces import GroupCommunicator
 from mpisgd.core.operation_queue import OperationQueue
 from mpisgd.core.topology import Topology, discover
 from mpisgd.transport.members import Members
@@ -11,16 +11,13 @@ from mpisgd.transport.messages.point_to_point import PointToPoint
 from mpisgd.transport.transports import open_transports
 from mpisgd.tuning import CostModel
 
-if TYPE_CHECKING:
-    from mpisgd.transport.mpi import Communicator
-
 __all__ = ["make_group"]
 
 
 def make_group(
     name: str,
     ranks: Sequence[int],
-    communicator: "Communicator | None",
+    communicator: GroupCommunicator | None,
     *,
     timeout_s: float,
     threads_allowed: bool,

@@ -3,16 +3,13 @@
 import pickle
 import threading
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from mpisgd.core.interfaces import Request
+from mpisgd.core.interfaces import GroupCommunicator, Request
 from mpisgd.errors import MpisgdError
-
-if TYPE_CHECKING:
-    from mpisgd.transport.mpi import Communicator
 
 __all__ = ["MpiMailbox", "Question"]
 
@@ -47,7 +44,7 @@ class MpiMailbox:
         ranks: the global ranks of other hosts.
     """
 
-    def __init__(self, communicator: "Communicator", ranks: Collection[int]) -> None:
+    def __init__(self, communicator: GroupCommunicator, ranks: Collection[int]) -> None:
         self._ranks = frozenset(ranks)
         self._communicator = communicator
         self._number = 0

@@ -4,7 +4,6 @@ import contextlib
 import os
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,9 +20,6 @@ from mpisgd.rma.memory import WindowMemory
 from mpisgd.rma.patience import wait_patiently
 from mpisgd.rma.remote_memory import open_remote_memory
 from mpisgd.rma.shared_memory import open_shared_memory
-
-if TYPE_CHECKING:
-    from mpisgd.transport.mpi import Communicator
 
 __all__ = ["Window"]
 
@@ -84,7 +80,7 @@ class Window:
 
     def _open(self, given: Tensor) -> None:
         """Make the memory and fill this rank's. Collective, in the queue."""
-        communicator: Communicator = self.group.queue.communicator
+        communicator = self.group.queue.communicator
         self.shapes = tuple(communicator.all_gather_object(tuple(given.shape)))
         self._numels = [torch.Size(shape).numel() for shape in self.shapes]
         if self.group.shared_memory is not None or self.group.size == 1:

@@ -1,12 +1,10 @@
 """`Members`: the ranks of a group, as a transport between them is opened."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from mpisgd.core.interfaces import GroupCommunicator
 from mpisgd.core.topology import Topology
-
-if TYPE_CHECKING:
-    from mpisgd.transport.mpi import Communicator
 
 __all__ = ["Members"]
 
@@ -23,7 +21,7 @@ class Members(NamedTuple):
         timeout_s: how long to wait for the other ranks in the middle of an operation.
     """
 
-    communicator: "Communicator"
+    communicator: GroupCommunicator
     topology: Topology
     best_num_leaders: Callable[[int, bool], int]
     name: str

@@ -8,18 +8,16 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from mpisgd import tracing
 from mpisgd.collectives.dispatch import transport_for
 from mpisgd.core.group import Group
+from mpisgd.core.interfaces import GroupCommunicator
 from mpisgd.horovod.engine.entry import Entry
 from mpisgd.horovod.engine.request import Request
 from mpisgd.horovod.engine.request_table import Decision
 from mpisgd.timeline.session import close_timeline, open_timeline
-
-if TYPE_CHECKING:
-    from mpisgd.transport.mpi import Communicator
 
 __all__ = [
     "STOP",
@@ -50,7 +48,7 @@ def request_of_environment(env: Mapping[str, str] = os.environ) -> Request | Non
     return start_request(path, env.get("HOROVOD_TIMELINE_MARK_CYCLES", "0") not in ("", "0"))
 
 
-def change_timeline(request: Request, communicator: "Communicator") -> None:
+def change_timeline(request: Request, communicator: GroupCommunicator) -> None:
     """Start or stop the timeline. Collective over `communicator`, which is over all ranks."""
     if request == STOP:
         close_timeline()

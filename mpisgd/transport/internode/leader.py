@@ -1,15 +1,11 @@
 """`Leader`: a rank that exchanges messages for its host with those of the same local rank on the others."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from mpisgd.core.interfaces import Request
+from mpisgd.core.interfaces import GroupCommunicator, Request
 from mpisgd.transport.messages.link import frames
-
-if TYPE_CHECKING:
-    from mpisgd.transport.mpi import Communicator
 
 __all__ = ["Leader"]
 
@@ -26,7 +22,7 @@ class Leader:
         others: every other host's number and rank; each leader begins with another one.
     """
 
-    def __init__(self, communicator: "Communicator", ranks: Sequence[int], host: int) -> None:
+    def __init__(self, communicator: GroupCommunicator, ranks: Sequence[int], host: int) -> None:
         self.communicator = communicator
         self.ranks = ranks
         self.host = host

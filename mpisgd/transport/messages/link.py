@@ -1,17 +1,13 @@
 """What an algorithm sees of a communicator: exchanges of contiguous memory with a timeout."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from mpisgd.core.interfaces import Request
+from mpisgd.core.interfaces import GroupCommunicator, Request
 from mpisgd.core.waiting import Backoff
 from mpisgd.errors import CollectiveTimeout
-
-if TYPE_CHECKING:
-    from mpisgd.transport.mpi import Communicator
 
 __all__ = ["Link", "Parts", "Transfer", "even_ranges", "frames"]
 
@@ -32,7 +28,7 @@ class Link:
         size: number of ranks.
     """
 
-    def __init__(self, communicator: "Communicator", name: str, timeout_s: float) -> None:
+    def __init__(self, communicator: GroupCommunicator, name: str, timeout_s: float) -> None:
         self.rank = communicator.rank
         self.size = communicator.size
         self._communicator = communicator

@@ -11,14 +11,14 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mpisgd import tracing
 from mpisgd.core import wait_registry
-from mpisgd.core.interfaces import Request
+from mpisgd.core.interfaces import GroupCommunicator, Request
 from mpisgd.core.service_thread import ServiceThread
 from mpisgd.core.wait_registry import Message, WaitReason
 from mpisgd.core.waiting import Backoff, add_pending_message, pause_s, remove_pending_message
@@ -30,9 +30,6 @@ from mpisgd.errors import (
     MpisgdError,
     NotInitialized,
 )
-
-if TYPE_CHECKING:
-    from mpisgd.transport.mpi import Communicator
 
 __all__ = ["MessageWork", "PointToPoint"]
 
@@ -54,7 +51,7 @@ class PointToPoint:
         group: name and global ranks of the group, for reports of what this rank waits for.
     """
 
-    def __init__(self, communicator: "Communicator", *, timeout_s: float, threads_allowed: bool) -> None:
+    def __init__(self, communicator: GroupCommunicator, *, timeout_s: float, threads_allowed: bool) -> None:
         self.communicator = communicator
         self.num_ended = 0
         self.group: tuple[str, Sequence[int]] = ("", range(communicator.size))

@@ -10,12 +10,12 @@ from mpi4py import MPI
 from torch import Tensor
 
 from mpisgd import tracing
-from mpisgd.core.interfaces import Request
+from mpisgd.core.interfaces import GroupCommunicator, Request
 from mpisgd.errors import MpisgdError
 from mpisgd.transport.mpi.calls import mpi_call
 from mpisgd.transport.mpi.datatypes import address, native, pieces, spec
 
-__all__ = ["Communicator", "free_abandoned", "revoke_all"]
+__all__ = ["Communicator", "as_mpi", "free_abandoned", "revoke_all"]
 
 _communicators: "weakref.WeakSet[Communicator]" = weakref.WeakSet()
 # Requests that were abandoned, with their memory, which MPI may write to even when the communicator is freed.
@@ -344,6 +344,12 @@ class Communicator:
     def scatter_object(self, objs: Sequence[Any] | None, root: int) -> Any:
         """Return this rank's entry of root's list."""
         return self.comm.scatter(objs, root)
+
+
+def as_mpi(communicator: GroupCommunicator) -> Communicator:
+    """Return a communicator as the one of MPI that it is, for what only MPI has."""
+    assert isinstance(communicator, Communicator), f"{communicator!r} is no communicator of MPI"
+    return communicator
 
 
 def _global_ranks(comm: MPI.Intracomm, parent: Communicator | None) -> tuple[int, ...]:

@@ -6,13 +6,14 @@ before.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mpisgd.core.host_transport import HostTransport, Steps
 from mpisgd.core.host_transport import Region as AnyRegion
+from mpisgd.core.interfaces import GroupCommunicator
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import CollectiveTimeout
 from mpisgd.transport.ipc.control_block import CONTROL_BYTES, ControlBlock
@@ -22,9 +23,6 @@ from mpisgd.transport.shm import data_movement, reduction
 from mpisgd.transport.shm.region import Region, combine_chunks
 from mpisgd.transport.shm.staging_memory import StagingMemory
 from mpisgd.transport.staging_layout import BUFFER_BYTES
-
-if TYPE_CHECKING:
-    from mpisgd.transport.mpi import Communicator
 
 __all__ = ["ShmTransport", "open_host_memory"]
 
@@ -52,7 +50,7 @@ class ShmTransport(StagingMemory, HostTransport):
     shares_memory = True
 
     def __init__(
-        self, communicator: "Communicator", segment: Segment, *, name: str, timeout_s: float
+        self, communicator: GroupCommunicator, segment: Segment, *, name: str, timeout_s: float
     ) -> None:
         shares = [segment.share(rank)[CONTROL_BYTES:] for rank in range(communicator.size)]
         super().__init__(
