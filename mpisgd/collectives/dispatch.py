@@ -27,7 +27,6 @@ from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.core.work import Work
 from mpisgd.dtypes import ReduceOp, dtype_name
-from mpisgd.job.lifecycle import current_job
 from mpisgd.transport.cma.transport import CmaTransport
 from mpisgd.transport.device.backend import DeviceBackend
 from mpisgd.transport.device.transport import DeviceTransport, device_transport
@@ -258,7 +257,7 @@ def device_backend(
 
 
 def _device_transport(group: Group, operation: Operation, tensor: Tensor) -> DeviceTransport:
-    return device_transport(group, tensor, operation, current_job().gpu)
+    return device_transport(group, tensor, operation, group.job.gpu)
 
 
 def run_in_queue(

@@ -4,10 +4,10 @@ A group hands its transports on as they are, and whoever uses them (the collecti
 their own types, so what core does not use itself is typed `Any`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-__all__ = ["Communicator", "DigestExchange"]
+__all__ = ["Communicator", "DigestExchange", "Job"]
 
 
 class Communicator(Protocol):
@@ -59,3 +59,31 @@ class DigestExchange(Protocol):
 
     def missing(self) -> str:
         """Describe the ranks that this rank waits for, while it is not over."""
+
+
+class Job(Protocol):
+    """What is asked of a group's job; `mpisgd.job.world.Job` is the real one, which explains it."""
+
+    timeout_s: float
+    threads_allowed: bool
+    gpu: str
+    at_end: list[Callable[[], None]]
+
+    @property
+    def world(self) -> Any:
+        """The group of all ranks."""
+
+    @property
+    def monitor(self) -> Any:
+        """Tells what the other ranks are doing; None where the ranks are threads of one process."""
+
+    @property
+    def groups(self) -> list[Any]:
+        """The groups that this rank knows of and has not closed."""
+
+    @property
+    def names(self) -> Iterator[int]:
+        """Numbers of the groups without a name."""
+
+    def add(self, group: Any) -> None:
+        """Add a group."""
