@@ -30,7 +30,6 @@ from mpisgd.core.host_transport import HostTransport, Steps
 from mpisgd.core.interfaces import GroupCommunicator
 from mpisgd.core.work import Work
 from mpisgd.dtypes import ReduceOp, dtype_name
-from mpisgd.job.lifecycle import current_job
 from mpisgd.transport.device.backend import DeviceBackend
 from mpisgd.transport.device.transport import DeviceTransport, device_transport
 from mpisgd.transport.messages.link import Link
@@ -274,7 +273,7 @@ def device_backend(
 
 
 def _device_transport(group: Group, operation: Operation, tensor: Tensor) -> DeviceTransport:
-    return device_transport(group, tensor, operation, current_job().gpu)
+    return device_transport(group, tensor, operation, group.job.gpu)
 
 
 def run_in_queue(

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from mpisgd import config
 from mpisgd.arguments import as_index, shown
 from mpisgd.core.host_transport import HostMemory, HostTransport
+from mpisgd.core.interfaces import Job
 from mpisgd.core.operation_queue import OperationQueue
 from mpisgd.core.topology import Topology
 from mpisgd.errors import InvalidRank, MpisgdError, NotInGroup, NotInitialized, PeerLost
@@ -54,6 +55,7 @@ class Group:
         ranks: the members' global ranks; place i holds group rank i.
         rank: this process within the group, -1 when it is no member.
         size: number of members.
+        job: that it is in; set by `Job.add`.
         ordinal: among the groups of the same ranks, counted as they are made; the same on all members.
         costs: predicts which algorithm is fastest among these ranks, a `mpisgd.tuning.CostModel`.
         device: the transport of tensors on a GPU; None before there were any.
@@ -69,6 +71,7 @@ class Group:
         self.name = name
         self.ranks = tuple(ranks)
         self.size = len(self.ranks)
+        self.job: Job
         self.ordinal = 0
         self.rank = -1 if resources is None else resources.topology.rank
         self.pid = os.getpid()

@@ -23,6 +23,7 @@ from mpisgd.core.callbacks import Callbacks
 from mpisgd.core.consistency import ConsistencyCheck, ConsistencyChecker, Operation
 from mpisgd.core.interfaces import DigestExchange, GroupCommunicator
 from mpisgd.core.owner import current_owner, owned_by
+from mpisgd.core.scheduling import wait_for_condition
 from mpisgd.core.service_thread import ServiceThread
 from mpisgd.core.waiting import Backoff
 from mpisgd.core.work import QueuedWork, Work
@@ -373,7 +374,9 @@ class OperationQueue:
     def _serve(self) -> bool:
         """One round of the thread: sleep until something is queued, run it."""
         with self._changed:
-            self._changed.wait_for(lambda: self._busy is None and (self._queue or self._closing))
+            wait_for_condition(
+                self._changed, lambda: self._busy is None and bool(self._queue or self._closing)
+            )
             if not self._queue:
                 self._thread = None  # under the lock: what is submitted from now on starts another thread
                 return False
@@ -436,5 +439,5 @@ class OperationQueue:
                 self._changed.notify_all()
             if thread is None:
                 return
-            thread.join(JOIN_S)
+            thread.join_from_others(JOIN_S)
             self.callbacks.check()

@@ -121,7 +121,7 @@ def join() -> None:
             if not _signal(lambda word, src: survivors.irecv(word, src, COME), survivors):
                 raise PeerLost("the others have gone on")
         with within(alone.timeout_s, "its joining of the job"):
-            jobs.begin(survivors.merge(behind=True), None, alone.timeout_s, alone.gpu)
+            job = jobs.begin(survivors.merge(behind=True), None, alone.timeout_s, alone.gpu)
     except MpisgdError:
         print(
             "mpisgd: elastic: a new rank ends: the others have gone on without it, or are gone (from its "
@@ -131,4 +131,4 @@ def join() -> None:
         )
         exit_after_loss()
         raise SystemExit(0) from None  # no failure of the job
-    jobs.current_job().lost_ranks = True
+    job.lost_ranks = True

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from random import Random
 
 from mpisgd.core import wait_registry
+from mpisgd.core.inheriting_thread import InheritingThread
 from mpisgd.core.interfaces import GroupCommunicator, Request
 from mpisgd.core.wait_registry import WaitReason
 from mpisgd.core.waiting import Backoff
@@ -60,7 +61,7 @@ class PairwiseAveraging:
         rank = communicator.rank
         role = _Asking if roles.asks[rank] else _Answering
         self._role = role(self, communicator, roles.partners[rank])
-        self._thread = threading.Thread(target=self._run, name="mpisgd gossip", daemon=True)
+        self._thread = InheritingThread(target=self._run, name="mpisgd gossip", daemon=True)
         self._thread.start()
 
     def want_exchange(self) -> None:

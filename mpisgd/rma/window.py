@@ -15,7 +15,7 @@ from mpisgd.core.group import Group
 from mpisgd.core.wait_registry import WaitReason
 from mpisgd.dtypes import ReduceOp, check_op, dtype_name
 from mpisgd.errors import CollectiveTimeout, InvalidArgument, ShapeMismatch, UnsupportedOp, UnsupportedTensor
-from mpisgd.job.lifecycle import current_job, group_or_world
+from mpisgd.job.lifecycle import group_or_world
 from mpisgd.rma.memory import WindowMemory
 from mpisgd.rma.patience import wait_patiently
 from mpisgd.rma.remote_memory import open_remote_memory
@@ -330,4 +330,4 @@ def _free_at_shutdown(window: Window) -> None:
             found._memory.free()
             found._memory = None
 
-    current_job().at_end.append(free)
+    window.group.job.at_end.append(free)

@@ -13,7 +13,6 @@ from typing import NamedTuple
 from mpisgd import tracing
 from mpisgd.collectives.dispatch import transport_for
 from mpisgd.core.group import Group
-from mpisgd.core.interfaces import GroupCommunicator
 from mpisgd.horovod.engine.entry import Entry
 from mpisgd.horovod.engine.request import Request
 from mpisgd.horovod.engine.request_table import Decision
@@ -48,12 +47,12 @@ def request_of_environment(env: Mapping[str, str] = os.environ) -> Request | Non
     return start_request(path, env.get("HOROVOD_TIMELINE_MARK_CYCLES", "0") not in ("", "0"))
 
 
-def change_timeline(request: Request, communicator: GroupCommunicator) -> None:
-    """Start or stop the timeline. Collective over `communicator`, which is over all ranks."""
+def change_timeline(request: Request, group: Group) -> None:
+    """Start or stop the timeline. Collective over `group`, which is of all ranks."""
     if request == STOP:
         close_timeline()
     else:
-        open_timeline(request.op, communicator, mark_cycles=request.root == 1)
+        open_timeline(request.op, group, mark_cycles=request.root == 1)
 
 
 class EngineTimeline:

@@ -30,7 +30,6 @@ from mpisgd.gossip.bipartite import roles_of
 from mpisgd.gossip.flat_copy import FlatCopy
 from mpisgd.gossip.graph import Graph
 from mpisgd.gossip.pairwise_averaging import PairwiseAveraging
-from mpisgd.job.lifecycle import current_job
 from mpisgd.strategies.gossip.synchronous import NAME, Mixer
 from mpisgd.strategies.training import Training
 
@@ -88,8 +87,7 @@ class Asynchronous(Mixer):
         self._seen.copy_(start)
         averaging = PairwiseAveraging(made[0], roles_of(self._graph, group.size), start)
         self._finish: Callable[[], None] = partial(averaging.finish, group.queue.consistency.timeout_s)
-        self._at_end = current_job().at_end
-        self._at_end.append(self._finish)
+        group.job.at_end.append(self._finish)
         self._averaging = averaging
 
     def _covered(self) -> list[Tensor]:
@@ -103,7 +101,7 @@ class Asynchronous(Mixer):
         replaced, self._replaced = self._replaced, False
         if averaging is None:
             return
-        self._at_end.remove(self._finish)
+        self._group.job.at_end.remove(self._finish)
         if _is_lost(self._group):
             averaging.abandon()
         else:

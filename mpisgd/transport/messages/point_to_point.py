@@ -19,6 +19,7 @@ from torch import Tensor
 from mpisgd import tracing
 from mpisgd.core import wait_registry
 from mpisgd.core.interfaces import GroupCommunicator, Request
+from mpisgd.core.scheduling import now_s, sleep
 from mpisgd.core.service_thread import ServiceThread
 from mpisgd.core.wait_registry import Message, WaitReason
 from mpisgd.core.waiting import Backoff, add_pending_message, pause_s, remove_pending_message
@@ -131,7 +132,7 @@ class PointToPoint:
             raise MpiFailed("the future of a message needs an MPI that runs at thread level MULTIPLE")
         with self._lock:
             self._watched.add(work)
-            self._progress_s = time.monotonic()
+            self._progress_s = now_s()
             if not self._is_watching:
                 self._is_watching = True
                 self._thread = ServiceThread("mpisgd messages", self._poll_watched)
@@ -149,9 +150,9 @@ class PointToPoint:
             self._watched -= ended
             self._is_watching = goes_on = bool(self._watched)
         if ended:
-            self._progress_s = time.monotonic()
+            self._progress_s = now_s()
         elif goes_on:
-            time.sleep(pause_s(time.monotonic() - self._progress_s))
+            sleep(pause_s(now_s() - self._progress_s))
         return goes_on
 
     @property

@@ -49,6 +49,7 @@ def emulated(job) -> dict[str, Group]:
         found[name] = make_group(
             name, range(mpisgd.size()), communicator, timeout_s=30, threads_allowed=True, topology=where
         )
+        found[name].job = world().job
     yield found
     for group in found.values():
         group.queue.drain()
