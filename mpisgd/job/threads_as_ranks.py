@@ -124,7 +124,7 @@ class _Run(Generic[T]):
         return make_group(
             "world",
             range(communicator.size),
-            communicator.duplicate(),  # type: ignore[arg-type]
+            communicator.duplicate(),
             timeout_s=self._timeout_s,
             threads_allowed=True,
         )
