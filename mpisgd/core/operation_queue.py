@@ -21,7 +21,7 @@ from mpisgd.call_site import call_site
 from mpisgd.core import wait_registry
 from mpisgd.core.callbacks import Callbacks
 from mpisgd.core.consistency import ConsistencyCheck, ConsistencyChecker, Operation
-from mpisgd.core.interfaces import Communicator, DigestExchange
+from mpisgd.core.interfaces import DigestExchange, GroupCommunicator
 from mpisgd.core.owner import current_owner, owned_by
 from mpisgd.core.scheduling import wait_for_condition
 from mpisgd.core.service_thread import ServiceThread
@@ -107,7 +107,7 @@ class OperationQueue:
         on_failure: called when an operation fails on this rank that others may still come to.
 
     Attributes:
-        communicator: the communicator; the transports and the collectives know its own type.
+        communicator: the communicator.
         broken: why the queue cannot be used any more.
         running: the operation that runs now, None in between.
         on_mismatch: called on every rank when they have found out that they disagree.
@@ -120,7 +120,7 @@ class OperationQueue:
 
     def __init__(
         self,
-        communicator: Communicator,
+        communicator: GroupCommunicator,
         digest_exchange: DigestExchange,
         *,
         name: str,
@@ -129,7 +129,7 @@ class OperationQueue:
         ranks: tuple[int, ...] = (),
         on_failure: Callable[[], None] = lambda: None,
     ) -> None:
-        self.communicator: Any = communicator
+        self.communicator = communicator
         self.name = name
         self.track = tracing.Track(f"group {name}", ranks)
         self.consistency = consistency = ConsistencyChecker(

@@ -8,7 +8,9 @@ hands over at each of these places, and time is what it says.
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
+
+import torch
 
 __all__ = [
     "Scheduler",
@@ -79,6 +81,13 @@ def join(thread: threading.Thread, limit_s: float | None) -> None:
 def wait_for_event(event: threading.Event, limit_s: float) -> bool:
     """Wait until an event is set, or for so long; return whether it is."""
     return event.wait(limit_s) if (own := scheduler()) is None else own.wait(event.is_set, limit_s)
+
+
+def wait_for_future(future: "torch.futures.Future[Any]") -> Any:
+    """Wait for a future; return what it holds, or raise it."""
+    if (own := scheduler()) is not None:
+        own.wait(future.done, float("inf"))
+    return future.wait()
 
 
 def wait_for_condition(condition: threading.Condition, holds: Callable[[], bool]) -> None:

@@ -2,14 +2,13 @@
 
 import zlib
 from collections.abc import Iterable, Sequence, Set
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from mpisgd.arguments import as_index, check_text, shown
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
-from mpisgd.core.interfaces import Job
+from mpisgd.core.interfaces import GroupCommunicator, Job
 from mpisgd.core.wait_registry import WaitReason, waiting_for
 from mpisgd.core.waiting import Backoff
 from mpisgd.errors import CollectiveMismatch, CollectiveTimeout, InvalidRank
@@ -17,9 +16,6 @@ from mpisgd.job.group_factory import make_group
 from mpisgd.job.lifecycle import current_job
 from mpisgd.job.quiesce import end_operations
 from mpisgd.transport.messages.dissemination import Dissemination
-
-if TYPE_CHECKING:
-    from mpisgd.transport.mpi import Communicator
 
 __all__ = ["close_group", "new_group", "open_group", "open_host_group", "open_leader_group"]
 
@@ -45,7 +41,7 @@ def new_group(ranks: Sequence[int] | None = None, *, name: str | None = None) ->
     members = _check_members(range(job.world.size) if ranks is None else ranks, job.world.size)
     if name is not None:
         check_text("new_group", "name", name)
-    made: list[Communicator | None] = []
+    made: list[GroupCommunicator | None] = []
     operation = Operation("new_group", extra=f"ranks={members}" + (f", name={name!r}" if name else ""))
     job.world.queue.run(operation, lambda: made.append(job.world.queue.communicator.subset(members)))
     group = make_group(
@@ -116,7 +112,7 @@ def open_leader_group(group: Group) -> Group | None:
 
 
 def _wait_for_members(
-    communicator: "Communicator", members: Sequence[int], name: str, timeout_s: float
+    communicator: GroupCommunicator, members: Sequence[int], name: str, timeout_s: float
 ) -> None:
     """Return when all members are about to make the group: a wait for them inside MPI has no timeout."""
     ordered = sorted(members)

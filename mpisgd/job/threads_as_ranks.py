@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from mpisgd.core import scheduling
+from mpisgd.core import scheduling, waiting
 from mpisgd.core.group import Group
 from mpisgd.errors import InvalidArgument, MpisgdError
 from mpisgd.job.group_factory import make_group
@@ -89,6 +89,8 @@ class _Run(Generic[T]):
         """Run it."""
         scheduler, size = self._network.scheduler, len(self._network.hosts)
         scheduling.install(scheduler)
+        before = waiting.is_oversubscribed()
+        waiting.set_oversubscribed(False)  # else waits sleep, and only who wakes looks after messages
         try:
             for rank in range(size):
                 thread = threading.Thread(target=self._be, args=(rank,), name=f"rank {rank}", daemon=True)
@@ -99,6 +101,7 @@ class _Run(Generic[T]):
                 )
         finally:
             scheduling.install(None)
+            waiting.set_oversubscribed(before)
         if self._errors:
             rank = next(iter(self._errors))
             raise RankFailed(rank, self._errors, self._seed) from self._errors[rank]
@@ -121,7 +124,7 @@ class _Run(Generic[T]):
         return make_group(
             "world",
             range(communicator.size),
-            communicator.duplicate(),  # type: ignore[arg-type]
+            communicator.duplicate(),
             timeout_s=self._timeout_s,
             threads_allowed=True,
         )

@@ -1,12 +1,12 @@
 """The recording session: start and end of a timeline on all ranks."""
 
 import atexit
-from typing import TYPE_CHECKING
 
 from mpisgd import tracing
 from mpisgd.arguments import check_text, shown
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
+from mpisgd.core.interfaces import GroupCommunicator
 from mpisgd.errors import InvalidArgument
 from mpisgd.job.lifecycle import world
 from mpisgd.timeline.clock import align
@@ -14,16 +14,13 @@ from mpisgd.timeline.files import Names, names_for
 from mpisgd.timeline.recorder import Recorder
 from mpisgd.timeline.transfer import send_part, write_whole
 
-if TYPE_CHECKING:
-    from mpisgd.transport.mpi import Communicator
-
 __all__ = ["abandon_timeline", "close_timeline", "open_timeline", "start_timeline", "stop_timeline"]
 
 
 class Session:
     """A timeline that all ranks are recording."""
 
-    def __init__(self, path: str, communicator: "Communicator", mark_cycles: bool) -> None:
+    def __init__(self, path: str, communicator: GroupCommunicator, mark_cycles: bool) -> None:
         self.path = path
         self.mark_cycles = mark_cycles
         self.communicator = communicator

@@ -108,7 +108,7 @@ class Engine(Cycles):
     def spans_hosts(self, set_id: int) -> bool:
         """Return whether the members of a process set that this rank is in are on several hosts."""
         group = self.process_sets.groups.get(set_id)
-        return group is not None and group.internode is not None
+        return group is not None and group.spans_hosts
 
     def awaited(self, set_id: int, prefix: str) -> list[Request]:
         """Return what other members have submitted, and this rank has not, under names with this prefix."""

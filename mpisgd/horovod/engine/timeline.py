@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mpisgd import tracing
+from mpisgd.collectives.dispatch import transport_for
 from mpisgd.core.group import Group
 from mpisgd.horovod.engine.entry import Entry
 from mpisgd.horovod.engine.request import Request
@@ -164,6 +165,5 @@ class BatchTimeline:
 
 
 def _transport_of(group: Group) -> str:
-    if group.shm is not None:
-        return "node"
-    return "mpi" if group.internode is None else "hierarchical"
+    transport = transport_for(group, "all_reduce", None, 0)
+    return "mpi" if transport is None else transport.name

@@ -18,12 +18,13 @@ Source: Lian and others 2018, "Asynchronous decentralized parallel stochastic gr
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
+from mpisgd.core.interfaces import GroupCommunicator
 from mpisgd.errors import InvalidArgument, MpisgdError
 from mpisgd.gossip.bipartite import roles_of
 from mpisgd.gossip.flat_copy import FlatCopy
@@ -31,9 +32,6 @@ from mpisgd.gossip.graph import Graph
 from mpisgd.gossip.pairwise_averaging import PairwiseAveraging
 from mpisgd.strategies.gossip.synchronous import NAME, Mixer
 from mpisgd.strategies.training import Training
-
-if TYPE_CHECKING:
-    from mpisgd.transport.mpi import Communicator
 
 __all__ = ["Asynchronous"]
 
@@ -78,7 +76,7 @@ class Asynchronous(Mixer):
         group = self.training.group
         if group.size == 1:
             return
-        made: list[Communicator] = []
+        made: list[GroupCommunicator] = []
         operation = Operation("gossip", extra="start of the exchanges")
         group.queue.run(operation, lambda: made.append(group.queue.communicator.duplicate()))
         self._group, self._keys = group, list(self.replica())

@@ -124,16 +124,18 @@ class LoopbackCommunicator:
         """Start receiving into `tensor` from `src`, None for whoever sends first."""
         return self._context.receive(self.rank, src, tag, Memory.of(tensor))
 
-    def poll(self, requests: Sequence[Request]) -> bool:
+    def poll(self, requests: Sequence[Any]) -> bool:
         """Return whether all of `requests` are complete."""
+        self.progress()
         over = [request.test() for request in requests]  # each moves along
         return all(over)
 
-    def poll_one(self, request: Request) -> tuple[int, int] | None:
+    def poll_one(self, request: Any) -> tuple[int, int] | None:
         """Return (source rank, bytes received) once `request` is complete, None before."""
+        self.progress()
         return (request.source, request.nbytes) if request.test() else None
 
-    def cancel(self, request: Request, memory: object) -> None:
+    def cancel(self, request: Any, memory: object) -> None:
         """Cancel a receive."""
         self._context.cancel(self.rank, request)
 
@@ -145,7 +147,7 @@ class LoopbackCommunicator:
             _Prepared(lambda: self._context.send(self.rank, dst, tag, sent)),
         ]
 
-    def start(self, requests: "list[_Prepared]") -> None:
+    def start(self, requests: list[Any]) -> None:
         """Start a prepared exchange."""
         for request in requests:
             request.start()
@@ -157,7 +159,8 @@ class LoopbackCommunicator:
         """Abandon requests: what they receive still comes."""
 
     def progress(self) -> None:
-        """Let messages make progress; they do so by themselves."""
+        """Receive what has arrived, on any communicator."""
+        self._network.progress(self.global_ranks[self.rank])
 
     def probe(self, tag: int | None = None) -> tuple[int, int, int] | None:
         """Return (source rank, tag, bytes) of a message that waits to be received, None if there is none."""

@@ -6,6 +6,7 @@ only when it is received: both are allowed to MPI, and a program may rely on nei
 """
 
 import ctypes
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -129,6 +130,7 @@ class Context:
     def __init__(self, network: "Network", ranks: Sequence[int]) -> None:
         self.network = network
         self.ranks = tuple(ranks)
+        network.contexts.add(self)
         self.meetings: list[Meeting] = []
         self._apart: dict[Any, Meeting] = {}
         self._sent: dict[int, list[_Message]] = {rank: [] for rank in range(len(ranks))}
@@ -165,7 +167,7 @@ class Context:
         """Start receiving; `src` None: from whoever sends first."""
 
         def is_over() -> bool:
-            self._match(dst)
+            self.match(dst)
             return request.is_done
 
         request = Request(is_over)
@@ -174,7 +176,7 @@ class Context:
 
     def cancel(self, dst: int, request: Request) -> bool:
         """Receive nothing by this request any more; return whether nothing has come yet."""
-        self._match(dst)
+        self.match(dst)
         left = [receive for receive in self._receives[dst] if receive.request is not request]
         self._receives[dst] = left
         cancelled, request.is_done = not request.is_done, True
@@ -182,7 +184,7 @@ class Context:
 
     def waiting(self, dst: int, tag: int | None) -> _Message | None:
         """Return a message that has arrived and that nobody receives."""
-        self._match(dst)
+        self.match(dst)
         return next((m for m in self._arrived(dst) if tag is None or m.tag == tag), None)
 
     def _arrived(self, dst: int) -> list[_Message]:
@@ -190,7 +192,7 @@ class Context:
         here = [m for m in self._sent[dst] if m.arrives_s <= self.network.scheduler.now_s()]
         return sorted(here, key=lambda message: message.arrives_s)
 
-    def _match(self, dst: int) -> None:
+    def match(self, dst: int) -> None:
         """Give what has arrived to the receives that wait for it, the first to the first."""
         arrived = self._arrived(dst)
         for receive in list(self._receives[dst]) if arrived else ():
@@ -227,8 +229,15 @@ class Network:
     def __init__(self, scheduler: SeededScheduler, hosts: Sequence[int], timeout_s: float) -> None:
         self.scheduler = scheduler
         self.hosts = tuple(hosts)
+        self.contexts: weakref.WeakSet[Context] = weakref.WeakSet()
         self.world = Context(self, range(len(hosts)))
         self._timeout_s = timeout_s
+
+    def progress(self, rank: int) -> None:
+        """Receive what has arrived for a rank of the job, on any communicator; MPI does so in any call."""
+        for context in list(self.contexts):
+            if rank in context.ranks:
+                context.match(context.ranks.index(rank))
 
     def wait(self, ready: Callable[[], bool], what: str) -> None:
         """Wait as a blocking call of MPI does, which has no limit; here it has one.

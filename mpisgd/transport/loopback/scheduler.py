@@ -111,8 +111,9 @@ class SeededScheduler:
             try:
                 if not self._stopped:
                     run()
-            except Stopped:
-                pass
+            except BaseException:
+                if not self._stopped:  # what follows from the end tells nobody anything
+                    raise
             finally:
                 self._end(task)
 

@@ -11,13 +11,14 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mpisgd import tracing
 from mpisgd.core import wait_registry
+from mpisgd.core.interfaces import GroupCommunicator, Request
 from mpisgd.core.scheduling import now_s, sleep
 from mpisgd.core.service_thread import ServiceThread
 from mpisgd.core.wait_registry import Message, WaitReason
@@ -30,11 +31,6 @@ from mpisgd.errors import (
     MpisgdError,
     NotInitialized,
 )
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from mpisgd.transport.mpi import Communicator
 
 __all__ = ["MessageWork", "PointToPoint"]
 
@@ -56,7 +52,7 @@ class PointToPoint:
         group: name and global ranks of the group, for reports of what this rank waits for.
     """
 
-    def __init__(self, communicator: "Communicator", *, timeout_s: float, threads_allowed: bool) -> None:
+    def __init__(self, communicator: GroupCommunicator, *, timeout_s: float, threads_allowed: bool) -> None:
         self.communicator = communicator
         self.num_ended = 0
         self.group: tuple[str, Sequence[int]] = ("", range(communicator.size))
@@ -222,7 +218,7 @@ class MessageWork(CompletableWork):
         point_to_point: PointToPoint,
         name: str,
         message: Message,
-        request: "MPI.Request",
+        request: Request,
         memory: tuple[Tensor, Any],
         arrived: Callable[[int], None] | None,
     ) -> None:
