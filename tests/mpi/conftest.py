@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from ranks_as_threads import PerRank, as_size, run_on_threads
 from verdicts import shared_report
 
 from mpisgd import config as mpisgd_config
@@ -18,7 +19,25 @@ if TYPE_CHECKING:
     from mpisgd import Group
 
 TIMEOUT_S = 30.0
+NO_MPI = "need --with-mpi option to run"  # as pytest-mpi says
 GROUPS = ("world", "duplicate", "half", "reversed")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("mpisgd")
+    group.addoption("--threads", type=int, default=0, help="ranks that are threads of this process")
+    group.addoption("--threads-seed", type=int, default=0, help="of the schedules")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run the body of a test on every rank, where these are threads."""
+    if not (size := pyfuncitem.config.getoption("--threads")):
+        return None
+    given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    seed = pyfuncitem.config.getoption("--threads-seed")
+    run_on_threads(size, seed, pyfuncitem.nodeid, pyfuncitem.obj, given)
+    return True
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -31,13 +50,19 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["MPISGD_PROFILE"] = mpisgd_config.BUILT_IN_PROFILE
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    size = config.getoption("--threads")
     for item in items:
         if item.get_closest_marker("big") and "big" not in config.getoption("-m"):
             item.add_marker(pytest.mark.skip(reason="needs gigabytes; run by scripts/test --big"))
         if "tests/mpi" in item.path.as_posix() and not item.get_closest_marker("mpi"):
             item.add_marker("mpi")
+    yield
+    for item in items if size else ():
+        item.own_markers = [mark for mark in item.own_markers if mark.kwargs.get("reason") != NO_MPI]
+        if any(mark.kwargs.get("min_size", 0) > size for mark in item.iter_markers("mpi")):
+            item.add_marker(pytest.mark.skip(reason=f"for more ranks than {size}"))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -58,6 +83,10 @@ def first_optimizer() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def job(request: pytest.FixtureRequest) -> Iterator[None]:
     """The job's world, with a timeout that makes a hang a failure."""
+    if size := request.config.getoption("--threads"):
+        with as_size(size):
+            yield
+        return
     if not request.config.getoption("--with-mpi"):
         yield
         return
@@ -70,9 +99,8 @@ def job(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
 
 
-@pytest.fixture(scope="session")
-def groups(job: None) -> dict[str, Group]:
-    """The groups that a test body can run on; of the halves, the one this rank is in."""
+def make_groups() -> dict[str, Group]:
+    """Make the groups that a test body can run on; of the halves, the one this rank is in. Collective."""
     import mpisgd
     from mpisgd.job.lifecycle import world
 
@@ -86,7 +114,15 @@ def groups(job: None) -> dict[str, Group]:
     }
 
 
+@pytest.fixture(scope="session")
+def groups(job: None, request: pytest.FixtureRequest) -> dict[str, Group] | PerRank:
+    """The groups of `make_groups`."""
+    return PerRank(make_groups) if request.config.getoption("--threads") else make_groups()
+
+
 @pytest.fixture(params=GROUPS)
-def group(request: pytest.FixtureRequest, groups: dict[str, Group]) -> Group:
+def group(request: pytest.FixtureRequest, groups: dict[str, Group] | PerRank) -> Group | PerRank:
     """A group that this rank is in; every rank is in one of the kind."""
+    if isinstance(groups, PerRank):
+        return PerRank(lambda: make_groups()[request.param])
     return groups[request.param]

@@ -8,14 +8,19 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from ranks_as_threads import thread_referee
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-@lru_cache(maxsize=1)
-def referee() -> MPI.Intracomm:
+def referee() -> Any:
     """A communicator of the tests' own. It must not depend on what is being tested. Collective."""
+    return thread_referee() or _of_processes()
+
+
+@lru_cache(maxsize=1)
+def _of_processes() -> MPI.Intracomm:
     from mpi4py import MPI
 
     return MPI.COMM_WORLD.Dup()

@@ -34,7 +34,8 @@ class _Task:
 
     def __init__(self, thread: threading.Thread) -> None:
         self.thread = thread
-        self.baton = threading.Semaphore(0)
+        self.baton = threading.Lock()  # released by whoever hands it over; a semaphore of Python's is slower
+        self.baton.acquire()
         self.ready: Callable[[], bool] = _always
         self.deadline_s = FOREVER
         self.timed_out = False
