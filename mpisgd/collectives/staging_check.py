@@ -3,7 +3,8 @@
 Until then other ranks may still read the staging buffers of the operation before, and where the ranks
 disagree, all tensors must be as before. Two transports that break this give wrong sums once in a million
 operations, so with MPISGD_CHECK_STAGING=1 every operation is looked at. What a rank writes into another
-one's coming buffer is not found: its owner writes there at the same time.
+one's coming buffer is found where the ranks are threads of which one runs at a time
+(`mpisgd.job.threads_as_ranks`); elsewhere its owner writes there at the same time.
 """
 
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from mpisgd.accelerator.runtime import on_device
 from mpisgd.core.host_transport import HostTransport, Steps
+from mpisgd.core.scheduling import scheduler
 
 __all__ = ["run_first_part"]
 
@@ -31,12 +33,14 @@ def run_first_part(steps: Steps, transport: HostTransport, tensors: Sequence[Ten
     Cost: copies and compares `transport.guarded()`, some MiB for each rank of the host, and the tensors.
     """
     of_call = [tensor.detach() for tensor in tensors if not on_device(tensor)]
-    guarded = list(transport.guarded())
+    guarded = list(transport.guarded(alone=scheduler() is not None))
     before = [_bytes(tensor) for tensor in (*guarded, *of_call)]
     next(steps, None)
     for place, (tensor, then) in enumerate(zip((*guarded, *of_call), before, strict=True)):
         if not torch.equal(_bytes(tensor), then):
-            what = f"staging buffer {place}, in use" if place < len(guarded) else "a tensor of the call"
+            what = (
+                f"staging buffer {place} of those guarded" if place < len(guarded) else "a tensor of the call"
+            )
             raise AssertionError(
                 f"transport {transport.name!r} has written into {what}, before the ranks have agreed"
             )

@@ -226,8 +226,12 @@ class HostTransport(Protocol):
         """
         return  # not every transport has such ranks
 
-    def guarded(self) -> Sequence[Tensor]:
-        """Return what of its memory nobody may write before the ranks have agreed on an operation."""
+    def guarded(self, *, alone: bool = False) -> Sequence[Tensor]:
+        """Return what of its memory this rank may not write before the ranks have agreed on an operation.
+
+        Args:
+            alone: whether no other rank runs meanwhile, so that what the others may write counts, too.
+        """
         return ()
 
     def revoke(self) -> None:

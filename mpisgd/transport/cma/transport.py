@@ -113,9 +113,9 @@ class CmaTransport(HostTransport):
         """Let no other rank reach this one's memory any more."""
         self.access.revoke()
 
-    def guarded(self) -> Sequence[Tensor]:
+    def guarded(self, *, alone: bool = False) -> Sequence[Tensor]:
         """What is guarded of the shared memory."""
-        return self._shm.guarded()
+        return self._shm.guarded(alone=alone)
 
     def all_reduce(self, flat: Tensor, op: ReduceOp) -> Iterator[None]:
         """Combine contiguous `flat` [n], of the CPU and any reducible dtype, over the ranks, in place.

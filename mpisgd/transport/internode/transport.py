@@ -163,9 +163,9 @@ class InternodeTransport(HostTransport):
         """See `HostTransport`."""
         self._best_num_leaders = best
 
-    def guarded(self) -> Sequence[Tensor]:
+    def guarded(self, *, alone: bool = False) -> Sequence[Tensor]:
         """What is guarded of the shared memory of this host."""
-        return () if self.shm is None else self.shm.guarded()
+        return () if self.shm is None else self.shm.guarded(alone=alone)
 
     def close(self) -> None:
         """Free the communicator of this host. Collective."""

@@ -51,9 +51,11 @@ class StagingMemory:
         """Make the next buffers the current ones; once all ranks are known to do the same operation."""
         self._turn ^= 1
 
-    def guarded(self) -> Sequence[Tensor]:
+    def guarded(self, *, alone: bool = False) -> Sequence[Tensor]:
         """Return everyone's current buffers, from which others may still read; see `HostTransport`."""
-        return self._buffers[self._turn]
+        coming = self._buffers[self._turn ^ 1]
+        of_others = [*coming[: self.rank], *coming[self.rank + 1 :]] if alone else []
+        return [*self._buffers[self._turn], *of_others]
 
     def pieces(self, numel: int, dtype: torch.dtype, starts: tuple[int, ...] | None = None) -> list[Tensor]:
         """Return [numel] of everyone's current buffer, from the byte `starts[rank]`, or 0, on."""

@@ -30,7 +30,7 @@ class Staging(HostTransport):
     def digest_exchange(self) -> None:
         return None
 
-    def guarded(self) -> Sequence[Tensor]:
+    def guarded(self, *, alone: bool = False) -> Sequence[Tensor]:
         return [self.current]
 
 
@@ -52,7 +52,7 @@ def test_the_coming_half_may_be_written():
 
 def test_a_transport_that_writes_into_the_half_in_use_is_found():
     staging, flat = Staging(), torch.ones(4)
-    with pytest.raises(AssertionError, match="'test' has written into staging buffer 0, in use"):
+    with pytest.raises(AssertionError, match="'test' has written into staging buffer 0 of those"):
         run_first_part(steps(lambda: staging.current[1:2].fill_(3.0)), staging, [flat])
 
 
