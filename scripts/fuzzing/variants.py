@@ -1,0 +1,51 @@
+"""Other ways to say the same: what must not change the bits of a program, with or without a reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from fuzzing.program import Backward, Event, Program, Reload, ZeroGrad
+
+__all__ = ["ranks_agree", "variants"]
+
+APART = ("LocalSGD", "DiLoCo", "ElasticAveraging", "Gossip")
+
+
+def ranks_agree(program: Program) -> bool:
+    """Return whether all ranks have the same parameters after every event."""
+    strategies = [optimizer.option("strategy") for optimizer in program.optimizers]
+    return not any(name in strategy for strategy in strategies for name in APART)
+
+
+def variants(program: Program) -> Iterator[tuple[str, Program]]:
+    """Yield programs that must end with the same bits, each with a word for what was changed."""
+    yield "repeated", program
+    if any(isinstance(event, Reload) for event in program.events):
+        yield "not interrupted", replace(program, events=tuple(_without_reloads(program)))
+    renamed = [replace(o, names="other" if o.names == "model" else "model") for o in program.optimizers]
+    yield "renamed", replace(program, optimizers=tuple(renamed))
+    if (joined := _joined(program.events)) != program.events and program.exact:
+        yield "joined", replace(program, events=joined)
+
+
+def _without_reloads(program: Program) -> Iterator[Event]:
+    for event in program.events:
+        yield ZeroGrad() if isinstance(event, Reload) else event
+
+
+def _joined(events: tuple[Event, ...]) -> tuple[Event, ...]:
+    """Return the events with each pass inside `no_sync()` joined with the pass that follows it."""
+    done: list[Event] = []
+    for event in events:
+        before = done[-1] if done else None
+        if (
+            isinstance(event, Backward)
+            and isinstance(before, Backward)
+            and before.no_sync
+            and before.skipped == event.skipped
+        ):
+            done[-1] = replace(event, data=(*before.data, *event.data))
+        else:
+            done.append(event)
+    return tuple(done)
