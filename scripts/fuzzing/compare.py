@@ -1,7 +1,7 @@
 """What a rank has seen, and what is concluded from what all of them have.
 
-Each rank compares its run with the reference and with the variants of the program, and hands over an `Outcome`;
-`judge` needs those of all ranks.
+Each rank compares its run with the reference and with the variants of the program, and hands over an
+`Outcome`; `judge` needs those of all ranks.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from fuzzing.program import Program
 
 __all__ = ["Outcome", "Verdict", "judge", "observe"]
 
-# What another order of additions makes of some steps in float64: see "What makes a number honest" in DESIGN.md.
+# What another order of additions makes of some steps in float64: see "What makes a number honest" in
+# DESIGN.md.
 DRIFT = {"SGD": 1e-11, "Adagrad": 1e-7, "RMSprop": 1e-9}
 OTHER_DRIFT = 1e-9
 REFUSALS = ("InvalidArgument", "UnsupportedTensor", "UnsupportedOp")
+RAISED_BY_ALL = (*REFUSALS, "CollectiveMismatch", "NonFiniteGradients", "OutOfSync")
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,9 @@ class Verdict:
         return self.kind not in ("ok", "refused")
 
 
-def observe(program: Program, run: Run, reference: Run | None, variants: Sequence[tuple[str, Run]]) -> Outcome:
+def observe(
+    program: Program, run: Run, reference: Run | None, variants: Sequence[tuple[str, Run]]
+) -> Outcome:
     """Compare what this rank has with what it should have.
 
     Args:
@@ -101,7 +105,9 @@ def _state_off(mine: dict, right: dict, allowed: float) -> str:
         if mine[place].keys() != entries.keys():
             return f"which has {sorted(mine[place])} of parameter {place}, not {sorted(entries)}"
         for name, entry in entries.items():
-            value, other = (torch.as_tensor(x) if x is not None else torch.zeros(0) for x in (mine[place][name], entry))
+            value, other = (
+                torch.as_tensor(x) if x is not None else torch.zeros(0) for x in (mine[place][name], entry)
+            )
             if off := _off(value, other, allowed):
                 return f"{name} of parameter {place}, {off}"
     return ""
@@ -122,7 +128,8 @@ def _off(mine: Tensor, right: Tensor, allowed: float) -> str:
     if not bool(wrong.any()):
         return ""
     first = tuple(int(i) for i in wrong.nonzero()[0])
-    return f"is off by up to {float(distance.max()):.3g}: {float(mine[first])!r}, not {float(right[first])!r} at {first}"
+    values = f"{float(mine[first])!r}, not {float(right[first])!r} at {first}"
+    return f"is off by up to {float(distance.max()):.3g}: {values}"
 
 
 def _differing(run: Run, variants: Sequence[tuple[str, Run]]) -> str:
@@ -141,12 +148,13 @@ def last(run: Run) -> list[Tensor]:
     return run.params[max(run.params)]
 
 
-def judge(outcomes: Sequence[Outcome], *, ranks_agree: bool) -> Verdict:
+def judge(outcomes: Sequence[Outcome], *, ranks_agree: bool, may_be_refused: bool = True) -> Verdict:
     """Return what became of a program.
 
     Args:
         outcomes: of all ranks.
         ranks_agree: whether the method says that all ranks have the same bits.
+        may_be_refused: whether there is a reason to refuse it after the optimizers were made.
     """
     impossible = [o.reference_failure for o in outcomes if o.reference_failure]
     failures = [outcome.failure for outcome in outcomes]
@@ -154,10 +162,12 @@ def judge(outcomes: Sequence[Outcome], *, ranks_agree: bool) -> Verdict:
         return Verdict("refused", f"torch: {impossible[0].text}", is_healthy=len(set(failures)) == 1)
     alike = len({failure and (failure.event, failure.kind) for failure in failures}) == 1
     first = next((failure for failure in failures if failure), None)
-    if first and (not alike or first.kind not in REFUSALS):
+    is_allowed = first is not None and (first.event < 0 or may_be_refused)
+    if first and (not alike or first.kind not in REFUSALS or not is_allowed):
         texts = [f"rank {r}: {f.kind} at event {f.event}: {f.text}" for r, f in enumerate(failures) if f]
         kind = next((f.kind for f in failures if f and f.kind != "CollectiveTimeout"), first.kind)
-        return Verdict(f"error {kind}", "\n".join(texts), is_healthy=False)
+        is_healthy = alike and first.kind in RAISED_BY_ALL
+        return Verdict(f"error {kind}", "\n".join(texts), is_healthy)
     if ranks_agree and len({outcome.bits for outcome in outcomes}) > 1:
         return Verdict("bits", _first_apart(outcomes))
     for kind in ("wrong", "wrong_variant"):

@@ -1,7 +1,8 @@
 """What a program must not do, by the documentation of mpisgd or of torch: `violation` names it.
 
-A program that mpisgd refuses with an error on all ranks is no violation, but a refusal. These are the rules that
-nobody checks, or that only some ranks would notice. Those who draw and shrink programs keep to them.
+A program that mpisgd refuses with an error on all ranks is no violation, but a refusal. These are the
+rules that nobody checks, or that only some ranks would notice. Those who draw and shrink programs keep to
+them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from fuzzing.program import (
     ZeroGrad,
 )
 
-__all__ = ["violation"]
+__all__ = ["may_be_refused", "violation"]
 
 
 @dataclass
@@ -51,6 +52,8 @@ class _Walk:
     window: _Window = field(default_factory=_Window)
     is_clipped: bool = False  # since the last reset
     is_stepped: bool = False  # with clipped gradients
+    is_reduced: bool = False  # what there is, and not reset since; on some rank
+    adds: bool = False  # something was added to that
 
 
 def violation(program: Program) -> str:
@@ -62,11 +65,27 @@ def violation(program: Program) -> str:
             return f"every layer of optimizer {place} may be without a gradient"
         if any(layer >= len(program.layers) for layer in optimizer.layers):
             return "no such layer"
-    walk = _Walk(program, {layer for optimizer in program.optimizers for layer in optimizer.layers})
+    walk = _begin(program)
     for event in program.events:
         if broken := _after(walk, event):
             return f"{event}: {broken}"
     return ""
+
+
+def may_be_refused(program: Program) -> bool:
+    """Return whether mpisgd says that this program must not do what it does, in the middle of it.
+
+    Reduced gradients must not be added to where they are divided or sums, and then they can be reset by the
+    optimizer only, or to None.
+    """
+    walk = _begin(program)
+    for event in program.events:
+        _after(walk, event)
+    return walk.adds and _reduce_once(program)
+
+
+def _begin(program: Program) -> _Walk:
+    return _Walk(program, {layer for optimizer in program.optimizers for layer in optimizer.layers})
 
 
 def _anchors(program: Program, layers: tuple[int, ...]) -> list[int]:
@@ -85,6 +104,7 @@ def _anchors(program: Program, layers: tuple[int, ...]) -> list[int]:
 def _after(walk: _Walk, event: Event) -> str:
     """Note an event; return what is wrong with it."""
     window, program = walk.window, walk.program
+    _note_reductions(walk, event)
     passes = min(optimizer.passes for optimizer in program.optimizers)
     match event:
         case Backward():
@@ -92,7 +112,7 @@ def _after(walk: _Walk, event: Event) -> str:
                 return "no such rank"
             window.passes += not event.no_sync
             window.has_skips |= bool(event.skipped)
-            if window.has_skips and window.has_ended and _reduce_once(program):
+            if window.has_skips and window.has_ended:
                 return "gradients that were reduced on some ranks only are added to"
             ends_window = not event.no_sync and window.passes % passes == 0
             window.has_ended |= ends_window
@@ -104,6 +124,8 @@ def _after(walk: _Walk, event: Event) -> str:
         case FailedBackward():
             if window.has_skips:
                 return "a rank without a backward before one that fails"
+            if _sends_in_backward(program) and not _all_use_the_same(program):
+                return "the ranks have sent different gradients before it fails"
             walk.window, walk.is_clipped, walk.is_stepped = _Window(), False, False
         case ZeroGrad(by_model=False) | Reload():
             if window.has_skips and not window.is_settled:
@@ -139,13 +161,42 @@ def _after(walk: _Walk, event: Event) -> str:
     return ""
 
 
+def _note_reductions(walk: _Walk, event: Event) -> None:
+    """Note whether there are reduced gradients, and whether something is added to them."""
+    passes = min(optimizer.passes for optimizer in walk.program.optimizers)
+    match event:
+        case Backward():
+            walk.adds |= walk.is_reduced
+            walk.is_reduced |= not event.no_sync and (walk.window.passes + 1) % passes == 0
+        case FailedBackward():
+            walk.adds |= walk.is_reduced
+            walk.is_reduced = False
+        case Step() | Synchronize() | Clip():
+            walk.is_reduced = True
+        case ZeroGrad(by_model=True, set_to_none=False):
+            walk.adds |= walk.is_reduced
+        case ZeroGrad() | Reload():
+            walk.is_reduced = False
+
+
 def _passes_are_alike(program: Program) -> bool:
     return len({optimizer.passes for optimizer in program.optimizers}) == 1
+
+
+def _sends_in_backward(program: Program) -> bool:
+    options = [dict(optimizer.options) for optimizer in program.optimizers]
+    divides = any("stage=2" in each.get("strategy", "") for each in options)
+    return bool(program.ranks_per_host) or divides or any(each.get("overlap") == "True" for each in options)
+
+
+def _all_use_the_same(program: Program) -> bool:
+    return all(layer.used_by in ("all", "none") for layer in program.layers)
 
 
 def _reduce_once(program: Program) -> bool:
     """Return whether gradients may not be added to after they were reduced."""
     return any(
-        optimizer.sums or {"share_parameters", "strategy", "compression", "op"} & dict(optimizer.options).keys()
+        optimizer.sums
+        or {"share_parameters", "strategy", "compression", "op"} & dict(optimizer.options).keys()
         for optimizer in program.optimizers
     )

@@ -61,7 +61,11 @@ SMOOTH_OPTIMIZERS = (
     ("ASGD", {"lr": 0.01}),
 )
 SPARSE_OPTIMIZERS = (("SGD", {"lr": 0.25}), ("Adagrad", {"lr": 0.01}))
-SHARDED = ("mpisgd.Sharded(stage=1)", "mpisgd.Sharded(stage=2)", "mpisgd.Sharded(stage=1, overlap_forward=True)")
+SHARDED = (
+    "mpisgd.Sharded(stage=1)",
+    "mpisgd.Sharded(stage=2)",
+    "mpisgd.Sharded(stage=1, overlap_forward=True)",
+)
 LOCAL = (
     "mpisgd.LocalSGD(sync_every=1)",
     "mpisgd.LocalSGD(sync_every=2)",
@@ -220,7 +224,9 @@ class _Draw:
         if self._maybe(0.4):
             options["bucket_cap_bytes"] = self._chance.choice(("1", "64", "1000"))
         if self._maybe(0.3):
-            options["overlap"] = "False" if self._theme == "several" else self._chance.choice(("True", "False"))
+            options["overlap"] = (
+                "False" if self._theme == "several" else self._chance.choice(("True", "False"))
+            )
         return options
 
     def _choose_reduction(self, options: dict[str, str]) -> None:
@@ -255,7 +261,7 @@ class _Draw:
         if self._maybe(0.08):
             events.append(SetRate(0.5))
         if self._maybe(0.06):
-            events.append(FailedBackward((self._next(),)))
+            events += [ZeroGrad(), FailedBackward((self._next(),))]
         return events
 
     def _next(self) -> int:
@@ -264,13 +270,14 @@ class _Draw:
 
     def _step(self, optimizers: Sequence[Optimizer]) -> list[Event]:
         """Return a step with what belongs to it; gradients are reset first where they must be."""
-        keeps = self._exact or self._theme in ("divided", "shared", "compressed")
+        keeps = self._exact or optimizers[0].sums or self._theme in ("divided", "shared", "compressed")
         events: list[Event] = []
-        if keeps or optimizers[0].sums or self._maybe(0.8):
-            events.append(ZeroGrad(self._maybe(0.7), self._maybe(0.15)))
+        if keeps or self._maybe(0.8):
+            by_model = self._maybe(0.15)
+            events.append(ZeroGrad(self._maybe(0.7) or (by_model and keeps), by_model))
         passes = min(optimizer.passes for optimizer in optimizers)
         count = self._chance.choice((passes, passes, passes, 1, max(1, passes - 1)))
-        if not keeps and not optimizers[0].sums and self._maybe(0.15):
+        if not keeps and self._maybe(0.15):
             count += 1
         muted = self._maybe(0.15)
         skipped = self._skipped() if count <= passes else ()
@@ -278,7 +285,8 @@ class _Draw:
             if muted and self._maybe(0.6):
                 events.append(Backward((self._next(),), no_sync=True))
             events.append(Backward((self._next(),), skipped if number == count - 1 else (), False))
-        if muted and self._maybe(0.3):
+        is_reduced = count % passes == 0
+        if muted and not (keeps and is_reduced) and self._maybe(0.3):
             events.append(Backward((self._next(),), no_sync=True))
         events += self._clip(is_whole=not skipped)
         return [*events, *[Step()] * (2 if not keeps and self._maybe(0.05) else 1)]

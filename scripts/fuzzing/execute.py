@@ -31,7 +31,8 @@ class Failure:
     """An exception.
 
     Attributes:
-        event: during which, -1 where the optimizers were made, or the number of events where states were read.
+        event: during which, -1 where the optimizers were made, or the number of events where states were
+            read.
         kind: its type.
         text: what it says.
     """
@@ -61,8 +62,8 @@ def execute(program: Program, distributed: bool, rank: int = 0) -> Run:
 
     Args:
         program: what is run.
-        distributed: on this rank, together with the others, with mpisgd: collective. Else in this process alone,
-            with plain torch: the reference, for those that `has_reference`.
+        distributed: on this rank, together with the others, with mpisgd: collective. Else in this process
+            alone, with plain torch: the reference, for those that `has_reference`.
         rank: whose model the reference is of, where the ranks have models of their own.
     """
     if distributed:
@@ -92,21 +93,22 @@ def _local_period(program: Program) -> int:
 
 
 def _run(program: Program, begin: Callable[[], _Joined | _LocalSGD | _Distributed]) -> Run:
-    run, event = Run(), -1
+    run, event, training = Run(), -1, None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             training = begin()
             run.params[-1] = copies(training.params)
-            for event, what in enumerate(program.events):  # noqa: B007
+            for event, what in enumerate(program.events):
                 training.do(what)
                 if isinstance(what, CHANGING):
                     run.params[event] = copies(training.params)
             event = len(program.events)
             run.states = training.states()
-            training.close()
     except Exception as exc:
         run.failure = Failure(event, type(exc).__name__, str(exc))
+    if training is not None:
+        training.close()
     return run
 
 
@@ -151,7 +153,7 @@ class _Distributed:
 
 
 class _LocalSGD:
-    """The ranks of local SGD in one process: each has a model, and after every so many steps all take the mean.
+    """The ranks of local SGD in one process: each has a model; every so many steps all take the mean.
 
     Source: Stich, "Local SGD Converges Fast and Communicates Little", 2019.
     """

@@ -1,7 +1,7 @@
 """The command: draw programs, run each, print how many and what is wrong.
 
-    ./scripts/fuzz --programs 1000 --seed 0
-    ./scripts/fuzz --only 731 --ranks 3
+./scripts/fuzz --programs 1000 --seed 0
+./scripts/fuzz --only 731 --ranks 3
 """
 
 from __future__ import annotations
@@ -125,7 +125,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--backend", choices=("mpirun",), default="mpirun", help="what runs the ranks")
     parser.add_argument("--max-faults", type=int, default=20, help="after which nothing more is run")
     parser.add_argument("--shrink-runs", type=int, default=150, help="programs that shrinking one may take")
-    parser.add_argument("--refusals", action="store_true", help="print for what reasons programs were refused")
+    parser.add_argument(
+        "--refusals", action="store_true", help="print for what reasons programs were refused"
+    )
     chosen = parser.parse_args(words)
     seeds = range(chosen.seed, chosen.seed + chosen.programs)
     if chosen.only is not None:

@@ -1,9 +1,9 @@
 """The model of a program: its parameters and the loss of a rank.
 
-Values have a closed form, so that a program can be written down in a few lines, and differ by rank, by micro-batch
-and by element. Where a program is exact they are small integers and the loss is linear, so gradients do not depend
-on parameters and every order of additions gives the same; elsewhere each layer's part of the loss depends on
-those before it.
+Values have a closed form, so that a program can be written down in a few lines, and differ by rank, by
+micro-batch and by element. Where a program is exact they are small integers and the loss is linear, so
+gradients do not depend on parameters and every order of additions gives the same; elsewhere each layer's part
+of the loss depends on those before it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Model:
         self.params = [_parameter(program, place) for place in range(len(program.layers))]
 
     def loss(self, rank: int, data: int, layers: Collection[int]) -> Tensor | None:
-        """Return a rank's loss of one micro-batch, a scalar; None where no layer that trains has a part in it."""
+        """Return a rank's loss of one micro-batch, a scalar; None where it contains no layer that trains."""
         program = self._program
         total: Tensor | None = None
         for place, layer in enumerate(program.layers):

@@ -1,7 +1,7 @@
 """What `MpirunBackend` starts under mpirun: run one program after the other, as long as the job is sound.
 
-Rank 0 takes programs from a socket and answers with verdicts. The ranks tell each other what they have seen over a
-communicator of their own: it must not depend on what is being tested.
+Rank 0 takes programs from a socket and answers with verdicts. The ranks tell each other what they have
+seen over a communicator of their own: it must not depend on what is being tested.
 
     python -m fuzzing.mpirun_worker SOCKET TIMEOUT_S
 """
@@ -15,10 +15,8 @@ from multiprocessing.connection import Client
 import torch
 
 import mpisgd
-from fuzzing.compare import judge
 from fuzzing.program import parse
 from fuzzing.try_out import try_out
-from fuzzing.variants import ranks_agree
 
 
 def main() -> None:
@@ -33,9 +31,7 @@ def main() -> None:
     connection = Client(address, "AF_UNIX") if rank == 0 else None
     gc.freeze()
     while text := referee.bcast(_received(connection)):
-        program = parse(text)
-        outcomes = referee.allgather(try_out(program, rank))
-        verdict = judge(outcomes, ranks_agree=ranks_agree(program))
+        verdict = try_out(parse(text), rank, referee.allgather)
         if connection is not None:
             connection.send(verdict)
         if not verdict.is_healthy:

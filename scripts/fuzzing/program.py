@@ -1,8 +1,8 @@
 """`Program`: a training program as data: the model, the optimizers, and what happens in which order.
 
 A program says nothing of how it is run. `execute` runs it on a rank, or in one process for the reference;
-`python_text` writes it down as Python; `shrink` takes parts of it away. `repr()` of a program can be read back by
-`parse`.
+`python_text` writes it down as Python; `shrink` takes parts of it away. `repr()` of a program can be read
+back by `parse`.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Layer:
     """A parameter, and its part of the loss.
 
     Attributes:
-        kind: "dense": multiplied by inputs. "embedding", "sparse": rows of it are looked up, and the gradient is a
-            dense or a sparse tensor. "partly sparse": sparse in every second backward only.
+        kind: "dense": multiplied by inputs. "embedding", "sparse": rows of it are looked up, and the
+            gradient is a dense or a sparse tensor. "partly sparse": sparse in every second backward only.
         shape: of the parameter; a table has two dimensions.
         dtype: its name in torch.
-        used_by: whose loss contains it: "all", "none", "first": rank 0, "last", "turns": every rank, one in each
-            backward, "others": all but that one.
+        used_by: whose loss contains it: "all", "none", "first": rank 0, "last", "turns": every rank, one
+            in each backward, "others": all but that one.
         times: how often the loss contains it: shared weights.
         transposed: whether its memory is not in the order of its elements.
         frozen: whether it needs no gradient at first.
@@ -173,16 +173,7 @@ class SetRate:
 
 
 Event = (
-    Backward
-    | FailedBackward
-    | Step
-    | ZeroGrad
-    | Clip
-    | Synchronize
-    | SetFrozen
-    | AddGroup
-    | Reload
-    | SetRate
+    Backward | FailedBackward | Step | ZeroGrad | Clip | Synchronize | SetFrozen | AddGroup | Reload | SetRate
 )
 
 
@@ -194,7 +185,8 @@ class Program:
         seed: what it was drawn from.
         ranks: how many.
         ranks_per_host: how many of them count as those of one host; 0: all.
-        exact: whether losses are linear and all numbers such that every order of additions gives the same bits.
+        exact: whether losses are linear and all numbers such that every order of additions gives the same
+            bits.
         layers: of the model.
         optimizers: over layers of it, one or several.
         events: what happens.

@@ -1,7 +1,7 @@
-"""`python_text`: a program as a Python program of a few lines, which needs mpisgd's public API and nothing else.
+"""`python_text`: a program as a Python program of a few lines, which needs mpisgd's public API alone.
 
-It trains on all ranks and, where the program has a reference in one process, once more with plain torch, and prints
-both. What does not occur in the program is not in the text.
+It trains on all ranks and, where the program has a reference in one process, once more with plain torch,
+and prints both. What does not occur in the program is not in the text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ USERS = {
     "turns": "data % {size} == rank",
     "others": "data % {size} != rank",
 }
-RAISES = '''
+RAISES = """
 class Raises(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -32,7 +32,7 @@ class Raises(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         raise ArithmeticError
-'''
+"""
 
 
 def python_text(program: Program) -> str:
@@ -154,9 +154,11 @@ def _make_optimizers(program: Program) -> Iterator[str]:
             options.append(f"named_parameters=[{pairs}]")
         wrapped = f"mpisgd.DistributedOptimizer({', '.join(['opt', *options])})"
         yield f"    return {wrapped} if wraps else opt"
-        yield f"opts = [{', '.join(f'make_{i}()' for i in range(place + 1))}]" if place + 1 == len(
-            program.optimizers
-        ) else ""
+        yield (
+            f"opts = [{', '.join(f'make_{i}()' for i in range(place + 1))}]"
+            if place + 1 == len(program.optimizers)
+            else ""
+        )
 
 
 def _groups(program: Program, optimizer: Optimizer) -> str:
@@ -203,8 +205,10 @@ def _event(program: Program, event: Event) -> Iterator[str]:
             arguments = f"{event.max_norm}, {event.norm_type!r}".replace("inf", "math.inf")
             params = "[p for group in opt.param_groups for p in group['params']]"
             torchs = f"nn.utils.clip_grad_norm_({params}, {arguments})"
-            yield f"    {torchs}" if event.by_torch else (
-                f"    opt.clip_grad_norm_({arguments}) if wraps else {torchs}"
+            yield (
+                f"    {torchs}"
+                if event.by_torch
+                else (f"    opt.clip_grad_norm_({arguments}) if wraps else {torchs}")
             )
         case events.Synchronize():
             yield "[opt.synchronize() for opt in opts if wraps]"

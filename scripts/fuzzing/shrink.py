@@ -69,7 +69,8 @@ def _with_fewer_layers(program: Program) -> Iterator[Program]:
     for gone in reversed(range(len(program.layers))):
         layers = program.layers[:gone] + program.layers[gone + 1 :]
         optimizers = tuple(
-            replace(o, layers=tuple(i - (i > gone) for i in o.layers if i != gone)) for o in program.optimizers
+            replace(o, layers=tuple(i - (i > gone) for i in o.layers if i != gone))
+            for o in program.optimizers
         )
         events = tuple(
             replace(event, layer=event.layer - (event.layer > gone)) if _has_layer(event) else event
@@ -89,7 +90,8 @@ def _with_fewer_optimizers(program: Program) -> Iterator[Program]:
         for gone in range(len(program.optimizers)):
             kept = program.optimizers[:gone] + program.optimizers[gone + 1 :]
             events = tuple(
-                replace(event, optimizer=0) if isinstance(event, AddGroup) else event for event in program.events
+                replace(event, optimizer=0) if isinstance(event, AddGroup) else event
+                for event in program.events
             )
             yield replace(program, optimizers=kept, events=events)
 
@@ -113,7 +115,7 @@ def _simpler_optimizers(optimizer: Optimizer) -> Iterator[Optimizer]:
     settings = dict(optimizer.settings)
     if optimizer.name != "SGD":
         yield replace(optimizer, name="SGD", settings=(("lr", 0.5),))
-    for name in settings.keys() - {"lr"}:
+    for name in sorted(settings.keys() - {"lr"}):
         kept = tuple((key, value) for key, value in optimizer.settings if key != name)
         yield replace(optimizer, settings=kept)
     if optimizer.names != "model":
@@ -138,7 +140,9 @@ def _simpler_events(event: Event) -> Iterator[Event]:
     if isinstance(event, Backward):
         if event.skipped:
             yield replace(event, skipped=())
-        for fewer in itertools.combinations(event.skipped, len(event.skipped) - 1) if len(event.skipped) > 1 else ():
+        for fewer in (
+            itertools.combinations(event.skipped, len(event.skipped) - 1) if len(event.skipped) > 1 else ()
+        ):
             yield replace(event, skipped=fewer)
         if event.no_sync:
             yield replace(event, no_sync=False)

@@ -1,7 +1,7 @@
 """`Training`: a program carried out, event by event, with plain torch; and with mpisgd on one rank.
 
-The plain one has the losses of all ranks, or of some, and is independent of mpisgd. The distributed one uses only
-what a user can.
+The plain one has the losses of all ranks, or of some, and is independent of mpisgd. The distributed one
+uses only what a user can.
 """
 
 from __future__ import annotations

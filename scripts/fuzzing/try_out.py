@@ -1,21 +1,35 @@
-"""`try_out`: run a program on this rank together with the others, and say what this rank has seen."""
+"""`try_out`: run a program on this rank together with the others, and say what became of it."""
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 
-from fuzzing.compare import Outcome, observe
+from fuzzing.compare import Outcome, Verdict, judge, observe
+from fuzzing.contract import may_be_refused
 from fuzzing.execute import Run, execute, has_reference
 from fuzzing.program import Program
-from fuzzing.variants import variants
+from fuzzing.variants import ranks_agree, variants
 
-__all__ = ["try_out"]
+__all__ = ["see", "try_out"]
 
 VARIANTS_EVERY = 6  # of the programs that have a reference
 
 
-def try_out(program: Program, rank: int) -> Outcome:
-    """Run a program and, where that says more, its variants; compare. Collective.
+def try_out(program: Program, rank: int, all_gather: Callable[[Outcome], list[Outcome]]) -> Verdict:
+    """Return what becomes of a program, the same on all ranks. Collective.
+
+    Args:
+        program: which is run.
+        rank: this one.
+        all_gather: brings what each rank has seen to all; it must not depend on what is being tested.
+    """
+    outcomes = all_gather(see(program, rank))
+    return judge(outcomes, ranks_agree=ranks_agree(program), may_be_refused=may_be_refused(program))
+
+
+def see(program: Program, rank: int) -> Outcome:
+    """Run a program and, where that says more, its variants; return what this rank has seen. Collective.
 
     Without a reference the variants are all there is to compare with.
     """
