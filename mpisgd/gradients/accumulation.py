@@ -47,6 +47,11 @@ class GradientSync:
         """Which parameters take part in the next reduction, in words."""
         return ""
 
+    @property
+    def sparse(self) -> Collection[int]:
+        """The parameters whose gradients are known to be sparse."""
+        return ()
+
     def cover(self, named: Sequence[tuple[str, Tensor]]) -> None:
         """Take over another list of parameters."""
 

@@ -22,7 +22,6 @@ __all__ = ["Outcome", "Verdict", "judge", "observe"]
 DRIFT = {"SGD": 1e-11, "Adagrad": 1e-7, "RMSprop": 1e-9}
 OTHER_DRIFT = 1e-9
 REFUSALS = ("InvalidArgument", "UnsupportedTensor", "UnsupportedOp")
-RAISED_BY_ALL = (*REFUSALS, "CollectiveMismatch", "NonFiniteGradients", "OutOfSync")
 
 
 @dataclass(frozen=True)
@@ -166,7 +165,7 @@ def judge(outcomes: Sequence[Outcome], *, ranks_agree: bool, may_be_refused: boo
     if first and (not alike or first.kind not in REFUSALS or not is_allowed):
         texts = [f"rank {r}: {f.kind} at event {f.event}: {f.text}" for r, f in enumerate(failures) if f]
         kind = next((f.kind for f in failures if f and f.kind != "CollectiveTimeout"), first.kind)
-        is_healthy = alike and first.kind in RAISED_BY_ALL
+        is_healthy = alike and first.kind in REFUSALS
         return Verdict(f"error {kind}", "\n".join(texts), is_healthy)
     if ranks_agree and len({outcome.bits for outcome in outcomes}) > 1:
         return Verdict("bits", _first_apart(outcomes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from fuzzing.program import (
     AddGroup,
     Backward,
@@ -53,3 +54,16 @@ def test_a_group_added_to_an_optimizer_that_had_nothing_to_do():
     optimizers = [Optimizer(layers=(0,)), Optimizer(layers=(0,))]
     events = [AddGroup(1), Backward((1,), skipped=(0,)), Step()]
     check(*events, layers=[Layer(), Layer()], optimizers=optimizers)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's own optimizers make such tensors
+@pytest.mark.parametrize("options", [{"share_parameters": True}, {"strategy": mpisgd.Sharded()}], ids=str)
+def test_a_reset_to_zero_leaves_sparse_gradients_sparse(options):
+    table = torch.nn.Embedding(4, 2, sparse=True).double()
+    mpisgd.broadcast_parameters(table)
+    optimizer = mpisgd.DistributedOptimizer(torch.optim.SparseAdam(table.parameters()), **options)
+    for _ in range(3):
+        optimizer.zero_grad(set_to_none=False)
+        table(torch.tensor([mpisgd.rank()])).sum().backward()
+        optimizer.step()
+    everyone(bool(table.weight.isfinite().all()))
