@@ -131,7 +131,7 @@ class _Draw:
         self._ranks, self._ranks_per_host = ranks, ranks_per_host
         themes = ("plain", "divided", "shared", "local", "compressed", "several")
         self._theme = chance.choices(themes, (6, 3, 3, 2, 2, 2))[0]
-        self._exact = self._maybe(0.6)
+        self._exact = self._maybe(0.6) and self._theme != "local"  # means of parameters are rounded
         self._is_sparse = self._theme in ("plain", "several", "shared", "divided") and self._maybe(0.15)
         self._halves = self._exact and not self._is_sparse and self._maybe(0.25)
         self._has_empty = self._maybe(0.1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from fuzzing.compare import Outcome, Verdict, judge, observe
 from fuzzing.contract import may_be_refused
@@ -11,7 +11,7 @@ from fuzzing.execute import Run, execute, has_reference
 from fuzzing.program import Program
 from fuzzing.variants import ranks_agree, variants
 
-__all__ = ["see", "try_out"]
+__all__ = ["conclude", "see", "try_out"]
 
 VARIANTS_EVERY = 6  # of the programs that have a reference
 
@@ -24,7 +24,11 @@ def try_out(program: Program, rank: int, all_gather: Callable[[Outcome], list[Ou
         rank: this one.
         all_gather: brings what each rank has seen to all; it must not depend on what is being tested.
     """
-    outcomes = all_gather(see(program, rank))
+    return conclude(program, all_gather(see(program, rank)))
+
+
+def conclude(program: Program, outcomes: Sequence[Outcome]) -> Verdict:
+    """Return what became of a program, from what each of its ranks has seen."""
     return judge(outcomes, ranks_agree=ranks_agree(program), may_be_refused=may_be_refused(program))
 
 
