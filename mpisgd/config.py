@@ -26,6 +26,7 @@ __all__ = [
     "available_cores",
     "cache_folder",
     "check",
+    "check_staging",
     "cores_of_job",
     "cross_memory",
     "default_threads",
@@ -100,6 +101,7 @@ VARIABLES = (
     Variable("MPISGD_SHARED_MEMORY", "1", "0: use MPI between the ranks of a host, too"),
     Variable("MPISGD_RANKS_PER_HOST", "0", "ranks that count as those of one host; 0: all that are there"),
     Variable("MPISGD_CROSS_MEMORY", "1", "0: no cross-memory attach, so no `all_reduce` by `direct`"),
+    Variable("MPISGD_CHECK_STAGING", "0", "1: assert that operations write nothing too early; slow"),
     Variable("MPISGD_KEEP_MEMORY", "1", "0: leave glibc's allocator alone"),
     Variable("MPISGD_GPU", "auto", "transport of GPU tensors: `auto`, `nccl` or `mpi`"),
     Variable("MPISGD_PROFILE", "the cache folder's", "measured costs for `auto`: a file, or `built-in`"),
@@ -231,6 +233,7 @@ def check(env: Mapping[str, str] = os.environ) -> None:
     stall_warning_s(env)
     shared_memory(env)
     cross_memory(env)
+    check_staging(env)
     keep_memory(env)
     step_limit(env)
     ranks_per_host(env)
@@ -244,6 +247,11 @@ def shared_memory(env: Mapping[str, str] = os.environ) -> bool:
 def cross_memory(env: Mapping[str, str] = os.environ) -> bool:
     """Return whether ranks of a host may use cross-memory attach (MPISGD_CROSS_MEMORY, default 1)."""
     return _switch("MPISGD_CROSS_MEMORY", env)
+
+
+def check_staging(env: Mapping[str, str] = os.environ) -> bool:
+    """Return whether to assert that operations write nothing too early (MPISGD_CHECK_STAGING, default 0)."""
+    return _switch("MPISGD_CHECK_STAGING", env, "0")
 
 
 def ranks_per_host(env: Mapping[str, str] = os.environ) -> int:
@@ -272,9 +280,9 @@ def huge_pages(env: Mapping[str, str] = os.environ, setting: Path = HUGE_PAGES) 
     return "[always]" in chosen or ("[madvise]" in chosen and asked)
 
 
-def _switch(name: str, env: Mapping[str, str]) -> bool:
-    """Return a setting that is on unless it is "0"."""
-    text = env.get(name, "1")
+def _switch(name: str, env: Mapping[str, str], default: str = "1") -> bool:
+    """Return a setting that is "0" or "1"."""
+    text = env.get(name, default)
     if text not in ("0", "1"):
         raise InvalidArgument(f"{name}={text!r}: expected 0 or 1")
     return text == "1"

@@ -92,9 +92,9 @@ sink: Sink | None = None
 _purpose = threading.local()
 
 
-def start_recorder(path: str, communicator: Any) -> None:
-    """Record into a file from now on; see `open_timeline` of the recorder. Collective over `communicator`."""
-    importlib.import_module(RECORDER).open_timeline(path, communicator)
+def start_recorder(path: str, world: Any) -> None:
+    """Record into a file from now on; see `open_timeline` of the recorder. Collective over the job."""
+    importlib.import_module(RECORDER).open_timeline(path, world)
 
 
 def flush() -> None:

@@ -75,6 +75,7 @@ def open_ports() -> set[Port]:
 def welcome(folder: Path, kind: str, start: int, strangers: Iterable[str]) -> None:
     """For the job: return when all strangers of a kind watch for ports to open."""
     names = [*strangers]
+    announce(folder, f"next {kind} {start}")
     await_all(folder, [f"{name} ready {kind} {start} start" for name in names])
     announce(folder, f"{kind} {start} start")
     await_all(folder, [f"{name} watches {kind} {start}" for name in names])
@@ -83,6 +84,7 @@ def welcome(folder: Path, kind: str, start: int, strangers: Iterable[str]) -> No
 def meet(folder: Path, kind: str, start: int, phase: str, strangers: Iterable[str]) -> None:
     """For the job: have all strangers of a kind attack now, and wait for them unless the job ends now."""
     names = [*strangers]
+    announce(folder, f"opened {kind} {start}")  # whoever has not seen the port by now saw nothing
     await_all(folder, [f"{name} ready {kind} {start} {phase}" for name in names])
     announce(folder, f"{kind} {start} {phase}")
     if phase == "run":
@@ -110,7 +112,9 @@ def visit(
         end: of what was prepared.
     """
     for start in range(starts):
-        port, done = None, folder / f"done {kind} {start}"
+        port, opened = None, f"opened {kind} {start}"
+        # Ports of one's own open when nobody watches for any: strangers would attack each other.
+        await_all(folder, [f"next {kind} {start}"])
         for phase in PHASES:
             prepared = prepare()
             announce(folder, f"{name} ready {kind} {start} {phase}")
@@ -118,10 +122,12 @@ def visit(
             if phase == "start":
                 known = open_ports()  # by now all strangers have ports of their own
                 announce(folder, f"{name} watches {kind} {start}")
-                while port is None and not done.exists() and not (folder / OVER).exists():
+                while port is None and not any((folder / what).exists() for what in (opened, OVER)):
                     port = next((iter(open_ports() - known)), None)
             got_in = port is not None and attack(prepared, port, f"{kind}-{start}-{phase}")
             said = "saw nothing" if port is None else "got in" if got_in else "refused"
             announce(folder, f"{name} {said} {kind} {start} {phase}")
             announce(folder, f"{name} tried {kind} {start} {phase}")
+            if phase == "start":
+                await_all(folder, [opened])
             end(prepared)

@@ -47,7 +47,7 @@ class Outcome(NamedTuple):
         counts: of (kind, phase, what became of it).
         left: files that strangers' calls have left.
         num_done: how many starts were whole.
-        failed: what the job said at the other ones; more than MOST_FAILURES end the run.
+        num_failed: how many failed; more than MOST_FAILURES end the run.
         logs: of strangers that went wrong.
         missing: strangers that could not be had, and why.
         took_s: all in all.
@@ -56,7 +56,7 @@ class Outcome(NamedTuple):
     counts: Counter[tuple[str, str, str]]
     left: list[str]
     num_done: int
-    failed: list[str]
+    num_failed: int
     logs: list[str]
     missing: dict[str, str]
     took_s: float
@@ -122,7 +122,7 @@ def run(folder: Path, starts: int, *, kinds: tuple[str, ...] = KINDS, num_ranks:
         "PYTHONDONTWRITEBYTECODE": "1",
         "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     }
-    processes, failed, first = {}, list[str](), 0
+    processes, num_failed, first = {}, 0, 0
     for kind, name in who:
         prefix = SANDBOX if name.startswith("sandbox") else ()
         command = [*prefix, sys.executable, str(HERE / f"stranger_{kind}.py"), str(folder), name, str(starts)]
@@ -132,15 +132,16 @@ def run(folder: Path, starts: int, *, kinds: tuple[str, ...] = KINDS, num_ranks:
     mpirun = [str(beside) if beside.exists() else "mpirun", "-n", str(num_ranks), sys.executable]
     names = [f"{kind}:{name}" for kind, name in who]
     try:
-        while first < starts and len(failed) <= MOST_FAILURES:
+        while first < starts and num_failed <= MOST_FAILURES:
             command = [*mpirun, str(HERE / "stranger_jobs.py"), str(folder), str(first), str(starts), *names]
             job = subprocess.run(
                 command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
             )
             if not job.returncode:
                 break
-            failed.append(job.stdout)
+            num_failed += 1
             first = pass_over(folder, first, kinds)
+            print(f"start {first - 1} failed:\n{job.stdout[-LOG_CHARACTERS:]}", flush=True)
         (folder / OVER).touch()
         deadline = time.monotonic() + END_S
         for process in processes.values():
@@ -153,17 +154,22 @@ def run(folder: Path, starts: int, *, kinds: tuple[str, ...] = KINDS, num_ranks:
     counts: Counter[tuple[str, str, str]] = Counter()
     for (kind, name), phase, what in itertools.product(who, PHASES, OUTCOMES):
         counts[kind, phase, what] += len([*folder.glob(f"{name} {what} {kind} * {phase}")])
-    left = [path.name for mark in ("pickled", "operator", "unpickled") for path in folder.glob(f"*-{mark}")]
+    left = [
+        path.name
+        for mark in ("pickled", "operator", "unpickled", "written")
+        for path in folder.glob(f"*-{mark}")
+    ]
     logs = [(folder / f"{name}.log").read_text() for name, each in processes.items() if each.returncode]
-    num_done = len([*folder.glob(f"done {kinds[-1]} *")]) - len(failed)
-    return Outcome(counts, left, num_done, failed, logs, missing, time.monotonic() - began_s)
+    num_done = len([*folder.glob(f"done {kinds[-1]} *")]) - num_failed
+    return Outcome(counts, left, num_done, num_failed, logs, missing, time.monotonic() - began_s)
 
 
 def pass_over(folder: Path, first: int, kinds: Iterable[str]) -> int:
     """Say of a start that failed that it is over; return the next one."""
     start = next(k for k in itertools.count(first) if any(not _done(folder, kind, k) for kind in kinds))
     for kind in kinds:
-        for what in (*(f"{kind} {start} {phase}" for phase in PHASES), f"done {kind} {start}"):
+        said = ("next {}", "opened {}", "{} start", "{} run", "{} end", "done {}")
+        for what in (text.format(f"{kind} {start}") for text in said):
             (folder / what).touch()
     return start + 1
 
@@ -186,12 +192,12 @@ def main() -> int:
     for (kind, phase, what), count in sorted(outcome.counts.items()):
         if count or what == "got in":
             print(f"{kind:6} {phase:6} {what:12} {count}")
-    for said in (*outcome.failed, *outcome.logs):
+    for said in outcome.logs:
         print(said[-LOG_CHARACTERS:])
-    print(f"{len(outcome.failed)} starts failed")
+    print(f"{outcome.num_failed} starts failed")
     print(f"{outcome.num_in} of {outcome.num_done} starts let a stranger in; {outcome.took_s:.0f} s")
-    whole = outcome.num_done + len(outcome.failed) == options.starts
-    return int(bool(outcome.num_in or outcome.left or not whole or len(outcome.failed) > MOST_FAILURES))
+    whole = outcome.num_done + outcome.num_failed == options.starts
+    return int(bool(outcome.num_in or outcome.left or not whole or outcome.num_failed > MOST_FAILURES))
 
 
 if __name__ == "__main__":

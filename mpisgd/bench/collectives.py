@@ -54,7 +54,9 @@ def run_collectives(
     plan: CollectivesPlan, peers: Peers, report: Callable[[str, Any], None]
 ) -> dict[str, Any]:
     """Measure the cases of `plan`; return rows, and what was left out. Collective."""
-    communicator = world().queue.communicator.duplicate()
+    from mpisgd.transport.mpi import as_mpi
+
+    communicator = as_mpi(world().queue.communicator).duplicate()
     rows: list[dict[str, Any]] = []
     left_out: list[dict[str, Any]] = []
     with open_ring() as ring:

@@ -125,7 +125,9 @@ class MarkedTraining(Training):
 
 def run_overlap(plan: OverlapPlan, peers: Peers, report: Callable[[str, Any], None]) -> dict[str, Any]:
     """Measure a step and its parts, at two batches; return rows and what was left out. Collective."""
-    communicator = world().queue.communicator.duplicate()
+    from mpisgd.transport.mpi import as_mpi
+
+    communicator = as_mpi(world().queue.communicator).duplicate()
     rows: list[dict[str, Any]] = []
     left_out: list[dict[str, str]] = []
     with open_ring() as ring:

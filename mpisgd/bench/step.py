@@ -71,7 +71,9 @@ class StepPlan:
 
 def run_steps(plan: StepPlan, peers: Peers, report: Callable[[str, Any], None]) -> dict[str, Any]:
     """Measure the models of `plan`; return rows, the models, and what was left out. Collective."""
-    communicator = world().queue.communicator.duplicate()
+    from mpisgd.transport.mpi import as_mpi
+
+    communicator = as_mpi(world().queue.communicator).duplicate()
     hvd.init()
     threads = [plan.threads] if plan.threads else halvings(torch.get_num_threads())
     rows: list[dict[str, Any]] = []

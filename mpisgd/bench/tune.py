@@ -17,8 +17,8 @@ from mpisgd.bench.cases import case_of, powers
 from mpisgd.bench.collectives import our_call
 from mpisgd.bench.measure import Pace, Timed, measure, slowest
 from mpisgd.bench.payload import Payload
-from mpisgd.collectives.all_reduce import can_use_cma
-from mpisgd.collectives.dispatch import HOST_TRANSPORTS, TUNED
+from mpisgd.collectives.all_reduce import transport_named
+from mpisgd.collectives.dispatch import TUNED
 from mpisgd.core.group import Group
 from mpisgd.job.lifecycle import world
 from mpisgd.job.rank_info import topology
@@ -89,7 +89,7 @@ def to_measure(ranks_per_host: Sequence[int], *, shared_memory: bool, direct: bo
     if len(ranks_per_host) > 1 or not shared_memory:
         return reducing
     return reducing + [
-        Curve(name, False, collective=collective) for collective in TUNED for name in HOST_TRANSPORTS
+        Curve(name, False, collective=collective) for collective in TUNED for name in ("node", "mpi")
     ]
 
 
@@ -127,8 +127,8 @@ def _fitted(curve: Curve, seconds: dict[int, float]) -> Curve:
 def _pass(place: RankSet, budget_s: float, last_bytes: int, best: Best, report: Report) -> None:
     """Go through the sizes once, as far as the time suffices; put better medians into `best`."""
     group = place.group
-    shared_memory = _everywhere(group is None or group.shm is not None or group.internode is not None)
-    direct = _everywhere(group is None or can_use_cma(group))
+    shared_memory = _everywhere(group is None or group.shares_memory)
+    direct = _everywhere(group is None or transport_named(group, "direct") is not None)
     wanted = to_measure(place.ranks_per_host, shared_memory=shared_memory, direct=direct)
     sizes = powers(FIRST_BYTES, max(last_bytes, LEAST_BYTES), FACTOR)
     used_s = 0.0
@@ -191,13 +191,13 @@ def _timed(curve: Curve, group: Group | None, payload: Payload | None) -> Timed:
     """Return what a curve is measured by; on a rank outside the group one that does nothing."""
     if group is None or payload is None:
         return Timed(curve.name, lambda: None, ours=True)
-    hosts, only = group.internode, group.costs.only(curve.algorithm, curve.collective)
+    transports, only = group.transports, group.costs.only(curve.algorithm, curve.collective)
     algorithm = curve.algorithm if curve.collective == ALL_REDUCE else "auto"
     collective = our_call(payload, group, algorithm)
 
     def call() -> None:
-        if hosts is not None:
-            hosts.best_num_leaders = lambda nbytes, half: curve.num_leaders
+        for transport in transports:
+            transport.use_leaders(lambda nbytes, half: curve.num_leaders)
         group.costs = only
         collective()
 

@@ -3,7 +3,6 @@
 import operator
 import os
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from mpisgd.checkpoint.saving import Content, check_mode, check_save_arguments, 
 from mpisgd.checkpoint.shared_errors import ROOT, at_root
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
+from mpisgd.core.inheriting_thread import InheritingThread
 from mpisgd.errors import CheckpointError, InvalidArgument
 from mpisgd.job.lifecycle import group_or_world
 
@@ -72,7 +72,7 @@ class Writer:
         self._mode = mode
         self._group = group
         self._snapshot: dict[str, Tensor] = {}  # its memory is reused
-        self._thread: threading.Thread | None = None
+        self._thread: InheritingThread | None = None
         self._failure: Exception | None = None
         self._newest: Path | None = None
         probe = Operation("checkpoint.Writer", root=ROOT)
@@ -103,7 +103,7 @@ class Writer:
         if content is not None:
             self._snapshot = copy_tree(content.tensors, self._snapshot)
             held = content._replace(tensors=self._snapshot)
-            self._thread = threading.Thread(target=self._write, args=(held,), name="mpisgd checkpoint")
+            self._thread = InheritingThread(target=self._write, args=(held,), name="mpisgd checkpoint")
             self._thread.start()
         return True
 

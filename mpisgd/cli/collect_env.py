@@ -189,9 +189,7 @@ def _fault_tolerance(library: str, libmpi: str | None) -> str:
 
 
 def _planes() -> tuple[str, ...]:
-    transports = world().transports
-    there = {"node": transports.shm, "direct": transports.cma, "hierarchical": transports.internode}
-    return tuple(name for name, plane in there.items() if plane is not None)
+    return tuple(transport.name for transport in world().transports)
 
 
 def _shared_memory() -> dict[str, int] | str:

@@ -12,14 +12,13 @@ from mpisgd.collectives.packing import own_part
 from mpisgd.collectives.tensor_arguments import check_output, check_same, check_tensor, check_tensors
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
+from mpisgd.core.host_transport import HostTransport, Steps
 from mpisgd.core.work import Work
 from mpisgd.dtypes import dtype_name
 from mpisgd.errors import ShapeMismatch
 from mpisgd.job.lifecycle import group_or_world
+from mpisgd.memory_ranges import equal_ranges, range_of
 from mpisgd.transport.device.backend import DeviceBackend
-from mpisgd.transport.shm import data_movement
-from mpisgd.transport.shm.staging import equal_ranges, range_of
-from mpisgd.transport.shm.transport import ShmTransport
 
 __all__ = [
     "ALL_GATHER_INTO",
@@ -96,11 +95,11 @@ def _flats_of_list(call: Call) -> Iterator[tuple[Tensor, Tensor]]:
     yield out, clone_if_overlapping(call.read(tensor), [out])
 
 
-def _list_by_shm(call: Call, shm: ShmTransport) -> Iterator[None]:
+def _list_in_steps(call: Call, transport: HostTransport) -> Steps:
     (tensor,) = call.inputs
     flats = [call.write(output) for output in call.outputs]
     mine = clone_if_overlapping(call.read(tensor), flats, own=call.group.rank)
-    yield from data_movement.all_gather(shm, [range_of(flat) for flat in flats], range_of(mine))
+    yield from transport.all_gather([range_of(flat) for flat in flats], range_of(mine))
 
 
 def all_gather_into_tensor(
@@ -155,9 +154,9 @@ def _mpi(call: Call, flats: Flats = _flats) -> None:
         call.communicator.all_gather(out, None if in_place else mine)
 
 
-def _shm(call: Call, shm: ShmTransport) -> Iterator[None]:
+def _steps(call: Call, transport: HostTransport) -> Steps:
     for out, mine in _flats(call):
-        yield from data_movement.all_gather(shm, equal_ranges(out, call.group.size), range_of(mine))
+        yield from transport.all_gather(equal_ranges(out, call.group.size), range_of(mine))
 
 
 def _device(call: Call, backend: DeviceBackend, flats: Flats = _flats) -> Callable[[], Any]:
@@ -215,12 +214,12 @@ def _ragged_by_mpi(call: Call) -> None:
     call.outputs += pieces
 
 
-def _ragged_by_shm(call: Call, shm: ShmTransport) -> Iterator[None]:
+def _ragged_in_steps(call: Call, transport: HostTransport) -> Steps:
     (tensor,), size = call.inputs, call.group.size
     rows, mine = torch.empty(size, dtype=torch.int64), torch.tensor(tensor.shape[:1])
-    yield from data_movement.all_gather(shm, equal_ranges(rows, size), range_of(mine))
+    yield from transport.all_gather(equal_ranges(rows, size), range_of(mine))
     mine, pieces = call.read(tensor), _room(rows, tensor)
-    yield from data_movement.all_gather(shm, [range_of(piece) for piece in pieces], range_of(mine))
+    yield from transport.all_gather([range_of(piece) for piece in pieces], range_of(mine))
     call.outputs += pieces
 
 
@@ -229,12 +228,12 @@ def _room(rows: Tensor, tensor: Tensor) -> list[Tensor]:
     return [torch.empty((num, *tensor.shape[1:]), dtype=tensor.dtype) for num in rows.tolist()]
 
 
-ALL_GATHER_INTO = Collective("all_gather", _mpi, _shm, device=_device)
+ALL_GATHER_INTO = Collective("all_gather", _mpi, _steps, device=_device, tuned=True)
 ALL_GATHER = Collective(
-    "all_gather_list",
+    "all_gather",
     lambda call: _mpi(call, _flats_of_list),
-    _list_by_shm,
+    _list_in_steps,
     device=lambda call, backend: _device(call, backend, _flats_of_list),
 )
-ALL_GATHER_UNEVEN = Collective("all_gather_list", _uneven_by_mpi, _list_by_shm)
-ALL_GATHER_RAGGED = Collective("all_gather_ragged", _ragged_by_mpi, _ragged_by_shm)
+ALL_GATHER_UNEVEN = Collective("all_gather", _uneven_by_mpi, _list_in_steps)
+ALL_GATHER_RAGGED = Collective("all_gather", _ragged_by_mpi, _ragged_in_steps)

@@ -1,7 +1,7 @@
 """`all_reduce` and its algorithms."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -10,27 +10,43 @@ from mpisgd.accelerator.buffers import StagedOutput
 from mpisgd.accelerator.runtime import on_device
 from mpisgd.arguments import shown
 from mpisgd.collectives.algorithms import ALGORITHMS
-from mpisgd.collectives.dispatch import Call, Collective, link_of, operation_on, run
+from mpisgd.collectives.dispatch import (
+    Call,
+    Collective,
+    PreparedCall,
+    link_of,
+    operation_on,
+    run,
+    transport_for,
+)
 from mpisgd.collectives.packing import messages_of, put
 from mpisgd.collectives.tensor_arguments import check_output
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
+from mpisgd.core.host_transport import HostTransport, Steps
 from mpisgd.core.work import Work
 from mpisgd.dtypes import HALF_DTYPES, ReduceOp, check_op
 from mpisgd.errors import InvalidArgument
 from mpisgd.job.lifecycle import group_or_world
-from mpisgd.transport.cma.transport import CmaTransport
 from mpisgd.transport.device.backend import DeviceBackend
 from mpisgd.transport.device.chunked_pipeline import goes_in_chunks, reduce_in_chunks
-from mpisgd.transport.internode.transport import InternodeTransport
 from mpisgd.transport.mpi_reduction import for_mpi
-from mpisgd.transport.shm import reduction
 from mpisgd.transport.torch_reduction import for_torch
+from mpisgd.transport.transports import TRANSPORTS
 from mpisgd.tuning import CostModel
 
-__all__ = ["ALL_REDUCE_COALESCED", "all_reduce", "can_use_cma", "choose_algorithm", "reduce_tensor"]
+__all__ = [
+    "ALL_REDUCE_COALESCED",
+    "all_reduce",
+    "choose_algorithm",
+    "reduce_ahead",
+    "reduce_tensor",
+    "transport_named",
+    "transports_for",
+]
 
-CHOICES: Sequence[str] = ("auto", "mpi", "node", "direct", "hierarchical", *ALGORITHMS)
+SPANS_HOSTS = {transport.name: transport.spans_hosts for transport in TRANSPORTS}
+CHOICES: Sequence[str] = ("auto", "mpi", *SPANS_HOSTS, *ALGORITHMS)
 MAX_KNOWN_CALLS = 1024
 ALGORITHM_TEXT = {name: f"algorithm={name}" for name in CHOICES}
 
@@ -85,7 +101,7 @@ class _KnownCall(NamedTuple):
     operation: Operation
     op: ReduceOp
     row: Collective
-    transport: Any
+    transport: HostTransport | None
 
 
 def _known_call(group: Group, tensor: Tensor, op: ReduceOp, algorithm: str) -> _KnownCall:
@@ -99,7 +115,7 @@ def _known_call(group: Group, tensor: Tensor, op: ReduceOp, algorithm: str) -> _
     chosen = choose_algorithm(group, algorithm, tensor)
     operation = operation_on("all_reduce", tensor, op=op, extra=ALGORITHM_TEXT[chosen])
     row = ROWS[chosen] if algorithm == "auto" else ROWS[chosen]._replace(device=None)
-    call = _KnownCall(operation, op, row, _transport(group, chosen))
+    call = _KnownCall(operation, op, row, transport_named(group, chosen))
     if key is not None:
         if len(group.known_calls) >= MAX_KNOWN_CALLS:
             group.known_calls.clear()
@@ -107,12 +123,14 @@ def _known_call(group: Group, tensor: Tensor, op: ReduceOp, algorithm: str) -> _
     return call
 
 
-def _transport(group: Group, algorithm: str) -> Any:
-    """Return what the steps of an algorithm go through, None for one that has none."""
-    if algorithm not in IN_STEPS:
-        return None
-    by_name = {"node": group.shm, "direct": group.transports.cma, "hierarchical": group.internode}
-    return by_name[algorithm]
+def transport_named(group: Group, algorithm: str) -> HostTransport | None:
+    """Return the transport of a group whose all-reduce is this algorithm; None where it has no such one."""
+    return next((transport for transport in group.transports if transport.name == algorithm), None)
+
+
+def transports_for(group: Group, tensor: Tensor) -> list[HostTransport]:
+    """Return the transports of a group that can all-reduce a tensor, the preferred one first."""
+    return [each for each in group.transports if each.takes("all_reduce", tensor.dtype, tensor.nbytes)]
 
 
 def choose_algorithm(group: Group, algorithm: str, tensor: Tensor) -> str:
@@ -122,32 +140,35 @@ def choose_algorithm(group: Group, algorithm: str, tensor: Tensor) -> str:
             f"all_reduce: algorithm={shown(algorithm)}; expected one of {', '.join(CHOICES)}"
         )
     half = tensor.dtype in HALF_DTYPES
-    if algorithm in IN_STEPS:
-        algorithm = _as_these_ranks_have_it(group, algorithm)
+    if algorithm in SPANS_HOSTS:
+        algorithm = _as_these_ranks_have_it(group, algorithm, tensor)
     if algorithm != "auto":
         return algorithm
     costs: CostModel = group.costs
-    return costs.choose(_candidates(group, half), tensor.nbytes, half)
+    return costs.choose(_candidates(group, tensor, half), tensor.nbytes, half)
 
 
-def _as_these_ranks_have_it(group: Group, algorithm: str) -> str:
+def _as_these_ranks_have_it(group: Group, algorithm: str, tensor: Tensor) -> str:
     """Return what the name of a transport's algorithm means in a group of this shape.
 
     On one rank there is nothing to do; `node` between hosts is `hierarchical`, and that is `node` on one.
     """
     if group.size == 1:
         return "mpi"
-    if group.internode is not None:
-        return "hierarchical"
-    if group.shm is None:
+    ours = [transport.name for transport in transports_for(group, tensor)]
+    if not ours:
         _warn(
             group, f"algorithm={algorithm!r} needs shared memory, which its ranks cannot have; it is 'auto'"
         )
         return "auto"
-    if algorithm == "direct" and not can_use_cma(group):
-        _warn(group, "algorithm='direct' needs ranks that may reach each other's memory; it is 'node'")
-        return "node"
-    return "node" if algorithm == "hierarchical" else algorithm
+    if algorithm in ours:
+        return algorithm
+    if SPANS_HOSTS[algorithm] == group.spans_hosts:
+        _warn(
+            group,
+            f"algorithm={algorithm!r} needs ranks that may reach each other's memory; it is {ours[0]!r}",
+        )
+    return ours[0]
 
 
 _warned: set[str] = set()
@@ -160,22 +181,24 @@ def _warn(group: Group, reason: str) -> None:
         warnings.warn(f"all_reduce in group '{group.name}': {reason}", RuntimeWarning, stacklevel=2)
 
 
-def can_use_cma(group: Group) -> bool:
-    """Return whether the ranks of a group share one host and can reach each other's memory."""
-    return group.transports.cma is not None
-
-
-def _candidates(group: Group, half: bool) -> tuple[str, ...]:
+def _candidates(group: Group, tensor: Tensor, half: bool) -> tuple[str, ...]:
     """Return what `auto` may take, the best guess first where nothing was measured.
 
     MPI would get 16-bit floats as float32, so they go through what adds them by itself.
     """
-    if group.shm is not None:
-        ours = ("node", "direct") if can_use_cma(group) else ("node",)
-        return ours if half else (*ours, "mpi")
-    if group.internode is not None:
-        return ("hierarchical", "all_to_all") if half else ("hierarchical", "mpi")
-    return ("all_to_all",) if half else ("mpi",)
+    ours = tuple(transport.name for transport in transports_for(group, tensor))
+    if not half:
+        return (*ours, "mpi")
+    return ours if ours and not group.spans_hosts else (*ours, "all_to_all")
+
+
+def reduce_ahead(group: Group, flat: Tensor, op: ReduceOp) -> PreparedCall:
+    """Return the all-reduce of contiguous `flat` [n] of the CPU, as a part of an operation in the queue.
+
+    Its first part comes before the consistency check of that operation, so that it costs no other.
+    """
+    call = Call(group, operation_on("all_reduce", flat, op=op), [flat], op=op)
+    return PreparedCall(AHEAD, call, transport_for(group, "all_reduce", flat.dtype, flat.nbytes))
 
 
 def reduce_tensor(group: Group, tensor: Tensor, op: ReduceOp, algorithm: str) -> None:
@@ -191,12 +214,9 @@ def reduce_tensor(group: Group, tensor: Tensor, op: ReduceOp, algorithm: str) ->
 
 def reduce_flat(group: Group, flat: Tensor, op: ReduceOp, algorithm: str) -> None:
     """Combine contiguous `flat` [n] over the ranks in place; runs inside the queue."""
-    if algorithm == "hierarchical":
-        assert group.internode is not None
-        group.internode.all_reduce_now(flat, op)
-    elif algorithm in IN_STEPS:
-        transport = _transport(group, algorithm)
-        transport.run_steps(IN_STEPS[algorithm](transport, flat, op))
+    transport = transport_named(group, algorithm)
+    if transport is not None:
+        transport.all_reduce_now(flat, op)
     elif algorithm == "mpi":
         work, name, finish = for_mpi(flat, op, group.size)
         group.queue.communicator.all_reduce(work, name)
@@ -209,26 +229,20 @@ def reduce_flat(group: Group, flat: Tensor, op: ReduceOp, algorithm: str) -> Non
         put(finish(work), flat)
 
 
-IN_STEPS: dict[str, Callable[[Any, Tensor, ReduceOp], Iterator[None]]] = {
-    "node": reduction.all_reduce,
-    "direct": CmaTransport.all_reduce,
-    "hierarchical": InternodeTransport.all_reduce,
-}
-
-
 def _device(call: Call, backend: DeviceBackend) -> Callable[[], Any]:
     flats = [call.write_as_one(message, keep=True) for message in messages_of(call.outputs)]
     return lambda: [backend.all_reduce(flat, call.op) for flat in flats]
 
 
-def _row(algorithm: str) -> Collective:
-    def steps(call: Call, transport: Any) -> Iterator[None]:
-        return IN_STEPS[algorithm](transport, call.write(call.outputs[0], keep=True), call.op)
+def _steps(call: Call, transport: HostTransport) -> Steps:
+    return transport.all_reduce(call.write(call.outputs[0], keep=True), call.op)
 
+
+def _row(algorithm: str) -> Collective:
     return Collective(
         "all_reduce",
         mpi=lambda call: reduce_tensor(call.group, call.outputs[0], call.op, algorithm),
-        steps=steps if algorithm in IN_STEPS else None,
+        steps=_steps if algorithm in SPANS_HOSTS else None,
         device=_device,
     )
 
@@ -239,5 +253,6 @@ def _reduce_messages(call: Call) -> None:
         reduce_flat(call.group, flat, call.op, choose_algorithm(call.group, "auto", flat))
 
 
+AHEAD = Collective("all_reduce", _row("mpi").mpi, _steps)
 ROWS = {algorithm: _row(algorithm) for algorithm in CHOICES if algorithm != "auto"}
 ALL_REDUCE_COALESCED = Collective("all_reduce_coalesced", _reduce_messages, device=_device)

@@ -1,6 +1,6 @@
 """`all_to_all`: every rank has something for every rank."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,14 +12,13 @@ from mpisgd.collectives.dispatch import Call, Collective, device_kind, operation
 from mpisgd.collectives.tensor_arguments import check_output, check_same, check_tensor, check_tensors
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
+from mpisgd.core.host_transport import HostTransport, Steps
 from mpisgd.core.work import Work
 from mpisgd.dtypes import dtype_name
 from mpisgd.errors import CollectiveMismatch, ShapeMismatch
 from mpisgd.job.lifecycle import group_or_world
+from mpisgd.memory_ranges import equal_ranges, range_of
 from mpisgd.transport.device.backend import DeviceBackend
-from mpisgd.transport.shm import data_movement
-from mpisgd.transport.shm.staging import equal_ranges, range_of
-from mpisgd.transport.shm.transport import ShmTransport
 
 __all__ = ["all_to_all", "all_to_all_single", "exchange_on_device"]
 
@@ -159,9 +158,9 @@ def _mpi(call: Call) -> None:
     call.communicator.all_to_all(*_flats(call))
 
 
-def _shm(call: Call, shm: ShmTransport) -> Iterator[None]:
+def _steps(call: Call, transport: HostTransport) -> Steps:
     out, source = _flats(call)
-    yield from data_movement.all_to_all_equal(shm, range_of(out), range_of(source))
+    yield from transport.all_to_all_equal(range_of(out), range_of(source))
 
 
 def _device(call: Call, backend: DeviceBackend) -> Callable[[], Any]:
@@ -169,7 +168,7 @@ def _device(call: Call, backend: DeviceBackend) -> Callable[[], Any]:
     return exchange_on_device(call, backend, *call.sizes)
 
 
-ALL_TO_ALL = Collective("all_to_all", _mpi, _shm, device=_device)
+ALL_TO_ALL = Collective("all_to_all", _mpi, _steps, device=_device, tuned=True)
 
 
 # -- parts of any sizes, in one tensor or in several ----------------------------------------------------
@@ -197,14 +196,14 @@ def _deal(call: Call) -> None:
     )
 
 
-def _deal_by_shm(call: Call, shm: ShmTransport) -> Iterator[None]:
+def _deal_in_steps(call: Call, transport: HostTransport) -> Steps:
     outs, sources = _pieces(call)
     everyone, mine = _sizes(call)
-    yield from data_movement.all_gather(shm, equal_ranges(everyone, call.group.size), range_of(mine))
+    yield from transport.all_gather(equal_ranges(everyone, call.group.size), range_of(mine))
     _check_matrix(call, everyone)
     sizes = (everyone[:, 0] * sources[0].element_size()).tolist()
     takes, gives = [range_of(piece) for piece in outs], [range_of(piece) for piece in sources]
-    yield from data_movement.all_to_all(shm, takes, gives, sizes)
+    yield from transport.all_to_all(takes, gives, sizes)
 
 
 def _deal_on_device(call: Call, backend: DeviceBackend) -> Callable[[], Any]:
@@ -259,4 +258,4 @@ def _check_matrix(call: Call, everyone: Tensor) -> None:
         )
 
 
-ALL_TO_ALL_OF_ANY_SIZES = Collective("all_to_all_of_any_sizes", _deal, _deal_by_shm, device=_deal_on_device)
+ALL_TO_ALL_OF_ANY_SIZES = Collective("all_to_all", _deal, _deal_in_steps, device=_deal_on_device)

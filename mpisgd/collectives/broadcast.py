@@ -9,12 +9,11 @@ from mpisgd.collectives.dispatch import Call, Collective, operation_on, run
 from mpisgd.collectives.packing import messages_of
 from mpisgd.collectives.tensor_arguments import check_output
 from mpisgd.core.group import Group
+from mpisgd.core.host_transport import HostTransport, Steps
 from mpisgd.core.work import Work
 from mpisgd.job.lifecycle import group_or_world
+from mpisgd.memory_ranges import range_of
 from mpisgd.transport.device.backend import DeviceBackend
-from mpisgd.transport.shm import data_movement
-from mpisgd.transport.shm.staging import range_of
-from mpisgd.transport.shm.transport import ShmTransport
 
 __all__ = ["BROADCAST", "broadcast"]
 
@@ -49,11 +48,11 @@ def _mpi(call: Call) -> None:
         call.communicator.broadcast(flat, call.root)
 
 
-def _shm(call: Call, shm: ShmTransport) -> Iterator[None]:
+def _steps(call: Call, transport: HostTransport) -> Steps:
     root = call.root
-    bring = call.read if shm.rank == root else call.write
+    bring = call.read if call.is_root else call.write
     flats = [bring(tensor) for tensor in call.outputs]
-    yield from data_movement.broadcast(shm, [range_of(flat) for flat in flats], root)
+    yield from transport.broadcast([range_of(flat) for flat in flats], root)
 
 
 def _device(call: Call, backend: DeviceBackend) -> Callable[[], Any]:
@@ -66,4 +65,4 @@ def _messages(call: Call) -> Iterator[Tensor]:
     return map(bring, messages_of(call.outputs))
 
 
-BROADCAST = Collective("broadcast", _mpi, _shm, device=_device)
+BROADCAST = Collective("broadcast", _mpi, _steps, device=_device, tuned=True)

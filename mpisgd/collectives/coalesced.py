@@ -24,8 +24,6 @@ __all__ = [
     "reduce_scatter_tensor_coalesced",
 ]
 
-COALESCED = "coalesced"  # in the table: these always take shared memory where there is any
-
 
 def all_reduce_coalesced(
     tensors: Sequence[Tensor],
@@ -85,7 +83,7 @@ def broadcast_coalesced(
     root = group.group_rank("broadcast_coalesced", "src", src)
 
     call = Call(group, _operation("broadcast_coalesced", checked, root=root), checked)
-    return run(BROADCAST._replace(name=COALESCED), call, async_op)
+    return run(BROADCAST._replace(tuned=False), call, async_op)
 
 
 def all_gather_into_tensor_coalesced(
@@ -104,7 +102,7 @@ def all_gather_into_tensor_coalesced(
     for output, tensor in zip(outputs, inputs, strict=True):
         check_gathered(name, output, tensor, group.size)
     call = Call(group, _operation(name, inputs), outputs, inputs)
-    return run(ALL_GATHER_INTO._replace(name=COALESCED), call, async_op)
+    return run(ALL_GATHER_INTO._replace(tuned=False), call, async_op)
 
 
 def reduce_scatter_tensor_coalesced(

@@ -3,10 +3,10 @@
 Every collective has a row (`Collective`): what it is on each transport, as a small function of a `Call`.
 `run` takes the first transport that the group and the call's tensors allow:
 
-    device   tensors on a GPU, from where they lie: NCCL or CUDA-aware MPI, where the group has one
-    shm      shared memory, where all ranks are on one host and the message is large enough; an all-reduce may
-             also go through cma, or between hosts through internode (see `all_reduce.choose_algorithm`)
-    mpi      the library's own collectives, or messages
+    device             tensors on a GPU, from where they lie: NCCL or CUDA-aware MPI, where the group has one
+    group.transports   tensors in host memory: the first that takes the operation, where the message is large
+                       enough; an all-reduce has chosen among them (see `all_reduce.choose_algorithm`)
+    mpi                the library's own collectives, or messages
 
 All but the first take tensors of a GPU through host memory.
 
@@ -14,8 +14,8 @@ The choice depends on nothing but what the ranks compare (the collective, sizes,
 profile, where `tune` has measured the collective: so all ranks agree.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache, partial
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -23,48 +23,45 @@ from torch import Tensor
 
 from mpisgd.accelerator.runtime import on_device, runtime
 from mpisgd.collectives.packing import Packer
+from mpisgd.collectives.staging_check import run_first_part
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
+from mpisgd.core.host_transport import HostTransport, Steps
+from mpisgd.core.interfaces import GroupCommunicator
 from mpisgd.core.work import Work
 from mpisgd.dtypes import ReduceOp, dtype_name
-from mpisgd.job.lifecycle import current_job
-from mpisgd.transport.cma.transport import CmaTransport
 from mpisgd.transport.device.backend import DeviceBackend
 from mpisgd.transport.device.transport import DeviceTransport, device_transport
-from mpisgd.transport.internode.transport import InternodeTransport
 from mpisgd.transport.messages.link import Link
-from mpisgd.transport.shm.transport import ShmTransport
 
 __all__ = [
-    "HOST_TRANSPORTS",
-    "SHM_FROM_BYTES",
+    "FROM_BYTES",
     "TUNED",
     "Call",
     "Collective",
+    "PreparedCall",
     "device_backend",
     "device_kind",
     "link_of",
     "operation_on",
     "run",
     "run_in_queue",
-    "shm_for",
+    "transport_for",
 ]
 
-HOST_TRANSPORTS = ("node", "mpi")  # as profiles call shared memory and MPI
 TUNED = ("broadcast", "all_gather", "all_to_all")  # those of which MPI's own may be the better one
-# From how many bytes on (of the larger side of a rank) shared memory is taken where nobody has measured.
-# Small messages are fast there because the consistency check is their only barrier; for large ones two copies
-# through the cache may take less time than MPI's one between address spaces. That is a matter of the machine:
-# 16 MiB took an all-gather 0.7 of MPI's time on an AMD EPYC and 1.3 times as long on an Intel Xeon, hence
-# `tune`. Up to 2 MiB MPI's own all_gather and all_to_all won on the Xeon, and on the EPYC their time and a
-# consistency check's came to as much as shared memory's; 4 ranks on 2 cores lost a tenth or won a third.
-# Measured with `mpirun -n 2 python -m mpisgd bench collectives --sizes 4KiB,64KiB,1MiB,16MiB,64MiB`, and with
-# -n 4. The collectives that are not listed always take it: MPI's own would need scratch memory or more steps.
-SHM_FROM_BYTES = {"all_gather": 2 * 2**20, "all_to_all": 2 * 2**20}
+# From how many bytes on (of the larger side of a rank) a transport is taken where nobody has measured.
+# Small messages are fast in shared memory because the consistency check is their only barrier; for large ones
+# two copies through the cache may take less time than MPI's one between address spaces. That is a matter of
+# the machine: 16 MiB took an all-gather 0.7 of MPI's time on an AMD EPYC and 1.3 times as long on an Intel
+# Xeon, hence `tune`. Up to 2 MiB MPI's own all_gather and all_to_all won on the Xeon, and on the EPYC their
+# time and a consistency check's came to as much as shared memory's; 4 ranks on 2 cores lost a tenth or won a
+# third. Measured with `mpirun -n 2 python -m mpisgd bench collectives --sizes 4KiB,64KiB,1MiB,16MiB,64MiB`,
+# and with -n 4. The collectives that are not listed always take it: MPI's own would need scratch memory or
+# more steps.
+FROM_BYTES = {"all_gather": 2 * 2**20, "all_to_all": 2 * 2**20}
 
 MAX_KNOWN_OPERATIONS = 1024
-
-HostTransport = ShmTransport | CmaTransport | InternodeTransport
 
 
 class Call(Packer):
@@ -113,7 +110,7 @@ class Call(Packer):
         return self.group.rank == self.operation.root
 
     @property
-    def communicator(self) -> Any:
+    def communicator(self) -> GroupCommunicator:
         """The communicator of the group's queue."""
         return self.group.queue.communicator
 
@@ -127,19 +124,18 @@ class Collective(NamedTuple):
     """A row of the table.
 
     Attributes:
-        name: of SHM_FROM_BYTES and of the measured profile.
+        name: of the operation of `HostTransport` that it needs.
         mpi: does a call by MPI's collectives or messages, after the ranks have agreed on it.
-        steps: does it through shared memory, or for an all-reduce between hosts: returns a generator that
-            yields wherever all ranks must have come. The first of these places is the consistency check; what
-            comes before it may write into this rank's coming half of the staging memory and nothing else. The
-            generator keeps alive what it passes the addresses of.
+        steps: does it through a transport of host memory; see `mpisgd.core.host_transport`.
         device: packs the tensors where they lie, and returns what then begins the operation there.
+        tuned: whether MPI's own may be the quicker one, depending on the size.
     """
 
     name: str
     mpi: Callable[[Call], None]
-    steps: Callable[[Call, Any], Iterator[None]] | None = None
+    steps: Callable[[Call, HostTransport], Steps] | None = None
     device: Callable[[Call, DeviceBackend], Callable[[], Any]] | None = None
+    tuned: bool = False
 
 
 def run(
@@ -161,59 +157,78 @@ def run(
         if backend is not None:
             return _run_on_device(row.device, backend, call, like.device, async_op)
     if transport is None and row.steps is not None:
-        transport = shm_for(call.group, row.name, nbytes)
-    if transport is None:
-        action = partial(_run_by_mpi, row.mpi, call)
-        return run_in_queue(
-            call.group, call.operation, action, tensors=call.outputs, async_op=async_op, like=like
-        )
-    steps = _Steps(row.steps, call, transport)
+        dtype = call.outputs[0].dtype if call.op is not None and len(call.outputs) == 1 else None
+        transport = transport_for(call.group, row.name, dtype, nbytes, tuned=row.tuned)
+    prepared = PreparedCall(row, call, transport)
     return run_in_queue(
         call.group,
         call.operation,
-        steps.run,
+        prepared.run,
         tensors=call.outputs,
         async_op=async_op,
         like=like,
-        before=steps.begin,
-        transport=transport.name,
+        before=None if transport is None else prepared.begin,
+        transport="mpi" if transport is None else transport.name,
     )
 
 
-def _run_by_mpi(row: Callable[[Call], None], call: Call) -> None:
-    row(call)
-    call.finish()
+class PreparedCall:
+    """A call whose transport is chosen: nothing is read or written before its turn in the queue.
 
-
-class _Steps:
-    """A row's steps of one call: nothing is read or written before the call's turn in the queue."""
+    Args:
+        row: what the collective is.
+        call: its arguments.
+        transport: what its steps go through; None: MPI.
+    """
 
     __slots__ = ("_call", "_row", "_steps", "_transport")
 
-    def __init__(self, row: Any, call: Call, transport: HostTransport) -> None:
+    def __init__(self, row: Collective, call: Call, transport: HostTransport | None) -> None:
         self._row = row
         self._call = call
         self._transport = transport
 
     def begin(self) -> None:
         """Come to the consistency check."""
-        self._steps = self._row(self._call, self._transport)
-        next(self._steps, None)
+        if self._transport is not None:
+            assert self._row.steps is not None
+            call = self._call
+            self._steps = self._row.steps(call, self._transport)
+            if call.group.checks_staging:
+                run_first_part(self._steps, self._transport, [*call.inputs, *call.outputs])
+            else:
+                next(self._steps, None)
 
     def run(self) -> None:
         """Do the rest, after the check."""
-        self._transport.run_steps(self._steps)
+        if self._transport is None:
+            self._row.mpi(self._call)
+        else:
+            self._transport.run_steps(self._steps)
         self._call.finish()
 
 
-def shm_for(group: Group, name: str, nbytes: int) -> ShmTransport | None:
-    """Return the shared memory that a collective on `nbytes` goes through, None where it is MPI's turn."""
-    shm: ShmTransport | None = group.shm
-    if shm is None:
-        return None
-    if name in group.costs.collectives:
-        return shm if group.costs.choose(HOST_TRANSPORTS, nbytes, collective=name) == "node" else None
-    return shm if nbytes >= SHM_FROM_BYTES.get(name, 0) else None
+def transport_for(
+    group: Group, collective: str, dtype: torch.dtype | None, nbytes: int, *, tuned: bool = False
+) -> HostTransport | None:
+    """Return what an operation goes through; None where it is MPI's turn. The same on all ranks.
+
+    Args:
+        group: its ranks.
+        collective: see `HostTransport.takes`, as for `dtype` and `nbytes`.
+        tuned: whether MPI's own may be the quicker one, depending on the size.
+    """
+    for transport in group.transports:
+        if transport.takes(collective, dtype, nbytes):
+            return transport if not tuned or _beats_mpi(group, transport, collective, nbytes) else None
+    return None
+
+
+def _beats_mpi(group: Group, transport: HostTransport, collective: str, nbytes: int) -> bool:
+    if collective not in group.costs.collectives:
+        return nbytes >= FROM_BYTES.get(collective, 0)
+    chosen: str = group.costs.choose((transport.name, "mpi"), nbytes, collective=collective)
+    return chosen == transport.name
 
 
 def _run_on_device(
@@ -258,7 +273,7 @@ def device_backend(
 
 
 def _device_transport(group: Group, operation: Operation, tensor: Tensor) -> DeviceTransport:
-    return device_transport(group, tensor, operation, current_job().gpu)
+    return device_transport(group, tensor, operation, group.job.gpu)
 
 
 def run_in_queue(

@@ -1,6 +1,6 @@
 """`gather` and `scatter`: from everyone to one rank, and from one rank to everyone."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -10,13 +10,12 @@ from mpisgd.collectives.all_to_all import exchange_on_device
 from mpisgd.collectives.dispatch import Call, Collective, operation_on, run
 from mpisgd.collectives.tensor_arguments import check_output, check_same, check_tensor, check_tensors
 from mpisgd.core.group import Group
+from mpisgd.core.host_transport import HostTransport, Steps
 from mpisgd.core.work import Work
 from mpisgd.errors import InvalidArgument
 from mpisgd.job.lifecycle import group_or_world
+from mpisgd.memory_ranges import range_of
 from mpisgd.transport.device.backend import DeviceBackend
-from mpisgd.transport.shm import data_movement
-from mpisgd.transport.shm.staging import range_of
-from mpisgd.transport.shm.transport import ShmTransport
 
 __all__ = ["gather", "scatter"]
 
@@ -62,10 +61,10 @@ def _gather_by_mpi(call: Call) -> None:
     call.communicator.gather(out, mine if out is None else clone_if_overlapping(mine, [out]), call.root)
 
 
-def _gather_by_shm(call: Call, shm: ShmTransport) -> Iterator[None]:
+def _gather_in_steps(call: Call, transport: HostTransport) -> Steps:
     flats = [call.write(output) for output in call.outputs]
     mine = clone_if_overlapping(call.read(call.inputs[0]), flats, own=call.root)
-    yield from data_movement.gather(shm, [range_of(flat) for flat in flats], range_of(mine), call.root)
+    yield from transport.gather([range_of(flat) for flat in flats], range_of(mine), call.root)
 
 
 def _gather_on_device(call: Call, backend: DeviceBackend) -> Callable[[], Any]:
@@ -120,9 +119,9 @@ def _scatter_by_mpi(call: Call) -> None:
     call.communicator.scatter(out, source, call.root)
 
 
-def _scatter_by_shm(call: Call, shm: ShmTransport) -> Iterator[None]:
+def _scatter_in_steps(call: Call, transport: HostTransport) -> Steps:
     out, pieces = call.write(call.outputs[0]), [call.read(piece) for piece in call.inputs]
-    yield from data_movement.scatter(shm, range_of(out), [range_of(piece) for piece in pieces], call.root)
+    yield from transport.scatter(range_of(out), [range_of(piece) for piece in pieces], call.root)
 
 
 def _scatter_on_device(call: Call, backend: DeviceBackend) -> Callable[[], Any]:
@@ -158,5 +157,5 @@ def _check_list(
     return checked
 
 
-GATHER = Collective("gather", _gather_by_mpi, _gather_by_shm, device=_gather_on_device)
-SCATTER = Collective("scatter", _scatter_by_mpi, _scatter_by_shm, device=_scatter_on_device)
+GATHER = Collective("gather", _gather_by_mpi, _gather_in_steps, device=_gather_on_device)
+SCATTER = Collective("scatter", _scatter_by_mpi, _scatter_in_steps, device=_scatter_on_device)

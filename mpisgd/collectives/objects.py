@@ -103,7 +103,7 @@ def gather_object(
         Operation("gather_object", root=root),
         lambda: group.queue.communicator.gather_object(payload, root),
     )
-    if object_gather_list is not None and group.rank == root:
+    if object_gather_list is not None and got is not None:  # only on dst
         object_gather_list[:] = map(pickle.loads, got)
 
 

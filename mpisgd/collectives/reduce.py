@@ -1,6 +1,6 @@
 """`reduce`: everyone's tensor becomes one, on one rank."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -9,13 +9,12 @@ from mpisgd.collectives.dispatch import Call, Collective, operation_on, run
 from mpisgd.collectives.packing import put
 from mpisgd.collectives.tensor_arguments import check_output
 from mpisgd.core.group import Group
+from mpisgd.core.host_transport import HostTransport, Steps
 from mpisgd.core.work import Work
 from mpisgd.dtypes import ReduceOp, check_op
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.transport.device.backend import DeviceBackend
 from mpisgd.transport.mpi_reduction import for_mpi
-from mpisgd.transport.shm import reduction
-from mpisgd.transport.shm.transport import ShmTransport
 
 __all__ = ["reduce"]
 
@@ -65,8 +64,8 @@ def _mpi(call: Call) -> None:
         put(finish(work), flat)
 
 
-def _shm(call: Call, shm: ShmTransport) -> Iterator[None]:
-    return reduction.reduce(shm, _flat(call), call.op, call.root)
+def _steps(call: Call, transport: HostTransport) -> Steps:
+    return transport.reduce(_flat(call), call.op, call.root)
 
 
 def _device(call: Call, backend: DeviceBackend) -> Callable[[], Any]:
@@ -74,4 +73,4 @@ def _device(call: Call, backend: DeviceBackend) -> Callable[[], Any]:
     return lambda: backend.reduce(flat, call.root, call.op)
 
 
-REDUCE = Collective("reduce", _mpi, _shm, device=_device)
+REDUCE = Collective("reduce", _mpi, _steps, device=_device)

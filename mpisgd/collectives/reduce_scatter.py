@@ -12,13 +12,12 @@ from mpisgd.collectives.dispatch import Call, Collective, operation_on, run
 from mpisgd.collectives.packing import put
 from mpisgd.collectives.tensor_arguments import check_output, check_same, check_tensor, check_tensors
 from mpisgd.core.group import Group
+from mpisgd.core.host_transport import HostTransport, Steps
 from mpisgd.core.work import Work
 from mpisgd.dtypes import ReduceOp, check_op
 from mpisgd.job.lifecycle import group_or_world
+from mpisgd.memory_ranges import equal_ranges, range_of
 from mpisgd.transport.device.backend import DeviceBackend
-from mpisgd.transport.shm import reduction
-from mpisgd.transport.shm.staging import equal_ranges, range_of
-from mpisgd.transport.shm.transport import ShmTransport
 
 __all__ = ["REDUCE_SCATTER", "check_scattered", "reduce_scatter", "reduce_scatter_tensor"]
 
@@ -118,7 +117,7 @@ def _mpi(call: Call) -> None:
         put(reduce_own_part(call.link, _parts(flats, call.group.size), call.op), out)
 
 
-def _shm(call: Call, shm: ShmTransport) -> Iterator[None]:
+def _steps(call: Call, transport: HostTransport) -> Steps:
     rank, size = call.group.rank, call.group.size
     for out, flats in _flats(call):
         if len(flats) == size:
@@ -127,7 +126,7 @@ def _shm(call: Call, shm: ShmTransport) -> Iterator[None]:
             length = out.numel()
             own, places = flats[0][rank * length : (rank + 1) * length], equal_ranges(flats[0], size)
         result = torch.empty_like(own) if True in [overlap(out, flat) for flat in flats] else out
-        yield from reduction.reduce_scatter(shm, places, own, call.op, result)
+        yield from transport.reduce_scatter(places, own, call.op, result)
         put(result, out)
 
 
@@ -136,4 +135,4 @@ def _device(call: Call, backend: DeviceBackend) -> Callable[[], Any]:
     return lambda: [backend.reduce_scatter(out, flat, call.op) for out, flat in pairs]
 
 
-REDUCE_SCATTER = Collective("reduce_scatter", _mpi, _shm, device=_device)
+REDUCE_SCATTER = Collective("reduce_scatter", _mpi, _steps, device=_device)

@@ -9,11 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mpisgd.collectives.dispatch import link_of, shm_for
+from mpisgd.collectives.dispatch import link_of, transport_for
 from mpisgd.core.group import Group
-from mpisgd.transport.shm import data_movement
-from mpisgd.transport.shm.staging import equal_ranges, range_of
-from mpisgd.transport.shm.transport import ShmTransport
+from mpisgd.memory_ranges import equal_ranges, range_of
 
 __all__ = ["deal", "gather", "gather_numbers", "gather_ragged"]
 
@@ -26,11 +24,11 @@ def gather(mine: Tensor, group: Group) -> Tensor:
     out = torch.empty(group.size, mine.numel(), dtype=mine.dtype)
     if not mine.numel():
         return out.to(device)
-    shm = shm_for(group, "all_gather", out.nbytes)
-    if shm is None:
+    transport = transport_for(group, "all_gather", None, out.nbytes, tuned=True)
+    if transport is None:
         group.queue.communicator.all_gather(out.view(-1), mine)
     else:
-        shm.run_steps(data_movement.all_gather(shm, equal_ranges(out, group.size), range_of(mine)))
+        transport.run_steps(transport.all_gather(equal_ranges(out, group.size), range_of(mine)))
     return out.to(device)
 
 
@@ -50,9 +48,9 @@ def gather_ragged(mine: Tensor, lengths: Sequence[int], group: Group) -> list[Te
     """
     device, me, mine = mine.device, group.rank, mine.contiguous().cpu()
     pieces = [torch.empty(length, dtype=mine.dtype) for length in lengths]
-    shm: ShmTransport | None = group.shm
-    if shm is not None:
-        shm.run_steps(data_movement.all_gather(shm, [range_of(piece) for piece in pieces], range_of(mine)))
+    transport = transport_for(group, "all_gather", None, sum(piece.nbytes for piece in pieces))
+    if transport is not None:
+        transport.run_steps(transport.all_gather([range_of(piece) for piece in pieces], range_of(mine)))
     else:
         pieces[me] = mine
         others = [rank for rank in range(group.size) if rank != me]
@@ -73,11 +71,11 @@ def deal(pieces: Sequence[Tensor], lengths: Sequence[Sequence[int]], group: Grou
     device, me = pieces[0].device, group.rank
     mine = [piece.contiguous().cpu() for piece in pieces]
     taken = [torch.empty(row[me], dtype=mine[0].dtype) for row in lengths]
-    shm: ShmTransport | None = group.shm
-    if shm is not None:
+    transport = transport_for(group, "all_to_all", None, 0)
+    if transport is not None:
         sizes = [[length * mine[0].element_size() for length in row] for row in lengths]
         outputs, inputs = [range_of(piece) for piece in taken], [range_of(piece) for piece in mine]
-        shm.run_steps(data_movement.all_to_all(shm, outputs, inputs, sizes))
+        transport.run_steps(transport.all_to_all(outputs, inputs, sizes))
     else:
         taken[me] = mine[me]
         others = [rank for rank in range(group.size) if rank != me]

@@ -2,16 +2,14 @@
 
 from torch import Tensor
 
-from mpisgd.collectives.all_reduce import choose_algorithm, reduce_tensor
+from mpisgd.collectives.all_reduce import choose_algorithm, reduce_tensor, transport_named, transports_for
+from mpisgd.collectives.dispatch import transport_for
 from mpisgd.compress.compressor import BucketReducer
 from mpisgd.core.group import Group
+from mpisgd.core.host_transport import Region
 from mpisgd.dtypes import ReduceOp
-from mpisgd.transport.shm.region import Region
 
 __all__ = ["SumReducer"]
-
-# Torch puts tensors of 2 MiB, a huge page, and more into such pages; the ends of smaller ones lie in others.
-IN_HUGE_PAGES_BYTES = 8 * 2**20
 
 
 class SumReducer(BucketReducer):
@@ -30,11 +28,9 @@ class SumReducer(BucketReducer):
 
     def reduce(self, bucket: Tensor, group: Group, op: ReduceOp) -> None:
         """Sum the bucket in the memory of the host, or as any tensor; see `BucketReducer.reduce`."""
-        transport = group.shm or group.internode
-        if self.region is not None and transport is not None:
-            transport.all_reduce_region(self.region, op)
-        elif self.in_shared_memory and group.internode is not None:
-            group.internode.all_reduce_now(bucket, op)  # to the other hosts' ranks it is the same
+        transport = transport_for(group, "all_reduce", bucket.dtype, bucket.nbytes)
+        if self.in_shared_memory and transport is not None:
+            transport.all_reduce_now(bucket, op, self.region)
         else:
             reduce_tensor(group, bucket, op, _algorithm(group, bucket))
 
@@ -44,13 +40,9 @@ class SumReducer(BucketReducer):
 
 
 def _algorithm(group: Group, flat: Tensor) -> str:
-    """Choose as for any tensor, but for one thing.
-
-    What backward has just made has left the caches by now, and then shared memory is as quick as reaching
-    into each other's memory (on 2 cores 2 and 4 ranks took 0.93 of the time, 3 ranks 1.3), unless the kernel
-    finds it in huge pages (1.13, 1.2 and 1.6).
-    """
-    chosen, cma = choose_algorithm(group, "auto", flat), group.transports.cma
-    if chosen != "direct" or cma is None:
+    """Choose as for any tensor, but for one thing: what backward has just made has left the caches by now."""
+    chosen = choose_algorithm(group, "auto", flat)
+    transport = transport_named(group, chosen)
+    if transport is None or transport.suits_uncached(flat):
         return chosen
-    return chosen if cma.huge_pages and flat.nbytes >= IN_HUGE_PAGES_BYTES else "node"
+    return next((found.name for found in transports_for(group, flat) if found.suits_uncached(flat)), chosen)

@@ -7,10 +7,9 @@ those that wait for the queue end with an error.
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator
 
-from mpisgd.core import wait_registry
+from mpisgd.core import scheduling, wait_registry
 from mpisgd.core.wait_registry import RunningCallback
 from mpisgd.errors import CollectiveTimeout
 
@@ -34,7 +33,7 @@ class Callbacks:
     def run(self, name: str) -> Iterator[None]:
         """Note that this thread runs callbacks on the future of an operation meanwhile."""
         thread, before = threading.get_ident(), self._running
-        self._running = RunningCallback(name, self._group, time.monotonic(), self._timeout_s())
+        self._running = RunningCallback(name, self._group, scheduling.now_s(), self._timeout_s())
         wait_registry.callbacks[thread] = self._running
         try:
             yield
@@ -50,7 +49,7 @@ class Callbacks:
             CollectiveTimeout: says on which operation's future.
         """
         running = self._running
-        if running is not None and time.monotonic() - running.since_s > running.timeout_s:
+        if running is not None and scheduling.now_s() - running.since_s > running.timeout_s:
             raise CollectiveTimeout(
                 f"group '{self._group}': a callback on the future of {running.name} has run for longer than "
                 f"the timeout of {running.timeout_s:g} s, and all operations behind it wait for its end. If "

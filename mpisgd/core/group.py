@@ -6,7 +6,10 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from mpisgd import config
 from mpisgd.arguments import as_index, shown
+from mpisgd.core.host_transport import HostMemory, HostTransport
+from mpisgd.core.interfaces import Job
 from mpisgd.core.operation_queue import OperationQueue
 from mpisgd.core.topology import Topology
 from mpisgd.errors import InvalidRank, MpisgdError, NotInGroup, NotInitialized, PeerLost
@@ -20,13 +23,13 @@ class GroupResources(NamedTuple):
     Attributes:
         queue: the order of the group's collectives.
         point_to_point: the group's messages: `close()`, and `abandon(error)`, which fails what is in flight.
-        transports: how bytes move besides the communicator: `shm`, `internode`, `close()`.
+        transports: how tensors in host memory move besides by MPI, the preferred one first.
         topology: which members share a host.
     """
 
     queue: OperationQueue
     point_to_point: Any
-    transports: Any
+    transports: tuple[HostTransport, ...]
     topology: Topology
 
 
@@ -45,18 +48,20 @@ os.register_at_fork(after_in_child=_end_in_forked_process)
 class Group:
     """Ranks that communicate with each other; made by `mpisgd.new_group`, never directly.
 
-    `src` and `dst` of every operation are ranks of the job (global ranks), as in torch.distributed. The
-    transports are handed on as they are: whoever uses one imports its type.
+    `src` and `dst` of every operation are ranks of the job (global ranks), as in torch.distributed.
 
     Attributes:
         name: for messages.
         ranks: the members' global ranks; place i holds group rank i.
         rank: this process within the group, -1 when it is no member.
         size: number of members.
+        job: that it is in; set by `Job.add`.
         ordinal: among the groups of the same ranks, counted as they are made; the same on all members.
         costs: predicts which algorithm is fastest among these ranks, a `mpisgd.tuning.CostModel`.
         device: the transport of tensors on a GPU; None before there were any.
         known_calls: what collectives have found out about calls that come again and again.
+        checks_staging: whether every operation is watched for what it writes before the ranks have agreed on
+            it; see `mpisgd.collectives.staging_check`.
         num_owners: how many there were of each kind of what operations belong to; see `mpisgd.core.owner`.
     """
 
@@ -66,12 +71,14 @@ class Group:
         self.name = name
         self.ranks = tuple(ranks)
         self.size = len(self.ranks)
+        self.job: Job
         self.ordinal = 0
         self.rank = -1 if resources is None else resources.topology.rank
         self.pid = os.getpid()
         self.costs = costs
         self.device: Any = None
         self.known_calls: dict[Any, Any] = {}
+        self.checks_staging = config.check_staging()
         self.num_owners: collections.Counter[str] = collections.Counter()
         self._resources = resources
         self._usable = resources  # None once they may not be used any more
@@ -108,19 +115,29 @@ class Group:
         return self._resources.topology
 
     @property
-    def transports(self) -> Any:
-        """What the group communicates through besides MPI itself."""
+    def transports(self) -> tuple[HostTransport, ...]:
+        """What moves tensors in host memory besides MPI, the preferred one first; on all ranks alike."""
         return self.resources.transports
 
     @property
-    def shm(self) -> Any:
-        """The shared memory of the group, None unless all its ranks share one host and can have it."""
-        return self.resources.transports.shm
+    def spans_hosts(self) -> bool:
+        """Whether its transports are for ranks on several hosts; the same on all ranks."""
+        return any(transport.spans_hosts for transport in self.transports)
 
     @property
-    def internode(self) -> Any:
-        """The transport between the group's hosts, None where there is one host only."""
-        return self.resources.transports.internode
+    def shares_memory(self) -> bool:
+        """Whether members that are on one host see the same memory; the same on all ranks."""
+        return any(transport.shares_memory for transport in self.transports)
+
+    @property
+    def host_memory(self) -> HostMemory | None:
+        """The memory that the members on this host see; None where this one is alone, or may not share it."""
+        return next((found.memory for found in self.transports if found.memory is not None), None)
+
+    @property
+    def shared_memory(self) -> HostMemory | None:
+        """The memory that all members see, which are on one host; None on all of them where there is none."""
+        return None if self.spans_hosts else self.host_memory
 
     @property
     def resources(self) -> GroupResources:
@@ -184,7 +201,9 @@ class Group:
             self.device.close()
         if self._resources is not None:
             self._resources.point_to_point.close()
-            self._resources.transports.close()
+            self._resources.queue.consistency.digest_exchange.close()
+            for transport in self._resources.transports:
+                transport.close()
             self._resources.queue.communicator.free()
         self._closed, self._usable = True, None
 

@@ -1,17 +1,19 @@
-"""What core asks of the rooms above it, which give it these; it imports none of them.
+"""What core asks of the rooms above it, which give it these; it imports none of them."""
 
-A group hands its transports on as they are, and whoever uses them (the collectives, the gradients) knows
-their own types, so what core does not use itself is typed `Any`.
-"""
-
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-__all__ = ["Communicator", "DigestExchange"]
+from torch import Tensor
+
+__all__ = ["Communicator", "DigestExchange", "GroupCommunicator", "Job", "Request"]
+
+
+class Request(Protocol):
+    """What a communicator has started: only it can tell whether that is complete. It has no methods."""
 
 
 class Communicator(Protocol):
-    """Ranks that can send each other messages; `mpisgd.transport.mpi.Communicator` is the real one."""
+    """Ranks that can send each other messages, as core needs them."""
 
     rank: int
     size: int
@@ -20,19 +22,19 @@ class Communicator(Protocol):
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Return the objects of all ranks, in rank order. Collective."""
 
-    def barrier_request(self) -> Any:
+    def barrier_request(self) -> Request:
         """Start a barrier that does not block; return its request. Collective."""
 
-    def poll(self, requests: Sequence[Any]) -> bool:
+    def poll(self, requests: Sequence[Request]) -> bool:
         """Return whether all requests are complete; asking moves them along."""
 
-    def isend(self, tensor: Any, dst: int, tag: int = 0) -> Any:
+    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Request:
         """Start sending a tensor to a rank; return the request."""
 
-    def probe(self, tag: int) -> Any:
-        """Return what is known of a message of this tag that waits to be received, None if there is none."""
+    def probe(self, tag: int) -> tuple[int, int, int] | None:
+        """Return (source rank, tag, bytes) of a message that waits to be received, None if there is none."""
 
-    def abandon(self, requests: Sequence[Any], memory: object) -> None:
+    def abandon(self, requests: Sequence[Request], memory: object) -> None:
         """Give requests up; their memory is kept as long as MPI may use it."""
 
     def same_host(self) -> "Communicator":
@@ -40,6 +42,98 @@ class Communicator(Protocol):
 
     def free(self) -> None:
         """Give it back. Collective."""
+
+
+class GroupCommunicator(Communicator, Protocol):
+    """The communicator of a group's queue, as everything above core sees it.
+
+    `mpisgd.transport.mpi.Communicator` is the real one, and tells more of each method. They take contiguous
+    CPU tensors and ranks of the communicator. Whoever starts a request keeps its tensors till it is complete.
+
+    Attributes:
+        tag_limit: the largest tag.
+    """
+
+    tag_limit: int
+
+    def duplicate(self) -> "GroupCommunicator":
+        """Return one of its own over the same ranks. Collective, as all of the following."""
+
+    def same_host(self) -> "GroupCommunicator":
+        """Return one over the ranks that can share memory with this one."""
+
+    def split(self, color: int) -> "GroupCommunicator":
+        """Return one over the ranks that give the same `color`, ordered as here."""
+
+    def subset(self, ranks: Sequence[int]) -> "GroupCommunicator | None":
+        """Return one over `ranks` in that order, None on the others."""
+
+    def create_group(self, ranks: Sequence[int], tag: int) -> "GroupCommunicator":
+        """Return one over `ranks` in the order given. Collective over them alone."""
+
+    # -- messages -----------------------------------------------------------------------------------
+
+    def irecv(self, tensor: Tensor, src: int | None, tag: int = 0) -> Request:
+        """Start receiving into `tensor` from `src`, None for whoever sends first."""
+
+    def poll_one(self, request: Request) -> tuple[int, int] | None:
+        """Return (source rank, bytes received) once `request` is complete, None before."""
+
+    def cancel(self, request: Request, memory: object) -> None:
+        """Cancel a receive; where a message for it is already coming in, `memory` is kept until it has."""
+
+    def probe(self, tag: int | None = None) -> tuple[int, int, int] | None:
+        """Return what waits to be received, as core's does; None: of any tag."""
+
+    def progress(self) -> None:
+        """Let messages move along."""
+
+    def persistent(self, send: bytearray, dst: int, recv: bytearray, src: int, tag: int) -> list[Request]:
+        """Prepare an exchange of two small fixed buffers that is started again and again."""
+
+    def start(self, requests: list[Request]) -> None:
+        """Start a prepared exchange."""
+
+    def release(self, requests: Sequence[Request]) -> None:
+        """Free a prepared exchange that is over."""
+
+    # -- collectives --------------------------------------------------------------------------------
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        """Copy root's bytes into everyone's `tensor`."""
+
+    def all_reduce(self, tensor: Tensor, op: str) -> None:
+        """Combine `tensor` [n] over the ranks, in place."""
+
+    def reduce(self, tensor: Tensor, op: str, root: int) -> None:
+        """Combine `tensor` [n] over the ranks into root's; the others keep theirs."""
+
+    def all_gather(self, out: Tensor, tensor: Tensor | None) -> None:
+        """Put everyone's `tensor` [n] into `out` [size * n]; None: mine is already in its place there."""
+
+    def all_gather_request(self, out: Tensor, tensor: Tensor) -> Request:
+        """Start an all-gather of `tensor` [n] into `out` [size * n]."""
+
+    def gather(self, out: Tensor | None, tensor: Tensor, root: int) -> None:
+        """Put everyone's `tensor` [n] into root's `out` [size * n]."""
+
+    def scatter(self, tensor: Tensor, source: Tensor | None, root: int) -> None:
+        """Hand piece r of root's `source` [size * n] to rank r's `tensor` [n]."""
+
+    def all_to_all(self, out: Tensor, tensor: Tensor) -> None:
+        """Hand piece r of `tensor` [size * n] to rank r; piece s of `out` [size * n] comes from rank s."""
+
+    def broadcast_object(self, obj: Any, root: int) -> Any:
+        """Return root's object."""
+
+    def gather_object(self, obj: Any, root: int) -> list[Any] | None:
+        """Return everyone's object on root, None elsewhere."""
+
+    def scatter_object(self, objs: Sequence[Any] | None, root: int) -> Any:
+        """Return this rank's entry of root's list."""
 
 
 class DigestExchange(Protocol):
@@ -59,3 +153,34 @@ class DigestExchange(Protocol):
 
     def missing(self) -> str:
         """Describe the ranks that this rank waits for, while it is not over."""
+
+    def close(self) -> None:
+        """Free what MPI keeps for it; before the communicator is freed."""
+
+
+class Job(Protocol):
+    """What is asked of a group's job; `mpisgd.job.world.Job` is the real one, which explains it."""
+
+    timeout_s: float
+    threads_allowed: bool
+    gpu: str
+    at_end: list[Callable[[], None]]
+
+    @property
+    def world(self) -> Any:
+        """The group of all ranks."""
+
+    @property
+    def monitor(self) -> Any:
+        """Tells what the other ranks are doing; None where the ranks are threads of one process."""
+
+    @property
+    def groups(self) -> list[Any]:
+        """The groups that this rank knows of and has not closed."""
+
+    @property
+    def names(self) -> Iterator[int]:
+        """Numbers of the groups without a name."""
+
+    def add(self, group: Any) -> None:
+        """Add a group."""

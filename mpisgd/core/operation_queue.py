@@ -21,8 +21,9 @@ from mpisgd.call_site import call_site
 from mpisgd.core import wait_registry
 from mpisgd.core.callbacks import Callbacks
 from mpisgd.core.consistency import ConsistencyCheck, ConsistencyChecker, Operation
-from mpisgd.core.interfaces import Communicator, DigestExchange
+from mpisgd.core.interfaces import DigestExchange, GroupCommunicator
 from mpisgd.core.owner import current_owner, owned_by
+from mpisgd.core.scheduling import wait_for_condition
 from mpisgd.core.service_thread import ServiceThread
 from mpisgd.core.waiting import Backoff
 from mpisgd.core.work import QueuedWork, Work
@@ -106,7 +107,7 @@ class OperationQueue:
         on_failure: called when an operation fails on this rank that others may still come to.
 
     Attributes:
-        communicator: the communicator; the transports and the collectives know its own type.
+        communicator: the communicator.
         broken: why the queue cannot be used any more.
         running: the operation that runs now, None in between.
         on_mismatch: called on every rank when they have found out that they disagree.
@@ -119,7 +120,7 @@ class OperationQueue:
 
     def __init__(
         self,
-        communicator: Communicator,
+        communicator: GroupCommunicator,
         digest_exchange: DigestExchange,
         *,
         name: str,
@@ -128,7 +129,7 @@ class OperationQueue:
         ranks: tuple[int, ...] = (),
         on_failure: Callable[[], None] = lambda: None,
     ) -> None:
-        self.communicator: Any = communicator
+        self.communicator = communicator
         self.name = name
         self.track = tracing.Track(f"group {name}", ranks)
         self.consistency = consistency = ConsistencyChecker(
@@ -373,7 +374,9 @@ class OperationQueue:
     def _serve(self) -> bool:
         """One round of the thread: sleep until something is queued, run it."""
         with self._changed:
-            self._changed.wait_for(lambda: self._busy is None and (self._queue or self._closing))
+            wait_for_condition(
+                self._changed, lambda: self._busy is None and bool(self._queue or self._closing)
+            )
             if not self._queue:
                 self._thread = None  # under the lock: what is submitted from now on starts another thread
                 return False
@@ -436,5 +439,5 @@ class OperationQueue:
                 self._changed.notify_all()
             if thread is None:
                 return
-            thread.join(JOIN_S)
+            thread.join_from_others(JOIN_S)
             self.callbacks.check()

@@ -4,10 +4,11 @@ Whoever is served would wait for ever if it ended: for a message, a report of a 
 """
 
 import threading
-import time
 import traceback
 from collections.abc import Callable
 
+from mpisgd.core.inheriting_thread import InheritingThread
+from mpisgd.core.scheduling import join, sleep
 from mpisgd.core.standard_error import print_to_user
 
 __all__ = ["ServiceThread"]
@@ -15,7 +16,7 @@ __all__ = ["ServiceThread"]
 PAUSE_S = 0.1  # after an error, which may come again at once
 
 
-class ServiceThread(threading.Thread):
+class ServiceThread(InheritingThread):
     """The thread; a daemon.
 
     Args:
@@ -25,12 +26,12 @@ class ServiceThread(threading.Thread):
     """
 
     def __init__(self, name: str, serve: Callable[[], bool], *, what: str = "") -> None:
-        super().__init__(name=name, daemon=True)
+        super().__init__(target=self._serve_rounds, name=name, daemon=True)
         self._serve = serve
         self._what = what or f"the thread '{name}'"
         self._has_failed = False
 
-    def run(self) -> None:
+    def _serve_rounds(self) -> None:
         """Serve round after round until there is no more to do."""
         while self._goes_on():
             pass
@@ -42,10 +43,10 @@ class ServiceThread(threading.Thread):
             if not self._has_failed:
                 self._has_failed = True
                 print_to_user(f"{self._what} has failed, and tries again:\n{traceback.format_exc().rstrip()}")
-            time.sleep(PAUSE_S)
+            sleep(PAUSE_S)
             return True
 
     def join_from_others(self, timeout_s: float | None = None) -> None:
         """Wait for the end of the thread; at once where it is this thread itself."""
         if self is not threading.current_thread():
-            self.join(timeout_s)
+            join(self, timeout_s)

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from mpisgd.core import wait_registry
+from mpisgd.core import scheduling, wait_registry
 from mpisgd.core.wait_registry import WaitReason
 from mpisgd.errors import MpisgdError, PeerLost
 
@@ -110,12 +110,12 @@ class Backoff:
         self.quiet = quiet
         self.own_limit = (quiet or own_limit) and limit_s != wait_registry.NO_TIMEOUT_S
         self.missing = ""
-        self.started = time.monotonic()
+        self.started = scheduling.now_s()
 
     @property
     def waited_s(self) -> float:
         """Seconds since this wait began."""
-        return time.monotonic() - self.started
+        return scheduling.now_s() - self.started
 
     def wait_for(
         self,
@@ -134,6 +134,8 @@ class Backoff:
         Raises:
             PeerLost: a rank of the job was lost; or whatever else was given to `cancel_all`.
         """
+        if (own := scheduling.scheduler()) is not None:
+            return own.wait(ready, self.limit_s - self.waited_s)
         noted = False
         in_background = threading.current_thread() is not threading.main_thread()
         spin_s = SHORT_SPIN_S if _oversubscribed or in_background else SPIN_S

@@ -3,7 +3,6 @@
 import abc
 import math
 import threading
-import time
 import warnings
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -12,6 +11,7 @@ import torch
 
 from mpisgd import tracing
 from mpisgd.core.callbacks import Callbacks
+from mpisgd.core.scheduling import now_s, scheduler, wait_for_event, wait_for_future
 from mpisgd.core.wait_registry import WaitReason, waiting_for
 from mpisgd.errors import CollectiveTimeout
 
@@ -146,6 +146,8 @@ class _WorkFuture(torch.futures.Future[Any]):
         """Block until the operation is over; return its tensors, or raise its error."""
         if (work := self.work) is not None:
             work.make_progress()
+        if (own := scheduler()) is not None:
+            own.wait(self.done, math.inf)
         return super().wait()
 
 
@@ -187,15 +189,15 @@ class QueuedWork(CompletableWork):
         if self._error is not None:
             raise self._error
         if self._future is not None:
-            self._future.wait()  # it is completed right after the event is set
+            wait_for_future(self._future)  # it is completed right after the event is set
         return True
 
     def _wait_for_queue(self, timeout_s: float | None) -> bool:
         """Return True when this operation is over, False when the limit passed first."""
         self.make_progress()
-        deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        while not self._ended.wait(max(0.0, min(CHECK_S, deadline_s - time.monotonic()))):
-            if time.monotonic() >= deadline_s:
+        deadline_s = math.inf if timeout_s is None else now_s() + timeout_s
+        while not wait_for_event(self._ended, max(0.0, min(CHECK_S, deadline_s - now_s()))):
+            if now_s() >= deadline_s:
                 return False
             self._queue.callbacks.check()
         return True

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from mpisgd import config
+from mpisgd.core.interfaces import Request
 from mpisgd.core.waiting import Backoff
 from mpisgd.errors import MpisgdError, PeerLost
 from mpisgd.job import lifecycle as jobs
@@ -27,8 +28,6 @@ from mpisgd.job.startup import load_mpi
 from mpisgd.job.startup_timeout import within
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
-
     from mpisgd.transport.mpi import Communicator
 
 __all__ = ["ElasticOptions", "grow", "is_joiner", "join"]
@@ -90,7 +89,7 @@ def _wait_for_joiners(joiners: "Communicator", number: int) -> str:
     return "" if came else f"they have not come to elastic.run within {JOIN_TIMEOUT_S:g} s"
 
 
-def _signal(start: Callable[[Tensor, int], "MPI.Request"], remote: "Communicator", number: int = 1) -> bool:
+def _signal(start: Callable[[Tensor, int], Request], remote: "Communicator", number: int = 1) -> bool:
     """Send a word to, or receive one from, the first ranks of the remote group; return whether in time."""
     words = [torch.zeros(1, dtype=torch.int64) for _ in range(number)]
     requests = [start(word, other) for other, word in enumerate(words)]
@@ -122,7 +121,7 @@ def join() -> None:
             if not _signal(lambda word, src: survivors.irecv(word, src, COME), survivors):
                 raise PeerLost("the others have gone on")
         with within(alone.timeout_s, "its joining of the job"):
-            jobs.begin(survivors.merge(behind=True), None, alone.timeout_s, alone.gpu)
+            job = jobs.begin(survivors.merge(behind=True), None, alone.timeout_s, alone.gpu)
     except MpisgdError:
         print(
             "mpisgd: elastic: a new rank ends: the others have gone on without it, or are gone (from its "
@@ -132,4 +131,4 @@ def join() -> None:
         )
         exit_after_loss()
         raise SystemExit(0) from None  # no failure of the job
-    jobs.current_job().lost_ranks = True
+    job.lost_ranks = True

@@ -138,8 +138,6 @@ def recover(reason: str, options: ElasticOptions) -> Recovered:
     assert outcome is not None
     left, num_joiners = outcome
     lost = tuple(sorted({rank for ranks in before.nodes for rank in ranks} - set(left)))
-    if silent_hosts(before.nodes, left):
-        jobs.current_job().lost_host = True
     _check_options(before, left, options)
     return Recovered(lost, num_joiners, time.monotonic() - started)
 
@@ -156,13 +154,12 @@ def _try_to_begin(
         left = left_communicator.all_gather_object(before.rank)
         fit = has_quorum(before.nodes, left) and len(left) >= options.min_ranks
         communicator, num_joiners = grow(left_communicator, options) if fit else (left_communicator, 0)
-        jobs.begin(communicator, old.comm, old.timeout_s, old.gpu)
+        new = jobs.begin(communicator, old.comm, old.timeout_s, old.gpu)
     except MpisgdError as exc:
         print(f"mpisgd: elastic: {exc}; once more", file=sys.stderr, flush=True)
         load_mpi().revoke_all()
         return None
-    new = jobs.current_job()
-    new.lost_ranks, new.lost_host = True, old.lost_host
+    new.lost_ranks, new.lost_host = True, old.lost_host or bool(silent_hosts(before.nodes, left))
     return left, num_joiners
 
 

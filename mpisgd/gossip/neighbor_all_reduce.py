@@ -10,6 +10,7 @@ from mpisgd.collectives.packing import messages_of, put
 from mpisgd.collectives.tensor_arguments import check_output, check_tensors
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
+from mpisgd.core.host_transport import HostTransport, Steps
 from mpisgd.core.work import Work
 from mpisgd.dtypes import COMPLEX, FLOATING, HALF_DTYPES, dtype_name
 from mpisgd.errors import InvalidArgument, UnsupportedOp
@@ -17,7 +18,6 @@ from mpisgd.gossip.graph import Exchange, Graph
 from mpisgd.gossip.graphs import GraphLike, as_graph
 from mpisgd.gossip.neighbor_gather import transfer, transfer_steps
 from mpisgd.job.lifecycle import group_or_world
-from mpisgd.transport.shm.transport import ShmTransport
 
 __all__ = ["WireDtype", "mix", "neighbor_all_reduce", "neighbor_all_reduce_coalesced"]
 
@@ -131,7 +131,7 @@ def _run(
     if graph.num_phases(size) != 1:
         call.operation = call.operation._replace(when=f"step {step}")
     neighbours = _Neighbours(graph.exchange(call.group.rank, size, step), wire_dtype)
-    row = Collective("neighbor_all_reduce", neighbours.by_messages, neighbours.by_shm)
+    row = Collective("exchange_spans", neighbours.by_messages, neighbours.in_steps)
     return run(row, call, async_op)
 
 
@@ -148,10 +148,10 @@ class _Neighbours:
             transfer(call, self._exchange, wire, received)
             self._add_up(flat, wire, received, call.group.rank)
 
-    def by_shm(self, call: Call, shm: ShmTransport) -> Iterator[None]:
+    def in_steps(self, call: Call, transport: HostTransport) -> Steps:
         """Write each message once, and read the neighbours' ones."""
         for flat, wire, received in self._messages(call):
-            yield from transfer_steps(shm, wire, received)
+            yield from transfer_steps(call, transport, wire, received)
             self._add_up(flat, wire, received, call.group.rank)
 
     def _messages(self, call: Call) -> Iterator[tuple[Tensor, Tensor, dict[int, Tensor]]]:

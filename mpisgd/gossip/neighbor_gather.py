@@ -1,6 +1,6 @@
 """Messages between neighbours in a graph: what each has, unchanged, goes to all that it sends to."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -9,11 +9,10 @@ from torch import Tensor
 from mpisgd.collectives.dispatch import Call, Collective, run
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
+from mpisgd.core.host_transport import HostTransport, Steps
 from mpisgd.gossip.graph import Exchange, Graph
-from mpisgd.transport.internode.leader import frames
-from mpisgd.transport.shm.data_movement import exchange_spans
-from mpisgd.transport.shm.staging import Span, range_of
-from mpisgd.transport.shm.transport import ShmTransport
+from mpisgd.memory_ranges import Span, range_of
+from mpisgd.transport.messages.link import frames
 
 __all__ = ["neighbor_gather", "transfer", "transfer_steps"]
 
@@ -33,16 +32,12 @@ def neighbor_gather(message: Tensor, graph: Graph, group: Group, step: int = 0) 
     received = {src: torch.empty_like(message) for src in exchange.sources(group.rank)}
     operation = Operation("neighbor_gather", extra=f"{graph!r}, {message.numel()} bytes")
     row = Collective(
-        "neighbor_gather",
+        "exchange_spans",
         partial(transfer, exchange=exchange, wire=message, received=received),
-        partial(_steps, wire=message, received=received),
+        partial(transfer_steps, wire=message, received=received),
     )
     run(row, Call(group, operation, list(received.values()), [message]), False)
     return received
-
-
-def _steps(call: Call, shm: ShmTransport, wire: Tensor, received: Mapping[int, Tensor]) -> Iterator[None]:
-    return transfer_steps(shm, wire, received)
 
 
 def transfer(call: Call, exchange: Exchange, wire: Tensor, received: Mapping[int, Tensor]) -> None:
@@ -55,7 +50,9 @@ def transfer(call: Call, exchange: Exchange, wire: Tensor, received: Mapping[int
     call.link.transfer(sends, receives)
 
 
-def transfer_steps(shm: ShmTransport, wire: Tensor, received: Mapping[int, Tensor]) -> Iterator[None]:
-    """Write `wire` into shared memory, once, and read those of the neighbours; see `Collective.steps`."""
+def transfer_steps(
+    call: Call, transport: HostTransport, wire: Tensor, received: Mapping[int, Tensor]
+) -> Steps:
+    """Show `wire` to all ranks, once, and read those of the neighbours; see `Collective.steps`."""
     receives = [Span(src, 0, *range_of(memory)) for src, memory in received.items()]
-    return exchange_spans(shm, [Span(shm.rank, 0, *range_of(wire))], receives, wire.nbytes)
+    return transport.exchange_spans([Span(call.group.rank, 0, *range_of(wire))], receives, wire.nbytes)

@@ -18,19 +18,15 @@ import threading
 import time
 from collections.abc import Callable
 from random import Random
-from typing import TYPE_CHECKING
 
 from mpisgd.core import wait_registry
+from mpisgd.core.inheriting_thread import InheritingThread
+from mpisgd.core.interfaces import GroupCommunicator, Request
 from mpisgd.core.wait_registry import WaitReason
 from mpisgd.core.waiting import Backoff
 from mpisgd.errors import CollectiveTimeout, MpisgdError, NotInitialized
 from mpisgd.gossip.bipartite import Roles
 from mpisgd.gossip.flat_copy import FlatCopy
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from mpisgd.transport.mpi import Communicator
 
 __all__ = ["PairwiseAveraging"]
 
@@ -53,7 +49,7 @@ class PairwiseAveraging:
         num_exchanges: how many exchanges this rank has asked for that are over.
     """
 
-    def __init__(self, communicator: "Communicator", roles: Roles, start: FlatCopy) -> None:
+    def __init__(self, communicator: GroupCommunicator, roles: Roles, start: FlatCopy) -> None:
         self.x = start
         self.lock = threading.Lock()
         self.num_exchanges = 0
@@ -65,7 +61,7 @@ class PairwiseAveraging:
         rank = communicator.rank
         role = _Asking if roles.asks[rank] else _Answering
         self._role = role(self, communicator, roles.partners[rank])
-        self._thread = threading.Thread(target=self._run, name="mpisgd gossip", daemon=True)
+        self._thread = InheritingThread(target=self._run, name="mpisgd gossip", daemon=True)
         self._thread.start()
 
     def want_exchange(self) -> None:
@@ -133,15 +129,15 @@ class _Role:
     """
 
     def __init__(
-        self, averaging: PairwiseAveraging, communicator: "Communicator", partners: tuple[int, ...]
+        self, averaging: PairwiseAveraging, communicator: GroupCommunicator, partners: tuple[int, ...]
     ) -> None:
         self.wants = False
         self._averaging = averaging
         self._communicator = communicator
         self._partners = partners
         self._theirs, self._mine = averaging.x.new_like(), averaging.x.new_like()
-        self._in_flight: list[MPI.Request] = []
-        self._barrier: MPI.Request | None = None
+        self._in_flight: list[Request] = []
+        self._barrier: Request | None = None
         self._is_over = False
 
     def advance(self, finishing: bool) -> None:
@@ -167,7 +163,7 @@ class _Asking(_Role):
     """Sends x to a partner, and takes the mean with what comes back."""
 
     def __init__(
-        self, averaging: PairwiseAveraging, communicator: "Communicator", partners: tuple[int, ...]
+        self, averaging: PairwiseAveraging, communicator: GroupCommunicator, partners: tuple[int, ...]
     ) -> None:
         super().__init__(averaging, communicator, partners)
         self._chance = Random(communicator.rank)
@@ -201,7 +197,7 @@ class _Answering(_Role):
     """Sends x back to whoever asks, and takes the mean with what has come."""
 
     def __init__(
-        self, averaging: PairwiseAveraging, communicator: "Communicator", partners: tuple[int, ...]
+        self, averaging: PairwiseAveraging, communicator: GroupCommunicator, partners: tuple[int, ...]
     ) -> None:
         super().__init__(averaging, communicator, partners)
         self._answers = False  # whether an answer is in flight; else a question is waited for

@@ -5,15 +5,15 @@ parameter alone. So each rank sends a byte per parameter. It travels with the bu
 it is known, and costs no synchronization of its own.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from mpisgd.collectives.all_reduce import all_reduce, reduce_flat
+from mpisgd.collectives.all_reduce import all_reduce, reduce_ahead
+from mpisgd.collectives.dispatch import PreparedCall
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
-from mpisgd.transport.shm import reduction
 
 __all__ = [
     "ALL_DENSE",
@@ -63,26 +63,17 @@ class KindsExchange:
         self.noted = 0
         self._group = group
         self._flat: Tensor  # from `before` on
-        self._steps: Iterator[None]
+        self._reduction: PreparedCall
 
     def before(self) -> None:
         """Show this rank's kinds; before the consistency check of the operation."""
         self._flat = torch.frombuffer(bytearray(self.sent), dtype=torch.uint8)
-        if self._group.shm is not None:
-            self._steps = reduction.all_reduce(self._group.shm, self._flat, ReduceOp.BOR)
-        elif self._group.internode is not None:
-            self._steps = self._group.internode.all_reduce(self._flat, ReduceOp.BOR)
-        else:
-            return
-        next(self._steps)
+        self._reduction = reduce_ahead(self._group, self._flat, ReduceOp.BOR)
+        self._reduction.begin()
 
     def finish(self) -> None:
         """Join those of all ranks; after the check, before anything else of the operation."""
-        transport = self._group.shm or self._group.internode
-        if transport is not None:
-            transport.run_steps(self._steps)
-        else:
-            reduce_flat(self._group, self._flat, ReduceOp.BOR, "mpi")
+        self._reduction.run()
         self.take(self._flat.numpy().tobytes())
 
     def take(self, joined: bytes) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mpisgd import tracing
 from mpisgd.accelerator.runtime import on_device
-from mpisgd.collectives.dispatch import device_backend, device_kind, run_in_queue
+from mpisgd.collectives.dispatch import device_backend, device_kind, run_in_queue, transport_for
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.core.work import Work
@@ -173,9 +173,9 @@ class BucketLauncher:
 
     def _algorithm_name(self, slot: BucketSlot) -> str:
         """Return the name of the algorithm that a bucket takes, for timelines."""
-        if not slot.in_shared_memory:
-            return "auto"
-        return "node" if self._group.shm is not None else "hierarchical"
+        dtype, nbytes = slot.storage.flat.dtype, slot.storage.flat.nbytes
+        transport = transport_for(self._group, "all_reduce", dtype, nbytes)
+        return transport.name if slot.in_shared_memory and transport is not None else "auto"
 
     def _send_from_device(self, operation: Operation, flat: Tensor) -> Work | None:
         """Begin to all-reduce from where it lies on a device; None where that cannot be.

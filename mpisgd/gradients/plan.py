@@ -13,14 +13,12 @@ from mpisgd.compress.compressor import BucketLayout, BucketReducer, Compressor
 from mpisgd.compress.sum_reducer import SumReducer
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
+from mpisgd.core.host_transport import Region
 from mpisgd.dtypes import dtype_name
 from mpisgd.gradients.bucketing import ALIGN_BYTES, Bucket, Item, launch_order, plan_buckets, plan_hash
 from mpisgd.gradients.fusion_buffer import FusionBuffer, layout_of
 from mpisgd.gradients.options import ReductionOptions
 from mpisgd.gradients.unbucketed import UnbucketedGradient
-from mpisgd.transport.ipc.segment import Segment
-from mpisgd.transport.shm.region import Region
-from mpisgd.transport.shm.transport import ShmTransport
 
 __all__ = [
     "BucketSlot",
@@ -186,8 +184,7 @@ def make_slot(bucket: Bucket, params: Sequence[Tensor], group: Group, compressio
     if compression.changes(dtype):
         layout = BucketLayout(tuple(param.shape for param in params), dtype, params[0].device)
         return plain_slot(bucket, params)._replace(reducer=compression.reducer(layout))
-    shares = group.shm is not None or group.internode is not None
-    if is_alone(bucket, params) or on_device(params[0]) or not bucket.numel or not shares:
+    if is_alone(bucket, params) or on_device(params[0]) or not bucket.numel or not group.shares_memory:
         return plain_slot(bucket, params)
     region = _shared(bucket.numel, dtype, group)
     storage = FusionBuffer(bucket, params, None if region is None else region.mine)
@@ -197,12 +194,10 @@ def make_slot(bucket: Bucket, params: Sequence[Tensor], group: Group, compressio
 
 def _shared(numel: int, dtype: torch.dtype, group: Group) -> Region | None:
     """Return shared memory for this host's ranks. Collective, also over hosts where a rank is alone."""
-    memory: ShmTransport | None = group.transports.memory
-    made: list[Segment | None] = []
+    memory = group.host_memory
+    made: list[Region | None] = []
     group.queue.run(
         Operation("gradients", dtype=dtype_name(dtype), shape=(numel,), extra="allocation"),
-        lambda: made.append(None if memory is None else memory.open_segment(numel * dtype.itemsize)),
+        lambda: made.append(None if memory is None else memory.open_region(numel, dtype)),
     )
-    if memory is None or made[0] is None:
-        return None
-    return memory.region(made[0], numel, dtype)
+    return made[0]

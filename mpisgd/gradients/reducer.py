@@ -137,7 +137,7 @@ class GradientReducer(GradientSync):
             return self.options.overlap
         device = self.group.device  # which may send while the GPU computes, with nothing to do for the host
         gpu_sends = device is not None and device.selection.name == NCCL and any(map(on_device, self.params))
-        return self.group.internode is not None or gpu_sends
+        return self.group.spans_hosts or gpu_sends
 
     @property
     def _may_launch_early(self) -> bool:

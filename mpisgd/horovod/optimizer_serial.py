@@ -3,10 +3,13 @@
 from collections import Counter
 
 from mpisgd.horovod.process_sets import ProcessSet
+from mpisgd.job.job_of_thread import job_place
 
 __all__ = ["serial_of_new"]
 
-_num_made: "Counter[tuple[int, ...]]" = Counter()  # optimizers that this process has made, by their ranks
+
+class _NumMade(Counter[tuple[int, ...]]):
+    """How many optimizers a rank has made, by the ranks of their process set."""
 
 
 def serial_of_new(process_set: ProcessSet) -> int:
@@ -14,7 +17,7 @@ def serial_of_new(process_set: ProcessSet) -> int:
 
     Two optimizers may have operations under way at once, of parameters of the same names and shapes.
     """
-    members = tuple(process_set.members())
-    serial = _num_made[members]
-    _num_made[members] += 1
+    num_made, members = job_place().own(_NumMade), tuple(process_set.members())
+    serial = num_made[members]
+    num_made[members] += 1
     return serial

@@ -136,7 +136,10 @@ def _add_those_of_communicators(added: ProcessSet) -> ProcessSet:
     """Add the sets of all ranks' communicators that there are not yet. Collective."""
     mine: list[int] = []
     if added.mpi_comm:  # which counts the ranks of the job in its own way; a rank may have none
-        theirs, ours = added.mpi_comm.Get_group(), lifecycle.world().queue.communicator.comm.Get_group()
+        from mpisgd.transport.mpi import as_mpi
+
+        ours = as_mpi(lifecycle.world().queue.communicator).comm.Get_group()
+        theirs = added.mpi_comm.Get_group()
         mine = sorted(theirs.Translate_ranks(list(range(theirs.Get_size())), ours))
     row = torch.zeros(1, rank_info.size(), dtype=torch.bool)
     row[0, mine] = True

@@ -1,4 +1,4 @@
-"""The one engine of this process, its process sets, and its start and end."""
+"""The one engine of this rank, its process sets, and its start and end."""
 
 import atexit
 import sys
@@ -11,29 +11,32 @@ from mpisgd.horovod.engine.settings import read_settings
 from mpisgd.horovod.engine.timeline import request_of_environment
 from mpisgd.horovod.exceptions import HorovodInternalError
 from mpisgd.job import lifecycle
+from mpisgd.job.job_of_thread import job_place
 
 __all__ = ["engine", "is_initialized", "restart", "start", "stop"]
 
-_engine: Engine | None = None
+
+def _running() -> Engine | None:
+    """Return this rank's engine, None where there is none."""
+    found: Engine | None = job_place().kept.get(Engine)
+    return found
 
 
 def start(comm: Any = None) -> None:
     """Start the job's world and the engine, unless they run. Collective."""
-    global _engine
-    if _engine is not None:
+    if _running() is not None:
         return
     lifecycle.init(comm)
-    _engine = Engine(read_settings(), _say)
+    job_place().kept[Engine] = engine = Engine(lifecycle.current_job(), read_settings(), _say)
     if (request := request_of_environment()) is not None:
-        _engine.perform(Entry(request))
+        engine.perform(Entry(request))
     atexit.unregister(_leave)
     atexit.register(_leave)  # before the job's own end, which was registered earlier
 
 
 def stop(lost: MpisgdError | None = None) -> None:
     """Let what was submitted run, and end the engine when all ranks do; where one was lost, at once."""
-    global _engine
-    running, _engine = _engine, None
+    running: Engine | None = job_place().kept.pop(Engine, None)
     if running is not None:
         running.close(lost)
 
@@ -44,7 +47,7 @@ def restart() -> None:
     Raises:
         HorovodInternalError: a rank is lost, or does not answer; there is no way on without it.
     """
-    if _engine is not None and (broken := _engine.queue.broken) is not None:
+    if (running := _running()) is not None and (broken := running.queue.broken) is not None:
         raise HorovodInternalError(
             f"the ranks cannot start over, since one of them is lost: {broken}; start the job again, from a "
             "checkpoint, or with `mpirun --with-ft ulfm`, where the others go on"
@@ -55,10 +58,12 @@ def restart() -> None:
 
 def _leave() -> None:
     if lifecycle.is_initialized() and not lifecycle.world().queue.broken:
+        hooks = lifecycle.current_job().hooks
         try:
             stop()
         except HorovodInternalError as exc:  # the others would wait for this rank, and this one for them
-            lifecycle.current_job().hooks.fail(exc)
+            assert hooks is not None  # this is the end of a process
+            hooks.fail(exc)
 
 
 def _say(text: str) -> None:
@@ -67,7 +72,7 @@ def _say(text: str) -> None:
 
 def is_initialized() -> bool:
     """Return whether `init()` was called, and `shutdown()` not since."""
-    return _engine is not None
+    return _running() is not None
 
 
 def engine() -> Engine:
@@ -76,6 +81,6 @@ def engine() -> Engine:
     Raises:
         ValueError: it does not run.
     """
-    if _engine is None:
+    if (running := _running()) is None:
         raise ValueError("Horovod has not been initialized; use hvd.init().")
-    return _engine
+    return running

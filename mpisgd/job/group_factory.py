@@ -1,17 +1,15 @@
 """`make_group`: opens what the members of a group communicate through, and makes the `Group` of it."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from mpisgd.core.group import Group, GroupResources
+from mpisgd.core.interfaces import GroupCommunicator
 from mpisgd.core.operation_queue import OperationQueue
 from mpisgd.core.topology import Topology, discover
+from mpisgd.transport.members import Members
 from mpisgd.transport.messages.point_to_point import PointToPoint
 from mpisgd.transport.transports import open_transports
 from mpisgd.tuning import CostModel
-
-if TYPE_CHECKING:
-    from mpisgd.transport.mpi import Communicator
 
 __all__ = ["make_group"]
 
@@ -19,7 +17,7 @@ __all__ = ["make_group"]
 def make_group(
     name: str,
     ranks: Sequence[int],
-    communicator: "Communicator | None",
+    communicator: GroupCommunicator | None,
     *,
     timeout_s: float,
     threads_allowed: bool,
@@ -42,16 +40,23 @@ def make_group(
         return Group(name, ranks, None, costs=costs)
     topology = topology or discover(communicator)
     costs = costs.at(topology.ranks_per_host)
-    transports = open_transports(communicator, topology, costs.num_leaders, name=name, timeout_s=timeout_s)
+    transports, digest_exchange = open_transports(
+        Members(communicator, topology, costs.num_leaders, name, timeout_s)
+    )
+
+    def revoke() -> None:
+        for transport in transports:
+            transport.revoke()
+
     queue = OperationQueue(
         communicator,
-        transports.digest_exchange,
+        digest_exchange,
         name=name,
         timeout_s=timeout_s,
         threads_allowed=threads_allowed,
         ranks=tuple(ranks),
         # The host's ranks learn that this one has left an operation that they may still come to.
-        on_failure=(lambda: None) if transports.cma is None else transports.cma.access.revoke,
+        on_failure=revoke,
     )
     messages = PointToPoint(communicator.duplicate(), timeout_s=timeout_s, threads_allowed=threads_allowed)
     messages.group = (name, tuple(ranks))

@@ -2,13 +2,13 @@
 
 import zlib
 from collections.abc import Iterable, Sequence, Set
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from mpisgd.arguments import as_index, check_text, shown
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
+from mpisgd.core.interfaces import GroupCommunicator, Job
 from mpisgd.core.wait_registry import WaitReason, waiting_for
 from mpisgd.core.waiting import Backoff
 from mpisgd.errors import CollectiveMismatch, CollectiveTimeout, InvalidRank
@@ -16,9 +16,6 @@ from mpisgd.job.group_factory import make_group
 from mpisgd.job.lifecycle import current_job
 from mpisgd.job.quiesce import end_operations
 from mpisgd.transport.messages.dissemination import Dissemination
-
-if TYPE_CHECKING:
-    from mpisgd.transport.mpi import Communicator
 
 __all__ = ["close_group", "new_group", "open_group", "open_host_group", "open_leader_group"]
 
@@ -44,7 +41,7 @@ def new_group(ranks: Sequence[int] | None = None, *, name: str | None = None) ->
     members = _check_members(range(job.world.size) if ranks is None else ranks, job.world.size)
     if name is not None:
         check_text("new_group", "name", name)
-    made: list[Communicator | None] = []
+    made: list[GroupCommunicator | None] = []
     operation = Operation("new_group", extra=f"ranks={members}" + (f", name={name!r}" if name else ""))
     job.world.queue.run(operation, lambda: made.append(job.world.queue.communicator.subset(members)))
     group = make_group(
@@ -55,16 +52,17 @@ def new_group(ranks: Sequence[int] | None = None, *, name: str | None = None) ->
         threads_allowed=job.threads_allowed,
         costs=job.world.costs,
     )
-    _add_to_job(group, job.groups)
+    job.add(group)
     return group
 
 
 def open_group(
-    ranks: Sequence[int], *, name: str, timeout_s: float | None = None, runs_inline: bool = False
+    job: Job, ranks: Sequence[int], *, name: str, timeout_s: float | None = None, runs_inline: bool = False
 ) -> Group:
-    """Make a group of some ranks of the job, this one among them. Collective over these ranks alone.
+    """Make a group of some ranks of a job, this one among them. Collective over these ranks alone.
 
     Args:
+        job: that of this rank.
         ranks: global ranks; their order is the order of the group's ranks.
         name: for messages; ranks may have different ones, as torch's are where some have made more groups.
         timeout_s: how long its operations wait; default the job's timeout.
@@ -75,7 +73,6 @@ def open_group(
         InvalidRank: a rank twice, none at all, or one the job does not have; before anything is sent.
         CollectiveMismatch: the members asked for different groups; on all of them.
     """
-    job = current_job()
     members = _check_members(ranks, job.world.size)
     _wait_for_members(job.world.queue.communicator, members, name, timeout_s or job.timeout_s)
     tag = _checksum(members) % 2**15  # differs between overlapping groups, as a rule; every MPI takes it
@@ -93,7 +90,7 @@ def open_group(
     )
     group.queue.runs_inline = runs_inline and where.num_nodes == 1
     group.queue.run(Operation("new_group", extra=f"ranks={members}"), lambda: None)
-    _add_to_job(group, job.groups)
+    job.add(group)
     return group
 
 
@@ -101,7 +98,7 @@ def open_host_group(group: Group) -> Group | None:
     """Return the members of `group` on this rank's host as a group, None if it is alone. Collective there."""
     here = group.topology.node_rank
     members = [group.ranks[rank] for rank in group.topology.nodes[here]]
-    return open_group(members, name=f"host {here} of {group.name}") if len(members) > 1 else None
+    return open_group(group.job, members, name=f"host {here} of {group.name}") if len(members) > 1 else None
 
 
 def open_leader_group(group: Group) -> Group | None:
@@ -111,18 +108,11 @@ def open_leader_group(group: Group) -> Group | None:
     """
     leads = group.topology.local_rank == 0 and group.topology.num_nodes > 1
     members = [group.ranks[ranks[0]] for ranks in group.topology.nodes]
-    return open_group(members, name=f"leaders of {group.name}") if leads else None
-
-
-def _add_to_job(group: Group, groups: list[Group]) -> None:
-    """Add a group to those of the job. All members make groups of the same ranks in the same order."""
-    alike = [other.ordinal for other in groups if other.ranks == group.ranks]
-    group.ordinal = max(alike, default=-1) + 1
-    groups.append(group)
+    return open_group(group.job, members, name=f"leaders of {group.name}") if leads else None
 
 
 def _wait_for_members(
-    communicator: "Communicator", members: Sequence[int], name: str, timeout_s: float
+    communicator: GroupCommunicator, members: Sequence[int], name: str, timeout_s: float
 ) -> None:
     """Return when all members are about to make the group: a wait for them inside MPI has no timeout."""
     ordered = sorted(members)
@@ -158,7 +148,6 @@ def close_group(group: Group) -> None:
         CollectiveMismatch: another member is not closing it but in the middle of an operation.
         CollectiveTimeout: another member did not come, now or at an earlier operation.
     """
-    job = current_job()
     group.queue.drain()
     try:
         if group.queue.broken is None and end_operations([group], group.queue.consistency.timeout_s):
@@ -166,7 +155,7 @@ def close_group(group: Group) -> None:
         else:
             group.leave()
     finally:
-        job.groups.remove(group)  # not before: others must see that this rank has come to its end
+        group.job.groups.remove(group)  # not before: others must see that this rank has come to its end
 
 
 def _check_members(ranks: Sequence[int], size: int) -> list[int]:

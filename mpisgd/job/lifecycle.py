@@ -11,8 +11,9 @@ from mpisgd import config, tracing
 from mpisgd.accelerator.runtime import runtime
 from mpisgd.core import consistency, waiting
 from mpisgd.core.group import Group
-from mpisgd.errors import AlreadyInitialized, InvalidArgument, MpisgdError, PeerLost
+from mpisgd.errors import AlreadyInitialized, InvalidArgument, MpisgdError, NotInitialized, PeerLost
 from mpisgd.job.forced_exit import exit_after_loss, exit_without_host
+from mpisgd.job.job_of_thread import PROCESS, job_place
 from mpisgd.job.lazy_dynamo import defer_import
 from mpisgd.job.malloc_settings import keep_freed_memory, return_freed_memory
 from mpisgd.job.mpi_settings import mpi_defaults, set_mpi_defaults
@@ -50,9 +51,6 @@ __all__ = [
     "world",
 ]
 
-_job: Job | None = None
-_ended: Job | None = None  # the last one, after `shutdown()`
-
 
 def init(
     comm: "MPI.Intracomm | None" = None,
@@ -86,19 +84,25 @@ def init(
         AlreadyInitialized: called before with another communicator or another `gpu`.
         MpiNotFound: there is no MPI library.
         JobError: the launcher has started several ranks, of which this MPI knows nothing.
-        NotInitialized: this is a child of a rank, such as a DataLoader's worker, which cannot be a rank.
+        NotInitialized: this is a child of a rank, such as a DataLoader's worker, which cannot be a rank; or
+            the ranks are threads of one process, and the job of this one has ended.
         InvalidArgument: `comm` is no communicator, `timeout_s` or `num_threads` is not positive,
             MPISGD_PROFILE names no file, or the ranks give different `gpu`.
     """
     check_init_arguments(comm, timeout_s, num_threads, gpu, keep_memory)
-    if _job is not None:
-        if gpu is not None and gpu != _job.gpu:
-            raise AlreadyInitialized(f"init: gpu={gpu!r}, but it was called before and chose {_job.gpu!r}")
-        if comm is not None and comm != _job.comm:
+    place = job_place()
+    if (job := place.job) is not None:
+        if gpu is not None and gpu != job.gpu:
+            raise AlreadyInitialized(f"init: gpu={gpu!r}, but it was called before and chose {job.gpu!r}")
+        if comm is not None and comm != job.comm:
             raise AlreadyInitialized(
                 "init: called before with another communicator; call shutdown() in between"
             )
         return
+    if place is not PROCESS:
+        raise NotInitialized(
+            "init: the job of this thread has ended; whoever started the thread starts a job"
+        )
     check_is_no_child()
     limit_s = timeout_s if timeout_s is not None else config.timeout_s()
     config.check()  # what is wrong should be known before MPI starts
@@ -126,7 +130,7 @@ def _start(comm: "MPI.Intracomm | None", num_threads: int | None, limit_s: float
         warn_of_late_defaults(load_mpi().library_version(), defaults, communicator.rank)
     # By the first rank's wish: not every launcher hands it to all.
     if (path := next((path for _, path in wishes if path), None)) is not None:
-        tracing.start_recorder(path, communicator)
+        tracing.start_recorder(path, job.world)
     start_counting()
     start_step_log(communicator.rank, communicator.size)
     if job.complaint:
@@ -157,10 +161,11 @@ def _register_exit() -> None:
 
 def begin(communicator: "Communicator", comm: "MPI.Intracomm | None", timeout_s: float, gpu: str) -> Job:
     """Make the job's world of the ranks of `communicator`, which it owns from now on. Collective."""
-    global _job
-    _job = make_job(communicator, comm, timeout_s, gpu)
-    _job.hooks.install()
-    return _job
+    job = make_job(communicator, comm, timeout_s, gpu)
+    if job.hooks is not None:
+        job.hooks.install()
+    job_place().job = job
+    return job
 
 
 def abandon(reason: str) -> Job:
@@ -169,33 +174,35 @@ def abandon(reason: str) -> Job:
     Its groups cannot be used any more: they raise `PeerLost`. Its failure detector still sees when the job is
     aborted.
     """
-    global _job
     job = current_job()
     if job.failure_detector is not None:
         job.failure_detector.retire()
     waiting.cancel_all(PeerLost(reason))
-    load_mpi().revoke_all()
-    job.monitor.close()
+    if job.monitor is not None:
+        load_mpi().revoke_all()
+        job.monitor.close()
     for group in job.groups:
         group.abandon(reason)
-    job.hooks.remove()
-    job.faults.remove()
+    job.groups.clear()
+    _remove_hooks(job)
     tracing.abandon()
-    _job = None
+    job_place().job = None
     return job
 
 
 def is_initialized() -> bool:
     """Return whether the job's world exists."""
-    return _job is not None
+    return job_place().job is not None
 
 
 def current_job() -> Job:
     """Return what `init()` has set up; calls it if need be."""
-    if _job is None:
+    job = job_place().job
+    if job is None:
         init()
-    assert _job is not None
-    return _job
+        job = job_place().job
+        assert job is not None
+    return job
 
 
 def world() -> Group:
@@ -206,7 +213,7 @@ def world() -> Group:
 def group_or_world(group: Group | None) -> Group:
     """Return `group`, or the world for None."""
     if group is None:
-        return world()
+        return current_job().world
     if not isinstance(group, Group):
         raise InvalidArgument(
             f"group is a {type(group).__name__}; expected one of mpisgd.new_group()'s, or None for all ranks"
@@ -224,9 +231,8 @@ def shutdown() -> None:
         CollectiveMismatch: another rank is not leaving but in the middle of an operation.
         CollectiveTimeout: another rank did not come, now or at an earlier operation.
     """
-    global _job, _ended
-    job = _job
-    if job is None:
+    place = job_place()
+    if (job := place.job) is None:
         return
     if all(group.queue.broken is None for group in _members(job)):
         for callback in list(job.before_end):
@@ -242,18 +248,28 @@ def shutdown() -> None:
         callback()
     if job.failure_detector is not None:
         job.failure_detector.stop()
-    job.monitor.close()
+    if job.monitor is not None:
+        job.monitor.close()
     with within(job.timeout_s, "mpisgd.shutdown()"):
-        job.monitor.free()
+        if job.monitor is not None:
+            job.monitor.free()
         if job.failure_detector is not None:
             job.failure_detector.free()
         for group in reversed(members):
             group.close() if group in ended else group.leave()
-    job.console.close()
-    job.hooks.remove()
-    job.faults.remove()
-    return_freed_memory()
-    _job, _ended = None, job
+    job.groups.clear()
+    if job.console is not None:
+        job.console.close()
+        return_freed_memory()
+    _remove_hooks(job)
+    place.job, place.ended = None, job
+
+
+def _remove_hooks(job: Job) -> None:
+    """Give back to the process what `begin` has taken over."""
+    for taken in (job.hooks, job.faults):
+        if taken is not None:
+            taken.remove()
 
 
 def _members(job: Job) -> list[Group]:
@@ -263,8 +279,8 @@ def _members(job: Job) -> list[Group]:
 
 def _at_exit() -> None:
     """End this process cleanly if all ranks are leaving, else the job. Registered with `atexit`."""
-    job = _job or _ended
-    if job is None or job.world.pid != os.getpid():
+    job = PROCESS.job or PROCESS.ended
+    if job is None or job.hooks is None or job.world.pid != os.getpid():
         return
     consistency.exit_code = job.hooks.exit_code()
     try:

@@ -5,18 +5,15 @@ Ranks may end several groups at once, and others one of them: all are polled tog
 
 import pickle
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
+from mpisgd.core.interfaces import GroupCommunicator
 from mpisgd.core.wait_registry import Message, WaitReason
 from mpisgd.core.waiting import Backoff
 from mpisgd.errors import CollectiveTimeout, MpisgdError
-
-if TYPE_CHECKING:
-    from mpisgd.transport.mpi import Communicator
 
 __all__ = ["end_operations"]
 
@@ -92,7 +89,7 @@ class _GroupEnd:
         next(self._steps, None)
         return self._is_over
 
-    def _exchange(self, communicator: "Communicator") -> Iterator[None]:
+    def _exchange(self, communicator: GroupCommunicator) -> Iterator[None]:
         """Gather the messages in flight: lengths of pickles, then pickles; yield while others are late."""
         while not self.check.advance() or self.check.differs():
             yield

@@ -15,12 +15,9 @@ import re
 import shutil
 import stat
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from mpisgd.core.interfaces import GroupCommunicator
 from mpisgd.monitor.process_inspector import start_ticks
-
-if TYPE_CHECKING:
-    from mpisgd.transport.mpi import Communicator
 
 __all__ = ["mapped_segments", "mark", "remove_stale_files", "sweep"]
 
@@ -31,7 +28,7 @@ FOLDER_VARIABLE = "PMIX_SERVER_TMPDIR"
 MARK = "mpisgd-launcher"
 
 
-def remove_stale_files(communicator: "Communicator") -> None:
+def remove_stale_files(communicator: GroupCommunicator) -> None:
     """Remove the files of killed jobs of this user, and those of this one that need no name. Collective."""
     local = communicator.same_host()
     mapped = set.intersection(*local.all_gather_object(mapped_segments()))

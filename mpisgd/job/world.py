@@ -5,12 +5,13 @@ import itertools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpisgd import config, tracing
 from mpisgd.core.group import Group
 from mpisgd.core.topology import discover
 from mpisgd.core.waiting import set_oversubscribed
+from mpisgd.errors import JobError
 from mpisgd.job.excepthook import ExceptHook
 from mpisgd.job.fault_report import FaultReport
 from mpisgd.job.group_factory import make_group
@@ -30,22 +31,23 @@ if TYPE_CHECKING:
 __all__ = ["Job", "make_job"]
 
 
-@dataclass
+@dataclass(eq=False)
 class Job:
     """What `init()` has set up.
 
     Attributes:
-        comm: the user's communicator, None for MPI.COMM_WORLD.
-        communicator: the ranks, by the communicator that all else was made of.
+        communicator: the ranks, by the communicator that all else was made of; elastic knows its own type.
         world: the group of all of them.
-        hooks: ends the job when an exception is not caught.
         timeout_s: how long operations wait.
         threads_allowed: whether MPI runs at THREAD_MULTIPLE.
         gpu: how tensors on GPUs travel, one of `config.GPU_CHOICES`.
+        comm: the user's communicator, None for MPI.COMM_WORLD.
+        hooks: ends the job when an exception is not caught. None where the ranks are threads, as are the next
+            three, which are the process's.
         console: held by the rank of a host that prints.
         monitor: tells what the other ranks are doing.
-        failure_detector: notices the loss of a rank, where the job survives that.
         faults: names the rank and its place where a process ends by a fault.
+        failure_detector: notices the loss of a rank, where the job survives that.
         complaint: about the job's profile, to be told to the user; "" for none.
         groups: all that were made, the world first.
         names: numbers of the groups without a name.
@@ -55,17 +57,17 @@ class Job:
         lost_host: whether a host was, for which MPI's own finalize would wait.
     """
 
-    comm: "MPI.Intracomm | None"
-    communicator: "Communicator"
+    communicator: Any
     world: Group
-    hooks: ExceptHook
     timeout_s: float
     threads_allowed: bool
     gpu: str
-    console: ConsoleLock
-    monitor: StallMonitor
-    failure_detector: "FailureDetector | None"
-    faults: FaultReport
+    comm: "MPI.Intracomm | None" = None
+    hooks: ExceptHook | None = None
+    console: ConsoleLock | None = None
+    monitor: StallMonitor | None = None
+    faults: FaultReport | None = None
+    failure_detector: "FailureDetector | None" = None
     complaint: str = ""
     groups: list[Group] = field(default_factory=list)
     names: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
@@ -73,6 +75,26 @@ class Job:
     at_end: list[Callable[[], None]] = field(default_factory=list)
     lost_ranks: bool = False
     lost_host: bool = False
+
+    def __post_init__(self) -> None:
+        self.add(self.world)
+
+    def add(self, group: Group) -> None:
+        """Add a group. All members make groups of the same ranks in the same order."""
+        alike = [other.ordinal for other in self.groups if other.ranks == group.ranks]
+        group.ordinal = max(alike, default=-1) + 1
+        group.job = self
+        self.groups.append(group)
+
+    def end(self, exit_code: int) -> None:
+        """End every process of the job. Does not return.
+
+        Raises:
+            JobError: the ranks are threads, which only whoever has started them can end.
+        """
+        if self.hooks is None:
+            raise JobError("the job ends", exit_code)
+        self.hooks.end_job(exit_code)
 
 
 def make_job(communicator: "Communicator", comm: "MPI.Intracomm | None", timeout_s: float, gpu: str) -> Job:
@@ -111,13 +133,14 @@ def _make_with(
         topology=topology,
         costs=costs,
     )
-    console = ConsoleLock(communicator)
+    job = Job(communicator, world, timeout_s, threads_allowed, gpu, comm)
+    job.failure_detector, job.complaint = detector, complaint
+    job.console = console = ConsoleLock(communicator)
     # The queue is of no use to `hooks` once the world is closed, its counter is.
     consistency = world.queue.consistency
-    hooks = ExceptHook(communicator, topology, console, abort, lambda: consistency.number)
-    faults = FaultReport(communicator.rank, communicator.size, topology.hostnames[topology.node_rank])
-    groups = [world]
-    collector = StateCollector(communicator, topology, groups, threads_allowed=threads_allowed)
+    job.hooks = ExceptHook(communicator, topology, console, abort, lambda: consistency.number)
+    job.faults = FaultReport(communicator.rank, communicator.size, topology.hostnames[topology.node_rank])
+    collector = StateCollector(communicator, topology, job.groups, threads_allowed=threads_allowed)
     watchdog = Watchdog(
         collector,
         console,
@@ -126,26 +149,12 @@ def _make_with(
         abort=functools.partial(_abort_from_thread, abort if threads_allowed else None),
         revoke=None if detector is None else detector.revoke,
     )
-    monitor = StallMonitor(collector, watchdog)
-    faults.install()
+    job.monitor = StallMonitor(collector, watchdog)
+    job.faults.install()
     if detector is not None:
         here = [collector.processes[rank] for rank in topology.nodes[topology.node_rank]]
         detector.enable_abort(here, topology.local_rank)
-    return Job(
-        comm,
-        communicator,
-        world,
-        hooks,
-        timeout_s,
-        threads_allowed,
-        gpu,
-        console,
-        monitor,
-        detector,
-        faults,
-        complaint,
-        groups,
-    )
+    return job
 
 
 def _abort_from_thread(abort: Callable[[int], None] | None, reason: str) -> None:

@@ -6,12 +6,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
+from mpisgd.core.interfaces import GroupCommunicator
 from mpisgd.transport.ipc.memfd import open_shared
-
-if TYPE_CHECKING:
-    from mpisgd.transport.mpi import Communicator
 
 __all__ = ["ConsoleLock"]
 
@@ -29,7 +26,7 @@ class ConsoleLock:
         communicator: of the job's world.
     """
 
-    def __init__(self, communicator: "Communicator") -> None:
+    def __init__(self, communicator: GroupCommunicator) -> None:
         local = communicator.same_host()
         self._file = open_shared(local, 0)
         local.barrier()  # the first rank's own must stay until the others have opened it

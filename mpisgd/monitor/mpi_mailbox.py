@@ -3,17 +3,13 @@
 import pickle
 import threading
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from mpisgd.core.interfaces import GroupCommunicator, Request
 from mpisgd.errors import MpisgdError
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from mpisgd.transport.mpi import Communicator
 
 __all__ = ["MpiMailbox", "Question"]
 
@@ -48,15 +44,15 @@ class MpiMailbox:
         ranks: the global ranks of other hosts.
     """
 
-    def __init__(self, communicator: "Communicator", ranks: Collection[int]) -> None:
+    def __init__(self, communicator: GroupCommunicator, ranks: Collection[int]) -> None:
         self._ranks = frozenset(ranks)
         self._communicator = communicator
         self._number = 0
         self._answers: dict[int, dict[int, bytes]] = {}  # by question that is not forgotten, by rank
         self._questions: list[Question] = []
         self._notices: list[bytes] = []
-        self._receives: list[tuple[MPI.Request, Tensor]] = []
-        self._sends: list[tuple[MPI.Request, Tensor]] = []
+        self._receives: list[tuple[Request, Tensor]] = []
+        self._sends: list[tuple[Request, Tensor]] = []
         self._lock = threading.Lock()
         self._is_closed = False
 

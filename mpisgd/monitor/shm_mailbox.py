@@ -9,9 +9,9 @@ same methods: any thread may ask; one thread alone, the monitor's, reads questio
 import time
 import zlib
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
 
 from mpisgd import config
+from mpisgd.core.interfaces import GroupCommunicator
 from mpisgd.core.standard_error import print_to_user
 from mpisgd.monitor.mailbox_pages import (
     ANSWER,
@@ -32,9 +32,6 @@ from mpisgd.monitor.mailbox_pages import (
 from mpisgd.monitor.step_counter import counter
 from mpisgd.transport.ipc.memfd import create
 from mpisgd.transport.ipc.segment import Segment, open_segment
-
-if TYPE_CHECKING:
-    from mpisgd.transport.mpi import Communicator
 
 __all__ = ["ShmMailbox", "open_shm_mailbox"]
 
@@ -159,7 +156,7 @@ class ShmMailbox(MailboxPages):
         self._segment.close_file()
 
 
-def open_shm_mailbox(local: "Communicator", ranks: Sequence[int]) -> ShmMailbox:
+def open_shm_mailbox(local: GroupCommunicator, ranks: Sequence[int]) -> ShmMailbox:
     """Return the mailbox of a host's `ranks`; where they share no memory, one of this rank alone. Collective.
 
     Args:

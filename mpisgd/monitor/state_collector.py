@@ -10,6 +10,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from mpisgd.core.interfaces import GroupCommunicator
 from mpisgd.monitor import process_inspector
 from mpisgd.monitor.mailbox_pages import ANSWER_BYTES, Introduction
 from mpisgd.monitor.mpi_mailbox import MpiMailbox, Question
@@ -21,7 +22,6 @@ from mpisgd.monitor.shm_mailbox import open_shm_mailbox
 if TYPE_CHECKING:
     from mpisgd.core.group import Group
     from mpisgd.core.topology import Topology
-    from mpisgd.transport.mpi import Communicator
 
 __all__ = ["StateCollector"]
 
@@ -65,7 +65,7 @@ class StateCollector:
 
     def __init__(
         self,
-        communicator: "Communicator",
+        communicator: GroupCommunicator,
         topology: "Topology",
         groups: Sequence["Group"],
         *,

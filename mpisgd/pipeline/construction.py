@@ -269,7 +269,7 @@ def open_ties(parts: OwnParts, group: Group) -> dict[int, Tie]:
 
 
 def _open(group: Group, ranks: Iterable[int], name: str) -> Group:
-    return open_group([group.ranks[rank] for rank in ranks], name=f"{group.name}, {name}")
+    return open_group(group.job, [group.ranks[rank] for rank in ranks], name=f"{group.name}, {name}")
 
 
 def _start_equal(tensors: Sequence[Tensor], group: Group) -> None:

@@ -128,7 +128,7 @@ class Pipeline:
         self.schedule, self.shape = parts.schedule, parts.shape
         self.stages, self.optimizers = parts.modules, parts.optimizers
         self._options = options
-        self._group = open_group(members.ranks, name="pipeline")
+        self._group = open_group(members.job, members.ranks, name="pipeline")
         self._messages = PipelineMessages(self._group)
         self._stages = make_stages(parts, skips, recompute=checkpoint)
         self._groups = [self._group]

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mpisgd.core.interfaces import GroupCommunicator
 from mpisgd.core.service_thread import ServiceThread
 from mpisgd.core.waiting import cancel_reason
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import UnsupportedOp
 
 if TYPE_CHECKING:
-    from mpisgd.transport.mpi import Communicator, MpiWindow
+    from mpisgd.transport.mpi import MpiWindow
 
 __all__ = ["RemoteMemoryWindow", "open_remote_memory"]
 
@@ -197,7 +198,7 @@ def _check_ranks() -> None:
 
 
 def open_remote_memory(
-    communicator: "Communicator", numels: Sequence[int], dtype: torch.dtype, *, threads_allowed: bool
+    communicator: GroupCommunicator, numels: Sequence[int], dtype: torch.dtype, *, threads_allowed: bool
 ) -> RemoteMemoryWindow:
     """Make the memory. Collective.
 
@@ -207,12 +208,13 @@ def open_remote_memory(
         dtype: of the elements.
         threads_allowed: whether a thread may call MPI beside others.
     """
-    from mpisgd.transport.mpi import MpiWindow  # importing it starts MPI
+    from mpisgd.transport.mpi import MpiWindow, as_mpi  # importing it starts MPI
 
     rank = communicator.rank
     mine = torch.zeros(numels[rank], dtype=dtype)
-    window = MpiWindow(communicator, mine)
-    words = MpiWindow(communicator, torch.zeros(1, dtype=torch.int64))
+    ranks = as_mpi(communicator)
+    window = MpiWindow(ranks, mine)
+    words = MpiWindow(ranks, torch.zeros(1, dtype=torch.int64))
     if threads_allowed:
         _progress.start()
     return RemoteMemoryWindow(window, words, rank, mine, has_thread=threads_allowed)

@@ -2,11 +2,11 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from mpisgd.core.interfaces import GroupCommunicator
 from mpisgd.core.wait_registry import WaitReason
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import CollectiveTimeout, UnsupportedOp
@@ -15,9 +15,6 @@ from mpisgd.transport.ipc.control_block import order_memory
 from mpisgd.transport.ipc.record_locks import RecordLocks, open_record_locks
 from mpisgd.transport.ipc.segment import PAGE, Segment, open_segment
 from mpisgd.transport.torch_reduction import combine_in_rank_order
-
-if TYPE_CHECKING:
-    from mpisgd.transport.mpi import Communicator
 
 __all__ = ["SharedMemoryWindow", "open_shared_memory"]
 
@@ -150,7 +147,7 @@ class SharedMemoryWindow:
 
 
 def open_shared_memory(
-    local: "Communicator", numels: Sequence[int], dtype: torch.dtype, timeout_s: float
+    local: GroupCommunicator, numels: Sequence[int], dtype: torch.dtype, timeout_s: float
 ) -> SharedMemoryWindow | None:
     """Make the memory, None on all ranks where one cannot have it. Collective.
 

@@ -4,7 +4,6 @@ import contextlib
 import os
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,14 +15,11 @@ from mpisgd.core.group import Group
 from mpisgd.core.wait_registry import WaitReason
 from mpisgd.dtypes import ReduceOp, check_op, dtype_name
 from mpisgd.errors import CollectiveTimeout, InvalidArgument, ShapeMismatch, UnsupportedOp, UnsupportedTensor
-from mpisgd.job.lifecycle import current_job, group_or_world
+from mpisgd.job.lifecycle import group_or_world
 from mpisgd.rma.memory import WindowMemory
 from mpisgd.rma.patience import wait_patiently
 from mpisgd.rma.remote_memory import open_remote_memory
 from mpisgd.rma.shared_memory import open_shared_memory
-
-if TYPE_CHECKING:
-    from mpisgd.transport.mpi import Communicator
 
 __all__ = ["Window"]
 
@@ -84,10 +80,10 @@ class Window:
 
     def _open(self, given: Tensor) -> None:
         """Make the memory and fill this rank's. Collective, in the queue."""
-        communicator: Communicator = self.group.queue.communicator
+        communicator = self.group.queue.communicator
         self.shapes = tuple(communicator.all_gather_object(tuple(given.shape)))
         self._numels = [torch.Size(shape).numel() for shape in self.shapes]
-        if self.group.shm is not None or self.group.size == 1:
+        if self.group.shared_memory is not None or self.group.size == 1:
             timeout_s = self.group.queue.consistency.timeout_s
             self._memory = open_shared_memory(communicator, self._numels, self._dtype, timeout_s)
         else:
@@ -326,7 +322,7 @@ def _free_at_shutdown(window: Window) -> None:
     """Free a window at the end of the job, unless the program has done so: MPI must not end with one open."""
     known = weakref.ref(window)
     # What MPI knows is not forgotten before: ranks would free windows in another order.
-    kept = window if window.group.shm is None and window.group.size > 1 else None
+    kept = window if window.group.shared_memory is None and window.group.size > 1 else None
 
     def free() -> None:
         found = kept or known()
@@ -334,4 +330,4 @@ def _free_at_shutdown(window: Window) -> None:
             found._memory.free()
             found._memory = None
 
-    current_job().at_end.append(free)
+    window.group.job.at_end.append(free)

@@ -54,7 +54,7 @@ class Worker:
 
     def __init__(self, job: Job, agreement: Agreement) -> None:
         self.job = job
-        self.group = open_group(range(job.world.size), name="rpc")
+        self.group = open_group(job, range(job.world.size), name="rpc")
         self._agreement = agreement
         self._admission = Admission(())
         self._signing = contextlib.ExitStack()

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mpisgd.accelerator.buffers import ALONE_BYTES, on_host
 from mpisgd.core.consistency import Operation
+from mpisgd.core.host_transport import Segment
 from mpisgd.dtypes import dtype_name
 from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.fusion_buffer import Layout, layout_of
@@ -25,8 +26,7 @@ from mpisgd.sharding.elementwise import counts_on_device, may_join
 from mpisgd.sharding.flat_blocks import Block, is_movable, move_to_blocks
 from mpisgd.sharding.owners import Owners
 from mpisgd.sharding.piece import Piece, flat_view
-from mpisgd.transport.ipc.segment import Segment
-from mpisgd.transport.shm.reduction import slot_bytes
+from mpisgd.transport.staging_layout import slot_bytes
 
 __all__ = ["DividedParameters", "Groups", "Memory", "Named"]
 

@@ -19,11 +19,9 @@ from torch import Tensor
 from mpisgd.accelerator.buffers import in_order
 from mpisgd.collectives.dispatch import link_of
 from mpisgd.core.group import Group
-from mpisgd.transport.internode.leader import frames
-from mpisgd.transport.messages.link import Parts, Transfer
-from mpisgd.transport.shm.data_movement import exchange_spans
-from mpisgd.transport.shm.staging import Span, consecutive_spans, range_of
-from mpisgd.transport.shm.transport import ShmTransport
+from mpisgd.core.host_transport import HostMemory
+from mpisgd.memory_ranges import Span, consecutive_spans, range_of
+from mpisgd.transport.messages.link import Parts, Transfer, frames
 
 __all__ = ["Owners", "Rooms", "Transfers"]
 
@@ -69,8 +67,8 @@ class Owners:
 
     def __init__(self, group: Group, *, of_host: bool) -> None:
         self.group = group
-        self.memory: ShmTransport | None = group.transports.memory
-        shares = group.shm is not None or group.internode is not None
+        self.memory = group.host_memory
+        shares = group.shares_memory
         topology = group.known_topology
         here: Sequence[int] = topology.nodes[topology.node_rank] if self.memory is not None else (group.rank,)
         if of_host:
@@ -122,8 +120,7 @@ class Owners:
         """Return everyone's object."""
         if not self.of_host:
             return list(self.group.queue.communicator.all_gather_object(obj))
-        local = self.group.transports.local
-        return [obj] if self.memory is None or local is None else list(local.all_gather_object(obj))
+        return [obj] if self.memory is None else self.memory.all_gather_object(obj)
 
     def exchange(self, rooms: Rooms, *, one_copy: bool = False) -> None:
         """Fill everyone's `rooms[r]` with what the r-th owner has there.
@@ -180,13 +177,13 @@ class Owners:
             [(src, frame) for src, tensor in receives for frame in frames(tensor)],
         )
 
-    def _exchange_here(self, flats: Rooms, memory: ShmTransport) -> None:
+    def _exchange_here(self, flats: Rooms, memory: HostMemory) -> None:
         streams = [
             consecutive_spans([range_of(flat) for owner in owners for flat in flats[owner]], local)
             for local, owners in enumerate(self.represented)
         ]
         takes = [span for local, stream in enumerate(streams) if local != memory.rank for span in stream]
-        memory.run_steps(exchange_spans(memory, streams[memory.rank], takes, max(map(_length, streams))))
+        memory.run_steps(memory.exchange_spans(streams[memory.rank], takes, max(map(_length, streams))))
 
 
 def _length(stream: Sequence[Span]) -> int:

@@ -9,11 +9,12 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
+from mpisgd.core.host_transport import Segment
 from mpisgd.errors import InvalidArgument, UnsupportedTensor
 from mpisgd.gradients.fusion_buffer import layout_of, window
 from mpisgd.sharding.divided_parameters import DividedParameters, Memory, Named
 from mpisgd.sharding.division import Item, PieceRange, lay_out
-from mpisgd.transport.ipc.segment import PAGE, Segment
+from mpisgd.transport.ipc.segment import PAGE
 
 __all__ = ["SharedParameters", "check_shareable"]
 
@@ -30,7 +31,7 @@ class SharedParameters(DividedParameters):
     @property
     def _shares(self) -> bool:
         """Whether some ranks may share memory; the same on all of them."""
-        return self._group.shm is not None or self._group.internode is not None
+        return self._group.shares_memory
 
     @property
     def _may_cut(self) -> bool:

@@ -3,14 +3,12 @@
 import os
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from mpisgd.core.interfaces import GroupCommunicator
 from mpisgd.timeline.transfer import receive, send
-
-if TYPE_CHECKING:
-    from mpisgd.transport.mpi import Communicator
 
 __all__ = ["Clock", "align", "offset_by_messages"]
 
@@ -37,7 +35,7 @@ class Clock(NamedTuple):
         return (at_ns + self.offset_ns - self.origin_ns) / 1000
 
 
-def align(communicator: "Communicator") -> Clock:
+def align(communicator: GroupCommunicator) -> Clock:
     """Return this rank's clock. Collective.
 
     Ranks under one kernel share a clock. The others exchange ping-pong messages with rank 0.
@@ -58,7 +56,7 @@ def _which_clock() -> tuple[str, str]:
 
 
 def offset_by_messages(
-    communicator: "Communicator", other: int, now_ns: Callable[[], int] = time.monotonic_ns
+    communicator: GroupCommunicator, other: int, now_ns: Callable[[], int] = time.monotonic_ns
 ) -> tuple[int, int]:
     """Return the offset of rank 0's clock to that of `other`, and the bound of its error.
 

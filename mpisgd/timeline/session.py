@@ -1,20 +1,18 @@
 """The recording session: start and end of a timeline on all ranks."""
 
 import atexit
-from typing import TYPE_CHECKING
 
 from mpisgd import tracing
 from mpisgd.arguments import check_text, shown
 from mpisgd.core.consistency import Operation
+from mpisgd.core.group import Group
+from mpisgd.core.interfaces import GroupCommunicator
 from mpisgd.errors import InvalidArgument
-from mpisgd.job.lifecycle import current_job, world
+from mpisgd.job.lifecycle import world
 from mpisgd.timeline.clock import align
 from mpisgd.timeline.files import Names, names_for
 from mpisgd.timeline.recorder import Recorder
 from mpisgd.timeline.transfer import send_part, write_whole
-
-if TYPE_CHECKING:
-    from mpisgd.transport.mpi import Communicator
 
 __all__ = ["abandon_timeline", "close_timeline", "open_timeline", "start_timeline", "stop_timeline"]
 
@@ -22,7 +20,7 @@ __all__ = ["abandon_timeline", "close_timeline", "open_timeline", "start_timelin
 class Session:
     """A timeline that all ranks are recording."""
 
-    def __init__(self, path: str, communicator: "Communicator", mark_cycles: bool) -> None:
+    def __init__(self, path: str, communicator: GroupCommunicator, mark_cycles: bool) -> None:
         self.path = path
         self.mark_cycles = mark_cycles
         self.communicator = communicator
@@ -77,15 +75,15 @@ def start_timeline(path: str) -> None:
     `python -m mpisgd trace FILE`.
     """
     check_text("start_timeline", "path", path)
-    queue, errors = world().queue, []
+    group, errors = world(), []
 
     def action() -> None:
         try:
-            open_timeline(path, queue.communicator)
+            open_timeline(path, group)
         except InvalidArgument as exc:  # on all ranks: no reason not to use the queue any more
             errors.append(exc)
 
-    queue.run(Operation("start_timeline", extra=f"path={path}"), action)
+    group.queue.run(Operation("start_timeline", extra=f"path={path}"), action)
     if errors:
         raise errors[0]
 
@@ -95,23 +93,22 @@ def stop_timeline() -> None:
     world().queue.run(Operation("stop_timeline"), close_timeline)
 
 
-def open_timeline(path: str, communicator: "Communicator", mark_cycles: bool = False) -> None:
-    """Record into `path` from now on, and close an earlier timeline. Collective over `communicator`'s ranks.
+def open_timeline(path: str, group: Group, mark_cycles: bool = False) -> None:
+    """Record into `path` from now on, and close an earlier timeline. Collective, in the group's order.
 
     Args:
         path: see `start_timeline`.
-        communicator: over all ranks; duplicated.
+        group: of all ranks of the job.
         mark_cycles: whether to mark the cycles of Horovod's negotiation.
     """
     global _session
     if _session is not None and (_session.path, _session.mark_cycles) == (path, mark_cycles):
         return
     close_timeline()
-    _session = Session(path, communicator.duplicate(), mark_cycles)
+    _session = Session(path, group.queue.communicator.duplicate(), mark_cycles)
     tracing.sink = _session.recorder
-    at_end = current_job().at_end
-    if close_timeline not in at_end:
-        at_end.append(close_timeline)
+    if close_timeline not in group.job.at_end:
+        group.job.at_end.append(close_timeline)
     atexit.register(tracing.flush)  # for a program that ends without the others
 
 

@@ -1,19 +1,14 @@
 """Messages between the ranks of a timeline, and the concatenation of their files on rank 0."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from mpisgd.core.interfaces import GroupCommunicator, Request
 from mpisgd.core.waiting import Backoff
 from mpisgd.errors import CollectiveTimeout
 from mpisgd.timeline.files import CLOSING, OPENING
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from mpisgd.transport.mpi import Communicator
 
 __all__ = ["receive", "send", "send_part", "write_whole"]
 
@@ -23,27 +18,27 @@ TAG = 2
 
 
 def send(
-    communicator: "Communicator", tensor: Tensor, dst: int, tag: int, timeout_s: float = TIMEOUT_S
+    communicator: GroupCommunicator, tensor: Tensor, dst: int, tag: int, timeout_s: float = TIMEOUT_S
 ) -> None:
     """Send a tensor and wait for the end of the message."""
     _wait(communicator, communicator.isend(tensor, dst, tag), dst, timeout_s)
 
 
 def receive(
-    communicator: "Communicator", tensor: Tensor, src: int, tag: int, timeout_s: float = TIMEOUT_S
+    communicator: GroupCommunicator, tensor: Tensor, src: int, tag: int, timeout_s: float = TIMEOUT_S
 ) -> None:
     """Receive a tensor."""
     _wait(communicator, communicator.irecv(tensor, src, tag), src, timeout_s)
 
 
-def _wait(communicator: "Communicator", request: "MPI.Request", other: int, timeout_s: float) -> None:
+def _wait(communicator: GroupCommunicator, request: Request, other: int, timeout_s: float) -> None:
     if not Backoff(timeout_s).wait_for(lambda: communicator.poll([request])):
         raise CollectiveTimeout(
             f"timeline: rank {communicator.rank} has waited {timeout_s:g} s for rank {other}"
         )
 
 
-def write_whole(communicator: "Communicator", part: Path, whole: Path) -> None:
+def write_whole(communicator: GroupCommunicator, part: Path, whole: Path) -> None:
     """Write the file of all ranks out of the parts of rank 0, here, and of the others, which send them."""
     size = torch.zeros(1, dtype=torch.int64)
     with whole.open("wb") as out:
@@ -58,7 +53,7 @@ def write_whole(communicator: "Communicator", part: Path, whole: Path) -> None:
         out.write(CLOSING.encode())
 
 
-def send_part(communicator: "Communicator", part: Path) -> None:
+def send_part(communicator: GroupCommunicator, part: Path) -> None:
     """Send the events of this rank's part to rank 0: their size, then chunks of them."""
     events = _events_of(part)
     send(communicator, torch.tensor([len(events)]), 0, TAG)

@@ -11,7 +11,6 @@ from torch.distributed import distributed_c10d
 from mpisgd.collectives.barrier import barrier
 from mpisgd.core.group import Group
 from mpisgd.errors import CollectiveTimeout, InvalidArgument
-from mpisgd.job.lifecycle import current_job
 
 __all__ = ["monitored_barrier", "pass_monitored"]
 
@@ -63,7 +62,8 @@ def _failure(group: Group, timeout_s: float, wait_all_ranks: bool) -> str:
             f"Rank {group.rank} successfully reached monitoredBarrier, but received errors while waiting for "
             "send/recv from rank 0. Please check rank 0 logs for faulty rank."
         )
-    late = current_job().monitor.late_in(group)
+    monitor = group.job.monitor
+    late = [] if monitor is None else monitor.late_in(group)
     if timeout_s == 0 or not late:
         return f"Rank 0 timed out in monitoredBarrier after {timeout_s * 1000:.0f} ms."
     missing = f"Ranks {', '.join(map(str, late))}" if wait_all_ranks else f"Rank {late[0]}"

@@ -55,7 +55,8 @@ def create(options: Any) -> ProcessGroupMpisgd:
     members = list(options.global_ranks_in_group or ())
     ranks = _job_ranks(members) if members else _agree_on_ranks(options.group_rank, options.group_size)
     timeout_s = None if options.timeout == default_pg_timeout else options.timeout.total_seconds()
-    group = open_group(ranks, name=f"torch {options.group_id}", timeout_s=timeout_s, runs_inline=True)
+    name = f"torch {options.group_id}"
+    group = open_group(current_job(), ranks, name=name, timeout_s=timeout_s, runs_inline=True)
     return ProcessGroupMpisgd(group, options.store)
 
 

@@ -35,7 +35,6 @@ from mpisgd.core.work import Work
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import NotInitialized, ShapeMismatch
 from mpisgd.job.groups import close_group
-from mpisgd.job.lifecycle import current_job, is_initialized
 from mpisgd.torch_backend import compat
 from mpisgd.torch_backend.barrier import pass_monitored
 from mpisgd.torch_backend.profiling import with_profiler_events
@@ -350,7 +349,7 @@ class ProcessGroupMpisgd(_Base):  # type: ignore[misc]
         Where an operation has failed this rank waits for nobody: the others learn that it has left the group.
         """
         # Where mpisgd.shutdown() was quicker there is nothing to give back.
-        if is_initialized() and self.mpisgd_group in current_job().groups:
+        if self.mpisgd_group in self.mpisgd_group.job.groups:
             close_group(self.mpisgd_group)
 
     def abort(self) -> None:

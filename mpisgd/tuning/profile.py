@@ -17,15 +17,13 @@ import secrets
 from collections.abc import Sequence
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpisgd import config
+from mpisgd.core.interfaces import GroupCommunicator
 from mpisgd.errors import InvalidArgument
 from mpisgd.tuning.curve import Curve, LineSegment
 from mpisgd.tuning.model import CostModel, MeasuredCurves
-
-if TYPE_CHECKING:
-    from mpisgd.transport.mpi import Communicator
 
 __all__ = [
     "ProfileError",
@@ -186,7 +184,7 @@ def built_in() -> CostModel:
     return model
 
 
-def find_costs(communicator: "Communicator", ranks_per_host: Sequence[int]) -> tuple[CostModel, str]:
+def find_costs(communicator: GroupCommunicator, ranks_per_host: Sequence[int]) -> tuple[CostModel, str]:
     """Return the model of the job; and on rank 0 what to warn of, if anything.
 
     Collective: rank 0 reads, so that hosts with other files agree. The warning is left to the caller: where

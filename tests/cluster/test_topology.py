@@ -27,7 +27,7 @@ REPORT = """
     every_rank = {
         "host": socket.gethostname(), "local_rank": mpisgd.local_rank(), "local_size": mpisgd.local_size(),
         "node_rank": mpisgd.node_rank(), "num_nodes": mpisgd.num_nodes(),
-        "shared_memory": [name for name, group in groups.items() if group.shm is not None],
+        "shared_memory": [name for name, group in groups.items() if group.shared_memory is not None],
     }
     everyone = [None] * mpisgd.size()
     mpisgd.all_gather_object(everyone, every_rank)

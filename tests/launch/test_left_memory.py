@@ -11,10 +11,10 @@ from mpisgd.transport.cma.transport import CHUNK_BYTES, CmaTransport
 
 mpisgd.init()
 group = mpisgd.new_group()
-if group.transports.cma is None:
+if [transport.name for transport in group.transports] != ["node", "direct"]:
     print("cannot")
     sys.exit()
-group.shm._timeout_s = 2.0
+group.shared_memory._timeout_s = 2.0
 """
 
 LEAVING = """

@@ -224,7 +224,7 @@ def test_the_making_of_a_group_has_the_limit_too(job):
         """
 if rank == 1:
     reading_data()
-open_group(range(3), name="mine")
+open_group(current_job(), range(3), name="mine")
         """,
         3,
         limit_s=2,

@@ -11,6 +11,7 @@ from verdicts import everyone
 import mpisgd
 from mpisgd import ReduceOp
 from mpisgd.job.groups import close_group, open_group
+from mpisgd.job.lifecycle import world
 
 
 def test_blocking_call_after_async_one_on_the_same_strided_tensor():
@@ -65,7 +66,7 @@ def test_inference_mode_inside_leaves_tensors_ordinary():
 def test_a_rank_may_come_late_to_the_end_of_a_group():
     # The group was taken off the list before its end: nobody saw that the others had come to it, and they
     # were told that they wait for each other for ever.
-    group = open_group(range(mpisgd.size()), name="closed late")
+    group = open_group(world().job, range(mpisgd.size()), name="closed late")
     if mpisgd.rank() == 0:
         time.sleep(7.0)
     close_group(group)

@@ -29,7 +29,7 @@ from mpisgd.horovod.engine.timeline import EngineTimeline, change_timeline
 from mpisgd.horovod.engine.wake_up import WakeUp
 from mpisgd.horovod.exceptions import HorovodInternalError
 from mpisgd.job.groups import open_group
-from mpisgd.job.lifecycle import current_job
+from mpisgd.job.world import Job
 
 __all__ = ["RESOLVE", "WITHDRAW", "Cycles"]
 
@@ -44,10 +44,12 @@ class Cycles:
     """The negotiation of one rank. Making and closing one is collective over the job.
 
     Args:
+        job: whose ranks negotiate.
         settings: see there.
         warn: called with a text when operations stall; on the first rank.
 
     Attributes:
+        job: as given.
         group: all ranks, for the cycles and for operations on all of them.
         num_joins: how often all ranks have joined.
         num_cycles: how many have run.
@@ -57,9 +59,9 @@ class Cycles:
         wake_up: where threads sleep until there is something to do.
     """
 
-    def __init__(self, settings: Settings, warn: Callable[[str], None]) -> None:
-        job = current_job()
-        self.group = open_group(range(job.world.size), name="horovod")
+    def __init__(self, job: Job, settings: Settings, warn: Callable[[str], None]) -> None:
+        self.job = job
+        self.group = open_group(job, range(job.world.size), name="horovod")
         self.num_joins = self.num_cycles = 0
         self._settings = settings
         self._communicator = self.group.queue.communicator.duplicate()
@@ -73,14 +75,15 @@ class Cycles:
         self.queue = TensorQueue(settings)
         self.fusion_bytes = settings.fusion_bytes
         self._devices: dict[str, torch.device] = {}  # see `perform_operation`
-        self._stalls = StallInspector(settings, warn, functools.partial(job.hooks.end_job, 1))
+        self._stalls = StallInspector(settings, warn, functools.partial(job.end, 1))
         self._conflicts = NameConflicts()
         check_interval_s = LOSS_CHECK_INTERVAL_S if job.failure_detector is not None else CHECK_INTERVAL_S
         self._check_interval_s = min(check_interval_s, settings.shortest_stall_s / 4 or check_interval_s)
         # As long as the engine runs the job's own waits stall by Horovod's settings.
-        self._watchdog = job.monitor.watchdog
-        self._job_limits_s = self._watchdog.warning_s, self._watchdog.abort_s
-        self._watchdog.warning_s, self._watchdog.abort_s = settings.stall_warning_s, settings.stall_end_s
+        self._watchdog = None if job.monitor is None else job.monitor.watchdog
+        if self._watchdog is not None:
+            self._job_limits_s = self._watchdog.warning_s, self._watchdog.abort_s
+            self._watchdog.warning_s, self._watchdog.abort_s = settings.stall_warning_s, settings.stall_end_s
 
     def submit(self, entry: Entry, *, by_engine: bool = False) -> Entry:
         """Submit an operation, which runs once every member has submitted it; see `TensorQueue.add`."""
@@ -157,7 +160,7 @@ class Cycles:
     def _change_timeline(self, request: Request) -> None:
         error: MpisgdError | None = None
         try:
-            change_timeline(request, self.group.queue.communicator)
+            change_timeline(request, self.group)
         except MpisgdError as exc:  # raised on all ranks alike, and only one may wait
             error = exc
         self.queue.complete(request.key, error=error)

@@ -23,6 +23,7 @@ from typing import Any
 from mpisgd import tracing
 from mpisgd.arguments import ranks_text
 from mpisgd.core import wait_registry
+from mpisgd.core.inheriting_thread import InheritingThread
 from mpisgd.core.wait_registry import WaitReason
 from mpisgd.errors import CollectiveTimeout, MpisgdError
 from mpisgd.horovod.engine.cycles import WITHDRAW, Cycles
@@ -31,7 +32,7 @@ from mpisgd.horovod.engine.request import Request
 from mpisgd.horovod.engine.settings import Settings
 from mpisgd.horovod.engine.stall_inspector import registered_wait
 from mpisgd.horovod.exceptions import HorovodInternalError
-from mpisgd.job.lifecycle import current_job
+from mpisgd.job.world import Job
 from mpisgd.monitor.rank_snapshot import stack_of
 
 __all__ = ["Engine"]
@@ -52,6 +53,7 @@ class Engine(Cycles):
     Making and closing one is collective over the job.
 
     Args:
+        job: whose ranks negotiate.
         settings: see there.
         warn: called with a text when operations stall; on the first rank.
 
@@ -59,12 +61,12 @@ class Engine(Cycles):
         lock: held by the thread that runs a cycle.
     """
 
-    def __init__(self, settings: Settings, warn: Callable[[str], None]) -> None:
-        super().__init__(settings, warn)
+    def __init__(self, job: Job, settings: Settings, warn: Callable[[str], None]) -> None:
+        super().__init__(job, settings, warn)
         self.lock = threading.Lock()
         self._deferred = _Deferred()
-        self._limit_s = current_job().timeout_s
-        self._thread = threading.Thread(target=self._serve, name="mpisgd horovod", daemon=True)
+        self._limit_s = job.timeout_s
+        self._thread = InheritingThread(target=self._serve, name="mpisgd horovod", daemon=True)
         self._thread.start()
 
     # -- operations ------------------------------------------------------------------------------------
@@ -106,7 +108,7 @@ class Engine(Cycles):
     def spans_hosts(self, set_id: int) -> bool:
         """Return whether the members of a process set that this rank is in are on several hosts."""
         group = self.process_sets.groups.get(set_id)
-        return group is not None and group.internode is not None
+        return group is not None and group.spans_hosts
 
     def awaited(self, set_id: int, prefix: str) -> list[Request]:
         """Return what other members have submitted, and this rank has not, under names with this prefix."""
@@ -252,7 +254,8 @@ class Engine(Cycles):
             self.abort(exc)
             raise to_internal_error(exc) from None
         finally:
-            self._watchdog.warning_s, self._watchdog.abort_s = self._job_limits_s
+            if self._watchdog is not None:
+                self._watchdog.warning_s, self._watchdog.abort_s = self._job_limits_s
         self.wake_up.close()
         if self.queue.broken is None:
             self.process_sets.close()

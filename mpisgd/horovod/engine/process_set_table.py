@@ -23,7 +23,7 @@ class ProcessSetTable:
     def __init__(self, world: Group) -> None:
         self.members: dict[int, Sequence[int]] = {WORLD: world.ranks}
         self.groups: dict[int, Group] = {WORLD: world}
-        self._rank = world.rank
+        self._rank, self._job = world.rank, world.job
         self._num_made = 1
 
     def find(self, ranks: Sequence[int]) -> int | None:
@@ -36,7 +36,7 @@ class ProcessSetTable:
         set_id = self._num_made
         self._num_made += 1
         if self._rank in ranks:
-            self.groups[set_id] = open_group(ranks, name=f"process set {set_id}")
+            self.groups[set_id] = open_group(self._job, ranks, name=f"process set {set_id}")
         self.members[set_id] = ranks
         return set_id
 

@@ -8,17 +8,15 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from mpisgd import tracing
+from mpisgd.collectives.dispatch import transport_for
 from mpisgd.core.group import Group
 from mpisgd.horovod.engine.entry import Entry
 from mpisgd.horovod.engine.request import Request
 from mpisgd.horovod.engine.request_table import Decision
 from mpisgd.timeline.session import close_timeline, open_timeline
-
-if TYPE_CHECKING:
-    from mpisgd.transport.mpi import Communicator
 
 __all__ = [
     "STOP",
@@ -49,12 +47,12 @@ def request_of_environment(env: Mapping[str, str] = os.environ) -> Request | Non
     return start_request(path, env.get("HOROVOD_TIMELINE_MARK_CYCLES", "0") not in ("", "0"))
 
 
-def change_timeline(request: Request, communicator: "Communicator") -> None:
-    """Start or stop the timeline. Collective over `communicator`, which is over all ranks."""
+def change_timeline(request: Request, group: Group) -> None:
+    """Start or stop the timeline. Collective over `group`, which is of all ranks."""
     if request == STOP:
         close_timeline()
     else:
-        open_timeline(request.op, communicator, mark_cycles=request.root == 1)
+        open_timeline(request.op, group, mark_cycles=request.root == 1)
 
 
 class EngineTimeline:
@@ -167,6 +165,5 @@ class BatchTimeline:
 
 
 def _transport_of(group: Group) -> str:
-    if group.shm is not None:
-        return "node"
-    return "mpi" if group.internode is None else "hierarchical"
+    transport = transport_for(group, "all_reduce", None, 0)
+    return "mpi" if transport is None else transport.name

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mpisgd.core.interfaces import GroupCommunicator
 from mpisgd.errors import MpisgdError
 from mpisgd.transport.ipc.futex import Futex
 from mpisgd.transport.ipc.segment import PAGE, Segment, open_segment
 
 if TYPE_CHECKING:
     from mpisgd.core.topology import Topology
-    from mpisgd.transport.mpi import Communicator
 
 __all__ = ["WakeUp"]
 
@@ -35,7 +35,9 @@ class WakeUp:
         topology: of `communicator`.
     """
 
-    def __init__(self, communicator: "Communicator", local: "Communicator", topology: "Topology") -> None:
+    def __init__(
+        self, communicator: GroupCommunicator, local: GroupCommunicator, topology: "Topology"
+    ) -> None:
         self._communicator = communicator
         self._mine = topology.local_rank
         segment = open_segment(local, PAGE)

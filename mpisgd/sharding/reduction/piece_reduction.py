@@ -9,21 +9,20 @@ ones lie in fusion buffers in shared memory, from which the owner of a piece rea
 Whoever receives a piece may update parameters with it at once, while it is in the cache.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from mpisgd.core.host_transport import HostMemory, Region, Steps
 from mpisgd.dtypes import ReduceOp
 from mpisgd.gradients.plan import BucketSlot, Plan
 from mpisgd.gradients.unbucketed import UnbucketedGradient
 from mpisgd.sharding.divided_parameters import DividedParameters
 from mpisgd.sharding.division import Member
 from mpisgd.sharding.piece import Piece
-from mpisgd.transport.shm.reduction import reduce_to_owners, slot_bytes
-from mpisgd.transport.shm.region import Region
-from mpisgd.transport.shm.transport import ShmTransport
+from mpisgd.transport.staging_layout import slot_bytes
 from mpisgd.transport.torch_reduction import combine_in_rank_order
 
 __all__ = ["PieceReduction", "Receiver", "goes_in_pieces"]
@@ -90,7 +89,7 @@ class PieceReduction:
     Args:
         plan: where gradients lie; see `goes_in_pieces`.
         parameters: which rank owns what.
-        shm: the memory of the host, whose ranks are all that train together.
+        memory: the memory of the host, whose ranks are all that train together.
         op: elementwise combination.
         finish: what is done to each combined gradient.
     """
@@ -99,11 +98,11 @@ class PieceReduction:
         self,
         plan: Plan,
         parameters: DividedParameters,
-        shm: ShmTransport,
+        memory: HostMemory,
         op: ReduceOp,
         finish: Callable[[Tensor], None],
     ) -> None:
-        self._parameters, self._shm, self._op, self._finish = parameters, shm, op, finish
+        self._parameters, self._memory, self._op, self._finish = parameters, memory, op, finish
         self._place_of = {
             index: _Place(slot, offset)
             for slot in plan.slots
@@ -123,7 +122,7 @@ class PieceReduction:
             return []
         assert len(members) == 1, "what lies beside a large gradient in its piece would get none"
         itemsize = self._parameters.itemsize(member.param)
-        step = slot_bytes(self._shm.size) // itemsize
+        step = slot_bytes(self._memory.size) // itemsize
         parts = []
         for at in range(0, member.numel, step):
             first, numel = member.first + at, min(step, member.numel - at)
@@ -146,15 +145,13 @@ class PieceReduction:
             others and combines what is its own.
         """
         here = [p for p in self._parameters.pieces if exists[p.members[0].param] and self._is_dense(p)]
-        self._shm.run_steps(self._combine_large(exists, [p for p in here if self._is_large(p)], receiver))
+        self._memory.run_steps(self._combine_large(exists, [p for p in here if self._is_large(p)], receiver))
         for piece in here:
             if not self._is_large(piece):
                 self._combine_small(piece, receiver)
         receiver.finish()
 
-    def _combine_large(
-        self, exists: Sequence[bool], pieces: Sequence[Piece], receiver: Receiver
-    ) -> Iterator[None]:
+    def _combine_large(self, exists: Sequence[bool], pieces: Sequence[Piece], receiver: Receiver) -> Steps:
         """Combine the parts of large gradients; `pieces`: of this rank, in their order."""
         flats = {
             param: place.slot.storage.flat
@@ -164,7 +161,7 @@ class PieceReduction:
         addresses = {param: flat.data_ptr() for param, flat in flats.items()}
         parts = [[part for part in of_one if part.param in flats] for of_one in self._parts]
         ranges = [[(addresses[p.param] + p.start, p.nbytes) for p in of_one] for of_one in parts]
-        mine = parts[self._shm.rank]
+        mine = parts[self._memory.rank]
         own = [flats[part.param][part.first : part.first + part.numel] for part in mine]
         waiting = iter(pieces)
         open_: list[tuple[Piece, Tensor]] = []  # the one whose parts come now, and the room for its gradient
@@ -181,7 +178,7 @@ class PieceReduction:
             if part.is_last:
                 receiver.received(piece, room)
 
-        return reduce_to_owners(self._shm, ranges, own, combine, in_place=receiver.in_place)
+        return self._memory.reduce_to_owners(ranges, own, combine, in_place=receiver.in_place)
 
     def _is_dense(self, piece: Piece) -> bool:
         return piece.members[0].param in self._place_of

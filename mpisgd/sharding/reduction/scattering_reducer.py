@@ -71,7 +71,7 @@ class ScatteringReducer(ShardedReducer):
     @property
     def _keeps_until_step(self) -> bool:
         """Whether gradients stay until the step, in memory that all ranks see; the same on all of them."""
-        stays = not self._frees and self.group.shm is not None and not self._overlaps()
+        stays = not self._frees and self.group.shared_memory is not None and not self._overlaps()
         return stays and not any(map(self._travels_otherwise, self.params))
 
     def _travels_otherwise(self, param: Tensor) -> bool:

@@ -23,9 +23,9 @@ from mpisgd.gradients.bucketing import ALIGN_BYTES, Bucket
 from mpisgd.sharding.division import PieceRange
 from mpisgd.sharding.owners import Owners, Transfers
 from mpisgd.sharding.reduction.bucket_shard import BucketShard
-from mpisgd.transport.internode.arithmetic import Arithmetic, prepare
+from mpisgd.transport.host_arithmetic import Arithmetic, prepare
 from mpisgd.transport.messages.link import Transfer
-from mpisgd.transport.shm.reduction import reduce_to_owners, slot_bytes
+from mpisgd.transport.staging_layout import slot_bytes
 from mpisgd.transport.torch_reduction import combine_in_rank_order
 
 __all__ = ["Scratch", "ShardReduction"]
@@ -180,7 +180,7 @@ class ShardReduction(BucketShard):
             return
         itemsize, address = flat.element_size(), flat.data_ptr()
         ranges = [[(address + c.start * itemsize, c.numel * itemsize) for c in one] for one in self._chunks]
-        memory.run_steps(reduce_to_owners(memory, ranges, own, combine, in_place=in_place))
+        memory.run_steps(memory.reduce_to_owners(ranges, own, combine, in_place=in_place))
 
     def _send_sums(self, flat: Tensor, transfers: Transfers) -> None:
         """Add up on this host what it has for each owner, and send each chunk to those elsewhere at once."""

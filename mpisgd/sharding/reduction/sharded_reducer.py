@@ -86,12 +86,12 @@ class ShardedReducer(GradientReducer):
 
     def _reduction_of(self, plan: Plan) -> PieceReduction | None:
         """Return what brings all gradients to the pieces at once, None where that cannot be."""
-        shm = self.group.shm
+        memory = self.group.shared_memory
         compressed = any(self.options.compression.changes(param.dtype) for param in self.params)
-        if shm is None or compressed or self._overlaps() or not goes_in_pieces(plan):
+        if memory is None or compressed or self._overlaps() or not goes_in_pieces(plan):
             return None
         op, finish = self.options.element_op, self._launcher.undo_predivision
-        return PieceReduction(plan, self._parameters, shm, op, finish)
+        return PieceReduction(plan, self._parameters, memory, op, finish)
 
     # -- a reduction --------------------------------------------------------------------------------
 

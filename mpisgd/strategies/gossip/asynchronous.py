@@ -18,23 +18,20 @@ Source: Lian and others 2018, "Asynchronous decentralized parallel stochastic gr
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
+from mpisgd.core.interfaces import GroupCommunicator
 from mpisgd.errors import InvalidArgument, MpisgdError
 from mpisgd.gossip.bipartite import roles_of
 from mpisgd.gossip.flat_copy import FlatCopy
 from mpisgd.gossip.graph import Graph
 from mpisgd.gossip.pairwise_averaging import PairwiseAveraging
-from mpisgd.job.lifecycle import current_job
 from mpisgd.strategies.gossip.synchronous import NAME, Mixer
 from mpisgd.strategies.training import Training
-
-if TYPE_CHECKING:
-    from mpisgd.transport.mpi import Communicator
 
 __all__ = ["Asynchronous"]
 
@@ -79,7 +76,7 @@ class Asynchronous(Mixer):
         group = self.training.group
         if group.size == 1:
             return
-        made: list[Communicator] = []
+        made: list[GroupCommunicator] = []
         operation = Operation("gossip", extra="start of the exchanges")
         group.queue.run(operation, lambda: made.append(group.queue.communicator.duplicate()))
         self._group, self._keys = group, list(self.replica())
@@ -90,8 +87,7 @@ class Asynchronous(Mixer):
         self._seen.copy_(start)
         averaging = PairwiseAveraging(made[0], roles_of(self._graph, group.size), start)
         self._finish: Callable[[], None] = partial(averaging.finish, group.queue.consistency.timeout_s)
-        self._at_end = current_job().at_end
-        self._at_end.append(self._finish)
+        group.job.at_end.append(self._finish)
         self._averaging = averaging
 
     def _covered(self) -> list[Tensor]:
@@ -105,7 +101,7 @@ class Asynchronous(Mixer):
         replaced, self._replaced = self._replaced, False
         if averaging is None:
             return
-        self._at_end.remove(self._finish)
+        self._group.job.at_end.remove(self._finish)
         if _is_lost(self._group):
             averaging.abandon()
         else:

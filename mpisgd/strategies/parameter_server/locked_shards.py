@@ -62,7 +62,7 @@ class LockedShards(Worker):
     def _open(self) -> None:
         super()._open()
         group, optimizer = self.training.group, self.training.optimizer
-        self._is_on_one_host = group.shm is not None or group.size == 1
+        self._is_on_one_host = group.shared_memory is not None or group.size == 1
         self._group_of = [
             place for place, options in enumerate(optimizer.param_groups) for _ in options["params"]
         ]

@@ -135,7 +135,7 @@ class ParameterServer(Strategy):
             raise InvalidArgument("ParameterServer: pull_every needs an optimizer with a learning rate `lr`")
 
     def _check_group(self, group: Group) -> None:
-        if not self.locked and group.shm is None and group.size > 1:
+        if not self.locked and group.shared_memory is None and group.size > 1:
             raise InvalidArgument(
                 f"ParameterServer: locked=False needs memory that all ranks of group '{group.name}' share: "
                 "one host"

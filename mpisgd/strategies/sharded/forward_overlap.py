@@ -19,17 +19,20 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from mpisgd.core.work import Work
 from mpisgd.errors import InvalidArgument, MpisgdError
+from mpisgd.job.job_of_thread import job_place
 
 __all__ = ["ForwardOverlap", "wait_for_parameters"]
 
 Module = torch.nn.Module
 
-_overlaps: "weakref.WeakSet[ForwardOverlap]" = weakref.WeakSet()
+
+class _Overlaps(weakref.WeakSet["ForwardOverlap"]):
+    """Those of a rank."""
 
 
 def wait_for_parameters() -> None:
     """Return when no parameters are under way: for functions that read those of any model."""
-    for overlap in list(_overlaps):
+    for overlap in list(job_place().own(_Overlaps)):
         overlap.wait()
 
 
@@ -57,7 +60,7 @@ class ForwardOverlap:
 
         handle = register_module_forward_pre_hook(before_forward)
         weakref.finalize(self, handle.remove)
-        _overlaps.add(self)
+        job_place().own(_Overlaps).add(self)
         self.cover(named)
 
     def cover(self, named: Sequence[tuple[str, Tensor]]) -> None:

@@ -12,15 +12,13 @@ import os
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
 from mpisgd import config
+from mpisgd.core.interfaces import GroupCommunicator
 from mpisgd.errors import MpisgdError
-
-if TYPE_CHECKING:
-    from mpisgd.transport.mpi import Communicator
 
 __all__ = ["CrossMemoryAttach", "open_cross_memory_attach"]
 
@@ -117,7 +115,7 @@ class CrossMemoryAttach:
         return nbytes > 0 and _write(self._pid, self._at_ends, 2, self._at_ends, 2, 0) == 2  # what lies there
 
 
-def open_cross_memory_attach(local: "Communicator") -> CrossMemoryAttach | None:
+def open_cross_memory_attach(local: GroupCommunicator) -> CrossMemoryAttach | None:
     """Return the memory of the ranks of a host, None on all where one cannot reach another. Collective.
 
     Args:

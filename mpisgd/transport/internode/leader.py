@@ -1,22 +1,13 @@
 """`Leader`: a rank that exchanges messages for its host with those of the same local rank on the others."""
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from mpisgd.core.interfaces import GroupCommunicator, Request
+from mpisgd.transport.messages.link import frames
 
-    from mpisgd.transport.mpi import Communicator
-
-__all__ = ["Leader", "frames"]
-
-# Below Open MPI's limit for sending at once (64 KiB over TCP). Larger messages that cross each other take
-# turns on the link there: pieces of 128 KiB took 1.2 to 1.5 times the link's time, of 1 MiB 1.7 times, these
-# 1.05 times.
-FRAME_BYTES = 60 * 2**10
+__all__ = ["Leader"]
 
 
 class Leader:
@@ -31,7 +22,7 @@ class Leader:
         others: every other host's number and rank; each leader begins with another one.
     """
 
-    def __init__(self, communicator: "Communicator", ranks: Sequence[int], host: int) -> None:
+    def __init__(self, communicator: GroupCommunicator, ranks: Sequence[int], host: int) -> None:
         self.communicator = communicator
         self.ranks = ranks
         self.host = host
@@ -40,7 +31,7 @@ class Leader:
 
     def start(
         self, tag: int, sends: Callable[[int], Tensor], receives: Callable[[int], Tensor]
-    ) -> "list[MPI.Request]":
+    ) -> list[Request]:
         """Start a message to and from every other host; both functions tell the memory for a host."""
         requests = [
             self.communicator.irecv(f, rank, tag) for h, rank in self.others for f in frames(receives(h))
@@ -49,10 +40,3 @@ class Leader:
             self.communicator.isend(f, rank, tag) for h, rank in self.others for f in frames(sends(h))
         ]
         return requests
-
-
-def frames(tensor: Tensor) -> Iterable[Tensor]:
-    """Cut a tensor [n] into messages of at most FRAME_BYTES."""
-    if tensor.nbytes <= FRAME_BYTES:
-        return (tensor,) if tensor.numel() else ()
-    return torch.split(tensor, FRAME_BYTES // tensor.element_size())

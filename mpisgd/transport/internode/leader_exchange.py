@@ -8,16 +8,13 @@ one message, its check included.
 import struct
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from mpisgd.core.interfaces import Request
 from mpisgd.transport.internode.leader import Leader
 from mpisgd.transport.shm.staging import typed_pieces
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
 
 __all__ = ["HEADER_BYTES", "MAX_HOSTS", "MESSAGE_BYTES", "PAYLOAD_BYTES", "HostMessages", "LeaderExchange"]
 
@@ -84,7 +81,7 @@ class LeaderExchange:
         self._leader = leader
         self._messages = messages
         self.write_payload: Callable[[], int] | None = None
-        self._requests: list[MPI.Request] = []
+        self._requests: list[Request] = []
 
     def start(self, low: int, high: int) -> None:
         """Begin with the extremes of this host."""

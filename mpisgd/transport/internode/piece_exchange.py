@@ -13,7 +13,7 @@ while one of them is between its two steps.
 import torch
 from torch import Tensor
 
-from mpisgd.transport.internode.arithmetic import Arithmetic
+from mpisgd.transport.host_arithmetic import Arithmetic
 from mpisgd.transport.internode.leader import Leader
 from mpisgd.transport.messages.link import even_ranges
 

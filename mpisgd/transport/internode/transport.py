@@ -16,16 +16,18 @@ its host sends and receives in the message itself.
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from mpisgd.core.topology import Topology
+from mpisgd.core.host_transport import HostTransport
+from mpisgd.core.host_transport import Region as AnyRegion
 from mpisgd.core.waiting import Backoff
 from mpisgd.dtypes import HALF_DTYPES, ReduceOp
 from mpisgd.errors import CollectiveTimeout
-from mpisgd.transport.internode.arithmetic import Arithmetic, prepare
+from mpisgd.transport.host_arithmetic import Arithmetic, prepare
+from mpisgd.transport.internode.digest_exchange import InternodeDigestExchange
 from mpisgd.transport.internode.leader import Leader
 from mpisgd.transport.internode.leader_exchange import (
     MAX_HOSTS,
@@ -36,14 +38,12 @@ from mpisgd.transport.internode.leader_exchange import (
 )
 from mpisgd.transport.internode.piece_exchange import PieceExchange
 from mpisgd.transport.ipc.segment import Segment
+from mpisgd.transport.members import Members
+from mpisgd.transport.messages.dissemination import Dissemination
 from mpisgd.transport.messages.link import even_ranges
-from mpisgd.transport.shm.region import Region
 from mpisgd.transport.shm.staging import copy_bytes
-from mpisgd.transport.shm.transport import ShmTransport
+from mpisgd.transport.shm.transport import ShmTransport, open_host_memory
 from mpisgd.transport.torch_reduction import Finish
-
-if TYPE_CHECKING:
-    from mpisgd.transport.mpi import Communicator
 
 __all__ = ["MEMORY_BYTES", "InternodeTransport"]
 
@@ -65,51 +65,38 @@ class _InFlight(NamedTuple):
     exchange: PieceExchange | None
 
 
-class InternodeTransport:
+class InternodeTransport(HostTransport):
     """The ranks of a group, which live on several hosts.
 
     Methods are called inside the queue, after the consistency check, by all ranks alike. They take contiguous
     CPU tensors.
 
     Args:
-        communicator: the queue's communicator.
-        topology: of the group.
+        members: the ranks.
         shm: the shared memory of this host's ranks; None where this rank is alone on it.
         memory: more of it, MEMORY_BYTES for the first rank; None likewise.
-        best_num_leaders: tells how many ranks of each host should exchange messages with the others, from the
-            bytes of the message and whether it is of 16-bit floats; the same on all ranks.
-        name: of the group, for messages.
-        timeout_s: how long to wait for the others in the middle of an operation.
 
     Attributes:
         shm: as given.
         leader_exchange: of the hosts' first ranks; None on others, and with more than MAX_HOSTS hosts.
-        best_num_leaders: as given; may be replaced.
         max_num_leaders: how many there can be: the ranks of the smallest host.
     """
 
     name = "hierarchical"
+    spans_hosts = True
+    shares_memory = True
 
-    def __init__(
-        self,
-        communicator: "Communicator",
-        topology: Topology,
-        shm: ShmTransport | None,
-        memory: Segment | None,
-        *,
-        best_num_leaders: Callable[[int, bool], int],
-        name: str,
-        timeout_s: float,
-    ) -> None:
+    def __init__(self, members: Members, shm: ShmTransport | None, memory: Segment | None) -> None:
+        communicator, topology = members.communicator, members.topology
         self.shm = shm
-        self.best_num_leaders = best_num_leaders
-        self._num_leaders = 1
         self.max_num_leaders = min(map(len, topology.nodes))
+        self._best_num_leaders = members.best_num_leaders
+        self._num_leaders = 1
         self._communicator = communicator
         self._topology = topology
         self._all_alone = max(map(len, topology.nodes)) == 1
-        self._name = name
-        self._timeout_s = timeout_s
+        self._name = members.name
+        self._timeout_s = members.timeout_s
         self._local_rank = topology.local_rank
         self._leader = Leader(
             communicator,
@@ -133,6 +120,57 @@ class InternodeTransport:
             self._messages = HostMessages(room, num_hosts)
             if self._local_rank == 0:
                 self.leader_exchange = LeaderExchange(self._leader, self._messages)
+        self._digest_exchange = self._between_hosts()
+
+    def _between_hosts(self) -> InternodeDigestExchange:
+        """Return how all ranks compare what they are about to do."""
+        communicator, topology = self._communicator, self._topology
+        between: Dissemination | LeaderExchange | None = self.leader_exchange
+        if between is None and self._local_rank == 0:
+            between = Dissemination(communicator, [ranks[0] for ranks in topology.nodes])
+        first = communicator.global_ranks[topology.nodes[topology.node_rank][0]]
+        return InternodeDigestExchange(None if self.shm is None else self.shm.control, between, first)
+
+    @classmethod
+    def open(cls, members: Members, opened: Sequence[HostTransport]) -> "InternodeTransport | None":
+        """Open it where there are several hosts; None on all ranks where those of one cannot share memory."""
+        topology = members.topology
+        if topology.num_nodes == 1:
+            return None
+        shm = open_host_memory(members)
+        more = None if shm is None else shm.open_segment(MEMORY_BYTES)
+        if not all(members.communicator.all_gather_object(more is not None or topology.local_size == 1)):
+            if shm is not None:
+                shm.close()
+            return None
+        return cls(members, shm, more)
+
+    @property
+    def memory(self) -> ShmTransport | None:
+        """The memory of this host's ranks."""
+        return self.shm
+
+    @property
+    def digest_exchange(self) -> InternodeDigestExchange:
+        """In memory on each host, by messages between them."""
+        return self._digest_exchange
+
+    def takes(self, collective: str, dtype: torch.dtype | None, nbytes: int) -> bool:
+        """An all-reduce, and nothing else."""
+        return collective == "all_reduce"
+
+    def use_leaders(self, best: Callable[[int, bool], int]) -> None:
+        """See `HostTransport`."""
+        self._best_num_leaders = best
+
+    def guarded(self) -> Sequence[Tensor]:
+        """What is guarded of the shared memory of this host."""
+        return () if self.shm is None else self.shm.guarded()
+
+    def close(self) -> None:
+        """Free the communicator of this host. Collective."""
+        if self.shm is not None:
+            self.shm.close()
 
     def _prepare(self, flat: Tensor, op: ReduceOp) -> tuple[Tensor, Arithmetic, Finish]:
         return prepare(flat, op, self._topology.size, alone=self._all_alone)
@@ -156,29 +194,28 @@ class InternodeTransport:
         """Finish an operation after its consistency check, where alone it yields."""
         next(steps, None)
 
-    def all_reduce_now(self, flat: Tensor, op: ReduceOp) -> None:
-        """Combine `flat` [n], of any reducible dtype, over the ranks, in place; after the check.
+    def all_reduce_now(self, flat: Tensor, op: ReduceOp, region: AnyRegion | None = None) -> None:
+        """See `HostTransport`; to ranks that are alone on their host it is the same with a region.
 
         Cost: with h hosts, 2 (h - 1) / h * n elements leave each host (16-bit floats: as float32 on the first
         half of the way, unless every rank is alone); two barriers on the host per chunk of CHUNK_BYTES.
         """
         work, arithmetic, finish = self._prepare(flat, op)
-        self._in_chunks(work, arithmetic, lambda chunk: self._staged(work[chunk]))
+        if region is None:
+            self._in_chunks(work, arithmetic, lambda chunk: self._staged(work[chunk]))
+        else:
+            assert work.data_ptr() == region.mine.data_ptr()
+            everyones = region.everyones
+            self._in_chunks(work, arithmetic, lambda chunk: [other[chunk] for other in everyones])
         result = finish(work)
         if result.data_ptr() != flat.data_ptr():
             flat.copy_(result)
-
-    def all_reduce_region(self, region: Region, op: ReduceOp) -> None:
-        """Combine what lies in the regions of all hosts over the ranks, in place and without staging."""
-        work, arithmetic, _ = self._prepare(region.mine, op)
-        assert work.data_ptr() == region.mine.data_ptr()
-        self._in_chunks(work, arithmetic, lambda chunk: [other[chunk] for other in region.everyones])
 
     def _in_chunks(
         self, work: Tensor, arithmetic: Arithmetic, pieces_of: Callable[[slice], list[Tensor]]
     ) -> None:
         """Let the chunks of `work` pass; `pieces_of` returns those of this host's ranks, all being there."""
-        best = self.best_num_leaders(work.nbytes, work.dtype in HALF_DTYPES)
+        best = self._best_num_leaders(work.nbytes, work.dtype in HALF_DTYPES)
         self._num_leaders = max(1, min(best, self.max_num_leaders))
         step = CHUNK_BYTES // arithmetic.partial.itemsize
         try:

@@ -156,6 +156,9 @@ class ControlBlock:
                 low, high = min(low, seen), max(high, seen)
         return low, high
 
+    def close(self) -> None:
+        """Nothing: the words are freed with the segment."""
+
 
 def order_memory() -> None:
     """Keep loads and stores before this point before those after it, where the machine does not by itself."""

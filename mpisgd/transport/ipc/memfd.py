@@ -7,10 +7,8 @@ them has gone, whatever way it went.
 
 import fcntl
 import os
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from mpisgd.transport.mpi import Communicator
+from mpisgd.core.interfaces import GroupCommunicator
 
 __all__ = ["NAME", "create", "open_shared"]
 
@@ -18,7 +16,7 @@ MODE = 0o600
 NAME = "mpisgd"  # what /proc calls them
 
 
-def open_shared(local: "Communicator", nbytes: int, name: str = NAME) -> int:
+def open_shared(local: GroupCommunicator, nbytes: int, name: str = NAME) -> int:
     """Return a descriptor of one file of `nbytes` for all ranks, -1 where this rank cannot have it.
 
     Collective. The first rank must keep its descriptor until all others have answered: let the ranks

@@ -11,13 +11,10 @@ import mmap
 import os
 import threading
 import weakref
-from typing import TYPE_CHECKING
 
+from mpisgd.core.interfaces import GroupCommunicator
 from mpisgd.transport.ipc.memfd import open_shared
 from mpisgd.transport.ipc.segment import PAGE
-
-if TYPE_CHECKING:
-    from mpisgd.transport.mpi import Communicator
 
 __all__ = ["NOBODY", "RecordLocks", "open_record_locks"]
 
@@ -96,7 +93,7 @@ class RecordLocks:
         return False
 
 
-def open_record_locks(local: "Communicator", num_locks: int) -> RecordLocks | None:
+def open_record_locks(local: GroupCommunicator, num_locks: int) -> RecordLocks | None:
     """Make locks for the ranks of a host, None on all of them if one cannot have them. Collective."""
     fd = open_shared(local, _file_bytes(num_locks, local.size))
     if all(local.all_gather_object(fd >= 0)):

@@ -7,15 +7,12 @@ rank.
 import contextlib
 import mmap
 import os
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from mpisgd.core.interfaces import GroupCommunicator
 from mpisgd.transport.ipc.memfd import NAME, open_shared
-
-if TYPE_CHECKING:
-    from mpisgd.transport.mpi import Communicator
 
 __all__ = ["PAGE", "Segment", "open_segment"]
 
@@ -59,7 +56,7 @@ class Segment:
         return torch.frombuffer(self.memory, dtype=dtype, count=numel, offset=offset)
 
 
-def open_segment(local: "Communicator", share_bytes: int, name: str = "") -> Segment | None:
+def open_segment(local: GroupCommunicator, share_bytes: int, name: str = "") -> Segment | None:
     """Make a segment over the ranks of a host, None on all of them if one cannot have it. Collective.
 
     Args:

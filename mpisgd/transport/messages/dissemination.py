@@ -7,10 +7,8 @@ Source: Hensgen, Finkel and Manber 1988, "Two algorithms for barrier synchroniza
 
 import struct
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from mpisgd.transport.mpi import Communicator
+from mpisgd.core.interfaces import GroupCommunicator
 
 __all__ = ["Dissemination"]
 
@@ -29,7 +27,7 @@ class Dissemination:
     """
 
     def __init__(
-        self, communicator: "Communicator", ranks: Sequence[int] | None = None, *, tag: int = FIRST_TAG
+        self, communicator: GroupCommunicator, ranks: Sequence[int] | None = None, *, tag: int = FIRST_TAG
     ) -> None:
         ranks = range(communicator.size) if ranks is None else ranks
         self._communicator = communicator
@@ -76,7 +74,7 @@ class Dissemination:
 class _Round:
     """One round, prepared once."""
 
-    def __init__(self, communicator: "Communicator", ranks: Sequence[int], k: int, tag: int) -> None:
+    def __init__(self, communicator: GroupCommunicator, ranks: Sequence[int], k: int, tag: int) -> None:
         me, distance = ranks.index(communicator.rank), 1 << k
         self.src = ranks[(me - distance) % len(ranks)]
         self._mine = bytearray(PAIR.size)

@@ -11,13 +11,15 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mpisgd import tracing
 from mpisgd.core import wait_registry
+from mpisgd.core.interfaces import GroupCommunicator, Request
+from mpisgd.core.scheduling import now_s, sleep
 from mpisgd.core.service_thread import ServiceThread
 from mpisgd.core.wait_registry import Message, WaitReason
 from mpisgd.core.waiting import Backoff, add_pending_message, pause_s, remove_pending_message
@@ -29,11 +31,6 @@ from mpisgd.errors import (
     MpisgdError,
     NotInitialized,
 )
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
-
-    from mpisgd.transport.mpi import Communicator
 
 __all__ = ["MessageWork", "PointToPoint"]
 
@@ -55,7 +52,7 @@ class PointToPoint:
         group: name and global ranks of the group, for reports of what this rank waits for.
     """
 
-    def __init__(self, communicator: "Communicator", *, timeout_s: float, threads_allowed: bool) -> None:
+    def __init__(self, communicator: GroupCommunicator, *, timeout_s: float, threads_allowed: bool) -> None:
         self.communicator = communicator
         self.num_ended = 0
         self.group: tuple[str, Sequence[int]] = ("", range(communicator.size))
@@ -135,7 +132,7 @@ class PointToPoint:
             raise MpiFailed("the future of a message needs an MPI that runs at thread level MULTIPLE")
         with self._lock:
             self._watched.add(work)
-            self._progress_s = time.monotonic()
+            self._progress_s = now_s()
             if not self._is_watching:
                 self._is_watching = True
                 self._thread = ServiceThread("mpisgd messages", self._poll_watched)
@@ -153,9 +150,9 @@ class PointToPoint:
             self._watched -= ended
             self._is_watching = goes_on = bool(self._watched)
         if ended:
-            self._progress_s = time.monotonic()
+            self._progress_s = now_s()
         elif goes_on:
-            time.sleep(pause_s(time.monotonic() - self._progress_s))
+            sleep(pause_s(now_s() - self._progress_s))
         return goes_on
 
     @property
@@ -221,7 +218,7 @@ class MessageWork(CompletableWork):
         point_to_point: PointToPoint,
         name: str,
         message: Message,
-        request: "MPI.Request",
+        request: Request,
         memory: tuple[Tensor, Any],
         arrived: Callable[[int], None] | None,
     ) -> None:

@@ -7,7 +7,7 @@ environment. All others get a `Communicator` handed to them.
 from mpi4py import MPI
 
 from mpisgd.transport.mpi.calls import OVERDUE, set_apart
-from mpisgd.transport.mpi.communicator import Communicator, free_abandoned, revoke_all
+from mpisgd.transport.mpi.communicator import Communicator, as_mpi, free_abandoned, revoke_all
 from mpisgd.transport.mpi.datatypes import ELEMENT_TYPES
 from mpisgd.transport.mpi.library import (
     library_version,
@@ -25,6 +25,7 @@ __all__ = [
     "OVERDUE",
     "Communicator",
     "MpiWindow",
+    "as_mpi",
     "free_abandoned",
     "library_version",
     "parent",

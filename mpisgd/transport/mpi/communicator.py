@@ -4,17 +4,18 @@ import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from mpi4py import MPI
 from torch import Tensor
 
 from mpisgd import tracing
+from mpisgd.core.interfaces import GroupCommunicator, Request
 from mpisgd.errors import MpisgdError
 from mpisgd.transport.mpi.calls import mpi_call
 from mpisgd.transport.mpi.datatypes import address, native, pieces, spec
 
-__all__ = ["Communicator", "free_abandoned", "revoke_all"]
+__all__ = ["Communicator", "as_mpi", "free_abandoned", "revoke_all"]
 
 _communicators: "weakref.WeakSet[Communicator]" = weakref.WeakSet()
 # Requests that were abandoned, with their memory, which MPI may write to even when the communicator is freed.
@@ -192,7 +193,7 @@ class Communicator:
     # -- point to point -----------------------------------------------------------------------------
 
     @mpi_call("Isend")
-    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> MPI.Request:
+    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Request:
         """Start sending `tensor` to `dst`."""
         self.sent_bytes += tensor.nbytes
         self.sent_messages += 1
@@ -201,32 +202,32 @@ class Communicator:
         return self.comm.Isend(spec(tensor), dst, tag)
 
     @mpi_call("Irecv")
-    def irecv(self, tensor: Tensor, src: int | None, tag: int = 0) -> MPI.Request:
+    def irecv(self, tensor: Tensor, src: int | None, tag: int = 0) -> Request:
         """Start receiving into `tensor` from `src`, None for whoever sends first."""
         return self.comm.Irecv(spec(tensor), MPI.ANY_SOURCE if src is None else src, tag)
 
     @mpi_call("Testall")
-    def poll(self, requests: Sequence[MPI.Request]) -> bool:
+    def poll(self, requests: Sequence[Request]) -> bool:
         """Return whether all of `requests` are complete, and let MPI make progress."""
-        return MPI.Request.Testall(requests)
+        return MPI.Request.Testall(cast("Sequence[MPI.Request]", requests))
 
     @mpi_call("Test")
-    def poll_one(self, request: MPI.Request) -> tuple[int, int] | None:
+    def poll_one(self, request: Request) -> tuple[int, int] | None:
         """Return (source rank, bytes received) once `request` is complete, None before."""
         status = MPI.Status()
-        return (status.Get_source(), status.Get_elements(MPI.BYTE)) if request.Test(status) else None
+        done = cast(MPI.Request, request).Test(status)
+        return (status.Get_source(), status.Get_elements(MPI.BYTE)) if done else None
 
     @mpi_call("Cancel")
-    def cancel(self, request: MPI.Request, memory: object) -> None:
+    def cancel(self, request: Request, memory: object) -> None:
         """Cancel a receive; where a message for it is already coming in, `memory` is kept until it has."""
-        request.Cancel()
-        if not request.Test():
+        native_request = cast(MPI.Request, request)
+        native_request.Cancel()
+        if not native_request.Test():
             self.abandon([request], memory)
 
     @mpi_call("Send_init")
-    def persistent(
-        self, send: bytearray, dst: int, recv: bytearray, src: int, tag: int
-    ) -> list[MPI.Prequest]:
+    def persistent(self, send: bytearray, dst: int, recv: bytearray, src: int, tag: int) -> list[Request]:
         """Prepare an exchange of two small fixed buffers that is started again and again."""
         return [self.comm.Recv_init(recv, src, tag), self.comm.Send_init(send, dst, tag)]
 
@@ -243,20 +244,20 @@ class Communicator:
             return None
         return status.Get_source(), status.Get_tag(), status.Get_count(MPI.BYTE)
 
-    def abandon(self, requests: Sequence[MPI.Request], memory: object) -> None:
+    def abandon(self, requests: Sequence[Request], memory: object) -> None:
         """Abandon requests. MPI may still write to their memory, which is kept; see `free_abandoned`."""
-        _abandoned.append((list(requests), memory))
+        _abandoned.append((cast("list[MPI.Request]", list(requests)), memory))
 
     @mpi_call("Request_free")
-    def release(self, requests: Sequence[MPI.Prequest]) -> None:
+    def release(self, requests: Sequence[Request]) -> None:
         """Free a prepared exchange that is over."""
-        for request in requests:
+        for request in cast("Sequence[MPI.Prequest]", requests):
             request.Free()
 
     @mpi_call("Startall")
-    def start(self, requests: list[MPI.Prequest]) -> None:
+    def start(self, requests: list[Request]) -> None:
         """Start a prepared exchange."""
-        MPI.Prequest.Startall(requests)
+        MPI.Prequest.Startall(cast("list[MPI.Prequest]", requests))
 
     # -- MPI's own collectives ----------------------------------------------------------------------
 
@@ -266,7 +267,7 @@ class Communicator:
         self.comm.Barrier()
 
     @mpi_call("Ibarrier", collective=True)
-    def barrier_request(self) -> MPI.Request:
+    def barrier_request(self) -> Request:
         """Start a barrier, which is over on a rank once all ranks have started it."""
         return self.comm.Ibarrier()
 
@@ -304,7 +305,7 @@ class Communicator:
         self.comm.Allgather(mine, spec(out, self.size))
 
     @mpi_call("Iallgather", collective=True)
-    def all_gather_request(self, out: Tensor, tensor: Tensor) -> MPI.Request:
+    def all_gather_request(self, out: Tensor, tensor: Tensor) -> Request:
         """Start an all-gather of `tensor` [n] into `out` [size * n]; both must live until it is over."""
         return self.comm.Iallgather(spec(tensor), spec(out, self.size))
 
@@ -343,6 +344,12 @@ class Communicator:
     def scatter_object(self, objs: Sequence[Any] | None, root: int) -> Any:
         """Return this rank's entry of root's list."""
         return self.comm.scatter(objs, root)
+
+
+def as_mpi(communicator: GroupCommunicator) -> Communicator:
+    """Return a communicator as the one of MPI that it is, for what only MPI has."""
+    assert isinstance(communicator, Communicator), f"{communicator!r} is no communicator of MPI"
+    return communicator
 
 
 def _global_ranks(comm: MPI.Intracomm, parent: Communicator | None) -> tuple[int, ...]:

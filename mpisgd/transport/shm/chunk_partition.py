@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from mpisgd.dtypes import ReduceOp
+from mpisgd.memory_ranges import Span
 from mpisgd.transport.messages.link import even_ranges
-from mpisgd.transport.shm.staging import Span, copy_bytes, prefetch, typed_pieces
+from mpisgd.transport.shm.staging import copy_bytes, prefetch, typed_pieces
 from mpisgd.transport.torch_reduction import combine_in_rank_order
 
 __all__ = ["ChunkPartition", "partition_chunk"]

@@ -15,24 +15,25 @@ barriers. They take ranges of memory, which the caller keeps: the dtype does not
 ranks. Inputs overlap no output, unless they are the very range that their copy would go to.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from mpisgd.transport.shm.staging import CHUNK_BYTES, MemoryRange, Span, consecutive_spans, copy_bytes, cut
-from mpisgd.transport.shm.transport import ShmTransport
+from mpisgd.core.host_transport import Steps
+from mpisgd.memory_ranges import MemoryRange, Span, consecutive_spans
+from mpisgd.transport.shm.staging import copy_bytes, cut
+from mpisgd.transport.shm.staging_memory import StagingMemory
+from mpisgd.transport.staging_layout import CHUNK_BYTES
 
 __all__ = ["all_gather", "all_to_all", "all_to_all_equal", "broadcast", "exchange_spans", "gather", "scatter"]
 
 
-def exchange_spans(
-    shm: ShmTransport, sends: Sequence[Span], receives: Sequence[Span], length: int
-) -> Iterator[None]:
+def exchange_spans(shm: StagingMemory, sends: Sequence[Span], receives: Sequence[Span], length: int) -> Steps:
     """Write this rank's stream and read from all of them; yields wherever all ranks must have arrived.
 
     The caller keeps the memory that the spans describe. What is received must not overwrite bytes that are
     still to be sent, unless they are those very bytes.
 
     Args:
-        shm: of this host.
+        shm: the staging memory of this host.
         sends: this rank's stream.
         receives: what it wants of the streams.
         length: of the longest stream, in bytes; the same on all ranks.
@@ -51,7 +52,7 @@ def exchange_spans(
             copy_bytes(address, addresses[rank] + start, nbytes)
 
 
-def broadcast(shm: ShmTransport, ranges: Sequence[MemoryRange], root: int) -> Iterator[None]:
+def broadcast(shm: StagingMemory, ranges: Sequence[MemoryRange], root: int) -> Steps:
     """Copy what lies in root's ranges into everyone's, of the same sizes."""
     spans = consecutive_spans(ranges, root)
     length = spans[-1].start + spans[-1].nbytes if spans else 0
@@ -59,7 +60,7 @@ def broadcast(shm: ShmTransport, ranges: Sequence[MemoryRange], root: int) -> It
     return exchange_spans(shm, sends, receives, length)
 
 
-def gather(shm: ShmTransport, outputs: Sequence[MemoryRange], mine: MemoryRange, root: int) -> Iterator[None]:
+def gather(shm: StagingMemory, outputs: Sequence[MemoryRange], mine: MemoryRange, root: int) -> Steps:
     """Copy `mine` of the r-th rank into root's `outputs[r]`, of the same size; no outputs elsewhere."""
     if shm.rank != root:
         yield from exchange_spans(shm, [_whole(root, mine)], [], mine[1])
@@ -69,7 +70,7 @@ def gather(shm: ShmTransport, outputs: Sequence[MemoryRange], mine: MemoryRange,
     _copy(outputs[root], mine)
 
 
-def scatter(shm: ShmTransport, mine: MemoryRange, pieces: Sequence[MemoryRange], root: int) -> Iterator[None]:
+def scatter(shm: StagingMemory, mine: MemoryRange, pieces: Sequence[MemoryRange], root: int) -> Steps:
     """Copy root's `pieces[r]` into `mine` of the r-th rank, of the same size; no pieces elsewhere.
 
     Root's own comes last, so `mine` may lie in what it sends to others.
@@ -85,7 +86,7 @@ def scatter(shm: ShmTransport, mine: MemoryRange, pieces: Sequence[MemoryRange],
         yield from exchange_spans(shm, [], [_whole(root, mine, start)], length)
 
 
-def all_gather(shm: ShmTransport, outputs: Sequence[MemoryRange], mine: MemoryRange) -> Iterator[None]:
+def all_gather(shm: StagingMemory, outputs: Sequence[MemoryRange], mine: MemoryRange) -> Steps:
     """Copy `mine` of the r-th rank into everyone's `outputs[r]`; sizes may differ by rank."""
     # Each rank begins with another one's memory and ends with its own.
     receives = [_whole(src, outputs[src]) for src in (*range(shm.rank + 1, shm.size), *range(shm.rank + 1))]
@@ -95,11 +96,11 @@ def all_gather(shm: ShmTransport, outputs: Sequence[MemoryRange], mine: MemoryRa
 
 
 def all_to_all(
-    shm: ShmTransport,
+    shm: StagingMemory,
     outputs: Sequence[MemoryRange],
     inputs: Sequence[MemoryRange],
     sizes: Sequence[Sequence[int]],
-) -> Iterator[None]:
+) -> Steps:
     """Copy `inputs[r]` into `outputs[this rank]` of the r-th rank; `sizes[src][dst]`: in bytes, all known.
 
     A stream begins with what is for the next rank, so that all ranks have something to read at any time.
@@ -115,7 +116,7 @@ def all_to_all(
     _copy(outputs[rank], inputs[rank])
 
 
-def all_to_all_equal(shm: ShmTransport, output: MemoryRange, source: MemoryRange) -> Iterator[None]:
+def all_to_all_equal(shm: StagingMemory, output: MemoryRange, source: MemoryRange) -> Steps:
     """Do `all_to_all` where both are cut into equal pieces, in the same streams."""
     rank, size = shm.rank, shm.size
     (to, nbytes), (address, _) = output, source

@@ -15,13 +15,16 @@ contiguous CPU tensors of any reducible dtype; roots are group ranks.
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from mpisgd.core.host_transport import Steps
 from mpisgd.dtypes import ReduceOp
-from mpisgd.transport.shm.staging import BUFFER_BYTES, CHUNK_BYTES, MemoryRange, copy_bytes, prefetch
-from mpisgd.transport.shm.transport import MAX_CACHED, ShmTransport
+from mpisgd.memory_ranges import MemoryRange
+from mpisgd.transport.shm.staging import copy_bytes, prefetch
+from mpisgd.transport.shm.staging_memory import MAX_CACHED, StagingMemory
+from mpisgd.transport.staging_layout import BUFFER_BYTES, CHUNK_BYTES, slot_bytes
 from mpisgd.transport.torch_reduction import ADDED_AS_THEY_ARE, combine_in_rank_order
 
 __all__ = [
@@ -33,7 +36,6 @@ __all__ = [
     "reduce_in_parts",
     "reduce_scatter",
     "reduce_to_owners",
-    "slot_bytes",
 ]
 
 # Below this every rank adds up everything: reading more takes less time than one more barrier.
@@ -47,16 +49,15 @@ PART_BYTES = 2**18
 # the root took 0.5 to 0.8 of the time for float32, and 1.3 times as long for bfloat16 of 256 KiB and more.
 MAX_PIECES_OF_ONE = 4
 MAX_BYTES_OF_ONE = 2**17
-ALIGN_BYTES = 64
 
 
-def all_reduce(shm: ShmTransport, flat: Tensor, op: ReduceOp) -> Iterator[None]:
+def all_reduce(shm: StagingMemory, flat: Tensor, op: ReduceOp) -> Steps:
     """Combine `flat` [n] over the ranks, in place."""
     at_once = flat.nbytes <= AT_ONCE_BYTES and flat.nbytes * shm.size <= READ_BY_EACH_BYTES
     return (all_reduce_at_once if at_once else all_reduce_in_parts)(shm, flat, op)
 
 
-def all_reduce_at_once(shm: ShmTransport, flat: Tensor, op: ReduceOp) -> Iterator[None]:
+def all_reduce_at_once(shm: StagingMemory, flat: Tensor, op: ReduceOp) -> Steps:
     """Every rank combines the whole of a small message for itself.
 
     Cost: one barrier; every rank reads everyone's message.
@@ -67,7 +68,7 @@ def all_reduce_at_once(shm: ShmTransport, flat: Tensor, op: ReduceOp) -> Iterato
     combine_in_rank_order(shm.pieces(flat.numel(), flat.dtype), op, out=flat)
 
 
-def all_reduce_in_parts(shm: ShmTransport, flat: Tensor, op: ReduceOp) -> Iterator[None]:
+def all_reduce_in_parts(shm: StagingMemory, flat: Tensor, op: ReduceOp) -> Steps:
     """Every rank combines its own part of a chunk for all.
 
     Cost: two barriers per chunk; three passes over the message, two of them in cache.
@@ -85,14 +86,14 @@ def all_reduce_in_parts(shm: ShmTransport, flat: Tensor, op: ReduceOp) -> Iterat
         parts.copy_out(at)
 
 
-def reduce(shm: ShmTransport, flat: Tensor, op: ReduceOp, root: int) -> Iterator[None]:
+def reduce(shm: StagingMemory, flat: Tensor, op: ReduceOp, root: int) -> Steps:
     """Combine `flat` [n] over the ranks into root's; the others keep theirs."""
     heavy = shm.size > MAX_PIECES_OF_ONE or flat.dtype not in ADDED_AS_THEY_ARE
     share = heavy and flat.nbytes > MAX_BYTES_OF_ONE
     return (reduce_in_parts if share else reduce_at_root)(shm, flat, op, root)
 
 
-def reduce_at_root(shm: ShmTransport, flat: Tensor, op: ReduceOp, root: int) -> Iterator[None]:
+def reduce_at_root(shm: StagingMemory, flat: Tensor, op: ReduceOp, root: int) -> Steps:
     """The root combines everything while the others write the next chunk.
 
     Cost: one barrier per chunk; the root's work grows with the number of ranks.
@@ -112,7 +113,7 @@ def reduce_at_root(shm: ShmTransport, flat: Tensor, op: ReduceOp, root: int) -> 
         combine_in_rank_order(pieces, op, out=mine)
 
 
-def reduce_in_parts(shm: ShmTransport, flat: Tensor, op: ReduceOp, root: int) -> Iterator[None]:
+def reduce_in_parts(shm: StagingMemory, flat: Tensor, op: ReduceOp, root: int) -> Steps:
     """Every rank combines its own part of a chunk, into the first rank's memory, whence the root copies all.
 
     Cost: two barriers per chunk; the work is shared.
@@ -132,12 +133,12 @@ def reduce_in_parts(shm: ShmTransport, flat: Tensor, op: ReduceOp, root: int) ->
 
 
 def reduce_scatter(
-    shm: ShmTransport, parts: Sequence[MemoryRange], own: Tensor, op: ReduceOp, out: Tensor
-) -> Iterator[None]:
+    shm: StagingMemory, parts: Sequence[MemoryRange], own: Tensor, op: ReduceOp, out: Tensor
+) -> Steps:
     """Combine everyone's part number `rank` into `out` [n].
 
     Args:
-        shm: of the host.
+        shm: the staging memory of the host.
         parts: where this rank's part for each rank lies, `own` [n] for itself; `out` overlaps none of them.
         own: see `parts`.
         op: elementwise combination.
@@ -165,26 +166,21 @@ def _starts_for(rank: int, size: int, nbytes: int) -> tuple[int, ...]:
     return tuple((rank - src - 1) % size * nbytes if src != rank else 0 for src in range(size))
 
 
-def slot_bytes(size: int) -> int:
-    """Return the most bytes that a chunk of `reduce_to_owners` may have, with `size` ranks."""
-    return min(CHUNK_BYTES, BUFFER_BYTES // size) // ALIGN_BYTES * ALIGN_BYTES
-
-
 def reduce_to_owners(
-    shm: ShmTransport,
+    shm: StagingMemory,
     chunks: Sequence[Sequence[MemoryRange]],
     own: Sequence[Tensor],
     combine: Callable[[int, Sequence[Tensor]], None],
     *,
     in_place: bool,
-) -> Iterator[None]:
+) -> Steps:
     """Bring what everyone has for a rank to that rank, chunk by chunk; they have their own pace after that.
 
     All owners work at once: what is written for them and what they combine has about the same size on every
     rank if what they own has.
 
     Args:
-        shm: of the host.
+        shm: the staging memory of the host.
         chunks: for each rank what this one has for it, at most `slot_bytes` each; as many on all ranks.
         own: those for this rank.
         combine: called with the number of an own chunk and everyone's [n], in rank order, which are in the

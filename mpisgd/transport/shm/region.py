@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from mpisgd.dtypes import ReduceOp
+from mpisgd.memory_ranges import MemoryRange, range_of
 from mpisgd.transport.ipc.segment import Segment
 from mpisgd.transport.messages.link import even_ranges
-from mpisgd.transport.shm.staging import CHUNK_BYTES, MemoryRange, copy_bytes, prefetch, range_of
+from mpisgd.transport.shm.staging import copy_bytes, prefetch
+from mpisgd.transport.staging_layout import CHUNK_BYTES
 from mpisgd.transport.torch_reduction import combine_in_rank_order
 
 __all__ = ["Region", "combine_chunks"]

@@ -1,44 +1,30 @@
-"""What is copied where through the staging memory of a host: memory ranges, and spans of streams, as data.
+"""Copies in and out of the staging memory of a host, and streams cut into chunks.
 
 Every rank has two staging buffers of its own, which all ranks of the host see; see `ShmTransport`.
 """
 
 import ctypes
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from mpisgd.dtypes import HALF_DTYPES
+from mpisgd.memory_ranges import Span
+from mpisgd.transport.staging_layout import CHUNK_BYTES
 
 __all__ = [
-    "BUFFER_BYTES",
-    "CHUNK_BYTES",
-    "MemoryRange",
-    "Span",
-    "consecutive_spans",
     "copy_bytes",
     "cut",
-    "equal_ranges",
     "prefetch",
-    "range_of",
     "typed_pieces",
 ]
-
-BUFFER_BYTES = 2**21  # of each of a rank's two staging buffers
-# Where every rank has a core, 256 KiB to 1 MiB do equally well; where four ranks share two,
-# 512 KiB does best: smaller chunks mean more barriers, larger ones leave the cache.
-CHUNK_BYTES = 2**19
 
 # The C library's copy takes two thirds of the time of `Tensor.copy_` on such chunks, serves every dtype and
 # releases the interpreter's lock.
 copy_bytes = ctypes.memmove
 
 _unread = ctypes.create_string_buffer(CHUNK_BYTES)
-
-# Address and length in bytes of memory that the caller keeps: a small message feels every tensor made.
-MemoryRange = tuple[int, int]
 
 
 def prefetch(*pieces: Tensor) -> None:
@@ -58,42 +44,6 @@ def typed_pieces(
     """Return `numel` elements of each buffer of bytes, from its byte `starts[i]` on."""
     nbytes, pairs = numel * dtype.itemsize, zip(buffers, starts, strict=True)
     return [buffer[start : start + nbytes].view(dtype) for buffer, start in pairs]
-
-
-def range_of(tensor: Tensor) -> MemoryRange:
-    """Return the memory of a contiguous tensor."""
-    return tensor.data_ptr(), tensor.nbytes
-
-
-def equal_ranges(tensor: Tensor, count: int) -> list[MemoryRange]:
-    """Return the memory of `count` equal pieces of a contiguous tensor."""
-    address, nbytes = tensor.data_ptr(), tensor.nbytes // count
-    return [(address + i * nbytes, nbytes) for i in range(count)]
-
-
-class Span(NamedTuple):
-    """Consecutive bytes of a stream, and where they come from or go to.
-
-    Attributes:
-        rank: whose stream.
-        start: the offset in the stream.
-        address: in this process's memory.
-        nbytes: how many.
-    """
-
-    rank: int
-    start: int
-    address: int
-    nbytes: int
-
-
-def consecutive_spans(ranges: Iterable[MemoryRange], rank: int) -> list[Span]:
-    """Return the spans of memory ranges that follow each other in the stream of `rank`."""
-    spans, start = [], 0
-    for address, nbytes in ranges:
-        spans.append(Span(rank, start, address, nbytes))
-        start += nbytes
-    return spans
 
 
 def cut(spans: Sequence[Span], length: int, step: int) -> Iterable[Sequence[Span]]:

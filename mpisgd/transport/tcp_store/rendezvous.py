@@ -15,16 +15,14 @@ import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ipaddress import ip_address
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import psutil
 
+from mpisgd.core.interfaces import GroupCommunicator
 from mpisgd.errors import Unreachable
 from mpisgd.transport.tcp_store.handshake import SECRET_BYTES, Endpoint, Reception, greet
 from mpisgd.transport.tcp_store.socket_filter import admit_only
-
-if TYPE_CHECKING:
-    from mpisgd.transport.mpi import Communicator
 
 __all__ = ["Endpoint", "Meeting", "connect_ranks", "find_listener", "local_addresses"]
 
@@ -65,7 +63,7 @@ def local_addresses() -> list[str]:
     return [*found[socket.AF_INET], *found[socket.AF_INET6], "127.0.0.1"]
 
 
-def connect_ranks(communicator: "Communicator") -> Meeting:
+def connect_ranks(communicator: GroupCommunicator) -> Meeting:
     """Connect every other rank with rank 0; nobody listens any more when this returns. Collective.
 
     Raises:
@@ -77,7 +75,7 @@ def connect_ranks(communicator: "Communicator") -> Meeting:
     return meeting
 
 
-def find_listener(communicator: "Communicator") -> Listener:
+def find_listener(communicator: GroupCommunicator) -> Listener:
     """Return a listening socket of rank 0 that all ranks reach, and its address. Collective.
 
     It hears the hosts of the job alone, but any process there: who accepts has to ask for a proof of his own.
@@ -95,7 +93,7 @@ def find_listener(communicator: "Communicator") -> Listener:
     return Listener(meeting.endpoint, listener)
 
 
-def _meet(communicator: "Communicator") -> tuple[Meeting, "socket.socket | None"]:
+def _meet(communicator: GroupCommunicator) -> tuple[Meeting, "socket.socket | None"]:
     """Return the connections, and rank 0's listener by which they came. Collective."""
     here = communicator.rank
     listeners = _listen(local_addresses(), communicator.size) if here == 0 else {}

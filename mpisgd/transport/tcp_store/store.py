@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch._C._distributed_c10d import FileStore, Store
 
+from mpisgd.core.interfaces import GroupCommunicator
 from mpisgd.transport.ipc.memfd import open_shared
 from mpisgd.transport.tcp_store.links import LocalLink, RemoteLink, Server
 from mpisgd.transport.tcp_store.network_store import NetworkStore
@@ -19,12 +20,11 @@ from mpisgd.transport.tcp_store.table import Table
 
 if TYPE_CHECKING:
     from mpisgd.core.topology import Topology
-    from mpisgd.transport.mpi import Communicator
 
 __all__ = ["open_store"]
 
 
-def open_store(communicator: "Communicator", topology: "Topology", timeout_s: float) -> Store:
+def open_store(communicator: GroupCommunicator, topology: "Topology", timeout_s: float) -> Store:
     """Open a store that all ranks of `communicator` share. Collective.
 
     Args:
@@ -46,7 +46,7 @@ def open_store(communicator: "Communicator", topology: "Topology", timeout_s: fl
     return store
 
 
-def _in_file(communicator: "Communicator") -> Store | None:
+def _in_file(communicator: GroupCommunicator) -> Store | None:
     """Return a store in a memfd, None on all ranks if one of them cannot open it (separate containers)."""
     fd = open_shared(communicator, 0)
     if all(communicator.all_gather_object(fd >= 0)):
@@ -57,7 +57,7 @@ def _in_file(communicator: "Communicator") -> Store | None:
     return None
 
 
-def _over_network(communicator: "Communicator") -> Store:
+def _over_network(communicator: GroupCommunicator) -> Store:
     """Return a store that rank 0 serves."""
     (address, _), connections = connect_ranks(communicator)
     if communicator.rank != 0:

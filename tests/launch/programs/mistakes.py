@@ -135,8 +135,9 @@ def with_torch(s: Scene, call: Callable[[Any], object]) -> None:
 
 def subset(s: Scene, ranks: list[int]) -> None:
     from mpisgd.job.groups import open_group
+    from mpisgd.job.lifecycle import current_job
 
-    open_group(ranks, name="some")
+    open_group(current_job(), ranks, name="some")
 
 
 SUM, AVG = ReduceOp.SUM, ReduceOp.AVG

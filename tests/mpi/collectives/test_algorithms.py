@@ -100,7 +100,7 @@ def test_no_name_fails_because_of_the_shape_of_the_group(algorithm, groups, alon
     mpisgd.all_reduce(mine, ReduceOp.AVG, alone, algorithm=algorithm)
     assert_equal(mine, before)
     chosen = choose_algorithm(world, algorithm, mine)
-    if algorithm == "hierarchical" and world.shm is not None:
+    if algorithm == "hierarchical" and world.shared_memory is not None:
         assert chosen == "node"
 
 

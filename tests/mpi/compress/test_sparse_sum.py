@@ -74,7 +74,7 @@ def test_routes_give_the_same_sums(group, route, dtype):
         close = torch.allclose(out, expected(counts, dtype), rtol=1e-5)
         everyone(close if route == "dense" else exact, f"{name}: not the sum of all elements")
         same_on_all_ranks(out.tolist())
-        everyone(group.shm is not None or said == wire, f"{name}: says {said} bytes, sent {wire}")
+        everyone(group.shared_memory is not None or said == wire, f"{name}: says {said} bytes, sent {wire}")
 
 
 def test_the_mean_is_the_sum_divided(group):

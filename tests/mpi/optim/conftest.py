@@ -12,7 +12,7 @@ from verdicts import referee
 import mpisgd
 from mpisgd.accelerator.runtime import set_runtime
 from mpisgd.job.lifecycle import current_job, world
-from mpisgd.transport.shm import reduction
+from mpisgd.transport import staging_layout
 
 WAYS = ("fused", "alone and overlapped")
 
@@ -33,7 +33,7 @@ def pieces(request: pytest.FixtureRequest, way: str, monkeypatch: pytest.MonkeyP
         if way != "fused":
             pytest.skip("the same as with larger pieces")
         let_some_travel_alone(monkeypatch)
-        monkeypatch.setattr(reduction, "BUFFER_BYTES", 64 * mpisgd.size())
+        monkeypatch.setattr(staging_layout, "BUFFER_BYTES", 64 * mpisgd.size())
 
 
 def pretended(stand_in: EagerDevice, wanted: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[EagerDevice]:
@@ -65,6 +65,6 @@ def meta_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[EagerDevice]:
 def here() -> tuple[int, ...]:
     """The ranks of this host, where these share memory."""
     topology = world().topology
-    if any(referee().allgather(world().transports.memory is None)):  # all ranks skip, or none
+    if any(referee().allgather(world().host_memory is None)):  # all ranks skip, or none
         pytest.skip("a rank that is alone on its host, or MPISGD_SHARED_MEMORY=0")
     return topology.nodes[topology.node_rank]

@@ -31,6 +31,7 @@ def group_of_hosts(leaders: Sequence[int], costs: CostModel | None = None) -> It
         topology=where,
         costs=costs,
     )
+    made.job = world().job
     yield made
     made.queue.drain()
     made.close()

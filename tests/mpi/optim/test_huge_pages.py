@@ -10,8 +10,10 @@ from verdicts import everyone
 
 import mpisgd
 from mpisgd import config
+from mpisgd.collectives.all_reduce import transport_named
 from mpisgd.compress import sum_reducer
 from mpisgd.job.lifecycle import world
+from mpisgd.transport.cma import transport
 from mpisgd.transport.cma.transport import CmaTransport
 
 WIDE = 40_000
@@ -31,11 +33,11 @@ def gentle(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.fixture
 def direct(monkeypatch):
     """This rank's view of the others' memory, which all-reduces of any size choose."""
-    cma = world().transports.cma
+    cma = transport_named(world(), "direct")
     if cma is None:
         pytest.skip("one rank, several hosts, or ranks that cannot reach each other's memory")
     monkeypatch.setattr(sum_reducer, "choose_algorithm", lambda *_: "direct")
-    monkeypatch.setattr(sum_reducer, "IN_HUGE_PAGES_BYTES", LARGE_BYTES)
+    monkeypatch.setattr(transport, "IN_HUGE_PAGES_BYTES", LARGE_BYTES)
     return cma
 
 
@@ -56,10 +58,10 @@ def test_large_gradients_are_reduced_where_they_lie_if_in_large_pages(direct, mo
 
 def test_one_rank_without_them_keeps_all_from_it(direct, monkeypatch):
     monkeypatch.setattr(config, "huge_pages", lambda: mpisgd.rank() != 0)
-    theirs = mpisgd.new_group().transports.cma
+    theirs = transport_named(mpisgd.new_group(), "direct")
     assert theirs is not None
     everyone(not theirs.huge_pages)
     monkeypatch.setattr(config, "huge_pages", lambda: True)
-    ours = mpisgd.new_group().transports.cma
+    ours = transport_named(mpisgd.new_group(), "direct")
     assert ours is not None
     everyone(ours.huge_pages)

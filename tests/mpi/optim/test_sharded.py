@@ -33,7 +33,7 @@ import mpisgd
 from mpisgd.gradients.unbucketed import UnbucketedGradient
 from mpisgd.sharding.owners import Owners
 from mpisgd.sharding.reduction.sharded_gradient import ShardedGradient
-from mpisgd.transport.shm import reduction
+from mpisgd.transport import staging_layout
 
 STAGES = (1, 2)
 WAYS = ("fused", "cut", "overlapped")
@@ -44,7 +44,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How gradients travel: as those of a small model do, or as those of a large one: cut, and some alone."""
     if request.param != "fused":
         let_some_travel_alone(monkeypatch)
-        monkeypatch.setattr(reduction, "BUFFER_BYTES", 64 * mpisgd.size())
+        monkeypatch.setattr(staging_layout, "BUFFER_BYTES", 64 * mpisgd.size())
     if request.param == "overlapped":
         monkeypatch.setitem(mpisgd.DistributedOptimizer.__init__.__kwdefaults__, "overlap", True)
     return str(request.param)

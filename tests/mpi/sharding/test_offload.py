@@ -14,7 +14,7 @@ from verdicts import everyone, raises_everywhere, referee, same_on_all_ranks
 import mpisgd
 from mpisgd import checkpoint
 from mpisgd.sharding import piece_update
-from mpisgd.transport.shm import reduction
+from mpisgd.transport import staging_layout
 
 FEATURES = 24
 OPTIMIZERS = {
@@ -260,7 +260,7 @@ def test_a_full_disk_on_one_rank_is_told_on_every_rank_and_the_checkpoint_stays(
 
 
 def test_a_failing_read_on_the_first_rank_is_told_on_every_rank(tmp_path, monkeypatch):
-    monkeypatch.setattr(reduction, "BUFFER_BYTES", 4096 * mpisgd.size())  # not all pieces are in memory
+    monkeypatch.setattr(staging_layout, "BUFFER_BYTES", 4096 * mpisgd.size())  # not all pieces are in memory
     model = nn.Sequential(*(nn.Linear(FEATURES, FEATURES) for _ in range(40))).double()
     strategy = mpisgd.Sharded(offload=offload_in(tmp_path, prefetch=1))
     optimizer = mpisgd.DistributedOptimizer(torch.optim.Adam(model.parameters()), strategy=strategy)

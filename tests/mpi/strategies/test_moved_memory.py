@@ -133,7 +133,7 @@ def test_another_dtype_is_trained_on(case):
     ],
 )
 def test_what_cannot_follow_to_another_dtype_says_so(strategy):
-    if isinstance(strategy, ParameterServer) and not strategy.locked and world().shm is None:
+    if isinstance(strategy, ParameterServer) and not strategy.locked and world().shared_memory is None:
         pytest.skip("needs memory that all ranks share")
     if isinstance(strategy, Gossip) and mpisgd.size() == 1:
         pytest.skip("sends nothing")
@@ -152,7 +152,7 @@ def test_what_cannot_follow_to_another_dtype_says_so(strategy):
 
 def test_ranks_that_write_without_locks_go_on_to_share_their_memory():
     """Parameters were given shared memory in the first step only: the ranks trained alone afterwards."""
-    if mpisgd.size() > 1 and world().shm is None:
+    if mpisgd.size() > 1 and world().shared_memory is None:
         pytest.skip("needs memory that all ranks share")
     strategy, size = ParameterServer("async", locked=False), mpisgd.size()
     param = torch.nn.Parameter(torch.arange(5.0))

@@ -15,6 +15,7 @@ from mpisgd import Group, ReduceOp
 from mpisgd.collectives import dispatch
 from mpisgd.collectives.all_gather import all_gather_ragged
 from mpisgd.transport.shm import data_movement, reduction
+from mpisgd.transport.shm.transport import ShmTransport
 
 CHUNK_BYTES = 2**12  # here: the borders are the same, and there are more of them in a short time
 ONE_PER_CLASS = [torch.uint8, torch.bool, torch.bfloat16, torch.float32, torch.int64, torch.complex128]
@@ -31,9 +32,10 @@ def small_chunks(monkeypatch) -> None:
 @pytest.fixture(params=["node", "mpi"])
 def transport(request, groups, monkeypatch) -> str:
     """The transport that every collective takes, whatever is the better one."""
-    if request.param == "node" and groups["world"].shm is None:
+    if request.param == "node" and groups["world"].shared_memory is None:
         pytest.skip("one rank, several hosts, or MPISGD_SHARED_MEMORY=0")
-    monkeypatch.setattr(dispatch, "shm_for", lambda group, *_: group.shm if request.param == "node" else None)
+    taken = groups["world"].transports[:1] if request.param == "node" else ()
+    monkeypatch.setattr(dispatch, "transport_for", lambda *_, **__: next(iter(taken), None))
     return request.param
 
 
@@ -191,9 +193,9 @@ def test_the_transport_is_the_one_that_was_asked_for(transport, world):
 @pytest.mark.parametrize("length", LENGTHS)
 def test_reductions_add_in_rank_order(small_chunks, world, monkeypatch, steps, dtype, length):
     """Bit for bit, whoever adds; AVG and products, too, wherever the dtype has them."""
-    if world.shm is None:
+    if world.shared_memory is None:
         pytest.skip("one rank, several hosts, or MPISGD_SHARED_MEMORY=0")
-    monkeypatch.setattr(reduction, "reduce", steps)
+    monkeypatch.setattr(ShmTransport, "reduce", steps)
     inputs = [given(rank, dtype, (length_of(length, dtype),)) for rank in range(world.size)]
     for op in (ReduceOp.SUM, ReduceOp.MAX if dtype is torch.bool else ReduceOp.AVG):
         for root in range(world.size):

@@ -12,16 +12,17 @@ from verdicts import everyone
 import mpisgd
 from mpisgd import ReduceOp
 from mpisgd.core.consistency import Operation
-from mpisgd.transport.shm import reduction
-from mpisgd.transport.shm.reduction import AT_ONCE_BYTES, reduce_to_owners, slot_bytes
-from mpisgd.transport.shm.staging import BUFFER_BYTES, range_of
+from mpisgd.memory_ranges import range_of
+from mpisgd.transport import staging_layout
+from mpisgd.transport.shm.reduction import AT_ONCE_BYTES
+from mpisgd.transport.staging_layout import BUFFER_BYTES, slot_bytes
 from mpisgd.transport.torch_reduction import combine_in_rank_order
 
 
 @pytest.fixture
 def shm(groups):
     """The world's shared memory."""
-    found = groups["world"].shm
+    found = groups["world"].shared_memory
     if found is None:
         pytest.skip("one rank, several hosts, or MPISGD_SHARED_MEMORY=0")
     return found
@@ -48,12 +49,12 @@ def test_chunks_of_every_length_are_reduced(shm, dtype, length):
 def test_a_region_is_reduced_where_it_lies(shm, groups, op):
     length, group = 100_003, groups["world"]
     made = []
-    run(group, lambda: made.append(shm.open_segment(length * 8)))
-    region = shm.region(made[0], length, torch.float64)
+    run(group, lambda: made.append(shm.open_region(length, torch.float64)))
+    (region,) = made
     for round_ in range(3):
         inputs = [given(rank + round_, torch.float64, (length,)) for rank in range(group.size)]
         region.mine.copy_(inputs[group.rank])
-        run(group, lambda: shm.all_reduce_region(region, op))
+        run(group, lambda: group.transports[0].all_reduce_now(region.mine, op, region))
         assert_equal(region.mine, combined(inputs, op))
 
 
@@ -63,7 +64,7 @@ def test_a_region_is_reduced_where_it_lies(shm, groups, op):
 def test_every_owner_gets_the_sum_of_its_own(shm, groups, monkeypatch, dtype, op, in_place):
     """Lists of all lengths, one rank with most of them, one with none: bit for bit in rank order."""
     group = groups["world"]
-    monkeypatch.setattr(reduction, "BUFFER_BYTES", 128 * group.size)
+    monkeypatch.setattr(staging_layout, "BUFFER_BYTES", 128 * group.size)
     most = slot_bytes(group.size) // dtype.itemsize
     lengths = [most, 1, 15, 16, most, 7, 0, 3, 5, most - 1]
     owners = [0, 0, 1, 0, 0, 1, 0, group.size - 1, 0, 0]
@@ -80,7 +81,7 @@ def test_every_owner_gets_the_sum_of_its_own(shm, groups, monkeypatch, dtype, op
             combine_in_rank_order(everyones, op, out=out[k])
 
         own, ranges = chunks[group.rank], [[range_of(chunk) for chunk in of_one] for of_one in chunks]
-        steps = reduce_to_owners(shm, ranges, own, combine, in_place=in_place)
+        steps = shm.reduce_to_owners(ranges, own, combine, in_place=in_place)
         run(group, lambda steps=steps: shm.run_steps(steps))
         wanted = [
             combined([tensors[i] for tensors in given_], op)

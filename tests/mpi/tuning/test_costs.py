@@ -10,7 +10,7 @@ from verdicts import everyone, raises_everywhere, same_on_all_ranks
 
 import mpisgd
 from mpisgd.collectives.all_reduce import choose_algorithm
-from mpisgd.collectives.dispatch import TUNED, shm_for
+from mpisgd.collectives.dispatch import TUNED, transport_for
 from mpisgd.job.lifecycle import world
 from mpisgd.job.rank_info import topology
 from mpisgd.tuning import CostModel, Curve, LineSegment, MeasuredCurves
@@ -126,7 +126,7 @@ def test_auto_takes_what_is_predicted_to_be_fastest(groups, monkeypatch, best):
     fast, slow = (1.0, 2.0) if best == "own" else (2.0, 1.0)
     model = costs_of(mpi=slow, node=fast, hierarchical=fast, all_to_all=3.0)
     monkeypatch.setattr(group, "costs", model.at(group.topology.ranks_per_host))
-    own = "node" if group.shm is not None else "hierarchical" if group.internode is not None else "mpi"
+    own = group.transports[0].name if group.transports else "mpi"
     assert choose_algorithm(group, "auto", torch.zeros(3)) == (own if best == "own" else "mpi")
     half = choose_algorithm(group, "auto", torch.zeros(3, dtype=torch.bfloat16))
     assert half == ("all_to_all" if own == "mpi" else own)
@@ -136,11 +136,15 @@ def test_auto_takes_what_is_predicted_to_be_fastest(groups, monkeypatch, best):
 @pytest.mark.parametrize("collective", TUNED)
 def test_other_collectives_go_the_way_that_was_measured_to_be_faster(groups, monkeypatch, collective):
     group = groups["world"]
-    if group.shm is None:
+    if group.shared_memory is None:
         pytest.skip("one host with shared memory")
+
+    def chosen(collective, nbytes):
+        return transport_for(group, collective, None, nbytes, tuned=True)
+
     for transport in ("node", "mpi"):
         monkeypatch.setattr(group, "costs", group.costs.only(transport, collective))
         for nbytes in (4, 2**20, 2**30):
-            assert (shm_for(group, collective, nbytes) is not None) == (transport == "node")
+            assert (chosen(collective, nbytes) is not None) == (transport == "node")
         others = set(TUNED) - {collective}  # nobody has measured those: by their size
-        assert all(shm_for(group, other, 2**30) is not None for other in others)
+        assert all(chosen(other, 2**30) is not None for other in others)

@@ -108,7 +108,9 @@ def test_failures_that_differ_or_are_behind_a_commit_go_on():
 
 def test_after_a_loss_there_is_no_way_on(monkeypatch):
     lost = PeerLost("rank 1 went away")
-    monkeypatch.setattr(horovod_state, "_engine", SimpleNamespace(queue=SimpleNamespace(broken=lost)))
+    monkeypatch.setattr(
+        horovod_state, "_running", lambda: SimpleNamespace(queue=SimpleNamespace(broken=lost))
+    )
     recorder = Recorder()
 
     def train(state):

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from mpisgd.job import lifecycle as jobs
+from mpisgd.job.job_of_thread import PROCESS
 
 
 @pytest.mark.parametrize("in_order", [True, False], ids=["shutdown was called", "shutdown was not called"])
@@ -24,8 +25,8 @@ def test_a_job_that_has_lost_ranks_does_not_wait_for_them(monkeypatch, lost_rank
     hooks = SimpleNamespace(exit_code=lambda: 0)
     job = SimpleNamespace(hooks=hooks, world=world, lost_ranks=lost_ranks, lost_host=lost_host, timeout_s=60)
     said: list[str] = []
-    monkeypatch.setattr(jobs, "_job", None if in_order else job)
-    monkeypatch.setattr(jobs, "_ended", job if in_order else None)
+    monkeypatch.setattr(PROCESS, "job", None if in_order else job)
+    monkeypatch.setattr(PROCESS, "ended", job if in_order else None)
     monkeypatch.setattr(jobs, "shutdown", lambda: None)
     monkeypatch.setattr(jobs, "exit_after_loss", lambda: said.append("lost_ranks"))
     monkeypatch.setattr(jobs, "exit_without_host", lambda local_rank: said.append(f"lost_host {local_rank}"))

@@ -14,14 +14,12 @@ HOSTS = [[0, 0, 0, 3, 3], [0, 1, 1, 1], [0, 1, 2], [0, 1, 0, 1], [0, 0]]
 
 def owners_of(leaders: list[int], rank: int, shares: bool = True) -> Owners:
     topology = arrange(rank, leaders, [str(leader) for leader in leaders])
-    several = topology.num_nodes > 1
     group = SimpleNamespace(
         rank=rank,
         size=len(leaders),
         known_topology=topology,
-        shm=None if several or not shares else "memory",
-        internode="network" if several and shares else None,
-        transports=SimpleNamespace(memory="memory" if topology.local_size > 1 and shares else None),
+        host_memory="memory" if topology.local_size > 1 and shares else None,
+        shares_memory=shares,
     )
     return Owners(group, of_host=False)  # type: ignore[arg-type]
 

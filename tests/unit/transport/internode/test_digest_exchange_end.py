@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from mpisgd.transport.internode.digest_exchange import InternodeDigestExchange
 from mpisgd.transport.messages.dissemination import Dissemination
-from mpisgd.transport.transports import Transports
 
 
 class Prepared:
@@ -28,5 +27,5 @@ def test_a_group_without_shared_memory_gives_its_prepared_messages_back():
     communicator = Prepared()
     exchange = InternodeDigestExchange(None, Dissemination(communicator), 0)
     assert len(communicator.open) == 2
-    Transports(None, None, None, exchange, None).close()
+    exchange.close()
     assert communicator.open == []

@@ -11,6 +11,7 @@ from mpisgd.core.topology import arrange
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import CollectiveTimeout
 from mpisgd.transport.internode.transport import CHUNK_BYTES, InternodeTransport
+from mpisgd.transport.members import Members
 
 
 class SilentCommunicator:
@@ -41,15 +42,8 @@ class SilentCommunicator:
 def test_the_memory_of_every_chunk_in_flight_is_kept_when_the_time_is_over(num_chunks):
     """The requests of later chunks were not abandoned: their memory could be freed before MPI wrote to it."""
     communicator, where = SilentCommunicator(), arrange(0, [0, 1], ["host0", "host1"])
-    transport = InternodeTransport(
-        communicator,  # type: ignore[arg-type]
-        where,
-        None,
-        None,
-        best_num_leaders=lambda nbytes, half: 1,
-        name="test",
-        timeout_s=0.01,
-    )
+    members = Members(communicator, where, lambda nbytes, half: 1, "test", 0.01)  # type: ignore[arg-type]
+    transport = InternodeTransport(members, None, None)
     with pytest.raises(CollectiveTimeout):
         transport.all_reduce_now(torch.zeros(num_chunks * CHUNK_BYTES // 4), ReduceOp.SUM)
     assert communicator.started

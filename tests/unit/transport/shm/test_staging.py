@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mpisgd.dtypes import ReduceOp
+from mpisgd.memory_ranges import Span, consecutive_spans, equal_ranges, range_of
 from mpisgd.transport.shm import data_movement, reduction
-from mpisgd.transport.shm.staging import Span, consecutive_spans, cut, equal_ranges, range_of
+from mpisgd.transport.shm.staging import cut
 
 STEP = 16
 

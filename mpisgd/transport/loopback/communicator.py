@@ -1,0 +1,283 @@
+"""`LoopbackCommunicator`: what `mpisgd.transport.mpi.Communicator` is, among threads of one process.
+
+Its collectives are meetings: each rank brings what it gives, waits for all, and takes what it gets from what
+was brought. Reductions are computed in rank order.
+"""
+
+import pickle
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from mpisgd.dtypes import ReduceOp
+from mpisgd.errors import JobError
+from mpisgd.transport.loopback.network import Context, Meeting, Memory, Network, Request
+from mpisgd.transport.torch_reduction import combine_in_rank_order
+
+__all__ = ["LoopbackCommunicator"]
+
+TAG_LIMIT = 2**31 - 1
+
+
+class LoopbackCommunicator:
+    """One communicator as one rank sees it.
+
+    Args:
+        context: what its ranks share.
+        rank: this one among them.
+
+    Attributes:
+        global_ranks: the job's ranks that they are.
+        sent_bytes: payload of this rank's messages.
+        sent_messages: number of these.
+        calls: how often each collective was called.
+        given_bytes: what this rank has given to each.
+    """
+
+    def __init__(self, context: Context, rank: int) -> None:
+        self._context = context
+        self.rank = rank
+        self.size = len(context.ranks)
+        self.global_ranks = context.ranks
+        self.sent_bytes = self.sent_messages = 0
+        self.calls: Counter[str] = Counter()
+        self.given_bytes: Counter[str] = Counter()
+        self.tag_limit = TAG_LIMIT
+        self._num_meetings = 0
+        self._num_apart: Counter[Any] = Counter()
+
+    @property
+    def _network(self) -> Network:
+        return self._context.network
+
+    # -- meetings -----------------------------------------------------------------------------------
+
+    def _begin(self, kind: str, mine: Any) -> Meeting:
+        meeting = self._context.meeting(self._num_meetings, kind)
+        self._num_meetings += 1
+        self.calls[kind] += 1
+        meeting.bring(kind, self.rank, mine)
+        return meeting
+
+    def _meet(self, kind: str, mine: Any) -> Meeting:
+        """Come with something, and wait for all."""
+        meeting = self._begin(kind, mine)
+        self._network.wait(meeting.is_complete, f"{kind} of the ranks {list(self.global_ranks)}")
+        return meeting
+
+    def _context_of(self, meeting: Meeting, key: Any, members: Sequence[int]) -> "LoopbackCommunicator":
+        """Return my part of a new communicator over these of my ranks, which the first that asks makes."""
+        if key not in meeting.made:
+            meeting.made[key] = Context(self._network, [self.global_ranks[member] for member in members])
+        return LoopbackCommunicator(meeting.made[key], list(members).index(self.rank))
+
+    # -- life of the communicator -------------------------------------------------------------------
+
+    def duplicate(self, *, apart: bool = False) -> "LoopbackCommunicator":
+        """Return a communicator of its own over the same ranks. Collective."""
+        return self._context_of(self._meet("Comm_dup", None), None, range(self.size))
+
+    def subset(self, ranks: Sequence[int]) -> "LoopbackCommunicator | None":
+        """Return a communicator over `ranks` in that order, None on the others. Collective over this one."""
+        meeting = self._meet("Comm_split", None)
+        return self._context_of(meeting, None, ranks) if self.rank in ranks else None
+
+    def create_group(self, ranks: Sequence[int], tag: int) -> "LoopbackCommunicator":
+        """Return a communicator over `ranks` in the order given. Collective over them alone."""
+        name = (tuple(ranks), tag)
+        key = (*name, self._num_apart[name])
+        self._num_apart[name] += 1
+        meeting = self._context.meeting_apart(key, "Comm_create_group", len(ranks))
+        meeting.bring("Comm_create_group", self.rank, None)
+        self._network.wait(meeting.is_complete, f"Comm_create_group of the ranks {list(ranks)}")
+        return self._context_of(meeting, None, ranks)
+
+    def split(self, color: int) -> "LoopbackCommunicator":
+        """Return a communicator over the ranks that give the same `color`, ordered as here. Collective."""
+        meeting = self._meet("Comm_split", color)
+        members = [rank for rank, other in enumerate(meeting.all) if other == color]
+        return self._context_of(meeting, color, members)
+
+    def same_host(self) -> "LoopbackCommunicator":
+        """Return a communicator over the ranks that share this rank's host. Collective."""
+        return self.split(self._network.hosts[self.global_ranks[self.rank]])
+
+    def free(self) -> None:
+        """Free the communicator. Collective."""
+        self._meet("Comm_free", None)
+
+    def abort(self, exit_code: int) -> None:
+        """End the job."""
+        raise JobError("the job was aborted", exit_code)
+
+    # -- point to point -----------------------------------------------------------------------------
+
+    def isend(self, tensor: Tensor, dst: int, tag: int = 0) -> Request:
+        """Start sending `tensor` to `dst`."""
+        self.sent_bytes += tensor.nbytes
+        self.sent_messages += 1
+        return self._context.send(self.rank, dst, tag, Memory.of(tensor))
+
+    def irecv(self, tensor: Tensor, src: int | None, tag: int = 0) -> Request:
+        """Start receiving into `tensor` from `src`, None for whoever sends first."""
+        return self._context.receive(self.rank, src, tag, Memory.of(tensor))
+
+    def poll(self, requests: Sequence[Any]) -> bool:
+        """Return whether all of `requests` are complete."""
+        self.progress()
+        over = [request.test() for request in requests]  # each moves along
+        return all(over)
+
+    def poll_one(self, request: Any) -> tuple[int, int] | None:
+        """Return (source rank, bytes received) once `request` is complete, None before."""
+        self.progress()
+        return (request.source, request.nbytes) if request.test() else None
+
+    def cancel(self, request: Any, memory: object) -> None:
+        """Cancel a receive."""
+        self._context.cancel(self.rank, request)
+
+    def persistent(self, send: bytearray, dst: int, recv: bytearray, src: int, tag: int) -> list[Any]:
+        """Prepare an exchange of two small fixed buffers that is started again and again."""
+        sent, received = Memory.of(send), Memory.of(recv)
+        return [
+            _Prepared(lambda: self._context.receive(self.rank, src, tag, received)),
+            _Prepared(lambda: self._context.send(self.rank, dst, tag, sent)),
+        ]
+
+    def start(self, requests: list[Any]) -> None:
+        """Start a prepared exchange."""
+        for request in requests:
+            request.start()
+
+    def release(self, requests: Sequence[Any]) -> None:
+        """Free a prepared exchange that is over."""
+
+    def abandon(self, requests: Sequence[Any], memory: object) -> None:
+        """Abandon requests: what they receive still comes."""
+
+    def progress(self) -> None:
+        """Receive what has arrived, on any communicator."""
+        self._network.progress(self.global_ranks[self.rank])
+
+    def probe(self, tag: int | None = None) -> tuple[int, int, int] | None:
+        """Return (source rank, tag, bytes) of a message that waits to be received, None if there is none."""
+        message = self._context.waiting(self.rank, tag)
+        return None if message is None else (message.src, message.tag, message.memory.nbytes)
+
+    # -- collectives --------------------------------------------------------------------------------
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self._meet("Barrier", None)
+
+    def barrier_request(self) -> Request:
+        """Start a barrier, which is over on a rank once all ranks have started it."""
+        return Request(self._begin("Ibarrier", None).is_complete)
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        """Copy root's bytes into everyone's `tensor`."""
+        self.given_bytes["Bcast"] += tensor.nbytes
+        given = self._meet("Bcast", Memory.of(tensor).copy() if self.rank == root else None).brought[root]
+        if self.rank != root:
+            Memory.of(tensor).fill_from(given)
+
+    def all_reduce(self, tensor: Tensor, op: str) -> None:
+        """Combine `tensor` [n] over the ranks, in place."""
+        self.given_bytes["Allreduce"] += tensor.nbytes
+        tensor.copy_(_combined(self._meet("Allreduce", tensor.clone()).all, op))
+
+    def reduce(self, tensor: Tensor, op: str, root: int) -> None:
+        """Combine `tensor` [n] over the ranks into root's; the others keep theirs."""
+        self.given_bytes["Reduce"] += tensor.nbytes
+        brought = self._meet("Reduce", tensor.clone()).all
+        if self.rank == root:
+            tensor.copy_(_combined(brought, op))
+
+    def all_gather(self, out: Tensor, tensor: Tensor | None) -> None:
+        """Put everyone's `tensor` [n] into `out` [size * n]; None: mine is already in its place there."""
+        self.given_bytes["Allgather"] += out.nbytes // self.size
+        mine = _parts(out, self.size)[self.rank] if tensor is None else tensor
+        _fill(out, self._meet("Allgather", Memory.of(mine).copy()).all)
+
+    def all_gather_request(self, out: Tensor, tensor: Tensor) -> Request:
+        """Start an all-gather of `tensor` [n] into `out` [size * n]; both must live until it is over."""
+        meeting = self._begin("Iallgather", Memory.of(tensor).copy())
+
+        def test() -> bool:
+            if not meeting.is_complete():
+                return False
+            _fill(out, meeting.all)
+            return True
+
+        return Request(test)
+
+    def gather(self, out: Tensor | None, tensor: Tensor, root: int) -> None:
+        """Put everyone's `tensor` [n] into root's `out` [size * n]."""
+        brought = self._meet("Gather", Memory.of(tensor).copy()).all
+        if out is not None and self.rank == root:
+            _fill(out, brought)
+
+    def scatter(self, tensor: Tensor, source: Tensor | None, root: int) -> None:
+        """Hand piece r of root's `source` [size * n] to rank r's `tensor` [n]."""
+        pieces = (
+            [Memory.of(part).copy() for part in _parts(source, self.size)] if source is not None else None
+        )
+        Memory.of(tensor).fill_from(self._meet("Scatter", pieces).brought[root][self.rank])
+
+    def all_to_all(self, out: Tensor, tensor: Tensor) -> None:
+        """Hand piece r of `tensor` [size * n] to rank r; piece s of `out` [size * n] comes from rank s."""
+        self.given_bytes["Alltoall"] += tensor.nbytes
+        pieces = [Memory.of(part).copy() for part in _parts(tensor, self.size)]
+        _fill(out, [theirs[self.rank] for theirs in self._meet("Alltoall", pieces).all])
+
+    def broadcast_object(self, obj: Any, root: int) -> Any:
+        """Return root's object, sent pickled."""
+        mine = pickle.dumps(obj) if self.rank == root else b""
+        given = self._meet("bcast", mine).brought[root]
+        return obj if self.rank == root else pickle.loads(given)
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """Return everyone's object, sent pickled."""
+        return [pickle.loads(given) for given in self._meet("allgather", pickle.dumps(obj)).all]
+
+    def gather_object(self, obj: Any, root: int) -> list[Any] | None:
+        """Return everyone's object on root, None elsewhere."""
+        brought = self._meet("gather", pickle.dumps(obj)).all
+        return [pickle.loads(given) for given in brought] if self.rank == root else None
+
+    def scatter_object(self, objs: Sequence[Any] | None, root: int) -> Any:
+        """Return this rank's entry of root's list."""
+        mine = [pickle.dumps(obj) for obj in objs] if objs is not None and self.rank == root else None
+        return pickle.loads(self._meet("scatter", mine).brought[root][self.rank])
+
+
+class _Prepared:
+    """A request that is started again and again."""
+
+    def __init__(self, begin: Callable[[], Request]) -> None:
+        self._begin = begin
+        self._request: Request | None = None
+
+    def start(self) -> None:
+        self._request = self._begin()
+
+    def test(self) -> bool:
+        return self._request is None or self._request.test()
+
+
+def _parts(tensor: Tensor, size: int) -> Sequence[Tensor]:
+    flat = tensor.detach().view(-1)
+    numel = flat.numel() // size
+    return [flat[rank * numel : (rank + 1) * numel] for rank in range(size)]
+
+
+def _fill(out: Tensor, brought: Sequence[Memory]) -> None:
+    for part, given in zip(_parts(out, len(brought)), brought, strict=True):
+        Memory.of(part).fill_from(given)
+
+
+def _combined(brought: Sequence[Tensor], op: str) -> Tensor:
+    return combine_in_rank_order(brought, ReduceOp[op])
