@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -93,22 +92,18 @@ def _local_period(program: Program) -> int:
 
 
 def _run(program: Program, begin: Callable[[], _Joined | _LocalSGD | _Distributed]) -> Run:
-    run, event, training = Run(), -1, None
+    run, event = Run(), -1
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            training = begin()
-            run.params[-1] = copies(training.params)
-            for event, what in enumerate(program.events):
-                training.do(what)
-                if isinstance(what, CHANGING):
-                    run.params[event] = copies(training.params)
-            event = len(program.events)
-            run.states = training.states()
+        training = begin()
+        run.params[-1] = copies(training.params)
+        for event, what in enumerate(program.events):
+            training.do(what)
+            if isinstance(what, CHANGING):
+                run.params[event] = copies(training.params)
+        event = len(program.events)
+        run.states = training.states()
     except Exception as exc:
         run.failure = Failure(event, type(exc).__name__, str(exc))
-    if training is not None:
-        training.close()
     return run
 
 
@@ -125,19 +120,16 @@ class _Joined:
     def states(self) -> list[dict[str, Any]]:
         return self._training.states()
 
-    def close(self) -> None:
-        """There is nothing to close."""
-
 
 class _Distributed:
     """This rank of several."""
 
     def __init__(self, program: Program) -> None:
-        self._group: mpisgd.Group | None = None
+        group = None
         if program.group != "world":
             ranks = range(mpisgd.size())
-            self._group = mpisgd.new_group(ranks[::-1] if program.group == "reversed" else ranks)
-        self._training = DistributedTraining(program, self._group)
+            group = mpisgd.new_group(ranks[::-1] if program.group == "reversed" else ranks)
+        self._training = DistributedTraining(program, group)
         self.params = self._training.model.params
 
     def do(self, event: Event) -> None:
@@ -145,11 +137,6 @@ class _Distributed:
 
     def states(self) -> list[dict[str, Any]]:
         return self._training.states()
-
-    def close(self) -> None:
-        self._training.optimizers.clear()
-        if self._group is not None:
-            self._group.close()
 
 
 class _LocalSGD:
@@ -175,9 +162,6 @@ class _LocalSGD:
 
     def states(self) -> list[dict[str, Any]]:
         return self._ranks[self._rank].states()
-
-    def close(self) -> None:
-        """There is nothing to close."""
 
 
 @torch.no_grad()

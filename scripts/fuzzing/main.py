@@ -20,6 +20,7 @@ from fuzzing.mpirun_backend import MpirunBackend
 from fuzzing.program import Program, parse
 from fuzzing.python_text import python_text
 from fuzzing.shrink import shrink
+from fuzzing.threads_backend import ThreadsBackend
 
 __all__ = ["Backend", "Fault", "Report", "fuzz", "main"]
 
@@ -109,6 +110,9 @@ def _mark(word: str) -> str:
 @contextlib.contextmanager
 def _backend(name: str) -> Iterator[Backend]:
     """Open the backend of a name."""
+    if name == "threads":
+        yield ThreadsBackend()
+        return
     with MpirunBackend() as opened:
         yield opened
 
@@ -122,7 +126,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--text", help="run the program of this text, as it is printed after a shrunk one")
     parser.add_argument("--ranks", type=int, help="of every program; by default 1 to 3, drawn")
     parser.add_argument("--ranks-per-host", type=int, help="that count as those of one host; 0: all")
-    parser.add_argument("--backend", choices=("mpirun",), default="mpirun", help="what runs the ranks")
+    parser.add_argument(
+        "--backend", choices=("mpirun", "threads"), default="mpirun", help="what runs the ranks"
+    )
     parser.add_argument("--max-faults", type=int, default=20, help="after which nothing more is run")
     parser.add_argument("--shrink-runs", type=int, default=150, help="programs that shrinking one may take")
     parser.add_argument(

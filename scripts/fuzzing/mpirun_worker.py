@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import warnings
 from multiprocessing.connection import Client
 
 import torch
@@ -30,6 +31,7 @@ def main() -> None:
     rank = referee.rank
     connection = Client(address, "AF_UNIX") if rank == 0 else None
     gc.freeze()
+    warnings.simplefilter("ignore")
     while text := referee.bcast(_received(connection)):
         verdict = try_out(parse(text), rank, referee.allgather)
         if connection is not None:

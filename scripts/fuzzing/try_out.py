@@ -11,7 +11,7 @@ from fuzzing.execute import Run, execute, has_reference
 from fuzzing.program import Program
 from fuzzing.variants import ranks_agree, variants
 
-__all__ = ["conclude", "see", "try_out"]
+__all__ = ["conclude", "reference_of", "see", "try_out"]
 
 VARIANTS_EVERY = 6  # of the programs that have a reference
 
@@ -24,7 +24,14 @@ def try_out(program: Program, rank: int, all_gather: Callable[[Outcome], list[Ou
         rank: this one.
         all_gather: brings what each rank has seen to all; it must not depend on what is being tested.
     """
-    return conclude(program, all_gather(see(program, rank)))
+    outcome = see(program, reference_of(program, rank))
+    gc.collect()  # optimizers that only a reference cycle keeps end here, on all ranks alike
+    return conclude(program, all_gather(outcome))
+
+
+def reference_of(program: Program, rank: int) -> Run | None:
+    """Return what one process computes, None where there is nothing to compare with."""
+    return execute(program, False, rank) if has_reference(program) else None
 
 
 def conclude(program: Program, outcomes: Sequence[Outcome]) -> Verdict:
@@ -32,12 +39,11 @@ def conclude(program: Program, outcomes: Sequence[Outcome]) -> Verdict:
     return judge(outcomes, ranks_agree=ranks_agree(program), may_be_refused=may_be_refused(program))
 
 
-def see(program: Program, rank: int) -> Outcome:
+def see(program: Program, reference: Run | None) -> Outcome:
     """Run a program and, where that says more, its variants; return what this rank has seen. Collective.
 
     Without a reference the variants are all there is to compare with.
     """
-    reference = execute(program, False, rank) if has_reference(program) else None
     run = execute(program, True)
     others: list[tuple[str, Run]] = []
     if run.failure is None and (reference is None or program.seed % VARIANTS_EVERY == 0):
@@ -45,5 +51,4 @@ def see(program: Program, rank: int) -> Outcome:
             others.append((name, execute(variant, True)))
             if others[-1][1].failure is not None:
                 break
-    gc.collect()  # optimizers that only a reference cycle keeps end here, on all ranks alike
     return observe(program, run, reference, others)

@@ -24,6 +24,8 @@ from mpisgd.strategies.sharded import piecewise
 from mpisgd.strategies.state_keeper import StateKeeper
 from mpisgd.transport import torch_reduction
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # of torch, and what mpisgd says of refused choices
+
 NUM_PROGRAMS = 30
 FIRST_SEED = 1_000
 ENOUGH = 400  # programs, to find a mutation
