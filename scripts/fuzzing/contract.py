@@ -147,6 +147,8 @@ def _after(walk: _Walk, event: Event) -> str:
             window.is_settled = window.is_reduced = walk.is_clipped = True
             if program.exact and event.norm_type != float("inf"):
                 return "a norm that is rounded"
+            if program.exact and any(layer.dtype != "float64" for layer in program.layers):
+                return "a factor that is rounded to the gradients' precision, or is not"
         case AddGroup():
             if event.layer in walk.layers or event.layer >= len(program.layers):
                 return "an optimizer has this layer"

@@ -49,8 +49,8 @@ def test_what_is_drawn_keeps_to_the_contract():
 
 
 def test_most_programs_have_a_reference_that_runs():
-    programs = [draw(seed) for seed in SEEDS if has_reference(draw(seed))]
-    assert len(programs) > len(SEEDS) / 2
+    programs = [draw(seed) for seed in SEEDS[:50] if has_reference(draw(seed))]
+    assert len(programs) > 25
     assert [each.seed for each in programs if execute(each, False).failure] == []
 
 
