@@ -67,3 +67,11 @@ def test_a_reset_to_zero_leaves_sparse_gradients_sparse(options):
         table(torch.tensor([mpisgd.rank()])).sum().backward()
         optimizer.step()
     everyone(bool(table.weight.isfinite().all()))
+
+
+# Seed 9492. Parameters without elements, after all others, belonged to no fragment: IndexError in a step.
+
+
+def test_diloco_takes_parameters_without_elements_at_the_end():
+    optimizer = Optimizer(layers=(0, 1), options=(("strategy", "mpisgd.DiLoCo(2)"),))
+    check(Backward((1,)), Step(), Step(), layers=[Layer(), Layer(shape=(0,))], optimizers=[optimizer])
