@@ -47,6 +47,11 @@ class GradientSync:
         """Which parameters take part in the next reduction, in words."""
         return ""
 
+    @property
+    def sparse(self) -> Collection[int]:
+        """The parameters whose gradients are known to be sparse."""
+        return ()
+
     def cover(self, named: Sequence[tuple[str, Tensor]]) -> None:
         """Take over another list of parameters."""
 
@@ -147,9 +152,15 @@ class AccumulationWindow:
         self._windows.join(self, group)
 
     def cover(self, named: Sequence[tuple[str, Tensor]]) -> None:
-        """Take over a longer list of parameters."""
+        """Take over a longer list of parameters. Collective.
+
+        It may have had none to take care of before, where another window has them all.
+        """
+        was_active = self.is_active
         self.gradients.cover(named)
         self._watch([param for _, param in named])
+        if self.is_active and not was_active:
+            self._windows.join(self, self._group)
 
     def use(self, gradients: GradientSync) -> None:
         """Have gradients combined by something else from the next window on."""

@@ -103,6 +103,11 @@ class GradientReducer(GradientSync):
         """Which parameters take part in the next reduction, in words."""
         return describe_covered(self._coverable(), len(self.params))
 
+    @property
+    def sparse(self) -> Collection[int]:
+        """See `GradientSync`."""
+        return self._known_sparse
+
     # -- while backward is at work ------------------------------------------------------------------
 
     def begin(self, when: str) -> bool:

@@ -221,7 +221,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as the wrapped optimizer does, and begin a new accumulation window."""
+        had: list[Tensor] = []
+        if not set_to_none:
+            sparse = self._window.gradients.sparse
+            params = enumerate(self._synchronizer.training.params)
+            had = [param for i, param in params if param.grad is not None and i not in sparse]
         self._synchronizer.before_zero_grad()
+        for param in had:
+            if param.grad is None:  # a step without a backward decays weights and goes on with momentum
+                param.grad = torch.zeros_like(param)
         super().zero_grad(set_to_none)
         self._window.restart()
 

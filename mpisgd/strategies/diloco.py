@@ -352,7 +352,7 @@ def _cut(params: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]:
     parts: list[dict[str, Tensor]] = [{} for _ in range(count)]
     total, before, place = sum(param.nbytes for param in params.values()), 0, -1
     for number, (key, param) in enumerate(params.items()):
-        even = before * count // total if total else 0
+        even = min(before * count // total, count - 1) if total else 0  # the last may have no bytes
         last_chance = count - (len(params) - number)  # from here on each part gets one parameter
         place = max(place, min(even, place + 1), last_chance)
         parts[place][key] = param

@@ -1,0 +1,1 @@
+"""The fuzzer: random training programs on several ranks, each compared with what one process computes."""

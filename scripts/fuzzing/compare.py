@@ -1,0 +1,183 @@
+"""What a rank has seen, and what is concluded from what all of them have.
+
+Each rank compares its run with the reference and with the variants of the program, and hands over an
+`Outcome`; `judge` needs those of all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fuzzing.execute import Failure, Run, digest
+from fuzzing.program import Program
+
+__all__ = ["Outcome", "Verdict", "judge", "observe"]
+
+# What another order of additions makes of some steps in float64: see "What makes a number honest" in
+# DESIGN.md.
+DRIFT = {"SGD": 1e-11, "Adagrad": 1e-7, "RMSprop": 1e-9}
+OTHER_DRIFT = 1e-9
+REFUSALS = ("InvalidArgument", "UnsupportedTensor", "UnsupportedOp")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank has seen.
+
+    Attributes:
+        bits: hashes of the parameters, by event.
+        wrong: in words, where the parameters or the states are not those of the reference; "" nowhere.
+        wrong_variant: the same for the variants of the program.
+        failure: of the run.
+        reference_failure: of the reference, which makes the program impossible.
+    """
+
+    bits: tuple[tuple[int, str], ...]
+    wrong: str = ""
+    wrong_variant: str = ""
+    failure: Failure | None = None
+    reference_failure: Failure | None = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a program.
+
+    Attributes:
+        kind: "ok", "refused", or what is wrong: "values", "bits", "variant", "error NAME", "hang", "crash".
+        text: in words.
+        is_healthy: whether the job can run other programs.
+    """
+
+    kind: str
+    text: str = ""
+    is_healthy: bool = True
+
+    @property
+    def is_fault(self) -> bool:
+        """Whether something is wrong."""
+        return self.kind not in ("ok", "refused")
+
+
+def observe(
+    program: Program, run: Run, reference: Run | None, variants: Sequence[tuple[str, Run]]
+) -> Outcome:
+    """Compare what this rank has with what it should have.
+
+    Args:
+        program: which was run.
+        run: of this rank.
+        reference: of one process, where there is one.
+        variants: runs that must give the same bits, each with the word for what was changed.
+    """
+    bits = tuple((event, digest(params)) for event, params in run.params.items())
+    if reference is None:
+        return Outcome(bits, "", _differing(run, variants), run.failure)
+    wrong = difference(program, run, reference) if reference.failure is None else ""
+    return Outcome(bits, wrong, _differing(run, variants), run.failure, reference.failure)
+
+
+def difference(program: Program, run: Run, reference: Run) -> str:
+    """Return where a run is not what it should be, "" if nowhere."""
+    allowed = 0.0 if program.exact else max(DRIFT.get(o.name, OTHER_DRIFT) for o in program.optimizers)
+    for event, params in run.params.items():
+        for place, (mine, right) in enumerate(zip(params, reference.params[event], strict=True)):
+            if off := _off(mine, right, allowed):
+                what = program.events[event] if event >= 0 else "the beginning"
+                return f"after event {event}, {what}: layer {place} {off}"
+    if run.failure is not None:
+        return ""
+    for number, (mine, right) in enumerate(zip(run.states, reference.states, strict=True)):
+        if off := _state_off(mine, right, allowed):
+            return f"at the end: the state of optimizer {number}, {off}"
+    return ""
+
+
+def _state_off(mine: dict, right: dict, allowed: float) -> str:
+    if mine.keys() != right.keys():
+        return f"which has parameters {sorted(mine)}, not {sorted(right)}"
+    for place, entries in right.items():
+        if mine[place].keys() != entries.keys():
+            return f"which has {sorted(mine[place])} of parameter {place}, not {sorted(entries)}"
+        for name, entry in entries.items():
+            value, other = (
+                torch.as_tensor(x) if x is not None else torch.zeros(0) for x in (mine[place][name], entry)
+            )
+            if off := _off(value, other, allowed):
+                return f"{name} of parameter {place}, {off}"
+    return ""
+
+
+def _off(mine: Tensor, right: Tensor, allowed: float) -> str:
+    mine, right = (tensor.to_dense() if tensor.is_sparse else tensor for tensor in (mine, right))
+    if mine.shape != right.shape:
+        return f"has the shape {tuple(mine.shape)}, not {tuple(right.shape)}"
+    if mine.dtype != right.dtype:
+        return f"has the dtype {mine.dtype}, not {right.dtype}"
+    if torch.equal(mine, right):
+        return ""
+    mine, right = mine.double(), right.double()
+    distance = (mine - right).abs()
+    limit = allowed * (1 + right.abs())
+    wrong = ~(distance <= limit)
+    if not bool(wrong.any()):
+        return ""
+    first = tuple(int(i) for i in wrong.nonzero()[0])
+    values = f"{float(mine[first])!r}, not {float(right[first])!r} at {first}"
+    return f"is off by up to {float(distance.max()):.3g}: {values}"
+
+
+def _differing(run: Run, variants: Sequence[tuple[str, Run]]) -> str:
+    """Return which variant ends with other parameters, or otherwise; "" if none."""
+    for name, other in variants:
+        kinds = [each.failure and each.failure.kind for each in (run, other)]
+        if kinds[0] != kinds[1]:
+            return f"{name}: {other.failure} instead of {run.failure}"
+        if run.failure is None and digest(last(run)) != digest(last(other)):
+            return f"{name}: other bits"
+    return ""
+
+
+def last(run: Run) -> list[Tensor]:
+    """Return the parameters at the end."""
+    return run.params[max(run.params)]
+
+
+def judge(outcomes: Sequence[Outcome], *, ranks_agree: bool, may_be_refused: bool = True) -> Verdict:
+    """Return what became of a program.
+
+    Args:
+        outcomes: of all ranks.
+        ranks_agree: whether the method says that all ranks have the same bits.
+        may_be_refused: whether there is a reason to refuse it after the optimizers were made.
+    """
+    impossible = [o.reference_failure for o in outcomes if o.reference_failure]
+    failures = [outcome.failure for outcome in outcomes]
+    if impossible and all(failures):
+        return Verdict("refused", f"torch: {impossible[0].text}", is_healthy=len(set(failures)) == 1)
+    alike = len({failure and (failure.event, failure.kind) for failure in failures}) == 1
+    first = next((failure for failure in failures if failure), None)
+    is_allowed = first is not None and (first.event < 0 or may_be_refused)
+    if first and (not alike or first.kind not in REFUSALS or not is_allowed):
+        texts = [f"rank {r}: {f.kind} at event {f.event}: {f.text}" for r, f in enumerate(failures) if f]
+        kind = next((f.kind for f in failures if f and f.kind != "CollectiveTimeout"), first.kind)
+        is_healthy = alike and first.kind in REFUSALS
+        return Verdict(f"error {kind}", "\n".join(texts), is_healthy)
+    if ranks_agree and len({outcome.bits for outcome in outcomes}) > 1:
+        return Verdict("bits", _first_apart(outcomes))
+    for kind in ("wrong", "wrong_variant"):
+        said = [f"rank {r}: {text}" for r, o in enumerate(outcomes) if (text := getattr(o, kind))]
+        if said:
+            return Verdict("values" if kind == "wrong" else "variant", "\n".join(said))
+    return Verdict("refused", f"{first.kind}: {first.text}") if first else Verdict("ok")
+
+
+def _first_apart(outcomes: Sequence[Outcome]) -> str:
+    for entries in zip(*(outcome.bits for outcome in outcomes), strict=False):
+        if len(set(entries)) > 1:
+            return f"after event {entries[0][0]} the ranks have different bits: {entries}"
+    return "the ranks have different bits"

@@ -1,0 +1,204 @@
+"""What a program must not do, by the documentation of mpisgd or of torch: `violation` names it.
+
+A program that mpisgd refuses with an error on all ranks is no violation, but a refusal. These are the
+rules that nobody checks, or that only some ranks would notice. Those who draw and shrink programs keep to
+them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fuzzing.program import (
+    AddGroup,
+    Backward,
+    Clip,
+    Event,
+    FailedBackward,
+    Program,
+    Reload,
+    SetFrozen,
+    Step,
+    Synchronize,
+    ZeroGrad,
+)
+
+__all__ = ["may_be_refused", "violation"]
+
+
+@dataclass
+class _Window:
+    """What has happened since the last step or reset of the gradients by an optimizer.
+
+    Attributes:
+        passes: backward passes that count.
+        has_skips: whether a rank was without one.
+        is_settled: whether gradients were reduced by `synchronize()` or clipping.
+        is_reduced: whether all gradients of all ranks are reduced now.
+        has_ended: whether a backward has filled a window on some rank.
+    """
+
+    passes: int = 0
+    has_skips: bool = False
+    is_settled: bool = False
+    is_reduced: bool = False
+    has_ended: bool = False
+
+
+@dataclass
+class _Walk:
+    program: Program
+    layers: set[int] = field(default_factory=set)
+    window: _Window = field(default_factory=_Window)
+    is_clipped: bool = False  # since the last reset
+    is_stepped: bool = False  # with clipped gradients
+    is_reduced: bool = False  # what there is, and not reset since; on some rank
+    adds: bool = False  # something was added to that
+
+
+def violation(program: Program) -> str:
+    """Return which rule a program breaks, "" if none."""
+    for place, optimizer in enumerate(program.optimizers):
+        if not optimizer.layers:
+            return f"optimizer {place} has no layers"
+        if not _anchors(program, optimizer.layers):
+            return f"every layer of optimizer {place} may be without a gradient"
+        if any(layer >= len(program.layers) for layer in optimizer.layers):
+            return "no such layer"
+    walk = _begin(program)
+    for event in program.events:
+        if broken := _after(walk, event):
+            return f"{event}: {broken}"
+    return ""
+
+
+def may_be_refused(program: Program) -> bool:
+    """Return whether mpisgd says that this program must not do what it does, in the middle of it.
+
+    Reduced gradients must not be added to where they are divided or sums, and then they can be reset by the
+    optimizer only, or to None.
+    """
+    walk = _begin(program)
+    for event in program.events:
+        _after(walk, event)
+    return walk.adds and _reduce_once(program)
+
+
+def _begin(program: Program) -> _Walk:
+    return _Walk(program, {layer for optimizer in program.optimizers for layer in optimizer.layers})
+
+
+def _anchors(program: Program, layers: tuple[int, ...]) -> list[int]:
+    """Return the layers whose gradient every backward of every rank computes."""
+    refrozen = {event.layer for event in program.events if isinstance(event, SetFrozen)}
+    return [
+        place
+        for place in layers
+        if place < len(program.layers)
+        and program.layers[place].used_by == "all"
+        and not program.layers[place].frozen
+        and place not in refrozen
+    ]
+
+
+def _after(walk: _Walk, event: Event) -> str:
+    """Note an event; return what is wrong with it."""
+    window, program = walk.window, walk.program
+    _note_reductions(walk, event)
+    passes = min(optimizer.passes for optimizer in program.optimizers)
+    match event:
+        case Backward():
+            if any(rank >= program.ranks for rank in event.skipped):
+                return "no such rank"
+            window.passes += not event.no_sync
+            window.has_skips |= bool(event.skipped)
+            if window.has_skips and window.has_ended:
+                return "gradients that were reduced on some ranks only are added to"
+            ends_window = not event.no_sync and window.passes % passes == 0
+            window.has_ended |= ends_window
+            window.is_reduced = ends_window and not window.has_skips and _passes_are_alike(program)
+            if window.has_skips and (window.passes > passes or window.is_settled):
+                return "a rank without this backward is not told of the reduction"
+            if program.exact and walk.is_clipped:
+                return "the mean of clipped gradients is rounded"
+        case FailedBackward():
+            if window.has_skips:
+                return "a rank without a backward before one that fails"
+            if _sends_in_backward(program) and not _all_use_the_same(program):
+                return "the ranks have sent different gradients before it fails"
+            walk.window, walk.is_clipped, walk.is_stepped = _Window(), False, False
+        case ZeroGrad(by_model=False) | Reload():
+            if window.has_skips and not window.is_settled:
+                return "a rank without a backward does not take part in the reduction"
+            walk.window, walk.is_clipped, walk.is_stepped = _Window(), False, False
+        case ZeroGrad():
+            if window.has_skips:
+                return "a reset by the model while a rank is without a backward"
+            walk.is_clipped = walk.is_stepped = False
+        case Step():
+            if program.exact and walk.is_stepped:
+                return "the mean of clipped gradients is rounded"
+            walk.window, walk.is_stepped = _Window(), walk.is_clipped
+        case Synchronize():
+            window.is_settled = window.is_reduced = True
+        case Clip():
+            if event.by_torch and not window.is_reduced:
+                return "gradients that are not reduced are clipped"
+            window.is_settled = window.is_reduced = walk.is_clipped = True
+            if program.exact and event.norm_type != float("inf"):
+                return "a norm that is rounded"
+            if program.exact and any(layer.dtype != "float64" for layer in program.layers):
+                return "a factor that is rounded to the gradients' precision, or is not"
+        case AddGroup():
+            if event.layer in walk.layers or event.layer >= len(program.layers):
+                return "an optimizer has this layer"
+            if window.has_skips and not window.is_settled:
+                return "a group is added while a rank is without a backward"
+            walk.layers.add(event.layer)
+        case SetFrozen():
+            if event.layer >= len(program.layers):
+                return "no such layer"
+            if window.passes or window.has_skips:
+                return "frozen within a window"
+    return ""
+
+
+def _note_reductions(walk: _Walk, event: Event) -> None:
+    """Note whether there are reduced gradients, and whether something is added to them."""
+    passes = min(optimizer.passes for optimizer in walk.program.optimizers)
+    match event:
+        case Backward():
+            walk.adds |= walk.is_reduced
+            walk.is_reduced |= not event.no_sync and (walk.window.passes + 1) % passes == 0
+        case FailedBackward():
+            walk.adds |= walk.is_reduced
+            walk.is_reduced = False
+        case Step() | Synchronize() | Clip():
+            walk.is_reduced = True
+        case ZeroGrad(by_model=True, set_to_none=False):
+            walk.adds |= walk.is_reduced
+        case ZeroGrad() | Reload():
+            walk.is_reduced = False
+
+
+def _passes_are_alike(program: Program) -> bool:
+    return len({optimizer.passes for optimizer in program.optimizers}) == 1
+
+
+def _sends_in_backward(program: Program) -> bool:
+    options = [dict(optimizer.options) for optimizer in program.optimizers]
+    divides = any("stage=2" in each.get("strategy", "") for each in options)
+    return bool(program.ranks_per_host) or divides or any(each.get("overlap") == "True" for each in options)
+
+
+def _all_use_the_same(program: Program) -> bool:
+    return all(layer.used_by in ("all", "none") for layer in program.layers)
+
+
+def _reduce_once(program: Program) -> bool:
+    """Return whether gradients may not be added to after they were reduced."""
+    return any(
+        optimizer.sums
+        or {"share_parameters", "strategy", "compression", "op"} & dict(optimizer.options).keys()
+        for optimizer in program.optimizers
+    )

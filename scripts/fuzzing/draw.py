@@ -1,0 +1,308 @@
+"""`draw`: a program from a seed. The same seed gives the same program on every machine.
+
+Most of what is drawn is allowed; what mpisgd refuses is counted, and what `contract` forbids is drawn again.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from fuzzing.contract import violation
+from fuzzing.program import (
+    AddGroup,
+    Backward,
+    Clip,
+    Event,
+    FailedBackward,
+    Layer,
+    Optimizer,
+    Program,
+    Reload,
+    SetFrozen,
+    SetRate,
+    Step,
+    Synchronize,
+    ZeroGrad,
+)
+
+__all__ = ["MAX_RANKS", "draw"]
+
+MAX_RANKS = 3
+SHAPES = ((1,), (3,), (7,), (2, 5), (), (129,), (40, 33))
+EMPTY = (0,)  # of which torch cannot compute every norm
+LARGE = ((70_000,), (300, 250))  # more than what travels alone, as float64
+TABLES = ((5, 2), (11, 3))
+USERS = ("all", "none", "first", "last", "turns", "others")
+HALVES = ("bfloat16", "float16")
+
+EXACT_OPTIMIZERS = (
+    ("SGD", {"lr": 0.5}),
+    ("SGD", {"lr": 0.25, "momentum": 0.5}),
+    ("SGD", {"lr": 0.5, "momentum": 0.5, "nesterov": True}),
+    ("SGD", {"lr": 0.25, "momentum": 0.5, "dampening": 0.5, "weight_decay": 0.25}),
+    ("SGD", {"lr": 0.125, "weight_decay": 0.5, "maximize": True}),
+)
+SMOOTH_OPTIMIZERS = (
+    ("SGD", {"lr": 0.1}),
+    ("SGD", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
+    ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True, "foreach": True}),
+    ("Adam", {"lr": 0.01, "weight_decay": 0.01}),
+    ("Adam", {"lr": 0.01, "amsgrad": True}),
+    ("AdamW", {"lr": 0.01}),
+    ("AdamW", {"lr": 0.01, "foreach": True}),
+    ("AdamW", {"lr": 0.01, "fused": True}),
+    ("RMSprop", {"lr": 0.01, "momentum": 0.9, "centered": True}),
+    ("Adagrad", {"lr": 0.01}),
+    ("NAdam", {"lr": 0.01}),
+    ("RAdam", {"lr": 0.01}),
+    ("Adamax", {"lr": 0.01}),
+    ("Adadelta", {"lr": 1.0}),
+    ("ASGD", {"lr": 0.01}),
+)
+SPARSE_OPTIMIZERS = (("SGD", {"lr": 0.25}), ("Adagrad", {"lr": 0.01}))
+SHARDED = (
+    "mpisgd.Sharded(stage=1)",
+    "mpisgd.Sharded(stage=2)",
+    "mpisgd.Sharded(stage=1, overlap_forward=True)",
+)
+LOCAL = (
+    "mpisgd.LocalSGD(sync_every=1)",
+    "mpisgd.LocalSGD(sync_every=2)",
+    "mpisgd.LocalSGD(sync_every=3)",
+    "mpisgd.LocalSGD(sync_every=2, average_state=True)",
+    "mpisgd.LocalSGD(sync_every=2, warmup_steps=2)",
+    "mpisgd.LocalSGD(sync_every=1, growth=1.5)",
+    "mpisgd.DiLoCo(2)",
+    "mpisgd.DiLoCo(4, fragments=2)",
+    "mpisgd.DiLoCo(3, fragments=2, overlap_steps=1)",
+    "mpisgd.ElasticAveraging(every=2)",
+    "mpisgd.Gossip('ring')",
+    "mpisgd.Gossip('exponential')",
+    "mpisgd.Gossip('complete', style='combine_then_adapt')",
+)
+COMPRESSORS = (
+    "mpisgd.Compression.fp16",
+    "mpisgd.Compression.bf16",
+    "mpisgd.compress.TopK(ratio=0.3)",
+    "mpisgd.compress.TopK(ratio=0.5, error_feedback=False)",
+    "mpisgd.compress.RandomK(ratio=0.5)",
+    "mpisgd.compress.Threshold(value=1.0)",
+    "mpisgd.compress.DeepGradient(ratio=0.5)",
+    "mpisgd.compress.DeepGradient(ratio=0.3, momentum=0.5, warmup_steps=2)",
+    "mpisgd.compress.QSGD(bits=4)",
+    "mpisgd.compress.QSGD(bits=2, segment=5, error_feedback=True)",
+    "mpisgd.compress.TernGrad()",
+    "mpisgd.compress.Natural()",
+    "mpisgd.compress.SignSGD()",
+    "mpisgd.compress.OneBit()",
+    "mpisgd.compress.OneBit(two_step=True)",
+    "mpisgd.compress.PowerSGD(rank=1)",
+    "mpisgd.compress.PowerSGD(rank=2, warmup_steps=2)",
+    "mpisgd.compress.PerHost(mpisgd.compress.TopK(ratio=0.5))",
+)
+CASTS = ("mpisgd.Compression.fp16", "mpisgd.Compression.bf16", "mpisgd.compress.TopK(ratio=1.0)")
+
+
+def draw(seed: int, ranks: int | None = None, ranks_per_host: int | None = None) -> Program:
+    """Return the program of a seed.
+
+    Args:
+        seed: from 0 on.
+        ranks: how many; None: that is drawn, too.
+        ranks_per_host: the same.
+    """
+    random_ = random.Random(seed)
+    size = random_.choice((1, 2, 2, 3, 3, 3))
+    hosts = random_.choice((0, 0, 0, 1, 2)) if size > 1 else 0
+    size = size if ranks is None else ranks
+    hosts = hosts if ranks_per_host is None else ranks_per_host
+    while True:
+        program = _Draw(seed, random_, size, hosts).program()
+        if not violation(program):
+            return program
+
+
+class _Draw:
+    """The choices of a program, which depend on each other in this order: theme, options, model, events."""
+
+    def __init__(self, seed: int, chance: random.Random, ranks: int, ranks_per_host: int) -> None:
+        self._seed, self._chance = seed, chance
+        self._ranks, self._ranks_per_host = ranks, ranks_per_host
+        themes = ("plain", "divided", "shared", "local", "compressed", "several")
+        self._theme = chance.choices(themes, (6, 3, 3, 2, 2, 2))[0]
+        self._exact = self._maybe(0.6) and self._theme != "local"  # means of parameters are rounded
+        self._is_sparse = self._theme in ("plain", "several", "shared", "divided") and self._maybe(0.15)
+        self._halves = self._exact and not self._is_sparse and self._maybe(0.25)
+        self._has_empty = self._maybe(0.1)
+        self._data = 0
+
+    def _maybe(self, probability: float) -> bool:
+        return self._chance.random() < probability
+
+    def program(self) -> Program:
+        """Return what was drawn."""
+        layers = self._layers()
+        optimizers = self._optimizers(layers)
+        events = self._events(layers, optimizers)
+        group = self._chance.choices(("world", "duplicate", "reversed"), (18, 1, 1))[0]
+        return Program(
+            self._seed, self._ranks, self._ranks_per_host, self._exact, layers, optimizers, events, group
+        )
+
+    # -- the model ----------------------------------------------------------------------------------
+
+    def _layers(self) -> tuple[Layer, ...]:
+        first = Layer(shape=self._shape(), dtype=self._dtype())
+        return (first, *(self._layer() for _ in range(self._chance.choice((0, 1, 2, 2, 3, 4, 6)))))
+
+    def _layer(self) -> Layer:
+        users = self._chance.choice(USERS) if self._maybe(0.4) else "all"
+        frozen, scaled = self._maybe(0.08), self._maybe(0.15)
+        if self._is_sparse and self._maybe(0.5):
+            kind = self._chance.choice(("sparse", "sparse", "partly sparse"))
+            return Layer(kind, self._chance.choice(TABLES), "float64", users, frozen=frozen, scaled=scaled)
+        kind = "embedding" if self._maybe(0.1) else "dense"
+        shape = self._chance.choice(TABLES) if kind == "embedding" else self._shape()
+        times = 2 if self._maybe(0.15) else 1
+        transposed = len(shape) == 2 and self._maybe(0.2)
+        return Layer(kind, shape, self._dtype(), users, times, transposed, frozen, scaled)
+
+    def _shape(self) -> tuple[int, ...]:
+        if self._has_empty and self._maybe(0.4):
+            return EMPTY
+        return self._chance.choice(LARGE if self._maybe(0.03) else SHAPES)
+
+    def _dtype(self) -> str:
+        if self._halves and self._maybe(0.4):
+            return self._chance.choice((*HALVES, "float32"))
+        return "float32" if self._exact and self._maybe(0.15) else "float64"
+
+    # -- the optimizers -----------------------------------------------------------------------------
+
+    def _optimizers(self, layers: Sequence[Layer]) -> tuple[Optimizer, ...]:
+        everything = tuple(range(len(layers)))
+        late = everything[-1:] if len(layers) > 2 and self._maybe(0.2) else ()
+        covered = everything[: len(everything) - len(late)]
+        options = self._options()
+        first = self._optimizer(covered, options)
+        if self._theme != "several":
+            return (first,)
+        if self._maybe(0.5):
+            return (first, self._optimizer(covered, options))
+        half = len(covered) // 2
+        if not half:
+            return (first,)
+        return (self._optimizer(covered[half:], options), self._optimizer(covered[:half], self._options()))
+
+    def _optimizer(self, layers: tuple[int, ...], options: dict[str, str]) -> Optimizer:
+        offered = SPARSE_OPTIMIZERS if self._is_sparse else SMOOTH_OPTIMIZERS
+        if self._exact:
+            offered = SPARSE_OPTIMIZERS[:1] if self._is_sparse else EXACT_OPTIMIZERS
+        name, settings = self._chance.choice(offered)
+        names = self._chance.choice(("model", "model", "other", "none"))
+        return Optimizer(name, tuple(settings.items()), layers, tuple(options.items()), names)
+
+    def _options(self) -> dict[str, str]:
+        options: dict[str, str] = {}
+        if self._theme == "divided":
+            options["strategy"] = self._chance.choice(SHARDED)
+        if self._theme == "local":
+            options["strategy"] = self._chance.choice(LOCAL)
+        if self._theme == "shared" or (self._theme == "divided" and self._maybe(0.2)):
+            options["share_parameters"] = "True"
+        if self._theme == "compressed":
+            options["compression"] = self._chance.choice(COMPRESSORS)
+            if self._maybe(0.1):
+                options = {"op": "mpisgd.Adasum"}
+        elif self._exact and not self._is_sparse and self._theme != "local" and self._maybe(0.1):
+            options["compression"] = self._chance.choice(CASTS)
+        if self._theme != "local":
+            self._choose_reduction(options)
+        if self._maybe(0.25):
+            options["backward_passes_per_step"] = self._chance.choice("23")
+        if self._maybe(0.4):
+            options["bucket_cap_bytes"] = self._chance.choice(("1", "64", "1000"))
+        if self._maybe(0.3):
+            options["overlap"] = (
+                "False" if self._theme == "several" else self._chance.choice(("True", "False"))
+            )
+        return options
+
+    def _choose_reduction(self, options: dict[str, str]) -> None:
+        if self._theme not in ("compressed", "several") and self._maybe(0.15):
+            options["op"] = "mpisgd.ReduceOp.SUM"
+        elif "op" not in options and self._maybe(0.1):
+            options["gradient_predivide_factor"] = self._chance.choice(("2.0", "0.5"))
+        if self._maybe(0.1):
+            options["error_if_nonfinite"] = "True"
+        if self._maybe(0.1):
+            options["check_in_sync_every"] = "2"
+
+    # -- what happens -------------------------------------------------------------------------------
+
+    def _events(self, layers: Sequence[Layer], optimizers: Sequence[Optimizer]) -> tuple[Event, ...]:
+        events: list[Event] = []
+        late = sorted(set(range(len(layers))) - {i for o in optimizers for i in o.layers})
+        for _ in range(self._chance.choice((2, 3, 4, 5, 6))):
+            events += self._between(layers, late)
+            events += self._step(optimizers)
+        return tuple(events)
+
+    def _between(self, layers: Sequence[Layer], late: list[int]) -> list[Event]:
+        """Return what happens between two steps."""
+        events: list[Event] = []
+        if late and self._maybe(0.4):
+            events.append(AddGroup(late.pop()))
+        if len(layers) > 1 and self._maybe(0.15):
+            events.append(SetFrozen(self._chance.randrange(1, len(layers)), self._maybe(0.6)))
+        if self._maybe(0.12):
+            events.append(Reload(self._maybe(0.7)))
+        if self._maybe(0.08):
+            events.append(SetRate(0.5))
+        if self._maybe(0.06):
+            events += [ZeroGrad(), FailedBackward((self._next(),))]
+        return events
+
+    def _next(self) -> int:
+        self._data += 1
+        return self._data
+
+    def _step(self, optimizers: Sequence[Optimizer]) -> list[Event]:
+        """Return a step with what belongs to it; gradients are reset first where they must be."""
+        keeps = self._exact or optimizers[0].sums or self._theme in ("divided", "shared", "compressed")
+        events: list[Event] = []
+        if keeps or self._maybe(0.8):
+            by_model = self._maybe(0.15)
+            events.append(ZeroGrad(self._maybe(0.7) or (by_model and keeps), by_model))
+        passes = min(optimizer.passes for optimizer in optimizers)
+        count = self._chance.choice((passes, passes, passes, 1, max(1, passes - 1)))
+        if not keeps and self._maybe(0.15):
+            count += 1
+        muted = self._maybe(0.15)
+        skipped = self._skipped() if count <= passes else ()
+        for number in range(count):
+            if muted and self._maybe(0.6):
+                events.append(Backward((self._next(),), no_sync=True))
+            events.append(Backward((self._next(),), skipped if number == count - 1 else (), False))
+        is_reduced = count % passes == 0
+        if muted and not (keeps and is_reduced) and self._maybe(0.3):
+            events.append(Backward((self._next(),), no_sync=True))
+        events += self._clip(is_whole=not skipped)
+        return [*events, *[Step()] * (2 if not keeps and self._maybe(0.05) else 1)]
+
+    def _skipped(self) -> tuple[int, ...]:
+        if self._ranks == 1 or not self._maybe(0.15):
+            return ()
+        ranks = list(range(self._ranks))
+        return tuple(sorted(self._chance.sample(ranks, self._chance.randrange(1, self._ranks))))
+
+    def _clip(self, *, is_whole: bool) -> list[Event]:
+        events: list[Event] = []
+        if self._maybe(0.15):
+            events.append(Synchronize())
+        if self._is_sparse or self._has_empty or not self._maybe(0.25):
+            return events
+        norm = float("inf") if self._exact else self._chance.choice((2.0, 2.0, 1.0, float("inf")))
+        by_torch = is_whole and self._theme in ("plain", "compressed", "several") and self._maybe(0.4)
+        return [*events, Clip(self._chance.choice((0.5, 0.125)), norm, by_torch)]

@@ -1,0 +1,234 @@
+"""`python_text`: a program as a Python program of a few lines, which needs mpisgd's public API alone.
+
+It trains on all ranks and, where the program has a reference in one process, once more with plain torch,
+and prints both. What does not occur in the program is not in the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fuzzing import program as events
+from fuzzing.execute import has_reference
+from fuzzing.program import Event, Layer, Optimizer, Program
+from fuzzing.variants import ranks_agree
+
+__all__ = ["python_text"]
+
+INTEGERS = "((i * (i + key) + 5 * key) % 7 - 3)"
+COSINES = "torch.cos(i * (0.7 + key % 11) + key)"
+USERS = {
+    "first": "rank == 0",
+    "last": "rank == {last}",
+    "turns": "data % {size} == rank",
+    "others": "data % {size} != rank",
+}
+RAISES = """
+class Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ArithmeticError
+"""
+
+
+def python_text(program: Program) -> str:
+    """Return the text; what starts it is in its first line."""
+    compares = has_reference(program) and ranks_agree(program)
+    environment = f"MPISGD_RANKS_PER_HOST={program.ranks_per_host} " if program.ranks_per_host else ""
+    lines = [
+        f"# {environment}mpirun -n {program.ranks} --oversubscribe python THIS_FILE",
+        *("import contextlib", "import copy", "import math", "", "import torch", "from torch import nn", ""),
+        *("import mpisgd", "", "mpisgd.init(timeout_s=10)"),
+        *_group(program),
+    ]
+    if any(isinstance(event, events.FailedBackward) for event in program.events):
+        lines += ["", *RAISES.splitlines()]
+    lines += ["", "", "def numbers(shape, key):", "    i = torch.arange(math.prod(shape))"]
+    lines += [f"    return {INTEGERS if program.exact else COSINES}.double().reshape(shape)", "", ""]
+    lines += ["def train(ranks, weight, wraps):", *_indented(_body(program), 1), "", ""]
+    weight = 1 if program.optimizers[0].sums else program.ranks
+    lines += [f"mine = train([mpisgd.rank()], {weight}, True)"]
+    lines += [f"right = train(range({program.ranks}), 1, False)"] if compares else []
+    lines += [f"print(mpisgd.rank(), mine{', right' if compares else ''})"]
+    return "\n".join(lines)
+
+
+def _indented(lines: Iterator[str] | list[str], levels: int) -> list[str]:
+    return ["    " * levels + line if line else "" for line in lines]
+
+
+def _group(program: Program) -> list[str]:
+    if program.group == "world":
+        return []
+    ranks = range(program.ranks)
+    return [f"group = mpisgd.new_group({list(ranks[::-1] if program.group == 'reversed' else ranks)})"]
+
+
+def _body(program: Program) -> Iterator[str]:
+    """Yield the lines of `train`."""
+    for place, layer in enumerate(program.layers):
+        values = f"numbers({layer.shape}, {1000 + place}){_cast(layer)}"
+        values += ".t().contiguous().t()" if layer.transposed else ""
+        yield f"p{place} = nn.Parameter({values}{', requires_grad=False' if layer.frozen else ''})"
+    yield from _make_optimizers(program)
+    late = {event.layer for event in program.events if isinstance(event, events.AddGroup)}
+    yield from (f"has_{place} = False" for place in sorted(late))
+    yield from _loss(program, late)
+    yield "def backward(*batches, skipped=()):"
+    yield "    losses = [loss(rank, data) for rank in ranks if rank not in skipped for data in batches]"
+    yield "    exist = [each for each in losses if each is not None and each.requires_grad]"
+    yield "    if exist:"
+    yield "        (sum(exist) * weight).backward()"
+    yield ""
+    for event in program.events:
+        yield from _event(program, event)
+    yield f"return [{', '.join(f'p{place}.tolist()' for place in range(len(program.layers)))}]"
+
+
+def _cast(layer: Layer) -> str:
+    return "" if layer.dtype == "float64" else f".to(torch.{layer.dtype})"
+
+
+def _loss(program: Program, late: set[int]) -> Iterator[str]:
+    covered = late | {place for optimizer in program.optimizers for place in optimizer.layers}
+    yield ""
+    yield "def loss(rank, data):"
+    yield "    total = None"
+    for place, layer in enumerate(program.layers):
+        if layer.used_by == "none" or place not in covered:
+            continue
+        conditions = [f"has_{place}"] if place in late else []
+        if layer.used_by != "all":
+            conditions.append(USERS[layer.used_by].format(last=program.ranks - 1, size=program.ranks))
+        levels = 1
+        if conditions:
+            yield f"    if {' and '.join(conditions)}:"
+            levels = 2
+        for use in range(layer.times):
+            yield from _indented(list(_part(program, place, layer, use)), levels)
+    yield "    return total"
+    yield ""
+
+
+def _part(program: Program, place: int, layer: Layer, use: int) -> Iterator[str]:
+    yield f"key = {program.seed % 1000 + 3 * place + 101 * use} + 31 * rank + 17 * data"
+    if layer.kind == "dense":
+        numel, product = 1, f"p{place} * numbers({layer.shape}, key){_cast(layer)}"
+        for length in layer.shape:
+            numel *= length
+    else:
+        rows, width = layer.shape
+        numel = 4 * width
+        sparse = {"embedding": "False", "sparse": "True"}.get(layer.kind, "data % 2 == 0")
+        yield f"rows = (torch.arange(4) * (key % 3 + 1) + key) % {rows}"
+        looked_up = f"nn.functional.embedding(rows, p{place}, sparse={sparse})"
+        product = f"{looked_up} * numbers((4, {width}), key){_cast(layer)}"
+    part = f"({product}).sum().double()"
+    if program.exact:
+        yield f"total = {part} if total is None else total + {part}"
+    else:
+        yield f"part = {part} / {max(1, numel)}"
+        yield "total = part if total is None else torch.tanh(total / 2 + part)"
+
+
+def _make_optimizers(program: Program) -> Iterator[str]:
+    for place, optimizer in enumerate(program.optimizers):
+        late = [
+            event.layer
+            for event in program.events
+            if isinstance(event, events.AddGroup) and event.optimizer == place
+        ]
+        yield f"groups_{place} = {_groups(program, optimizer)}"
+        yield f"def make_{place}():"
+        settings = "".join(f", {name}={value!r}" for name, value in optimizer.settings)
+        yield f"    opt = torch.optim.{optimizer.name}(groups_{place}{settings})"
+        options = [f"{name}={text}" for name, text in optimizer.options]
+        options += ["group=group"] if program.group != "world" else []
+        if optimizer.names != "none":
+            layers = sorted({*optimizer.layers, *late})
+            pairs = ", ".join(f"({f'layers.{i}'!r}, p{i})" for i in layers)
+            options.append(f"named_parameters=[{pairs}]")
+        wrapped = f"mpisgd.DistributedOptimizer({', '.join(['opt', *options])})"
+        yield f"    return {wrapped} if wraps else opt"
+        yield (
+            f"opts = [{', '.join(f'make_{i}()' for i in range(place + 1))}]"
+            if place + 1 == len(program.optimizers)
+            else ""
+        )
+
+
+def _groups(program: Program, optimizer: Optimizer) -> str:
+    rate = dict(optimizer.settings)["lr"]
+    groups = []
+    for scaled, factor in ((False, 1.0), (True, 0.5)):
+        layers = [f"p{i}" for i in optimizer.layers if program.layers[i].scaled is scaled]
+        if layers:
+            groups.append(f"{{'params': [{', '.join(layers)}], 'lr': {rate * factor}}}")
+    return f"[{', '.join(groups)}]"
+
+
+def _event(program: Program, event: Event) -> Iterator[str]:
+    """Yield the lines of an event."""
+    waits = any("overlap_forward" in optimizer.option("strategy") for optimizer in program.optimizers)
+    match event:
+        case events.Backward():
+            skipped = f", skipped={event.skipped}" if event.skipped else ""
+            call = f"backward({', '.join(map(str, event.data))}{skipped})"
+            if event.no_sync:
+                yield "with contextlib.ExitStack() as stack:"
+                yield "    [stack.enter_context(opt.no_sync()) for opt in opts if wraps]"
+                yield f"    {call}"
+            else:
+                yield call
+        case events.FailedBackward():
+            yield "with contextlib.suppress(ArithmeticError):"
+            yield f"    raises = Raises.apply(p{program.optimizers[0].layers[0]}.double().sum())"
+            parts = ", ".join(f"loss(ranks[0], {data})" for data in event.data)
+            yield f"    sum([raises, {parts}]).backward() if wraps else None"
+            yield "[opt.zero_grad() for opt in opts]"
+        case events.Step():
+            yield "[opt.step() for opt in opts]"
+            if waits:
+                yield "[opt.synchronizer.wait() for opt in opts if wraps]"
+        case events.ZeroGrad():
+            if event.by_model:
+                params = ", ".join(f"p{i}" for i in range(len(program.layers)))
+                yield f"nn.ParameterList([{params}]).zero_grad(set_to_none={event.set_to_none})"
+            else:
+                yield f"[opt.zero_grad(set_to_none={event.set_to_none}) for opt in opts]"
+        case events.Clip():
+            yield "for opt in opts:"
+            arguments = f"{event.max_norm}, {event.norm_type!r}".replace("inf", "math.inf")
+            params = "[p for group in opt.param_groups for p in group['params']]"
+            torchs = f"nn.utils.clip_grad_norm_({params}, {arguments})"
+            yield (
+                f"    {torchs}"
+                if event.by_torch
+                else (f"    opt.clip_grad_norm_({arguments}) if wraps else {torchs}")
+            )
+        case events.Synchronize():
+            yield "[opt.synchronize() for opt in opts if wraps]"
+        case events.SetFrozen():
+            yield f"p{event.layer}.requires_grad_({not event.frozen})"
+        case events.AddGroup():
+            rate = dict(program.optimizers[event.optimizer].settings)["lr"]
+            yield f"has_{event.layer} = True"
+            yield f"groups_{event.optimizer}.append({{'params': [p{event.layer}], 'lr': {rate}}})"
+            added = f"{{'params': [p{event.layer}], 'lr': {rate}}}"
+            yield f"opts[{event.optimizer}].add_param_group({added})"
+        case events.Reload():
+            yield "states = copy.deepcopy([opt.state_dict() for opt in opts])"
+            made = ", ".join(f"make_{i}()" for i in range(len(program.optimizers)))
+            if event.clears:
+                yield "opts.clear()"
+            yield f"opts = [{made}]"
+            yield "[opt.load_state_dict(state) for opt, state in zip(opts, states)]"
+            yield "[opt.zero_grad() for opt in opts]"
+        case events.SetRate():
+            yield "for opt in opts:"
+            yield "    for group in opt.param_groups:"
+            yield f"        group['lr'] *= {event.factor}"

@@ -1,0 +1,54 @@
+"""`try_out`: run a program on this rank together with the others, and say what became of it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+
+from fuzzing.compare import Outcome, Verdict, judge, observe
+from fuzzing.contract import may_be_refused
+from fuzzing.execute import Run, execute, has_reference
+from fuzzing.program import Program
+from fuzzing.variants import ranks_agree, variants
+
+__all__ = ["conclude", "reference_of", "see", "try_out"]
+
+VARIANTS_EVERY = 6  # of the programs that have a reference
+
+
+def try_out(program: Program, rank: int, all_gather: Callable[[Outcome], list[Outcome]]) -> Verdict:
+    """Return what becomes of a program, the same on all ranks. Collective.
+
+    Args:
+        program: which is run.
+        rank: this one.
+        all_gather: brings what each rank has seen to all; it must not depend on what is being tested.
+    """
+    outcome = see(program, reference_of(program, rank))
+    gc.collect()  # optimizers that only a reference cycle keeps end here, on all ranks alike
+    return conclude(program, all_gather(outcome))
+
+
+def reference_of(program: Program, rank: int) -> Run | None:
+    """Return what one process computes, None where there is nothing to compare with."""
+    return execute(program, False, rank) if has_reference(program) else None
+
+
+def conclude(program: Program, outcomes: Sequence[Outcome]) -> Verdict:
+    """Return what became of a program, from what each of its ranks has seen."""
+    return judge(outcomes, ranks_agree=ranks_agree(program), may_be_refused=may_be_refused(program))
+
+
+def see(program: Program, reference: Run | None) -> Outcome:
+    """Run a program and, where that says more, its variants; return what this rank has seen. Collective.
+
+    Without a reference the variants are all there is to compare with.
+    """
+    run = execute(program, True)
+    others: list[tuple[str, Run]] = []
+    if run.failure is None and (reference is None or program.seed % VARIANTS_EVERY == 0):
+        for name, variant in variants(program):
+            others.append((name, execute(variant, True)))
+            if others[-1][1].failure is not None:
+                break
+    return observe(program, run, reference, others)

@@ -1,0 +1,60 @@
+"""Other ways to say the same: what must not change the bits of a program, with or without a reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from fuzzing.program import Backward, Event, Optimizer, Program, Reload, ZeroGrad
+
+__all__ = ["ranks_agree", "variants"]
+
+CAST_STATE = ("NAdam",)  # torch casts a float32 of its state to the parameter's dtype, when it is loaded
+# They draw by place in a bucket, and the first plan of a new optimizer may have another order.
+DRAW_BY_PLACE = ("RandomK", "QSGD", "TernGrad", "Natural")
+APART = ("LocalSGD", "DiLoCo", "ElasticAveraging", "Gossip")
+
+
+def ranks_agree(program: Program) -> bool:
+    """Return whether all ranks have the same parameters after every event."""
+    strategies = [optimizer.option("strategy") for optimizer in program.optimizers]
+    return not any(name in strategy for strategy in strategies for name in APART)
+
+
+def variants(program: Program) -> Iterator[tuple[str, Program]]:
+    """Yield programs that must end with the same bits, each with a word for what was changed."""
+    yield "repeated", program
+    reloads = any(isinstance(event, Reload) for event in program.events)
+    if reloads and not any(_differs_when_loaded(optimizer) for optimizer in program.optimizers):
+        yield "not interrupted", replace(program, events=tuple(_without_reloads(program)))
+    renamed = [replace(o, names="other" if o.names == "model" else "model") for o in program.optimizers]
+    yield "renamed", replace(program, optimizers=tuple(renamed))
+    if (joined := _joined(program.events)) != program.events and program.exact:
+        yield "joined", replace(program, events=joined)
+
+
+def _differs_when_loaded(optimizer: Optimizer) -> bool:
+    compression = optimizer.option("compression")
+    return optimizer.name in CAST_STATE or any(name in compression for name in DRAW_BY_PLACE)
+
+
+def _without_reloads(program: Program) -> Iterator[Event]:
+    for event in program.events:
+        yield ZeroGrad() if isinstance(event, Reload) else event
+
+
+def _joined(events: tuple[Event, ...]) -> tuple[Event, ...]:
+    """Return the events with each pass inside `no_sync()` joined with the pass that follows it."""
+    done: list[Event] = []
+    for event in events:
+        before = done[-1] if done else None
+        if (
+            isinstance(event, Backward)
+            and isinstance(before, Backward)
+            and before.no_sync
+            and before.skipped == event.skipped
+        ):
+            done[-1] = replace(event, data=(*before.data, *event.data))
+        else:
+            done.append(event)
+    return tuple(done)

@@ -1,0 +1,128 @@
+"""Random programs as data: drawn alike everywhere, read back from their text, shrunk."""
+
+from __future__ import annotations
+
+import pytest
+from fuzzing.compare import Outcome, judge
+from fuzzing.contract import may_be_refused, violation
+from fuzzing.draw import draw
+from fuzzing.execute import Failure, execute, has_reference
+from fuzzing.program import (
+    Backward,
+    Clip,
+    Layer,
+    Optimizer,
+    Program,
+    Reload,
+    Step,
+    Synchronize,
+    ZeroGrad,
+    parse,
+)
+from fuzzing.python_text import python_text
+from fuzzing.shrink import shrink
+from fuzzing.variants import variants
+
+SEEDS = range(200)
+ONE_LAYER = (Layer(),)
+
+
+def program(*events, ranks=2, layers=ONE_LAYER, **options) -> Program:
+    optimizer = Optimizer(layers=tuple(range(len(layers))), options=tuple(options.items()))
+    return Program(0, ranks, 0, True, layers, (optimizer,), events)
+
+
+def test_a_seed_gives_the_same_program_on_every_machine():
+    text = "\n".join(repr(draw(seed)) for seed in SEEDS)
+    assert text == "\n".join(repr(draw(seed)) for seed in SEEDS)
+    assert draw(7, 3, 0) == draw(7, 3, 0)
+    assert len({repr(draw(seed)) for seed in SEEDS}) == len(SEEDS)
+
+
+def test_the_text_of_a_program_is_read_back():
+    for seed in SEEDS:
+        assert parse(repr(draw(seed))) == draw(seed)
+
+
+def test_what_is_drawn_keeps_to_the_contract():
+    assert not any(violation(draw(seed)) for seed in SEEDS)
+
+
+def test_most_programs_have_a_reference_that_runs():
+    programs = [draw(seed) for seed in SEEDS[:50] if has_reference(draw(seed))]
+    assert len(programs) > 25
+    assert [each.seed for each in programs if execute(each, False).failure] == []
+
+
+@pytest.mark.parametrize(
+    ("events", "rule"),
+    [
+        ([Synchronize(), Backward((1,), skipped=(0,))], "is not told"),
+        ([Backward((1,), skipped=(0,)), Backward((2,))], "some ranks only"),
+        ([Backward((1,), skipped=(0,)), ZeroGrad()], "take part"),
+        ([Backward((1,), no_sync=True), Clip(1.0, float("inf"), by_torch=True)], "not reduced"),
+        ([Backward((1,)), Clip(1.0)], "rounded"),
+        ([Backward((1,), skipped=(5,))], "no such rank"),
+    ],
+)
+def test_what_a_program_must_not_do_is_named(events, rule):
+    assert rule in violation(program(*events))
+
+
+def test_a_refusal_is_expected_where_reduced_gradients_are_added_to():
+    twice = [Backward((1,)), Backward((2,)), Step()]
+    assert not may_be_refused(program(*twice))
+    assert may_be_refused(program(*twice, op="mpisgd.ReduceOp.SUM"))
+    assert not may_be_refused(program(Backward((1,)), ZeroGrad(), *twice[1:], op="mpisgd.ReduceOp.SUM"))
+
+
+def test_shrinking_keeps_what_fails_and_no_more():
+    layers = (Layer(), Layer(shape=(129,), used_by="first"), Layer(kind="embedding", shape=(5, 2)))
+    events = [
+        ZeroGrad(),
+        Backward((1,)),
+        Step(),
+        Reload(),
+        Backward((2,), no_sync=True),
+        Backward((3,)),
+        Step(),
+    ]
+    big = program(*events, ranks=3, layers=layers, bucket_cap_bytes="64", overlap="True")
+
+    def kind(each: Program) -> str:
+        reloads = any(isinstance(event, Reload) for event in each.events)
+        return "values" if reloads and each.optimizers[0].option("overlap") else "ok"
+
+    small = shrink(big, "values", kind, max_runs=500)
+    assert small.events == (Reload(),)
+    assert small.optimizers[0].options == (("overlap", "True"),)
+    assert small.layers == (Layer(shape=(1,)),)
+    assert small.ranks == 1
+
+
+def test_the_python_text_is_python():
+    for seed in SEEDS:
+        compile(python_text(draw(seed)), "program", "exec")
+
+
+def test_variants_are_other_programs_that_say_the_same():
+    resumed = program(Backward((1,), no_sync=True), Backward((2,)), Step(), Reload(), Backward((3,)), Step())
+    found = dict(variants(resumed))
+    assert found["joined"].events[0] == Backward((1, 2))
+    assert not any(isinstance(event, Reload) for event in found["not interrupted"].events)
+    assert found["repeated"] == resumed
+
+
+def test_the_verdict_is_that_of_all_ranks():
+    fine, other = Outcome(((0, "a"),)), Outcome(((0, "b"),))
+    assert judge([fine, fine], ranks_agree=True).kind == "ok"
+    assert judge([fine, other], ranks_agree=True).kind == "bits"
+    assert judge([fine, other], ranks_agree=False).kind == "ok"
+    refused = Outcome((), failure=Failure(-1, "InvalidArgument", "no"))
+    assert judge([refused, refused], ranks_agree=True).kind == "refused"
+    assert judge([refused, fine], ranks_agree=True).kind == "error InvalidArgument"
+    later = Outcome((), failure=Failure(2, "InvalidArgument", "no"))
+    assert judge([later, later], ranks_agree=True, may_be_refused=True).kind == "refused"
+    assert judge([later, later], ranks_agree=True, may_be_refused=False).kind == "error InvalidArgument"
+    waits = Outcome((), failure=Failure(2, "CollectiveTimeout", "waits"))
+    assert not judge([refused, waits], ranks_agree=True).is_healthy
