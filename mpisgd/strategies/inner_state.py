@@ -17,7 +17,8 @@ def complete_states(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], 
 
     Args:
         optimizer: where a rank has no state of a parameter and another one has, it is given one: zeros, and
-            what is no such tensor, as a count of steps is, as the first rank has it that has any.
+            what is no such tensor, as a count of steps is, as the first rank has it that has any. Where the
+            ranks have an entry in several dtypes, all get it in the one that these promote to.
         params: its parameters.
         group: the ranks.
     """
@@ -25,9 +26,15 @@ def complete_states(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], 
     told: list[Any] = [None] * group.size
     all_gather_object(told, mine, group)
     for place, param in enumerate(params):
-        found: dict[str, Any] = next((of_one[place] for of_one in told if of_one[place]), {})
-        if found and not mine[place]:
-            optimizer.state[param].update({name: _made(entry, param) for name, entry in found.items()})
+        outlines: list[dict[str, Any]] = [of_one[place] for of_one in told if of_one[place]]
+        if not outlines:
+            continue
+        state = optimizer.state[param]
+        if not mine[place]:
+            state.update({name: _made(entry, param) for name, entry in outlines[0].items()})
+        for name, dtype in _common_dtypes(outlines).items():
+            if _is_elementwise(state.get(name), param):
+                state[name] = state[name].to(dtype)
     return [
         value
         for param in params
@@ -47,3 +54,17 @@ def _outline(state: dict[str, Any], param: Tensor) -> dict[str, Any]:
 
 def _made(entry: Any, param: Tensor) -> Any:
     return torch.zeros_like(param, dtype=entry) if isinstance(entry, torch.dtype) else entry
+
+
+def _common_dtypes(outlines: Sequence[dict[str, Any]]) -> dict[str, torch.dtype]:
+    """Return a dtype for each entry that is averaged, the same on all ranks.
+
+    They differ where some ranks have loaded the state: torch casts what it loads to the dtype of its
+    parameter, also where the optimizer has made it in another one, as ASGD makes its scalars.
+    """
+    dtypes: dict[str, torch.dtype] = {}
+    for outline in outlines:
+        for name, entry in outline.items():
+            if isinstance(entry, torch.dtype):
+                dtypes[name] = torch.promote_types(dtypes.get(name, entry), entry)
+    return dtypes

@@ -9,7 +9,10 @@ from fuzzing.program import Backward, Event, Optimizer, Program, Reload, ZeroGra
 
 __all__ = ["ranks_agree", "variants"]
 
-CAST_STATE = ("NAdam",)  # torch casts a float32 of its state to the parameter's dtype, when it is loaded
+# Torch casts a float32 of their state to the parameter's dtype, when it is loaded: the next value of the one
+# differs then, and the mean over the ranks of the other.
+CAST_STATE = ("NAdam",)
+CAST_MEAN = ("ASGD",)
 # They draw by place in a bucket, and the first plan of a new optimizer may have another order.
 DRAW_BY_PLACE = ("RandomK", "QSGD", "TernGrad", "Natural")
 APART = ("LocalSGD", "DiLoCo", "ElasticAveraging", "Gossip")
@@ -35,7 +38,10 @@ def variants(program: Program) -> Iterator[tuple[str, Program]]:
 
 def _differs_when_loaded(optimizer: Optimizer) -> bool:
     compression = optimizer.option("compression")
-    return optimizer.name in CAST_STATE or any(name in compression for name in DRAW_BY_PLACE)
+    averages = "average_state=True" in optimizer.option("strategy")
+    if optimizer.name in CAST_STATE or (averages and optimizer.name in CAST_MEAN):
+        return True
+    return any(name in compression for name in DRAW_BY_PLACE)
 
 
 def _without_reloads(program: Program) -> Iterator[Event]:
