@@ -65,11 +65,13 @@ class PieceUpdate:
             except Exception as error:
                 self._error = error
         for piece in batch:
-            piece.grad = piece.tensor.grad = None
+            piece.grad = None
 
     @torch.no_grad()
     def _update(self, batch: list[Piece]) -> None:
         groups = self._optimizer.param_groups
+        # Where a piece is a parameter, every rank sees that this one has a gradient; so does its owner.
+        seen = [piece.tensor.grad for piece in batch]
         self._refresh_masters(batch)
         for piece in batch:
             piece.show_grad()
@@ -81,6 +83,8 @@ class PieceUpdate:
         finally:
             for group in groups:
                 group["params"].clear()
+            for piece, grad in zip(batch, seen, strict=True):
+                piece.tensor.grad = grad
         for piece in batch:
             piece.write_back()
 

@@ -19,6 +19,7 @@ from fuzzing.draw import draw
 from fuzzing.mpirun_backend import MpirunBackend
 from fuzzing.program import Program, parse
 from fuzzing.python_text import python_text
+from fuzzing.schedules import run_schedules
 from fuzzing.shrink import shrink
 from fuzzing.threads_backend import ThreadsBackend
 
@@ -122,6 +123,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="scripts/fuzz", description=__doc__.splitlines()[0])
     parser.add_argument("--programs", type=int, default=100, help="how many (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the first one; the next ones count on")
+    parser.add_argument("--schedules", type=int, help="instead, so many of the engine; see schedules.py")
     parser.add_argument("--only", type=int, help="run the program of this seed alone")
     parser.add_argument("--text", help="run the program of this text, as it is printed after a shrunk one")
     parser.add_argument("--ranks", type=int, help="of every program; by default 1 to 3, drawn")
@@ -135,6 +137,8 @@ def main(words: Sequence[str] | None = None) -> int:
         "--refusals", action="store_true", help="print for what reasons programs were refused"
     )
     chosen = parser.parse_args(words)
+    if chosen.schedules:
+        return int(run_schedules(range(chosen.seed, chosen.seed + chosen.schedules)) > 0)
     seeds = range(chosen.seed, chosen.seed + chosen.programs)
     if chosen.only is not None:
         seeds = range(chosen.only, chosen.only + 1)

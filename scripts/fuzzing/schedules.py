@@ -1,6 +1,6 @@
 """The engine under random schedules: operations, callbacks, groups, threads, messages, in random order.
 
-    python scripts/fuzzing/schedules.py --schedules 10000 --seed 1
+    ./scripts/fuzz --schedules 10000 --seed 1
 
 A seed draws what the ranks do and in which order they run. Each value is compared with what it must be; at
 the end nothing may be left over. Ranks are threads of this process (`mpisgd.job.threads_as_ranks`).
@@ -8,9 +8,7 @@ the end nothing may be left over. Ranks are threads of this process (`mpisgd.job
 
 from __future__ import annotations
 
-import argparse
 import random
-import sys
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,7 +20,7 @@ from mpisgd.core import scheduling, wait_registry
 from mpisgd.core.inheriting_thread import InheritingThread
 from mpisgd.job.threads_as_ranks import run_ranks
 
-__all__ = ["Act", "Schedule", "check", "draw"]
+__all__ = ["Act", "Schedule", "check", "draw", "run_schedules"]
 
 KINDS = ("sum", "broadcast", "gather", "barrier", "callback", "message", "thread", "mismatch", "group")
 WEIGHTS = (8, 3, 3, 2, 3, 4, 2, 1, 2)
@@ -241,22 +239,14 @@ def check(seed: int) -> str:
     return f"waits were left over: {left}" if left else ""
 
 
-def main() -> int:
-    """Run many, and print those that went wrong."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--schedules", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+def run_schedules(seeds: range) -> int:
+    """Run many, print those that went wrong, and return how many these were."""
     began_s, wrong = time.monotonic(), 0
-    for seed in range(options.seed, options.seed + options.schedules):
+    for seed in seeds:
         if said := check(seed):
             wrong += 1
             print(f"seed {seed}: {said}\n    {draw(seed)}", flush=True)
     took_s = time.monotonic() - began_s
-    rate = options.schedules / took_s
-    print(f"{options.schedules} schedules, {wrong} wrong, {took_s:.0f} s, {rate:.1f} a second")
-    return int(wrong > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    rate = len(seeds) / took_s
+    print(f"{len(seeds)} schedules in {took_s:.1f} s, {rate:.1f} per second; {wrong} failed")
+    return wrong

@@ -237,10 +237,11 @@ class ShardedReducer(GradientReducer):
     def stand_in_again(self) -> None:
         """Hide the gradients of this rank's whole parameters, which the optimizer has seen."""
         for piece in self._parameters.pieces:
+            index = piece.members[0].param
             if piece.layout is None or piece.target is not None:
                 piece.tensor.grad = None
-            elif piece.tensor.grad is not None and self._stands_in:
-                piece.tensor.grad = self._sharded[piece.members[0].param]
+            elif self._stands_in and index < len(self._exists) and self._exists[index]:
+                piece.tensor.grad = self._sharded[index]
 
     def stands_in(self) -> bool:
         """Return whether parameters have sharded gradients; the same on every rank."""

@@ -11,6 +11,7 @@ from fuzzing.program import (
     Optimizer,
     Program,
     Step,
+    Synchronize,
     ZeroGrad,
 )
 from fuzzing.try_out import try_out
@@ -75,3 +76,24 @@ def test_a_reset_to_zero_leaves_sparse_gradients_sparse(options):
 def test_diloco_takes_parameters_without_elements_at_the_end():
     optimizer = Optimizer(layers=(0, 1), options=(("strategy", "mpisgd.DiLoCo(2)"),))
     check(Backward((1,)), Step(), Step(), layers=[Layer(), Layer(shape=(0,))], optimizers=[optimizer])
+
+
+# Seeds 243 and 30272. After its update a piece that is a whole parameter had no gradient any more on its
+# owner, and one on all others: they published different parameters.
+
+
+@pytest.mark.parametrize("options", [("share_parameters", "True"), ("strategy", "mpisgd.Sharded()")], ids=str)
+def test_a_whole_parameter_keeps_its_gradient_after_the_step(options):
+    optimizer = Optimizer(layers=(0,), options=(options,))
+    events = [Backward((1,)), Step(), Synchronize(), ZeroGrad(), Backward((2,)), Step()]
+    check(*events, layers=[Layer(shape=(0,))], optimizers=[optimizer])
+
+
+# Seed 2413. The same of a table that had sparse gradients, and is reset to zero.
+
+
+def test_a_table_that_was_sparse_is_reset_to_zero():
+    optimizer = Optimizer(layers=(0,), options=(("strategy", "mpisgd.Sharded()"),))
+    events = [Backward((1,)), Step(), AddGroup(1), ZeroGrad(set_to_none=False), Step(), ZeroGrad()]
+    layers = [Layer(kind="sparse", shape=(11, 3)), Layer()]
+    check(*events, Backward((2,)), Step(), layers=layers, optimizers=[optimizer])
