@@ -12,6 +12,9 @@ zero, and what the ranks that saved nothing had not sent yet is lost. What is al
 counts of steps) is taken over everywhere. Where the ranks change in a running job (`rebuild`), each keeps its
 own, and that of a rank that is gone is lost.
 
+What is drawn at random, or chosen in a bucket as a whole, depends on where the elements lie. So the order in
+which gradients are packed, which was observed, is kept, too: the entry "place" of each parameter, alike.
+
 It is a part of the state of a strategy; see `mpisgd.method_state`.
 """
 
@@ -29,6 +32,8 @@ from mpisgd.gradients.bucketing import Bucket
 from mpisgd.method_state import Pieces, copied
 
 __all__ = ["CompressionState", "ReducedBucket"]
+
+PLACE = "place"  # of a parameter in the order of packing
 
 Entries = dict[str, dict[str, Any]]  # by parameter or bucket, then by name
 
@@ -98,6 +103,12 @@ class _Kept:
             state[name] = listed if is_list else values[0]
         return state
 
+    def take_order(self) -> tuple[int, ...]:
+        """Return the order of packing, of which nothing stays here; () where there is none."""
+        places = {key: entries.pop(PLACE) for key, entries in self.alike.items() if PLACE in entries}
+        self.alike = defaultdict(dict, {key: entries for key, entries in self.alike.items() if entries})
+        return tuple(int(key) for key in sorted(places, key=places.__getitem__))
+
     def pieces(self) -> Pieces:
         """Return it by whose it is, without what is empty."""
         parts = {"own": self.own, "led": self.led, "whole": self.whole}
@@ -105,9 +116,14 @@ class _Kept:
 
 
 class CompressionState:
-    """States of bucket reducers, by parameter."""
+    """States of bucket reducers, by parameter.
+
+    Attributes:
+        order: in which tensors are packed, by their numbers, where that was observed and matters; else ().
+    """
 
     def __init__(self) -> None:
+        self.order: tuple[int, ...] = ()
         self._slots: Sequence[ReducedBucket] = ()
         self._waiting = _Kept({}, {})  # of parameters that are in no bucket now
 
@@ -140,12 +156,16 @@ class CompressionState:
     # -- as a part of a method's state: see `mpisgd.method_state.Part` -----------------------------
 
     def pieces(self) -> Pieces:
-        """Return this rank's states; nothing where no reducer keeps anything."""
-        return self._gathered().pieces()
+        """Return this rank's states, and the order of packing; nothing where nothing is kept."""
+        kept = self._gathered()
+        for place, index in enumerate(self.order):
+            kept.alike[str(index)][PLACE] = place
+        return kept.pieces()
 
     def take(self, alike: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
         """Take over what `pieces()` has returned, now or as soon as there is a plan; the rest begins anew."""
         self._waiting = _Kept(copied(alike), copied(own or {}))
+        self.order = self._waiting.take_order()
         for slot in self._slots:
             slot.reducer.reset()
         self._hand_out()

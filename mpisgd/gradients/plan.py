@@ -74,6 +74,11 @@ class Plan(NamedTuple):
     sparse: frozenset[int]
     name: str
 
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The parameters that take part, in the order of packing: observed so, they are packed as here."""
+        return (*(index for slot in self.slots for index in slot.bucket.indices), *sorted(self.sparse))
+
     def fits(self, params: Sequence[Tensor]) -> bool:
         """Return whether the parameters still have the dtypes and shapes that the plan was made for."""
         return all(slot.storage.fits([params[i] for i in slot.bucket.indices]) for slot in self.slots)
@@ -98,7 +103,7 @@ def agree_on_plan(
         params: all of the optimizer's.
         covered: indices of those that take part.
         known_sparse: indices of those whose gradients were sparse once.
-        observed: the order in which gradients became ready.
+        observed: the order in which gradients became ready, or that of a plan before.
         group: the ranks.
         options: what travels, and most bytes of a bucket.
         when: which reduction of the program this is.

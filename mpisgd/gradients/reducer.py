@@ -245,19 +245,23 @@ class GradientReducer(GradientSync):
         return tuple(i for i in exist if i not in self._left_out) if self._left_out else tuple(exist)
 
     def _new_plan(self, observed: Sequence[int], when: str) -> Plan:
+        covered, state = self._coverable(), self.compression_state
+        order = self._packing_order()
         self._plan = agree_on_plan(
             self.params,
-            self._coverable(),
+            covered,
             self._known_sparse,
-            observed,
+            state.order if set(state.order) == set(covered) else observed,
             group=self.group,
             options=self.options,
             when=when,
-            order=self._packing_order(),
+            order=order,
             storage_order=self._storage_order(),
             make_slots=self._make_slots,
         )
-        self.compression_state.move_to(self._plan.slots)
+        state.move_to(self._plan.slots)
+        if order is None and any(self.options.compression.wire_dtype(p.dtype) is None for p in self.params):
+            state.order = self._plan.order  # what comes out of a bucket as a whole depends on it
         self._known_sparse = self._plan.sparse
         return self._plan
 

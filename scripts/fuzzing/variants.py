@@ -13,8 +13,6 @@ __all__ = ["ranks_agree", "variants"]
 # differs then, and the mean over the ranks of the other.
 CAST_STATE = ("NAdam",)
 CAST_MEAN = ("ASGD",)
-# They draw by place in a bucket, and the first plan of a new optimizer may have another order.
-DRAW_BY_PLACE = ("RandomK", "QSGD", "TernGrad", "Natural")
 APART = ("LocalSGD", "DiLoCo", "ElasticAveraging", "Gossip")
 
 
@@ -37,11 +35,8 @@ def variants(program: Program) -> Iterator[tuple[str, Program]]:
 
 
 def _differs_when_loaded(optimizer: Optimizer) -> bool:
-    compression = optimizer.option("compression")
     averages = "average_state=True" in optimizer.option("strategy")
-    if optimizer.name in CAST_STATE or (averages and optimizer.name in CAST_MEAN):
-        return True
-    return any(name in compression for name in DRAW_BY_PLACE)
+    return optimizer.name in CAST_STATE or (averages and optimizer.name in CAST_MEAN)
 
 
 def _without_reloads(program: Program) -> Iterator[Event]:

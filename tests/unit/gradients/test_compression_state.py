@@ -102,3 +102,19 @@ def test_nothing_loaded_begins_anew():
     state.take({}, {})
     assert reducer.state == {}
     assert state.pieces() == ({}, {})
+
+
+def test_the_order_of_packing_is_saved_beside_what_the_reducers_keep():
+    first, second = CompressionState(), CompressionState()
+    first.move_to(first_plan())
+    first.order = (1, 0, 2)
+    saved = first.pieces()
+    assert {key: entries["place"] for key, entries in saved.alike.items()} == {"1": 0, "0": 1, "2": 2}
+    second.take(saved.alike, saved.own)
+    assert second.order == (1, 0, 2)
+    assert second.pieces().alike == saved.alike
+    reducer = Keeping()
+    second.move_to(plan(((1, 0, 2), reducer)))
+    assert "place" not in reducer.state
+    second.take({}, {})
+    assert second.order == ()
