@@ -154,8 +154,13 @@ def ours(
     wrapper: Callable[..., torch.optim.Optimizer] = mpisgd.DistributedOptimizer,
     **options: Any,
 ) -> Variant:
-    """Return the step with mpisgd's optimizer, or another of its wrappers."""
+    """Return the step with mpisgd's optimizer, or another of its wrappers.
+
+    Each has a group of its own: several optimizers in one group have more to tell each other.
+    """
     training = Training(task, mpisgd.rank())
+    if wrapper is mpisgd.DistributedOptimizer:
+        options["group"] = mpisgd.new_group()
     training.distribute(wrapper, **options)
     return Timed(name, training.step, training, ours=True)
 
