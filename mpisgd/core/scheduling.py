@@ -21,6 +21,7 @@ __all__ = [
     "sleep",
     "wait_for_condition",
     "wait_for_event",
+    "wait_for_future",
 ]
 
 
@@ -84,7 +85,7 @@ def wait_for_event(event: threading.Event, limit_s: float) -> bool:
 
 
 def wait_for_future(future: "torch.futures.Future[Any]") -> Any:
-    """Wait for a future; return what it holds, or raise it."""
+    """Wait for a future of torch, such as what `then` returns; return what it holds, or raise it."""
     if (own := scheduler()) is not None:
         own.wait(future.done, float("inf"))
     return future.wait()

@@ -11,7 +11,7 @@ import torch
 
 from mpisgd import tracing
 from mpisgd.core.callbacks import Callbacks
-from mpisgd.core.scheduling import now_s, scheduler, wait_for_event, wait_for_future
+from mpisgd.core.scheduling import now_s, scheduler, wait_for_event
 from mpisgd.core.wait_registry import WaitReason, waiting_for
 from mpisgd.errors import CollectiveTimeout
 
@@ -189,7 +189,7 @@ class QueuedWork(CompletableWork):
         if self._error is not None:
             raise self._error
         if self._future is not None:
-            wait_for_future(self._future)  # it is completed right after the event is set
+            self._future.wait()  # it is completed right after the event is set
         return True
 
     def _wait_for_queue(self, timeout_s: float | None) -> bool:

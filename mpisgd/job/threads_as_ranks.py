@@ -34,7 +34,7 @@ class RankFailed(MpisgdError):
     """
 
     def __init__(self, rank: int, errors: dict[int, BaseException], seed: int) -> None:
-        super().__init__(f"rank {rank} of {len(errors)} that failed (seed {seed}): {errors[rank]!r}")
+        super().__init__(f"rank {rank} has raised (seed {seed}): {errors[rank]!r}")
         self.rank = rank
         self.errors = errors
 

@@ -107,12 +107,12 @@ def _run(program: Program, begin: Callable[[], _Joined | _LocalSGD | _Distribute
     return run
 
 
-class _Joined:
-    """One process that has the losses of all ranks."""
+class _Trained:
+    """A training and its parameters."""
 
-    def __init__(self, program: Program) -> None:
-        self._training = Training(program, range(program.ranks))
-        self.params = self._training.model.params
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self.params = training.model.params
 
     def do(self, event: Event) -> None:
         self._training.do(event)
@@ -121,7 +121,14 @@ class _Joined:
         return self._training.states()
 
 
-class _Distributed:
+class _Joined(_Trained):
+    """One process that has the losses of all ranks."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__(Training(program, range(program.ranks)))
+
+
+class _Distributed(_Trained):
     """This rank of several."""
 
     def __init__(self, program: Program) -> None:
@@ -129,14 +136,7 @@ class _Distributed:
         if program.group != "world":
             ranks = range(mpisgd.size())
             group = mpisgd.new_group(ranks[::-1] if program.group == "reversed" else ranks)
-        self._training = DistributedTraining(program, group)
-        self.params = self._training.model.params
-
-    def do(self, event: Event) -> None:
-        self._training.do(event)
-
-    def states(self) -> list[dict[str, Any]]:
-        return self._training.states()
+        super().__init__(DistributedTraining(program, group))
 
 
 class _LocalSGD:

@@ -50,13 +50,12 @@ class SeededScheduler:
 
     Attributes:
         random: draws, also for the messages between the ranks.
-        num_switches: how often the baton was handed over.
         num_events: how many messages were sent or received.
     """
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.num_switches = self.num_events = 0
+        self.num_events = 0
         self._now_s = 0.0
         self._tasks: dict[int, _Task] = {}  # of those that live, by thread; in the order of their starts
         self._starting: dict[threading.Thread, _Task] = {}
@@ -90,11 +89,6 @@ class SeededScheduler:
         if task.error is not None:
             raise task.error
         return not task.timed_out
-
-    def pause(self) -> None:
-        """Let others run, maybe."""
-        if self.knows_this_thread() and self.random.random() < 0.5:
-            self.wait(_always, FOREVER)
 
     def runs(self, thread: threading.Thread) -> bool:
         """Return whether a thread was started here and has not ended."""
@@ -152,7 +146,6 @@ class SeededScheduler:
 
     def _hand_over(self, task: _Task) -> None:
         if (chosen := self._choose()) is not task and chosen is not None:
-            self.num_switches += 1
             chosen.baton.release()
             task.baton.acquire()
         if self._stopped:
