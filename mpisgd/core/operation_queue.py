@@ -18,14 +18,10 @@ import torch
 from mpisgd import tracing
 from mpisgd.arguments import check_flag
 from mpisgd.call_site import call_site
-from mpisgd.core import wait_registry
 from mpisgd.core.callbacks import Callbacks
 from mpisgd.core.consistency import ConsistencyCheck, ConsistencyChecker, Operation
 from mpisgd.core.interfaces import DigestExchange, GroupCommunicator
 from mpisgd.core.owner import current_owner, owned_by
-from mpisgd.core.scheduling import wait_for_condition
-from mpisgd.core.service_thread import ServiceThread
-from mpisgd.core.waiting import Backoff
 from mpisgd.core.work import QueuedWork, Work
 from mpisgd.errors import (
     CollectiveMismatch,
@@ -34,6 +30,10 @@ from mpisgd.errors import (
     MpiFailed,
     MpisgdError,
 )
+from mpisgd.threads import wait_registry
+from mpisgd.threads.scheduling import wait_for_condition
+from mpisgd.threads.service_thread import ServiceThread
+from mpisgd.threads.waiting import Backoff
 
 __all__ = ["OperationQueue", "RunningOperation", "call_site", "inference_mode_of"]
 

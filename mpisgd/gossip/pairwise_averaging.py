@@ -19,14 +19,14 @@ import time
 from collections.abc import Callable
 from random import Random
 
-from mpisgd.core import wait_registry
-from mpisgd.core.inheriting_thread import InheritingThread
 from mpisgd.core.interfaces import GroupCommunicator, Request
-from mpisgd.core.wait_registry import WaitReason
-from mpisgd.core.waiting import Backoff
 from mpisgd.errors import CollectiveTimeout, MpisgdError, NotInitialized
 from mpisgd.gossip.bipartite import Roles
 from mpisgd.gossip.flat_copy import FlatCopy
+from mpisgd.threads import wait_registry
+from mpisgd.threads.inheriting_thread import InheritingThread
+from mpisgd.threads.wait_registry import WaitReason
+from mpisgd.threads.waiting import Backoff
 
 __all__ = ["PairwiseAveraging"]
 

@@ -10,9 +10,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from mpisgd.core import scheduling, wait_registry
-from mpisgd.core.wait_registry import WaitReason
 from mpisgd.errors import MpisgdError, PeerLost
+from mpisgd.threads import scheduling, wait_registry
+from mpisgd.threads.wait_registry import WaitReason
 
 __all__ = [
     "Backoff",
