@@ -1,10 +1,10 @@
 """What papers are written with: vectors by name, the world that a step sees, and error feedback.
 
 A `paper.py` is an algorithm as it was published, with all ranks in one process: it imports torch and this
-module alone, and is pure: what it keeps goes in and comes out. `mpisgd.verification.paper_run` trains by it, and needs no change for a new one.
+module alone, and is pure: what it keeps goes in and comes out. `mpisgd.verification.paper_run` trains by it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -25,9 +25,11 @@ __all__ = [
     "alike",
     "compressed",
     "filled",
+    "largest",
     "mean",
     "own",
     "part",
+    "signs",
     "total",
 ]
 
@@ -44,7 +46,7 @@ class Vec(dict[str, Tensor]):
         """Return the function of each tensor."""
         return Vec({name: function(tensor) for name, tensor in self.items()})
 
-    def only(self, names: Mapping[str, Any]) -> "Vec":
+    def only(self, names: Iterable[str]) -> "Vec":
         """Return what it has of these names."""
         return Vec({name: self[name] for name in names if name in self})
 
@@ -80,6 +82,11 @@ class Slice(NamedTuple):
     def of(self, v: Vec) -> Tensor:
         """Return them."""
         return v[self.name].flatten()[self.begin : self.end]
+
+    @property
+    def numel(self) -> int:
+        """How many they are."""
+        return self.end - self.begin
 
 
 class Draws(Protocol):
@@ -187,6 +194,23 @@ def mean(v: Mapping[int, Vec], w: World) -> Vec:
     return Vec({name: (each / len(v)).to(first[name].dtype) for name, each in sums.items()})
 
 
+# --- of a parameter -----------------------------------------------------------------------------------
+
+
+def largest(v: Tensor, ratio: float) -> Tensor:
+    """Return v with zeros in place of all but the k = max(1, ratio n) largest of its n elements."""
+    k = max(1, round(ratio * v.numel()))
+    chosen = v.flatten().abs().argsort(descending=True, stable=True)[:k]
+    kept = torch.zeros_like(v).flatten()
+    kept[chosen] = v.flatten()[chosen]
+    return kept.view(v.shape)
+
+
+def signs(v: Tensor) -> Tensor:
+    """Return signs times the mean magnitude, |v|_1 / d sign(v) of d elements; the sign of 0 is 1."""
+    return v.abs().mean() * (2.0 * (v >= 0) - 1.0).to(v.dtype) if v.numel() else v
+
+
 # --- error feedback -----------------------------------------------------------------------------------
 
 
@@ -228,7 +252,7 @@ class Compressor(Paper[Residual]):
 
     feedback: bool = True
 
-    def C(self, v: Vec, draw: Draws) -> Vec:
+    def C(self, v: Vec, w: World, draw: Draws) -> Vec:
         """Return what arrives where a rank sends v."""
         raise NotImplementedError
 
@@ -239,7 +263,7 @@ class Compressor(Paper[Residual]):
     def reduce(self, s: Residual, g: dict[int, Vec], w: World) -> tuple[Residual, dict[int, Vec]]:
         """See `Paper`."""
         place = {i: number for number, i in enumerate(w.ranks)}
-        kept, sent = compressed(s, filled(g), w, lambda i, v: self.C(v, self.drawn(s.k, place[i], w)))
+        kept, sent = compressed(s, filled(g), w, lambda i, v: self.C(v, w, self.drawn(s.k, place[i], w)))
         g_mean = mean(sent, w)
         return kept if self.feedback else Residual(s.e, s.k + 1), dict.fromkeys(w.ranks, g_mean)
 

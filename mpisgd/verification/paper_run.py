@@ -2,13 +2,13 @@
 
     params = {rank: dict(models[rank].named_parameters()) for rank in range(3)}
     optimizers = {rank: torch.optim.SGD(params[rank].values(), lr=0.1) for rank in range(3)}
-    run = PaperRun(LocalSGD(H=4), params, optimizers)
+    run = PaperRun(Definition(LocalSGD(H=4)), params, optimizers)
     for step in range(20):
         run.step({rank: gradients(losses(rank, step), params[rank]) for rank in range(3)})
 
 The parameters of all ranks are then what they must be: `run.x[rank][name]`, which those given have, too.
 
-What a program does is said by what is given:
+`papers.paper_of` returns the definition of a strategy and a compressor. What a program does is said by what is given:
 
     accumulation, no_sync    the sum of the gradients of all backward passes, once
     clipping, GradScaler     `between`, a function of the gradients after they were reduced
@@ -23,6 +23,7 @@ What a program does is said by what is given:
 """
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
@@ -34,10 +35,10 @@ from torch import Tensor
 from mpisgd.method_state import LOST, OWNER, REBUILD
 from mpisgd.methods.paper_kit import Draws, Event, Paper, Slice, Vec, World
 from mpisgd.methods.synchronous.paper import Synchronous
+from mpisgd.verification.draws import BucketDraws, Layout
 
-__all__ = ["Layout", "PaperRun", "Saved", "bucket_of", "gradients", "sum_in_order"]
+__all__ = ["Definition", "PaperRun", "Saved", "bucket_of", "gradients", "needs_closure", "sum_in_order"]
 
-Layout = tuple[tuple[Slice, ...], ...]
 Sum = Callable[[Mapping[int, Tensor]], Tensor]
 
 
@@ -46,6 +47,12 @@ def gradients(loss: Tensor, params: Mapping[str, Tensor]) -> Vec:
     trained = {name: param for name, param in params.items() if param.requires_grad}
     found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
     return Vec({name: grad for name, grad in zip(trained, found, strict=True) if grad is not None})
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether `step` must be called with a closure, as that of LBFGS."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def sum_in_order(tensors: Mapping[int, Tensor], order: int = 1) -> Tensor:
@@ -65,22 +72,6 @@ def bucket_of(x: Vec) -> Layout:
     return (tuple(Slice(name, 0, x[name].numel()) for name in reversed(x)),)
 
 
-class NoDraws:
-    """Refuses: a paper that draws random numbers is given them as `draw`."""
-
-    def uniform(self, name: str, like: Tensor) -> Tensor:
-        """See `Draws`."""
-        raise NotImplementedError
-
-    def normal(self, name: str, like: Tensor, columns: int) -> Tensor:
-        """See `Draws`."""
-        raise NotImplementedError
-
-    def choice(self, numel: int, count: int) -> Tensor:
-        """See `Draws`."""
-        raise NotImplementedError
-
-
 class Saved(NamedTuple):
     """What a training goes on from: copies.
 
@@ -97,17 +88,30 @@ class Saved(NamedTuple):
     steps: int
 
 
+class Definition(NamedTuple):
+    """What a training is to be equal to: arguments of `PaperRun`.
+
+    Attributes:
+        paper: the algorithm.
+        wire: the compressor's, where the algorithm takes means: exact by default.
+        layout: makes buckets, or the chunks of owners.
+        draw: random numbers.
+    """
+
+    paper: Paper[Any]
+    wire: Paper[Any] = Synchronous()
+    layout: Callable[[Vec], Layout] = bucket_of
+    draw: Callable[[Layout, int, int | None], Draws] = BucketDraws
+
+
 class PaperRun:
     """All ranks of a training, by a paper.
 
     Args:
-        paper: the algorithm.
+        definition: the paper, and what it is given.
         params: by rank, and by name; of all ranks alike. They are overwritten after every step.
         optimizers: by rank, of these parameters; none for a paper that updates by itself.
         hosts: the ranks of each host; all on one by default.
-        wire: the compressor's paper, for papers that take a mean over the ranks; exact by default.
-        layout: makes the buckets of the parameters.
-        draw: random numbers, see `World.draw`.
         sum: see `World.sum`.
 
     Attributes:
@@ -119,24 +123,20 @@ class PaperRun:
 
     def __init__(
         self,
-        paper: Paper[Any],
+        definition: Definition,
         params: Mapping[int, Mapping[str, Tensor]],
         optimizers: Mapping[int, torch.optim.Optimizer] | None = None,
         *,
         hosts: Sequence[Sequence[int]] = (),
-        wire: Paper[Any] | None = None,
-        layout: Callable[[Vec], Layout] = bucket_of,
-        draw: Callable[[int, int | None], Draws] = lambda k, place: NoDraws(),
         sum: Sum = sum_in_order,
     ) -> None:
-        self.paper, self.steps = paper, 0
+        self.paper, self.steps = definition.paper, 0
         self.ranks = tuple(params)
         self._params, self._optimizers = dict(params), dict(optimizers or {})
         self._hosts = tuple(map(tuple, hosts)) or (self.ranks,)
-        self._wire = Synchronous() if wire is None else wire
-        self._layout, self._draw, self._sum = layout, draw, sum
+        self._definition, self._sum = definition, sum
         self.x = {rank: self._values(rank) for rank in self.ranks}
-        self.state = paper.start(self.x, self._world())
+        self.state = self.paper.start(self.x, self._world())
 
     # -- a step -------------------------------------------------------------------------------------
 
@@ -246,16 +246,18 @@ class PaperRun:
     # -- parameters and optimizers ------------------------------------------------------------------
 
     def _world(self, weight: Mapping[int, float] | None = None) -> World:
+        _, wire, layout_of, draw = self._definition
+        layout = layout_of(self.x[self.ranks[0]])
         return World(
             ranks=self.ranks,
             hosts=self._hosts,
             step=self.steps,
             weight=weight or dict.fromkeys(self.ranks, 1),
-            layout=self._layout(self.x[self.ranks[0]]),
+            layout=layout,
             sum=self._sum,
-            draw=self._draw,
+            draw=partial(draw, layout),
             optimizer=self._optimized,
-            wire=self._wire,
+            wire=wire,
         )
 
     def _values(self, rank: int) -> Vec:

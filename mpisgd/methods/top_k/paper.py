@@ -9,21 +9,9 @@ the gradient: Stich has the learning rate in it.
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+from mpisgd.methods.paper_kit import Compressor, Draws, Vec, World, largest
 
-from mpisgd.methods.paper_kit import Compressor, Draws, Vec
-
-__all__ = ["TopK", "largest"]
-
-
-def largest(v: Tensor, ratio: float) -> Tensor:
-    """Return v with zeros in place of all but its largest elements."""
-    k = max(1, round(ratio * v.numel()))
-    chosen = v.flatten().abs().argsort(descending=True, stable=True)[:k]
-    kept = torch.zeros_like(v).flatten()
-    kept[chosen] = v.flatten()[chosen]
-    return kept.view(v.shape)
+__all__ = ["TopK"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +20,6 @@ class TopK(Compressor):
 
     ratio: float
 
-    def C(self, v: Vec, draw: Draws) -> Vec:
+    def C(self, v: Vec, w: World, draw: Draws) -> Vec:
         """See `Compressor`."""
         return v.each(lambda tensor: largest(tensor, self.ratio))
