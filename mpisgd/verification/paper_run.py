@@ -8,7 +8,7 @@
 
 The parameters of all ranks are then what they must be: `run.x[rank][name]`, which those given have, too.
 
-`papers.paper_of` returns the definition of a strategy and a compressor. What a program does is said by what is given:
+`papers.paper_of` returns the definition of a strategy and a compressor. What a program does is told so:
 
     accumulation, no_sync    the sum of the gradients of all backward passes, once
     clipping, GradScaler     `between`, a function of the gradients after they were reduced
@@ -165,7 +165,7 @@ class PaperRun:
     def step_with_closure(
         self,
         evaluate: Callable[[int], tuple[Tensor, Vec]],
-        joined: Callable[[list[Tensor]], Tensor] = lambda losses: torch.stack(losses).mean(),
+        joined: Callable[[list[Tensor]], Tensor],
     ) -> None:
         """Train a step of optimizers that evaluate the loss several times, such as LBFGS.
 

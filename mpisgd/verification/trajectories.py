@@ -41,6 +41,7 @@ def trajectory(
     if make_optimizer is not None:
         optimizers = {rank: make_optimizer(list(model.parameters())) for rank, model in enumerate(models)}
     run = PaperRun(definition, params, optimizers, hosts=hosts, sum=partial(sum_in_order, order=order))
+    joined = _total if definition.paper == Synchronous(sums=True) else _mean
     rows = []
     for step in range(problem.steps):
 
@@ -49,7 +50,7 @@ def trajectory(
             return loss.detach(), gradients(loss, params[rank])
 
         if optimizers and needs_closure(optimizers[0]):
-            run.step_with_closure(evaluate)
+            run.step_with_closure(evaluate, joined)
         else:
             between = partial(_clipped, max_norm=max_norm)
             run.step({rank: evaluate(rank)[1] for rank in range(problem.size)}, between)
@@ -61,6 +62,14 @@ def joined_batch(problem: Problem, make_optimizer: MakeOptimizer, max_norm: floa
     """Return the parameters after each step of one process that has the joined batches, [steps, numel]."""
     alone = problem._replace(size=1)
     return trajectory(alone, make_optimizer, Definition(Synchronous()), max_norm=max_norm)[0]
+
+
+def _mean(losses: list[Tensor]) -> Tensor:
+    return torch.stack(losses).mean()
+
+
+def _total(losses: list[Tensor]) -> Tensor:
+    return torch.stack(losses).sum()
 
 
 def _clipped(g: Vec, max_norm: float) -> Vec:
