@@ -55,17 +55,6 @@ def inference_mode_of(tensors: Any) -> contextlib.AbstractContextManager[Any]:
     return _NO_CONTEXT
 
 
-def _with_owner(operation: Operation) -> Operation:
-    """Note to whom an operation belongs that this thread begins."""
-    owner = current_owner()
-    return operation if owner is None else operation._replace(owner=owner)
-
-
-def _owner_of(operation: Operation) -> contextlib.AbstractContextManager[Any]:
-    """Return the context of what an operation communicates within it, on whichever thread it runs."""
-    return _NO_CONTEXT if operation.owner is current_owner() else owned_by(operation.owner)
-
-
 class _Submission(NamedTuple):
     """One operation as it was submitted; see `OperationQueue.run`.
 
@@ -181,7 +170,8 @@ class OperationQueue:
         """
         if async_op is not True and async_op is not False:
             async_op = check_flag(operation.kind, "async_op", async_op)
-        operation = _with_owner(operation)
+        if (owner := current_owner()) is not None:
+            operation = operation._replace(owner=owner)
         submission = _Submission(operation, action, call_site(), detail, before, after, tensors, timeout_s)
         if tracing.sink is not None:
             submission = submission._replace(
@@ -222,7 +212,8 @@ class OperationQueue:
         """Give an operation that others carry out, such as NCCL, its place in the order. Sends nothing."""
         if self.broken is not None:
             raise self.broken
-        operation = _with_owner(operation)
+        if (owner := current_owner()) is not None:
+            operation = operation._replace(owner=owner)
         if tracing.sink is not None:
             tracing.sink.instant(self.track, f"{operation} launched", time.monotonic_ns())
         inside = self._busy == threading.get_ident()
@@ -277,8 +268,13 @@ class OperationQueue:
     def _act(self, submission: _Submission) -> None:
         """Do the communication. To a mismatch found only now, such as one of sizes, add where it was."""
         try:
-            with inference_mode_of(submission.tensors), _owner_of(submission.operation):
-                submission.action()
+            with inference_mode_of(submission.tensors):
+                # What is communicated within it has the same owner, on whichever thread it runs.
+                if (owner := submission.operation.owner) is current_owner():
+                    submission.action()
+                else:
+                    with owned_by(owner):
+                        submission.action()
         except Deadlock:
             raise
         except CollectiveMismatch as exc:
