@@ -16,7 +16,7 @@ from fuzzing import program as events
 from fuzzing.program import Event, Program
 from fuzzing.training import DistributedTraining, Training
 
-__all__ = ["Failure", "Run", "digest", "execute", "has_reference"]
+__all__ = ["Failure", "Run", "digest", "execute", "has_reference", "state_digest"]
 
 CHANGING = (events.Step, events.AddGroup, events.Reload, events.FailedBackward)
 LOCAL_SGD = re.compile(r"mpisgd\.LocalSGD\(sync_every=(\d+)\)")
@@ -47,7 +47,7 @@ class Run:
 
     Attributes:
         params: of the model, by the event after which they are these: copies. -1: before all of them.
-        states: of the optimizers after the last event.
+        states: state dicts of the optimizers after the last event.
         failure: what ended it early.
     """
 
@@ -185,3 +185,27 @@ def digest(tensors: Iterable[Tensor]) -> str:
     for tensor in tensors:
         told.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return told.hexdigest()
+
+
+def state_digest(states: Any) -> str:
+    """Return a hash of the bits of everything in state dicts, or whatever has such a form."""
+    told = hashlib.blake2b(digest_size=12)
+    _tell(told, states)
+    return told.hexdigest()
+
+
+def _tell(told: Any, value: Any) -> None:
+    match value:
+        case Tensor():
+            dense = value.detach().to_dense() if value.is_sparse else value.detach()
+            told.update(f"{dense.dtype}{list(dense.shape)}{digest([dense])}".encode())
+        case dict():
+            for key in sorted(value, key=repr):
+                told.update(f"{key!r}:".encode())
+                _tell(told, value[key])
+        case list() | tuple():
+            told.update(f"[{len(value)}".encode())
+            for entry in value:
+                _tell(told, entry)
+        case _:
+            told.update(repr(value).encode())

@@ -153,8 +153,8 @@ class Training:
         self.zero_grad(events.ZeroGrad())
 
     def states(self) -> list[dict[str, Any]]:
-        """Return the states of the optimizers."""
-        return [copy.deepcopy(optimizer.state_dict()["state"]) for optimizer in self.optimizers]
+        """Return the state dicts of the optimizers."""
+        return [copy.deepcopy(optimizer.state_dict()) for optimizer in self.optimizers]
 
 
 class DistributedTraining(Training):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
+from fuzzing.both_backends import compared
 from fuzzing.compare import Outcome, judge
 from fuzzing.contract import may_be_refused, violation
 from fuzzing.draw import draw
-from fuzzing.execute import Failure, execute, has_reference
+from fuzzing.execute import Failure, execute, has_reference, state_digest
 from fuzzing.program import (
     Backward,
     Clip,
@@ -21,7 +25,7 @@ from fuzzing.program import (
 )
 from fuzzing.python_text import python_text
 from fuzzing.shrink import shrink
-from fuzzing.variants import variants
+from fuzzing.variants import same_bits, variants
 
 SEEDS = range(200)
 ONE_LAYER = (Layer(),)
@@ -126,3 +130,32 @@ def test_the_verdict_is_that_of_all_ranks():
     assert judge([later, later], ranks_agree=True, may_be_refused=False).kind == "error InvalidArgument"
     waits = Outcome((), failure=Failure(2, "CollectiveTimeout", "waits"))
     assert not judge([refused, waits], ranks_agree=True).is_healthy
+
+
+def test_both_backends_are_to_give_the_same_bits():
+    outcomes = [Outcome(((0, "a"), (1, "b")), "s"), Outcome(((0, "a"), (1, "c")), "t")]
+    verdict = judge(outcomes, ranks_agree=False)
+    assert compared(verdict, verdict).kind == "ok"
+    other = judge([outcomes[0], Outcome(((0, "a"), (1, "d")), "t")], ranks_agree=False)
+    assert "rank 1: other bits after event 1" in compared(verdict, other).text
+    other = judge([replace(outcomes[0], state_bits="u"), outcomes[1]], ranks_agree=False)
+    assert "rank 0: other bits in the states" in compared(verdict, other).text
+    refused = judge([Outcome((), failure=Failure(-1, "InvalidArgument", "no"))] * 2, ranks_agree=False)
+    assert compared(verdict, refused).kind == "backends"
+
+
+def test_a_hash_of_states_tells_every_bit_of_them():
+    def state(value):
+        return [{"state": {0: {"step": 1, "entries": [value]}}, "mpisgd": {"own": {"residual": None}}}]
+
+    zeros = torch.zeros(3)
+    assert state_digest(state(zeros)) == state_digest(state(zeros.clone()))
+    others = [state(-zeros), state(zeros.double()), state(zeros.view(3, 1)), state(None), state((0, 0, 0))]
+    assert len({state_digest(each) for each in [state(zeros), *others]}) == 6
+
+
+def test_norms_of_pieces_are_summed_in_another_order_after_a_reload():
+    clipped = replace(program(Backward((1,)), Clip(1.0), Step(), strategy="mpisgd.Sharded()"), exact=False)
+    assert not same_bits(clipped)
+    assert same_bits(replace(clipped, exact=True))
+    assert same_bits(replace(clipped, events=(Backward((1,)), Step())))

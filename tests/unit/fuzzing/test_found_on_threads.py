@@ -1,0 +1,49 @@
+"""Faults that random programs have found on ranks that are threads, each with the smallest one that fails."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fuzzing.program import Backward, Layer, Optimizer, Program, Reload, Step, ZeroGrad
+from fuzzing.threads_backend import ThreadsBackend
+
+import mpisgd
+from mpisgd.job.threads_as_ranks import run_ranks
+
+
+def check(*events, ranks=2, layers=(Layer(),), optimizers, exact=False, seed=0):
+    """Run a program and its variants, and compare it with one process where that can be."""
+    program = Program(seed, ranks, 0, exact, tuple(layers), tuple(optimizers), events)
+    verdict = ThreadsBackend().run(program)
+    assert verdict.kind == "ok", f"{verdict.kind}: {verdict.text}"
+
+
+# Seed 302178. A parameter that has had a sparse gradient travels apart, and was divided by the number of
+# ranks; in a bucket what was divided before was multiplied by a reciprocal. A resumed run does not know what
+# was sparse once, so its last bits were others.
+
+
+def test_a_gradient_that_was_sparse_before_has_the_same_mean_when_resumed():
+    options = (("gradient_predivide_factor", "0.5"),)
+    check(
+        *(Backward((2,)), Step(), Reload(), Backward((3,)), Step(), ZeroGrad(), Backward((5,)), Step()),
+        ranks=3,
+        layers=[Layer("partly sparse", (5, 2)), Layer("partly sparse", (11, 3))],
+        optimizers=[Optimizer("SGD", (("lr", 0.25),), (0, 1), options)],
+        seed=302178,
+    )
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0, 8.0])
+def test_predivision_by_a_power_of_two_changes_no_bits(factor):
+    def mean_of(predivide):
+        param = torch.nn.Parameter(torch.zeros(100))
+        optimizer = mpisgd.DistributedOptimizer(
+            torch.optim.SGD([param], lr=1.0), gradient_predivide_factor=predivide
+        )
+        (param * torch.cos(torch.arange(100.0) + mpisgd.rank())).sum().backward()
+        optimizer.step()
+        return param.detach().clone()
+
+    for rank in run_ranks(3, lambda: (mean_of(1.0), mean_of(factor))):
+        assert torch.equal(*rank)
