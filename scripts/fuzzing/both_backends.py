@@ -1,4 +1,4 @@
-"""`BothBackends`: programs on ranks that are threads, and again on ranks that are processes: the same bits."""
+"""`BothBackends`: programs on ranks that are threads, and again by mpirun; the same bits are expected."""
 
 from __future__ import annotations
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fuzzing.program import Backward, Clip, Event, Optimizer, Program, Reload, ZeroGrad
+from fuzzing.program import Backward, Clip, Event, Program, Reload, ZeroGrad
 
 __all__ = ["ranks_agree", "same_bits", "variants"]
 
-# Torch casts a float32 of their state to the parameter's dtype, when it is loaded: the next value of the one
-# differs then, and the mean over the ranks of the other.
+# Torch casts a float32 of their state to the parameter's dtype, when it is loaded: the next value differs.
 CAST_STATE = ("NAdam",)
-CAST_MEAN = ("ASGD",)
 APART = ("LocalSGD", "DiLoCo", "ElasticAveraging", "Gossip")
 
 
@@ -40,17 +38,12 @@ def variants(program: Program) -> Iterator[tuple[str, Program]]:
     """Yield programs that must end alike, each with a word for what was changed; see `same_bits`."""
     yield "repeated", program
     reloads = any(isinstance(event, Reload) for event in program.events)
-    if reloads and not any(_differs_when_loaded(optimizer) for optimizer in program.optimizers):
+    if reloads and not any(optimizer.name in CAST_STATE for optimizer in program.optimizers):
         yield "not interrupted", replace(program, events=tuple(_without_reloads(program)))
     renamed = [replace(o, names="other" if o.names == "model" else "model") for o in program.optimizers]
     yield "renamed", replace(program, optimizers=tuple(renamed))
     if (joined := _joined(program.events)) != program.events and program.exact:
         yield "joined", replace(program, events=joined)
-
-
-def _differs_when_loaded(optimizer: Optimizer) -> bool:
-    averages = "average_state=True" in optimizer.option("strategy")
-    return optimizer.name in CAST_STATE or (averages and optimizer.name in CAST_MEAN)
 
 
 def _without_reloads(program: Program) -> Iterator[Event]:

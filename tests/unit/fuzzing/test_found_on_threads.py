@@ -11,7 +11,7 @@ import mpisgd
 from mpisgd.job.threads_as_ranks import run_ranks
 
 
-def check(*events, ranks=2, layers=(Layer(),), optimizers, exact=False, seed=0):
+def check(*events, ranks=2, layers, optimizers, exact=False, seed=0):
     """Run a program and its variants, and compare it with one process where that can be."""
     program = Program(seed, ranks, 0, exact, tuple(layers), tuple(optimizers), events)
     verdict = ThreadsBackend().run(program)
