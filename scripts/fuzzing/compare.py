@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fuzzing.execute import Failure, Run, digest, state_digest
-from fuzzing.program import Program
+from fuzzing.program import ONE_BIT, Program
 from fuzzing.variants import same_bits
 
 __all__ = ["Outcome", "Verdict", "judge", "observe"]
@@ -51,7 +51,8 @@ class Verdict:
     """What became of a program.
 
     Attributes:
-        kind: "ok", "refused", or what is wrong: "values", "bits", "variant", "error NAME", "hang", "crash".
+        kind: "ok", "refused", or what is wrong: "values", "bits", "variant", "error NAME", "hang", "crash",
+            "crash NAME".
         text: in words.
         is_healthy: whether the job can run other programs.
         bits: of each rank: hashes of its parameters, by event, and of its states.
@@ -97,7 +98,7 @@ def difference(program: Program, run: Run, reference: Run) -> str:
             if off := _off(mine, right, allowed):
                 what = program.events[event] if event >= 0 else "the beginning"
                 return f"after event {event}, {what}: layer {place} {off}"
-    if run.failure is not None:
+    if run.failure is not None or not run.states or any(o.name in ONE_BIT for o in program.optimizers):
         return ""
     for number, (mine, right) in enumerate(zip(run.states, reference.states, strict=True)):
         if off := _state_off(mine["state"], right["state"], allowed):
@@ -190,8 +191,8 @@ def _judge(outcomes: Sequence[Outcome], ranks_agree: bool, may_be_refused: bool)
         kind = next((f.kind for f in failures if f and f.kind != "CollectiveTimeout"), first.kind)
         is_healthy = alike and first.kind in REFUSALS
         return Verdict(f"error {kind}", "\n".join(texts), is_healthy)
-    if ranks_agree and len({outcome.bits for outcome in outcomes}) > 1:
-        return Verdict("bits", _first_apart(outcomes))
+    if ranks_agree and (apart := _first_apart(outcomes)):
+        return Verdict("bits", apart)
     for kind in ("wrong", "wrong_variant"):
         said = [f"rank {r}: {text}" for r, o in enumerate(outcomes) if (text := getattr(o, kind))]
         if said:
@@ -200,7 +201,12 @@ def _judge(outcomes: Sequence[Outcome], ranks_agree: bool, may_be_refused: bool)
 
 
 def _first_apart(outcomes: Sequence[Outcome]) -> str:
-    for entries in zip(*(outcome.bits for outcome in outcomes), strict=False):
+    """Return where those who took part have different parameters, "" if nowhere."""
+    by_event: dict[int, list[str]] = {}
+    for outcome in outcomes:
+        for event, bits in outcome.bits:
+            by_event.setdefault(event, []).append(bits)
+    for event, entries in sorted(by_event.items()):
         if len(set(entries)) > 1:
-            return f"after event {entries[0][0]} the ranks have different bits: {entries}"
-    return "the ranks have different bits"
+            return f"after event {event} the ranks have different bits: {entries}"
+    return ""

@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fuzzing.program import Backward, Clip, Event, Program, Reload, ZeroGrad
+from fuzzing.program import Backward, Clip, Convert, Event, Program, Reload, ZeroGrad
 
 __all__ = ["ranks_agree", "same_bits", "variants"]
 
 # Torch casts a float32 of their state to the parameter's dtype, when it is loaded: the next value differs.
+# It does the same to all state of parameters that were converted before.
 CAST_STATE = ("NAdam",)
 APART = ("LocalSGD", "DiLoCo", "ElasticAveraging", "Gossip")
+MEETS_RARELY = "ZeroOneAdam"
 
 
 def ranks_agree(program: Program) -> bool:
     """Return whether all ranks have the same parameters after every event."""
+    if any(optimizer.name == MEETS_RARELY for optimizer in program.optimizers):
+        return False
     strategies = [optimizer.option("strategy") for optimizer in program.optimizers]
     return not any(name in strategy for strategy in strategies for name in APART)
 
@@ -37,9 +41,13 @@ def same_bits(program: Program) -> bool:
 def variants(program: Program) -> Iterator[tuple[str, Program]]:
     """Yield programs that must end alike, each with a word for what was changed; see `same_bits`."""
     yield "repeated", program
-    reloads = any(isinstance(event, Reload) for event in program.events)
-    if reloads and not any(optimizer.name in CAST_STATE for optimizer in program.optimizers):
+    reloads = [event for event in program.events if isinstance(event, Reload)]
+    casts = any(isinstance(event, Convert) for event in program.events)
+    casts |= any(optimizer.name in CAST_STATE for optimizer in program.optimizers)
+    if not casts and any(not event.ranks for event in reloads):
         yield "not interrupted", replace(program, events=tuple(_without_reloads(program)))
+    if any(event.ranks and not event.forgets for event in reloads):
+        yield "forgotten", replace(program, events=tuple(_forgetting(program)))
     renamed = [replace(o, names="other" if o.names == "model" else "model") for o in program.optimizers]
     yield "renamed", replace(program, optimizers=tuple(renamed))
     if (joined := _joined(program.events)) != program.events and program.exact:
@@ -48,7 +56,13 @@ def variants(program: Program) -> Iterator[tuple[str, Program]]:
 
 def _without_reloads(program: Program) -> Iterator[Event]:
     for event in program.events:
-        yield ZeroGrad() if isinstance(event, Reload) else event
+        yield ZeroGrad() if isinstance(event, Reload) and not event.ranks else event
+
+
+def _forgetting(program: Program) -> Iterator[Event]:
+    """Yield the events with what is each rank's own taken out, where their number changes: nobody gets it."""
+    for event in program.events:
+        yield replace(event, forgets=True) if isinstance(event, Reload) and event.ranks else event
 
 
 def _joined(events: tuple[Event, ...]) -> tuple[Event, ...]:

@@ -241,8 +241,9 @@ class Piecewise(Replicated, abc.ABC):
         self._settle()
         dtype = sharded[0].dtype
         grads = [p.grad for p in self._parameters.pieces if p.grad is not None and p.grad.dtype == dtype]
-        if grads:
-            torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, factor)
+        values = [grad._values() if grad.is_sparse else grad for grad in grads]
+        if values:
+            torch._amp_foreach_non_finite_check_and_unscale_(values, found_inf, factor)
         all_reduce(found_inf, ReduceOp.MAX, self.training.group)
 
     # -- the state ----------------------------------------------------------------------------------

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fuzzing.program import Backward, Layer, Optimizer, Program, Reload, Step, ZeroGrad
+from fuzzing.program import Backward, Broadcast, Layer, Optimizer, Program, Reload, Step, ZeroGrad
 from fuzzing.threads_backend import ThreadsBackend
 
 import mpisgd
 from mpisgd.job.threads_as_ranks import run_ranks
 
 
-def check(*events, ranks=2, layers, optimizers, exact=False, seed=0):
+def check(*events, ranks=2, layers, optimizers, exact=False, seed=0, scaler=False):
     """Run a program and its variants, and compare it with one process where that can be."""
-    program = Program(seed, ranks, 0, exact, tuple(layers), tuple(optimizers), events)
+    program = Program(seed, ranks, 0, exact, tuple(layers), tuple(optimizers), events, scaler=scaler)
     verdict = ThreadsBackend().run(program)
     assert verdict.kind == "ok", f"{verdict.kind}: {verdict.text}"
 
@@ -47,3 +47,25 @@ def test_predivision_by_a_power_of_two_changes_no_bits(factor):
 
     for rank in run_ranks(3, lambda: (mean_of(1.0), mean_of(factor))):
         assert torch.equal(*rank)
+
+
+# Seeds 23 and 77. Ranks that had received a state in which nothing was kept counted their steps anew, and the
+# one that had sent it did not: only they looked whether all are in sync, or only it.
+
+
+def test_ranks_count_steps_alike_after_a_broadcast():
+    optimizer = Optimizer(layers=(0,), options=(("check_in_sync_every", "2"),))
+    events = [Step(), Broadcast(), Step(), Step(), Broadcast(1), Step()]
+    check(Backward((1,)), *events, layers=[Layer()], optimizers=[optimizer], exact=True)
+
+
+# Seed 152. A GradScaler raised on the rank that owns a parameter with a sparse gradient, and the others waited.
+
+
+@pytest.mark.parametrize("strategy", ["mpisgd.Sharded(stage=1)", "mpisgd.Sharded(stage=2)"])
+@pytest.mark.parametrize("overflow", [(), (1,)])
+def test_a_scaler_divides_sparse_gradients_on_their_owner(strategy, overflow):
+    optimizer = Optimizer(layers=(0, 1), options=(("strategy", strategy),))
+    events = [Backward((1,), overflow=overflow), Step(), ZeroGrad(), Backward((2,)), Step()]
+    layers = [Layer("sparse", (11, 3)), Layer()]
+    check(*events, layers=layers, optimizers=[optimizer], exact=True, scaler=True)
