@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -118,12 +119,17 @@ def _state_off(mine: dict, right: dict, allowed: float) -> str:
         if mine[place].keys() != entries.keys():
             return f"which has {sorted(mine[place])} of parameter {place}, not {sorted(entries)}"
         for name, entry in entries.items():
-            value, other = (
-                torch.as_tensor(x) if x is not None else torch.zeros(0) for x in (mine[place][name], entry)
-            )
-            if off := _off(value, other, allowed):
+            pairs = zip(_tensors(mine[place][name]), _tensors(entry), strict=True)
+            if off := next((off for each in pairs if (off := _off(*each, allowed))), ""):
                 return f"{name} of parameter {place}, {off}"
     return ""
+
+
+def _tensors(entry: Any) -> list[Tensor]:
+    """Return what is in an entry of a state: most are a number or a tensor, and LBFGS has lists of them."""
+    if isinstance(entry, (list, tuple)):
+        return [tensor for each in entry for tensor in _tensors(each)]
+    return [torch.zeros(0) if entry is None else torch.as_tensor(entry)]
 
 
 def _off(mine: Tensor, right: Tensor, allowed: float) -> str:

@@ -106,11 +106,11 @@ class _Ranks:
             training.do(events.Reload())
 
     def _copy_from(self, src: int, trainings: Sequence[Training]) -> None:
-        states = self._all[src].states()
         for training in trainings:
             if training is not self._all[src]:
                 _overwrite(training.model.params, self._all[src].model.params)
-                for optimizer, state in zip(training.optimizers, states, strict=True):
+                copies = self._all[src].states()  # of its own: torch keeps what it loads
+                for optimizer, state in zip(training.optimizers, copies, strict=True):
                     optimizer.load_state_dict(state)
 
     def average(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fuzzing.program import Backward, Broadcast, Layer, Optimizer, Program, Reload, Step, ZeroGrad
+from fuzzing.program import AddGroup, Backward, Broadcast, Layer, Optimizer, Program, Reload, Step, ZeroGrad
 from fuzzing.threads_backend import ThreadsBackend
 
 import mpisgd
@@ -59,7 +59,7 @@ def test_ranks_count_steps_alike_after_a_broadcast():
     check(Backward((1,)), *events, layers=[Layer()], optimizers=[optimizer], exact=True)
 
 
-# Seed 152. A GradScaler raised on the rank that owns a parameter with a sparse gradient, and the others waited.
+# Seed 152. A GradScaler raised on the rank that owns a parameter with a sparse gradient; the others waited.
 
 
 @pytest.mark.parametrize("strategy", ["mpisgd.Sharded(stage=1)", "mpisgd.Sharded(stage=2)"])
@@ -69,3 +69,34 @@ def test_a_scaler_divides_sparse_gradients_on_their_owner(strategy, overflow):
     events = [Backward((1,), overflow=overflow), Step(), ZeroGrad(), Backward((2,)), Step()]
     layers = [Layer("sparse", (11, 3)), Layer()]
     check(*events, layers=layers, optimizers=[optimizer], exact=True, scaler=True)
+
+
+# The same of clipping, which torch refuses for sparse gradients: an error on one rank alone.
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_sparse_gradients_that_are_divided_can_be_clipped(norm_type):
+    def clipped(sparse):
+        table = torch.nn.Embedding.from_pretrained(torch.ones(5, 2), freeze=False, sparse=sparse)
+        optimizer = mpisgd.DistributedOptimizer(
+            torch.optim.SGD(table.parameters(), lr=1.0), strategy=mpisgd.Sharded()
+        )
+        table(torch.tensor([mpisgd.rank(), 3, 3])).sum().backward()
+        norm = optimizer.clip_grad_norm_(0.5, norm_type)
+        optimizer.step()
+        return norm, table.weight.detach()
+
+    for dense, sparse in run_ranks(2, lambda: (clipped(False), clipped(True))):
+        torch.testing.assert_close(dense, sparse)
+
+
+# Seed 1004. Ranks that had received a state did not agree on the settings of further groups with the one that
+# had sent it: torch adds a setting to what loads a state.
+
+
+@pytest.mark.parametrize("name", ["OneBitAdam", "OneBitLamb"])
+def test_a_group_is_added_to_a_1_bit_optimizer_after_a_broadcast(name):
+    optimizer = Optimizer(name, (("lr", 0.01), ("freeze_step", 3)), (0,))
+    events = [Backward((1,)), Step(), Broadcast(1), AddGroup(1), Backward((2,)), Step()]
+    check(*events, layers=[Layer(), Layer()], optimizers=[optimizer])

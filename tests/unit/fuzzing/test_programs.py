@@ -13,7 +13,9 @@ from fuzzing.draw import draw
 from fuzzing.execute import Failure, execute, has_reference, state_digest
 from fuzzing.program import (
     Backward,
+    Broadcast,
     Clip,
+    Convert,
     Layer,
     Optimizer,
     Program,
@@ -52,6 +54,7 @@ def test_what_is_drawn_keeps_to_the_contract():
     assert not any(violation(draw(seed)) for seed in SEEDS)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_most_programs_have_a_reference_that_runs():
     programs = [draw(seed) for seed in SEEDS[:50] if has_reference(draw(seed))]
     assert len(programs) > 25
@@ -67,6 +70,13 @@ def test_most_programs_have_a_reference_that_runs():
         ([Backward((1,), no_sync=True), Clip(1.0, float("inf"), by_torch=True)], "not reduced"),
         ([Backward((1,)), Clip(1.0)], "rounded"),
         ([Backward((1,), skipped=(5,))], "no such rank"),
+        ([Backward((1,), skipped=(0, 1))], "nobody"),
+        ([Reload(ranks=1), Backward((1,), skipped=(0,))], "nobody"),
+        ([Reload(ranks=2)], "no other ranks"),
+        ([Backward((1,), skipped=(0,)), Broadcast()], "within a window"),
+        ([Backward((1,), overflow=(0,))], "infinite"),
+        ([Backward((1,)), Step(closure=(2,))], "closure"),
+        ([Convert(0, channels_last=True)], "images"),
     ],
 )
 def test_what_a_program_must_not_do_is_named(events, rule):
@@ -159,3 +169,31 @@ def test_norms_of_pieces_are_summed_in_another_order_after_a_reload():
     assert not same_bits(clipped)
     assert same_bits(replace(clipped, exact=True))
     assert same_bits(replace(clipped, events=(Backward((1,)), Step())))
+
+
+def test_a_scaler_sees_reduced_gradients_once():
+    def scaled(*events, **options):
+        return violation(replace(program(*events, **options), scaler=True))
+
+    assert not scaled(
+        Backward((1,), overflow=(1,)), Step(), ZeroGrad(), Backward((2,)), Clip(1.0, float("inf"))
+    )
+    assert "reduced" in scaled(Backward((1,), skipped=(0,)), Step())
+    assert "to divide" in scaled(Backward((1,)), Step(), Step())
+    assert "added to" in scaled(Backward((1,)), Step(), Backward((2,)))
+    assert "finite" in scaled(Backward((1,)), Step(), error_if_nonfinite="True")
+    local = [Backward((1,), skipped=(0,)), Synchronize(), Step()]
+    assert "without gradients" in scaled(*local, strategy="mpisgd.LocalSGD(sync_every=2)")
+
+
+def test_ranks_that_take_no_part_are_not_compared():
+    trains, waits = Outcome(((0, "a"), (1, "b"))), Outcome(((0, "a"),))
+    assert judge([trains, waits], ranks_agree=True).kind == "ok"
+    assert judge([trains, replace(waits, bits=((0, "c"),))], ranks_agree=True).kind == "bits"
+
+
+def test_what_is_the_ranks_own_may_be_left_out_where_their_number_changes():
+    resized = program(Backward((1,)), Step(), Reload(), Reload(ranks=1), Backward((2,)), Step())
+    found = dict(variants(resized))
+    assert found["forgotten"].events[3] == Reload(ranks=1, forgets=True)
+    assert found["not interrupted"].events[2:4] == (ZeroGrad(), Reload(ranks=1))
