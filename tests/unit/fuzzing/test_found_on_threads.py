@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fuzzing.program import AddGroup, Backward, Broadcast, Layer, Optimizer, Program, Reload, Step, ZeroGrad
+from fuzzing.program import (
+    AddGroup,
+    Backward,
+    Broadcast,
+    Convert,
+    Layer,
+    Optimizer,
+    Program,
+    Reload,
+    Step,
+    ZeroGrad,
+)
 from fuzzing.threads_backend import ThreadsBackend
 
 import mpisgd
@@ -100,3 +111,14 @@ def test_a_group_is_added_to_a_1_bit_optimizer_after_a_broadcast(name):
     optimizer = Optimizer(name, (("lr", 0.01), ("freeze_step", 3)), (0,))
     events = [Backward((1,)), Step(), Broadcast(1), AddGroup(1), Backward((2,)), Step()]
     check(*events, layers=[Layer(), Layer()], optimizers=[optimizer])
+
+
+# Seed 2585. Parameters were channels last, and their gradients as before the conversion: fused optimizers
+# walk both in the order of memory, and updated elements by the gradients of others.
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 2, 2), (64, 32, 8, 8)], ids=["in a bucket", "alone"])
+def test_gradients_lie_as_parameters_that_were_converted_after_the_first_step(shape):
+    optimizer = Optimizer("AdamW", (("lr", 0.01), ("fused", True)), (0, 1))
+    events = [Step(), Convert(0, channels_last=True), Backward((7,)), Step()]
+    check(*events, layers=[Layer(shape=shape), Layer(shape=(3, 2))], optimizers=[optimizer])
