@@ -84,6 +84,7 @@ def first_optimizer() -> None:
 def job(request: pytest.FixtureRequest) -> Iterator[None]:
     """The job's world, with a timeout that makes a hang a failure."""
     if size := request.config.getoption("--threads"):
+        gc.freeze()
         with as_size(size):
             yield
         return
