@@ -18,7 +18,7 @@ from mpisgd.job.world import Job
 from mpisgd.threads import scheduling, waiting
 from mpisgd.transport.loopback.communicator import LoopbackCommunicator
 from mpisgd.transport.loopback.network import Network
-from mpisgd.transport.loopback.scheduler import SeededScheduler
+from mpisgd.transport.loopback.scheduler import SeededScheduler, Stopped
 
 __all__ = ["RankFailed", "run_ranks"]
 
@@ -116,7 +116,9 @@ class _Run(Generic[T]):
             with job_of_this_thread(job):
                 self._returned[rank] = self._program()
                 shutdown()
-        except Exception as exc:
+        except Stopped:
+            raise
+        except BaseException as exc:  # also SystemExit, and what pytest fails with
             self._errors[rank] = exc
             self._network.scheduler.stop()
 
