@@ -17,8 +17,9 @@ from mpisgd.job.lifecycle import shutdown
 from mpisgd.job.world import Job
 from mpisgd.threads import scheduling, waiting
 from mpisgd.transport.loopback.communicator import LoopbackCommunicator
+from mpisgd.transport.loopback.draws import Draws
 from mpisgd.transport.loopback.network import Network
-from mpisgd.transport.loopback.scheduler import SeededScheduler
+from mpisgd.transport.loopback.scheduler import Place, SeededScheduler
 
 __all__ = ["RankFailed", "run_ranks"]
 
@@ -71,7 +72,9 @@ def run_ranks(
     hosts = [host for host, count in enumerate(ranks_per_host or (size,)) for _ in range(count)]
     if len(hosts) != size:
         raise InvalidArgument(f"run_ranks: ranks_per_host={list(ranks_per_host)} are not {size} ranks")
-    return _Run(program, Network(SeededScheduler(seed), hosts, timeout_s), seed, timeout_s).results(limit_s)
+    return _Run(program, Network(SeededScheduler(Draws(seed)), hosts, timeout_s), seed, timeout_s).results(
+        limit_s
+    )
 
 
 class _Run(Generic[T]):
@@ -94,7 +97,7 @@ class _Run(Generic[T]):
         try:
             for rank in range(size):
                 thread = threading.Thread(target=self._be, args=(rank,), name=f"rank {rank}", daemon=True)
-                scheduler.start(thread, thread.start)
+                scheduler.start(thread, thread.start, Place(rank, self._network.hosts[rank]))
             if not scheduler.run(limit_s):
                 raise TimeoutError(
                     f"run_ranks: not over after {limit_s:g} s (seed {self._seed}): {scheduler.names}"
