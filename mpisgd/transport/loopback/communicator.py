@@ -4,6 +4,7 @@ Its collectives are meetings: each rank brings what it gives, waits for all, and
 was brought. Reductions are computed in rank order.
 """
 
+import ctypes
 import pickle
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -279,25 +280,25 @@ class LoopbackCommunicator:
         """Put everyone's `tensor` [n] into `out` [size * n]; None: mine is already in its place there."""
         self.given_bytes["Allgather"] += out.nbytes // self.size
         mine = _parts(out, self.size)[self.rank] if tensor is None else tensor
-        _fill(out, self._meet("Allgather", Memory.of(mine).copy()).all)
+        _fill(out, self._meet("Allgather", _bytes(mine)))
 
     def all_gather_request(self, out: Tensor, tensor: Tensor) -> Request:
         """Start an all-gather of `tensor` [n] into `out` [size * n]; both must live until it is over."""
-        meeting = self._begin("Iallgather", Memory.of(tensor).copy())
+        meeting = self._begin("Iallgather", _bytes(tensor))
 
         def test() -> bool:
             if not self._is_over(meeting):
                 return False
-            _fill(out, meeting.all)
+            _fill(out, meeting)
             return True
 
         return Request(test)
 
     def gather(self, out: Tensor | None, tensor: Tensor, root: int) -> None:
         """Put everyone's `tensor` [n] into root's `out` [size * n]."""
-        brought = self._meet("Gather", Memory.of(tensor).copy()).all
+        meeting = self._meet("Gather", _bytes(tensor))
         if out is not None and self.rank == root:
-            _fill(out, brought)
+            _fill(out, meeting)
 
     def scatter(self, tensor: Tensor, source: Tensor | None, root: int) -> None:
         """Hand piece r of root's `source` [size * n] to rank r's `tensor` [n]."""
@@ -310,7 +311,9 @@ class LoopbackCommunicator:
         """Hand piece r of `tensor` [size * n] to rank r; piece s of `out` [size * n] comes from rank s."""
         self.given_bytes["Alltoall"] += tensor.nbytes
         pieces = [Memory.of(part).copy() for part in _parts(tensor, self.size)]
-        _fill(out, [theirs[self.rank] for theirs in self._meet("Alltoall", pieces).all])
+        given = [theirs[self.rank] for theirs in self._meet("Alltoall", pieces).all]
+        for part, piece in zip(_parts(out, self.size), given, strict=True):
+            Memory.of(part).fill_from(piece)
 
     def broadcast_object(self, obj: Any, root: int) -> Any:
         """Return root's object, sent pickled."""
@@ -354,9 +357,16 @@ def _parts(tensor: Tensor, size: int) -> Sequence[Tensor]:
     return [flat[rank * numel : (rank + 1) * numel] for rank in range(size)]
 
 
-def _fill(out: Tensor, brought: Sequence[Memory]) -> None:
-    for part, given in zip(_parts(out, len(brought)), brought, strict=True):
-        Memory.of(part).fill_from(given)
+def _bytes(tensor: Tensor) -> bytes:
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+
+
+def _fill(out: Tensor, meeting: Meeting) -> None:
+    """Put the bytes that all have brought into `out`, side by side."""
+    if "joined" not in meeting.made:
+        meeting.made["joined"] = b"".join(meeting.all)
+    joined = meeting.made["joined"]
+    ctypes.memmove(out.data_ptr(), joined, len(joined))
 
 
 def _combined(brought: Sequence[Tensor], op: str) -> Tensor:
