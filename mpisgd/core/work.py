@@ -214,8 +214,8 @@ class QueuedWork(CompletableWork):
         self._ended.set()
 
     def __del__(self) -> None:
-        """Warn of an error that was never raised by `wait()` or the future."""
-        if self._error is not None and not self._reported:
+        """Warn of an error that was never raised by `wait()` or the future; not of the end of its thread."""
+        if isinstance(self._error, Exception) and not self._reported:
             warnings.warn(f"{self.name} failed and nobody waited for it: {self._error}", RuntimeWarning, 2)
 
     def _complete_future(self, future: _WorkFuture) -> None:

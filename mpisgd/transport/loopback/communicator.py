@@ -33,6 +33,7 @@ class LoopbackCommunicator:
 
     Attributes:
         context: as given.
+        process: which rank of the job this one was at its start; losses do not change it.
         global_ranks: the job's ranks that they are.
         sent_bytes: payload of this rank's messages.
         sent_messages: number of these.
@@ -50,12 +51,12 @@ class LoopbackCommunicator:
         self.given_bytes: Counter[str] = Counter()
         self.tag_limit = TAG_LIMIT
         self._network = context.network
-        self._process = context.ranks[rank]  # the rank of the job at its start: stays when ranks are lost
+        self.process = context.ranks[rank]
         self._num_meetings = self._num_agreements = 0
         self._num_apart: Counter[Any] = Counter()
         self._acknowledged: frozenset[int] = frozenset()
         if not apart:
-            context.network.communicators[self._process].add(self)
+            context.network.communicators[self.process].add(self)
 
     # -- meetings -----------------------------------------------------------------------------------
 
@@ -138,12 +139,12 @@ class LoopbackCommunicator:
 
     def same_host(self) -> "LoopbackCommunicator":
         """Return a communicator over the ranks that share this rank's host. Collective."""
-        return self.split(self._network.hosts[self._process])
+        return self.split(self._network.hosts[self.process])
 
     def free(self) -> None:
         """Free the communicator. Collective."""
         self._meet("Comm_free", None)
-        self._network.communicators[self._process].discard(self)
+        self._network.communicators[self.process].discard(self)
 
     def abort(self, exit_code: int) -> None:
         """End the job."""
@@ -154,12 +155,12 @@ class LoopbackCommunicator:
     def lost(self) -> list[int]:
         """Return the ranks of this communicator that this one knows to be gone."""
         self.progress()
-        known = self._network.known[self._process]
+        known = self._network.known[self.process]
         return [place for place, rank in enumerate(self.context.ranks) if rank in known]
 
     def revoke(self) -> None:
         """End whatever goes on over this communicator, on every rank."""
-        self._network.revoke([self.context], self._process)
+        self._network.revoke([self.context], self.process)
 
     def is_revoked(self) -> bool:
         """Return whether a rank has revoked it, as far as is known here."""
@@ -167,7 +168,7 @@ class LoopbackCommunicator:
 
     def acknowledge(self) -> None:
         """Take note of the ranks known to be lost: the next `agree` need not tell of them again."""
-        self._acknowledged = frozenset(self._network.known[self._process])
+        self._acknowledged = frozenset(self._network.known[self.process])
 
     def agree(self, holds: bool) -> bool:
         """Return, alike on all ranks that are left, whether it `holds` on each and no other has been lost."""
@@ -185,7 +186,7 @@ class LoopbackCommunicator:
         agreement = self.context.agreement(self._num_agreements, kind)
         self._num_agreements += 1
         agreement.bring(kind, self.rank, holds, self._acknowledged)
-        self._network.agree(self.context, agreement, self._process)
+        self._network.agree(self.context, agreement, self.process)
         return agreement
 
     # -- point to point -----------------------------------------------------------------------------
@@ -239,7 +240,7 @@ class LoopbackCommunicator:
 
     def progress(self) -> None:
         """Receive what has arrived, on any communicator."""
-        self._network.progress(self._process)
+        self._network.progress(self.process)
 
     def probe(self, tag: int | None = None) -> tuple[int, int, int] | None:
         """Return (source rank, tag, bytes) of a message that waits to be received, None if there is none."""
