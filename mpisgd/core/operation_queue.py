@@ -359,13 +359,27 @@ class OperationQueue:
     def _enqueue(self, submission: _Submission, work: QueuedWork, *, first: bool = False) -> None:
         with self._changed:
             if self._thread is None:
-                self._thread = ServiceThread(f"mpisgd queue '{self.name}'", self._serve)
+                self._thread = ServiceThread(f"mpisgd queue '{self.name}'", self._serve_or_end)
                 self._thread.start()
             if first:
                 self._queue.appendleft((submission, work))
             else:
                 self._queue.append((submission, work))
             self._changed.notify_all()
+
+    def _serve_or_end(self) -> bool:
+        """One round of the thread; where that ends it, nobody waits for ever for what is queued."""
+        try:
+            return self._serve()
+        except Exception:
+            raise
+        except BaseException as exc:
+            with self._lock:
+                self._thread, queued = None, list(self._queue)
+                self._queue.clear()
+            for submission, work in queued:
+                work.complete(MpiFailed(f"{submission.operation}: the queue's thread was ended by {exc!r}"))
+            raise
 
     def _serve(self) -> bool:
         """One round of the thread: sleep until something is queued, run it."""

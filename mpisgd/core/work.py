@@ -11,7 +11,7 @@ import torch
 
 from mpisgd import tracing
 from mpisgd.core.callbacks import Callbacks
-from mpisgd.errors import CollectiveTimeout
+from mpisgd.errors import CollectiveTimeout, MpiFailed
 from mpisgd.threads.scheduling import now_s, scheduler, wait_for_event
 from mpisgd.threads.wait_registry import WaitReason, waiting_for
 
@@ -127,8 +127,10 @@ class CompletableWork(Work):
         future.work = None
         if self._error is None:
             future.set_result(self.tensors)
-        else:
+        elif isinstance(self._error, Exception):
             future.set_exception(self._error)
+        else:  # what ends a thread is no result of a future
+            future.set_exception(MpiFailed(f"{self.name}: its thread was ended by {self._error!r}"))
 
 
 class _WorkFuture(torch.futures.Future[Any]):
