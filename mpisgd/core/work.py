@@ -11,7 +11,7 @@ import torch
 
 from mpisgd import tracing
 from mpisgd.core.callbacks import Callbacks
-from mpisgd.errors import CollectiveTimeout, MpiFailed
+from mpisgd.errors import CollectiveTimeout, MpiFailed, MpisgdError
 from mpisgd.threads.scheduling import now_s, scheduler, wait_for_event
 from mpisgd.threads.wait_registry import WaitReason, waiting_for
 
@@ -127,6 +127,9 @@ class CompletableWork(Work):
         future.work = None
         if self._error is None:
             future.set_result(self.tensors)
+        elif isinstance(self._error, MpisgdError):
+            # Not the one whose frames hold this work, and so the future: nothing would ever free that.
+            future.set_exception(self._error.afresh())
         elif isinstance(self._error, Exception):
             future.set_exception(self._error)
         else:  # what ends a thread is no result of a future

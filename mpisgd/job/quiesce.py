@@ -29,7 +29,7 @@ def end_operations(groups: Sequence[Group], timeout_s: float) -> list[Group]:
     ends = _agree_on_end([group for group in groups if group.queue.broken is None], timeout_s)
     for group in groups:
         if group.queue.broken is not None:  # MPI would wait for ever for what has failed
-            raise group.queue.broken
+            raise group.queue.broken.afresh()
     for end in ends:
         end.group.point_to_point.drain(end.messages)
     return [end.group for end in ends]

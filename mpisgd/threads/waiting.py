@@ -76,8 +76,8 @@ def cancel_reason() -> MpisgdError | None:
 
 
 def _to_raise(cancellation: Cancellation) -> MpisgdError | None:
-    error = cancellation.error  # each thread raises one of its own: a traceback grows wherever it is raised
-    return None if error is None else type(error)(str(error))
+    error = cancellation.error
+    return None if error is None else error.afresh()
 
 
 def cancelled_by_loss() -> bool:

@@ -69,6 +69,9 @@ class _Rank:
             for look in (*self._threads, *self._open):
                 _end_after_loss(look)
             raise
+        finally:  # a future of torch that holds an error would keep itself alive by the frames in that
+            self._threads.clear()
+            self._open.clear()
 
     def _run(self) -> None:
         self._groups[WORLD] = mpisgd.new_group(range(self._schedule.size))
