@@ -85,7 +85,7 @@ def freeze() -> None:
 
     torch's compiler, which the tests' own optimizers load, has more objects than all others: 80 ms of each.
     """
-    import torch._dynamo
+    import torch._dynamo  # noqa: F401
 
     gc.freeze()
 
