@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from gpu_under_test import DEVICE
 from torch import Tensor, nn
 
 import mpisgd
@@ -20,13 +21,13 @@ BATCH = 12
 def mlp() -> nn.Module:
     torch.manual_seed(5)
     layers = nn.Sequential(nn.Linear(4, 300), nn.Tanh(), nn.Linear(300, 200), nn.Tanh(), nn.Linear(200, 2))
-    return layers.double().cuda()
+    return layers.double().to(DEVICE)
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(step)
     inputs = torch.randn(BATCH, 4, generator=draw, dtype=torch.float64)
-    return inputs.cuda(), torch.randn(BATCH, 2, generator=draw, dtype=torch.float64).cuda()
+    return inputs.to(DEVICE), torch.randn(BATCH, 2, generator=draw, dtype=torch.float64).to(DEVICE)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, share: Callable[[Tensor], Tensor]) -> None:
@@ -132,15 +133,15 @@ def test_optimizer_state():
     momenta = [state["exp_avg"] for state in optimizer.state.values()]
     assert len(momenta) == 6
     for momentum in momenta:
-        everyones = torch.empty(mpisgd.size(), *momentum.shape, dtype=momentum.dtype, device="cuda")
+        everyones = torch.empty(mpisgd.size(), *momentum.shape, dtype=momentum.dtype, device=DEVICE)
         mpisgd.all_gather_into_tensor(everyones, momentum)
         assert (everyones == everyones[0]).all()
 
 
 def test_sync_batch_norm():
     torch.manual_seed(7)
-    inputs = torch.randn(BATCH, 3, 5, 5).cuda()
-    alone, ours = nn.BatchNorm2d(3).cuda(), mpisgd.SyncBatchNorm(3).cuda()
+    inputs = torch.randn(BATCH, 3, 5, 5).to(DEVICE)
+    alone, ours = nn.BatchNorm2d(3).to(DEVICE), mpisgd.SyncBatchNorm(3).to(DEVICE)
     wanted = alone(inputs)
     torch.testing.assert_close(ours(mine(inputs)), mine(wanted), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(ours.running_var, alone.running_var, rtol=1e-5, atol=1e-5)
