@@ -4,8 +4,8 @@
     mpirun -n 2 python -m pytest --with-mpi tests/gpu
     MPISGD_GPU=mpi mpirun -n 2 python -m pytest --with-mpi tests/gpu       # all through host memory
 
-Where every rank has a GPU of its own, as it has a simulated one, any number of ranks goes by NCCL. One GPU has NCCL at
-one rank only; two ranks share it through host memory.
+Where every rank has a GPU of its own, as it has a simulated one, any number of ranks goes by NCCL. One GPU
+has NCCL at one rank only; two ranks share it through host memory.
 """
 
 from __future__ import annotations
@@ -79,11 +79,11 @@ def expected_way() -> str:
 
 @pytest.fixture
 def simulated() -> Iterator[SimulatedGpu]:
-    """The simulated device, which begins nothing by itself during the test but after a second."""
+    """The simulated device, which begins nothing by itself during the test but after three seconds."""
     from mpisgd.accelerator.runtime import runtime
 
     device = runtime()
-    before, device.device.streams.latency_s = device.device.streams.latency_s, 1.0
+    before, device.device.streams.latency_s = device.device.streams.latency_s, 3.0
     yield device
     device.device.streams.latency_s = before
     gpu.synchronize()

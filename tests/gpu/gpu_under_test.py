@@ -1,4 +1,4 @@
-"""The GPU that tests/gpu runs on: CUDA's where torch sees one, the simulated one of tests/simulated_gpu elsewhere.
+"""The GPU that tests/gpu runs on: CUDA's where torch sees one, elsewhere that of tests/simulated_gpu.
 
 `DEVICE` is what torch calls it, `gpu` its module: `torch.cuda`, or one with the same functions.
 """

@@ -1,4 +1,4 @@
-"""The simulated device does what CUDA and torch do, and late: what a test on it does not wait for, it does not see."""
+"""The simulated device does what CUDA and torch do, and late: what is not waited for is not seen."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def test_the_host_waits_for_copies_that_are_not_to_pinned_memory(simulated):
     x = torch.zeros(5, device=DEVICE)
     x += 1
     assert x.cpu().tolist() == [1.0] * 5
-    pinned, pageable = simulated.pinned(5, torch.float32), torch.zeros(5)
+    pinned, pageable = simulated.pinned(5, torch.float32).fill_(7.0), torch.zeros(5)
     pinned.copy_(x, non_blocking=True)
-    assert (pinned.view(torch.uint8) == GARBAGE).all()
+    assert pinned.tolist() == [7.0] * 5
     gpu.current_stream().synchronize()
     assert pinned.tolist() == [1.0] * 5
     pageable.copy_(x, non_blocking=True)
@@ -83,9 +83,9 @@ def test_a_copy_from_pinned_memory_reads_it_late_and_one_from_other_memory_at_on
 def test_freed_memory_is_handed_out_while_another_stream_uses_it(simulated, side):
     """Unless the allocator is told."""
     for tell in (False, True):
-        x = torch.ones(5, device=DEVICE)
+        x = torch.ones(5555, device=DEVICE)
         gpu.synchronize()
-        address, seen = x.data_ptr(), torch.zeros(5, device=DEVICE)
+        address, seen = x.data_ptr(), torch.zeros(5555, device=DEVICE)
         gpu.synchronize()
         with side:
             seen.copy_(x)
@@ -93,11 +93,15 @@ def test_freed_memory_is_handed_out_while_another_stream_uses_it(simulated, side
             x.record_stream(side)
         del x
         gc.collect()
-        y = torch.full((5,), 7.0, device=DEVICE)
+        y = torch.full((5555,), 7.0, device=DEVICE)
         gpu.current_stream().synchronize()
         side.synchronize()
         assert (y.data_ptr() == address) is not tell
-        assert seen.tolist() == [1.0 if tell else 7.0] * 5
+        assert seen.tolist() == [1.0 if tell else 7.0] * 5555
+
+
+def test_fresh_memory_holds_no_zeros(simulated):
+    assert (torch.empty(77777, dtype=torch.uint8, device=DEVICE) == GARBAGE).all()
 
 
 def test_a_new_thread_begins_on_device_0_and_its_default_stream(simulated, side):

@@ -1,9 +1,9 @@
 """Memory of the simulated GPU, and pinned memory of the host, by caching allocators as torch has them.
 
-What is freed is handed out at once to the next allocation on the same stream, while kernels of other streams may
-still use it, unless `record_stream` told of them. So a missing `record_stream` shows as wrong values. Fresh memory,
-and every byte that is handed out for the first time, holds GARBAGE. Memory is never given back to the system: a late
-kernel writes where it should not, but into memory of ours.
+What is freed is handed out at once to the next allocation on the same stream, while kernels of other streams
+may still use it, unless `record_stream` told of them. So a missing `record_stream` shows as wrong values.
+Fresh memory, and every byte that is handed out for the first time, holds GARBAGE. Memory is never given back
+to the system: a late kernel writes where it should not, but into memory of ours.
 """
 
 from __future__ import annotations

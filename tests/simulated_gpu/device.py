@@ -1,4 +1,4 @@
-"""`Device`: the simulated GPUs of this process, and `torch.simgpu`, which is to them what torch.cuda is to CUDA."""
+"""`Device`: the simulated GPUs of this process, and `torch.simgpu`, their `torch.cuda`."""
 
 from __future__ import annotations
 
@@ -187,4 +187,6 @@ def install(num_devices: int = 4) -> Device:
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     torch._C._acc.register_python_privateuseone_hook(_Hooks())
     device.kept = register(device)  # type: ignore[attr-defined]
+    (torch.ones(1, device=KIND) + 1).item()  # loads what finds shapes, which takes seconds
+    device.used.clear()
     return device

@@ -44,7 +44,7 @@ def _compiler() -> str | None:
 
 @functools.cache
 def load() -> Any:
-    """Return the library, built at its first use for this torch and kept in the folder for temporary files."""
+    """Return the library, built once for this torch and kept in the folder for temporary files."""
     text = SOURCE.read_bytes() + torch.__version__.encode()
     name = f"mpisgd-simulated-gpu-{os.getuid()}-{hashlib.sha256(text).hexdigest()[:16]}.so"
     library = Path(tempfile.gettempdir()) / name
@@ -74,8 +74,7 @@ def register(num_devices: int, functions: dict[str, Callable[..., Any]]) -> Any:
         functions: one for each of `CALLS`; none may raise.
     """
     types = {name: ctypes.CFUNCTYPE(*of_call) for name, of_call in CALLS.items()}
-    fields = [(name, kind) for name, kind in types.items()]
-    calls_type = type("Calls", (ctypes.Structure,), {"_fields_": fields})
+    calls_type = type("Calls", (ctypes.Structure,), {"_fields_": list(types.items())})
     library = load()
     library.calls = calls_type(*(types[name](functions[name]) for name in CALLS))  # alive as long as it is
     library.get_stream.restype = ID

@@ -1,17 +1,18 @@
-"""Operations on tensors of the device: each is a kernel on the current stream, computed by the CPU's kernel, later.
+"""Operations on tensors of the device: kernels on the current stream, computed by those of the CPU, later.
 
-The shapes of results are those that torch's device "meta" finds at the launch. What it cannot find depends on the
-data (`nonzero`, `equal`): the host waits for the stream first, as with CUDA.
+The shapes of results are those that torch's device "meta" finds at the launch. What it cannot find depends on
+the data (`nonzero`, `equal`): the host waits for the stream first, as with CUDA.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from simulated_gpu.device import Device
 from simulated_gpu.memory import host_alias
@@ -36,22 +37,25 @@ class Kernels:
         schema = op._schema
         if any(result.alias_info and not result.alias_info.is_write for result in schema.returns):
             return op._op_dk(CPU_KERNEL, *args, **kwargs)  # a view: the same memory
-        tensors = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        on_device = [x for x in tensors if self._device.holds(x)]
-        if not on_device:
+        device = next((x.device for x in tree_leaves((args, kwargs)) if self._device.holds_it(x)), None)
+        if device is None:
             raise NotImplementedError(f"{op} on the simulated device, of no tensor of it")
         kwargs = self._with_generator(op, kwargs)
-        written = self._written(schema, args, kwargs)
-        results = self._results(op, args, kwargs, written)
-        queue = self._device.current_stream(on_device[0].device.index)
-        alias = self._aliases(args, kwargs)
+        outs = {argument.name: kwargs[argument.name] for argument in schema.arguments if argument.is_out}
+        given = {name: value for name, value in kwargs.items() if name not in outs}
+        written = self._written(schema, args, given)
+        results = None if written else self._results(op, args, given, outs, device.index)
+        queue = self._device.current_stream(device.index)
+        alias = self._aliases(args, given)
         if results is NotImplemented:
-            return self._synchronously(op, queue, on_device[0].device, *alias)
-        self._device.launch(queue, self._computed(op, *alias, results, written))
+            self._device.synchronize(queue)
+            return self._at_once(op, device, *alias, outs)
+        fresh = {name: value.dtype for name, value in outs.items()}
+        self._device.launch(queue, self._computed(op, *alias, fresh, results))
         if not schema.returns:
             return None
-        if written and len(written) == len(schema.returns):
-            return written[0] if len(written) == 1 else tuple(written)
+        if written:
+            return written[0] if len(schema.returns) == 1 else tuple(written)
         return results
 
     def _with_generator(self, op: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -72,28 +76,27 @@ class Kernels:
             if argument.alias_info and argument.alias_info.is_write and value is not None
         ]
 
-    def _results(self, op: Any, args: Any, kwargs: Any, written: list[Any]) -> Any:
+    def _results(self, op: Any, args: Any, kwargs: Any, outs: dict[str, Tensor], number: int) -> Any:
         """Return the tensors for the results, NotImplemented where their shapes are not known yet."""
-        if written and not op._schema.is_mutable:
-            return None
-        if written and not any(argument.is_out for argument in op._schema.arguments):
-            return None
         plain = {name: value for name, value in kwargs.items() if name != "generator"}
+        fresh = {name: torch.empty(0, dtype=value.dtype, device="meta") for name, value in outs.items()}
         try:
-            found = op(*tree_map_only(Tensor, _meta, tuple(args)), **tree_map_only(Tensor, _meta, plain))
+            found = op(
+                *tree_map_only(Tensor, _meta, tuple(args)), **tree_map_only(Tensor, _meta, plain), **fresh
+            )
         except (NotImplementedError, RuntimeError):
-            return None if written else NotImplemented
-        if written:
-            for place, shaped in zip(written, [found] if isinstance(found, Tensor) else found, strict=True):
+            return NotImplemented
+        if outs:
+            places = list(outs.values())
+            for place, shaped in zip(places, [found] if isinstance(found, Tensor) else found, strict=True):
                 if place.shape != shaped.shape:
                     self.resize_(place, shaped.shape)
-            return None
-        if not all(isinstance(x, Tensor | None) for x in torch.utils._pytree.tree_leaves(found)):
+            return places[0] if isinstance(found, Tensor) else tuple(places)
+        if not all(isinstance(x, Tensor | None) for x in tree_leaves(found)):
             return NotImplemented
-        index = next(
-            x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if self._device.holds_it(x)
-        ).device.index
-        return tree_map_only(Tensor, lambda x: self._device.empty(x.shape, x.stride(), x.dtype, index), found)
+        return tree_map_only(
+            Tensor, lambda x: self._device.empty(x.shape, x.stride(), x.dtype, number), found
+        )
 
     def _aliases(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments as the CPU's kernel gets them; numbers on the host are read now."""
@@ -106,25 +109,34 @@ class Kernels:
 
         return tree_map_only(Tensor, alias, tuple(args)), tree_map_only(Tensor, alias, kwargs)
 
-    def _computed(self, op: Any, args: Any, kwargs: Any, results: Any, written: Any) -> Callable[[], None]:
-        places = tree_map_only(Tensor, host_alias, results)
+    def _computed(
+        self, op: Any, args: Any, kwargs: Any, outs: dict[str, torch.dtype], results: Any
+    ) -> Callable[[], None]:
+        places = [host_alias(x) if isinstance(x, Tensor) else None for x in tree_leaves(results)]
+        has_results = results is not None
+        del results  # a kernel keeps no memory alive
 
         def run() -> None:
-            with torch.no_grad():
-                found = op(*args, **kwargs)
-                if results is not None:
-                    leaves = torch.utils._pytree.tree_leaves
-                    for place, value in zip(leaves(places), leaves(found), strict=True):
-                        if isinstance(place, Tensor):
+            with torch.no_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                fresh = {name: torch.empty(0, dtype=dtype) for name, dtype in outs.items()}
+                found = op(*args, **kwargs, **fresh)
+                if has_results:
+                    for place, value in zip(places, tree_leaves(found), strict=True):
+                        if place is not None and value.numel():  # the CPU leaves out what has no use
                             place.copy_(value)
 
         return run
 
-    def _synchronously(self, op: Any, queue: Any, device: torch.device, args: Any, kwargs: Any) -> Any:
-        self._device.synchronize(queue)
+    def _at_once(self, op: Any, device: torch.device, args: Any, kwargs: Any, outs: dict[str, Tensor]) -> Any:
         with torch.no_grad():
-            found = op(*args, **kwargs)
-        return tree_map_only(Tensor, lambda x: x.to(device), found)
+            fresh = {name: torch.empty(0, dtype=value.dtype) for name, value in outs.items()}
+            found = op(*args, **kwargs, **fresh)
+            if not outs:
+                return tree_map_only(Tensor, lambda x: x.to(device), found)
+            for place, value in zip(outs.values(), fresh.values(), strict=True):
+                (place if place.shape == value.shape else self.resize_(place, value.shape)).copy_(value)
+            return next(iter(outs.values())) if isinstance(found, Tensor) else tuple(outs.values())
 
     # -- memory ---------------------------------------------------------------------------------------------
 

@@ -1,10 +1,11 @@
 """`SimulatedNccl`: torch's ProcessGroupNCCL, as far as mpisgd calls it, on a simulated GPU.
 
-A collective is a kernel on a stream of NCCL's own, behind what the current stream had to do. It begins when the stream
-comes to it, ends when those of all other ranks have come, and never if one does not come. The host learns nothing of
-that but by events. gloo carries the data. What follows torch: `wait()` lets the current stream wait, a future is
-complete at the launch and carries NCCL's stream, tensors are kept until `wait()`, and the watchdog ends what has
-lasted too long as TORCH_NCCL_ASYNC_ERROR_HANDLING says, by default with the process.
+A collective is a kernel on a stream of NCCL's own, behind what the current stream had to do. It begins when
+the stream comes to it, ends when those of all other ranks have come, and never if one does not come. The host
+learns nothing of that but by events. gloo carries the data. What follows torch: `wait()` lets the current
+stream wait, a future is complete at the launch and carries NCCL's stream, tensors are kept until `wait()`,
+and the watchdog ends what has lasted too long as TORCH_NCCL_ASYNC_ERROR_HANDLING says, by default with the
+process.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class SimulatedWork:
         self._future.set_result(outputs)  # the current stream is NCCL's
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        """Let the current stream wait; with a timeout the host waits, and ends the communicator if it is over."""
+        """Let the current stream wait; with a timeout the host waits, and ends NCCL when it is over."""
         gpu = self._nccl.device
         gpu.streams.add(gpu.current_stream(self._device), self._end)
         self._stash = None
@@ -116,7 +117,7 @@ class SimulatedNccl:
         threading.Thread(target=self._watch, name="simulated NCCL's watchdog", daemon=True).start()
 
     def eager_connect_single_device(self, device: torch.device) -> None:
-        """Meet the others: ncclCommInitRank, in which the host waits for them. Otherwise the first collective does."""
+        """Meet the others, as ncclCommInitRank: the host waits. Otherwise the first collective does."""
         if self._inner is None:
             limit = datetime.timedelta(seconds=self._timeout_s)
             self._inner = dist.ProcessGroupGloo(self._store, self._rank, self._size, limit)

@@ -1,8 +1,8 @@
 """Streams: queues of tasks that are done in order, later, when somebody waits for them or by themselves.
 
-Nothing but an event orders two streams. A wait does what it has to and no more, so a stream that forgets to wait for
-another one runs before it. What nobody waits for begins `latency_s` after it was queued, in an order that is drawn: a
-real device needs nobody to wait for it either.
+Nothing but an event orders two streams. A wait does what it has to and no more, so a stream that forgets to
+wait for another one runs before it. What nobody waits for begins `latency_s` after it was queued, in an order
+that is drawn: a real device needs nobody to wait for it either.
 
     stream A   | fill | record e |          wait for B: the host runs  copy? no: first what e stands for
     stream B   | wait e | copy |                                       fill, then copy
@@ -61,6 +61,7 @@ class Stream:
         self.device, self.number = device, number
         self.tasks: deque[tuple[float, Task]] = deque()
         self.done = 0
+        self.error: Exception | None = None
 
     @property
     def end(self) -> int:
@@ -69,8 +70,11 @@ class Stream:
     def advance(self, place: int) -> bool:
         """Do what can be done up to a place; return whether it is reached."""
         while self.done < place:
-            if not self.tasks[0][1].poll():
-                return False
+            try:
+                if not self.tasks[0][1].poll():
+                    return False
+            except Exception as exc:  # found by who waits for this stream next, as with CUDA
+                self.error = self.error or exc
             self.tasks.popleft()
             self.done += 1
         return True
@@ -144,8 +148,11 @@ class Streams:
         while True:
             with self.lock:
                 if event.poll():
-                    return
+                    break
             time.sleep(POLL_S)
+        if event.stream is not None and event.stream.error is not None:
+            error, event.stream.error = event.stream.error, None
+            raise RuntimeError("a kernel of the simulated GPU failed") from error
 
     def synchronize_device(self, device: int) -> None:
         with self.lock:
