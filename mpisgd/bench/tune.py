@@ -11,21 +11,23 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import mpisgd
 from mpisgd.bench.cases import case_of, powers
 from mpisgd.bench.collectives import our_call
 from mpisgd.bench.measure import Pace, Timed, measure, slowest
 from mpisgd.bench.payload import Payload
-from mpisgd.collectives.all_reduce import transport_named
+from mpisgd.collectives.algorithms import ALGORITHMS
 from mpisgd.collectives.dispatch import TUNED
 from mpisgd.core.group import Group
+from mpisgd.core.host_transport import HostTransport
 from mpisgd.job.lifecycle import world
 from mpisgd.job.rank_info import topology
 from mpisgd.tuning import Curve, MeasuredCurves
 from mpisgd.tuning.curve import ALL_REDUCE, FREE_POINTS, fit
 
-__all__ = ["RankSet", "contenders", "rank_sets", "to_measure", "tune"]
+__all__ = ["RankSet", "TransportChoice", "contenders", "rank_sets", "to_measure", "tune"]
 
 DTYPES = {False: "float32", True: "bfloat16"}
 FIRST_BYTES, FACTOR = 256, 2
@@ -33,6 +35,10 @@ LEAST_BYTES = FIRST_BYTES * FACTOR ** (FREE_POINTS - 1)  # so much that there ar
 TURN_S, MAX_CALLS, ROUNDS, MIN_ROUNDS = 0.004, 50, 60, 3
 # Of a long call in one size: one whose result is checked, one that tells how many make a turn, the rounds.
 LEAST_CALLS = 2 + MIN_ROUNDS
+# Of the algorithms over messages: what others always beat, and what they beat where a message is cheap.
+SLOWER = ("reduce_broadcast",)
+SLOWER_ON_A_HOST = ("ring", "halving_doubling", *SLOWER)
+LARGE_BYTES = 2**24
 SETTLED_BYTES, HOPELESS = 2**16, 2.0
 
 
@@ -70,27 +76,46 @@ def _mine(groups: Sequence[Group]) -> Group | None:
     return next((group for group in groups if group.rank >= 0), None)
 
 
-def to_measure(ranks_per_host: Sequence[int], *, shared_memory: bool, direct: bool = False) -> list[Curve]:
+class TransportChoice(NamedTuple):
+    """What `to_measure` asks of a transport of host memory; see `HostTransport`.
+
+    Attributes:
+        name: of its all-reduce algorithm.
+        spans_hosts: whether it is for ranks on several hosts.
+        collectives: those of `TUNED` that it takes.
+    """
+
+    name: str
+    spans_hosts: bool
+    collectives: tuple[str, ...]
+
+    @classmethod
+    def of(cls, transport: HostTransport) -> "TransportChoice":
+        """Return it for a transport of a group."""
+        taken = [name for name in TUNED if transport.takes(name, None, LARGE_BYTES)]
+        return cls(transport.name, transport.spans_hosts, tuple(taken))
+
+
+def to_measure(ranks_per_host: Sequence[int], transports: Sequence[TransportChoice]) -> list[Curve]:
     """Return what is worth measuring there, as curves without segments.
 
     Args:
         ranks_per_host: of the ranks.
-        shared_memory: whether those of a host share memory.
-        direct: whether they can reach each other's.
+        transports: which their group has, besides MPI.
     """
-    names = ["mpi", "all_to_all"]
-    if len(ranks_per_host) > 1:
-        names += ["ring", "halving_doubling"]
-        ours = [("hierarchical", num_leaders) for num_leaders in sorted({1, min(ranks_per_host)})]
-    else:
-        ours = [("node", 1), *([("direct", 1)] if direct else [])]
-    known = [*(ours if shared_memory else []), *((name, 1) for name in names)]
-    reducing = [Curve(name, half, num_leaders=num_leaders) for half in DTYPES for name, num_leaders in known]
-    if len(ranks_per_host) > 1 or not shared_memory:
-        return reducing
-    return reducing + [
-        Curve(name, False, collective=collective) for collective in TUNED for name in ("node", "mpi")
+    between_hosts = len(ranks_per_host) > 1
+    known = [
+        (transport.name, num_leaders)
+        for transport in transports
+        for num_leaders in (sorted({1, min(ranks_per_host)}) if transport.spans_hosts else [1])
     ]
+    by_messages = [name for name in ALGORITHMS if name not in (SLOWER if between_hosts else SLOWER_ON_A_HOST)]
+    known += [(name, 1) for name in ("mpi", *by_messages)]
+    found = [Curve(name, half, num_leaders=num_leaders) for half in DTYPES for name, num_leaders in known]
+    for collective in () if between_hosts else TUNED:
+        takers = [transport.name for transport in transports if collective in transport.collectives]
+        found += [Curve(name, False, collective=collective) for name in (*takers[:1], "mpi") if takers]
+    return found
 
 
 def tune(budget_s: float, last_bytes: int, passes: int, report: Report) -> list[MeasuredCurves]:
@@ -127,9 +152,7 @@ def _fitted(curve: Curve, seconds: dict[int, float]) -> Curve:
 def _pass(place: RankSet, budget_s: float, last_bytes: int, best: Best, report: Report) -> None:
     """Go through the sizes once, as far as the time suffices; put better medians into `best`."""
     group = place.group
-    shared_memory = _everywhere(group is None or group.shares_memory)
-    direct = _everywhere(group is None or transport_named(group, "direct") is not None)
-    wanted = to_measure(place.ranks_per_host, shared_memory=shared_memory, direct=direct)
+    wanted = to_measure(place.ranks_per_host, _common_transports(group))
     sizes = powers(FIRST_BYTES, max(last_bytes, LEAST_BYTES), FACTOR)
     used_s = 0.0
     for done, nbytes in enumerate(sizes):
@@ -166,11 +189,13 @@ def contenders(wanted: Sequence[Curve], best: Best, nbytes: int) -> list[Curve]:
     ]
 
 
-def _everywhere(condition: bool) -> bool:
-    """Return whether `condition` holds on all ranks of the job. Collective."""
-    said: list[bool] = [False] * mpisgd.size()
-    mpisgd.all_gather_object(said, condition)
-    return all(said)
+def _common_transports(group: Group | None) -> list[TransportChoice]:
+    """Return those that the groups of all ranks have, where they are in one. Collective over the job."""
+    own = None if group is None else [TransportChoice.of(transport) for transport in group.transports]
+    told: list[list[TransportChoice] | None] = [None] * mpisgd.size()
+    mpisgd.all_gather_object(told, own)
+    first, *others = (found for found in told if found is not None)
+    return [transport for transport in first if all(transport in found for found in others)]
 
 
 def _medians(place: RankSet, wanted: Sequence[Curve], nbytes: int, budget_s: float) -> dict[Curve, float]:

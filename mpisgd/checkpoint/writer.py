@@ -15,9 +15,9 @@ from mpisgd.checkpoint.saving import Content, check_mode, check_save_arguments, 
 from mpisgd.checkpoint.shared_errors import ROOT, at_root
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
-from mpisgd.core.inheriting_thread import InheritingThread
 from mpisgd.errors import CheckpointError, InvalidArgument
 from mpisgd.job.lifecycle import group_or_world
+from mpisgd.threads.inheriting_thread import InheritingThread
 
 __all__ = ["Writer"]
 

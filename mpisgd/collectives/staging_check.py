@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mpisgd.accelerator.runtime import on_device
 from mpisgd.core.host_transport import HostTransport, Steps
-from mpisgd.core.scheduling import scheduler
+from mpisgd.threads.scheduling import scheduler
 
 __all__ = ["run_first_part"]
 

@@ -9,9 +9,9 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
-from mpisgd.core import scheduling, wait_registry
-from mpisgd.core.wait_registry import RunningCallback
 from mpisgd.errors import CollectiveTimeout
+from mpisgd.threads import scheduling, wait_registry
+from mpisgd.threads.wait_registry import RunningCallback
 
 __all__ = ["Callbacks"]
 

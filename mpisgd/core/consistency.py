@@ -19,8 +19,8 @@ import torch
 from mpisgd.arguments import ranks_text
 from mpisgd.core.interfaces import Communicator, DigestExchange
 from mpisgd.core.owner import Owner
-from mpisgd.core.waiting import Backoff
 from mpisgd.errors import CollectiveMismatch, CollectiveTimeout
+from mpisgd.threads.waiting import Backoff
 
 __all__ = ["ConsistencyCheck", "ConsistencyChecker", "Operation"]
 

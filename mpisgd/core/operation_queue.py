@@ -18,14 +18,10 @@ import torch
 from mpisgd import tracing
 from mpisgd.arguments import check_flag
 from mpisgd.call_site import call_site
-from mpisgd.core import wait_registry
 from mpisgd.core.callbacks import Callbacks
 from mpisgd.core.consistency import ConsistencyCheck, ConsistencyChecker, Operation
 from mpisgd.core.interfaces import DigestExchange, GroupCommunicator
 from mpisgd.core.owner import current_owner, owned_by
-from mpisgd.core.scheduling import wait_for_condition
-from mpisgd.core.service_thread import ServiceThread
-from mpisgd.core.waiting import Backoff
 from mpisgd.core.work import QueuedWork, Work
 from mpisgd.errors import (
     CollectiveMismatch,
@@ -34,6 +30,10 @@ from mpisgd.errors import (
     MpiFailed,
     MpisgdError,
 )
+from mpisgd.threads import wait_registry
+from mpisgd.threads.scheduling import wait_for_condition
+from mpisgd.threads.service_thread import ServiceThread
+from mpisgd.threads.waiting import Backoff
 
 __all__ = ["OperationQueue", "RunningOperation", "call_site", "inference_mode_of"]
 
@@ -53,17 +53,6 @@ def inference_mode_of(tensors: Any) -> contextlib.AbstractContextManager[Any]:
         if tensor.is_inference():
             return torch.inference_mode()
     return _NO_CONTEXT
-
-
-def _with_owner(operation: Operation) -> Operation:
-    """Note to whom an operation belongs that this thread begins."""
-    owner = current_owner()
-    return operation if owner is None else operation._replace(owner=owner)
-
-
-def _owner_of(operation: Operation) -> contextlib.AbstractContextManager[Any]:
-    """Return the context of what an operation communicates within it, on whichever thread it runs."""
-    return _NO_CONTEXT if operation.owner is current_owner() else owned_by(operation.owner)
 
 
 class _Submission(NamedTuple):
@@ -181,7 +170,8 @@ class OperationQueue:
         """
         if async_op is not True and async_op is not False:
             async_op = check_flag(operation.kind, "async_op", async_op)
-        operation = _with_owner(operation)
+        if (owner := current_owner()) is not None:
+            operation = operation._replace(owner=owner)
         submission = _Submission(operation, action, call_site(), detail, before, after, tensors, timeout_s)
         if tracing.sink is not None:
             submission = submission._replace(
@@ -222,7 +212,8 @@ class OperationQueue:
         """Give an operation that others carry out, such as NCCL, its place in the order. Sends nothing."""
         if self.broken is not None:
             raise self.broken
-        operation = _with_owner(operation)
+        if (owner := current_owner()) is not None:
+            operation = operation._replace(owner=owner)
         if tracing.sink is not None:
             tracing.sink.instant(self.track, f"{operation} launched", time.monotonic_ns())
         inside = self._busy == threading.get_ident()
@@ -277,8 +268,13 @@ class OperationQueue:
     def _act(self, submission: _Submission) -> None:
         """Do the communication. To a mismatch found only now, such as one of sizes, add where it was."""
         try:
-            with inference_mode_of(submission.tensors), _owner_of(submission.operation):
-                submission.action()
+            with inference_mode_of(submission.tensors):
+                # What is communicated within it has the same owner, on whichever thread it runs.
+                if (owner := submission.operation.owner) is current_owner():
+                    submission.action()
+                else:
+                    with owned_by(owner):
+                        submission.action()
         except Deadlock:
             raise
         except CollectiveMismatch as exc:

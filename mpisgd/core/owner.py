@@ -9,11 +9,13 @@ it with the rest of the operation, and a message about them names the optimizer 
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from contextvars import Context, ContextVar, Token
+from contextvars import ContextVar, Token
 from types import TracebackType
 from typing import Any, NamedTuple
 
-__all__ = ["OPTIMIZER", "Owner", "current_owner", "new_owner", "owned_by", "without_owner"]
+from mpisgd.threads.inheriting_thread import not_inherited
+
+__all__ = ["OPTIMIZER", "Owner", "current_owner", "new_owner", "owned_by"]
 
 
 class Owner(NamedTuple):
@@ -56,12 +58,8 @@ OPTIMIZER = "optimizer"  # the kind of those that have a backward or a step of t
 _current: ContextVar[Owner | None] = ContextVar("mpisgd_owner", default=None)
 
 current_owner = _current.get  # of operations that this thread begins now
-
-
-def without_owner(context: Context) -> Context:
-    """Return `context`, in which operations belong to nobody from now on."""
-    context.run(_current.set, None)
-    return context
+# Which rank comes to start a thread, and in the middle of what, differs: its operations belong to nobody.
+not_inherited(_current)
 
 
 class owned_by:  # used like a function; a generator would cost more, and every backward enters

@@ -11,9 +11,9 @@ import torch
 
 from mpisgd import tracing
 from mpisgd.core.callbacks import Callbacks
-from mpisgd.core.scheduling import now_s, scheduler, wait_for_event
-from mpisgd.core.wait_registry import WaitReason, waiting_for
 from mpisgd.errors import CollectiveTimeout
+from mpisgd.threads.scheduling import now_s, scheduler, wait_for_event
+from mpisgd.threads.wait_registry import WaitReason, waiting_for
 
 __all__ = ["CompletableWork", "QueuedWork", "Work"]
 

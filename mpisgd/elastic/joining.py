@@ -20,12 +20,12 @@ from torch import Tensor
 
 from mpisgd import config
 from mpisgd.core.interfaces import Request
-from mpisgd.core.waiting import Backoff
 from mpisgd.errors import MpisgdError, PeerLost
 from mpisgd.job import lifecycle as jobs
 from mpisgd.job.forced_exit import exit_after_loss
 from mpisgd.job.startup import load_mpi
 from mpisgd.job.startup_timeout import within
+from mpisgd.threads.waiting import Backoff
 
 if TYPE_CHECKING:
     from mpisgd.transport.mpi import Communicator

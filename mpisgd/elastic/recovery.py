@@ -23,7 +23,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from mpisgd.arguments import ranks_text
-from mpisgd.core import waiting
 from mpisgd.elastic.joining import ElasticOptions, grow
 from mpisgd.errors import JobError, MpisgdError, PeerLost
 from mpisgd.job import lifecycle as jobs
@@ -31,6 +30,7 @@ from mpisgd.job import rank_info
 from mpisgd.job.startup import load_mpi
 from mpisgd.job.startup_timeout import within
 from mpisgd.job.world import Job
+from mpisgd.threads import waiting
 
 if TYPE_CHECKING:
     from mpisgd.core.topology import Topology

@@ -5,7 +5,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from mpisgd.core import waiting
 from mpisgd.core.consistency import Operation
 from mpisgd.elastic.decorator import Frontend, Function, elastic_function
 from mpisgd.elastic.joining import ElasticOptions, join
@@ -20,6 +19,7 @@ from mpisgd.elastic.recovery import (
 from mpisgd.elastic.state import State
 from mpisgd.errors import InvalidArgument, JobError, PeerLost
 from mpisgd.job import lifecycle as jobs
+from mpisgd.threads import waiting
 
 __all__ = ["run"]
 

@@ -14,19 +14,20 @@ The end is collective. Ranks that ask finish what they have begun and come to a 
 ranks that answer come to it at once, and go on answering until it is over.
 """
 
+import math
 import threading
-import time
 from collections.abc import Callable
 from random import Random
 
-from mpisgd.core import wait_registry
-from mpisgd.core.inheriting_thread import InheritingThread
 from mpisgd.core.interfaces import GroupCommunicator, Request
-from mpisgd.core.wait_registry import WaitReason
-from mpisgd.core.waiting import Backoff
-from mpisgd.errors import CollectiveTimeout, MpisgdError, NotInitialized
+from mpisgd.errors import CollectiveTimeout, NotInitialized
 from mpisgd.gossip.bipartite import Roles
 from mpisgd.gossip.flat_copy import FlatCopy
+from mpisgd.threads import wait_registry
+from mpisgd.threads.inheriting_thread import InheritingThread
+from mpisgd.threads.scheduling import join, now_s, sleep, wait_for_event
+from mpisgd.threads.wait_registry import WaitReason
+from mpisgd.threads.waiting import Backoff
 
 __all__ = ["PairwiseAveraging"]
 
@@ -55,7 +56,7 @@ class PairwiseAveraging:
         self.num_exchanges = 0
         self._communicator = communicator
         self._finishing = False
-        self._error: MpisgdError | None = None
+        self._error: Exception | None = None
         self._changed = threading.Event()  # something is wanted
         self._ended = threading.Event()
         rank = communicator.rank
@@ -68,7 +69,7 @@ class PairwiseAveraging:
         """Ask a partner as soon as the last exchange is over; return at once.
 
         Raises:
-            MpisgdError: the helper thread has ended by it.
+            Exception: the helper thread has ended by it.
             NotInitialized: `finish` has ended the exchanges.
         """
         if self._error is not None:
@@ -84,7 +85,7 @@ class PairwiseAveraging:
         try:
             while not self._role.is_over():
                 self._role.advance(self._finishing)
-        except MpisgdError as exc:
+        except Exception as exc:  # whatever it is: without this thread the ranks would drift apart in silence
             self._error = exc
             self._role.abandon()
         finally:
@@ -93,7 +94,7 @@ class PairwiseAveraging:
 
     def wait_for_change(self) -> None:
         """Sleep until something is wanted."""
-        self._changed.wait()
+        wait_for_event(self._changed, math.inf)
         self._changed.clear()
 
     def finish(self, timeout_s: float) -> None:
@@ -101,7 +102,7 @@ class PairwiseAveraging:
 
         Raises:
             CollectiveTimeout: another rank did not come.
-            MpisgdError: the helper thread has ended by it.
+            Exception: the helper thread has ended by it.
         """
         self.abandon()
         backoff = Backoff(timeout_s)
@@ -110,7 +111,7 @@ class PairwiseAveraging:
             raise CollectiveTimeout(
                 f"Gossip: waited {backoff.waited_s:.1f} s for the other ranks to end their exchanges"
             )
-        self._thread.join()
+        join(self._thread, None)
         if self._error is not None:
             raise self._error
         self._communicator.free()
@@ -201,7 +202,7 @@ class _Answering(_Role):
     ) -> None:
         super().__init__(averaging, communicator, partners)
         self._answers = False  # whether an answer is in flight; else a question is waited for
-        self._last_s = time.monotonic()
+        self._last_s = now_s()
         self._wait_for_question()
 
     def _wait_for_question(self) -> None:
@@ -212,13 +213,13 @@ class _Answering(_Role):
         """Answer if somebody has asked; end if all ranks have finished, so that nobody will."""
         come = self._communicator.poll_one(self._in_flight[0])
         if come is not None:
-            self._last_s = time.monotonic()
+            self._last_s = now_s()
             self._wait_for_question() if self._answers else self._answer(come[0])
         elif finishing and not self._answers and self._all_have_finished():
             self._communicator.cancel(self._in_flight[0], self._theirs)
             self._is_over = True
         else:
-            _pause(time.monotonic() - self._last_s)
+            _pause(now_s() - self._last_s)
 
     def _answer(self, partner: int) -> None:
         x = self._averaging.x
@@ -231,10 +232,10 @@ class _Answering(_Role):
 
 def _poll(ready: Callable[[], bool]) -> None:
     """Wait, for as long as it takes: what ends it otherwise is the error that tells of a lost rank."""
-    started_s = time.monotonic()
+    started_s = now_s()
     while not ready():
-        _pause(time.monotonic() - started_s)
+        _pause(now_s() - started_s)
 
 
 def _pause(waited_s: float) -> None:
-    time.sleep(min(LONG_SLEEP_S, max(SHORT_SLEEP_S, waited_s * SHARE)))
+    sleep(min(LONG_SLEEP_S, max(SHORT_SLEEP_S, waited_s * SHARE)))

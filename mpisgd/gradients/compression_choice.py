@@ -16,11 +16,11 @@ from mpisgd.collectives.all_reduce import all_reduce
 from mpisgd.compress.auto import Auto
 from mpisgd.compress.compressor import Compressor
 from mpisgd.core.group import Group
-from mpisgd.core.standard_error import print_to_user
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import UnsupportedOp, UnsupportedTensor
 from mpisgd.gradients.options import ReductionOptions
 from mpisgd.gradients.reducer import GradientReducer
+from mpisgd.standard_error import print_to_user
 
 __all__ = ["Choice", "Trial", "choose_compression", "sample_shapes", "with_chosen_compression"]
 

@@ -1,5 +1,6 @@
 """`init`, `shutdown`, ranks and sizes, `join`, `barrier`, the timeline, and what this build can do."""
 
+import functools
 from typing import Any
 
 import torch
@@ -55,18 +56,25 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     """
     if isinstance(comm, list | tuple):
         ranks = as_ranks("init", "comm", comm)
-        comm = _comm_of(ranks) if ranks else None
+        comm = _comm_of(tuple(ranks)) if ranks else None
     state.start(comm)
     for process_set in () if process_sets in (None, "dynamic") else process_sets:
         add_process_set(process_set)
 
 
-def _comm_of(ranks: list[int]) -> Any:
-    """Return the communicator of some of the processes that mpirun has started."""
+@functools.cache  # the same ranks are the same communicator: after `shutdown()`, `init()` goes on with it
+def _comm_of(ranks: tuple[int, ...]) -> Any:
+    """Return the communicator of some of the processes that mpirun has started. Collective over them."""
     from mpisgd.transport.mpi import MPI, start
 
     start()
-    return MPI.COMM_WORLD.Create_group(MPI.COMM_WORLD.Get_group().Incl(ranks))
+    everyone = MPI.COMM_WORLD.Get_group()
+    some = everyone.Incl(list(ranks))
+    try:
+        return MPI.COMM_WORLD.Create_group(some)
+    finally:
+        some.Free()
+        everyone.Free()
 
 
 def shutdown() -> None:

@@ -15,11 +15,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpisgd import tracing
-from mpisgd.core.standard_error import print_error
 from mpisgd.core.topology import Topology
 from mpisgd.errors import CollectiveMismatch, JobError, MpisgdError
 from mpisgd.monitor.console import ConsoleLock
 from mpisgd.monitor.rank_snapshot import failed_threads, note_failed_thread
+from mpisgd.standard_error import print_error
 
 if TYPE_CHECKING:
     from mpisgd.transport.mpi import Communicator

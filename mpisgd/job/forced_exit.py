@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from mpisgd.config import ENDED_NOTE, note
-from mpisgd.core.standard_error import print_to_user
+from mpisgd.standard_error import print_to_user
 
 __all__ = ["exit_after_loss", "exit_without_host"]
 

@@ -9,12 +9,12 @@ from mpisgd.arguments import as_index, check_text, shown
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.core.interfaces import GroupCommunicator, Job
-from mpisgd.core.wait_registry import WaitReason, waiting_for
-from mpisgd.core.waiting import Backoff
 from mpisgd.errors import CollectiveMismatch, CollectiveTimeout, InvalidRank
 from mpisgd.job.group_factory import make_group
 from mpisgd.job.lifecycle import current_job
 from mpisgd.job.quiesce import end_operations
+from mpisgd.threads.wait_registry import WaitReason, waiting_for
+from mpisgd.threads.waiting import Backoff
 from mpisgd.transport.messages.dissemination import Dissemination
 
 __all__ = ["close_group", "new_group", "open_group", "open_host_group", "open_leader_group"]

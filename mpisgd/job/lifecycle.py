@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from mpisgd import config, tracing
 from mpisgd.accelerator.runtime import runtime
-from mpisgd.core import consistency, waiting
+from mpisgd.core import consistency
 from mpisgd.core.group import Group
 from mpisgd.errors import AlreadyInitialized, InvalidArgument, MpisgdError, NotInitialized, PeerLost
 from mpisgd.job.forced_exit import exit_after_loss, exit_without_host
@@ -33,6 +33,7 @@ from mpisgd.job.step_log import start_step_log
 from mpisgd.job.world import Job, make_job
 from mpisgd.monitor import heartbeat
 from mpisgd.monitor.step_counter import start_counting
+from mpisgd.threads import waiting
 from mpisgd.transport.device.selection import agree_on_wanted
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ import torch
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.core.interfaces import GroupCommunicator
-from mpisgd.core.wait_registry import Message, WaitReason
-from mpisgd.core.waiting import Backoff
 from mpisgd.errors import CollectiveTimeout, MpisgdError
+from mpisgd.threads.wait_registry import Message, WaitReason
+from mpisgd.threads.waiting import Backoff
 
 __all__ = ["end_operations"]
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from mpisgd import config
 from mpisgd.arguments import check_flag, check_positive, check_timeout, shown
-from mpisgd.core.standard_error import print_to_user
 from mpisgd.core.topology import Topology
 from mpisgd.errors import InvalidArgument, JobError, MpiFailed, MpiNotFound, NotInitialized
+from mpisgd.standard_error import print_to_user
 
 if TYPE_CHECKING:
     from mpisgd.transport.mpi import Communicator

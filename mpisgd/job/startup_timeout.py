@@ -13,10 +13,10 @@ import threading
 from collections.abc import Callable, Iterator
 
 from mpisgd import config
-from mpisgd.core import wait_registry
-from mpisgd.core.service_thread import ServiceThread
-from mpisgd.core.standard_error import print_to_user
 from mpisgd.monitor.rank_snapshot import MONITOR_THREAD, stack_of
+from mpisgd.standard_error import print_to_user
+from mpisgd.threads import wait_registry
+from mpisgd.threads.service_thread import ServiceThread
 
 __all__ = ["set_alarm", "within"]
 

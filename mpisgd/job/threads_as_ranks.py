@@ -9,13 +9,13 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from mpisgd.core import scheduling, waiting
 from mpisgd.core.group import Group
 from mpisgd.errors import InvalidArgument, MpisgdError
 from mpisgd.job.group_factory import make_group
 from mpisgd.job.job_of_thread import job_of_this_thread
 from mpisgd.job.lifecycle import shutdown
 from mpisgd.job.world import Job
+from mpisgd.threads import scheduling, waiting
 from mpisgd.transport.loopback.communicator import LoopbackCommunicator
 from mpisgd.transport.loopback.network import Network
 from mpisgd.transport.loopback.scheduler import SeededScheduler

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from mpisgd import config, tracing
 from mpisgd.core.group import Group
 from mpisgd.core.topology import discover
-from mpisgd.core.waiting import set_oversubscribed
 from mpisgd.errors import JobError
 from mpisgd.job.excepthook import ExceptHook
 from mpisgd.job.fault_report import FaultReport
@@ -20,6 +19,7 @@ from mpisgd.monitor.console import ConsoleLock
 from mpisgd.monitor.stall_monitor import StallMonitor
 from mpisgd.monitor.state_collector import StateCollector
 from mpisgd.monitor.watchdog import Watchdog
+from mpisgd.threads.waiting import set_oversubscribed
 from mpisgd.tuning.profile import find_costs
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
     states = current_job().monitor.collect()     # a RankState per rank of the job; takes seconds at most
 
 Each process has a thread that answers such questions, also while the program is in its own code, asleep or
-blocked in MPI. The engine reports its long waits to `core/wait_registry.py`, and knows nothing more of this.
+blocked in MPI. The engine reports its long waits to `threads/wait_registry.py`, and knows no more of this.
 
     rank_state         what one rank does, and its form for travelling
     rank_snapshot      this process's own state

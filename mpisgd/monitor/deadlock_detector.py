@@ -23,13 +23,13 @@ import time
 from collections.abc import Mapping, Sequence
 
 from mpisgd.arguments import ranks_text
-from mpisgd.core import wait_registry
-from mpisgd.core.wait_registry import Message
 from mpisgd.errors import Deadlock
 from mpisgd.monitor.hang_report import failed_thread_lines, for_whom, place
 from mpisgd.monitor.mailbox_pages import NOTICE_BYTES
 from mpisgd.monitor.rank_state import LEFT, WAITS, RankState, Wait, group_key
 from mpisgd.monitor.state_collector import StateCollector
+from mpisgd.threads import wait_registry
+from mpisgd.threads.wait_registry import Message
 
 __all__ = ["DeadlockDetector", "describe_deadlock", "encode_notice", "fingerprint", "stuck_ranks"]
 

@@ -25,10 +25,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from mpisgd.arguments import ranks_text
-from mpisgd.core import waiting
-from mpisgd.core.service_thread import ServiceThread
 from mpisgd.errors import CollectiveTimeout, MpisgdError, PeerLost
 from mpisgd.monitor.process_inspector import ProcessIdentity, is_gone, is_stopped_or_gone
+from mpisgd.threads import waiting
+from mpisgd.threads.service_thread import ServiceThread
 from mpisgd.transport.mpi import OVERDUE, revoke_all, set_apart
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Mapping
 
 from mpisgd import config
-from mpisgd.core.service_thread import ServiceThread
+from mpisgd.threads.service_thread import ServiceThread
 
 __all__ = ["is_enabled", "settings", "start", "stop"]
 

@@ -12,7 +12,7 @@ import threading
 from concurrent.futures import thread as executor
 from types import FrameType
 
-from mpisgd.core import wait_registry
+from mpisgd.threads import wait_registry
 
 __all__ = ["may_communicate"]
 

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from mpisgd.accelerator.runtime import runtime
-from mpisgd.core import wait_registry
-from mpisgd.core.wait_registry import RegisteredWait, RunningCallback, WaitReason
 from mpisgd.errors import MpisgdError
 from mpisgd.monitor.idle_threads import may_communicate
 from mpisgd.monitor.rank_state import RUNS, WAITS, RankState, Wait, group_key
+from mpisgd.threads import wait_registry
+from mpisgd.threads.wait_registry import RegisteredWait, RunningCallback, WaitReason
 
 if TYPE_CHECKING:
     from mpisgd.core.group import Group

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mpisgd.arguments import printable
-from mpisgd.core.wait_registry import Message, WaitReason
+from mpisgd.threads.wait_registry import Message, WaitReason
 
 __all__ = [
     "GONE",

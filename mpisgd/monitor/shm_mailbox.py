@@ -12,7 +12,6 @@ from collections.abc import Collection, Sequence
 
 from mpisgd import config
 from mpisgd.core.interfaces import GroupCommunicator
-from mpisgd.core.standard_error import print_to_user
 from mpisgd.monitor.mailbox_pages import (
     ANSWER,
     ASKED,
@@ -30,6 +29,7 @@ from mpisgd.monitor.mailbox_pages import (
     Slot,
 )
 from mpisgd.monitor.step_counter import counter
+from mpisgd.standard_error import print_to_user
 from mpisgd.transport.ipc.memfd import create
 from mpisgd.transport.ipc.segment import Segment, open_segment
 

@@ -3,13 +3,13 @@
 import time
 from typing import TYPE_CHECKING
 
-from mpisgd.core import wait_registry
-from mpisgd.core.service_thread import ServiceThread
 from mpisgd.monitor.deadlock_detector import DeadlockDetector
 from mpisgd.monitor.rank_snapshot import MONITOR_THREAD
 from mpisgd.monitor.rank_state import RankState, group_key
 from mpisgd.monitor.state_collector import ANSWER_S, StateCollector
 from mpisgd.monitor.watchdog import Watchdog
+from mpisgd.threads import wait_registry
+from mpisgd.threads.service_thread import ServiceThread
 
 if TYPE_CHECKING:
     from mpisgd.core.group import Group

@@ -15,12 +15,12 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 
-from mpisgd.core import wait_registry, waiting
-from mpisgd.core.standard_error import print_to_user
 from mpisgd.monitor.console import ConsoleLock
 from mpisgd.monitor.hang_report import activity, for_whom, hang_report, main_wait, missing, place
 from mpisgd.monitor.rank_state import WAITS, RankState, Wait, group_key
 from mpisgd.monitor.state_collector import StateCollector
+from mpisgd.standard_error import print_to_user
+from mpisgd.threads import wait_registry, waiting
 
 __all__ = ["Watchdog"]
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from mpisgd import tracing
 from mpisgd.collectives.point_to_point import irecv, isend
 from mpisgd.core.group import Group
-from mpisgd.core.wait_registry import WaitReason
-from mpisgd.core.waiting import Backoff
 from mpisgd.core.work import Work
 from mpisgd.errors import CollectiveTimeout, InvalidArgument, PipelineFailed
+from mpisgd.threads.wait_registry import WaitReason
+from mpisgd.threads.waiting import Backoff
 from mpisgd.transport.messages.point_to_point import MessageWork
 
 __all__ = ["FIRST_TAG", "PipelineMessages"]

@@ -3,9 +3,9 @@
 import time
 from collections.abc import Callable
 
-from mpisgd.core.wait_registry import WaitReason
-from mpisgd.core.waiting import Backoff
 from mpisgd.errors import PeerLost
+from mpisgd.threads.wait_registry import WaitReason
+from mpisgd.threads.waiting import Backoff
 
 __all__ = ["wait_patiently"]
 

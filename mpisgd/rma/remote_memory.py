@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from mpisgd.core.interfaces import GroupCommunicator
-from mpisgd.core.service_thread import ServiceThread
-from mpisgd.core.waiting import cancel_reason
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import UnsupportedOp
+from mpisgd.threads.service_thread import ServiceThread
+from mpisgd.threads.waiting import cancel_reason
 
 if TYPE_CHECKING:
     from mpisgd.transport.mpi import MpiWindow

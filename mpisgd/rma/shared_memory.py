@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from mpisgd.core.interfaces import GroupCommunicator
-from mpisgd.core.wait_registry import WaitReason
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import CollectiveTimeout, UnsupportedOp
 from mpisgd.rma.patience import wait_patiently
+from mpisgd.threads.wait_registry import WaitReason
 from mpisgd.transport.ipc.control_block import order_memory
 from mpisgd.transport.ipc.record_locks import RecordLocks, open_record_locks
 from mpisgd.transport.ipc.segment import PAGE, Segment, open_segment

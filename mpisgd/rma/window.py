@@ -12,7 +12,6 @@ from mpisgd.arguments import ranks_text, shown
 from mpisgd.collectives.tensor_arguments import check_output, check_tensor
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
-from mpisgd.core.wait_registry import WaitReason
 from mpisgd.dtypes import ReduceOp, check_op, dtype_name
 from mpisgd.errors import CollectiveTimeout, InvalidArgument, ShapeMismatch, UnsupportedOp, UnsupportedTensor
 from mpisgd.job.lifecycle import group_or_world
@@ -20,6 +19,7 @@ from mpisgd.rma.memory import WindowMemory
 from mpisgd.rma.patience import wait_patiently
 from mpisgd.rma.remote_memory import open_remote_memory
 from mpisgd.rma.shared_memory import open_shared_memory
+from mpisgd.threads.wait_registry import WaitReason
 
 __all__ = ["Window"]
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from mpisgd.arguments import check_callable, shown
-from mpisgd.core.wait_registry import WaitReason, waiting_for
 from mpisgd.errors import CollectiveTimeout, InvalidArgument, NotInitialized, PeerLost
 from mpisgd.rpc.outstanding import Call, add_outstanding, remove_outstanding
 from mpisgd.rpc.tensorpipe import available, check_references_work, is_running
+from mpisgd.threads.wait_registry import WaitReason, waiting_for
 
 __all__ = ["Future", "get_worker_info", "remote", "rpc_async", "rpc_sync"]
 

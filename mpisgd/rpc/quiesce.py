@@ -14,12 +14,12 @@ from torch._C._distributed_c10d import Store
 
 from mpisgd.arguments import ranks_text
 from mpisgd.core.group import Group
-from mpisgd.core.wait_registry import WaitReason
-from mpisgd.core.waiting import Backoff
 from mpisgd.errors import CollectiveTimeout
 from mpisgd.rpc.admission import Admission
 from mpisgd.rpc.outstanding import outstanding_calls
 from mpisgd.rpc.tensorpipe import active_calls
+from mpisgd.threads.wait_registry import WaitReason
+from mpisgd.threads.waiting import Backoff
 
 __all__ = ["finish_calls"]
 

@@ -20,7 +20,6 @@ from typing import TypeVar
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from mpisgd.core import wait_registry
 from mpisgd.core.consistency import Operation
 from mpisgd.errors import MpisgdError, Unreachable
 from mpisgd.job.groups import close_group, open_group
@@ -32,6 +31,7 @@ from mpisgd.rpc.quiesce import finish_calls
 from mpisgd.rpc.signatures import KEY_BYTES, sign_messages
 from mpisgd.rpc.tcp_sockets import Endpoint
 from mpisgd.rpc.tensorpipe import active_calls, available, is_running, start_agent
+from mpisgd.threads import wait_registry
 
 __all__ = ["Worker"]
 

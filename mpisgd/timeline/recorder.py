@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from mpisgd.accelerator.runtime import runtime
-from mpisgd.core.service_thread import ServiceThread
+from mpisgd.threads.service_thread import ServiceThread
 from mpisgd.timeline.clock import Clock
 from mpisgd.timeline.files import CLOSING, OPENING, Event, as_line
 from mpisgd.tracing import Track

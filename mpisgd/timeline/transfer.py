@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from mpisgd.core.interfaces import GroupCommunicator, Request
-from mpisgd.core.waiting import Backoff
 from mpisgd.errors import CollectiveTimeout
+from mpisgd.threads.waiting import Backoff
 from mpisgd.timeline.files import CLOSING, OPENING
 
 __all__ = ["receive", "send", "send_part", "write_whole"]

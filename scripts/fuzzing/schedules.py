@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 
 import mpisgd
-from mpisgd.core import scheduling, wait_registry
-from mpisgd.core.inheriting_thread import InheritingThread
 from mpisgd.job.threads_as_ranks import run_ranks
+from mpisgd.threads import scheduling, wait_registry
+from mpisgd.threads.inheriting_thread import InheritingThread
 
 __all__ = ["Act", "Schedule", "check", "draw", "run_schedules"]
 

@@ -52,6 +52,8 @@ def test_the_world_may_be_some_of_the_ranks(start):
         rank = MPI.COMM_WORLD.rank
         if rank != 1:
             hvd.init([0, 2])
+            hvd.shutdown()
+            hvd.init([0, 2])
             print(f"{rank} is {hvd.rank()} of {hvd.size()}:", hvd.allgather(torch.tensor([rank])).tolist())
             hvd.shutdown()
         import mpisgd

@@ -14,7 +14,7 @@ import ctypes, os, signal, sys, time
 import torch
 import mpisgd
 from mpisgd.job.groups import open_group
-from mpisgd.core.wait_registry import WaitReason, waiting_for
+from mpisgd.threads.wait_registry import WaitReason, waiting_for
 from mpisgd.job.lifecycle import current_job, world
 
 mpisgd.init()

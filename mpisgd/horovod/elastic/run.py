@@ -8,7 +8,6 @@ again, in a world of those that are left (see `mpisgd.elastic.recovery`).
 import functools
 from typing import Any
 
-from mpisgd.core import waiting
 from mpisgd.elastic.decorator import Frontend, Function, elastic_function
 from mpisgd.elastic.joining import ElasticOptions, join
 from mpisgd.elastic.recovery import (
@@ -23,6 +22,7 @@ from mpisgd.errors import JobError, MpisgdError, PeerLost
 from mpisgd.horovod import basics, state
 from mpisgd.horovod.elastic.common import State, run_fn
 from mpisgd.horovod.exceptions import HorovodInternalError
+from mpisgd.threads import waiting
 
 __all__ = ["run"]
 

@@ -12,7 +12,6 @@ import torch
 from mpisgd import tracing
 from mpisgd.arguments import ranks_text
 from mpisgd.collectives.objects import all_gather_object
-from mpisgd.core import waiting
 from mpisgd.errors import MpisgdError
 from mpisgd.horovod.engine import stall_inspector
 from mpisgd.horovod.engine.entry import Entry, fail
@@ -30,6 +29,7 @@ from mpisgd.horovod.engine.wake_up import WakeUp
 from mpisgd.horovod.exceptions import HorovodInternalError
 from mpisgd.job.groups import open_group
 from mpisgd.job.world import Job
+from mpisgd.threads import waiting
 
 __all__ = ["RESOLVE", "WITHDRAW", "Cycles"]
 

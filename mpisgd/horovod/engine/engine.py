@@ -22,9 +22,6 @@ from typing import Any
 
 from mpisgd import tracing
 from mpisgd.arguments import ranks_text
-from mpisgd.core import wait_registry
-from mpisgd.core.inheriting_thread import InheritingThread
-from mpisgd.core.wait_registry import WaitReason
 from mpisgd.errors import CollectiveTimeout, MpisgdError
 from mpisgd.horovod.engine.cycles import WITHDRAW, Cycles
 from mpisgd.horovod.engine.entry import Entry, to_internal_error
@@ -34,6 +31,9 @@ from mpisgd.horovod.engine.stall_inspector import registered_wait
 from mpisgd.horovod.exceptions import HorovodInternalError
 from mpisgd.job.world import Job
 from mpisgd.monitor.rank_snapshot import stack_of
+from mpisgd.threads import wait_registry
+from mpisgd.threads.inheriting_thread import InheritingThread
+from mpisgd.threads.wait_registry import WaitReason
 
 __all__ = ["Engine"]
 

@@ -15,12 +15,12 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from mpisgd.arguments import ranks_text
-from mpisgd.core import wait_registry
 from mpisgd.core.group import Group
-from mpisgd.core.wait_registry import WaitReason
 from mpisgd.horovod.engine.request import Request
 from mpisgd.horovod.engine.settings import Settings
 from mpisgd.monitor.rank_snapshot import stack_of
+from mpisgd.threads import wait_registry
+from mpisgd.threads.wait_registry import WaitReason
 
 __all__ = ["NameConflicts", "StallInspector", "engine_wait", "main_stack", "registered_wait"]
 

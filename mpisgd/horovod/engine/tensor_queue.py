@@ -6,12 +6,12 @@ from collections import Counter
 from typing import Any
 
 from mpisgd import tracing
-from mpisgd.core import wait_registry
 from mpisgd.horovod.engine.entry import Entry
 from mpisgd.horovod.engine.request import Request
 from mpisgd.horovod.engine.request_table import JOIN, WORLD
 from mpisgd.horovod.engine.settings import Settings
 from mpisgd.horovod.exceptions import HorovodInternalError
+from mpisgd.threads import wait_registry
 
 __all__ = ["LEAVE", "TensorQueue"]
 

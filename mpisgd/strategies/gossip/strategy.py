@@ -10,10 +10,10 @@ from typing import ClassVar
 
 from mpisgd.arguments import check_positive, check_ratio, shown
 from mpisgd.compress.cast import Cast, Compression
-from mpisgd.core.standard_error import print_to_user
 from mpisgd.errors import InvalidArgument
 from mpisgd.gossip.graph import Graph
 from mpisgd.gossip.graphs import GraphLike, as_graph
+from mpisgd.standard_error import print_to_user
 from mpisgd.strategies.compatibility import LOCAL_STEPS
 from mpisgd.strategies.gossip.asynchronous import Asynchronous
 from mpisgd.strategies.gossip.compressed import CompressedMixer

@@ -7,11 +7,11 @@ import torch
 
 from mpisgd.arguments import ranks_text
 from mpisgd.core.group import Group
-from mpisgd.core.wait_registry import WaitReason
-from mpisgd.core.waiting import cancel_reason
 from mpisgd.errors import CollectiveTimeout
 from mpisgd.rma.patience import wait_patiently
 from mpisgd.rma.window import Window
+from mpisgd.threads.wait_registry import WaitReason
+from mpisgd.threads.waiting import cancel_reason
 
 __all__ = ["BEGUN", "CLOCK", "DONE", "FINISHED", "LEAD", "PUSHED", "Clocks", "Counters"]
 

@@ -16,7 +16,6 @@ one without an update: the clocks of the others may depend on it.
 """
 
 import abc
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -41,6 +40,7 @@ from mpisgd.strategies.parameter_server.clocks import (
 )
 from mpisgd.strategies.strategy import Synchronizer
 from mpisgd.strategies.training import Training
+from mpisgd.threads.scheduling import sleep
 
 __all__ = ["Worker"]
 
@@ -166,7 +166,7 @@ class Worker(Synchronizer, abc.ABC):
         self._publish_once()
         while self._clocks.behind(DONE, 1):
             self._clocks.check()
-            time.sleep(SERVE_POLL_S)
+            sleep(SERVE_POLL_S)
         self.pull()
 
     def counters(self) -> Counters:

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from mpisgd.core.host_transport import HostTransport
 from mpisgd.core.host_transport import Region as AnyRegion
-from mpisgd.core.waiting import Backoff
 from mpisgd.dtypes import HALF_DTYPES, ReduceOp
 from mpisgd.errors import CollectiveTimeout
+from mpisgd.threads.waiting import Backoff
 from mpisgd.transport.host_arithmetic import Arithmetic, prepare
 from mpisgd.transport.internode.digest_exchange import InternodeDigestExchange
 from mpisgd.transport.internode.leader import Leader

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 
 from mpisgd.arguments import ranks_text
-from mpisgd.core.waiting import Backoff, is_oversubscribed
+from mpisgd.threads.waiting import Backoff, is_oversubscribed
 from mpisgd.transport.ipc.futex import Futex
 from mpisgd.transport.ipc.segment import PAGE, Segment
 

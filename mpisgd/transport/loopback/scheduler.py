@@ -43,7 +43,7 @@ class _Task:
 
 
 class SeededScheduler:
-    """Decides who runs; see the module. A `mpisgd.core.scheduling.Scheduler`.
+    """Decides who runs; see the module. A `mpisgd.threads.scheduling.Scheduler`.
 
     Args:
         seed: of all that is drawn.

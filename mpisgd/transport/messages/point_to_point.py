@@ -17,12 +17,7 @@ import torch
 from torch import Tensor
 
 from mpisgd import tracing
-from mpisgd.core import wait_registry
 from mpisgd.core.interfaces import GroupCommunicator, Request
-from mpisgd.core.scheduling import now_s, sleep
-from mpisgd.core.service_thread import ServiceThread
-from mpisgd.core.wait_registry import Message, WaitReason
-from mpisgd.core.waiting import Backoff, add_pending_message, pause_s, remove_pending_message
 from mpisgd.core.work import CompletableWork
 from mpisgd.errors import (
     CollectiveMismatch,
@@ -31,6 +26,11 @@ from mpisgd.errors import (
     MpisgdError,
     NotInitialized,
 )
+from mpisgd.threads import wait_registry
+from mpisgd.threads.scheduling import now_s, sleep
+from mpisgd.threads.service_thread import ServiceThread
+from mpisgd.threads.wait_registry import Message, WaitReason
+from mpisgd.threads.waiting import Backoff, add_pending_message, pause_s, remove_pending_message
 
 __all__ = ["MessageWork", "PointToPoint"]
 

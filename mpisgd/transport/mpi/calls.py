@@ -9,9 +9,9 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from mpi4py import MPI
 
-from mpisgd.core import waiting
-from mpisgd.core.wait_registry import mpi_calls
 from mpisgd.errors import CollectiveTimeout, MpiFailed, MpisgdError, PeerLost, ShapeMismatch
+from mpisgd.threads import waiting
+from mpisgd.threads.wait_registry import mpi_calls
 
 __all__ = ["OVERDUE", "mpi_call", "set_apart"]
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
-from mpisgd.core import wait_registry
+from mpisgd.threads import wait_registry
 from mpisgd.transport.tcp_store.table import Operation, Table
 
 __all__ = ["Link", "LocalLink", "RemoteLink", "Server"]

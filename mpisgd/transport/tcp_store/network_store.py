@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import DistNetworkError, DistStoreError
 
 from mpisgd.arguments import shown
-from mpisgd.core import wait_registry
+from mpisgd.threads import wait_registry
 from mpisgd.transport.tcp_store.links import Link
 from mpisgd.transport.tcp_store.table import AMOUNT, Operation
 

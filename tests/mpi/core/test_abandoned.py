@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import mpisgd
-from mpisgd.core.waiting import Backoff
 from mpisgd.errors import PeerLost
 from mpisgd.job.lifecycle import current_job
 from mpisgd.monitor.rank_state import Message
+from mpisgd.threads.waiting import Backoff
 from mpisgd.transport.messages.link import Link
 from mpisgd.transport.messages.point_to_point import MessageWork, PointToPoint
 from mpisgd.transport.mpi import free_abandoned

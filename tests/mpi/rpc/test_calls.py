@@ -11,7 +11,7 @@ from verdicts import everyone, raises_everywhere, referee
 
 import mpisgd
 from mpisgd import rpc
-from mpisgd.core import wait_registry
+from mpisgd.threads import wait_registry
 
 
 def next_rank() -> int:

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from mpisgd.bench.report.tuning import cost_table, crossovers, doubts, one_line
-from mpisgd.bench.tune import SETTLED_BYTES, contenders, to_measure
+from mpisgd.bench.tune import SETTLED_BYTES, TransportChoice, contenders, to_measure
 from mpisgd.collectives.all_reduce import CHOICES
 from mpisgd.collectives.dispatch import TUNED
 from mpisgd.tuning import CostModel, Curve, LineSegment, MeasuredCurves
@@ -15,8 +15,13 @@ from mpisgd.tuning import CostModel, Curve, LineSegment, MeasuredCurves
 FAST, SLOW, OTHER = Curve("node", False), Curve("ring", False), Curve("mpi", True)
 
 
-def names(ranks, *, shared_memory, half, direct=False):
-    found = to_measure(ranks, shared_memory=shared_memory, direct=direct)
+SHARED = TransportChoice("node", False, tuple(TUNED))
+DIRECT = TransportChoice("direct", False, ())
+HIERARCHICAL = TransportChoice("hierarchical", True, tuple(TUNED))
+
+
+def names(ranks, transports, half):
+    found = to_measure(ranks, transports)
     return {(way.algorithm, way.num_leaders) for way in found if way.purpose == ("all_reduce", half)}
 
 
@@ -24,29 +29,33 @@ def names(ranks, *, shared_memory, half, direct=False):
 def test_every_algorithm_that_may_win_is_measured(half):
     hosts = {("mpi", 1), ("all_to_all", 1), ("ring", 1), ("halving_doubling", 1)}
     alone = {("node", 1), ("mpi", 1), ("all_to_all", 1)}
-    assert names([4], shared_memory=True, half=half) == alone
-    assert names([4], shared_memory=True, half=half, direct=True) == alone | {("direct", 1)}
-    assert names([4], shared_memory=False, half=half) == {("mpi", 1), ("all_to_all", 1)}
-    assert names([4, 3], shared_memory=True, half=half) == hosts | {("hierarchical", 1), ("hierarchical", 3)}
-    assert names([1, 1], shared_memory=True, half=half) == hosts | {("hierarchical", 1)}
-    assert names([2, 2], shared_memory=False, half=half) == hosts
+    assert names([4], [SHARED], half) == alone
+    assert names([4], [SHARED, DIRECT], half) == alone | {("direct", 1)}
+    assert names([4], [], half) == {("mpi", 1), ("all_to_all", 1)}
+    assert names([4, 3], [HIERARCHICAL], half) == hosts | {("hierarchical", 1), ("hierarchical", 3)}
+    assert names([1, 1], [HIERARCHICAL], half) == hosts | {("hierarchical", 1)}
+    assert names([2, 2], [], half) == hosts
 
 
 def test_on_one_host_other_collectives_are_measured_too():
-    both = {("node", False), ("mpi", False)}
     for collective in TUNED:
-        found = {
-            (w.algorithm, w.half) for w in to_measure([3], shared_memory=True) if w.collective == collective
-        }
-        assert found == both, collective
-    for ranks, shared_memory in ([3], False), ([2, 2], True):
-        assert {way.collective for way in to_measure(ranks, shared_memory=shared_memory)} == {"all_reduce"}
+        found = [w for w in to_measure([3], [SHARED, DIRECT]) if w.collective == collective]
+        assert {(w.algorithm, w.half) for w in found} == {("node", False), ("mpi", False)}, collective
+    for ranks, transports in ([3], []), ([2, 2], [HIERARCHICAL]):
+        assert {way.collective for way in to_measure(ranks, transports)} == {"all_reduce"}
+
+
+def test_a_transport_that_nobody_has_named_here_is_measured():
+    ours = TransportChoice("of mine", False, ("broadcast",))
+    found = to_measure([2], [ours, SHARED])
+    assert Curve("of mine", False) in found
+    assert Curve("of mine", False, collective="broadcast") in found
+    assert Curve("node", False, collective="all_gather") in found
 
 
 def test_what_is_measured_is_what_all_reduce_has():
-    assert {way.algorithm for ranks in ([2], [2, 2]) for way in to_measure(ranks, shared_memory=True)} <= set(
-        CHOICES
-    )
+    found = to_measure([2], [SHARED]) + to_measure([2, 2], [HIERARCHICAL])
+    assert {way.algorithm for way in found} <= set(CHOICES)
 
 
 @pytest.mark.parametrize(

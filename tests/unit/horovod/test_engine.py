@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from mpisgd.core.wait_registry import WaitReason
 from mpisgd.horovod.engine.engine import Engine
 from mpisgd.horovod.engine.entry import Entry, to_internal_error
 from mpisgd.horovod.engine.request import Request
 from mpisgd.horovod.exceptions import HorovodInternalError
+from mpisgd.threads.wait_registry import WaitReason
 
 
 class OneOperation(Engine):

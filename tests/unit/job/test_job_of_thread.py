@@ -9,14 +9,14 @@ import pytest
 
 import mpisgd
 from mpisgd.core.group import Group
-from mpisgd.core.inheriting_thread import InheritingThread
 from mpisgd.core.owner import OPTIMIZER, current_owner, new_owner, owned_by
-from mpisgd.core.service_thread import ServiceThread
 from mpisgd.errors import JobError, NotInitialized
 from mpisgd.horovod.optimizer_serial import serial_of_new
 from mpisgd.job.job_of_thread import PROCESS, job_of_this_thread, job_place
 from mpisgd.job.lifecycle import abandon, current_job, is_initialized, shutdown, world
 from mpisgd.job.world import Job
+from mpisgd.threads.inheriting_thread import InheritingThread
+from mpisgd.threads.service_thread import ServiceThread
 
 
 @pytest.fixture(autouse=True)
@@ -118,7 +118,7 @@ def test_shutdown_ends_the_job_of_this_thread_alone():
 
 
 def test_abandoning_leaves_the_job_of_this_thread_alone(monkeypatch):
-    from mpisgd.core import waiting
+    from mpisgd.threads import waiting
 
     monkeypatch.setattr(waiting, "_cancelled_by", None)
     outer, inner = job_of("outer"), job_of("inner")

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import mpisgd
-from mpisgd.core import scheduling
 from mpisgd.job.threads_as_ranks import RankFailed, run_ranks
+from mpisgd.threads import scheduling
 
 HOSTS = {1: [()], 2: [(), (1, 1)], 3: [(), (1, 2), (1, 1, 1)], 4: [(), (2, 2), (3, 1)]}
 CASES = [(size, hosts) for size, divisions in HOSTS.items() for hosts in divisions]

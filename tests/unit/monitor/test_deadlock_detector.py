@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from mpisgd.core.wait_registry import Message
 from mpisgd.monitor.deadlock_detector import describe_deadlock, encode_notice, fingerprint, stuck_ranks
 from mpisgd.monitor.mailbox_pages import NOTICE_BYTES
 from mpisgd.monitor.rank_state import (
@@ -22,6 +21,7 @@ from mpisgd.monitor.rank_state import (
     encode,
     group_key,
 )
+from mpisgd.threads.wait_registry import Message
 
 ALL = (0, 1, 2)
 A, B = group_key(ALL, 0), group_key(ALL, 1)

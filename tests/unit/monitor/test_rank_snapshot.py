@@ -16,10 +16,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from mpisgd.core import wait_registry
-from mpisgd.core.wait_registry import WaitReason, waiting_for
 from mpisgd.errors import NotInitialized
 from mpisgd.monitor.rank_snapshot import take_snapshot
+from mpisgd.threads import wait_registry
+from mpisgd.threads.wait_registry import WaitReason, waiting_for
 
 
 def is_free_beside(sleeping, wake, **options) -> tuple[bool, int]:

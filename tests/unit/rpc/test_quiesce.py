@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from mpisgd.core.wait_registry import WaitReason
 from mpisgd.rpc import quiesce
+from mpisgd.threads.wait_registry import WaitReason
 
 LIMIT_S, LOOK_S, BUSY_S = 0.4, 0.1, 1.0
 

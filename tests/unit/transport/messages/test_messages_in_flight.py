@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from mpisgd.core import waiting
 from mpisgd.errors import MpiFailed, PeerLost
+from mpisgd.threads import waiting
 from mpisgd.transport.messages.point_to_point import PointToPoint
 
 

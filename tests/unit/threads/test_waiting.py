@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from mpisgd.core import waiting
-from mpisgd.core.waiting import (
+from mpisgd.errors import CollectiveTimeout, PeerLost
+from mpisgd.threads import waiting
+from mpisgd.threads.waiting import (
     LONG_SLEEP_S,
     SHORT_SLEEP_S,
     SHORT_SPIN_S,
@@ -25,7 +26,6 @@ from mpisgd.core.waiting import (
     remove_pending_message,
     set_oversubscribed,
 )
-from mpisgd.errors import CollectiveTimeout, PeerLost
 
 
 def test_what_is_ready_is_not_waited_for():

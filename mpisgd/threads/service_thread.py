@@ -7,9 +7,9 @@ import threading
 import traceback
 from collections.abc import Callable
 
-from mpisgd.core.inheriting_thread import InheritingThread
-from mpisgd.core.scheduling import join, sleep
-from mpisgd.core.standard_error import print_to_user
+from mpisgd.standard_error import print_to_user
+from mpisgd.threads.inheriting_thread import InheritingThread
+from mpisgd.threads.scheduling import join, sleep
 
 __all__ = ["ServiceThread"]
 

@@ -10,9 +10,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from mpisgd.core import scheduling, wait_registry
-from mpisgd.core.wait_registry import WaitReason
 from mpisgd.errors import MpisgdError, PeerLost
+from mpisgd.threads import scheduling, wait_registry
+from mpisgd.threads.wait_registry import WaitReason
 
 __all__ = [
     "Backoff",
@@ -44,6 +44,7 @@ SHARE = 1 / 20
 # pieces, and each time both sides ask only a few move on: 16 MiB took 950 ms with the share above, now 25 ms.
 MESSAGE_SHARE = 1 / 1000
 
+_main_thread = threading.main_thread().ident
 _oversubscribed = True
 _pending_messages: set[int] = set()
 _cancelled_by: MpisgdError | None = None
@@ -137,13 +138,13 @@ class Backoff:
         if (own := scheduling.scheduler()) is not None:
             return own.wait(ready, self.limit_s - self.waited_s)
         noted = False
-        in_background = threading.current_thread() is not threading.main_thread()
+        in_background = threading.get_ident() != _main_thread
         spin_s = SHORT_SPIN_S if _oversubscribed or in_background else SPIN_S
         try:
             while not ready():
                 if _cancelled_by is not None and (reason := cancel_reason()) is not None:
                     raise reason
-                waited = self.waited_s
+                waited = time.monotonic() - self.started
                 if waited >= self.limit_s:
                     if noted and not self.quiet:
                         self.missing = wait_registry.report_timeout()

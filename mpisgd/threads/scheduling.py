@@ -80,8 +80,10 @@ def join(thread: threading.Thread, limit_s: float | None) -> None:
 
 
 def wait_for_event(event: threading.Event, limit_s: float) -> bool:
-    """Wait until an event is set, or for so long; return whether it is."""
-    return event.wait(limit_s) if (own := scheduler()) is None else own.wait(event.is_set, limit_s)
+    """Wait until an event is set, or for so long, which may be infinite; return whether it is."""
+    if (own := scheduler()) is not None:
+        return own.wait(event.is_set, limit_s)
+    return event.wait(None if limit_s == float("inf") else limit_s)
 
 
 def wait_for_future(future: "torch.futures.Future[Any]") -> Any:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mpisgd.core import service_thread
-from mpisgd.core.service_thread import ServiceThread
+from mpisgd.threads import service_thread
+from mpisgd.threads.service_thread import ServiceThread
 
 
 def test_an_error_is_printed_once_and_the_thread_goes_on(capsys, monkeypatch):
