@@ -12,7 +12,7 @@ import torch
 from mpisgd import tracing
 from mpisgd.accelerator.futures import completed_on
 from mpisgd.core.callbacks import Callbacks
-from mpisgd.errors import CollectiveTimeout, MpiFailed, MpisgdError
+from mpisgd.errors import CollectiveTimeout, MpiFailed, MpisgdError, afresh
 from mpisgd.threads.scheduling import now_s, scheduler, wait_for_event
 from mpisgd.threads.wait_registry import WaitReason, waiting_for
 
@@ -136,7 +136,7 @@ class CompletableWork(Work):
             completed_on(future, self.stream, self.tensors)
         elif isinstance(self._error, MpisgdError):
             # Not the one whose frames hold this work, and so the future: nothing would ever free that.
-            future.set_exception(self._error.afresh())
+            future.set_exception(afresh(self._error))
         elif isinstance(self._error, Exception):
             future.set_exception(self._error)
         else:  # what ends a thread is no result of a future
