@@ -42,9 +42,14 @@ from mpisgd.method_state import (
 from mpisgd.optim.compressed_average import CompressedAverage
 from mpisgd.optim.distributed import DEFAULT_BUCKET_CAP_BYTES
 from mpisgd.optim.parameter_names import agree_on, name_parameters
+from mpisgd.optim.starting_alike import SETTINGS_EVERY, check_alike
 from mpisgd.sharding.layerwise.offload_parameters import check_in_memory
 
 __all__ = ["CompressedMomentumOptimizer", "Kept", "Trained", "adam_defaults", "denominator", "update_moments"]
+
+
+# By a load, to the defaults of an optimizer that does not have it; so ranks that have not loaded do not.
+ADDED_BY_TORCH = "differentiable"
 
 
 class Trained(NamedTuple):
@@ -76,8 +81,10 @@ class CompressedMomentumOptimizer(torch.optim.Optimizer, abc.ABC):
     """Averages by itself in `step()`, over a group: not to be wrapped in `DistributedOptimizer`.
 
     Collective: all ranks of `group` make the same optimizer over the same parameters, which begin equal
-    (`mpisgd.broadcast_parameters`), and call `step()` together. Gradients are this rank's own until then, so
-    several `backward()`s before a `step()` accumulate; clip them, if at all, before each rank's `step()`.
+    (`mpisgd.broadcast_parameters`), and call `step()` together. The first step compares parameters, and
+    settings such as the learning rate; where ranks meet in every step, the latter again every 100 steps.
+    Gradients are this rank's own until then, so several `backward()`s before a `step()` accumulate; clip
+    them, if at all, before each rank's `step()`.
     GradScaler is refused: it would skip steps on some ranks only. A deep copy has parameters, state and
     errors of its own and trains with the same ranks, which must have copied theirs, too; a pickle is refused.
 
@@ -97,11 +104,13 @@ class CompressedMomentumOptimizer(torch.optim.Optimizer, abc.ABC):
         CollectiveMismatch: arguments or parameters differ; raised on every rank, names what differs.
     """
 
+    _keeps_models_equal: ClassVar[bool] = True  # after every step
     averages_in_step = True  # what DistributedOptimizer looks for, to refuse it
     _step_supports_amp_scaling = True  # GradScaler leaves the decision to `step()` then, on every rank
     # What a deep copy takes over beside what all torch optimizers have.
     _copied: ClassVar[tuple[str, ...]] = (
         "_agreed",
+        "_has_started",
         "_kept",
         "_owner",
         "group",
@@ -124,6 +133,7 @@ class CompressedMomentumOptimizer(torch.optim.Optimizer, abc.ABC):
         self.group = group_or_world(group)
         names = [name for name, _ in name_parameters(self, None)]
         self._owner = new_owner(self.group.num_owners, OPTIMIZER, type(self).__name__, names)
+        self._has_started = False
         self._reducer = self._new_reducer(self._agree(kind, settings))
         forget_own(self._kept)
 
@@ -160,7 +170,8 @@ class CompressedMomentumOptimizer(torch.optim.Optimizer, abc.ABC):
         return Kept()
 
     def _settings(self) -> str:
-        return str([{key: group[key] for key in self.defaults} for group in self.param_groups])
+        names = [name for name in self.defaults if name != ADDED_BY_TORCH]
+        return str([{name: group[name] for name in names} for group in self.param_groups])
 
     def _agree(self, kind: str, settings: str) -> list[tuple[str, Tensor]]:
         named = name_parameters(self, None)
@@ -214,10 +225,21 @@ class CompressedMomentumOptimizer(torch.optim.Optimizer, abc.ABC):
         for group in self.param_groups:
             if any(param.grad is not None and param.grad.is_sparse for param in group["params"]):
                 raise UnsupportedTensor(f"{type(self).__name__}: a gradient is sparse; expected dense ones")
-        self.num_steps += 1
         with owned_by(self._owner):
+            self._check_start(self.num_steps + 1)
+            self.num_steps += 1
             self._update()
         return loss
+
+    def _check_start(self, step: int) -> None:
+        """Compare what ranks must start with, and settings from time to time."""
+        # Where ranks have models of their own, a state that was loaded goes on from these.
+        is_first = not self._has_started and (self._keeps_models_equal or step == 1)
+        again = self._keeps_models_equal and step % SETTINGS_EVERY == 0  # ranks meet in every step
+        if self.group.size > 1 and (is_first or again):
+            named = name_parameters(self, None) if is_first else ()
+            check_alike(type(self).__name__, named, self.param_groups, self.group, f"step {step}")
+        self._has_started = True
 
     @abc.abstractmethod
     def _update(self) -> None:

@@ -31,7 +31,7 @@ from mpisgd.job.lifecycle import group_or_world
 from mpisgd.optim.choices import check_choices, resolve_reduction, summary
 from mpisgd.optim.in_sync import check_tensors_in_sync
 from mpisgd.optim.parameter_names import agree_on, name_buffers, name_parameters
-from mpisgd.optim.starting_alike import check_alike
+from mpisgd.optim.starting_alike import SETTINGS_EVERY, check_alike
 from mpisgd.strategies.buffers import Buffers
 from mpisgd.strategies.compatibility import check_momentum
 from mpisgd.strategies.state_keeper import StateKeeper
@@ -48,7 +48,6 @@ __all__ = [
 ]
 
 DEFAULT_BUCKET_CAP_BYTES = 25 * 2**20
-SETTINGS_EVERY = 100  # steps
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -481,13 +480,20 @@ def _check_start(optimizer: DistributedOptimizer) -> None:
     training = synchronizer.training
     # Where ranks have models of their own, a state that was loaded goes on from these.
     goes_on = synchronizer.replicas_differ and synchronizer.num_steps > 0
-    is_first, optimizer._has_started = not optimizer._has_started and not goes_on, True
+    is_first = not optimizer._has_started and not goes_on
     again = window.gradients.combines and window.steps % SETTINGS_EVERY == 0
-    if not optimizer._checks_start or training.group.size == 1 or not optimizer.strategy.starts_together:
-        return
-    if is_first or again:
+    checks = optimizer._checks_start and training.group.size > 1 and optimizer.strategy.starts_together
+    if checks and (is_first or again):
         in_memory = [(name, p) for name, p in training.named if p.untyped_storage().nbytes() or not p.numel()]
-        check_alike(in_memory if is_first else (), optimizer.param_groups, training.group, window.when)
+        check_alike(
+            "DistributedOptimizer",
+            in_memory if is_first else (),
+            optimizer.param_groups,
+            training.group,
+            window.when,
+            unless=", or pass check_start=False if that is meant",
+        )
+    optimizer._has_started = True
 
 
 def _owned(closure: Callable[[], Any], owner: Owner) -> Callable[[], Any]:

@@ -108,6 +108,7 @@ class ZeroOneAdam(CompressedMomentumOptimizer):
         that and the magnitudes, and a byte per parameter; else nothing.
     """
 
+    _keeps_models_equal = False
     _copied = (
         *CompressedMomentumOptimizer._copied,
         "local_step_clipper",

@@ -13,6 +13,7 @@ import threading
 import weakref
 
 from mpisgd.core.interfaces import GroupCommunicator
+from mpisgd.threads.fault_points import ALLOCATE, may_fail
 from mpisgd.transport.ipc.memfd import open_shared
 from mpisgd.transport.ipc.segment import PAGE
 
@@ -41,6 +42,7 @@ class RecordLocks:
         self._fd = fd
         self._rank = rank
         self._first_life = num_locks
+        may_fail(ALLOCATE)
         self._words = memoryview(mmap.mmap(fd, _file_bytes(num_locks, size))).cast("Q")
         self._threads = [threading.Lock() for _ in range(num_locks)]
         self._lost = [NOBODY] * num_locks

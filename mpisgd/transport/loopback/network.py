@@ -12,31 +12,20 @@ import itertools
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from mpisgd.errors import CollectiveTimeout, PeerLost
+from mpisgd.transport.loopback.faults import Loss
 from mpisgd.transport.loopback.mailbox import Mailbox, Memory, Message, Request
 from mpisgd.transport.loopback.meeting import Agreement, Meeting
 from mpisgd.transport.loopback.scheduler import SeededScheduler
 
-__all__ = ["Context", "Loss", "Network"]
+__all__ = ["Context", "Network"]
 
 LONGEST_WAY_S = 0.001
 LONGEST_NOTICE_S = 0.1  # until a rank notices a loss, or that a communicator was revoked
 IMMEDIATE_SHARE = 0.5  # of the messages that are copied at once
 ARRIVING_SHARE = 0.5  # of what is under way from a rank that is lost; nothing after what does not arrive
-
-
-class Loss(NamedTuple):
-    """A loss of ranks: of one, or of those of a host.
-
-    Attributes:
-        ranks: which are lost, all at once.
-        at: when one of them comes to that many waits and messages.
-    """
-
-    ranks: tuple[int, ...]
-    at: int
 
 
 class _Flight:

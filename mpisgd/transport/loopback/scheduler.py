@@ -13,13 +13,14 @@ gives the same run, as long as what the threads do depends on nothing else.
 import heapq
 import itertools
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from mpisgd.errors import Deadlock
 from mpisgd.threads.scheduling import Cancellation
 from mpisgd.threads.service_thread import ServiceThread
 from mpisgd.transport.loopback.draws import Draws
+from mpisgd.transport.loopback.faults import Fault, Faults
 from mpisgd.transport.loopback.waits import NOWHERE, Place, Task, Waits
 
 __all__ = ["Place", "SeededScheduler", "Stopped"]
@@ -44,6 +45,7 @@ class SeededScheduler:
 
     Args:
         draws: the random numbers, also of the messages between the ranks.
+        faults: what fails.
 
     Attributes:
         draws: as given.
@@ -51,8 +53,9 @@ class SeededScheduler:
         at_wait: called whenever a thread of a rank is about to wait, with the rank.
     """
 
-    def __init__(self, draws: Draws) -> None:
+    def __init__(self, draws: Draws, faults: Sequence[Fault] = ()) -> None:
         self.draws = draws
+        self._faults = Faults(faults)
         self.left_over: list[str] = []
         self.at_wait: Callable[[int], None] = lambda rank: None
         self._now_s = 0.0
@@ -139,6 +142,14 @@ class SeededScheduler:
         """Return whether the waits of a rank are cancelled: of this thread's, or whose wait it asks."""
         place = (self._waits.asked or self._tasks[threading.get_ident()]).place
         return self._cancellations.setdefault(place.rank, Cancellation())
+
+    def at_fault_point(self, kind: str, nbytes: int) -> int:
+        """Return how many of so many bytes a thread of a rank writes here.
+
+        Raises:
+            OSError: it fails.
+        """
+        return self._faults.at_point(kind, self._tasks[threading.get_ident()].place.rank, nbytes)
 
     # -- what the network tells -----------------------------------------------------------------------
 

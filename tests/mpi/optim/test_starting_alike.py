@@ -97,3 +97,58 @@ def test_a_schedule_that_one_rank_does_not_follow_is_found_later():
     with raises_everywhere(mpisgd.CollectiveMismatch) as caught:
         opt.step()
     everyone("'lr'" in caught.text and "0.01" in caught.text, caught.text)
+
+
+def one_bit(kind, lr=0.1, apart=True):
+    params = [nn.Parameter(torch.full((2, 2), float(apart * mpisgd.rank()))) for _ in range(2)]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    return params, kind(params, lr)
+
+
+ONE_BIT = [
+    pytest.param(lambda params, lr: mpisgd.OneBitAdam(params, lr, freeze_step=1), id="OneBitAdam"),
+    pytest.param(lambda params, lr: mpisgd.OneBitLamb(params, lr, freeze_step=1), id="OneBitLamb"),
+    pytest.param(lambda params, lr: mpisgd.ZeroOneAdam(params, lr, var_freeze_step=1), id="ZeroOneAdam"),
+]
+
+
+@several
+@pytest.mark.parametrize("kind", ONE_BIT)
+def test_optimizers_that_average_themselves_compare_parameters_and_settings(kind):
+    params, opt = one_bit(kind)
+    with raises_everywhere(mpisgd.CollectiveMismatch) as caught:
+        opt.step()
+    everyone("ranks start from different parameters" in caught.text, caught.text)
+    mpisgd.broadcast_parameters((str(i), param) for i, param in enumerate(params))
+    opt.step()
+    _, opt = one_bit(kind, apart=False)
+    opt.param_groups[0]["lr"] = 0.1 * (1 + mpisgd.rank())
+    with raises_everywhere(mpisgd.CollectiveMismatch) as caught:
+        opt.step()
+    everyone("the setting 'lr' of parameter group 0 differs" in caught.text, caught.text)
+
+
+@several
+def test_models_that_differ_between_two_meetings_of_zero_one_adam_go_on():
+    def made():
+        params = [nn.Parameter(torch.ones(4, dtype=torch.float64))]
+        return params, mpisgd.ZeroOneAdam(
+            params, 0.1, var_freeze_step=1, local_step_scaler=1, local_step_clipper=4
+        )
+
+    def step(params, opt):
+        params[0].grad = torch.full((4,), 1.0 + mpisgd.rank(), dtype=torch.float64)
+        opt.step()
+
+    ours, again = made(), made()
+    step(*ours)
+    while ours[1].is_synchronized:
+        step(*ours)
+    with torch.no_grad():
+        again[0][0].copy_(ours[0][0])
+    again[1].load_state_dict(copy.deepcopy(ours[1].state_dict()))
+    for _ in range(5):
+        step(*ours)
+        step(*again)
+        everyone(torch.equal(ours[0][0], again[0][0]))
