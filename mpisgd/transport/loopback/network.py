@@ -8,6 +8,7 @@ A lost rank stops where it is. What it has sent and has arrived stays; of what w
 how much arrives. The others notice it one after the other.
 """
 
+import functools
 import itertools
 import weakref
 from collections import Counter, defaultdict
@@ -262,8 +263,8 @@ class Network:
         """Count a wait or a message of a rank; it may be its last one."""
         self._counts[rank] += 1
         for loss in self._losses:
-            if rank in loss.ranks and rank not in self.lost and self._counts[rank] >= loss.at:
-                self.lose(loss.ranks)
+            if rank in loss.ranks and self._counts[rank] == loss.at:
+                self.scheduler.soon(functools.partial(self.lose, loss.ranks))
 
     def lose(self, ranks: Collection[int]) -> None:
         """Lose ranks, all at once. Does not return to one of these."""
@@ -275,7 +276,7 @@ class Network:
         for rank in range(len(self.hosts)):
             if rank not in self.lost:
                 self.scheduler.at(
-                    now_s + draws.fraction() * LONGEST_NOTICE_S, _later(self._notice, rank, new)
+                    now_s + draws.fraction() * LONGEST_NOTICE_S, functools.partial(self._notice, rank, new)
                 )
         self.scheduler.lose(new)
 
@@ -322,14 +323,10 @@ class Network:
                 self._revoked(rank, new)
             else:
                 at_s = now_s + draws.fraction() * LONGEST_NOTICE_S
-                self.scheduler.at(at_s, _later(self._revoked, rank, new))
+                self.scheduler.at(at_s, functools.partial(self._revoked, rank, new))
 
     def _revoked(self, rank: int, contexts: Sequence[Context]) -> None:
         for context in contexts:
             if rank in context.ranks:
                 context.revoked.add(context.ranks.index(rank))
         self.has_news(rank)
-
-
-def _later(function: Callable[[int, Any], None], rank: int, what: Any) -> Callable[[], None]:
-    return lambda: function(rank, what)

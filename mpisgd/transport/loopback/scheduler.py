@@ -65,6 +65,7 @@ class SeededScheduler:
         self._lost: dict[int, Task] = {}  # of lost ranks: they stand where they were until the run ends
         self._waits = Waits(draws)
         self._arrivals: list[_Arrival] = []
+        self._deferred: list[Callable[[], None]] = []
         self._numbers = itertools.count()
         self._cancellations: dict[int, Cancellation] = {}
         self._stopped = False
@@ -157,6 +158,13 @@ class SeededScheduler:
         """Let something happen at that time, such as the arrival of a message; before waits time out."""
         heapq.heappush(self._arrivals, _Arrival(at_s, next(self._numbers), happen))
 
+    def soon(self, happen: Callable[[], None]) -> None:
+        """Let something happen now, or once it is known whether the wait is over that is being asked."""
+        if self._waits.asked is None:
+            happen()
+        else:
+            self._deferred.append(happen)
+
     def concern(self, rank: int) -> None:
         """Note that waits of a rank may be over now, by what no thread of its host has done."""
         self._waits.concern(rank)
@@ -230,9 +238,12 @@ class SeededScheduler:
             if self._stopped:
                 return next(iter(self._tasks.values()))
             chosen = self._waits.next_over(self._now_s)
-            if chosen is not None:
+            while self._deferred:
+                self._deferred.pop(0)()
+            if chosen is None:
+                self._let_time_pass()
+            elif chosen not in self._lost.values():
                 return chosen
-            self._let_time_pass()
         return None
 
     def _let_time_pass(self) -> None:
