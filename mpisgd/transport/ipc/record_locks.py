@@ -98,11 +98,14 @@ class RecordLocks:
 def open_record_locks(local: GroupCommunicator, num_locks: int) -> RecordLocks | None:
     """Make locks for the ranks of a host, None on all of them if one cannot have them. Collective."""
     fd = open_shared(local, _file_bytes(num_locks, local.size))
-    if all(local.all_gather_object(fd >= 0)):
-        locks = RecordLocks(fd, num_locks, local.rank, local.size)
-        local.all_gather_object(None)  # nobody looks before all are known to live
+    locks = None
+    with contextlib.suppress(OSError, ValueError):  # too little address space, say
+        locks = RecordLocks(fd, num_locks, local.rank, local.size) if fd >= 0 else None
+    if all(local.all_gather_object(locks is not None)):  # and nobody looks before all are known to live
         return locks
-    if fd >= 0:
+    if locks is not None:
+        locks.close()
+    elif fd >= 0:
         os.close(fd)
     return None
 
