@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 from devices import EagerDevice, MetaDevice
 from harness import let_some_travel_alone
+from ranks_as_threads import PerRank
 from verdicts import referee
 
 import mpisgd
@@ -61,10 +62,14 @@ def meta_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[EagerDevice]:
     yield from pretended(MetaDevice(), "mpi", monkeypatch)
 
 
-@pytest.fixture
-def here() -> tuple[int, ...]:
-    """The ranks of this host, where these share memory."""
+def ranks_of_this_host() -> tuple[int, ...]:
     topology = world().topology
     if any(referee().allgather(world().host_memory is None)):  # all ranks skip, or none
         pytest.skip("a rank that is alone on its host, or MPISGD_SHARED_MEMORY=0")
     return topology.nodes[topology.node_rank]
+
+
+@pytest.fixture
+def here(request: pytest.FixtureRequest) -> tuple[int, ...] | PerRank:
+    """The ranks of this host, where these share memory."""
+    return PerRank(ranks_of_this_host) if request.config.getoption("--threads") else ranks_of_this_host()
