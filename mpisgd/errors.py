@@ -31,6 +31,7 @@
 Every leaf also derives from the builtin exception named beside it, so `except ValueError` works.
 """
 
+import copy
 import re
 
 __all__ = [
@@ -86,6 +87,13 @@ class MpisgdError(Exception):
     """
 
     on_every_rank = False
+
+    def afresh(self) -> "MpisgdError":
+        """Return the same error without its traceback, for whoever raises it again.
+
+        A traceback grows wherever its error is raised, and keeps alive what its frames hold.
+        """
+        return copy.copy(self)
 
     def __str__(self) -> str:
         """The message, and the short name of the error's entry in the catalogue."""

@@ -10,16 +10,16 @@ import contextlib
 import io
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
 
 from mpisgd.config import launcher_rank
-from mpisgd.errors import JobError
+from mpisgd.errors import InvalidArgument, JobError
 
-__all__ = ["OF_PROGRAM", "is_reporting_rank", "run_program"]
+__all__ = ["OF_PROGRAM", "bad_input", "is_reporting_rank", "run_program"]
 
 # Settings of a command that takes a program: what comes after the program belongs to the program.
 OF_PROGRAM = {"allow_interspersed_args": False, "ignore_unknown_options": False}
@@ -62,6 +62,21 @@ def run_program(app: typer.Typer, *, prog_name: str | None = None) -> None:
         _end(prog_name, _as_job_error(exc), same_everywhere=True)
     except JobError as exc:
         _end(prog_name, exc, same_everywhere=False)
+
+
+@contextlib.contextmanager
+def bad_input() -> Iterator[None]:
+    """Turn what is wrong with the arguments or the files of a command into one line, and exit code 2.
+
+    Raises:
+        JobError: in place of InvalidArgument and OSError.
+    """
+    try:
+        yield
+    except InvalidArgument as exc:
+        raise JobError(str(exc), exit_code=2) from exc
+    except OSError as exc:
+        raise JobError(f"{exc.filename}: {exc.strerror}", exit_code=2) from exc
 
 
 def is_reporting_rank() -> bool:

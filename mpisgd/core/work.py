@@ -11,7 +11,7 @@ import torch
 
 from mpisgd import tracing
 from mpisgd.core.callbacks import Callbacks
-from mpisgd.errors import CollectiveTimeout
+from mpisgd.errors import CollectiveTimeout, MpiFailed, MpisgdError
 from mpisgd.threads.scheduling import now_s, scheduler, wait_for_event
 from mpisgd.threads.wait_registry import WaitReason, waiting_for
 
@@ -127,8 +127,13 @@ class CompletableWork(Work):
         future.work = None
         if self._error is None:
             future.set_result(self.tensors)
-        else:
+        elif isinstance(self._error, MpisgdError):
+            # Not the one whose frames hold this work, and so the future: nothing would ever free that.
+            future.set_exception(self._error.afresh())
+        elif isinstance(self._error, Exception):
             future.set_exception(self._error)
+        else:  # what ends a thread is no result of a future
+            future.set_exception(MpiFailed(f"{self.name}: its thread was ended by {self._error!r}"))
 
 
 class _WorkFuture(torch.futures.Future[Any]):
@@ -214,8 +219,8 @@ class QueuedWork(CompletableWork):
         self._ended.set()
 
     def __del__(self) -> None:
-        """Warn of an error that was never raised by `wait()` or the future."""
-        if self._error is not None and not self._reported:
+        """Warn of an error that was never raised by `wait()` or the future; not of the end of its thread."""
+        if isinstance(self._error, Exception) and not self._reported:
             warnings.warn(f"{self.name} failed and nobody waited for it: {self._error}", RuntimeWarning, 2)
 
     def _complete_future(self, future: _WorkFuture) -> None:

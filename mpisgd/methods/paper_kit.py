@@ -27,6 +27,7 @@ __all__ = [
     "filled",
     "largest",
     "mean",
+    "nonzero",
     "own",
     "part",
     "signs",
@@ -209,6 +210,11 @@ def largest(v: Tensor, ratio: float) -> Tensor:
 def signs(v: Tensor) -> Tensor:
     """Return signs times the mean magnitude, |v|_1 / d sign(v) of d elements; the sign of 0 is 1."""
     return v.abs().mean() * (2.0 * (v >= 0) - 1.0).to(v.dtype) if v.numel() else v
+
+
+def nonzero(v: Vec) -> Vec:
+    """Return 1 where v is not 0, else 0."""
+    return v.each(lambda tensor: (tensor != 0).to(tensor.dtype))
 
 
 # --- error feedback -----------------------------------------------------------------------------------

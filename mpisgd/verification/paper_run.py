@@ -94,7 +94,7 @@ class Definition(NamedTuple):
     Attributes:
         paper: the algorithm.
         wire: the compressor's, where the algorithm takes means: exact by default.
-        layout: makes buckets, or the chunks of owners.
+        layout: makes buckets of the parameters that are trained, or the chunks of owners.
         draw: random numbers.
     """
 
@@ -247,7 +247,9 @@ class PaperRun:
 
     def _world(self, weight: Mapping[int, float] | None = None) -> World:
         _, wire, layout_of, draw = self._definition
-        layout = layout_of(self.x[self.ranks[0]])
+        params = self._params[self.ranks[0]]
+        trained = [name for name in self.x[self.ranks[0]] if params[name].requires_grad]
+        layout = layout_of(self.x[self.ranks[0]].only(trained))
         return World(
             ranks=self.ranks,
             hosts=self._hosts,

@@ -76,7 +76,7 @@ def paper_of(
         return Definition(Adasum()) if isinstance(op, AdaptiveSum) else wire
     if op != ReduceOp.AVG or (chosen != Compression.none and _mixes_whole(strategy)):
         raise InvalidArgument(f"there is no paper of {strategy} with {chosen} and op={shown(op)}")
-    layout = partial(_chunks_of, size=size) if isinstance(wire.paper, TwoStep) else _in_order
+    layout = _in_order if isinstance(strategy, mpisgd.Gossip) else wire.layout
     return Definition(_strategy(strategy, size, lengths), wire.paper, layout, wire.draw)
 
 
@@ -86,10 +86,6 @@ def _mixes_whole(strategy: mpisgd.Strategy) -> bool:
 
 def _in_order(x: Vec) -> Layout:
     return (tuple(Slice(name, 0, tensor.numel()) for name, tensor in x.items()),)
-
-
-def _chunks_of(x: Vec, *, size: int) -> Layout:
-    return chunks_of(x, size)
 
 
 def chunks_of(x: Vec, size: int) -> Layout:

@@ -13,6 +13,8 @@ the update, as in Twitter's torch-distlearn. With error feedback the d_i cannot 
 sent is in d_i again; what travels then is
 
     m   <- m + mean of C(x_i - last_i);   last_i <- x_i;   z <- z + beta (m - z)
+
+where m and last_i begin as z, and do so again when a rank is lost, whose part of m nobody has.
 """
 
 from dataclasses import dataclass, replace
@@ -42,8 +44,7 @@ class ElasticAveraging(Paper[State]):
 
     def start(self, x: dict[int, Vec], w: World) -> State:
         """See `Paper`."""
-        z = x[w.ranks[0]]
-        return State(z, z, dict.fromkeys(w.ranks, z), w.wire.start(x, w))
+        return State(z=x[w.ranks[0]], wire=w.wire.start(x, w))
 
     def after(self, s: State, x: dict[int, Vec], w: World) -> tuple[State, dict[int, Vec]]:
         """See `Paper`."""
@@ -52,6 +53,8 @@ class ElasticAveraging(Paper[State]):
         alpha, any_rank = self.beta / len(w.ranks), w.ranks[0]
         drawn = {i: x[i] - alpha * (x[i] - s.z) for i in w.ranks}
         if getattr(w.wire, "feedback", False):
+            if not s.last:
+                s = State(s.z, s.z, dict.fromkeys(w.ranks, s.z), w.wire.start(x, w))
             kept, change = w.wire.reduce(s.wire, {i: x[i] - s.last[i] for i in w.ranks}, w)
             m = s.m + change[any_rank]
             return State(s.z + self.beta * (m - s.z), m, dict(x), kept), drawn

@@ -5,15 +5,17 @@ which the algorithm leaves out; that of v stays what it was at step T.
 
     t <= T:   g = mean of g_i;   m <- b1 m + (1 - b1) g;   v <- b2 v + (1 - b2) g^2
     t > T:    m <- average of b1 m + (1 - b1) g_i           by `w.wire`: the 1-bit average with two errors
-              x <- x - lr m / (1 - b1^t) / (sqrt(v / (1 - b2^min(t, T))) + eps)
+              x <- (1 - lr decay) x - lr m / (1 - b1^t) / (sqrt(v / (1 - b2^min(t, T))) + eps)
 
-Where v is 0 nothing is moved after T: there was no gradient, and m is noise of the compression.
+lr is a function of t; decay is AdamW's (Loshchilov and Hutter 2019). Where v is 0 m is 0 after T: there was
+no gradient, and what comes is noise of the compression.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mpisgd.methods.paper_kit import Paper, Vec, World, alike, filled, mean, part
+from mpisgd.methods.paper_kit import Paper, Vec, World, alike, filled, mean, nonzero, part
 
 __all__ = ["OneBitAdam", "State"]
 
@@ -32,10 +34,11 @@ class OneBitAdam(Paper[State]):
     """Updates by itself. The gradients that the ranks have stay their own until then."""
 
     T: int
-    lr: float
+    lr: Callable[[int], float]
     b1: float = 0.9
     b2: float = 0.999
     eps: float = 1e-8
+    decay: float = 0.0
 
     def start(self, x: dict[int, Vec], w: World) -> State:
         """See `Paper`."""
@@ -53,8 +56,8 @@ class OneBitAdam(Paper[State]):
         else:
             local = {i: self.b1 * s.m + (1 - self.b1) * g[i] for i in w.ranks}
             wire, averaged = w.wire.reduce(s.wire, local, w)
-            m = averaged[w.ranks[0]] * s.v.each(lambda v: (v != 0).to(v.dtype))
+            m = averaged[w.ranks[0]] * nonzero(s.v)
             s = replace(s, m=m, wire=wire)
         corrected = s.v / (1 - self.b2 ** min(t, self.T))
-        step = s.m / corrected.each(lambda v: v.sqrt() + self.eps) * (self.lr / (1 - self.b1**t))
-        return s, {i: x[i] - step for i in w.ranks}
+        step = s.m / corrected.each(lambda v: v.sqrt() + self.eps) * (self.lr(t) / (1 - self.b1**t))
+        return s, {i: (1 - self.lr(t) * self.decay) * x[i] - step for i in w.ranks}

@@ -4,21 +4,27 @@ Li, Awan, Tang, Rajbhandari and He 2021, "1-bit LAMB", algorithm 1; LAMB: You et
 x by itself, with s(v) = sqrt(v) + eps:
 
     t <= T:   g = mean of g_i;   m <- b1 m + (1 - b1) g;   v <- b2 v + (1 - b2) g^2
-              c = |x| / |m / s(v)|, within c_limits;   x <- x - lr c m / s(v)
+              u = m / s(v) + decay x;   c = |x| / |u|, within c_limits;   x <- x - lr c u
               a <- b3 a + (1 - b3) c, at first c
     t > T:    n = average of b1 m + (1 - b1) g_i       by `w.wire`: the 1-bit average with two errors
               f <- b2 f + (1 - b2) ((n - b1 m) / (1 - b1))^2, at first v;   m <- n
-              r <- max of s(v) / s(f), within r_limits and within 1 - q and 1 + q times the last r;
-                   at first 1
-              x <- x - lr r a m / s(v)
+              h = |m / s(v)| / |m / s(v) + decay x|, at most 1
+              r <- h (max of s(v) / s(f)) + 1 - h, within r_limits, and within 1 - q and 1 + q times the
+                   last r, at first 1
+              x <- x - lr r a (m / s(v) + decay x)
+
+lr is a function of t. The paper has no h, the share of the momentum in the update; without decay it is 1.
+Where v is 0 so is n: there was no gradient, and what comes is noise of the compression.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from mpisgd.methods.paper_kit import Paper, Vec, World, alike, filled, mean, part
+from mpisgd.methods.paper_kit import Paper, Vec, World, alike, filled, mean, nonzero, part
 
 __all__ = ["OneBitLamb", "State"]
 
@@ -40,10 +46,11 @@ class OneBitLamb(Paper[State]):
     """Updates by itself."""
 
     T: int
-    lr: float
+    lr: Callable[[int], float]
     b1: float = 0.9
     b2: float = 0.999
     eps: float = 1e-8
+    decay: float = 0.0
     b3: float = 0.9
     q: float = 0.1
     c_limits: tuple[float, float] = (0.01, 10.0)
@@ -57,26 +64,28 @@ class OneBitLamb(Paper[State]):
         self, s: State, x: dict[int, Vec], g: dict[int, Vec], w: World
     ) -> tuple[State, dict[int, Vec]]:
         """See `Paper`."""
-        g, x_0, (b1, b2) = filled(g), x[w.ranks[0]], (self.b1, self.b2)
+        g, y, (b1, b2), lr = filled(g), x[w.ranks[0]], (self.b1, self.b2), self.lr(w.step)
         if w.step <= self.T:
             g_mean = mean(g, w)
             m, v = b1 * s.m + (1 - b1) * g_mean, b2 * s.v + (1 - b2) * (g_mean * g_mean)
-            step = m / v.each(self._s)
-            c = Vec({k: (x_0[k].norm() / u.norm()).clamp(*self.c_limits) for k, u in step.items()})
+            u = m / v.each(self._s) + self.decay * y.only(m)
+            c = Vec({name: (y[name].norm() / u[name].norm()).clamp(*self.c_limits) for name in u})
             a = self.b3 * s.a + (1 - self.b3) * c if s.a else c
-            return State(m, v, v, a, wire=s.wire), dict.fromkeys(w.ranks, x_0 - self.lr * (c * step))
+            return State(m, v, v, a, wire=s.wire), dict.fromkeys(w.ranks, y - lr * (c * u))
         wire, averaged = w.wire.reduce(s.wire, {i: b1 * s.m + (1 - b1) * g[i] for i in w.ranks}, w)
-        n = averaged[w.ranks[0]]
+        n = averaged[w.ranks[0]] * nonzero(s.v)
         fresh = (n - b1 * s.m) / (1 - b1)
         f = b2 * s.f + (1 - b2) * (fresh * fresh)
-        r = Vec({name: self._factor(s, name, f[name]) for name in n})
-        x_0 = x_0 - self.lr * (r * s.a * (n / s.v.each(self._s)))
-        return replace(s, m=n, f=f, r=r, wire=wire), dict.fromkeys(w.ranks, x_0)
+        step = n / s.v.each(self._s)
+        u = step + self.decay * y.only(n)
+        r = Vec({name: self._factor(s, name, f[name], step[name].norm() / u[name].norm()) for name in n})
+        return replace(s, m=n, f=f, r=r, wire=wire), dict.fromkeys(w.ranks, y - lr * (r * s.a * u))
 
-    def _s(self, a: Tensor) -> Tensor:
-        return a.sqrt() + self.eps
+    def _s(self, v: Tensor) -> Tensor:
+        return v.sqrt() + self.eps
 
-    def _factor(self, s: State, name: str, f: Tensor) -> Tensor:
-        ratio = (self._s(s.v[name]) / self._s(f)).max().clamp(*self.r_limits)
-        last = s.r.get(name, 1 + 0 * ratio)
-        return ratio.clamp(last * (1 - self.q), last * (1 + self.q))
+    def _factor(self, s: State, name: str, f: Tensor, share: Tensor) -> Tensor:
+        most, h = (self._s(s.v[name]) / self._s(f)).max(), share.clamp(max=1.0)
+        last = s.r.get(name, torch.ones_like(most))
+        r = (h * most + 1 - h).clamp(*self.r_limits)
+        return r.clamp(last * (1 - self.q), last * (1 + self.q))

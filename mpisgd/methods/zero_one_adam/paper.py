@@ -4,18 +4,21 @@ Lu, Li, Zhang, De Sa and He 2022, "Maximizing Communication Efficiency for Large
 algorithm 1. Here, as in the authors' program, the mean gradient of a step in T_v serves the momentum, too.
 
     r_t = lr / (1 - b1^t);   D = sqrt(v / (1 - b2^j)) + eps      j: how often v was renewed
-    t in T_v:   g = mean of g_i;   m_i <- b1 m_i + (1 - b1) g;   v <- b2 v + (1 - b2) g^2
+    t in T_v:   g = mean of g_i;   m_i <- b1 mean of m_j + (1 - b1) g;   v <- b2 v + (1 - b2) g^2
                 x_i <- x_i - r_t m_i / D;   y <- x_i
     else:       m_i <- b1 m_i + (1 - b1) g_i;   u_i <- u_i + r_t m_i;   x_i <- x_i - r_t m_i / D
     t in T_u:   u = average of u_i               by `w.wire`: the 1-bit average with two errors
                 x_i <- y <- y - u / D;   m_i <- u / (sum of r since then);   u_i <- 0
+
+lr is a function of t. Where the sum of r is 0, u tells nothing of the momentum, and m_i stays. Where v is 0
+so are m_i and u: there was no gradient, and what comes is noise of the compression.
 """
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mpisgd.methods.paper_kit import Paper, Vec, World, alike, filled, mean, own, part
+from mpisgd.methods.paper_kit import Paper, Vec, World, alike, filled, mean, nonzero, own, part
 
 __all__ = ["State", "ZeroOneAdam"]
 
@@ -39,7 +42,7 @@ class ZeroOneAdam(Paper[State]):
 
     T_v: Container[int]
     T_u: Container[int]
-    lr: float
+    lr: Callable[[int], float]
     b1: float = 0.9
     b2: float = 0.999
     eps: float = 1e-8
@@ -53,13 +56,14 @@ class ZeroOneAdam(Paper[State]):
         self, s: State, x: dict[int, Vec], g: dict[int, Vec], w: World
     ) -> tuple[State, dict[int, Vec]]:
         """See `Paper`."""
-        g, t, rate = filled(g), w.step, self.lr / (1 - self.b1**w.step)
+        g, t, rate = filled(g), w.step, self.lr(w.step) / (1 - self.b1**w.step)
         renews = t in self.T_v
         if renews:
             g_mean = mean(g, w)
             g = dict.fromkeys(w.ranks, g_mean)
+            s = replace(s, m=dict.fromkeys(w.ranks, mean(s.m, w)))
             s = replace(s, v=self.b2 * s.v + (1 - self.b2) * (g_mean * g_mean), j=s.j + 1)
-        m = {i: self.b1 * s.m[i] + (1 - self.b1) * g[i] for i in w.ranks}
+        m = {i: (self.b1 * s.m[i] + (1 - self.b1) * g[i]) * nonzero(s.v) for i in w.ranks}
         D = (s.v / (1 - self.b2**s.j)).each(lambda v: v.sqrt() + self.eps)
         x = {i: x[i] - rate * m[i] / D for i in w.ranks}
         if renews:
@@ -68,7 +72,7 @@ class ZeroOneAdam(Paper[State]):
         if t not in self.T_u:
             return replace(s, m=m, u=u, r=r), x
         wire, averaged = w.wire.reduce(s.wire, u, w)
-        joined = averaged[w.ranks[0]]
+        joined = averaged[w.ranks[0]] * nonzero(s.v)
         y, zero = s.y - joined / D, {i: Vec() for i in w.ranks}
-        m = dict.fromkeys(w.ranks, joined / r)
+        m = dict.fromkeys(w.ranks, joined / r) if r else m
         return State(y, m, zero, s.v, s.j, 0.0, wire), dict.fromkeys(w.ranks, y)

@@ -33,6 +33,11 @@ MEETINGS = {3, 5, 6, *range(8, 1000, 2)}
 MakeOptimizer = Callable[[Sequence[nn.Parameter], Group | None], torch.optim.Optimizer]
 
 
+def rate(_: int) -> float:
+    """Return the learning rate of a step."""
+    return LR
+
+
 def trained_by(make: MakeOptimizer) -> Callable[[Trainee], Tensor]:
     """Return the training by an optimizer that communicates by itself."""
 
@@ -56,18 +61,18 @@ ONE_BIT_OPTIMIZERS = (
     _mode(
         "OneBitAdam",
         lambda params, group: mpisgd.OneBitAdam(params, LR, BETAS, EPS, freeze_step=FREEZE, group=group),
-        OneBitAdam(FREEZE, LR, *BETAS, EPS),
+        OneBitAdam(FREEZE, rate, *BETAS, EPS),
     ),
     _mode(
         "ZeroOneAdam",
         lambda params, group: mpisgd.ZeroOneAdam(params, LR, BETAS, EPS, group=group, **POLICY),
-        ZeroOneAdam(RENEWALS, MEETINGS, LR, *BETAS, EPS),
+        ZeroOneAdam(RENEWALS, MEETINGS, rate, *BETAS, EPS),
         quick=False,
     ),
     _mode(
         "OneBitLamb",
         lambda params, group: mpisgd.OneBitLamb(params, LR, BETAS, EPS, freeze_step=FREEZE, group=group),
-        OneBitLamb(FREEZE, LR, *BETAS, EPS),
+        OneBitLamb(FREEZE, rate, *BETAS, EPS),
         quick=False,
     ),
 )
