@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 import mpisgd
 from fuzzing import program as events
+from fuzzing.model import Model
 from fuzzing.program import Event, Optimizer, Program
-from fuzzing.training import Training
+from fuzzing.training import Training, initial_groups
 from mpisgd.methods.paper_kit import Vec
 from mpisgd.verification.paper_run import Definition, PaperRun, Saved
 from mpisgd.verification.papers import paper_of
@@ -107,9 +108,10 @@ def _has_paper(program: Program, strategy: Any) -> bool:
 
 def _definition(program: Program, size: int) -> Definition:
     """Return the definition of a program's method among so many ranks."""
-    params = _names(program, Training(program, ()))
-    lengths = [(name, param.nbytes) for name, param in params.items()]
-    return paper_of(**_evaluated(program.optimizers[0]), size=size, lengths=lengths)
+    optimizer, params = program.optimizers[0], Model(program).params
+    layers = [layer for group, _ in initial_groups(program, optimizer) for layer in group]
+    lengths = [(f"layers.{layer}", params[layer].nbytes) for layer in layers]
+    return paper_of(**_evaluated(optimizer), size=size, lengths=lengths)
 
 
 def _names(program: Program, training: Training) -> dict[str, nn.Parameter]:
