@@ -96,6 +96,9 @@ def _has_paper(program: Program, strategy: Any) -> bool:
     has_empty = any(0 in layer.shape for layer in program.layers)
     if (added or has_empty) and getattr(strategy, "fragments", 1) > 1:
         return False  # the paper's fragments are those of the beginning, and all have elements
+    freezes = any(isinstance(event, events.SetFrozen) for event in program.events)
+    if freezes and isinstance(strategy, mpisgd.Gossip):
+        return False  # what was frozen is not mixed, and updated all the same while it has a gradient
     warms_up = getattr(strategy, "warmup_steps", 0)
     if warms_up and (program.scaler or any(isinstance(event, events.Clip) for event in program.events)):
         return False  # something looks at gradients that are reduced by then
