@@ -22,7 +22,7 @@ from mpisgd.strategies.local_scaling import LocalScaling
 from mpisgd.strategies.sharded import piecewise
 from mpisgd.strategies.state_keeper import StateKeeper
 
-ENOUGH = 1_500  # programs, of which those are run that do what it takes
+ENOUGH = 4_000  # programs, of which those are run that do what it takes
 
 
 class Mutation(NamedTuple):
