@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from fuzzing import program as events
+from fuzzing.by_paper import ByPaper
 from fuzzing.distributed_training import DistributedTraining
 from fuzzing.program import ONE_BIT, Program
-from fuzzing.serial_definition import SerialDefinition, definition_of
+from fuzzing.serial_definition import definition_of
 from fuzzing.training import Training
 
 __all__ = ["Failure", "Run", "digest", "execute", "has_reference", "state_digest"]
@@ -101,7 +102,7 @@ def _is_serial(program: Program, optimizer: events.Optimizer) -> bool:
     return is_plain and is_synchronous and optimizer.option("op") != "mpisgd.Adasum"
 
 
-def _run(program: Program, begin: Callable[[], Training | SerialDefinition]) -> Run:
+def _run(program: Program, begin: Callable[[], Training | ByPaper]) -> Run:
     run, event = Run(), -1
     try:
         training = begin()
