@@ -59,6 +59,8 @@ class FusionBuffer:
         self.bucket = bucket
         self._layouts = [layout_of(param) for param in params]
         self._shapes = [layout.shape for layout in self._layouts]
+        self._matrices = [place for place, shape in enumerate(self._shapes) if len(shape) > 1]
+        self._strides = [params[place].stride() for place in self._matrices]
         self._lie_in(flat.zero_())
         self._in_place = False  # whether a gradient lay there already
 
@@ -74,13 +76,17 @@ class FusionBuffer:
         self._in_place = False
 
     def fits(self, params: Sequence[Tensor]) -> bool:
-        """Return whether `params` still have the dtype, the place and the shapes that this was made for."""
+        """Return whether `params` still have the dtype, the place and the layouts that this was made for.
+
+        Fused optimizers walk a parameter and its gradient in the order of memory, whatever their strides.
+        """
         dtype, device = self.flat.dtype, self.flat.device
         # Lists: there may be hundreds, and every step asks.
         alike = (
             [p.dtype for p in params].count(dtype) == [p.device for p in params].count(device) == len(params)
         )
-        return alike and self._shapes == [p.shape for p in params]
+        strides = [params[place].stride() for place in self._matrices]
+        return alike and self._shapes == [p.shape for p in params] and self._strides == strides
 
     def load(self, grads: Sequence[Tensor | None], used: set[int]) -> bytes:
         """Bring this rank's gradients into `flat`, each unless it lies there already; return their kinds.

@@ -233,5 +233,5 @@ class BucketLauncher:
 
     def undo_predivision(self, flat: Tensor) -> None:
         """Turn a sum of what was divided before into the mean."""
-        if (factor := self._options.predivide_factor) != 1.0:
-            flat.mul_(factor / self._group.size)
+        if (factor := self._options.predivide_factor) != 1.0:  # by division, as for what travels apart
+            flat.div_(self._group.size / factor)

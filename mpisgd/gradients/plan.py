@@ -80,7 +80,7 @@ class Plan(NamedTuple):
         return (*(index for slot in self.slots for index in slot.bucket.indices), *sorted(self.sparse))
 
     def fits(self, params: Sequence[Tensor]) -> bool:
-        """Return whether the parameters still have the dtypes and shapes that the plan was made for."""
+        """Return whether the parameters still have the dtypes and layouts that the plan was made for."""
         return all(slot.storage.fits([params[i] for i in slot.bucket.indices]) for slot in self.slots)
 
 

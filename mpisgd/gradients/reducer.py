@@ -78,6 +78,7 @@ class GradientReducer(GradientSync):
         self._unchanged: ReducedGradients | None = None  # what this rank must find so in its step
         self._left_out: frozenset[int] = frozenset()
         self._in_flight = InFlightReduction()
+        self._planned_order: tuple[int, ...] = ()  # `compression_state.order` when the plan was made
         self.cover(named)
 
     def cover(self, named: Sequence[tuple[str, Tensor]]) -> None:
@@ -238,7 +239,8 @@ class GradientReducer(GradientSync):
             raise_for(nonfinite, observed, self.named, self.group, when)
 
     def _still_holds(self, plan: Plan) -> bool:
-        return plan.covered == self._coverable() and plan.fits(self.params)
+        is_in_order = self.compression_state.order == self._planned_order  # else a state was loaded since
+        return is_in_order and plan.covered == self._coverable() and plan.fits(self.params)
 
     def _coverable(self) -> tuple[int, ...]:
         exist = [i for i, p in enumerate(self.params) if p.requires_grad or p.grad is not None]
@@ -262,6 +264,7 @@ class GradientReducer(GradientSync):
         state.move_to(self._plan.slots)
         if order is None and any(self.options.compression.wire_dtype(p.dtype) is None for p in self.params):
             state.order = self._plan.order  # what comes out of a bucket as a whole depends on it
+        self._planned_order = state.order
         self._known_sparse = self._plan.sparse
         return self._plan
 

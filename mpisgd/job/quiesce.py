@@ -11,7 +11,7 @@ import torch
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.core.interfaces import GroupCommunicator
-from mpisgd.errors import CollectiveTimeout, MpisgdError
+from mpisgd.errors import CollectiveTimeout, MpisgdError, afresh
 from mpisgd.threads.wait_registry import Message, WaitReason
 from mpisgd.threads.waiting import Backoff
 
@@ -29,7 +29,7 @@ def end_operations(groups: Sequence[Group], timeout_s: float) -> list[Group]:
     ends = _agree_on_end([group for group in groups if group.queue.broken is None], timeout_s)
     for group in groups:
         if group.queue.broken is not None:  # MPI would wait for ever for what has failed
-            raise group.queue.broken
+            raise afresh(group.queue.broken)
     for end in ends:
         end.group.point_to_point.drain(end.messages)
     return [end.group for end in ends]
@@ -93,20 +93,22 @@ class _GroupEnd:
         """Gather the messages in flight: lengths of pickles, then pickles; yield while others are late."""
         while not self.check.advance() or self.check.differs():
             yield
-        pickled = pickle.dumps(self.group.point_to_point.in_flight())
+        in_flight = self.group.point_to_point.in_flight()
+        pickled = pickle.dumps(in_flight) if in_flight else b""
         lengths = torch.zeros(communicator.size, dtype=torch.int64)
         length = torch.tensor([len(pickled)])
         request = communicator.all_gather_request(lengths, length)
         while not communicator.poll([request]):
             yield
-        longest = int(lengths.max())
-        mine = torch.frombuffer(bytearray(pickled.ljust(longest)), dtype=torch.uint8)
-        texts = torch.zeros(communicator.size * longest, dtype=torch.uint8)
-        request = communicator.all_gather_request(texts, mine)
-        while not communicator.poll([request]):
-            yield
-        # A pickle says itself where it ends.
-        self.messages = [pickle.loads(text.numpy().tobytes()) for text in texts.view(communicator.size, -1)]
+        self.messages = [[] for _ in range(communicator.size)]
+        if longest := int(lengths.max()):
+            mine = torch.frombuffer(bytearray(pickled.ljust(longest)), dtype=torch.uint8)
+            texts = torch.zeros(communicator.size * longest, dtype=torch.uint8)
+            request = communicator.all_gather_request(texts, mine)
+            while not communicator.poll([request]):
+                yield
+            for rank in lengths.nonzero().flatten().tolist():  # a pickle says itself where it ends
+                self.messages[rank] = pickle.loads(texts[rank * longest :].numpy().tobytes())
         self._is_over = True
 
     def is_left(self) -> bool:

@@ -41,8 +41,8 @@ def daly_interval(checkpoint_s: float, mtbf_s: float) -> float:
 
 def work_share(interval_s: float, checkpoint_s: float, mtbf_s: float, restart_s: float) -> float:
     """Return which share of the time is work that counts, with a checkpoint after `interval_s` of it."""
-    if interval_s <= 0:
-        return 1.0 if not checkpoint_s else 0.0
+    if interval_s <= 0:  # where checkpoints take no time there is one at every moment, and only restarts cost
+        return 0.0 if checkpoint_s else math.exp(-restart_s / mtbf_s)
     period = (interval_s + checkpoint_s) / mtbf_s
     if period + restart_s / mtbf_s > 700:  # no period is ever finished
         return 0.0

@@ -7,7 +7,7 @@ Torus         hosts in a grid, each with a link to the next one in each directio
 
 import abc
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ import numpy as np
 from mpisgd.arguments import check_positive, shown
 from mpisgd.errors import InvalidArgument
 
-__all__ = ["Crossing", "FatTree", "Network", "Placement", "Switch", "Torus"]
+__all__ = ["Carried", "Crossing", "FatTree", "Network", "Placement", "Switch", "Torus"]
 
 Array = Any  # numpy's, of int64
 
@@ -55,6 +55,22 @@ class Crossing(NamedTuple):
     links: Array
 
 
+class Carried(NamedTuple):
+    """What the links of one level carry if each host sends one message to each of the others.
+
+    Attributes:
+        level: what the links are called together.
+        width: what each of them carries, as a multiple of a host's own link.
+        busiest: the messages on that of them which has most.
+        total: the messages on all of them.
+    """
+
+    level: str
+    width: float
+    busiest: float
+    total: float
+
+
 @dataclass(frozen=True)
 class Network(abc.ABC):
     """How hosts are joined. A subclass is a frozen dataclass."""
@@ -64,17 +80,19 @@ class Network(abc.ABC):
         """Yield the links that messages from hosts `src` [m] to other hosts `dst` [m] cross."""
 
     @abc.abstractmethod
+    def if_all_send(self, hosts: int) -> Iterator[Carried]:
+        """Yield what the levels carry if each of the first `hosts` hosts sends to each of the others."""
+
     def busiest_if_all_send(self, hosts: int) -> float:
-        """Return how many messages cross the busiest link, in units of its width, if each host sends one to
-        each of the others.
-        """
+        """Return how many messages the busiest of all links carries then, in units of its width."""
+        return max((each.busiest / each.width for each in self.if_all_send(hosts)), default=0.0)
 
     def hops(self, src: Array, dst: Array) -> Array:
         """Return [m] how many times a message takes the latency of a link."""
         return np.ones(len(src))
 
     def max_hops(self, hosts: int) -> float:
-        """Return the largest of these."""
+        """Return the largest of these between the first `hosts` hosts."""
         return 1.0
 
     def check(self, hosts: int) -> None:  # noqa: B027  # most networks have room for any number
@@ -91,9 +109,10 @@ class Switch(Network):
         yield Crossing("host out", 1.0, every, src)
         yield Crossing("host in", 1.0, every, dst)
 
-    def busiest_if_all_send(self, hosts: int) -> float:
+    def if_all_send(self, hosts: int) -> Iterator[Carried]:
         """See `Network`."""
-        return hosts - 1.0
+        for level in ("host out", "host in"):
+            yield Carried(level, 1.0, hosts - 1.0, hosts * (hosts - 1.0))
 
 
 @dataclass(frozen=True)
@@ -127,10 +146,14 @@ class FatTree(Switch):
         yield Crossing("leaf up", self.uplink, far, leaves[0][far])
         yield Crossing("leaf down", self.uplink, far, leaves[1][far])
 
-    def busiest_if_all_send(self, hosts: int) -> float:
+    def if_all_send(self, hosts: int) -> Iterator[Carried]:
         """See `Network`."""
-        here = min(self.hosts_per_switch, hosts)
-        return max(hosts - 1.0, here * (hosts - here) / self.uplink)
+        yield from super().if_all_send(hosts)
+        full, rest = divmod(hosts, self.hosts_per_switch)
+        leaves = [self.hosts_per_switch] * full + [rest] * (rest > 0)
+        passed_on = [float(here * (hosts - here)) for here in leaves]
+        for level in ("leaf up", "leaf down"):
+            yield Carried(level, self.uplink, max(passed_on), sum(passed_on))
 
 
 @dataclass(frozen=True)
@@ -144,9 +167,10 @@ class Torus(Network):
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", tuple(self.shape))
-        if not self.shape or not all(isinstance(n, int) and n > 0 for n in self.shape):
+        shape = tuple(self.shape) if isinstance(self.shape, Iterable) else ()
+        if not shape or not all(type(n) is int and n > 0 for n in shape):
             raise InvalidArgument(f"Torus: shape={shown(self.shape)}; expected numbers such as (8, 8)")
+        object.__setattr__(self, "shape", shape)
 
     def check(self, hosts: int) -> None:
         """See `Network`."""
@@ -180,10 +204,68 @@ class Torus(Network):
         return sum(np.abs(step) for step in self._steps(src, dst)).astype(float)
 
     def max_hops(self, hosts: int) -> float:
-        """See `Network`."""
-        return float(sum(length // 2 for length in self.shape))
+        """See `Network`. Hosts fill one slice of the first dimension after the other.
 
-    def busiest_if_all_send(self, hosts: int) -> float:
-        """See `Network`: every host sends to one at each distance, of which half go forwards."""
-        total = math.prod(self.shape)
-        return max(sum(range(1, length // 2 + 1)) * total / length for length in self.shape)
+        As soon as two slices have hosts, one of them is full, so the rest of the way may be the longest.
+        """
+        longest = 0
+        for dim, length in enumerate(self.shape):
+            within = math.prod(self.shape[dim + 1 :])
+            slices = -(-hosts // within)
+            if slices > 1:
+                rest = sum(n // 2 for n in self.shape[dim + 1 :])
+                return float(longest + min(slices - 1, length // 2) + rest)
+        return float(longest)
+
+    def if_all_send(self, hosts: int) -> Iterator[Carried]:
+        """See `Network`.
+
+        A message goes along a dimension with the earlier coordinates of its destination and the later ones of
+        its source. So what a line of links carries depends on how many hosts have each coordinate along it:
+        among those with its earlier coordinates, and among those with its later ones.
+        """
+        used = np.arange(hosts)
+        for dim, length in enumerate(self.shape):
+            along = length * math.prod(self.shape[dim + 1 :])
+            within = along // length
+            later = np.zeros((within, length), dtype=np.int64)
+            np.add.at(later, (used % within, used // within % length), 1)
+            earlier = np.zeros((-(-hosts // along), length), dtype=np.int64)
+            np.add.at(earlier, (used // along, used // within % length), 1)
+            for way in (1, -1):
+                lines = [
+                    (many * times, _on_a_ring(sources, destinations, way))
+                    for sources, many in _distinct(later)
+                    for destinations, times in _distinct(earlier)
+                ]
+                yield Carried(
+                    f"dimension {dim} {'+' if way > 0 else '-'}",
+                    1.0,
+                    float(max(carried.max() for _, carried in lines)),
+                    float(sum(times * carried.sum() for times, carried in lines)),
+                )
+
+
+def _distinct(rows: Array) -> list[tuple[Array, int]]:
+    """Return the different rows, and how many there are of each."""
+    found, counts = np.unique(rows, axis=0, return_counts=True)
+    return list(zip(found, counts.tolist(), strict=True))
+
+
+def _on_a_ring(sources: Array, destinations: Array, way: int) -> Array:
+    """Return [n] the messages on each link of a ring, in one direction.
+
+    Args:
+        sources: [n] how many hosts send from each place.
+        destinations: [n] to how many hosts at each place each of them sends.
+        way: 1 forwards, with the messages that go half of the ring; -1 backwards.
+    """
+    length = len(sources)
+    places, carried = np.arange(length), np.zeros(length, dtype=np.int64)
+    for steps in range(1, (length if way > 0 else length - 1) // 2 + 1):
+        sent = sources * np.roll(destinations, -way * steps)
+        sums = np.concatenate([[0], np.cumsum(np.concatenate([sent, sent]))])
+        # A link carries what was sent at its own place and at the `steps` - 1 places before it.
+        first = places + (length - steps + 1 if way > 0 else 0)
+        carried += sums[first + steps] - sums[first]
+    return carried

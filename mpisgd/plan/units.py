@@ -24,10 +24,14 @@ def as_nbytes(name: str, value: Any) -> float:
 
 
 def as_rate(name: str, value: Any) -> float:
-    """Return bytes per second of `100 Gbit/s`, `12.5 GB/s`, or of a number of them."""
-    bits = isinstance(value, str) and value.lower().rstrip().endswith(("bit/s", "bps"))
+    """Return bytes per second of `100 Gbit/s`, `100 Gb/s`, `12.5 GB/s`, or of a number of them."""
     rate = _with_prefix(name, value, r"(?:bit/s|bps|b/s)", "100 Gbit/s or 12.5 GB/s")
-    return rate / 8 if bits else rate
+    if not isinstance(value, str):
+        return rate
+    unit = value.strip().lstrip("0123456789.e+- ")
+    if re.fullmatch("[kmgt]i?b/s", unit):
+        raise InvalidArgument(f"{name}={shown(value)}; expected Gbit/s for bits, or GB/s for bytes")
+    return rate if unit.endswith("B/s") else rate / 8
 
 
 def as_flops(name: str, value: Any) -> float:

@@ -45,7 +45,7 @@ class ThreadsBackend:
                     limit_s=PROGRAM_LIMIT_S,
                 )
             except RankFailed as exc:
-                return Verdict("crash", str(exc))
+                return Verdict(f"crash {type(exc.__cause__).__name__}", str(exc))
             except TimeoutError as exc:
                 return Verdict("hang", str(exc))
         return conclude(program, outcomes)

@@ -80,10 +80,21 @@ def first_optimizer() -> None:
     windows._of_groups.clear()
 
 
+def freeze() -> None:
+    """Let no collection look through thousands of tests and modules: each second optimizer asks for one.
+
+    torch's compiler, which the tests' own optimizers load, has more objects than all others: 80 ms of each.
+    """
+    import torch._dynamo  # noqa: F401
+
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def job(request: pytest.FixtureRequest) -> Iterator[None]:
     """The job's world, with a timeout that makes a hang a failure."""
     if size := request.config.getoption("--threads"):
+        freeze()
         with as_size(size):
             yield
         return
@@ -95,7 +106,7 @@ def job(request: pytest.FixtureRequest) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # MPI runs already, our defaults are set above
         mpisgd.init(timeout_s=TIMEOUT_S)
-    gc.freeze()  # thousands of collected tests need not be looked through when optimizers are made
+    freeze()
     yield
 
 

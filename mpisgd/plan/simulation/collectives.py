@@ -83,6 +83,26 @@ def _loads(cluster: Cluster, each: Round) -> Iterator[_Load]:
         yield _Load(crossing.level, crossing.width * rate, messages, crossing.links)
 
 
+def _messages_on_links(cluster: Cluster, each: Round) -> dict[str, tuple[float, Any]]:
+    """Return by level the rate of its links, and [links] how many messages of a round cross each.
+
+    Messages of several hops cross links of the same level after one another: these add up.
+    """
+    found: dict[str, tuple[float, Any]] = {}
+    for load in _loads(cluster, each):
+        if len(load.links):
+            counts = np.bincount(load.links)
+            known = found[load.level][1] if load.level in found else np.zeros(0)
+            found[load.level] = load.bytes_per_s, _sum(known, counts)
+    return found
+
+
+def _sum(one: Any, other: Any) -> Any:
+    """Return the sum of two arrays, of which the shorter one goes on with zeros."""
+    size = max(len(one), len(other))
+    return np.pad(one, (0, size - len(one))) + np.pad(other, (0, size - len(other)))
+
+
 def _rate(link: Link, each: Round) -> float:
     return link.bytes_per_s * (1.0 if each.in_frames else link.both_ways)
 
@@ -93,14 +113,7 @@ def round_seconds(cluster: Cluster, each: Round) -> Cost:
         return _everyone_seconds(cluster, each)
     if not len(each.src):
         return Cost(0.0, 0.0)
-    busiest = max(
-        (
-            np.bincount(load.links).max() / load.bytes_per_s
-            for load in _loads(cluster, each)
-            if len(load.links)
-        ),
-        default=0.0,
-    )
+    busiest = max((on.max() / rate for rate, on in _messages_on_links(cluster, each).values()), default=0.0)
     sent = np.bincount(each.src).max()
     far = (each.src // cluster.ranks_per_host) != (each.dst // cluster.ranks_per_host)
     link = cluster.between if far.any() else cluster.within
@@ -170,19 +183,16 @@ def link_bytes(cluster: Cluster, rounds: Sequence[Round]) -> dict[str, tuple[flo
     everyone = 0.0
     for each in rounds:
         if each.everyone:
-            everyone += each.repeats * each.nbytes * (cluster.hosts - 1) * cluster.ranks_per_host
+            everyone += each.repeats * each.nbytes * cluster.ranks_per_host
             continue
-        for load in _loads(cluster, each):
-            carried = np.bincount(load.links, minlength=1) * each.nbytes * each.repeats
-            known = found.get(load.level, np.zeros(0))
-            size = max(len(known), len(carried))
-            found[load.level] = np.pad(known, (0, size - len(known))) + np.pad(
-                carried, (0, size - len(carried))
-            )
+        for level, (_, on) in _messages_on_links(cluster, each).items():
+            found[level] = _sum(found.get(level, np.zeros(0)), on * each.nbytes * each.repeats)
+    carried = {level: (float(per.max()), float(per.sum())) for level, per in found.items() if per.any()}
     if everyone:
-        for level in ("host out", "host in"):
-            found[level] = found.get(level, 0.0) + np.full(cluster.hosts, everyone)
-    return {level: (float(per.max()), float(per.sum())) for level, per in found.items() if per.any()}
+        for more in cluster.network.if_all_send(cluster.hosts):
+            most, total = carried.get(more.level, (0.0, 0.0))
+            carried[more.level] = most + everyone * more.busiest, total + everyone * more.total
+    return {level: both for level, both in carried.items() if both[1]}
 
 
 # -- message by message --------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from mpisgd.monitor.rank_state import Message
 from mpisgd.threads.waiting import Backoff
 from mpisgd.transport.messages.link import Link
 from mpisgd.transport.messages.point_to_point import MessageWork, PointToPoint
-from mpisgd.transport.mpi import free_abandoned
+from mpisgd.transport.mpi.communicator import free_abandoned
 
 NUMEL = 300_000  # more than MPI sends before the receiver has asked for it
 

@@ -480,6 +480,7 @@ def test_large_gradients_travel_from_where_they_lie_although_others_lay_there_be
         return kinds
 
     monkeypatch.setattr(UnbucketedGradient, "load", noting)
+    monkeypatch.setattr(staging_layout, "BUFFER_BYTES", 2**18)  # small pieces would be 100,000 barriers
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(6)))
     mpisgd.broadcast_parameters(model)
     opt = mpisgd.DistributedOptimizer(

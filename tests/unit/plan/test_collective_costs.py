@@ -10,8 +10,14 @@ import pytest
 from mpisgd.errors import InvalidArgument
 from mpisgd.plan.cluster import Cluster, Link
 from mpisgd.plan.network import FatTree, Placement, Switch, Torus
-from mpisgd.plan.simulation.collectives import cost_of, link_bytes, rounds_of, simulate_messages
-from mpisgd.plan.simulation.messages import ALL_REDUCE, collective_rounds
+from mpisgd.plan.simulation.collectives import (
+    cost_of,
+    link_bytes,
+    round_seconds,
+    rounds_of,
+    simulate_messages,
+)
+from mpisgd.plan.simulation.messages import ALL_REDUCE, Round, collective_rounds
 
 ALPHA, RATE = 1e-5, 1e9
 FAST = Link(1e-7, 1e12)
@@ -120,15 +126,52 @@ def test_a_torus_goes_backwards_where_that_is_shorter():
     assert (crossing.level, crossing.links.tolist()) == ("dimension 0 -", [0])
 
 
-@pytest.mark.parametrize("shape", [(4,), (5,), (2, 3), (3, 3)])
-def test_everyone_with_everyone_on_a_torus_is_what_its_messages_add_up_to(shape):
-    hosts = math.prod(shape)
-    src, dst = (axis.ravel() for axis in np.divmod(np.arange(hosts**2), hosts))
-    carried = {}
-    for crossing in Torus(shape).crossings(src[src != dst], dst[src != dst]):
-        for link in crossing.links.tolist():
-            carried[crossing.level, link] = carried.get((crossing.level, link), 0) + 1
-    assert Torus(shape).busiest_if_all_send(hosts) == max(carried.values())
+NETWORKS = [
+    Switch(),
+    FatTree(4, 2.0),
+    *(Torus(shape) for shape in ((4,), (5,), (2, 3), (3, 3), (4, 4), (2, 3, 2), (3, 1, 4))),
+]
+
+
+@pytest.mark.parametrize("network", NETWORKS, ids=str)
+def test_what_links_carry_if_all_send_is_what_the_messages_of_the_hosts_in_use_add_up_to(network):
+    for hosts in range(2, (math.prod(network.shape) if isinstance(network, Torus) else 11) + 1):
+        src, dst = (axis.ravel() for axis in np.divmod(np.arange(hosts**2), hosts))
+        src, dst = src[src != dst], dst[src != dst]
+        carried = {}
+        for crossing in network.crossings(src, dst):
+            links = np.bincount(crossing.links, minlength=hosts**2)
+            carried[crossing.level] = carried.get(crossing.level, 0) + links
+        expected = {level: (links.max(), links.sum()) for level, links in carried.items() if links.any()}
+        found = {each.level: (each.busiest, each.total) for each in network.if_all_send(hosts) if each.total}
+        assert found == expected, hosts
+        assert network.max_hops(hosts) == network.hops(src, dst).max(), hosts
+
+
+def test_messages_of_several_hops_that_meet_on_a_link_share_it():
+    """Hosts 0 to 2 of a ring of 8 send four hosts on: the link from 3 to 4 carries all three."""
+    each = Round(np.array([0, 1, 2]), np.array([4, 5, 6]), N)
+    found = round_seconds(hosts_of_one(8, Torus((8,))), each)
+    assert found.beta_s_per_byte == pytest.approx(3 * N / RATE)
+
+
+@pytest.mark.parametrize("hosts", [8, 12, 16])
+@pytest.mark.parametrize("algorithm", ALL_REDUCE)
+def test_rounds_on_a_torus_take_about_what_their_messages_take(algorithm, hosts):
+    cluster = hosts_of_one(hosts, Torus((4, 4)))
+    one_by_one = simulate_messages(cluster, rounds_of(cluster, algorithm, N))
+    assert cost_of(cluster, algorithm).seconds(N) == pytest.approx(one_by_one, rel=0.35)
+
+
+@pytest.mark.parametrize(
+    ("network", "level"), [(FatTree(4, 4.0), "leaf up"), (Torus((2, 4)), "dimension 1 +")]
+)
+def test_the_busiest_link_of_hierarchical_rounds_is_seen(network, level):
+    cluster = Cluster(8, 2, Link(ALPHA, RATE), FAST, network)
+    found = link_bytes(cluster, rounds_of(cluster, "hierarchical", N))
+    assert found[level][0] > 0
+    one_host_out = 2 * 7 / 8 * N
+    assert found[level][0] == pytest.approx(one_host_out * (16 / 7 if level == "leaf up" else 6 / 7))
 
 
 # -- bytes ---------------------------------------------------------------------------------------------

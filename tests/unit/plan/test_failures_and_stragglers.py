@@ -72,3 +72,11 @@ def test_expected_maxima_are_those_of_random_numbers():
 def test_ranks_that_meet_seldom_average_over_their_own_steps():
     assert straggler_factor(0.1, 8, 4) - 1 == pytest.approx((straggler_factor(0.1, 8) - 1) / 2)
     assert straggler_factor(0.1, 1) == straggler_factor(0.0, 8) == 1.0
+
+
+def test_restarts_cost_even_where_a_checkpoint_takes_no_time():
+    found = interruptions(Failures(mtbf_hours=100.0, checkpoint_s=0.0, restart_s=600.0), 100)
+    assert found.daly_s == 0.0
+    assert found.restart_share == pytest.approx(math.exp(-600 / 3600))
+    short = interruptions(Failures(mtbf_hours=100.0, checkpoint_s=1e-6, restart_s=600.0), 100)
+    assert found.restart_share == pytest.approx(short.restart_share, rel=1e-4)

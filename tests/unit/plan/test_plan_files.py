@@ -221,7 +221,9 @@ def test_what_is_no_step_is_refused(tmp_path, text):
 
 def test_units():
     assert as_rate("x", "100 Gbit/s") == as_rate("x", "12.5 GB/s") == as_rate("x", 12.5e9) == 12.5e9
+    assert as_rate("x", "100 Gb/s") == as_rate("x", "1e11 b/s") == 12.5e9
     assert as_rate("x", "8 Mbps") == 1e6
+    assert as_rate("x", "2 KiB/s") == 2048
     assert as_nbytes("x", "1.5 GiB") == 1.5 * 2**30
     assert as_nbytes("x", "80 GB") == 80e9
     assert as_flops("x", "312 Tflops") == as_flops("x", "312 Tflop/s") == 3.12e14
@@ -231,7 +233,14 @@ def test_units():
 
 @pytest.mark.parametrize(
     ("convert", "text"),
-    [(as_rate, "5"), (as_rate, "5 GB"), (as_nbytes, "5 s"), (as_seconds, "5 GB"), (as_flops, True)],
+    [
+        (as_rate, "5"),
+        (as_rate, "5 GB"),
+        (as_rate, "5 gb/s"),
+        (as_nbytes, "5 s"),
+        (as_seconds, "5 GB"),
+        (as_flops, True),
+    ],
 )
 def test_other_units_are_refused(convert, text):
     with pytest.raises(InvalidArgument, match="x="):
