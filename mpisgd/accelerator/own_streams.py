@@ -1,4 +1,4 @@
-"""Streams of a group's own, one for each device and use: torch has 32, which a stream per call would share."""
+"""Streams of a group's own, one for each device and use: of torch's pool of 32 each call would take another."""
 
 import threading
 from typing import Any
