@@ -1,4 +1,4 @@
-"""Streams of a group's own, one for each device and use: of torch's pool of 32 each call would take another."""
+"""Streams of a group's own, one for each device and use; torch has 32, and then hands them out again."""
 
 import threading
 from typing import Any
