@@ -56,7 +56,7 @@ def check_same_bits(body: Any, strategy: mpisgd.Strategy, tol: float = 0.0, **ho
 
 
 def _are_close(ours: Any, theirs: Any, *, tol: float) -> tuple[bool, str]:
-    pairs = [(a.detach(), b.detach()) for a, b in zip(ours, theirs, strict=True)]
+    pairs = [(a.detach().cpu(), b.detach().cpu()) for a, b in zip(ours, theirs, strict=True)]
     off = max((float((a - b).abs().max()) for a, b in pairs if a.numel()), default=0.0)
     return off <= tol, f"off by {off}"
 
@@ -191,7 +191,9 @@ def test_a_model_in_bfloat16_has_a_float32_master_on_the_host(device, stage):
             half_step(run, step)
     everyone(digest(runs[0].model.parameters()) == digest(runs[1].model.parameters()))
     states = [run.opt.state_dict()["state"] for run in runs]
-    everyone("master" in states[1][0] and torch.equal(states[0][0]["master"], states[1][0]["master"]))
+    everyone(
+        "master" in states[1][0] and torch.equal(states[0][0]["master"].cpu(), states[1][0]["master"].cpu())
+    )
 
 
 @BY_HOST
@@ -217,6 +219,7 @@ def test_the_state_goes_to_another_run_and_back(device, kind, tmp_path):
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_is_on_the_host_is_never_mixed_with_what_is_on_the_device(device, stage, kind, tmp_path):
     model = mlp().double().to(DEVICE)
+    mpisgd.broadcast_parameters(model)
     optimizer = mpisgd.DistributedOptimizer(
         torch.optim.Adam(model.parameters()),
         strategy=mpisgd.Sharded(stage, offload=offload(kind, tmp_path)),
