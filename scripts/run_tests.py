@@ -38,8 +38,6 @@ SHORT_SET = (
 # What costs much and says little more at one and at three ranks.
 FOR_EVEN_SIZES = (
     "tests/mpi/torch_backend",
-    "tests/mpi/collectives/test_device_routing.py",
-    "tests/mpi/optim/test_gpu.py",
 )
 
 # What takes longest, and says the same at two, three and four ranks.
@@ -96,13 +94,11 @@ LEFT_OUT = {
         "tests/mpi/horovod/test_horovod_training.py",
         "tests/mpi/nn",
         "tests/mpi/optim/test_compression_choice.py",
-        "tests/mpi/optim/test_gpu.py",
-        "tests/mpi/optim/test_gradients.py",
+            "tests/mpi/optim/test_gradients.py",
         "tests/mpi/optim/test_one_bit_adam.py",
         "tests/mpi/optim/test_optimizers.py",
         "tests/mpi/optim/test_hosts.py",
         "tests/mpi/optim/test_sharded.py",
-        "tests/mpi/optim/test_sharded_gpu.py",
         "tests/mpi/optim/test_sharded_hosts.py",
         "tests/mpi/optim/test_shared_state.py",
         "tests/mpi/optim/test_starting_equal.py",
