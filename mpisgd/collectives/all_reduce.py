@@ -206,7 +206,7 @@ def reduce_tensor(group: Group, tensor: Tensor, op: ReduceOp, algorithm: str) ->
     in_chunks = goes_in_chunks(tensor)
     output = StagedOutput(tensor, keep=True, at_home=in_chunks)
     if in_chunks:
-        reduce_in_chunks(output.flat, lambda chunk: reduce_flat(group, chunk, op, algorithm))
+        reduce_in_chunks(output.flat, lambda chunk: reduce_flat(group, chunk, op, algorithm), group.streams)
     else:
         reduce_flat(group, output.flat, op, algorithm)
     output.copy_back()

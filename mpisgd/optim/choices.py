@@ -7,7 +7,7 @@ from mpisgd.compress.adasum import AdaptiveSum, Adasum
 from mpisgd.compress.auto import Auto
 from mpisgd.compress.cast import Compression
 from mpisgd.compress.compressor import Compressor
-from mpisgd.dtypes import ReduceOp, as_reduce_op
+from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
 from mpisgd.strategies.strategy import Strategy
 from mpisgd.strategies.synchronous import Synchronous
@@ -29,8 +29,8 @@ def resolve_reduction(
         chosen = Auto()
     if isinstance(chosen, AdaptiveSum):
         raise InvalidArgument("DistributedOptimizer: Adasum is no compression; pass op=mpisgd.Adasum")
-    if isinstance(op, str):
-        op = Adasum if op.lower() == "adasum" else as_reduce_op("DistributedOptimizer", op)
+    if isinstance(op, str):  # other names are refused with the other options
+        op = {"ADASUM": Adasum, "AVG": ReduceOp.AVG, "SUM": ReduceOp.SUM}.get(op.upper(), op)
     if not isinstance(op, AdaptiveSum):
         return op, chosen
     refused = {

@@ -28,6 +28,7 @@ from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.accumulation import AccumulationWindow
 from mpisgd.gradients.compression_choice import with_chosen_compression
 from mpisgd.gradients.options import ReductionOptions, check_options
+from mpisgd.gradients.sparse import empty_sparse
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.optim.choices import check_choices, resolve_reduction, summary
 from mpisgd.optim.in_sync import check_tensors_in_sync
@@ -211,15 +212,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as the wrapped optimizer does, and begin a new accumulation window."""
-        had: list[Tensor] = []
+        had: list[tuple[int, Tensor]] = []
         if not set_to_none:
-            sparse = self._window.gradients.sparse
             params = enumerate(self._synchronizer.training.params)
-            had = [param for i, param in params if param.grad is not None and i not in sparse]
+            had = [(index, param) for index, param in params if param.grad is not None]
         self._synchronizer.before_zero_grad()
-        for param in had:
+        for index, param in had:
             if param.grad is None:  # a step without a backward decays weights and goes on with momentum
-                param.grad = torch.zeros_like(param)
+                dims = self._window.gradients.sparse_dims.get(index)
+                param.grad = torch.zeros_like(param) if dims is None else empty_sparse(param, dims)
         super().zero_grad(set_to_none)
         self._window.restart()
 
