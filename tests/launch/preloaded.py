@@ -154,7 +154,9 @@ class Server:
 
 
 def main(path: str) -> None:
-    own_paths = [place for place in sys.path[1:] if place not in os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    own_paths = [
+        place for place in sys.path[1:] if place not in os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    ]
     server = Server(path)
     print("ready", flush=True)
     if (job := server.serve()) is not None:
