@@ -9,6 +9,9 @@ Dean et al. 2012, "Large Scale Distributed Deep Networks", section 4.1 and algor
 
 In both papers `share` is 1; with 1 / p the pushes of all ranks go as far as one synchronous step. A rank
 begins a step only where c_i - min c_j <= bound.
+
+Without locks (Recht et al. 2011, "Hogwild!") updates of the same elements may be lost, and there is nothing
+to replay: each update counts once where no two ranks ever update the same ones.
 """
 
 from dataclasses import dataclass, replace
