@@ -94,8 +94,12 @@ def _impossible(program: Program) -> str:
         return "torch scales no gradients of float16"
     if names & {"LBFGS"} and any(program.layers[i].scaled for i in program.optimizers[0].layers):
         return "LBFGS has one parameter group"
+    if "LBFGS" in names and any(layer.transposed for layer in program.layers):
+        return "LBFGS views gradients as flat"
     if names & {*ONE_BIT} and program.optimizers[0].options:
         return "1-bit optimizers are not wrapped"
+    if names & {*ONE_BIT} and program.is_resized and 100 not in dict(program.optimizers[0].settings).values():
+        return "some ranks would not see that the first gradient of a parameter comes late"
     return ""
 
 
@@ -170,6 +174,8 @@ def _after_other(walk: _Walk, event: Event) -> str:
                 return "no such layer"
             if window.passes or window.has_skips or _may_not_move(program):
                 return "parameters that must stay where they are"
+            if event.channels_last and "LBFGS" in names:
+                return "LBFGS views gradients as flat"
             if event.channels_last and len(program.layers[event.layer].shape) != 4:
                 return "channels last of something else than images"
     return ""
