@@ -1,4 +1,4 @@
-"""Streams of a group's own, one for each device and use: torch has 32, which one per call would share."""
+"""Streams of a group's own, one for each device and use; torch has 32, and then hands them out again."""
 
 import threading
 from typing import Any

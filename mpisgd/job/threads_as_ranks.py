@@ -20,10 +20,11 @@ from mpisgd.threads import scheduling, waiting
 from mpisgd.transport.loopback.communicator import LoopbackCommunicator
 from mpisgd.transport.loopback.draws import Draws
 from mpisgd.transport.loopback.fault_tolerance import LoopbackFaultTolerance
-from mpisgd.transport.loopback.network import Loss, Network
+from mpisgd.transport.loopback.faults import Fault, Loss
+from mpisgd.transport.loopback.network import Network
 from mpisgd.transport.loopback.scheduler import Place, SeededScheduler, Stopped
 
-__all__ = ["LOST", "Loss", "RankFailed", "lose_ranks", "run_ranks"]
+__all__ = ["LOST", "Fault", "Loss", "RankFailed", "lose_ranks", "run_ranks"]
 
 T = TypeVar("T")
 
@@ -59,6 +60,7 @@ def run_ranks(
     timeout_s: float = 60.0,
     limit_s: float = 120.0,
     losses: Sequence[Loss] | None = None,
+    faults: Sequence[Fault] = (),
     num_draws: int | None = None,
 ) -> list[T]:
     """Run a program on ranks that are threads of this process; return what it returns, by rank.
@@ -79,6 +81,7 @@ def run_ranks(
         timeout_s: simulated seconds that an operation waits for the other ranks.
         limit_s: real seconds that the run may take.
         losses: which ranks are lost, and when; more by `lose_ranks`.
+        faults: which allocations of shared memory and which writes of checkpoints fail.
         num_draws: how much the seed decides; from then on whoever has waited longest runs, and messages take
             no time.
 
@@ -95,7 +98,7 @@ def run_ranks(
     hosts = [host for host, count in enumerate(ranks_per_host or (size,)) for _ in range(count)]
     if len(hosts) != size:
         raise InvalidArgument(f"run_ranks: ranks_per_host={list(ranks_per_host)} are not {size} ranks")
-    scheduler = SeededScheduler(Draws(seed, num_draws))
+    scheduler = SeededScheduler(Draws(seed, num_draws), faults)
     network = Network(scheduler, hosts, timeout_s, losses or ())
     return _Run(program, network, seed, timeout_s, losses is not None).results(limit_s)
 

@@ -14,18 +14,20 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-for folder in (".", "mpi"):
+for folder in (".", "mpi", "mpi/collectives", "mpi/horovod", "mpi/optim"):
     sys.path.insert(0, str(Path(__file__).parents[1] / folder))
 
 from gpu_under_test import DEVICE, IS_SIMULATED, gpu  # noqa: E402
 
 if TYPE_CHECKING:
     from simulated_gpu.runtime import SimulatedGpu
+
+    import mpisgd
 
 TIMEOUT_S = 60.0
 
@@ -65,6 +67,29 @@ def job(request: pytest.FixtureRequest) -> Iterator[None]:
         mpisgd.init(timeout_s=TIMEOUT_S)
         mpisgd.all_reduce(torch.zeros(1, device=DEVICE))
     yield
+
+
+def closing(group: mpisgd.Group) -> None:
+    """Close what a group has for tensors on a device; the next operation on one begins anew."""
+    transport, group.device = group.device, None
+    group.queue.on_mismatch = lambda: None
+    if transport is not None:
+        transport.close()
+
+
+@pytest.fixture(params=["nccl", "staging"])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """What drives the devices; the world's tensors travel so during one test."""
+    import harness
+
+    from mpisgd.accelerator.runtime import runtime
+    from mpisgd.job.lifecycle import current_job, world
+
+    monkeypatch.setattr(harness, "DEVICE", DEVICE)
+    monkeypatch.setattr(current_job(), "gpu", "nccl" if request.param == "nccl" else "mpi")
+    closing(world())
+    yield runtime()
+    closing(world())
 
 
 @pytest.fixture

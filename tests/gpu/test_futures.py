@@ -136,7 +136,9 @@ def test_data_parallel_reads_no_bucket_in_flight(backend, hook):
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(8, 300), nn.Linear(300, 4)).to(DEVICE)
     alone = [param.detach().clone() for param in model.parameters()]
-    parallel = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.001)
+    gpu.synchronize()
+    with gpu.stream(side):
+        parallel = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.001)
     if hook is not None:
         parallel.register_comm_hook(None, hook)
     gpu.synchronize()

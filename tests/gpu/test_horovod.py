@@ -58,14 +58,16 @@ def test_what_a_stream_of_the_program_produces_is_waited_for():
     assert total.eq(hvd.size()).all()
 
 
-def test_training_equals_one_process_on_the_joined_batch():
+@pytest.mark.parametrize(("compression", "tol"), [("none", 1e-11), ("bf16", 5e-2)])
+def test_training_equals_one_process_on_the_joined_batch(compression, tol):
     torch.manual_seed(5)
     alone = nn.Sequential(nn.Linear(4, 300), nn.Tanh(), nn.Linear(300, 500), nn.Tanh(), nn.Linear(500, 2))
     alone.double().to(DEVICE)
     ours = copy.deepcopy(alone)
     plain = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
     opt = torch.optim.SGD(ours.parameters(), lr=0.1, momentum=0.9)
-    opt = hvd.DistributedOptimizer(opt, named_parameters=ours.named_parameters())
+    compression = getattr(hvd.Compression, compression)
+    opt = hvd.DistributedOptimizer(opt, named_parameters=ours.named_parameters(), compression=compression)
     for step in range(5):
         draw = torch.Generator().manual_seed(step)
         x = torch.randn(12 * hvd.size(), 4, generator=draw, dtype=torch.float64).to(DEVICE)
@@ -74,5 +76,14 @@ def test_training_equals_one_process_on_the_joined_batch():
             model(rows).square().mean().backward()
             optimizer.step()
     for a, b in zip(ours.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(a, b, rtol=tol, atol=tol)
+    hvd.join()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_join():
+    if hvd.rank() < hvd.size() - 1:
+        total = hvd.allreduce(torch.ones(3, device=DEVICE), op=hvd.Sum)
+        assert total.tolist() == [hvd.size() - 1.0] * 3
+        assert hvd.allreduce(torch.ones(3, device=DEVICE), op=hvd.Product).tolist() == [1.0] * 3
     hvd.join()

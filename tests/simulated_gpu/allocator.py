@@ -87,9 +87,10 @@ class Allocator:
             block.users.add(stream)
 
     def calls(self) -> dict[str, Callable[..., object]]:
-        """Return the functions for `guard.register`."""
+        """Return the functions for `guard.register`, without `allocate`."""
         return {
-            "record_memory": lambda at, device, number: self.record(at, self._streams.get(device, number))
+            "record_memory": lambda at, *stream: self.record(at, self._streams.get(*stream)),
+            "free": lambda at: self.free(self._in_use[at]),
         }
 
 

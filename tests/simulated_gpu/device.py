@@ -38,7 +38,7 @@ class Device:
         self.num_syncs = 0
         self.used: set[int] = set()
         self._generator = torch.Generator()
-        calls = {**self.streams.calls(), **self.allocator.calls()}
+        calls = {**self.streams.calls(), **self.allocator.calls(), "allocate": self._allocate}
         self._guard = guard.register(num_devices, calls)
 
     # -- currents of this thread ----------------------------------------------------------------------------
@@ -100,6 +100,9 @@ class Device:
         return tensor_over(
             block.address, size, stride, dtype, device=None if stream is None else stream.device, then=then
         )
+
+    def _allocate(self, num_bytes: int, number: int) -> int:
+        return self.allocator.allocate(num_bytes, self.current_stream(number)).address
 
     def is_pinned(self, tensor: Tensor) -> bool:
         block = self.allocator.find(tensor.data_ptr())

@@ -21,6 +21,8 @@ struct Calls {
   void (*synchronize_stream)(int device, int64_t stream);
   void (*synchronize_device)(int device);
   void (*record_memory)(void* data, int device, int64_t stream);
+  void* (*allocate)(int64_t num_bytes, int device);
+  void (*free)(void* data);
 };
 
 int num_devices = 1;
@@ -92,6 +94,20 @@ struct SimulatedGuard final : public c10::impl::DeviceGuardImplInterface {
   }
 };
 
+// What `torch.UntypedStorage(n, device="simgpu")` asks; tensors come from `empty` in kernels.py.
+struct SimulatedAllocator final : public c10::Allocator {
+  c10::DataPtr allocate(size_t num_bytes) override {
+    void* data = calls.allocate(static_cast<int64_t>(num_bytes), current_device);
+    return {data, data, calls.free, Device(kType, current_device)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return calls.free; }
+  void copy_data(void* out, const void* source, std::size_t count) const override {
+    default_copy_data(out, source, count);
+  }
+};
+
+SimulatedAllocator allocator;
+
 } // namespace
 
 extern "C" {
@@ -100,6 +116,7 @@ void register_guard(int devices, const Calls* given) {
   num_devices = devices;
   calls = *given;
   static c10::impl::DeviceGuardImplRegistrar registrar(kType, new SimulatedGuard());
+  c10::SetAllocator(kType, &allocator);
 }
 int get_device() { return current_device; }
 void set_device(int device) { current_device = static_cast<DeviceIndex>(device); }

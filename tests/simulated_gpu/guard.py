@@ -30,6 +30,8 @@ CALLS = {  # in the order of `Calls` in guard.cpp: what it returns, and its argu
     "synchronize_stream": (None, INT, ID),
     "synchronize_device": (None, INT),
     "record_memory": (None, HANDLE, INT, ID),
+    "allocate": (HANDLE, ID, INT),
+    "free": (None, HANDLE),
 }
 
 

@@ -37,6 +37,7 @@ class Kernels:
         schema = op._schema
         if any(result.alias_info and not result.alias_info.is_write for result in schema.returns):
             return op._op_dk(CPU_KERNEL, *args, **kwargs)  # a view: the same memory
+        args = _numbers_as_tensors(op, args)
         device = next((x.device for x in tree_leaves((args, kwargs)) if self._device.holds_it(x)), None)
         if device is None:
             raise NotImplementedError(f"{op} on the simulated device, of no tensor of it")
@@ -232,6 +233,17 @@ def _copy(out: Tensor, source: Tensor) -> Callable[[], None]:
             out.copy_(source)
 
     return run
+
+
+def _numbers_as_tensors(op: Any, args: Sequence[Any]) -> Sequence[Any]:
+    """Undo what torch does to numbers that it has made tensors, where the operation takes tensors only."""
+    if torch._C._should_allow_numbers_as_tensors(op._schema.name.split("::")[1]):
+        return args
+    kinds = [str(argument.type) for argument in op._schema.arguments]
+    return [
+        torch.tensor(arg) if kind == "Tensor" and isinstance(arg, int | float) else arg
+        for arg, kind in zip(args, kinds, strict=False)
+    ]
 
 
 def _meta(tensor: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ class SimulatedGpu(Cuda):
         return self.device.allocator.allocated[self.device.current()]
 
     def identity(self, device: torch.device) -> str:
-        return f"simulated GPU {device.index}"
+        return f"simulated GPU {0 if self._shared else device.index}"
 
     def current_stream(self, device: torch.device) -> Any:
         return torch.accelerator.current_stream(device)

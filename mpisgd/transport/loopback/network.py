@@ -8,35 +8,25 @@ A lost rank stops where it is. What it has sent and has arrived stays; of what w
 how much arrives. The others notice it one after the other.
 """
 
+import functools
 import itertools
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from mpisgd.errors import CollectiveTimeout, PeerLost
+from mpisgd.transport.loopback.faults import Loss
 from mpisgd.transport.loopback.mailbox import Mailbox, Memory, Message, Request
 from mpisgd.transport.loopback.meeting import Agreement, Meeting
 from mpisgd.transport.loopback.scheduler import SeededScheduler
 
-__all__ = ["Context", "Loss", "Network"]
+__all__ = ["Context", "Network"]
 
 LONGEST_WAY_S = 0.001
 LONGEST_NOTICE_S = 0.1  # until a rank notices a loss, or that a communicator was revoked
 IMMEDIATE_SHARE = 0.5  # of the messages that are copied at once
 ARRIVING_SHARE = 0.5  # of what is under way from a rank that is lost; nothing after what does not arrive
-
-
-class Loss(NamedTuple):
-    """A loss of ranks: of one, or of those of a host.
-
-    Attributes:
-        ranks: which are lost, all at once.
-        at: when one of them comes to that many waits and messages.
-    """
-
-    ranks: tuple[int, ...]
-    at: int
 
 
 class _Flight:
@@ -273,8 +263,8 @@ class Network:
         """Count a wait or a message of a rank; it may be its last one."""
         self._counts[rank] += 1
         for loss in self._losses:
-            if rank in loss.ranks and rank not in self.lost and self._counts[rank] >= loss.at:
-                self.lose(loss.ranks)
+            if rank in loss.ranks and self._counts[rank] == loss.at:
+                self.scheduler.soon(functools.partial(self.lose, loss.ranks))
 
     def lose(self, ranks: Collection[int]) -> None:
         """Lose ranks, all at once. Does not return to one of these."""
@@ -286,7 +276,7 @@ class Network:
         for rank in range(len(self.hosts)):
             if rank not in self.lost:
                 self.scheduler.at(
-                    now_s + draws.fraction() * LONGEST_NOTICE_S, _later(self._notice, rank, new)
+                    now_s + draws.fraction() * LONGEST_NOTICE_S, functools.partial(self._notice, rank, new)
                 )
         self.scheduler.lose(new)
 
@@ -333,14 +323,10 @@ class Network:
                 self._revoked(rank, new)
             else:
                 at_s = now_s + draws.fraction() * LONGEST_NOTICE_S
-                self.scheduler.at(at_s, _later(self._revoked, rank, new))
+                self.scheduler.at(at_s, functools.partial(self._revoked, rank, new))
 
     def _revoked(self, rank: int, contexts: Sequence[Context]) -> None:
         for context in contexts:
             if rank in context.ranks:
                 context.revoked.add(context.ranks.index(rank))
         self.has_news(rank)
-
-
-def _later(function: Callable[[int, Any], None], rank: int, what: Any) -> Callable[[], None]:
-    return lambda: function(rank, what)

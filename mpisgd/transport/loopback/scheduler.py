@@ -13,13 +13,14 @@ gives the same run, as long as what the threads do depends on nothing else.
 import heapq
 import itertools
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from mpisgd.errors import Deadlock
 from mpisgd.threads.scheduling import Cancellation
 from mpisgd.threads.service_thread import ServiceThread
 from mpisgd.transport.loopback.draws import Draws
+from mpisgd.transport.loopback.faults import Fault, Faults
 from mpisgd.transport.loopback.waits import NOWHERE, Place, Task, Waits
 
 __all__ = ["Place", "SeededScheduler", "Stopped"]
@@ -44,6 +45,7 @@ class SeededScheduler:
 
     Args:
         draws: the random numbers, also of the messages between the ranks.
+        faults: what fails.
 
     Attributes:
         draws: as given.
@@ -51,8 +53,9 @@ class SeededScheduler:
         at_wait: called whenever a thread of a rank is about to wait, with the rank.
     """
 
-    def __init__(self, draws: Draws) -> None:
+    def __init__(self, draws: Draws, faults: Sequence[Fault] = ()) -> None:
         self.draws = draws
+        self._faults = Faults(faults)
         self.left_over: list[str] = []
         self.at_wait: Callable[[int], None] = lambda rank: None
         self._now_s = 0.0
@@ -62,6 +65,7 @@ class SeededScheduler:
         self._lost: dict[int, Task] = {}  # of lost ranks: they stand where they were until the run ends
         self._waits = Waits(draws)
         self._arrivals: list[_Arrival] = []
+        self._deferred: list[Callable[[], None]] = []
         self._numbers = itertools.count()
         self._cancellations: dict[int, Cancellation] = {}
         self._stopped = False
@@ -140,11 +144,26 @@ class SeededScheduler:
         place = (self._waits.asked or self._tasks[threading.get_ident()]).place
         return self._cancellations.setdefault(place.rank, Cancellation())
 
+    def at_fault_point(self, kind: str, nbytes: int) -> int:
+        """Return how many of so many bytes a thread of a rank writes here.
+
+        Raises:
+            OSError: it fails.
+        """
+        return self._faults.at_point(kind, self._tasks[threading.get_ident()].place.rank, nbytes)
+
     # -- what the network tells -----------------------------------------------------------------------
 
     def at(self, at_s: float, happen: Callable[[], None]) -> None:
         """Let something happen at that time, such as the arrival of a message; before waits time out."""
         heapq.heappush(self._arrivals, _Arrival(at_s, next(self._numbers), happen))
+
+    def soon(self, happen: Callable[[], None]) -> None:
+        """Let something happen now, or once it is known whether the wait is over that is being asked."""
+        if self._waits.asked is None:
+            happen()
+        else:
+            self._deferred.append(happen)
 
     def concern(self, rank: int) -> None:
         """Note that waits of a rank may be over now, by what no thread of its host has done."""
@@ -219,9 +238,12 @@ class SeededScheduler:
             if self._stopped:
                 return next(iter(self._tasks.values()))
             chosen = self._waits.next_over(self._now_s)
-            if chosen is not None:
+            while self._deferred:
+                self._deferred.pop(0)()
+            if chosen is None:
+                self._let_time_pass()
+            elif chosen not in self._lost.values():
                 return chosen
-            self._let_time_pass()
         return None
 
     def _let_time_pass(self) -> None:
