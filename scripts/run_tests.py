@@ -36,9 +36,7 @@ SHORT_SET = (
 )
 
 # What costs much and says little more at one and at three ranks.
-FOR_EVEN_SIZES = (
-    "tests/mpi/torch_backend",
-)
+FOR_EVEN_SIZES = ("tests/mpi/torch_backend",)
 
 # What takes longest, and says the same at two, three and four ranks.
 FOR_ODD_SIZES = (
@@ -68,10 +66,14 @@ FOR_THREE_OR_FOUR = (
     "tests/mpi/verification",
 )
 
+# Random programs, which tests/unit/fuzzing runs on threads at every size: three ranks confirm it.
+FUZZING = "tests/mpi/fuzzing/test_random_programs.py"
+
 # Left out at these numbers of ranks, where they say what others say too; with --long they run at all.
 LEFT_OUT = {
-    1: (*FOR_EVEN_SIZES, *FOR_TWO, *FOR_THREE_OR_FOUR, "tests/mpi/rpc"),
+    1: (*FOR_EVEN_SIZES, *FOR_TWO, *FOR_THREE_OR_FOUR, "tests/mpi/rpc", FUZZING),
     2: (
+        FUZZING,
         "tests/mpi/plan",
         *FOR_ODD_SIZES,
         *FOR_THREE,
@@ -85,6 +87,7 @@ LEFT_OUT = {
     ),
     3: (*FOR_EVEN_SIZES, *FOR_TWO, "tests/mpi/layouts"),
     4: (
+        FUZZING,
         *FOR_ODD_SIZES,
         *FOR_TWO,
         *FOR_THREE,
@@ -94,7 +97,7 @@ LEFT_OUT = {
         "tests/mpi/horovod/test_horovod_training.py",
         "tests/mpi/nn",
         "tests/mpi/optim/test_compression_choice.py",
-            "tests/mpi/optim/test_gradients.py",
+        "tests/mpi/optim/test_gradients.py",
         "tests/mpi/optim/test_one_bit_adam.py",
         "tests/mpi/optim/test_optimizers.py",
         "tests/mpi/optim/test_hosts.py",
