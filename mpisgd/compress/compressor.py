@@ -25,7 +25,8 @@ class BucketLayout(NamedTuple):
     """What lies in a bucket that a compressor changes: parameters side by side, without padding.
 
     Attributes:
-        shapes: of the parameters, in the order in which they lie there.
+        shapes: of the parameters, in the order in which they lie there; the dimensions of each are in the
+            order of memory, so that a matrix which lies transposed is the transposed one.
         dtype: of all of them.
         device: of all of them.
     """
