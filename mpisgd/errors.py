@@ -88,13 +88,6 @@ class MpisgdError(Exception):
 
     on_every_rank = False
 
-    def afresh(self) -> "MpisgdError":
-        """Return the same error without its traceback, for whoever raises it again.
-
-        A traceback grows wherever its error is raised, and keeps alive what its frames hold.
-        """
-        return copy.copy(self)
-
     def __str__(self) -> str:
         """The message, and the short name of the error's entry in the catalogue."""
         name = anchor(type(self))
@@ -394,3 +387,11 @@ class JobError(MpisgdError, RuntimeError):
     def __format__(self, spec: str) -> str:
         """As it is: it may be that of another error."""
         return format(RuntimeError.__str__(self), spec)
+
+
+def afresh(error: MpisgdError) -> MpisgdError:
+    """Return the same error without its traceback, for whoever raises it again.
+
+    A traceback grows wherever its error is raised, and keeps alive what its frames hold.
+    """
+    return copy.copy(error)

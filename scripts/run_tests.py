@@ -38,8 +38,6 @@ SHORT_SET = (
 # What costs much and says little more at one and at three ranks.
 FOR_EVEN_SIZES = (
     "tests/mpi/torch_backend",
-    "tests/mpi/collectives/test_device_routing.py",
-    "tests/mpi/optim/test_gpu.py",
 )
 
 # What takes longest, and says the same at two, three and four ranks.
@@ -96,13 +94,11 @@ LEFT_OUT = {
         "tests/mpi/horovod/test_horovod_training.py",
         "tests/mpi/nn",
         "tests/mpi/optim/test_compression_choice.py",
-        "tests/mpi/optim/test_gpu.py",
-        "tests/mpi/optim/test_gradients.py",
+            "tests/mpi/optim/test_gradients.py",
         "tests/mpi/optim/test_one_bit_adam.py",
         "tests/mpi/optim/test_optimizers.py",
         "tests/mpi/optim/test_hosts.py",
         "tests/mpi/optim/test_sharded.py",
-        "tests/mpi/optim/test_sharded_gpu.py",
         "tests/mpi/optim/test_sharded_hosts.py",
         "tests/mpi/optim/test_shared_state.py",
         "tests/mpi/optim/test_starting_equal.py",
@@ -117,6 +113,8 @@ LEFT_OUT = {
         "tests/mpi/verification",
     ),
 }
+
+SHORT = "not long"  # pytest's expression for what the short form runs
 
 # A stage waits for processes to start and for ranks to come; another one uses the cores meanwhile.
 SIDE_BY_SIDE = 2
@@ -162,7 +160,7 @@ def plan(
     """The stages, those that take long first; `mpi` is the second MPI library, or "none"."""
     stages = [] if quick else [Stage("launch", ("tests/launch",))]
     stages += [mpi_stage(size, long=long) for size in ((3, 2) if quick else (4, 3, 2, 1))]
-    stages += [Stage("unit", ("tests/unit",))]
+    stages += [Stage("unit", ("tests/unit",)), threads_stage(long=long)]
     if gpu:  # alone by NCCL, two that share it through host memory
         stages += [Stage(f"gpu {size}", ("tests/gpu",), size) for size in (1, 2)]
     if not quick:
@@ -181,7 +179,15 @@ def plan(
 def mpi_stage(size: int, *, long: bool) -> Stage:
     """The stage of tests/mpi at `size` ranks; `arguments` runs at two ranks alone even so."""
     left_out = [path for path in LEFT_OUT[size] if not long or (path in FOR_TWO and size > 2)]
-    return Stage(f"mpi {size}", ("tests/mpi",), size, options=tuple(f"--ignore={path}" for path in left_out))
+    ignored = tuple(f"--ignore={path}" for path in left_out)
+    selected = ("-m", f"{SHORT} and not on_threads") if size > 1 and not long else ()
+    return Stage(f"mpi {size}", ("tests/mpi",), size, options=(*ignored, *selected))
+
+
+def threads_stage(*, long: bool) -> Stage:
+    """The stage of what tests/mpi/on_threads.py names, on three ranks that are threads of one process."""
+    selected = "on_threads" if long else f"on_threads and {SHORT}"
+    return Stage("threads 3", ("tests/mpi",), options=("--threads", "3", "-m", selected))
 
 
 def sees_gpu() -> bool:
@@ -197,7 +203,7 @@ def with_long(stage: Stage) -> Stage:
 
 def without_long(stage: Stage) -> Stage:
     """The stage without the tests marked `long`."""
-    return stage if "-m" in stage.options else replace(stage, options=(*stage.options, "-m", "not long"))
+    return stage if "-m" in stage.options else replace(stage, options=(*stage.options, "-m", SHORT))
 
 
 def command(stage: Stage) -> list[str]:

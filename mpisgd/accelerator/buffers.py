@@ -127,6 +127,8 @@ class StagedOutput:
         elif self._is_staged:
             copy_to_device(self.flat, self.tensor)
         else:
+            if on_device(self.flat):  # made on the stream of the call, and read on this one
+                self.flat.record_stream(runtime().current_stream(self.flat.device))
             self.tensor.detach().copy_(self.flat.view(self.tensor.shape))
 
 

@@ -8,6 +8,8 @@ moment, wait first, so that its message is printed.
 
 import contextlib
 import io
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +29,8 @@ OF_PROGRAM = {"allow_interspersed_args": False, "ignore_unknown_options": False}
 # How long the other ranks wait before they fail too. The first rank may be slower to load its libraries;
 # where the launcher ends the job with its first failure, as mpirun does, nobody waits this long.
 FIRST_REPORT_S = 10.0
+
+BROKEN_PIPE = 128 + signal.SIGPIPE  # the exit code that a shell gives programs without a handler
 
 # Typer stopped building on click, so the class is reached in the way that both have in common.
 UsageError: type[Any] = next(cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "ClickException")
@@ -52,6 +56,10 @@ def run_program(app: typer.Typer, *, prog_name: str | None = None) -> None:
     try:
         with command.make_context(prog_name, sys.argv[1:]) as context:
             command.invoke(context)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has what it wanted, such as `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
+        sys.exit(BROKEN_PIPE)
     except typer.Exit as exc:
         if exc.exit_code != 0 and not is_reporting_rank() and not _in_job():
             time.sleep(FIRST_REPORT_S)  # an earlier end could end the job before that rank has printed

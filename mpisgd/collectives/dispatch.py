@@ -28,9 +28,10 @@ from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.core.host_transport import HostTransport, Steps
 from mpisgd.core.interfaces import GroupCommunicator
-from mpisgd.core.work import Work
+from mpisgd.core.work import CompletableWork, Work
 from mpisgd.dtypes import ReduceOp, dtype_name
 from mpisgd.transport.device.backend import DeviceBackend
+from mpisgd.transport.device.stream_guard import StreamGuard
 from mpisgd.transport.device.transport import DeviceTransport, device_transport
 from mpisgd.transport.messages.link import Link
 
@@ -298,7 +299,8 @@ def run_in_queue(
     """
     guard = None
     if like is not None and on_device(like):
-        guard = _device_transport(group, operation, like).stream_guard(like.device, waits=async_op)
+        _device_transport(group, operation, like)
+        guard = StreamGuard(like.device, group.streams.get("copies", like.device), waits=async_op)
         action, transport = guard.to_its_end(action), f"{transport}, through host memory"
         before = None if before is None else guard.through(before)
     work = group.queue.run(
@@ -313,6 +315,9 @@ def run_in_queue(
     )
     if guard is not None and work is None:
         guard.join()
+    elif guard is not None:
+        assert isinstance(work, CompletableWork)
+        work.stream = guard.stream
     return work
 
 

@@ -1,11 +1,9 @@
 """`send`, `recv`, `isend`, `irecv`: from one rank to another, outside the order of the collectives."""
 
-from collections.abc import Callable
-
 from torch import Tensor
 
 from mpisgd.accelerator.buffers import StagedOutput, readable
-from mpisgd.accelerator.runtime import on_device, runtime
+from mpisgd.accelerator.runtime import on_device
 from mpisgd.arguments import shown
 from mpisgd.collectives.tensor_arguments import check_output, check_tensor
 from mpisgd.core.group import Group
@@ -55,7 +53,8 @@ def irecv(tensor: Tensor, src: int | None = None, group: Group | None = None, ta
     _check_tag("irecv", tag, group)
     root = None if src is None else group.group_rank("irecv", "src", src)
     output = StagedOutput(tensor, keep=False)
-    copy_back = _after_earlier_work(tensor, output.copy_back)
+    guard = _guard(tensor, group)
+    copy_back = output.copy_back if guard is None else guard.to_its_end(output.copy_back)
 
     def arrived(nbytes: int) -> None:
         expected = tensor.numel() * tensor.element_size()
@@ -64,19 +63,20 @@ def irecv(tensor: Tensor, src: int | None = None, group: Group | None = None, ta
         copy_back()
 
     messages: PointToPoint = group.point_to_point
-    return messages.receive("recv", output.flat, root, tag, [tensor], arrived)
+    work = messages.receive("recv", output.flat, root, tag, [tensor], arrived)
+    work.stream = None if guard is None else guard.stream
+    return work
 
 
-def _after_earlier_work(tensor: Tensor, copy_back: Callable[[], None]) -> Callable[[], None]:
-    """Return `copy_back` for any thread to call: on a device what the caller's stream has to do comes first.
+def _guard(tensor: Tensor, group: Group) -> StreamGuard | None:
+    """Return what lets any thread copy to a device after what the caller's stream has to do.
 
     Messages go through host memory, also where there is NCCL: it has no tags, and lets two ranks that both
     send before they receive wait for ever.
     """
     if not on_device(tensor):
-        return copy_back
-    stream = runtime().new_stream(tensor.device)
-    return StreamGuard(tensor.device, stream, waits=True).to_its_end(copy_back)
+        return None
+    return StreamGuard(tensor.device, group.streams.get("messages", tensor.device), waits=True)
 
 
 def send(tensor: Tensor, dst: int, group: Group | None = None, tag: int = 0) -> None:

@@ -133,6 +133,14 @@ class Compressor(abc.ABC):
         return True
 
     @property
+    def is_homogeneous(self) -> bool:
+        """Whether of gradients a times as large, a > 0, a times as much arrives, as of a mean.
+
+        Elsewhere `gradient_predivide_factor` divides nothing, which would change what is sent.
+        """
+        return self.has_magnitudes
+
+    @property
     def has_error_feedback(self) -> bool:
         """Whether what it has not sent is added to the next bucket: by default its field `error_feedback`."""
         return bool(getattr(self, "error_feedback", False))

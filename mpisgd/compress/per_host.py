@@ -60,6 +60,11 @@ class PerHost(Compressor):
         return self.compressor.has_magnitudes
 
     @property
+    def is_homogeneous(self) -> bool:
+        """Whether the compressor is."""
+        return self.compressor.is_homogeneous
+
+    @property
     def has_error_feedback(self) -> bool:
         """Whether the compressor has it."""
         return self.compressor.has_error_feedback

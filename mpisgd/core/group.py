@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from mpisgd import config
+from mpisgd.accelerator.own_streams import OwnStreams
 from mpisgd.arguments import as_index, shown
 from mpisgd.core.host_transport import HostMemory, HostTransport
 from mpisgd.core.interfaces import Job
@@ -58,6 +59,7 @@ class Group:
         ordinal: among the groups of the same ranks, counted as they are made; the same on all members.
         costs: predicts which algorithm is fastest among these ranks, a `mpisgd.tuning.CostModel`.
         device: the transport of tensors on a GPU; None before there were any.
+        streams: of its own, on GPUs.
         known_calls: what collectives have found out about calls that come again and again.
         checks_staging: whether every operation is watched for what it writes before the ranks have agreed on
             it; see `mpisgd.collectives.staging_check`.
@@ -76,6 +78,7 @@ class Group:
         self.pid = os.getpid()
         self.costs = costs
         self.device: Any = None
+        self.streams = OwnStreams()
         self.known_calls: dict[Any, Any] = {}
         self.checks_staging = config.check_staging()
         self.num_owners: collections.Counter[str] = collections.Counter()

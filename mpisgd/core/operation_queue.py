@@ -29,6 +29,7 @@ from mpisgd.errors import (
     InvalidArgument,
     MpiFailed,
     MpisgdError,
+    afresh,
 )
 from mpisgd.threads import wait_registry
 from mpisgd.threads.scheduling import wait_for_condition
@@ -211,7 +212,7 @@ class OperationQueue:
     def note(self, operation: Operation) -> None:
         """Give an operation that others carry out, such as NCCL, its place in the order. Sends nothing."""
         if self.broken is not None:
-            raise self.broken.afresh()
+            raise afresh(self.broken)
         if (owner := current_owner()) is not None:
             operation = operation._replace(owner=owner)
         if tracing.sink is not None:
@@ -326,7 +327,7 @@ class OperationQueue:
     def _check_usable(self, submission: _Submission) -> None:
         """Raise where an earlier failure makes this operation impossible."""
         if self.broken is not None:
-            raise self.broken.afresh()
+            raise afresh(self.broken)
         if submission.after is not None and (error := submission.after.error) is not None:
             raise error
 

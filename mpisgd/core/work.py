@@ -4,14 +4,15 @@ import abc
 import math
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from mpisgd import tracing
+from mpisgd.accelerator.futures import completed_on
 from mpisgd.core.callbacks import Callbacks
-from mpisgd.errors import CollectiveTimeout, MpiFailed, MpisgdError
+from mpisgd.errors import CollectiveTimeout, MpiFailed, MpisgdError, afresh
 from mpisgd.threads.scheduling import now_s, scheduler, wait_for_event
 from mpisgd.threads.wait_registry import WaitReason, waiting_for
 
@@ -62,6 +63,9 @@ class CompletableWork(Work):
     Args:
         name: of the operation, for messages.
         tensors: what the future holds; kept alive until then.
+
+    Attributes:
+        stream: on a device, the one whose work brings the result; None on the host.
     """
 
     def __init__(self, name: str, tensors: Any) -> None:
@@ -72,6 +76,7 @@ class CompletableWork(Work):
         self._error: BaseException | None = None
         self._future: _WorkFuture | None = None
         self._callback: Callable[[], None] | None = None
+        self.stream: Any = None
 
     @property
     def error(self) -> BaseException | None:
@@ -82,7 +87,7 @@ class CompletableWork(Work):
         """Return the future of this operation; callbacks run on the thread that completes it."""
         with self._lock:
             if self._future is None:
-                self._future = _WorkFuture(self)
+                self._future = _WorkFuture(self, [] if self.stream is None else [self.stream.device])
                 if self._done:
                     self._settle(self._future)
             return self._future
@@ -125,11 +130,13 @@ class CompletableWork(Work):
 
     def _settle(self, future: "_WorkFuture") -> None:
         future.work = None
-        if self._error is None:
+        if self._error is None and self.stream is None:
             future.set_result(self.tensors)
+        elif self._error is None:
+            completed_on(future, self.stream, self.tensors)
         elif isinstance(self._error, MpisgdError):
             # Not the one whose frames hold this work, and so the future: nothing would ever free that.
-            future.set_exception(self._error.afresh())
+            future.set_exception(afresh(self._error))
         elif isinstance(self._error, Exception):
             future.set_exception(self._error)
         else:  # what ends a thread is no result of a future
@@ -143,8 +150,8 @@ class _WorkFuture(torch.futures.Future[Any]):
         work: the operation, None once it is over.
     """
 
-    def __init__(self, work: CompletableWork) -> None:
-        super().__init__()
+    def __init__(self, work: CompletableWork, devices: Sequence[torch.device]) -> None:
+        super().__init__(devices=list(devices))
         self.work: CompletableWork | None = work
 
     def wait(self) -> Any:

@@ -144,7 +144,7 @@ class BucketLauncher:
 
     def undo_division(self, in_flight: InFlightReduction) -> None:
         """Give gradients back as they were, where the ranks have found out that nothing is to be reduced."""
-        if (factor := self._options.predivide_factor) != 1.0:
+        if (factor := self._options.divisor) != 1.0:
             for flat in in_flight.unreduced():
                 flat.mul_(factor)
 
@@ -155,7 +155,7 @@ class BucketLauncher:
         flat = slot.storage.flat
         if self._options.error_if_nonfinite:
             kinds = mark_nonfinite(kinds, grads, flat)
-        if (factor := self._options.predivide_factor) != 1.0:
+        if (factor := self._options.divisor) != 1.0:
             flat.div_(factor)  # before the others may look at it
         in_flight.loaded.append(flat)
         return flat, kinds
@@ -233,5 +233,5 @@ class BucketLauncher:
 
     def undo_predivision(self, flat: Tensor) -> None:
         """Turn a sum of what was divided before into the mean."""
-        if (factor := self._options.predivide_factor) != 1.0:  # by division, as for what travels apart
+        if (factor := self._options.divisor) != 1.0:  # by division, as for what travels apart
             flat.div_(self._group.size / factor)

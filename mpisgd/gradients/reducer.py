@@ -88,6 +88,7 @@ class GradientReducer(GradientSync):
         self._launcher = BucketLauncher(named, self.group, self.options)
         self._plan: Plan | None = None
         self._known_sparse: frozenset[int] = frozenset()
+        self._sparse_dims: dict[int, int] = {}
 
     def leave_out(self, indices: Collection[int]) -> None:
         """See `GradientSync`; the next reduction makes a new plan if these are others."""
@@ -105,9 +106,9 @@ class GradientReducer(GradientSync):
         return describe_covered(self._coverable(), len(self.params))
 
     @property
-    def sparse(self) -> Collection[int]:
+    def sparse_dims(self) -> Mapping[int, int]:
         """See `GradientSync`."""
-        return self._known_sparse
+        return self._sparse_dims
 
     # -- while backward is at work ------------------------------------------------------------------
 
@@ -365,6 +366,8 @@ class GradientReducer(GradientSync):
         params = [self.params[i] for i in indices]
         reduced = reduce_sparse(params, grads, self.options.op, self.group)
         for index, param, total in zip(indices, params, reduced, strict=True):
+            if total is not None and total.is_sparse:
+                self._sparse_dims[index] = total.sparse_dim()
             if index in late and param.grad is not None:
                 param.grad = param.grad if total is None else param.grad.add_(total)
             else:

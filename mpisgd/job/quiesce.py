@@ -11,7 +11,7 @@ import torch
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.core.interfaces import GroupCommunicator
-from mpisgd.errors import CollectiveTimeout, MpisgdError
+from mpisgd.errors import CollectiveTimeout, MpisgdError, afresh
 from mpisgd.threads.wait_registry import Message, WaitReason
 from mpisgd.threads.waiting import Backoff
 
@@ -29,7 +29,7 @@ def end_operations(groups: Sequence[Group], timeout_s: float) -> list[Group]:
     ends = _agree_on_end([group for group in groups if group.queue.broken is None], timeout_s)
     for group in groups:
         if group.queue.broken is not None:  # MPI would wait for ever for what has failed
-            raise group.queue.broken.afresh()
+            raise afresh(group.queue.broken)
     for end in ends:
         end.group.point_to_point.drain(end.messages)
     return [end.group for end in ends]

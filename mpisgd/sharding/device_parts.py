@@ -12,7 +12,6 @@ Otherwise each owner's part travels by itself, by a reduction to it or a broadca
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,32 +26,33 @@ from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.core.work import Work
 from mpisgd.dtypes import ReduceOp, dtype_name
+from mpisgd.transport.device.device_work import DeviceWork
 
 __all__ = ["DeviceParts", "PartsWork"]
 
 SMALL = 4096  # elements of a slice that are never too many
 
 
-class PartsWork(Work):
+class PartsWork(DeviceWork):
     """Several operations, and what follows when all are done.
 
     Args:
         works: the operations; None for one that is done.
-        then: called once, by whoever waits first.
+        then: called once, on the stream of whoever waits first.
+        like: a tensor of the group's, on the device.
+        group: of the operations.
     """
 
-    def __init__(self, works: Sequence[Work | None], then: Callable[[], None]) -> None:
+    def __init__(
+        self, works: Sequence[Work | None], then: Callable[[], None], like: Tensor, group: Group
+    ) -> None:
+        super().__init__(then, group=group, tensors=[], memory=[], device=like.device)
         self._works = [work for work in works if work is not None]
-        self._then: Callable[[], None] | None = then
 
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """See `Work`; the limit is that of each operation."""
+    def follow(self, timeout_s: float | None = None) -> None:
+        """See `DeviceWork`; the limit is that of each operation."""
         for work in self._works:
             work.wait(timeout_s)
-        then, self._then = self._then, None
-        if then is not None:
-            then()
-        return True
 
     def is_completed(self) -> bool:
         """Return whether all operations are done."""
@@ -62,10 +62,6 @@ class PartsWork(Work):
     def error(self) -> BaseException | None:
         """What went wrong first, None if nothing has."""
         return next((work.error for work in self._works if work.error is not None), None)
-
-    def get_future(self) -> "torch.futures.Future[Any]":
-        """Return a future of all operations."""
-        return torch.futures.collect_all([work.get_future() for work in self._works])
 
 
 class DeviceParts:
@@ -110,7 +106,7 @@ class DeviceParts:
             for part, dst in zip(parts, self._group.ranks, strict=True)
             if part.numel()
         ]
-        return PartsWork(works, lambda: take(parts[self._group.rank]))
+        return self._work(works, lambda: take(parts[self._group.rank]))
 
     def _scatter_slices(
         self, op: ReduceOp, operation: Operation, wire: torch.dtype, take: Callable[[Tensor], None]
@@ -120,7 +116,7 @@ class DeviceParts:
         mine = sent.new_empty(self._slice)
         call = Call(self._group, operation, [mine], [sent], op=op)
         work = run(REDUCE_SCATTER, call, self._is_async)
-        return PartsWork([work], lambda: take(mine[: self._sizes[self._group.rank]]))
+        return self._work([work], lambda: take(mine[: self._sizes[self._group.rank]]))
 
     def all_gather(self, what: str) -> PartsWork:
         """Begin to bring to all ranks what each owns; it is there when somebody has waited.
@@ -129,7 +125,7 @@ class DeviceParts:
             what: it is; all ranks must agree on that.
         """
         if not self._slice:
-            return PartsWork([], lambda: None)
+            return self._work([], lambda: None)
         if self.is_even:
             return self._gather_slices(what)
         works, arriving = [], []
@@ -137,7 +133,7 @@ class DeviceParts:
             part = self._part(owner)
             works.append(broadcast(part, src, self._group, async_op=self._is_async) if part.numel() else None)
             arriving.append(part)
-        return PartsWork(works, lambda: self._deal_out(arriving))
+        return self._work(works, lambda: self._deal_out(arriving))
 
     def _gather_slices(self, what: str) -> PartsWork:
         whole = self._as_slices()
@@ -149,7 +145,7 @@ class DeviceParts:
         shape, dtype, device = tuple(mine.shape), dtype_name(mine.dtype), device_kind(mine)
         operation = Operation("all_gather", "", dtype, shape, extra=what, device=device)
         work = run(ALL_GATHER_INTO, Call(self._group, operation, [out], [mine]), self._is_async, out.nbytes)
-        return PartsWork([work], partial(self._deal_out, () if whole is not None else slices))
+        return self._work([work], partial(self._deal_out, () if whole is not None else slices))
 
     def _deal_out(self, slices: Sequence[Tensor]) -> None:
         """Copy to the others' rooms what has come from them."""
@@ -162,6 +158,9 @@ class DeviceParts:
     def _is_async(self) -> bool:
         """Whether the host goes on meanwhile; the same on all ranks."""
         return bool(self._group.queue.threads_allowed)
+
+    def _work(self, works: Sequence[Work | None], then: Callable[[], None]) -> PartsWork:
+        return PartsWork(works, then, self._like, self._group)
 
     def _part(self, owner: int) -> Tensor:
         rooms = self._rooms[owner]

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from mpisgd.errors import MpisgdError, PeerLost
+from mpisgd.errors import MpisgdError, PeerLost, afresh
 from mpisgd.threads import scheduling, wait_registry
 from mpisgd.threads.scheduling import Cancellation
 from mpisgd.threads.wait_registry import WaitReason
@@ -77,7 +77,7 @@ def cancel_reason() -> MpisgdError | None:
 
 def _to_raise(cancellation: Cancellation) -> MpisgdError | None:
     error = cancellation.error
-    return None if error is None else error.afresh()
+    return None if error is None else afresh(error)
 
 
 def cancelled_by_loss() -> bool:

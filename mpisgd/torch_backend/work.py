@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.futures import Future
 
+from mpisgd.accelerator.futures import all_done
 from mpisgd.core.work import Work
 from mpisgd.torch_backend.compat import never_compiled
 from mpisgd.transport.messages.point_to_point import MessageWork
@@ -79,15 +79,10 @@ class BackendWork(dist.Work):
         if len(futures) == 1:
             return futures[0].then(lambda future: future.value())
         if futures:
-            return torch.futures.collect_all(futures).then(self._settle_all)
+            return all_done(futures, self._result)
         done: Future[Any] = Future()
         done.set_result(self._result)
         return done
-
-    def _settle_all(self, futures: "Future[list[Future[Any]]]") -> Any:
-        for future in futures.value():
-            future.value()
-        return self._result
 
     def result(self) -> Any:
         """Return the tensors that were written."""

@@ -91,7 +91,7 @@ def _in_order(x: Vec) -> Layout:
 def chunks_of(x: Vec, size: int) -> Layout:
     """Return the pieces of parameters, side by side, in the chunks that ranks own."""
     ends = list(itertools.accumulate(tensor.numel() for tensor in x.values()))
-    chunk = -(-ends[-1] // (size * CHUNK_UNIT)) * CHUNK_UNIT
+    chunk = max(1, -(-sum(tensor.numel() for tensor in x.values()) // (size * CHUNK_UNIT))) * CHUNK_UNIT
     chunks: list[list[Slice]] = [[] for _ in range(size)]
     for (name, tensor), end in zip(x.items(), ends, strict=True):
         begin = end - tensor.numel()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fuzzing.execute import Failure, Run, digest, state_digest
 from fuzzing.program import ONE_BIT, Program
+from fuzzing.serial_definition import rounds
 from fuzzing.variants import same_bits
 
 __all__ = ["Outcome", "Verdict", "judge", "observe"]
@@ -109,7 +110,9 @@ def difference(program: Program, run: Run, reference: Run) -> str:
 
 def drift(program: Program) -> float:
     """Return by how much values may differ, relative to 1 and to themselves."""
-    return 0.0 if program.exact else max(DRIFT.get(o.name, OTHER_DRIFT) for o in program.optimizers)
+    if program.exact and not rounds(program):
+        return 0.0
+    return max(DRIFT.get(o.name, OTHER_DRIFT) for o in program.optimizers)
 
 
 def _state_off(mine: dict, right: dict, allowed: float) -> str:

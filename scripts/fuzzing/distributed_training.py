@@ -142,12 +142,15 @@ class DistributedTraining(Training):
         self.optimizers.clear()
         mpisgd.broadcast_parameters(self._named, 0)
         everyones: list[Any] = [None] * mpisgd.size()
-        mpisgd.all_gather_object(everyones, states)
+        mpisgd.all_gather_object(everyones, (states, self.scaler and self.scaler.state_dict()))
         before, self._num_ranks = self._num_ranks, event.ranks
         self.weight = self._weight_of(self.program)
         self._group = mpisgd.new_group(range(event.ranks))
         if self.takes_part:
-            self.take_over(everyones[mpisgd.rank() if mpisgd.rank() < before else 0])
+            taken, scale = everyones[mpisgd.rank() if mpisgd.rank() < before else 0]
+            self.take_over(taken)
+            if self.scaler is not None:
+                self.scaler.load_state_dict(scale)
 
     def states(self) -> list[dict[str, Any]]:
         """See `Training`."""

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from fuzzing import program as events
+from fuzzing.by_paper import ByPaper
 from fuzzing.distributed_training import DistributedTraining
 from fuzzing.program import ONE_BIT, Program
-from fuzzing.serial_definition import Definition, definition_of
+from fuzzing.serial_definition import definition_of
 from fuzzing.training import Training
 
 __all__ = ["Failure", "Run", "digest", "execute", "has_reference", "state_digest"]
@@ -93,14 +94,15 @@ def _is_serial(program: Program, optimizer: events.Optimizer) -> bool:
             settings.get("freeze_step", settings.get("var_freeze_step")) == NEVER
             and "Lamb" not in optimizer.name
         )
+    if definition_of(program) is not None:
+        return True
     compression = optimizer.option("compression", LOSSLESS[0])
-    strategy = optimizer.option("strategy", "mpisgd.Synchronous()")
     is_plain = compression in LOSSLESS or (program.exact and compression in EXACT_CASTS)
-    known = SYNCHRONOUS.fullmatch(strategy) or definition_of(program) is not None
-    return is_plain and bool(known) and optimizer.option("op") != "mpisgd.Adasum"
+    is_synchronous = bool(SYNCHRONOUS.fullmatch(optimizer.option("strategy", "mpisgd.Synchronous()")))
+    return is_plain and is_synchronous and optimizer.option("op") != "mpisgd.Adasum"
 
 
-def _run(program: Program, begin: Callable[[], Training | Definition]) -> Run:
+def _run(program: Program, begin: Callable[[], Training | ByPaper]) -> Run:
     run, event = Run(), -1
     try:
         training = begin()

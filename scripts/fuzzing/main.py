@@ -127,7 +127,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--schedules", type=int, help="instead, so many of the engine; see schedules.py")
     parser.add_argument("--only", type=int, help="run the program of this seed alone")
     parser.add_argument("--text", help="run the program of this text, as it is printed after a shrunk one")
-    parser.add_argument("--ranks", type=int, help="of every program; by default 1 to 3, drawn")
+    parser.add_argument("--ranks", type=int, help="of every program; by default 1 to 4, drawn")
     parser.add_argument("--ranks-per-host", type=int, help="that count as those of one host; 0: all")
     parser.add_argument(
         "--backend",

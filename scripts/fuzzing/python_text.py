@@ -310,8 +310,11 @@ def _resize(program: Program, event: events.Reload) -> Iterator[str]:
     yield "    opts.clear()"
     yield f"    mpisgd.broadcast_parameters({_named(program)}, 0)"
     yield "    everyones = [None] * mpisgd.size()"
-    yield "    mpisgd.all_gather_object(everyones, states)"
-    yield "    states = states or everyones[0]"
+    scale = "scaler.state_dict()" if program.scaler else "None"
+    yield f"    mpisgd.all_gather_object(everyones, (states, {scale}))"
+    yield "    states, scale = everyones[mpisgd.rank() if takes_part else 0]"
+    if program.scaler:
+        yield "    scaler.load_state_dict(scale)"
     yield f"    group, takes_part = mpisgd.new_group(range({event.ranks})), mpisgd.rank() < {event.ranks}"
     weight = 1 if program.optimizers[0].sums else event.ranks
     yield f"    weight = {weight}"

@@ -1,152 +1,114 @@
-"""Methods whose ranks have models of their own, by their definitions, with all ranks in one process.
-
-Of the others one process with everybody's losses is the definition.
-"""
+"""Which programs have a definition in one process beside joined losses: the paper of their method."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-import torch
-from torch import Tensor
-
+import mpisgd
 from fuzzing import program as events
-from fuzzing.program import Event, Program
-from fuzzing.training import Training
+from fuzzing.by_paper import SYNCHRONOUS, ByPaper, arguments_of, paper_among
+from fuzzing.program import Program
 
-__all__ = ["Definition", "definition_of"]
+__all__ = ["definition_of", "rounds"]
 
-LOCAL_SGD = re.compile(r"mpisgd\.LocalSGD\(sync_every=(\d+)\)")
-
-
-class Definition(Protocol):
-    """What a program computes on one of its ranks, by the definition of its method."""
-
-    @property
-    def model(self) -> Any:
-        """The model of this rank."""
-
-    @property
-    def takes_part(self) -> bool:
-        """Whether this rank trains now."""
-
-    def do(self, event: Event) -> None:
-        """Carry out an event, on all ranks."""
-
-    def states(self) -> list[dict[str, Any]]:
-        """Return the state dicts of this rank's optimizers."""
+# Others draw numbers for buckets, or look at a bucket as a whole: then the paper needs the plan, too.
+PER_PARAMETER = (
+    mpisgd.compress.TopK,
+    mpisgd.compress.Threshold,
+    mpisgd.compress.DeepGradient,
+    mpisgd.compress.SignSGD,
+    mpisgd.compress.OneBit,
+    mpisgd.compress.PowerSGD,
+)
+ROUNDING = ("Adasum", "OneBit", "PowerSGD", "SignSGD")
+CHOOSES = (mpisgd.compress.TopK, mpisgd.compress.DeepGradient)  # among equals whichever it likes
 
 
-def definition_of(program: Program) -> Callable[[Program, int], Definition] | None:
+def definition_of(program: Program) -> type[ByPaper] | None:
     """Return what makes the definition of a program's method for a rank; None: it has none here."""
-    options = dict(program.optimizers[0].options)
-    found = LOCAL_SGD.fullmatch(options.get("strategy", ""))
-    if found is None or len(program.optimizers) > 1 or "compression" in options:
+    if len(program.optimizers) > 1 or program.optimizers[0].name in events.ONE_BIT:
         return None
-    return lambda program, rank: _LocalSGD(program, rank, int(found.group(1)))
+    options = arguments_of(program.optimizers[0])
+    strategy = options.get("strategy", mpisgd.Synchronous())
+    is_local = not isinstance(strategy, SYNCHRONOUS)
+    compression = options.get("compression")
+    compresses = isinstance(compression, PER_PARAMETER) and not getattr(compression, "two_step", False)
+    reduces = compresses or options.get("op") is mpisgd.Adasum
+    if is_local == reduces or not _has_paper(program, strategy):
+        return None
+    if reduces and not (_reduces_once(program) and _someone_has_each(program)):
+        return None
+    if program.exact and isinstance(compression, CHOOSES):
+        return None
+    is_double = all(layer.dtype == "float64" for layer in program.layers)
+    if not is_double and rounds(program):
+        return None
+    return ByPaper
 
 
-class _Ranks:
-    """A training of each rank; what the ranks do together comes after each step.
+def rounds(program: Program) -> bool:
+    """Return whether a method computes with gradients what is rounded, such as a mean of magnitudes."""
+    options = [optimizer.option("compression") + optimizer.option("op") for optimizer in program.optimizers]
+    return any(name in text for text in options for name in ROUNDING)
 
-    Args:
-        program: what is carried out.
-        rank: whose model is looked at.
-    """
 
-    def __init__(self, program: Program, rank: int) -> None:
-        everyone = range(program.ranks)
-        self._all = [Training(program, [each], program.ranks) for each in everyone]
-        self._rank, self._num_ranks = rank, program.ranks
-        self.model = self._all[rank].model
+def _has_paper(program: Program, strategy: Any) -> bool:
+    added = any(isinstance(event, events.AddGroup) for event in program.events)
+    has_empty = any(0 in layer.shape for layer in program.layers)
+    if (added or has_empty) and getattr(strategy, "fragments", 1) > 1:
+        return False  # the paper's fragments are those of the beginning, and all have elements
+    freezes = any(isinstance(event, events.SetFrozen) for event in program.events)
+    if freezes and isinstance(strategy, mpisgd.Gossip):
+        return False  # what was frozen is not mixed, and updated all the same while it has a gradient
+    warms_up = getattr(strategy, "warmup_steps", 0)
+    if warms_up and (program.scaler or any(isinstance(event, events.Clip) for event in program.events)):
+        return False  # something looks at gradients that are reduced by then
+    try:
+        paper_among(program, program.ranks)
+    except mpisgd.InvalidArgument:
+        return False
+    return True
 
-    @property
-    def trainings(self) -> list[Training]:
-        """Those of the ranks that train now."""
-        return self._all[: self._num_ranks]
 
-    @property
-    def takes_part(self) -> bool:
-        """See `Definition`."""
-        return self._rank < self._num_ranks
-
-    def do(self, event: Event) -> None:
-        """See `Definition`."""
+def _reduces_once(program: Program) -> bool:
+    """Return whether there is one reduction for each step, of all that came since the last reset."""
+    if program.scaler:
+        return False
+    passes, has_new, is_reduced = 0, False, False
+    for event in program.events:
         match event:
-            case events.Reload(ranks=ranks) if ranks and ranks != self._num_ranks:
-                self._resize(ranks)
-            case events.AddGroup() | events.SetFrozen() | events.Convert():
-                for training in self._all:  # also those that may train again
-                    training.do(event)
-            case events.Broadcast():
-                self._copy_from(event.src, self.trainings)
-            case _:
-                for training in self.trainings:
-                    training.do(event)
-        if isinstance(event, events.Step):
-            self.after_step()
-
-    def after_step(self) -> None:
-        """Do what the ranks do together after a step."""
-
-    def states(self) -> list[dict[str, Any]]:
-        """See `Definition`."""
-        return self._all[self._rank].states() if self.takes_part else []
-
-    def _resize(self, num_ranks: int) -> None:
-        """Go on with other ranks from the mean of the models."""
-        self.average()
-        new = self._all[self._num_ranks : num_ranks]
-        self._copy_from(0, new)
-        self._num_ranks = num_ranks
-        for training in self.trainings:
-            training.weight = num_ranks
-            training.do(events.Reload())
-
-    def _copy_from(self, src: int, trainings: Sequence[Training]) -> None:
-        for training in trainings:
-            if training is not self._all[src]:
-                _overwrite(training.model.params, self._all[src].model.params)
-                copies = self._all[src].states()  # of its own: torch keeps what it loads
-                for optimizer, state in zip(training.optimizers, copies, strict=True):
-                    optimizer.load_state_dict(state)
-
-    def average(self) -> None:
-        """Give all ranks the mean of their models."""
-        for layer in self._all[0].layers:
-            _average([training.model.params[layer] for training in self.trainings])
+            case events.Backward():
+                if is_reduced:
+                    return False
+                has_new, passes = True, passes + (not event.no_sync)
+                is_reduced = not event.no_sync and passes == program.optimizers[0].passes
+            case events.Step(closure=data):
+                if data or not has_new:
+                    return False
+                has_new, is_reduced = False, True
+            case events.Clip() | events.Synchronize():
+                is_reduced = True
+                if not has_new:
+                    return False
+            case (
+                events.ZeroGrad(by_model=True, set_to_none=False) | events.FailedBackward() | events.Convert()
+            ):
+                return False
+            case events.ZeroGrad() | events.Reload() | events.Broadcast() | events.AddGroup():
+                if has_new:
+                    return False
+                if not isinstance(event, (events.Broadcast, events.AddGroup)):
+                    passes, is_reduced = 0, False
+    return True
 
 
-class _LocalSGD(_Ranks):
-    """Each rank trains by itself; every so many steps all take the mean.
+def _someone_has_each(program: Program) -> bool:
+    """Return whether each gradient is that of some rank in every reduction, or never.
 
-    Source: Stich, "Local SGD Converges Fast and Communicates Little", 2019.
+    Elsewhere what the ranks have not sent of it goes round, and comes back as everyone's: see
+    `BucketReducer.put_back`.
     """
-
-    def __init__(self, program: Program, rank: int, period: int) -> None:
-        super().__init__(program, rank)
-        self._period, self._steps = period, 0
-
-    def after_step(self) -> None:
-        """See `_Ranks`."""
-        self._steps += 1
-        if self._steps % self._period == 0:
-            self.average()
-
-
-@torch.no_grad()
-def _average(params: Sequence[Tensor]) -> None:
-    total = params[0].clone()
-    for param in params[1:]:
-        total += param
-    total /= len(params)
-    for param in params:
-        param.copy_(total)
-
-
-@torch.no_grad()
-def _overwrite(params: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-    for param, other in zip(params, others, strict=True):
-        param.copy_(other)
+    skips = any(isinstance(event, events.Backward) and event.skipped for event in program.events)
+    if not skips and not program.is_resized:
+        return True
+    return all(layer.used_by in ("all", "none") for layer in program.layers)

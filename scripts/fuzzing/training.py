@@ -18,7 +18,7 @@ from fuzzing import program as events
 from fuzzing.model import Model
 from fuzzing.program import ONE_BIT, Event, Optimizer, Program
 
-__all__ = ["Training"]
+__all__ = ["Training", "initial_groups"]
 
 
 class Training:
@@ -45,7 +45,7 @@ class Training:
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=10_000)
         scaler.scale(torch.zeros(()))  # else a rank without a backward does not know the scale
         self.scaler = scaler if program.scaler else None
-        self._groups = [_initial_groups(program, optimizer) for optimizer in program.optimizers]
+        self._groups = [initial_groups(program, optimizer) for optimizer in program.optimizers]
         self.optimizers: list[Any] = [self.make(place) for place in range(len(program.optimizers))]
 
     @property
@@ -229,7 +229,7 @@ class Training:
         return [copy.deepcopy(optimizer.state_dict()) for optimizer in self.optimizers]
 
 
-def _initial_groups(program: Program, optimizer: Optimizer) -> list[tuple[tuple[int, ...], float]]:
+def initial_groups(program: Program, optimizer: Optimizer) -> list[tuple[tuple[int, ...], float]]:
     """Return the parameter groups of an optimizer: layers, and a factor of the learning rate."""
     whole = tuple(layer for layer in optimizer.layers if not program.layers[layer].scaled)
     half = tuple(layer for layer in optimizer.layers if program.layers[layer].scaled)

@@ -1,9 +1,11 @@
-"""On a machine with a GPU: one rank by NCCL, two ranks that share it through host memory.
+"""On a GPU where torch sees one, on simulated ones elsewhere: see gpu_under_test.py.
 
     mpirun -n 1 python -m pytest --with-mpi tests/gpu
     mpirun -n 2 python -m pytest --with-mpi tests/gpu
+    MPISGD_GPU=mpi mpirun -n 2 python -m pytest --with-mpi tests/gpu       # all through host memory
 
-Where every rank has a GPU of its own, any number of ranks goes by NCCL.
+Where every rank has a GPU of its own, as it has a simulated one, any number of ranks goes by NCCL. One GPU
+has NCCL at one rank only; two ranks share it through host memory.
 """
 
 from __future__ import annotations
@@ -12,11 +14,20 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "mpi"))
+for folder in (".", "mpi", "mpi/collectives", "mpi/horovod", "mpi/optim"):
+    sys.path.insert(0, str(Path(__file__).parents[1] / folder))
+
+from gpu_under_test import DEVICE, IS_SIMULATED, gpu  # noqa: E402
+
+if TYPE_CHECKING:
+    from simulated_gpu.runtime import SimulatedGpu
+
+    import mpisgd
 
 TIMEOUT_S = 60.0
 
@@ -25,8 +36,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "tests/gpu" in item.path.as_posix():
             item.add_marker("mpi")
-            if not torch.cuda.is_available():
-                item.add_marker(pytest.mark.skip(reason="torch sees no GPU on this machine"))
+            if "simulated" in getattr(item, "fixturenames", ()) and not IS_SIMULATED:
+                item.add_marker(pytest.mark.skip(reason="looks into the simulated device"))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -41,21 +52,63 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def job(request: pytest.FixtureRequest) -> Iterator[None]:
     """The job's world; several ranks on one GPU are what is tested here, and no warning."""
-    if not request.config.getoption("--with-mpi") or not torch.cuda.is_available():
+    if not request.config.getoption("--with-mpi"):
         yield
         return
     import mpisgd
+    from mpisgd.accelerator.runtime import set_runtime
 
+    if IS_SIMULATED:
+        from simulated_gpu.runtime import SimulatedGpu
+
+        set_runtime(SimulatedGpu())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         mpisgd.init(timeout_s=TIMEOUT_S)
-        mpisgd.all_reduce(torch.zeros(1, device="cuda"))
+        mpisgd.all_reduce(torch.zeros(1, device=DEVICE))
     yield
+
+
+def closing(group: mpisgd.Group) -> None:
+    """Close what a group has for tensors on a device; the next operation on one begins anew."""
+    transport, group.device = group.device, None
+    group.queue.on_mismatch = lambda: None
+    if transport is not None:
+        transport.close()
+
+
+@pytest.fixture(params=["nccl", "staging"])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """What drives the devices; the world's tensors travel so during one test."""
+    import harness
+
+    from mpisgd.accelerator.runtime import runtime
+    from mpisgd.job.lifecycle import current_job, world
+
+    monkeypatch.setattr(harness, "DEVICE", DEVICE)
+    monkeypatch.setattr(current_job(), "gpu", "nccl" if request.param == "nccl" else "mpi")
+    closing(world())
+    yield runtime()
+    closing(world())
 
 
 @pytest.fixture
 def expected_way() -> str:
     """How the tensors of the world must travel here."""
     import mpisgd
+    from mpisgd.job.lifecycle import current_job
 
-    return "nccl" if mpisgd.local_size() <= torch.cuda.device_count() else "pinned host memory"
+    has_nccl = current_job().gpu != "mpi" and mpisgd.local_size() <= gpu.device_count()
+    return "nccl" if has_nccl else "pinned host memory"
+
+
+@pytest.fixture
+def simulated() -> Iterator[SimulatedGpu]:
+    """The simulated device, which begins nothing by itself during the test but after three seconds."""
+    from mpisgd.accelerator.runtime import runtime
+
+    device = runtime()
+    before, device.device.streams.latency_s = device.device.streams.latency_s, 3.0
+    yield device
+    device.device.streams.latency_s = before
+    gpu.synchronize()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_under_test import DEVICE
 from torch import Tensor
 
 import mpisgd
@@ -30,7 +31,7 @@ def given(dtype: torch.dtype, *shape: int) -> Tensor:
 
 def check(call: Callable[..., Any], *tensors: Tensor) -> None:
     """Compare what `call` makes of tensors on the CPU and of their copies on the GPU."""
-    on_gpu = [tensor.cuda() for tensor in tensors]
+    on_gpu = [tensor.to(DEVICE) for tensor in tensors]
     call(*tensors)
     call(*on_gpu)
     for mine, theirs in zip(tensors, on_gpu, strict=True):
@@ -96,7 +97,7 @@ def test_layouts_lists_and_empty_tensors():
 
 def test_a_long_tensor_goes_in_chunks():
     numel = 3 * chunked_pipeline.CHUNK_BYTES // 4 + 5
-    mine = given(torch.float32, numel).cuda()
+    mine = given(torch.float32, numel).to(DEVICE)
     wanted = given(torch.float32, numel)
     mpisgd.all_reduce(mine, algorithm="mpi")  # not by NCCL
     mpisgd.all_reduce(wanted, algorithm="mpi")
@@ -104,7 +105,7 @@ def test_a_long_tensor_goes_in_chunks():
 
 
 def test_asynchronous_operations():
-    mine = [given(torch.float32, N + i).cuda() for i in range(3)]
+    mine = [given(torch.float32, N + i).to(DEVICE) for i in range(3)]
     wanted = [given(torch.float32, N + i) for i in range(3)]
     works = [mpisgd.all_reduce(tensor, async_op=True) for tensor in mine]
     futures = [work.get_future() for work in works[1:]]
@@ -120,14 +121,14 @@ def test_asynchronous_operations():
 @pytest.mark.mpi(min_size=2)
 def test_messages():
     rank, size = mpisgd.rank(), mpisgd.size()
-    place = torch.zeros(N, device="cuda")
+    place = torch.zeros(N, device=DEVICE)
     receive = mpisgd.irecv(place, (rank - 1) % size, tag=3)
-    mpisgd.isend(torch.full((N,), float(rank), device="cuda"), (rank + 1) % size, tag=3).wait()
+    mpisgd.isend(torch.full((N,), float(rank), device=DEVICE), (rank + 1) % size, tag=3).wait()
     receive.wait()
     assert (place == (rank - 1) % size).all()
 
 
 def test_tensors_of_several_places_are_refused():
     with pytest.raises(mpisgd.UnsupportedTensor, match="all on one device"):
-        mpisgd.all_gather_into_tensor(torch.zeros(mpisgd.size()), torch.zeros(1, device="cuda"))
+        mpisgd.all_gather_into_tensor(torch.zeros(mpisgd.size()), torch.zeros(1, device=DEVICE))
     mpisgd.barrier()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from gpu_under_test import DEVICE
 from torch import nn
 from verdicts import everyone, referee
 
@@ -17,7 +18,7 @@ class Run:
 
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed + mpisgd.rank())
-        self.model = nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5), nn.Linear(64, 1)).cuda()
+        self.model = nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5), nn.Linear(64, 1)).to(DEVICE)
         mpisgd.broadcast_parameters(self.model)
         self.optimizer = mpisgd.DistributedOptimizer(torch.optim.Adam(self.model.parameters(), fused=True))
 
@@ -25,7 +26,7 @@ class Run:
         losses = []
         for _ in range(num_steps):
             self.optimizer.zero_grad()
-            loss = self.model(torch.ones(8, 4, device="cuda")).square().mean()
+            loss = self.model(torch.ones(8, 4, device=DEVICE)).square().mean()
             loss.backward()
             self.optimizer.step()
             losses.append(loss.item())

@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from gpu_under_test import DEVICE, gpu
 
 import mpisgd
 
@@ -14,16 +15,16 @@ CYCLES = 200_000_000  # about 0.1 s
 
 
 @pytest.fixture
-def side() -> torch.cuda.Stream:
-    return torch.cuda.Stream()
+def side() -> gpu.Stream:
+    return gpu.Stream()
 
 
-def late_ones(stream: torch.cuda.Stream) -> torch.Tensor:
+def late_ones(stream: gpu.Stream) -> torch.Tensor:
     """A tensor that is filled long after this has returned; no stream but `stream` knows when."""
-    tensor = torch.zeros(N, device="cuda")
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(CYCLES)
+    tensor = torch.zeros(N, device=DEVICE)
+    gpu.synchronize()
+    with gpu.stream(stream):
+        gpu._sleep(CYCLES)
         tensor.fill_(mpisgd.rank() + 1.0)
     return tensor
 
@@ -35,12 +36,12 @@ def total() -> float:
 @pytest.mark.parametrize("algorithm", ["auto", "mpi"])
 def test_a_blocking_operation_on_a_side_stream(side, algorithm):
     tensor = late_ones(side)
-    with torch.cuda.stream(side):
+    with gpu.stream(side):
         mpisgd.all_reduce(tensor, algorithm=algorithm)
         doubled = tensor * 2
-    other = torch.cuda.Stream()
+    other = gpu.Stream()
     other.wait_stream(side)
-    with torch.cuda.stream(other):
+    with gpu.stream(other):
         seen = doubled + 1
     other.synchronize()
     assert (seen == 2 * total() + 1).all()
@@ -49,10 +50,10 @@ def test_a_blocking_operation_on_a_side_stream(side, algorithm):
 @pytest.mark.parametrize("algorithm", ["auto", "mpi"])
 def test_an_asynchronous_operation_is_used_on_another_stream(side, algorithm):
     tensor = late_ones(side)
-    with torch.cuda.stream(side):
+    with gpu.stream(side):
         work = mpisgd.all_reduce(tensor, async_op=True, algorithm=algorithm)
-    other = torch.cuda.Stream()
-    with torch.cuda.stream(other):
+    other = gpu.Stream()
+    with gpu.stream(other):
         work.wait()
         seen = tensor * 3
     other.synchronize()
@@ -61,11 +62,11 @@ def test_an_asynchronous_operation_is_used_on_another_stream(side, algorithm):
 
 def test_nobody_waits_for_the_whole_device(side):
     """A kernel that has nothing to do with it is still at work when the operation is over."""
-    tensor = torch.full((N,), mpisgd.rank() + 1.0, device="cuda")
-    mpisgd.all_reduce(torch.zeros(1, device="cuda"))  # what is opened at the first time may take its time
-    torch.cuda.synchronize()
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(40 * CYCLES)
+    tensor = torch.full((N,), mpisgd.rank() + 1.0, device=DEVICE)
+    mpisgd.all_reduce(torch.zeros(1, device=DEVICE))  # what is opened at the first time may take its time
+    gpu.synchronize()
+    with gpu.stream(side):
+        gpu._sleep(40 * CYCLES)
     mpisgd.all_reduce(tensor, algorithm="mpi")
     assert not side.query()
     side.synchronize()
@@ -77,7 +78,7 @@ def test_nccl_returns_before_the_gpu_is_there(side, expected_way):
         pytest.skip("through host memory the host has to wait")
     tensor = late_ones(side)
     started = time.monotonic()
-    with torch.cuda.stream(side):
+    with gpu.stream(side):
         mpisgd.all_reduce(tensor)
     assert not side.query(), f"returned after {time.monotonic() - started} s"
     side.synchronize()

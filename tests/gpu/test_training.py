@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from gpu_under_test import DEVICE
 from torch import Tensor, nn
+from verdicts import referee
 
 import mpisgd
 from mpisgd import Compression
@@ -20,13 +23,13 @@ BATCH = 12
 def mlp() -> nn.Module:
     torch.manual_seed(5)
     layers = nn.Sequential(nn.Linear(4, 300), nn.Tanh(), nn.Linear(300, 200), nn.Tanh(), nn.Linear(200, 2))
-    return layers.double().cuda()
+    return layers.double().to(DEVICE)
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(step)
     inputs = torch.randn(BATCH, 4, generator=draw, dtype=torch.float64)
-    return inputs.cuda(), torch.randn(BATCH, 2, generator=draw, dtype=torch.float64).cuda()
+    return inputs.to(DEVICE), torch.randn(BATCH, 2, generator=draw, dtype=torch.float64).to(DEVICE)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, share: Callable[[Tensor], Tensor]) -> None:
@@ -71,17 +74,21 @@ def test_distributed_optimizer(overlap, cap):
 
 @pytest.mark.parametrize("kind", ["device", "host", "files"])
 @pytest.mark.parametrize("stage", [1, 2])
-def test_sharded(stage, kind, tmp_path):
+def test_sharded(stage, kind, tmp_path_factory):
     """With its state on the device, in host memory, in files; clipped, and through a state_dict."""
-    offload = {"device": None, "host": mpisgd.Offload(), "files": mpisgd.Offload(tmp_path)}[kind]
+    folder = Path(referee().bcast(str(tmp_path_factory.mktemp("state"))))
+    offload = {"device": None, "host": mpisgd.Offload(), "files": mpisgd.Offload(folder)}[kind]
     model, alone = mlp(), one_process()
     strategy = mpisgd.Sharded(stage, offload=offload)
     optimizer = mpisgd.DistributedOptimizer(sgd(model), strategy=strategy, bucket_cap_bytes=2**18)
     train(model, optimizer, mine)
     assert_equal_models(model, alone)
     state = optimizer.state_dict()
-    assert not any(entries["momentum_buffer"].is_cuda for entries in state["state"].values() if offload)
+    assert not any(
+        entries["momentum_buffer"].device.type == DEVICE for entries in state["state"].values() if offload
+    )
     optimizer.load_state_dict(state)
+    optimizer.zero_grad()
     model(mine(batch(0)[0])).sum().backward()
     assert optimizer.clip_grad_norm_(0.1) > 0
     optimizer.step()
@@ -132,15 +139,15 @@ def test_optimizer_state():
     momenta = [state["exp_avg"] for state in optimizer.state.values()]
     assert len(momenta) == 6
     for momentum in momenta:
-        everyones = torch.empty(mpisgd.size(), *momentum.shape, dtype=momentum.dtype, device="cuda")
+        everyones = torch.empty(mpisgd.size(), *momentum.shape, dtype=momentum.dtype, device=DEVICE)
         mpisgd.all_gather_into_tensor(everyones, momentum)
         assert (everyones == everyones[0]).all()
 
 
 def test_sync_batch_norm():
     torch.manual_seed(7)
-    inputs = torch.randn(BATCH, 3, 5, 5).cuda()
-    alone, ours = nn.BatchNorm2d(3).cuda(), mpisgd.SyncBatchNorm(3).cuda()
+    inputs = torch.randn(BATCH, 3, 5, 5).to(DEVICE)
+    alone, ours = nn.BatchNorm2d(3).to(DEVICE), mpisgd.SyncBatchNorm(3).to(DEVICE)
     wanted = alone(inputs)
     torch.testing.assert_close(ours(mine(inputs)), mine(wanted), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(ours.running_var, alone.running_var, rtol=1e-5, atol=1e-5)

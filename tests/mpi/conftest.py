@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
+from on_threads import mark_on_threads
 from ranks_as_threads import PerRank, as_size, run_on_threads
 from verdicts import shared_report
 
@@ -53,6 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     size = config.getoption("--threads")
+    mark_on_threads(items)
     for item in items:
         if item.get_closest_marker("big") and "big" not in config.getoption("-m"):
             item.add_marker(pytest.mark.skip(reason="needs gigabytes; run by scripts/test --big"))
@@ -61,6 +65,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     yield
     for item in items if size else ():
         item.own_markers = [mark for mark in item.own_markers if mark.kwargs.get("reason") != NO_MPI]
+        if item.get_closest_marker("processes"):
+            item.add_marker(pytest.mark.skip(reason="needs ranks that are processes"))
         if any(mark.kwargs.get("min_size", 0) > size for mark in item.iter_markers("mpi")):
             item.add_marker(pytest.mark.skip(reason=f"for more ranks than {size}"))
 
@@ -85,8 +91,7 @@ def freeze() -> None:
 
     torch's compiler, which the tests' own optimizers load, has more objects than all others: 80 ms of each.
     """
-    import torch._dynamo
-
+    importlib.import_module("torch._dynamo")
     gc.freeze()
 
 
@@ -95,6 +100,7 @@ def job(request: pytest.FixtureRequest) -> Iterator[None]:
     """The job's world, with a timeout that makes a hang a failure."""
     if size := request.config.getoption("--threads"):
         freeze()
+        torch.set_num_threads(1)  # as many as a rank has where cores are scarce; others add in another order
         with as_size(size):
             yield
         return

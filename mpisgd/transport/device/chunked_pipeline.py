@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from mpisgd.accelerator.own_streams import OwnStreams
 from mpisgd.accelerator.runtime import on_device, runtime
 
 __all__ = ["CHUNK_BYTES", "goes_in_chunks", "reduce_in_chunks"]
@@ -28,15 +29,16 @@ def goes_in_chunks(tensor: Tensor) -> bool:
     return on_device(tensor) and tensor.numel() * tensor.element_size() >= 2 * CHUNK_BYTES
 
 
-def reduce_in_chunks(flat: Tensor, reduce: Callable[[Tensor], None]) -> None:
+def reduce_in_chunks(flat: Tensor, reduce: Callable[[Tensor], None], streams: OwnStreams) -> None:
     """Replace `flat` by what `reduce` makes of it, chunk by chunk, in order.
 
     Args:
         flat: contiguous [n] on a device; the current stream is where it comes from and where it is used.
         reduce: changes a chunk in place, in host memory.
+        streams: of the group's own.
     """
     chunks = torch.split(flat, CHUNK_BYTES // flat.element_size())
-    line = _Line(flat, chunks[0].numel())
+    line = _Line(flat, chunks[0].numel(), streams)
     arriving = line.down(0, chunks[0])
     for number, chunk in enumerate(chunks):
         arrived = arriving
@@ -51,9 +53,9 @@ def reduce_in_chunks(flat: Tensor, reduce: Callable[[Tensor], None]) -> None:
 class _Line:
     """The two directions, and the memory between them."""
 
-    def __init__(self, flat: Tensor, numel: int) -> None:
+    def __init__(self, flat: Tensor, numel: int, streams: OwnStreams) -> None:
         self._current = runtime().current_stream(flat.device)
-        self._down, self._up = runtime().new_stream(flat.device), runtime().new_stream(flat.device)
+        self._down, self._up = streams.get("chunks down", flat.device), streams.get("chunks up", flat.device)
         self._slots = [runtime().pinned(numel, flat.dtype) for _ in range(SLOTS)]
         # When each slot has been free, at first: when there is something to copy down.
         self._sent = [self._current.record_event()] * SLOTS

@@ -14,9 +14,10 @@ from torch import Tensor
 from mpisgd.accelerator.buffers import cut_by
 from mpisgd.accelerator.runtime import runtime
 from mpisgd.core.consistency import Operation
-from mpisgd.core.work import Work
+from mpisgd.core.work import CompletableWork, Work
 from mpisgd.dtypes import ReduceOp
 from mpisgd.transport.device.backend import DeviceBackend
+from mpisgd.transport.device.stream_guard import StreamGuard
 from mpisgd.transport.messages.link import Link
 from mpisgd.transport.torch_reduction import combine_in_rank_order, divide
 
@@ -51,19 +52,20 @@ class CudaAwareMpi(DeviceBackend):
         async_op: bool,
     ) -> Work | None:
         """Run the operation in the queue, between what produced the tensors and what uses them."""
-        transport = self.group.device
-        assert transport is not None
 
         def action() -> None:
             runtime().current_stream(device).record_event().synchronize()
             launch()
             finish()
 
-        guard = transport.stream_guard(device, waits=async_op)
+        guard = StreamGuard(device, self.group.streams.get("copies", device), waits=async_op)
         action_to_end = guard.to_its_end(action)
         work = self.group.queue.run(operation, action_to_end, tensors=list(tensors), async_op=async_op)
         if work is None:
             guard.join()
+        else:
+            assert isinstance(work, CompletableWork)
+            work.stream = guard.stream
         return work
 
     def all_reduce(self, flat: Tensor, op: ReduceOp) -> None:

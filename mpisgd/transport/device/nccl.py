@@ -6,7 +6,6 @@ host waits for them. The operation is written into the queue's history, so that 
 out whether all ranks did the same; for a rank that waits for the GPU before that, NCCL has a timeout.
 """
 
-import datetime
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,14 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mpisgd.accelerator.runtime import runtime
-from mpisgd.config import LONGEST_TIMEOUT_S
 from mpisgd.core.consistency import Operation
 from mpisgd.core.operation_queue import inference_mode_of
 from mpisgd.core.work import Work
 from mpisgd.dtypes import BOOL_OPS, COMPLEX, HALF_DTYPES, ReduceOp
-from mpisgd.errors import NcclFailed
+from mpisgd.errors import CollectiveTimeout, NcclFailed
+from mpisgd.threads.wait_registry import WaitReason
+from mpisgd.threads.waiting import Backoff
 from mpisgd.transport.device.backend import DeviceBackend
+from mpisgd.transport.device.device_work import DeviceWork
 
 if TYPE_CHECKING:
     from mpisgd.core.group import Group
@@ -45,6 +45,7 @@ class Nccl(DeviceBackend):
         super().__init__(group)
         self._inner = inner
         self._order = threading.Lock()
+        self._given: list[Tensor] = []  # what the operation that is being launched uses
 
     def takes(self, op: ReduceOp | None, dtype: torch.dtype) -> bool:
         """Return whether NCCL can add that; it moves everything."""
@@ -80,12 +81,16 @@ class Nccl(DeviceBackend):
         """
         with self._order, inference_mode_of(tensors):
             self.group.queue.note(operation)
+            memory: list[Tensor] = []
+            self._given = memory
             try:
                 begun = launch()
             except RuntimeError as exc:
                 raise NcclFailed(f"{operation}: {exc}") from exc
         works = begun if isinstance(begun, list) else [begun]
-        work = NcclWork(operation.kind, works, finish, tensors=tensors, device=device)
+        work = NcclWork(
+            operation.kind, works, finish, group=self.group, tensors=tensors, memory=memory, device=device
+        )
         if async_op:
             return work
         work.wait()
@@ -93,24 +98,29 @@ class Nccl(DeviceBackend):
 
     def all_reduce(self, flat: Tensor, op: ReduceOp) -> Any:
         """Combine `flat` in place."""
+        self._given += [flat]
         form, torch_op = _as_added(flat, op)
         return self._inner.allreduce([form], torch_op) if flat.numel() else None
 
     def reduce(self, flat: Tensor, root: int, op: ReduceOp) -> Any:
         """Combine `flat` into root's."""
+        self._given += [flat]
         form, torch_op = _as_added(flat, op)
         return self._inner.reduce(form, root, torch_op) if flat.numel() else None
 
     def broadcast(self, flat: Tensor, root: int) -> Any:
         """Copy root's `flat` into everyone's, as bytes."""
+        self._given += [flat]
         return self._inner.broadcast(_as_bytes(flat), root) if flat.numel() else None
 
     def all_gather(self, out: Tensor, flat: Tensor) -> Any:
         """Copy everyone's `flat` into `out`, as bytes."""
+        self._given += [out, flat]
         return self._inner._allgather_base(_as_bytes(out), _as_bytes(flat)) if flat.numel() else None
 
     def reduce_scatter(self, out: Tensor, flat: Tensor, op: ReduceOp) -> Any:
         """Combine `flat` and leave this rank's part in `out`."""
+        self._given += [out, flat]
         options = dist.ReduceScatterOptions()
         into, options.reduceOp = _as_added(out, op)
         source, _ = _as_added(flat, op)
@@ -118,6 +128,7 @@ class Nccl(DeviceBackend):
 
     def all_to_all(self, out: Tensor, flat: Tensor, takes: Sequence[int], gives: Sequence[int]) -> Any:
         """Exchange parts of any sizes, as bytes."""
+        self._given += [out, flat]
         itemsize = flat.element_size()
         sizes = [[numel * itemsize for numel in side] for side in (takes, gives)]
         return self._inner.alltoall_base(_as_bytes(out), _as_bytes(flat), *sizes)
@@ -137,10 +148,13 @@ def _as_added(flat: Tensor, op: ReduceOp) -> tuple[Tensor, Any]:
     return flat, getattr(dist.ReduceOp, op.name)
 
 
-class NcclWork(Work):
-    """Operations that are queued on the GPU; see `Work`.
+class NcclWork(DeviceWork):
+    """Operations that are queued on the GPU; see `DeviceWork`.
 
-    `wait()` does not wait for the GPU: it lets the current stream wait, as torch's own does.
+    Args:
+        name: of the operation, for messages.
+        begun: torch's works, None for what there was nothing to do for.
+        finish: see `DeviceWork`, as for the rest.
     """
 
     def __init__(
@@ -149,38 +163,31 @@ class NcclWork(Work):
         begun: Sequence[Any],
         finish: Callable[[], None],
         *,
+        group: "Group",
         tensors: Sequence[Tensor],
+        memory: Sequence[Tensor],
         device: torch.device,
     ) -> None:
+        super().__init__(finish, group=group, tensors=list(tensors), memory=memory, device=device)
         self.name = name
         self._begun = [work for work in begun if work is not None]
-        self._finish = finish
-        self._tensors = list(tensors)
-        self._device = device
-        self._finished: Any = None
         self._error: BaseException | None = None
 
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Let what follows on the current stream come after the operation; with a limit the host waits."""
-        limit = () if timeout_s is None else (datetime.timedelta(seconds=min(timeout_s, LONGEST_TIMEOUT_S)),)
+    def follow(self, timeout_s: float | None = None) -> None:
+        """See `DeviceWork`. torch's own limit would end NCCL's communicator, so the host looks by itself."""
+        if timeout_s is not None:
+            self._wait_on_host(timeout_s)
         try:
             for work in self._begun:
-                work.wait(*limit)
+                work.wait()
         except RuntimeError as exc:
             self._error = NcclFailed(f"{self.name}: {exc}")
             raise self._error from exc
-        self._finish_once()
-        return True
 
-    def _finish_once(self) -> None:
-        """Do the rest on the current stream, or let it wait for the stream that has done it."""
-        stream = runtime().current_stream(self._device)
-        if self._finished is None:
-            with inference_mode_of(self._tensors):
-                self._finish()
-            self._finished = stream.record_event()
-        else:
-            stream.wait_event(self._finished)
+    def _wait_on_host(self, timeout_s: float) -> None:
+        reason = WaitReason(f"{self.name} (NCCL)", is_local=True)
+        if not Backoff(timeout_s, own_limit=True).wait_for(self.is_completed, about=lambda: reason):
+            raise CollectiveTimeout(f"{self.name}: not done after {timeout_s} s")
 
     def is_completed(self) -> bool:
         """Return whether the GPU has done it."""
@@ -190,14 +197,3 @@ class NcclWork(Work):
     def error(self) -> BaseException | None:
         """What went wrong, as far as `wait()` has seen."""
         return self._error
-
-    def get_future(self) -> "torch.futures.Future[Any]":
-        """Return a future whose callbacks run on streams that wait for the operation."""
-        begun = [work.get_future() for work in self._begun]
-        return torch.futures.collect_all(begun).then(self._settled)
-
-    def _settled(self, begun: "torch.futures.Future[Any]") -> list[Tensor]:
-        for future in begun.value():
-            future.value()  # raises what went wrong
-        self._finish_once()
-        return self._tensors

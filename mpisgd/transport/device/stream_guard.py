@@ -26,13 +26,17 @@ class StreamGuard:
 
     Args:
         device: where the operation's tensors lie.
-        stream: of ours, on that device.
+        stream: of the group's own on that device: on one shared with other groups its copies could come after
+            theirs, and no group waits for another.
         waits: whether the operation is over only when its copies are.
+
+    Attributes:
+        stream: see above.
     """
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream, *, waits: bool) -> None:
         self._device = device
-        self._stream = stream
+        self.stream = stream
         self._waits = waits
         self._ready = runtime().current_stream(device).record_event()
         self._done: Any = None
@@ -41,8 +45,8 @@ class StreamGuard:
         """Return `part`, to be run after what the caller's stream has to do for it."""
 
         def call() -> None:
-            with runtime().on(self._stream):
-                self._stream.wait_event(self._ready)
+            with runtime().on(self.stream):
+                self.stream.wait_event(self._ready)
                 part()
 
         return call
@@ -52,7 +56,7 @@ class StreamGuard:
 
         def call() -> None:
             self.through(action)()
-            self._done = self._stream.record_event()
+            self._done = self.stream.record_event()
             if self._waits:
                 self._done.synchronize()
 

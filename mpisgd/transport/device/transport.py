@@ -8,7 +8,6 @@ import socket
 import warnings
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
@@ -20,7 +19,6 @@ from mpisgd.transport.device.cuda_aware import is_cuda_aware
 from mpisgd.transport.device.cuda_aware_mpi import CudaAwareMpi
 from mpisgd.transport.device.nccl import Nccl
 from mpisgd.transport.device.selection import AWARE, NCCL, STAGING, DeviceFacts, Selection, choose
-from mpisgd.transport.device.stream_guard import StreamGuard
 from mpisgd.transport.tcp_store.store import open_store
 
 if TYPE_CHECKING:
@@ -40,17 +38,6 @@ class DeviceTransport:
     def __init__(self, selection: Selection, backend: DeviceBackend | None) -> None:
         self.selection = selection
         self.backend = backend
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-
-    def stream_guard(self, device: torch.device, *, waits: bool) -> StreamGuard:
-        """Return what orders the copies of one operation after its caller's work, and before its use.
-
-        The stream is the group's own: on one shared with other groups its copies could come after theirs,
-        and no group waits for another.
-        """
-        if device not in self._streams:
-            self._streams[device] = runtime().new_stream(device)
-        return StreamGuard(device, self._streams[device], waits=waits)
 
     def close(self) -> None:
         """Give back what it holds. Collective."""

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-from devices import EagerDevice, MetaDevice
 from harness import let_some_travel_alone
+from ranks_as_threads import PerRank
 from verdicts import referee
 
 import mpisgd
-from mpisgd.accelerator.runtime import set_runtime
-from mpisgd.job.lifecycle import current_job, world
+from mpisgd.job.lifecycle import world
 from mpisgd.transport import staging_layout
 
 WAYS = ("fused", "alone and overlapped")
@@ -36,35 +33,14 @@ def pieces(request: pytest.FixtureRequest, way: str, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(staging_layout, "BUFFER_BYTES", 64 * mpisgd.size())
 
 
-def pretended(stand_in: EagerDevice, wanted: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[EagerDevice]:
-    """Let the world's tensors be on a device during one test."""
-    monkeypatch.setattr(current_job(), "gpu", wanted)
-    set_runtime(stand_in)
-    yield stand_in
-    set_runtime(None)
-    transport, world().device = world().device, None
-    world().queue.on_mismatch = lambda: None
-    if transport is not None:
-        transport.close()
-
-
-@pytest.fixture(params=["nccl", "staging"])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[EagerDevice]:
-    """The world's tensors are on a GPU during one test."""
-    wanted = "nccl" if request.param == "nccl" else "mpi"
-    yield from pretended(EagerDevice(nccl=wanted == "nccl"), wanted, monkeypatch)
-
-
-@pytest.fixture
-def meta_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[EagerDevice]:
-    """They are on the device meta, which plays a GPU whose tensors cannot be mixed with those of the host."""
-    yield from pretended(MetaDevice(), "mpi", monkeypatch)
-
-
-@pytest.fixture
-def here() -> tuple[int, ...]:
-    """The ranks of this host, where these share memory."""
+def ranks_of_this_host() -> tuple[int, ...]:
     topology = world().topology
     if any(referee().allgather(world().host_memory is None)):  # all ranks skip, or none
         pytest.skip("a rank that is alone on its host, or MPISGD_SHARED_MEMORY=0")
     return topology.nodes[topology.node_rank]
+
+
+@pytest.fixture
+def here(request: pytest.FixtureRequest) -> tuple[int, ...] | PerRank:
+    """The ranks of this host, where these share memory."""
+    return PerRank(ranks_of_this_host) if request.config.getoption("--threads") else ranks_of_this_host()

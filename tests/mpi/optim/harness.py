@@ -27,6 +27,7 @@ from mpisgd.sharding import divided_parameters
 STEPS = 20 if "MPISGD_TEST_LONG" in os.environ else 10  # scripts/test --long sets it
 BATCH = 12  # 1, 2, 3 and 4 ranks divide it
 FEATURES = 4
+DEVICE = "cpu"  # tests/gpu sets another one
 
 # What mere order of summation makes of 20 steps in float64 (see DESIGN.md).
 SGD_DRIFT, ADAM_DRIFT, RMSPROP_DRIFT, ADAGRAD_DRIFT, LBFGS_DRIFT = 1e-11, 1e-10, 1e-9, 1e-7, 1e-6
@@ -45,7 +46,7 @@ def batch(step: int, micro: int = 0) -> tuple[Tensor, Tensor]:
     """The joined batch of one pass: differs by step and pass, by row and by element."""
     draw = torch.Generator().manual_seed(7919 * step + 104729 * micro + 1)
     inputs = torch.randn(BATCH, FEATURES, generator=draw, dtype=torch.float64)
-    return inputs, torch.randn(BATCH, 2, generator=draw, dtype=torch.float64)
+    return inputs.to(DEVICE), torch.randn(BATCH, 2, generator=draw, dtype=torch.float64).to(DEVICE)
 
 
 def share(tensor: Tensor, rank: int, size: int) -> Tensor:
@@ -160,7 +161,8 @@ def pair(
     runs = []
     for distributed in (False, True):
         torch.manual_seed(100 + (mpisgd.rank() if distributed else 0))
-        net = model().double() if double else model()
+        net = model().to(DEVICE)
+        net = net.double() if double else net
         net = net if prepare is None else prepare(net)
         opt = optimizer(net)
         if distributed:
@@ -255,7 +257,7 @@ def digest(tensors: Iterable[Tensor | None]) -> str:
             parts = [tensor.coalesce().indices(), tensor.coalesce().values()]
         for part in parts:
             told.update(f"{part.dtype}{list(part.shape)}".encode())
-            told.update(part.contiguous().view(-1).view(torch.uint8).numpy())
+            told.update(part.contiguous().view(-1).view(torch.uint8).cpu().numpy())
     return told.hexdigest()
 
 

@@ -469,6 +469,7 @@ def test_gradients_are_freed_while_backward_computes():
         everyone(max(held) <= 1 if stage == 2 else min(held) >= 10, f"stage {stage}: {held}")
 
 
+@pytest.mark.processes
 @pytest.mark.mpi(min_size=2)
 def test_large_gradients_travel_from_where_they_lie_although_others_lay_there_before(monkeypatch):
     """Of equal layers backward puts one gradient where it has just freed another; none has to be copied."""

@@ -60,6 +60,39 @@ def test_predivision_by_a_power_of_two_changes_no_bits(factor):
         assert torch.equal(*rank)
 
 
+# Seed 4505. What was divided before is multiplied after the sum; signs, of which no sum is made, were, too,
+# and a threshold had been passed by other elements.
+
+
+@pytest.mark.parametrize(
+    "compression",
+    [
+        mpisgd.compress.SignSGD(),
+        mpisgd.compress.SignSGD(majority_vote=False),
+        mpisgd.compress.Threshold(value=0.5),
+        mpisgd.compress.DeepGradient(ratio=0.5, clip_norm=0.5),
+        mpisgd.compress.PerHost(mpisgd.compress.Threshold(value=0.5)),
+        mpisgd.compress.TopK(ratio=0.5),
+        mpisgd.compress.OneBit(),
+    ],
+    ids=str,
+)
+def test_predivision_changes_nothing_of_what_a_compressor_sends(compression):
+    def trained(factor):
+        param = torch.nn.Parameter(torch.zeros(20, dtype=torch.float64))
+        optimizer = mpisgd.DistributedOptimizer(
+            torch.optim.SGD([param], lr=1.0), compression=compression, gradient_predivide_factor=factor
+        )
+        for step in range(3):
+            optimizer.zero_grad()
+            (param * torch.cos(torch.arange(20.0).double() + mpisgd.rank() + step)).sum().backward()
+            optimizer.step()
+        return param.detach()
+
+    for once, divided in run_ranks(2, lambda: (trained(1.0), trained(4.0))):
+        torch.testing.assert_close(divided, once)
+
+
 # Seeds 23 and 77. Ranks that had received a state in which nothing was kept counted their steps anew, and the
 # one that had sent it did not: only they looked whether all are in sync, or only it.
 
@@ -122,3 +155,14 @@ def test_gradients_lie_as_parameters_that_were_converted_after_the_first_step(sh
     optimizer = Optimizer("AdamW", (("lr", 0.01), ("fused", True)), (0, 1))
     events = [Step(), Convert(0, channels_last=True), Backward((7,)), Step()]
     check(*events, layers=[Layer(shape=shape), Layer(shape=(3, 2))], optimizers=[optimizer])
+
+
+# Seed 4406. A sparse gradient that was reset to zeros has no elements, but is one: steps are counted.
+
+
+@pytest.mark.parametrize("option", [("share_parameters", "True"), ("strategy", "mpisgd.Sharded()")], ids=str)
+def test_sparse_gradients_that_were_divided_are_reset_to_what_has_no_elements(option):
+    optimizer = Optimizer("Adagrad", (("lr", 0.01),), (0,), (option,))
+    reset = ZeroGrad(set_to_none=False)
+    events = [Backward((2,)), reset, Step(), reset, Backward((3,)), Step()]
+    check(*events, layers=[Layer("sparse", (11, 3))], optimizers=[optimizer])

@@ -5,7 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from paper_programs import Program, assert_equal, momentum
+import torch
+from paper_programs import (
+    CLOSE,
+    LR,
+    Program,
+    assert_equal,
+    assert_same,
+    by_mpisgd,
+    by_paper,
+    definition_of,
+    momentum,
+)
 
 import mpisgd
 from mpisgd import Compression, compress
@@ -60,6 +71,35 @@ SITUATIONS = {
 @pytest.mark.parametrize("compression", EXACT, ids=repr)
 def test_bit_for_bit(compression, situation):
     assert_equal(SITUATIONS[situation], compression=compression)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    "compression",
+    [
+        compress.TopK(0.2),
+        compress.DeepGradient(0.2),
+        compress.SignSGD(),
+        compress.PowerSGD(2),
+        compress.OneBit(),
+    ],
+    ids=repr,
+)
+def test_buckets_make_no_difference(compression, overlap):
+    """The matrix is alone in one, the rest is together. A random compressor draws other numbers."""
+    options = {"bucket_cap_bytes": 42 * 8, "overlap": overlap}
+    assert_equal(Program(dyadic=False, options=options), compression=compression)
+
+
+@pytest.mark.parametrize("compression", [*EXACT, *OTHERS], ids=repr)
+def test_a_sum_is_as_many_times_the_mean(compression):
+    """Of signs by vote there is none."""
+    if compression == compress.SignSGD():
+        pytest.skip("a vote is no mean")
+    program = Program(size=2, dyadic=False)
+    halved = replace(program, make=lambda params: torch.optim.SGD(params, lr=LR / 2))
+    found = by_mpisgd(halved, compression=compression, op=mpisgd.ReduceOp.SUM)
+    assert_same(found, by_paper(program, definition_of(program, compression=compression)), CLOSE)
 
 
 @pytest.mark.parametrize("situation", ["plain", "unused on a rank", "four ranks on two hosts"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mpisgd.accelerator.runtime import Cuda, set_runtime
 from mpisgd.core.consistency import Operation
 from mpisgd.dtypes import ReduceOp
 from mpisgd.sharding import device_parts
@@ -40,7 +41,8 @@ class Ranks:
         def body(rank: int) -> None:
             try:
                 queue = SimpleNamespace(threads_allowed=True)
-                action(SimpleNamespace(rank=rank, size=SIZE, ranks=tuple(range(SIZE)), queue=queue))
+                members = {"rank": rank, "size": SIZE, "ranks": tuple(range(SIZE))}
+                action(SimpleNamespace(**members, queue=queue, streams=None))
             except BaseException as error:
                 errors.append(error)
                 self._barrier.abort()
@@ -75,9 +77,18 @@ class Ranks:
         tensor.copy_(self._everyones(group.rank, "broadcast", tensor)[src])
 
 
+class OneStream(Cuda):
+    """The parts lie on the CPU here, whose work has an order."""
+
+    def current_stream(self, device: torch.device) -> Any:
+        return SimpleNamespace(record_event=lambda: None)
+
+
 @pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
-    return Ranks(monkeypatch)
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
+    set_runtime(OneStream())
+    yield Ranks(monkeypatch)
+    set_runtime(None)
 
 
 BIG = 3 * device_parts.SMALL

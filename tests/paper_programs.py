@@ -45,6 +45,8 @@ class Program:
         frozen: names that are never trained.
         max_norm: of the gradients, once they are reduced; 0: as they are.
         make: of the wrapped optimizer.
+        options: of `DistributedOptimizer`, which change nothing.
+        apart: ranks begin with parameters of their own.
     """
 
     size: int = 2
@@ -57,14 +59,15 @@ class Program:
     max_norm: float = 0.0
     make: Make = sgd
     options: Mapping[str, Any] = field(default_factory=dict)
+    apart: bool = False
 
     @property
     def ranks_by_host(self) -> list[list[int]]:
         ranks = iter(range(self.size))
         return [[next(ranks) for _ in range(count)] for count in self.hosts or (self.size,)]
 
-    def start(self) -> dict[str, nn.Parameter]:
-        draw = torch.Generator().manual_seed(3)
+    def start(self, rank: int = 0) -> dict[str, nn.Parameter]:
+        draw = torch.Generator().manual_seed(3 + rank * self.apart)
         values = {n: torch.randint(-64, 64, s, generator=draw).double() / 16 for n, s in SHAPES.items()}
         return {n: nn.Parameter(t, requires_grad=n not in self.frozen) for n, t in values.items()}
 
@@ -107,24 +110,31 @@ def by_optimizer(
     program: Program, wrapped: Callable[[dict[str, nn.Parameter]], Any]
 ) -> list[list[dict[str, Tensor]]]:
     def train() -> list[dict[str, Tensor]]:
-        params, rows = program.start(), []
-        optimizer = wrapped(params)
-        for step in range(program.steps):
-            optimizer.zero_grad()
-            for term in program.terms(mpisgd.rank(), step):
-                if term:
-                    program.loss(params, mpisgd.rank(), term).backward()
-            if program.max_norm:
-                optimizer.clip_grad_norm_(program.max_norm)
-            optimizer.step()
-            rows.append({name: param.detach().clone() for name, param in params.items()})
-        return rows
+        return trained_here(program, wrapped)
 
     return run_ranks(program.size, train, seed=1, ranks_per_host=program.hosts)
 
 
+def trained_here(
+    program: Program, wrapped: Callable[[dict[str, nn.Parameter]], Any]
+) -> list[dict[str, Tensor]]:
+    """Be one of the ranks; return the parameters after each step. Collective."""
+    params, rows = program.start(mpisgd.rank()), []
+    optimizer = wrapped(params)
+    for step in range(program.steps):
+        optimizer.zero_grad()
+        for term in program.terms(mpisgd.rank(), step):
+            if term:
+                program.loss(params, mpisgd.rank(), term).backward()
+        if program.max_norm:
+            optimizer.clip_grad_norm_(program.max_norm)
+        optimizer.step()
+        rows.append({name: param.detach().clone() for name, param in params.items()})
+    return rows
+
+
 def paper_run(program: Program, definition: Definition, *, updates: bool = True) -> PaperRun:
-    params = {rank: program.start() for rank in range(program.size)}
+    params = {rank: program.start(rank) for rank in range(program.size)}
     made = {rank: program.make(list(mine.values())) for rank, mine in params.items()} if updates else {}
     return PaperRun(definition, params, made, hosts=program.ranks_by_host)
 

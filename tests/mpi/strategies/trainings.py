@@ -1,4 +1,4 @@
-"""Small trainings that every rank can repeat for all, to see what a strategy should have done."""
+"""Small trainings, of which every rank knows the data of all."""
 
 from __future__ import annotations
 
@@ -39,49 +39,6 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step
     optimizer.zero_grad()
     model(batch(rank, step)).square().mean().backward()
     optimizer.step()
-
-
-class Simulated:
-    """The models and optimizers of all ranks, in this process."""
-
-    def __init__(self, make: Make, size: int | None = None) -> None:
-        size = mpisgd.size() if size is None else size
-        self.models = [fresh_model() for _ in range(size)]
-        self.optimizers = [make(list(model.parameters())) for model in self.models]
-
-    def step(self, step: int) -> None:
-        """Let every rank take a step of its own."""
-        for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
-            one_step(model, optimizer, rank, step)
-
-    def synchronous_step(self, step: int) -> None:
-        """Let all take the same step, with the mean of their gradients."""
-        for rank, model in enumerate(self.models):
-            model.zero_grad()
-            model(batch(rank, step)).square().mean().backward()
-        for same in self.alike():
-            mean = torch.stack([param.grad for param in same]).mean(0)
-            for param in same:
-                param.grad = mean.clone()
-        for optimizer in self.optimizers:
-            optimizer.step()
-
-    def alike(self, ranks: range | list[int] | None = None) -> list[tuple[Tensor, ...]]:
-        """For each parameter those of all ranks, or of some."""
-        chosen = self.models if ranks is None else [self.models[rank] for rank in ranks]
-        return list(zip(*(model.parameters() for model in chosen), strict=True))
-
-    @torch.no_grad()
-    def average(self, ranks: range | list[int] | None = None) -> None:
-        """Make the parameters of some ranks their mean."""
-        for same in self.alike(ranks):
-            mean = torch.stack(list(same)).mean(0)
-            for param in same:
-                param.copy_(mean)
-
-    def mine(self) -> list[Tensor]:
-        """The parameters of this rank."""
-        return [param.detach() for param in self.models[mpisgd.rank()].parameters()]
 
 
 def wrapped(make: Make, strategy: mpisgd.Strategy, **options) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -1,0 +1,100 @@
+"""Memory of the simulated GPU, and pinned memory of the host, by caching allocators as torch has them.
+
+What is freed is handed out at once to the next allocation on the same stream, while kernels of other streams
+may still use it, unless `record_stream` told of them. So a missing `record_stream` shows as wrong values.
+Fresh memory, and every byte that is handed out for the first time, holds GARBAGE. Memory is never given back
+to the system: a late kernel writes where it should not, but into memory of ours.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import defaultdict
+from collections.abc import Callable
+
+from simulated_gpu.stream import Event, Stream, Streams
+
+__all__ = ["GARBAGE", "Allocator", "Block"]
+
+GARBAGE = 0x5A
+ROUND = 512
+
+
+class Block:
+    """Memory that belongs to one stream; `users` are others that were told of."""
+
+    def __init__(self, memory: ctypes.Array[ctypes.c_char], stream: Stream | None) -> None:
+        self.memory = memory
+        self.address = ctypes.addressof(memory)
+        self.stream = stream
+        self.users: set[Stream] = set()
+
+
+class Allocator:
+    """Blocks of all devices, and pinned ones, whose stream is None.
+
+    Attributes:
+        allocated: bytes that are in use, by device; None: pinned.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._free: dict[tuple[Stream | None, int], list[Block]] = defaultdict(list)
+        self._waiting: list[tuple[Block, list[Event]]] = []
+        self._in_use: dict[int, Block] = {}
+        self.allocated: dict[int | None, int] = defaultdict(int)
+
+    def allocate(self, num_bytes: int, stream: Stream | None) -> Block:
+        """Return memory for use on `stream`; None: pinned memory of the host."""
+        size = -(-num_bytes // ROUND) * ROUND
+        with self._streams.lock:
+            self._take_back()
+            free = self._free[stream, size]
+            block = free.pop() if free else Block(_fresh(size), stream)
+            self._in_use[block.address] = block
+            self.allocated[stream and stream.device] += len(block.memory)
+            return block
+
+    def free(self, block: Block) -> None:
+        """Take a block back: at once, or when the streams that were told of are done with it."""
+        with self._streams.lock:
+            del self._in_use[block.address]
+            self.allocated[block.stream and block.stream.device] -= len(block.memory)
+            users, block.users = block.users, set()
+            self._waiting.append((block, [self._streams.record(user) for user in users]))
+            self._take_back()
+
+    def _take_back(self) -> None:
+        done = [block for block, events in self._waiting if all(map(self._streams.query, events))]
+        self._waiting = [entry for entry in self._waiting if entry[0] not in done]
+        for block in done:
+            self._free[block.stream, len(block.memory)].append(block)
+
+    def find(self, address: int | None) -> Block | None:
+        """Return the block in use that an address lies in."""
+        if address is None:
+            return None
+        with self._streams.lock:
+            if address in self._in_use:
+                return self._in_use[address]
+            inside = (b for b in self._in_use.values() if b.address <= address < b.address + len(b.memory))
+            return next(inside, None)
+
+    def record(self, address: int | None, stream: Stream) -> None:
+        """Note that a stream uses the memory at an address: it is not handed out before that is over."""
+        block = self.find(address)
+        if block is not None and stream is not block.stream:
+            block.users.add(stream)
+
+    def calls(self) -> dict[str, Callable[..., object]]:
+        """Return the functions for `guard.register`, without `allocate`."""
+        return {
+            "record_memory": lambda at, *stream: self.record(at, self._streams.get(*stream)),
+            "free": lambda at: self.free(self._in_use[at]),
+        }
+
+
+def _fresh(size: int) -> ctypes.Array[ctypes.c_char]:
+    memory = (ctypes.c_char * max(size, 1))()
+    ctypes.memset(memory, GARBAGE, size)
+    return memory

@@ -1,0 +1,249 @@
+"""`SimulatedNccl`: torch's ProcessGroupNCCL, as far as mpisgd calls it, on a simulated GPU.
+
+A collective is a kernel on a stream of NCCL's own, behind what the current stream had to do. It begins when
+the stream comes to it, ends when those of all other ranks have come, and never if one does not come. The host
+learns nothing of that but by events. gloo carries the data. What follows torch: `wait()` lets the current
+stream wait, a future is complete at the launch and carries NCCL's stream, tensors are kept until `wait()`,
+and the watchdog ends what has lasted too long as TORCH_NCCL_ASYNC_ERROR_HANDLING says, by default with the
+process.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from simulated_gpu.device import KIND, Device
+from simulated_gpu.memory import host_alias
+from simulated_gpu.stream import Event
+
+__all__ = ["SimulatedNccl"]
+
+NO_HANDLING, TEAR_DOWN, CLEAN_UP_ONLY, SKIP_CLEAN_UP = range(4)
+WATCHDOG_S = 0.05
+FOR_EVER = datetime.timedelta(days=1)
+
+
+class Collective:
+    """The kernel: a task of NCCL's stream."""
+
+    def __init__(self, nccl: SimulatedNccl, run: Callable[[], object]) -> None:
+        self._nccl, self._run = nccl, run
+        self._begun = False
+        self._ended = threading.Event()
+
+    def poll(self) -> bool:
+        if not self._begun:
+            self._begun = True
+            self._nccl.kernels.put(self.carry_out)
+        return self._ended.is_set() or self._nccl.aborted is not None
+
+    def carry_out(self) -> None:
+        """In the communicator's thread: meet the others."""
+        self._run()
+        self._ended.set()
+
+
+class SimulatedWork:
+    """WorkNCCL."""
+
+    def __init__(
+        self, nccl: SimulatedNccl, device: int, end: Event, outputs: list[Tensor], stash: Any
+    ) -> None:
+        self._nccl, self._device, self._end = nccl, device, end
+        self._outputs, self._stash = outputs, stash
+        self.launched = time.monotonic()
+        self.error: Exception | None = None
+        self._future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=[f"{KIND}:{device}"])
+        self._future.set_result(outputs)  # the current stream is NCCL's
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        """Let the current stream wait; with a timeout the host waits, and ends NCCL when it is over."""
+        gpu = self._nccl.device
+        gpu.streams.add(gpu.current_stream(self._device), self._end)
+        self._stash = None
+        deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
+        while deadline is not None and not self.is_completed():
+            if time.monotonic() > deadline:
+                self.error = dist.DistBackendError("Work timed out in blocking wait.")
+            time.sleep(0.001)
+        if self.error is not None:
+            self._nccl.abort()
+            raise self.error
+        return True
+
+    def is_completed(self) -> bool:
+        return self.error is not None or self.is_finished()
+
+    def is_finished(self) -> bool:
+        """Return whether the kernel is over."""
+        return self._nccl.device.streams.query(self._end)
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        return self._future
+
+
+class SimulatedNccl:
+    """See the module.
+
+    Attributes:
+        kernels: what the communicator's thread has to do.
+        aborted: why it has ended early.
+        calls: names of the collectives, in order.
+        ended: "shutdown" or "abort".
+    """
+
+    def __init__(self, device: Device, store: Any, rank: int, size: int, timeout_s: float) -> None:
+        self.device = device
+        self.kernels: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.aborted: str | None = None
+        self.calls: list[str] = []
+        self.ended = ""
+        self._store, self._rank, self._size, self._timeout_s = store, rank, size, timeout_s
+        self._mode = int(os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", SKIP_CLEAN_UP))
+        self._inner: Any = None
+        self._streams: dict[int, torch.Stream] = {}
+        self._works: list[SimulatedWork] = []
+        threading.Thread(target=self._watch, name="simulated NCCL's watchdog", daemon=True).start()
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """Meet the others, as ncclCommInitRank: the host waits. Otherwise the first collective does."""
+        if self._inner is None:
+            limit = datetime.timedelta(seconds=self._timeout_s)
+            self._inner = dist.ProcessGroupGloo(self._store, self._rank, self._size, limit)
+            threading.Thread(target=self._carry_out, name="simulated NCCL", daemon=True).start()
+
+    def _carry_out(self) -> None:
+        while self.aborted is None:
+            try:
+                self.kernels.get()()
+            except RuntimeError as exc:  # the others are gone: what has begun never ends
+                print(f"simulated NCCL: {exc}", file=sys.stderr)
+                return
+
+    def _launch(
+        self,
+        name: str,
+        tensors: Sequence[Tensor],
+        outputs: list[Tensor],
+        run: Callable[[Any, list[Tensor]], object],
+    ) -> SimulatedWork:
+        if self.aborted is not None:
+            raise dist.DistBackendError(f"NCCL communicator was aborted: {self.aborted}")
+        assert all(self.device.holds(tensor) and tensor.is_contiguous() for tensor in tensors), (
+            "tensors of NCCL"
+        )
+        self.calls.append(name)
+        place = tensors[0].device
+        self.eager_connect_single_device(place)
+        if place.index not in self._streams:
+            self._streams[place.index] = torch.Stream(place)
+        ours = self._streams[place.index]
+        stream = self.device.streams.get(place.index, ours.stream_id)
+        self.device.wait(stream, self.device.current_stream(place.index))
+        aliases = [host_alias(tensor) for tensor in tensors]
+        self.device.used.add(place.index)
+        end = self.device.streams.add(stream, Collective(self, lambda: run(self._inner, aliases)))
+        with ours:
+            work = SimulatedWork(self, place.index, end, outputs, list(tensors))
+        self._works.append(work)
+        return work
+
+    # -- the collectives ------------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: list[Tensor], op: Any) -> SimulatedWork:
+        op = getattr(op, "reduceOp", op)
+
+        def run(inner: Any, aliases: list[Tensor]) -> None:
+            aliases[0].copy_(self._reduced(inner, aliases[0], op))
+
+        return self._launch("allreduce", tensors, tensors, run)
+
+    def reduce(self, tensor: Tensor, root: int, op: Any) -> SimulatedWork:
+        def run(inner: Any, aliases: list[Tensor]) -> None:
+            result = self._reduced(inner, aliases[0], op)
+            if self._rank == root:
+                aliases[0].copy_(result)
+
+        return self._launch("reduce", [tensor], [tensor], run)
+
+    def _reduce_scatter_base(self, out: Tensor, tensor: Tensor, options: Any) -> SimulatedWork:
+        op = options.reduceOp
+
+        def run(inner: Any, aliases: list[Tensor]) -> None:
+            aliases[0].copy_(self._reduced(inner, aliases[1], op).chunk(self._size)[self._rank])
+
+        return self._launch("reduce_scatter", [out, tensor], [out], run)
+
+    def broadcast(self, tensor: Tensor, root: int) -> SimulatedWork:
+        return self._launch(
+            "broadcast", [tensor], [tensor], lambda inner, aliases: inner.broadcast(aliases[0], root).wait()
+        )
+
+    def _allgather_base(self, out: Tensor, tensor: Tensor) -> SimulatedWork:
+        return self._launch(
+            "all_gather",
+            [out, tensor],
+            [out],
+            lambda inner, aliases: inner._allgather_base(aliases[0], aliases[1].clone()).wait(),
+        )
+
+    def alltoall_base(self, out: Tensor, tensor: Tensor, takes: list[int], gives: list[int]) -> SimulatedWork:
+        return self._launch(
+            "all_to_all",
+            [out, tensor],
+            [out],
+            lambda inner, aliases: inner.alltoall_base(*aliases, takes, gives).wait(),
+        )
+
+    def _reduced(self, inner: Any, tensor: Tensor, op: Any) -> Tensor:
+        """NCCL has means, and this one adds 16-bit floats in float32."""
+        result = tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.clone()
+        inner.allreduce([result], dist.ReduceOp.SUM if op == dist.ReduceOp.AVG else op).wait()
+        if op == dist.ReduceOp.AVG:
+            result = result / self._size
+        return result.to(tensor.dtype)
+
+    # -- the end --------------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Wait for what is in flight, and end."""
+        for number, stream in self._streams.items():
+            self.device.synchronize(self.device.streams.get(number, stream.stream_id))
+        self._end("shutdown")
+
+    def abort(self) -> None:
+        """End what is in flight as it is."""
+        self._end("abort")
+
+    def _end(self, how: str) -> None:
+        if self.aborted is None:
+            self.aborted, self.ended = how, how
+            self.kernels.put(lambda: None)
+
+    def _watch(self) -> None:
+        """The watchdog: looks for what has lasted too long since its launch."""
+        while self.aborted is None:
+            time.sleep(WATCHDOG_S)
+            self._works = [work for work in self._works if not work.is_finished()]
+            for work in self._works:
+                if time.monotonic() - work.launched > self._timeout_s and work.error is None:
+                    work.error = dist.DistBackendError("Watchdog caught collective operation timeout")
+                    self._handle(str(work.error))
+
+    def _handle(self, what: str) -> None:
+        if self._mode in (TEAR_DOWN, CLEAN_UP_ONLY):
+            self._end("abort")
+        if self._mode in (TEAR_DOWN, SKIP_CLEAN_UP):
+            print(f"simulated NCCL: {what}. Taking the entire process down.", file=sys.stderr, flush=True)
+            os.abort()
