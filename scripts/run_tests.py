@@ -36,9 +36,7 @@ SHORT_SET = (
 )
 
 # What costs much and says little more at one and at three ranks.
-FOR_EVEN_SIZES = (
-    "tests/mpi/torch_backend",
-)
+FOR_EVEN_SIZES = ("tests/mpi/torch_backend",)
 
 # What takes longest, and says the same at two, three and four ranks.
 FOR_ODD_SIZES = (
@@ -94,7 +92,7 @@ LEFT_OUT = {
         "tests/mpi/horovod/test_horovod_training.py",
         "tests/mpi/nn",
         "tests/mpi/optim/test_compression_choice.py",
-            "tests/mpi/optim/test_gradients.py",
+        "tests/mpi/optim/test_gradients.py",
         "tests/mpi/optim/test_one_bit_adam.py",
         "tests/mpi/optim/test_optimizers.py",
         "tests/mpi/optim/test_hosts.py",

@@ -13,7 +13,7 @@ import torch
 import mpisgd
 from mpisgd import elastic
 from mpisgd.job.threads_as_ranks import LOST, Loss, lose_ranks, run_ranks
-from mpisgd.threads import scheduling
+from mpisgd.threads import scheduling, waiting
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*failed and nobody waited:RuntimeWarning")
 
@@ -168,12 +168,15 @@ def test_nothing_is_left_of_a_lost_rank_and_of_what_failed():
         works = [mpisgd.all_reduce(tensor, async_op=True) for _ in range(3)]
         done = works[0].get_future().then(lambda _: mpisgd.all_reduce(tensor, async_op=True))
         if mpisgd.rank() == 0:
+            mpisgd.irecv(torch.zeros(1), 1)
             lose_ranks(0)
         with pytest.raises(mpisgd.PeerLost):
             works[-1].wait()
         return done.done()
 
     before = mappings()
+    pause = waiting.pause_s(1.0)  # shorter while a message is in flight
     for seed in range(5):
         assert run_ranks(3, program, seed=seed, losses=())[1:] == [True, True]
     assert mappings() == before
+    assert waiting.pause_s(1.0) == pause
