@@ -23,6 +23,7 @@ SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 from fuzzing import schedules  # noqa: E402
+from fuzzing.schedule import Act  # noqa: E402
 
 NUM_SEEDS = 60
 pytestmark = pytest.mark.filterwarnings("ignore:.*failed and nobody waited:RuntimeWarning")
@@ -126,3 +127,15 @@ def test_memory_of_a_group_that_is_not_closed_is_found(monkeypatch):
 def test_a_fault_of_the_engine_is_found(monkeypatch, mutation):
     mutation(monkeypatch)
     assert wrong(300)
+
+
+def test_a_message_under_way_is_received_where_its_group_is_closed():
+    """What was sent may be through for its sender, and not have arrived: the receive was cancelled."""
+    acts = (
+        Act(kind="group", number=2, members=(1, 0)),
+        Act(kind="message", group=2, async_op=True, root=1, number=3),
+        Act(kind="close", group=2, root=1, number=4),
+    )
+    for seed in (32439, *range(40)):
+        schedule = schedules.Schedule(seed, 2, (2,), acts, num_draws=41)
+        assert schedules.check(schedule) == ""
