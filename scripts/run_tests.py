@@ -66,10 +66,14 @@ FOR_THREE_OR_FOUR = (
     "tests/mpi/verification",
 )
 
+# Random programs, which tests/unit/fuzzing runs on threads at every size: three ranks confirm it.
+FUZZING = "tests/mpi/fuzzing/test_random_programs.py"
+
 # Left out at these numbers of ranks, where they say what others say too; with --long they run at all.
 LEFT_OUT = {
-    1: (*FOR_EVEN_SIZES, *FOR_TWO, *FOR_THREE_OR_FOUR, "tests/mpi/rpc"),
+    1: (*FOR_EVEN_SIZES, *FOR_TWO, *FOR_THREE_OR_FOUR, "tests/mpi/rpc", FUZZING),
     2: (
+        FUZZING,
         "tests/mpi/plan",
         *FOR_ODD_SIZES,
         *FOR_THREE,
@@ -83,6 +87,7 @@ LEFT_OUT = {
     ),
     3: (*FOR_EVEN_SIZES, *FOR_TWO, "tests/mpi/layouts"),
     4: (
+        FUZZING,
         *FOR_ODD_SIZES,
         *FOR_TWO,
         *FOR_THREE,

@@ -37,7 +37,10 @@ def preloaded_python() -> list[str]:
     here = Path(__file__).parent
     path = f"{tempfile.mkdtemp(prefix='preloaded-')}/socket"
     server = subprocess.Popen(
-        [sys.executable, str(here / "preloaded.py"), path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, str(here / "preloaded.py"), path],
+        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},  # our backend is loaded by each program
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )
     assert server.stdin is not None
     assert server.stdout is not None
@@ -65,8 +68,8 @@ def run_python(
 ) -> subprocess.CompletedProcess[str]:
     """Run `python ARGS`, under `mpirun -n num_ranks OPTIONS` where a number is given; a hang is a failure.
 
-    It hangs when it has said nothing for `quiet_s`, however long the whole takes. Where it is `preloaded`, the
-    ranks are forked from a process that has imported torch, see preloaded.py; with --long they never are.
+    It hangs when it has said nothing for `quiet_s`, however long the whole takes. Where it is `preloaded`,
+    it is forked from a process that has imported torch, see preloaded.py; with --long it never is.
     """
     prefix = [] if num_ranks is None else [mpirun(), "-n", str(num_ranks), *options]
     python = preloaded_python() if preloaded and "MPISGD_TEST_LONG" not in os.environ else [sys.executable]

@@ -1,6 +1,6 @@
-"""A server that has imported torch once, and forks a process for each program that asks: `python preloaded.py SOCKET`.
+"""A server that has imported torch, and forks a process for each program: `python preloaded.py SOCKET`.
 
-Most jobs of these tests last a second, and to import torch takes each of their ranks another one. mpirun starts
+Most jobs of these tests last a second, and to import torch takes each rank another one. mpirun starts
 `preloaded_client.py` as a rank; the program then runs in a child of this server, with the rank's arguments,
 environment, working directory, files and cores, and whatever mpirun does to the rank is done to the child.
 
@@ -12,13 +12,18 @@ from __future__ import annotations
 
 import array
 import contextlib
+import functools
 import marshal
 import os
+import runpy
 import select
 import signal
 import socket
 import sys
 import types
+import warnings
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -53,30 +58,51 @@ def become(wanted: dict[str, Any], files: list[int]) -> None:
     os.environ.update(wanted["env"])
     os.sched_setaffinity(0, wanted["cores"])
     torch.set_num_threads(len(wanted["cores"]))
+    if torch._is_device_backend_autoload_enabled():  # else importing torch would do so
+        torch._import_device_backends()
     numpy.random.seed()  # each process its own; Python's random sees to that itself
     if "PYTHONUNBUFFERED" in os.environ:
         sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
 
 
-def run_as_main(first: str, rest: list[str], own_paths: list[str]) -> None:
-    """Run a program, or the text after -c, as the interpreter does: errors have none of our frames."""
-    if first == "-c":
-        text, file, folder, sys.argv = rest[0], "<string>", "", ["-c", *rest[1:]]
+def read_options(args: list[str], own_paths: list[str]) -> Callable[[], None]:
+    """Take arguments as Python does: module path, `sys.argv`, warnings; return what runs the program."""
+    while args[0] == "-W":
+        warnings.simplefilter(args[1])  # type: ignore[arg-type]
+        sys.warnoptions.append(args[1])
+        args = args[2:]
+    what, *rest = args
+    if what == "-m":
+        folder, sys.argv = os.getcwd(), rest
+        run = functools.partial(runpy.run_module, rest[0], run_name="__main__", alter_sys=True)
+    elif what == "-c":
+        folder, sys.argv = "", ["-c", *rest[1:]]
+        run = functools.partial(run_text, rest[0], "<string>")
     else:
-        with open(first, encoding="utf-8") as program:
-            text, file, folder, sys.argv = program.read(), first, os.path.dirname(first), [first, *rest]
-        folder = os.path.realpath(folder or ".")
+        folder, sys.argv = os.path.dirname(os.path.realpath(what)), args
+        run = functools.partial(run_text, Path(what).read_text(), what)
     more = os.environ.get("PYTHONPATH", "")
     sys.path[:] = [folder, *(path for path in more.split(os.pathsep) if path), *own_paths]
-    main = types.ModuleType("__main__")
+    return run
+
+
+def run_text(text: str, file: str) -> None:
+    """Run a program as the module `__main__`."""
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
     main.__file__ = file
-    sys.modules["__main__"] = main
+    exec(compile(text, file, "exec"), main.__dict__)
+
+
+def end_as_python(run: Callable[[], None]) -> None:
+    """Run something; what it raises ends this process as in any program, and shows none of our frames."""
     try:
-        exec(compile(text, file, "exec"), main.__dict__)
+        run()
     except SystemExit:
         raise
     except BaseException as exc:
-        trace = exc.__traceback__.tb_next if exc.__traceback__ is not None else None
+        trace = exc.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next
         sys.excepthook(type(exc), exc.with_traceback(trace), trace)
         sys.exit(128 + signal.SIGINT if isinstance(exc, KeyboardInterrupt) else 1)
 
@@ -154,15 +180,14 @@ class Server:
 
 
 def main(path: str) -> None:
-    own_paths = [
-        place for place in sys.path[1:] if place not in os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    ]
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    own_paths = [place for place in sys.path[1:] if place not in given]
     server = Server(path)
     print("ready", flush=True)
     if (job := server.serve()) is not None:
         wanted, files = job
         become(wanted, files)
-        run_as_main(wanted["args"][0], wanted["args"][1:], own_paths)
+        end_as_python(read_options(wanted["args"], own_paths))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What mpirun starts as a rank instead of Python: `preloaded_client.py SOCKET PROGRAM ARGS`; see preloaded.py."""
+"""What mpirun starts instead of Python: `preloaded_client.py SOCKET PROGRAM ARGS`; see preloaded.py."""
 
 import marshal
 import os
