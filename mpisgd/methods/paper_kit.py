@@ -245,7 +245,8 @@ def compressed(
 
         m_i = g_i + e_i;   s_i = C(m_i);   e_i = m_i - s_i
 
-    The learning rate comes after it. Where it does not change this is algorithm 1 of Karimireddy 2019.
+    The learning rate comes after it. Stich 2018 and Karimireddy 2019 have it before, in the residual: that is
+    the same while it does not change.
     """
     m = {i: (g[i] + s.e[i]).only(g[i]) for i in w.ranks}
     sent = {i: send(i, m[i]) for i in w.ranks}
