@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from mpisgd.gradients.bucketing import Bucket
-from mpisgd.gradients.fusion_buffer import layout_of
+from mpisgd.gradients.fusion_buffer import Layout, layout_of
 from mpisgd.gradients.kinds import kind_of
 
 __all__ = ["ALONE", "UnbucketedGradient", "num_uses"]
@@ -46,6 +46,11 @@ class UnbucketedGradient:
         (param,) = params
         alike = param.dtype == self._dtype and param.device == self._device
         return alike and param.shape == self._layout.shape and param.stride() == self._stride
+
+    @property
+    def layouts(self) -> Sequence[Layout]:
+        """How the gradient lies there."""
+        return [self._layout]
 
     @property
     def flat(self) -> Tensor:

@@ -34,6 +34,7 @@ from mpisgd.optim.choices import check_choices, resolve_reduction, summary
 from mpisgd.optim.in_sync import check_tensors_in_sync
 from mpisgd.optim.parameter_names import agree_on, name_buffers, name_parameters
 from mpisgd.optim.starting_alike import SETTINGS_EVERY, check_alike
+from mpisgd.optim.state_layout import lay_out_state
 from mpisgd.strategies.buffers import Buffers
 from mpisgd.strategies.compatibility import check_momentum
 from mpisgd.strategies.state_keeper import StateKeeper
@@ -265,6 +266,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         self._keeper.check(state_dict)
         super().load_state_dict(state_dict)
+        lay_out_state(self)
         self._keeper.load(state_dict)
         with owned_by(self._owner):
             self._synchronizer.loaded(state_dict)

@@ -207,16 +207,24 @@ class _Stepping:
 
 
 def _without_own(state: Any, fresh: Any) -> Any:
-    """Return a paper's state of which nothing is left but what is alike."""
+    """Return a paper's state of which nothing is left but what is alike.
+
+    Args:
+        state: as it was.
+        fresh: of the parameters of now, of which some may have been added since.
+    """
     if not is_dataclass(state):
         return state
     kept = {}
     for each in fields(state):
         value, anew = getattr(state, each.name), getattr(fresh, each.name)
-        owner = each.metadata["owner"]
-        kept[each.name] = {"alike": value, "own": anew}.get(owner) or (
-            _without_own(value, anew) if owner == "part" else value
-        )
+        match each.metadata["owner"]:
+            case "own":
+                kept[each.name] = anew
+            case "part":
+                kept[each.name] = _without_own(value, anew)
+            case _:
+                kept[each.name] = Vec({**anew, **value}) if isinstance(value, Vec) else value
     return replace(state, **kept)
 
 

@@ -58,6 +58,7 @@ class _Walk:
     is_reduced: bool = False  # what there is, and not reset since; on some rank
     adds: bool = False  # something was added to that
     num_ranks: int = 0  # that train now
+    has_begun: bool = False  # and so has the state of optimizers
     has_gradients: bool = False  # which a scaler has not divided yet
     is_unscaled: bool = False  # it has
     was_stepped: bool = False  # with those
@@ -94,8 +95,12 @@ def _impossible(program: Program) -> str:
         return "torch scales no gradients of float16"
     if names & {"LBFGS"} and any(program.layers[i].scaled for i in program.optimizers[0].layers):
         return "LBFGS has one parameter group"
+    if "LBFGS" in names and any(layer.transposed for layer in program.layers):
+        return "LBFGS views gradients as flat"
     if names & {*ONE_BIT} and program.optimizers[0].options:
         return "1-bit optimizers are not wrapped"
+    if names & {*ONE_BIT} and program.is_resized and 100 not in dict(program.optimizers[0].settings).values():
+        return "some ranks would not see that the first gradient of a parameter comes late"
     return ""
 
 
@@ -140,6 +145,7 @@ def _after_other(walk: _Walk, event: Event) -> str:
     names = {optimizer.name for optimizer in program.optimizers}
     match event:
         case Backward() | FailedBackward():
+            walk.has_begun = True
             if isinstance(event, Backward) and {*range(walk.num_ranks)} <= {*event.skipped}:
                 return "a backward of nobody"
             if isinstance(event, Backward) and event.no_sync and names & {*ONE_BIT}:
@@ -170,6 +176,10 @@ def _after_other(walk: _Walk, event: Event) -> str:
                 return "no such layer"
             if window.passes or window.has_skips or _may_not_move(program):
                 return "parameters that must stay where they are"
+            if walk.has_begun and any(dict(o.settings).get("fused") for o in program.optimizers):
+                return "torch's fused optimizers have their state as parameters were when it was made"
+            if event.channels_last and "LBFGS" in names:
+                return "LBFGS views gradients as flat"
             if event.channels_last and len(program.layers[event.layer].shape) != 4:
                 return "channels last of something else than images"
     return ""
@@ -178,7 +188,7 @@ def _after_other(walk: _Walk, event: Event) -> str:
 def _may_not_move(program: Program) -> bool:
     options = [dict(optimizer.options) for optimizer in program.optimizers]
     one_bit = any(optimizer.name in ONE_BIT for optimizer in program.optimizers)
-    return one_bit or any({"share_parameters", "strategy", "compression"} & each.keys() for each in options)
+    return one_bit or any({"share_parameters", "strategy"} & each.keys() for each in options)
 
 
 def _after_scaled(walk: _Walk, event: Event) -> str:

@@ -140,6 +140,8 @@ class DistributedTraining(Training):
         if self.takes_part:
             self._take_consensus()
         self.optimizers.clear()
+        for param in self.model.params:
+            param.grad = None  # a rank that trains no more has none when it comes back
         mpisgd.broadcast_parameters(self._named, 0)
         everyones: list[Any] = [None] * mpisgd.size()
         mpisgd.all_gather_object(everyones, (states, self.scaler and self.scaler.state_dict()))

@@ -231,7 +231,7 @@ class _Draw:
             events.append(Reload(ranks=self._num_ranks))
         if self._maybe(0.05):
             events.append(Broadcast(self._chance.randrange(self._num_ranks)))
-        if self._theme in ("plain", "several") and self._maybe(0.15):
+        if self._theme in ("plain", "several", "compressed") and self._maybe(0.15):
             events += self._convert(layers)
         if self._maybe(0.08):
             events.append(SetRate(0.5))

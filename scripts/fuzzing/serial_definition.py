@@ -40,6 +40,11 @@ def definition_of(program: Program) -> type[ByPaper] | None:
         return None
     if program.exact and isinstance(compression, CHOOSES):
         return None
+    moves = any(isinstance(event, events.Convert) for event in program.events)
+    if isinstance(compression, mpisgd.compress.PowerSGD) and (
+        moves or any(layer.transposed for layer in program.layers)
+    ):
+        return None  # it approximates what lies in memory
     is_double = all(layer.dtype == "float64" for layer in program.layers)
     if not is_double and rounds(program):
         return None
@@ -90,15 +95,15 @@ def _reduces_once(program: Program) -> bool:
                 is_reduced = True
                 if not has_new:
                     return False
-            case (
-                events.ZeroGrad(by_model=True, set_to_none=False) | events.FailedBackward() | events.Convert()
-            ):
+            case events.ZeroGrad(by_model=True, set_to_none=False) | events.FailedBackward():
                 return False
-            case events.ZeroGrad() | events.Reload() | events.Broadcast() | events.AddGroup():
+            case events.ZeroGrad() | events.Reload():
                 if has_new:
                     return False
-                if not isinstance(event, (events.Broadcast, events.AddGroup)):
-                    passes, is_reduced = 0, False
+                passes, is_reduced = 0, False
+            case events.Broadcast() | events.AddGroup() | events.Convert():
+                if has_new:
+                    return False
     return True
 
 

@@ -157,6 +157,28 @@ def test_gradients_lie_as_parameters_that_were_converted_after_the_first_step(sh
     check(*events, layers=[Layer(shape=shape), Layer(shape=(3, 2))], optimizers=[optimizer])
 
 
+# Seed 70007. A state that was received lay in the order of its elements, and its parameter did not: fused
+# optimizers updated elements with the momentum of others, on all ranks but one.
+
+
+def test_a_state_lies_as_its_parameter_after_a_broadcast():
+    optimizer = Optimizer("AdamW", (("lr", 0.01), ("fused", True)), (0,))
+    events = [Backward((1,)), Step(), Broadcast(1), Step()]
+    check(*events, layers=[Layer(shape=(4, 3), transposed=True)], optimizers=[optimizer])
+
+
+def test_a_state_lies_as_its_parameter_after_a_load():
+    net = torch.nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
+    optimizer = mpisgd.DistributedOptimizer(torch.optim.Adam(net.parameters(), fused=True))
+    net(torch.ones(1, 2, 2, 2)).sum().backward()
+    optimizer.step()
+    saved = optimizer.state_dict()
+    for entries in saved["state"].values():
+        entries.update({name: value.contiguous() for name, value in entries.items()})
+    optimizer.load_state_dict(saved)
+    assert optimizer.state[net.weight]["exp_avg"].stride() == net.weight.stride()
+
+
 # Seed 4406. A sparse gradient that was reset to zeros has no elements, but is one: steps are counted.
 
 

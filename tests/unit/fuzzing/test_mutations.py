@@ -11,9 +11,11 @@ from fuzzing.program import ONE_BIT, Backward, Broadcast, Convert, Program, Step
 from fuzzing.threads_backend import ThreadsBackend
 
 from mpisgd.compress.sparse import threshold
+from mpisgd.gradients import compression_state
 from mpisgd.gradients.accumulation import AccumulationWindow
 from mpisgd.gradients.fusion_buffer import FusionBuffer
 from mpisgd.gradients.unbucketed import UnbucketedGradient
+from mpisgd.optim import state_layout
 from mpisgd.optim.compressed_momentum import CompressedMomentumOptimizer
 from mpisgd.sharding import divided_parameters
 from mpisgd.strategies import diloco, elastic_averaging
@@ -114,6 +116,15 @@ MUTATIONS = {
     ),
     "a large gradient lies as its parameter did before": Mutation(
         UnbucketedGradient, "fits", lambda _: lambda self, params: True, has(Convert)
+    ),
+    "a state lies as it was received": Mutation(
+        state_layout, "_laid_out", lambda _: lambda value, param: value, has(Broadcast)
+    ),
+    "a residual lies as its parameter did before": Mutation(
+        compression_state,
+        "_in_memory",
+        lambda _: lambda part, layout: part,
+        lambda p: has(Convert)(p) and uses("compress")(p),
     ),
     "parameters of one element belong to nobody": Mutation(
         divided_parameters, "divide", _loses_pieces_of_one_element, uses("Sharded", "True")
