@@ -13,8 +13,8 @@ __all__ = ["ranks_agree", "same_bits", "variants"]
 # It does the same to all state of parameters that were converted before.
 CAST_STATE = ("NAdam",)
 APART = ("LocalSGD", "DiLoCo", "ElasticAveraging", "Gossip")
-# What they draw, or whose chunk it is in, depends on the order in which a backward has computed gradients, and
-# that of a joint loss computes them in another one.
+# What they draw, or whose chunk it is in, depends on the order in which a backward has computed gradients,
+# and that of a joint loss computes them in another one.
 BY_PLACE = ("RandomK", "QSGD", "TernGrad", "Natural", "two_step")
 MEETS_RARELY = "ZeroOneAdam"
 
