@@ -77,15 +77,17 @@ class BucketReducer(abc.ABC):
         Where that depends on the data or the step: in the last one, if there was any.
         """
 
-    def put_back(self, start: int, arrived: Tensor) -> None:  # noqa: B027
-        """Take back what has arrived for a parameter that no rank has a gradient of, so it is not used.
+    def kept_apart(self, start: int, stop: int) -> dict[str, Tensor]:
+        """Return the memory of what is kept of some elements of the bucket elsewhere than by its layout.
 
-        What keeps nothing has sent zeros there. A residual grows by it on every rank, so nothing is lost.
+        Where no rank has a gradient of a parameter, what is kept of it stays as it was. In `state` that is
+        found by its shape; a rank that owns a part of the elements says here where they are.
 
         Args:
-            start: of the parameter's elements in the bucket.
-            arrived: the mean over the ranks, of the parameter's elements.
+            start: of the elements in the bucket.
+            stop: the same.
         """
+        return {}
 
     def reset(self) -> None:
         """Begin anew, as before the first step."""

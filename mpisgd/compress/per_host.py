@@ -155,9 +155,9 @@ class PerHostReducer(BucketReducer):
         hosts = self._num_hosts or size
         return self._inner.bytes_on_the_wire(hosts) if hosts > 1 else 0
 
-    def put_back(self, start: int, arrived: Tensor) -> None:
-        """Keep it for the next step."""
-        self._inner.put_back(start, arrived)
+    def kept_apart(self, start: int, stop: int) -> dict[str, Tensor]:
+        """Return what the other reducer says."""
+        return self._inner.kept_apart(start, stop)
 
     def reset(self) -> None:
         """Begin anew."""

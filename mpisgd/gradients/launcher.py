@@ -12,12 +12,13 @@ from mpisgd.collectives.dispatch import device_backend, device_kind, run_in_queu
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.core.work import Work
-from mpisgd.dtypes import ReduceOp, dtype_name
+from mpisgd.dtypes import dtype_name
 from mpisgd.gradients.finite import mark_nonfinite
 from mpisgd.gradients.in_flight import InFlightReduction
-from mpisgd.gradients.kinds import ALL_DENSE, DENSE, KindsExchange
+from mpisgd.gradients.kinds import ALL_DENSE, KindsExchange
 from mpisgd.gradients.options import ReductionOptions
 from mpisgd.gradients.plan import BucketSlot
+from mpisgd.gradients.untouched import Untouched
 
 __all__ = ["BucketLauncher", "trace_contents"]
 
@@ -217,19 +218,11 @@ class BucketLauncher:
             start = stop
 
     def _reduce_one(self, slot: BucketSlot, flat: Tensor, kinds: bytes) -> None:
+        untouched = Untouched(slot, kinds) if kinds.strip(ALL_DENSE) else None
         slot.reducer.reduce(flat, self._group, self._op)
-        if kinds.strip(ALL_DENSE):
-            self._put_back(slot, flat, kinds)
+        if untouched is not None:
+            untouched.put_back()
         self.undo_predivision(flat)
-
-    def _put_back(self, slot: BucketSlot, flat: Tensor, kinds: bytes) -> None:
-        """Let the reducer have what arrived for parameters that keep no gradient since no rank has one."""
-        edges = [*slot.bucket.offsets, slot.bucket.numel]
-        for kind, start, stop in zip(kinds, edges, edges[1:], strict=False):
-            if not kind & DENSE:
-                arrived = flat[start:stop]
-                mean = arrived / self._group.size if self._op is ReduceOp.SUM else arrived
-                slot.reducer.put_back(start, mean)
 
     def undo_predivision(self, flat: Tensor) -> None:
         """Turn a sum of what was divided before into the mean."""

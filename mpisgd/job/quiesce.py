@@ -12,8 +12,9 @@ from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.core.interfaces import GroupCommunicator
 from mpisgd.errors import CollectiveTimeout, MpisgdError, afresh
-from mpisgd.threads.wait_registry import Message, WaitReason
+from mpisgd.threads.wait_registry import WaitReason
 from mpisgd.threads.waiting import Backoff
+from mpisgd.transport.messages.point_to_point import InFlight
 
 __all__ = ["end_operations"]
 
@@ -31,7 +32,7 @@ def end_operations(groups: Sequence[Group], timeout_s: float) -> list[Group]:
         if group.queue.broken is not None:  # MPI would wait for ever for what has failed
             raise afresh(group.queue.broken)
     for end in ends:
-        end.group.point_to_point.drain(end.messages)
+        end.group.point_to_point.drain(end.in_flight)
     return [end.group for end in ends]
 
 
@@ -74,13 +75,13 @@ class _GroupEnd:
     """The end of one group: all members come to it, then tell each other which messages are in flight.
 
     Attributes:
-        messages: which these are, by group rank; once it is over.
+        in_flight: which these are, by group rank, once it is over; empty where there are none at all.
     """
 
     def __init__(self, group: Group) -> None:
         self.group = group
         self.check = group.queue.consistency.begin(Operation("shutdown"), lambda: "the end of the program")
-        self.messages: list[list[Message]] = []
+        self.in_flight: list[InFlight] = []
         self._is_over = False
         self._steps = self._exchange(group.queue.communicator)
 
@@ -90,25 +91,26 @@ class _GroupEnd:
         return self._is_over
 
     def _exchange(self, communicator: GroupCommunicator) -> Iterator[None]:
-        """Gather the messages in flight: lengths of pickles, then pickles; yield while others are late."""
+        """Gather what is in flight, if anything is: lengths, then pickles; yield while others are late."""
         while not self.check.advance() or self.check.differs():
             yield
-        in_flight = self.group.point_to_point.in_flight()
-        pickled = pickle.dumps(in_flight) if in_flight else b""
+        last_words = self.group.point_to_point.last_words()
+        pickled = pickle.dumps(last_words)
         lengths = torch.zeros(communicator.size, dtype=torch.int64)
-        length = torch.tensor([len(pickled)])
+        length = torch.tensor([len(pickled) if last_words.messages else -len(pickled)])
         request = communicator.all_gather_request(lengths, length)
         while not communicator.poll([request]):
             yield
-        self.messages = [[] for _ in range(communicator.size)]
-        if longest := int(lengths.max()):
+        if bool((lengths > 0).any()):
+            longest = int(lengths.abs().max())
             mine = torch.frombuffer(bytearray(pickled.ljust(longest)), dtype=torch.uint8)
             texts = torch.zeros(communicator.size * longest, dtype=torch.uint8)
             request = communicator.all_gather_request(texts, mine)
             while not communicator.poll([request]):
                 yield
-            for rank in lengths.nonzero().flatten().tolist():  # a pickle says itself where it ends
-                self.messages[rank] = pickle.loads(texts[rank * longest :].numpy().tobytes())
+            # A pickle says itself where it ends.
+            rows = texts.view(communicator.size, -1)
+            self.in_flight = [pickle.loads(row.numpy().tobytes()) for row in rows]
         self._is_over = True
 
     def is_left(self) -> bool:

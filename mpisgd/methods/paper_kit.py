@@ -6,7 +6,7 @@ module alone, and is pure: what it keeps goes in and comes out. `mpisgd.verifica
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -149,7 +149,12 @@ class Paper(Generic[S]):
     A step is gradients, `reduce`, whatever the program does with the gradients (clipping, say), `update`,
     `after`. S is what is kept: None, or a frozen dataclass whose fields are marked `alike`, `own` (a dict by
     rank) or `part` (the S of another paper). Hyperparameters are fields of the subclass, by their symbols.
+
+    Attributes:
+        leaves_frozen: whether x lacks parameters that are frozen now; they stay as they are.
     """
+
+    leaves_frozen: ClassVar[bool] = False
 
     def start(self, x: dict[int, Vec], w: World) -> S:
         """Return what is kept before the first step."""
@@ -240,7 +245,8 @@ def compressed(
 
         m_i = g_i + e_i;   s_i = C(m_i);   e_i = m_i - s_i
 
-    The learning rate comes after it. Where it does not change this is algorithm 1 of Karimireddy 2019.
+    The learning rate comes after it. Stich 2018 and Karimireddy 2019 have it before, in the residual: that is
+    the same while it does not change.
     """
     m = {i: (g[i] + s.e[i]).only(g[i]) for i in w.ranks}
     sent = {i: send(i, m[i]) for i in w.ranks}

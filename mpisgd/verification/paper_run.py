@@ -158,7 +158,8 @@ class PaperRun:
         mine = {rank: Vec(g.get(rank, {})).only(self.x[rank]) for rank in self.ranks}
         self.state, reduced = self.paper.reduce(self.state, mine, w)
         reduced = {rank: between(grads) for rank, grads in reduced.items()}
-        self.state, self.x = self.paper.update(self.state, self.x, reduced, w)
+        self.state, x = self.paper.update(self.state, self._seen(), reduced, w)
+        self._take(x)
         self._end(w)
         return reduced
 
@@ -204,7 +205,6 @@ class PaperRun:
 
     def _begin(self, weight: Mapping[int, float] | None) -> World:
         self.steps += 1
-        w = self._world(weight)
         added = {rank: self._values(rank) for rank in self.ranks}
         if added[self.ranks[0]].keys() != self.x[self.ranks[0]].keys():
             fresh = {
@@ -212,13 +212,24 @@ class PaperRun:
                 for rank, mine in added.items()
             }
             self.x = {rank: Vec({**self.x[rank], **fresh[rank]}) for rank in self.ranks}
-            self.state = _joined(self.state, self.paper.start(fresh, w))
-        return w
+            self.state = _joined(self.state, self.paper.start(fresh, self._world()))
+        return self._world(weight)
 
     def _end(self, w: World) -> None:
-        self.state, self.x = self.paper.after(self.state, self.x, w)
+        self.state, x = self.paper.after(self.state, self._seen(), w)
+        self._take(x)
         for rank in self.ranks:
             self._put(rank, self.x[rank])
+
+    def _seen(self) -> dict[int, Vec]:
+        """Return the parameters that the paper sees."""
+        params = self._params[self.ranks[0]]
+        frozen = [name for name, param in params.items() if not param.requires_grad]
+        hidden = set(frozen) if self.paper.leaves_frozen else set()
+        return {rank: x.only([name for name in x if name not in hidden]) for rank, x in self.x.items()}
+
+    def _take(self, x: dict[int, Vec]) -> None:
+        self.x = {rank: Vec({**self.x[rank], **x[rank]}) for rank in self.ranks}
 
     # -- other runs, other ranks --------------------------------------------------------------------
 
@@ -268,7 +279,8 @@ class PaperRun:
     @torch.no_grad()
     def _put(self, rank: int, x: Vec) -> None:
         for name, param in self._params[rank].items():
-            param.copy_(x[name])
+            if name in x:
+                param.copy_(x[name])
 
     def _give(self, rank: int, g: Vec) -> None:
         for name, param in self._params[rank].items():
@@ -279,15 +291,17 @@ class PaperRun:
         self._put(rank, x)
         self._give(rank, g)
         self._optimizers[rank].step()
-        return self._values(rank)
+        return self._values(rank).only(x)
 
 
 def _joined(state: Any, added: Any) -> Any:
     """Return a state with the entries for parameters that were added."""
+    if added is None:
+        return state
     if isinstance(state, Vec):
         return Vec({**added, **state})
     if isinstance(state, dict):
-        return {key: _joined(value, added[key]) for key, value in state.items()}
+        return {key: _joined(value, added.get(key)) for key, value in state.items()}
     if not hasattr(state, "__dataclass_fields__"):
         return state
     return replace(

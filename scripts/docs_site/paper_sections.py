@@ -13,7 +13,7 @@ KIT = "[paper_kit](../../../mpisgd/methods/paper_kit.py)"
 PAPERS = {
     "mpisgd.Adasum": ("adasum",),
     "mpisgd.Compression": ("cast",),
-    "mpisgd.DiLoCo": ("diloco",),
+    "mpisgd.DiLoCo": ("diloco", "slow_mo"),
     "mpisgd.ElasticAveraging": ("elastic_averaging",),
     "mpisgd.Gossip": ("gossip/d_psgd", "gossip/push_sum", "gossip/choco", "gossip/ad_psgd"),
     "mpisgd.LocalSGD": ("local_sgd",),

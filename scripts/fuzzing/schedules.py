@@ -30,6 +30,7 @@ __all__ = ["LeftOver", "check", "draw", "run_schedules"]
 
 LIMIT_S = 20.0  # of real time
 LOOK_EVERY = 100  # schedules, for what is left over of a process: to collect garbage takes longer than one
+COLLECTIONS = 5  # what a future of torch holds is garbage only after the future was collected
 SHARED_MEMORY = "/memfd:mpisgd"
 
 
@@ -92,7 +93,8 @@ class LeftOver(NamedTuple):
     @classmethod
     def now(cls) -> LeftOver:
         """Return what there is now."""
-        gc.collect()
+        for _ in range(COLLECTIONS):
+            gc.collect()
         maps = Path("/proc/self/maps").read_text()
         names = sorted(thread.name for thread in threading.enumerate())
         return cls(tuple(names), maps.count(SHARED_MEMORY))

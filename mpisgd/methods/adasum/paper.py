@@ -1,7 +1,7 @@
 """Adasum: gradients are added as far as they are orthogonal.
 
-Maleki et al. 2020, "Scaling Distributed Training with Adaptive Summation", equation 3, for each parameter by
-itself (section 3.6), pair by pair until one is left.
+Maleki et al. 2020, "Scaling Distributed Training with Adaptive Summation", for each parameter by itself, and
+of more ranks pair by pair until one is left.
 
     Adasum(a, b) = (1 - a.b / (2 |a|^2)) a + (1 - a.b / (2 |b|^2)) b
 

@@ -1,12 +1,13 @@
 """Deep gradient compression: top-k of momentum that waits.
 
-Lin, Han, Mao, Wang and Dally 2018, "Deep Gradient Compression", sections 3.1 to 3.3 and appendix B.
+Lin, Han, Mao, Wang and Dally 2018, "Deep Gradient Compression", sections 3.1 to 3.3; Nesterov's form: its
+appendix.
 
     g_i <- g_i min(1, c / (sqrt(N) |g_i|))     local clipping, by parameter as the authors' program; N ranks
-    u_i <- m u_i + g_i                         momentum correction, equation 4; m: the momentum
+    u_i <- m u_i + g_i                         momentum correction; m: the momentum
     v_i <- v_i + u_i                           with Nesterov v_i + g_i + m u_i
     s_i  = v_i where |v_i| is among the k largest of a parameter
-    u_i, v_i <- 0 where something is sent      momentum factor masking, equation 5
+    u_i, v_i <- 0 where something is sent      momentum factor masking
     g   <- mean of s_i
 
 In the first T steps k / n falls exponentially, from r_0 to r (warm-up).

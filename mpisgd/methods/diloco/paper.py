@@ -1,8 +1,7 @@
 """DiLoCo: ranks step by themselves for H steps, and an outer optimizer takes the mean of their changes.
 
 Douillard et al. 2023, "DiLoCo", algorithm 1; in fragments, and overlapped: Douillard et al. 2025, "Streaming
-DiLoCo with overlapping communication", algorithms 1 and 2; without Nesterov's momentum: Wang et al. 2020,
-"SlowMo", algorithm 1, whose u is v here, in units of the inner learning rate.
+DiLoCo with overlapping communication", algorithms 1 and 2; without Nesterov's momentum it is SlowMo.
 
     x_i <- x_i - u(g_i)                        every step; u: the update of the inner optimizer
     D    = mean of (theta - x_i)               every H steps: the outer gradient

@@ -53,10 +53,10 @@ class ElasticAveraging(Paper[State]):
         alpha, any_rank = self.beta / len(w.ranks), w.ranks[0]
         drawn = {i: x[i] - alpha * (x[i] - s.z) for i in w.ranks}
         if getattr(w.wire, "feedback", False):
-            if not s.last:
-                s = State(s.z, s.z, dict.fromkeys(w.ranks, s.z), w.wire.start(x, w))
-            kept, change = w.wire.reduce(s.wire, {i: x[i] - s.last[i] for i in w.ranks}, w)
-            m = s.m + change[any_rank]
+            begun = s if s.last else State(wire=w.wire.start(x, w))
+            last = {i: Vec({**s.z, **begun.last.get(i, {})}) for i in w.ranks}
+            kept, change = w.wire.reduce(begun.wire, {i: x[i] - last[i] for i in w.ranks}, w)
+            m = Vec({**s.z, **begun.m}) + change[any_rank]
             return State(s.z + self.beta * (m - s.z), m, dict(x), kept), drawn
         kept, d = w.wire.reduce(s.wire, {i: x[i] - s.z for i in w.ranks}, w)
         return replace(s, z=s.z + self.beta * d[any_rank], wire=kept), drawn

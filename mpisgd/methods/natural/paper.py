@@ -1,7 +1,6 @@
 """Natural compression: an element becomes one of the two powers of two beside it, at random without bias.
 
-Horvath, Ho, Horvath, Sahu, Canini and Richtarik 2019, "Natural Compression for Distributed Deep Learning",
-definition 1.
+Horvath, Ho, Horvath, Sahu, Canini and Richtarik 2019, "Natural Compression for Distributed Deep Learning".
 
     C(t) = sign(t) 2^a           with probability 2 - |t| / 2^a,   for 2^a <= |t| < 2^(a + 1)
          = sign(t) 2^(a + 1)     else

@@ -1,7 +1,7 @@
 """EF-signSGD: signs times the mean magnitude of each parameter are sent, and the rest is kept.
 
 Karimireddy, Rebjock, Stich and Jaggi 2019, "Error Feedback Fixes SignSGD and other Gradient Compression
-Schemes", algorithm 1 and equation 2, with the mean over the ranks.
+Schemes", algorithm 1, with the mean over the ranks.
 
     C(v) = |v|_1 / d sign(v)      of a parameter's d elements; the sign of 0 is 1
 """

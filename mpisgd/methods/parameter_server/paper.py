@@ -1,7 +1,7 @@
 """Downpour SGD and stale synchronous parallel: ranks push gradients to servers, and fetch parameters.
 
-Dean et al. 2012, "Large Scale Distributed Deep Networks", section 4.1 and algorithm 7.1; the bound: Ho et al.
-2013, "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", section 3.
+Dean et al. 2012, "Large Scale Distributed Deep Networks", section 4.1; the bound: Ho et al. 2013, "More
+Effective Distributed ML via a Stale Synchronous Parallel Parameter Server".
 
     push, of rank i      x <- x - u(share g_i);   c_i <- c_i + 1     u: the update of the servers' optimizer
     fetch, of rank i     x_i <- x
@@ -9,6 +9,9 @@ Dean et al. 2012, "Large Scale Distributed Deep Networks", section 4.1 and algor
 
 In both papers `share` is 1; with 1 / p the pushes of all ranks go as far as one synchronous step. A rank
 begins a step only where c_i - min c_j <= bound.
+
+Without locks (Recht et al. 2011, "Hogwild!") updates of the same elements may be lost, and there is nothing
+to replay: each update counts once where no two ranks ever update the same ones.
 """
 
 from dataclasses import dataclass, replace

@@ -1,7 +1,7 @@
 """QSGD: an element is one of L levels of the norm of its segment, rounded at random without bias.
 
-Alistarh, Grubic, Li, Tomioka and Vojnovic 2017, "QSGD", equation 3.1; segments are the buckets of its section
-4, the largest magnitude as norm that of its experiments.
+Alistarh, Grubic, Li, Tomioka and Vojnovic 2017, "QSGD", section 3.1; segments are its buckets, and the
+largest magnitude is the norm of its experiments.
 
     Q(v_j) = |v| sign(v_j) xi_j / L      xi_j = l + 1 with probability L |v_j| / |v| - l, else l,
                                          where l is the whole part of L |v_j| / |v|

@@ -1,6 +1,6 @@
 """Random-k: of each bucket k random elements are sent, the same ones by all ranks.
 
-Stich, Cordonnier and Jaggi 2018, "Sparsified SGD with Memory", definition 2.1; without feedback Wangni, Wang,
+Stich, Cordonnier and Jaggi 2018, "Sparsified SGD with Memory"; without feedback Wangni, Wang,
 Liu and Zhang 2018, "Gradient Sparsification for Communication-Efficient Distributed Optimization", unbiased:
 
     C(v) = v at k of the n elements of a bucket, else 0;   k = max(1, ratio n)

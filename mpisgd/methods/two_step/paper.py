@@ -1,6 +1,6 @@
 """The 1-bit average: ranks send signs to the owners of chunks, and these send the signs of the mean to all.
 
-Tang et al. 2021, "1-bit Adam", section 5 and algorithm 1, lines 6 to 10; Tang et al. 2019, "DoubleSqueeze".
+Tang et al. 2021, "1-bit Adam", section 5 and algorithm 1; Tang et al. 2019, "DoubleSqueeze".
 n ranks; `w.layout` has the pieces of parameters in each owner's chunk.
 
     s_i = C(v_i + e_i);    e_i <- v_i + e_i - s_i     the worker's error

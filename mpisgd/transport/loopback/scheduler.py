@@ -13,6 +13,7 @@ gives the same run, as long as what the threads do depends on nothing else.
 import heapq
 import itertools
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from mpisgd.transport.loopback.waits import NOWHERE, Place, Task, Waits
 __all__ = ["Place", "SeededScheduler", "Stopped"]
 
 FOREVER = float("inf")
+LATE = 64  # of the threads that have ended, so many may not quite have
 
 
 class Stopped(BaseException):
@@ -62,6 +64,7 @@ class SeededScheduler:
         self._tasks: dict[int, Task] = {}  # of those that live, by thread; in the order of their starts
         self._starting: dict[threading.Thread, Task] = {}
         self._running: set[threading.Thread] = set()
+        self._ending: deque[threading.Thread] = deque(maxlen=LATE)
         self._lost: dict[int, Task] = {}  # of lost ranks: they stand where they were until the run ends
         self._waits = Waits(draws)
         self._arrivals: list[_Arrival] = []
@@ -124,7 +127,8 @@ class SeededScheduler:
             begun.set()
             task.baton.acquire()
             try:
-                if not self._stopped:
+                # Who serves also ends what others have queued, which nothing would ever free.
+                if not self._stopped or isinstance(thread, ServiceThread):
                     run()
             except BaseException:
                 if not self._stopped:  # what follows from the end tells nobody anything
@@ -195,7 +199,10 @@ class SeededScheduler:
         """
         if first := self._choose():
             first.baton.release()
-            return self._all_over.wait(limit_s)
+            if not self._all_over.wait(limit_s):
+                return False
+            for thread in self._ending:  # what their frames hold is freed then
+                thread.join()
         return True
 
     def stop(self) -> None:
@@ -218,6 +225,7 @@ class SeededScheduler:
     def _end(self, task: Task) -> None:
         self._tasks.pop(threading.get_ident())
         self._running.remove(task.thread)
+        self._ending.append(task.thread)
         self._waits.remove(task)
         chosen = self._choose()
         if chosen is not None:

@@ -57,10 +57,15 @@ def on_one_rank(rank: int, step: int) -> list[str]:
     return ["bias", "cube"] if rank == 1 and step in (2, 3) else []
 
 
+def on_all_ranks(rank: int, step: int) -> list[str]:
+    return ["matrix", "bias"] if step in (2, 4) else []
+
+
 SITUATIONS = {
     "plain": Program(),
     "accumulated": Program(passes=lambda rank, step: 2, options={"backward_passes_per_step": 2}),
     "unused on a rank": Program(unused=on_one_rank),
+    "unused on all ranks": Program(unused=on_all_ranks),
     "no backward on a rank": Program(passes=lambda rank, step: int(rank == 0 or step != 2)),
     "frozen": Program(frozen=["cube"]),
     "four ranks on two hosts": Program(size=4, hosts=(2, 2)),
@@ -102,7 +107,9 @@ def test_a_sum_is_as_many_times_the_mean(compression):
     assert_same(found, by_paper(program, definition_of(program, compression=compression)), CLOSE)
 
 
-@pytest.mark.parametrize("situation", ["plain", "unused on a rank", "four ranks on two hosts"])
+@pytest.mark.parametrize(
+    "situation", ["plain", "unused on a rank", "unused on all ranks", "four ranks on two hosts"]
+)
 @pytest.mark.parametrize("compression", OTHERS, ids=repr)
 def test_but_for_roundings(compression, situation):
     assert_equal(replace(SITUATIONS[situation], dyadic=False), compression=compression)

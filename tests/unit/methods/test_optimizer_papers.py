@@ -21,6 +21,8 @@ from mpisgd.verification.paper_run import Definition
 from mpisgd.verification.papers import chunks_of
 
 BETAS, EPS, DECAY = (0.9, 0.99), 1e-8, 0.01
+LOCAL_STEPS = {"var_freeze_step": 6, "var_update_scaler": 2, "local_step_scaler": 4, "local_step_clipper": 4}
+RENEWALS, MEETINGS = {1, 2, 3, 5}, {4, 6, *range(7, 11), 12, 14, 18, 22}
 NO_RATE = {1, 4, 7, 9}  # the first step, one before the variance is renewed, and ones afterwards
 
 
@@ -50,10 +52,10 @@ def check(
     make: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
     paper: Paper[Any],
     rate: Callable[[int], float] = constant,
-    steps: int = 24,
+    **situation: Any,
 ) -> list[list[Mapping[str, torch.Tensor]]]:
     """Compare, and return the parameters."""
-    program = Program(size=size, dyadic=False, steps=steps)
+    program = Program(size=size, dyadic=False, steps=24, **situation)
 
     def wrapped(params: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
         optimizer, step = make(list(params.values())), 0
@@ -102,11 +104,7 @@ def test_one_bit_lamb(size, freeze, decay):
 @pytest.mark.parametrize(
     ("settings", "renewals", "meetings"),
     [
-        (
-            {"var_freeze_step": 6, "var_update_scaler": 2, "local_step_scaler": 4, "local_step_clipper": 4},
-            {1, 2, 3, 5},
-            {4, 6, *range(7, 11), 12, 14, 18, 22},
-        ),
+        (LOCAL_STEPS, RENEWALS, MEETINGS),
         ({"var_freeze_step": 24, "var_update_scaler": 1}, {1, 2, 4, 8, 16}, set(range(1, 25))),
     ],
     ids=["local steps", "always meeting"],
@@ -121,3 +119,30 @@ def test_zero_one_adam(size, settings, renewals, meetings):
         alike = all(torch.equal(row, rows[0]) for row in rows)
         # Ranks that have met are alike, and stay so in a step without a learning rate.
         assert alike == (size == 1 or step in renewals | meetings or changing(step) == 0.0)
+
+
+SITUATIONS = {
+    "accumulated": {"passes": lambda rank, step: 2},
+    "unused on a rank": {
+        "unused": lambda rank, step: ["bias", "cube"] if rank == 1 and step in (3, 9) else []
+    },
+    "no backward on a rank": {"passes": lambda rank, step: int(rank == 0 or step != 9)},
+    "ranks on two hosts": {"hosts": (2, 1)},
+}
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_situations(situation):
+    def adam(params):
+        return mpisgd.OneBitAdam(params, 0.01, BETAS, EPS, freeze_step=6)
+
+    def lamb(params):
+        return mpisgd.OneBitLamb(params, 0.01, BETAS, EPS, freeze_step=6)
+
+    def zero_one(params):
+        return mpisgd.ZeroOneAdam(params, 0.01, BETAS, EPS, **LOCAL_STEPS)
+
+    chosen = SITUATIONS[situation]
+    check(3, adam, OneBitAdam(6, constant, *BETAS, EPS), **chosen)
+    check(3, lamb, OneBitLamb(6, constant, *BETAS, EPS), **chosen)
+    check(3, zero_one, ZeroOneAdam(RENEWALS, MEETINGS, constant, *BETAS, EPS), **chosen)

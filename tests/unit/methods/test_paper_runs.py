@@ -8,12 +8,12 @@ import pytest
 import torch
 from paper_programs import (
     CLOSE,
+    SHAPES,
     Program,
     assert_same,
     by_mpisgd,
     by_paper,
     definition_of,
-    gradient,
     momentum,
     paper_run,
     paper_step,
@@ -26,7 +26,7 @@ from mpisgd import DiLoCo, ElasticAveraging, Gossip, LocalSGD, compress
 from mpisgd.job.threads_as_ranks import run_ranks
 from mpisgd.methods.paper_kit import Vec
 from mpisgd.methods.synchronous.paper import Synchronous
-from mpisgd.verification.paper_run import Definition, PaperRun, gradients
+from mpisgd.verification.paper_run import Definition, PaperRun, bucket_of, gradients
 
 PUSH = [[0.5, 0.25, 0.25], [0.25, 0.5, 0.5], [0.25, 0.25, 0.25]]
 STATEFUL: list[dict[str, Any]] = [
@@ -199,21 +199,87 @@ def test_weights_are_those_of_the_joined_batch():
         assert abs(float(taken[2]["x"] - expected)) < 1e-15
 
 
-def test_a_parameter_that_is_added_later_begins_then():
-    program = Program(size=2)
-    options = {"strategy": DiLoCo(2), "compression": compress.TopK(0.2)}
-    run = paper_run(program, definition_of(program, **options))
-    later = {rank: run._params[rank].pop("cube") for rank in run.ranks}  # type: ignore[attr-defined]
-    run = PaperRun(definition_of(program, **options), run._params, run._optimizers)
-    for step in range(3):
-        paper_step(program, run, step)
-    assert "cube" not in run.state.theta
-    for rank in run.ranks:
-        run._params[rank]["cube"] = later[rank]  # type: ignore[index]
-    before = run.state.theta["bias"]
-    run.step({rank: gradient(Program(size=2, frozen=["matrix"]), run, rank, 3) for rank in run.ranks})
-    assert "cube" in run.state.theta
-    assert not torch.equal(run.state.theta["bias"], before)
+CHANGING: list[dict[str, Any]] = [
+    {},
+    *STATEFUL[:1],
+    {"compression": compress.OneBit()},
+    {"compression": compress.PowerSGD(1)},
+    {"compression": compress.RandomK(0.3)},
+    {"compression": compress.QSGD(4)},
+    {"strategy": LocalSGD(2)},
+    {"strategy": LocalSGD(2), "compression": compress.TopK(0.2)},
+    {"strategy": DiLoCo(2)},
+    {"strategy": DiLoCo(2), "compression": compress.TopK(0.2)},
+    {"strategy": ElasticAveraging(every=2)},
+    {"strategy": ElasticAveraging(every=2), "compression": compress.TopK(0.2)},
+    {"strategy": Gossip("ring")},
+    {"strategy": Gossip("ring", style="combine_then_adapt")},
+    {"strategy": Gossip("star", style="push_sum")},
+    {"strategy": Gossip("ring", consensus_step=0.3), "compression": compress.TopK(0.2)},
+]
+Params = dict[str, nn.Parameter]
+
+
+class Changing:
+    """A program of three ranks in which a parameter is frozen for some steps, or one is added."""
+
+    program = Program(size=3, dyadic=False, steps=8)
+
+    def __init__(self, rank: int, *, adds: bool) -> None:
+        self.rank, self.adds = rank, adds
+        self.params: Params = self.program.start()
+        self.added = {"cube": self.params.pop("cube")} if adds else {}
+
+    def change(self, step: int) -> bool:
+        """Freeze or add; return whether something was added."""
+        if not self.adds:
+            self.params["bias"].requires_grad_(step not in (2, 3, 4))
+        elif step == 3:
+            self.params.update(self.added)
+        return self.adds and step == 3
+
+    def loss(self, step: int) -> torch.Tensor:
+        (term,) = self.program.terms(self.rank, step)
+        used = {n: g for n, g in term.items() if n in self.params and self.params[n].requires_grad}
+        return self.program.loss(self.params, self.rank, used)
+
+
+def packed(x: Vec) -> Any:
+    """As backward has it, whatever was added last."""
+    return bucket_of(Vec({name: x[name] for name in SHAPES if name in x}))
+
+
+@pytest.mark.parametrize("adds", [False, True], ids=["frozen for some steps", "added"])
+@pytest.mark.parametrize("options", CHANGING, ids=repr)
+def test_parameters_are_frozen_for_some_steps_or_added(options, adds):
+    def train() -> list[dict[str, torch.Tensor]]:
+        mine, rows = Changing(mpisgd.rank(), adds=adds), []
+        optimizer = mpisgd.DistributedOptimizer(
+            momentum(list(mine.params.values())), mine.params.items(), **options
+        )
+        for step in range(mine.program.steps):
+            if mine.change(step):
+                optimizer.add_param_group({"params": list(mine.added.values())})
+            optimizer.zero_grad()
+            mine.loss(step).backward()
+            optimizer.step()
+            rows.append({name: param.detach().clone() for name, param in mine.params.items()})
+        return rows
+
+    ranks = [Changing(rank, adds=adds) for rank in range(3)]
+    optimizers = {mine.rank: momentum(list(mine.params.values())) for mine in ranks}
+    definition = definition_of(Changing.program, **options)
+    if "strategy" not in options:
+        definition = definition._replace(layout=packed)
+    run, rows = PaperRun(definition, {mine.rank: mine.params for mine in ranks}, optimizers), []
+    for step in range(Changing.program.steps):
+        for mine in ranks:
+            if mine.change(step):
+                optimizers[mine.rank].add_param_group({"params": list(mine.added.values())})
+        run.step({mine.rank: gradients(mine.loss(step), mine.params) for mine in ranks})
+        rows.append(run.x)
+    expected = [[x[rank] for x in rows] for rank in range(3)]
+    assert_same(run_ranks(3, train, seed=4), expected, CLOSE)
 
 
 def test_an_optimizer_that_evaluates_the_loss_several_times():

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from paper_programs import CLOSE, Program, assert_equal, assert_same, by_mpisgd, by_paper, momentum
+from paper_programs import CLOSE, LR, Program, assert_equal, assert_same, by_mpisgd, by_paper, momentum
 
 import mpisgd
 from mpisgd import DiLoCo, ElasticAveraging, Gossip, LocalSGD, compress
-from mpisgd.methods.diloco import paper as diloco
 from mpisgd.methods.gossip.d_psgd.paper import DPSGD
+from mpisgd.methods.slow_mo.paper import SlowMo
 from mpisgd.verification.paper_run import Definition
 
 DIRECTED = [[0.25, 0.5, 0.0], [0.75, 0.5, 0.0], [0.0, 0.0, 1.0]]
@@ -101,11 +101,10 @@ def test_with_a_compressor_on_the_wire(strategy, compression):
 
 
 def test_slow_momentum_in_the_symbols_of_its_paper():
-    """SlowMo's u <- beta u + (theta - mean) / gamma; theta <- theta - alpha gamma u: v is gamma u."""
     program = Program(make=momentum)
     found = by_mpisgd(program, strategy=DiLoCo.slow_momentum(2, momentum=0.25, lr=0.5))
-    run = by_paper(program, Definition(diloco.DiLoCo(H=2, lr=0.5, mu=0.25, nesterov=False)))
-    assert_same(found, run, 0.0)
+    expected = by_paper(program, Definition(SlowMo(tau=2, gamma=LR, beta=0.25, alpha=0.5)))
+    assert_same(found, expected, 0.0)
 
 
 def test_weights_of_a_ring_by_hand():

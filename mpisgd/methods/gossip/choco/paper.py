@@ -12,6 +12,7 @@ h_i begins as x_i, and not as 0: the first message is not the whole model in com
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from mpisgd.methods.paper_kit import Compressor, Paper, Vec, World, own, total
 
@@ -33,6 +34,8 @@ class Choco(Paper[State]):
     c: float
     every: int = 1
 
+    leaves_frozen: ClassVar[bool] = True
+
     def start(self, x: dict[int, Vec], w: World) -> State:
         """See `Paper`."""
         return State(dict(x))
@@ -44,8 +47,11 @@ class Choco(Paper[State]):
         assert isinstance(w.wire, Compressor)
         C, h = w.wire.C, {}
         for place, i in enumerate(w.ranks):
-            h[i] = s.h[i] + C(x[i] - s.h[i], w, w.draw(w.step, place))
+            h[i] = s.h[i] + C(x[i] - s.h[i].only(x[i]), w, w.draw(w.step, place))
         W = zip(w.ranks, self.W(len(w.ranks), 0), strict=True)
         rows = {i: dict(zip(w.ranks, W_i, strict=True)) for i, W_i in W}
-        mixed = {i: total({j: W_ij * (h[j] - h[i]) for j, W_ij in row.items()}, w) for i, row in rows.items()}
+        mixed = {
+            i: total({j: W_ij * (h[j] - h[i]).only(x[i]) for j, W_ij in row.items()}, w)
+            for i, row in rows.items()
+        }
         return State(h), {i: x[i] + self.c * mixed[i] for i in w.ranks}

@@ -12,6 +12,7 @@ W [p, p] is doubly stochastic, so the mean of all x_i does not change; W_ij > 0:
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from mpisgd.methods.paper_kit import Paper, Vec, World, total
 
@@ -25,6 +26,8 @@ class DPSGD(Paper[None]):
     W: Callable[[int, int], Sequence[Sequence[float]]]
     update_first: bool = True
     every: int = 1
+
+    leaves_frozen: ClassVar[bool] = True
 
     def start(self, x: dict[int, Vec], w: World) -> None:
         """See `Paper`."""

@@ -12,6 +12,7 @@ So the sums of all x_i and of all w_i do not change. Between steps there are z a
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from mpisgd.methods.paper_kit import Paper, Vec, World, own, total
 
@@ -31,6 +32,8 @@ class PushSum(Paper[State]):
 
     P: Callable[[int, int], Sequence[Sequence[float]]]
     every: int = 1
+
+    leaves_frozen: ClassVar[bool] = True
 
     def start(self, x: dict[int, Vec], w: World) -> State:
         """See `Paper`."""
