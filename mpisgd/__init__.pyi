@@ -41,6 +41,7 @@ from mpisgd.compress.compressor import BucketReducer as BucketReducer
 from mpisgd.compress.compressor import Compressor as Compressor
 from mpisgd.core.group import Group as Group
 from mpisgd.core.work import Work as Work
+from mpisgd.data.seeding import seed as seed
 from mpisgd.dtypes import ReduceOp as ReduceOp
 from mpisgd.errors import AlreadyInitialized as AlreadyInitialized
 from mpisgd.errors import CheckpointDamaged as CheckpointDamaged
@@ -74,6 +75,8 @@ from mpisgd.job.groups import new_group as new_group
 from mpisgd.job.lifecycle import init as init
 from mpisgd.job.lifecycle import is_initialized as is_initialized
 from mpisgd.job.lifecycle import shutdown as shutdown
+from mpisgd.job.main_rank import is_main as is_main
+from mpisgd.job.main_rank import print0 as print0
 from mpisgd.job.rank_info import local_rank as local_rank
 from mpisgd.job.rank_info import local_size as local_size
 from mpisgd.job.rank_info import node_rank as node_rank
@@ -86,6 +89,7 @@ from mpisgd.layouts.search import auto_layout as auto_layout
 from mpisgd.nn.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
 from mpisgd.optim.average import average_gradients as average_gradients
 from mpisgd.optim.average_parameters import average_parameters as average_parameters
+from mpisgd.optim.average_values import average as average
 from mpisgd.optim.broadcast import broadcast_optimizer_state as broadcast_optimizer_state
 from mpisgd.optim.broadcast import broadcast_parameters as broadcast_parameters
 from mpisgd.optim.distributed import DistributedOptimizer as DistributedOptimizer

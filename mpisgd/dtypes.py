@@ -8,7 +8,7 @@ import torch
 from mpisgd.arguments import shown
 from mpisgd.errors import UnsupportedOp
 
-__all__ = ["SAFETENSORS_DTYPES", "ReduceOp", "check_op", "dtype_name"]
+__all__ = ["SAFETENSORS_DTYPES", "ReduceOp", "as_reduce_op", "check_op", "dtype_name"]
 
 
 class ReduceOp(enum.Enum):
@@ -80,8 +80,8 @@ BOOL_OPS = {
 
 
 def check_op(name: str, op: object, dtype: torch.dtype) -> ReduceOp:
-    """Return `op` as ours (torch.distributed's are taken too), or raise where the dtype does not have it."""
-    ours = _as_ours(name, op)
+    """Return `op` as ours, or raise where the dtype does not have it. Names and torch's are taken, too."""
+    ours = as_reduce_op(name, op)
     if dtype not in REDUCIBLE:
         raise UnsupportedOp(f"{name}: {dtype} has no reduction; convert the tensor, or send it as it is")
     if ours is ReduceOp.AVG and dtype is torch.bool:
@@ -93,9 +93,16 @@ def check_op(name: str, op: object, dtype: torch.dtype) -> ReduceOp:
     return ours
 
 
-def _as_ours(name: str, op: object) -> ReduceOp:
+def as_reduce_op(name: str, op: object) -> ReduceOp:
+    """Return a ReduceOp, a name of one such as "avg", or one of torch.distributed's as ours.
+
+    Raises:
+        UnsupportedOp: it is none; `name` is the function that was called with it.
+    """
     if isinstance(op, ReduceOp):
         return op
+    if isinstance(op, str) and op.upper() in ReduceOp.__members__:
+        return ReduceOp[op.upper()]
     text = str(op).rpartition(".")[2]  # torch's own prints as RedOpType.SUM
     if "RedOpType" in str(op) and text in ReduceOp.__members__:
         return ReduceOp[text]

@@ -31,6 +31,7 @@
 Every leaf also derives from the builtin exception named beside it, so `except ValueError` works.
 """
 
+import copy
 import re
 
 __all__ = [
@@ -386,3 +387,11 @@ class JobError(MpisgdError, RuntimeError):
     def __format__(self, spec: str) -> str:
         """As it is: it may be that of another error."""
         return format(RuntimeError.__str__(self), spec)
+
+
+def afresh(error: MpisgdError) -> MpisgdError:
+    """Return the same error without its traceback, for whoever raises it again.
+
+    A traceback grows wherever its error is raised, and keeps alive what its frames hold.
+    """
+    return copy.copy(error)

@@ -66,10 +66,14 @@ FOR_THREE_OR_FOUR = (
     "tests/mpi/verification",
 )
 
+# Random programs, which tests/unit/fuzzing runs on threads at every size: three ranks confirm it.
+FUZZING = "tests/mpi/fuzzing/test_random_programs.py"
+
 # Left out at these numbers of ranks, where they say what others say too; with --long they run at all.
 LEFT_OUT = {
-    1: (*FOR_EVEN_SIZES, *FOR_TWO, *FOR_THREE_OR_FOUR, "tests/mpi/rpc"),
+    1: (*FOR_EVEN_SIZES, *FOR_TWO, *FOR_THREE_OR_FOUR, "tests/mpi/rpc", FUZZING),
     2: (
+        FUZZING,
         "tests/mpi/plan",
         *FOR_ODD_SIZES,
         *FOR_THREE,
@@ -83,6 +87,7 @@ LEFT_OUT = {
     ),
     3: (*FOR_EVEN_SIZES, *FOR_TWO, "tests/mpi/layouts"),
     4: (
+        FUZZING,
         *FOR_ODD_SIZES,
         *FOR_TWO,
         *FOR_THREE,
@@ -111,6 +116,8 @@ LEFT_OUT = {
         "tests/mpi/verification",
     ),
 }
+
+SHORT = "not long"  # pytest's expression for what the short form runs
 
 # A stage waits for processes to start and for ranks to come; another one uses the cores meanwhile.
 SIDE_BY_SIDE = 2
@@ -156,7 +163,7 @@ def plan(
     """The stages, those that take long first; `mpi` is the second MPI library, or "none"."""
     stages = [] if quick else [Stage("launch", ("tests/launch",))]
     stages += [mpi_stage(size, long=long) for size in ((3, 2) if quick else (4, 3, 2, 1))]
-    stages += [Stage("unit", ("tests/unit",))]
+    stages += [Stage("unit", ("tests/unit",)), threads_stage(long=long)]
     # On a GPU: alone by NCCL, two that share it through host memory. On simulated ones two go by NCCL, too.
     stages += [Stage(f"gpu {size}", ("tests/gpu",), size) for size in (1, 2)]
     if not gpu:
@@ -177,7 +184,15 @@ def plan(
 def mpi_stage(size: int, *, long: bool) -> Stage:
     """The stage of tests/mpi at `size` ranks; `arguments` runs at two ranks alone even so."""
     left_out = [path for path in LEFT_OUT[size] if not long or (path in FOR_TWO and size > 2)]
-    return Stage(f"mpi {size}", ("tests/mpi",), size, options=tuple(f"--ignore={path}" for path in left_out))
+    ignored = tuple(f"--ignore={path}" for path in left_out)
+    selected = ("-m", f"{SHORT} and not on_threads") if size > 1 and not long else ()
+    return Stage(f"mpi {size}", ("tests/mpi",), size, options=(*ignored, *selected))
+
+
+def threads_stage(*, long: bool) -> Stage:
+    """The stage of what tests/mpi/on_threads.py names, on three ranks that are threads of one process."""
+    selected = "on_threads" if long else f"on_threads and {SHORT}"
+    return Stage("threads 3", ("tests/mpi",), options=("--threads", "3", "-m", selected))
 
 
 def sees_gpu() -> bool:
@@ -193,7 +208,7 @@ def with_long(stage: Stage) -> Stage:
 
 def without_long(stage: Stage) -> Stage:
     """The stage without the tests marked `long`."""
-    return stage if "-m" in stage.options else replace(stage, options=(*stage.options, "-m", "not long"))
+    return stage if "-m" in stage.options else replace(stage, options=(*stage.options, "-m", SHORT))
 
 
 def command(stage: Stage) -> list[str]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -399,12 +400,13 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
     methods = sorted({row["method"] for row in rows}, key=place_of)
     for name, kept in [("all", rows), *((m, [r for r in rows if r["method"] == m]) for m in methods)]:
         errors = sorted(abs(error_of(row)) for row in kept)
-        median, worst = errors[len(errors) // 2], errors[-1]
+        median, worst = statistics.median(errors), errors[-1]
         near = sum(error <= 0.1 for error in errors)
         lines.append(
             f"{name:34} median {median:6.1%}, worst {worst:6.1%}, within 10 %: {near} of {len(errors)}"
         )
-    counted = [row for row in rows if row["measured_sent"] > 1e5 and row["model"] != TEXT]
+    sent = ((max(row["measured_sent"], row["predicted_sent"]), row) for row in rows if row["model"] != TEXT)
+    counted = [row for most, row in sent if most > 1e5]
     if counted:
         more = max(row["measured_sent"] - row["predicted_sent"] for row in counted)
         less = min(row["measured_sent"] - row["predicted_sent"] for row in counted)

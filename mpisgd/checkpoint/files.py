@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mpisgd import config
+from mpisgd.threads.fault_points import FSYNC, RENAME, DiskFile, may_fail
 
 __all__ = [
     "checkpoints_in",
@@ -105,7 +106,9 @@ def write_file(path: Path, write: Callable[[BinaryIO], None], mode: int | None =
         file.flush()
         if wanted is not None and stat.S_IMODE(os.fstat(file.fileno()).st_mode) != wanted:
             os.fchmod(file.fileno(), wanted)
+        may_fail(FSYNC)
         os.fsync(file.fileno())  # the bytes first, then the name
+        may_fail(RENAME)
         temporary.replace(path)
     _sync_folder(path.parent)
     config.note(f"checkpoint {path}")
@@ -130,7 +133,8 @@ def _temporary_beside(path: Path, *, private: bool) -> Iterator[tuple[BinaryIO, 
     while True:
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        with os.fdopen(os.open(temporary, flags, 0o600 if private else 0o666), "wb") as file:
+        raw = DiskFile(os.open(temporary, flags, 0o600 if private else 0o666), "wb")
+        with io.BufferedWriter(raw) as file:
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(file, fcntl.LOCK_EX)
             if not os.fstat(file.fileno()).st_nlink:
@@ -158,6 +162,7 @@ def make_folder(folder: Path) -> None:
 def _sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
+        may_fail(FSYNC)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -18,6 +18,7 @@ from mpisgd.core.group import Group
 from mpisgd.errors import CheckpointError, InvalidArgument
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.threads.inheriting_thread import InheritingThread
+from mpisgd.threads.scheduling import join
 
 __all__ = ["Writer"]
 
@@ -129,7 +130,7 @@ class Writer:
     def _join(self) -> Path | None:
         """Wait for the thread; return the newest file, or raise the thread's error, once."""
         if self._thread is not None:
-            self._thread.join()
+            join(self._thread, None)
             self._thread = None
         failure, self._failure = self._failure, None
         if failure is not None:

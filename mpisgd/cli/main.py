@@ -1,8 +1,13 @@
-"""`python -m mpisgd COMMAND`."""
+"""`mpisgd COMMAND`, or `python -m mpisgd COMMAND`."""
+
+import sys
+from pathlib import Path
 
 import typer
 
+from mpisgd import __version__
 from mpisgd.cli.bench.app import bench
+from mpisgd.cli.explain import explain
 from mpisgd.cli.info import info
 from mpisgd.cli.memory import memory
 from mpisgd.cli.plan import plan
@@ -23,15 +28,27 @@ app.command()(memory)
 app.command()(verify)
 app.command()(top)
 app.command()(plan)
+app.command()(explain)
 app.command(context_settings=OF_PROGRAM)(run)
 app.add_typer(bench, name="bench")
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"mpisgd {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def commands() -> None:
+def commands(
+    version: bool = typer.Option(
+        False, "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+    ),
+) -> None:
     """Distributed SGD with torch over MPI: commands that go with the library."""
 
 
 def main() -> None:
     """Run the command line; alone, or on every rank of a job."""
-    run_program(app, prog_name="python -m mpisgd")
+    is_script = Path(sys.argv[0]).name == "mpisgd"
+    run_program(app, prog_name="mpisgd" if is_script else "python -m mpisgd")

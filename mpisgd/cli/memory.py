@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from mpisgd.cli.program import bad_input
 from mpisgd.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["memory"]
 
 LAYER_NUMEL = 2**22
+MOST_PARAMETERS = 10**13  # beyond which a table of layers would take the memory of this machine
 
 
 def memory(
@@ -33,16 +35,19 @@ def memory(
     # Here, since it loads torch: seconds that `--help` need not take.
     from mpisgd.optim.memory_estimate import estimate_memory
 
-    if bool(model) == bool(parameters):
-        raise InvalidArgument("memory: pass one of --model and --parameters")
-    made = _model(model, dtype) if model else _parameters(int(parameters), dtype)
-    estimates = estimate_memory(
-        made,
-        _optimizer(optimizer),
-        ranks=ranks,
-        ranks_per_host=ranks_per_host,
-        master_dtype=_dtype(master) if master else None,
-    )
+    with bad_input():
+        if bool(model) == bool(parameters):
+            raise InvalidArgument("memory: pass one of --model and --parameters")
+        if ranks_per_host is not None and ranks_per_host > ranks:
+            raise InvalidArgument(f"memory: --ranks-per-host {ranks_per_host} of --ranks {ranks}")
+        made = _model(model, dtype) if model else _parameters(parameters, dtype)
+        estimates = estimate_memory(
+            made,
+            _optimizer(optimizer),
+            ranks=ranks,
+            ranks_per_host=ranks_per_host,
+            master_dtype=_master(master, made) if master else None,
+        )
     typer.echo(estimates)
 
 
@@ -56,17 +61,23 @@ def _model(path: str, dtype: str) -> "torch.nn.Module":
         make = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as exc:
         raise InvalidArgument(f"memory: --model {path}: {exc}; expected such as train:make_model") from exc
-    with torch.device("meta"):
-        made = make()
+    try:
+        with torch.device("meta"):
+            made = make()
+    except Exception as exc:
+        raise InvalidArgument(f"memory: --model {path}: {name}() has raised {exc!r}") from exc
     if not isinstance(made, torch.nn.Module):
         raise InvalidArgument(f"memory: --model {path} returns a {type(made).__name__}; expected a module")
     return made.to(_dtype(dtype)) if dtype else made
 
 
-def _parameters(numel: int, dtype: str) -> "list[torch.Tensor]":
+def _parameters(number: float, dtype: str) -> "list[torch.Tensor]":
     """Return so many parameters, in tensors as those of a large layer are."""
     import torch
 
+    if not 1 <= number <= MOST_PARAMETERS:
+        raise InvalidArgument(f"memory: --parameters {number:g}; expected 1 to {MOST_PARAMETERS:.0e}")
+    numel = int(number)
     sizes = [min(LAYER_NUMEL, numel - start) for start in range(0, numel, LAYER_NUMEL)]
     kind = _dtype(dtype or "float32")
     return [torch.nn.Parameter(torch.empty(size, dtype=kind, device="meta")) for size in sizes]
@@ -78,6 +89,17 @@ def _dtype(name: str) -> "torch.dtype":
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise InvalidArgument(f"memory: {name} is no floating dtype of torch")
+    return dtype
+
+
+def _master(name: str, made: "torch.nn.Module | list[torch.Tensor]") -> "torch.dtype":
+    """Return the precision of updates, which is to be higher than that of some parameter."""
+    dtype = _dtype(name)
+    params = made if isinstance(made, list) else list(made.parameters())
+    if not any(param.dtype.itemsize < dtype.itemsize for param in params):
+        raise InvalidArgument(
+            f"memory: --master {name}; expected a higher precision than the parameters have"
+        )
     return dtype
 
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mpisgd.cli.bench.options import Json, counts_of
-from mpisgd.errors import InvalidArgument, JobError
+from mpisgd.cli.program import bad_input
+from mpisgd.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from mpisgd.plan.cluster import Cluster
@@ -28,6 +29,7 @@ ClusterPath = Annotated[Path, typer.Argument(metavar="CLUSTER", help="A .toml fi
 Program = Annotated[
     list[str] | None, typer.Argument(metavar="[PROGRAM [ARGS]...]", help="With --measure: the program.")
 ]
+BATCH = 32
 MODEL = (
     "mlp, deep, transformer (those of `bench step`); gpt(layers=24, heads=16, dim=2048, context=2048), as in "
     "train_text.py; file.py:function, which returns (module, inputs); a .toml file of layers; a .json file "
@@ -38,8 +40,12 @@ Measure = Annotated[
     bool, typer.Option("--measure", help="Run PROGRAM for some steps and plan with its step.")
 ]
 Save = Annotated[Path | None, typer.Option(readable=False, help="Write the step here, for --model.")]
-Batch = Annotated[int, typer.Option(min=1, help="Examples of one rank.")]
-Optimizer = Annotated[str, typer.Option(help="sgd, momentum, adam or adamw.")]
+Batch = Annotated[
+    int | None, typer.Option(min=1, help=f"Examples of one rank; default: {BATCH}.", show_default=False)
+]
+Optimizer = Annotated[
+    str, typer.Option(help="sgd, momentum, adam or adamw; default: sgd.", show_default=False)
+]
 Ranks = Annotated[
     str, typer.Option(help="Numbers of ranks; default: all of the cluster.", show_default=False)
 ]
@@ -72,8 +78,8 @@ def plan(
     model: Model = "",
     measure: Measure = False,
     save: Save = None,
-    batch: Batch = 32,
-    optimizer: Optimizer = "sgd",
+    batch: Batch = None,
+    optimizer: Optimizer = "",
     ranks: Ranks = "",
     methods: Methods = "",
     layouts: Layouts = True,
@@ -88,7 +94,7 @@ def plan(
     # Here, since they load torch: seconds that `--help` need not take.
     from mpisgd.plan.files import read_cluster, write_step
 
-    try:
+    with bad_input():
         found = read_cluster(cluster)
         sizes = counts_of("--ranks", ranks) if ranks else [found.cluster.size]
         profile = _profile(found.cluster, program or [], model, measure, batch, optimizer)
@@ -97,14 +103,10 @@ def plan(
         report = _Report(found, profile, sizes, methods, algorithm, layouts=layouts and not methods)
         report.show(top, collectives)
         report.write(json_file, plot_file, timeline)
-    except InvalidArgument as exc:
-        raise JobError(str(exc), exit_code=2) from exc
-    except OSError as exc:
-        raise JobError(f"{exc.filename}: {exc.strerror}") from exc
 
 
 def _profile(
-    cluster: "Cluster", program: list[str], model: str, measure: bool, batch: int, optimizer: str
+    cluster: "Cluster", program: list[str], model: str, measure: bool, batch: int | None, optimizer: str
 ) -> "StepProfile":
     """Return the step of a rank: measured, maybe with a model's blocks, or from a file, or of a model and the
     cluster's flops.
@@ -114,14 +116,19 @@ def _profile(
 
     if bool(program) != measure or not (measure or model):
         raise InvalidArgument("plan: expected --model, or --measure and a program, or all of them")
+    is_saved = model.endswith(".json")
+    if optimizer and (measure or is_saved):
+        raise InvalidArgument(f"plan: --optimizer {optimizer} beside a step that was measured with its own")
+    if batch is not None and is_saved and not measure:
+        raise InvalidArgument(f"plan: --batch {batch} beside {model}, a step that was measured with its own")
     if measure:
-        measured = measure_step(program, batch=batch)
+        measured = measure_step(program, batch=batch or BATCH)
         return measured.with_blocks_of(_model(model)) if model else measured
-    if model.endswith(".json"):
+    if is_saved:
         from mpisgd.plan.files import read_step
 
         return read_step(Path(model))
-    return profile_of(_model(model), cluster, batch, optimizer)
+    return profile_of(_model(model), cluster, batch or BATCH, optimizer or "sgd")
 
 
 def _model(text: str) -> Any:
@@ -163,6 +170,7 @@ class _Report:
         from mpisgd.plan.steps.methods import DEFAULT_METHODS, planned_methods
 
         check_algorithm(algorithm)
+        self.assumed = found.assumed
         self.cluster, self.profile, self.sizes = found.cluster, profile, sizes
         self.options = Options(algorithm, found.compression_s)
         self.methods = planned_methods(text or ";".join(DEFAULT_METHODS))
@@ -212,6 +220,7 @@ class _Report:
             *self._exact(),
             *what_to_change(changes(best.cluster, self.profile, method, self.options)),
             *failure_lines(best),
+            *(f"assumed, as the cluster file does not say: {each}" for each in self.assumed),
             f"in the program: {code_line(method)}",
             f"start it with: {command_line(best, method)}",
         ]

@@ -8,18 +8,20 @@ moment, wait first, so that its message is printed.
 
 import contextlib
 import io
+import os
+import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
 
 from mpisgd.config import launcher_rank
-from mpisgd.errors import JobError
+from mpisgd.errors import InvalidArgument, JobError
 
-__all__ = ["OF_PROGRAM", "is_reporting_rank", "run_program"]
+__all__ = ["OF_PROGRAM", "bad_input", "is_reporting_rank", "run_program"]
 
 # Settings of a command that takes a program: what comes after the program belongs to the program.
 OF_PROGRAM = {"allow_interspersed_args": False, "ignore_unknown_options": False}
@@ -27,6 +29,8 @@ OF_PROGRAM = {"allow_interspersed_args": False, "ignore_unknown_options": False}
 # How long the other ranks wait before they fail too. The first rank may be slower to load its libraries;
 # where the launcher ends the job with its first failure, as mpirun does, nobody waits this long.
 FIRST_REPORT_S = 10.0
+
+BROKEN_PIPE = 128 + signal.SIGPIPE  # the exit code that a shell gives programs without a handler
 
 # Typer stopped building on click, so the class is reached in the way that both have in common.
 UsageError: type[Any] = next(cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "ClickException")
@@ -52,6 +56,10 @@ def run_program(app: typer.Typer, *, prog_name: str | None = None) -> None:
     try:
         with command.make_context(prog_name, sys.argv[1:]) as context:
             command.invoke(context)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has what it wanted, such as `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
+        sys.exit(BROKEN_PIPE)
     except typer.Exit as exc:
         if exc.exit_code != 0 and not is_reporting_rank() and not _in_job():
             time.sleep(FIRST_REPORT_S)  # an earlier end could end the job before that rank has printed
@@ -62,6 +70,21 @@ def run_program(app: typer.Typer, *, prog_name: str | None = None) -> None:
         _end(prog_name, _as_job_error(exc), same_everywhere=True)
     except JobError as exc:
         _end(prog_name, exc, same_everywhere=False)
+
+
+@contextlib.contextmanager
+def bad_input() -> Iterator[None]:
+    """Turn what is wrong with the arguments or the files of a command into one line, and exit code 2.
+
+    Raises:
+        JobError: in place of InvalidArgument and OSError.
+    """
+    try:
+        yield
+    except InvalidArgument as exc:
+        raise JobError(str(exc), exit_code=2) from exc
+    except OSError as exc:
+        raise JobError(f"{exc.filename}: {exc.strerror}", exit_code=2) from exc
 
 
 def is_reporting_rank() -> bool:

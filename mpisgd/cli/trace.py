@@ -9,6 +9,7 @@ from rich.table import Table
 
 from mpisgd.bench.report.rows import as_bytes, as_time
 from mpisgd.bench.report.tables import new_table, show
+from mpisgd.cli.program import bad_input
 from mpisgd.errors import InvalidArgument, JobError
 from mpisgd.timeline.files import merge, read_events
 from mpisgd.timeline.summary import Summary, summarise
@@ -29,7 +30,7 @@ def trace(
 ) -> None:
     """Merge timelines, and sum them up: time per operation, who came last, what was hidden."""
     chosen = _steps(steps) if steps else None
-    try:
+    with bad_input():
         events = _read(files)
         if out is not None:
             merge(events, out)
@@ -37,10 +38,6 @@ def trace(
             from mpisgd.timeline.report.page import data_of, html_of  # numpy takes a moment to load
 
             html.write_text(html_of(data_of(events, ", ".join(path.name for path in files), chosen)))
-    except InvalidArgument as exc:
-        raise JobError(str(exc)) from exc
-    except OSError as exc:
-        raise JobError(f"{exc.filename}: {exc.strerror}") from exc
     summary = summarise(events)
     show([_operations(summary, top), _stragglers(summary), _hidden(summary)], _notes(summary))
 

@@ -53,7 +53,7 @@ ALGORITHM_TEXT = {name: f"algorithm={name}" for name in CHOICES}
 
 def all_reduce(
     tensor: Tensor,
-    op: ReduceOp = ReduceOp.SUM,
+    op: ReduceOp | str = ReduceOp.SUM,
     group: Group | None = None,
     async_op: bool = False,
     *,
@@ -65,7 +65,7 @@ def all_reduce(
 
     Args:
         tensor: any dense tensor, of the CPU or a GPU, of the same shape and dtype on every rank; overwritten.
-        op: elementwise combination; AVG is SUM divided by `group.size`.
+        op: elementwise combination, or its name ("avg"); AVG is SUM divided by `group.size`.
         group: defaults to all processes of the job.
         async_op: return at once with a `Work`; leave the tensor alone until its `wait()`.
         algorithm: `mpi` (MPI_Allreduce), `node` (shared memory, for ranks of one host), `direct` (in each
@@ -104,7 +104,7 @@ class _KnownCall(NamedTuple):
     transport: HostTransport | None
 
 
-def _known_call(group: Group, tensor: Tensor, op: ReduceOp, algorithm: str) -> _KnownCall:
+def _known_call(group: Group, tensor: Tensor, op: ReduceOp | str, algorithm: str) -> _KnownCall:
     """Check the arguments and ask the table: once, since small messages feel it."""
     key = None
     if type(op) is ReduceOp and type(algorithm) is str:

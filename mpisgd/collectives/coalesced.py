@@ -13,7 +13,7 @@ from mpisgd.collectives.tensor_arguments import check_tensors
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.core.work import Work
-from mpisgd.dtypes import ReduceOp, check_op, dtype_name
+from mpisgd.dtypes import ReduceOp, as_reduce_op, check_op, dtype_name
 from mpisgd.errors import ShapeMismatch
 from mpisgd.job.lifecycle import group_or_world
 
@@ -27,7 +27,7 @@ __all__ = [
 
 def all_reduce_coalesced(
     tensors: Sequence[Tensor],
-    op: ReduceOp = ReduceOp.SUM,
+    op: ReduceOp | str = ReduceOp.SUM,
     group: Group | None = None,
     async_op: bool = False,
 ) -> Work | None:
@@ -51,11 +51,11 @@ def all_reduce_coalesced(
     group = group_or_world(group)
     name = "all_reduce_coalesced"
     checked = check_tensors(name, tensors, "tensors", output=True)
+    reduction = as_reduce_op(name, op)
     for tensor in checked:
-        op = check_op(name, op, tensor.dtype)
-
-    operation = _operation(name, checked, op=getattr(op, "name", str(op)))
-    return run(ALL_REDUCE_COALESCED, Call(group, operation, checked, op=op), async_op)
+        check_op(name, reduction, tensor.dtype)
+    operation = _operation(name, checked, op=reduction.name)
+    return run(ALL_REDUCE_COALESCED, Call(group, operation, checked, op=reduction), async_op)
 
 
 def broadcast_coalesced(
@@ -108,7 +108,7 @@ def all_gather_into_tensor_coalesced(
 def reduce_scatter_tensor_coalesced(
     output_tensors: Sequence[Tensor],
     input_tensors: Sequence[Tensor],
-    op: ReduceOp = ReduceOp.SUM,
+    op: ReduceOp | str = ReduceOp.SUM,
     group: Group | None = None,
     async_op: bool = False,
 ) -> Work | None:
@@ -119,10 +119,11 @@ def reduce_scatter_tensor_coalesced(
     group = group_or_world(group)
     name = "reduce_scatter_tensor_coalesced"
     outputs, inputs = _check_pairs(name, output_tensors, input_tensors)
+    reduction = as_reduce_op(name, op)
     for output, tensor in zip(outputs, inputs, strict=True):
-        op = check_scattered(name, output, tensor, op, group.size)
-    operation = _operation(name, outputs, op=getattr(op, "name", str(op)))
-    return run(REDUCE_SCATTER, Call(group, operation, outputs, inputs, op=op), async_op)
+        check_scattered(name, output, tensor, reduction, group.size)
+    operation = _operation(name, outputs, op=reduction.name)
+    return run(REDUCE_SCATTER, Call(group, operation, outputs, inputs, op=reduction), async_op)
 
 
 def _check_pairs(

@@ -22,7 +22,7 @@ __all__ = ["reduce"]
 def reduce(
     tensor: Tensor,
     dst: int,
-    op: ReduceOp = ReduceOp.SUM,
+    op: ReduceOp | str = ReduceOp.SUM,
     group: Group | None = None,
     async_op: bool = False,
 ) -> Work | None:
@@ -33,7 +33,7 @@ def reduce(
     Args:
         tensor: same shape and dtype on every rank; overwritten on `dst`, unchanged elsewhere.
         dst: global rank of the one that gets the result.
-        op: elementwise combination; AVG is SUM divided by `group.size`.
+        op: elementwise combination, or its name ("avg"); AVG is SUM divided by `group.size`.
         group: defaults to all processes of the job.
         async_op: return at once with a `Work`; leave the tensor alone until its `wait()`.
 

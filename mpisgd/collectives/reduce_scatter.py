@@ -25,7 +25,7 @@ __all__ = ["REDUCE_SCATTER", "check_scattered", "reduce_scatter", "reduce_scatte
 def reduce_scatter(
     output: Tensor,
     input_list: Sequence[Tensor],
-    op: ReduceOp = ReduceOp.SUM,
+    op: ReduceOp | str = ReduceOp.SUM,
     group: Group | None = None,
     async_op: bool = False,
 ) -> Work | None:
@@ -36,7 +36,7 @@ def reduce_scatter(
     Args:
         output: same shape and dtype on every rank; overwritten.
         input_list: `group.size` tensors of the size and dtype of `output`; unchanged.
-        op: elementwise combination; AVG is SUM divided by `group.size`.
+        op: elementwise combination, or its name ("avg"); AVG is SUM divided by `group.size`.
         group: defaults to all processes of the job.
         async_op: return at once with a `Work`; leave all tensors alone until its `wait()`.
 
@@ -63,7 +63,7 @@ def reduce_scatter(
 def reduce_scatter_tensor(
     output: Tensor,
     input: Tensor,
-    op: ReduceOp = ReduceOp.SUM,
+    op: ReduceOp | str = ReduceOp.SUM,
     group: Group | None = None,
     async_op: bool = False,
 ) -> Work | None:
@@ -74,7 +74,7 @@ def reduce_scatter_tensor(
     Args:
         output: [n] elements; overwritten. It may be a slice of `input`.
         input: [group.size * n] elements, same dtype as `output`; unchanged.
-        op: elementwise combination; AVG is SUM divided by `group.size`.
+        op: elementwise combination, or its name ("avg"); AVG is SUM divided by `group.size`.
         group: defaults to all processes of the job.
         async_op: return at once with a `Work`; leave both tensors alone until its `wait()`.
 
@@ -91,7 +91,7 @@ def reduce_scatter_tensor(
     return run(REDUCE_SCATTER, Call(group, operation, [output], [input], op=op), async_op)
 
 
-def check_scattered(name: str, output: Tensor, tensor: Tensor, op: ReduceOp, size: int) -> ReduceOp:
+def check_scattered(name: str, output: Tensor, tensor: Tensor, op: ReduceOp | str, size: int) -> ReduceOp:
     """Raise unless `tensor` is one `output` per rank; return the op."""
     check_tensor(name, tensor, "input")
     check_output(name, output, "output")

@@ -8,7 +8,7 @@ from mpisgd.collectives.all_gather import gather_rows
 from mpisgd.collectives.dispatch import device_kind
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
-from mpisgd.dtypes import ReduceOp, dtype_name
+from mpisgd.dtypes import ReduceOp, as_reduce_op, dtype_name
 from mpisgd.errors import UnsupportedOp, UnsupportedTensor
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.transport.torch_reduction import divide
@@ -16,7 +16,9 @@ from mpisgd.transport.torch_reduction import divide
 __all__ = ["all_reduce_sparse"]
 
 
-def all_reduce_sparse(tensor: Tensor, op: ReduceOp = ReduceOp.SUM, group: Group | None = None) -> Tensor:
+def all_reduce_sparse(
+    tensor: Tensor, op: ReduceOp | str = ReduceOp.SUM, group: Group | None = None
+) -> Tensor:
     """Return the combination of everyone's sparse tensors, coalesced; the same bits on every rank.
 
     Collective: all ranks of `group` call it in the same order.
@@ -33,6 +35,7 @@ def all_reduce_sparse(tensor: Tensor, op: ReduceOp = ReduceOp.SUM, group: Group 
 
     Cost: every rank sends its indices and values to all others.
     """
+    op = as_reduce_op("all_reduce_sparse", op)
     if op not in (ReduceOp.SUM, ReduceOp.AVG):
         raise UnsupportedOp(f"all_reduce_sparse: op={op!r}; what a sparse tensor leaves out is 0: SUM or AVG")
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.sparse_coo:

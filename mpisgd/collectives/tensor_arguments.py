@@ -35,7 +35,9 @@ def _is_plain(tensor: object) -> bool:
 def _refusal(name: str, tensor: object, what: str) -> UnsupportedTensor:
     """Return the error that says why a tensor cannot travel."""
     if not isinstance(tensor, Tensor):
-        text = f"a {type(tensor).__name__}; expected a torch.Tensor"
+        number = isinstance(tensor, (int, float, complex))
+        example = f", such as torch.tensor({tensor!r})" if number else ""
+        text = f"a {type(tensor).__name__}; expected a torch.Tensor{example}"
     elif hasattr(tensor, "to_local"):
         text = f"a {type(tensor).__name__}, whose elements lie in another tensor; pass {what}.to_local()"
     elif tensor.layout is not torch.strided:

@@ -53,6 +53,11 @@ class Auto(Compressor):
         """Whether all candidates keep them."""
         return all(candidate.has_magnitudes for candidate in self.candidates)
 
+    @property
+    def is_homogeneous(self) -> bool:
+        """Whether all candidates are."""
+        return all(candidate.is_homogeneous for candidate in self.candidates)
+
     def changes(self, dtype: torch.dtype) -> bool:
         """Return whether some candidate changes buckets of `dtype`."""
         return any(candidate.changes(dtype) for candidate in self.candidates)

@@ -25,7 +25,8 @@ class BucketLayout(NamedTuple):
     """What lies in a bucket that a compressor changes: parameters side by side, without padding.
 
     Attributes:
-        shapes: of the parameters, in the order in which they lie there.
+        shapes: of the parameters, in the order in which they lie there; the dimensions of each are in the
+            order of memory, so that a matrix which lies transposed is the transposed one.
         dtype: of all of them.
         device: of all of them.
     """
@@ -76,15 +77,17 @@ class BucketReducer(abc.ABC):
         Where that depends on the data or the step: in the last one, if there was any.
         """
 
-    def put_back(self, start: int, arrived: Tensor) -> None:  # noqa: B027
-        """Take back what has arrived for a parameter that no rank has a gradient of, so it is not used.
+    def kept_apart(self, start: int, stop: int) -> dict[str, Tensor]:
+        """Return the memory of what is kept of some elements of the bucket elsewhere than by its layout.
 
-        What keeps nothing has sent zeros there. A residual grows by it on every rank, so nothing is lost.
+        Where no rank has a gradient of a parameter, what is kept of it stays as it was. In `state` that is
+        found by its shape; a rank that owns a part of the elements says here where they are.
 
         Args:
-            start: of the parameter's elements in the bucket.
-            arrived: the mean over the ranks, of the parameter's elements.
+            start: of the elements in the bucket.
+            stop: the same.
         """
+        return {}
 
     def reset(self) -> None:
         """Begin anew, as before the first step."""
@@ -131,6 +134,14 @@ class Compressor(abc.ABC):
     def has_magnitudes(self) -> bool:
         """Whether what arrives is about as large as what was sent, as models need it that are averaged."""
         return True
+
+    @property
+    def is_homogeneous(self) -> bool:
+        """Whether of gradients a times as large, a > 0, a times as much arrives, as of a mean.
+
+        Elsewhere `gradient_predivide_factor` divides nothing, which would change what is sent.
+        """
+        return self.has_magnitudes
 
     @property
     def has_error_feedback(self) -> bool:

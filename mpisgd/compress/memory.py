@@ -69,14 +69,6 @@ class Memory:
         """Return whether what is kept is finite, after it was changed from outside; else begin anew."""
         return True
 
-    def put_back(self, start: int, arrived: Tensor) -> None:
-        """Note that a mean over the ranks arrived for nothing: it is kept for the next step.
-
-        Args:
-            start: of its elements in the bucket.
-            arrived: the mean of what the ranks have sent.
-        """
-
     def reset(self) -> None:
         """Begin anew."""
 
@@ -117,14 +109,6 @@ class Residual(Memory):
         if not finite:
             self.reset()
         return finite
-
-    def put_back(self, start: int, arrived: Tensor) -> None:
-        """Add it to the residual: every rank does, so the mean over the ranks grows by what had arrived.
-
-        After an overflow, which may make a whole bucket NaN, there is nothing to be kept.
-        """
-        if is_finite(arrived):
-            self.residual[start : start + arrived.numel()] += arrived
 
     def reset(self) -> None:
         """Begin anew."""

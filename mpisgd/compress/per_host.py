@@ -60,6 +60,11 @@ class PerHost(Compressor):
         return self.compressor.has_magnitudes
 
     @property
+    def is_homogeneous(self) -> bool:
+        """Whether the compressor is."""
+        return self.compressor.is_homogeneous
+
+    @property
     def has_error_feedback(self) -> bool:
         """Whether the compressor has it."""
         return self.compressor.has_error_feedback
@@ -150,9 +155,9 @@ class PerHostReducer(BucketReducer):
         hosts = self._num_hosts or size
         return self._inner.bytes_on_the_wire(hosts) if hosts > 1 else 0
 
-    def put_back(self, start: int, arrived: Tensor) -> None:
-        """Keep it for the next step."""
-        self._inner.put_back(start, arrived)
+    def kept_apart(self, start: int, stop: int) -> dict[str, Tensor]:
+        """Return what the other reducer says."""
+        return self._inner.kept_apart(start, stop)
 
     def reset(self) -> None:
         """Begin anew."""

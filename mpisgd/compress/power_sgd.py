@@ -248,7 +248,3 @@ class PowerSGDReducer(BucketReducer):
         itemsize = self._layout.dtype.itemsize
         words = (self._layout.numel,) if self._was_compressed is False else self._words
         return sum(SumReducer(count * itemsize).bytes_on_the_wire(size) for count in words)
-
-    def put_back(self, start: int, arrived: Tensor) -> None:
-        """Keep it for the next step."""
-        self.memory.put_back(start, arrived)

@@ -60,9 +60,9 @@ class WideningReducer(BucketReducer):
         """Return what the other reducer sends."""
         return self._inner.bytes_on_the_wire(size)
 
-    def put_back(self, start: int, arrived: Tensor) -> None:
-        """Keep it for the next step, as it was rounded."""
-        self._inner.put_back(start, arrived.float())
+    def kept_apart(self, start: int, stop: int) -> dict[str, Tensor]:
+        """Return what the other reducer says."""
+        return self._inner.kept_apart(start, stop)
 
     def reset(self) -> None:
         """Begin anew."""

@@ -34,7 +34,6 @@ class GroupResources(NamedTuple):
     topology: Topology
 
 
-_left: "list[Group]" = []  # until the process ends: MPI may still write to their memory
 _groups: "weakref.WeakSet[Group]" = weakref.WeakSet()  # of this process
 
 
@@ -188,8 +187,8 @@ class Group:
         """
         self.queue.consistency.leave()
         self._abandon(NotInitialized(f"group '{self.name}' was destroyed"))
+        self.queue.communicator.keep(self)
         self._closed, self._usable = True, None
-        _left.append(self)
 
     def _abandon(self, error: MpisgdError) -> None:
         if self._resources is not None:

@@ -37,6 +37,9 @@ class Communicator(Protocol):
     def abandon(self, requests: Sequence[Request], memory: object) -> None:
         """Give requests up; their memory is kept as long as MPI may use it."""
 
+    def keep(self, memory: object) -> None:
+        """Keep something until the process ends, where MPI may be in the middle of something in it."""
+
     def same_host(self) -> "Communicator":
         """Return a communicator of the ranks that can share memory with this one. Collective."""
 

@@ -29,6 +29,7 @@ from mpisgd.errors import (
     InvalidArgument,
     MpiFailed,
     MpisgdError,
+    afresh,
 )
 from mpisgd.threads import wait_registry
 from mpisgd.threads.scheduling import wait_for_condition
@@ -211,7 +212,7 @@ class OperationQueue:
     def note(self, operation: Operation) -> None:
         """Give an operation that others carry out, such as NCCL, its place in the order. Sends nothing."""
         if self.broken is not None:
-            raise self.broken
+            raise afresh(self.broken)
         if (owner := current_owner()) is not None:
             operation = operation._replace(owner=owner)
         if tracing.sink is not None:
@@ -326,7 +327,7 @@ class OperationQueue:
     def _check_usable(self, submission: _Submission) -> None:
         """Raise where an earlier failure makes this operation impossible."""
         if self.broken is not None:
-            raise self.broken
+            raise afresh(self.broken)
         if submission.after is not None and (error := submission.after.error) is not None:
             raise error
 
@@ -359,13 +360,27 @@ class OperationQueue:
     def _enqueue(self, submission: _Submission, work: QueuedWork, *, first: bool = False) -> None:
         with self._changed:
             if self._thread is None:
-                self._thread = ServiceThread(f"mpisgd queue '{self.name}'", self._serve)
+                self._thread = ServiceThread(f"mpisgd queue '{self.name}'", self._serve_or_end)
                 self._thread.start()
             if first:
                 self._queue.appendleft((submission, work))
             else:
                 self._queue.append((submission, work))
             self._changed.notify_all()
+
+    def _serve_or_end(self) -> bool:
+        """One round of the thread; where that ends it, nobody waits for ever for what is queued."""
+        try:
+            return self._serve()
+        except Exception:
+            raise
+        except BaseException as exc:
+            with self._lock:
+                self._thread, queued = None, list(self._queue)
+                self._queue.clear()
+            for submission, work in queued:
+                work.complete(MpiFailed(f"{submission.operation}: the queue's thread was ended by {exc!r}"))
+            raise
 
     def _serve(self) -> bool:
         """One round of the thread: sleep until something is queued, run it."""

@@ -12,7 +12,7 @@ import torch
 from mpisgd import tracing
 from mpisgd.accelerator.futures import completed_on
 from mpisgd.core.callbacks import Callbacks
-from mpisgd.errors import CollectiveTimeout
+from mpisgd.errors import CollectiveTimeout, MpiFailed, MpisgdError, afresh
 from mpisgd.threads.scheduling import now_s, scheduler, wait_for_event
 from mpisgd.threads.wait_registry import WaitReason, waiting_for
 
@@ -130,12 +130,17 @@ class CompletableWork(Work):
 
     def _settle(self, future: "_WorkFuture") -> None:
         future.work = None
-        if self._error is not None:
-            future.set_exception(self._error)
-        elif self.stream is None:
+        if self._error is None and self.stream is None:
             future.set_result(self.tensors)
-        else:
+        elif self._error is None:
             completed_on(future, self.stream, self.tensors)
+        elif isinstance(self._error, MpisgdError):
+            # Not the one whose frames hold this work, and so the future: nothing would ever free that.
+            future.set_exception(afresh(self._error))
+        elif isinstance(self._error, Exception):
+            future.set_exception(self._error)
+        else:  # what ends a thread is no result of a future
+            future.set_exception(MpiFailed(f"{self.name}: its thread was ended by {self._error!r}"))
 
 
 class _WorkFuture(torch.futures.Future[Any]):
@@ -221,8 +226,8 @@ class QueuedWork(CompletableWork):
         self._ended.set()
 
     def __del__(self) -> None:
-        """Warn of an error that was never raised by `wait()` or the future."""
-        if self._error is not None and not self._reported:
+        """Warn of an error that was never raised by `wait()` or the future; not of the end of its thread."""
+        if isinstance(self._error, Exception) and not self._reported:
             warnings.warn(f"{self.name} failed and nobody waited for it: {self._error}", RuntimeWarning, 2)
 
     def _complete_future(self, future: _WorkFuture) -> None:

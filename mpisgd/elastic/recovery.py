@@ -18,7 +18,6 @@ capability".
 
 import gc
 import sys
-import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -27,10 +26,9 @@ from mpisgd.elastic.joining import ElasticOptions, grow
 from mpisgd.errors import JobError, MpisgdError, PeerLost
 from mpisgd.job import lifecycle as jobs
 from mpisgd.job import rank_info
-from mpisgd.job.startup import load_mpi
 from mpisgd.job.startup_timeout import within
 from mpisgd.job.world import Job
-from mpisgd.threads import waiting
+from mpisgd.threads import scheduling, waiting
 
 if TYPE_CHECKING:
     from mpisgd.core.topology import Topology
@@ -74,9 +72,9 @@ def outlives_losses() -> bool:
 
 def wait_for_notice(is_likely: Callable[[], bool]) -> None:
     """Return when the loss of a rank has been noticed, or is not likely any more, or after a while."""
-    deadline = time.monotonic() + NOTICE_S
-    while is_likely() and waiting.cancel_reason() is None and time.monotonic() < deadline:
-        time.sleep(0.01)
+    deadline = scheduling.now_s() + NOTICE_S
+    while is_likely() and waiting.cancel_reason() is None and scheduling.now_s() < deadline:
+        scheduling.sleep(0.01)
 
 
 def agree_on_end() -> None:
@@ -117,7 +115,7 @@ def recover(reason: str, options: ElasticOptions) -> Recovered:
     Raises:
         JobError: too few are left, or they have no quorum; on all survivors, which are then in a new world.
     """
-    started = time.monotonic()
+    started = scheduling.now_s()
     old = jobs.abandon(reason)
     assert old.failure_detector is not None
     before, old_communicator, end = old.world.known_topology, old.communicator, old.failure_detector.abort
@@ -139,7 +137,7 @@ def recover(reason: str, options: ElasticOptions) -> Recovered:
     left, num_joiners = outcome
     lost = tuple(sorted({rank for ranks in before.nodes for rank in ranks} - set(left)))
     _check_options(before, left, options)
-    return Recovered(lost, num_joiners, time.monotonic() - started)
+    return Recovered(lost, num_joiners, scheduling.now_s() - started)
 
 
 def _try_to_begin(
@@ -154,10 +152,11 @@ def _try_to_begin(
         left = left_communicator.all_gather_object(before.rank)
         fit = has_quorum(before.nodes, left) and len(left) >= options.min_ranks
         communicator, num_joiners = grow(left_communicator, options) if fit else (left_communicator, 0)
-        new = jobs.begin(communicator, old.comm, old.timeout_s, old.gpu)
+        new = jobs.begin_next(old, communicator)
     except MpisgdError as exc:
         print(f"mpisgd: elastic: {exc}; once more", file=sys.stderr, flush=True)
-        load_mpi().revoke_all()
+        assert old.fault_tolerance is not None
+        old.fault_tolerance.revoke_all()
         return None
     new.lost_ranks, new.lost_host = True, old.lost_host or bool(silent_hosts(before.nodes, left))
     return left, num_joiners
@@ -181,7 +180,8 @@ def _check_options(before: "Topology", left: list[int], options: ElasticOptions)
 
 def free_old_worlds() -> None:
     """Free the memory of earlier worlds, once nothing of them is in use."""
-    load_mpi().free_abandoned()
+    if (fault_tolerance := jobs.current_job().fault_tolerance) is not None:
+        fault_tolerance.free_abandoned()
     gc.collect()  # reference cycles hold some 10 MB for each loss
 
 

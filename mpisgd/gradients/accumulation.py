@@ -10,7 +10,7 @@ the pass that fills it or in `step()` if none did.
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,9 +48,9 @@ class GradientSync:
         return ""
 
     @property
-    def sparse(self) -> Collection[int]:
-        """The parameters whose gradients are known to be sparse."""
-        return ()
+    def sparse_dims(self) -> Mapping[int, int]:
+        """How many sparse dimensions gradients had that were sparse, by parameter."""
+        return {}
 
     def cover(self, named: Sequence[tuple[str, Tensor]]) -> None:
         """Take over another list of parameters."""

@@ -12,6 +12,9 @@ zero, and what the ranks that saved nothing had not sent yet is lost. What is al
 counts of steps) is taken over everywhere. Where the ranks change in a running job (`rebuild`), each keeps its
 own, and that of a rank that is gone is lost.
 
+A residual is kept in the order of a parameter's elements, and lies in a bucket as the gradient does: a
+program may convert parameters, to channels last say, or be resumed with others.
+
 What is drawn at random, or chosen in a bucket as a whole, depends on where the elements lie. So the order in
 which gradients are packed, which was observed, is kept, too: the entry "place" of each parameter, alike.
 
@@ -29,6 +32,7 @@ from torch import Tensor
 from mpisgd.accelerator.buffers import cut_by
 from mpisgd.compress.compressor import BucketReducer
 from mpisgd.gradients.bucketing import Bucket
+from mpisgd.gradients.fusion_buffer import Layout
 from mpisgd.method_state import Pieces, copied
 
 __all__ = ["CompressionState", "ReducedBucket"]
@@ -77,8 +81,9 @@ class _Kept:
         alike = self.led if slot.reducer.leads_alone else self.alike
         for name, value in state.items():
             if isinstance(value, Tensor) and value.shape == (bucket.numel,):
-                for key, part in zip(keys, cut_by(value, numels), strict=True):
-                    self.own[key][name] = part
+                parts = cut_by(value, numels)
+                for key, part, layout in zip(keys, parts, _layouts(slot), strict=True):
+                    self.own[key][name] = _by_element(part, layout)
             elif isinstance(value, list) and len(value) == len(keys):
                 for key, part in zip(keys, value, strict=True):
                     alike[key][name] = [part]  # in a list: an entry for each parameter
@@ -95,7 +100,7 @@ class _Kept:
         alike = [{**self.alike.pop(key, {}), **self.led.pop(key, {})} for key in keys]
         state: dict[str, Any] = self.whole.pop(",".join(keys), {})
         for name in _names(own):
-            state[name] = _joined([entries.get(name) for entries in own], numels)
+            state[name] = _joined([entries.get(name) for entries in own], numels, _layouts(slot))
         for name in _names(alike):
             values = [entries[name] for entries in alike if name in entries]
             is_list = isinstance(values[0], list)
@@ -195,11 +200,33 @@ def _names(entries: Sequence[Mapping[str, Any]]) -> list[str]:
     return sorted({name for each in entries for name in each})
 
 
-def _joined(parts: Sequence[Tensor | None], numels: Sequence[int]) -> Tensor:
+def _joined(
+    parts: Sequence[Tensor | None], numels: Sequence[int], layouts: Sequence[Layout | None]
+) -> Tensor:
     """Return parts side by side, with zeros where one is missing or has become another size."""
     like = next(part for part in parts if part is not None)
     whole = [
-        part if part is not None and part.numel() == numel else like.new_zeros(numel)
-        for part, numel in zip(parts, numels, strict=True)
+        _in_memory(part, layout) if part is not None and part.numel() == numel else like.new_zeros(numel)
+        for part, numel, layout in zip(parts, numels, layouts, strict=True)
     ]
     return torch.cat(whole)
+
+
+def _layouts(slot: ReducedBucket) -> Sequence[Layout | None]:
+    """Return how each tensor of a bucket lies there; None: in the order of its elements."""
+    layouts: Sequence[Layout] | None = getattr(slot, "layouts", None)
+    return [None] * len(slot.bucket.indices) if layouts is None else layouts
+
+
+def _by_element(part: Tensor, layout: Layout | None) -> Tensor:
+    """Return what lies in memory as a gradient does in the order of its elements, which nothing changes."""
+    return part if layout is None else part.as_strided(*layout).reshape(-1)
+
+
+def _in_memory(part: Tensor, layout: Layout | None) -> Tensor:
+    """Return the reverse of `_by_element`."""
+    if layout is None or part.as_strided(*layout).is_contiguous():
+        return part
+    moved = torch.empty_like(part)
+    moved.as_strided(*layout).copy_(part.view(layout.shape))
+    return moved

@@ -29,6 +29,12 @@ def layout_of(param: Tensor) -> Layout:
     return Layout(param.shape, torch.empty_like(param, device="meta").stride())
 
 
+def shape_in_memory(param: Tensor) -> torch.Size:
+    """Return the shape of a gradient with its dimensions in the order of memory, the outermost first."""
+    stride = layout_of(param).stride
+    return torch.Size(param.shape[dim] for dim in sorted(range(param.dim()), key=lambda dim: -stride[dim]))
+
+
 def window(flat: Tensor, offset: int, layout: Layout) -> Tensor:
     """Return a tensor of this layout on the storage of `flat`, `offset` elements after its beginning.
 
@@ -51,20 +57,23 @@ class FusionBuffer:
         bucket: as given.
         flat: [bucket.numel], what travels.
         views: one tensor per parameter, of its shape, inside `flat`.
+        layouts: of these.
     """
 
     def __init__(self, bucket: Bucket, params: Sequence[Tensor], flat: Tensor | None = None) -> None:
         if flat is None:
             flat = torch.empty(bucket.numel, dtype=params[0].dtype, device=params[0].device)
         self.bucket = bucket
-        self._layouts = [layout_of(param) for param in params]
-        self._shapes = [layout.shape for layout in self._layouts]
+        self.layouts = [layout_of(param) for param in params]
+        self._shapes = [layout.shape for layout in self.layouts]
+        self._matrices = [place for place, shape in enumerate(self._shapes) if len(shape) > 1]
+        self._strides = [params[place].stride() for place in self._matrices]
         self._lie_in(flat.zero_())
         self._in_place = False  # whether a gradient lay there already
 
     def _lie_in(self, flat: Tensor) -> None:
         self.flat = flat
-        places = zip(self.bucket.offsets, self._layouts, strict=True)
+        places = zip(self.bucket.offsets, self.layouts, strict=True)
         self.views = [window(flat, offset, layout) for offset, layout in places]
         self._addresses = [view.data_ptr() for view in self.views]
 
@@ -74,13 +83,17 @@ class FusionBuffer:
         self._in_place = False
 
     def fits(self, params: Sequence[Tensor]) -> bool:
-        """Return whether `params` still have the dtype, the place and the shapes that this was made for."""
+        """Return whether `params` still have the dtype, the place and the layouts that this was made for.
+
+        Fused optimizers walk a parameter and its gradient in the order of memory, whatever their strides.
+        """
         dtype, device = self.flat.dtype, self.flat.device
         # Lists: there may be hundreds, and every step asks.
         alike = (
             [p.dtype for p in params].count(dtype) == [p.device for p in params].count(device) == len(params)
         )
-        return alike and self._shapes == [p.shape for p in params]
+        strides = [params[place].stride() for place in self._matrices]
+        return alike and self._shapes == [p.shape for p in params] and self._strides == strides
 
     def load(self, grads: Sequence[Tensor | None], used: set[int]) -> bytes:
         """Bring this rank's gradients into `flat`, each unless it lies there already; return their kinds.
@@ -120,7 +133,7 @@ class FusionBuffer:
             return
         for place, (view, address) in enumerate(zip(self.views, self._addresses, strict=True)):
             if view.data_ptr() != address:
-                self.views[place] = window(self.flat, self.bucket.offsets[place], self._layouts[place])
+                self.views[place] = window(self.flat, self.bucket.offsets[place], self.layouts[place])
 
     def _apart(self, grads: Sequence[Any]) -> list[Tensor]:
         """Return `grads`, copied where the program has put one together from `flat`, as `p.grad.T` is.

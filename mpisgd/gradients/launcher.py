@@ -13,12 +13,13 @@ from mpisgd.collectives.dispatch import device_backend, device_kind, run_in_queu
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.core.work import Work
-from mpisgd.dtypes import ReduceOp, dtype_name
+from mpisgd.dtypes import dtype_name
 from mpisgd.gradients.finite import mark_nonfinite
 from mpisgd.gradients.in_flight import InFlightReduction
-from mpisgd.gradients.kinds import ALL_DENSE, DENSE, KindsExchange
+from mpisgd.gradients.kinds import ALL_DENSE, KindsExchange
 from mpisgd.gradients.options import ReductionOptions
 from mpisgd.gradients.plan import BucketSlot
+from mpisgd.gradients.untouched import Untouched
 from mpisgd.transport.device.device_work import DeviceWork
 
 __all__ = ["BucketLauncher", "trace_contents"]
@@ -146,7 +147,7 @@ class BucketLauncher:
 
     def undo_division(self, in_flight: InFlightReduction) -> None:
         """Give gradients back as they were, where the ranks have found out that nothing is to be reduced."""
-        if (factor := self._options.predivide_factor) != 1.0:
+        if (factor := self._options.divisor) != 1.0:
             for flat in in_flight.unreduced():
                 flat.mul_(factor)
 
@@ -165,7 +166,7 @@ class BucketLauncher:
         flat = slot.storage.flat
         if self._options.error_if_nonfinite:
             kinds = mark_nonfinite(kinds, grads, flat)
-        if (factor := self._options.predivide_factor) != 1.0:
+        if (factor := self._options.divisor) != 1.0:
             flat.div_(factor)  # before the others may look at it
         in_flight.loaded.append(flat)
         return flat, kinds
@@ -227,21 +228,13 @@ class BucketLauncher:
             start = stop
 
     def _reduce_one(self, slot: BucketSlot, flat: Tensor, kinds: bytes) -> None:
+        untouched = Untouched(slot, kinds) if kinds.strip(ALL_DENSE) else None
         slot.reducer.reduce(flat, self._group, self._op)
-        if kinds.strip(ALL_DENSE):
-            self._put_back(slot, flat, kinds)
+        if untouched is not None:
+            untouched.put_back()
         self.undo_predivision(flat)
-
-    def _put_back(self, slot: BucketSlot, flat: Tensor, kinds: bytes) -> None:
-        """Let the reducer have what arrived for parameters that keep no gradient since no rank has one."""
-        edges = [*slot.bucket.offsets, slot.bucket.numel]
-        for kind, start, stop in zip(kinds, edges, edges[1:], strict=False):
-            if not kind & DENSE:
-                arrived = flat[start:stop]
-                mean = arrived / self._group.size if self._op is ReduceOp.SUM else arrived
-                slot.reducer.put_back(start, mean)
 
     def undo_predivision(self, flat: Tensor) -> None:
         """Turn a sum of what was divided before into the mean."""
-        if (factor := self._options.predivide_factor) != 1.0:
-            flat.mul_(factor / self._group.size)
+        if (factor := self._options.divisor) != 1.0:  # by division, as for what travels apart
+            flat.div_(self._group.size / factor)

@@ -17,7 +17,7 @@ class ReductionOptions(NamedTuple):
     Attributes:
         op: SUM or AVG.
         compression: what travels.
-        predivide_factor: divide by this before the sum, and by size / factor after it (AVG only).
+        predivide_factor: as it was asked for; see `divisor`.
         bucket_cap_bytes: gradients travel in buckets of at most this many bytes.
         overlap: whether buckets are sent during backward; None: where that can win, between hosts and where
             the GPU sends by itself.
@@ -32,9 +32,15 @@ class ReductionOptions(NamedTuple):
     error_if_nonfinite: bool = False
 
     @property
+    def divisor(self) -> float:
+        """What gradients are divided by before the sum; after it they are by size / divisor (AVG only)."""
+        is_one = self.predivide_factor == 1.0 or not self.compression.is_homogeneous
+        return 1.0 if is_one else self.predivide_factor
+
+    @property
     def element_op(self) -> ReduceOp:
         """What is done element by element: gradients that were divided before are summed."""
-        return self.op if self.predivide_factor == 1.0 else ReduceOp.SUM
+        return self.op if self.divisor == 1.0 else ReduceOp.SUM
 
 
 def check_options(options: ReductionOptions) -> None:

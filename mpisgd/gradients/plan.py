@@ -16,7 +16,7 @@ from mpisgd.core.group import Group
 from mpisgd.core.host_transport import Region
 from mpisgd.dtypes import dtype_name
 from mpisgd.gradients.bucketing import ALIGN_BYTES, Bucket, Item, launch_order, plan_buckets, plan_hash
-from mpisgd.gradients.fusion_buffer import FusionBuffer, layout_of
+from mpisgd.gradients.fusion_buffer import FusionBuffer, Layout, layout_of, shape_in_memory
 from mpisgd.gradients.options import ReductionOptions
 from mpisgd.gradients.unbucketed import UnbucketedGradient
 
@@ -47,6 +47,11 @@ class BucketSlot(NamedTuple):
     def bucket(self) -> Bucket:
         """Which gradients these are."""
         return self.storage.bucket
+
+    @property
+    def layouts(self) -> Sequence[Layout]:
+        """How each of them lies there."""
+        return self.storage.layouts
 
     @property
     def region(self) -> Region | None:
@@ -80,7 +85,7 @@ class Plan(NamedTuple):
         return (*(index for slot in self.slots for index in slot.bucket.indices), *sorted(self.sparse))
 
     def fits(self, params: Sequence[Tensor]) -> bool:
-        """Return whether the parameters still have the dtypes and shapes that the plan was made for."""
+        """Return whether the parameters still have the dtypes and layouts that the plan was made for."""
         return all(slot.storage.fits([params[i] for i in slot.bucket.indices]) for slot in self.slots)
 
 
@@ -187,7 +192,7 @@ def make_slot(bucket: Bucket, params: Sequence[Tensor], group: Group, compressio
     """
     dtype = params[0].dtype
     if compression.changes(dtype):
-        layout = BucketLayout(tuple(param.shape for param in params), dtype, params[0].device)
+        layout = BucketLayout(tuple(map(shape_in_memory, params)), dtype, params[0].device)
         return plain_slot(bucket, params)._replace(reducer=compression.reducer(layout))
     if is_alone(bucket, params) or on_device(params[0]) or not bucket.numel or not group.shares_memory:
         return plain_slot(bucket, params)

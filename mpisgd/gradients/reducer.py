@@ -79,6 +79,7 @@ class GradientReducer(GradientSync):
         self._unchanged: ReducedGradients | None = None  # what this rank must find so in its step
         self._left_out: frozenset[int] = frozenset()
         self._in_flight = InFlightReduction()
+        self._planned_order: tuple[int, ...] = ()  # `compression_state.order` when the plan was made
         self.cover(named)
 
     def cover(self, named: Sequence[tuple[str, Tensor]]) -> None:
@@ -91,6 +92,7 @@ class GradientReducer(GradientSync):
         self._hooks_lock = threading.Lock() if several else None
         self._plan: Plan | None = None
         self._known_sparse: frozenset[int] = frozenset()
+        self._sparse_dims: dict[int, int] = {}
 
     def leave_out(self, indices: Collection[int]) -> None:
         """See `GradientSync`; the next reduction makes a new plan if these are others."""
@@ -108,9 +110,9 @@ class GradientReducer(GradientSync):
         return describe_covered(self._coverable(), len(self.params))
 
     @property
-    def sparse(self) -> Collection[int]:
+    def sparse_dims(self) -> Mapping[int, int]:
         """See `GradientSync`."""
-        return self._known_sparse
+        return self._sparse_dims
 
     # -- while backward is at work ------------------------------------------------------------------
 
@@ -165,7 +167,8 @@ class GradientReducer(GradientSync):
             if in_flight.launched and in_flight.was_launched(index):
                 raise InvalidArgument(
                     f"DistributedOptimizer: parameter {index} got a second gradient in one backward "
-                    "(reentrant checkpointing does that) when its first was already on its way; pass overlap=False"
+                    "(reentrant checkpointing does that) when its first was already on its way; "
+                    "pass overlap=False"
                 )
             if in_flight.complete(index) is not None:  # rarely so: there are hundreds of gradients
                 with torch.no_grad(), owned_by(self.owner):
@@ -253,7 +256,8 @@ class GradientReducer(GradientSync):
             raise_for(nonfinite, observed, self.named, self.group, when)
 
     def _still_holds(self, plan: Plan) -> bool:
-        return plan.covered == self._coverable() and plan.fits(self.params)
+        is_in_order = self.compression_state.order == self._planned_order  # else a state was loaded since
+        return is_in_order and plan.covered == self._coverable() and plan.fits(self.params)
 
     def _coverable(self) -> tuple[int, ...]:
         exist = [i for i, p in enumerate(self.params) if p.requires_grad or p.grad is not None]
@@ -277,6 +281,7 @@ class GradientReducer(GradientSync):
         state.move_to(self._plan.slots)
         if order is None and any(self.options.compression.wire_dtype(p.dtype) is None for p in self.params):
             state.order = self._plan.order  # what comes out of a bucket as a whole depends on it
+        self._planned_order = state.order
         self._known_sparse = self._plan.sparse
         return self._plan
 
@@ -377,6 +382,8 @@ class GradientReducer(GradientSync):
         params = [self.params[i] for i in indices]
         reduced = reduce_sparse(params, grads, self.options.op, self.group)
         for index, param, total in zip(indices, params, reduced, strict=True):
+            if total is not None and total.is_sparse:
+                self._sparse_dims[index] = total.sparse_dim()
             if index in late and param.grad is not None:
                 param.grad = param.grad if total is None else param.grad.add_(total)
             else:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from mpisgd.gradients.bucketing import Bucket
-from mpisgd.gradients.fusion_buffer import layout_of
+from mpisgd.gradients.fusion_buffer import Layout, layout_of
 from mpisgd.gradients.kinds import kind_of
 
 __all__ = ["ALONE", "UnbucketedGradient", "num_uses"]
@@ -35,17 +35,22 @@ class UnbucketedGradient:
 
     def __init__(self, bucket: Bucket, param: Tensor) -> None:
         self.bucket = bucket
-        self._layout = layout_of(param)
+        self._layout, self._stride = layout_of(param), param.stride()
         self._dtype = param.dtype
         self._device = param.device
         self._grad: Tensor | None = None
         self._left: TensorWeakRef | None = None  # its memory is the program's, to be freed when it wants
 
     def fits(self, params: Sequence[Tensor]) -> bool:
-        """Return whether the parameter still has the dtype, place and shape that this was made for."""
+        """Return whether the parameter still has the dtype, place and layout that this was made for."""
         (param,) = params
         alike = param.dtype == self._dtype and param.device == self._device
-        return alike and param.shape == self._layout.shape
+        return alike and param.shape == self._layout.shape and param.stride() == self._stride
+
+    @property
+    def layouts(self) -> Sequence[Layout]:
+        """How the gradient lies there."""
+        return [self._layout]
 
     @property
     def flat(self) -> Tensor:

@@ -29,6 +29,7 @@ from mpisgd.accelerator.buffers import ALONE_BYTES
 from mpisgd.accelerator.runtime import on_device
 from mpisgd.dtypes import dtype_name
 from mpisgd.gradients.bucketing import Bucket, plan_buckets
+from mpisgd.gradients.fusion_buffer import layout_of
 from mpisgd.gradients.in_flight import InFlightReduction
 from mpisgd.gradients.kinds import SPARSE
 from mpisgd.gradients.launcher import trace_contents
@@ -159,6 +160,8 @@ class GradientExchange:
     def _begin_step(self) -> InFlightReduction:
         if engine().num_joins != self._num_joins:
             self._begin_anew()
+        if not self._plan.fits(self._params):  # the program has converted some
+            self._plan = _make_plan(self.named, self._groups, frozenset(self._sparse_dims))
         self._in_flight = InFlightReduction(self._plan, in_background=self._sends_early())
         return self._in_flight
 
@@ -345,8 +348,14 @@ def _make_plan(
         buckets += plan_buckets([dense[index] for index in group if index in dense], cap_bytes=2**62)
     buckets += plan_buckets([dense[i] for i in rest], cap_bytes=BUCKET_BYTES, alone_bytes=ALONE_BYTES)
     lines = [
-        f"{name} {dtype_name(param.dtype)}{list(param.shape)}" + " sparse" * (index in sparse)
+        f"{name} {dtype_name(param.dtype)}{list(param.shape)}{_strides(param)}"
+        + " sparse" * (index in sparse)
         for index, (name, param) in enumerate(named)
     ]
     slots = tuple(plain_slot(bucket, [params[index] for index in bucket.indices]) for bucket in buckets)
     return Plan(tuple(range(len(named))), slots, sparse, "\n".join(lines))
+
+
+def _strides(param: Tensor) -> str:
+    """Return how the elements of a parameter follow each other, where they are not in the usual order."""
+    return "" if param.is_contiguous() else f" with strides {list(layout_of(param).stride)}"

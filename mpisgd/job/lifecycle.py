@@ -5,7 +5,7 @@ import functools
 import os
 import sys
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpisgd import config, tracing
 from mpisgd.accelerator.runtime import runtime
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 __all__ = [
     "abandon",
     "begin",
+    "begin_next",
     "current_job",
     "group_or_world",
     "init",
@@ -162,7 +163,16 @@ def _register_exit() -> None:
 
 def begin(communicator: "Communicator", comm: "MPI.Intracomm | None", timeout_s: float, gpu: str) -> Job:
     """Make the job's world of the ranks of `communicator`, which it owns from now on. Collective."""
-    job = make_job(communicator, comm, timeout_s, gpu)
+    return _enter(make_job(communicator, comm, timeout_s, gpu))
+
+
+def begin_next(old: Job, communicator: Any) -> Job:
+    """Make the world that follows an abandoned one, of the ranks of `communicator`. Collective over these."""
+    assert old.make_next is not None
+    return _enter(old.make_next(communicator))
+
+
+def _enter(job: Job) -> Job:
     if job.hooks is not None:
         job.hooks.install()
     job_place().job = job
@@ -179,8 +189,9 @@ def abandon(reason: str) -> Job:
     if job.failure_detector is not None:
         job.failure_detector.retire()
     waiting.cancel_all(PeerLost(reason))
+    if job.fault_tolerance is not None:
+        job.fault_tolerance.revoke_all()
     if job.monitor is not None:
-        load_mpi().revoke_all()
         job.monitor.close()
     for group in job.groups:
         group.abandon(reason)

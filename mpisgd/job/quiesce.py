@@ -11,9 +11,10 @@ import torch
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.core.interfaces import GroupCommunicator
-from mpisgd.errors import CollectiveTimeout, MpisgdError
-from mpisgd.threads.wait_registry import Message, WaitReason
+from mpisgd.errors import CollectiveTimeout, MpisgdError, afresh
+from mpisgd.threads.wait_registry import WaitReason
 from mpisgd.threads.waiting import Backoff
+from mpisgd.transport.messages.point_to_point import InFlight
 
 __all__ = ["end_operations"]
 
@@ -29,9 +30,9 @@ def end_operations(groups: Sequence[Group], timeout_s: float) -> list[Group]:
     ends = _agree_on_end([group for group in groups if group.queue.broken is None], timeout_s)
     for group in groups:
         if group.queue.broken is not None:  # MPI would wait for ever for what has failed
-            raise group.queue.broken
+            raise afresh(group.queue.broken)
     for end in ends:
-        end.group.point_to_point.drain(end.messages)
+        end.group.point_to_point.drain(end.in_flight)
     return [end.group for end in ends]
 
 
@@ -74,13 +75,13 @@ class _GroupEnd:
     """The end of one group: all members come to it, then tell each other which messages are in flight.
 
     Attributes:
-        messages: which these are, by group rank; once it is over.
+        in_flight: which these are, by group rank, once it is over; empty where there are none at all.
     """
 
     def __init__(self, group: Group) -> None:
         self.group = group
         self.check = group.queue.consistency.begin(Operation("shutdown"), lambda: "the end of the program")
-        self.messages: list[list[Message]] = []
+        self.in_flight: list[InFlight] = []
         self._is_over = False
         self._steps = self._exchange(group.queue.communicator)
 
@@ -90,23 +91,26 @@ class _GroupEnd:
         return self._is_over
 
     def _exchange(self, communicator: GroupCommunicator) -> Iterator[None]:
-        """Gather the messages in flight: lengths of pickles, then pickles; yield while others are late."""
+        """Gather what is in flight, if anything is: lengths, then pickles; yield while others are late."""
         while not self.check.advance() or self.check.differs():
             yield
-        pickled = pickle.dumps(self.group.point_to_point.in_flight())
+        last_words = self.group.point_to_point.last_words()
+        pickled = pickle.dumps(last_words)
         lengths = torch.zeros(communicator.size, dtype=torch.int64)
-        length = torch.tensor([len(pickled)])
+        length = torch.tensor([len(pickled) if last_words.messages else -len(pickled)])
         request = communicator.all_gather_request(lengths, length)
         while not communicator.poll([request]):
             yield
-        longest = int(lengths.max())
-        mine = torch.frombuffer(bytearray(pickled.ljust(longest)), dtype=torch.uint8)
-        texts = torch.zeros(communicator.size * longest, dtype=torch.uint8)
-        request = communicator.all_gather_request(texts, mine)
-        while not communicator.poll([request]):
-            yield
-        # A pickle says itself where it ends.
-        self.messages = [pickle.loads(text.numpy().tobytes()) for text in texts.view(communicator.size, -1)]
+        if bool((lengths > 0).any()):
+            longest = int(lengths.abs().max())
+            mine = torch.frombuffer(bytearray(pickled.ljust(longest)), dtype=torch.uint8)
+            texts = torch.zeros(communicator.size * longest, dtype=torch.uint8)
+            request = communicator.all_gather_request(texts, mine)
+            while not communicator.poll([request]):
+                yield
+            # A pickle says itself where it ends.
+            rows = texts.view(communicator.size, -1)
+            self.in_flight = [pickle.loads(row.numpy().tobytes()) for row in rows]
         self._is_over = True
 
     def is_left(self) -> bool:

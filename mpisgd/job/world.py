@@ -16,6 +16,7 @@ from mpisgd.job.fault_report import FaultReport
 from mpisgd.job.group_factory import make_group
 from mpisgd.job.startup import load_mpi
 from mpisgd.monitor.console import ConsoleLock
+from mpisgd.monitor.failure_detector import FailureDetector, FaultTolerance
 from mpisgd.monitor.stall_monitor import StallMonitor
 from mpisgd.monitor.state_collector import StateCollector
 from mpisgd.monitor.watchdog import Watchdog
@@ -25,7 +26,6 @@ from mpisgd.tuning.profile import find_costs
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from mpisgd.monitor.failure_detector import FailureDetector
     from mpisgd.transport.mpi import Communicator
 
 __all__ = ["Job", "make_job"]
@@ -47,7 +47,8 @@ class Job:
         console: held by the rank of a host that prints.
         monitor: tells what the other ranks are doing.
         faults: names the rank and its place where a process ends by a fault.
-        failure_detector: notices the loss of a rank, where the job survives that.
+        failure_detector: notices the loss of a rank, where the job survives that and has several.
+        fault_tolerance: what ends calls after a loss, where the job survives that.
         complaint: about the job's profile, to be told to the user; "" for none.
         groups: all that were made, the world first.
         names: numbers of the groups without a name.
@@ -55,6 +56,7 @@ class Job:
         at_end: called by all ranks in `shutdown()`, once nothing is in flight any more.
         lost_ranks: whether ranks were lost before this world was made.
         lost_host: whether a host was, for which MPI's own finalize would wait.
+        make_next: makes the job of the ranks of another communicator, those that are left after a loss.
     """
 
     communicator: Any
@@ -67,7 +69,8 @@ class Job:
     console: ConsoleLock | None = None
     monitor: StallMonitor | None = None
     faults: FaultReport | None = None
-    failure_detector: "FailureDetector | None" = None
+    failure_detector: FailureDetector | None = None
+    fault_tolerance: FaultTolerance | None = None
     complaint: str = ""
     groups: list[Group] = field(default_factory=list)
     names: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
@@ -75,6 +78,7 @@ class Job:
     at_end: list[Callable[[], None]] = field(default_factory=list)
     lost_ranks: bool = False
     lost_host: bool = False
+    make_next: "Callable[[Any], Job] | None" = None
 
     def __post_init__(self) -> None:
         self.add(self.world)
@@ -100,20 +104,24 @@ class Job:
 def make_job(communicator: "Communicator", comm: "MPI.Intracomm | None", timeout_s: float, gpu: str) -> Job:
     """Make the job of the ranks of `communicator`, which it owns from now on. Collective over them."""
     mpi = load_mpi()
-    if communicator.size == 1 or mpi.thread_level() != "MULTIPLE" or not mpi.survives_losses():
-        return _make_with(None, communicator, comm, timeout_s, gpu)
-    from mpisgd.monitor.failure_detector import FailureDetector  # importing it starts MPI
-
-    detector = FailureDetector(communicator)
+    survives = mpi.thread_level() == "MULTIPLE" and mpi.survives_losses()
+    fault_tolerance = mpi.MpiFaultTolerance() if survives else None
+    detector = None
+    if fault_tolerance is not None and communicator.size > 1:
+        detector = FailureDetector(communicator, fault_tolerance)
     try:
-        return _make_with(detector, communicator, comm, timeout_s, gpu)
+        job = _make_with(detector, communicator, comm, timeout_s, gpu)
     except BaseException:
-        detector.stop()
+        if detector is not None:
+            detector.stop()
         raise
+    job.fault_tolerance = fault_tolerance
+    job.make_next = functools.partial(make_job, comm=comm, timeout_s=timeout_s, gpu=gpu)
+    return job
 
 
 def _make_with(
-    detector: "FailureDetector | None",
+    detector: FailureDetector | None,
     communicator: "Communicator",
     comm: "MPI.Intracomm | None",
     timeout_s: float,

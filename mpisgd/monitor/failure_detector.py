@@ -9,7 +9,7 @@ MPI's calls return, since all communicators are revoked.
 Two communicators are there for nothing but to be revoked, and so to tell all ranks something else:
 
 - A call has been blocked inside MPI for longer than its timeout. Then no rank is lost, and every wait ends
-  with `CollectiveTimeout`; see `mpisgd.transport.mpi.calls.set_apart`.
+  with `CollectiveTimeout`; see `FaultTolerance.set_apart`.
 - The job ends. `MPI_Abort` of an MPI that outlives lost ranks ends the rank that calls it alone, if that
   (Open MPI 5.0.11 under `--with-ft ulfm`), and the others take it for lost. So every rank that sees the
   revocation ends its process, whatever it does, and after a while those of its host that are still there, as
@@ -22,19 +22,15 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from mpisgd.arguments import ranks_text
 from mpisgd.errors import CollectiveTimeout, MpisgdError, PeerLost
 from mpisgd.monitor.process_inspector import ProcessIdentity, is_gone, is_stopped_or_gone
 from mpisgd.threads import waiting
 from mpisgd.threads.service_thread import ServiceThread
-from mpisgd.transport.mpi import OVERDUE, revoke_all, set_apart
 
-if TYPE_CHECKING:
-    from mpisgd.transport.mpi import Communicator
-
-__all__ = ["FailureDetector"]
+__all__ = ["FailureDetector", "FaultTolerance"]
 
 POLL_S = 0.05  # that costs 0.3 % of a core
 PROPAGATE_S = 0.1  # MPI sends the revocation on
@@ -42,13 +38,41 @@ EXIT_S = 1.5  # every rank polls 20 times a second
 EXIT_POLL_S = 0.02
 
 
-class FailureDetector:
-    """Notices lost ranks of `communicator` from its making until `stop()`."""
+class FaultTolerance(Protocol):
+    """What an MPI that outlives lost ranks is asked for, and whatever stands in its place.
 
-    def __init__(self, communicator: "Communicator") -> None:
+    Attributes:
+        overdue: the message of waits that end since a call of another rank was blocked for too long.
+    """
+
+    overdue: str
+
+    def wait_for_news(self, stopped: threading.Event, limit_s: float) -> bool:
+        """Wait until a rank may have been lost, for so long at most; return whether `stopped` is set."""
+
+    def revoke_all(self) -> None:
+        """End whatever goes on over any communicator, here and on all ranks that it reaches."""
+
+    def set_apart(self, communicator: Any) -> None:
+        """Let this communicator, None for none, tell why others are revoked."""
+
+    def free_abandoned(self) -> None:
+        """Free the memory of what was given up, once nothing writes to it."""
+
+
+class FailureDetector:
+    """Notices lost ranks from its making until `stop()`.
+
+    Args:
+        communicator: of the ranks; it tells which are lost, and whether it was revoked.
+        fault_tolerance: see there.
+    """
+
+    def __init__(self, communicator: Any, fault_tolerance: FaultTolerance) -> None:
+        self._fault_tolerance = fault_tolerance
         self._communicator = communicator
-        self._overdue: Communicator | None = None  # revoked where a call is blocked for too long
-        self._aborted: Communicator | None = None  # revoked where the job ends
+        self._overdue: Any = None  # a communicator that is revoked where a call is blocked for too long
+        self._aborted: Any = None  # one that is revoked where the job ends
         self._is_aborting = False
         self._is_retired = False
         waiting.allow_waits()
@@ -62,7 +86,7 @@ class FailureDetector:
 
     def _serve(self) -> bool:
         """One round of the thread."""
-        if self._stopped.wait(POLL_S):
+        if self._fault_tolerance.wait_for_news(self._stopped, POLL_S):
             return False
         if self._aborted is not None and not self._is_aborting and self._aborted.is_revoked():
             # Each waits for the ranks behind it alone, or all would wait for each other.
@@ -76,11 +100,11 @@ class FailureDetector:
     def _check(self) -> bool:
         """Return whether there is a failure; every wait is ended then."""
         if self._overdue is not None and self._overdue.is_revoked():
-            _end_waits(CollectiveTimeout(OVERDUE))
+            self._end_waits(CollectiveTimeout(self._fault_tolerance.overdue))
         elif (lost := self._communicator.lost()) or self._communicator.is_revoked():
             who = f"{ranks_text(lost)} of the job {'were' if len(lost) > 1 else 'was'} lost"
             found_out = "a rank of the job was lost, as another rank has found out"
-            _end_waits(PeerLost(f"{who}: killed, or out of reach" if lost else found_out))
+            self._end_waits(PeerLost(f"{who}: killed, or out of reach" if lost else found_out))
         else:
             return False
         return True
@@ -93,7 +117,7 @@ class FailureDetector:
             place: this rank's among them.
         """
         self._overdue = self._communicator.duplicate(apart=True)
-        set_apart(self._overdue)
+        self._fault_tolerance.set_apart(self._overdue)
         self._before, self._behind = processes[:place], processes[place + 1 :]
         self._aborted = self._communicator.duplicate(apart=True)
 
@@ -128,11 +152,11 @@ class FailureDetector:
         """
         if not self._check() and self._overdue is not None:
             self._overdue.revoke()
-            _end_waits(CollectiveTimeout(reason))
+            self._end_waits(CollectiveTimeout(reason))
 
     def free(self) -> None:
         """Give the communicators back. Collective; after `stop`."""
-        set_apart(None)
+        self._fault_tolerance.set_apart(None)
         if self._overdue is not None and self._aborted is not None:
             self._overdue.free()
             self._aborted.free()
@@ -148,8 +172,7 @@ class FailureDetector:
         self._stopped.set()
         self._thread.join_from_others()
 
-
-def _end_waits(error: MpisgdError) -> None:
-    """End every wait of this process, and of those that share a communicator with it."""
-    waiting.cancel_all(error)
-    revoke_all()
+    def _end_waits(self, error: MpisgdError) -> None:
+        """End every wait of this rank, and of those that share a communicator with it."""
+        waiting.cancel_all(error)
+        self._fault_tolerance.revoke_all()

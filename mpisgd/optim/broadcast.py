@@ -15,6 +15,7 @@ from mpisgd.errors import InvalidArgument
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.method_state import ENTRY, HasOwnState
 from mpisgd.optim.parameter_names import agree_on
+from mpisgd.optim.state_layout import lay_out_state
 from mpisgd.sharding.layerwise.offload_parameters import without_streamed
 from mpisgd.strategies.sharded.forward_overlap import wait_for_parameters
 
@@ -155,7 +156,10 @@ def broadcast_optimizer_state(
 
 
 def undo_casts(optimizer: torch.optim.Optimizer, sent: dict[Any, Any]) -> None:
-    """Put back what `load_state_dict` has cast to its parameter's dtype: float32 state of bfloat16, say."""
+    """Put back what `load_state_dict` has cast to its parameter's dtype: float32 state of bfloat16, say.
+
+    What has come by a message or from a file lies in the order of its elements: let it lie as parameters do.
+    """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for index, entries in sent.items():
         if not isinstance(index, int):
@@ -164,3 +168,4 @@ def undo_casts(optimizer: torch.optim.Optimizer, sent: dict[Any, Any]) -> None:
         for key, value in entries.items():
             if isinstance(value, Tensor) and loaded[key].dtype != value.dtype:
                 loaded[key] = value.to(loaded[key].device)
+    lay_out_state(optimizer)

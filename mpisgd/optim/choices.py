@@ -3,7 +3,7 @@
 from typing import Any
 
 from mpisgd.arguments import shown
-from mpisgd.compress.adasum import AdaptiveSum
+from mpisgd.compress.adasum import AdaptiveSum, Adasum
 from mpisgd.compress.auto import Auto
 from mpisgd.compress.cast import Compression
 from mpisgd.compress.compressor import Compressor
@@ -29,6 +29,8 @@ def resolve_reduction(
         chosen = Auto()
     if isinstance(chosen, AdaptiveSum):
         raise InvalidArgument("DistributedOptimizer: Adasum is no compression; pass op=mpisgd.Adasum")
+    if isinstance(op, str):  # other names are refused with the other options
+        op = {"ADASUM": Adasum, "AVG": ReduceOp.AVG, "SUM": ReduceOp.SUM}.get(op.upper(), op)
     if not isinstance(op, AdaptiveSum):
         return op, chosen
     refused = {

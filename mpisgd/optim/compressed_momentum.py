@@ -48,6 +48,10 @@ from mpisgd.sharding.layerwise.offload_parameters import check_in_memory
 __all__ = ["CompressedMomentumOptimizer", "Kept", "Trained", "adam_defaults", "denominator", "update_moments"]
 
 
+# By a load, to the defaults of an optimizer that does not have it; so ranks that have not loaded do not.
+ADDED_BY_TORCH = "differentiable"
+
+
 class Trained(NamedTuple):
     """A parameter with what an update needs.
 
@@ -166,7 +170,8 @@ class CompressedMomentumOptimizer(torch.optim.Optimizer, abc.ABC):
         return Kept()
 
     def _settings(self) -> str:
-        return str([{key: group[key] for key in self.defaults} for group in self.param_groups])
+        names = [name for name in self.defaults if name != ADDED_BY_TORCH]
+        return str([{name: group[name] for name in names} for group in self.param_groups])
 
     def _agree(self, kind: str, settings: str) -> list[tuple[str, Tensor]]:
         named = name_parameters(self, None)

@@ -7,10 +7,11 @@ by the time it runs, `backward()` has returned with the gradients reduced.
 
 import contextlib
 import copyreg
+import difflib
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,11 +28,13 @@ from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.accumulation import AccumulationWindow
 from mpisgd.gradients.compression_choice import with_chosen_compression
 from mpisgd.gradients.options import ReductionOptions, check_options
+from mpisgd.gradients.sparse import empty_sparse
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.optim.choices import check_choices, resolve_reduction, summary
 from mpisgd.optim.in_sync import check_tensors_in_sync
 from mpisgd.optim.parameter_names import agree_on, name_buffers, name_parameters
 from mpisgd.optim.starting_alike import SETTINGS_EVERY, check_alike
+from mpisgd.optim.state_layout import lay_out_state
 from mpisgd.strategies.buffers import Buffers
 from mpisgd.strategies.compatibility import check_momentum
 from mpisgd.strategies.state_keeper import StateKeeper
@@ -67,7 +70,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         strategy: how the ranks' models relate between two steps, `Synchronous()` by default; the same on all
             ranks. See docs/how-to/extending.md for one of your own.
         op: AVG, the gradient of the mean loss over ranks (equal to one process on the joined batch when the
-            ranks have equal shares), SUM, or `mpisgd.Adasum`, the adaptive sum of each parameter's gradients.
+            ranks have equal shares), SUM, or `mpisgd.Adasum`, the adaptive sum of each parameter's gradients;
+            or the name of one, such as "sum".
         compression: `Compression.fp16` or `.bf16` halve what dense float gradients cost on the wire;
             `mpisgd.compress.TopK(ratio=0.01)` and others there send less, and approximate; "auto" measures
             which of a few pays on this link, see `mpisgd.compress.Auto`; or a `Compressor` of your own. The
@@ -113,22 +117,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         OutOfSync: from `step()`, after it.
     """
 
-    def __new__(cls, optimizer: torch.optim.Optimizer, *args: Any, **options: Any) -> "DistributedOptimizer":
-        """Turn `optimizer` itself into an instance of this class and of its own."""
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            kind = type(optimizer).__name__
-            raise InvalidArgument(f"DistributedOptimizer: optimizer is a {kind}; expected a torch optimizer")
-        if isinstance(optimizer, DistributedOptimizer):
-            raise InvalidArgument("DistributedOptimizer: this optimizer is distributed already")
-        if getattr(optimizer, "averages_in_step", False):
-            raise InvalidArgument(
-                f"DistributedOptimizer: {type(optimizer).__name__} averages by itself, over the group it was "
-                "made for; use it as it is"
-            )
-        # Python calls __init__ next, which can undo this, but is never entered with arguments it has not.
-        inspect.signature(cls.__init__).bind(optimizer, optimizer, *args, **options)
-        optimizer.__class__ = _distributed(type(optimizer))
-        return optimizer  # type: ignore[return-value]  # it is one now
+    if not TYPE_CHECKING:  # editors show the arguments of __init__ then
+
+        def __new__(cls, optimizer, *args, **options):
+            """Turn `optimizer` itself into an instance of this class and of its own."""
+            return _turned_into(cls, optimizer, args, options)
 
     def __init__(
         self,
@@ -136,7 +129,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
         *,
         strategy: Strategy | None = None,
-        op: ReduceOp | AdaptiveSum = ReduceOp.AVG,
+        op: ReduceOp | AdaptiveSum | str = ReduceOp.AVG,
         compression: Compressor | str | None = None,
         backward_passes_per_step: int = 1,
         gradient_predivide_factor: float = 1.0,
@@ -220,15 +213,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, as the wrapped optimizer does, and begin a new accumulation window."""
-        had: list[Tensor] = []
+        had: list[tuple[int, Tensor]] = []
         if not set_to_none:
-            sparse = self._window.gradients.sparse
             params = enumerate(self._synchronizer.training.params)
-            had = [param for i, param in params if param.grad is not None and i not in sparse]
+            had = [(index, param) for index, param in params if param.grad is not None]
         self._synchronizer.before_zero_grad()
-        for param in had:
+        for index, param in had:
             if param.grad is None:  # a step without a backward decays weights and goes on with momentum
-                param.grad = torch.zeros_like(param)
+                dims = self._window.gradients.sparse_dims.get(index)
+                param.grad = torch.zeros_like(param) if dims is None else empty_sparse(param, dims)
         super().zero_grad(set_to_none)
         self._window.restart()
 
@@ -273,6 +266,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         self._keeper.check(state_dict)
         super().load_state_dict(state_dict)
+        lay_out_state(self)
         self._keeper.load(state_dict)
         with owned_by(self._owner):
             self._synchronizer.loaded(state_dict)
@@ -437,6 +431,49 @@ def wrapped_class(distributed: type[torch.optim.Optimizer]) -> type[torch.optim.
     """Return the class that `distributed` was made from."""
     wrapped: type[torch.optim.Optimizer] = distributed.__bases__[1]
     return wrapped
+
+
+def _turned_into(
+    cls: type[DistributedOptimizer],
+    optimizer: torch.optim.Optimizer,
+    args: tuple[Any, ...],
+    options: dict[str, Any],
+) -> torch.optim.Optimizer:
+    """Return `optimizer` itself, turned into an instance of `cls` and of its own class."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        kind = type(optimizer).__name__
+        raise InvalidArgument(f"DistributedOptimizer: optimizer is a {kind}; expected a torch optimizer")
+    if isinstance(optimizer, DistributedOptimizer):
+        raise InvalidArgument("DistributedOptimizer: this optimizer is distributed already")
+    if getattr(optimizer, "averages_in_step", False):
+        raise InvalidArgument(
+            f"DistributedOptimizer: {type(optimizer).__name__} averages by itself, over the group it was "
+            "made for; use it as it is"
+        )
+    # Python calls __init__ next, which can undo this, but is never entered with arguments it has not.
+    _check_arguments(inspect.signature(cls.__init__), (optimizer, optimizer, *args), options)
+    optimizer.__class__ = _distributed(type(optimizer))
+    return optimizer
+
+
+def _check_arguments(signature: inspect.Signature, args: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+    """Raise TypeError where arguments do not fit, as Python does; an option that is misspelt is corrected."""
+    for name in options:
+        if name not in signature.parameters:
+            close = difflib.get_close_matches(name, signature.parameters, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise TypeError(f"DistributedOptimizer() got an unexpected keyword argument {name!r}{hint}")
+    signature.bind(*args, **options)
+
+
+def _signature() -> inspect.Signature:
+    """Return what help() shows: __new__ takes whatever __init__ does."""
+    signature = inspect.signature(DistributedOptimizer.__init__)
+    _, *parameters = signature.parameters.values()
+    return signature.replace(parameters=parameters, return_annotation=DistributedOptimizer)
+
+
+DistributedOptimizer.__signature__ = _signature()  # type: ignore[attr-defined]
 
 
 StepArguments = tuple[tuple[Any, ...], dict[str, Any]]

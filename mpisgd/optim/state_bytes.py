@@ -35,11 +35,11 @@ def state_bytes(
     if not params:
         return []
     blanks = [_blank(param, dtype_of.get(param.dtype, param.dtype)) for param in params]
-    twin = _twin(optimizer, params, blanks)
     try:
+        twin = _twin(optimizer, params, blanks)
         twin.step()
     except Exception as exc:
-        name = type(twin).__name__
+        name = getattr(optimizer, "__name__", type(optimizer).__name__)
         raise InvalidArgument(
             f"estimate_memory: a step of {name} cannot be done without values ({exc}); pass "
             "state_per_parameter, the bytes that it keeps for each parameter"

@@ -28,10 +28,12 @@ mtbf_hours = 20000              # of a host
 "PowerSGD(rank=4)" = 2e-10
 """
 
+import dataclasses
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,10 +64,12 @@ class ClusterFile(NamedTuple):
     Attributes:
         cluster: all of it.
         compression_s: seconds of an element, by compressor; those that are given.
+        assumed: what counts and is not given, in words.
     """
 
     cluster: Cluster
     compression_s: Mapping[str, float]
+    assumed: Sequence[str] = ()
 
 
 def read_cluster(path: Path) -> ClusterFile:
@@ -75,13 +79,21 @@ def read_cluster(path: Path) -> ClusterFile:
         InvalidArgument: there is no such file, or something in it is not understood; says what.
     """
     if path.suffix == ".json":
-        return ClusterFile(_measured_cluster(path, {}), {})
+        return ClusterFile(_measured_cluster(path), {}, _assumed({}))
     page = _toml(path)
     profile = page.pop("profile", None)
-    compression = {str(k): as_seconds(f"compression.{k}", v) for k, v in page.pop("compression", {}).items()}
-    measured = None if profile is None else _measured_cluster(path.parent / str(profile), page)
-    fields = _fields(page, measured)
-    return ClusterFile(Cluster(**fields), compression)
+    table = _table("compression", page.pop("compression", {}))
+    compression = {str(k): as_seconds(f"compression.{k}", v) for k, v in table.items()}
+    measured = None if profile is None else _measured_cluster(path.parent / str(profile))
+    return ClusterFile(Cluster(**_fields(page, measured)), compression, _assumed(page))
+
+
+def _assumed(page: Table) -> list[str]:
+    """Return what a file leaves to defaults that decide which method is best."""
+    if "memory_bandwidth" in page:
+        return []
+    rate = Cluster.memory_bytes_per_s / 1e9
+    return [f'memory_bandwidth = "{rate:g} GB/s", as a core of a CPU has; a GPU has a hundred times that']
 
 
 def _toml(path: Path) -> Table:
@@ -176,19 +188,23 @@ def _network(table: Table) -> Network:
     options = dict(table)
     kinds: dict[str, Any] = {"switch": Switch, "fat tree": FatTree, "torus": Torus}
     name = options.pop("topology", "switch")
-    if name not in kinds:
+    if not isinstance(name, str) or name not in kinds:
         raise InvalidArgument(f"network: topology={shown(name)}; expected one of {', '.join(kinds)}")
-    try:
-        network: Network = kinds[name](**options)
-    except TypeError as exc:
-        raise InvalidArgument(f"network: {exc}") from exc
+    known = {field.name: field.default is MISSING for field in dataclasses.fields(kinds[name])}
+    needed = [key for key, is_needed in known.items() if is_needed]
+    if (set(options) - set(known)) or (set(needed) - set(options)):
+        expected = f"{', '.join(known)} (needed: {', '.join(needed)})" if known else "nothing else"
+        raise InvalidArgument(
+            f"network: a {name} with {', '.join(options) or 'nothing'}; expected {expected}"
+        )
+    network: Network = kinds[name](**options)
     return network
 
 
 # -- measured by tune ----------------------------------------------------------------------------------
 
 
-def _measured_cluster(path: Path, page: Table) -> Cluster:
+def _measured_cluster(path: Path) -> Cluster:
     """Return what the curves of a profile say of links."""
     try:
         costs = read(path)
@@ -256,7 +272,10 @@ def read_model(path: Path) -> Model:
         InvalidArgument: see `read_cluster`.
     """
     page = _toml(path)
-    layers = [layer for table in page.pop("layer", []) for layer in _layers(table)]
+    tables = page.pop("layer", [])
+    if not isinstance(tables, list):
+        raise InvalidArgument(f"{path}: layer={shown(tables)}; expected tables, [[layer]]")
+    layers = [layer for table in tables for layer in _layers(_table("layer", table))]
     options = {name: page.pop(name) for name in ("name", "itemsize") if name in page}
     if page or not layers:
         wrong = f"unknown {', '.join(page)}" if page else "no [[layer]]"
@@ -278,6 +297,8 @@ def _layers(table: Table) -> list[Layer]:
         raise InvalidArgument(f"layer {name}: unknown {', '.join(fields)}")
     if not isinstance(repeat, int) or repeat < 1:
         raise InvalidArgument(f"layer {name}: repeat={shown(repeat)}; expected a number of layers")
+    if not isinstance(shapes, list) or not all(isinstance(shape, list) for shape in shapes):
+        raise InvalidArgument(f"layer {name}: shapes={shown(shapes)}; expected such as [[512, 512], [512]]")
     cut = tuple(tuple(shape) for shape in shapes)
     names = [name] if repeat == 1 else [f"{name}.{number}" for number in range(repeat)]
     return [Layer(each, cut, flops, activations, outputs, all_reduces) for each in names]

@@ -7,7 +7,7 @@ Torus         hosts in a grid, each with a link to the next one in each directio
 
 import abc
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -167,9 +167,10 @@ class Torus(Network):
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", tuple(self.shape))
-        if not self.shape or not all(isinstance(n, int) and n > 0 for n in self.shape):
+        shape = tuple(self.shape) if isinstance(self.shape, Iterable) else ()
+        if not shape or not all(type(n) is int and n > 0 for n in shape):
             raise InvalidArgument(f"Torus: shape={shown(self.shape)}; expected numbers such as (8, 8)")
+        object.__setattr__(self, "shape", shape)
 
     def check(self, hosts: int) -> None:
         """See `Network`."""

@@ -136,7 +136,9 @@ class Window:
         return out
 
     @torch.no_grad()
-    def accumulate(self, tensor: Tensor, dst: int, op: ReduceOp = ReduceOp.SUM, offset: int = 0) -> None:
+    def accumulate(
+        self, tensor: Tensor, dst: int, op: ReduceOp | str = ReduceOp.SUM, offset: int = 0
+    ) -> None:
         """Combine `tensor` into the memory of rank `dst`, each element atomically.
 
         Args:
@@ -153,7 +155,9 @@ class Window:
         memory.accumulate(self._source("Window.accumulate", tensor, rank, offset), op, rank, offset)
 
     @torch.no_grad()
-    def fetch_and_op(self, tensor: Tensor, dst: int, op: ReduceOp = ReduceOp.SUM, offset: int = 0) -> Tensor:
+    def fetch_and_op(
+        self, tensor: Tensor, dst: int, op: ReduceOp | str = ReduceOp.SUM, offset: int = 0
+    ) -> Tensor:
         """Combine as `accumulate` does, and return what was there before, in the shape of `tensor`.
 
         Raises:

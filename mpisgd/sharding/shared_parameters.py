@@ -63,6 +63,7 @@ class SharedParameters(DividedParameters):
             return Memory(items)
         shared: list[Tensor] = []
         segments: list[Segment] = []
+        everyone_has_it: list[bool] = []
         memory = self.owners.memory
 
         def make_room() -> None:
@@ -70,6 +71,8 @@ class SharedParameters(DividedParameters):
                 _, _, end = lay_out(items)
                 segment = memory.open_segment(max(PAGE, -(-end // memory.size)))
                 segments.extend([] if segment is None else [segment])
+            has_it = memory is None or bool(segments)  # the hosts may differ
+            everyone_has_it.extend(self._group.queue.communicator.all_gather_object(has_it))
             for segment in segments:
                 assert memory is not None
                 shared.extend(_place(segment, params, items))
@@ -82,8 +85,8 @@ class SharedParameters(DividedParameters):
                 torch._foreach_copy_(shared, [param.detach() for param in params])
 
         self.barrier("allocation", make_room)
-        if memory is not None and not segments:
-            raise MemoryError("share_parameters: there is no shared memory for all parameters")
+        if not all(everyone_has_it):
+            raise MemoryError("share_parameters: there is no shared memory for all parameters on some host")
         self.barrier("first values", fill)
         self.barrier("in place")
         for param, tensor in zip(params, shared, strict=bool(shared)):

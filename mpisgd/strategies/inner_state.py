@@ -8,6 +8,7 @@ from torch import Tensor
 
 from mpisgd.collectives.objects import all_gather_object
 from mpisgd.core.group import Group
+from mpisgd.sharding.piece import is_elementwise_entry
 
 __all__ = ["complete_states"]
 
@@ -33,23 +34,26 @@ def complete_states(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], 
         if not mine[place]:
             state.update({name: _made(entry, param) for name, entry in outlines[0].items()})
         for name, dtype in _common_dtypes(outlines).items():
-            if _is_elementwise(state.get(name), param):
+            if _is_elementwise(name, state.get(name), param):
                 state[name] = state[name].to(dtype)
     return [
         value
         for param in params
-        for _, value in sorted(optimizer.state.get(param, {}).items())
-        if _is_elementwise(value, param)
+        for name, value in sorted(optimizer.state.get(param, {}).items())
+        if _is_elementwise(name, value, param)
     ]
 
 
-def _is_elementwise(value: Any, param: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == param.shape and value.is_floating_point()
+def _is_elementwise(name: str, value: Any, param: Tensor) -> bool:
+    """Return whether an entry is averaged; a count of steps of a parameter without dimensions is not."""
+    return is_elementwise_entry(name, value, param.shape) and bool(value.is_floating_point())
 
 
 def _outline(state: dict[str, Any], param: Tensor) -> dict[str, Any]:
     """Return what others need to have such a state: a dtype for what is averaged, the rest as it is."""
-    return {name: value.dtype if _is_elementwise(value, param) else value for name, value in state.items()}
+    return {
+        name: value.dtype if _is_elementwise(name, value, param) else value for name, value in state.items()
+    }
 
 
 def _made(entry: Any, param: Tensor) -> Any:
@@ -60,7 +64,7 @@ def _common_dtypes(outlines: Sequence[dict[str, Any]]) -> dict[str, torch.dtype]
     """Return a dtype for each entry that is averaged, the same on all ranks.
 
     They differ where some ranks have loaded the state: torch casts what it loads to the dtype of its
-    parameter, also where the optimizer has made it in another one, as ASGD makes its scalars.
+    parameter, also where the optimizer keeps float32 of parameters of less precision.
     """
     dtypes: dict[str, torch.dtype] = {}
     for outline in outlines:

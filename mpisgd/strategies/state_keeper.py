@@ -117,8 +117,10 @@ class StateKeeper:
         self._is_due = self._compares = True
 
     def forget_own(self) -> None:
-        """Begin anew with what is this rank's own; all ranks do so."""
-        self._compares = bool(self.entry())  # the others have loaded it
+        """Begin anew with what is this rank's own; all ranks do so, and the others have loaded the rest."""
+        self._compares = bool(self.entry())
+        if not self._compares and self._keeps:  # they have loaded that nothing is kept, see `load`
+            self._of.num_steps = 0
         forget_own(self._of.state)
         self._has_own = False
         self._is_due = True

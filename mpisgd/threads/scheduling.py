@@ -12,7 +12,10 @@ from typing import Any, Protocol
 
 import torch
 
+from mpisgd.errors import MpisgdError
+
 __all__ = [
+    "Cancellation",
     "Scheduler",
     "install",
     "join",
@@ -23,6 +26,16 @@ __all__ = [
     "wait_for_event",
     "wait_for_future",
 ]
+
+
+class Cancellation:
+    """Whether all waits of a rank are cancelled; see `mpisgd.threads.waiting.cancel_all`.
+
+    Attributes:
+        error: why they are, None where they are not.
+    """
+
+    error: MpisgdError | None = None
 
 
 class Scheduler(Protocol):
@@ -42,6 +55,12 @@ class Scheduler(Protocol):
 
     def start(self, thread: threading.Thread, start: Callable[[], None]) -> None:
         """Start a thread, by `start()`, that runs when it is its turn."""
+
+    def cancellation(self) -> Cancellation:
+        """Return whether the waits of this thread's rank are cancelled."""
+
+    def at_fault_point(self, kind: str, nbytes: int) -> int:
+        """Return how many of so many bytes are written, or raise; see `mpisgd.threads.fault_points`."""
 
 
 _installed: Scheduler | None = None

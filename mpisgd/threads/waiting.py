@@ -10,8 +10,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from mpisgd.errors import MpisgdError, PeerLost
+from mpisgd.errors import MpisgdError, PeerLost, afresh
 from mpisgd.threads import scheduling, wait_registry
+from mpisgd.threads.scheduling import Cancellation
 from mpisgd.threads.wait_registry import WaitReason
 
 __all__ = [
@@ -47,33 +48,41 @@ MESSAGE_SHARE = 1 / 1000
 _main_thread = threading.main_thread().ident
 _oversubscribed = True
 _pending_messages: set[int] = set()
-_cancelled_by: MpisgdError | None = None
+_of_process = Cancellation()
+
+
+def _cancellation() -> Cancellation:
+    """Return that of this process, or of this thread's rank where the ranks are threads of one process."""
+    return _of_process if (own := scheduling.scheduler()) is None else own.cancellation()
 
 
 def cancel_all(error: MpisgdError) -> None:
-    """Let every wait of this process raise `error`, now and from now on.
+    """Let every wait of this rank raise `error`, now and from now on.
 
     The first reason stays until `allow_waits()`: later errors follow from it.
     """
-    global _cancelled_by
-    _cancelled_by = _cancelled_by or error
+    cancellation = _cancellation()
+    cancellation.error = cancellation.error or error
 
 
 def allow_waits() -> None:
     """Undo `cancel_all`."""
-    global _cancelled_by
-    _cancelled_by = None
+    _cancellation().error = None
 
 
 def cancel_reason() -> MpisgdError | None:
     """Return why all waits are cancelled, to be raised; None where they are not."""
-    error = _cancelled_by  # each thread raises one of its own: a traceback grows wherever it is raised
-    return None if error is None else type(error)(str(error))
+    return _to_raise(_cancellation())
+
+
+def _to_raise(cancellation: Cancellation) -> MpisgdError | None:
+    error = cancellation.error
+    return None if error is None else afresh(error)
 
 
 def cancelled_by_loss() -> bool:
     """Return whether all waits are cancelled since a rank was lost, which the others outlive."""
-    return isinstance(_cancelled_by, PeerLost)
+    return isinstance(_cancellation().error, PeerLost)
 
 
 def set_oversubscribed(oversubscribed: bool) -> None:
@@ -89,7 +98,8 @@ def is_oversubscribed() -> bool:
 
 def add_pending_message(message: object) -> None:
     """Let all waits poll often until this message has ended: another rank may be waiting for it."""
-    _pending_messages.add(id(message))
+    if scheduling.scheduler() is None:  # else nobody pauses
+        _pending_messages.add(id(message))
 
 
 def remove_pending_message(message: object) -> None:
@@ -136,13 +146,13 @@ class Backoff:
             PeerLost: a rank of the job was lost; or whatever else was given to `cancel_all`.
         """
         if (own := scheduling.scheduler()) is not None:
-            return own.wait(ready, self.limit_s - self.waited_s)
+            return self._wait_in_turn(own, ready)
         noted = False
         in_background = threading.get_ident() != _main_thread
         spin_s = SHORT_SPIN_S if _oversubscribed or in_background else SPIN_S
         try:
             while not ready():
-                if _cancelled_by is not None and (reason := cancel_reason()) is not None:
+                if (reason := _to_raise(_of_process)) is not None:
                     raise reason
                 waited = time.monotonic() - self.started
                 if waited >= self.limit_s:
@@ -168,6 +178,19 @@ class Backoff:
         finally:
             if noted:
                 wait_registry.unregister(self)
+
+    def _wait_in_turn(self, own: scheduling.Scheduler, ready: Callable[[], bool]) -> bool:
+        """Do the same where a scheduler decides who runs, which asks whether this wait is over."""
+        cancellation = own.cancellation()
+
+        def is_over() -> bool:
+            if ready():
+                return True
+            if (reason := _to_raise(cancellation)) is not None:
+                raise reason
+            return False
+
+        return own.wait(is_over, self.limit_s - self.waited_s)
 
 
 def pause_s(waited_s: float, shortest_s: float = SHORT_SLEEP_S) -> float:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mpisgd.arguments import shown
 from mpisgd.errors import InvalidArgument
 
 __all__ = ["CLOSING", "OPENING", "Names", "as_line", "merge", "names_for", "read_events"]
@@ -58,7 +59,7 @@ def read_events(path: Path) -> Iterator[Event]:
         InvalidArgument: no such file, or not a timeline of mpisgd.
     """
     try:
-        with path.open() as file:
+        with path.open(errors="replace") as file:  # where a host has crashed there may be anything
             if file.readline().rstrip() != OPENING.rstrip():
                 raise InvalidArgument(f"{path}: not a timeline of mpisgd, whose first line is '['")
             for line in file:
@@ -66,6 +67,8 @@ def read_events(path: Path) -> Iterator[Event]:
                     event = json.loads(line.rstrip().rstrip(","))
                 except ValueError:
                     return  # the closing bracket, or where the process was killed
+                if not isinstance(event, dict) or not {"name", "ph", "pid"} <= event.keys():
+                    raise InvalidArgument(f"{path}: {shown(event)} is no event of a timeline")
                 yield event
     except OSError as exc:
         raise InvalidArgument(f"{path}: {exc.strerror}") from exc

@@ -14,17 +14,10 @@ from mpisgd.errors import InvalidArgument
 from mpisgd.strategies.strategy import Strategy
 from mpisgd.verification.cell import CANNOT_TELL, Comparison, compare, flaw_anywhere
 from mpisgd.verification.mode import JOINED, TURNED, Reference, between_orders
+from mpisgd.verification.papers import paper_of
 from mpisgd.verification.problem import Batch, Loss, Problem, flat_parameters
-from mpisgd.verification.serial.compressors import adasum
-from mpisgd.verification.serial.strategies import diloco, elastic_averaging, local_sgd
-from mpisgd.verification.serial.training import (
-    MakeOptimizer,
-    joined_batch,
-    mean_of_shares,
-    one_model,
-    sum_of_shares,
-)
 from mpisgd.verification.trainee import Trainee
+from mpisgd.verification.trajectories import MakeOptimizer, joined_batch, trajectory
 
 __all__ = ["Verification", "verify"]
 
@@ -202,63 +195,37 @@ def _reference(
         raise InvalidArgument(
             f"verify: op={shown(op)} goes with Synchronous or Sharded alone, not with {meant}"
         )
-    simulate = _simulation(meant, make_optimizer)
-    if simulate is None:
+    if not _is_plain(meant):
         raise InvalidArgument(
             f"verify: {'strategy' if definition is None else 'definition'}={shown(meant)}; expected "
             "Synchronous, Sharded, LocalSGD(sync_every), DiLoCo or ElasticAveraging, with what else they "
             "take as by default; or name as definition= which of these it is to be equal to"
         )
-    return _repeatable(simulate)
+    return _repeatable(lambda problem, order: _by_paper(problem, make_optimizer, order, strategy=meant))
 
 
 def _of_one_process(problem: Problem, make_optimizer: MakeOptimizer, op: Any) -> Reference:
     """Return the reference of a step that all ranks take together."""
-    shares = partial(one_model, make_optimizer=make_optimizer)
-    if op == mpisgd.ReduceOp.SUM:
-        return _repeatable(lambda p, order: shares(p, combine=sum_of_shares(order), combine_losses=_sum))(
-            problem
-        )
-    if op == mpisgd.Adasum:
-        return _repeatable(lambda p, _: shares(p, combine=adasum), TURNED)(problem)
-    if any(param.dtype.itemsize == HALF for param in problem.model().parameters()):
-        return _repeatable(lambda p, order: shares(p, combine=mean_of_shares(order)))(problem)
-    return _repeatable(lambda p, _: joined_batch(p, make_optimizer), JOINED)(problem)
+    is_rounded = any(param.dtype.itemsize == HALF for param in problem.model().parameters())
+    if op == mpisgd.ReduceOp.AVG and not is_rounded:
+        return _repeatable(lambda p, _: joined_batch(p, make_optimizer), JOINED)(problem)
+    how = (TURNED,) if op == mpisgd.Adasum else ()
+    return _repeatable(lambda p, order: _by_paper(p, make_optimizer, order, op=op), *how)(problem)
 
 
-def _sum(losses: list[Tensor]) -> Tensor:
-    return torch.stack(losses).sum()
+def _by_paper(problem: Problem, make_optimizer: MakeOptimizer, order: int, **options: Any) -> Tensor:
+    lengths = [(name, param.nbytes) for name, param in problem.model().named_parameters()]
+    definition = paper_of(**options, size=problem.size, lengths=lengths)
+    return trajectory(problem, make_optimizer, definition, order)
 
 
-def _simulation(strategy: Strategy, make_optimizer: MakeOptimizer) -> Callable[[Problem, int], Tensor] | None:
-    """Return the simulation of a strategy in its plain form."""
-    if type(strategy) is mpisgd.LocalSGD and strategy == mpisgd.LocalSGD(strategy.sync_every):
-        every = strategy.period
-        return lambda problem, order: local_sgd(problem, make_optimizer, every, order)
-    if type(strategy) is mpisgd.DiLoCo and strategy.outer_options is None:
-        return _outer_steps(strategy, make_optimizer)
-    if type(strategy) is mpisgd.ElasticAveraging:
-        alpha, every = strategy.alpha or 0.9 / mpisgd.size(), strategy.every
-        return lambda problem, order: elastic_averaging(problem, make_optimizer, every, alpha, order)
-    return None
-
-
-def _outer_steps(
-    strategy: mpisgd.DiLoCo, make_optimizer: MakeOptimizer
-) -> Callable[[Problem, int], Tensor] | None:
-    """Return the simulation of outer SGD as it is by default."""
-    if strategy.outer_optimizer is not torch.optim.SGD:
-        return None
-    return lambda problem, order: diloco(
-        problem,
-        make_optimizer,
-        strategy.sync_every,
-        (0.7, 0.9),
-        order,
-        fragments=strategy.fragments,
-        overlap_steps=strategy.overlap_steps,
-        alpha=strategy.overlap_alpha,
-    )
+def _is_plain(strategy: Strategy) -> bool:
+    """Return whether a strategy has a paper, with what else it takes as by default."""
+    if type(strategy) is mpisgd.LocalSGD:
+        return strategy == mpisgd.LocalSGD(strategy.sync_every)
+    if type(strategy) is mpisgd.DiLoCo:
+        return strategy.outer_options is None and strategy.outer_optimizer is torch.optim.SGD
+    return type(strategy) is mpisgd.ElasticAveraging
 
 
 def _most_different(problem: Problem, mine: Tensor, reference: Reference, step: int) -> str:

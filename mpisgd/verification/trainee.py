@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 import mpisgd
 from mpisgd.core.group import Group
+from mpisgd.verification.paper_run import needs_closure
 from mpisgd.verification.problem import Batch, Problem, flat_parameters
 from mpisgd.verification.sabotage import Sabotage
-from mpisgd.verification.serial.training import needs_closure
 
 __all__ = ["Trainee"]
 

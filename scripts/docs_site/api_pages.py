@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from paper_sections import section_of
+
 import mpisgd
 
 __all__ = ["documented_names", "pages"]
@@ -137,7 +139,7 @@ def _entry(name: str) -> str:
     """What mkdocstrings makes the section of a name from; its anchor is the name as one imports it."""
     path = _defining(name)
     if path == name:
-        return f"::: {name}\n\n"
+        return f"::: {name}\n\n{section_of(name)}"
     return f'<span id="{name}"></span>\n\n::: {path}\n    options:\n      heading: "{name}"\n\n'
 
 

@@ -16,7 +16,8 @@ to do. All of them derive from `mpisgd.MpisgdError`, and each also from the buil
 so `except ValueError` works. [Order and
 checks](../concepts/order-and-checks.md) shows which mistake leads to which error.
 
-The message of an error ends with the short name of its entry here: `[mpisgd:collective-timeout]`.
+The message of an error ends with the short name of its entry here: `[mpisgd:collective-timeout]`. In a
+terminal, `mpisgd explain collective-timeout` prints the same.
 
 """
 

@@ -7,13 +7,16 @@ Each rank compares its run with the reference and with the variants of the progr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fuzzing.execute import Failure, Run, digest
-from fuzzing.program import Program
+from fuzzing.execute import Failure, Run, digest, state_digest
+from fuzzing.program import ONE_BIT, Program
+from fuzzing.serial_definition import rounds
+from fuzzing.variants import same_bits
 
 __all__ = ["Outcome", "Verdict", "judge", "observe"]
 
@@ -30,6 +33,7 @@ class Outcome:
 
     Attributes:
         bits: hashes of the parameters, by event.
+        state_bits: a hash of the states after the last event; "" where it did not come to that.
         wrong: in words, where the parameters or the states are not those of the reference; "" nowhere.
         wrong_variant: the same for the variants of the program.
         failure: of the run.
@@ -37,6 +41,7 @@ class Outcome:
     """
 
     bits: tuple[tuple[int, str], ...]
+    state_bits: str = ""
     wrong: str = ""
     wrong_variant: str = ""
     failure: Failure | None = None
@@ -48,14 +53,17 @@ class Verdict:
     """What became of a program.
 
     Attributes:
-        kind: "ok", "refused", or what is wrong: "values", "bits", "variant", "error NAME", "hang", "crash".
+        kind: "ok", "refused", or what is wrong: "values", "bits", "variant", "error NAME", "hang", "crash",
+            "crash NAME".
         text: in words.
         is_healthy: whether the job can run other programs.
+        bits: of each rank: hashes of its parameters, by event, and of its states.
     """
 
     kind: str
     text: str = ""
     is_healthy: bool = True
+    bits: tuple[tuple[tuple[tuple[int, str], ...], str], ...] = field(default=(), repr=False)
 
     @property
     def is_fault(self) -> bool:
@@ -72,29 +80,39 @@ def observe(
         program: which was run.
         run: of this rank.
         reference: of one process, where there is one.
-        variants: runs that must give the same bits, each with the word for what was changed.
+        variants: runs that must end alike, each with the word for what was changed.
     """
     bits = tuple((event, digest(params)) for event, params in run.params.items())
+    state_bits = state_digest(run.states) if run.failure is None else ""
     if reference is None:
-        return Outcome(bits, "", _differing(run, variants), run.failure)
+        return Outcome(bits, state_bits, "", _differing(program, run, variants), run.failure)
     wrong = difference(program, run, reference) if reference.failure is None else ""
-    return Outcome(bits, wrong, _differing(run, variants), run.failure, reference.failure)
+    return Outcome(
+        bits, state_bits, wrong, _differing(program, run, variants), run.failure, reference.failure
+    )
 
 
 def difference(program: Program, run: Run, reference: Run) -> str:
     """Return where a run is not what it should be, "" if nowhere."""
-    allowed = 0.0 if program.exact else max(DRIFT.get(o.name, OTHER_DRIFT) for o in program.optimizers)
+    allowed = drift(program)
     for event, params in run.params.items():
         for place, (mine, right) in enumerate(zip(params, reference.params[event], strict=True)):
             if off := _off(mine, right, allowed):
                 what = program.events[event] if event >= 0 else "the beginning"
                 return f"after event {event}, {what}: layer {place} {off}"
-    if run.failure is not None:
+    if run.failure is not None or not run.states or any(o.name in ONE_BIT for o in program.optimizers):
         return ""
     for number, (mine, right) in enumerate(zip(run.states, reference.states, strict=True)):
-        if off := _state_off(mine, right, allowed):
+        if off := _state_off(mine["state"], right["state"], allowed):
             return f"at the end: the state of optimizer {number}, {off}"
     return ""
+
+
+def drift(program: Program) -> float:
+    """Return by how much values may differ, relative to 1 and to themselves."""
+    if program.exact and not rounds(program):
+        return 0.0
+    return max(DRIFT.get(o.name, OTHER_DRIFT) for o in program.optimizers)
 
 
 def _state_off(mine: dict, right: dict, allowed: float) -> str:
@@ -104,12 +122,17 @@ def _state_off(mine: dict, right: dict, allowed: float) -> str:
         if mine[place].keys() != entries.keys():
             return f"which has {sorted(mine[place])} of parameter {place}, not {sorted(entries)}"
         for name, entry in entries.items():
-            value, other = (
-                torch.as_tensor(x) if x is not None else torch.zeros(0) for x in (mine[place][name], entry)
-            )
-            if off := _off(value, other, allowed):
+            pairs = zip(_tensors(mine[place][name]), _tensors(entry), strict=True)
+            if off := next((off for each in pairs if (off := _off(*each, allowed))), ""):
                 return f"{name} of parameter {place}, {off}"
     return ""
+
+
+def _tensors(entry: Any) -> list[Tensor]:
+    """Return what is in an entry of a state: most are a number or a tensor, and LBFGS has lists of them."""
+    if isinstance(entry, (list, tuple)):
+        return [tensor for each in entry for tensor in _tensors(each)]
+    return [torch.zeros(0) if entry is None else torch.as_tensor(entry)]
 
 
 def _off(mine: Tensor, right: Tensor, allowed: float) -> str:
@@ -131,14 +154,19 @@ def _off(mine: Tensor, right: Tensor, allowed: float) -> str:
     return f"is off by up to {float(distance.max()):.3g}: {values}"
 
 
-def _differing(run: Run, variants: Sequence[tuple[str, Run]]) -> str:
+def _differing(program: Program, run: Run, variants: Sequence[tuple[str, Run]]) -> str:
     """Return which variant ends with other parameters, or otherwise; "" if none."""
     for name, other in variants:
         kinds = [each.failure and each.failure.kind for each in (run, other)]
         if kinds[0] != kinds[1]:
             return f"{name}: {other.failure} instead of {run.failure}"
-        if run.failure is None and digest(last(run)) != digest(last(other)):
+        if run.failure is not None or digest(last(run)) == digest(last(other)):
+            continue
+        if same_bits(program):
             return f"{name}: other bits"
+        for place, (mine, right) in enumerate(zip(last(other), last(run), strict=True)):
+            if off := _off(mine, right, drift(program)):
+                return f"{name}: layer {place} {off}"
     return ""
 
 
@@ -155,6 +183,11 @@ def judge(outcomes: Sequence[Outcome], *, ranks_agree: bool, may_be_refused: boo
         ranks_agree: whether the method says that all ranks have the same bits.
         may_be_refused: whether there is a reason to refuse it after the optimizers were made.
     """
+    verdict = _judge(outcomes, ranks_agree, may_be_refused)
+    return replace(verdict, bits=tuple((outcome.bits, outcome.state_bits) for outcome in outcomes))
+
+
+def _judge(outcomes: Sequence[Outcome], ranks_agree: bool, may_be_refused: bool) -> Verdict:
     impossible = [o.reference_failure for o in outcomes if o.reference_failure]
     failures = [outcome.failure for outcome in outcomes]
     if impossible and all(failures):
@@ -167,8 +200,8 @@ def judge(outcomes: Sequence[Outcome], *, ranks_agree: bool, may_be_refused: boo
         kind = next((f.kind for f in failures if f and f.kind != "CollectiveTimeout"), first.kind)
         is_healthy = alike and first.kind in REFUSALS
         return Verdict(f"error {kind}", "\n".join(texts), is_healthy)
-    if ranks_agree and len({outcome.bits for outcome in outcomes}) > 1:
-        return Verdict("bits", _first_apart(outcomes))
+    if ranks_agree and (apart := _first_apart(outcomes)):
+        return Verdict("bits", apart)
     for kind in ("wrong", "wrong_variant"):
         said = [f"rank {r}: {text}" for r, o in enumerate(outcomes) if (text := getattr(o, kind))]
         if said:
@@ -177,7 +210,12 @@ def judge(outcomes: Sequence[Outcome], *, ranks_agree: bool, may_be_refused: boo
 
 
 def _first_apart(outcomes: Sequence[Outcome]) -> str:
-    for entries in zip(*(outcome.bits for outcome in outcomes), strict=False):
+    """Return where those who took part have different parameters, "" if nowhere."""
+    by_event: dict[int, list[str]] = {}
+    for outcome in outcomes:
+        for event, bits in outcome.bits:
+            by_event.setdefault(event, []).append(bits)
+    for event, entries in sorted(by_event.items()):
         if len(set(entries)) > 1:
-            return f"after event {entries[0][0]} the ranks have different bits: {entries}"
-    return "the ranks have different bits"
+            return f"after event {event} the ranks have different bits: {entries}"
+    return ""

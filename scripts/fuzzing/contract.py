@@ -10,9 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from fuzzing.program import (
+    ONE_BIT,
     AddGroup,
     Backward,
+    Broadcast,
     Clip,
+    Convert,
     Event,
     FailedBackward,
     Program,
@@ -54,6 +57,11 @@ class _Walk:
     is_stepped: bool = False  # with clipped gradients
     is_reduced: bool = False  # what there is, and not reset since; on some rank
     adds: bool = False  # something was added to that
+    num_ranks: int = 0  # that train now
+    has_begun: bool = False  # and so has the state of optimizers
+    has_gradients: bool = False  # which a scaler has not divided yet
+    is_unscaled: bool = False  # it has
+    was_stepped: bool = False  # with those
 
 
 def violation(program: Program) -> str:
@@ -65,27 +73,57 @@ def violation(program: Program) -> str:
             return f"every layer of optimizer {place} may be without a gradient"
         if any(layer >= len(program.layers) for layer in optimizer.layers):
             return "no such layer"
+    if broken := _impossible(program):
+        return broken
     walk = _begin(program)
     for event in program.events:
-        if broken := _after(walk, event):
+        if broken := _after_other(walk, event) or _after_scaled(walk, event) or _after(walk, event):
             return f"{event}: {broken}"
+    if program.is_resized and walk.adds and _reduce_once(program):
+        return "some ranks would not see that it is refused"
     return ""
+
+
+def _impossible(program: Program) -> str:
+    """Return what does not go together, whatever happens."""
+    names = {optimizer.name for optimizer in program.optimizers}
+    if names & {*ONE_BIT, "LBFGS"} and (len(program.optimizers) > 1 or program.scaler):
+        return "an optimizer that is alone, and without a scaler"
+    if program.scaler and (len(program.optimizers) > 1 or _raises_if_nonfinite(program)):
+        return "a scaler of several optimizers, or of gradients that must be finite"
+    if program.scaler and any(layer.dtype == "float16" for layer in program.layers):
+        return "torch scales no gradients of float16"
+    if names & {"LBFGS"} and any(program.layers[i].scaled for i in program.optimizers[0].layers):
+        return "LBFGS has one parameter group"
+    if "LBFGS" in names and any(layer.transposed for layer in program.layers):
+        return "LBFGS views gradients as flat"
+    if names & {*ONE_BIT} and program.optimizers[0].options:
+        return "1-bit optimizers are not wrapped"
+    if names & {*ONE_BIT} and program.is_resized and 100 not in dict(program.optimizers[0].settings).values():
+        return "some ranks would not see that the first gradient of a parameter comes late"
+    return ""
+
+
+def _raises_if_nonfinite(program: Program) -> bool:
+    return any(optimizer.option("error_if_nonfinite") for optimizer in program.optimizers)
 
 
 def may_be_refused(program: Program) -> bool:
     """Return whether mpisgd says that this program must not do what it does, in the middle of it.
 
     Reduced gradients must not be added to where they are divided or sums, and then they can be reset by the
-    optimizer only, or to None.
+    optimizer only, or to None. Parameters whose first gradient comes late are refused by 1-bit optimizers.
     """
     walk = _begin(program)
     for event in program.events:
         _after(walk, event)
-    return walk.adds and _reduce_once(program)
+    is_one_bit = any(optimizer.name in ONE_BIT for optimizer in program.optimizers)
+    return is_one_bit or (walk.adds and _reduce_once(program))
 
 
 def _begin(program: Program) -> _Walk:
-    return _Walk(program, {layer for optimizer in program.optimizers for layer in optimizer.layers})
+    layers = {layer for optimizer in program.optimizers for layer in optimizer.layers}
+    return _Walk(program, layers, num_ranks=program.ranks)
 
 
 def _anchors(program: Program, layers: tuple[int, ...]) -> list[int]:
@@ -99,6 +137,89 @@ def _anchors(program: Program, layers: tuple[int, ...]) -> list[int]:
         and not program.layers[place].frozen
         and place not in refrozen
     ]
+
+
+def _after_other(walk: _Walk, event: Event) -> str:
+    """Note what changes ranks, or parameters; return what is wrong with it."""
+    window, program = walk.window, walk.program
+    names = {optimizer.name for optimizer in program.optimizers}
+    match event:
+        case Backward() | FailedBackward():
+            walk.has_begun = True
+            if isinstance(event, Backward) and {*range(walk.num_ranks)} <= {*event.skipped}:
+                return "a backward of nobody"
+            if isinstance(event, Backward) and event.no_sync and names & {*ONE_BIT}:
+                return "1-bit optimizers have no no_sync()"
+        case Step(closure=data) if data:
+            if window.passes or window.has_skips or len(program.optimizers) > 1 or program.scaler:
+                return "a closure that is not all there is"
+            if names & {*ONE_BIT}:
+                return "1-bit optimizers call a closure once, and average what it has left"
+        case Step():
+            if "LBFGS" in names:
+                return "LBFGS needs a closure"
+        case Synchronize() | Clip():
+            if names & {*ONE_BIT}:
+                return "gradients are each rank's own"
+        case AddGroup():
+            if "LBFGS" in names:
+                return "LBFGS has one parameter group"
+        case Reload(ranks=ranks) if ranks:
+            if ranks > program.ranks or ranks == walk.num_ranks or program.group != "world":
+                return "no other ranks"
+            walk.num_ranks = ranks
+        case Broadcast():
+            if event.src >= walk.num_ranks or window.passes or window.has_skips:
+                return "a broadcast within a window, or of a rank that does not train"
+        case Convert():
+            if event.layer >= len(program.layers):
+                return "no such layer"
+            if window.passes or window.has_skips or _may_not_move(program):
+                return "parameters that must stay where they are"
+            if walk.has_begun and any(dict(o.settings).get("fused") for o in program.optimizers):
+                return "torch's fused optimizers have their state as parameters were when it was made"
+            if event.channels_last and "LBFGS" in names:
+                return "LBFGS views gradients as flat"
+            if event.channels_last and len(program.layers[event.layer].shape) != 4:
+                return "channels last of something else than images"
+    return ""
+
+
+def _may_not_move(program: Program) -> bool:
+    options = [dict(optimizer.options) for optimizer in program.optimizers]
+    one_bit = any(optimizer.name in ONE_BIT for optimizer in program.optimizers)
+    return one_bit or any({"share_parameters", "strategy"} & each.keys() for each in options)
+
+
+def _after_scaled(walk: _Walk, event: Event) -> str:
+    """Note what a scaler sees; return what is wrong with it."""
+    if not walk.program.scaler:
+        return "an infinite loss" if isinstance(event, Backward) and event.overflow else ""
+    match event:
+        case Backward():
+            walk.has_gradients = True
+            if walk.is_unscaled:
+                return "scaled gradients are added to others"
+            if event.skipped and _trains_locally(walk.program):
+                return "a scaler of a rank without gradients"
+        case Clip() | Step():
+            if not walk.has_gradients and (
+                isinstance(event, Clip) or walk.was_stepped or not walk.is_unscaled
+            ):
+                return "there is nothing to divide"
+            if not walk.window.is_reduced:
+                return "a scaler looks at gradients that are not reduced"
+            # After a step they are still there, divided.
+            walk.has_gradients, walk.is_unscaled = False, True
+            walk.was_stepped = isinstance(event, Step)
+        case ZeroGrad() | Reload() | FailedBackward():
+            walk.has_gradients = walk.is_unscaled = False
+    return ""
+
+
+def _trains_locally(program: Program) -> bool:
+    strategies = [optimizer.option("strategy", "mpisgd.Synchronous()") for optimizer in program.optimizers]
+    return not all("Synchronous" in each or "Sharded" in each for each in strategies)
 
 
 def _after(walk: _Walk, event: Event) -> str:
@@ -142,12 +263,15 @@ def _after(walk: _Walk, event: Event) -> str:
         case Synchronize():
             window.is_settled = window.is_reduced = True
         case Clip():
-            if event.by_torch and not window.is_reduced:
+            if (event.by_torch or event.by_value) and not window.is_reduced:
                 return "gradients that are not reduced are clipped"
             window.is_settled = window.is_reduced = walk.is_clipped = True
-            if program.exact and event.norm_type != float("inf"):
+            if program.exact and not event.by_value and event.norm_type != float("inf"):
                 return "a norm that is rounded"
-            if program.exact and any(layer.dtype != "float64" for layer in program.layers):
+            if program.exact and (
+                any(layer.dtype != "float64" for layer in program.layers)
+                or any(isinstance(each, Convert) for each in program.events)
+            ):
                 return "a factor that is rounded to the gradients' precision, or is not"
         case AddGroup():
             if event.layer in walk.layers or event.layer >= len(program.layers):

@@ -8,11 +8,31 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+from fuzzing.choices import (
+    CASTS,
+    CLOSURE_OPTIMIZERS,
+    COMPRESSORS,
+    EMPTY,
+    EXACT_OPTIMIZERS,
+    HALVES,
+    LARGE,
+    LOCAL,
+    ONE_BIT_OPTIMIZERS,
+    SHAPES,
+    SHARDED,
+    SMOOTH_OPTIMIZERS,
+    SPARSE_OPTIMIZERS,
+    TABLES,
+    TINY,
+    USERS,
+)
 from fuzzing.contract import violation
 from fuzzing.program import (
     AddGroup,
     Backward,
+    Broadcast,
     Clip,
+    Convert,
     Event,
     FailedBackward,
     Layer,
@@ -28,80 +48,7 @@ from fuzzing.program import (
 
 __all__ = ["MAX_RANKS", "draw"]
 
-MAX_RANKS = 3
-SHAPES = ((1,), (3,), (7,), (2, 5), (), (129,), (40, 33))
-EMPTY = (0,)  # of which torch cannot compute every norm
-LARGE = ((70_000,), (300, 250))  # more than what travels alone, as float64
-TABLES = ((5, 2), (11, 3))
-USERS = ("all", "none", "first", "last", "turns", "others")
-HALVES = ("bfloat16", "float16")
-
-EXACT_OPTIMIZERS = (
-    ("SGD", {"lr": 0.5}),
-    ("SGD", {"lr": 0.25, "momentum": 0.5}),
-    ("SGD", {"lr": 0.5, "momentum": 0.5, "nesterov": True}),
-    ("SGD", {"lr": 0.25, "momentum": 0.5, "dampening": 0.5, "weight_decay": 0.25}),
-    ("SGD", {"lr": 0.125, "weight_decay": 0.5, "maximize": True}),
-)
-SMOOTH_OPTIMIZERS = (
-    ("SGD", {"lr": 0.1}),
-    ("SGD", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
-    ("SGD", {"lr": 0.1, "momentum": 0.9, "nesterov": True, "foreach": True}),
-    ("Adam", {"lr": 0.01, "weight_decay": 0.01}),
-    ("Adam", {"lr": 0.01, "amsgrad": True}),
-    ("AdamW", {"lr": 0.01}),
-    ("AdamW", {"lr": 0.01, "foreach": True}),
-    ("AdamW", {"lr": 0.01, "fused": True}),
-    ("RMSprop", {"lr": 0.01, "momentum": 0.9, "centered": True}),
-    ("Adagrad", {"lr": 0.01}),
-    ("NAdam", {"lr": 0.01}),
-    ("RAdam", {"lr": 0.01}),
-    ("Adamax", {"lr": 0.01}),
-    ("Adadelta", {"lr": 1.0}),
-    ("ASGD", {"lr": 0.01}),
-)
-SPARSE_OPTIMIZERS = (("SGD", {"lr": 0.25}), ("Adagrad", {"lr": 0.01}))
-SHARDED = (
-    "mpisgd.Sharded(stage=1)",
-    "mpisgd.Sharded(stage=2)",
-    "mpisgd.Sharded(stage=1, overlap_forward=True)",
-)
-LOCAL = (
-    "mpisgd.LocalSGD(sync_every=1)",
-    "mpisgd.LocalSGD(sync_every=2)",
-    "mpisgd.LocalSGD(sync_every=3)",
-    "mpisgd.LocalSGD(sync_every=2, average_state=True)",
-    "mpisgd.LocalSGD(sync_every=2, warmup_steps=2)",
-    "mpisgd.LocalSGD(sync_every=1, growth=1.5)",
-    "mpisgd.DiLoCo(2)",
-    "mpisgd.DiLoCo(4, fragments=2)",
-    "mpisgd.DiLoCo(3, fragments=2, overlap_steps=1)",
-    "mpisgd.ElasticAveraging(every=2)",
-    "mpisgd.Gossip('ring')",
-    "mpisgd.Gossip('exponential')",
-    "mpisgd.Gossip('complete', style='combine_then_adapt')",
-)
-COMPRESSORS = (
-    "mpisgd.Compression.fp16",
-    "mpisgd.Compression.bf16",
-    "mpisgd.compress.TopK(ratio=0.3)",
-    "mpisgd.compress.TopK(ratio=0.5, error_feedback=False)",
-    "mpisgd.compress.RandomK(ratio=0.5)",
-    "mpisgd.compress.Threshold(value=1.0)",
-    "mpisgd.compress.DeepGradient(ratio=0.5)",
-    "mpisgd.compress.DeepGradient(ratio=0.3, momentum=0.5, warmup_steps=2)",
-    "mpisgd.compress.QSGD(bits=4)",
-    "mpisgd.compress.QSGD(bits=2, segment=5, error_feedback=True)",
-    "mpisgd.compress.TernGrad()",
-    "mpisgd.compress.Natural()",
-    "mpisgd.compress.SignSGD()",
-    "mpisgd.compress.OneBit()",
-    "mpisgd.compress.OneBit(two_step=True)",
-    "mpisgd.compress.PowerSGD(rank=1)",
-    "mpisgd.compress.PowerSGD(rank=2, warmup_steps=2)",
-    "mpisgd.compress.PerHost(mpisgd.compress.TopK(ratio=0.5))",
-)
-CASTS = ("mpisgd.Compression.fp16", "mpisgd.Compression.bf16", "mpisgd.compress.TopK(ratio=1.0)")
+MAX_RANKS = 4
 
 
 def draw(seed: int, ranks: int | None = None, ranks_per_host: int | None = None) -> Program:
@@ -113,7 +60,7 @@ def draw(seed: int, ranks: int | None = None, ranks_per_host: int | None = None)
         ranks_per_host: the same.
     """
     random_ = random.Random(seed)
-    size = random_.choice((1, 2, 2, 3, 3, 3))
+    size = random_.choice((1, 2, 2, 2, 3, 3, 3, 3, 4))
     hosts = random_.choice((0, 0, 0, 1, 2)) if size > 1 else 0
     size = size if ranks is None else ranks
     hosts = hosts if ranks_per_host is None else ranks_per_host
@@ -129,12 +76,22 @@ class _Draw:
     def __init__(self, seed: int, chance: random.Random, ranks: int, ranks_per_host: int) -> None:
         self._seed, self._chance = seed, chance
         self._ranks, self._ranks_per_host = ranks, ranks_per_host
-        themes = ("plain", "divided", "shared", "local", "compressed", "several")
-        self._theme = chance.choices(themes, (6, 3, 3, 2, 2, 2))[0]
-        self._exact = self._maybe(0.6) and self._theme != "local"  # means of parameters are rounded
+        themes = ("plain", "divided", "shared", "local", "compressed", "several", "one bit")
+        self._theme = chance.choices(themes, (6, 3, 3, 2, 2, 2, 1))[0]
+        inexact = ("local", "one bit")  # means of parameters are rounded
+        self._exact = self._maybe(0.6) and self._theme not in inexact
         self._is_sparse = self._theme in ("plain", "several", "shared", "divided") and self._maybe(0.15)
         self._halves = self._exact and not self._is_sparse and self._maybe(0.25)
         self._has_empty = self._maybe(0.1)
+        self._is_tiny = self._maybe(0.1)
+        alone = self._theme not in ("several", "one bit")
+        self._scales = alone and self._maybe(0.12)
+        self._has_closures = alone and not self._scales and self._maybe(0.1)
+        whole = self._theme in ("plain", "divided", "shared") and not self._exact and not self._is_sparse
+        self._is_lbfgs = whole and self._has_closures and self._maybe(0.6)
+        self._resizes = ranks > 1 and self._maybe(0.15)
+        self._num_ranks = ranks  # that train by now
+        self._num_changes = 0  # of that
         self._data = 0
 
     def _maybe(self, probability: float) -> bool:
@@ -146,19 +103,20 @@ class _Draw:
         optimizers = self._optimizers(layers)
         events = self._events(layers, optimizers)
         group = self._chance.choices(("world", "duplicate", "reversed"), (18, 1, 1))[0]
-        return Program(
-            self._seed, self._ranks, self._ranks_per_host, self._exact, layers, optimizers, events, group
-        )
+        group = "world" if self._num_changes else group
+        division = self._ranks, self._ranks_per_host
+        return Program(self._seed, *division, self._exact, layers, optimizers, events, group, self._scales)
 
     # -- the model ----------------------------------------------------------------------------------
 
     def _layers(self) -> tuple[Layer, ...]:
         first = Layer(shape=self._shape(), dtype=self._dtype())
-        return (first, *(self._layer() for _ in range(self._chance.choice((0, 1, 2, 2, 3, 4, 6)))))
+        others = (0, 0, 1, 2) if self._is_tiny else (0, 1, 2, 2, 3, 4, 6)
+        return (first, *(self._layer() for _ in range(self._chance.choice(others))))
 
     def _layer(self) -> Layer:
         users = self._chance.choice(USERS) if self._maybe(0.4) else "all"
-        frozen, scaled = self._maybe(0.08), self._maybe(0.15)
+        frozen, scaled = self._maybe(0.08), self._maybe(0.15) and not self._is_lbfgs
         if self._is_sparse and self._maybe(0.5):
             kind = self._chance.choice(("sparse", "sparse", "partly sparse"))
             return Layer(kind, self._chance.choice(TABLES), "float64", users, frozen=frozen, scaled=scaled)
@@ -171,11 +129,13 @@ class _Draw:
     def _shape(self) -> tuple[int, ...]:
         if self._has_empty and self._maybe(0.4):
             return EMPTY
+        if self._is_tiny:
+            return self._chance.choice(TINY)
         return self._chance.choice(LARGE if self._maybe(0.03) else SHAPES)
 
     def _dtype(self) -> str:
         if self._halves and self._maybe(0.4):
-            return self._chance.choice((*HALVES, "float32"))
+            return self._chance.choice((*HALVES[: 1 if self._scales else 2], "float32"))
         return "float32" if self._exact and self._maybe(0.15) else "float64"
 
     # -- the optimizers -----------------------------------------------------------------------------
@@ -199,12 +159,18 @@ class _Draw:
         offered = SPARSE_OPTIMIZERS if self._is_sparse else SMOOTH_OPTIMIZERS
         if self._exact:
             offered = SPARSE_OPTIMIZERS[:1] if self._is_sparse else EXACT_OPTIMIZERS
+        if self._theme == "one bit":
+            offered = ONE_BIT_OPTIMIZERS
+        if self._is_lbfgs:
+            offered = CLOSURE_OPTIMIZERS
         name, settings = self._chance.choice(offered)
         names = self._chance.choice(("model", "model", "other", "none"))
         return Optimizer(name, tuple(settings.items()), layers, tuple(options.items()), names)
 
     def _options(self) -> dict[str, str]:
         options: dict[str, str] = {}
+        if self._theme == "one bit":
+            return options
         if self._theme == "divided":
             options["strategy"] = self._chance.choice(SHARDED)
         if self._theme == "local":
@@ -234,7 +200,7 @@ class _Draw:
             options["op"] = "mpisgd.ReduceOp.SUM"
         elif "op" not in options and self._maybe(0.1):
             options["gradient_predivide_factor"] = self._chance.choice(("2.0", "0.5"))
-        if self._maybe(0.1):
+        if not self._scales and self._maybe(0.1):
             options["error_if_nonfinite"] = "True"
         if self._maybe(0.1):
             options["check_in_sync_every"] = "2"
@@ -258,11 +224,26 @@ class _Draw:
             events.append(SetFrozen(self._chance.randrange(1, len(layers)), self._maybe(0.6)))
         if self._maybe(0.12):
             events.append(Reload(self._maybe(0.7)))
+        if self._resizes and self._maybe(0.4):
+            others = [ranks for ranks in range(1, self._ranks + 1) if ranks != self._num_ranks]
+            self._num_ranks = self._chance.choice(others)
+            self._num_changes += 1
+            events.append(Reload(ranks=self._num_ranks))
+        if self._maybe(0.05):
+            events.append(Broadcast(self._chance.randrange(self._num_ranks)))
+        if self._theme in ("plain", "several", "compressed") and self._maybe(0.15):
+            events += self._convert(layers)
         if self._maybe(0.08):
             events.append(SetRate(0.5))
         if self._maybe(0.06):
             events += [ZeroGrad(), FailedBackward((self._next(),))]
         return events
+
+    def _convert(self, layers: Sequence[Layer]) -> list[Event]:
+        images = [i for i, layer in enumerate(layers) if len(layer.shape) == 4]
+        if images and self._maybe(0.7):
+            return [Convert(self._chance.choice(images), channels_last=True)]
+        return [Convert(self._chance.randrange(len(layers)), "float32")] if self._exact else []
 
     def _next(self) -> int:
         self._data += 1
@@ -272,30 +253,40 @@ class _Draw:
         """Return a step with what belongs to it; gradients are reset first where they must be."""
         keeps = self._exact or optimizers[0].sums or self._theme in ("divided", "shared", "compressed")
         events: list[Event] = []
-        if keeps or self._maybe(0.8):
+        if self._is_lbfgs or (self._has_closures and self._maybe(0.5)):
+            return [ZeroGrad(), Step(closure=(self._next(),))]
+        if keeps or self._scales or self._maybe(0.8):
             by_model = self._maybe(0.15)
             events.append(ZeroGrad(self._maybe(0.7) or (by_model and keeps), by_model))
         passes = min(optimizer.passes for optimizer in optimizers)
         count = self._chance.choice((passes, passes, passes, 1, max(1, passes - 1)))
         if not keeps and self._maybe(0.15):
             count += 1
-        muted = self._maybe(0.15)
+        muted = self._theme != "one bit" and self._maybe(0.15)
         skipped = self._skipped() if count <= passes else ()
         for number in range(count):
             if muted and self._maybe(0.6):
                 events.append(Backward((self._next(),), no_sync=True))
-            events.append(Backward((self._next(),), skipped if number == count - 1 else (), False))
+            overflow = self._overflow() if self._scales else ()
+            events.append(Backward((self._next(),), skipped if number == count - 1 else (), False, overflow))
         is_reduced = count % passes == 0
         if muted and not (keeps and is_reduced) and self._maybe(0.3):
             events.append(Backward((self._next(),), no_sync=True))
-        events += self._clip(is_whole=not skipped)
-        return [*events, *[Step()] * (2 if not keeps and self._maybe(0.05) else 1)]
+            is_reduced = False
+        if self._scales and (skipped or not is_reduced):
+            events.append(Synchronize())
+        if self._theme != "one bit":
+            events += self._clip(is_whole=not skipped)
+        return [*events, *[Step()] * (2 if not keeps and not self._scales and self._maybe(0.05) else 1)]
+
+    def _overflow(self) -> tuple[int, ...]:
+        return (self._chance.randrange(self._num_ranks),) if self._maybe(0.25) else ()
 
     def _skipped(self) -> tuple[int, ...]:
-        if self._ranks == 1 or not self._maybe(0.15):
+        if self._num_ranks == 1 or not self._maybe(0.15):
             return ()
-        ranks = list(range(self._ranks))
-        return tuple(sorted(self._chance.sample(ranks, self._chance.randrange(1, self._ranks))))
+        ranks = list(range(self._num_ranks))
+        return tuple(sorted(self._chance.sample(ranks, self._chance.randrange(1, self._num_ranks))))
 
     def _clip(self, *, is_whole: bool) -> list[Event]:
         events: list[Event] = []
@@ -303,6 +294,9 @@ class _Draw:
             events.append(Synchronize())
         if self._is_sparse or self._has_empty or not self._maybe(0.25):
             return events
+        is_plain = is_whole and self._theme in ("plain", "compressed", "several")
+        if is_plain and self._maybe(0.3):
+            return [*events, Clip(self._chance.choice((0.5, 0.125)), by_value=True)]
         norm = float("inf") if self._exact else self._chance.choice((2.0, 2.0, 1.0, float("inf")))
-        by_torch = is_whole and self._theme in ("plain", "compressed", "several") and self._maybe(0.4)
+        by_torch = is_plain and self._maybe(0.4)
         return [*events, Clip(self._chance.choice((0.5, 0.125)), norm, by_torch)]

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
+from fuzzing.both_backends import BothBackends
 from fuzzing.compare import Verdict
 from fuzzing.draw import draw
 from fuzzing.mpirun_backend import MpirunBackend
@@ -115,7 +116,7 @@ def _backend(name: str) -> Iterator[Backend]:
         yield ThreadsBackend()
         return
     with MpirunBackend() as opened:
-        yield opened
+        yield BothBackends(opened) if name == "both" else opened
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -126,10 +127,13 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--schedules", type=int, help="instead, so many of the engine; see schedules.py")
     parser.add_argument("--only", type=int, help="run the program of this seed alone")
     parser.add_argument("--text", help="run the program of this text, as it is printed after a shrunk one")
-    parser.add_argument("--ranks", type=int, help="of every program; by default 1 to 3, drawn")
+    parser.add_argument("--ranks", type=int, help="of every program; by default 1 to 4, drawn")
     parser.add_argument("--ranks-per-host", type=int, help="that count as those of one host; 0: all")
     parser.add_argument(
-        "--backend", choices=("mpirun", "threads"), default="mpirun", help="what runs the ranks"
+        "--backend",
+        choices=("mpirun", "threads", "both"),
+        default="mpirun",
+        help="what runs the ranks; both: the same bits are expected",
     )
     parser.add_argument("--max-faults", type=int, default=20, help="after which nothing more is run")
     parser.add_argument("--shrink-runs", type=int, default=150, help="programs that shrinking one may take")

@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 __all__ = [
+    "ONE_BIT",
     "AddGroup",
     "Backward",
+    "Broadcast",
     "Clip",
+    "Convert",
     "Event",
     "FailedBackward",
     "Layer",
@@ -27,6 +30,8 @@ __all__ = [
     "ZeroGrad",
     "parse",
 ]
+
+ONE_BIT = ("OneBitAdam", "OneBitLamb", "ZeroOneAdam")
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,7 @@ class Optimizer:
     """A torch optimizer, and what `mpisgd.DistributedOptimizer` is asked for.
 
     Attributes:
-        name: of the class in torch.optim.
+        name: of the class in torch.optim, or of one of mpisgd's that averages by itself; see `ONE_BIT`.
         settings: its arguments by name.
         layers: which of the model's it updates from the beginning.
         options: of `DistributedOptimizer`, by name, each as the text of a Python expression.
@@ -97,11 +102,13 @@ class Backward:
         data: numbers of what the loss is computed from: one is a micro-batch; several are joined.
         skipped: ranks without this pass.
         no_sync: whether it is inside `no_sync()`.
+        overflow: ranks whose loss is infinite.
     """
 
     data: tuple[int, ...]
     skipped: tuple[int, ...] = ()
     no_sync: bool = False
+    overflow: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -113,7 +120,13 @@ class FailedBackward:
 
 @dataclass(frozen=True)
 class Step:
-    """A step of all optimizers, in their order."""
+    """A step of all optimizers, in their order.
+
+    Attributes:
+        closure: what a closure computes the gradients from, after it has reset them; (): there is none.
+    """
+
+    closure: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -126,11 +139,19 @@ class ZeroGrad:
 
 @dataclass(frozen=True)
 class Clip:
-    """Clipping, by `optimizer.clip_grad_norm_` or by torch's own function, for each optimizer in turn."""
+    """Clipping, by `optimizer.clip_grad_norm_` or by torch's own function, for each optimizer in turn.
+
+    Attributes:
+        max_norm: or the largest absolute value.
+        norm_type: of the norm.
+        by_torch: by `torch.nn.utils.clip_grad_norm_`.
+        by_value: by `torch.nn.utils.clip_grad_value_`, element by element.
+    """
 
     max_norm: float = 1.0
     norm_type: float = 2.0
     by_torch: bool = False
+    by_value: bool = False
 
 
 @dataclass(frozen=True)
@@ -158,11 +179,18 @@ class AddGroup:
 class Reload:
     """New optimizers over the same parameters, which load the states of the former ones; gradients are reset.
 
+    With another number of ranks these go on from what the former ones' models stand for together, and a rank
+    that is new loads the state of rank 0.
+
     Attributes:
         clears: whether the former ones are deleted before the new ones are made.
+        ranks: how many train from now on; 0: as many as before.
+        forgets: whether what is each rank's own is taken out of the states.
     """
 
     clears: bool = True
+    ranks: int = 0
+    forgets: bool = False
 
 
 @dataclass(frozen=True)
@@ -172,8 +200,35 @@ class SetRate:
     factor: float
 
 
+@dataclass(frozen=True)
+class Broadcast:
+    """Parameters and states of one rank become everyone's."""
+
+    src: int = 0
+
+
+@dataclass(frozen=True)
+class Convert:
+    """`Module.to` of a layer: another dtype, or channels last."""
+
+    layer: int
+    dtype: str = ""
+    channels_last: bool = False
+
+
 Event = (
-    Backward | FailedBackward | Step | ZeroGrad | Clip | Synchronize | SetFrozen | AddGroup | Reload | SetRate
+    Backward
+    | FailedBackward
+    | Step
+    | ZeroGrad
+    | Clip
+    | Synchronize
+    | SetFrozen
+    | AddGroup
+    | Reload
+    | SetRate
+    | Broadcast
+    | Convert
 )
 
 
@@ -191,6 +246,7 @@ class Program:
         optimizers: over layers of it, one or several.
         events: what happens.
         group: which ranks train: "world", "duplicate": another group of all, or "reversed".
+        scaler: whether losses and steps go through a GradScaler, of each rank.
     """
 
     seed: int
@@ -201,6 +257,12 @@ class Program:
     optimizers: tuple[Optimizer, ...]
     events: tuple[Event, ...]
     group: str = "world"
+    scaler: bool = False
+
+    @property
+    def is_resized(self) -> bool:
+        """Whether the number of ranks changes."""
+        return any(isinstance(event, Reload) and event.ranks for event in self.events)
 
 
 def parse(text: str) -> Program:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from fuzzing import program as events
 from fuzzing.execute import has_reference
-from fuzzing.program import Event, Layer, Optimizer, Program
+from fuzzing.program import ONE_BIT, Event, Layer, Optimizer, Program
 from fuzzing.variants import ranks_agree
 
 __all__ = ["python_text"]
@@ -49,7 +49,7 @@ def python_text(program: Program) -> str:
         lines += ["", *RAISES.splitlines()]
     lines += ["", "", "def numbers(shape, key):", "    i = torch.arange(math.prod(shape))"]
     lines += [f"    return {INTEGERS if program.exact else COSINES}.double().reshape(shape)", "", ""]
-    lines += ["def train(ranks, weight, wraps):", *_indented(_body(program), 1), "", ""]
+    lines += ["def train(ranks, weight, wraps):", *_indented(list(_body(program)), 1), "", ""]
     weight = 1 if program.optimizers[0].sums else program.ranks
     lines += [f"mine = train([mpisgd.rank()], {weight}, True)"]
     lines += [f"right = train(range({program.ranks}), 1, False)"] if compares else []
@@ -63,7 +63,7 @@ def _indented(lines: Iterator[str] | list[str], levels: int) -> list[str]:
 
 def _group(program: Program) -> list[str]:
     if program.group == "world":
-        return []
+        return ["group = None"] if program.is_resized else []
     ranks = range(program.ranks)
     return [f"group = mpisgd.new_group({list(ranks[::-1] if program.group == 'reversed' else ranks)})"]
 
@@ -74,19 +74,38 @@ def _body(program: Program) -> Iterator[str]:
         values = f"numbers({layer.shape}, {1000 + place}){_cast(layer)}"
         values += ".t().contiguous().t()" if layer.transposed else ""
         yield f"p{place} = nn.Parameter({values}{', requires_grad=False' if layer.frozen else ''})"
+    if program.is_resized:
+        yield "group, takes_part = None, True"
+    if program.scaler:
+        yield "scaler = torch.amp.GradScaler('cpu', init_scale=4.0, growth_interval=10_000)"
+        yield "scaler.scale(torch.zeros(()))"
     yield from _make_optimizers(program)
     late = {event.layer for event in program.events if isinstance(event, events.AddGroup)}
     yield from (f"has_{place} = False" for place in sorted(late))
     yield from _loss(program, late)
-    yield "def backward(*batches, skipped=()):"
-    yield "    losses = [loss(rank, data) for rank in ranks if rank not in skipped for data in batches]"
-    yield "    exist = [each for each in losses if each is not None and each.requires_grad]"
-    yield "    if exist:"
-    yield "        (sum(exist) * weight).backward()"
-    yield ""
+    yield from _backward(program)
     for event in program.events:
-        yield from _event(program, event)
+        lines = list(_event(program, event))
+        if program.is_resized and not (isinstance(event, events.Reload) and event.ranks):
+            if isinstance(event, events.AddGroup):
+                yield from lines[:2]
+            lines = ["if takes_part:", *_indented(lines[2 * isinstance(event, events.AddGroup) :], 1)]
+        yield from lines
     yield f"return [{', '.join(f'p{place}.tolist()' for place in range(len(program.layers)))}]"
+
+
+def _backward(program: Program) -> Iterator[str]:
+    overflows = any(isinstance(event, events.Backward) and event.overflow for event in program.events)
+    infinite = " * (math.inf if rank in overflow else 1)" if overflows else ""
+    scaled = "scaler.scale(sum(exist) * weight)" if program.scaler else "(sum(exist) * weight)"
+    yield f"def backward(*batches, skipped=(){', overflow=()' if overflows else ''}):"
+    yield "    there = [rank for rank in ranks if rank not in skipped]"
+    yield "    losses = [(rank, loss(rank, data)) for rank in there for data in batches]"
+    yield f"    exist = [each{infinite} for rank, each in losses if each is not None and each.requires_grad]"
+    yield "    if exist:"
+    yield f"        {scaled}.backward()"
+    yield "    return (sum(exist) * weight).detach() if exist else torch.zeros(())"
+    yield ""
 
 
 def _cast(layer: Layer) -> str:
@@ -145,9 +164,15 @@ def _make_optimizers(program: Program) -> Iterator[str]:
         yield f"groups_{place} = {_groups(program, optimizer)}"
         yield f"def make_{place}():"
         settings = "".join(f", {name}={value!r}" for name, value in optimizer.settings)
+        group = ", group=group" if program.group != "world" or program.is_resized else ""
+        if optimizer.name in ONE_BIT:
+            wrapped = f"mpisgd.{optimizer.name}(groups_{place}{settings}{group})"
+            yield f"    return {wrapped} if wraps else torch.optim.Adam(groups_{place})"
+            yield f"opts = [make_{place}()]"
+            continue
         yield f"    opt = torch.optim.{optimizer.name}(groups_{place}{settings})"
         options = [f"{name}={text}" for name, text in optimizer.options]
-        options += ["group=group"] if program.group != "world" else []
+        options += [group.removeprefix(", ")] if group else []
         if optimizer.names != "none":
             layers = sorted({*optimizer.layers, *late})
             pairs = ", ".join(f"({f'layers.{i}'!r}, p{i})" for i in layers)
@@ -177,6 +202,7 @@ def _event(program: Program, event: Event) -> Iterator[str]:
     match event:
         case events.Backward():
             skipped = f", skipped={event.skipped}" if event.skipped else ""
+            skipped += f", overflow={event.overflow}" if event.overflow else ""
             call = f"backward({', '.join(map(str, event.data))}{skipped})"
             if event.no_sync:
                 yield "with contextlib.ExitStack() as stack:"
@@ -191,7 +217,17 @@ def _event(program: Program, event: Event) -> Iterator[str]:
             yield f"    sum([raises, {parts}]).backward() if wraps else None"
             yield "[opt.zero_grad() for opt in opts]"
         case events.Step():
-            yield "[opt.step() for opt in opts]"
+            if event.closure:
+                data = ", ".join(map(str, event.closure))
+                yield "def closure():"
+                yield "    [opt.zero_grad() for opt in opts]"
+                yield f"    return backward({data})"
+                yield "[opt.step(torch.enable_grad()(closure)) for opt in opts]"
+            elif program.scaler:
+                yield "[scaler.step(opt) for opt in opts]"
+                yield "scaler.update()"
+            else:
+                yield "[opt.step() for opt in opts]"
             if waits:
                 yield "[opt.synchronizer.wait() for opt in opts if wraps]"
         case events.ZeroGrad():
@@ -201,13 +237,18 @@ def _event(program: Program, event: Event) -> Iterator[str]:
             else:
                 yield f"[opt.zero_grad(set_to_none={event.set_to_none}) for opt in opts]"
         case events.Clip():
+            if program.scaler:
+                yield "[scaler.unscale_(opt) for opt in opts]"
             yield "for opt in opts:"
             arguments = f"{event.max_norm}, {event.norm_type!r}".replace("inf", "math.inf")
             params = "[p for group in opt.param_groups for p in group['params']]"
             torchs = f"nn.utils.clip_grad_norm_({params}, {arguments})"
+            if event.by_value:
+                torchs = torchs.replace("clip_grad_norm_", "clip_grad_value_").split("], ")[0]
+                torchs += f"], {event.max_norm})"
             yield (
                 f"    {torchs}"
-                if event.by_torch
+                if event.by_torch or event.by_value
                 else (f"    opt.clip_grad_norm_({arguments}) if wraps else {torchs}")
             )
         case events.Synchronize():
@@ -220,6 +261,8 @@ def _event(program: Program, event: Event) -> Iterator[str]:
             yield f"groups_{event.optimizer}.append({{'params': [p{event.layer}], 'lr': {rate}}})"
             added = f"{{'params': [p{event.layer}], 'lr': {rate}}}"
             yield f"opts[{event.optimizer}].add_param_group({added})"
+        case events.Reload(ranks=ranks) if ranks:
+            yield from _resize(program, event)
         case events.Reload():
             yield "states = copy.deepcopy([opt.state_dict() for opt in opts])"
             made = ", ".join(f"make_{i}()" for i in range(len(program.optimizers)))
@@ -232,3 +275,50 @@ def _event(program: Program, event: Event) -> Iterator[str]:
             yield "for opt in opts:"
             yield "    for group in opt.param_groups:"
             yield f"        group['lr'] *= {event.factor}"
+        case events.Broadcast():
+            yield "if wraps:"
+            source = f"{event.src}{_of_group(program)}"
+            yield f"    mpisgd.broadcast_parameters({_named(program)}, {source})"
+            yield f"    [mpisgd.broadcast_optimizer_state(opt, {source}) for opt in opts]"
+        case events.Convert():
+            to = "memory_format=torch.channels_last" if event.channels_last else f"torch.{event.dtype}"
+            yield f"nn.ParameterList([p{event.layer}]).to({to})"
+
+
+def _named(program: Program) -> str:
+    pairs = ", ".join(f"('{i}', p{i}.detach())" for i in range(len(program.layers)))
+    return f"[{pairs}]"
+
+
+def _of_group(program: Program) -> str:
+    return ", group" if program.group != "world" or program.is_resized else ""
+
+
+def _resize(program: Program, event: events.Reload) -> Iterator[str]:
+    """Yield how other ranks go on with what the former ones stand for together."""
+    made = ", ".join(f"make_{i}()" for i in range(len(program.optimizers)))
+    yield "states = copy.deepcopy([opt.state_dict() for opt in opts])"
+    yield "if wraps:"
+    if not any(optimizer.name in ONE_BIT for optimizer in program.optimizers):
+        yield "    for opt in opts:"
+        yield "        params = [p for group_ in opt.param_groups for p in group_['params']]"
+        yield "        with opt.consensus():"
+        yield "            values = [p.detach().clone() for p in params]"
+        yield "        [p.data.copy_(value) for p, value in zip(params, values)]"
+    if event.forgets:
+        yield "    [state['mpisgd'].update(own=None) for state in states if 'mpisgd' in state]"
+    yield "    opts.clear()"
+    yield f"    mpisgd.broadcast_parameters({_named(program)}, 0)"
+    yield "    everyones = [None] * mpisgd.size()"
+    scale = "scaler.state_dict()" if program.scaler else "None"
+    yield f"    mpisgd.all_gather_object(everyones, (states, {scale}))"
+    yield "    states, scale = everyones[mpisgd.rank() if takes_part else 0]"
+    if program.scaler:
+        yield "    scaler.load_state_dict(scale)"
+    yield f"    group, takes_part = mpisgd.new_group(range({event.ranks})), mpisgd.rank() < {event.ranks}"
+    weight = 1 if program.optimizers[0].sums else event.ranks
+    yield f"    weight = {weight}"
+    yield f"ranks = ranks if wraps else range({event.ranks})"
+    yield f"opts = [{made}] if takes_part else []"
+    yield "[opt.load_state_dict(state) for opt, state in zip(opts, states)]"
+    yield "[opt.zero_grad() for opt in opts]"

@@ -7,7 +7,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from fuzzing.contract import violation
-from fuzzing.program import AddGroup, Backward, Event, FailedBackward, Layer, Optimizer, Program, SetFrozen
+from fuzzing.program import (
+    ONE_BIT,
+    AddGroup,
+    Backward,
+    Convert,
+    Event,
+    FailedBackward,
+    Layer,
+    Optimizer,
+    Program,
+    Reload,
+    SetFrozen,
+    Step,
+)
 
 __all__ = ["candidates", "shrink"]
 
@@ -82,7 +95,7 @@ def _with_fewer_layers(program: Program) -> Iterator[Program]:
 
 
 def _has_layer(event: Event) -> bool:
-    return isinstance(event, (AddGroup, SetFrozen))
+    return isinstance(event, (AddGroup, SetFrozen, Convert))
 
 
 def _with_fewer_optimizers(program: Program) -> Iterator[Program]:
@@ -97,6 +110,9 @@ def _with_fewer_optimizers(program: Program) -> Iterator[Program]:
 
 
 def _with_simpler_parts(program: Program) -> Iterator[Program]:
+    if program.scaler:
+        finite = [replace(e, overflow=()) if isinstance(e, Backward) else e for e in program.events]
+        yield replace(program, scaler=False, events=tuple(finite))
     for place, optimizer in enumerate(program.optimizers):
         for simpler in _simpler_optimizers(optimizer):
             optimizers = (*program.optimizers[:place], simpler, *program.optimizers[place + 1 :])
@@ -115,6 +131,8 @@ def _simpler_optimizers(optimizer: Optimizer) -> Iterator[Optimizer]:
     settings = dict(optimizer.settings)
     if optimizer.name != "SGD":
         yield replace(optimizer, name="SGD", settings=(("lr", 0.5),))
+    if optimizer.name in ONE_BIT:
+        settings = {}  # which belong together
     for name in sorted(settings.keys() - {"lr"}):
         kept = tuple((key, value) for key, value in optimizer.settings if key != name)
         yield replace(optimizer, settings=kept)
@@ -146,3 +164,9 @@ def _simpler_events(event: Event) -> Iterator[Event]:
             yield replace(event, skipped=fewer)
         if event.no_sync:
             yield replace(event, no_sync=False)
+        if event.overflow:
+            yield replace(event, overflow=())
+    if isinstance(event, Reload) and event.ranks:
+        yield replace(event, ranks=0)
+    if isinstance(event, Step) and event.closure:
+        yield Step()

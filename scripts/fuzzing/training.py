@@ -1,39 +1,24 @@
-"""`Training`: a program carried out, event by event, with plain torch; and with mpisgd on one rank.
+"""`Training`: a program carried out, event by event, with plain torch.
 
-The plain one has the losses of all ranks, or of some, and is independent of mpisgd. The distributed one
-uses only what a user can.
+It has the losses of all ranks, or of some, and is independent of mpisgd. `DistributedTraining` is what uses
+mpisgd.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
+import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-import mpisgd
 from fuzzing import program as events
 from fuzzing.model import Model
-from fuzzing.program import Event, Optimizer, Program
+from fuzzing.program import ONE_BIT, Event, Optimizer, Program
 
-__all__ = ["DistributedTraining", "Training"]
-
-
-class Raises(torch.autograd.Function):
-    """The identity, whose backward raises."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        """Return a copy."""
-        return tensor.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        """Raise what a program may go on after."""
-        raise ArithmeticError("this backward is to fail")
+__all__ = ["Training", "initial_groups"]
 
 
 class Training:
@@ -47,14 +32,26 @@ class Training:
     Attributes:
         model: which is trained.
         optimizers: those of now.
+        ranks: as given, until their number changes.
+        weight: likewise.
+        scaler: of the losses, if they are scaled.
     """
 
     def __init__(self, program: Program, ranks: Collection[int], weight: float = 1.0) -> None:
         self.program = program
         self.model = Model(program)
-        self._ranks, self._weight = ranks, weight
-        self._groups = [_initial_groups(program, optimizer) for optimizer in program.optimizers]
+        self.ranks, self.weight = ranks, weight
+        # A power of two, which halves where gradients overflow, so that scaling rounds nothing.
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=10_000)
+        scaler.scale(torch.zeros(()))  # else a rank without a backward does not know the scale
+        self.scaler = scaler if program.scaler else None
+        self._groups = [initial_groups(program, optimizer) for optimizer in program.optimizers]
         self.optimizers: list[Any] = [self.make(place) for place in range(len(program.optimizers))]
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether it trains now."""
+        return True
 
     @property
     def layers(self) -> set[int]:
@@ -68,8 +65,14 @@ class Training:
     def make(self, place: int) -> Any:
         """Make an optimizer with all groups that it has by now."""
         optimizer = self.program.optimizers[place]
-        groups = [self._param_group(group, factor, optimizer) for group, factor in self._groups[place]]
-        return getattr(torch.optim, optimizer.name)(groups, **dict(optimizer.settings))
+        if optimizer.name in ONE_BIT:  # as long as nothing of it travels by one bit
+            return torch.optim.Adam(self.groups_of(place), lr=dict(optimizer.settings)["lr"])
+        return getattr(torch.optim, optimizer.name)(self.groups_of(place), **dict(optimizer.settings))
+
+    def groups_of(self, place: int) -> list[dict[str, Any]]:
+        """Return the parameter groups of an optimizer, to make it."""
+        optimizer = self.program.optimizers[place]
+        return [self._param_group(group, factor, optimizer) for group, factor in self._groups[place]]
 
     def _param_group(self, layers: Sequence[int], factor: float, optimizer: Optimizer) -> dict[str, Any]:
         rate = dict(optimizer.settings).get("lr")
@@ -85,21 +88,20 @@ class Training:
                 self.fail(event)
                 self.zero_grad(events.ZeroGrad())
             case events.Step():
-                for optimizer in self.optimizers:
-                    optimizer.step()
+                self.step(event)
             case events.ZeroGrad():
                 self.zero_grad(event)
             case events.Clip():
+                self.unscale()
                 self.clip(event)
             case events.Synchronize():
                 self.synchronize()
             case events.SetFrozen():
                 self.model.params[event.layer].requires_grad_(not event.frozen)
             case events.AddGroup():
-                self._groups[event.optimizer].append(((event.layer,), 1.0))
-                optimizer = self.program.optimizers[event.optimizer]
+                self.note_group(event)
                 self.optimizers[event.optimizer].add_param_group(
-                    self._param_group((event.layer,), 1.0, optimizer)
+                    self._param_group((event.layer,), 1.0, self.program.optimizers[event.optimizer])
                 )
             case events.Reload():
                 self.reload(event)
@@ -107,19 +109,56 @@ class Training:
                 for optimizer in self.optimizers:
                     for group in optimizer.param_groups:
                         group["lr"] *= event.factor
+            case events.Broadcast():
+                self.broadcast(event)
+            case events.Convert():
+                self.convert(event)
 
-    def loss(self, data: Sequence[int], ranks: Collection[int]) -> Tensor | None:
+    def note_group(self, event: events.AddGroup) -> None:
+        """Note that an optimizer has another group."""
+        self._groups[event.optimizer].append(((event.layer,), 1.0))
+
+    def loss(
+        self, data: Sequence[int], ranks: Collection[int], overflow: Collection[int] = ()
+    ) -> Tensor | None:
         """Return the joint loss of some ranks, None if there is none."""
         layers = self.layers
-        losses = [self.model.loss(rank, each, layers) for rank in ranks for each in data]
-        exist = [loss for loss in losses if loss is not None]
-        return torch.stack(exist).sum() * self._weight if exist else None
+        losses = {(rank, each): self.model.loss(rank, each, layers) for rank in ranks for each in data}
+        exist = [
+            loss * math.inf if rank in overflow else loss
+            for (rank, _), loss in losses.items()
+            if loss is not None
+        ]
+        return torch.stack(exist).sum() * self.weight if exist else None
 
     def backward(self, event: events.Backward) -> None:
         """Add to the gradients."""
-        loss = self.loss(event.data, [rank for rank in self._ranks if rank not in event.skipped])
+        ranks = [rank for rank in self.ranks if rank not in event.skipped]
+        loss = self.loss(event.data, ranks, event.overflow)
         if loss is not None:
-            loss.backward()
+            (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+
+    def step(self, event: events.Step) -> None:
+        """Update the parameters."""
+        for optimizer in self.optimizers:
+            if self.scaler is not None:
+                self.scaler.step(optimizer)
+            elif event.closure:
+                optimizer.step(lambda: self._compute(event))
+            else:
+                optimizer.step()
+        if self.scaler is not None:
+            self.scaler.update()
+
+    @torch.enable_grad()
+    def _compute(self, event: events.Step) -> Tensor:
+        """Be a closure."""
+        self.zero_grad(events.ZeroGrad())
+        loss = self.loss(event.closure, self.ranks)
+        if loss is None:
+            return torch.zeros((), dtype=torch.float64)
+        loss.backward()
+        return loss.detach()
 
     def fail(self, event: events.FailedBackward) -> None:
         """Leave the gradients in whatever state."""
@@ -136,90 +175,61 @@ class Training:
     def clip(self, event: events.Clip) -> None:
         """Clip the gradients of each optimizer."""
         for place in range(len(self.optimizers)):
-            nn.utils.clip_grad_norm_(self.params_of(place), event.max_norm, event.norm_type)
+            if event.by_value:
+                nn.utils.clip_grad_value_(self.params_of(place), event.max_norm)
+            else:
+                nn.utils.clip_grad_norm_(self.params_of(place), event.max_norm, event.norm_type)
+
+    def unscale(self) -> None:
+        """Divide the gradients by the scale, where there is one, before somebody looks at them."""
+        for optimizer in self.optimizers if self.scaler is not None else ():
+            self.scaler.unscale_(optimizer)
+
+    def broadcast(self, event: events.Broadcast) -> None:
+        """Take over what a rank has: of one process it is."""
+
+    def convert(self, event: events.Convert) -> None:
+        """Convert a parameter as a module that has it does."""
+        held = nn.ParameterList([self.model.params[event.layer]])
+        if event.channels_last:
+            held.to(memory_format=torch.channels_last)
+        else:
+            held.to(getattr(torch, event.dtype))
 
     def synchronize(self) -> None:
         """Combine the gradients of all ranks: of one process they are."""
 
     def reload(self, event: events.Reload) -> None:
         """Go on with new optimizers."""
-        states = copy.deepcopy([optimizer.state_dict() for optimizer in self.optimizers])
+        states = self.saved(event)
+        if event.ranks:
+            self.resize(event.ranks)
         former = self.optimizers
         if event.clears:
             former.clear()
+        self.take_over(states)
+
+    def saved(self, event: events.Reload) -> list[dict[str, Any]]:
+        """Return the states that new optimizers are to load."""
+        return self.states()
+
+    def resize(self, num_ranks: int) -> None:
+        """Go on with the losses of so many ranks."""
+        self.ranks = range(num_ranks)
+
+    def take_over(self, states: Sequence[dict[str, Any]]) -> None:
+        """Make new optimizers, which load these states."""
         self.optimizers = [self.make(place) for place in range(len(states))]
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(state)
         self.zero_grad(events.ZeroGrad())
 
     def states(self) -> list[dict[str, Any]]:
-        """Return the states of the optimizers."""
-        return [copy.deepcopy(optimizer.state_dict()["state"]) for optimizer in self.optimizers]
+        """Return the state dicts of the optimizers."""
+        return [copy.deepcopy(optimizer.state_dict()) for optimizer in self.optimizers]
 
 
-class DistributedTraining(Training):
-    """A program with mpisgd, on this rank."""
-
-    def __init__(self, program: Program, group: mpisgd.Group | None) -> None:
-        self._group = group
-        weight = 1.0 if program.optimizers[0].sums else float(program.ranks)
-        super().__init__(program, [mpisgd.rank()], weight)
-
-    def make(self, place: int) -> Any:
-        """See `Training`."""
-        optimizer = self.program.optimizers[place]
-        names = {"mpisgd": mpisgd, "torch": torch}
-        options = {name: eval(text, {"__builtins__": {}}, names) for name, text in optimizer.options}
-        if optimizer.names != "none":
-            form = "layers.{}" if optimizer.names == "model" else "other_{}.weight"
-            options["named_parameters"] = [(form.format(i), p) for i, p in enumerate(self.model.params)]
-        return mpisgd.DistributedOptimizer(super().make(place), group=self._group, **options)
-
-    def wait(self) -> None:
-        """Return when the parameters have arrived: no module waits for them here."""
-        for place, optimizer in enumerate(self.optimizers):
-            if "overlap_forward" in self.program.optimizers[place].option("strategy"):
-                optimizer.synchronizer.wait()
-
-    def do(self, event: Event) -> None:
-        """See `Training`."""
-        super().do(event)
-        self.wait()
-
-    def backward(self, event: events.Backward) -> None:
-        """See `Training`."""
-        with contextlib.ExitStack() as stack:
-            for optimizer in self.optimizers if event.no_sync else ():
-                stack.enter_context(optimizer.no_sync())
-            super().backward(event)
-
-    def fail(self, event: events.FailedBackward) -> None:
-        """See `Training`."""
-        # What is made first is what backward comes to last.
-        raises = Raises.apply(self.model.params[self._always_used].double().sum())
-        loss = self.loss(event.data, self._ranks)
-        with contextlib.suppress(ArithmeticError):
-            (raises if loss is None else raises + loss).backward()
-
-    @property
-    def _always_used(self) -> int:
-        return min(i for i in self.layers if self.model.params[i].requires_grad)
-
-    def clip(self, event: events.Clip) -> None:
-        """See `Training`."""
-        if event.by_torch:
-            super().clip(event)
-            return
-        for optimizer in self.optimizers:
-            optimizer.clip_grad_norm_(event.max_norm, event.norm_type)
-
-    def synchronize(self) -> None:
-        """See `Training`."""
-        for optimizer in self.optimizers:
-            optimizer.synchronize()
-
-
-def _initial_groups(program: Program, optimizer: Optimizer) -> list[tuple[tuple[int, ...], float]]:
+def initial_groups(program: Program, optimizer: Optimizer) -> list[tuple[tuple[int, ...], float]]:
     """Return the parameter groups of an optimizer: layers, and a factor of the learning rate."""
     whole = tuple(layer for layer in optimizer.layers if not program.layers[layer].scaled)
     half = tuple(layer for layer in optimizer.layers if program.layers[layer].scaled)

@@ -5,43 +5,64 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fuzzing.program import Backward, Event, Optimizer, Program, Reload, ZeroGrad
+from fuzzing.program import Backward, Clip, Convert, Event, Program, Reload, ZeroGrad
 
-__all__ = ["ranks_agree", "variants"]
+__all__ = ["ranks_agree", "same_bits", "variants"]
 
-# Torch casts a float32 of their state to the parameter's dtype, when it is loaded: the next value of the one
-# differs then, and the mean over the ranks of the other.
+# Torch casts a float32 of their state to the parameter's dtype, when it is loaded: the next value differs.
+# It does the same to all state of parameters that were converted before.
 CAST_STATE = ("NAdam",)
-CAST_MEAN = ("ASGD",)
 APART = ("LocalSGD", "DiLoCo", "ElasticAveraging", "Gossip")
+MEETS_RARELY = "ZeroOneAdam"
 
 
 def ranks_agree(program: Program) -> bool:
     """Return whether all ranks have the same parameters after every event."""
+    if any(optimizer.name == MEETS_RARELY for optimizer in program.optimizers):
+        return False
     strategies = [optimizer.option("strategy") for optimizer in program.optimizers]
     return not any(name in strategy for strategy in strategies for name in APART)
 
 
+def same_bits(program: Program) -> bool:
+    """Return whether variants have the same bits, and not only the same values but for rounding.
+
+    Where each rank has pieces of the gradients, their norm is the sum of those of the pieces. Optimizers that
+    are made over the same parameters later, or with groups that were added, cut other pieces: the first ones
+    have moved small parameters to lie side by side, and nobody moves them again.
+    """
+    divides = any(
+        "Sharded" in optimizer.option("strategy") or optimizer.option("share_parameters")
+        for optimizer in program.optimizers
+    )
+    return program.exact or not divides or not any(isinstance(event, Clip) for event in program.events)
+
+
 def variants(program: Program) -> Iterator[tuple[str, Program]]:
-    """Yield programs that must end with the same bits, each with a word for what was changed."""
+    """Yield programs that must end alike, each with a word for what was changed; see `same_bits`."""
     yield "repeated", program
-    reloads = any(isinstance(event, Reload) for event in program.events)
-    if reloads and not any(_differs_when_loaded(optimizer) for optimizer in program.optimizers):
+    reloads = [event for event in program.events if isinstance(event, Reload)]
+    casts = any(isinstance(event, Convert) for event in program.events)
+    casts |= any(optimizer.name in CAST_STATE for optimizer in program.optimizers)
+    if not casts and any(not event.ranks for event in reloads):
         yield "not interrupted", replace(program, events=tuple(_without_reloads(program)))
+    if any(event.ranks and not event.forgets for event in reloads):
+        yield "forgotten", replace(program, events=tuple(_forgetting(program)))
     renamed = [replace(o, names="other" if o.names == "model" else "model") for o in program.optimizers]
     yield "renamed", replace(program, optimizers=tuple(renamed))
     if (joined := _joined(program.events)) != program.events and program.exact:
         yield "joined", replace(program, events=joined)
 
 
-def _differs_when_loaded(optimizer: Optimizer) -> bool:
-    averages = "average_state=True" in optimizer.option("strategy")
-    return optimizer.name in CAST_STATE or (averages and optimizer.name in CAST_MEAN)
-
-
 def _without_reloads(program: Program) -> Iterator[Event]:
     for event in program.events:
-        yield ZeroGrad() if isinstance(event, Reload) else event
+        yield ZeroGrad() if isinstance(event, Reload) and not event.ranks else event
+
+
+def _forgetting(program: Program) -> Iterator[Event]:
+    """Yield the events with what is each rank's own taken out, where their number changes: nobody gets it."""
+    for event in program.events:
+        yield replace(event, forgets=True) if isinstance(event, Reload) and event.ranks else event
 
 
 def _joined(events: tuple[Event, ...]) -> tuple[Event, ...]:

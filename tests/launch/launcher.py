@@ -1,9 +1,12 @@
 """Start programs as users do: alone, or under the `mpirun` that belongs to this Python."""
 
+import atexit
+import functools
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -28,20 +31,50 @@ def mpirun() -> str:
     return found
 
 
+@functools.cache
+def preloaded_python() -> list[str]:
+    """Start the server of preloaded.py, which ends with this process; return the command that uses it."""
+    here = Path(__file__).parent
+    path = f"{tempfile.mkdtemp(prefix='preloaded-')}/socket"
+    server = subprocess.Popen(
+        [sys.executable, str(here / "preloaded.py"), path],
+        env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},  # our backend is loaded by each program
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert server.stdin is not None
+    assert server.stdout is not None
+    assert server.stdout.readline() == b"ready\n"
+    server.stdout.close()
+    atexit.register(end, server, path)
+    return [sys.executable, "-I", "-S", str(here / "preloaded_client.py"), path]
+
+
+def end(server: subprocess.Popen[bytes], path: str) -> None:
+    """End a server of preloaded programs."""
+    assert server.stdin is not None
+    server.stdin.close()
+    server.wait()
+    shutil.rmtree(Path(path).parent)
+
+
 def run_python(
     *args: str,
     num_ranks: int | None = None,
     options: Sequence[str] = (),
     env: Mapping[str, str] | None = None,
     quiet_s: float = progress.QUIET_S,
+    preloaded: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run `python ARGS`, under `mpirun -n num_ranks OPTIONS` where a number is given; a hang is a failure.
 
-    It hangs when it has said nothing for `quiet_s`, however long the whole takes.
+    It hangs when it has said nothing for `quiet_s`, however long the whole takes. Where it is `preloaded`,
+    it is forked from a process that has imported torch, see preloaded.py; with --long it never is.
     """
     prefix = [] if num_ranks is None else [mpirun(), "-n", str(num_ranks), *options]
+    python = preloaded_python() if preloaded and "MPISGD_TEST_LONG" not in os.environ else [sys.executable]
     done = progress.run(
-        [*prefix, sys.executable, *args],
+        [*prefix, *python, *args],
         env={**os.environ, **ENVIRONMENT, **(env or {})},
         quiet_s=quiet_s,
     )

@@ -79,7 +79,7 @@ def said_by(changes: list[str]) -> dict[str, list[str]]:
             lines += [[change, benchmark, *small, *run] for run in BENCHMARK_RUNS]
         (folder / "driver.py").write_text(DRIVER)
         program = ("-m", "mpisgd.horovod", str(folder / "driver.py"))
-        done = run_python(*program, json.dumps(lines), num_ranks=NUM_RANKS)
+        done = run_python(*program, json.dumps(lines), num_ranks=NUM_RANKS, preloaded=True)
     assert (done.returncode, done.stderr) == (0, "")
     parts = re.split(r"^running (\w+)\n", done.stdout, flags=re.MULTILINE)[1:]
     texts = {change: [] for change in changes}

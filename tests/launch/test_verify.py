@@ -25,7 +25,9 @@ def test_it_starts_its_own_jobs_and_writes_what_it_found(tmp_path):
 
 
 def test_under_mpirun_it_takes_these_ranks_and_prints_once():
-    done = run_python("-m", "mpisgd", "verify", "--quick", "--sabotage", "--only", "LocalSGD", num_ranks=2)
+    done = run_python(
+        "-m", "mpisgd", "verify", "--quick", "--sabotage", "--only", "LocalSGD", num_ranks=2, preloaded=True
+    )
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     assert done.stdout.count("4 of 4 cells are as they must be") == 1
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
+from on_threads import mark_on_threads
 from ranks_as_threads import PerRank, as_size, run_on_threads
 from verdicts import shared_report
 
@@ -53,6 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     size = config.getoption("--threads")
+    mark_on_threads(items)
     for item in items:
         if item.get_closest_marker("big") and "big" not in config.getoption("-m"):
             item.add_marker(pytest.mark.skip(reason="needs gigabytes; run by scripts/test --big"))
@@ -61,6 +65,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     yield
     for item in items if size else ():
         item.own_markers = [mark for mark in item.own_markers if mark.kwargs.get("reason") != NO_MPI]
+        if item.get_closest_marker("processes"):
+            item.add_marker(pytest.mark.skip(reason="needs ranks that are processes"))
         if any(mark.kwargs.get("min_size", 0) > size for mark in item.iter_markers("mpi")):
             item.add_marker(pytest.mark.skip(reason=f"for more ranks than {size}"))
 
@@ -84,6 +90,7 @@ def first_optimizer() -> None:
 def job(request: pytest.FixtureRequest) -> Iterator[None]:
     """The job's world, with a timeout that makes a hang a failure."""
     if size := request.config.getoption("--threads"):
+        torch.set_num_threads(1)  # as many as a rank has where cores are scarce; others add in another order
         with as_size(size):
             yield
         return
@@ -95,8 +102,23 @@ def job(request: pytest.FixtureRequest) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # MPI runs already, our defaults are set above
         mpisgd.init(timeout_s=TIMEOUT_S)
-    gc.freeze()  # thousands of collected tests need not be looked through when optimizers are made
     yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiler() -> None:
+    """Load torch's compiler, as the first test that compiles does, before `frozen` can miss its objects."""
+    importlib.import_module("torch._dynamo")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen(job: None, compiler: None) -> None:
+    """Keep what there was before a module of tests out of the collections that each new optimizer asks for.
+
+    With thousands of tests and the modules of torch's compiler one took a fifth of a second.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def make_groups() -> dict[str, Group]:

@@ -19,6 +19,7 @@ FROM_OTHER_RANKS = {
     "mpisgd/monitor/mpi_mailbox.py",  # by MPI
     "mpisgd/pipeline/messages.py",
     "mpisgd/transport/loopback/communicator.py",  # threads of this process
+    "mpisgd/transport/loopback/meeting.py",  # likewise
 }
 # The program that the user starts, as `python` itself would run it.
 RUNS_PROGRAMS = {"mpisgd/horovod/shim/program.py"}

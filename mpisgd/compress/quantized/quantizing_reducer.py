@@ -55,7 +55,3 @@ class QuantizingReducer(BucketReducer):
     def bytes_on_the_wire(self, size: int) -> int:
         """Return (size - 1) times the bytes of the codes and what goes with them."""
         return (size - 1) * self._codec.nbytes
-
-    def put_back(self, start: int, arrived: Tensor) -> None:
-        """Keep it for the next step."""
-        self.memory.put_back(start, arrived)

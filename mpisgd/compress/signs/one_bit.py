@@ -107,10 +107,6 @@ class _GatherReducer(BucketReducer):
         """Return (size - 1) / 8 of the elements, and as many magnitudes of each parameter."""
         return (size - 1) * self._code.nbytes
 
-    def put_back(self, start: int, arrived: Tensor) -> None:
-        """Keep for the next step what arrived for a parameter that no rank has a gradient of."""
-        self._residual[start : start + len(arrived)] += arrived
-
 
 class _TwoStepReducer(BucketReducer):
     """Has the owners of chunks average them, and send the average as signs."""
@@ -134,7 +130,6 @@ class _TwoStepReducer(BucketReducer):
         """Return what `TwoStepExchange` sends."""
         return TwoStepExchange.bytes_on_the_wire(self._lengths, wide_dtype(self._layout.dtype), size)
 
-    def put_back(self, start: int, arrived: Tensor) -> None:
-        """Keep for the next step what arrived for a parameter that no rank has a gradient of."""
-        assert self._exchange is not None
-        self._exchange.worker_error[start : start + len(arrived)] += arrived
+    def kept_apart(self, start: int, stop: int) -> dict[str, Tensor]:
+        """Return the errors of those elements that this rank averages."""
+        return {} if self._exchange is None else {"server": self._exchange.server_error_of(start, stop)}

@@ -117,6 +117,11 @@ class TwoStepExchange:
         self.state.server_error = kept
         return kept
 
+    def server_error_of(self, start: int, stop: int) -> Tensor:
+        """Return the part of s_o for elements `start` to `stop` of the values: as many as this rank owns."""
+        begin = sum(self._numels[: self._group.rank])
+        return self.server_error[max(0, start - begin) : max(0, stop - begin)]
+
     def average(self, values: Tensor) -> None:
         """Replace `values` by what all ranks get. Collective.
 

@@ -79,6 +79,11 @@ class DeepGradient(WideCompressor):
             check_positive("DeepGradient", "clip_norm", self.clip_norm)
 
     @property
+    def is_homogeneous(self) -> bool:
+        """Whether nothing is clipped."""
+        return self.clip_norm is None
+
+    @property
     def has_momentum(self) -> bool:
         """Whether there is a velocity."""
         return self.momentum > 0

@@ -115,7 +115,3 @@ class RandomKReducer(BucketReducer):
     def bytes_on_the_wire(self, size: int) -> int:
         """Return what an all-reduce of k words sends."""
         return self._sum.bytes_on_the_wire(size)
-
-    def put_back(self, start: int, arrived: Tensor) -> None:
-        """Keep it for the next step."""
-        self.memory.put_back(start, arrived)

@@ -67,7 +67,3 @@ class SparseReducer(BucketReducer):
             return 0
         total = count * size
         return self._sum.costs(total, size)[self._sum.route(total, size)]
-
-    def put_back(self, start: int, arrived: Tensor) -> None:
-        """Keep it for the next step."""
-        self.memory.put_back(start, arrived)

@@ -48,6 +48,11 @@ class Threshold(WideCompressor):
         check_positive("Threshold", "value", self.value)
         check_flag("Threshold", "error_feedback", self.error_feedback)
 
+    @property
+    def is_homogeneous(self) -> bool:
+        """Return False: more of larger gradients passes."""
+        return False
+
     def wide_reducer(self, layout: BucketLayout) -> "ThresholdReducer":
         """Return what sends the large elements of a bucket."""
         return ThresholdReducer(layout, self)

@@ -23,7 +23,7 @@ from mpisgd.accelerator.runtime import on_device
 from mpisgd.compress.compressor import BucketLayout
 from mpisgd.core.consistency import Operation
 from mpisgd.gradients.bucketing import ALIGN_BYTES, Bucket, join_buckets
-from mpisgd.gradients.fusion_buffer import FusionBuffer, window
+from mpisgd.gradients.fusion_buffer import FusionBuffer, shape_in_memory, window
 from mpisgd.gradients.in_flight import InFlightReduction
 from mpisgd.gradients.kinds import SPARSE
 from mpisgd.gradients.plan import BucketSlot, Plan, is_alone, plain_slot
@@ -142,8 +142,7 @@ class ScatteringReducer(ShardedReducer):
         slot, compression = plain_slot(bucket, params, flat), self.options.compression
         if not compression.changes(params[0].dtype):
             return slot
-        shapes = tuple(param.shape for param in params)
-        layout = BucketLayout(shapes, params[0].dtype, params[0].device)
+        layout = BucketLayout(tuple(map(shape_in_memory, params)), params[0].dtype, params[0].device)
         return slot._replace(reducer=compression.reducer(layout))
 
     def _room_bytes(self, bucket: Bucket) -> int:

@@ -232,7 +232,7 @@ class Piecewise(Replicated, abc.ABC):
         self._settle()
         self._states.split(self._present)
         pieces = [(piece, self.gradients.grad_of(piece)) for piece in self._parameters.pieces]
-        grads = [grad for _, grad in pieces if grad is not None]
+        grads = _values([grad for _, grad in pieces if grad is not None])
         owners, group = self._parameters.owners.once, self.training.group
         return clip_grad_norm_(grads, owners, group, max_norm, norm_type, error_if_nonfinite)
 
@@ -242,7 +242,7 @@ class Piecewise(Replicated, abc.ABC):
         dtype = sharded[0].dtype
         grads = [p.grad for p in self._parameters.pieces if p.grad is not None and p.grad.dtype == dtype]
         if grads:
-            torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, factor)
+            torch._amp_foreach_non_finite_check_and_unscale_(_values(grads), found_inf, factor)
         all_reduce(found_inf, ReduceOp.MAX, self.training.group)
 
     # -- the state ----------------------------------------------------------------------------------
@@ -342,6 +342,11 @@ class Piecewise(Replicated, abc.ABC):
         self._parameters.leave_memory()  # others may still read, or take along, what was shared
         self._divide(self.training._replace(group=group))
         super().move_to(group)
+
+
+def _values(grads: Sequence[Tensor]) -> list[Tensor]:
+    """Return where the numbers are in memory: a sparse gradient that was reduced has each element once."""
+    return [grad._values() if grad.is_sparse else grad for grad in grads]
 
 
 def _says_more(entries: Mapping[str, Any] | None, param: Tensor) -> bool:

@@ -9,6 +9,7 @@ import fcntl
 import os
 
 from mpisgd.core.interfaces import GroupCommunicator
+from mpisgd.threads.fault_points import ALLOCATE, may_fail
 
 __all__ = ["NAME", "create", "open_shared"]
 
@@ -31,6 +32,7 @@ def open_shared(local: GroupCommunicator, nbytes: int, name: str = NAME) -> int:
 def create(nbytes: int, name: str = NAME) -> int:
     """Return a new memfd of `nbytes`, -1 where there is no such thing; nobody can shrink it."""
     try:
+        may_fail(ALLOCATE)
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except (OSError, AttributeError):
         return -1

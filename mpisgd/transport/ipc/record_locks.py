@@ -13,6 +13,7 @@ import threading
 import weakref
 
 from mpisgd.core.interfaces import GroupCommunicator
+from mpisgd.threads.fault_points import ALLOCATE, may_fail
 from mpisgd.transport.ipc.memfd import open_shared
 from mpisgd.transport.ipc.segment import PAGE
 
@@ -41,6 +42,7 @@ class RecordLocks:
         self._fd = fd
         self._rank = rank
         self._first_life = num_locks
+        may_fail(ALLOCATE)
         self._words = memoryview(mmap.mmap(fd, _file_bytes(num_locks, size))).cast("Q")
         self._threads = [threading.Lock() for _ in range(num_locks)]
         self._lost = [NOBODY] * num_locks
@@ -96,11 +98,14 @@ class RecordLocks:
 def open_record_locks(local: GroupCommunicator, num_locks: int) -> RecordLocks | None:
     """Make locks for the ranks of a host, None on all of them if one cannot have them. Collective."""
     fd = open_shared(local, _file_bytes(num_locks, local.size))
-    if all(local.all_gather_object(fd >= 0)):
-        locks = RecordLocks(fd, num_locks, local.rank, local.size)
-        local.all_gather_object(None)  # nobody looks before all are known to live
+    locks = None
+    with contextlib.suppress(OSError, ValueError):  # too little address space, say
+        locks = RecordLocks(fd, num_locks, local.rank, local.size) if fd >= 0 else None
+    if all(local.all_gather_object(locks is not None)):  # and nobody looks before all are known to live
         return locks
-    if fd >= 0:
+    if locks is not None:
+        locks.close()
+    elif fd >= 0:
         os.close(fd)
     return None
 

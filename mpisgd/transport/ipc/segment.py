@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mpisgd.core.interfaces import GroupCommunicator
+from mpisgd.threads.fault_points import ALLOCATE, may_fail
 from mpisgd.transport.ipc.memfd import NAME, open_shared
 
 __all__ = ["PAGE", "Segment", "open_segment"]
@@ -35,6 +36,7 @@ class Segment:
 
     def __init__(self, fd: int, share_bytes: int, size: int) -> None:
         self.share_bytes = share_bytes
+        may_fail(ALLOCATE)
         self.memory = mmap.mmap(fd, share_bytes * size)
         self._fd = fd
 

@@ -4,6 +4,7 @@ Its collectives are meetings: each rank brings what it gives, waits for all, and
 was brought. Reductions are computed in rank order.
 """
 
+import ctypes
 import pickle
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,7 +14,9 @@ from torch import Tensor
 
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import JobError
-from mpisgd.transport.loopback.network import Context, Meeting, Memory, Network, Request
+from mpisgd.transport.loopback.mailbox import Memory, Request
+from mpisgd.transport.loopback.meeting import Agreement, Meeting
+from mpisgd.transport.loopback.network import Context
 from mpisgd.transport.torch_reduction import combine_in_rank_order
 
 __all__ = ["LoopbackCommunicator"]
@@ -29,6 +32,8 @@ class LoopbackCommunicator:
         rank: this one among them.
 
     Attributes:
+        context: as given.
+        process: which rank of the job this one was at its start; losses do not change it.
         global_ranks: the job's ranks that they are.
         sent_bytes: payload of this rank's messages.
         sent_messages: number of these.
@@ -36,48 +41,67 @@ class LoopbackCommunicator:
         given_bytes: what this rank has given to each.
     """
 
-    def __init__(self, context: Context, rank: int) -> None:
-        self._context = context
+    def __init__(self, context: Context, rank: int, *, apart: bool = False) -> None:
+        self.context = context
         self.rank = rank
         self.size = len(context.ranks)
-        self.global_ranks = context.ranks
+        self.global_ranks = context.names
         self.sent_bytes = self.sent_messages = 0
         self.calls: Counter[str] = Counter()
         self.given_bytes: Counter[str] = Counter()
         self.tag_limit = TAG_LIMIT
-        self._num_meetings = 0
+        self._network = context.network
+        self.process = context.ranks[rank]
+        self._num_meetings = self._num_agreements = 0
         self._num_apart: Counter[Any] = Counter()
-
-    @property
-    def _network(self) -> Network:
-        return self._context.network
+        self._acknowledged: frozenset[int] = frozenset()
+        if not apart:
+            context.network.communicators[self.process].add(self)
 
     # -- meetings -----------------------------------------------------------------------------------
 
     def _begin(self, kind: str, mine: Any) -> Meeting:
-        meeting = self._context.meeting(self._num_meetings, kind)
+        self.context.check(self.rank)
+        meeting = self.context.meeting(self._num_meetings, kind)
         self._num_meetings += 1
         self.calls[kind] += 1
         meeting.bring(kind, self.rank, mine)
+        self.context.has_come(meeting, range(self.size))
         return meeting
+
+    def _is_over(self, meeting: Meeting) -> bool:
+        if not meeting.is_complete():
+            self.context.check(self.rank)
+            return False
+        return True
 
     def _meet(self, kind: str, mine: Any) -> Meeting:
         """Come with something, and wait for all."""
         meeting = self._begin(kind, mine)
-        self._network.wait(meeting.is_complete, f"{kind} of the ranks {list(self.global_ranks)}")
+        self._network.wait(
+            lambda: self._is_over(meeting), lambda: f"{kind} of the ranks {list(self.global_ranks)}"
+        )
         return meeting
 
-    def _context_of(self, meeting: Meeting, key: Any, members: Sequence[int]) -> "LoopbackCommunicator":
+    def _context_of(
+        self, meeting: Meeting | Agreement, key: Any, members: Sequence[int], *, apart: bool = False
+    ) -> "LoopbackCommunicator":
         """Return my part of a new communicator over these of my ranks, which the first that asks makes."""
         if key not in meeting.made:
-            meeting.made[key] = Context(self._network, [self.global_ranks[member] for member in members])
-        return LoopbackCommunicator(meeting.made[key], list(members).index(self.rank))
+            ranks = [self.context.ranks[member] for member in members]
+            names = [self.global_ranks[member] for member in members]
+            meeting.made[key] = Context(self._network, ranks, names)
+        return LoopbackCommunicator(meeting.made[key], members.index(self.rank), apart=apart)
 
     # -- life of the communicator -------------------------------------------------------------------
 
     def duplicate(self, *, apart: bool = False) -> "LoopbackCommunicator":
-        """Return a communicator of its own over the same ranks. Collective."""
-        return self._context_of(self._meet("Comm_dup", None), None, range(self.size))
+        """Return a communicator of its own over the same ranks. Collective.
+
+        Args:
+            apart: whether the revocation of all communicators spares it.
+        """
+        return self._context_of(self._meet("Comm_dup", None), None, range(self.size), apart=apart)
 
     def subset(self, ranks: Sequence[int]) -> "LoopbackCommunicator | None":
         """Return a communicator over `ranks` in that order, None on the others. Collective over this one."""
@@ -86,31 +110,84 @@ class LoopbackCommunicator:
 
     def create_group(self, ranks: Sequence[int], tag: int) -> "LoopbackCommunicator":
         """Return a communicator over `ranks` in the order given. Collective over them alone."""
+        self.context.check(self.rank, ranks)
         name = (tuple(ranks), tag)
         key = (*name, self._num_apart[name])
         self._num_apart[name] += 1
-        meeting = self._context.meeting_apart(key, "Comm_create_group", len(ranks))
+        meeting = self.context.meeting_apart(key, "Comm_create_group", len(ranks))
         meeting.bring("Comm_create_group", self.rank, None)
-        self._network.wait(meeting.is_complete, f"Comm_create_group of the ranks {list(ranks)}")
-        return self._context_of(meeting, None, ranks)
+        self.context.has_come(meeting, ranks)
+
+        def is_over() -> bool:
+            if not meeting.is_complete():
+                self.context.check(self.rank, ranks)
+                return False
+            return True
+
+        self._network.wait(is_over, lambda: f"Comm_create_group of the ranks {list(ranks)}")
+        return self._context_of(meeting, None, list(ranks))
 
     def split(self, color: int) -> "LoopbackCommunicator":
         """Return a communicator over the ranks that give the same `color`, ordered as here. Collective."""
         meeting = self._meet("Comm_split", color)
-        members = [rank for rank, other in enumerate(meeting.all) if other == color]
-        return self._context_of(meeting, color, members)
+        if "members" not in meeting.made:
+            members: dict[int, list[int]] = {}
+            for rank, other in enumerate(meeting.all):
+                members.setdefault(other, []).append(rank)
+            meeting.made["members"] = members
+        return self._context_of(meeting, color, meeting.made["members"][color])
 
     def same_host(self) -> "LoopbackCommunicator":
         """Return a communicator over the ranks that share this rank's host. Collective."""
-        return self.split(self._network.hosts[self.global_ranks[self.rank]])
+        return self.split(self._network.hosts[self.process])
 
     def free(self) -> None:
         """Free the communicator. Collective."""
         self._meet("Comm_free", None)
+        self._network.communicators[self.process].discard(self)
 
     def abort(self, exit_code: int) -> None:
         """End the job."""
         raise JobError("the job was aborted", exit_code)
+
+    # -- where a rank was lost, as ULFM has it ------------------------------------------------------
+
+    def lost(self) -> list[int]:
+        """Return the ranks of this communicator that this one knows to be gone."""
+        self.progress()
+        known = self._network.known[self.process]
+        return [place for place, rank in enumerate(self.context.ranks) if rank in known]
+
+    def revoke(self) -> None:
+        """End whatever goes on over this communicator, on every rank."""
+        self._network.revoke([self.context], self.process)
+
+    def is_revoked(self) -> bool:
+        """Return whether a rank has revoked it, as far as is known here."""
+        return self.rank in self.context.revoked
+
+    def acknowledge(self) -> None:
+        """Take note of the ranks known to be lost: the next `agree` need not tell of them again."""
+        self._acknowledged = frozenset(self._network.known[self.process])
+
+    def agree(self, holds: bool) -> bool:
+        """Return, alike on all ranks that are left, whether it `holds` on each and no other has been lost."""
+        return self._agree("Agree", holds).outcome()
+
+    def shrink(self) -> "LoopbackCommunicator":
+        """Return a communicator over the ranks that are left, in their order. Collective over these."""
+        agreement = self._agree("Shrink", True)
+        if None not in agreement.made:
+            left = [self.context.ranks[place] for place in agreement.left]
+            agreement.made[None] = Context(self._network, left, range(len(left)))
+        return LoopbackCommunicator(agreement.made[None], agreement.left.index(self.rank))
+
+    def _agree(self, kind: str, holds: bool) -> Agreement:
+        agreement = self.context.agreement(self._num_agreements, kind)
+        self._num_agreements += 1
+        agreement.bring(kind, self.rank, holds, self._acknowledged)
+        self._network.agree(self.context, agreement, self.process)
+        return agreement
 
     # -- point to point -----------------------------------------------------------------------------
 
@@ -118,11 +195,11 @@ class LoopbackCommunicator:
         """Start sending `tensor` to `dst`."""
         self.sent_bytes += tensor.nbytes
         self.sent_messages += 1
-        return self._context.send(self.rank, dst, tag, Memory.of(tensor))
+        return self.context.send(self.rank, dst, tag, Memory.of(tensor))
 
     def irecv(self, tensor: Tensor, src: int | None, tag: int = 0) -> Request:
         """Start receiving into `tensor` from `src`, None for whoever sends first."""
-        return self._context.receive(self.rank, src, tag, Memory.of(tensor))
+        return self.context.receive(self.rank, src, tag, Memory.of(tensor))
 
     def poll(self, requests: Sequence[Any]) -> bool:
         """Return whether all of `requests` are complete."""
@@ -137,14 +214,14 @@ class LoopbackCommunicator:
 
     def cancel(self, request: Any, memory: object) -> None:
         """Cancel a receive."""
-        self._context.cancel(self.rank, request)
+        self.context.cancel(self.rank, request)
 
     def persistent(self, send: bytearray, dst: int, recv: bytearray, src: int, tag: int) -> list[Any]:
         """Prepare an exchange of two small fixed buffers that is started again and again."""
         sent, received = Memory.of(send), Memory.of(recv)
         return [
-            _Prepared(lambda: self._context.receive(self.rank, src, tag, received)),
-            _Prepared(lambda: self._context.send(self.rank, dst, tag, sent)),
+            _Prepared(lambda: self.context.receive(self.rank, src, tag, received)),
+            _Prepared(lambda: self.context.send(self.rank, dst, tag, sent)),
         ]
 
     def start(self, requests: list[Any]) -> None:
@@ -158,13 +235,16 @@ class LoopbackCommunicator:
     def abandon(self, requests: Sequence[Any], memory: object) -> None:
         """Abandon requests: what they receive still comes."""
 
+    def keep(self, memory: object) -> None:
+        """Nothing: nobody writes to memory but as a request says, which keeps it."""
+
     def progress(self) -> None:
         """Receive what has arrived, on any communicator."""
-        self._network.progress(self.global_ranks[self.rank])
+        self._network.progress(self.process)
 
     def probe(self, tag: int | None = None) -> tuple[int, int, int] | None:
         """Return (source rank, tag, bytes) of a message that waits to be received, None if there is none."""
-        message = self._context.waiting(self.rank, tag)
+        message = self.context.waiting(self.rank, tag)
         return None if message is None else (message.src, message.tag, message.memory.nbytes)
 
     # -- collectives --------------------------------------------------------------------------------
@@ -175,7 +255,8 @@ class LoopbackCommunicator:
 
     def barrier_request(self) -> Request:
         """Start a barrier, which is over on a rank once all ranks have started it."""
-        return Request(self._begin("Ibarrier", None).is_complete)
+        meeting = self._begin("Ibarrier", None)
+        return Request(lambda: self._is_over(meeting))
 
     def broadcast(self, tensor: Tensor, root: int) -> None:
         """Copy root's bytes into everyone's `tensor`."""
@@ -200,25 +281,25 @@ class LoopbackCommunicator:
         """Put everyone's `tensor` [n] into `out` [size * n]; None: mine is already in its place there."""
         self.given_bytes["Allgather"] += out.nbytes // self.size
         mine = _parts(out, self.size)[self.rank] if tensor is None else tensor
-        _fill(out, self._meet("Allgather", Memory.of(mine).copy()).all)
+        _fill(out, self._meet("Allgather", _bytes(mine)))
 
     def all_gather_request(self, out: Tensor, tensor: Tensor) -> Request:
         """Start an all-gather of `tensor` [n] into `out` [size * n]; both must live until it is over."""
-        meeting = self._begin("Iallgather", Memory.of(tensor).copy())
+        meeting = self._begin("Iallgather", _bytes(tensor))
 
         def test() -> bool:
-            if not meeting.is_complete():
+            if not self._is_over(meeting):
                 return False
-            _fill(out, meeting.all)
+            _fill(out, meeting)
             return True
 
         return Request(test)
 
     def gather(self, out: Tensor | None, tensor: Tensor, root: int) -> None:
         """Put everyone's `tensor` [n] into root's `out` [size * n]."""
-        brought = self._meet("Gather", Memory.of(tensor).copy()).all
+        meeting = self._meet("Gather", _bytes(tensor))
         if out is not None and self.rank == root:
-            _fill(out, brought)
+            _fill(out, meeting)
 
     def scatter(self, tensor: Tensor, source: Tensor | None, root: int) -> None:
         """Hand piece r of root's `source` [size * n] to rank r's `tensor` [n]."""
@@ -231,7 +312,9 @@ class LoopbackCommunicator:
         """Hand piece r of `tensor` [size * n] to rank r; piece s of `out` [size * n] comes from rank s."""
         self.given_bytes["Alltoall"] += tensor.nbytes
         pieces = [Memory.of(part).copy() for part in _parts(tensor, self.size)]
-        _fill(out, [theirs[self.rank] for theirs in self._meet("Alltoall", pieces).all])
+        given = [theirs[self.rank] for theirs in self._meet("Alltoall", pieces).all]
+        for part, piece in zip(_parts(out, self.size), given, strict=True):
+            Memory.of(part).fill_from(piece)
 
     def broadcast_object(self, obj: Any, root: int) -> Any:
         """Return root's object, sent pickled."""
@@ -241,12 +324,13 @@ class LoopbackCommunicator:
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Return everyone's object, sent pickled."""
-        return [pickle.loads(given) for given in self._meet("allgather", pickle.dumps(obj)).all]
+        gathered: list[Any] = self._meet("allgather", pickle.dumps(obj)).all_pickled()
+        return gathered
 
     def gather_object(self, obj: Any, root: int) -> list[Any] | None:
         """Return everyone's object on root, None elsewhere."""
-        brought = self._meet("gather", pickle.dumps(obj)).all
-        return [pickle.loads(given) for given in brought] if self.rank == root else None
+        meeting = self._meet("gather", pickle.dumps(obj))
+        return meeting.all_pickled() if self.rank == root else None
 
     def scatter_object(self, objs: Sequence[Any] | None, root: int) -> Any:
         """Return this rank's entry of root's list."""
@@ -274,9 +358,16 @@ def _parts(tensor: Tensor, size: int) -> Sequence[Tensor]:
     return [flat[rank * numel : (rank + 1) * numel] for rank in range(size)]
 
 
-def _fill(out: Tensor, brought: Sequence[Memory]) -> None:
-    for part, given in zip(_parts(out, len(brought)), brought, strict=True):
-        Memory.of(part).fill_from(given)
+def _bytes(tensor: Tensor) -> bytes:
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+
+
+def _fill(out: Tensor, meeting: Meeting) -> None:
+    """Put the bytes that all have brought into `out`, side by side."""
+    if "joined" not in meeting.made:
+        meeting.made["joined"] = b"".join(meeting.all)
+    joined = meeting.made["joined"]
+    ctypes.memmove(out.data_ptr(), joined, len(joined))
 
 
 def _combined(brought: Sequence[Tensor], op: str) -> Tensor:

@@ -1,220 +1,183 @@
-"""`Network`: the messages between ranks that are threads of one process, and what they meet for.
+"""`Network`: the messages between ranks that are threads of one process, their meetings and their losses.
 
 A message takes a time that the seed draws. Those of one rank to another arrive in the order in which they
 were sent, as MPI says; those of different ranks overtake each other. A message is copied when it is sent, or
 only when it is received: both are allowed to MPI, and a program may rely on neither.
+
+A lost rank stops where it is. What it has sent and has arrived stays; of what was under way the seed draws
+how much arrives. The others notice it one after the other.
 """
 
-import ctypes
+import functools
+import itertools
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 
-from torch import Tensor
-
-from mpisgd.errors import CollectiveTimeout, MpiFailed
+from mpisgd.errors import CollectiveTimeout, PeerLost
+from mpisgd.transport.loopback.faults import Loss
+from mpisgd.transport.loopback.mailbox import Mailbox, Memory, Message, Request
+from mpisgd.transport.loopback.meeting import Agreement, Meeting
 from mpisgd.transport.loopback.scheduler import SeededScheduler
 
-__all__ = ["Context", "Meeting", "Memory", "Network", "Request"]
+__all__ = ["Context", "Network"]
 
 LONGEST_WAY_S = 0.001
+LONGEST_NOTICE_S = 0.1  # until a rank notices a loss, or that a communicator was revoked
 IMMEDIATE_SHARE = 0.5  # of the messages that are copied at once
+ARRIVING_SHARE = 0.5  # of what is under way from a rank that is lost; nothing after what does not arrive
 
 
-class Memory(NamedTuple):
-    """Some bytes that a request reads or writes; `owner` keeps them alive."""
+class _Flight:
+    """A message under way."""
 
-    address: int
-    nbytes: int
-    owner: object
-
-    @classmethod
-    def of(cls, given: Tensor | bytearray) -> "Memory":
-        """Return the memory of a contiguous tensor or of a bytearray."""
-        if isinstance(given, Tensor):
-            return cls(given.data_ptr(), given.nbytes, given)
-        array = (ctypes.c_char * len(given)).from_buffer(given)
-        return cls(ctypes.addressof(array), len(given), array)
-
-    def copy(self) -> "Memory":
-        """Return a copy."""
-        return Memory.of(bytearray(ctypes.string_at(self.address, self.nbytes)))
-
-    def fill_from(self, other: "Memory") -> None:
-        """Copy another one's bytes to the beginning of this."""
-        ctypes.memmove(self.address, other.address, other.nbytes)
-
-
-class Request:
-    """Something that was started; it is over when `is_done`.
-
-    Attributes:
-        source: the rank that a message has come from.
-        nbytes: that were received.
-    """
-
-    def __init__(self, test: Callable[[], bool] | None = None) -> None:
-        self.is_done = False
-        self.source = 0
-        self.nbytes = 0
-        self.error: Exception | None = None
-        self._test = test
-
-    def test(self) -> bool:
-        """Return whether it is over, moving it along.
-
-        Raises:
-            MpiFailed: it went wrong.
-        """
-        if not self.is_done and self._test is not None:
-            self.is_done = self._test()
-        if self.error is not None:
-            raise self.error
-        return self.is_done
-
-
-class _Message(NamedTuple):
-    src: int
-    tag: int
-    memory: Memory
-    arrives_s: float
-    request: Request
-
-
-class _Receive(NamedTuple):
-    src: int | None
-    tag: int
-    memory: Memory
-    request: Request
-
-
-class Meeting:
-    """What the ranks of a context do together once: each brings something, and all see what was brought."""
-
-    def __init__(self, kind: str, size: int, scheduler: SeededScheduler) -> None:
-        self.kind = kind
-        self._scheduler = scheduler
-        self.brought: dict[int, Any] = {}
-        self.made: dict[Any, Any] = {}  # by whoever is first to need it
-        self._size = size
-
-    def bring(self, kind: str, rank: int, what: Any) -> None:
-        """Come with something.
-
-        Raises:
-            MpiFailed: others have met for another kind of thing; MPI would hang, or mix them up.
-        """
-        if kind != self.kind:
-            raise MpiFailed(f"rank {rank} calls {kind} where others have called {self.kind}")
-        self.brought[rank] = what
-        self._scheduler.num_events += 1
-
-    def is_complete(self) -> bool:
-        """Return whether all have come."""
-        return len(self.brought) == self._size
-
-    @property
-    def all(self) -> list[Any]:
-        """What the ranks have brought, in their order."""
-        return [self.brought[rank] for rank in sorted(self.brought)]
+    def __init__(self, context: "Context", dst: int, message: Message) -> None:
+        self.context = context
+        self.dst = dst
+        self.message = message
+        self.is_dropped = False
 
 
 class Context:
     """What the ranks of one communicator share.
 
+    Args:
+        network: of the run.
+        ranks: of the job at its start, which are its ranks, in their order.
+        names: what messages call them: ranks of the job; None: the same.
+
     Attributes:
-        ranks: the job's ranks that they are, in their order.
-        meetings: in the order of the calls.
+        ranks: as given.
+        names: as given.
+        revoked: which of its ranks know that it was revoked.
+        is_revoked: whether it was.
     """
 
-    def __init__(self, network: "Network", ranks: Sequence[int]) -> None:
+    def __init__(self, network: "Network", ranks: Sequence[int], names: Sequence[int] | None = None) -> None:
         self.network = network
         self.ranks = tuple(ranks)
-        network.contexts.add(self)
-        self.meetings: list[Meeting] = []
+        self.names = self.ranks if names is None else tuple(names)
+        self.revoked: set[int] = set()
+        self.is_revoked = False
+        self._everybody = range(len(self.ranks))
+        self._meetings: list[Meeting] = []
         self._apart: dict[Any, Meeting] = {}
-        self._sent: dict[int, list[_Message]] = {rank: [] for rank in range(len(ranks))}
-        self._receives: dict[int, list[_Receive]] = {rank: [] for rank in range(len(ranks))}
+        self._agreements: list[Agreement] = []
+        self._boxes: defaultdict[int, Mailbox] = defaultdict(lambda: Mailbox(self._is_readable))
         self._latest: dict[tuple[int, int], float] = {}
+
+    # -- meetings ---------------------------------------------------------------------------------------
 
     def meeting(self, number: int, kind: str) -> Meeting:
         """Return the meeting of this number, which the first that asks makes."""
-        if number == len(self.meetings):
-            self.meetings.append(Meeting(kind, len(self.ranks), self.network.scheduler))
-        return self.meetings[number]
+        if number == len(self._meetings):
+            self._meetings.append(Meeting(kind, len(self.ranks)))
+        return self._meetings[number]
 
     def meeting_apart(self, key: Any, kind: str, size: int) -> Meeting:
         """Return a meeting of some of the ranks, which the first that asks makes."""
         if key not in self._apart:
-            self._apart[key] = Meeting(kind, size, self.network.scheduler)
+            self._apart[key] = Meeting(kind, size)
         return self._apart[key]
+
+    def agreement(self, number: int, kind: str) -> Agreement:
+        """Return the agreement of this number, which the first that asks makes."""
+        if number == len(self._agreements):
+            self._agreements.append(Agreement(kind, self.ranks))
+        return self._agreements[number]
+
+    def has_come(self, meeting: Meeting, members: Iterable[int]) -> None:
+        """Note that somebody has come to a meeting of these ranks."""
+        if meeting.is_complete():
+            for member in members:
+                self.network.scheduler.concern(self.ranks[member])
+
+    # -- messages ---------------------------------------------------------------------------------------
 
     def send(self, src: int, dst: int, tag: int, memory: Memory) -> Request:
         """Start sending; the request is over when the memory may be changed."""
-        scheduler = self.network.scheduler
-        scheduler.num_events += 1
-        request = Request()
-        if scheduler.random.random() < IMMEDIATE_SHARE:
+        network = self.network
+        network.count(self.ranks[src])
+        draws = network.scheduler.draws
+
+        def is_over() -> bool:
+            return request.is_done or self._goes_on(src, (dst,))
+
+        request = Request(is_over)
+        if draws.chance(IMMEDIATE_SHARE):
             memory, request.is_done = memory.copy(), True
-        way_s = scheduler.random.random() * LONGEST_WAY_S
-        arrives_s = max(scheduler.now_s() + way_s, self._latest.get((src, dst), 0.0))
+        arrives_s = network.scheduler.now_s() + draws.fraction() * LONGEST_WAY_S
+        arrives_s = max(arrives_s, self._latest.get((src, dst), 0.0))
         self._latest[src, dst] = arrives_s
-        self._sent[dst].append(_Message(src, tag, memory, arrives_s, request))
-        scheduler.arrives(arrives_s)
+        network.send_off(_Flight(self, dst, Message(src, tag, memory, request)), arrives_s)
         return request
+
+    def arrive(self, dst: int, message: Message) -> None:
+        """Let a message arrive."""
+        self._boxes[dst].arrive(message)
+        self.network.has_arrived(self, self.ranks[dst], dst)
 
     def receive(self, dst: int, src: int | None, tag: int, memory: Memory) -> Request:
         """Start receiving; `src` None: from whoever sends first."""
 
         def is_over() -> bool:
             self.match(dst)
-            return request.is_done
+            return request.is_done or self._goes_on(dst, self._everybody if src is None else (src,))
 
         request = Request(is_over)
-        self._receives[dst].append(_Receive(src, tag, memory, request))
+        self.match(dst)
+        if (message := self._boxes[dst].post(src, tag, memory, request)) is not None:
+            self._was_received(message)
         return request
 
-    def cancel(self, dst: int, request: Request) -> bool:
-        """Receive nothing by this request any more; return whether nothing has come yet."""
+    def cancel(self, dst: int, request: Request) -> None:
+        """Receive nothing by this request any more."""
         self.match(dst)
-        left = [receive for receive in self._receives[dst] if receive.request is not request]
-        self._receives[dst] = left
-        cancelled, request.is_done = not request.is_done, True
-        return cancelled
+        self._boxes[dst].cancel(request)
+        request.is_done = True
 
-    def waiting(self, dst: int, tag: int | None) -> _Message | None:
+    def waiting(self, dst: int, tag: int | None) -> Message | None:
         """Return a message that has arrived and that nobody receives."""
         self.match(dst)
-        return next((m for m in self._arrived(dst) if tag is None or m.tag == tag), None)
-
-    def _arrived(self, dst: int) -> list[_Message]:
-        """Return what has arrived, in that order."""
-        here = [m for m in self._sent[dst] if m.arrives_s <= self.network.scheduler.now_s()]
-        return sorted(here, key=lambda message: message.arrives_s)
+        return self._boxes[dst].first_unexpected(tag)
 
     def match(self, dst: int) -> None:
         """Give what has arrived to the receives that wait for it, the first to the first."""
-        arrived = self._arrived(dst)
-        for receive in list(self._receives[dst]) if arrived else ():
-            fits = (m for m in arrived if m.tag == receive.tag and receive.src in (None, m.src))
-            if (message := next(fits, None)) is not None:
-                arrived.remove(message)
-                self._sent[dst].remove(message)
-                self.network.scheduler.num_events += 1
-                self._receives[dst].remove(receive)
-                _deliver(message, receive)
+        for message in self._boxes[dst].match():
+            self._was_received(message)
 
+    def _was_received(self, message: Message) -> None:
+        self.network.scheduler.concern(self.ranks[message.src])
 
-def _deliver(message: _Message, receive: _Receive) -> None:
-    if message.memory.nbytes > receive.memory.nbytes:
-        receive.request.error = MpiFailed(
-            f"a message of {message.memory.nbytes} bytes from rank {message.src} was truncated: "
-            f"{receive.memory.nbytes} were to be received"
-        )
-    else:
-        receive.memory.fill_from(message.memory)
-    receive.request.source, receive.request.nbytes = message.src, message.memory.nbytes
-    receive.request.is_done = message.request.is_done = True
+    def _is_readable(self, message: Message) -> bool:
+        return message.request.is_done or self.ranks[message.src] not in self.network.lost
+
+    # -- losses -----------------------------------------------------------------------------------------
+
+    def check(self, me: int, others: Iterable[int] | None = None) -> None:
+        """Raise where this rank knows that it waits in vain.
+
+        Args:
+            me: group rank.
+            others: of whom; None: of all.
+
+        Raises:
+            PeerLost: one of them is lost, or the communicator was revoked.
+        """
+        if not self.network.lost:
+            return
+        known = self.network.known[self.ranks[me]]
+        for other in self._everybody if others is None else others:
+            if self.ranks[other] in known:
+                raise PeerLost(f"loopback: rank {self.names[other]} of the job was lost")
+        if me in self.revoked:
+            raise PeerLost("loopback: the communicator was revoked, since a rank of the job was lost")
+
+    def _goes_on(self, me: int, others: Iterable[int]) -> bool:
+        """Return False; raises as `check`."""
+        self.check(me, others)
+        return False
 
 
 class Network:
@@ -224,26 +187,146 @@ class Network:
         scheduler: decides who runs, and draws.
         hosts: of each rank, the number of its host.
         timeout_s: how long a rank waits in what MPI would block in.
+        losses: of ranks.
+
+    Attributes:
+        scheduler, hosts: as given.
+        world: of all ranks.
+        lost: the ranks that were lost.
+        known: which of these each rank knows of.
+        news: how often each rank has noticed something.
+        communicators: those that the revocation of all of a rank concerns; see `revoke_all`.
     """
 
-    def __init__(self, scheduler: SeededScheduler, hosts: Sequence[int], timeout_s: float) -> None:
+    def __init__(
+        self,
+        scheduler: SeededScheduler,
+        hosts: Sequence[int],
+        timeout_s: float,
+        losses: Sequence[Loss] = (),
+    ) -> None:
         self.scheduler = scheduler
         self.hosts = tuple(hosts)
-        self.contexts: weakref.WeakSet[Context] = weakref.WeakSet()
+        self.lost: set[int] = set()
+        self.known: defaultdict[int, set[int]] = defaultdict(set)
+        self.news: Counter[int] = Counter()
+        self.communicators: defaultdict[int, weakref.WeakSet[Any]] = defaultdict(weakref.WeakSet)
         self.world = Context(self, range(len(hosts)))
         self._timeout_s = timeout_s
+        self._unmatched: defaultdict[int, dict[Context, int]] = defaultdict(dict)
+        self._flights: defaultdict[int, dict[int, _Flight]] = defaultdict(dict)  # by their senders
+        self._numbers = itertools.count()
+        self._losses = losses
+        self._counts: Counter[int] = Counter()
+        if losses:
+            scheduler.at_wait = self.count
 
     def progress(self, rank: int) -> None:
         """Receive what has arrived for a rank of the job, on any communicator; MPI does so in any call."""
-        for context in list(self.contexts):
-            if rank in context.ranks:
-                context.match(context.ranks.index(rank))
+        unmatched = self._unmatched[rank]
+        while unmatched:
+            context, me = unmatched.popitem()
+            context.match(me)
 
-    def wait(self, ready: Callable[[], bool], what: str) -> None:
+    def wait(self, ready: Callable[[], bool], what: Callable[[], str]) -> None:
         """Wait as a blocking call of MPI does, which has no limit; here it has one.
 
         Raises:
             CollectiveTimeout: the others did not come.
         """
         if not ready() and not self.scheduler.wait(ready, self._timeout_s):
-            raise CollectiveTimeout(f"loopback: {what} was not over after {self._timeout_s:g} s")
+            raise CollectiveTimeout(f"loopback: {what()} was not over after {self._timeout_s:g} s")
+
+    # -- messages ---------------------------------------------------------------------------------------
+
+    def send_off(self, flight: _Flight, arrives_s: float) -> None:
+        """Let a message arrive at that time."""
+        under_way = self._flights[flight.context.ranks[flight.message.src]]
+        number = next(self._numbers)
+        under_way[number] = flight
+
+        def arrive() -> None:
+            del under_way[number]
+            if not flight.is_dropped:
+                flight.context.arrive(flight.dst, flight.message)
+
+        self.scheduler.at(arrives_s, arrive)
+
+    def has_arrived(self, context: Context, rank: int, me: int) -> None:
+        """Note that a message for a rank of the job has come; `me`: it in that communicator."""
+        self._unmatched[rank][context] = me
+        self.scheduler.concern(rank)
+
+    # -- losses -----------------------------------------------------------------------------------------
+
+    def count(self, rank: int) -> None:
+        """Count a wait or a message of a rank; it may be its last one."""
+        self._counts[rank] += 1
+        for loss in self._losses:
+            if rank in loss.ranks and self._counts[rank] == loss.at:
+                self.scheduler.soon(functools.partial(self.lose, loss.ranks))
+
+    def lose(self, ranks: Collection[int]) -> None:
+        """Lose ranks, all at once. Does not return to one of these."""
+        now_s, draws = self.scheduler.now_s(), self.scheduler.draws
+        new = [rank for rank in ranks if rank not in self.lost]
+        self.lost.update(new)
+        for rank in new:
+            self._drop_flights(rank)
+        for rank in range(len(self.hosts)):
+            if rank not in self.lost:
+                self.scheduler.at(
+                    now_s + draws.fraction() * LONGEST_NOTICE_S, functools.partial(self._notice, rank, new)
+                )
+        self.scheduler.lose(new)
+
+    def _drop_flights(self, rank: int) -> None:
+        """Draw what of a lost rank's messages under way still arrives: of each pair the first ones."""
+        cut = set()
+        for flight in self._flights[rank].values():
+            pair = flight.context, flight.dst
+            is_copied = flight.message.request.is_done
+            if pair in cut or not is_copied or not self.scheduler.draws.chance(ARRIVING_SHARE):
+                cut.add(pair)
+                flight.is_dropped = True
+
+    def _notice(self, rank: int, lost: Sequence[int]) -> None:
+        self.known[rank].update(lost)
+        self.has_news(rank)
+
+    def has_news(self, rank: int) -> None:
+        """Note that a rank has noticed something."""
+        self.news[rank] += 1
+        self.scheduler.concern(rank)
+
+    def agree(self, context: Context, agreement: Agreement, me: int) -> None:
+        """Wait until all ranks that are left have come to an agreement; then this one knows who they are."""
+        for rank in context.ranks:
+            self.scheduler.concern(rank)
+        self.wait(
+            lambda: agreement.is_settled(self.lost), lambda: f"{agreement.kind} of the ranks {context.ranks}"
+        )
+        self.known[me].update(rank for place, rank in enumerate(context.ranks) if place not in agreement.left)
+
+    def revoke_all(self, rank: int) -> None:
+        """Revoke all communicators of a rank."""
+        self.revoke([communicator.context for communicator in self.communicators[rank]], rank)
+
+    def revoke(self, contexts: Sequence[Context], by: int) -> None:
+        """Revoke communicators; each other rank of theirs notices it after a while, of all at once."""
+        new = [context for context in contexts if not context.is_revoked]
+        for context in new:
+            context.is_revoked = True
+        now_s, draws = self.scheduler.now_s(), self.scheduler.draws
+        for rank in sorted({rank for context in new for rank in context.ranks} - self.lost):
+            if rank == by:
+                self._revoked(rank, new)
+            else:
+                at_s = now_s + draws.fraction() * LONGEST_NOTICE_S
+                self.scheduler.at(at_s, functools.partial(self._revoked, rank, new))
+
+    def _revoked(self, rank: int, contexts: Sequence[Context]) -> None:
+        for context in contexts:
+            if rank in context.ranks:
+                context.revoked.add(context.ranks.index(rank))
+        self.has_news(rank)

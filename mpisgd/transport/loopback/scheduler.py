@@ -11,55 +11,66 @@ gives the same run, as long as what the threads do depends on nothing else.
 """
 
 import heapq
-import random
+import itertools
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 from mpisgd.errors import Deadlock
+from mpisgd.threads.scheduling import Cancellation
+from mpisgd.threads.service_thread import ServiceThread
+from mpisgd.transport.loopback.draws import Draws
+from mpisgd.transport.loopback.faults import Fault, Faults
+from mpisgd.transport.loopback.waits import NOWHERE, Place, Task, Waits
 
-__all__ = ["SeededScheduler", "Stopped"]
+__all__ = ["Place", "SeededScheduler", "Stopped"]
 
 FOREVER = float("inf")
-# To ask whether a wait is over may move things along, for that wait and for others that were asked before:
-# so often all are asked without a message being sent or received, before time goes on.
-QUIET_ROUNDS = 3
+LATE = 64  # of the threads that have ended, so many may not quite have
 
 
 class Stopped(BaseException):
     """The run ends: raised in every thread that is left, at its wait."""
 
 
-class _Task:
-    """One thread."""
+class _Arrival(NamedTuple):
+    """Something that happens at a time; `number` orders those of equal times."""
 
-    def __init__(self, thread: threading.Thread) -> None:
-        self.thread = thread
-        self.baton = threading.Lock()  # released by whoever hands it over; a semaphore of Python's is slower
-        self.baton.acquire()
-        self.ready: Callable[[], bool] = _always
-        self.deadline_s = FOREVER
-        self.timed_out = False
-        self.error: BaseException | None = None
+    at_s: float
+    number: int
+    happen: Callable[[], None]
 
 
 class SeededScheduler:
     """Decides who runs; see the module. A `mpisgd.threads.scheduling.Scheduler`.
 
     Args:
-        seed: of all that is drawn.
+        draws: the random numbers, also of the messages between the ranks.
+        faults: what fails.
 
     Attributes:
-        random: draws, also for the messages between the ranks.
-        num_events: how many messages were sent or received.
+        draws: as given.
+        left_over: the names of the threads that served others, and of whose others none was left.
+        at_wait: called whenever a thread of a rank is about to wait, with the rank.
     """
 
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
-        self.num_events = 0
+    def __init__(self, draws: Draws, faults: Sequence[Fault] = ()) -> None:
+        self.draws = draws
+        self._faults = Faults(faults)
+        self.left_over: list[str] = []
+        self.at_wait: Callable[[int], None] = lambda rank: None
         self._now_s = 0.0
-        self._tasks: dict[int, _Task] = {}  # of those that live, by thread; in the order of their starts
-        self._starting: dict[threading.Thread, _Task] = {}
-        self._arrivals: list[float] = []
+        self._tasks: dict[int, Task] = {}  # of those that live, by thread; in the order of their starts
+        self._starting: dict[threading.Thread, Task] = {}
+        self._running: set[threading.Thread] = set()
+        self._ending: deque[threading.Thread] = deque(maxlen=LATE)
+        self._lost: dict[int, Task] = {}  # of lost ranks: they stand where they were until the run ends
+        self._waits = Waits(draws)
+        self._arrivals: list[_Arrival] = []
+        self._deferred: list[Callable[[], None]] = []
+        self._numbers = itertools.count()
+        self._cancellations: dict[int, Cancellation] = {}
         self._stopped = False
         self._all_over = threading.Event()
 
@@ -83,8 +94,10 @@ class SeededScheduler:
             Stopped: the run ends.
         """
         task = self._tasks[threading.get_ident()]
-        task.ready, task.deadline_s = ready, self._now_s + limit_s
-        task.timed_out, task.error = False, None
+        if not self._stopped:
+            self.at_wait(task.place.rank)
+        task.begin(ready, self._now_s + limit_s)
+        self._waits.has_begun(task)
         self._hand_over(task)
         if task.error is not None:
             raise task.error
@@ -92,19 +105,30 @@ class SeededScheduler:
 
     def runs(self, thread: threading.Thread) -> bool:
         """Return whether a thread was started here and has not ended."""
-        return any(task.thread is thread for task in self._tasks.values())
+        return thread in self._running
 
-    def start(self, thread: threading.Thread, start: Callable[[], None]) -> None:
-        """Start a thread, by `start()`; it runs when the baton comes to it."""
-        task = _Task(thread)
+    def start(self, thread: threading.Thread, start: Callable[[], None], place: Place | None = None) -> None:
+        """Start a thread, by `start()`; it runs when the baton comes to it.
+
+        Args:
+            thread: not started yet.
+            start: starts it.
+            place: which rank it belongs to; None: to that of the thread that starts it.
+        """
+        if place is None:
+            starter = self._tasks.get(threading.get_ident())
+            place = NOWHERE if starter is None else starter.place
+        task = Task(thread, place)
         run = thread.run
 
         def run_in_turn() -> None:
             self._tasks[threading.get_ident()] = self._starting.pop(thread)
+            self._waits.add(task)
             begun.set()
             task.baton.acquire()
             try:
-                if not self._stopped:
+                # Who serves also ends what others have queued, which nothing would ever free.
+                if not self._stopped or isinstance(thread, ServiceThread):
                     run()
             except BaseException:
                 if not self._stopped:  # what follows from the end tells nobody anything
@@ -114,13 +138,56 @@ class SeededScheduler:
 
         begun = threading.Event()
         self._starting[thread] = task
+        self._running.add(thread)
         thread.run = run_in_turn  # type: ignore[method-assign]
         start()
         begun.wait()
 
-    def arrives(self, at_s: float) -> None:
-        """Note that something may be over at that time, such as the way of a message."""
-        heapq.heappush(self._arrivals, at_s)
+    def cancellation(self) -> Cancellation:
+        """Return whether the waits of a rank are cancelled: of this thread's, or whose wait it asks."""
+        place = (self._waits.asked or self._tasks[threading.get_ident()]).place
+        return self._cancellations.setdefault(place.rank, Cancellation())
+
+    def at_fault_point(self, kind: str, nbytes: int) -> int:
+        """Return how many of so many bytes a thread of a rank writes here.
+
+        Raises:
+            OSError: it fails.
+        """
+        return self._faults.at_point(kind, self._tasks[threading.get_ident()].place.rank, nbytes)
+
+    # -- what the network tells -----------------------------------------------------------------------
+
+    def at(self, at_s: float, happen: Callable[[], None]) -> None:
+        """Let something happen at that time, such as the arrival of a message; before waits time out."""
+        heapq.heappush(self._arrivals, _Arrival(at_s, next(self._numbers), happen))
+
+    def soon(self, happen: Callable[[], None]) -> None:
+        """Let something happen now, or once it is known whether the wait is over that is being asked."""
+        if self._waits.asked is None:
+            happen()
+        else:
+            self._deferred.append(happen)
+
+    def concern(self, rank: int) -> None:
+        """Note that waits of a rank may be over now, by what no thread of its host has done."""
+        self._waits.concern(rank)
+
+    def lose(self, ranks: Collection[int]) -> None:
+        """Let the threads of these ranks stand where they are. They end with the run, after all others.
+
+        Does not return to a thread of these.
+
+        Raises:
+            Stopped: in such a thread, at the end of the run.
+        """
+        for ident, task in list(self._tasks.items()):
+            if task.place.rank in ranks:
+                self._lost[ident] = self._tasks.pop(ident)
+                self._waits.remove(task)
+        mine = self._lost.get(threading.get_ident())
+        if mine is not None:
+            self._hand_over(mine)
 
     # -- the baton ----------------------------------------------------------------------------------------
 
@@ -132,7 +199,10 @@ class SeededScheduler:
         """
         if first := self._choose():
             first.baton.release()
-            return self._all_over.wait(limit_s)
+            if not self._all_over.wait(limit_s):
+                return False
+            for thread in self._ending:  # what their frames hold is freed then
+                thread.join()
         return True
 
     def stop(self) -> None:
@@ -141,61 +211,70 @@ class SeededScheduler:
 
     @property
     def names(self) -> list[str]:
-        """The names of the threads that live."""
+        """The names of the threads that live, without those of lost ranks."""
         return [task.thread.name for task in self._tasks.values()]
 
-    def _hand_over(self, task: _Task) -> None:
-        if (chosen := self._choose()) is not task and chosen is not None:
+    def _hand_over(self, task: Task) -> None:
+        chosen = self._choose()
+        if chosen is not task and chosen is not None:
             chosen.baton.release()
             task.baton.acquire()
         if self._stopped:
             raise Stopped
 
-    def _end(self, task: _Task) -> None:
+    def _end(self, task: Task) -> None:
         self._tasks.pop(threading.get_ident())
-        if (chosen := self._choose()) is not None:
+        self._running.remove(task.thread)
+        self._ending.append(task.thread)
+        self._waits.remove(task)
+        chosen = self._choose()
+        if chosen is not None:
             chosen.baton.release()
         else:
             self._all_over.set()
 
-    def _choose(self) -> _Task | None:
+    # -- who is next ----------------------------------------------------------------------------------------
+
+    def _choose(self) -> Task | None:
         """Return whose wait is over, None where no thread is left."""
-        while tasks := list(self._tasks.values()):
+        while self._tasks or self._lost:
+            if not self._tasks:  # the others have ended: now lost ones may do what ends do
+                self._stopped = True
+                self._tasks, self._lost = self._lost, {}
+                for task in self._tasks.values():
+                    self._waits.add(task)
             if self._stopped:
-                return tasks[0]
-            num_quiet = 0
-            while num_quiet < QUIET_ROUNDS:
-                num_events = self.num_events
-                self.random.shuffle(tasks)
-                for task in tasks:
-                    if self._is_over(task):
-                        return task
-                num_quiet = num_quiet + 1 if self.num_events == num_events else 0
-            self._let_time_pass(tasks)
+                return next(iter(self._tasks.values()))
+            chosen = self._waits.next_over(self._now_s)
+            while self._deferred:
+                self._deferred.pop(0)()
+            if chosen is None:
+                self._let_time_pass()
+            elif chosen not in self._lost.values():
+                return chosen
         return None
 
-    def _is_over(self, task: _Task) -> bool:
-        try:
-            if task.error is not None or task.ready():
-                return True
-        except BaseException as exc:  # of that thread's wait
-            task.error = exc
-            return True
-        task.timed_out = self._now_s >= task.deadline_s
-        return task.timed_out
-
-    def _let_time_pass(self, tasks: list[_Task]) -> None:
+    def _let_time_pass(self) -> None:
         """Go on to the next moment at which a wait may be over."""
-        while self._arrivals and self._arrivals[0] <= self._now_s:
-            heapq.heappop(self._arrivals)
-        next_s = min([*self._arrivals[:1], *(task.deadline_s for task in tasks)])
-        if next_s < FOREVER:
-            self._now_s = next_s
-            return
-        names = ", ".join(sorted(task.thread.name for task in tasks))
-        for task in tasks:
-            task.error = Deadlock(f"all threads wait, and no wait has a limit: {names}")
+        arrives_s = self._arrivals[0].at_s if self._arrivals else FOREVER
+        ends_s = self._waits.next_limit_s()
+        if arrives_s <= ends_s and arrives_s < FOREVER:
+            self._now_s = max(self._now_s, arrives_s)
+            while self._arrivals and self._arrivals[0].at_s <= self._now_s:
+                heapq.heappop(self._arrivals).happen()
+        elif not self._waits.ask_all():  # before a wait times out: it may be over by what nobody has noted
+            if ends_s < FOREVER:
+                self._now_s = max(self._now_s, ends_s)
+                self._waits.time_out(self._now_s)
+            else:
+                self._end_deadlock()
 
-
-def _always() -> bool:
-    return True
+    def _end_deadlock(self) -> None:
+        """Let all end that wait for ever, but for those that wait for somebody to serve."""
+        waiting = [task for task in self._tasks.values() if not isinstance(task.thread, ServiceThread)]
+        if not waiting:
+            self.left_over = self.names
+            self._stopped = True
+        names = ", ".join(sorted(task.thread.name for task in waiting))
+        for task in waiting:
+            self._waits.fail(task, Deadlock(f"all threads wait, and no wait has a limit: {names}"))

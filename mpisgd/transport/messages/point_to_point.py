@@ -10,8 +10,9 @@ import functools
 import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,11 +33,23 @@ from mpisgd.threads.service_thread import ServiceThread
 from mpisgd.threads.wait_registry import Message, WaitReason
 from mpisgd.threads.waiting import Backoff, add_pending_message, pause_s, remove_pending_message
 
-__all__ = ["MessageWork", "PointToPoint"]
+__all__ = ["InFlight", "MessageWork", "PointToPoint"]
 
 UNRECEIVED_S = 3.0  # what was received in time has been acknowledged by then
 # With more messages in flight, those that nobody waits for are polled, too: so many of them at each new one.
 MAX_UNPOLLED, POLLED_AT_ONCE = 64, 4
+
+
+class InFlight(NamedTuple):
+    """What a rank tells the others of a group at its end.
+
+    Attributes:
+        messages: of this rank's that are in flight.
+        num_sent: how many it has ever sent to each global rank: a send may be over where nothing has arrived.
+    """
+
+    messages: Sequence[Message] = ()
+    num_sent: Mapping[int, int] = MappingProxyType({})
 
 
 class PointToPoint:
@@ -49,6 +62,7 @@ class PointToPoint:
 
     Attributes:
         num_ended: how many messages have ended.
+        num_received: how many have come from each global rank.
         group: name and global ranks of the group, for reports of what this rank waits for.
     """
 
@@ -64,12 +78,15 @@ class PointToPoint:
         self._thread: ServiceThread | None = None  # completes the watched ones; the last, where it has ended
         self._is_watching = False
         self._progress_s = 0.0  # when it last completed one
+        self._num_sent: collections.Counter[int] = collections.Counter()  # by global rank
+        self.num_received: collections.Counter[int] = collections.Counter()
 
     def send(self, name: str, memory: Tensor, dst: int, tag: int, tensors: Any) -> "MessageWork":
         """Start sending contiguous `memory` to group rank `dst`."""
         request = self.communicator.isend(memory, dst, tag)
         name = f"{name} to rank {self.communicator.global_ranks[dst]}"
         message = Message(self.group[0], False, (self.communicator.global_ranks[dst],), tag)
+        self._num_sent[message.partners[0]] += 1
         return self._keep(MessageWork(self, name, message, request, (memory, tensors), None))
 
     def receive(
@@ -101,6 +118,10 @@ class PointToPoint:
         with self._lock:
             return [work.message for work in self._in_flight]
 
+    def last_words(self) -> InFlight:
+        """Return what the other ranks are told at the end of the group."""
+        return InFlight(self.in_flight(), dict(self._num_sent))
+
     def _keep(self, work: "MessageWork") -> "MessageWork":
         """Hold the message (and its memory) until it is done, also if the caller forgets it."""
         wait_registry.mark_communicating()
@@ -118,6 +139,10 @@ class PointToPoint:
         for work in oldest:
             self._in_flight.move_to_end(work)
         return oldest
+
+    def has_received(self, src: int) -> None:
+        """Note that a message has come from group rank `src`."""
+        self.num_received[self.communicator.global_ranks[src]] += 1
 
     def release(self, work: "MessageWork") -> None:
         """Forget a message that is done."""
@@ -160,7 +185,7 @@ class PointToPoint:
         """Whether this thread is the one that completes the watched messages."""
         return self._thread is threading.current_thread()
 
-    def drain(self, everyones: Sequence[Sequence[Message]]) -> None:
+    def drain(self, everyones: Sequence[InFlight]) -> None:
         """Wait for everything that was sent and never waited for; cancel receives without a message.
 
         Args:
@@ -247,6 +272,7 @@ class MessageWork(CompletableWork):
                 return
             if self._arrived is not None:
                 self.source = outcome[0]
+                self._point_to_point.has_received(outcome[0])
                 self._arrived(outcome[1])
         except Exception as exc:  # whatever it is: who polls may be no one that waits for this message
             error = exc
@@ -285,14 +311,24 @@ class MessageWork(CompletableWork):
         partners = self.message.partners if len(self.message.partners) == 1 else ()
         return WaitReason(self.name, self.message.group, partners, message=self.message)
 
-    def is_answered(self, everyones: Sequence[Sequence[Message]]) -> bool:
-        """Return whether a partner has the other half of this message in flight; `everyones`: see `drain`."""
+    def is_answered(self, everyones: Sequence[InFlight]) -> bool:
+        """Return whether a partner has the other half of this message in flight; `everyones`: see `drain`.
+
+        A receive is answered, too, where a partner has sent more than has come: that is on its way.
+        """
+        received = self._point_to_point.num_received
         names = self._point_to_point.communicator.global_ranks
         me = names[self._point_to_point.communicator.rank]
-        theirs = [m for partner in self.message.partners for m in everyones[names.index(partner)]]
-        return any(
-            m.receives != self.is_receive and m.tag == self.message.tag and me in m.partners for m in theirs
-        )
+        for partner in self.message.partners:
+            told = everyones[names.index(partner)]
+            if self.is_receive and told.num_sent.get(me, 0) > received[partner]:
+                return True
+            if any(
+                m.receives != self.is_receive and m.tag == self.message.tag and me in m.partners
+                for m in told.messages
+            ):
+                return True
+        return False
 
     def get_future(self) -> "torch.futures.Future[Any]":
         """Return a future of this message; from now on it makes progress by itself."""

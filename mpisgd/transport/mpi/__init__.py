@@ -6,9 +6,9 @@ environment. All others get a `Communicator` handed to them.
 
 from mpi4py import MPI
 
-from mpisgd.transport.mpi.calls import OVERDUE, set_apart
-from mpisgd.transport.mpi.communicator import Communicator, as_mpi, free_abandoned, revoke_all
+from mpisgd.transport.mpi.communicator import Communicator, as_mpi
 from mpisgd.transport.mpi.datatypes import ELEMENT_TYPES
+from mpisgd.transport.mpi.fault_tolerance import MpiFaultTolerance
 from mpisgd.transport.mpi.library import (
     library_version,
     parent,
@@ -22,16 +22,13 @@ from mpisgd.transport.mpi.window import MpiWindow
 __all__ = [
     "ELEMENT_TYPES",
     "MPI",
-    "OVERDUE",
     "Communicator",
+    "MpiFaultTolerance",
     "MpiWindow",
     "as_mpi",
-    "free_abandoned",
     "library_version",
     "parent",
     "progress",
-    "revoke_all",
-    "set_apart",
     "start",
     "survives_losses",
     "thread_level",

@@ -20,6 +20,7 @@ __all__ = ["Communicator", "as_mpi", "free_abandoned", "revoke_all"]
 _communicators: "weakref.WeakSet[Communicator]" = weakref.WeakSet()
 # Requests that were abandoned, with their memory, which MPI may write to even when the communicator is freed.
 _abandoned: list[tuple[list[MPI.Request], object]] = []
+_kept: list[object] = []  # until the process ends
 
 
 def revoke_all() -> None:
@@ -247,6 +248,10 @@ class Communicator:
     def abandon(self, requests: Sequence[Request], memory: object) -> None:
         """Abandon requests. MPI may still write to their memory, which is kept; see `free_abandoned`."""
         _abandoned.append((cast("list[MPI.Request]", list(requests)), memory))
+
+    def keep(self, memory: object) -> None:
+        """Keep something until the process ends: MPI may be in the middle of something in it."""
+        _kept.append(memory)
 
     @mpi_call("Request_free")
     def release(self, requests: Sequence[Request]) -> None:

@@ -16,8 +16,8 @@ import mpisgd
 from mpisgd.verification.mode import Mode, Reference, between_orders
 from mpisgd.verification.modes.synchronous import distributed, equal_to_one_process, native
 from mpisgd.verification.problem import Problem, embedding_problem, linear_problem
-from mpisgd.verification.serial.training import joined_batch
 from mpisgd.verification.trainee import Trainee
+from mpisgd.verification.trajectories import joined_batch
 
 __all__ = ["ASYNCHRONOUS"]
 

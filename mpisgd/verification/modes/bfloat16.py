@@ -10,41 +10,45 @@ import torch
 from torch import Tensor
 
 import mpisgd
+from mpisgd.methods.paper_kit import Paper, Vec, World, filled, total
+from mpisgd.methods.synchronous.paper import Synchronous
 from mpisgd.verification.mode import Mode, Reference, flaw_of
 from mpisgd.verification.modes.horovod import trained
 from mpisgd.verification.modes.synchronous import native, sgd
 from mpisgd.verification.modes.torch_programs import ddp
+from mpisgd.verification.paper_run import Definition
 from mpisgd.verification.problem import Problem
-from mpisgd.verification.serial.compressors import cast
-from mpisgd.verification.serial.training import Combine, one_model
 from mpisgd.verification.trainee import Trainee
+from mpisgd.verification.trajectories import trajectory
 
 __all__ = ["BFLOAT16"]
 
 FAMILY = "models in bfloat16"
 
 
-def rounded(combine: Combine) -> Callable[[Problem], Reference]:
+def rounded(paper: Paper[None]) -> Callable[[Problem], Reference]:
     """Return the reference of a sum that is exact."""
 
     def reference(problem: Problem) -> Reference:
-        expected = one_model(problem, sgd, combine)
+        expected = trajectory(problem, sgd, Definition(paper))
         return Reference(expected, 0.0, "bit for bit: sums in float32 are exact", flaw_of(expected))
 
     return reference
 
 
-def divided_first(ranks: list[list[Tensor]]) -> list[Tensor]:
+class DividedFirst(Synchronous):
     """DDP divides each rank's gradients before the sum, and so rounds twice."""
-    shares = [[grad / len(ranks) for grad in grads] for grads in ranks]
-    sums = (torch.stack([part.float() for part in parts]).sum(0) for parts in zip(*shares, strict=True))
-    return [total.to(torch.bfloat16) for total in sums]
+
+    def reduce(self, s: None, g: dict[int, Vec], w: World) -> tuple[None, dict[int, Vec]]:
+        """See `Paper`."""
+        shares = {i: g_i / len(w.ranks) for i, g_i in filled(g).items()}
+        return None, dict.fromkeys(w.ranks, total(shares, w))
 
 
 def _mode(
-    name: str, train: Callable[[Trainee], Tensor], combine: Combine | None = None, *, quick: bool = False
+    name: str, train: Callable[[Trainee], Tensor], paper: Paper[None] | None = None, *, quick: bool = False
 ) -> Mode:
-    reference = rounded(combine or cast(torch.bfloat16, 1))
+    reference = rounded(paper or Synchronous())
     return Mode(name, FAMILY, train, reference, dtypes=(torch.bfloat16,), quick=quick)
 
 
@@ -53,6 +57,6 @@ BFLOAT16 = (
     _mode("bfloat16, small buckets", native(sgd, overlap=True, bucket_cap_bytes=256)),
     _mode("bfloat16, shared parameters", native(sgd, share_parameters=True)),
     _mode("bfloat16, Sharded(stage=2)", native(sgd, strategy=mpisgd.Sharded(2))),
-    _mode("bfloat16, DistributedDataParallel", ddp, divided_first),
+    _mode("bfloat16, DistributedDataParallel", ddp, DividedFirst()),
     _mode("bfloat16, hvd", trained()),
 )

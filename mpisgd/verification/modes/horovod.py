@@ -6,14 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpisgd.methods.adasum.paper import Adasum
+from mpisgd.methods.cast.paper import Cast
 from mpisgd.verification.mode import TURNED, Mode, Reference, between_orders
 from mpisgd.verification.modes.synchronous import equal_to_one_process, sgd
+from mpisgd.verification.paper_run import Definition
 from mpisgd.verification.problem import HIDDEN, Problem, normalized_problem
 from mpisgd.verification.sabotage import Sabotage
-from mpisgd.verification.serial import compressors as serial
-from mpisgd.verification.serial.strategies import adasum_of_steps
-from mpisgd.verification.serial.training import one_model
 from mpisgd.verification.trainee import Trainee
+from mpisgd.verification.trajectories import trajectory
 
 __all__ = ["HOROVOD"]
 
@@ -63,12 +64,12 @@ def trained(
 
 def half(problem: Problem, order: int) -> Tensor:
     """Train one model with gradients that travel as float16."""
-    return one_model(problem, sgd, serial.cast(torch.float16, order))
+    return trajectory(problem, sgd, Definition(Cast(torch.float16)), order)
 
 
 def adaptive(problem: Problem, _: int) -> Tensor:
     """Let ranks step by themselves, and combine the steps; pairs have one order."""
-    return adasum_of_steps(problem, sgd)
+    return trajectory(problem, sgd, Definition(Adasum(of_steps=True)))
 
 
 def _equal(name: str, train: Callable[[Trainee], Tensor], **options: Any) -> Mode:

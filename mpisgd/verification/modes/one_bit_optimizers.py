@@ -1,16 +1,25 @@
 """Optimizers whose momentum travels as one bit per element: equal to their papers, in one process."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import mpisgd
 from mpisgd.core.group import Group
+from mpisgd.methods.one_bit_adam.paper import OneBitAdam
+from mpisgd.methods.one_bit_lamb.paper import OneBitLamb
+from mpisgd.methods.paper_kit import Paper
+from mpisgd.methods.two_step.paper import TwoStep
+from mpisgd.methods.zero_one_adam.paper import ZeroOneAdam
 from mpisgd.verification.mode import Mode, between_orders
+from mpisgd.verification.paper_run import Definition
+from mpisgd.verification.papers import chunks_of
 from mpisgd.verification.problem import Problem
-from mpisgd.verification.serial import momentum as serial
 from mpisgd.verification.trainee import Trainee
+from mpisgd.verification.trajectories import trajectory
 
 __all__ = ["ONE_BIT_OPTIMIZERS"]
 
@@ -24,6 +33,11 @@ MEETINGS = {3, 5, 6, *range(8, 1000, 2)}
 MakeOptimizer = Callable[[Sequence[nn.Parameter], Group | None], torch.optim.Optimizer]
 
 
+def rate(_: int) -> float:
+    """Return the learning rate of a step."""
+    return LR
+
+
 def trained_by(make: MakeOptimizer) -> Callable[[Trainee], Tensor]:
     """Return the training by an optimizer that communicates by itself."""
 
@@ -35,9 +49,11 @@ def trained_by(make: MakeOptimizer) -> Callable[[Trainee], Tensor]:
     return train
 
 
-def _mode(
-    name: str, make: MakeOptimizer, simulate: Callable[[Problem, int], Tensor], *, quick: bool = True
-) -> Mode:
+def _mode(name: str, make: MakeOptimizer, paper: Paper[Any], *, quick: bool = True) -> Mode:
+    def simulate(problem: Problem, order: int) -> Tensor:
+        layout = partial(chunks_of, size=problem.size)
+        return trajectory(problem, None, Definition(paper, TwoStep(), layout), order)
+
     return Mode(name, "optimizers", trained_by(make), between_orders(simulate), (2, 2**31), quick=quick)
 
 
@@ -45,24 +61,18 @@ ONE_BIT_OPTIMIZERS = (
     _mode(
         "OneBitAdam",
         lambda params, group: mpisgd.OneBitAdam(params, LR, BETAS, EPS, freeze_step=FREEZE, group=group),
-        lambda problem, order: serial.one_bit_adam(
-            problem, order, freeze=FREEZE, lr=LR, betas=BETAS, eps=EPS
-        ),
+        OneBitAdam(FREEZE, rate, *BETAS, EPS),
     ),
     _mode(
         "ZeroOneAdam",
         lambda params, group: mpisgd.ZeroOneAdam(params, LR, BETAS, EPS, group=group, **POLICY),
-        lambda problem, order: serial.zero_one_adam(
-            problem, order, renewals=RENEWALS, meetings=MEETINGS, lr=LR, betas=BETAS, eps=EPS
-        ),
+        ZeroOneAdam(RENEWALS, MEETINGS, rate, *BETAS, EPS),
         quick=False,
     ),
     _mode(
         "OneBitLamb",
         lambda params, group: mpisgd.OneBitLamb(params, LR, BETAS, EPS, freeze_step=FREEZE, group=group),
-        lambda problem, order: serial.one_bit_lamb(
-            problem, order, freeze=FREEZE, lr=LR, betas=BETAS, eps=EPS
-        ),
+        OneBitLamb(FREEZE, rate, *BETAS, EPS),
         quick=False,
     ),
 )

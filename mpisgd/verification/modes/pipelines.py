@@ -7,11 +7,12 @@ import torch
 from torch import Tensor, nn
 
 import mpisgd
+from mpisgd.methods.synchronous.paper import Synchronous
 from mpisgd.pipeline import Pipeline
 from mpisgd.verification.mode import JOINED, Mode, between_orders
 from mpisgd.verification.modes.synchronous import equal_to_one_process, sgd
+from mpisgd.verification.paper_run import Definition, PaperRun, gradients
 from mpisgd.verification.problem import Batch, Problem, flat_parameters
-from mpisgd.verification.serial.training import apply, gradients
 from mpisgd.verification.trainee import Trainee
 
 __all__ = ["PIPELINES"]
@@ -72,14 +73,13 @@ def _of_all_stages(params: list[nn.Parameter], group: mpisgd.Group | None) -> Te
 
 def double_buffered(problem: Problem, order: int) -> Tensor:
     """Train with gradients of weights that are one update old (PipeDream-2BW); [1, numel], at the end."""
-    model = problem.model()
-    optimizer = sgd(list(model.parameters()))
-    before = flat_parameters(model)
+    model, older = problem.model(), problem.model()
+    params, at = dict(model.named_parameters()), dict(older.named_parameters())
+    run = PaperRun(Definition(Synchronous()), {0: params}, {0: sgd(list(model.parameters()))})
     for batch in problem.batches:
-        older = problem.model()
-        nn.utils.vector_to_parameters(before, older.parameters())
-        before = flat_parameters(model)
-        apply(model, optimizer, gradients(problem, older, batch))
+        g = gradients(problem.loss(older, batch), at)
+        older.load_state_dict(model.state_dict())
+        run.step({0: g})
     return flat_parameters(model).unsqueeze(0)
 
 

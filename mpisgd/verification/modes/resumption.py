@@ -19,8 +19,8 @@ from mpisgd.verification.mode import Mode
 from mpisgd.verification.modes.synchronous import adam, distributed, equal_to_one_process, sgd
 from mpisgd.verification.problem import flat_parameters
 from mpisgd.verification.sabotage import Sabotage
-from mpisgd.verification.serial.training import MakeOptimizer
 from mpisgd.verification.trainee import Trainee
+from mpisgd.verification.trajectories import MakeOptimizer
 
 __all__ = ["RESUMPTION"]
 

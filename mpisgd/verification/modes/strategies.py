@@ -1,5 +1,6 @@
-"""Strategies whose ranks have models of their own: equal to their definition, simulated in one process."""
+"""Strategies whose ranks have models of their own: equal to their papers, with all ranks in one process."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,17 +11,15 @@ import mpisgd
 from mpisgd.job.rank_info import topology
 from mpisgd.verification.mode import Mode, between_orders
 from mpisgd.verification.modes.synchronous import native, sgd
+from mpisgd.verification.papers import paper_of
 from mpisgd.verification.problem import Problem
 from mpisgd.verification.sabotage import Sabotage
-from mpisgd.verification.serial.compressors import largest
-from mpisgd.verification.serial.gossip import choco, gossip, push_sum
-from mpisgd.verification.serial.strategies import diloco, elastic_averaging, local_sgd
 from mpisgd.verification.trainee import Trainee
+from mpisgd.verification.trajectories import trajectory
 
 __all__ = ["STRATEGIES"]
 
 EVERY = 2
-OUTER = (0.7, 0.9)  # learning rate and momentum
 
 
 def ring(size: int) -> Tensor:
@@ -44,84 +43,94 @@ def directed(size: int) -> Tensor:
     return matrix
 
 
+def by_paper(
+    strategy_of: Callable[[int], mpisgd.Strategy],
+    compression: mpisgd.Compressor = mpisgd.Compression.none,
+) -> Callable[[Problem, int], Tensor]:
+    """Return the training by the paper of a strategy, which is made of the number of ranks."""
+
+    def simulate(problem: Problem, order: int) -> Tensor:
+        lengths = [(name, param.nbytes) for name, param in problem.model().named_parameters()]
+        definition = paper_of(strategy_of(problem.size), compression, size=problem.size, lengths=lengths)
+        return trajectory(problem, sgd, definition, order, hosts=topology().nodes)
+
+    return simulate
+
+
 def pushing(trainee: Trainee) -> Tensor:
     """Train with push-sum, whose matrix is one for as many ranks as there are."""
     size = 1 if trainee.sabotage is Sabotage.NO_COMMUNICATION else trainee.problem.size
-    strategy = mpisgd.Gossip(directed(size).tolist(), style="push_sum")
-    return native(sgd, strategy=strategy)(trainee)
+    return native(sgd, strategy=push_sum(size))(trainee)
+
+
+def push_sum(size: int) -> mpisgd.Strategy:
+    """Return push-sum of so many ranks."""
+    return mpisgd.Gossip(directed(size).tolist(), style="push_sum")
 
 
 def _mode(
     name: str,
     strategy: mpisgd.Strategy,
-    simulate: Callable[[Problem, int], Tensor],
     *,
     compression: mpisgd.Compressor = mpisgd.Compression.none,
+    definition: Callable[[int], mpisgd.Strategy] | None = None,
     **options: Any,
 ) -> Mode:
     train = native(sgd, strategy=strategy, compression=compression)
-    return Mode(name, "strategies", train, between_orders(simulate), (2, 2**31), **options)
+    reference = between_orders(by_paper(definition or (lambda _: strategy), compression))
+    return Mode(name, "strategies", train, reference, (2, 2**31), **options)
+
+
+def _on_ring(name: str, strategy: mpisgd.Gossip, **options: Any) -> Mode:
+    """The paper has the weights of a ring from here."""
+
+    def definition(size: int) -> mpisgd.Gossip:
+        return dataclasses.replace(strategy, topology=ring(size).tolist())
+
+    return _mode(name, strategy, definition=definition, **options)
 
 
 STRATEGIES = (
-    _mode(
-        "LocalSGD(2)",
-        mpisgd.LocalSGD(EVERY),
-        lambda problem, order: local_sgd(problem, sgd, EVERY, order),
-    ),
+    _mode("LocalSGD(2)", mpisgd.LocalSGD(EVERY)),
     _mode(
         'LocalSGD(hierarchy={"host": 1, "job": 3})',
         mpisgd.LocalSGD(hierarchy={"host": 1, "job": 3}),
-        lambda problem, order: local_sgd(problem, sgd, 3, order, topology().nodes),
         hosts=2,
     ),
     _mode(
-        "DiLoCo(2)",
-        mpisgd.DiLoCo(EVERY),
-        lambda problem, order: diloco(problem, sgd, EVERY, OUTER, order),
+        "LocalSGD(2), TopK(ratio=0.2)",
+        mpisgd.LocalSGD(EVERY),
+        compression=mpisgd.compress.TopK(ratio=0.2),
+        quick=False,
     ),
+    _mode("DiLoCo(2)", mpisgd.DiLoCo(EVERY)),
     _mode(
         "DiLoCo(3, fragments=2, overlap_steps=1)",
         mpisgd.DiLoCo(3, fragments=2, overlap_steps=1, overlap_alpha=0.25),
-        lambda problem, order: diloco(
-            problem, sgd, 3, OUTER, order, fragments=2, overlap_steps=1, alpha=0.25
-        ),
     ),
-    _mode(
-        "ElasticAveraging(every=2)",
-        mpisgd.ElasticAveraging(every=EVERY),
-        lambda problem, order: elastic_averaging(problem, sgd, EVERY, 0.9 / problem.size, order),
-    ),
-    _mode(
-        'Gossip("ring")',
-        mpisgd.Gossip("ring"),
-        lambda problem, order: gossip(problem, sgd, ring(problem.size), order),
-    ),
-    _mode(
+    _mode("ElasticAveraging(every=2)", mpisgd.ElasticAveraging(every=EVERY)),
+    _on_ring('Gossip("ring")', mpisgd.Gossip("ring")),
+    _on_ring(
         'Gossip("ring", "combine_then_adapt")',
         mpisgd.Gossip("ring", style="combine_then_adapt"),
-        lambda problem, order: gossip(problem, sgd, ring(problem.size), order, adapts_first=False),
         quick=False,
     ),
     Mode(
         'Gossip(matrix, "push_sum")',
         "strategies",
         pushing,
-        between_orders(lambda problem, order: push_sum(problem, sgd, directed(problem.size), order)),
+        between_orders(by_paper(push_sum)),
         (2, 2**31),
     ),
-    _mode(
+    _on_ring(
         'Gossip("ring", consensus_step=0.3), TopK(ratio=0.2)',
         mpisgd.Gossip("ring", consensus_step=0.3),
-        lambda problem, order: choco(
-            problem, sgd, ring(problem.size), order, send=largest(0.2), consensus_step=0.3
-        ),
         compression=mpisgd.compress.TopK(ratio=0.2),
     ),
     _mode(
         'Gossip("complete")',
         mpisgd.Gossip("complete"),
-        lambda problem, order: local_sgd(problem, sgd, 1, order),
+        definition=lambda _: mpisgd.LocalSGD(1),
         quick=False,
     ),
 )

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 import mpisgd
 from mpisgd.verification.mode import JOINED, Mode, Reference, between_orders
 from mpisgd.verification.problem import Problem, flat_parameters, wide_problem
-from mpisgd.verification.serial.training import MakeOptimizer, joined_batch
 from mpisgd.verification.trainee import Trainee
+from mpisgd.verification.trajectories import MakeOptimizer, joined_batch
 
 __all__ = ["SYNCHRONOUS", "adam", "distributed", "equal_to_one_process", "native", "sgd"]
 

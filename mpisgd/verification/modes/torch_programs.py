@@ -26,8 +26,8 @@ from mpisgd.verification.modes.distributed_tensors import joined, local, train_d
 from mpisgd.verification.modes.synchronous import adam, equal_to_one_process, sgd
 from mpisgd.verification.problem import Batch, normalized_problem
 from mpisgd.verification.sabotage import Sabotage
-from mpisgd.verification.serial.training import MakeOptimizer
 from mpisgd.verification.trainee import Trainee
+from mpisgd.verification.trajectories import MakeOptimizer
 
 __all__ = ["TORCH_PROGRAMS"]
 

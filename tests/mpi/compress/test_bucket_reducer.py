@@ -12,6 +12,8 @@ from verdicts import everyone, raises_everywhere
 import mpisgd
 from mpisgd.errors import CollectiveMismatch, InvalidArgument
 from mpisgd.job.lifecycle import current_job
+from mpisgd.methods.one_bit.paper import OneBit
+from mpisgd.verification.paper_run import Definition, PaperRun
 
 NUMEL = 12  # of each of two parameters in one bucket
 
@@ -40,32 +42,29 @@ def wrapped(**options):
     return params, mpisgd.DistributedOptimizer(torch.optim.SGD(params, lr=0.1), **options)
 
 
-def simulated_signs(size: int, num_steps: int, op: mpisgd.ReduceOp) -> list[torch.Tensor]:
-    """EF-signSGD of all ranks in one process: what the gradients of each step become, [2, NUMEL].
+def signs_by_paper(size: int, num_steps: int, op: mpisgd.ReduceOp) -> list[torch.Tensor]:
+    """EF-signSGD: what the gradients of each step become, [2, NUMEL].
 
-    A bucket holds both parameters, the last one first, and nothing else.
+    A bucket holds both parameters, the last one first, and has one magnitude, as a parameter in the paper.
     """
-    residuals = [torch.zeros(2 * NUMEL, dtype=torch.float64) for _ in range(size)]
+    zeros = {rank: {"bucket": torch.zeros(2 * NUMEL, dtype=torch.float64)} for rank in range(size)}
+    still = {rank: torch.optim.SGD(bucket.values(), lr=0.0) for rank, bucket in zeros.items()}
+    run = PaperRun(Definition(OneBit()), zeros, still)
     results = []
     for step in range(num_steps):
-        total = torch.zeros(2 * NUMEL, dtype=torch.float64)
-        for rank in range(size):
-            meant = torch.cat([gradient(rank, step, which) for which in (1, 0)]) + residuals[rank]
-            sent = meant.abs().mean() * torch.where(meant < 0, -1.0, 1.0).double()
-            residuals[rank] = meant - sent
-            total += sent
-        total /= size if op is mpisgd.ReduceOp.AVG else 1
-        results.append(total.view(2, NUMEL).flip(0))
+        parts = {rank: [gradient(rank, step, which) for which in (1, 0)] for rank in range(size)}
+        mean = run.step({rank: {"bucket": torch.cat(grads)} for rank, grads in parts.items()})[0]["bucket"]
+        results.append(mean.view(2, NUMEL).flip(0) * (1 if op is mpisgd.ReduceOp.AVG else size))
     return results
 
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("op", [mpisgd.ReduceOp.AVG, mpisgd.ReduceOp.SUM])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_the_documented_compressor_equals_its_simulation(op, overlap):
+def test_the_documented_compressor_is_its_paper(op, overlap):
     params, optimizer = wrapped(compression=example("compressor")["Signs"](), op=op, overlap=overlap)
     got = [reduced(params, optimizer, step) for step in range(6)]
-    expected = simulated_signs(mpisgd.size(), 6, op)
+    expected = signs_by_paper(mpisgd.size(), 6, op)
     errors = [(a - b).abs().max().item() for a, b in zip(got, expected, strict=True)]
     everyone(max(errors) < 1e-12, str(errors))
 

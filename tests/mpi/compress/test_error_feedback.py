@@ -166,8 +166,8 @@ def test_a_rank_that_goes_on_with_others_keeps_its_own():
 
 
 @with_residual
-def test_what_arrives_for_a_parameter_that_nobody_used_is_kept(compression):
-    """Such a parameter keeps grad=None, as in one process; its residual waits."""
+def test_the_residual_of_a_parameter_that_nobody_used_waits(compression):
+    """Such a parameter keeps grad=None, as in one process."""
     trained = Trained({1: {0, 2}, 2: {1} if mpisgd.rank() else set()}, compression=compression)
     meant = [torch.zeros(numel, dtype=torch.float64) for numel in NUMELS]
     arrived = [torch.zeros(numel, dtype=torch.float64) for numel in NUMELS]

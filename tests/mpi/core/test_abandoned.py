@@ -15,8 +15,8 @@ from mpisgd.job.lifecycle import current_job
 from mpisgd.monitor.rank_state import Message
 from mpisgd.threads.waiting import Backoff
 from mpisgd.transport.messages.link import Link
-from mpisgd.transport.messages.point_to_point import MessageWork, PointToPoint
-from mpisgd.transport.mpi import free_abandoned
+from mpisgd.transport.messages.point_to_point import InFlight, MessageWork, PointToPoint
+from mpisgd.transport.mpi.communicator import free_abandoned
 
 NUMEL = 300_000  # more than MPI sends before the receiver has asked for it
 
@@ -96,7 +96,7 @@ def test_a_receive_whose_message_is_there_is_finished_at_the_end(groups):
     mpisgd.barrier()
     if mpisgd.rank() == 0:
         assert Backoff(20.0).wait_for(lambda: messages.communicator.progress() or tensor[2].item() == 7.0)
-        messages.drain([[]] * mpisgd.size())
+        messages.drain([InFlight()] * mpisgd.size())
         assert work.source == 1
 
 

@@ -15,6 +15,8 @@ from verdicts import everyone, raises_everywhere
 import mpisgd
 import mpisgd.horovod as hvd
 from mpisgd.collectives.algorithms.adasum import adasum
+from mpisgd.methods.adasum.paper import Adasum
+from mpisgd.verification.paper_run import Definition, PaperRun, gradients
 
 F64 = torch.float64
 
@@ -64,17 +66,13 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
 
 
-def train(net: nn.Module, opt: torch.optim.Optimizer, rank: int, step: int, passes: int) -> None:
-    opt.zero_grad()
-    for part in range(passes):
-        inputs = given(17 * rank + 5 * step + part, F64, (4, 3)) / 5
-        net(inputs).square().sum().backward()
-    opt.step()
+def loss_of(net: nn.Module, rank: int, step: int, part: int) -> torch.Tensor:
+    return net(given(17 * rank + 5 * step + part, F64, (4, 3)) / 5).square().sum()
 
 
 @pytest.mark.parametrize("passes", [1, 2])
 def test_every_rank_steps_by_itself_and_the_steps_are_combined(passes):
-    """All ranks' models are simulated on each; momentum stays with its rank."""
+    """Momentum stays with its rank."""
     ours = model()
     opt = hvd.DistributedOptimizer(
         torch.optim.SGD(ours.parameters(), lr=0.05, momentum=0.9),
@@ -83,20 +81,20 @@ def test_every_rank_steps_by_itself_and_the_steps_are_combined(passes):
         backward_passes_per_step=passes,
     )
     nets = [model() for _ in range(hvd.size())]
-    opts = [torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9) for net in nets]
+    params = {rank: dict(net.named_parameters()) for rank, net in enumerate(nets)}
+    opts = {rank: torch.optim.SGD(mine.values(), lr=0.05, momentum=0.9) for rank, mine in params.items()}
+    run = PaperRun(Definition(Adasum(of_steps=True)), params, opts)
     for step in range(3):
-        start = copy.deepcopy(list(nets[0].parameters()))
-        train(ours, opt, hvd.rank(), step, passes)
-        for rank, net in enumerate(nets):
-            train(net, opts[rank], rank, step, passes)
-        with torch.no_grad():
-            for begun, *theirs in zip(start, *(net.parameters() for net in nets), strict=True):
-                whole = adasum([param - begun for param in theirs])
-                for param in theirs:
-                    param.copy_(begun + whole)
-        worst = max(
-            (a - b).abs().max().item() for a, b in zip(ours.parameters(), nets[0].parameters(), strict=True)
-        )
+        opt.zero_grad()
+        for part in range(passes):
+            loss_of(ours, hvd.rank(), step, part).backward()
+        opt.step()
+        losses = [
+            sum(loss_of(net, rank, step, part) for part in range(passes)) for rank, net in enumerate(nets)
+        ]
+        run.step({rank: gradients(loss, params[rank]) for rank, loss in enumerate(losses)})
+        expected = run.x[hvd.rank()].values()
+        worst = max((a - b).abs().max().item() for a, b in zip(ours.parameters(), expected, strict=True))
         everyone(worst < 1e-12, f"step {step}: off by {worst}")
 
 
@@ -119,7 +117,8 @@ def test_compressed_steps_and_frozen_parameters():
     opt = hvd.DistributedOptimizer(
         torch.optim.SGD(net.parameters(), lr=0.5), op=hvd.Adasum, compression=hvd.Compression.fp16
     )
-    train(net, opt, hvd.rank(), 0, 1)
+    loss_of(net, hvd.rank(), 0, 0).backward()
+    opt.step()
     assert torch.equal(net[0].weight, before[0].weight)
     assert not torch.equal(net[2].weight, before[2].weight)
     everyones = hvd.allgather_object([param.tolist() for param in net.parameters()])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from harness import let_some_travel_alone
+from ranks_as_threads import PerRank
 from verdicts import referee
 
 import mpisgd
@@ -32,10 +33,14 @@ def pieces(request: pytest.FixtureRequest, way: str, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(staging_layout, "BUFFER_BYTES", 64 * mpisgd.size())
 
 
-@pytest.fixture
-def here() -> tuple[int, ...]:
-    """The ranks of this host, where these share memory."""
+def ranks_of_this_host() -> tuple[int, ...]:
     topology = world().topology
     if any(referee().allgather(world().host_memory is None)):  # all ranks skip, or none
         pytest.skip("a rank that is alone on its host, or MPISGD_SHARED_MEMORY=0")
     return topology.nodes[topology.node_rank]
+
+
+@pytest.fixture
+def here(request: pytest.FixtureRequest) -> tuple[int, ...] | PerRank:
+    """The ranks of this host, where these share memory."""
+    return PerRank(ranks_of_this_host) if request.config.getoption("--threads") else ranks_of_this_host()

@@ -1,11 +1,10 @@
-"""`op=mpisgd.Adasum`: each parameter's gradients are combined adaptively, against Maleki et al. 2020."""
+"""`op=mpisgd.Adasum`: each gradient is combined adaptively, as the paper in tests/unit/methods has it."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
-from one_bit_simulation import begin, gradients, off_by, torch_backward, torch_parameters
+from given_losses import torch_backward, torch_parameters
 from verdicts import everyone, raises_everywhere, same_on_all_ranks
 
 import mpisgd
@@ -14,38 +13,6 @@ from mpisgd.compress.adasum import AdaptiveSum
 from mpisgd.compress.compressor import BucketLayout
 from mpisgd.core.consistency import Operation
 from mpisgd.errors import InvalidArgument, UnsupportedTensor
-
-LR, MOMENTUM, STEPS = 0.05, 0.9, 20
-
-
-def combine(gs: list[np.ndarray]) -> np.ndarray:
-    """Neighbours first, then their results; one that is left over waits."""
-    while len(gs) > 1:
-        joined = []
-        for a, b in zip(gs[::2], gs[1::2], strict=False):
-            dot = (a * b).sum()
-            joined.append((1 - dot / (2 * (a * a).sum())) * a + (1 - dot / (2 * (b * b).sum())) * b)
-        gs = joined + gs[len(joined) * 2 :]
-    return gs[0]
-
-
-@pytest.mark.parametrize("cap", [8, 2**20], ids=["many buckets", "one bucket"])
-def test_training_equals_the_simulation(cap):
-    params, simulated, size = torch_parameters(), begin(), mpisgd.size()
-    optimizer = mpisgd.DistributedOptimizer(
-        torch.optim.SGD(params, LR, momentum=MOMENTUM), op=mpisgd.Adasum, bucket_cap_bytes=cap
-    )
-    momenta = [0 * x for x in simulated]
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        torch_backward(params, step)
-        optimizer.step()
-        everyones = [gradients(simulated, rank, step) for rank in range(size)]
-        combined = [combine(list(gs)) for gs in zip(*everyones, strict=True)]
-        momenta = [MOMENTUM * m + g for m, g in zip(momenta, combined, strict=True)]
-        simulated = [x - LR * m for x, m in zip(simulated, momenta, strict=True)]
-        everyone(off_by(params, simulated) < 1e-12, f"step {step}: {off_by(params, simulated)}")
-    same_on_all_ranks([param.tolist() for param in params])
 
 
 def test_alike_gradients_become_one_of_them_and_orthogonal_ones_their_sum():
@@ -113,7 +80,7 @@ def test_its_bytes_are_its_formula(monkeypatch):
 def test_steps_may_be_accumulated_and_clipped():
     params = torch_parameters()
     optimizer = mpisgd.DistributedOptimizer(
-        torch.optim.SGD(params, LR), op=mpisgd.Adasum, backward_passes_per_step=2
+        torch.optim.SGD(params, 0.05), op=mpisgd.Adasum, backward_passes_per_step=2
     )
     optimizer.zero_grad()
     torch_backward(params, 0, 0.5)

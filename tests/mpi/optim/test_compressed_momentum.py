@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from one_bit_simulation import torch_backward, torch_parameters
+from given_losses import torch_backward, torch_parameters
 from verdicts import everyone, raises_everywhere, referee, same_on_all_ranks
 
 import mpisgd

@@ -78,6 +78,8 @@ def test_steps_of_two_optimizers_of_equal_shapes_do_not_meet(strategy):
 @several
 def test_optimizers_that_average_in_their_step_do_not_meet():
     models = two_models()
+    for model in models:
+        mpisgd.broadcast_parameters(model)
     opts = [mpisgd.OneBitAdam(model.parameters(), lr=0.1, freeze_step=1) for model in models]
     for _ in range(2):
         for model, opt in zip(models, opts, strict=True):

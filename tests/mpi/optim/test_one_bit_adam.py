@@ -1,21 +1,11 @@
-"""`OneBitAdam`: Adam before the freeze, 1-bit momentum after it, against the algorithm of its paper."""
+"""`OneBitAdam`: Adam before the freeze, 1-bit momentum after it, which is its paper in tests/unit/methods."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
-from one_bit_simulation import (
-    SerialExchange,
-    begin,
-    flat,
-    gradients,
-    off_by,
-    torch_backward,
-    torch_parameters,
-    unflat,
-)
-from verdicts import everyone, same_on_all_ranks
+from given_losses import off_by, torch_backward, torch_parameters
+from verdicts import everyone
 
 import mpisgd
 
@@ -25,40 +15,6 @@ STEPS, LR, BETAS, EPS, DECAY = 20, 0.01, (0.9, 0.99), 1e-8, 0.01
 @pytest.fixture(autouse=True)
 def way():
     """Once is enough: no test here is about how gradients travel."""
-
-
-def simulate(size: int, freeze: int, decoupled: bool):
-    """Algorithm 1 of Tang et al. 2021 with Adam's bias correction, yielding the parameters of each step."""
-    (b1, b2), params, exchange = BETAS, begin(), SerialExchange(size)
-    m, v = flat([np.zeros_like(x) for x in params]), flat([np.zeros_like(x) for x in params])
-    for step in range(1, STEPS + 1):
-        x = flat(params)
-        decay = 0.0 if decoupled else DECAY
-        local = [flat(gradients(params, rank, step)) + decay * x for rank in range(size)]
-        if step <= freeze or size == 1:
-            m = b1 * m + (1 - b1) * sum(local) / size
-        else:
-            m = exchange.average([b1 * m + (1 - b1) * g for g in local])
-        if step <= freeze:
-            v = b2 * v + (1 - b2) * (sum(local) / size) ** 2
-        corrected = v / (1 - b2 ** min(step, freeze))
-        x = x * (1 - LR * DECAY) if decoupled else x
-        params = unflat(x - LR * m / (1 - b1**step) / (np.sqrt(corrected) + EPS))
-        yield params
-
-
-@pytest.mark.parametrize(("freeze", "decoupled"), [(1, False), (7, False), (7, True)])
-def test_training_equals_the_simulation(freeze, decoupled):
-    params = torch_parameters()
-    optimizer = mpisgd.OneBitAdam(
-        params, LR, BETAS, EPS, DECAY, freeze_step=freeze, decoupled_weight_decay=decoupled
-    )
-    for step, simulated in enumerate(simulate(mpisgd.size(), freeze, decoupled), 1):
-        optimizer.zero_grad()
-        torch_backward(params, step)
-        optimizer.step()
-        everyone(off_by(params, simulated) < 1e-12, f"step {step}: {off_by(params, simulated)}")
-    same_on_all_ranks([param.tolist() for param in params])
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])

@@ -469,6 +469,7 @@ def test_gradients_are_freed_while_backward_computes():
         everyone(max(held) <= 1 if stage == 2 else min(held) >= 10, f"stage {stage}: {held}")
 
 
+@pytest.mark.processes
 @pytest.mark.mpi(min_size=2)
 def test_large_gradients_travel_from_where_they_lie_although_others_lay_there_before(monkeypatch):
     """Of equal layers backward puts one gradient where it has just freed another; none has to be copied."""
@@ -480,6 +481,7 @@ def test_large_gradients_travel_from_where_they_lie_although_others_lay_there_be
         return kinds
 
     monkeypatch.setattr(UnbucketedGradient, "load", noting)
+    monkeypatch.setattr(staging_layout, "BUFFER_BYTES", 2**18)  # small pieces would be 100,000 barriers
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(6)))
     mpisgd.broadcast_parameters(model)
     opt = mpisgd.DistributedOptimizer(

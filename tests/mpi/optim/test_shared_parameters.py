@@ -27,6 +27,7 @@ from verdicts import everyone, raises_everywhere, referee, same_on_all_ranks
 
 import mpisgd
 from mpisgd.sharding.reduction.sharded_gradient import ShardedGradient
+from mpisgd.transport import staging_layout
 
 pytestmark = pytest.mark.usefixtures("pieces")
 
@@ -89,6 +90,7 @@ def test_compressed_gradients_give_what_they_give_without_sharing():
 
 
 LARGE = 400  # a layer of as many inputs and outputs is cut through, and travels from where it lies
+LARGE_PIECES = 2**15  # bytes; as small as those of the other models they would be thousands of barriers
 
 
 def large() -> nn.Module:
@@ -115,7 +117,11 @@ def large() -> nn.Module:
     ],
     ids=str,
 )
-def test_the_bits_are_those_without_sharing(dtype, name):
+def test_the_bits_are_those_without_sharing(dtype, name, monkeypatch):
+    if name != "several groups":
+        pieces = max(LARGE_PIECES, staging_layout.BUFFER_BYTES)
+        monkeypatch.setattr(staging_layout, "BUFFER_BYTES", pieces)
+
     def model():
         return (mlp() if name == "several groups" else large()).to(dtype)
 

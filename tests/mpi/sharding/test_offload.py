@@ -259,6 +259,7 @@ def test_a_full_disk_on_one_rank_is_told_on_every_rank_and_the_checkpoint_stays(
     plain_step(*other, 1)
 
 
+@pytest.mark.processes
 def test_a_failing_read_on_the_first_rank_is_told_on_every_rank(tmp_path, monkeypatch):
     monkeypatch.setattr(staging_layout, "BUFFER_BYTES", 4096 * mpisgd.size())  # not all pieces are in memory
     model = nn.Sequential(*(nn.Linear(FEATURES, FEATURES) for _ in range(40))).double()

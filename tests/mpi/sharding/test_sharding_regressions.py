@@ -377,6 +377,7 @@ def reset(model, optimizer):
 ACTIONS = [all_used, part_used, clipped, load, added, reset]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("in_files", ["optimizer", "optimizer,parameters"])
 @pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.parametrize("call", ["write", "read", "allocate", "truncate"])

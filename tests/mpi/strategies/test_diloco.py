@@ -1,4 +1,4 @@
-"""`DiLoCo` is what its papers define, simulated in one process."""
+"""`DiLoCo`, which is its paper in tests/unit/methods."""
 
 from __future__ import annotations
 
@@ -7,89 +7,12 @@ import itertools
 
 import pytest
 import torch
-from simulation import STEPS, Simulated, adam, close, one_step, sgd, snapshot, trained, wrapped
+from trainings import STEPS, close, one_step, sgd, snapshot, trained, wrapped
 from verdicts import everyone, raises_everywhere, same_on_all_ranks
 
 import mpisgd
 from mpisgd import DiLoCo
 from mpisgd.errors import InvalidArgument
-
-
-class Outer:
-    """Outer SGD with Nesterov's momentum on some parameters, by hand."""
-
-    def __init__(self, simulated: Simulated, which: list[int], lr: float, momentum: float, nesterov: bool):
-        self.simulated, self.which = simulated, which
-        self.lr, self.momentum, self.nesterov = lr, momentum, nesterov
-        everything = simulated.alike()
-        self.values = {i: everything[i][0].detach().clone() for i in which}
-        self.velocity = {i: torch.zeros_like(value) for i, value in self.values.items()}
-        self.changes: dict[int, torch.Tensor] = {}
-
-    @torch.no_grad()
-    def measure(self) -> None:
-        for i in self.which:
-            mean = torch.stack(list(self.simulated.alike()[i])).mean(0)
-            self.changes[i] = self.values[i] - mean
-
-    @torch.no_grad()
-    def step(self, alpha: float = 0.0) -> None:
-        for i in self.which:
-            change = self.changes[i]
-            self.velocity[i] = self.momentum * self.velocity[i] + change
-            along = change + self.momentum * self.velocity[i] if self.nesterov else self.velocity[i]
-            self.values[i] = self.values[i] - self.lr * along
-            for param in self.simulated.alike()[i]:
-                param.copy_(alpha * param + (1 - alpha) * self.values[i])
-
-
-@pytest.mark.parametrize("make", [sgd, adam])
-def test_it_equals_its_simulation(make):
-    simulated = Simulated(make)
-    outer = Outer(simulated, [0, 1, 2, 3], 0.7, 0.9, True)
-    for step in range(1, STEPS + 1):
-        simulated.step(step)
-        if step % 4 == 0:
-            outer.measure()
-            outer.step()
-    close(trained(make, DiLoCo(4)), simulated.mine())
-
-
-def test_slow_momentum_equals_its_definition():
-    """u <- beta u + (z - mean) / gamma; z <- z - alpha gamma u (SlowMo, algorithm 1)."""
-    gamma, alpha, beta = 0.1, 0.9, 0.6
-    simulated = Simulated(sgd)
-    values = [same[0].detach().clone() for same in simulated.alike()]
-    slow = [torch.zeros_like(value) for value in values]
-    for step in range(1, STEPS + 1):
-        simulated.step(step)
-        if step % 5 == 0:
-            with torch.no_grad():
-                for i, same in enumerate(simulated.alike()):
-                    slow[i] = beta * slow[i] + (values[i] - torch.stack(list(same)).mean(0)) / gamma
-                    values[i] = values[i] - alpha * gamma * slow[i]
-                    for param in same:
-                        param.copy_(values[i])
-    close(trained(sgd, DiLoCo.slow_momentum(5, momentum=beta, lr=alpha)), simulated.mine())
-
-
-@pytest.mark.parametrize("overlap", [0, 2])
-def test_fragments_are_synchronised_at_steps_of_their_own(overlap):
-    simulated = Simulated(sgd)
-    # 40, 5, 5 and 1 elements: the first half of the bytes is the first weight.
-    outers = [Outer(simulated, which, 0.7, 0.9, True) for which in ([0], [1, 2, 3])]
-    for step in range(1, STEPS + 1):
-        simulated.step(step)
-        for outer, first in zip(outers, (0, 3), strict=True):
-            since = step - first
-            if outer.changes and overlap and since % 6 == overlap:
-                outer.step(alpha=0.25)
-            if since >= 0 and since % 6 == 0:
-                outer.measure()
-                if not overlap:
-                    outer.step()
-    strategy = DiLoCo(6, fragments=2, overlap_steps=overlap, overlap_alpha=0.25)
-    close(trained(sgd, strategy), simulated.mine())
 
 
 @pytest.mark.parametrize("numels", [[100, 1, 1], [1, 100, 1], [1, 1, 100], [1, 1, 1, 100, 1]])

@@ -1,4 +1,4 @@
-"""`ElasticAveraging` is EASGD and EAMSGD, simulated in one process."""
+"""`ElasticAveraging`, which is its paper in tests/unit/methods."""
 
 from __future__ import annotations
 
@@ -7,44 +7,36 @@ import warnings
 
 import pytest
 import torch
-from simulation import STEPS, Simulated, close, one_step, sgd, snapshot, wrapped
+from trainings import STEPS, batch, close, fresh_model, one_step, sgd, snapshot, wrapped
 from verdicts import everyone, raises_everywhere, same_on_all_ranks
 
 import mpisgd
 from mpisgd import ElasticAveraging
 from mpisgd.compress import OneBit, RandomK, TopK
 from mpisgd.errors import InvalidArgument
+from mpisgd.methods.elastic_averaging import paper
+from mpisgd.verification.paper_run import Definition, PaperRun, gradients
 
 
-def plain(params):
-    return torch.optim.SGD(params, lr=0.1)
-
-
-def eamsgd(params):
-    return torch.optim.SGD(params, lr=0.05, momentum=0.9, nesterov=True)
-
-
-@pytest.mark.parametrize(("make", "every", "alpha"), [(plain, 1, None), (plain, 3, 0.1), (eamsgd, 4, None)])
-def test_it_equals_its_simulation(make, every, alpha):
-    size = mpisgd.size()
-    simulated, force = Simulated(make), alpha or 0.9 / size
-    centre = [same[0].detach().clone() for same in simulated.alike()]
-    model, optimizer = wrapped(make, ElasticAveraging(alpha, every))
+def test_consensus_is_the_centre_and_gives_the_own_model_back():
+    models = [fresh_model() for _ in range(mpisgd.size())]
+    params = {rank: dict(each.named_parameters()) for rank, each in enumerate(models)}
+    run = PaperRun(
+        Definition(paper.ElasticAveraging(tau=3)),
+        params,
+        {rank: sgd(list(mine.values())) for rank, mine in params.items()},
+    )
+    model, optimizer = wrapped(sgd, ElasticAveraging(every=3))
     for step in range(1, STEPS + 1):
         one_step(model, optimizer, mpisgd.rank(), step)
-        simulated.step(step)
-        if step % every == 0:
-            with torch.no_grad():
-                for i, same in enumerate(simulated.alike()):
-                    differences = [param - centre[i] for param in same]
-                    for param, difference in zip(same, differences, strict=True):
-                        param.sub_(force * difference)
-                    centre[i] = centre[i] + force * torch.stack(differences).sum(0)
-    close(model, simulated.mine())
+        losses = [each(batch(rank, step)).square().mean() for rank, each in enumerate(models)]
+        run.step({rank: gradients(loss, params[rank]) for rank, loss in enumerate(losses)})
+    own, centre = list(run.x[mpisgd.rank()].values()), list(run.state.z.values())
+    close(model, own)
     with optimizer.consensus():
         close(model, centre)
         same_on_all_ranks([param.tolist() for param in model.parameters()])
-    close(model, simulated.mine())
+    close(model, own)
 
 
 def test_a_training_that_is_saved_goes_on_as_if_it_was_not():

@@ -1,4 +1,4 @@
-"""`Gossip` against the papers' update rules, simulated in one process with matrices written down here."""
+"""`Gossip`, whose styles are their papers in tests/unit/methods: special cases, bytes, and what is saved."""
 
 from __future__ import annotations
 
@@ -38,50 +38,6 @@ def start(size: int) -> torch.Tensor:
     return torch.stack([x + 0.1 * torch.sin(torch.arange(len(x)) + rank) for rank in range(size)])
 
 
-# -- the matrices, for up to 4 ranks ----------------------------------------------------------------
-
-
-def by_edges(size: int, edges: set[tuple[int, int]], share: float) -> torch.Tensor:
-    """W[i, j] = `share` for every edge from j to i; the rest of each row on the diagonal."""
-    w = torch.zeros(size, size, dtype=torch.float64)
-    for j, i in edges:
-        if i != j:
-            w[i, j] = share
-    return w + torch.diag(1 - w.sum(1))
-
-
-def ring(size: int, _: int) -> torch.Tensor:
-    edges = {(r, (r + d) % size) for r in range(size) for d in (1, -1)}
-    return by_edges(size, edges, 1 / min(size, 3))
-
-
-def torus(size: int, _: int) -> torch.Tensor:
-    """Of 4 ranks 2 x 2, else a ring."""
-    if size != 4:
-        return ring(size, 0)
-    return by_edges(4, {(rank, rank ^ bit) for rank in range(4) for bit in (1, 2)}, 1 / 3)
-
-
-def star(size: int, _: int) -> torch.Tensor:
-    return by_edges(size, {e for r in range(1, size) for e in ((0, r), (r, 0))}, 1 / size)
-
-
-def exponential(size: int, _: int) -> torch.Tensor:
-    distances = [1, 2][: (size - 1).bit_length()]
-    return by_edges(
-        size, {(r, (r + d) % size) for r in range(size) for d in distances}, 1 / (len(distances) + 1)
-    )
-
-
-def one_peer(size: int, step: int) -> torch.Tensor:
-    distance = 2 if size > 2 and step % 2 else 1
-    return by_edges(size, {(r, (r + distance) % size) for r in range(size)}, 0.5)
-
-
-def complete(size: int, _: int) -> torch.Tensor:
-    return torch.full((size, size), 1 / size, dtype=torch.float64)
-
-
 def directed(size: int, _: int) -> torch.Tensor:
     """Rank 0 keeps a third and passes on two; the others pass on a half. Columns sum to 1, rows do not."""
     w = torch.zeros(size, size, dtype=torch.float64)
@@ -91,30 +47,6 @@ def directed(size: int, _: int) -> torch.Tensor:
         w[(j + 1) % size, j] += (1 - kept) / 2
         w[(j + 2) % size, j] += (1 - kept) / 2
     return w
-
-
-MATRICES = {
-    "ring": ring,
-    "torus": torus,
-    "star": star,
-    "exponential": exponential,
-    "one_peer_exponential": one_peer,
-    "complete": complete,
-    "directed": directed,
-}
-
-
-def simulated(style: str, name: str, size: int, every: int, num_steps: int = NUM_STEPS) -> torch.Tensor:
-    """[size, parameters] of the models after so many steps."""
-    x, w = start(size), torch.ones(size, 1, dtype=torch.float64)
-    for step in range(num_steps):
-        mixes, number = (step + 1) % every == 0, step // every
-        matrix = MATRICES[name](size, number) if mixes else torch.eye(size, dtype=torch.float64)
-        grads = torch.stack([gradient((x / w)[rank], rank, step) for rank in range(size)])
-        x = matrix @ x - LR * grads if style == "combine_then_adapt" else matrix @ (x - LR * grads)
-        if style == "push_sum":
-            w = matrix @ w
-    return x / w
 
 
 def trained(strategy: Gossip | None, num_steps: int = NUM_STEPS, **options) -> torch.Tensor:
@@ -129,45 +61,6 @@ def trained(strategy: Gossip | None, num_steps: int = NUM_STEPS, **options) -> t
         loss_of(model, mpisgd.rank(), step).backward()
         optimizer.step()
     return parameters_to_vector(model.parameters()).detach()
-
-
-DOUBLY = [name for name in MATRICES if name != "directed"]
-
-
-@pytest.mark.parametrize(
-    ("style", "name", "every"),
-    [
-        *[("adapt_then_combine", name, 1) for name in DOUBLY],
-        *[("combine_then_adapt", name, 1) for name in ("torus", "one_peer_exponential")],
-        *[("push_sum", name, 1) for name in ("directed", "one_peer_exponential")],
-        ("adapt_then_combine", "one_peer_exponential", 3),
-        ("combine_then_adapt", "ring", 3),
-        ("push_sum", "directed", 3),
-    ],
-)
-def test_it_equals_the_simulation(style, name, every):
-    size, rank = mpisgd.size(), mpisgd.rank()
-    topology = directed(size, 0) if name == "directed" else name
-    mine = trained(Gossip(topology, style=style, every=every))
-    wrong = (mine - simulated(style, name, size, every)[rank]).abs().max().item()
-    everyone(wrong <= 1e-12, f"{wrong}")
-
-
-@pytest.mark.mpi(min_size=2)
-def test_styles_and_topologies_differ():
-    """What the test above compares is not the same for all of them."""
-    results = [
-        simulated(style, name, mpisgd.size(), every, num_steps=3)
-        for style, name, every in [
-            ("adapt_then_combine", "ring", 1),
-            ("combine_then_adapt", "ring", 1),
-            ("push_sum", "directed", 1),
-            ("adapt_then_combine", "ring", 3),
-            ("adapt_then_combine", "one_peer_exponential", 1),
-        ][: 4 + (mpisgd.size() > 2)]
-    ]
-    for i, one in enumerate(results):
-        assert all((one - other).abs().max() > 1e-4 for other in results[:i])
 
 
 def test_a_complete_graph_is_synchronous_sgd():

@@ -1,33 +1,19 @@
-"""`LocalSGD` equals its definition, simulated in one process; with a period of 1 it is synchronous SGD."""
+"""`LocalSGD`, which is its paper in tests/unit/methods; with a period of 1 it is synchronous SGD."""
 
 from __future__ import annotations
 
 import copy
-import math
 
 import pytest
 import torch
-from simulation import STEPS, Simulated, adam, close, one_step, sgd, snapshot, trained, wrapped
+from trainings import STEPS, batch, close, fresh_model, one_step, sgd, snapshot, trained, wrapped
 from verdicts import everyone, raises_everywhere, same_on_all_ranks
 
 import mpisgd
 from mpisgd import LocalSGD
 from mpisgd.errors import InvalidArgument
-from mpisgd.job.lifecycle import world
-
-
-@pytest.mark.parametrize("make", [sgd, adam])
-@pytest.mark.parametrize("warmup", [0, 6])
-def test_it_equals_its_simulation(make, warmup):
-    simulated = Simulated(make)
-    for step in range(1, STEPS + 1):
-        if step <= warmup:
-            simulated.synchronous_step(step)
-            continue
-        simulated.step(step)
-        if (step - warmup) % 4 == 0:
-            simulated.average()
-    close(trained(make, LocalSGD(4, warmup_steps=warmup)), simulated.mine())
+from mpisgd.methods.local_sgd import paper
+from mpisgd.verification.paper_run import Definition, PaperRun, gradients
 
 
 def test_a_period_of_one_is_synchronous_sgd():
@@ -44,48 +30,21 @@ def test_between_two_means_the_models_differ():
         mpisgd.check_in_sync(model)
 
 
-def test_growing_periods():
-    strategy, due, period = LocalSGD(2, growth=1.5, max_sync_every=6), [], 2
-    while sum(due) < STEPS:
-        due.append(period)
-        period = min(6, math.ceil(period * 1.5))
-    assert due[:4] == [2, 3, 5, 6]
-    simulated, since, periods = Simulated(sgd), 0, iter(due)
-    period = next(periods)
-    for step in range(1, STEPS + 1):
-        simulated.step(step)
-        since += 1
-        if since == period:
-            simulated.average()
-            since, period = 0, next(periods)
-    close(trained(sgd, strategy), simulated.mine())
-
-
-def test_hosts_average_more_often_than_the_job():
-    simulated = Simulated(sgd)
-    for step in range(1, STEPS + 1):
-        simulated.step(step)
-        if step % 6 == 0:
-            simulated.average()
-        elif step % 2 == 0:
-            for ranks in world().topology.nodes:
-                simulated.average(list(ranks))
-    close(trained(sgd, LocalSGD(hierarchy={"host": 2, "job": 6})), simulated.mine())
-
-
 def test_the_state_is_averaged_where_asked_for():
-    simulated = Simulated(sgd)
+    models = [fresh_model() for _ in range(mpisgd.size())]
+    params = {rank: dict(model.named_parameters()) for rank, model in enumerate(models)}
+    optimizers = {rank: sgd(list(mine.values())) for rank, mine in params.items()}
+    run = PaperRun(Definition(paper.LocalSGD(H=4)), params, optimizers)
     for step in range(1, STEPS + 1):
-        simulated.step(step)
-        if step % 4 == 0:
-            simulated.average()
-            states = [optimizer.state for optimizer in simulated.optimizers]
-            for same in simulated.alike():
-                buffers = [state[p]["momentum_buffer"] for state, p in zip(states, same, strict=True)]
-                mean = torch.stack(buffers).mean(0)
-                for buffer in buffers:
-                    buffer.copy_(mean)
-    close(trained(sgd, LocalSGD(4, average_state=True)), simulated.mine())
+        losses = [model(batch(rank, step)).square().mean() for rank, model in enumerate(models)]
+        run.step({rank: gradients(loss, params[rank]) for rank, loss in enumerate(losses)})
+        for name in params[0] if step % 4 == 0 else ():
+            states = [optimizers[rank].state[params[rank][name]] for rank in run.ranks]
+            mean = torch.stack([state["momentum_buffer"] for state in states]).mean(0)
+            for state in states:
+                state["momentum_buffer"].copy_(mean)
+    expected = list(run.x[mpisgd.rank()].values())
+    close(trained(sgd, LocalSGD(4, average_state=True)), expected)
 
 
 def test_buffers_take_their_mean_too():
@@ -126,15 +85,13 @@ def test_a_training_that_is_saved_goes_on_as_if_it_was_not():
 
 def test_consensus_is_the_mean_and_gives_the_own_model_back():
     model, optimizer = wrapped(sgd, LocalSGD(100))
-    simulated = Simulated(sgd)
     for step in (1, 2, 3):
         one_step(model, optimizer, mpisgd.rank(), step)
-        simulated.step(step)
-    own = simulated.mine()
-    kept = [param.clone() for param in own]
-    simulated.average()
+    kept, mean = snapshot(model), snapshot(model)
+    for tensor in mean:
+        mpisgd.all_reduce(tensor, mpisgd.ReduceOp.AVG)
     with optimizer.consensus():
-        close(model, simulated.mine())
+        close(model, mean)
     close(model, kept)
 
 

@@ -1,4 +1,4 @@
-"""`ParameterServer` against serial simulations written from the papers; its counters; what it refuses."""
+"""`ParameterServer` against its paper; its counters; what it refuses."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from verdicts import everyone, raises_everywhere, same_on_all_ranks
 
 import mpisgd
 from mpisgd import InvalidArgument, ParameterServer, config
+from mpisgd.methods.paper_kit import Event, Vec
+from mpisgd.methods.parameter_server.paper import ParameterServer as PaperOfServer
+from mpisgd.verification.paper_run import Definition, PaperRun
 
 LR, MOMENTUM, STEPS = 0.1, 0.9, 20
 
@@ -70,26 +73,24 @@ def assert_near(params, expected, tolerance=1e-12) -> None:
     everyone(worst <= tolerance, f"differs by {worst}")
 
 
-def simulated(push_every: int, pull_every: int, momentum: float) -> list[list[torch.Tensor]]:
-    """Downpour SGD, algorithm 1, where ranks push one after another; the parameters of each worker."""
-    size = mpisgd.size()
-    server, velocity = start(), [torch.zeros_like(p) for p in start()]
-    workers = [start() for _ in range(size)]
-    accrued = [[torch.zeros_like(p) for p in server] for _ in range(size)]
+def by_paper(push_every: int, pull_every: int, momentum: float) -> list[torch.Tensor]:
+    """Downpour SGD where ranks push one after another; the parameters of this worker."""
+    size, names = mpisgd.size(), ("w1", "b1", "w2", "b2")
+    params = {rank: dict(zip(names, start(), strict=True)) for rank in range(size)}
+    optimizers = {0: torch.optim.SGD(params[0].values(), lr=LR, momentum=momentum)}
+    run = PaperRun(Definition(PaperOfServer(share=1 / size, lr=LR / size)), params, optimizers)
+    accrued = {rank: Vec() for rank in range(size)}
     for step in range(STEPS):
-        grads = [gradient(workers[rank], rank, step) for rank in range(size)]
+        g = {rank: gradient(list(run.x[rank].values()), rank, step) for rank in range(size)}
         for rank in range(size):
-            mine = [g / size for g in grads[rank]]
-            accrued[rank] = [a + g for a, g in zip(accrued[rank], mine, strict=True)]
+            mine = Vec(zip(names, g[rank], strict=True))
+            accrued[rank] = accrued[rank] + mine
             if (step + 1) % push_every == 0:
-                velocity = [momentum * v + a for v, a in zip(velocity, accrued[rank], strict=True)]
-                server = [x - LR * v for x, v in zip(server, velocity, strict=True)]
-                accrued[rank] = [torch.zeros_like(p) for p in server]
-            if (step + 1) % pull_every == 0:
-                workers[rank] = [x.clone() for x in server]
-            else:
-                workers[rank] = [x - LR * g for x, g in zip(workers[rank], mine, strict=True)]
-    return workers
+                run.event(Event("push", (rank,), accrued[rank]))
+                accrued[rank] = Vec()
+            is_due = (step + 1) % pull_every == 0
+            run.event(Event("fetch", (rank,)) if is_due else Event("step", (rank,), mine))
+    return list(run.x[mpisgd.rank()].values())
 
 
 @pytest.mark.parametrize("momentum", [0.0, MOMENTUM])
@@ -99,7 +100,7 @@ def test_pushes_in_a_known_order_equal_downpour_sgd(push_every, pull_every, mome
     _, params = train(
         strategy, in_turn=True, wrap=lambda params: torch.optim.SGD(params, lr=LR, momentum=momentum)
     )
-    assert_near(params, simulated(push_every, pull_every, momentum)[mpisgd.rank()])
+    assert_near(params, by_paper(push_every, pull_every, momentum))
 
 
 def test_the_end_pushes_what_was_accrued():

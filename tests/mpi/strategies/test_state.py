@@ -202,6 +202,7 @@ def test_parameters_that_are_added_change_nothing_else_and_are_trained(name):
 # --- another method's ---------------------------------------------------------------------------------
 
 
+@pytest.mark.processes  # whose warnings it catches
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
     "source", ["TopK", "OneBit, two steps", "LocalSGD", "DiLoCo, TopK", "CHOCO", "OneBitAdam"]

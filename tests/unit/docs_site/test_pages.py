@@ -10,6 +10,7 @@ import api_pages
 import command_page
 import environment_page
 import error_page
+import paper_sections
 import pytest
 
 import mpisgd
@@ -45,6 +46,15 @@ def test_every_page_is_in_the_navigation():
     nav = set(re.findall(r"- (?:\w+: )?([\w./-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     files = {str(page.relative_to(ROOT / "docs")) for page in PAGES}
     assert nav == files | GENERATED | FROM_ROOT
+
+
+def test_every_paper_stands_below_a_method():
+    folder = ROOT / "mpisgd" / "methods"
+    written = {str(path.parent.relative_to(folder)) for path in folder.rglob("paper.py")}
+    assert written == {each for folders in paper_sections.PAPERS.values() for each in folders}
+    text = "".join(api_pages.pages().values())
+    assert all((folder / each / "paper.py").read_text() in text for each in written)
+    assert set(paper_sections.PAPERS) <= set(api_pages.documented_names())
 
 
 def test_every_public_name_is_in_the_reference():

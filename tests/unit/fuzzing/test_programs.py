@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
+from fuzzing.both_backends import compared
 from fuzzing.compare import Outcome, judge
 from fuzzing.contract import may_be_refused, violation
 from fuzzing.draw import draw
-from fuzzing.execute import Failure, execute, has_reference
+from fuzzing.execute import Failure, execute, has_reference, state_digest
 from fuzzing.program import (
     Backward,
+    Broadcast,
     Clip,
+    Convert,
     Layer,
     Optimizer,
     Program,
@@ -21,7 +27,7 @@ from fuzzing.program import (
 )
 from fuzzing.python_text import python_text
 from fuzzing.shrink import shrink
-from fuzzing.variants import variants
+from fuzzing.variants import same_bits, variants
 
 SEEDS = range(200)
 ONE_LAYER = (Layer(),)
@@ -48,6 +54,7 @@ def test_what_is_drawn_keeps_to_the_contract():
     assert not any(violation(draw(seed)) for seed in SEEDS)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_most_programs_have_a_reference_that_runs():
     programs = [draw(seed) for seed in SEEDS[:50] if has_reference(draw(seed))]
     assert len(programs) > 25
@@ -63,6 +70,13 @@ def test_most_programs_have_a_reference_that_runs():
         ([Backward((1,), no_sync=True), Clip(1.0, float("inf"), by_torch=True)], "not reduced"),
         ([Backward((1,)), Clip(1.0)], "rounded"),
         ([Backward((1,), skipped=(5,))], "no such rank"),
+        ([Backward((1,), skipped=(0, 1))], "nobody"),
+        ([Reload(ranks=1), Backward((1,), skipped=(0,))], "nobody"),
+        ([Reload(ranks=2)], "no other ranks"),
+        ([Backward((1,), skipped=(0,)), Broadcast()], "within a window"),
+        ([Backward((1,), overflow=(0,))], "infinite"),
+        ([Backward((1,)), Step(closure=(2,))], "closure"),
+        ([Convert(0, channels_last=True)], "images"),
     ],
 )
 def test_what_a_program_must_not_do_is_named(events, rule):
@@ -126,3 +140,60 @@ def test_the_verdict_is_that_of_all_ranks():
     assert judge([later, later], ranks_agree=True, may_be_refused=False).kind == "error InvalidArgument"
     waits = Outcome((), failure=Failure(2, "CollectiveTimeout", "waits"))
     assert not judge([refused, waits], ranks_agree=True).is_healthy
+
+
+def test_both_backends_are_to_give_the_same_bits():
+    outcomes = [Outcome(((0, "a"), (1, "b")), "s"), Outcome(((0, "a"), (1, "c")), "t")]
+    verdict = judge(outcomes, ranks_agree=False)
+    assert compared(verdict, verdict).kind == "ok"
+    other = judge([outcomes[0], Outcome(((0, "a"), (1, "d")), "t")], ranks_agree=False)
+    assert "rank 1: other bits after event 1" in compared(verdict, other).text
+    other = judge([replace(outcomes[0], state_bits="u"), outcomes[1]], ranks_agree=False)
+    assert "rank 0: other bits in the states" in compared(verdict, other).text
+    refused = judge([Outcome((), failure=Failure(-1, "InvalidArgument", "no"))] * 2, ranks_agree=False)
+    assert compared(verdict, refused).kind == "backends"
+
+
+def test_a_hash_of_states_tells_every_bit_of_them():
+    def state(value):
+        return [{"state": {0: {"step": 1, "entries": [value]}}, "mpisgd": {"own": {"residual": None}}}]
+
+    zeros = torch.zeros(3)
+    assert state_digest(state(zeros)) == state_digest(state(zeros.clone()))
+    others = [state(-zeros), state(zeros.double()), state(zeros.view(3, 1)), state(None), state((0, 0, 0))]
+    assert len({state_digest(each) for each in [state(zeros), *others]}) == 6
+
+
+def test_norms_of_pieces_are_summed_in_another_order_after_a_reload():
+    clipped = replace(program(Backward((1,)), Clip(1.0), Step(), strategy="mpisgd.Sharded()"), exact=False)
+    assert not same_bits(clipped)
+    assert same_bits(replace(clipped, exact=True))
+    assert same_bits(replace(clipped, events=(Backward((1,)), Step())))
+
+
+def test_a_scaler_sees_reduced_gradients_once():
+    def scaled(*events, **options):
+        return violation(replace(program(*events, **options), scaler=True))
+
+    assert not scaled(
+        Backward((1,), overflow=(1,)), Step(), ZeroGrad(), Backward((2,)), Clip(1.0, float("inf"))
+    )
+    assert "reduced" in scaled(Backward((1,), skipped=(0,)), Step())
+    assert "to divide" in scaled(Backward((1,)), Step(), Step())
+    assert "added to" in scaled(Backward((1,)), Step(), Backward((2,)))
+    assert "finite" in scaled(Backward((1,)), Step(), error_if_nonfinite="True")
+    local = [Backward((1,), skipped=(0,)), Synchronize(), Step()]
+    assert "without gradients" in scaled(*local, strategy="mpisgd.LocalSGD(sync_every=2)")
+
+
+def test_ranks_that_take_no_part_are_not_compared():
+    trains, waits = Outcome(((0, "a"), (1, "b"))), Outcome(((0, "a"),))
+    assert judge([trains, waits], ranks_agree=True).kind == "ok"
+    assert judge([trains, replace(waits, bits=((0, "c"),))], ranks_agree=True).kind == "bits"
+
+
+def test_what_is_the_ranks_own_may_be_left_out_where_their_number_changes():
+    resized = program(Backward((1,)), Step(), Reload(), Reload(ranks=1), Backward((2,)), Step())
+    found = dict(variants(resized))
+    assert found["forgotten"].events[3] == Reload(ranks=1, forgets=True)
+    assert found["not interrupted"].events[2:4] == (ZeroGrad(), Reload(ranks=1))

@@ -119,8 +119,9 @@ def test_shutdown_ends_the_job_of_this_thread_alone():
 
 def test_abandoning_leaves_the_job_of_this_thread_alone(monkeypatch):
     from mpisgd.threads import waiting
+    from mpisgd.threads.scheduling import Cancellation
 
-    monkeypatch.setattr(waiting, "_cancelled_by", None)
+    monkeypatch.setattr(waiting, "_of_process", Cancellation())
     outer, inner = job_of("outer"), job_of("inner")
     with job_of_this_thread(outer):
         with job_of_this_thread(inner):

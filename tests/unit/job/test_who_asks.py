@@ -17,6 +17,7 @@ FACES = {
     "job/groups.py",  # new_group
     "job/lifecycle.py",
     "job/rank_info.py",  # mpisgd.rank()
+    "job/threads_as_ranks.py",  # lose_ranks
     "layouts/layout.py",
     "rpc/lifecycle.py",  # init_rpc
     "timeline/session.py",  # start_timeline

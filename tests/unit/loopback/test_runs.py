@@ -137,3 +137,16 @@ def test_many_ranks():
         return int(total)
 
     assert run_ranks(64, program, ranks_per_host=(16,) * 4) == [64 * 63 // 2] * 64
+
+
+def test_a_rank_that_exits_or_fails_as_pytest_does_is_told():
+    """Only subclasses of Exception were noted: the others waited, and then there was a KeyError."""
+
+    def program():
+        if mpisgd.rank() == 1:
+            raise SystemExit(3)
+        mpisgd.barrier()
+
+    with pytest.raises(RankFailed, match="rank 1 has raised") as caught:
+        run_ranks(3, program)
+    assert isinstance(caught.value.errors[1], SystemExit)

@@ -1,0 +1,1 @@
+"""Gradients in 16 bits."""

@@ -1,0 +1,1 @@
+"""Gossip by compressed changes."""

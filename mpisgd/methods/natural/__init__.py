@@ -1,0 +1,1 @@
+"""Gradients as powers of two."""

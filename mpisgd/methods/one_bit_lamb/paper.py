@@ -1,0 +1,91 @@
+"""1-bit LAMB: LAMB for T steps, then its momentum by one bit per element, and factors for trust ratios.
+
+Li, Awan, Tang, Rajbhandari and He 2021, "1-bit LAMB", algorithm 1; LAMB: You et al. 2020. For each parameter
+x by itself, with s(v) = sqrt(v) + eps:
+
+    t <= T:   g = mean of g_i;   m <- b1 m + (1 - b1) g;   v <- b2 v + (1 - b2) g^2
+              u = m / s(v) + decay x;   c = |x| / |u|, within c_limits;   x <- x - lr c u
+              a <- b3 a + (1 - b3) c, at first c
+    t > T:    n = average of b1 m + (1 - b1) g_i       by `w.wire`: the 1-bit average with two errors
+              f <- b2 f + (1 - b2) ((n - b1 m) / (1 - b1))^2, at first v;   m <- n
+              h = |m / s(v)| / |m / s(v) + decay x|, at most 1
+              r <- h (max of s(v) / s(f)) + 1 - h, within r_limits, and within 1 - q and 1 + q times the
+                   last r, at first 1
+              x <- x - lr r a (m / s(v) + decay x)
+
+lr is a function of t. The paper has no h, the share of the momentum in the update; without decay it is 1.
+Where v is 0 so is n: there was no gradient, and what comes is noise of the compression.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpisgd.methods.paper_kit import Paper, Vec, World, alike, filled, mean, nonzero, part
+
+__all__ = ["OneBitLamb", "State"]
+
+
+@dataclass(frozen=True)
+class State:
+    """What is kept: momentum, variance, fresh variance; the means of trust ratios, and the last factors."""
+
+    m: Vec = alike(default_factory=Vec)
+    v: Vec = alike(default_factory=Vec)
+    f: Vec = alike(default_factory=Vec)
+    a: Vec = alike(default_factory=Vec)
+    r: Vec = alike(default_factory=Vec)
+    wire: Any = part(lambda: None)
+
+
+@dataclass(frozen=True)
+class OneBitLamb(Paper[State]):
+    """Updates by itself."""
+
+    T: int
+    lr: Callable[[int], float]
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+    decay: float = 0.0
+    b3: float = 0.9
+    q: float = 0.1
+    c_limits: tuple[float, float] = (0.01, 10.0)
+    r_limits: tuple[float, float] = (0.5, 4.0)
+
+    def start(self, x: dict[int, Vec], w: World) -> State:
+        """See `Paper`."""
+        return State(wire=w.wire.start(x, w))
+
+    def update(
+        self, s: State, x: dict[int, Vec], g: dict[int, Vec], w: World
+    ) -> tuple[State, dict[int, Vec]]:
+        """See `Paper`."""
+        g, y, (b1, b2), lr = filled(g), x[w.ranks[0]], (self.b1, self.b2), self.lr(w.step)
+        if w.step <= self.T:
+            g_mean = mean(g, w)
+            m, v = b1 * s.m + (1 - b1) * g_mean, b2 * s.v + (1 - b2) * (g_mean * g_mean)
+            u = m / v.each(self._s) + self.decay * y.only(m)
+            c = Vec({name: (y[name].norm() / u[name].norm()).clamp(*self.c_limits) for name in u})
+            a = self.b3 * s.a + (1 - self.b3) * c if s.a else c
+            return State(m, v, v, a, wire=s.wire), dict.fromkeys(w.ranks, y - lr * (c * u))
+        wire, averaged = w.wire.reduce(s.wire, {i: b1 * s.m + (1 - b1) * g[i] for i in w.ranks}, w)
+        n = averaged[w.ranks[0]] * nonzero(s.v)
+        fresh = (n - b1 * s.m) / (1 - b1)
+        f = b2 * s.f + (1 - b2) * (fresh * fresh)
+        step = n / s.v.each(self._s)
+        u = step + self.decay * y.only(n)
+        r = Vec({name: self._factor(s, name, f[name], step[name].norm() / u[name].norm()) for name in n})
+        return replace(s, m=n, f=f, r=r, wire=wire), dict.fromkeys(w.ranks, y - lr * (r * s.a * u))
+
+    def _s(self, v: Tensor) -> Tensor:
+        return v.sqrt() + self.eps
+
+    def _factor(self, s: State, name: str, f: Tensor, share: Tensor) -> Tensor:
+        most, h = (self._s(s.v[name]) / self._s(f)).max(), share.clamp(max=1.0)
+        last = s.r.get(name, torch.ones_like(most))
+        r = (h * most + 1 - h).clamp(*self.r_limits)
+        return r.clamp(last * (1 - self.q), last * (1 + self.q))

@@ -1,0 +1,284 @@
+"""What papers are written with: vectors by name, the world that a step sees, and error feedback.
+
+A `paper.py` is an algorithm as it was published, with all ranks in one process: it imports torch and this
+module alone, and is pure: what it keeps goes in and comes out. `mpisgd.verification.paper_run` trains by it.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from mpisgd.method_state import alike, own, part
+
+__all__ = [
+    "Compressor",
+    "Draws",
+    "Event",
+    "Paper",
+    "Residual",
+    "Slice",
+    "Vec",
+    "World",
+    "alike",
+    "compressed",
+    "filled",
+    "largest",
+    "mean",
+    "nonzero",
+    "own",
+    "part",
+    "signs",
+    "total",
+]
+
+S = TypeVar("S")
+
+
+class Vec(dict[str, Tensor]):
+    """A vector of one rank: tensors by the names of parameters.
+
+    An absent name is a parameter that is frozen, unused or not added yet; in sums it is zero.
+    """
+
+    def each(self, function: Callable[[Tensor], Tensor]) -> "Vec":
+        """Return the function of each tensor."""
+        return Vec({name: function(tensor) for name, tensor in self.items()})
+
+    def only(self, names: Iterable[str]) -> "Vec":
+        """Return what it has of these names."""
+        return Vec({name: self[name] for name in names if name in self})
+
+    def __add__(self, other: "Vec") -> "Vec":
+        both = {name: self[name] + other[name] for name in self if name in other}
+        return Vec({**self, **other, **both})
+
+    def __sub__(self, other: "Vec") -> "Vec":
+        return self + other.each(torch.neg)
+
+    def __mul__(self, other: "float | Vec") -> "Vec":
+        """Multiply by a number, or element by element."""
+        if isinstance(other, Vec):
+            return Vec({name: self[name] * other[name] for name in self})
+        return self.each(lambda tensor: tensor * other)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: "float | Vec") -> "Vec":
+        """Divide by a number, or element by element."""
+        if isinstance(other, Vec):
+            return Vec({name: self[name] / other[name] for name in self})
+        return self.each(lambda tensor: tensor / other)
+
+
+class Slice(NamedTuple):
+    """Elements `begin` to `end` of a parameter, which is flat."""
+
+    name: str
+    begin: int
+    end: int
+
+    def of(self, v: Vec) -> Tensor:
+        """Return them."""
+        return v[self.name].flatten()[self.begin : self.end]
+
+    @property
+    def numel(self) -> int:
+        """How many they are."""
+        return self.end - self.begin
+
+
+class Draws(Protocol):
+    """Random numbers of one moment, of one rank or of all alike."""
+
+    def uniform(self, name: str, like: Tensor) -> Tensor:
+        """Return numbers in [0, 1) for the elements of a parameter, of the shape of `like`."""
+
+    def normal(self, name: str, like: Tensor, columns: int) -> Tensor:
+        """Return normal numbers for a parameter [n, m]: [m, columns]."""
+
+    def choice(self, numel: int, count: int) -> Tensor:
+        """Return `count` different ones of the first `numel` whole numbers."""
+
+
+class World(NamedTuple):
+    """What a step sees beside the method's own state.
+
+    Attributes:
+        ranks: who is there.
+        hosts: the same, by host.
+        step: its number, from 1.
+        weight: what a rank's examples count, 1 each if ranks have equally many; 0: it has none left.
+        layout: the buckets that all ranks have agreed on, or the chunks that each of them owns.
+        sum: of a tensor of some ranks, in float32 at least; the order of the additions is the caller's.
+        draw: random numbers of the so manieth reduction, of all ranks, or of one by its place among `ranks`.
+        optimizer: x of a rank after a step of the wrapped optimizer with g, as `optimizer(rank, x, g)`.
+        wire: the compressor's paper, by which a mean travels; without compression it is exact.
+    """
+
+    ranks: tuple[int, ...]
+    hosts: tuple[tuple[int, ...], ...]
+    step: int
+    weight: Mapping[int, float]
+    layout: tuple[tuple[Slice, ...], ...]
+    sum: Callable[[Mapping[int, Tensor]], Tensor]
+    draw: Callable[[int, int | None], Draws]
+    optimizer: Callable[[int, Vec, Vec], Vec]
+    wire: "Paper[Any]"
+
+
+class Event(NamedTuple):
+    """Something that happened to some ranks while nobody waited, as it was recorded.
+
+    Attributes:
+        what: its name in the paper.
+        ranks: to whom.
+        g: the gradient that came with it.
+    """
+
+    what: str
+    ranks: tuple[int, ...]
+    g: Vec = Vec()
+
+
+class Paper(Generic[S]):
+    """An algorithm: what becomes of the gradients g and the parameters x of all ranks, by rank.
+
+    A step is gradients, `reduce`, whatever the program does with the gradients (clipping, say), `update`,
+    `after`. S is what is kept: None, or a frozen dataclass whose fields are marked `alike`, `own` (a dict by
+    rank) or `part` (the S of another paper). Hyperparameters are fields of the subclass, by their symbols.
+
+    Attributes:
+        leaves_frozen: whether x lacks parameters that are frozen now; they stay as they are.
+    """
+
+    leaves_frozen: ClassVar[bool] = False
+
+    def start(self, x: dict[int, Vec], w: World) -> S:
+        """Return what is kept before the first step."""
+        raise NotImplementedError
+
+    def reduce(self, s: S, g: dict[int, Vec], w: World) -> tuple[S, dict[int, Vec]]:
+        """Return the gradients that the ranks take; by default each its own."""
+        return s, g
+
+    def update(self, s: S, x: dict[int, Vec], g: dict[int, Vec], w: World) -> tuple[S, dict[int, Vec]]:
+        """Return the parameters after the update; by default the wrapped optimizer's."""
+        return s, {i: w.optimizer(i, x[i], g[i]) for i in w.ranks}
+
+    def after(self, s: S, x: dict[int, Vec], w: World) -> tuple[S, dict[int, Vec]]:
+        """Return the parameters at the end of the step."""
+        return s, x
+
+    def event(self, s: S, x: dict[int, Vec], e: Event, w: World) -> tuple[S, dict[int, Vec]]:
+        """Return the parameters after an event, for methods in which nobody waits."""
+        raise NotImplementedError
+
+
+# --- over the ranks -----------------------------------------------------------------------------------
+
+
+def filled(v: dict[int, Vec]) -> dict[int, Vec]:
+    """Return vectors that have all names that some rank has: zero where a rank has none."""
+    like = {name: tensor for one in v.values() for name, tensor in one.items()}
+    zeros = Vec({name: torch.zeros_like(tensor) for name, tensor in like.items()})
+    return {i: Vec({name: one.get(name, zeros[name]) for name in like}) for i, one in v.items()}
+
+
+def total(v: Mapping[int, Vec], w: World) -> Vec:
+    """Return the sum over the ranks that `v` has, which all have the same names; rounded once."""
+    first = next(iter(v.values()))
+    return Vec({name: w.sum({i: one[name] for i, one in v.items()}).to(first[name].dtype) for name in first})
+
+
+def mean(v: Mapping[int, Vec], w: World) -> Vec:
+    """Return the mean over the ranks that `v` has, which all have the same names; rounded once."""
+    first = next(iter(v.values()))
+    sums = {name: w.sum({i: one[name] for i, one in v.items()}) for name in first}
+    return Vec({name: (each / len(v)).to(first[name].dtype) for name, each in sums.items()})
+
+
+# --- of a parameter -----------------------------------------------------------------------------------
+
+
+def largest(v: Tensor, ratio: float) -> Tensor:
+    """Return v with zeros in place of all but the k = max(1, ratio n) largest of its n elements."""
+    k = max(1, round(ratio * v.numel()))
+    chosen = v.flatten().abs().argsort(descending=True, stable=True)[:k]
+    kept = torch.zeros_like(v).flatten()
+    kept[chosen] = v.flatten()[chosen]
+    return kept.view(v.shape)
+
+
+def signs(v: Tensor) -> Tensor:
+    """Return signs times the mean magnitude, |v|_1 / d sign(v) of d elements; the sign of 0 is 1."""
+    return v.abs().mean() * (2.0 * (v >= 0) - 1.0).to(v.dtype) if v.numel() else v
+
+
+def nonzero(v: Vec) -> Vec:
+    """Return 1 where v is not 0, else 0."""
+    return v.each(lambda tensor: (tensor != 0).to(tensor.dtype))
+
+
+# --- error feedback -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Residual:
+    """What a compressor keeps.
+
+    Attributes:
+        e: what a rank has not sent yet.
+        k: how many reductions there were; random numbers differ by it.
+    """
+
+    e: dict[int, Vec] = own(default_factory=dict)
+    k: int = alike(0)
+
+
+def compressed(
+    s: Residual, g: dict[int, Vec], w: World, send: Callable[[int, Vec], Vec]
+) -> tuple[Residual, dict[int, Vec]]:
+    """Return what each rank sends, with error feedback (Seide 2014; Vogels 2019, algorithm 2).
+
+        m_i = g_i + e_i;   s_i = C(m_i);   e_i = m_i - s_i
+
+    The learning rate comes after it. Stich 2018 and Karimireddy 2019 have it before, in the residual: that is
+    the same while it does not change.
+    """
+    m = {i: (g[i] + s.e[i]).only(g[i]) for i in w.ranks}
+    sent = {i: send(i, m[i]) for i in w.ranks}
+    e = {i: Vec({**s.e[i], **(m[i] - sent[i])}) for i in w.ranks}
+    return Residual(e, s.k + 1), sent
+
+
+@dataclass(frozen=True)
+class Compressor(Paper[Residual]):
+    """What has an operator C: all ranks get the mean of C(g_i), or of C(g_i + e_i) with error feedback.
+
+    Attributes:
+        feedback: whether what C leaves out is added to the next gradient.
+    """
+
+    feedback: bool = True
+
+    def C(self, v: Vec, w: World, draw: Draws) -> Vec:
+        """Return what arrives where a rank sends v."""
+        raise NotImplementedError
+
+    def start(self, x: dict[int, Vec], w: World) -> Residual:
+        """See `Paper`."""
+        return Residual({i: Vec() for i in w.ranks})
+
+    def reduce(self, s: Residual, g: dict[int, Vec], w: World) -> tuple[Residual, dict[int, Vec]]:
+        """See `Paper`."""
+        place = {i: number for number, i in enumerate(w.ranks)}
+        kept, sent = compressed(s, filled(g), w, lambda i, v: self.C(v, w, self.drawn(s.k, place[i], w)))
+        g_mean = mean(sent, w)
+        return kept if self.feedback else Residual(s.e, s.k + 1), dict.fromkeys(w.ranks, g_mean)
+
+    def drawn(self, k: int, place: int, w: World) -> Draws:
+        """Return the random numbers of a rank in reduction k: its own."""
+        return w.draw(k, place)

@@ -1,0 +1,1 @@
+"""Ranks that push gradients and fetch parameters, each at its own pace."""

@@ -1,0 +1,1 @@
+"""Compression between hosts alone."""

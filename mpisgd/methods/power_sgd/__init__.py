@@ -1,0 +1,1 @@
+"""Gradients as the product of two narrow matrices."""

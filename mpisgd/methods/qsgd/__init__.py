@@ -1,0 +1,1 @@
+"""Gradients in a few bits per element."""

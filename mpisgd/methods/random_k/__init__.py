@@ -1,0 +1,1 @@
+"""Random elements of gradients."""

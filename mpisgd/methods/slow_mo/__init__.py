@@ -1,0 +1,1 @@
+"""SlowMo, a case of DiLoCo."""

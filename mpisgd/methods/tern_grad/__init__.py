@@ -1,0 +1,1 @@
+"""Gradients as -1, 0 and 1."""

@@ -1,0 +1,1 @@
+"""Elements of gradients that pass a threshold."""

@@ -1,0 +1,1 @@
+"""The 1-bit average with two errors."""

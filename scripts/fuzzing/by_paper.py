@@ -1,0 +1,240 @@
+"""`ByPaper`: all ranks of a program in one process, by the paper of its method.
+
+`mpisgd.verification.papers` says which paper a strategy and a compressor are to be equal to. Each rank has a
+`Training` with plain torch, and at each step the paper has the gradients and the parameters of all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import mpisgd
+from fuzzing import program as events
+from fuzzing.model import Model
+from fuzzing.program import Event, Optimizer, Program
+from fuzzing.training import Training, initial_groups
+from mpisgd.methods.paper_kit import Vec
+from mpisgd.verification.paper_run import Definition, PaperRun, Saved
+from mpisgd.verification.papers import paper_of
+
+__all__ = ["SYNCHRONOUS", "ByPaper", "arguments_of", "paper_among"]
+
+SYNCHRONOUS = (mpisgd.Synchronous, mpisgd.Sharded)
+OPTIONS = ("strategy", "compression", "op")
+
+
+def arguments_of(optimizer: Optimizer) -> dict[str, Any]:
+    """Return what the paper depends on of what `DistributedOptimizer` is asked for."""
+    names = {"__builtins__": {}, "mpisgd": mpisgd, "torch": torch}
+    return {name: eval(text, names) for name, text in optimizer.options if name in OPTIONS}
+
+
+def paper_among(program: Program, size: int) -> Definition:
+    """Return the definition of a program's method among so many ranks."""
+    optimizer, params = program.optimizers[0], Model(program).params
+    layers = [layer for group, _ in initial_groups(program, optimizer) for layer in group]
+    lengths = [(f"layers.{layer}", params[layer].nbytes) for layer in layers]
+    return paper_of(**arguments_of(optimizer), size=size, lengths=lengths)
+
+
+def _names(program: Program, training: Training) -> dict[str, nn.Parameter]:
+    """Return the parameters of the optimizer by name, in its order."""
+    name_of = {id(param): f"layers.{place}" for place, param in enumerate(training.model.params)}
+    return {name_of[id(param)]: param for param in training.params_of(0)}
+
+
+class ByPaper:
+    """All ranks of a program by the paper of its method.
+
+    Args:
+        program: what is carried out.
+        rank: whose model is looked at.
+    """
+
+    def __init__(self, program: Program, rank: int) -> None:
+        weight = 1.0 if program.optimizers[0].sums else program.ranks
+        self._program, self._rank, self._num_ranks = program, rank, program.ranks
+        self._all = [Training(program, [each], weight) for each in range(program.ranks)]
+        self._clips: list[events.Clip] = []
+        self.model = self._all[rank].model
+        strategy = arguments_of(program.optimizers[0]).get("strategy", mpisgd.Synchronous())
+        self._is_local = not isinstance(strategy, SYNCHRONOUS)
+        self._mixes = isinstance(strategy, mpisgd.Gossip)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Make the run of the ranks that train now."""
+        self._params = {each: _names(self._program, training) for each, training in self._here}
+        self._optimizers = {each: _Stepping(training) for each, training in self._here}
+        self._run = PaperRun(paper_among(self._program, self._num_ranks), self._params, self._optimizers)
+
+    @property
+    def _here(self) -> list[tuple[int, Training]]:
+        return list(enumerate(self._all[: self._num_ranks]))
+
+    @property
+    def takes_part(self) -> bool:
+        """See `Training`."""
+        return self._rank < self._num_ranks
+
+    def states(self) -> list[dict[str, Any]]:
+        """See `Training`."""
+        return self._all[self._rank].states() if self.takes_part else []
+
+    def do(self, event: Event) -> None:
+        """See `Training`."""
+        match event:
+            case events.Step():
+                self._step(event)
+            case events.Clip() if not self._is_local:
+                self._clips.append(event)
+            case events.Reload(ranks=ranks) if ranks and ranks != self._num_ranks:
+                self._resize(ranks)
+            case events.AddGroup() | events.SetFrozen() | events.Convert():
+                for training in self._all:  # also those that may train again
+                    training.do(event)
+                for rank, training in self._here:
+                    self._params[rank].update(_names(self._program, training))
+            case events.Broadcast():
+                self._copy_from(event.src, self._all[: self._num_ranks])
+                self._go_on(self._run)
+            case _:
+                for _, training in self._here:
+                    training.do(event)
+
+    def _step(self, event: events.Step) -> None:
+        for optimizer in self._optimizers.values():
+            optimizer.event = event
+        grads = {
+            rank: {name: param.grad for name, param in params.items() if param.grad is not None}
+            for rank, params in self._params.items()
+        }
+        frozen = self._frozen() if self._mixes else {}
+        self._run.step(grads, self._clipped)
+        self._clips.clear()
+        for rank, values in frozen.items():
+            for name, value in values.items():
+                _overwrite(self._params[rank][name], value)
+                self._run.x[rank][name] = value
+
+    def _frozen(self) -> dict[int, dict[str, Tensor]]:
+        """Return copies of the parameters that are not trained, which ranks do not mix."""
+        return {
+            rank: {name: p.detach().clone() for name, p in params.items() if not p.requires_grad}
+            for rank, params in self._params.items()
+        }
+
+    def _clipped(self, grads: Vec) -> Vec:
+        for clip in self._clips:
+            params = [nn.Parameter(torch.empty_like(grad)) for grad in grads.values()]
+            for param, grad in zip(params, grads.values(), strict=True):
+                param.grad = grad.clone()
+            if clip.by_value:
+                nn.utils.clip_grad_value_(params, clip.max_norm)
+            else:
+                nn.utils.clip_grad_norm_(params, clip.max_norm, clip.norm_type)
+            grads = Vec({name: param.grad for name, param in zip(grads, params, strict=True)})
+        return grads
+
+    # -- what is kept, where ranks begin anew ---------------------------------------------------------
+
+    def _resize(self, num_ranks: int) -> None:
+        """Go on with other ranks from what the models stand for together."""
+        before = self._run
+        for name, value in self._consensus().items():
+            for params in self._params.values():
+                _overwrite(params[name], value)
+        self._copy_from(0, self._all[self._num_ranks : num_ranks])
+        self._num_ranks = num_ranks
+        for _, training in self._here:
+            training.weight = 1.0 if self._program.optimizers[0].sums else num_ranks
+            training.do(events.Reload())
+        self._begin()
+        self._go_on(before)
+
+    def _consensus(self) -> dict[str, Tensor]:
+        state = self._run.state
+        for name in ("theta", "z"):
+            if common := getattr(state, name, None):
+                return dict(common)
+        ranks = list(self._params.values())
+        return {name: torch.stack([params[name].detach() for params in ranks]).mean(0) for name in ranks[0]}
+
+    def _go_on(self, before: PaperRun) -> None:
+        """Let the run go on from the parameters that there are, with what was alike in another one."""
+        x = {
+            rank: Vec({name: param.detach().clone() for name, param in params.items()})
+            for rank, params in self._params.items()
+        }
+        run = PaperRun(paper_among(self._program, self._num_ranks), self._params, self._optimizers)
+        states: dict[int, dict[str, Any]] = {rank: {} for rank in self._params}
+        run.load(Saved(_without_own(before.state, run.state), x, states, before.steps))
+        self._run = run
+
+    def _copy_from(self, src: int, trainings: Sequence[Training]) -> None:
+        for training in trainings:
+            if training is not self._all[src]:
+                for param, other in zip(training.model.params, self._all[src].model.params, strict=True):
+                    _overwrite(param, other)
+                copies = self._all[src].states()  # of its own: torch keeps what it loads
+                for optimizer, state in zip(training.optimizers, copies, strict=True):
+                    optimizer.load_state_dict(state)
+                    _undo_casts(optimizer, state["state"])
+
+
+class _Stepping:
+    """What a paper calls the optimizer: a step of a training, as the program asks for it."""
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self.event = events.Step()
+
+    def step(self) -> None:
+        """Update the parameters by the gradients that they have."""
+        self._training.step(self.event)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: the training keeps its state."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load nothing."""
+
+
+def _without_own(state: Any, fresh: Any) -> Any:
+    """Return a paper's state of which nothing is left but what is alike.
+
+    Args:
+        state: as it was.
+        fresh: of the parameters of now, of which some may have been added since.
+    """
+    if not is_dataclass(state):
+        return state
+    kept = {}
+    for each in fields(state):
+        value, anew = getattr(state, each.name), getattr(fresh, each.name)
+        match each.metadata["owner"]:
+            case "own":
+                kept[each.name] = anew
+            case "part":
+                kept[each.name] = _without_own(value, anew)
+            case _:
+                kept[each.name] = Vec({**anew, **value}) if isinstance(value, Vec) else value
+    return replace(state, **kept)
+
+
+def _undo_casts(optimizer: Any, state: dict[int, dict[str, Any]]) -> None:
+    """Give a state back the dtypes that it was sent in: torch casts to those of the parameters."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for place, entries in state.items():
+        optimizer.state[params[place]].update(entries)
+
+
+@torch.no_grad()
+def _overwrite(param: Tensor, other: Tensor) -> None:
+    param.copy_(other)

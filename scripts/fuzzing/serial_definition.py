@@ -1,0 +1,119 @@
+"""Which programs have a definition in one process beside joined losses: the paper of their method."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mpisgd
+from fuzzing import program as events
+from fuzzing.by_paper import SYNCHRONOUS, ByPaper, arguments_of, paper_among
+from fuzzing.program import Program
+
+__all__ = ["definition_of", "rounds"]
+
+# Others draw numbers for buckets, or look at a bucket as a whole: then the paper needs the plan, too.
+PER_PARAMETER = (
+    mpisgd.compress.TopK,
+    mpisgd.compress.Threshold,
+    mpisgd.compress.DeepGradient,
+    mpisgd.compress.SignSGD,
+    mpisgd.compress.OneBit,
+    mpisgd.compress.PowerSGD,
+)
+ROUNDING = ("Adasum", "OneBit", "PowerSGD", "SignSGD")
+CHOOSES = (mpisgd.compress.TopK, mpisgd.compress.DeepGradient)  # among equals whichever it likes
+
+
+def definition_of(program: Program) -> type[ByPaper] | None:
+    """Return what makes the definition of a program's method for a rank; None: it has none here."""
+    if len(program.optimizers) > 1 or program.optimizers[0].name in events.ONE_BIT:
+        return None
+    options = arguments_of(program.optimizers[0])
+    strategy = options.get("strategy", mpisgd.Synchronous())
+    is_local = not isinstance(strategy, SYNCHRONOUS)
+    compression = options.get("compression")
+    compresses = isinstance(compression, PER_PARAMETER) and not getattr(compression, "two_step", False)
+    reduces = compresses or options.get("op") is mpisgd.Adasum
+    if is_local == reduces or not _has_paper(program, strategy):
+        return None
+    if reduces and not (_reduces_once(program) and _someone_has_each(program)):
+        return None
+    if program.exact and isinstance(compression, CHOOSES):
+        return None
+    moves = any(isinstance(event, events.Convert) for event in program.events)
+    if isinstance(compression, mpisgd.compress.PowerSGD) and (
+        moves or any(layer.transposed for layer in program.layers)
+    ):
+        return None  # it approximates what lies in memory
+    is_double = all(layer.dtype == "float64" for layer in program.layers)
+    if not is_double and rounds(program):
+        return None
+    return ByPaper
+
+
+def rounds(program: Program) -> bool:
+    """Return whether a method computes with gradients what is rounded, such as a mean of magnitudes."""
+    options = [optimizer.option("compression") + optimizer.option("op") for optimizer in program.optimizers]
+    return any(name in text for text in options for name in ROUNDING)
+
+
+def _has_paper(program: Program, strategy: Any) -> bool:
+    added = any(isinstance(event, events.AddGroup) for event in program.events)
+    has_empty = any(0 in layer.shape for layer in program.layers)
+    if (added or has_empty) and getattr(strategy, "fragments", 1) > 1:
+        return False  # the paper's fragments are those of the beginning, and all have elements
+    freezes = any(isinstance(event, events.SetFrozen) for event in program.events)
+    if freezes and isinstance(strategy, mpisgd.Gossip):
+        return False  # what was frozen is not mixed, and updated all the same while it has a gradient
+    warms_up = getattr(strategy, "warmup_steps", 0)
+    if warms_up and (program.scaler or any(isinstance(event, events.Clip) for event in program.events)):
+        return False  # something looks at gradients that are reduced by then
+    try:
+        paper_among(program, program.ranks)
+    except mpisgd.InvalidArgument:
+        return False
+    return True
+
+
+def _reduces_once(program: Program) -> bool:
+    """Return whether there is one reduction for each step, of all that came since the last reset."""
+    if program.scaler:
+        return False
+    passes, has_new, is_reduced = 0, False, False
+    for event in program.events:
+        match event:
+            case events.Backward():
+                if is_reduced:
+                    return False
+                has_new, passes = True, passes + (not event.no_sync)
+                is_reduced = not event.no_sync and passes == program.optimizers[0].passes
+            case events.Step(closure=data):
+                if data or not has_new:
+                    return False
+                has_new, is_reduced = False, True
+            case events.Clip() | events.Synchronize():
+                is_reduced = True
+                if not has_new:
+                    return False
+            case events.ZeroGrad(by_model=True, set_to_none=False) | events.FailedBackward():
+                return False
+            case events.ZeroGrad() | events.Reload():
+                if has_new:
+                    return False
+                passes, is_reduced = 0, False
+            case events.Broadcast() | events.AddGroup() | events.Convert():
+                if has_new:
+                    return False
+    return True
+
+
+def _someone_has_each(program: Program) -> bool:
+    """Return whether each gradient is that of some rank in every reduction, or never.
+
+    Elsewhere what the ranks have not sent of it goes round, and comes back as everyone's: see
+    `BucketReducer.put_back`.
+    """
+    skips = any(isinstance(event, events.Backward) and event.skipped for event in program.events)
+    if not skips and not program.is_resized:
+        return True
+    return all(layer.used_by in ("all", "none") for layer in program.layers)

@@ -1,0 +1,34 @@
+"""What mpirun starts instead of Python: `preloaded_client.py SOCKET PROGRAM ARGS`; see preloaded.py."""
+
+import marshal
+import os
+import signal
+import socket
+import sys
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
+
+
+def main() -> None:
+    """Have the program run, pass on signals, and end as it ends."""
+    wanted = {
+        "args": sys.argv[2:],
+        "env": dict(os.environ),
+        "cwd": os.getcwd(),
+        "cores": sorted(os.sched_getaffinity(0)),
+    }
+    text = marshal.dumps(wanted)
+    server = socket.socket(socket.AF_UNIX)
+    server.connect(sys.argv[1])
+    socket.send_fds(server, [len(text).to_bytes(8, "big")], [0, 1, 2])
+    server.sendall(text)
+    for number in SIGNALS:
+        signal.signal(number, lambda number, _: server.sendall(bytes([number])))
+    code = int.from_bytes(server.recv(4), "big", signed=True)
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+main()

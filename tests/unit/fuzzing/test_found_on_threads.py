@@ -1,0 +1,190 @@
+"""Faults that random programs have found on ranks that are threads, each with the smallest one that fails."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fuzzing.program import (
+    AddGroup,
+    Backward,
+    Broadcast,
+    Convert,
+    Layer,
+    Optimizer,
+    Program,
+    Reload,
+    Step,
+    ZeroGrad,
+)
+from fuzzing.threads_backend import ThreadsBackend
+
+import mpisgd
+from mpisgd.job.threads_as_ranks import run_ranks
+
+
+def check(*events, ranks=2, layers, optimizers, exact=False, seed=0, scaler=False):
+    """Run a program and its variants, and compare it with one process where that can be."""
+    program = Program(seed, ranks, 0, exact, tuple(layers), tuple(optimizers), events, scaler=scaler)
+    verdict = ThreadsBackend().run(program)
+    assert verdict.kind == "ok", f"{verdict.kind}: {verdict.text}"
+
+
+# Seed 302178. A parameter that has had a sparse gradient travels apart, and was divided by the number of
+# ranks; in a bucket what was divided before was multiplied by a reciprocal. A resumed run does not know what
+# was sparse once, so its last bits were others.
+
+
+def test_a_gradient_that_was_sparse_before_has_the_same_mean_when_resumed():
+    options = (("gradient_predivide_factor", "0.5"),)
+    check(
+        *(Backward((2,)), Step(), Reload(), Backward((3,)), Step(), ZeroGrad(), Backward((5,)), Step()),
+        ranks=3,
+        layers=[Layer("partly sparse", (5, 2)), Layer("partly sparse", (11, 3))],
+        optimizers=[Optimizer("SGD", (("lr", 0.25),), (0, 1), options)],
+        seed=302178,
+    )
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0, 8.0])
+def test_predivision_by_a_power_of_two_changes_no_bits(factor):
+    def mean_of(predivide):
+        param = torch.nn.Parameter(torch.zeros(100))
+        optimizer = mpisgd.DistributedOptimizer(
+            torch.optim.SGD([param], lr=1.0), gradient_predivide_factor=predivide
+        )
+        (param * torch.cos(torch.arange(100.0) + mpisgd.rank())).sum().backward()
+        optimizer.step()
+        return param.detach().clone()
+
+    for rank in run_ranks(3, lambda: (mean_of(1.0), mean_of(factor))):
+        assert torch.equal(*rank)
+
+
+# Seed 4505. What was divided before is multiplied after the sum; signs, of which no sum is made, were, too,
+# and a threshold had been passed by other elements.
+
+
+@pytest.mark.parametrize(
+    "compression",
+    [
+        mpisgd.compress.SignSGD(),
+        mpisgd.compress.SignSGD(majority_vote=False),
+        mpisgd.compress.Threshold(value=0.5),
+        mpisgd.compress.DeepGradient(ratio=0.5, clip_norm=0.5),
+        mpisgd.compress.PerHost(mpisgd.compress.Threshold(value=0.5)),
+        mpisgd.compress.TopK(ratio=0.5),
+        mpisgd.compress.OneBit(),
+    ],
+    ids=str,
+)
+def test_predivision_changes_nothing_of_what_a_compressor_sends(compression):
+    def trained(factor):
+        param = torch.nn.Parameter(torch.zeros(20, dtype=torch.float64))
+        optimizer = mpisgd.DistributedOptimizer(
+            torch.optim.SGD([param], lr=1.0), compression=compression, gradient_predivide_factor=factor
+        )
+        for step in range(3):
+            optimizer.zero_grad()
+            (param * torch.cos(torch.arange(20.0).double() + mpisgd.rank() + step)).sum().backward()
+            optimizer.step()
+        return param.detach()
+
+    for once, divided in run_ranks(2, lambda: (trained(1.0), trained(4.0))):
+        torch.testing.assert_close(divided, once)
+
+
+# Seeds 23 and 77. Ranks that had received a state in which nothing was kept counted their steps anew, and the
+# one that had sent it did not: only they looked whether all are in sync, or only it.
+
+
+def test_ranks_count_steps_alike_after_a_broadcast():
+    optimizer = Optimizer(layers=(0,), options=(("check_in_sync_every", "2"),))
+    events = [Step(), Broadcast(), Step(), Step(), Broadcast(1), Step()]
+    check(Backward((1,)), *events, layers=[Layer()], optimizers=[optimizer], exact=True)
+
+
+# Seed 152. A GradScaler raised on the rank that owns a parameter with a sparse gradient; the others waited.
+
+
+@pytest.mark.parametrize("strategy", ["mpisgd.Sharded(stage=1)", "mpisgd.Sharded(stage=2)"])
+@pytest.mark.parametrize("overflow", [(), (1,)])
+def test_a_scaler_divides_sparse_gradients_on_their_owner(strategy, overflow):
+    optimizer = Optimizer(layers=(0, 1), options=(("strategy", strategy),))
+    events = [Backward((1,), overflow=overflow), Step(), ZeroGrad(), Backward((2,)), Step()]
+    layers = [Layer("sparse", (11, 3)), Layer()]
+    check(*events, layers=layers, optimizers=[optimizer], exact=True, scaler=True)
+
+
+# The same of clipping, which torch refuses for sparse gradients: an error on one rank alone.
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_sparse_gradients_that_are_divided_can_be_clipped(norm_type):
+    def clipped(sparse):
+        table = torch.nn.Embedding.from_pretrained(torch.ones(5, 2), freeze=False, sparse=sparse)
+        optimizer = mpisgd.DistributedOptimizer(
+            torch.optim.SGD(table.parameters(), lr=1.0), strategy=mpisgd.Sharded()
+        )
+        table(torch.tensor([mpisgd.rank(), 3, 3])).sum().backward()
+        norm = optimizer.clip_grad_norm_(0.5, norm_type)
+        optimizer.step()
+        return norm, table.weight.detach()
+
+    for dense, sparse in run_ranks(2, lambda: (clipped(False), clipped(True))):
+        torch.testing.assert_close(dense, sparse)
+
+
+# Seed 1004. Ranks that had received a state did not agree on the settings of further groups with the one that
+# had sent it: torch adds a setting to what loads a state.
+
+
+@pytest.mark.parametrize("name", ["OneBitAdam", "OneBitLamb"])
+def test_a_group_is_added_to_a_1_bit_optimizer_after_a_broadcast(name):
+    optimizer = Optimizer(name, (("lr", 0.01), ("freeze_step", 3)), (0,))
+    events = [Backward((1,)), Step(), Broadcast(1), AddGroup(1), Backward((2,)), Step()]
+    check(*events, layers=[Layer(), Layer()], optimizers=[optimizer])
+
+
+# Seed 2585. Parameters were channels last, and their gradients as before the conversion: fused optimizers
+# walk both in the order of memory, and updated elements by the gradients of others.
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 2, 2), (64, 32, 8, 8)], ids=["in a bucket", "alone"])
+def test_gradients_lie_as_parameters_that_were_converted_after_the_first_step(shape):
+    optimizer = Optimizer("AdamW", (("lr", 0.01), ("fused", True)), (0, 1))
+    events = [Step(), Convert(0, channels_last=True), Backward((7,)), Step()]
+    check(*events, layers=[Layer(shape=shape), Layer(shape=(3, 2))], optimizers=[optimizer])
+
+
+# Seed 70007. A state that was received lay in the order of its elements, and its parameter did not: fused
+# optimizers updated elements with the momentum of others, on all ranks but one.
+
+
+def test_a_state_lies_as_its_parameter_after_a_broadcast():
+    optimizer = Optimizer("AdamW", (("lr", 0.01), ("fused", True)), (0,))
+    events = [Backward((1,)), Step(), Broadcast(1), Step()]
+    check(*events, layers=[Layer(shape=(4, 3), transposed=True)], optimizers=[optimizer])
+
+
+def test_a_state_lies_as_its_parameter_after_a_load():
+    net = torch.nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
+    optimizer = mpisgd.DistributedOptimizer(torch.optim.Adam(net.parameters(), fused=True))
+    net(torch.ones(1, 2, 2, 2)).sum().backward()
+    optimizer.step()
+    saved = optimizer.state_dict()
+    for entries in saved["state"].values():
+        entries.update({name: value.contiguous() for name, value in entries.items()})
+    optimizer.load_state_dict(saved)
+    assert optimizer.state[net.weight]["exp_avg"].stride() == net.weight.stride()
+
+
+# Seed 4406. A sparse gradient that was reset to zeros has no elements, but is one: steps are counted.
+
+
+@pytest.mark.parametrize("option", [("share_parameters", "True"), ("strategy", "mpisgd.Sharded()")], ids=str)
+def test_sparse_gradients_that_were_divided_are_reset_to_what_has_no_elements(option):
+    optimizer = Optimizer("Adagrad", (("lr", 0.01),), (0,), (option,))
+    reset = ZeroGrad(set_to_none=False)
+    events = [Backward((2,)), reset, Step(), reset, Backward((3,)), Step()]
+    check(*events, layers=[Layer("sparse", (11, 3))], optimizers=[optimizer])

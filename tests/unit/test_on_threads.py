@@ -1,0 +1,46 @@
+"""What `scripts/test` runs on threads is there, and its stages run each test somewhere."""
+
+from __future__ import annotations
+
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import pytest
+import run_tests
+
+FOLDER = Path(__file__).parents[1] / "mpi"
+
+
+def files() -> tuple[str, ...]:
+    spec = spec_from_file_location("on_threads", FOLDER / "on_threads.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.FILES
+
+
+@pytest.mark.parametrize("file", files())
+def test_a_file_is_there(file):
+    assert (FOLDER / file).exists()
+
+
+def selection(stage: run_tests.Stage) -> str:
+    options = stage.options
+    return options[options.index("-m") + 1] if "-m" in options else ""
+
+
+@pytest.mark.parametrize("long", [False, True])
+def test_what_mpirun_leaves_out_runs_on_threads(long):
+    stages = run_tests.plan(long=long)
+    (threads,) = [stage for stage in stages if "--threads" in stage.options]
+    assert selection(threads).startswith("on_threads")
+    several = [stage for stage in stages if stage.paths == ("tests/mpi",) and stage.size > 1]
+    assert all(("not on_threads" in selection(stage)) != long for stage in several)
+    (alone,) = [stage for stage in stages if stage.name == "mpi 1"]
+    assert "on_threads" not in selection(alone)
+
+
+def test_every_file_of_the_ranks_runs_at_some_size():
+    left_out = [set(paths) for paths in run_tests.LEFT_OUT.values()]
+    assert set.intersection(*left_out) == set()
