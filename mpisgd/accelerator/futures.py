@@ -15,7 +15,7 @@ from torch.futures import Future
 
 from mpisgd.accelerator.runtime import on_device, runtime
 
-__all__ = ["all_done", "completed_on", "devices_of", "future_on"]
+__all__ = ["all_done", "completed_on", "devices_of", "future_on", "tensors_in"]
 
 
 def future_on(stream: Any) -> "Future[Any]":
@@ -32,15 +32,16 @@ def completed_on(future: "Future[Any]", stream: Any, value: Any) -> "Future[Any]
 
 def devices_of(tensors: Any) -> list[torch.device]:
     """Return the devices of all tensors in lists of lists."""
-    return list(dict.fromkeys(tensor.device for tensor in _tensors_in(tensors) if on_device(tensor)))
+    return list(dict.fromkeys(tensor.device for tensor in tensors_in(tensors) if on_device(tensor)))
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a value: itself, or those in lists of lists."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
         for each in value:
-            yield from _tensors_in(each)
+            yield from tensors_in(each)
 
 
 def all_done(futures: "Sequence[Future[Any]]", result: Any) -> "Future[Any]":

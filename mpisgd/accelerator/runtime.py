@@ -24,6 +24,11 @@ class Cuda:
 
     kind = "cuda"
 
+    @property
+    def module(self) -> Any:
+        """`torch.cuda`."""
+        return torch.cuda
+
     def holds(self, tensor: Tensor) -> bool:
         """Return whether a tensor lies on a GPU."""
         return tensor.is_cuda
@@ -34,14 +39,25 @@ class Cuda:
         That is what torch can tell: `torch.cuda.set_device` counts as a use, and so does any tensor on a
         GPU. GPU 0 is the current one by itself; not to touch it spares programs for the CPU its context.
         """
-        if torch.cuda.is_available() and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            number = local_rank % torch.cuda.device_count()
+        if self.module.is_available() and not self.module.is_initialized():
+            number = local_rank % self.module.device_count()
             if number > 0:
-                torch.cuda.set_device(number)
+                self.module.set_device(number)
+
+    def device_to_inherit(self) -> int:
+        """Return the number of this thread's current GPU; 0 where the program has not used any."""
+        return int(self.module.current_device()) if self.module.is_initialized() else 0
+
+    def inherit_device(self, number: int) -> None:
+        """Make a GPU that of a new thread, which begins with number 0 and would take memory there."""
+        if number > 0:
+            self.module.set_device(number)
 
     def memory_in_use(self) -> int:
-        """Return the bytes of this process's tensors on the current GPU; 0 where it has not used any."""
-        return torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
+        """Return the bytes of this process's tensors on all GPUs, in any thread; 0 where it has used none."""
+        if not self.module.is_initialized():
+            return 0
+        return sum(self.module.memory_allocated(number) for number in range(self.module.device_count()))
 
     def identity(self, device: torch.device) -> str:
         """Return the GPU's own number, which tells it from all others of its host.
@@ -53,15 +69,18 @@ class Cuda:
 
     def current_stream(self, device: torch.device) -> torch.cuda.Stream:
         """Return the stream that this thread's kernels go to."""
-        return torch.cuda.current_stream(device)
+        stream: torch.cuda.Stream = self.module.current_stream(device)
+        return stream
 
     def new_stream(self, device: torch.device) -> torch.cuda.Stream:
         """Return one beside those of the program, from torch's pool."""
-        return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream: torch.cuda.Stream = self.module.Stream(device)
+        return stream
 
     def on(self, stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[Any]:
         """Make `stream`, and its device, the current one inside."""
-        return torch.cuda.stream(stream)
+        context: contextlib.AbstractContextManager[Any] = self.module.stream(stream)
+        return context
 
     def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return [numel] uninitialized elements of page-locked memory, which a device accesses by itself.

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from mpisgd import tracing
+from mpisgd.accelerator.buffers import overlap
 from mpisgd.accelerator.runtime import on_device
 from mpisgd.collectives.dispatch import device_backend, device_kind, run_in_queue, transport_for
 from mpisgd.core.consistency import Operation
@@ -19,6 +20,7 @@ from mpisgd.gradients.kinds import ALL_DENSE, KindsExchange
 from mpisgd.gradients.options import ReductionOptions
 from mpisgd.gradients.plan import BucketSlot
 from mpisgd.gradients.untouched import Untouched
+from mpisgd.transport.device.device_work import DeviceWork
 
 __all__ = ["BucketLauncher", "trace_contents"]
 
@@ -148,6 +150,14 @@ class BucketLauncher:
         if (factor := self._options.divisor) != 1.0:
             for flat in in_flight.unreduced():
                 flat.mul_(factor)
+
+    def forget_sent(self, in_flight: InFlightReduction) -> None:
+        """Let no parameter keep a gradient in memory that a device has sent, and may have changed."""
+        for place, work in in_flight.launched.items():
+            flat = in_flight.slots[place].storage.flat
+            for param in self.params_of(in_flight.slots[place]) if isinstance(work, DeviceWork) else ():
+                if param.grad is not None and not param.grad.is_sparse and overlap(param.grad, flat):
+                    param.grad = None
 
     def _load(self, in_flight: InFlightReduction, slot: BucketSlot) -> tuple[Tensor, bytes]:
         """Bring this rank's gradients to where they travel; return the memory and their kinds."""

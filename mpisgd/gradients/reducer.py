@@ -12,6 +12,7 @@ Between hosts buckets are sent while backward computes further gradients, in the
 
 import functools
 import operator
+import threading
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
@@ -86,6 +87,9 @@ class GradientReducer(GradientSync):
         self.named = named
         self.params = [param for _, param in named]
         self._launcher = BucketLauncher(named, self.group, self.options)
+        # Autograd has a thread for each device; two may call `ready` at the same time.
+        several = len({param.device for param in self.params}) > 1
+        self._hooks_lock = threading.Lock() if several else None
         self._plan: Plan | None = None
         self._known_sparse: frozenset[int] = frozenset()
         self._sparse_dims: dict[int, int] = {}
@@ -156,15 +160,22 @@ class GradientReducer(GradientSync):
         Raises:
             InvalidArgument: it had been taken for complete before, and has been sent.
         """
-        in_flight = self._in_flight
-        if in_flight.launched and in_flight.was_launched(index):
-            raise InvalidArgument(
-                f"DistributedOptimizer: parameter {index} got a second gradient in one backward (reentrant "
-                "checkpointing does that) when its first was already on its way; pass overlap=False"
-            )
-        if in_flight.complete(index) is not None:  # rarely so: there are hundreds of gradients
-            with torch.no_grad(), owned_by(self.owner):
-                self._launch_complete(in_flight)
+        if (lock := self._hooks_lock) is not None:
+            lock.acquire()
+        try:
+            in_flight = self._in_flight
+            if in_flight.launched and in_flight.was_launched(index):
+                raise InvalidArgument(
+                    f"DistributedOptimizer: parameter {index} got a second gradient in one backward "
+                    "(reentrant checkpointing does that) when its first was already on its way; "
+                    "pass overlap=False"
+                )
+            if in_flight.complete(index) is not None:  # rarely so: there are hundreds of gradients
+                with torch.no_grad(), owned_by(self.owner):
+                    self._launch_complete(in_flight)
+        finally:
+            if lock is not None:
+                lock.release()
 
     def _launch_complete(self, in_flight: InFlightReduction) -> None:
         """Send what is complete, in the order of the plan."""
@@ -208,7 +219,8 @@ class GradientReducer(GradientSync):
 
         Raises:
             CollectiveMismatch: ranks have different sets of trainable parameters, or are at different
-                steps; raised on every rank, gradients are unreduced.
+                steps; raised on every rank. Gradients are unreduced; those that lay where NCCL had begun to
+                reduce them are None.
             NonFiniteGradients: where that is looked for; raised on every rank, gradients are reduced.
         """
         with owned_by(self.owner):
@@ -234,7 +246,11 @@ class GradientReducer(GradientSync):
         except CollectiveMismatch:
             self._launcher.undo_division(in_flight)
             raise
-        nonfinite = self._unload(in_flight)
+        try:
+            nonfinite = self._unload(in_flight)
+        except CollectiveMismatch:  # found out only now where a device has sent by itself
+            self._launcher.forget_sent(in_flight)
+            raise
         self._note_reduced(in_flight)
         if nonfinite is not None:
             raise_for(nonfinite, observed, self.named, self.group, when)

@@ -1,4 +1,4 @@
-"""`InheritingThread`: a thread that belongs to the same job as whoever starts it.
+"""`InheritingThread`: a thread that belongs to the same job, and works on the same GPU, as whoever starts it.
 
 Where ranks are threads of one process, a context variable says of which of them a thread is. Python's own
 threads begin with an empty context (before Python 3.14).
@@ -8,6 +8,7 @@ import contextvars
 import threading
 from typing import Any
 
+from mpisgd.accelerator.runtime import runtime
 from mpisgd.threads.scheduling import scheduler
 
 __all__ = ["InheritingThread", "not_inherited"]
@@ -26,6 +27,7 @@ class InheritingThread(threading.Thread):
     def start(self) -> None:
         """Start it in this thread's context."""
         self._inherited = contextvars.copy_context()
+        self._device = runtime().device_to_inherit()
         for variable in _not_inherited:
             self._inherited.run(variable.set, None)
         if (own := scheduler()) is None:
@@ -35,4 +37,5 @@ class InheritingThread(threading.Thread):
 
     def run(self) -> None:
         """Run the target."""
+        runtime().inherit_device(self._device)
         self._inherited.run(super().run)

@@ -19,7 +19,7 @@ from mpisgd.job.groups import close_group
 from mpisgd.job.lifecycle import current_job
 from mpisgd.transport.device import transport as device_transport
 
-TRANSPORTS = {"pinned host memory": "mpi", "nccl": "nccl"}
+TRANSPORTS = {"pinned host memory": "mpi", "nccl": "nccl", "cuda-aware mpi": "mpi"}
 
 
 def ones(*shape: int, **options: Any) -> Tensor:
@@ -46,7 +46,8 @@ def opened(wanted: str) -> mpisgd.Group:
 
 
 @pytest.fixture(params=TRANSPORTS)
-def group(request, simulated) -> Any:
+def group(request, simulated, monkeypatch) -> Any:
+    monkeypatch.setattr(device_transport, "is_cuda_aware", lambda: request.param == "cuda-aware mpi")
     made = opened(TRANSPORTS[request.param])
     assert made.device.selection.name == request.param
     yield made
@@ -84,6 +85,8 @@ def test_every_transport_takes_what_it_should(group, simulated, monkeypatch):
     called = [call for inner, n in zip(simulated.opened, calls, strict=True) for call in inner.calls[n:]]
     if group.device.selection.name == "nccl":
         everyone((len(copies), called) == (0, ["allreduce", "all_gather"]), f"{copies} {called}")
+    elif group.device.selection.name == "cuda-aware mpi":
+        everyone((len(copies), called) == (0, []), f"{copies} {called}")
     else:
         everyone((len(copies), called) == (4, []), f"{copies} {called}")
     before = len(copies)

@@ -83,3 +83,15 @@ def test_nccl_returns_before_the_gpu_is_there(side, expected_way):
     assert not side.query(), f"returned after {time.monotonic() - started} s"
     side.synchronize()
     assert (tensor == total()).all()
+
+
+def test_a_wait_that_ends_early_changes_nothing(side):
+    tensor = late_ones(side)
+    with gpu.stream(side):
+        gpu._sleep(10 * CYCLES)
+        work = mpisgd.all_reduce(tensor, async_op=True)
+        with pytest.raises(mpisgd.CollectiveTimeout, match=r"not done after 0\.05 s"):
+            work.wait(0.05)
+        work.wait()
+    side.synchronize()
+    assert (tensor == total()).all()

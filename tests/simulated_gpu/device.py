@@ -147,7 +147,7 @@ def _module(device: Device) -> types.ModuleType:
     functions: dict[str, Any] = {
         "device": device,
         "Stream": lambda number=None, priority=0: torch.Stream(
-            torch.device(KIND, device.current() if number is None else torch.device(number).index or 0)
+            torch.device(KIND, device.current()) if number is None else torch.device(number)
         ),
         "Event": lambda **options: torch.Event(KIND, **options),
         "stream": lambda stream: stream,
@@ -168,7 +168,9 @@ def _module(device: Device) -> types.ModuleType:
         "synchronize": lambda number=None: device.streams.synchronize_device(
             device.current() if number is None else torch.device(number).index
         ),
-        "memory_allocated": lambda number=None: device.allocator.allocated[device.current()],
+        "memory_allocated": lambda number=None: device.allocator.allocated[
+            device.current() if number is None else number
+        ],
         "_sleep": lambda cycles: device.sleep(cycles / 2e9),
         "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -34,27 +33,15 @@ class SimulatedGpu(Cuda):
         self.opened: list[SimulatedNccl] = []
         self._nccl, self._shared = nccl, shared
 
+    @property
+    def module(self) -> Any:
+        return torch.get_device_module(KIND)
+
     def holds(self, tensor: Tensor) -> bool:
         return tensor.device.type == KIND
 
-    def take_device(self, local_rank: int) -> None:
-        if not self._shared:
-            self.device.set_current(local_rank % self.device.num_devices)
-
-    def memory_in_use(self) -> int:
-        return self.device.allocator.allocated[self.device.current()]
-
     def identity(self, device: torch.device) -> str:
         return f"simulated GPU {0 if self._shared else device.index}"
-
-    def current_stream(self, device: torch.device) -> Any:
-        return torch.accelerator.current_stream(device)
-
-    def new_stream(self, device: torch.device) -> Any:
-        return torch.Stream(device)
-
-    def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
-        return stream
 
     def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self.device.pinned(numel, dtype)

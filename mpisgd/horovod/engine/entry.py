@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mpisgd.accelerator.futures import tensors_in
 from mpisgd.accelerator.runtime import on_device, runtime
 from mpisgd.errors import MpisgdError
 from mpisgd.horovod.engine.request import Request
@@ -77,6 +78,8 @@ class Entry:
     def complete(self, result: Any = None, error: BaseException | None = None) -> None:
         """Set the outcome, and wake who waits for it."""
         self.result, self.error = result, error
+        if self._device is not None:  # their memory belongs to other streams than the cycle's
+            _keep_for_current_stream((*self.inputs, *self.outputs))
         self._finished_event = self._record_event()
         self.inputs = self.outputs = ()
         self.done.set()
@@ -90,7 +93,16 @@ class Entry:
         if self.error is not None:
             raise self.error
         self._wait_for(self._finished_event)
+        if self._device is not None:  # made on the cycle's stream, and used on this one
+            _keep_for_current_stream(self.result)
         return self.finish(self.result)
+
+
+def _keep_for_current_stream(value: Any) -> None:
+    """Let no memory of these tensors be handed out before this thread's current stream is done with it."""
+    for tensor in tensors_in(value):
+        if on_device(tensor):
+            tensor.record_stream(runtime().current_stream(tensor.device))
 
 
 def fail(entries: Iterable[Entry], exc: BaseException) -> None:

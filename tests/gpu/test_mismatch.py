@@ -1,0 +1,37 @@
+"""Ranks that do different things by NCCL find out late, and keep no gradient that is wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gpu_under_test import DEVICE
+from torch import nn
+from verdicts import everyone, raises_everywhere
+
+import mpisgd
+
+
+@pytest.mark.mpi(min_size=2)
+def test_gradients_after_a_mismatch_are_unreduced_or_gone(simulated, expected_way):
+    if expected_way != "nccl":
+        pytest.skip("through host memory the ranks compare before they send")
+    group = mpisgd.new_group()
+    model = nn.Linear(3, 2).to(DEVICE)
+    mpisgd.broadcast_parameters(model, group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = mpisgd.DistributedOptimizer(optimizer, group=group, gradient_predivide_factor=4.0)
+    inputs = torch.ones(2, 3, device=DEVICE)
+    for _ in range(2):  # from now on gradients lie where they are reduced
+        optimizer.zero_grad(set_to_none=False)
+        model(inputs).sum().backward()
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    if mpisgd.rank() == 0:
+        simulated.opened[-1].allreduce = lambda *arguments: None  # it would meet the others' gradients
+        mpisgd.all_reduce(torch.ones(1, device=DEVICE), group=group)
+        del simulated.opened[-1].allreduce
+    with raises_everywhere(mpisgd.CollectiveMismatch):
+        model(inputs).sum().backward()
+        optimizer.step()
+    wrong = [p.grad for p in model.parameters() if p.grad is not None and (p.grad != 2.0).any()]
+    everyone(not wrong, f"{wrong}")
