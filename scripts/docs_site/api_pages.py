@@ -29,9 +29,9 @@ GROUPS = {
         ("job", "core"),
     ),
     "Training": (
-        "The wrapper of an optimizer, functions for training loops of your own, and synchronous batch "
+        "The wrapper of an optimizer, functions for training loops of your own, seeds, and synchronous batch "
         "normalization.",
-        ("optim", "nn"),
+        ("optim", "nn", "data"),
     ),
     "Strategies": (
         "How the ranks' models relate between two steps: `strategy=` of `DistributedOptimizer`, and the base "

@@ -66,7 +66,8 @@ def _has_paper(program: Program, strategy: Any) -> bool:
     if freezes and isinstance(strategy, mpisgd.Gossip):
         return False  # what was frozen is not mixed, and updated all the same while it has a gradient
     warms_up = getattr(strategy, "warmup_steps", 0)
-    if warms_up and (program.scaler or any(isinstance(event, events.Clip) for event in program.events)):
+    looks = any(isinstance(e, events.Clip) or getattr(e, "closure", ()) for e in program.events)
+    if warms_up and (program.scaler or looks):
         return False  # something looks at gradients that are reduced by then
     try:
         paper_among(program, program.ranks)

@@ -13,6 +13,9 @@ __all__ = ["ranks_agree", "same_bits", "variants"]
 # It does the same to all state of parameters that were converted before.
 CAST_STATE = ("NAdam",)
 APART = ("LocalSGD", "DiLoCo", "ElasticAveraging", "Gossip")
+# What they draw, or whose chunk it is in, depends on the order in which a backward has computed gradients,
+# and that of a joint loss computes them in another one.
+BY_PLACE = ("RandomK", "QSGD", "TernGrad", "Natural", "two_step")
 MEETS_RARELY = "ZeroOneAdam"
 
 
@@ -50,7 +53,8 @@ def variants(program: Program) -> Iterator[tuple[str, Program]]:
         yield "forgotten", replace(program, events=tuple(_forgetting(program)))
     renamed = [replace(o, names="other" if o.names == "model" else "model") for o in program.optimizers]
     yield "renamed", replace(program, optimizers=tuple(renamed))
-    if (joined := _joined(program.events)) != program.events and program.exact:
+    by_place = any(name in o.option("compression") for o in program.optimizers for name in BY_PLACE)
+    if (joined := _joined(program.events)) != program.events and program.exact and not by_place:
         yield "joined", replace(program, events=joined)
 
 

@@ -69,10 +69,12 @@ def run_python(
     """Run `python ARGS`, under `mpirun -n num_ranks OPTIONS` where a number is given; a hang is a failure.
 
     It hangs when it has said nothing for `quiet_s`, however long the whole takes. Where it is `preloaded`,
-    it is forked from a process that has imported torch, see preloaded.py; with --long it never is.
+    it is forked from a process that has imported torch, see preloaded.py; with --long it never is. Nor is
+    a job with fault tolerance, whose ranks end it through their parent, the launcher.
     """
+    preloaded = preloaded and "--with-ft" not in options and "MPISGD_TEST_LONG" not in os.environ
     prefix = [] if num_ranks is None else [mpirun(), "-n", str(num_ranks), *options]
-    python = preloaded_python() if preloaded and "MPISGD_TEST_LONG" not in os.environ else [sys.executable]
+    python = preloaded_python() if preloaded else [sys.executable]
     done = progress.run(
         [*prefix, *python, *args],
         env={**os.environ, **ENVIRONMENT, **(env or {})},

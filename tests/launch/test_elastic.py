@@ -22,12 +22,7 @@ def train(folder: Path, num_ranks: int, options=WITH_FT, **env: str):
     """Run the program; what it said, and the lines it wrote."""
     path = folder / "lines"
     done = run_python(
-        str(PROGRAMS / "elastic_training.py"),
-        str(path),
-        num_ranks=num_ranks,
-        options=options,
-        env=env,
-        preloaded=True,
+        str(PROGRAMS / "elastic_training.py"), str(path), num_ranks=num_ranks, options=options, env=env
     )
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return done, lines
@@ -194,9 +189,7 @@ print(state.step, "steps with", mpisgd.size(), flush=True)
 
 def test_new_ranks_that_come_too_late_are_gone_on_without_and_end(tmp_path):
     (tmp_path / "prog.py").write_text(LATE)
-    done = run_python(
-        str(tmp_path / "prog.py"), str(tmp_path / "mark"), num_ranks=3, options=WITH_FT, preloaded=True
-    )
+    done = run_python(str(tmp_path / "prog.py"), str(tmp_path / "mark"), num_ranks=3, options=WITH_FT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("5 steps with 2") == 2
     assert done.stderr.count("no new ranks: they have not come to elastic.run within 1 s") == 1
@@ -227,7 +220,7 @@ train(mpisgd.elastic.State(step=0))
 @pytest.mark.long
 def test_a_rank_that_does_not_come_to_the_recovery_ends_the_job_in_the_end(tmp_path):
     (tmp_path / "prog.py").write_text(STUCK)
-    done = run_python(str(tmp_path / "prog.py"), num_ranks=4, options=WITH_FT, preloaded=True)
+    done = run_python(str(tmp_path / "prog.py"), num_ranks=4, options=WITH_FT)
     assert done.returncode != 0
     assert "in the agreement of the remaining ranks for 4 s" in done.stderr
     assert "inside MPI's Shrink" in done.stderr

@@ -22,7 +22,7 @@ def outcome(done) -> tuple[list[int], float, str]:
 @pytest.mark.timeout(720)
 def test_ranks_are_lost_before_and_after_backward_and_in_a_commit():
     """The first rank among them; in the end one is left."""
-    done = run_python(str(PROGRAM), num_ranks=4, options=("--with-ft", "ulfm"), quiet_s=200.0, preloaded=True)
+    done = run_python(str(PROGRAM), num_ranks=4, options=("--with-ft", "ulfm"), quiet_s=200.0)
     sizes, worst, told = outcome(done)
     assert sizes == [4] * 2 + [3] * 4 + [2] * 4 + [1] * 2
     assert worst < 1e-12
