@@ -83,8 +83,11 @@ def agree_on_end() -> None:
     Raises:
         PeerLost: a rank was lost before.
     """
-    if outlives_losses() and not jobs.current_job().communicator.agree(True):
-        raise PeerLost("a rank of the job was lost at the end of elastic.run")
+    if outlives_losses():
+        job = jobs.current_job()
+        job.asked_for_end = True
+        if not job.communicator.agree(True):
+            raise PeerLost("a rank of the job was lost at the end of elastic.run")
 
 
 def silent_hosts(nodes: Sequence[Sequence[int]], left: Collection[int]) -> list[int]:
@@ -123,6 +126,9 @@ def recover(reason: str, options: ElasticOptions) -> Recovered:
         while True:
             waiting.allow_waits()
             with within(old.timeout_s, SHRINKING, end=end, exit_code=MINORITY_EXIT_CODE):
+                if not old.asked_for_end:  # another rank may be asking, and must not wait for an answer
+                    old_communicator.agree(False)
+                    old.asked_for_end = True
                 left_communicator = old_communicator.shrink()
             old_communicator.acknowledge()
             outcome = _try_to_begin(old, left_communicator, before, options)

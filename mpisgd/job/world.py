@@ -56,6 +56,7 @@ class Job:
         at_end: called by all ranks in `shutdown()`, once nothing is in flight any more.
         lost_ranks: whether ranks were lost before this world was made.
         lost_host: whether a host was, for which MPI's own finalize would wait.
+        asked_for_end: whether this rank has asked the others to end `elastic.run`.
         make_next: makes the job of the ranks of another communicator, those that are left after a loss.
     """
 
@@ -78,6 +79,7 @@ class Job:
     at_end: list[Callable[[], None]] = field(default_factory=list)
     lost_ranks: bool = False
     lost_host: bool = False
+    asked_for_end: bool = False
     make_next: "Callable[[Any], Job] | None" = None
 
     def __post_init__(self) -> None:
