@@ -165,8 +165,9 @@ def plan(
     stages += [mpi_stage(size, long=long) for size in ((3, 2) if quick else (4, 3, 2, 1))]
     stages += [Stage("unit", ("tests/unit",)), threads_stage(long=long)]
     # On a GPU: alone by NCCL, two that share it through host memory. On simulated ones two go by NCCL, too.
-    stages += [Stage(f"gpu {size}", ("tests/gpu",), size) for size in (1, 2)]
-    if not gpu:
+    if gpu or can_simulate_gpus():
+        stages += [Stage(f"gpu {size}", ("tests/gpu",), size) for size in (1, 2)]
+    if not gpu and can_simulate_gpus():
         stages += [Stage("gpu 2 staged", ("tests/gpu",), 2, settings=(("MPISGD_GPU", "mpi"),))]
     if not quick:
         stages += [Stage("cluster", ("tests/cluster",)), Stage("faults", ("tests/faults",))]
@@ -193,6 +194,11 @@ def threads_stage(*, long: bool) -> Stage:
     """The stage of what tests/mpi/on_threads.py names, on three ranks that are threads of one process."""
     selected = "on_threads" if long else f"on_threads and {SHORT}"
     return Stage("threads 3", ("tests/mpi",), options=("--threads", "3", "-m", selected))
+
+
+def can_simulate_gpus() -> bool:
+    """Whether tests/simulated_gpu can be built here."""
+    return any(map(shutil.which, ("c++", "g++", "clang++"))) or "CXX" in os.environ
 
 
 def sees_gpu() -> bool:
@@ -395,7 +401,8 @@ def main() -> int:
         subprocess.run([ROOT / "scripts" / "setup", EXTRAS, options.mpi], check=True)
 
     if not gpu:
-        print("gpu           on simulated GPUs: torch sees none on this machine")
+        how = "on simulated GPUs" if can_simulate_gpus() else "left out: no C++ compiler to simulate one"
+        print(f"gpu           {how}; torch sees none on this machine")
     results = run_stages(stages)
     num_passed, num_failed, num_skipped = totals(results)
     if not ran_under_mpi(results):
