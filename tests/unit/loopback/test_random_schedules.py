@@ -139,3 +139,8 @@ def test_a_message_under_way_is_received_where_its_group_is_closed():
     for seed in (32439, *range(40)):
         schedule = schedules.Schedule(seed, 2, (2,), acts, num_draws=41)
         assert schedules.check(schedule) == ""
+
+
+def test_a_rank_that_recovers_answers_one_that_asks_whether_elastic_training_ends():
+    """It began with another call, and each waited for the other's."""
+    assert schedules.check(schedules.draw(34699)) == ""
