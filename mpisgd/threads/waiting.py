@@ -152,7 +152,7 @@ class Backoff:
         spin_s = SHORT_SPIN_S if _oversubscribed or in_background else SPIN_S
         try:
             while not ready():
-                if (reason := _to_raise(_of_process)) is not None:
+                if _of_process.error is not None and (reason := _to_raise(_of_process)) is not None:
                     raise reason
                 waited = time.monotonic() - self.started
                 if waited >= self.limit_s:
