@@ -119,7 +119,7 @@ def _strategy(strategy: mpisgd.Strategy, size: int, lengths: Sequence[tuple[str,
         beta = {} if strategy.alpha is None else {"beta": strategy.alpha * size}
         return elastic_averaging.ElasticAveraging(tau=strategy.every, **beta)
     if isinstance(strategy, mpisgd.Gossip) and strategy.style != "asynchronous":
-        return _gossip(strategy)
+        return _gossip(strategy, size)
     raise InvalidArgument(f"there is no paper of {strategy}")
 
 
@@ -155,7 +155,7 @@ def _fragments(lengths: Sequence[tuple[str, int]], count: int) -> tuple[tuple[st
     return tuple(map(tuple, fragments))
 
 
-def _gossip(strategy: mpisgd.Gossip) -> Paper[Any]:
+def _gossip(strategy: mpisgd.Gossip, size: int) -> Paper[Any]:
     graph = strategy.graph
 
     def matrix(size: int, k: int) -> Sequence[Sequence[float]]:
@@ -164,7 +164,7 @@ def _gossip(strategy: mpisgd.Gossip) -> Paper[Any]:
 
     if strategy.style == "push_sum":
         return PushSum(matrix, strategy.every)
-    if strategy.consensus_step is not None:
+    if strategy.consensus_step is not None and size > 1:
         return Choco(matrix, strategy.consensus_step, strategy.every)
     return DPSGD(matrix, strategy.style == "adapt_then_combine", strategy.every)
 

@@ -13,7 +13,7 @@ from mpisgd.monitor.hang_report import main_wait, missing
 from mpisgd.monitor.job_finder import choose_job
 from mpisgd.monitor.rank_state import WAITS
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 
 
 def make_steps(num: int) -> None:
@@ -48,6 +48,5 @@ def test_steps_and_waits_of_all_ranks_are_seen_from_outside():
             [(state.state, missing(main_wait(state), states)) for state in states[1:]],
         ]
     mpisgd.barrier()
-    if rank == 0:
-        assert seen == [(size, pids), [3 + r for r in range(size)], pids, [(WAITS, [0])] * (size - 1)]
-    everyone(True)
+    expected = [(size, pids), [3 + r for r in range(size)], pids, [(WAITS, [0])] * (size - 1)]
+    everyone(rank != 0 or seen == expected, f"{seen}, not {expected}")
