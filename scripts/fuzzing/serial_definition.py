@@ -36,17 +36,21 @@ def definition_of(program: Program) -> type[ByPaper] | None:
     reduces = compresses or options.get("op") is mpisgd.Adasum
     if is_local == reduces or not _has_paper(program, strategy):
         return None
-    if reduces and not (_reduces_once(program) and _someone_has_each(program)):
+    if reduces and not _reduces_once(program):
         return None
     if program.exact and isinstance(compression, CHOOSES):
         return None
+    skips = any(getattr(event, "skipped", ()) for event in program.events)
+    regroups = any(isinstance(event, events.SetFrozen | events.AddGroup) for event in program.events)
+    if isinstance(compression, mpisgd.compress.SignSGD) and skips and regroups:
+        return None  # what signs zeros have depends on how many reductions a bucket had
     moves = any(isinstance(event, events.Convert) for event in program.events)
     if isinstance(compression, mpisgd.compress.PowerSGD) and (
         moves or any(layer.transposed for layer in program.layers)
     ):
         return None  # it approximates what lies in memory
-    is_double = all(layer.dtype == "float64" for layer in program.layers)
-    if not is_double and rounds(program):
+    dtypes = {each.dtype for each in (*program.layers, *program.events) if hasattr(each, "dtype")}
+    if rounds(program) and dtypes - {"", "float64"}:
         return None
     return ByPaper
 
@@ -65,8 +69,11 @@ def _has_paper(program: Program, strategy: Any) -> bool:
     freezes = any(isinstance(event, events.SetFrozen) for event in program.events)
     if freezes and isinstance(strategy, mpisgd.Gossip):
         return False  # what was frozen is not mixed, and updated all the same while it has a gradient
+    closures = any(getattr(event, "closure", ()) for event in program.events)
+    if closures and getattr(strategy, "style", "") == "combine_then_adapt":
+        return False  # the closure's gradient is of what the ranks have before they mix
     warms_up = getattr(strategy, "warmup_steps", 0)
-    looks = any(isinstance(e, events.Clip) or getattr(e, "closure", ()) for e in program.events)
+    looks = closures or any(isinstance(event, events.Clip) for event in program.events)
     if warms_up and (program.scaler or looks):
         return False  # something looks at gradients that are reduced by then
     try:
@@ -106,15 +113,3 @@ def _reduces_once(program: Program) -> bool:
                 if has_new:
                     return False
     return True
-
-
-def _someone_has_each(program: Program) -> bool:
-    """Return whether each gradient is that of some rank in every reduction, or never.
-
-    Elsewhere what the ranks have not sent of it goes round, and comes back as everyone's: see
-    `BucketReducer.put_back`.
-    """
-    skips = any(isinstance(event, events.Backward) and event.skipped for event in program.events)
-    if not skips and not program.is_resized:
-        return True
-    return all(layer.used_by in ("all", "none") for layer in program.layers)

@@ -137,8 +137,9 @@ def test_nccl_that_cannot_be_is_an_error_on_every_rank_and_the_group_lives(only,
 
 
 @pytest.mark.mpi(min_size=2)
-def test_ranks_that_took_different_transports_are_told_at_the_next_check(simulated):
+def test_ranks_that_took_different_transports_are_told_at_the_next_check(simulated, monkeypatch):
     """NCCL meets nobody: what the ranks did is compared when they next meet, and then they begin anew."""
+    monkeypatch.setattr(current_job(), "gpu", "nccl")
     group = opened("nccl")
     first = simulated.opened[-1]
     if group.rank == 0:
