@@ -29,7 +29,7 @@ def test_under_mpirun_it_takes_these_ranks_and_prints_once():
         "-m", "mpisgd", "verify", "--quick", "--sabotage", "--only", "LocalSGD", num_ranks=2, preloaded=True
     )
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
-    assert done.stdout.count("4 of 4 cells are as they must be") == 1
+    assert done.stdout.count("8 of 8 cells are as they must be") == 1
 
 
 @pytest.mark.long
