@@ -14,6 +14,7 @@ from mpisgd.threads.waiting import (
     LONG_SLEEP_S,
     SHORT_SLEEP_S,
     SHORT_SPIN_S,
+    SPIN_S,
     YIELD_S,
     Backoff,
     add_pending_message,
@@ -53,7 +54,7 @@ def test_a_second_wait_shares_the_limit():
 def test_a_long_wait_costs_little_cpu():
     before = time.process_time()
     Backoff(0.5).wait_for(lambda: False)
-    assert time.process_time() - before < 0.1
+    assert time.process_time() - before < 2 * SPIN_S  # it spins for so long where there is a core for each
 
 
 def test_pauses_grow_with_the_wait():
