@@ -31,6 +31,9 @@ def definition_of(program: Program) -> type[ByPaper] | None:
     options = arguments_of(program.optimizers[0])
     strategy = options.get("strategy", mpisgd.Synchronous())
     is_local = not isinstance(strategy, SYNCHRONOUS)
+    in_order = isinstance(strategy, mpisgd.Gossip) or options.get("op") is mpisgd.Adasum
+    if in_order and program.group == "reversed":
+        return None  # papers have the ranks in the job's order, and these methods have them in the group's
     compression = options.get("compression")
     compresses = isinstance(compression, PER_PARAMETER) and not getattr(compression, "two_step", False)
     reduces = compresses or options.get("op") is mpisgd.Adasum
