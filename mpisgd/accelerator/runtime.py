@@ -1,7 +1,7 @@
 """All that mpisgd asks of torch.cuda, behind a small interface.
 
 Most machines that test mpisgd have no GPU. So whatever can be wrong without one is elsewhere, and runs in the
-tests on a stand-in that executes streams as late as it may.
+tests on simulated GPUs, whose streams do their work late.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ __all__ = ["Cuda", "on_device", "runtime", "set_runtime"]
 
 
 class Cuda:
-    """NVIDIA's GPUs, and AMD's, which torch calls by the same name. A stand-in has the same methods.
+    """NVIDIA's GPUs, and AMD's, which torch calls by the same name. Simulated ones have the same methods.
 
     Attributes:
         kind: what torch calls such devices: the first part of `cuda:0`.
@@ -118,7 +118,7 @@ def runtime() -> Cuda:
 
 
 def set_runtime(stand_in: Cuda | None) -> None:
-    """Put a stand-in in the place of CUDA, for tests; None: CUDA again."""
+    """Put simulated GPUs in the place of CUDA, for tests; None: CUDA again."""
     global _stand_in
     _stand_in = stand_in
 

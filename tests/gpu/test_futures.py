@@ -9,13 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from gpu_under_test import DEVICE, gpu
+from late_tensors import CYCLES, N, late_ones, total
 from torch import Tensor, nn
 
 import mpisgd
 from mpisgd.torch_backend import bf16_compress
-
-N = 1000
-CYCLES = 200_000_000  # about 0.1 s
 
 
 @pytest.fixture
@@ -23,20 +21,6 @@ def backend() -> Iterator[None]:
     dist.init_process_group("mpisgd")
     yield
     dist.destroy_process_group()
-
-
-def late_ones(stream: Any) -> Tensor:
-    """A tensor that is filled with this rank's number plus one long after this has returned."""
-    tensor = torch.zeros(N, device=DEVICE)
-    gpu.synchronize()
-    with gpu.stream(stream):
-        gpu._sleep(CYCLES)
-        tensor.fill_(mpisgd.rank() + 1.0)
-    return tensor
-
-
-def total() -> float:
-    return mpisgd.size() * (mpisgd.size() + 1) / 2
 
 
 def used_elsewhere(future: Any) -> Tensor:

@@ -7,30 +7,14 @@ import time
 import pytest
 import torch
 from gpu_under_test import DEVICE, gpu
+from late_tensors import CYCLES, N, late_ones, total
 
 import mpisgd
-
-N = 1000
-CYCLES = 200_000_000  # about 0.1 s
 
 
 @pytest.fixture
 def side() -> gpu.Stream:
     return gpu.Stream()
-
-
-def late_ones(stream: gpu.Stream) -> torch.Tensor:
-    """A tensor that is filled long after this has returned; no stream but `stream` knows when."""
-    tensor = torch.zeros(N, device=DEVICE)
-    gpu.synchronize()
-    with gpu.stream(stream):
-        gpu._sleep(CYCLES)
-        tensor.fill_(mpisgd.rank() + 1.0)
-    return tensor
-
-
-def total() -> float:
-    return mpisgd.size() * (mpisgd.size() + 1) / 2
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "mpi"])

@@ -24,7 +24,10 @@ def main() -> None:
     server.sendall(text)
     for number in SIGNALS:
         signal.signal(number, lambda number, _: server.sendall(bytes([number])))
-    code = int.from_bytes(server.recv(4), "big", signed=True)
+    answer = server.recv(4)
+    if len(answer) < 4:  # not an exit code of 0: nobody knows how the program ended
+        sys.exit("preloaded_client: the server has ended before the program")
+    code = int.from_bytes(answer, "big", signed=True)
     if code < 0:
         signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
         os.kill(os.getpid(), -code)
