@@ -28,6 +28,9 @@ __all__ = ["ExceptHook"]
 
 # The rank that should print has so long to do so and to end the job; whoever outlives it ends the job itself.
 PRECEDENCE_S = 0.5
+# Of an error that all ranks raise, as a deadlock, other hosts hear when they next look for messages, which they
+# do every second, and under load later.
+OTHER_HOSTS_S = 4.0
 LAST_RESORT_S = 10.0
 REPORT_S = 8.0  # a hang report that is under way takes that long at most
 
@@ -112,10 +115,11 @@ class ExceptHook:
 
         Another rank prints first, if it can: the first host's, and the lowest where all raise the same error.
         """
-        if isinstance(exc, MpisgdError) and exc.on_every_rank and self._communicator.rank > 0:
+        is_shared = isinstance(exc, MpisgdError) and exc.on_every_rank
+        if is_shared and self._communicator.rank > 0:
             time.sleep(PRECEDENCE_S)
         if self._topology.node_rank > 0:
-            time.sleep(PRECEDENCE_S)
+            time.sleep(OTHER_HOSTS_S if is_shared else PRECEDENCE_S)
         if self._console.claim_error(REPORT_S):
             print_error(self._report(exc))
         else:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
 
+from mpisgd.errors import Deadlock
 from mpisgd.job.excepthook import ExceptHook
 from mpisgd.monitor.rank_snapshot import failed_threads, take_snapshot
+from mpisgd.monitor.state_collector import ANSWER_S, QUESTIONS_S
 
 
 @pytest.fixture
@@ -83,3 +86,28 @@ def test_the_code_of_sys_exit_is_kept_until_the_program_goes_on():
     finally:
         hooks.remove()
     assert sys.exit is before
+
+
+@pytest.mark.parametrize(
+    ("rank", "host", "error", "at_least_s"),
+    [
+        (0, 0, Deadlock("all"), 0.0),
+        (1, 0, Deadlock("all"), 0.1),
+        (2, 1, Deadlock("all"), QUESTIONS_S + ANSWER_S),  # within that the first host's rank has heard of it
+        (2, 1, ValueError("mine"), 0.1),
+        (1, 0, ValueError("mine"), 0.0),
+    ],
+)
+def test_who_prints_later_waits_until_who_prints_first_can_have_raised(
+    monkeypatch, rank, host, error, at_least_s
+):
+    slept_s: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept_s.append)
+    ended: list[float] = []
+    claim = SimpleNamespace(claim_error=lambda _: ended.append(sum(slept_s)))  # None: another one prints
+    topology = SimpleNamespace(node_rank=host, hostnames=["a", "b"])
+    hooks = ExceptHook(SimpleNamespace(rank=rank, size=3), topology, claim, lambda code: None)
+    with pytest.raises(SystemExit):
+        hooks.fail(error)
+    assert ended[0] >= at_least_s
+    assert (ended[0] == 0.0) == (at_least_s == 0.0)
