@@ -142,6 +142,7 @@ class AccumulationWindow:
         self._left_some = False  # whether there were gradients after the last reduction; alike on all ranks
         self._in_pass = False  # a backward has begun, and its end was not seen yet
         self._muted = 0
+        self._was_muted = False  # since the last reduction; alike on all ranks
         self._skipping = 0
         # By parameter, the windows made later that take care of it. They must live as long as this one.
         self._others: dict[int, AccumulationWindow] = {}
@@ -281,7 +282,7 @@ class AccumulationWindow:
         self.num_reductions += 1
         self._left_some = self._has_gradients
         self._passes = 0
-        self._pending = self._in_pass = False
+        self._pending = self._in_pass = self._was_muted = False
 
     # -- what the program asks for ------------------------------------------------------------------
 
@@ -300,7 +301,8 @@ class AccumulationWindow:
 
     def _flush_since(self, reductions: int, in_step: bool) -> None:
         """Do it unless there was a reduction after so many."""
-        nothing_yet = self.num_reductions == reductions or self._were_reset
+        # What was accumulated inside `no_sync()` may have reached this optimizer on other ranks only.
+        nothing_yet = self.num_reductions == reductions or self._were_reset or self._was_muted
         if not self._pending and (not nothing_yet or self.gradients.why_not_again()):
             return
         if self._is_one_of_several:
@@ -359,7 +361,7 @@ class AccumulationWindow:
         self.gradients.abandon()
         self._reductions_before, self._passes = self.num_reductions, 0
         self._others_before = {other: other.num_reductions for other in self._others.values()}
-        self._pending = self._in_pass = False
+        self._pending = self._in_pass = self._was_muted = False
 
     def end_step(self) -> None:
         """Begin a new window after a step."""
@@ -389,6 +391,7 @@ class AccumulationWindow:
             yield
         finally:
             self._muted -= 1
+            self._was_muted = True
 
     @contextlib.contextmanager
     def skipping(self) -> Iterator[None]:

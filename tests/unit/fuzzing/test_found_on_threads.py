@@ -14,6 +14,7 @@ from fuzzing.program import (
     Program,
     Reload,
     Step,
+    Synchronize,
     ZeroGrad,
 )
 from fuzzing.threads_backend import ThreadsBackend
@@ -188,3 +189,19 @@ def test_sparse_gradients_that_were_divided_are_reset_to_what_has_no_elements(op
     reset = ZeroGrad(set_to_none=False)
     events = [Backward((2,)), reset, Step(), reset, Backward((3,)), Step()]
     check(*events, layers=[Layer("sparse", (11, 3))], optimizers=[optimizer])
+
+
+# Seed 903846. A backward inside no_sync() reached an optimizer on one rank only, after a reduction; the other
+# rank, which had nothing to send, did not take part.
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_what_was_accumulated_on_one_rank_after_a_reduction_is_reduced(several):
+    optimizers = [Optimizer("SGD", (("lr", 0.5),), (0,))] * (1 + several)
+    events = [AddGroup(1), Backward((6,)), Backward((7,), no_sync=True), Synchronize()]
+    check(*events, layers=[Layer(), Layer(used_by="others")], optimizers=optimizers)
+
+
+def test_a_rank_that_had_no_backward_inside_no_sync_takes_part():
+    events = [Backward((6,)), Backward((7,), skipped=(1,), no_sync=True), Synchronize(), Step()]
+    check(*events, layers=[Layer()], optimizers=[Optimizer("SGD", (("lr", 0.5),), (0,))])
