@@ -21,7 +21,7 @@ from mpisgd.bench.payload import Payload
 from mpisgd.collectives.algorithms import ALGORITHMS
 from mpisgd.collectives.dispatch import TUNED
 from mpisgd.core.group import Group
-from mpisgd.core.host_transport import HostTransport
+from mpisgd.interfaces.host_transport import HostTransport
 from mpisgd.job.lifecycle import world
 from mpisgd.job.rank_info import topology
 from mpisgd.tuning import Curve, MeasuredCurves

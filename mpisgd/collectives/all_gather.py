@@ -12,10 +12,10 @@ from mpisgd.collectives.packing import own_part
 from mpisgd.collectives.tensor_arguments import check_output, check_same, check_tensor, check_tensors
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
-from mpisgd.core.host_transport import HostTransport, Steps
 from mpisgd.core.work import Work
 from mpisgd.dtypes import dtype_name
 from mpisgd.errors import ShapeMismatch
+from mpisgd.interfaces.host_transport import HostTransport, Steps
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.memory_ranges import equal_ranges, range_of
 from mpisgd.transport.device.backend import DeviceBackend

@@ -23,10 +23,10 @@ from mpisgd.collectives.packing import messages_of, put
 from mpisgd.collectives.tensor_arguments import check_output
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
-from mpisgd.core.host_transport import HostTransport, Steps
 from mpisgd.core.work import Work
 from mpisgd.dtypes import HALF_DTYPES, ReduceOp, check_op
 from mpisgd.errors import InvalidArgument
+from mpisgd.interfaces.host_transport import HostTransport, Steps
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.transport.device.backend import DeviceBackend
 from mpisgd.transport.device.chunked_pipeline import goes_in_chunks, reduce_in_chunks
@@ -90,7 +90,7 @@ def all_reduce(
     check_output("all_reduce", tensor)
     known = _known_call(group, tensor, op, algorithm)
     call = Call(group, known.operation, [tensor], op=known.op)
-    if goes_in_chunks(tensor):
+    if known.operation.device and goes_in_chunks(tensor):
         return run(known.row._replace(steps=None), call, async_op)
     return run(known.row, call, async_op, transport=known.transport)
 

@@ -9,8 +9,8 @@ from mpisgd.collectives.dispatch import Call, Collective, operation_on, run
 from mpisgd.collectives.packing import messages_of
 from mpisgd.collectives.tensor_arguments import check_output
 from mpisgd.core.group import Group
-from mpisgd.core.host_transport import HostTransport, Steps
 from mpisgd.core.work import Work
+from mpisgd.interfaces.host_transport import HostTransport, Steps
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.memory_ranges import range_of
 from mpisgd.transport.device.backend import DeviceBackend

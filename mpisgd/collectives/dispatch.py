@@ -26,10 +26,10 @@ from mpisgd.collectives.packing import Packer
 from mpisgd.collectives.staging_check import run_first_part
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
-from mpisgd.core.host_transport import HostTransport, Steps
-from mpisgd.core.interfaces import GroupCommunicator
 from mpisgd.core.work import CompletableWork, Work
 from mpisgd.dtypes import ReduceOp, dtype_name
+from mpisgd.interfaces.communicator import GroupCommunicator
+from mpisgd.interfaces.host_transport import HostTransport, Steps
 from mpisgd.transport.device.backend import DeviceBackend
 from mpisgd.transport.device.stream_guard import StreamGuard
 from mpisgd.transport.device.transport import DeviceTransport, device_transport
@@ -127,7 +127,7 @@ class Collective(NamedTuple):
     Attributes:
         name: of the operation of `HostTransport` that it needs.
         mpi: does a call by MPI's collectives or messages, after the ranks have agreed on it.
-        steps: does it through a transport of host memory; see `mpisgd.core.host_transport`.
+        steps: does it through a transport of host memory; see `mpisgd.interfaces.host_transport`.
         device: packs the tensors where they lie, and returns what then begins the operation there.
         tuned: whether MPI's own may be the quicker one, depending on the size.
     """
@@ -152,7 +152,8 @@ def run(
         transport: what the row's steps go through, where the caller has chosen it.
     """
     like = call.like
-    if like is not None and row.device is not None and on_device(like):
+    on_host = like is None or not on_device(like)
+    if like is not None and row.device is not None and not on_host:
         dtypes = [tensor.dtype for tensor in call.outputs] if call.op is not None else []
         backend = device_backend(call.group, call.operation, like, op=call.op, dtypes=dtypes)
         if backend is not None:
@@ -161,6 +162,18 @@ def run(
         dtype = call.outputs[0].dtype if call.op is not None and len(call.outputs) == 1 else None
         transport = transport_for(call.group, row.name, dtype, nbytes, tuned=row.tuned)
     prepared = PreparedCall(row, call, transport)
+    before = None if transport is None else prepared.begin
+    name = "mpi" if transport is None else transport.name
+    if on_host:  # a small message feels every call
+        return call.group.queue.run(
+            call.operation,
+            prepared.run,
+            tensors=call.outputs,
+            async_op=async_op,
+            before=before,
+            transport=name,
+            like=like,
+        )
     return run_in_queue(
         call.group,
         call.operation,
@@ -168,8 +181,8 @@ def run(
         tensors=call.outputs,
         async_op=async_op,
         like=like,
-        before=None if transport is None else prepared.begin,
-        transport="mpi" if transport is None else transport.name,
+        before=before,
+        transport=name,
     )
 
 

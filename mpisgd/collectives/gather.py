@@ -10,9 +10,9 @@ from mpisgd.collectives.all_to_all import exchange_on_device
 from mpisgd.collectives.dispatch import Call, Collective, operation_on, run
 from mpisgd.collectives.tensor_arguments import check_output, check_same, check_tensor, check_tensors
 from mpisgd.core.group import Group
-from mpisgd.core.host_transport import HostTransport, Steps
 from mpisgd.core.work import Work
 from mpisgd.errors import InvalidArgument
+from mpisgd.interfaces.host_transport import HostTransport, Steps
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.memory_ranges import range_of
 from mpisgd.transport.device.backend import DeviceBackend

@@ -9,9 +9,9 @@ from mpisgd.collectives.dispatch import Call, Collective, operation_on, run
 from mpisgd.collectives.packing import put
 from mpisgd.collectives.tensor_arguments import check_output
 from mpisgd.core.group import Group
-from mpisgd.core.host_transport import HostTransport, Steps
 from mpisgd.core.work import Work
 from mpisgd.dtypes import ReduceOp, check_op
+from mpisgd.interfaces.host_transport import HostTransport, Steps
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.transport.device.backend import DeviceBackend
 from mpisgd.transport.mpi_reduction import for_mpi

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mpisgd.accelerator.runtime import on_device
-from mpisgd.core.host_transport import HostTransport, Steps
+from mpisgd.interfaces.host_transport import HostTransport, Steps
 from mpisgd.threads.scheduling import scheduler
 
 __all__ = ["run_first_part"]

@@ -6,8 +6,8 @@ from mpisgd.collectives.all_reduce import choose_algorithm, reduce_tensor, trans
 from mpisgd.collectives.dispatch import transport_for
 from mpisgd.compress.compressor import BucketReducer
 from mpisgd.core.group import Group
-from mpisgd.core.host_transport import Region
 from mpisgd.dtypes import ReduceOp
+from mpisgd.interfaces.host_transport import Region
 
 __all__ = ["SumReducer"]
 

@@ -17,9 +17,9 @@ from typing import NamedTuple
 import torch
 
 from mpisgd.arguments import ranks_text
-from mpisgd.core.interfaces import Communicator, DigestExchange
 from mpisgd.core.owner import Owner
 from mpisgd.errors import CollectiveMismatch, CollectiveTimeout
+from mpisgd.interfaces.communicator import Communicator, DigestExchange
 from mpisgd.threads.waiting import Backoff
 
 __all__ = ["ConsistencyCheck", "ConsistencyChecker", "Operation"]

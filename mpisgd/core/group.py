@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 from mpisgd import config
 from mpisgd.accelerator.own_streams import OwnStreams
 from mpisgd.arguments import as_index, shown
-from mpisgd.core.host_transport import HostMemory, HostTransport
-from mpisgd.core.interfaces import Job
 from mpisgd.core.operation_queue import OperationQueue
 from mpisgd.core.topology import Topology
 from mpisgd.errors import InvalidRank, MpisgdError, NotInGroup, NotInitialized, PeerLost
+from mpisgd.interfaces.host_transport import HostMemory, HostTransport
+from mpisgd.interfaces.job import Job
 
 __all__ = ["Group", "GroupResources"]
 

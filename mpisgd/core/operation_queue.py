@@ -7,21 +7,18 @@ groups that ranks use in opposite order would deadlock.
 """
 
 import collections
-import contextlib
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
-
-import torch
+from typing import Any
 
 from mpisgd import tracing
 from mpisgd.arguments import check_flag
 from mpisgd.call_site import call_site
 from mpisgd.core.callbacks import Callbacks
 from mpisgd.core.consistency import ConsistencyCheck, ConsistencyChecker, Operation
-from mpisgd.core.interfaces import DigestExchange, GroupCommunicator
 from mpisgd.core.owner import current_owner, owned_by
+from mpisgd.core.submission import Note, Submission
 from mpisgd.core.work import QueuedWork, Work
 from mpisgd.errors import (
     CollectiveMismatch,
@@ -31,12 +28,13 @@ from mpisgd.errors import (
     MpisgdError,
     afresh,
 )
+from mpisgd.interfaces.communicator import DigestExchange, GroupCommunicator
 from mpisgd.threads import wait_registry
 from mpisgd.threads.scheduling import wait_for_condition
 from mpisgd.threads.service_thread import ServiceThread
 from mpisgd.threads.waiting import Backoff
 
-__all__ = ["OperationQueue", "RunningOperation", "call_site", "inference_mode_of"]
+__all__ = ["OperationQueue", "call_site"]
 
 # With `runs_inline`, an asynchronous operation waits so long for the other ranks before it is left to the
 # queue's thread. Waking the thread takes about as long, and the cores have nothing to spare for it.
@@ -44,44 +42,6 @@ INLINE_WAIT_S = 0.0003
 ABORT_S = 2.0  # a wait that has begun just now can be ended this soon, and much sooner in general
 ABORT_INTERVAL_S = 0.005
 JOIN_S = 1.0  # between two looks at what keeps the thread
-
-_NO_CONTEXT = contextlib.nullcontext()
-
-
-def inference_mode_of(tensors: Any) -> contextlib.AbstractContextManager[Any]:
-    """Return torch's inference mode for tensors that were made in it; outside they cannot be written to."""
-    for tensor in tensors or ():
-        if tensor.is_inference():
-            return torch.inference_mode()
-    return _NO_CONTEXT
-
-
-class _Submission(NamedTuple):
-    """One operation as it was submitted; see `OperationQueue.run`.
-
-    `check`: its consistency check, where that has begun; `communicates`: whether there is one; `span`: its
-    entry in the timeline.
-    """
-
-    operation: Operation
-    action: Callable[[], None]
-    site: Callable[[], str]
-    detail: Callable[[], str] | None
-    before: Callable[[], None] | None
-    after: Work | None
-    tensors: Any
-    timeout_s: float | None
-    check: ConsistencyCheck | None = None
-    communicates: bool = True
-    span: tracing.OperationSpan | None = None
-
-
-class RunningOperation(NamedTuple):
-    """The operation that a queue runs now, its call site, and its thread."""
-
-    operation: Operation
-    site: Callable[[], str]
-    thread: int
 
 
 class OperationQueue:
@@ -126,12 +86,12 @@ class OperationQueue:
             communicator, digest_exchange, name=name, timeout_s=timeout_s
         )
         self.broken: MpisgdError | None = None
-        self.running: RunningOperation | None = None
+        self.running: Submission | None = None
         self.threads_allowed = threads_allowed
         self.on_mismatch: Callable[[], None] = lambda: None
         self.runs_inline = False
         self._on_failure = on_failure
-        self._queue: collections.deque[tuple[_Submission, QueuedWork]] = collections.deque()
+        self._queue: collections.deque[tuple[Submission, QueuedWork]] = collections.deque()
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._busy: int | None = None  # the thread whose turn it is
@@ -173,12 +133,10 @@ class OperationQueue:
             async_op = check_flag(operation.kind, "async_op", async_op)
         if (owner := current_owner()) is not None:
             operation = operation._replace(owner=owner)
-        submission = _Submission(operation, action, call_site(), detail, before, after, tensors, timeout_s)
+        submission = Submission(operation, action, call_site(), detail, before, after, tensors, timeout_s)
         if tracing.sink is not None:
-            submission = submission._replace(
-                span=tracing.OperationSpan(
-                    tracing.sink, self.track, operation, tensors or like, transport, async_op
-                )
+            submission.span = tracing.OperationSpan(
+                tracing.sink, self.track, operation, tensors or like, transport, async_op
             )
         # A callback of the operation that runs on this thread may call the next one: waiting for our own
         # turn would be for ever, and all ranks come by here at the same point of the order.
@@ -219,10 +177,7 @@ class OperationQueue:
             tracing.sink.instant(self.track, f"{operation} launched", time.monotonic_ns())
         inside = self._busy == threading.get_ident()
         if not inside and not self._take_turn():
-            submission = _Submission(
-                operation, lambda: None, call_site(), None, None, None, None, None, communicates=False
-            )
-            self._enqueue(submission, QueuedWork(operation.kind, None, self))
+            self._enqueue(Note(operation, call_site()), QueuedWork(operation.kind, None, self))
             return
         self.consistency.note(operation)
         if not inside:
@@ -242,54 +197,25 @@ class OperationQueue:
             if self._thread is not None:
                 self._changed.notify_all()
 
-    def _perform(self, submission: _Submission) -> None:
+    def _perform(self, submission: Submission) -> None:
         """Check and act. Whatever goes wrong leaves the other ranks in the middle, and the queue broken."""
-        self._check_usable(submission)
-        if not submission.communicates:
-            self.consistency.note(submission.operation)
-            return
-        self.running = RunningOperation(submission.operation, submission.site, threading.get_ident())
+        submission.check_usable(self.broken)
+        self.running = submission
         try:
-            check = self._begin(submission) if submission.check is None else submission.check
-            if not check.advance():
-                limit_s = submission.timeout_s
-                check.wait(Backoff(limit_s or self.consistency.timeout_s, own_limit=limit_s is not None))
-            if submission.span is not None:
-                submission.span.all_arrived()
-            check.verify()
-            self._act(submission)
+            submission.perform(self.consistency)
         except BaseException as exc:
             self._note_failure(submission, exc)
             raise
         finally:
             self.running = None
-        if submission.span is not None:
-            submission.span.ends()
 
-    def _act(self, submission: _Submission) -> None:
-        """Do the communication. To a mismatch found only now, such as one of sizes, add where it was."""
-        try:
-            with inference_mode_of(submission.tensors):
-                # What is communicated within it has the same owner, on whichever thread it runs.
-                if (owner := submission.operation.owner) is current_owner():
-                    submission.action()
-                else:
-                    with owned_by(owner):
-                        submission.action()
-        except Deadlock:
-            raise
-        except CollectiveMismatch as exc:
-            place = f"group '{self.name}', operation {self.consistency.number}, at {submission.site()}"
-            raise CollectiveMismatch(f"{exc} ({place})") from None
-
-    def _run_inline(self, submission: _Submission, work: QueuedWork) -> None:
+    def _run_inline(self, submission: Submission, work: QueuedWork) -> None:
         """Perform an asynchronous operation now if the others come to it, else leave it to the thread."""
         try:
             check = self._begin_and_wait_shortly(submission)
         except BaseException as exc:
             work.complete(exc)
         else:
-            submission = submission._replace(check=check)
             if check.advance():
                 self._complete(submission, work)
             else:
@@ -297,41 +223,18 @@ class OperationQueue:
         finally:
             self._end_turn()
 
-    def _begin_and_wait_shortly(self, submission: _Submission) -> ConsistencyCheck:
+    def _begin_and_wait_shortly(self, submission: Submission) -> ConsistencyCheck:
         """Begin the consistency check and give the others a moment to come to it."""
-        self._check_usable(submission)
+        submission.check_usable(self.broken)
         try:
-            check = self._begin(submission)
+            check = submission.begin(self.consistency)
             check.advance() or Backoff(INLINE_WAIT_S).wait_for(check.advance)
         except BaseException as exc:
             self._note_failure(submission, exc)
             raise
         return check
 
-    def _begin(self, submission: _Submission) -> ConsistencyCheck:
-        if submission.span is None:
-            return self.consistency.begin(
-                submission.operation, submission.site, submission.detail, submission.before
-            )
-        return self._begin_recorded(submission, submission.span)
-
-    def _begin_recorded(self, submission: _Submission, span: tracing.OperationSpan) -> ConsistencyCheck:
-        def before() -> None:
-            if submission.before is not None:
-                submission.before()
-            span.arrives(self.consistency.number)
-
-        span.begins()
-        return self.consistency.begin(submission.operation, submission.site, submission.detail, before)
-
-    def _check_usable(self, submission: _Submission) -> None:
-        """Raise where an earlier failure makes this operation impossible."""
-        if self.broken is not None:
-            raise afresh(self.broken)
-        if submission.after is not None and (error := submission.after.error) is not None:
-            raise error
-
-    def _note_failure(self, submission: _Submission, exc: BaseException) -> None:
+    def _note_failure(self, submission: Submission, exc: BaseException) -> None:
         if submission.span is not None:
             submission.span.ends(exc)
         if isinstance(exc, CollectiveMismatch) and not isinstance(exc, Deadlock):  # the same on all ranks
@@ -343,7 +246,7 @@ class OperationQueue:
             self.broken = exc if isinstance(exc, MpisgdError) else MpiFailed(reason)
             self._on_failure()
 
-    def _complete(self, submission: _Submission, work: QueuedWork) -> None:
+    def _complete(self, submission: Submission, work: QueuedWork) -> None:
         """Perform a queued operation; its error is raised by the work's `wait()`.
 
         Operations inside it, as between the ranks of a host, belong to the same owner on every rank, whether
@@ -357,7 +260,7 @@ class OperationQueue:
             error = exc
         work.complete(error)
 
-    def _enqueue(self, submission: _Submission, work: QueuedWork, *, first: bool = False) -> None:
+    def _enqueue(self, submission: Submission, work: QueuedWork, *, first: bool = False) -> None:
         with self._changed:
             if self._thread is None:
                 self._thread = ServiceThread(f"mpisgd queue '{self.name}'", self._serve_or_end)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mpisgd import config
-from mpisgd.core.interfaces import Communicator
+from mpisgd.interfaces.communicator import Communicator
 
 __all__ = ["Topology", "discover"]
 

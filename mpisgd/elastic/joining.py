@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from mpisgd import config
-from mpisgd.core.interfaces import Request
 from mpisgd.errors import MpisgdError, PeerLost
+from mpisgd.interfaces.communicator import Request
 from mpisgd.job import lifecycle as jobs
 from mpisgd.job.forced_exit import exit_after_loss
 from mpisgd.job.startup import load_mpi

@@ -10,13 +10,13 @@ from mpisgd.collectives.packing import messages_of, put
 from mpisgd.collectives.tensor_arguments import check_output, check_tensors
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
-from mpisgd.core.host_transport import HostTransport, Steps
 from mpisgd.core.work import Work
 from mpisgd.dtypes import COMPLEX, FLOATING, HALF_DTYPES, dtype_name
 from mpisgd.errors import InvalidArgument, UnsupportedOp
 from mpisgd.gossip.graph import Exchange, Graph
 from mpisgd.gossip.graphs import GraphLike, as_graph
 from mpisgd.gossip.neighbor_gather import transfer, transfer_steps
+from mpisgd.interfaces.host_transport import HostTransport, Steps
 from mpisgd.job.lifecycle import group_or_world
 
 __all__ = ["WireDtype", "mix", "neighbor_all_reduce", "neighbor_all_reduce_coalesced"]

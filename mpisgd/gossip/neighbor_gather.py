@@ -9,8 +9,8 @@ from torch import Tensor
 from mpisgd.collectives.dispatch import Call, Collective, run
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
-from mpisgd.core.host_transport import HostTransport, Steps
 from mpisgd.gossip.graph import Exchange, Graph
+from mpisgd.interfaces.host_transport import HostTransport, Steps
 from mpisgd.memory_ranges import Span, range_of
 from mpisgd.transport.messages.link import frames
 

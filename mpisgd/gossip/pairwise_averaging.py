@@ -19,10 +19,10 @@ import threading
 from collections.abc import Callable
 from random import Random
 
-from mpisgd.core.interfaces import GroupCommunicator, Request
 from mpisgd.errors import CollectiveTimeout, NotInitialized
 from mpisgd.gossip.bipartite import Roles
 from mpisgd.gossip.flat_copy import FlatCopy
+from mpisgd.interfaces.communicator import GroupCommunicator, Request
 from mpisgd.threads import wait_registry
 from mpisgd.threads.inheriting_thread import InheritingThread
 from mpisgd.threads.scheduling import join, now_s, sleep, wait_for_event

@@ -13,12 +13,12 @@ from mpisgd.compress.compressor import BucketLayout, BucketReducer, Compressor
 from mpisgd.compress.sum_reducer import SumReducer
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
-from mpisgd.core.host_transport import Region
 from mpisgd.dtypes import dtype_name
 from mpisgd.gradients.bucketing import ALIGN_BYTES, Bucket, Item, launch_order, plan_buckets, plan_hash
 from mpisgd.gradients.fusion_buffer import FusionBuffer, Layout, layout_of, shape_in_memory
 from mpisgd.gradients.options import ReductionOptions
 from mpisgd.gradients.unbucketed import UnbucketedGradient
+from mpisgd.interfaces.host_transport import Region
 
 __all__ = [
     "BucketSlot",

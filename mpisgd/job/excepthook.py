@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 __all__ = ["ExceptHook"]
 
-# The rank that should print has so long to do so and to end the job; whoever outlives it ends the job itself.
+# The rank that should print has so long to do so and to end the job; whoever outlives it ends the job.
 PRECEDENCE_S = 0.5
-# Of an error that all ranks raise, as a deadlock, other hosts hear when they next look for messages, which they
-# do every second, and under load later.
+# Of an error that all ranks raise, as a deadlock, other hosts hear when they next look for messages, which
+# they do every second, and under load later.
 OTHER_HOSTS_S = 4.0
 LAST_RESORT_S = 10.0
 REPORT_S = 8.0  # a hang report that is under way takes that long at most

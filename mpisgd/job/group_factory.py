@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from mpisgd.core.group import Group, GroupResources
-from mpisgd.core.interfaces import GroupCommunicator
 from mpisgd.core.operation_queue import OperationQueue
 from mpisgd.core.topology import Topology, discover
+from mpisgd.interfaces.communicator import GroupCommunicator
 from mpisgd.transport.members import Members
 from mpisgd.transport.messages.point_to_point import PointToPoint
 from mpisgd.transport.transports import open_transports

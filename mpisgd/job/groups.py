@@ -8,8 +8,9 @@ from torch import Tensor
 from mpisgd.arguments import as_index, check_text, shown
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
-from mpisgd.core.interfaces import GroupCommunicator, Job
 from mpisgd.errors import CollectiveMismatch, CollectiveTimeout, InvalidRank
+from mpisgd.interfaces.communicator import GroupCommunicator
+from mpisgd.interfaces.job import Job
 from mpisgd.job.group_factory import make_group
 from mpisgd.job.lifecycle import current_job
 from mpisgd.job.quiesce import end_operations

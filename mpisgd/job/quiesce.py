@@ -10,8 +10,8 @@ import torch
 
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
-from mpisgd.core.interfaces import GroupCommunicator
 from mpisgd.errors import CollectiveTimeout, MpisgdError, afresh
+from mpisgd.interfaces.communicator import GroupCommunicator
 from mpisgd.threads.wait_registry import WaitReason
 from mpisgd.threads.waiting import Backoff
 from mpisgd.transport.messages.point_to_point import InFlight

@@ -16,7 +16,7 @@ import shutil
 import stat
 from pathlib import Path
 
-from mpisgd.core.interfaces import GroupCommunicator
+from mpisgd.interfaces.communicator import GroupCommunicator
 from mpisgd.monitor.process_inspector import start_ticks
 
 __all__ = ["mapped_segments", "mark", "remove_stale_files", "sweep"]

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from mpisgd.core.interfaces import GroupCommunicator
+from mpisgd.interfaces.communicator import GroupCommunicator
 from mpisgd.transport.ipc.memfd import open_shared
 
 __all__ = ["ConsoleLock"]

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mpisgd.core.interfaces import GroupCommunicator, Request
 from mpisgd.errors import MpisgdError
+from mpisgd.interfaces.communicator import GroupCommunicator, Request
 
 __all__ = ["MpiMailbox", "Question"]
 

@@ -23,7 +23,8 @@ from mpisgd.threads.wait_registry import RegisteredWait, RunningCallback, WaitRe
 
 if TYPE_CHECKING:
     from mpisgd.core.group import Group
-    from mpisgd.core.operation_queue import OperationQueue, RunningOperation
+    from mpisgd.core.operation_queue import OperationQueue
+    from mpisgd.core.submission import Submission
     from mpisgd.transport.messages.point_to_point import PointToPoint
 
 __all__ = ["MONITOR_THREAD", "failed_threads", "note_failed_thread", "stack_of", "take_snapshot"]
@@ -122,7 +123,7 @@ def _waits(
 def _wait(
     registered: Sequence[RegisteredWait],
     mpi_call: tuple[str, float] | None,
-    operation: "tuple[RunningOperation, Group, OperationQueue] | None",
+    operation: "tuple[Submission, Group, OperationQueue] | None",
 ) -> Wait:
     """Put together one thread's wait: the outermost says what for, the innermost the timeout."""
     now_s = time.monotonic()

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Collection, Sequence
 
 from mpisgd import config
-from mpisgd.core.interfaces import GroupCommunicator
+from mpisgd.interfaces.communicator import GroupCommunicator
 from mpisgd.monitor.mailbox_pages import (
     ANSWER,
     ASKED,

@@ -10,7 +10,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from mpisgd.core.interfaces import GroupCommunicator
+from mpisgd.interfaces.communicator import GroupCommunicator
 from mpisgd.monitor import process_inspector
 from mpisgd.monitor.mailbox_pages import ANSWER_BYTES, Introduction
 from mpisgd.monitor.mpi_mailbox import MpiMailbox, Question

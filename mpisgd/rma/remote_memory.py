@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mpisgd.core.interfaces import GroupCommunicator
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import UnsupportedOp
+from mpisgd.interfaces.communicator import GroupCommunicator
 from mpisgd.threads.service_thread import ServiceThread
 from mpisgd.threads.waiting import cancel_reason
 

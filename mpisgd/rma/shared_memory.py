@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from mpisgd.core.interfaces import GroupCommunicator
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import CollectiveTimeout, UnsupportedOp
+from mpisgd.interfaces.communicator import GroupCommunicator
 from mpisgd.rma.patience import wait_patiently
 from mpisgd.threads.wait_registry import WaitReason
 from mpisgd.transport.ipc.control_block import order_memory

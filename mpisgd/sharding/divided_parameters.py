@@ -17,10 +17,10 @@ from torch import Tensor
 
 from mpisgd.accelerator.buffers import ALONE_BYTES, on_host
 from mpisgd.core.consistency import Operation
-from mpisgd.core.host_transport import Segment
 from mpisgd.dtypes import dtype_name
 from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.fusion_buffer import Layout, layout_of
+from mpisgd.interfaces.host_transport import Segment
 from mpisgd.sharding.division import Item, Member, PieceRange, divide, lay_out
 from mpisgd.sharding.elementwise import counts_on_device, may_join
 from mpisgd.sharding.flat_blocks import Block, is_movable, move_to_blocks

@@ -19,7 +19,7 @@ from torch import Tensor
 from mpisgd.accelerator.buffers import in_order
 from mpisgd.collectives.dispatch import link_of
 from mpisgd.core.group import Group
-from mpisgd.core.host_transport import HostMemory
+from mpisgd.interfaces.host_transport import HostMemory
 from mpisgd.memory_ranges import Span, consecutive_spans, range_of
 from mpisgd.transport.messages.link import Parts, Transfer, frames
 

@@ -9,9 +9,9 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from mpisgd.core.host_transport import Segment
 from mpisgd.errors import InvalidArgument, UnsupportedTensor
 from mpisgd.gradients.fusion_buffer import layout_of, window
+from mpisgd.interfaces.host_transport import Segment
 from mpisgd.sharding.divided_parameters import DividedParameters, Memory, Named
 from mpisgd.sharding.division import Item, PieceRange, lay_out
 from mpisgd.transport.ipc.segment import PAGE

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from mpisgd.core.interfaces import GroupCommunicator
+from mpisgd.interfaces.communicator import GroupCommunicator
 from mpisgd.timeline.transfer import receive, send
 
 __all__ = ["Clock", "align", "offset_by_messages"]

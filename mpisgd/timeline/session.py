@@ -6,8 +6,8 @@ from mpisgd import tracing
 from mpisgd.arguments import check_text, shown
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
-from mpisgd.core.interfaces import GroupCommunicator
 from mpisgd.errors import InvalidArgument
+from mpisgd.interfaces.communicator import GroupCommunicator
 from mpisgd.job.lifecycle import world
 from mpisgd.timeline.clock import align
 from mpisgd.timeline.files import Names, names_for

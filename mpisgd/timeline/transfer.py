@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mpisgd.core.interfaces import GroupCommunicator, Request
 from mpisgd.errors import CollectiveTimeout
+from mpisgd.interfaces.communicator import GroupCommunicator, Request
 from mpisgd.threads.waiting import Backoff
 from mpisgd.timeline.files import CLOSING, OPENING
 

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from mpisgd.core.interfaces import GroupCommunicator
 from mpisgd.core.topology import Topology
+from mpisgd.interfaces.communicator import GroupCommunicator
 
 __all__ = ["Members"]
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from mpisgd import config
-from mpisgd.core.host_transport import HostTransport
-from mpisgd.core.interfaces import DigestExchange
+from mpisgd.interfaces.communicator import DigestExchange
+from mpisgd.interfaces.host_transport import HostTransport
 from mpisgd.transport.cma.transport import CmaTransport
 from mpisgd.transport.internode.digest_exchange import InternodeDigestExchange
 from mpisgd.transport.internode.transport import InternodeTransport

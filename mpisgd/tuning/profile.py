@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from mpisgd import config
-from mpisgd.core.interfaces import GroupCommunicator
 from mpisgd.errors import InvalidArgument
+from mpisgd.interfaces.communicator import GroupCommunicator
 from mpisgd.tuning.curve import Curve, LineSegment
 from mpisgd.tuning.model import CostModel, MeasuredCurves
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mpisgd.core.interfaces import GroupCommunicator
 from mpisgd.errors import MpisgdError
+from mpisgd.interfaces.communicator import GroupCommunicator
 from mpisgd.transport.ipc.futex import Futex
 from mpisgd.transport.ipc.segment import PAGE, Segment, open_segment
 

@@ -15,10 +15,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from mpisgd.core.host_transport import HostMemory, Region, Steps
 from mpisgd.dtypes import ReduceOp
 from mpisgd.gradients.plan import BucketSlot, Plan
 from mpisgd.gradients.unbucketed import UnbucketedGradient
+from mpisgd.interfaces.host_transport import HostMemory, Region, Steps
 from mpisgd.sharding.divided_parameters import DividedParameters
 from mpisgd.sharding.division import Member
 from mpisgd.sharding.piece import Piece

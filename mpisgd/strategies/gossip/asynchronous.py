@@ -24,12 +24,12 @@ from torch import Tensor
 
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
-from mpisgd.core.interfaces import GroupCommunicator
 from mpisgd.errors import InvalidArgument, MpisgdError
 from mpisgd.gossip.bipartite import roles_of
 from mpisgd.gossip.flat_copy import FlatCopy
 from mpisgd.gossip.graph import Graph
 from mpisgd.gossip.pairwise_averaging import PairwiseAveraging
+from mpisgd.interfaces.communicator import GroupCommunicator
 from mpisgd.strategies.gossip.synchronous import NAME, Mixer
 from mpisgd.strategies.training import Training
 

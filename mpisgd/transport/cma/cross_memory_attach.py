@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 
 from mpisgd import config
-from mpisgd.core.interfaces import GroupCommunicator
 from mpisgd.errors import MpisgdError
+from mpisgd.interfaces.communicator import GroupCommunicator
 
 __all__ = ["CrossMemoryAttach", "open_cross_memory_attach"]
 

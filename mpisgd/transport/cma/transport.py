@@ -14,8 +14,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from mpisgd.core.host_transport import HostTransport, Region, Steps
 from mpisgd.dtypes import ReduceOp
+from mpisgd.interfaces.host_transport import HostTransport, Region, Steps
 from mpisgd.transport.cma.cross_memory_attach import CrossMemoryAttach, open_cross_memory_attach
 from mpisgd.transport.cma.peer_access import PeerAccess
 from mpisgd.transport.members import Members

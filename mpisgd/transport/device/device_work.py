@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mpisgd.accelerator.futures import completed_on, future_on
 from mpisgd.accelerator.runtime import runtime
-from mpisgd.core.operation_queue import inference_mode_of
+from mpisgd.core.submission import inference_mode_of
 from mpisgd.core.work import Work
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mpisgd.core.consistency import Operation
-from mpisgd.core.operation_queue import inference_mode_of
+from mpisgd.core.submission import inference_mode_of
 from mpisgd.core.work import Work
 from mpisgd.dtypes import BOOL_OPS, COMPLEX, HALF_DTYPES, ReduceOp
 from mpisgd.errors import CollectiveTimeout, NcclFailed

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from mpisgd.core.interfaces import GroupCommunicator, Request
+from mpisgd.interfaces.communicator import GroupCommunicator, Request
 from mpisgd.transport.messages.link import frames
 
 __all__ = ["Leader"]

@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from mpisgd.core.interfaces import Request
+from mpisgd.interfaces.communicator import Request
 from mpisgd.transport.internode.leader import Leader
 from mpisgd.transport.shm.staging import typed_pieces
 

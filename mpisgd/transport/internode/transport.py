@@ -21,10 +21,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mpisgd.core.host_transport import HostTransport
-from mpisgd.core.host_transport import Region as AnyRegion
 from mpisgd.dtypes import HALF_DTYPES, ReduceOp
 from mpisgd.errors import CollectiveTimeout
+from mpisgd.interfaces.host_transport import HostTransport
+from mpisgd.interfaces.host_transport import Region as AnyRegion
 from mpisgd.threads.waiting import Backoff
 from mpisgd.transport.host_arithmetic import Arithmetic, prepare
 from mpisgd.transport.internode.digest_exchange import InternodeDigestExchange

@@ -8,7 +8,7 @@ them has gone, whatever way it went.
 import fcntl
 import os
 
-from mpisgd.core.interfaces import GroupCommunicator
+from mpisgd.interfaces.communicator import GroupCommunicator
 from mpisgd.threads.fault_points import ALLOCATE, may_fail
 
 __all__ = ["NAME", "create", "open_shared"]

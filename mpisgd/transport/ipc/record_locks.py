@@ -12,7 +12,7 @@ import os
 import threading
 import weakref
 
-from mpisgd.core.interfaces import GroupCommunicator
+from mpisgd.interfaces.communicator import GroupCommunicator
 from mpisgd.threads.fault_points import ALLOCATE, may_fail
 from mpisgd.transport.ipc.memfd import open_shared
 from mpisgd.transport.ipc.segment import PAGE

@@ -11,7 +11,7 @@ import os
 import torch
 from torch import Tensor
 
-from mpisgd.core.interfaces import GroupCommunicator
+from mpisgd.interfaces.communicator import GroupCommunicator
 from mpisgd.threads.fault_points import ALLOCATE, may_fail
 from mpisgd.transport.ipc.memfd import NAME, open_shared
 

@@ -8,7 +8,7 @@ Source: Hensgen, Finkel and Manber 1988, "Two algorithms for barrier synchroniza
 import struct
 from collections.abc import Iterator, Sequence
 
-from mpisgd.core.interfaces import GroupCommunicator
+from mpisgd.interfaces.communicator import GroupCommunicator
 
 __all__ = ["Dissemination"]
 

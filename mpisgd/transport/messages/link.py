@@ -5,8 +5,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from mpisgd.core.interfaces import GroupCommunicator, Request
 from mpisgd.errors import CollectiveTimeout
+from mpisgd.interfaces.communicator import GroupCommunicator, Request
 from mpisgd.threads.waiting import Backoff
 
 __all__ = ["Link", "Parts", "Transfer", "even_ranges", "frames"]

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from mpisgd import tracing
-from mpisgd.core.interfaces import GroupCommunicator, Request
 from mpisgd.core.work import CompletableWork
 from mpisgd.errors import (
     CollectiveMismatch,
@@ -27,6 +26,7 @@ from mpisgd.errors import (
     MpisgdError,
     NotInitialized,
 )
+from mpisgd.interfaces.communicator import GroupCommunicator, Request
 from mpisgd.threads import wait_registry
 from mpisgd.threads.scheduling import now_s, sleep
 from mpisgd.threads.service_thread import ServiceThread

@@ -10,8 +10,8 @@ from mpi4py import MPI
 from torch import Tensor
 
 from mpisgd import tracing
-from mpisgd.core.interfaces import GroupCommunicator, Request
 from mpisgd.errors import MpisgdError
+from mpisgd.interfaces.communicator import GroupCommunicator, Request
 from mpisgd.transport.mpi.calls import mpi_call
 from mpisgd.transport.mpi.datatypes import address, native, pieces, spec
 

@@ -17,7 +17,7 @@ ranks. Inputs overlap no output, unless they are the very range that their copy 
 
 from collections.abc import Sequence
 
-from mpisgd.core.host_transport import Steps
+from mpisgd.interfaces.host_transport import Steps
 from mpisgd.memory_ranges import MemoryRange, Span, consecutive_spans
 from mpisgd.transport.shm.staging import copy_bytes, cut
 from mpisgd.transport.shm.staging_memory import StagingMemory

@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from mpisgd.core.host_transport import Steps
 from mpisgd.dtypes import ReduceOp
+from mpisgd.interfaces.host_transport import Steps
 from mpisgd.memory_ranges import MemoryRange
 from mpisgd.transport.shm.staging import copy_bytes, prefetch
 from mpisgd.transport.shm.staging_memory import MAX_CACHED, StagingMemory

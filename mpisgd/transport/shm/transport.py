@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpisgd.core.host_transport import HostTransport, Steps
-from mpisgd.core.host_transport import Region as AnyRegion
-from mpisgd.core.interfaces import GroupCommunicator
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import CollectiveTimeout
+from mpisgd.interfaces.communicator import GroupCommunicator
+from mpisgd.interfaces.host_transport import HostTransport, Steps
+from mpisgd.interfaces.host_transport import Region as AnyRegion
 from mpisgd.transport.ipc.control_block import CONTROL_BYTES, ControlBlock
 from mpisgd.transport.ipc.segment import Segment, open_segment
 from mpisgd.transport.members import Members

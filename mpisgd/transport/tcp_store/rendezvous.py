@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import psutil
 
-from mpisgd.core.interfaces import GroupCommunicator
 from mpisgd.errors import Unreachable
+from mpisgd.interfaces.communicator import GroupCommunicator
 from mpisgd.transport.tcp_store.handshake import SECRET_BYTES, Endpoint, Reception, greet
 from mpisgd.transport.tcp_store.socket_filter import admit_only
 

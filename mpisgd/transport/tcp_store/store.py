@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch._C._distributed_c10d import FileStore, Store
 
-from mpisgd.core.interfaces import GroupCommunicator
+from mpisgd.interfaces.communicator import GroupCommunicator
 from mpisgd.transport.ipc.memfd import open_shared
 from mpisgd.transport.tcp_store.links import LocalLink, RemoteLink, Server
 from mpisgd.transport.tcp_store.network_store import NetworkStore

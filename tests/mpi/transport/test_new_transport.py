@@ -14,7 +14,7 @@ from verdicts import everyone
 import mpisgd
 from mpisgd import ReduceOp
 from mpisgd.collectives.all_reduce import choose_algorithm
-from mpisgd.core.host_transport import HostTransport, Steps
+from mpisgd.interfaces.host_transport import HostTransport, Steps
 from mpisgd.job.groups import close_group
 from mpisgd.transport import transports
 from mpisgd.transport.members import Members

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mpisgd import config
 from mpisgd.collectives.staging_check import run_first_part
-from mpisgd.core.host_transport import HostTransport, Steps
+from mpisgd.interfaces.host_transport import HostTransport, Steps
 
 
 class Staging(HostTransport):

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mpisgd.core.interfaces import DigestExchange
 from mpisgd.dtypes import ReduceOp
+from mpisgd.interfaces.communicator import DigestExchange
 from mpisgd.memory_ranges import MemoryRange, Span
 
 __all__ = ["HostMemory", "HostTransport", "Region", "Segment", "Steps"]

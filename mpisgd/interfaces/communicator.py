@@ -1,11 +1,11 @@
-"""What core asks of the rooms above it, which give it these; it imports none of them."""
+"""`Communicator`: the messages between the ranks of a group, as those who do not know MPI see them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
 
-__all__ = ["Communicator", "DigestExchange", "GroupCommunicator", "Job", "Request"]
+__all__ = ["Communicator", "DigestExchange", "GroupCommunicator", "Request"]
 
 
 class Request(Protocol):
@@ -159,31 +159,3 @@ class DigestExchange(Protocol):
 
     def close(self) -> None:
         """Free what MPI keeps for it; before the communicator is freed."""
-
-
-class Job(Protocol):
-    """What is asked of a group's job; `mpisgd.job.world.Job` is the real one, which explains it."""
-
-    timeout_s: float
-    threads_allowed: bool
-    gpu: str
-    at_end: list[Callable[[], None]]
-
-    @property
-    def world(self) -> Any:
-        """The group of all ranks."""
-
-    @property
-    def monitor(self) -> Any:
-        """Tells what the other ranks are doing; None where the ranks are threads of one process."""
-
-    @property
-    def groups(self) -> list[Any]:
-        """The groups that this rank knows of and has not closed."""
-
-    @property
-    def names(self) -> Iterator[int]:
-        """Numbers of the groups without a name."""
-
-    def add(self, group: Any) -> None:
-        """Add a group."""

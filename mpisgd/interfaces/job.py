@@ -1,0 +1,34 @@
+"""`Job`: what a group asks of the job that it is in."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+__all__ = ["Job"]
+
+
+class Job(Protocol):
+    """What is asked of a group's job; `mpisgd.job.world.Job` is the real one, which explains it."""
+
+    timeout_s: float
+    threads_allowed: bool
+    gpu: str
+    at_end: list[Callable[[], None]]
+
+    @property
+    def world(self) -> Any:
+        """The group of all ranks."""
+
+    @property
+    def monitor(self) -> Any:
+        """Tells what the other ranks are doing; None where the ranks are threads of one process."""
+
+    @property
+    def groups(self) -> list[Any]:
+        """The groups that this rank knows of and has not closed."""
+
+    @property
+    def names(self) -> Iterator[int]:
+        """Numbers of the groups without a name."""
+
+    def add(self, group: Any) -> None:
+        """Add a group."""
