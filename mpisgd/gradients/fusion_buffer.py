@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mpisgd.gradients.bucketing import Bucket
-from mpisgd.gradients.kinds import ALL_DENSE, DENSE, kind_of
+from mpisgd.gradients.kinds import ALL_DENSE, DENSE, kinds_of
 
 __all__ = ["FusionBuffer", "Layout", "layout_of", "window"]
 
@@ -105,7 +105,7 @@ class FusionBuffer:
             used: addresses of the gradients of other buckets that travel from where they lie.
         """
         self._renew_displaced()
-        kinds = bytes(map(kind_of, grads))
+        kinds = kinds_of(grads)
         # There may be hundreds, each of them new: what one gradient takes is felt.
         self._in_place = any(map(operator.is_, grads, self.views))
         if self._in_place or kinds.strip(ALL_DENSE):

@@ -5,6 +5,8 @@ parameter alone. So each rank sends a byte per parameter. It travels with the bu
 it is known, and costs no synchronization of its own.
 """
 
+import itertools
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -26,10 +28,12 @@ __all__ = [
     "KindsExchange",
     "join_rest",
     "kind_of",
+    "kinds_of",
 ]
 
 MISSING, DENSE, SPARSE = 0, 1, 2
 ALL_DENSE = bytes([DENSE])  # to strip from many
+_is_sparse = operator.attrgetter("is_sparse")
 NONFINITE = 4  # besides its kind, where somebody has looked
 # When this rank reduces them; one more byte, beside those of the gradients.
 IN_BACKWARD, IN_STEP = 1, 2
@@ -40,6 +44,14 @@ def kind_of(grad: Tensor | None) -> int:
     if grad is None:
         return MISSING
     return SPARSE if grad.is_sparse else DENSE
+
+
+def kinds_of(grads: Sequence[Tensor | None]) -> bytes:
+    """Return the kind of each. There may be hundreds, as a rule all dense, and every step asks."""
+    some_are_missing = any(map(operator.is_, grads, itertools.repeat(None)))
+    if some_are_missing or any(map(_is_sparse, grads)):
+        return bytes(map(kind_of, grads))
+    return ALL_DENSE * len(grads)
 
 
 class KindsExchange:
