@@ -10,9 +10,11 @@ from torch import Tensor, nn
 import mpisgd
 from mpisgd.arguments import shown
 from mpisgd.compress.compressor import Compressor
+from mpisgd.dtypes import as_reduce_op
 from mpisgd.errors import InvalidArgument
 from mpisgd.strategies.strategy import Strategy
 from mpisgd.verification.cell import CANNOT_TELL, Comparison, compare, flaw_anywhere
+from mpisgd.verification.first_module import Place, Recording, locate, record, record_step
 from mpisgd.verification.mode import JOINED, TURNED, Reference, between_orders
 from mpisgd.verification.papers import paper_of
 from mpisgd.verification.problem import Batch, Loss, Problem, flat_parameters
@@ -39,6 +41,9 @@ class Verification(NamedTuple):
         reason: where the tolerance comes from.
         step: the first one in which the difference was too large; -1 if none.
         parameter: the one that differed most in that step, "" if none.
+        module: the first one in which that step computes something else than one process does; "" if none, or
+            if it is the model itself, or the loss.
+        what: of it, in words, "" if the step is equal.
         undecided: why it cannot be told whether the training is what it must be, "" if it can. It is not
             verified then, and this is false.
     """
@@ -48,20 +53,23 @@ class Verification(NamedTuple):
     reason: str
     step: int
     parameter: str
+    module: str = ""
+    what: str = ""
     undecided: str = ""
 
     def __bool__(self) -> bool:
         return self.step < 0 and not self.undecided
 
     def __str__(self) -> str:
+        where = f"module {self.module!r}: {self.what}" if self.module else self.what
         if self.undecided:
-            return f"cannot tell: {self.undecided}"
+            return f"cannot tell: {self.undecided}" + f"; the first that differs: {where}" * bool(self.what)
         allowed = f"allowed are {self.tolerance:.1e} ({self.reason})"
         if self:
             return f"equal: the largest difference is {self.difference:.1e}, {allowed}"
         return (
-            f"different from step {self.step} on, most in {self.parameter} there; the largest difference is "
-            f"{self.difference:.1e}, {allowed}"
+            f"different from step {self.step} on, most in {self.parameter} there; the first that differs: "
+            f"{where}; the largest difference is {self.difference:.1e}, {allowed}"
         )
 
 
@@ -119,7 +127,16 @@ def verify(
     undecided = f"from step {found.step} on, most in {parameter}: {_too_large(found)}" * found.undecided
     if not undecided and not _would_notice_silence(problem, make_optimizer, reference, start):
         undecided = SILENCE
-    return Verification(found.difference, found.tolerance, found.reason, found.step, parameter, undecided)
+    place = Place()
+    if found.step >= 0:
+        meant = strategy if definition is None else definition
+        before = reference.of_rank(mpisgd.rank())[found.step - 1] if found.step else start
+        place = _place(problem, make_optimizer, strategy, options, meant, found.step, before)
+        if not place.what:
+            place = Place(parameter.rpartition(".")[0], f"the update of {parameter}")
+    return Verification(
+        found.difference, found.tolerance, found.reason, found.step, parameter, *place, undecided
+    )
 
 
 def _trained(
@@ -127,10 +144,55 @@ def _trained(
 ) -> Tensor:
     """Return this rank's parameters after each step of the training that is verified. Collective."""
     model = problem.model()
-    optimizer = mpisgd.DistributedOptimizer(
+    optimizer = _distributed(model, make_optimizer, strategy, options)
+    return torch.stack(Trainee(problem).train(model, optimizer))
+
+
+def _distributed(
+    model: nn.Module, make_optimizer: MakeOptimizer, strategy: Strategy, options: dict[str, Any]
+) -> torch.optim.Optimizer:
+    return mpisgd.DistributedOptimizer(
         make_optimizer(list(model.parameters())), model.named_parameters(), strategy=strategy, **options
     )
-    return torch.stack(Trainee(problem).train(model, optimizer))
+
+
+def _place(
+    problem: Problem,
+    make_optimizer: MakeOptimizer,
+    strategy: Strategy,
+    options: dict[str, Any],
+    meant: Strategy,
+    step: int,
+    before: Tensor,
+) -> Place:
+    """Return where a step begins to differ from that of one process. Collective.
+
+    Args:
+        meant: the strategy that it must be equal to.
+        step: which one.
+        before: the parameters that one process has before it, [numel].
+    """
+    joined = isinstance(meant, mpisgd.Synchronous | mpisgd.Sharded)
+    alone = problem.model()
+    torch.nn.utils.vector_to_parameters(before, alone.parameters())
+    batch = problem.batches[step] if joined else problem.share(step, mpisgd.rank())
+    expected = record_step(alone, problem.loss, batch)
+
+    model, trainee, mine = problem.model(), Trainee(problem), Recording()
+    optimizer = _distributed(model, make_optimizer, strategy, options)
+    trainee.train(model, optimizer, last=step)
+
+    def backward(loss: Tensor) -> None:
+        mine.keep_loss(loss)
+        torch.autograd.backward(loss)
+
+    with record(model, mine):
+        keep = partial(mine.keep_gradients, model)
+        trainee.train(model, optimizer, backward=backward, before_step=keep, first=step, last=step + 1)
+    factors = {mpisgd.ReduceOp.AVG: 1.0, mpisgd.ReduceOp.SUM: float(problem.size)}
+    is_divided = isinstance(strategy, mpisgd.Sharded)  # each rank has a part of the gradients then
+    factor = None if is_divided else factors.get(_op_of(options))
+    return locate(mine, expected, joined=joined, factor=factor)
 
 
 def _too_large(found: Comparison) -> str:
@@ -188,7 +250,7 @@ def _reference(
             "it is to be equal to as definition="
         )
     meant = strategy if definition is None else definition
-    op = options.get("op", mpisgd.ReduceOp.AVG)
+    op = _op_of(options)
     if isinstance(meant, mpisgd.Synchronous | mpisgd.Sharded):
         return lambda problem: _of_one_process(problem, make_optimizer, op)
     if op != mpisgd.ReduceOp.AVG:
@@ -202,6 +264,11 @@ def _reference(
             "take as by default; or name as definition= which of these it is to be equal to"
         )
     return _repeatable(lambda problem, order: _by_paper(problem, make_optimizer, order, strategy=meant))
+
+
+def _op_of(options: dict[str, Any]) -> Any:
+    op = options.get("op", mpisgd.ReduceOp.AVG)
+    return as_reduce_op("verify", op) if isinstance(op, str) else op
 
 
 def _of_one_process(problem: Problem, make_optimizer: MakeOptimizer, op: Any) -> Reference:
