@@ -11,7 +11,7 @@ import mpisgd
 from mpisgd.arguments import shown
 from mpisgd.compress.compressor import Compressor
 from mpisgd.errors import InvalidArgument
-from mpisgd.strategies.strategy import Strategy
+from mpisgd.methods.strategy.strategy import Strategy
 from mpisgd.verification.cell import CANNOT_TELL, Comparison, compare, flaw_anywhere
 from mpisgd.verification.mode import JOINED, TURNED, Reference, between_orders
 from mpisgd.verification.papers import paper_of
