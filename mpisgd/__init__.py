@@ -12,35 +12,14 @@ Importing the package starts no MPI and loads neither torch nor mpi4py: every pu
 first use.
 """
 
-import ast
-import importlib
-from pathlib import Path
-from typing import Any
+from mpisgd.lazy_names import look_up_in, modules_of_names
 
 __version__ = "0.1.0.dev0"
 
-
-def _modules_of_names() -> dict[str, str]:
-    """Return the module of each public name, as the stub `__init__.pyi` lists them."""
-    stub = ast.parse(Path(__file__).with_suffix(".pyi").read_text())
-    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
-    return {alias.name: str(node.module) for node in imports for alias in node.names}
-
-
-_MODULE_OF = _modules_of_names()
+_MODULE_OF = modules_of_names(__file__)
 
 __all__ = sorted(name for name, module in _MODULE_OF.items() if module != __name__)  # no subpackages
-
-
-def __getattr__(name: str) -> Any:
-    """Look up a public name on first use."""
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'mpisgd' has no attribute {name!r}")
-    module = _MODULE_OF[name]
-    if module == __name__:
-        return importlib.import_module(f"mpisgd.{name}")
-    value = globals()[name] = getattr(importlib.import_module(module), name)
-    return value
+__getattr__ = look_up_in(__name__, _MODULE_OF)
 
 
 def __dir__() -> list[str]:

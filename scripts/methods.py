@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import mpisgd
-from mpisgd.strategies.from_text import compressor_from_text, strategy_from_text
+from mpisgd.methods.from_text import compressor_from_text, strategy_from_text
 
 __all__ = ["CompressionOption", "Method", "StrategyOption", "common_model", "finish", "read_method"]
 

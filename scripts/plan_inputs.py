@@ -232,9 +232,9 @@ def compression_seconds(method: Any, cluster: Any, profile: Any) -> float:
     As in a step, where so much else has been touched since the last time that no cache has any of it.
     """
     import mpisgd
-    from mpisgd.compress.cast import Cast
     from mpisgd.compress.compressor import BucketLayout
     from mpisgd.dtypes import ReduceOp
+    from mpisgd.methods.cast.cast import Cast
     from mpisgd.plan.steps.job import PlannedJob
 
     me = [mpisgd.new_group([rank]) for rank in range(mpisgd.size())][mpisgd.rank()]

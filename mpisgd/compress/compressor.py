@@ -8,17 +8,17 @@ next: what compression left out (a residual), or a factor to start from.
 import abc
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from mpisgd.compress.codec import Codec
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
 from mpisgd.method_state import names_of, pieces_of, restart
 
-__all__ = ["BucketLayout", "BucketReducer", "Compressor"]
+__all__ = ["BucketLayout", "BucketReducer", "Codec", "Compressor"]
 
 
 class BucketLayout(NamedTuple):
@@ -105,15 +105,33 @@ class BucketReducer(abc.ABC):
             setattr(self.state, name, state[name])
 
 
+class Codec(Protocol):
+    """What one rank has, as equally many bytes on all ranks, and back; pure, it keeps nothing.
+
+    Attributes:
+        nbytes: of what a bucket becomes.
+    """
+
+    nbytes: int
+
+    def compress(self, flat: Tensor, random: np.random.Generator) -> Tensor:
+        """Return [nbytes] uint8 that stand for about `flat` [n], which is unchanged."""
+
+    def decompress(self, message: Tensor, out: Tensor, sign: int = 1) -> None:
+        """Add what a message stands for to `out` [n], or subtract it where `sign` is -1."""
+
+
 @dataclass(frozen=True)
 class Compressor(abc.ABC):
     """How buckets of gradients travel. A subclass is a frozen dataclass, whose fields all ranks agree on.
 
     Attributes:
         takes_sparse: whether sparse gradients may be summed as they are, beside the buckets.
+        combines_by: what it does in place of a sum or mean, for messages; "" where it does one of them.
     """
 
     takes_sparse: ClassVar[bool] = True
+    combines_by: ClassVar[str] = ""
 
     @property
     def short_name(self) -> str:

@@ -11,8 +11,8 @@ from mpisgd.collectives.objects import broadcast_object
 from mpisgd.elastic.buddy_replicas import PerRank
 from mpisgd.elastic.sampler import ElasticSampler
 from mpisgd.method_state import ENTRY, HasOwnState
+from mpisgd.methods.compressed_momentum.compressed_momentum import CompressedMomentumOptimizer
 from mpisgd.optim.broadcast import broadcast_optimizer_state, broadcast_parameters, undo_casts
-from mpisgd.optim.compressed_momentum import CompressedMomentumOptimizer
 from mpisgd.optim.distributed import DistributedOptimizer
 from mpisgd.optim.own_state import copy_into_replica, merge_own, split_own
 

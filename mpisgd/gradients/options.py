@@ -8,7 +8,9 @@ from mpisgd.compress.compressor import Compressor
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
 
-__all__ = ["ReductionOptions", "check_options"]
+__all__ = ["DEFAULT_BUCKET_CAP_BYTES", "ReductionOptions", "check_options"]
+
+DEFAULT_BUCKET_CAP_BYTES = 25 * 2**20
 
 
 class ReductionOptions(NamedTuple):

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from mpisgd.accelerator.runtime import on_device
 from mpisgd.collectives.all_reduce import all_reduce
-from mpisgd.compress.adasum import AdaptiveSum
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.core.owner import current_owner, owned_by
@@ -101,8 +100,7 @@ class GradientReducer(GradientSync):
     @property
     def combined_by(self) -> str:
         """See `GradientSync`."""
-        adaptive = isinstance(self.options.compression, AdaptiveSum)
-        return "Adasum" if adaptive else f"op={self.options.op.name}"
+        return self.options.compression.combines_by or f"op={self.options.op.name}"
 
     @property
     def contents(self) -> str:

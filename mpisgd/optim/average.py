@@ -5,16 +5,15 @@ from collections.abc import Sequence
 
 import torch
 
-from mpisgd.compress.cast import Compression
 from mpisgd.core.group import Group
 from mpisgd.core.owner import new_owner, owned_by
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
-from mpisgd.gradients.options import ReductionOptions
+from mpisgd.gradients.options import DEFAULT_BUCKET_CAP_BYTES, ReductionOptions
 from mpisgd.gradients.reducer import GradientReducer
 from mpisgd.job.lifecycle import group_or_world
-from mpisgd.optim.distributed import DEFAULT_BUCKET_CAP_BYTES
-from mpisgd.optim.parameter_names import agree_on
+from mpisgd.methods.cast.cast import Compression
+from mpisgd.parameters.parameter_names import agree_on
 
 __all__ = ["average_gradients"]
 

@@ -7,7 +7,7 @@ from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.optim.broadcast import Parameters, name_tensors
-from mpisgd.optim.parameter_names import agree_on
+from mpisgd.parameters.parameter_names import agree_on
 from mpisgd.sharding.layerwise.offload_parameters import without_streamed
 
 __all__ = ["average_parameters"]

@@ -14,10 +14,10 @@ from mpisgd.core.group import Group
 from mpisgd.errors import InvalidArgument
 from mpisgd.job.lifecycle import group_or_world
 from mpisgd.method_state import ENTRY, HasOwnState
-from mpisgd.optim.parameter_names import agree_on
+from mpisgd.methods.sharded.forward_overlap import wait_for_parameters
 from mpisgd.optim.state_layout import lay_out_state
+from mpisgd.parameters.parameter_names import agree_on
 from mpisgd.sharding.layerwise.offload_parameters import without_streamed
-from mpisgd.strategies.sharded.forward_overlap import wait_for_parameters
 
 __all__ = [
     "Parameters",

@@ -3,15 +3,15 @@
 from typing import Any
 
 from mpisgd.arguments import shown
-from mpisgd.compress.adasum import AdaptiveSum, Adasum
-from mpisgd.compress.auto import Auto
-from mpisgd.compress.cast import Compression
 from mpisgd.compress.compressor import Compressor
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
-from mpisgd.strategies.strategy import Strategy
-from mpisgd.strategies.synchronous import Synchronous
-from mpisgd.strategies.training import Training
+from mpisgd.methods.adasum.adasum import AdaptiveSum, Adasum
+from mpisgd.methods.auto.auto import Auto
+from mpisgd.methods.cast.cast import Compression
+from mpisgd.methods.strategy.strategy import Strategy
+from mpisgd.methods.strategy.training import Training
+from mpisgd.methods.synchronous.synchronous import Synchronous
 
 __all__ = ["check_choices", "resolve_reduction", "summary"]
 

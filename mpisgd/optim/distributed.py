@@ -18,39 +18,36 @@ from torch import Tensor
 
 from mpisgd.arguments import check_flag, check_positive
 from mpisgd.collectives.objects import broadcast_object
-from mpisgd.compress.adasum import AdaptiveSum
-from mpisgd.compress.auto import Auto
 from mpisgd.compress.compressor import Compressor
 from mpisgd.core.group import Group
 from mpisgd.core.owner import OPTIMIZER, Owner, new_owner, owned_by
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.accumulation import AccumulationWindow
-from mpisgd.gradients.compression_choice import with_chosen_compression
-from mpisgd.gradients.options import ReductionOptions, check_options
+from mpisgd.gradients.options import DEFAULT_BUCKET_CAP_BYTES, ReductionOptions, check_options
 from mpisgd.gradients.sparse import empty_sparse
 from mpisgd.job.lifecycle import group_or_world
+from mpisgd.methods.adasum.adasum import AdaptiveSum
+from mpisgd.methods.auto.auto import Auto
+from mpisgd.methods.auto.compression_choice import with_chosen_compression
+from mpisgd.methods.strategy.buffers import Buffers
+from mpisgd.methods.strategy.compatibility import check_momentum
+from mpisgd.methods.strategy.state_keeper import StateKeeper
+from mpisgd.methods.strategy.strategy import Strategy, Synchronizer
+from mpisgd.methods.strategy.training import Training
+from mpisgd.methods.synchronous.synchronous import Synchronous
 from mpisgd.optim.choices import check_choices, resolve_reduction, summary
 from mpisgd.optim.in_sync import check_tensors_in_sync
-from mpisgd.optim.parameter_names import agree_on, name_buffers, name_parameters
-from mpisgd.optim.starting_alike import SETTINGS_EVERY, check_alike
 from mpisgd.optim.state_layout import lay_out_state
-from mpisgd.strategies.buffers import Buffers
-from mpisgd.strategies.compatibility import check_momentum
-from mpisgd.strategies.state_keeper import StateKeeper
-from mpisgd.strategies.strategy import Strategy, Synchronizer
-from mpisgd.strategies.synchronous import Synchronous
-from mpisgd.strategies.training import Training
+from mpisgd.parameters.parameter_names import agree_on, name_buffers, name_parameters
+from mpisgd.parameters.starting_alike import SETTINGS_EVERY, check_alike
 
 __all__ = [
-    "DEFAULT_BUCKET_CAP_BYTES",
     "DistributedOptimizer",
     "StepArguments",
     "wrap_closure",
     "wrapped_class",
 ]
-
-DEFAULT_BUCKET_CAP_BYTES = 25 * 2**20
 
 
 class DistributedOptimizer(torch.optim.Optimizer):

@@ -19,10 +19,10 @@ from mpisgd.collectives.objects import all_gather_object
 from mpisgd.core.group import Group
 from mpisgd.errors import InvalidArgument, OutOfSync, UnsupportedTensor
 from mpisgd.job.lifecycle import group_or_world
-from mpisgd.optim.fingerprint import fingerprints
-from mpisgd.optim.parameter_names import agree_on, describe, name_parameters
+from mpisgd.methods.sharded.forward_overlap import wait_for_parameters
+from mpisgd.parameters.fingerprint import fingerprints
+from mpisgd.parameters.parameter_names import agree_on, describe, name_parameters
 from mpisgd.sharding.layerwise.offload_parameters import without_streamed
-from mpisgd.strategies.sharded.forward_overlap import wait_for_parameters
 
 __all__ = ["check_in_sync", "check_tensors_in_sync"]
 

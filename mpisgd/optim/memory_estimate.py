@@ -23,7 +23,7 @@ from mpisgd.accelerator.buffers import ALONE_BYTES
 from mpisgd.arguments import check_positive
 from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.bucketing import ALIGN_BYTES, Item, join_buckets, plan_buckets
-from mpisgd.optim.distributed import DEFAULT_BUCKET_CAP_BYTES
+from mpisgd.gradients.options import DEFAULT_BUCKET_CAP_BYTES
 from mpisgd.optim.state_bytes import OptimizerLike, state_bytes
 from mpisgd.sharding.division import assign
 from mpisgd.sharding.elementwise import KNOWN

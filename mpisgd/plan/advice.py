@@ -4,12 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from mpisgd.bench.strategies.method import Method
-from mpisgd.compress.cast import Compression
+from mpisgd.methods.cast.cast import Compression
+from mpisgd.methods.from_text import call_of
 from mpisgd.plan.cluster import Cluster
 from mpisgd.plan.models.model import StepProfile
 from mpisgd.plan.prediction import Options, Prediction, predict, with_faster
 from mpisgd.plan.steps.parallel import Parallel
-from mpisgd.strategies.from_text import call_of
 
 __all__ = ["Change", "changes", "code_line", "command_line", "equals_one_process"]
 

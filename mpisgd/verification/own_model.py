@@ -12,7 +12,7 @@ from mpisgd.arguments import shown
 from mpisgd.compress.compressor import Compressor
 from mpisgd.dtypes import as_reduce_op
 from mpisgd.errors import InvalidArgument
-from mpisgd.strategies.strategy import Strategy
+from mpisgd.methods.strategy.strategy import Strategy
 from mpisgd.verification.cell import CANNOT_TELL, Comparison, compare, flaw_anywhere
 from mpisgd.verification.first_module import Place, Recording, locate, record, record_step
 from mpisgd.verification.mode import JOINED, TURNED, Reference, between_orders

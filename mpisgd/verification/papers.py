@@ -11,12 +11,12 @@ import torch
 import mpisgd
 from mpisgd import Compressor, compress
 from mpisgd.arguments import shown
-from mpisgd.compress.adasum import AdaptiveSum
-from mpisgd.compress.cast import Cast, Compression
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
+from mpisgd.methods.adasum.adasum import AdaptiveSum
 from mpisgd.methods.adasum.paper import Adasum
 from mpisgd.methods.cast import paper as cast
+from mpisgd.methods.cast.cast import Cast, Compression
 from mpisgd.methods.deep_gradient import paper as deep_gradient
 from mpisgd.methods.diloco import paper as diloco
 from mpisgd.methods.elastic_averaging import paper as elastic_averaging

@@ -12,9 +12,11 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+import torch
 from paper_sections import section_of
 
 import mpisgd
+from mpisgd.lazy_names import modules_of_names
 
 __all__ = ["documented_names", "pages"]
 
@@ -31,7 +33,7 @@ GROUPS = {
     "Training": (
         "The wrapper of an optimizer, functions for training loops of your own, seeds, and synchronous batch "
         "normalization.",
-        ("optim", "nn", "data"),
+        ("optim", "optimizers", "nn", "data"),
     ),
     "Strategies": (
         "How the ranks' models relate between two steps: `strategy=` of `DistributedOptimizer`, and the base "
@@ -41,7 +43,7 @@ GROUPS = {
     "Compression": (
         "What gradients look like on the wire: the casts, and the base classes of a compressor. The other "
         "compressors are in [mpisgd.compress](mpisgd.compress.md).",
-        ("compress",),
+        ("compress", "compressors"),
     ),
     "Collectives": (
         "Operations that several ranks perform together, and messages from one rank to another.",
@@ -156,14 +158,27 @@ def _names_by_folder() -> dict[str, list[str]]:
     """The names of `mpisgd.__all__` by the folder, or the module, of the package that defines them."""
     found: dict[str, list[str]] = {}
     for name in mpisgd.__all__:
-        folder = mpisgd._MODULE_OF[name].split(".")[1]
-        found.setdefault(folder, []).append(name)
+        found.setdefault(_folder_of(name), []).append(name)
     return found
+
+
+def _folder_of(name: str) -> str:
+    """The folder of the module that defines a name; of `methods` what kind of method it is."""
+    _, folder, *inner = mpisgd._MODULE_OF[name].split(".")
+    if folder != "methods":
+        return folder
+    value = getattr(mpisgd, name)
+    if inner[0] == "strategy" or (isinstance(value, type) and issubclass(value, mpisgd.Strategy)):
+        return "strategies"
+    is_optimizer = isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
+    return "optimizers" if is_optimizer else "compressors"
 
 
 def _all_of(module: str) -> set[str]:
     """`__all__` of a module, read without importing it: its frameworks need not be installed."""
     path = PACKAGE.joinpath(*module.split(".")[1:])
+    if path.joinpath("__init__.pyi").exists():
+        return set(modules_of_names(str(path / "__init__.py")))
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     for node in ast.parse(file.read_text()).body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":

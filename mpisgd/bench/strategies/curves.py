@@ -20,7 +20,7 @@ from mpisgd.bench.measure import slowest
 from mpisgd.bench.strategies.method import Method, common_model, finish
 from mpisgd.bench.strategies.sent_bytes import sent_bytes
 from mpisgd.bench.strategies.task import Task
-from mpisgd.strategies.from_text import OptimizerChoice
+from mpisgd.methods.from_text import OptimizerChoice
 
 __all__ = ["Report", "StrategiesPlan", "run_strategies"]
 

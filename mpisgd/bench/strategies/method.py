@@ -15,13 +15,13 @@ import torch
 
 import mpisgd
 from mpisgd.compress.compressor import Compressor
-from mpisgd.strategies.from_text import (
+from mpisgd.methods.from_text import (
     OptimizerChoice,
     compressor_from_text,
     optimizer_from_text,
     strategy_from_text,
 )
-from mpisgd.strategies.strategy import Strategy
+from mpisgd.methods.strategy.strategy import Strategy
 
 __all__ = ["DEFAULT_METHODS", "SYNCHRONOUS", "Method", "common_model", "finish", "methods_of"]
 

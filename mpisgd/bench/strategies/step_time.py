@@ -21,7 +21,7 @@ from mpisgd.bench.report.rows import as_time
 from mpisgd.bench.strategies.method import SYNCHRONOUS, Method
 from mpisgd.bench.strategies.sent_bytes import sent_bytes
 from mpisgd.bench.training import StepTask, Training
-from mpisgd.gradients.compression_choice import Trial
+from mpisgd.methods.auto.compression_choice import Trial
 
 __all__ = ["CompressionPlan", "run_compression"]
 

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from mpisgd.strategies.from_text import OptimizerChoice
+from mpisgd.methods.from_text import OptimizerChoice
 
 __all__ = ["Task"]
 

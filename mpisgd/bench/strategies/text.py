@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import mpisgd
 from mpisgd.bench.strategies.task import Task
-from mpisgd.strategies.from_text import OptimizerChoice
+from mpisgd.methods.from_text import OptimizerChoice
 
 __all__ = ["ByteGPT", "Text"]
 

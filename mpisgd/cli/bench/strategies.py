@@ -22,7 +22,7 @@ from mpisgd.cli.record import Output, measure_in_job
 if TYPE_CHECKING:
     from mpisgd.bench.strategies.method import Method
     from mpisgd.bench.strategies.task import Task
-    from mpisgd.strategies.from_text import OptimizerChoice
+    from mpisgd.methods.from_text import OptimizerChoice
 
 __all__ = ["compression", "strategies"]
 
@@ -118,7 +118,7 @@ def _methods(text: str) -> "list[Method]":
 
 
 def _optimizer(text: str) -> "OptimizerChoice":
-    from mpisgd.strategies.from_text import optimizer_from_text
+    from mpisgd.methods.from_text import optimizer_from_text
 
     try:
         return optimizer_from_text(text)

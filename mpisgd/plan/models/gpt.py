@@ -10,8 +10,8 @@ Model Training on GPU Clusters Using Megatron-LM", without biases):
 
 from mpisgd.arguments import check_positive, shown
 from mpisgd.errors import InvalidArgument
+from mpisgd.methods.from_text import call_of
 from mpisgd.plan.models.model import Layer, Model
-from mpisgd.strategies.from_text import call_of
 
 __all__ = ["gpt", "gpt_from_text"]
 

@@ -1,9 +1,9 @@
 """The mixing of `Gossip`: messages to neighbours, and their weighted sum."""
 
-from mpisgd.compress.cast import Cast
 from mpisgd.errors import InvalidArgument
 from mpisgd.gossip.graph import Graph
 from mpisgd.gossip.graphs import Exponential, OnePeerExponential, Ring
+from mpisgd.methods.cast.cast import Cast
 from mpisgd.plan.simulation.collectives import Cost, cost_of_rounds, link_bytes
 from mpisgd.plan.simulation.messages import Round, neighbours, shift
 from mpisgd.plan.steps.graph import StepGraph

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mpisgd.accelerator.buffers import ALONE_BYTES
-from mpisgd.compress.cast import Compression
 from mpisgd.compress.compressor import Compressor
 from mpisgd.gradients.bucketing import ALIGN_BYTES, Bucket, Item, plan_buckets
-from mpisgd.optim.distributed import DEFAULT_BUCKET_CAP_BYTES
+from mpisgd.gradients.options import DEFAULT_BUCKET_CAP_BYTES
+from mpisgd.methods.cast.cast import Compression
 from mpisgd.plan.cluster import Cluster
 from mpisgd.plan.models.model import Gradient, StepProfile
 from mpisgd.plan.simulation.collectives import AUTO

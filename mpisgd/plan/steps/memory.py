@@ -15,8 +15,8 @@ import torch
 
 from mpisgd.arguments import check_positive
 from mpisgd.compress.compressor import BucketLayout
-from mpisgd.compress.per_host import PerHost
 from mpisgd.errors import InvalidArgument
+from mpisgd.methods.per_host.per_host import PerHost
 from mpisgd.plan.steps.gossip import rounds_of_graph
 from mpisgd.plan.steps.job import PlannedJob
 from mpisgd.plan.steps.layout import divide

@@ -6,10 +6,10 @@ from typing import Any
 from mpisgd.arguments import shown
 from mpisgd.bench.strategies.method import Method, methods_of
 from mpisgd.errors import InvalidArgument
+from mpisgd.methods.from_text import call_of
 from mpisgd.plan.cluster import Cluster
 from mpisgd.plan.models.model import StepProfile
 from mpisgd.plan.steps.parallel import Parallel, lies_evenly
-from mpisgd.strategies.from_text import call_of
 
 __all__ = ["DEFAULT_METHODS", "FullyShard", "Overlap", "layouts_of", "method_of", "planned_methods"]
 

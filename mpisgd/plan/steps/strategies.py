@@ -75,7 +75,7 @@ def _with_overlap(job: PlannedJob, strategy: Any) -> PlannedStep:
 
 
 def _local_sgd(job: PlannedJob, strategy: Any) -> PlannedStep:
-    """See `mpisgd.strategies.local_sgd`: the mean every `period` steps, on each host maybe more often."""
+    """See `methods.local_sgd.local_sgd`: the mean every `period` steps, on each host maybe more often."""
     graph = alone(job)
     if job.is_compressed():
         graph.move("changes", 3 * job.profile.nbytes, fresh=job.profile.nbytes)
@@ -103,7 +103,7 @@ OUTER_MOVED = 3 + 9 + 2
 
 
 def _diloco(job: PlannedJob, strategy: Any) -> PlannedStep:
-    """See `mpisgd.strategies.diloco`; with fragments as many means of a share of the parameters each."""
+    """See `mpisgd.methods.diloco.diloco`; with fragments as many means of a share of the parameters each."""
     overlap = strategy.overlap_steps
     graph = job.graph()
     train(job, graph)
@@ -126,7 +126,7 @@ def _diloco(job: PlannedJob, strategy: Any) -> PlannedStep:
 
 
 def _elastic_averaging(job: PlannedJob, strategy: Any) -> PlannedStep:
-    """See `mpisgd.strategies.elastic_averaging`."""
+    """See `mpisgd.methods.elastic_averaging.elastic_averaging`."""
     graph = alone(job)
     graph.move("differences", 6 * job.profile.nbytes, fresh=job.profile.nbytes)
     mean_of_parameters(job, graph)
@@ -193,7 +193,7 @@ def _seconds_of(groups: Sequence[Sequence[Gradient]], profile: StepProfile) -> l
 
 
 def _parameter_server(job: PlannedJob, strategy: Any) -> PlannedStep:
-    """See `mpisgd.strategies.parameter_server`: all ranks hold a shard of the parameters and their state."""
+    """See `mpisgd.methods.parameter_server`: all ranks hold a shard of the parameters and their state."""
     if strategy.mode == "sync":
         return _shared(job)
     if strategy.servers is not None or not strategy.locked:

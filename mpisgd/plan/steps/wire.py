@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 import torch
 
-from mpisgd.compress.cast import Cast
 from mpisgd.compress.compressor import BucketLayout, Compressor
-from mpisgd.compress.per_host import PerHost
-from mpisgd.compress.power_sgd import PowerSGD
-from mpisgd.compress.sparse.random_k import RandomK
 from mpisgd.errors import InvalidArgument
+from mpisgd.methods.cast.cast import Cast
+from mpisgd.methods.per_host.per_host import PerHost
+from mpisgd.methods.power_sgd.power_sgd import PowerSGD
+from mpisgd.methods.random_k.random_k import RandomK
 from mpisgd.plan.cluster import Cluster
 
 __all__ = ["SECONDS_PER_ELEMENT", "Operation", "Wire", "dtype_of", "seconds_per_element", "wire_of"]

@@ -13,7 +13,7 @@ import time
 import torch
 
 import mpisgd
-from mpisgd.strategies.parameter_server.shard_memory import ShardMemory
+from mpisgd.methods.parameter_server.shard_memory import ShardMemory
 
 MODE, STEPS, KILLED, NUM_STOPS = sys.argv[1], 60, 2, 30
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import mpisgd
 from mpisgd.bench.memory.process_memory import read_memory
-from mpisgd.strategies.from_text import strategy_from_text
+from mpisgd.methods.from_text import strategy_from_text
 
 WIDTH, LAYERS = 1000, 6
 BUCKET_CAP_BYTES = 2**22  # one layer

@@ -8,7 +8,7 @@ from verdicts import everyone, same_on_all_ranks
 
 import mpisgd
 from mpisgd import ReduceOp, config
-from mpisgd.compress.sparse.sparse_sum import SparseSum
+from mpisgd.compress.sparse_sum import SparseSum
 from mpisgd.core.consistency import Operation
 
 NUMEL = 997

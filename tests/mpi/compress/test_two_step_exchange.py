@@ -11,10 +11,10 @@ from verdicts import everyone, referee, same_on_all_ranks
 
 import mpisgd
 from mpisgd import config
-from mpisgd.compress.signs.two_step_exchange import TwoStepExchange
 from mpisgd.core.consistency import Operation
 from mpisgd.methods.paper_kit import Vec
 from mpisgd.methods.two_step.paper import TwoStep
+from mpisgd.methods.two_step.two_step_exchange import TwoStepExchange
 from mpisgd.verification.paper_run import Definition, PaperRun
 from mpisgd.verification.papers import chunks_of
 

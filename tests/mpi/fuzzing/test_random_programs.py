@@ -18,10 +18,10 @@ import mpisgd
 from mpisgd.gradients import fusion_buffer, reducer
 from mpisgd.gradients.accumulation import AccumulationWindow
 from mpisgd.gradients.fusion_buffer import FusionBuffer
+from mpisgd.methods.local_sgd.local_sgd import LocalSGD
+from mpisgd.methods.sharded import piecewise
+from mpisgd.methods.strategy.state_keeper import StateKeeper
 from mpisgd.optim.distributed import DistributedOptimizer
-from mpisgd.strategies.local_sgd import LocalSGD
-from mpisgd.strategies.sharded import piecewise
-from mpisgd.strategies.state_keeper import StateKeeper
 from mpisgd.transport import torch_reduction
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch, and what mpisgd says of refused choices

@@ -9,10 +9,10 @@ from verdicts import everyone, raises_everywhere, same_on_all_ranks
 
 import mpisgd
 from mpisgd import config
-from mpisgd.compress.adasum import AdaptiveSum
 from mpisgd.compress.compressor import BucketLayout
 from mpisgd.core.consistency import Operation
 from mpisgd.errors import InvalidArgument, UnsupportedTensor
+from mpisgd.methods.adasum.adasum import AdaptiveSum
 
 
 def test_alike_gradients_become_one_of_them_and_orthogonal_ones_their_sum():

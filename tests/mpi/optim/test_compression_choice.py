@@ -11,8 +11,8 @@ from verdicts import everyone, raises_everywhere, same_on_all_ranks
 
 import mpisgd
 from mpisgd import Compression, compress
-from mpisgd.compress.cast import Cast
-from mpisgd.gradients import compression_choice
+from mpisgd.methods.auto import compression_choice
+from mpisgd.methods.cast.cast import Cast
 
 
 @dataclass(frozen=True, repr=False)

@@ -264,7 +264,7 @@ def test_all_ranks_choose_the_same_graph():
 
 
 def test_the_spectral_gap_is_told_once(monkeypatch):
-    from mpisgd.strategies.gossip import strategy as gossip
+    from mpisgd.methods.gossip import gossip
 
     said: list[str] = []
     monkeypatch.setattr(gossip, "print_to_user", said.append)

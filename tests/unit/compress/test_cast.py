@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mpisgd
-from mpisgd.compress.cast import Compression
+from mpisgd.methods.cast.cast import Compression
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 WIDE = (torch.float32, torch.float64)

@@ -11,8 +11,8 @@ import torch
 import mpisgd
 from mpisgd import compress
 from mpisgd.compress.compressor import BucketLayout
-from mpisgd.compress.power_sgd import orthogonalize
 from mpisgd.errors import InvalidArgument
+from mpisgd.methods.power_sgd.power_sgd import orthogonalize
 
 SMALLEST = {
     compress.TopK: (0.5,),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mpisgd.compress.signs.sign_code import SignCode
-from mpisgd.compress.signs.two_step_exchange import chunk_numel, pieces_by_owner
+from mpisgd.compress.sign_code import SignCode
+from mpisgd.methods.two_step.two_step_exchange import chunk_numel, pieces_by_owner
 
 LENGTHS = [5, 1, 13]
 

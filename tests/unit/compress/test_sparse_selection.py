@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mpisgd.compress.sparse.random_k import random_indices
-from mpisgd.compress.sparse.selection import SAMPLED_FROM, at_least, count_of, top_k, top_k_of_each
+from mpisgd.compress.selection import SAMPLED_FROM, at_least, count_of, top_k, top_k_of_each
+from mpisgd.methods.random_k.random_k import random_indices
 
 
 def normal(numel: int) -> torch.Tensor:

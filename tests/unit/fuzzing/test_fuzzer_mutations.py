@@ -10,19 +10,20 @@ from fuzzing.draw import draw
 from fuzzing.program import ONE_BIT, Backward, Broadcast, Convert, Program, Step
 from fuzzing.threads_backend import ThreadsBackend
 
-from mpisgd.compress.sparse import threshold
 from mpisgd.gradients import compression_state
 from mpisgd.gradients.accumulation import AccumulationWindow
 from mpisgd.gradients.fusion_buffer import FusionBuffer
 from mpisgd.gradients.unbucketed import UnbucketedGradient
+from mpisgd.methods.compressed_momentum.compressed_momentum import CompressedMomentumOptimizer
+from mpisgd.methods.diloco import diloco
+from mpisgd.methods.elastic_averaging import elastic_averaging
+from mpisgd.methods.gossip import mixer
+from mpisgd.methods.sharded import piecewise
+from mpisgd.methods.strategy.local_scaling import LocalScaling
+from mpisgd.methods.strategy.state_keeper import StateKeeper
+from mpisgd.methods.threshold import threshold
 from mpisgd.optim import state_layout
-from mpisgd.optim.compressed_momentum import CompressedMomentumOptimizer
 from mpisgd.sharding import divided_parameters
-from mpisgd.strategies import diloco, elastic_averaging
-from mpisgd.strategies.gossip import synchronous
-from mpisgd.strategies.local_scaling import LocalScaling
-from mpisgd.strategies.sharded import piecewise
-from mpisgd.strategies.state_keeper import StateKeeper
 
 ENOUGH = 4_000  # programs, of which those are run that do what it takes
 
@@ -129,9 +130,7 @@ MUTATIONS = {
     "parameters of one element belong to nobody": Mutation(
         divided_parameters, "divide", _loses_pieces_of_one_element, uses("Sharded", "True")
     ),
-    "gossip mixes by the next matrix": Mutation(
-        synchronous, "mix", _mixes_by_another_matrix, uses("exponential")
-    ),
+    "gossip mixes by the next matrix": Mutation(mixer, "mix", _mixes_by_another_matrix, uses("exponential")),
     "DiLoCo is due a step later": Mutation(
         diloco._Fragment, "is_due", lambda due: lambda self, step: due(self, step - 1), uses("DiLoCo")
     ),

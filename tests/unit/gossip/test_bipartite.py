@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mpisgd.gossip import Hypercube, Ring, Star
-from mpisgd.gossip.bipartite import roles_of
 from mpisgd.gossip.graphs import NAMED_GRAPHS
+from mpisgd.methods.gossip.ad_psgd.bipartite import roles_of
 
 SIZES = [2, 3, 4, 5, 6, 7, 8, 9, 16, 64]
 

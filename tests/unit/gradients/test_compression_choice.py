@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mpisgd import Compression, InvalidArgument, compress
-from mpisgd.gradients.compression_choice import sample_shapes
-from mpisgd.strategies.from_text import compressor_from_text
+from mpisgd.methods.auto.compression_choice import sample_shapes
+from mpisgd.methods.from_text import compressor_from_text
 
 
 def params(*shapes):

@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from mpisgd.optim import fingerprint as module
-from mpisgd.optim.fingerprint import fingerprints
+from mpisgd.parameters import fingerprint as module
+from mpisgd.parameters.fingerprint import fingerprints
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.complex64]
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from mpisgd.errors import InvalidArgument, UnsupportedTensor
-from mpisgd.optim.parameter_names import name_parameters
+from mpisgd.parameters.parameter_names import name_parameters
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpisgd.optim.zero_one_adam import is_variance_step, local_interval
+from mpisgd.methods.zero_one_adam.zero_one_adam import is_variance_step, local_interval
 
 
 @pytest.mark.parametrize("scaler", [1, 2, 3, 16])

@@ -12,12 +12,12 @@ from mpisgd.bench.strategies.method import Method
 from mpisgd.compress import PerHost, TopK
 from mpisgd.compress.compressor import BucketLayout
 from mpisgd.errors import InvalidArgument
+from mpisgd.methods.from_text import compressor_from_text
+from mpisgd.methods.synchronous.synchronous import Synchronous
 from mpisgd.plan.cluster import Cluster, Link
 from mpisgd.plan.network import FatTree
 from mpisgd.plan.prediction import predict, predict_all
 from mpisgd.plan.steps.methods import DEFAULT_METHODS, planned_methods
-from mpisgd.strategies.from_text import compressor_from_text
-from mpisgd.strategies.synchronous import Synchronous
 
 COMPUTE, OPTIMIZER = 3.0, 0.5
 CHECK = ALPHA

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import mpisgd
-from mpisgd.strategies.compatibility import OPTIONS
-from mpisgd.strategies.parameter_server.strategy import NOT_AT_OWN_PACE
+from mpisgd.methods.parameter_server.parameter_server import NOT_AT_OWN_PACE
+from mpisgd.methods.strategy.compatibility import OPTIONS
 
 TEXT = (Path(__file__).parents[3] / "docs" / "concepts" / "strategies.md").read_text()
 

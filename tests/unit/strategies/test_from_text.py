@@ -8,7 +8,7 @@ import torch
 import mpisgd
 from mpisgd import compress
 from mpisgd.errors import InvalidArgument
-from mpisgd.strategies.from_text import compressor_from_text, optimizer_from_text, strategy_from_text
+from mpisgd.methods.from_text import compressor_from_text, optimizer_from_text, strategy_from_text
 
 
 @pytest.mark.parametrize(

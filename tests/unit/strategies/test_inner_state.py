@@ -10,7 +10,7 @@ from torch import nn
 
 import mpisgd
 from mpisgd.job.threads_as_ranks import run_ranks
-from mpisgd.strategies.inner_state import complete_states
+from mpisgd.methods.local_sgd.inner_state import complete_states
 
 
 def test_a_loaded_state_is_averaged_with_a_new_one():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mpisgd.strategies.local_scaling import LocalScaling
+from mpisgd.methods.strategy.local_scaling import LocalScaling
 
 
 def wrapped(optimizer: torch.optim.Optimizer, calls: list[bool]) -> torch.optim.Optimizer:

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpisgd.strategies.parameter_server.layout import PARAMETER, WORD_BYTES, lay_out_shards
+from mpisgd.methods.parameter_server.layout import PARAMETER, WORD_BYTES, lay_out_shards
 
 SHAPES = st.lists(st.lists(st.integers(0, 40), max_size=2).map(tuple), min_size=1, max_size=12)
 

@@ -1,1 +1,0 @@
-"""Every element of a gradient travels, in a few bits, rounded at random without bias."""

@@ -1,1 +1,0 @@
-"""Gradients as signs: eight to a byte."""

@@ -1,0 +1,1 @@
+"""The compressor that pays on this link, chosen by a trial."""

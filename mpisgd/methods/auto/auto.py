@@ -1,0 +1,75 @@
+"""`Auto`: the compressor that pays on this link, if there is one."""
+
+from dataclasses import dataclass
+
+import torch
+
+from mpisgd.arguments import check_ratio, shown
+from mpisgd.compress.compressor import BucketLayout, BucketReducer, Compressor
+from mpisgd.errors import InvalidArgument
+from mpisgd.methods.cast.cast import Compression
+from mpisgd.methods.per_host.per_host import PerHost
+from mpisgd.methods.power_sgd.power_sgd import PowerSGD
+
+__all__ = ["Auto"]
+
+
+@dataclass(frozen=True)
+class Auto(Compressor):
+    """Measure some compressors on gradients of the model's shapes, and take the first that clearly pays.
+
+    `DistributedOptimizer(compression="auto")` does so when it is made, and one rank prints what was measured
+    and chosen. Whether the time of the reductions can be hidden behind backward is not known then:
+    `python -m mpisgd bench compression` measures whole steps.
+
+    Attributes:
+        candidates: the one that changes gradients least comes first. Those by default are known to keep the
+            accuracy of small models within a point; see docs/concepts/strategies.md.
+        max_time_ratio: a candidate is preferred to those before it if its reductions take at most so much of
+            the time of theirs.
+
+    Raises:
+        InvalidArgument: at construction.
+
+    Cost: a few reductions of at most 2 MiB for each candidate, half a second at most unless the link is slow.
+    """
+
+    candidates: tuple[Compressor, ...] = (Compression.none, Compression.bf16, PerHost(PowerSGD(rank=4)))
+    max_time_ratio: float = 0.7
+
+    def __post_init__(self) -> None:
+        given = self.candidates
+        if not isinstance(given, tuple) or not given or not all(map(_is_candidate, given)):
+            raise InvalidArgument(f"Auto: candidates={shown(given)}; expected a tuple of compressors")
+        check_ratio("Auto", "max_time_ratio", self.max_time_ratio)
+
+    @property
+    def has_momentum(self) -> bool:
+        """Whether some candidate has one, which may be chosen."""
+        return any(candidate.has_momentum for candidate in self.candidates)
+
+    @property
+    def has_magnitudes(self) -> bool:
+        """Whether all candidates keep them."""
+        return all(candidate.has_magnitudes for candidate in self.candidates)
+
+    @property
+    def is_homogeneous(self) -> bool:
+        """Whether all candidates are."""
+        return all(candidate.is_homogeneous for candidate in self.candidates)
+
+    def changes(self, dtype: torch.dtype) -> bool:
+        """Return whether some candidate changes buckets of `dtype`."""
+        return any(candidate.changes(dtype) for candidate in self.candidates)
+
+    def reducer(self, layout: BucketLayout) -> BucketReducer:
+        """Refuse: what reduces is made by the candidate that is chosen.
+
+        Raises:
+            InvalidArgument: always.
+        """
+        raise InvalidArgument("Auto: only DistributedOptimizer(compression=...) chooses a compressor")
+
+
+def _is_candidate(given: object) -> bool:
+    return isinstance(given, Compressor) and not isinstance(given, Auto)

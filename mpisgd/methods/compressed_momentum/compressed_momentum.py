@@ -1,0 +1,431 @@
+"""`CompressedMomentumOptimizer`: what optimizers share that average in `step()`, and by one bit later on.
+
+    warm-up       local gradients -> averaged (float) -> momentum and variance -> parameters
+    afterwards    local gradients -> local momentum -> averaged (1 bit) -> parameters; the variance is frozen
+
+Source of the second line: Tang et al. 2021, "1-bit Adam". Adam is not linear in its gradients, so compressing
+these with error feedback fails; with its variance fixed it is momentum SGD with a preconditioner, and linear.
+"""
+
+import abc
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpisgd.arguments import check_positive, shown
+from mpisgd.core.consistency import Operation
+from mpisgd.core.group import Group
+from mpisgd.core.owner import OPTIMIZER, new_owner, owned_by
+from mpisgd.dtypes import ReduceOp
+from mpisgd.errors import InvalidArgument, UnsupportedTensor
+from mpisgd.gradients.kinds import KindsExchange
+from mpisgd.gradients.options import DEFAULT_BUCKET_CAP_BYTES, ReductionOptions
+from mpisgd.gradients.reducer import GradientReducer
+from mpisgd.job.lifecycle import group_or_world
+from mpisgd.method_state import (
+    ENTRY,
+    VERSION,
+    check_version,
+    forget_own,
+    mean_of,
+    part,
+    pieces_of,
+    restart,
+    take,
+)
+from mpisgd.methods.cast.cast import Compression
+from mpisgd.methods.compressed_momentum.compressed_average import CompressedAverage
+from mpisgd.parameters.parameter_names import agree_on, name_parameters
+from mpisgd.parameters.starting_alike import SETTINGS_EVERY, check_alike
+from mpisgd.sharding.layerwise.offload_parameters import check_in_memory
+
+__all__ = ["CompressedMomentumOptimizer", "Kept", "Trained", "adam_defaults", "denominator", "update_moments"]
+
+
+# By a load, to the defaults of an optimizer that does not have it; so ranks that have not loaded do not.
+ADDED_BY_TORCH = "differentiable"
+
+
+class Trained(NamedTuple):
+    """A parameter with what an update needs.
+
+    Attributes:
+        param: the parameter.
+        state: of the optimizer, for this parameter.
+        settings: of its parameter group.
+    """
+
+    param: Tensor
+    state: dict[str, Any]
+    settings: dict[str, Any]
+
+
+@dataclass
+class Kept:
+    """What an optimizer keeps beside the state of its parameters.
+
+    Attributes:
+        errors: of the 1-bit average.
+    """
+
+    errors: CompressedAverage = part(CompressedAverage)
+
+
+class CompressedMomentumOptimizer(torch.optim.Optimizer, abc.ABC):
+    """Averages by itself in `step()`, over a group: not to be wrapped in `DistributedOptimizer`.
+
+    Collective: all ranks of `group` make the same optimizer over the same parameters, which begin equal
+    (`mpisgd.broadcast_parameters`), and call `step()` together. The first step compares parameters, and
+    settings such as the learning rate; where ranks meet in every step, the latter again every 100 steps.
+    Gradients are this rank's own until then, so several `backward()`s before a `step()` accumulate; clip
+    them, if at all, before each rank's `step()`.
+    GradScaler is refused: it would skip steps on some ranks only. A deep copy has parameters, state and
+    errors of its own and trains with the same ranks, which must have copied theirs, too; a pickle is refused.
+
+    Args:
+        params: as for any torch optimizer.
+        defaults: of the parameter groups.
+        group: the ranks that train together, all of the job by default.
+        agreed: what else all ranks must have chosen alike.
+
+    Attributes:
+        group: the ranks.
+        spans_job: whether all ranks of the job train together: no group was chosen.
+        num_steps: how many steps there were.
+
+    Raises:
+        InvalidArgument, UnsupportedTensor: found locally, before anything is sent.
+        CollectiveMismatch: arguments or parameters differ; raised on every rank, names what differs.
+    """
+
+    _keeps_models_equal: ClassVar[bool] = True  # after every step
+    averages_in_step = True  # what DistributedOptimizer looks for, to refuse it
+    _step_supports_amp_scaling = True  # GradScaler leaves the decision to `step()` then, on every rank
+    # What a deep copy takes over beside what all torch optimizers have.
+    _copied: ClassVar[tuple[str, ...]] = (
+        "_agreed",
+        "_has_started",
+        "_kept",
+        "_owner",
+        "group",
+        "num_steps",
+        "spans_job",
+    )
+
+    def __init__(self, params: Any, defaults: dict[str, Any], group: Group | None, agreed: str) -> None:
+        self._agreed = agreed
+        self._kept = self._new_state_of_method()
+        self._reducer: GradientReducer | None = None  # None: not all parameter groups are known
+        self._no_variance: dict[Tensor, Tensor | None] = {}  # where it is zero, None: nowhere; while frozen
+        super().__init__(params, defaults)
+        self.num_steps = 0
+        self._join(group, type(self).__name__, self._settings())
+
+    def _join(self, group: Group | None, kind: str, settings: str = "") -> None:
+        """Agree with the ranks of a group, and begin without errors. Collective."""
+        self.spans_job = group is None
+        self.group = group_or_world(group)
+        names = [name for name, _ in name_parameters(self, None)]
+        self._owner = new_owner(self.group.num_owners, OPTIMIZER, type(self).__name__, names)
+        self._has_started = False
+        self._reducer = self._new_reducer(self._agree(kind, settings))
+        forget_own(self._kept)
+
+    def _new_reducer(self, named: Sequence[tuple[str, Tensor]]) -> GradientReducer:
+        options = ReductionOptions(
+            ReduceOp.AVG, Compression.none, 1.0, DEFAULT_BUCKET_CAP_BYTES, overlap=False
+        )
+        with owned_by(self._owner):
+            return GradientReducer(named, self.group, options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CompressedMomentumOptimizer":
+        """Return a copy for copies of the parameters, to be trained by the same ranks. Not collective."""
+        copied = type(self).__new__(type(self))
+        memo[id(self)], memo[id(self.group)] = copied, self.group
+        own = {name: getattr(self, name) for name in self._copied}
+        copied.__setstate__(copy.deepcopy({**self.__getstate__(), **own}, memo))
+        copied._no_variance = {}
+        copied._reducer = copied._new_reducer(name_parameters(copied, None))
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse: another process is no rank of this job.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            f"{type(self).__name__}: it averages over the ranks of this job, so it cannot be pickled; save "
+            "its state_dict(), or copy it by copy.deepcopy on all ranks"
+        )
+
+    def _new_state_of_method(self) -> Any:
+        """Return what is kept beside the state of parameters, before the first step; see `method_state`."""
+        return Kept()
+
+    def _settings(self) -> str:
+        names = [name for name in self.defaults if name != ADDED_BY_TORCH]
+        return str([{name: group[name] for name in names} for group in self.param_groups])
+
+    def _agree(self, kind: str, settings: str) -> list[tuple[str, Tensor]]:
+        named = name_parameters(self, None)
+        for name, param in named:
+            if not param.is_floating_point():
+                raise UnsupportedTensor(f"{kind}: {name} is {param.dtype}; expected a floating dtype")
+        check_in_memory(kind, named)
+        with owned_by(self._owner):
+            agree_on(kind, named, self.group, extra=f"{self._agreed}, {settings}")
+        return named
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters later. Collective: all ranks add the same ones. Errors begin anew."""
+        super().add_param_group(param_group)
+        if self._reducer is not None:
+            self._reducer.cover(self._agree("add_param_group", self._settings()))
+
+    def rebuild(self, group: Group | None = None) -> None:
+        """Train with other ranks from now on, without the errors. Collective over `group`.
+
+        What `mpisgd.elastic` calls when the ranks have changed. Newcomers may have no state yet, and other
+        learning rates: `mpisgd.broadcast_optimizer_state` gives them both.
+
+        Args:
+            group: the ranks that train together, all of the job by default.
+        """
+        self._join(group, "rebuild")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Average what the ranks have, and update the parameters. Collective.
+
+        Args:
+            closure: computes the loss and its gradients on this rank's data.
+
+        Returns:
+            What the closure has returned on this rank.
+
+        Raises:
+            InvalidArgument, UnsupportedTensor: a GradScaler is used, or gradients are sparse.
+        """
+        if hasattr(self, "found_inf"):
+            raise InvalidArgument(
+                f"{type(self).__name__}: a GradScaler decides on each rank by itself whether to step; train "
+                "in bfloat16, which needs none, or with DistributedOptimizer"
+            )
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            if any(param.grad is not None and param.grad.is_sparse for param in group["params"]):
+                raise UnsupportedTensor(f"{type(self).__name__}: a gradient is sparse; expected dense ones")
+        with owned_by(self._owner):
+            self._check_start(self.num_steps + 1)
+            self.num_steps += 1
+            self._update()
+        return loss
+
+    def _check_start(self, step: int) -> None:
+        """Compare what ranks must start with, and settings from time to time."""
+        # Where ranks have models of their own, a state that was loaded goes on from these.
+        is_first = not self._has_started and (self._keeps_models_equal or step == 1)
+        again = self._keeps_models_equal and step % SETTINGS_EVERY == 0  # ranks meet in every step
+        if self.group.size > 1 and (is_first or again):
+            named = name_parameters(self, None) if is_first else ()
+            check_alike(type(self).__name__, named, self.param_groups, self.group, f"step {step}")
+        self._has_started = True
+
+    @abc.abstractmethod
+    def _update(self) -> None:
+        """Do step `num_steps`, the first one is 1. Collective."""
+
+    # -- what is sent -------------------------------------------------------------------------------
+
+    def _average_gradients(self) -> None:
+        """Replace gradients by their mean; where no rank has one it stays None. Collective."""
+        assert self._reducer is not None
+        self._reducer.reduce(f"step {self.num_steps}")
+
+    def _exist_somewhere(self, here: Sequence[bool]) -> list[bool]:
+        """Return for each entry whether it holds on any rank. Collective."""
+        if self.group.size == 1:
+            return list(here)
+        kinds = KindsExchange(bytes(here), self.group)
+        operation = Operation(type(self).__name__, extra=f"step {self.num_steps}")
+        self.group.queue.run(operation, kinds.finish, before=kinds.before)
+        assert kinds.joined is not None
+        return [bool(kind) for kind in kinds.joined]
+
+    def _exchange(self, tensors: Sequence[Tensor]) -> None:
+        """Replace tensors by the 1-bit average of everyone's. Collective."""
+        self._kept.errors.average(tensors, self.group)
+
+    # -- parameters and their state -----------------------------------------------------------------
+
+    def _trained(self) -> Iterator[Trained]:
+        """Yield all parameters, in the order of the groups."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                yield Trained(param, self.state[param], group)
+
+    def _with_gradients(self) -> Iterator[Trained]:
+        """Yield the parameters that have a gradient, with the state that the first one makes."""
+        for trained in self._trained():
+            if trained.param.grad is not None:
+                if "step" not in trained.state:
+                    trained.state.update(self._new_state(trained.param))
+                yield trained
+
+    def _new_state(self, param: Tensor) -> dict[str, Any]:
+        """Return a parameter's state before its first gradient: torch.optim.Adam's, and one entry more."""
+        return {
+            "step": torch.tensor(0.0),
+            "variance_steps": 0,
+            "exp_avg": torch.zeros_like(param, memory_format=torch.preserve_format),
+            "exp_avg_sq": torch.zeros_like(param, memory_format=torch.preserve_format),
+        }
+
+    def _refuse_new(self, has_first: Sequence[bool], since: str) -> None:
+        """Raise where parameters have their first gradient when the variance is known no more."""
+        if any(has_first):
+            names = [name for name, _ in name_parameters(self, None)]
+            first = ", ".join(name for name, new in zip(names, has_first, strict=True) if new)
+            raise InvalidArgument(
+                f"{type(self).__name__}: step {self.num_steps} brings the first gradient of {first}, and the "
+                f"variance is frozen since {since}; use all parameters before, or make a new optimizer"
+            )
+
+    def _clear_without_variance(self, trained: Trained, momentum: Tensor) -> None:
+        """Set `momentum` to zero where the variance is zero, while it is frozen.
+
+        Such an element never had a gradient when the variance was taken, as in the row of an embedding that
+        no batch has used. It gets the sign of a zero, and dividing that by eps would move it far away.
+        """
+        if trained.param not in self._no_variance:
+            mask = trained.state["exp_avg_sq"] == 0
+            self._no_variance[trained.param] = mask if mask.any() else None
+        if (mask := self._no_variance[trained.param]) is not None:
+            momentum.masked_fill_(mask, 0.0)
+
+    # -- the state ----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, as other torch optimizers do.
+
+        The entry "mpisgd", which others ignore, has what is this rank's own, such as its errors. They are of
+        use to the same rank among as many ones only.
+        """
+        return {**super().state_dict(), **self.method_entry()}
+
+    def method_entry(self) -> dict[str, Any]:
+        """Return the entry "mpisgd" of `state_dict()`."""
+        pieces = pieces_of(self._kept)
+        entry = {
+            "version": VERSION,
+            "of": self.method,
+            "compression": "",
+            "rank": self.group.rank,
+            "size": self.group.size,
+            "steps": self.num_steps,
+            "begun": [],
+            "alike": pieces.alike,
+            "own": pieces.own,
+        }
+        return {ENTRY: entry}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state, also one of torch.optim.Adam. All ranks load the same, or each its own.
+
+        Errors begin anew at zero where those given are of another rank, or of another number of ranks:
+        what had been left out is lost, which is less than one step's momentum. So they do, with a warning,
+        where another method has saved the state.
+
+        Raises:
+            InvalidArgument: another version of mpisgd has written it in a form that this one does not know.
+        """
+        entry = state_dict.get(ENTRY)
+        if entry is not None:
+            check_version(entry)
+        super().load_state_dict(state_dict)
+        self._no_variance.clear()
+        steps = [int(trained.state["step"]) for trained in self._trained() if "step" in trained.state]
+        self._complete_state()
+        self.num_steps = max(steps, default=0)
+        if entry is not None and entry["of"] != self.method:
+            if self.group.rank == 0:
+                text = f"the state is of {entry['of']}, and this is {self.method}"
+                warnings.warn(f"load_state_dict: {text}; what the former has kept is left out", stacklevel=2)
+            entry = None
+        if entry is None:
+            restart(self._kept)
+            return
+        self.num_steps = entry["steps"]
+        is_mine = (entry["rank"], entry["size"]) == (self.group.rank, self.group.size)
+        take(self._kept, entry["alike"], entry["own"] if is_mine else None, {})
+
+    @property
+    def method(self) -> str:
+        """What the optimizer is called in a saved state."""
+        return type(self).__name__
+
+    def replica(self, *, anyway: bool = False) -> dict[str, Tensor]:
+        """Return the parameters that differ by rank now, by key: none, but between meetings of `ZeroOneAdam`.
+
+        Args:
+            anyway: also return them where they do not differ.
+        """
+        params = [param for group in self.param_groups for param in group["params"]]
+        return {str(place): param.detach() for place, param in enumerate(params)} if anyway else {}
+
+    def consensus_of(
+        self, replicas: Sequence[Mapping[str, Tensor]], entries: Sequence[Any]
+    ) -> dict[str, Tensor]:
+        """Return what replicas of all ranks stand for together: their mean."""
+        return mean_of(replicas)
+
+    def forget_own_state(self) -> None:
+        """Begin anew with what is this rank's own: all ranks do so, as after a broadcast of the state."""
+        forget_own(self._kept)
+
+    def _complete_state(self) -> None:
+        """Add what a state of torch.optim.Adam does not have."""
+        for _, state, settings in self._trained():
+            if "step" in state:
+                state.setdefault("variance_steps", int(state["step"]))
+            for key, value in self.defaults.items():
+                settings.setdefault(key, value)
+
+
+# -- arithmetic -----------------------------------------------------------------------------------------
+
+
+def adam_defaults(
+    kind: str, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+) -> dict[str, Any]:
+    """Return what parameter groups have by default, once it makes sense."""
+    check_positive(kind, "eps", eps)
+    for what, value in (("lr", lr), ("weight_decay", weight_decay)):
+        if not isinstance(value, int | float) or not 0.0 <= value < float("inf"):
+            raise InvalidArgument(f"{kind}: {what}={shown(value)}; expected a number of at least 0")
+    pair = isinstance(betas, tuple | list) and len(betas) == 2
+    if not pair or not all(isinstance(beta, int | float) and 0.0 <= beta < 1.0 for beta in betas):
+        raise InvalidArgument(f"{kind}: betas={shown(betas)}; expected two numbers from 0 to below 1")
+    return {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+
+
+def update_moments(state: dict[str, Any], grad: Tensor, betas: tuple[float, float]) -> None:
+    """Take a gradient into the moving averages m and v: m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2."""
+    state["step"] += 1
+    state["variance_steps"] += 1
+    state["exp_avg"].lerp_(grad, 1.0 - betas[0])
+    state["exp_avg_sq"].mul_(betas[1]).addcmul_(grad, grad, value=1.0 - betas[1])
+
+
+def denominator(variance: Tensor, correction: float, eps: float) -> Tensor:
+    """Return sqrt(v / correction) + eps."""
+    return variance.sqrt().div_(correction**0.5).add_(eps)

@@ -1,0 +1,360 @@
+"""`DiLoCo`: ranks train by themselves for many steps, and an outer optimizer steps along the mean change.
+
+With x_i the parameters of rank i of p, and z the outer parameters, which all ranks have alike (Douillard et
+al. 2023):
+
+    x_i <- x_i - u_i                                every step, u_i the update of the wrapped optimizer
+    d   <- z - (x_1 + ... + x_p) / p                every `sync_every` steps: the outer gradient
+    z   <- OuterOptimizer(z, d)
+    x_i <- z
+
+Streaming DiLoCo (Douillard et al. 2025) cuts the parameters into fragments, which are synchronised at
+different steps; and the mean may be taken during the next `overlap_steps` steps, after which
+
+    x_i <- overlap_alpha x_i + (1 - overlap_alpha) z
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from mpisgd.arguments import check_count, check_positive, shown
+from mpisgd.collectives.coalesced import all_reduce_coalesced
+from mpisgd.dtypes import ReduceOp
+from mpisgd.errors import InvalidArgument
+from mpisgd.gradients.compression_state import CompressionState
+from mpisgd.method_state import alike, part
+from mpisgd.methods.strategy.compatibility import LOCAL_STEPS, refuse_momentum
+from mpisgd.methods.strategy.kept_tensors import follow
+from mpisgd.methods.strategy.local_training import LocalSynchronizer
+from mpisgd.methods.strategy.strategy import Strategy
+from mpisgd.methods.strategy.tensor_mean import TensorMean
+from mpisgd.methods.strategy.training import Training
+
+__all__ = ["DiLoCo"]
+
+NESTEROV = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
+
+
+@dataclass(frozen=True)
+class DiLoCo(Strategy):
+    """Ranks train by themselves; every `sync_every` steps an outer optimizer takes the mean of their changes.
+
+    The wrapped optimizer is the inner one; each rank keeps its own state of it. Every rank takes the same
+    outer step, on a copy of the parameters, with a state of its own.
+
+    Args:
+        sync_every: steps from one outer step of a parameter to the next.
+        outer_optimizer: class of the outer optimizer, any of torch's that needs no closure.
+        outer_options: what it is made with; for SGD by default lr=0.7, momentum=0.9, nesterov=True.
+        fragments: parts into which the parameters are divided, of about as many bytes, in the order of the
+            optimizer, each of at least one; part f is synchronised f * sync_every / fragments steps after
+            the first. Parameters that are added later are a part of their own.
+        overlap_steps: steps that ranks take while the mean is under way; fewer than `sync_every`.
+        overlap_alpha: which share of what they have by then ranks keep; 0 drops these steps.
+
+    Module buffers (`named_buffers`) take their mean whenever the first fragment is synchronised.
+    """
+
+    sync_every: int = 100
+    outer_optimizer: type[torch.optim.Optimizer] = torch.optim.SGD
+    outer_options: Mapping[str, Any] | None = None
+    fragments: int = 1
+    overlap_steps: int = 0
+    overlap_alpha: float = 0.5
+
+    excludes: ClassVar[frozenset[str]] = LOCAL_STEPS
+
+    def __post_init__(self) -> None:
+        for name in ("sync_every", "fragments"):
+            check_positive("DiLoCo", name, getattr(self, name), whole=True)
+        check_count("DiLoCo", "overlap_steps", self.overlap_steps)
+        if self.overlap_steps >= self.sync_every:
+            raise InvalidArgument(
+                f"DiLoCo: overlap_steps={self.overlap_steps}; expected fewer than {self.sync_every}"
+            )
+        if self.fragments > self.sync_every:
+            raise InvalidArgument(
+                f"DiLoCo: fragments={self.fragments}; expected at most sync_every={self.sync_every}"
+            )
+        if not isinstance(self.overlap_alpha, (int, float)) or not 0 <= self.overlap_alpha <= 1:
+            raise InvalidArgument(
+                f"DiLoCo: overlap_alpha={shown(self.overlap_alpha)}; expected a number from 0 to 1"
+            )
+        self._check_outer()
+
+    def _check_outer(self) -> None:
+        cls = self.outer_optimizer
+        if not inspect.isclass(cls) or not issubclass(cls, torch.optim.Optimizer):
+            raise InvalidArgument(
+                f"DiLoCo: outer_optimizer={shown(cls)}; expected a class such as torch.optim.SGD, whose "
+                "arguments are outer_options={...}"
+            )
+        self.make_outer([torch.zeros(1)])
+
+    @classmethod
+    def slow_momentum(cls, sync_every: int, *, momentum: float = 0.5, lr: float = 1.0) -> "DiLoCo":
+        """Return SlowMo (Wang et al. 2020) as a case of this: outer SGD with momentum, not Nesterov's.
+
+        Its buffer is that of the paper times the inner learning rate, which makes no difference while that
+        stays as it is.
+
+        Args:
+            sync_every: tau of the paper.
+            momentum: beta.
+            lr: alpha.
+        """
+        return cls(sync_every, outer_options={"lr": lr, "momentum": momentum})
+
+    @property
+    def chosen_options(self) -> Mapping[str, Any]:
+        """What the outer optimizer is made with."""
+        if self.outer_options is None:
+            return NESTEROV if self.outer_optimizer is torch.optim.SGD else {}
+        return self.outer_options
+
+    def make_outer(self, params: list[Tensor]) -> torch.optim.Optimizer:
+        """Return the outer optimizer of `params`.
+
+        Raises:
+            InvalidArgument: it does not take `outer_options`.
+        """
+        options = self.outer_options
+        if options is not None and not isinstance(options, Mapping):
+            raise InvalidArgument(
+                f"DiLoCo: outer_options={shown(options)}; expected a dict such as {NESTEROV}"
+            )
+        options = self.chosen_options
+        make: Callable[..., torch.optim.Optimizer] = self.outer_optimizer
+        try:
+            return make(params, **options)
+        except (TypeError, ValueError) as exc:
+            raise InvalidArgument(f"DiLoCo: outer_options={shown(options)}: {exc}") from exc
+
+    def check(self, training: Training) -> None:
+        """See `Strategy.check`.
+
+        Raises:
+            InvalidArgument: also where there are fewer parameters than fragments.
+        """
+        super().check(training)
+        refuse_momentum(self, training)
+        number = len(training.named)
+        if self.fragments > max(1, number):
+            raise InvalidArgument(
+                f"DiLoCo: fragments={self.fragments}, and the optimizer has {number} parameters, which are "
+                f"not cut; expected at most {max(1, number)}"
+            )
+
+    def synchronizer(self, training: Training) -> "DiLoCoSynchronizer":
+        """Return what takes the outer steps."""
+        return DiLoCoSynchronizer(training, self)
+
+
+@dataclass
+class _State:
+    """What is kept from step to step; all ranks take the same outer steps.
+
+    Attributes:
+        waves: how many times parameters had been added before, by parameter. Those of a wave are cut into
+            fragments together.
+        outer: the parameters after the last outer step.
+        entries: the outer optimizer's state, by parameter.
+        options: of its groups, by fragment.
+        kind: its class: the state of another one is none of its own.
+        changes: the mean of the changes that is due and was not applied yet, by parameter.
+        compression: what compressors keep of the changes.
+    """
+
+    waves: dict[str, int] = alike(default_factory=dict)
+    outer: dict[str, Tensor] = alike(default_factory=dict)
+    entries: dict[str, dict[str, Any]] = alike(default_factory=dict)
+    options: dict[str, dict[str, Any]] = alike(default_factory=dict)
+    kind: str = alike("")
+    changes: dict[str, Tensor] = alike(default_factory=dict)
+    compression: CompressionState = part(CompressionState)
+
+
+class _Fragment:
+    """Some parameters, and the outer optimizer of them.
+
+    Args:
+        number: of all fragments.
+        params: of this rank, by key.
+        first: the first step after which they are synchronised.
+        state: of all parameters.
+        training: its group and options.
+        strategy: see `DiLoCo`.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        params: Mapping[str, Tensor],
+        first: int,
+        state: _State,
+        training: Training,
+        strategy: DiLoCo,
+    ) -> None:
+        self._keys, self._first, self._strategy, self._state = list(params), first, strategy, state
+        self._mean = TensorMean(params, training.group, training.options, state.compression)
+        self._number = str(number)
+        self._optimizer = self._make_optimizer(self._number)
+        self._wait: Callable[[], None] = lambda: None  # for what is on its way
+
+    def _make_optimizer(self, number: str) -> torch.optim.Optimizer:
+        """Return the outer optimizer, whose state is that of the method, from now on."""
+        state, outer = self._state, [self._state.outer[key] for key in self._keys]
+        made = self._strategy.make_outer(outer)
+        (group,) = made.param_groups
+        chosen = self._strategy.chosen_options
+        group.update({k: v for k, v in state.options.get(number, {}).items() if k not in chosen})
+        for key, param in zip(self._keys, outer, strict=True):
+            if state.entries.get(key):
+                made.state[param] = state.entries[key]
+            state.entries[key] = made.state[param]
+        return made
+
+    def note_options(self) -> None:
+        """Put the options of the outer optimizer, which some change by themselves, into the state."""
+        (group,) = self._optimizer.param_groups
+        self._state.options[self._number] = {name: v for name, v in group.items() if name != "params"}
+
+    def is_due(self, step: int) -> bool:
+        """Return whether anything is to be done after a step."""
+        phase = (step - self._first) % self._strategy.sync_every
+        return phase in (0, self._strategy.overlap_steps)
+
+    def after(self, step: int, params: Mapping[str, Tensor]) -> None:
+        """Do what is due after a step. Collective where anything is.
+
+        Args:
+            step: its number.
+            params: of this rank, all of them.
+        """
+        since, strategy, changes = step - self._first, self._strategy, self._state.changes
+        mine = [params[key] for key in self._keys]
+        if (
+            any(key in changes for key in self._keys)
+            and since % strategy.sync_every == strategy.overlap_steps
+        ):
+            self._finish(mine)
+        if since >= 0 and since % strategy.sync_every == 0:
+            begun = torch._foreach_sub(self._outer_like(mine), mine)
+            changes.update(zip(self._keys, begun, strict=True))
+            self._wait = self._mean.start(begun, async_op=strategy.overlap_steps > 0)
+            if not strategy.overlap_steps:
+                self._finish(mine)
+
+    def _outer_like(self, params: list[Tensor]) -> list[Tensor]:
+        """Return the outer parameters, of the dtypes that the parameters have now."""
+        outer = [self._state.outer[key] for key in self._keys]
+        if follow(outer, params, "DiLoCo"):
+            self._optimizer.load_state_dict(self._optimizer.state_dict())  # which casts its state, too
+            for key, param in zip(self._keys, outer, strict=True):
+                self._state.entries[key] = self._optimizer.state[param]
+        return outer
+
+    def arrive(self) -> None:
+        """Return when what is on its way has arrived."""
+        self._wait()
+        self._wait = lambda: None
+
+    def _finish(self, params: list[Tensor]) -> None:
+        """Take the outer step, and go on from there.
+
+        A state that was saved with other fragments may have changes of some of the parameters only.
+        """
+        self.arrive()
+        pairs = zip(self._outer_like(params), params, self._keys, strict=True)
+        due = [(z, param, self._state.changes.pop(k)) for z, param, k in pairs if k in self._state.changes]
+        outer, params, changes = (list(each) for each in zip(*due, strict=True))
+        follow(changes, params, "DiLoCo")
+        for param, change in zip(outer, changes, strict=True):
+            param.grad = change
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        alpha = self._strategy.overlap_alpha if self._strategy.overlap_steps else 0.0
+        if alpha:
+            torch._foreach_lerp_(params, outer, 1 - alpha)
+        else:
+            torch._foreach_copy_(params, outer)
+
+
+class DiLoCoSynchronizer(LocalSynchronizer):
+    """Synchronises fragments after the steps that `DiLoCo` names."""
+
+    def __init__(self, training: Training, strategy: DiLoCo) -> None:
+        super().__init__(training)
+        self._strategy = strategy
+        self._fragments: list[_Fragment] = []
+        self.state = _State()
+
+    def begin(self, tensors: Mapping[str, Tensor]) -> None:
+        """See `Synchronizer`: the outer parameters are where all ranks begin."""
+        state = self.state
+        state.waves.update(dict.fromkeys(tensors, max(state.waves.values(), default=-1) + 1))
+        state.outer.update(self.common_copies(tensors))
+
+    def derive(self) -> None:
+        """Make the fragments: those of the first parameters, and one of each later wave."""
+        self.arrive()
+        state, strategy, params = self.state, self._strategy, self.tensors()
+        kind = f"{strategy.outer_optimizer.__module__}.{strategy.outer_optimizer.__qualname__}"
+        if state.kind != kind:
+            state.kind, state.entries, state.options = kind, {}, {}
+        self._fragments = []
+        state.compression.move_to([])
+        for wave in sorted(set(state.waves.values())):
+            added = {key: tensor for key, tensor in params.items() if state.waves[key] == wave}
+            parts = [added] if wave else _cut(added, strategy.fragments)
+            for place, each in enumerate(parts):
+                first = place * strategy.sync_every // strategy.fragments
+                number = len(self._fragments)
+                self._fragments.append(_Fragment(number, each, first, state, self.training, strategy))
+
+    def arrive(self) -> None:
+        """See `Synchronizer`."""
+        for fragment in self._fragments:
+            fragment.arrive()
+            fragment.note_options()
+
+    def synchronize(self) -> None:
+        """Begin and finish what is due. Collective where anything is."""
+        if due := [fragment for fragment in self._fragments if fragment.is_due(self.num_steps)]:
+            params = self.tensors()
+            for fragment in due:
+                fragment.after(self.num_steps, params)
+        if self.num_steps % self._strategy.sync_every == 0:
+            all_reduce_coalesced(self.buffers, ReduceOp.AVG, self.training.group)
+
+    def consensus_of(
+        self, replicas: Sequence[Mapping[str, Tensor]], entries: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Tensor]:
+        """See `Synchronizer`: the outer parameters, and the mean of the buffers."""
+        return {**super().consensus_of(replicas, entries), **entries[0]["alike"]["outer"]}
+
+    def consensus(self) -> list[Tensor]:
+        """Return the outer parameters, and the mean of the buffers. Collective."""
+        if not self.state.outer:
+            return list(super().consensus())
+        buffers = [tensor.clone() for tensor in self.buffers]
+        all_reduce_coalesced(buffers, ReduceOp.AVG, self.training.group)
+        return [*self.completed(self.state.outer), *buffers]
+
+
+def _cut(params: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]:
+    """Cut into `count` parts of about as many bytes, in their order; none is empty if there are enough."""
+    parts: list[dict[str, Tensor]] = [{} for _ in range(count)]
+    total, before, place = sum(param.nbytes for param in params.values()), 0, -1
+    for number, (key, param) in enumerate(params.items()):
+        even = min(before * count // total, count - 1) if total else 0  # the last may have no bytes
+        last_chance = count - (len(params) - number)  # from here on each part gets one parameter
+        place = max(place, min(even, place + 1), last_chance)
+        parts[place][key] = param
+        before += param.nbytes
+    return [part for part in parts if part]

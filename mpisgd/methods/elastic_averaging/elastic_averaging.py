@@ -1,0 +1,185 @@
+"""`ElasticAveraging`: ranks train by themselves, each bound to a common centre by an elastic force.
+
+With x_i the parameters of rank i of p and z the centre, which all ranks have alike (Zhang, Choromanska and
+LeCun 2015, EASGD with a communication period), every `every` steps
+
+    d_i <- x_i - z
+    x_i <- x_i - alpha d_i
+    z   <- z + alpha (d_1 + ... + d_p)
+
+With momentum in the wrapped optimizer (Nesterov's in the paper) this is EAMSGD.
+
+A compressor with error feedback cannot carry the d_i: what it has not sent is in its residual, and is still
+in d_i at the next exchange, so it would count twice. What travels then is the change of x_i since the last
+exchange, when it was l_i. Every rank adds up what arrives, so that m is the mean of the x_i as far as that:
+
+    m <- m + mean of C(x_i - l_i)
+    z <- z + p alpha (m - z)
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from mpisgd.arguments import check_positive
+from mpisgd.collectives.coalesced import all_reduce_coalesced
+from mpisgd.dtypes import ReduceOp
+from mpisgd.errors import InvalidArgument
+from mpisgd.gradients.compression_state import CompressionState
+from mpisgd.method_state import REBUILD, alike, own, part
+from mpisgd.methods.strategy.compatibility import LOCAL_STEPS, refuse_momentum, refuse_signs
+from mpisgd.methods.strategy.kept_tensors import follow
+from mpisgd.methods.strategy.local_training import LocalSynchronizer
+from mpisgd.methods.strategy.strategy import Strategy
+from mpisgd.methods.strategy.tensor_mean import TensorMean
+from mpisgd.methods.strategy.training import Training
+
+__all__ = ["ElasticAveraging"]
+
+BETA = 0.9  # p * alpha, as in the paper's experiments
+
+
+@dataclass(frozen=True)
+class ElasticAveraging(Strategy):
+    """Ranks train by themselves and are drawn to a common centre, which is drawn to them.
+
+    The centre is the result of the training: `optimizer.consensus()` puts it in place of the parameters. All
+    ranks exchange at the same steps, so every rank keeps the same centre, and no server is needed. Module
+    buffers (`named_buffers`) have no centre: they take their mean at each exchange.
+
+    A compressor with error feedback takes two further copies of the parameters. One without it must not add
+    more noise than the force takes away: with E |C(d) - d|^2 = w |d|^2, the centre goes away from all ranks
+    unless p alpha < 2 / (1 + w). With `RandomK(ratio, error_feedback=False)` that is 2 ratio.
+
+    Args:
+        alpha: the elastic force; by default 0.9 / number of ranks. More than 1 / number of ranks does not
+            converge, and is refused.
+        every: steps from one exchange to the next.
+    """
+
+    alpha: float | None = None
+    every: int = 1
+
+    excludes: ClassVar[frozenset[str]] = LOCAL_STEPS
+
+    def __post_init__(self) -> None:
+        check_positive("ElasticAveraging", "every", self.every, whole=True)
+        if self.alpha is not None:
+            check_positive("ElasticAveraging", "alpha", self.alpha)
+
+    def check(self, training: Training) -> None:
+        """See `Strategy.check`.
+
+        Raises:
+            InvalidArgument: also where the centre would overshoot.
+        """
+        super().check(training)
+        refuse_momentum(self, training)
+        refuse_signs(self, training)
+        size = training.group.size
+        if self.alpha is not None and self.alpha * size > 1:
+            raise InvalidArgument(
+                f"ElasticAveraging: alpha={self.alpha} with {size} ranks; expected at most 1 / {size}"
+            )
+
+    def synchronizer(self, training: Training) -> "ElasticAveragingSynchronizer":
+        """Return what draws the parameters and the centre together."""
+        return ElasticAveragingSynchronizer(training, self)
+
+
+@dataclass
+class _State:
+    """What is kept from step to step.
+
+    Attributes:
+        centre: z, by tensor.
+        arrived: m, by tensor, where the compressor has a residual.
+        last: x_i at the last exchange, by tensor of these. m is the mean of what the ranks have there less
+            their residuals, so all ranks begin anew where one has lost its own.
+        compression: what compressors keep of what travels.
+    """
+
+    centre: dict[str, Tensor] = alike(default_factory=dict)
+    arrived: dict[str, Tensor] = alike(default_factory=dict)
+    last: dict[str, Tensor] = own(default_factory=dict, lost=REBUILD)
+    compression: CompressionState = part(CompressionState)
+
+
+class ElasticAveragingSynchronizer(LocalSynchronizer):
+    """Exchanges differences from the centre after the steps that `ElasticAveraging` names."""
+
+    def __init__(self, training: Training, strategy: ElasticAveraging) -> None:
+        super().__init__(training)
+        self._strategy = strategy
+        self.state = _State()
+
+    def begin(self, tensors: Mapping[str, Tensor]) -> None:
+        """See `Synchronizer`: the centre is where all ranks begin, and it stays where they begin anew."""
+        centre = self.state.centre
+        centre.update(self.common_copies({k: tensor for k, tensor in tensors.items() if k not in centre}))
+
+    def derive(self) -> None:
+        """See `Synchronizer`."""
+        group = self.training.group
+        compression = self.state.compression
+        compression.move_to([])
+        if not self.state.last:
+            compression.forget_own()  # what it has not sent was of changes from what is no more
+        self._mean = TensorMean(self.tensors(), group, self.training.options, compression)
+        self._beta = BETA if self._strategy.alpha is None else self._strategy.alpha * group.size
+        self._note_last()
+
+    def _note_last(self) -> None:
+        """Let changes count from the centre, which all ranks have, where nothing was sent yet."""
+        state, keys = self.state, self._mean.with_residual
+        for kept in (state.last, state.arrived):
+            for key in kept.keys() - keys:
+                del kept[key]
+        for key in self.tensors():  # in an order that all ranks have, as a checkpoint asks for it
+            if key in keys and key not in state.last:
+                state.last[key], state.arrived[key] = (state.centre[key].clone() for _ in range(2))
+
+    def synchronize(self) -> None:
+        """Exchange, if it is time to. Collective then."""
+        if self.num_steps % self._strategy.every:
+            return
+        tensors, group = self.tensors(), self.training.group
+        centre = [self.state.centre[key] for key in tensors]
+        params = list(tensors.values())
+        follow(centre, params, "ElasticAveraging")
+        differences = list(torch._foreach_sub(params, centre))
+        travels = [*differences]
+        for place, key in enumerate(tensors):
+            if key in self.state.last:
+                travels[place] = self._change(key, tensors[key])
+        torch._foreach_add_(params, differences, alpha=-self._beta / group.size)
+        self._mean.start(travels)
+        for place, key in enumerate(tensors):
+            if key in self.state.arrived:
+                arrived = self.state.arrived[key].add_(travels[place])
+                travels[place] = arrived - centre[place]
+        torch._foreach_add_(centre, travels, alpha=self._beta)
+        all_reduce_coalesced(self.buffers, ReduceOp.AVG, group)
+
+    def _change(self, key: str, param: Tensor) -> Tensor:
+        """Return what a parameter has changed by since the last exchange, which is now."""
+        last, arrived = self.state.last[key], self.state.arrived[key]
+        follow([last, arrived], [param, param], "ElasticAveraging")
+        change: Tensor = param - last
+        last.copy_(param)
+        return change
+
+    def consensus_of(
+        self, replicas: Sequence[Mapping[str, Tensor]], entries: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Tensor]:
+        """See `Synchronizer`: the centre, and the mean of the buffers."""
+        return {**super().consensus_of(replicas, entries), **entries[0]["alike"]["centre"]}
+
+    def consensus(self) -> list[Tensor]:
+        """Return the centre, and the mean of the buffers. Collective."""
+        buffers = [tensor.clone() for tensor in self.buffers]
+        all_reduce_coalesced(buffers, ReduceOp.AVG, self.training.group)
+        return [*self.completed(self.state.centre), *buffers]

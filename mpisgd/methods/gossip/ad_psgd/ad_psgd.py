@@ -1,0 +1,139 @@
+"""The style of `Gossip` in which nobody waits: pairs of ranks average while the ranks compute (AD-PSGD).
+
+x[i] is the parameters of rank i, z[i] what the model computes with, f[i] its loss, g the step size:
+
+    z[i] <- x[i],                  a copy, between two steps
+    x[i] <- x[i] - g grad f[i](z[i]),
+    x[i], x[j] <- (x[i] + x[j]) / 2,  for a neighbour j by chance, at any time
+
+The optimizer turns z into z', by which x becomes x + (z' - z). Half of the ranks ask for a mean after each
+step; where the last one has not come back yet, they go on without. How often ranks meet depends on how fast
+they are, so two runs differ. What the sum of all x is does not depend on it.
+
+It needs an MPI at thread level MULTIPLE: a helper thread answers while the program computes, and asks MPI at
+least every 5 ms whether somebody has come. A rank has five more copies of its parameters in host memory.
+
+Source: Lian and others 2018, "Asynchronous decentralized parallel stochastic gradient descent".
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from mpisgd.core.consistency import Operation
+from mpisgd.core.group import Group
+from mpisgd.errors import InvalidArgument, MpisgdError
+from mpisgd.gossip.graph import Graph
+from mpisgd.interfaces.communicator import GroupCommunicator
+from mpisgd.methods.gossip.ad_psgd.bipartite import roles_of
+from mpisgd.methods.gossip.ad_psgd.flat_copy import FlatCopy
+from mpisgd.methods.gossip.ad_psgd.pairwise_averaging import PairwiseAveraging
+from mpisgd.methods.gossip.mixer import NAME, Mixer
+from mpisgd.methods.strategy.training import Training
+
+__all__ = ["Asynchronous"]
+
+
+class Asynchronous(Mixer):
+    """Gives the model a copy of x, and adds to x what the optimizer has done to the copy.
+
+    The exchanges end in `shutdown()`, or when ranks or parameters change; both are collective. A rank whose
+    optimizer is gone answers until then.
+    """
+
+    doubly = False  # the weights are 1/2
+
+    def __init__(self, training: Training, graph: Graph, every: int) -> None:
+        super().__init__(training, graph, every)
+        self._averaging: PairwiseAveraging | None = None
+        self._replaced = False  # whether a state was loaded: the parameters count, and not x
+
+    def derive(self) -> None:
+        """Begin to exchange what the parameters are now, from all ranks. Collective.
+
+        x and z are derived: whatever an exchange has begun with before is over then.
+        """
+        self._end()
+        self._begin()
+
+    def has_changed(self) -> bool:
+        """Return False: x is a copy of frozen parameters, too."""
+        return False
+
+    def loaded(self, state_dict: Mapping[str, Any]) -> None:
+        """See `Synchronizer`."""
+        self._replaced = True
+
+    def move_to(self, group: Group) -> None:
+        """See `Synchronizer`. Collective over the ranks so far, too, unless one of them is lost."""
+        self._end()
+        super().move_to(group)
+
+    def _begin(self) -> None:
+        """Start the helper thread. Collective."""
+        group = self.training.group
+        if group.size == 1:
+            return
+        made: list[GroupCommunicator] = []
+        operation = Operation("gossip", extra="start of the exchanges")
+        group.queue.run(operation, lambda: made.append(group.queue.communicator.duplicate()))
+        self._group, self._keys = group, list(self.replica())
+        covered = self._covered()
+        start = FlatCopy(covered)
+        start.load(covered)
+        self._seen, self._now = start.new_like(), start.new_like()  # z, and z'
+        self._seen.copy_(start)
+        averaging = PairwiseAveraging(made[0], roles_of(self._graph, group.size), start)
+        self._finish: Callable[[], None] = partial(averaging.finish, group.queue.consistency.timeout_s)
+        group.job.at_end.append(self._finish)
+        self._averaging = averaging
+
+    def _covered(self) -> list[Tensor]:
+        """Return what x is a copy of, as it is now: also frozen parameters, which may be trained later."""
+        tensors = self.replica()
+        return [tensors[key] for key in self._keys]
+
+    def _end(self) -> None:
+        """End the exchanges. Collective, unless a rank of the group is lost."""
+        averaging, self._averaging = self._averaging, None
+        replaced, self._replaced = self._replaced, False
+        if averaging is None:
+            return
+        self._group.job.at_end.remove(self._finish)
+        if _is_lost(self._group):
+            averaging.abandon()
+        else:
+            self._finish()
+        if not replaced:
+            self._exchange_with_model(averaging)
+
+    def _exchange_with_model(self, averaging: PairwiseAveraging) -> None:
+        """Add to x what has become of the copy that the model had, and give it another one."""
+        covered = self._covered()
+        if not self._now.fits(covered):
+            raise InvalidArgument(
+                f"{NAME}: parameters have other dtypes or shapes than when their exchanges began; "
+                'style="asynchronous" cannot follow: convert the model before the optimizer is made'
+            )
+        self._now.load(covered)
+        with averaging.lock:
+            averaging.x.add_difference_(self._now, self._seen, 1.0)
+            self._seen.copy_(averaging.x)
+        self._seen.unload(covered)
+
+    def synchronize(self) -> None:
+        """Give the step to x, and ask for a mean with a neighbour. Waits for nobody."""
+        if self._averaging is not None:
+            self._exchange_with_model(self._averaging)
+            if self.num_steps % self._every == 0:
+                self._averaging.want_exchange()
+
+
+def _is_lost(group: Group) -> bool:
+    """Return whether a group cannot be used any more."""
+    try:
+        return group.resources.queue.broken is not None
+    except MpisgdError:
+        return True

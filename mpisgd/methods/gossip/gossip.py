@@ -1,0 +1,149 @@
+"""`Gossip`: every rank has a model of its own, and mixes it with those of a few neighbours.
+
+The update rules are in the modules of the styles: `synchronous` has adapt then combine, combine then
+adapt (D-PSGD) and push-sum (SGP), `asynchronous` averages pairs while the ranks compute (AD-PSGD);
+`compressed` is adapt then combine by compressed changes (CHOCO-SGD).
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mpisgd.arguments import check_positive, check_ratio, shown
+from mpisgd.errors import InvalidArgument
+from mpisgd.gossip.graph import Graph
+from mpisgd.gossip.graphs import GraphLike, as_graph
+from mpisgd.methods.cast.cast import Cast, Compression
+from mpisgd.methods.gossip.ad_psgd.ad_psgd import Asynchronous
+from mpisgd.methods.gossip.choco.choco import CompressedMixer
+from mpisgd.methods.gossip.d_psgd.d_psgd import AdaptThenCombine, CombineThenAdapt
+from mpisgd.methods.gossip.mixer import NAME, Mixer
+from mpisgd.methods.gossip.push_sum.push_sum import PushSum
+from mpisgd.methods.strategy.compatibility import LOCAL_STEPS
+from mpisgd.methods.strategy.strategy import Strategy, Synchronizer
+from mpisgd.methods.strategy.training import Training
+from mpisgd.standard_error import print_to_user
+
+__all__ = ["Gossip"]
+
+MAX_SIZE_OF_GAP = 1024  # ranks for which the spectral gap is printed; of more it takes too long
+
+_printed: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Gossip(Strategy):
+    """Every rank has a model of its own, and mixes it with those of its neighbours in a graph.
+
+    Attributes:
+        topology: a name ("ring", "torus", "hypercube", "exponential", "one_peer_exponential", "star",
+            "complete", "random_pairs"), a graph of `mpisgd.gossip`, or a mixing matrix; kept as a graph. All
+            but matrices have the weights of Metropolis and Hastings, 1 / (neighbours + 1) on regular graphs.
+        style: "adapt_then_combine", the update and then the mean with the neighbours; "combine_then_adapt",
+            D-PSGD, the update by the gradient from before the mean; "push_sum", SGP, for matrices of which
+            only the columns sum to 1; "asynchronous", AD-PSGD, where pairs of neighbours average while the
+            ranks compute, and nobody waits.
+        every: the ranks mix in every so manieth step.
+        consensus_step: with a compression that leaves something out, how far ranks go towards their mean,
+            above 0 and up to 1: the less travels, the less it must be; 0.3 with a tenth of the elements, say.
+
+    `compression` may be a cast, or, with "adapt_then_combine" and a topology that does not change, a
+    compressor such as `TopK` or `OneBit`, whose error feedback is that of the method: see `compressed`.
+
+    The ranks' models differ, and `optimizer.consensus()` has their mean, to evaluate or to save it. Module
+    buffers (`named_buffers`) are mixed as parameters are.
+
+    Raises:
+        InvalidArgument: found locally, before anything is sent.
+    """
+
+    topology: GraphLike = "exponential"
+    style: str = "adapt_then_combine"
+    every: int = 1
+    consensus_step: float | None = None
+
+    excludes: ClassVar[frozenset[str]] = LOCAL_STEPS
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "topology", as_graph(NAME, self.topology))
+        if not isinstance(self.style, str) or self.style not in STYLES:
+            raise InvalidArgument(f"{NAME}: style={shown(self.style)}; expected one of {', '.join(STYLES)}")
+        check_positive(NAME, "every", self.every, whole=True)
+        if self.consensus_step is not None:
+            check_ratio(NAME, "consensus_step", self.consensus_step)
+
+    @property
+    def graph(self) -> Graph:
+        """The topology."""
+        assert isinstance(self.topology, Graph)
+        return self.topology
+
+    def spectral_gap(self, size: int) -> float:
+        """Return by which share the differences between `size` ranks shrink when they mix."""
+        return self.graph.spectral_gap(size)
+
+    def check_size(self, size: int) -> None:
+        """Raise InvalidArgument where so many ranks would not come to the mean."""
+        self.graph.check_mixing(NAME, size, doubly=STYLES[self.style].doubly)
+
+    def check(self, training: Training) -> None:
+        """Raise where options are about the reduction of gradients, or the graph does not fit the ranks."""
+        super().check(training)
+        self._check_compression(training)
+        if self.style == "asynchronous":
+            _check_asynchronous(training)
+        self.check_size(training.group.size)
+
+    def synchronizer(self, training: Training) -> Synchronizer:
+        """Return what mixes; the first rank prints the spectral gap, once."""
+        size = training.group.size
+        if training.group.rank == 0 and 1 < size <= MAX_SIZE_OF_GAP:
+            text = f"{self!r} of {size} ranks: spectral gap {self.spectral_gap(size):.4g}"
+            if text not in _printed:
+                _printed.add(text)
+                print_to_user(text)
+        if self.consensus_step is not None:
+            return CompressedMixer(training, self.graph, self.every, self.consensus_step)
+        return STYLES[self.style](training, self.graph, self.every)
+
+    def _check_compression(self, training: Training) -> None:
+        """Raise InvalidArgument for a compressor that cannot be had with this gossip."""
+        compression = training.options.compression
+        if isinstance(compression, Cast):
+            if self.consensus_step is not None:
+                raise InvalidArgument(
+                    f"{NAME}: consensus_step={self.consensus_step} goes with a compression that leaves "
+                    f"something out, not with {compression}"
+                )
+            return
+        if not compression.is_contraction:
+            raise InvalidArgument(
+                f"{NAME}: compression={compression}; changes of parameters travel as they are, cast, or "
+                "by TopK, RandomK, OneBit, Natural or QSGD of 4 bits and more"
+            )
+        changes = self.graph.num_phases(training.group.size) != 1
+        if self.style != "adapt_then_combine" or changes or self.consensus_step is None:
+            raise InvalidArgument(
+                f"{NAME}: compression={compression} goes with style='adapt_then_combine', a topology that is "
+                f"the same in every step, and a consensus_step such as 0.3; this is {self}"
+            )
+
+
+def _check_asynchronous(training: Training) -> None:
+    """Raise InvalidArgument for what a helper thread cannot do."""
+    if training.options.compression != Compression.none:
+        raise InvalidArgument(
+            f'{NAME}: compression={training.options.compression}; style="asynchronous" sends parameters as '
+            "they are"
+        )
+    if training.group.size > 1 and not training.group.queue.threads_allowed:
+        raise InvalidArgument(
+            f'{NAME}: style="asynchronous" needs an MPI that runs at thread level MULTIPLE; this one does not'
+        )
+
+
+STYLES: dict[str, type[Mixer]] = {
+    "adapt_then_combine": AdaptThenCombine,
+    "combine_then_adapt": CombineThenAdapt,
+    "push_sum": PushSum,
+    "asynchronous": Asynchronous,
+}

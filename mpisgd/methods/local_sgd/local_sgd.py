@@ -1,0 +1,259 @@
+"""`LocalSGD`: every rank trains by itself, and every few steps the parameters become their mean.
+
+With x_i the parameters of rank i of p, and u_i the update of its optimizer (Stich 2019):
+
+    x_i <- x_i - u_i                           every step
+    x_i <- (x_1 + ... + x_p) / p               after every `sync_every` steps
+
+Post-local SGD (Lin et al. 2020) begins with `warmup_steps` synchronous steps, and its hierarchical form takes
+the mean over the ranks of a host more often than that over all.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from mpisgd.arguments import check_count, check_flag, check_positive
+from mpisgd.collectives.coalesced import all_reduce_coalesced
+from mpisgd.core.group import Group
+from mpisgd.dtypes import ReduceOp
+from mpisgd.errors import InvalidArgument
+from mpisgd.gradients.accumulation import GradientSync
+from mpisgd.gradients.compression_state import CompressionState
+from mpisgd.gradients.reducer import GradientReducer
+from mpisgd.job.groups import open_host_group
+from mpisgd.method_state import alike, part
+from mpisgd.methods.local_sgd.inner_state import complete_states
+from mpisgd.methods.strategy.compatibility import LOCAL_STEPS, refuse_momentum, refuse_signs
+from mpisgd.methods.strategy.kept_tensors import follow
+from mpisgd.methods.strategy.local_training import LocalSynchronizer
+from mpisgd.methods.strategy.strategy import Strategy
+from mpisgd.methods.strategy.tensor_mean import TensorMean
+from mpisgd.methods.strategy.training import Training
+
+__all__ = ["LocalSGD"]
+
+LEVELS = ("host", "job")
+
+
+@dataclass(frozen=True)
+class LocalSGD(Strategy):
+    """Ranks train by themselves; every `sync_every` steps their parameters become the mean of all.
+
+    Between two such steps nothing is sent: on average a step sends 1 / sync_every of what a synchronous one
+    does. Each rank keeps its own optimizer state, such as momentum, unless `average_state` is set.
+
+    Args:
+        sync_every: steps from one mean to the next; 1: synchronous SGD, for plain SGD.
+        warmup_steps: so many synchronous steps come first.
+        hierarchy: instead of `sync_every`, `{"host": 4, "job": 32}`: a mean over each host's ranks every 4
+            steps, over all ranks every 32, which must be a multiple.
+        average_state: whether the floating-point state of the optimizer is averaged with the parameters.
+            Where some ranks have none of a parameter yet, which had no gradient there, it counts as zero, and
+            they get that of the others.
+        growth: what each period is multiplied by, and rounded up, for the next one; at least 1.
+        max_sync_every: the longest period, if they grow.
+
+    Compression applies to the difference from the mean before; that takes a copy of the parameters. Module
+    buffers (`named_buffers`) take their mean with the parameters, and are never compressed.
+    """
+
+    sync_every: int | None = None
+    warmup_steps: int = 0
+    hierarchy: Mapping[str, int] | None = None
+    average_state: bool = False
+    growth: float = 1.0
+    max_sync_every: int | None = None
+
+    excludes: ClassVar[frozenset[str]] = LOCAL_STEPS
+
+    def __post_init__(self) -> None:
+        if (self.sync_every is None) == (self.hierarchy is None):
+            raise InvalidArgument(
+                "LocalSGD: expected either sync_every=, or hierarchy={'host': 4, 'job': 32}"
+            )
+        if self.sync_every is not None:
+            check_positive("LocalSGD", "sync_every", self.sync_every, whole=True)
+        check_count("LocalSGD", "warmup_steps", self.warmup_steps)
+        if self.max_sync_every is not None:
+            check_positive("LocalSGD", "max_sync_every", self.max_sync_every, whole=True)
+        check_flag("LocalSGD", "average_state", self.average_state)
+        check_positive("LocalSGD", "growth", self.growth)
+        if not 1 <= self.growth < math.inf:
+            raise InvalidArgument(f"LocalSGD: growth={self.growth}; expected a finite number, at least 1")
+        if self.hierarchy is not None:
+            self._check_hierarchy(self.hierarchy)
+
+    def _check_hierarchy(self, periods: Mapping[str, int]) -> None:
+        if not isinstance(periods, Mapping) or sorted(periods) != sorted(LEVELS):
+            raise InvalidArgument(f"LocalSGD: hierarchy={periods!r}; expected {{'host': 4, 'job': 32}}")
+        for level in LEVELS:
+            check_positive("LocalSGD", f"hierarchy[{level!r}]", periods[level], whole=True)
+        if periods["job"] % periods["host"]:
+            raise InvalidArgument(
+                f"LocalSGD: hierarchy={periods!r}; the period of the job must be a multiple of the host's"
+            )
+        if self.growth != 1:
+            raise InvalidArgument("LocalSGD: growth goes with sync_every, not with hierarchy")
+
+    @property
+    def period(self) -> int:
+        """Steps from one mean over all ranks to the next, at first."""
+        period = self.sync_every if self.hierarchy is None else self.hierarchy["job"]
+        assert period is not None
+        return period
+
+    def next_period(self, period: int) -> int:
+        """Return the period that follows `period`."""
+        longest = math.inf if self.max_sync_every is None else max(self.max_sync_every, self.period)
+        return int(min(math.ceil(period * self.growth), longest))
+
+    def period_after(self, num_means: int) -> int:
+        """Return the period that follows so many means over all ranks."""
+        period = self.period
+        for _ in range(num_means if self.growth > 1 else 0):
+            period = self.next_period(period)
+        return period
+
+    def is_due_on_host(self, since_mean: int) -> bool:
+        """Return whether the ranks of a host take their mean now, so many steps after that of all."""
+        return self.hierarchy is not None and since_mean % self.hierarchy["host"] == 0
+
+    def check(self, training: Training) -> None:
+        """See `Strategy.check`."""
+        super().check(training)
+        refuse_momentum(self, training)
+        refuse_signs(self, training)
+
+    def synchronizer(self, training: Training) -> "LocalSGDSynchronizer":
+        """Return what averages the parameters. Collective."""
+        return LocalSGDSynchronizer(training, self)
+
+
+@dataclass
+class _State:
+    """What is kept from step to step.
+
+    Attributes:
+        num_means: how many means over all ranks there were.
+        since_mean: steps since the last one.
+        last: the mean before, by tensor, where its changes are compressed.
+        compression: what compressors keep of these changes.
+        warm_up: what they keep of the gradients of the warm-up.
+    """
+
+    num_means: int = alike(0)
+    since_mean: int = alike(0)
+    last: dict[str, Tensor] = alike(default_factory=dict)
+    compression: CompressionState = part(CompressionState)
+    warm_up: CompressionState = part(CompressionState)
+
+
+class LocalSGDSynchronizer(LocalSynchronizer):
+    """Averages the parameters after the steps that `LocalSGD` names."""
+
+    def __init__(self, training: Training, strategy: LocalSGD) -> None:
+        super().__init__(training)
+        self._strategy = strategy
+        self.state = _State()
+        self._period = strategy.period
+        self._host: tuple[Group, Group | None] | None = None  # of which group, and its ranks of this host
+        self._open_warm_up()
+
+    # -- what is derived -----------------------------------------------------
+
+    def derive(self) -> None:
+        """Make what takes the means, and note what changes are counted from. Collective."""
+        group, strategy = self.training.group, self._strategy
+        if strategy.hierarchy and (self._host is None or self._host[0] is not group):
+            self._host = group, open_host_group(group)
+        compression = self.state.compression
+        compression.move_to([])
+        self._mean = TensorMean(self.tensors(), group, self.training.options, compression)
+        self._note_last(again=False)
+
+    def _note_last(self, *, again: bool) -> None:
+        """Note what changes are counted from, if they are compressed. Collective then.
+
+        Args:
+            again: also where that is known.
+        """
+        last = self.state.last
+        if again or not self._mean.compresses:
+            last.clear()
+        if self._mean.compresses:
+            new = {key: tensor for key, tensor in self.tensors().items() if key not in last}
+            last.update(self.common_copies(new))
+
+    def loaded(self, state_dict: Mapping[str, Any]) -> None:
+        """See `Synchronizer`: the period follows from how many there were."""
+        self._period = self._strategy.period_after(self.state.num_means)
+        self._choose_gradients()
+
+    def move_to(self, group: Group) -> None:
+        """See `Synchronizer`. A warm-up goes on with new gradients."""
+        super().move_to(group)
+        self._open_warm_up()
+
+    def _open_warm_up(self) -> None:
+        self._reducer = None
+        if self._strategy.warmup_steps:
+            training = self.training
+            self._reducer = GradientReducer(training.named, training.group, training.options)
+            self.state.warm_up.move_to(())  # lets go of the buckets of the ranks before
+            self._reducer.compression_state = self.state.warm_up
+        self._choose_gradients()
+
+    def _choose_gradients(self) -> None:
+        """Reduce gradients during the warm-up, and leave them on their rank afterwards."""
+        warm = self.num_steps < self._strategy.warmup_steps
+        self.gradients = self._reducer if warm and self._reducer is not None else GradientSync()
+
+    # -- a step -------------------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Take the mean that is due, if one is. Collective then."""
+        state, warmup_steps = self.state, self._strategy.warmup_steps
+        if self.num_steps <= warmup_steps:
+            if self.num_steps == warmup_steps:
+                self._choose_gradients()
+                self._note_last(again=True)
+            return
+        state.since_mean += 1
+        if state.since_mean >= self._period:
+            state.since_mean, self._period = 0, self._strategy.next_period(self._period)
+            state.num_means += 1
+            self._average()
+        elif self._host is not None and self._strategy.is_due_on_host(state.since_mean):
+            host = self._host[1]
+            if host is not None:
+                all_reduce_coalesced([*self.averaged, *self._inner_state(host)], ReduceOp.AVG, host)
+
+    def _average(self) -> None:
+        """Take the mean over all ranks: of the parameters, or of what they have changed by.
+
+        Buffers and state travel as they are: a variance to which an error of before is added, say, may become
+        negative, and what buffers have changed by has no base that all ranks have.
+        """
+        tensors, group = self.tensors(), self.training.group
+        params = list(tensors.values())
+        if self.state.last:
+            last = [self.state.last[key] for key in tensors]
+            follow(last, params, "LocalSGD")
+            changes = torch._foreach_sub(params, last)
+            self._mean.start(changes)
+            torch._foreach_add_(last, changes)
+            torch._foreach_copy_(params, last)
+        else:
+            self._mean.start(params)
+        all_reduce_coalesced([*self.buffers, *self._inner_state(group)], ReduceOp.AVG, group)
+
+    def _inner_state(self, group: Group) -> list[Tensor]:
+        """Return what is averaged of the wrapped optimizer's state, the same of all ranks. Collective."""
+        if not self._strategy.average_state:
+            return []
+        return complete_states(self.training.optimizer, self.training.params, group)

@@ -1,0 +1,159 @@
+"""EF-signSGD: gradients as one bit per element; what that leaves out is added to the next gradient.
+
+Source: Karimireddy, Rebjock, Stich and Jaggi 2019, "Error Feedback Fixes SignSGD and other Gradient
+Compression Schemes", algorithm 1, with the compressed gradients of all ranks averaged.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mpisgd.arguments import check_flag
+from mpisgd.collectives.all_gather import all_gather_into_tensor
+from mpisgd.compress.compressor import BucketLayout, BucketReducer, Compressor
+from mpisgd.compress.residual import Waiting, fitted
+from mpisgd.compress.sign_code import SignCode, wide_dtype
+from mpisgd.core.group import Group
+from mpisgd.dtypes import ReduceOp
+from mpisgd.methods.two_step.two_step_exchange import Errors, TwoStepExchange
+
+__all__ = ["OneBit"]
+
+
+class OneBitCodec:
+    """Signs and a mean magnitude for each parameter: a codec of `SignCode`.
+
+    Args:
+        lengths: of the parameters that have elements.
+        dtype: float32 or float64.
+    """
+
+    def __init__(self, lengths: Sequence[int], dtype: torch.dtype) -> None:
+        self._code = SignCode(lengths, dtype)
+        self.nbytes = self._code.nbytes
+
+    def compress(self, flat: Tensor, random: np.random.Generator) -> Tensor:
+        """Return the magnitudes and the signs."""
+        message = torch.empty(self.nbytes, dtype=torch.uint8, device=flat.device)
+        self._code.encode(flat.clone(), message)
+        return message
+
+    def decompress(self, message: Tensor, out: Tensor, sign: int = 1) -> None:
+        """Add the magnitudes with their signs, or subtract them."""
+        out.add_(self._code.decode(message), alpha=sign)
+
+
+@dataclass(frozen=True)
+class OneBit(Compressor):
+    """Gradients travel as signs, with the mean magnitude of each parameter; error feedback keeps the rest.
+
+    On rank i, with gradient g_i and residual e_i (zero at first), in every step and for each parameter
+
+        p_i = g_i + e_i             what is meant
+        D_i = |p_i|_1 / d sign(p_i) what is sent: d signs and one number
+        e_i = p_i - D_i             what is left for the next step
+        g   = mean of D_i           what every rank applies
+
+    For SGD, with momentum or without. What is late or early by a step disturbs Adam's variance, so that it
+    trains far worse: use `mpisgd.OneBitAdam`.
+
+    The residual is this rank's own, and goes into its `state_dict()`. Gradients that are not finite arrive as
+    such and leave the residual as it is.
+
+    Attributes:
+        two_step: whether the average is compressed, too, by the ranks that make it, with residuals of their
+            own: see `TwoStepExchange`. Of n bytes of float32 gradients each rank then sends
+            2 (size - 1) / size n / 32, otherwise (size - 1) n / 32: as much on two ranks, more on others.
+    """
+
+    two_step: bool = False
+
+    def __post_init__(self) -> None:
+        check_flag("OneBit", "two_step", self.two_step)
+
+    @property
+    def has_error_feedback(self) -> bool:
+        """Return True: the error of the magnitudes is added to the next gradient."""
+        return True
+
+    @property
+    def is_contraction(self) -> bool:
+        """Return True: |p - D|^2 = |p|^2 - |p|_1^2 / d."""
+        return True
+
+    def codec(self, layout: BucketLayout) -> OneBitCodec:
+        """Return what makes messages of signs and magnitudes."""
+        return OneBitCodec(_lengths(layout), layout.dtype)
+
+    def reducer(self, layout: BucketLayout) -> BucketReducer:
+        """Return what sends the signs of a bucket and keeps the rest of it."""
+        return _TwoStepReducer(layout) if self.two_step else _GatherReducer(layout)
+
+
+def _lengths(layout: BucketLayout) -> list[int]:
+    """Return how many elements each parameter has; those that have none need no magnitude."""
+    return [shape.numel() for shape in layout.shapes if shape.numel()]
+
+
+class _GatherReducer(BucketReducer):
+    """Gathers the signs of all ranks, and averages them on each."""
+
+    state: Waiting
+
+    def __init__(self, layout: BucketLayout) -> None:
+        self._code = SignCode(_lengths(layout), wide_dtype(layout.dtype))
+        self._layout, self.state = layout, Waiting()
+        self.state.residual = self._residual  # its memory is there from the beginning
+
+    @property
+    def _residual(self) -> Tensor:
+        layout, dtype = self._layout, wide_dtype(self._layout.dtype)
+        self.state.residual = kept = fitted(self.state.residual, layout.numel, dtype, layout.device)
+        return kept
+
+    def reduce(self, bucket: Tensor, group: Group, op: ReduceOp) -> None:
+        """Replace the bucket by the mean, or the sum, of everyone's signs; see `BucketReducer.reduce`."""
+        message = torch.empty(self._code.nbytes, dtype=torch.uint8, device=bucket.device)
+        rest = bucket + self._residual
+        if self._code.encode(rest, message).isfinite().all():
+            self.state.residual = rest
+        everyone = message.new_empty(group.size, len(message))
+        all_gather_into_tensor(everyone, message, group)
+        total = torch.zeros_like(rest)
+        for row in everyone:
+            total += self._code.decode(row)
+        bucket.copy_(total if op is ReduceOp.SUM else total.div_(group.size))
+
+    def bytes_on_the_wire(self, size: int) -> int:
+        """Return (size - 1) / 8 of the elements, and as many magnitudes of each parameter."""
+        return (size - 1) * self._code.nbytes
+
+
+class _TwoStepReducer(BucketReducer):
+    """Has the owners of chunks average them, and send the average as signs."""
+
+    def __init__(self, layout: BucketLayout) -> None:
+        self._lengths = _lengths(layout)
+        self._layout = layout
+        self._exchange: TwoStepExchange | None = None
+        self.state = Errors()
+
+    def reduce(self, bucket: Tensor, group: Group, op: ReduceOp) -> None:
+        """Replace the bucket by the compressed mean, or `size` times that; see `BucketReducer.reduce`."""
+        if self._exchange is None:
+            dtype = wide_dtype(self._layout.dtype)
+            self._exchange = TwoStepExchange(self._lengths, dtype, self._layout.device, group, self.state)
+        values = bucket.to(wide_dtype(bucket.dtype))
+        self._exchange.average(values)
+        bucket.copy_(values.mul_(group.size) if op is ReduceOp.SUM else values)
+
+    def bytes_on_the_wire(self, size: int) -> int:
+        """Return what `TwoStepExchange` sends."""
+        return TwoStepExchange.bytes_on_the_wire(self._lengths, wide_dtype(self._layout.dtype), size)
+
+    def kept_apart(self, start: int, stop: int) -> dict[str, Tensor]:
+        """Return the errors of those elements that this rank averages."""
+        return {} if self._exchange is None else {"server": self._exchange.server_error_of(start, stop)}

@@ -1,0 +1,106 @@
+"""`LockFree`: all ranks of a host update one copy of the parameters at the same time, without any lock.
+
+Hogwild (Recht et al. 2011); x: the parameters in shared memory, i: their elements, a: the learning rate.
+
+    g <- gradient at x, read while others write
+    x[i] <- x[i] - a g[i]    for every element of g, read and written without a lock
+
+Where two ranks update an element at the same time one of the updates may be lost; with sparse gradients that
+is rare. Each rank's optimizer keeps a state of its own. With n ranks and op=AVG each gradient counts 1/n.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpisgd.core.group import Group
+from mpisgd.errors import InvalidArgument
+from mpisgd.methods.parameter_server.layout import PARAMETER, lay_out_shards
+from mpisgd.methods.parameter_server.worker import Worker
+from mpisgd.rma.window import Window
+
+__all__ = ["LockFree"]
+
+
+class LockFree(Worker):
+    """Puts the parameters into the first rank's memory of a window, and scales gradients around a step."""
+
+    def _open(self) -> None:
+        super()._open()
+        group, named = self.training.group, self.training.named
+        schemas = [{PARAMETER: (tuple(param.shape), param.dtype)} for _, param in named]
+        (layout,) = lay_out_shards(schemas, 1, group.size)
+        nbytes = layout.version_bytes if group.rank == 0 else 0
+        self._window = Window(torch.zeros(nbytes, dtype=torch.uint8), group)
+        memory = self._window.local(group.ranks[0])
+        assert memory is not None
+        self._shared = [
+            memory[entry.start :][: entry.dtype.itemsize * named[entry.param][1].numel()]
+            .view(entry.dtype)
+            .view(entry.shape)
+            for entry in sorted(layout.entries, key=lambda entry: entry.param)
+        ]
+        self._own_grads: list[Tensor | None] = []
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        for tensor, (_, param) in zip(self._shared, self.training.named, strict=True):
+            tensor.copy_(param)
+
+    @torch.no_grad()
+    def pull(self) -> None:
+        """Let the parameters be the memory that all ranks share."""
+        self._publish_once()
+        self._share()
+
+    def _share(self) -> None:
+        """Give the parameters their shared memory, where they have none yet or a program has moved them."""
+        for tensor, (_, param) in zip(self._shared, self.training.named, strict=True):
+            if param.data_ptr() != tensor.data_ptr():
+                param.data = tensor
+
+    def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Refuse: gradients that the optimizer asks for in the middle of its step would count whole."""
+        raise InvalidArgument("ParameterServer: step(closure) goes with locked=True")
+
+    def before_step(self) -> None:
+        """Wait where the staleness is bounded, and let gradients count what they are to count."""
+        self._scaling.before_step(self.training.optimizer)
+        self._begin_update()
+        self._share()
+        self._count_push(complete=False)
+        params = [param for _, param in self.training.named]
+        self._own_grads = [param.grad for param in params]
+        if self.scale != 1.0:
+            for param in params:
+                param.grad = None if param.grad is None else param.grad * self.scale
+
+    def after_step(self, num_steps: int) -> None:
+        """Count the update, and give the program its gradients back."""
+        for (_, param), grad in zip(self.training.named, self._own_grads, strict=True):
+            param.grad = grad
+        self._own_grads = []
+        self._scaling.after_step()
+        self._count_push(complete=True)
+        self._end_update()
+        self._go_on()
+
+    def extend(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        """Take over parameters that were added. Collective."""
+        self._leave()
+        super().extend(named)
+        self._open()
+
+    def move_to(self, group: Group) -> None:
+        """Go on with other ranks, from the parameters as they are."""
+        self._leave()
+        super().move_to(group)
+
+    def _leave(self) -> None:
+        """Give the parameters memory of their own."""
+        if self._own_grads:
+            raise InvalidArgument("ParameterServer: parameters cannot change in the middle of a step")
+        for _, param in self.training.named:
+            param.data = param.detach().clone()

@@ -1,0 +1,331 @@
+"""`LockedShards`: workers push gradients into shards, one at a time, and the wrapped optimizer updates them.
+
+Downpour SGD (Dean et al. 2012, algorithm 1); x: the parameters on the servers, w: those of a worker, a: the
+learning rate. With n workers and op=AVG each gradient counts 1/n.
+
+    g <- gradient at w
+    accrued <- accrued + g
+    every push_every steps:  x <- the wrapped optimizer's step on x with `accrued`;  accrued <- 0
+    every pull_every steps:  w <- x
+    otherwise:               w <- w - a g
+
+The server is memory with a lock: the worker that pushes runs the optimizer on the shard, whose state lies
+beside the parameters. On one host there is no server process, and nothing waits where nothing is pushed.
+Between hosts the shard and its state travel to the worker and back.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpisgd.core.consistency import Operation
+from mpisgd.core.group import Group
+from mpisgd.errors import InvalidArgument
+from mpisgd.methods.parameter_server.layout import PARAMETER, Schema, lay_out_shards
+from mpisgd.methods.parameter_server.shard_memory import ShardMemory, Version
+from mpisgd.methods.parameter_server.worker import Worker
+from mpisgd.methods.strategy.hidden_parameters import HiddenParameters
+from mpisgd.methods.strategy.training import Training
+from mpisgd.sharding.elementwise import single_step
+
+__all__ = ["LockedShards"]
+
+
+class LockedShards(Worker):
+    """Pushes to and pulls from shards in a `Window`; between steps the optimizer has no state.
+
+    Args:
+        training: what it works on.
+        staleness: see `Worker`.
+        servers: see `Worker`; all ranks hold shards where there are none.
+        push_every: see above.
+        pull_every: see above.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        staleness: int | None,
+        servers: tuple[int, ...],
+        push_every: int,
+        pull_every: int,
+    ) -> None:
+        self._push_every, self._pull_every = push_every, pull_every
+        self._hidden = HiddenParameters()
+        self._runs_closure = False
+        super().__init__(training, staleness, servers)
+
+    def _open(self) -> None:
+        super()._open()
+        group, optimizer = self.training.group, self.training.optimizer
+        self._is_on_one_host = group.shared_memory is not None or group.size == 1
+        self._group_of = [
+            place for place, options in enumerate(optimizer.param_groups) for _ in options["params"]
+        ]
+        schemas = _schemas(optimizer, [param for _, param in self.training.named])
+        owners = self._servers or group.ranks
+        layouts = [layout for layout in lay_out_shards(schemas, len(owners), group.size) if layout.entries]
+        group.queue.run(Operation("ParameterServer", extra=f"shards={layouts}"), lambda: None)
+        self._memory = ShardMemory(layouts, owners[: len(layouts)], group)
+        self._accrued: dict[int, Tensor] = {}
+        self._num_steps = 0
+
+    # -- a step ------------------------------------------------------------------------------------
+
+    def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Push what the closure computes."""
+        self._runs_closure = True
+
+        def then_push() -> Any:
+            with torch.enable_grad():
+                loss = closure()
+            self._step()
+            return loss
+
+        return then_push
+
+    def before_step(self) -> None:
+        """Do all that a step does; the optimizer finds nothing left to do."""
+        self._show()  # a step that raised has left them hidden
+        self._scaling.before_step(self.training.optimizer)
+        runs_closure, self._runs_closure = self._runs_closure, False
+        if not runs_closure:
+            self._step()
+        self._hidden.hide(self.training.optimizer)
+
+    def after_step(self, num_steps: int) -> None:
+        """Show the optimizer its parameters again."""
+        self._show()
+        self._scaling.after_step()
+
+    def _show(self) -> None:
+        self._hidden.show(self.training.optimizer)
+
+    @torch.no_grad()
+    def _step(self) -> None:
+        self._begin_update()
+        grads = {i: p.grad for i, (_, p) in enumerate(self.training.named) if p.grad is not None}
+        if self.scale != 1.0:
+            grads = {i: grad * self.scale for i, grad in grads.items()}
+        self._num_steps += 1
+        for i, grad in grads.items() if self._push_every > 1 else ():
+            self._accrued[i] = self._accrued[i] + grad if i in self._accrued else grad.clone()
+        if self._push_every == 1:
+            self._push(grads)
+        elif self._num_steps % self._push_every == 0:
+            self._push_accrued()
+        self._end_update()
+        if self._num_steps % self._pull_every == 0:
+            self.pull()
+        else:
+            self._move_locally(grads)
+        self._go_on()
+
+    def finish(self) -> None:
+        """See `Worker.finish`; pushes before what a period that is not over has accrued."""
+        self._publish_once()
+        if self._accrued:
+            self._push_accrued()
+        super().finish()
+
+    @torch.no_grad()
+    def _push_accrued(self) -> None:
+        accrued, self._accrued = self._accrued, {}
+        self._push(accrued)
+
+    def _push(self, grads: dict[int, Tensor]) -> None:
+        """Update every shard, this rank's own first: so that workers that come together do not queue."""
+        self._count_push(complete=False)
+        count = len(self._memory.layouts)
+        for place in range(count):
+            shard = (self.training.group.rank + place) % count
+            version = self._memory.checkout(shard)
+            try:
+                self._update(version, grads)
+                version.counts[self.training.group.rank] += 1
+            except BaseException:
+                self._memory.give_up(shard)
+                raise
+            self._memory.commit(shard)
+        self._count_push(complete=True)
+
+    def _update(self, version: Version, grads: dict[int, Tensor]) -> None:
+        """Run the wrapped optimizer on the parameters of a version."""
+        optimizer, named = self.training.optimizer, self.training.named
+        existing = version.existing()
+        leaves = {
+            i: torch.nn.Parameter(tensor, requires_grad=named[i][1].requires_grad)
+            for (i, key), tensor in version.tensors.items()
+            if key == PARAMETER and i in grads
+        }
+        state: defaultdict[Any, Any] = defaultdict(dict)
+        for (i, key), tensor in existing.items():
+            if i in leaves and key != PARAMETER:
+                state[leaves[i]][key] = tensor
+        for i, leaf in leaves.items():
+            leaf.grad = grads[i]
+        with _standing_in(optimizer, self._by_group(leaves), state):
+            single_step(optimizer)(optimizer)
+        for place, ((i, key), slot) in enumerate(version.tensors.items()):
+            value = state[leaves[i]].get(key) if i in leaves and key != PARAMETER else None
+            if value is not None:
+                version.flags[place] = 1
+                if value.data_ptr() != slot.data_ptr():
+                    slot.copy_(value)
+
+    def _by_group(self, leaves: dict[int, Any]) -> list[list[Any]]:
+        groups: list[list[Any]] = [[] for _ in self.training.optimizer.param_groups]
+        for i, leaf in leaves.items():
+            groups[self._group_of[i]].append(leaf)
+        return groups
+
+    def _move_locally(self, grads: dict[int, Tensor]) -> None:
+        options = self.training.optimizer.param_groups
+        for i, grad in grads.items():
+            self.training.named[i][1].add_(grad, alpha=-float(options[self._group_of[i]]["lr"]))
+
+    # -- parameters and state ----------------------------------------------------------------------
+
+    @torch.no_grad()
+    def pull(self) -> None:
+        """Read the parameters as they are now, each shard as a whole."""
+        self._publish_once()
+        for shard in range(len(self._memory.layouts)):
+            for (i, key), tensor in self._memory.read(shard).tensors.items():
+                if key == PARAMETER:
+                    self.training.named[i][1].copy_(tensor)
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        state = self.training.optimizer.state
+        for shard in range(len(self._memory.layouts)):
+            version = self._memory.checkout(shard)
+            for place, ((i, key), slot) in enumerate(version.tensors.items()):
+                param = self.training.named[i][1]
+                value = param if key == PARAMETER else state.get(param, {}).get(key)
+                version.flags[place] = value is not None
+                if value is not None:
+                    slot.copy_(value)
+            self._memory.commit(shard)
+
+    def _publish_once(self) -> None:
+        was_published = self._is_published
+        super()._publish_once()
+        if not was_published:
+            self.training.optimizer.state = defaultdict(dict)  # it lies in the shards
+
+    def state_dict(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the state as it is in the shards now. Not collective."""
+        self._show()
+        if not self._is_published:
+            return make()
+        optimizer = self.training.optimizer
+        try:
+            self._read_state()
+            return make()
+        finally:
+            optimizer.state = defaultdict(dict)
+
+    def _read_state(self) -> None:
+        """Give the optimizer copies of the state in the shards."""
+        state: defaultdict[Any, Any] = defaultdict(dict)
+        for shard in range(len(self._memory.layouts)):
+            for (i, key), tensor in self._memory.read(shard).existing().items():
+                if key != PARAMETER:
+                    state[self.training.named[i][1]][key] = tensor.clone()
+        self.training.optimizer.state = state
+
+    def _applied(self) -> list[list[int]]:
+        return [self._memory.read(shard).counts.tolist() for shard in range(len(self._memory.layouts))]
+
+    @property
+    def has_whole_state(self) -> bool:  # type: ignore[override]  # what others say once
+        """Whether this rank can read the state of all parameters, also when ranks are lost."""
+        return not self._is_published or self._is_on_one_host
+
+    def move_to(self, group: Group) -> None:
+        """Go on with other ranks, from what the shards hold now. Collective over `group`.
+
+        Raises:
+            InvalidArgument: the shards lie on several hosts, and no state was loaded.
+        """
+        if not self.has_whole_state:
+            raise InvalidArgument(
+                "ParameterServer: the ranks change, and the shards lie on several hosts; call "
+                "load_state_dict() before"
+            )
+        self._show()
+        self._bring_home()
+        super().move_to(group)
+
+    @torch.no_grad()
+    def _bring_home(self) -> None:
+        """Read parameters and state from the shards, to begin anew with them."""
+        if self._is_published:
+            self.pull()
+            self._read_state()
+
+    def extend(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        """Take over parameters that were added: begin anew with what the shards hold now. Collective."""
+        if self._accrued:
+            self._push_accrued()
+        # What the first rank brings home counts.
+        self.training.group.queue.run(Operation("ParameterServer", extra="all has been pushed"), lambda: None)
+        self._bring_home()
+        super().extend(named)
+        self._open()
+
+
+@contextmanager
+def _standing_in(
+    optimizer: torch.optim.Optimizer, params: Sequence[list[Any]], state: defaultdict[Any, Any]
+) -> Iterator[None]:
+    """Let the optimizer have other parameters and another state meanwhile."""
+    before = [options["params"] for options in optimizer.param_groups], optimizer.state
+    try:
+        for options, others in zip(optimizer.param_groups, params, strict=True):
+            options["params"] = others
+        optimizer.state = state
+        yield
+    finally:
+        for options, own in zip(optimizer.param_groups, before[0], strict=True):
+            options["params"] = own
+        optimizer.state = before[1]
+
+
+@torch.no_grad()
+def _schemas(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> list[Schema]:
+    """Return what tensors there are of each parameter: found out by a step on zeros.
+
+    Raises:
+        InvalidArgument: the optimizer keeps something else than tensors for a parameter.
+    """
+    stand_ins = {param: torch.nn.Parameter(torch.zeros(param.shape, dtype=param.dtype)) for param in params}
+    state: defaultdict[Any, Any] = defaultdict(dict)
+    for param, stand_in in stand_ins.items():
+        stand_in.grad = torch.zeros_like(stand_in)
+        if param in optimizer.state:
+            state[stand_in] = {
+                key: value.clone() if isinstance(value, Tensor) else value
+                for key, value in optimizer.state[param].items()
+            }
+    groups = [[stand_ins[param] for param in options["params"]] for options in optimizer.param_groups]
+    with _standing_in(optimizer, groups, state):
+        single_step(optimizer)(optimizer)
+    return [_schema(optimizer, param, state[stand_in]) for param, stand_in in stand_ins.items()]
+
+
+def _schema(optimizer: torch.optim.Optimizer, param: Tensor, state: dict[str, Any]) -> Schema:
+    for key, value in state.items():
+        if value is not None and (not isinstance(value, Tensor) or not value.is_cpu):
+            raise InvalidArgument(
+                f"ParameterServer: {type(optimizer).__name__} keeps {key!r} of a parameter as a "
+                f"{type(value).__name__}; the servers keep tensors on the CPU"
+            )
+    tensors = {key: value for key, value in state.items() if value is not None}
+    found = {PARAMETER: param, **dict(sorted(tensors.items()))}
+    return {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in found.items()}

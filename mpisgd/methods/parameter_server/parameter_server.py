@@ -1,0 +1,169 @@
+"""`ParameterServer`: each rank trains at its own pace on parameters that all of them read and update."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from mpisgd.arguments import as_index, check_flag, check_positive, shown
+from mpisgd.core.group import Group
+from mpisgd.errors import InvalidArgument
+from mpisgd.methods.parameter_server.lock_free import LockFree
+from mpisgd.methods.parameter_server.locked_shards import LockedShards
+from mpisgd.methods.sharded.shared import Shared
+from mpisgd.methods.strategy.strategy import Strategy, Synchronizer
+from mpisgd.methods.strategy.training import Training
+from mpisgd.sharding.shared_parameters import check_shareable
+
+__all__ = ["ParameterServer"]
+
+MODES = ("sync", "async", "ssp")
+# What a rank that pushes gradients of its own cannot have.
+NOT_AT_OWN_PACE = frozenset(
+    {
+        "check_in_sync_every",
+        "compression",
+        "error_if_nonfinite",
+        "gradient_predivide_factor",
+    }
+)
+
+
+@dataclass(frozen=True)
+class ParameterServer(Strategy):
+    """Ranks push gradients to servers of the parameters, and pull parameters from them.
+
+    `sync` is synchronous SGD: each rank updates its part of the parameters with the gradients of all, and the
+    others read it. `async` (Downpour SGD, Dean et al. 2012): nobody waits for anybody. `ssp` (stale
+    synchronous parallel, Ho et al. 2013): a rank waits when it is `staleness_steps` ahead of the slowest.
+
+    Update rule of `async` and `ssp`: x <- the wrapped optimizer's step on x with g, for each gradient g of a
+    rank as it comes. With op=AVG it counts 1 / number of workers, so that of plain SGD all ranks' updates
+    together go as far as one synchronous step; with op=SUM it counts whole, as in the papers. Momentum,
+    weight decay and adaptive methods act on each push: tune the learning rate. Staleness 0 equals synchronous
+    SGD for an optimizer whose updates add up, plain SGD.
+
+    After its last step a worker calls `optimizer.synchronizer.finish()`, which returns with the last
+    parameters of all. Ranks may have different numbers of steps. `optimizer.synchronizer.counters()` tells
+    what was pushed and applied, and how far ranks were ahead. The parameters take the values of the group's
+    first rank in the first step. Buffers of modules stay on their rank.
+
+    A worker that was killed does not stop the others on one host, where the job outlives it
+    (`mpirun --with-ft ulfm`): its locks are free, a half-made update does not count, clocks wait for it no
+    more. Between hosts its loss ends the training of all: with `PeerLost`, or with the job where MPI does
+    not end a one-sided call that waits for it.
+
+    Args:
+        mode: "sync", "async" or "ssp".
+        staleness_steps: with `ssp`, how many steps the fastest worker may be ahead of the slowest.
+        servers: global ranks that hold the parameters and do not train: their program calls
+            `optimizer.synchronizer.serve()` instead of training. None: all ranks hold a part and train.
+        push_every: with `async`, push accumulated gradients every so many steps.
+        pull_every: with `async`, pull parameters every so many steps; in between a worker's own move by its
+            gradient times the learning rate. By default `push_every`.
+        locked: whether updates come one after another. False, on one host: all ranks read and update one copy
+            of the parameters without any lock (Hogwild, Recht et al. 2011), each with its own optimizer's
+            state.
+
+    Raises:
+        InvalidArgument: at construction; or by `DistributedOptimizer`, on every rank, for what does not go
+            together.
+
+    Cost: on one host a push and a pull copy the parameters and the optimizer's state once, and the parameters
+    once. Between hosts both travel to the worker and back.
+    """
+
+    mode: str = "sync"
+    staleness_steps: int | None = None
+    servers: tuple[int, ...] | None = None
+    push_every: int = 1
+    pull_every: int | None = None
+    locked: bool = True
+
+    excludes: ClassVar[frozenset[str]] = frozenset({"share_parameters", "named_buffers"})
+    starts_together: ClassVar[bool] = False  # from the values of the first rank, and servers make no steps
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise InvalidArgument(f"ParameterServer: mode={shown(self.mode)}; expected one of {MODES}")
+        self._check_staleness()
+        check_positive("ParameterServer", "push_every", self.push_every, whole=True)
+        if self.pull_every is not None:
+            check_positive("ParameterServer", "pull_every", self.pull_every, whole=True)
+        check_flag("ParameterServer", "locked", self.locked)
+        if self.servers is not None:
+            object.__setattr__(self, "servers", _as_ranks(self.servers))
+        if (self.push_every, self.pull_every or 1) != (1, 1) and (self.mode != "async" or not self.locked):
+            raise InvalidArgument(
+                'ParameterServer: push_every and pull_every go with mode="async" and locked=True'
+            )
+        if not self.locked and (self.mode == "sync" or self.servers is not None):
+            raise InvalidArgument(
+                'ParameterServer: locked=False goes with mode="async" or "ssp", and with servers=None'
+            )
+        if self.mode == "sync" and self.servers is not None:
+            raise InvalidArgument(
+                'ParameterServer: mode="sync" has no dedicated servers; leave servers=None, each rank then '
+                "updates a part of the parameters"
+            )
+
+    def _check_staleness(self) -> None:
+        bound = self.staleness_steps
+        if (bound is not None) != (self.mode == "ssp"):
+            raise InvalidArgument(
+                f'ParameterServer: staleness_steps={shown(bound)} with mode={self.mode!r}; "ssp" needs it, '
+                "the others have none"
+            )
+        if bound is not None and (not isinstance(bound, int) or isinstance(bound, bool) or bound < 0):
+            raise InvalidArgument(
+                f"ParameterServer: staleness_steps={shown(bound)}; expected a number of steps"
+            )
+
+    def check(self, training: Training) -> None:
+        """Raise for what does not go with a parameter server, here or at all."""
+        super().check(training)
+        check_shareable(training.named)
+        if isinstance(training.optimizer, torch.optim.LBFGS):
+            raise InvalidArgument(
+                "ParameterServer: LBFGS computes its direction from all gradients, and a server has its shard"
+            )
+        if self.mode == "sync":
+            return
+        self.refuse(training, NOT_AT_OWN_PACE)
+        self._check_group(training.group)
+        if self.pull_every not in (None, 1) and any("lr" not in o for o in training.optimizer.param_groups):
+            raise InvalidArgument("ParameterServer: pull_every needs an optimizer with a learning rate `lr`")
+
+    def _check_group(self, group: Group) -> None:
+        if not self.locked and group.shared_memory is None and group.size > 1:
+            raise InvalidArgument(
+                f"ParameterServer: locked=False needs memory that all ranks of group '{group.name}' share: "
+                "one host"
+            )
+        outside = [rank for rank in self.servers or () if rank not in group.ranks]
+        if outside or len(self.servers or ()) >= group.size:
+            raise InvalidArgument(
+                f"ParameterServer: servers={self.servers}; expected some ranks of group '{group.name}', "
+                f"{list(group.ranks)}, and at least one left to train"
+            )
+
+    def synchronizer(self, training: Training) -> Synchronizer:
+        """Return the working part. Collective."""
+        if self.mode == "sync":
+            return Shared(training)
+        if not self.locked:
+            return LockFree(training, self.staleness_steps, ())
+        pull_every = self.pull_every or self.push_every
+        return LockedShards(training, self.staleness_steps, self.servers or (), self.push_every, pull_every)
+
+
+def _as_ranks(servers: object) -> tuple[int, ...]:
+    try:
+        ranks = tuple(as_index(rank) for rank in servers)  # type: ignore[attr-defined]
+    except TypeError:
+        ranks = ()
+    if not ranks or len(set(ranks)) != len(ranks):
+        raise InvalidArgument(
+            f"ParameterServer: servers={shown(servers)}; expected different ranks, at least one, or None"
+        )
+    return ranks

@@ -1,0 +1,80 @@
+"""`QSGD`: a few bits per element.
+
+Alistarh, Grubic, Li, Tomioka and Vojnovic 2017, "QSGD: Communication-Efficient SGD via Gradient Quantization
+and Encoding".
+"""
+
+import math
+from dataclasses import dataclass
+
+from mpisgd.arguments import check_flag, check_positive, check_seed, shown
+from mpisgd.compress.compressor import BucketLayout
+from mpisgd.compress.levels import Levels, segments_of
+from mpisgd.compress.quantizing_reducer import QuantizingReducer
+from mpisgd.compress.residual import Waiting, memory_of
+from mpisgd.compress.wide_compressor import WideCompressor
+from mpisgd.errors import InvalidArgument
+
+__all__ = ["QSGD"]
+
+NORMS = {"max": math.inf, "l2": 2.0}
+CONTRACTS_FROM_BITS = 4
+
+
+@dataclass(frozen=True)
+class QSGD(WideCompressor):
+    """Elements travel as one of 2 L + 1 levels of their segment's norm, rounded at random without bias.
+
+    With L = 2^(bits - 1) - 1 levels and the norm |v| of a segment of `segment` elements
+
+        Q(v_j) = |v| sign(v_j) xi_j / L        xi_j = l + 1 with probability L |v_j| / |v| - l, else l,
+                                               where l is the whole part of L |v_j| / |v|
+        g      = mean of Q(g_i) over the ranks (or the sum, with op=SUM)
+
+    The expectation of Q(v) is v. Codes are packed, and not Elias coded.
+
+    Attributes:
+        bits: of an element, sign included; 2 to 8.
+        segment: elements that share a norm (the paper's bucket size); a parameter's last may have less.
+        norm: "max", the largest magnitude (the paper's experiments), or "l2" (its analysis).
+        error_feedback: whether the rounding error is added to the next gradient. It must be smaller than the
+            gradient then, which takes 4 bits or more with "max".
+        seed: of the random numbers, which differ by rank and step.
+
+    Raises:
+        InvalidArgument: at construction.
+
+    Cost: sends (size - 1) times bits of each element, and a norm per segment; every rank decodes what all
+        have sent.
+    """
+
+    bits: int
+    segment: int = 512
+    norm: str = "max"
+    error_feedback: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.bits, bool) or not isinstance(self.bits, int) or not 2 <= self.bits <= 8:
+            raise InvalidArgument(f"QSGD: bits={shown(self.bits)}; expected 2 to 8")
+        check_positive("QSGD", "segment", self.segment, whole=True)
+        if self.norm not in NORMS:
+            raise InvalidArgument(f"QSGD: norm={shown(self.norm)}; expected one of {', '.join(NORMS)}")
+        check_flag("QSGD", "error_feedback", self.error_feedback)
+        check_seed("QSGD", self.seed)
+
+    @property
+    def is_contraction(self) -> bool:
+        """Return whether the levels are fine enough for error feedback."""
+        return self.bits >= CONTRACTS_FROM_BITS
+
+    def codec(self, layout: BucketLayout) -> Levels:
+        """Return what makes codes of a bucket."""
+        segments = segments_of([shape.numel() for shape in layout.shapes], self.segment)
+        return Levels(layout, 2 ** (self.bits - 1) - 1, self.bits, segments, NORMS[self.norm])
+
+    def wide_reducer(self, layout: BucketLayout) -> QuantizingReducer:
+        """Return what sends the codes of a bucket."""
+        state = Waiting()
+        memory = memory_of(layout, self.error_feedback, state)
+        return QuantizingReducer(self.codec(layout), layout.numel, self.seed, memory, state)

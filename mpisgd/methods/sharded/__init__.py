@@ -1,0 +1,1 @@
+"""Sharded data parallelism: gradients, optimizer state and parameters are divided among the ranks."""

@@ -1,0 +1,357 @@
+"""`Piecewise`: every rank updates its own pieces of the parameters, and nothing else.
+
+What becomes of them between steps is a matter of the subclass: ranks read them in the memory of their host,
+or get them from their owners.
+"""
+
+import abc
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpisgd.accelerator.arrivals import arriving
+from mpisgd.collectives.all_reduce import all_reduce
+from mpisgd.core.group import Group
+from mpisgd.dtypes import ReduceOp
+from mpisgd.errors import InvalidArgument
+from mpisgd.methods.strategy.hidden_parameters import HiddenParameters
+from mpisgd.methods.strategy.replicated import Replicated
+from mpisgd.methods.strategy.training import Training
+from mpisgd.sharding.divided_parameters import DividedParameters
+from mpisgd.sharding.elementwise import is_known_elementwise
+from mpisgd.sharding.grad_norm import clip_grad_norm_
+from mpisgd.sharding.masters import RefreshMasters
+from mpisgd.sharding.offload.description import Offload
+from mpisgd.sharding.offload.file_store import FileStore
+from mpisgd.sharding.offload.shared_errors import raised_on_every_rank
+from mpisgd.sharding.offload.state_store import StateInMemory, StateStore
+from mpisgd.sharding.piece import MASTER
+from mpisgd.sharding.piece_states import PieceNames, PieceStates
+from mpisgd.sharding.piece_update import PieceUpdate
+from mpisgd.sharding.reduction.sharded_gradient import ShardedGradient
+from mpisgd.sharding.reduction.sharded_reducer import ShardedReducer
+
+__all__ = ["Piecewise"]
+
+
+class Piecewise(Replicated, abc.ABC):
+    """Lets the wrapped optimizer see and update this rank's pieces, nothing else.
+
+    Between steps the optimizer has all parameters in its groups, as programs expect, and no state; during one
+    it has this rank's pieces and the state of these. A state that is loaded is whole until the next step,
+    which drops what belongs to others.
+    """
+
+    gradients: ShardedReducer
+
+    def __init__(self, training: Training, offload: Offload | None = None) -> None:
+        self._offload = offload
+        self._is_known = is_known_elementwise(training.optimizer)
+        self._hidden = HiddenParameters()
+        self._runs_closure = False
+        self._divide(training)
+        super().__init__(training)
+
+    def _divide(self, training: Training) -> None:
+        self._parameters = self._make_parameters(training, elementwise=self._is_known or training.elementwise)
+        params, names = [param for _, param in training.named], [name for name, _ in training.named]
+        self._names = PieceNames(self._parameters, names)
+        self._states = PieceStates(params, self._parameters, training.group, self._make_store(training))
+
+    def _make_store(self, training: Training) -> StateStore:
+        """Return where the state of this rank's pieces is kept. Collective."""
+        if self._offload is None or self._offload.folder is None:
+            return StateInMemory()
+        what, num_keys = f"optimizer state of rank {training.group.rank}", 2 * len(self._parameters.pieces)
+        with raised_on_every_rank(training.group):
+            return FileStore(self._offload, what, self._names, num_keys)
+
+    def state_file(self) -> int:
+        """Return a descriptor of the file with this rank's optimizer state, which safetensors can read.
+
+        Raises:
+            InvalidArgument: the state is in memory.
+        """
+        store = self._states.state
+        if not isinstance(store, FileStore):
+            raise InvalidArgument("state_file: the optimizer's state is in memory; see mpisgd.Offload")
+        return store.flush()
+
+    @property
+    def _holds_state(self) -> bool:
+        """Whether the optimizer's state is with the pieces, and not with the optimizer, between steps."""
+        return self._parameters.divided or self._offload is not None
+
+    @abc.abstractmethod
+    def _make_parameters(self, training: Training, *, elementwise: bool) -> DividedParameters:
+        """Return which rank updates what. Collective."""
+
+    def _make_reducer(self, kind: Callable[..., ShardedReducer] = ShardedReducer) -> ShardedReducer:
+        """Return what brings the gradients of all ranks to the pieces."""
+        training = self.training
+        return kind(
+            training.named,
+            training.group,
+            training.options,
+            self._states,
+            defers=self._is_known,
+            unscale=self._unscale,
+        )
+
+    def _before_update(self, then: Callable[[], None] | None = None) -> None:
+        """Wait until this rank's pieces may be updated, and do something then. Collective."""
+        self._parameters.barrier("about to be updated", then or (lambda: None))
+
+    @abc.abstractmethod
+    def _publish(self) -> None:
+        """Return when all ranks have all parameters as their owners have updated them. Collective."""
+
+    def _publish_after_step(self, num_steps: int) -> None:
+        """Do the same, or see to it that they have them before they read them. Collective."""
+        self._publish()
+
+    # -- a step -------------------------------------------------------------------------------------
+
+    def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Let all ranks finish their updates before the closure reads the parameters."""
+        self._runs_closure = True
+
+        def when_all_are_updated() -> Any:
+            if self._hidden:
+                self._write_back()
+                self._publish()
+            try:
+                loss = closure()
+            except BaseException:
+                self._show_all()  # the step ends here
+                raise
+            self._settle()
+            if not self._hidden:
+                self._hide()
+            self._show_pieces()
+            return loss
+
+        return when_all_are_updated
+
+    def before_step(self) -> None:
+        """Wait until nobody reads the parameters, and show the optimizer this rank's pieces only. Collective.
+
+        Where it can update one piece after the other, that is done here, and it finds nothing left to do.
+        """
+        self._show_all()  # a step that raised has left them hidden
+        self._parameters.check_in_place()
+        self._take_over_state()
+        runs_closure, self._runs_closure = self._runs_closure, False
+        updates_later = runs_closure and self._offload is not None  # what is to be updated with is not there
+        if not updates_later:
+            self._hide()
+        if not self.gradients.is_deferred:
+            self._before_update()
+        elif runs_closure or not self.gradients.is_untouched():
+            self._before_update(self.gradients.settle)
+        else:
+            self._update(lambda update: self._before_update(lambda: self.gradients.run(update)))
+        if not updates_later:
+            self._show_pieces()
+
+    def _update(self, hand_over: Callable[[PieceUpdate], None]) -> None:
+        """Update one piece after the other, as `hand_over` gives them to its argument. Collective."""
+        store = self._states.state
+        with store.shared_errors(self.training.group):
+            update = PieceUpdate(self.training.optimizer, store)
+            hand_over(update)
+            update.raise_error()
+
+    def _settle(self) -> None:
+        """Have the gradients of the pieces reduced, if that was left for later. Collective."""
+        if self.gradients.is_deferred:
+            self._parameters.barrier("gradients of pieces", self.gradients.settle)
+
+    def _hide(self) -> None:
+        """Take all parameters from the optimizer, and give it the state of the pieces."""
+        self._hidden.hide(self.training.optimizer, self._states.state if self._holds_state else None)
+
+    def _show_pieces(self) -> None:
+        """Let the optimizer see what it is to update: the pieces that have a gradient now."""
+        self._states.split(self._present)
+        groups = self.training.optimizer.param_groups
+        for group in groups:
+            group["params"].clear()
+        if not self.gradients.is_untouched():  # there may be hundreds of them, and each would be asked
+            for piece in self._parameters.pieces:
+                piece.grad = self.gradients.grad_of(piece)
+        if self._offload is not None:  # the optimizer finds nothing left to do
+            self._update(self._hand_over_pieces)
+            return
+        if self._parameters.has_masters:
+            RefreshMasters()(piece for piece in self._parameters.pieces if piece.grad is not None)
+        for piece in self._parameters.pieces:
+            piece.show_grad()
+            if piece.grad is not None:
+                groups[piece.group]["params"].append(piece.tensor)
+
+    def _hand_over_pieces(self, update: PieceUpdate) -> None:
+        """Have all pieces updated that have a gradient, one after the other as these come from a device."""
+        found = [(piece, piece.grad) for piece in self._parameters.pieces if piece.grad is not None]
+        for (piece, _), grad in zip(found, arriving([grad for _, grad in found]), strict=True):
+            update.received(piece, grad)
+        update.finish()
+        self._states.state.end_step()
+
+    @property
+    def _present(self) -> list[bool]:
+        """Whether there is a gradient, for each parameter."""
+        return [param.grad is not None for _, param in self.training.named]
+
+    def _write_back(self) -> None:
+        """Round the masters that the optimizer has just updated."""
+        for piece in self._parameters.pieces:
+            if piece.grad is not None:
+                piece.write_back()
+
+    def after_step(self, num_steps: int) -> None:
+        """Show the optimizer all parameters again, and wait until all are updated. Collective."""
+        self._write_back()
+        self._show_all()
+        torch.autograd.graph.increment_version(self.training.params)
+        self._publish_after_step(num_steps)
+
+    def _show_all(self) -> None:
+        """Give the optimizer all its parameters back, if they are hidden."""
+        if self._hidden.show(self.training.optimizer):
+            self.gradients.stand_in_again()
+
+    def before_zero_grad(self) -> None:
+        """Forget the gradients that ranks have pieces of."""
+        self.gradients.reset()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+        """Clip by the norm of all gradients, of which each rank has its pieces. Collective."""
+        self._settle()
+        self._states.split(self._present)
+        pieces = [(piece, self.gradients.grad_of(piece)) for piece in self._parameters.pieces]
+        grads = _values([grad for _, grad in pieces if grad is not None])
+        owners, group = self._parameters.owners.once, self.training.group
+        return clip_grad_norm_(grads, owners, group, max_norm, norm_type, error_if_nonfinite)
+
+    def _unscale(self, sharded: Sequence[ShardedGradient], found_inf: Tensor, factor: Tensor) -> None:
+        """Do for all gradients of a dtype what a GradScaler asks for. Collective."""
+        self._settle()
+        dtype = sharded[0].dtype
+        grads = [p.grad for p in self._parameters.pieces if p.grad is not None and p.grad.dtype == dtype]
+        if grads:
+            torch._amp_foreach_non_finite_check_and_unscale_(_values(grads), found_inf, factor)
+        all_reduce(found_inf, ReduceOp.MAX, self.training.group)
+
+    # -- the state ----------------------------------------------------------------------------------
+
+    def _take_over_state(self) -> None:
+        """Take this rank's part of a state that is whole: other ranks may have theirs already."""
+        if not self.has_whole_state or not self._holds_state:
+            return
+        state = self.training.optimizer.state
+        others = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
+        with self._states.state.held_errors():
+            self._states.cut(self._wholes, others)
+        state.clear()
+        self.has_whole_state = False
+
+    @property
+    def _wholes(self) -> dict[int, Any]:
+        """What the optimizer has as the states of parameters, by the places of these."""
+        state = self.training.optimizer.state
+        return {i: state[param] for i, param in enumerate(self._states.params) if param in state}
+
+    def state_dict(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the state of all parameters, of which each rank has its pieces. Collective.
+
+        One that was loaded here counts, although it may not have been loaded where its owners are.
+        """
+        self._show_all()
+        RefreshMasters()(self._parameters.pieces)
+        state = self.training.optimizer.state
+        wholes = self._states.gather(self._wholes if self.has_whole_state else None)
+        if self.has_whole_state:
+            return super().state_dict(make)
+        state.update(
+            {p: wholes[i] for i, p in enumerate(self._states.params) if _says_more(wholes.get(i), p)}
+        )
+        state.update(self._states.others)
+        try:
+            return super().state_dict(make)
+        finally:
+            state.clear()
+
+    def loaded(self, state_dict: Mapping[str, Any]) -> None:
+        """Note that the optimizer has the state of all parameters."""
+        super().loaded(state_dict)
+        if self._parameters.has_masters:  # torch has cast what they keep to the parameters' precision
+            params = [param for _, param in self.training.named]
+            for index, entries in state_dict["state"].items():
+                if isinstance(index, int):
+                    self.training.optimizer.state[params[index]] = dict(entries)
+        self.has_whole_state = True
+
+    def shard_state_dict(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the state of this rank's pieces, and the options of all groups."""
+        self._show_all()
+        RefreshMasters()(self._parameters.pieces)
+        self._take_over_state()
+        optimizer = self.training.optimizer
+        state = self._states.state if self._holds_state else StateInMemory(optimizer.state)
+        return {"param_groups": make()["param_groups"], **self._states.to_shard(state)}
+
+    def load_shards(self, shards: Sequence[Mapping[str, Any]], load: Callable[[dict[str, Any]], Any]) -> None:
+        """Take this rank's part of what the ranks of a run had."""
+        self._show_all()
+        states = self._states.from_shards(shards)
+        load({"state": {}, "param_groups": shards[0]["param_groups"]})
+        state = self.training.optimizer.state
+        state.update({self._states.params[index]: entries for index, entries in states.items()})
+        state.update(shards[0]["others"])
+        self.has_whole_state = True
+        with self._states.state.shared_errors(self.training.group):
+            self._take_over_state()
+        if not self._holds_state:
+            self._states.place(state)
+
+    # -- other parameters, other ranks --------------------------------------------------------------
+
+    def extend(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        """Share further parameters, too."""
+        super().extend(named)
+        self._parameters.extend(named, self.training.optimizer.param_groups)
+        self._states.params = [param for _, param in named]
+        self._names.names = [name for name, _ in named]
+
+    def move_to(self, group: Group) -> None:
+        """Share the parameters, as they are now, with other ranks. Collective over `group`.
+
+        Raises:
+            InvalidArgument: ranks have the state of their own pieces only, and these change. On all of
+                them, if all have agreed on `has_whole_state`.
+        """
+        if not self.has_whole_state:
+            raise InvalidArgument(
+                "DistributedOptimizer: the ranks change, and each has the state of its own parts of the "
+                "parameters only; call load_state_dict() with that of all of them before"
+            )
+        self._show_all()
+        self._parameters.leave_memory()  # others may still read, or take along, what was shared
+        self._divide(self.training._replace(group=group))
+        super().move_to(group)
+
+
+def _values(grads: Sequence[Tensor]) -> list[Tensor]:
+    """Return where the numbers are in memory: a sparse gradient that was reduced has each element once."""
+    return [grad._values() if grad.is_sparse else grad for grad in grads]
+
+
+def _says_more(entries: Mapping[str, Any] | None, param: Tensor) -> bool:
+    """Return whether the state of a parameter says more than the parameter does."""
+    if not entries or set(entries) != {MASTER}:
+        return bool(entries)
+    master = entries[MASTER]
+    return not torch.equal(master, param.detach().to(master.dtype))

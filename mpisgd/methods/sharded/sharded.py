@@ -1,0 +1,169 @@
+"""`Sharded`: all ranks divide the optimizer's work and state among them, and with stage 2 the gradients, too.
+
+    backward   reduce-scatter   each rank gets its shard of every bucket, averaged
+    step                        each rank updates its shard of the parameters, with its shard of the state
+    after it   all-gather       everyone gets everyone's parameters
+
+N ranks compute what one process computes on the joined batch, as with `Synchronous`, and send as many bytes.
+
+Source: Rajbhandari, Rasley, Ruwase and He, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+Models", 2020. There, stage 1 is P_os, and stage 2 is P_os+g.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from mpisgd.accelerator.runtime import on_device
+from mpisgd.arguments import check_flag, shown
+from mpisgd.errors import InvalidArgument
+from mpisgd.methods.sharded.streamed import StreamedSynchronizer
+from mpisgd.methods.sharded.synchronizer import ShardedSynchronizer
+from mpisgd.methods.strategy.strategy import Strategy, Synchronizer
+from mpisgd.methods.strategy.training import Training
+from mpisgd.sharding.elementwise import is_known_elementwise
+from mpisgd.sharding.layerwise.offload_parameters import streamed_parameters_of
+from mpisgd.sharding.layerwise.streamed_parameters import StreamedParameters
+from mpisgd.sharding.offload.description import Offload
+from mpisgd.sharding.replicated_parameters import check_divisible
+from mpisgd.sharding.shared_parameters import check_shareable
+
+__all__ = ["Sharded"]
+
+
+# What parameters in files cannot follow.
+IN_FILES = frozenset(
+    {
+        "share_parameters",
+        "compression",
+        "op",
+        "gradient_predivide_factor",
+        "error_if_nonfinite",
+        "check_in_sync_every",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Sharded(Strategy):
+    """All ranks have the same parameters; each has and updates one shard of the optimizer's state.
+
+    For a model of P parameters, n ranks, K bytes of optimizer state per parameter and gradients as large as
+    parameters, each rank keeps for the optimizer K P / n bytes, and the gradients of P / n parameters with
+    stage 2. With `share_parameters=True` a host has one copy of the parameters, too.
+
+    Attributes:
+        stage: 1: optimizer state is divided; 2: gradients are, too: those of a bucket are freed when all of
+            them are complete and have been reduced. Accumulate inside `no_sync()`, which keeps whole ones.
+        overlap_forward: whether parameters are sent while the next forward computes, first layers first. Each
+            module waits for its own; other code must call `optimizer.synchronizer.wait()` before it reads
+            parameters after a step. Pays where the network is slow. On a GPU it may take as much memory as
+            the parameters until these have arrived.
+        master_dtype: the precision in which the optimizer updates parameters of less precision, such as
+            torch.float32 for a model in torch.bfloat16: each rank keeps such a copy of its shard. None: that
+            of the parameters.
+        offload: what is in files on a disk, and where, or in host memory for models on a GPU; see `Offload`.
+            Needs one of torch's optimizers that update each element by itself.
+
+    Source: ZeRO, Rajbhandari and others 2020; ZeRO-Offload and ZeRO-Infinity, 2021.
+    """
+
+    stage: int = 1
+    overlap_forward: bool = False
+    master_dtype: torch.dtype | None = None
+    offload: Offload | None = None
+
+    excludes: ClassVar[frozenset[str]] = frozenset({"named_buffers"})
+
+    def __post_init__(self) -> None:
+        """Raise InvalidArgument where a field makes no sense."""
+        if self.stage not in (1, 2) or isinstance(self.stage, bool):
+            raise InvalidArgument(
+                f"Sharded: stage={shown(self.stage)}; expected 1 (optimizer state) or 2 (gradients, too)"
+            )
+        check_flag("Sharded", "overlap_forward", self.overlap_forward)
+        dtype = self.master_dtype
+        if dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
+            raise InvalidArgument(f"Sharded: master_dtype={shown(dtype)}; expected such as torch.float32")
+        if self.offload is not None and not isinstance(self.offload, Offload):
+            raise InvalidArgument(
+                f"Sharded: offload={shown(self.offload)}; expected None or mpisgd.Offload(folder)"
+            )
+
+    def check(self, training: Training) -> None:
+        """Raise where parameters cannot be divided, or updated apart."""
+        super().check(training)
+        if isinstance(training.optimizer, torch.optim.LBFGS):
+            raise InvalidArgument(
+                "Sharded: LBFGS computes its direction from all gradients together, and each rank has those "
+                "of its own parameters only"
+            )
+        self._check_compression(training)
+        if self.offload is not None:
+            self._check_offload(training, self.offload)
+        if self._streamed(training) is None:
+            (check_shareable if training.share_parameters else check_divisible)(training.named)
+
+    def updates_files(self, training: Training) -> bool:
+        """See `Strategy`."""
+        return self._streamed(training) is not None
+
+    def _check_compression(self, training: Training) -> None:
+        compression = training.options.compression
+        if any(compression.wire_dtype(param.dtype) is None for _, param in training.named):
+            raise InvalidArgument(
+                f"Sharded: compression={compression} combines whole buckets for all ranks, and each gets its "
+                "shard only here; Compression.fp16 and Compression.bf16 go with it"
+            )
+
+    def _check_offload(self, training: Training, offload: Offload) -> None:
+        if not is_known_elementwise(training.optimizer):
+            raise InvalidArgument(
+                f"Sharded: offload does not go with {type(training.optimizer).__name__}, whose step is not "
+                "one of torch's that update each element by itself, such as SGD's or AdamW's"
+            )
+        if "parameters" not in offload.parts:
+            self._check_device(training, offload)
+            return
+        streamed = self._streamed(training)
+        if streamed is None or streamed.offload != offload or streamed.group is not training.group:
+            raise InvalidArgument(
+                f"Sharded: {offload} needs the parameters of the optimizer in such files: call "
+                "mpisgd.offload_parameters(model, offload) before, with the same group"
+            )
+        if self.master_dtype is not None:
+            raise InvalidArgument(f"Sharded: master_dtype={self.master_dtype} does not go with {offload}")
+        self.refuse(training, IN_FILES)
+
+    @staticmethod
+    def _check_device(training: Training, offload: Offload) -> None:
+        on_devices = any(on_device(param) for _, param in training.named)
+        if offload.folder is None and not on_devices:
+            raise InvalidArgument(
+                "Sharded: an Offload without a folder keeps the state in host memory, where that of a model "
+                "on the CPU is anyway; name a folder"
+            )
+        if on_devices and any(options.get("capturable") for options in training.optimizer.param_groups):
+            raise InvalidArgument(
+                "Sharded: capturable=True does not go with an offload, whose optimizer updates on the CPU"
+            )
+
+    def _streamed(self, training: Training) -> StreamedParameters | None:
+        """Return the parameters that are in files, if they are to be."""
+        if self.offload is None or "parameters" not in self.offload.parts:
+            return None
+        return streamed_parameters_of(training.params)
+
+    def synchronizer(self, training: Training) -> Synchronizer:
+        """Return what brings gradients to their owners, and parameters to everyone."""
+        streamed = self._streamed(training)
+        if streamed is not None:
+            return StreamedSynchronizer(training, streamed)
+        return ShardedSynchronizer(
+            training,
+            stage=self.stage,
+            master_dtype=self.master_dtype,
+            overlap_forward=self.overlap_forward,
+            offload=self.offload,
+        )

@@ -1,0 +1,217 @@
+"""`StreamedSynchronizer`: parameters, gradients and optimizer state in files, updated chunk by chunk."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from mpisgd.collectives.all_reduce import all_reduce
+from mpisgd.core.group import Group
+from mpisgd.dtypes import ReduceOp
+from mpisgd.errors import InvalidArgument
+from mpisgd.gradients.accumulation import GradientSync
+from mpisgd.methods.strategy.hidden_parameters import HiddenParameters
+from mpisgd.methods.strategy.strategy import Synchronizer
+from mpisgd.methods.strategy.training import Training
+from mpisgd.sharding.divided_parameters import DividedParameters
+from mpisgd.sharding.grad_norm import clip_factor
+from mpisgd.sharding.layerwise.parameter_unit import Chunk
+from mpisgd.sharding.layerwise.streamed_parameters import GRADIENT, VALUES, StreamedParameters
+from mpisgd.sharding.layerwise.streamed_pieces import Placed, StreamedPieces, without_memory
+from mpisgd.sharding.offload.file_store import FileStore
+from mpisgd.sharding.offload.shared_errors import raised_on_every_rank
+from mpisgd.sharding.piece_states import PieceNames, PieceStates
+from mpisgd.sharding.piece_update import PieceUpdate
+
+__all__ = ["StreamedSynchronizer"]
+
+
+class _Gradients(GradientSync):
+    """Leaves the gradients to the hooks of the layers."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def combine_loss(self, loss: Tensor) -> Tensor:
+        """Return the mean of the ranks' losses."""
+        total = loss.clone()
+        all_reduce(total, ReduceOp.AVG, self._group)
+        return total
+
+
+class StreamedSynchronizer(Synchronizer):
+    """The working part of `Sharded` for parameters that `offload_parameters` has moved to files.
+
+    Backward has brought the gradients there. A step reads them, and forgets them.
+
+    Args:
+        training: what it works on.
+        streamed: the parameters.
+    """
+
+    def __init__(self, training: Training, streamed: StreamedParameters) -> None:
+        super().__init__(training)
+        self._streamed = streamed
+        self.gradients = _Gradients(training.group)
+        self._hidden = HiddenParameters()
+        self._runs_closure = False
+        self._pieces = StreamedPieces(training.named, training.optimizer.param_groups, streamed)
+        params, names = [param for _, param in training.named], [name for name, _ in training.named]
+        as_divided = cast(DividedParameters, self._pieces)  # of which only attributes that both have are used
+        what, namer = f"optimizer state of rank {training.group.rank}", PieceNames(as_divided, names)
+        with raised_on_every_rank(training.group):
+            store = FileStore(streamed.offload, what, namer, len(self._pieces.pieces))
+        self._states = PieceStates(params, as_divided, training.group, store)
+
+    # -- a step --------------------------------------------------------------------------------------
+
+    def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Update what the closure has computed gradients of."""
+        self._runs_closure = True
+
+        def then_update() -> Any:
+            loss = closure()
+            self._hide()
+            self._update()
+            return loss
+
+        return then_update
+
+    def before_step(self) -> None:
+        """Update the parameters; the wrapped optimizer finds nothing left to do. Collective."""
+        self._show_all()  # a step that raised has left them hidden
+        self._take_over_state()
+        runs_closure, self._runs_closure = self._runs_closure, False
+        if not runs_closure:
+            self._hide()
+            self._update()
+
+    def after_step(self, num_steps: int) -> None:
+        """Show the optimizer its parameters again."""
+        self._show_all()
+        self._streamed.reset_gradients()
+
+    def before_zero_grad(self) -> None:
+        """Forget the gradients in the files."""
+        self._streamed.reset_gradients()
+
+    def _update(self) -> None:
+        streamed, store = self._streamed, self._states.state
+        streamed.release_all()  # such as an exception in a hook of `state_dict` has left in memory
+        with store.shared_errors(self.training.group):
+            update = PieceUpdate(self.training.optimizer, store)
+            for chunk, pieces in self._pieces.present(streamed.present):
+                self._update_chunk(update, chunk, pieces)
+            update.raise_error()
+            for file in (streamed.values, store):  # the gradients are forgotten now
+                file.end_step()
+
+    def _update_chunk(self, update: PieceUpdate, chunk: Chunk, pieces: Sequence[Placed]) -> None:
+        streamed = self._streamed
+        values, gradient = streamed.values[chunk.key][VALUES], streamed.gradients[chunk.key][GRADIENT]
+        for placed in pieces:
+            placed.piece.tensor.data = placed.part(values)
+            update.received(placed.piece, placed.part(gradient))
+        update.finish()
+        for placed in pieces:
+            tensor = placed.piece.tensor
+            tensor.data = without_memory(tensor.numel(), tensor.dtype)
+        streamed.values.release([chunk.key])
+        streamed.gradients.release([chunk.key], changed=False)
+
+    def _hide(self) -> None:
+        """Take all parameters from the optimizer, and give it the state of the pieces."""
+        self._hidden.hide(self.training.optimizer, self._states.state)
+
+    def _show_all(self) -> None:
+        self._hidden.show(self.training.optimizer)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+        """Clip by the norm of all gradients, which are read, and written if they change. Collective."""
+        group = self.training.group
+        norms: list[Tensor] = []
+        with raised_on_every_rank(group):
+            self._each_gradient(
+                lambda grad: norms.append(torch.linalg.vector_norm(grad, norm_type)), changed=False
+            )
+        total, factor = clip_factor(norms, range(group.size), group, max_norm, norm_type, error_if_nonfinite)
+        if factor < 1:
+            with raised_on_every_rank(group):
+                self._each_gradient(lambda grad: grad.mul_(factor), changed=True)
+        return total
+
+    def _each_gradient(self, action: Callable[[Tensor], Any], *, changed: bool) -> None:
+        gradients = self._streamed.gradients
+        for chunk, pieces in self._pieces.present(self._streamed.present):
+            memory = gradients[chunk.key][GRADIENT]
+            for placed in pieces:
+                action(placed.part(memory))
+            gradients.release([chunk.key], changed=changed)
+        gradients.end_step()
+
+    # -- the state -----------------------------------------------------------------------------------
+
+    def _take_over_state(self) -> None:
+        """Take this rank's part of a state that is whole."""
+        if not self.has_whole_state:
+            return
+        state = self.training.optimizer.state
+        others = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
+        with self._states.state.held_errors():  # other ranks may have taken theirs already
+            self._states.cut(self._wholes, others)
+        state.clear()
+        self.has_whole_state = False
+
+    @property
+    def _wholes(self) -> dict[int, Any]:
+        """What the optimizer has as the states of parameters, by the places of these."""
+        state = self.training.optimizer.state
+        return {i: state[param] for i, param in enumerate(self._states.params) if param in state}
+
+    def state_dict(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the state of all parameters, of which each rank has its pieces. Collective."""
+        self._show_all()
+        wholes = self._states.gather(self._wholes if self.has_whole_state else None)
+        if self.has_whole_state:
+            return make()
+        state = self.training.optimizer.state
+        state.update({self._states.params[index]: wholes[index] for index in wholes})
+        state.update(self._states.others)
+        try:
+            return make()
+        finally:
+            state.clear()
+
+    def loaded(self, state_dict: Mapping[str, Any]) -> None:
+        """Note that the optimizer has the state of all parameters."""
+        self.has_whole_state = True
+
+    def shard_state_dict(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the state of this rank's pieces, and the options of all groups."""
+        self._show_all()
+        self._take_over_state()
+        return {"param_groups": make()["param_groups"], **self._states.to_shard(self._states.state)}
+
+    def load_shards(self, shards: Sequence[Mapping[str, Any]], load: Callable[[dict[str, Any]], Any]) -> None:
+        """Take this rank's part of what the ranks of a run had."""
+        self._show_all()
+        states = self._states.from_shards(shards)
+        load({"state": {}, "param_groups": shards[0]["param_groups"]})
+        with self._states.state.shared_errors(self.training.group):
+            self._states.cut(states, shards[0]["others"])
+        self.has_whole_state = False
+
+    # -- what files cannot follow --------------------------------------------------------------------
+
+    def consensus(self) -> Sequence[Tensor]:
+        """Refuse: the parameters are not in memory."""
+        raise InvalidArgument("consensus: the parameters are in files; use model.state_dict()")
+
+    def extend(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        """Refuse: the pieces are those of the parameters that were moved to files."""
+        raise InvalidArgument("add_param_group: the parameters are in files, and no more can be added")
+
+    def move_to(self, group: Group) -> None:
+        """Refuse: the parts that other ranks had are lost."""
+        raise InvalidArgument("rebuild: the parameters are in files, of which each rank has its part only")

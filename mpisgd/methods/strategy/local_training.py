@@ -1,0 +1,63 @@
+"""`LocalSynchronizer`: what strategies have in common whose ranks take steps by themselves."""
+
+import abc
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from mpisgd.collectives.coalesced import broadcast_coalesced
+from mpisgd.methods.strategy.local_scaling import LocalScaling
+from mpisgd.methods.strategy.strategy import Synchronizer
+from mpisgd.methods.strategy.training import Training
+
+__all__ = ["LocalSynchronizer"]
+
+
+class LocalSynchronizer(Synchronizer, abc.ABC):
+    """Synchronises after steps, in which a GradScaler leaves out what is not finite on a rank."""
+
+    replicas_differ = True
+
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
+        self._scaling = LocalScaling(training.optimizer)
+
+    @abc.abstractmethod
+    def synchronize(self) -> None:
+        """Do what is due after step number `self.num_steps`; without autograd."""
+
+    def before_step(self) -> None:
+        """Take over what a GradScaler says.
+
+        A step that it would leave out changes nothing; the other ranks may wait in it.
+        """
+        self._scaling.before_step(self.training.optimizer)
+
+    def after_step(self, num_steps: int) -> None:
+        """See `synchronize`."""
+        self._scaling.after_step()
+        with torch.no_grad():
+            self.synchronize()
+
+    def common_copies(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return copies of what the group's first rank has, in new memory. Collective.
+
+        What ranks count changes from is the same on all of them then, to the last bit, whatever their
+        parameters and buffers are: the mean of the changes brings them together.
+        """
+        copies = {key: tensor.clone() for key, tensor in tensors.items()}
+        group = self.training.group
+        for device in dict.fromkeys(copy.device for copy in copies.values()):
+            same = [copy for copy in copies.values() if copy.device == device]
+            broadcast_coalesced(same, group.ranks[0], group)
+        return copies
+
+    def completed(self, kept: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return copies of what is kept for each parameter. Collective.
+
+        Of parameters that were added after the last step, what all ranks will begin with.
+        """
+        tensors = self.tensors()
+        added = self.common_copies({key: tensor for key, tensor in tensors.items() if key not in kept})
+        return [added[key] if key in added else kept[key].clone() for key in tensors]

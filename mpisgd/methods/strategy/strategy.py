@@ -1,0 +1,268 @@
+"""`Strategy` and `Synchronizer`: how the ranks' models relate between two steps.
+
+A strategy is what the user writes: a small frozen description, which prints, compares, and is agreed on by
+all ranks. `DistributedOptimizer` makes a synchronizer of it, the working part, and calls it at the moments
+below; everything else (accumulation windows, `no_sync`, hooks, agreement on parameters) is the optimizer's.
+
+    backward    gradients.begin, ready ..., reduce at the end of the pass that fills the window
+    step        around, if there is a closure | begin, derive where due | before_step
+                | the wrapped optimizer's update | after_step
+
+What it keeps from step to step it declares in a dataclass, `state`: see `mpisgd.method_state`.
+"""
+
+import abc
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from mpisgd.collectives.coalesced import all_reduce_coalesced
+from mpisgd.compress.compressor import Compressor
+from mpisgd.core.group import Group
+from mpisgd.core.owner import current_owner
+from mpisgd.dtypes import ReduceOp
+from mpisgd.errors import InvalidArgument
+from mpisgd.gradients.accumulation import GradientSync
+from mpisgd.method_state import mean_of
+from mpisgd.methods.strategy.compatibility import OPTIONS
+from mpisgd.methods.strategy.training import Training
+from mpisgd.sharding.layerwise.offload_parameters import check_in_memory
+
+__all__ = ["Strategy", "Synchronizer"]
+
+
+class Synchronizer:
+    """The working part of a strategy. This one leaves every rank to itself; subclasses override methods.
+
+    Args:
+        training: what it works on.
+
+    Attributes:
+        training: as given, and kept up to date.
+        num_steps: how many steps there have been, those before a state was saved included.
+        state: what is kept from step to step, a dataclass of `mpisgd.method_state`; None: nothing.
+        replicas_differ: whether parameters and the wrapped optimizer's state differ by rank between steps, so
+            that they are each rank's own.
+        owner: of the operations: that of what this thread begins when the synchronizer is made, or moved.
+        gradients: combines gradients at the end of a backward pass; by default they stay on their rank.
+        has_whole_state: whether this rank has the optimizer state of all parameters.
+        commits_shards: whether each rank commits its part of the state when training is elastic, and another
+            rank a replica of it.
+    """
+
+    gradients = GradientSync()
+    state: Any = None
+    replicas_differ = False
+    has_whole_state = True
+    commits_shards = False
+
+    def __init__(self, training: Training) -> None:
+        self.training = training
+        self.owner = current_owner()
+        self.num_steps = 0
+
+    # -- what is kept from step to step -------------------------------------------------------------
+
+    @property
+    def method(self) -> str:
+        """What the method is called where its state is saved: that of another one is not taken over."""
+        return type(self).__name__.removesuffix("Synchronizer")
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what `state` has entries for, as it is now, by key.
+
+        By default the memory of all parameters that a step can change: "0", "1", ... by their places in the
+        optimizer.
+        """
+        return self.parameters_by_key()
+
+    def begin(self, tensors: Mapping[str, Tensor]) -> None:
+        """Make the entries of `state` for these. Collective; before a step, without autograd.
+
+        Args:
+            tensors: those of `tensors()` that have none: all before the first step, what was added later on,
+                and all again where the ranks begin anew.
+        """
+
+    def derive(self) -> None:
+        """Make what follows from parameters, ranks and `state`. Collective; before a step, without autograd.
+
+        After `begin`: before the first step, and wherever parameters, ranks or the state have become others.
+        """
+
+    def has_changed(self) -> bool:
+        """Return whether `begin` and `derive` are due for a reason of its own; the same on all ranks."""
+        return False
+
+    def arrive(self) -> None:
+        """Return when `state` can be read: nothing of it is on its way."""
+
+    # -- a step -------------------------------------------------------------------------------------
+
+    def before_step(self) -> None:
+        """Do what must be done before the wrapped optimizer updates parameters; gradients are reduced."""
+
+    def around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return what the optimizer calls as its closure, maybe several times. Before `before_step`."""
+        return closure
+
+    def after_step(self, num_steps: int) -> None:
+        """Do what must be done after an update, such as to average parameters.
+
+        Args:
+            num_steps: how many steps there have been, this one included; the same on all ranks.
+        """
+
+    def before_zero_grad(self) -> None:
+        """Do what must be done before gradients are reset."""
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+        """Clip the gradients of the optimizer by their norm; return the norm."""
+        return torch.nn.utils.clip_grad_norm_(self.training.params, max_norm, norm_type, error_if_nonfinite)
+
+    def consensus(self) -> Sequence[Tensor]:
+        """Return what the ranks' parameters and buffers stand for together, in new memory. Collective.
+
+        By default their mean.
+        """
+        values = [tensor.detach().clone() for tensor in self.averaged]
+        all_reduce_coalesced(values, ReduceOp.AVG, self.training.group)
+        return values
+
+    def replica(self) -> dict[str, Tensor]:
+        """Return `averaged` by key: what differs by rank between steps, if anything does; not copied."""
+        return {**self.parameters_by_key(), **self._buffers_by_key()}
+
+    def consensus_of(
+        self, replicas: Sequence[Mapping[str, Tensor]], entries: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Tensor]:
+        """Return what saved replicas stand for together, as `consensus` does of those of a job.
+
+        Args:
+            replicas: what `replica` has returned on all ranks.
+            entries: what was saved of `state` with each.
+        """
+        return mean_of(replicas)
+
+    def finish(self) -> None:
+        """End the training: return with the last updates of all, where each rank has a pace of its own."""
+
+    @property
+    def averaged(self) -> list[Tensor]:
+        """The tensors of which ranks may have values of their own: parameters and buffers with a fraction."""
+        return [*self.trainable, *self.buffers]
+
+    @property
+    def trainable(self) -> list[Tensor]:
+        """The memory of the parameters that a step can change, as it is now: not to be kept."""
+        return list(self.parameters_by_key().values())
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """The memory of the buffers with a fraction, as it is now: not to be kept."""
+        return list(self._buffers_by_key().values())
+
+    def parameters_by_key(self) -> dict[str, Tensor]:
+        """Return `trainable` by key; see `tensors`."""
+        return _continuous("", [param for _, param in self.training.named])
+
+    def _buffers_by_key(self) -> dict[str, Tensor]:
+        return _continuous("buffer ", self.training.buffers)
+
+    # -- other states, other parameters, other ranks ------------------------------------------------
+
+    def state_dict(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return the optimizer's state, which `make` makes of what the optimizer has now."""
+        return make()
+
+    def loaded(self, state_dict: Mapping[str, Any]) -> None:
+        """Note that a state has been loaded into the optimizer, and `state` with it. Not collective."""
+
+    def shard_state_dict(self, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return this rank's part of the optimizer's state; `make` returns what the optimizer has now.
+
+        Raises:
+            InvalidArgument: the ranks do not divide it.
+        """
+        raise InvalidArgument(
+            "shard_state_dict: every rank has the whole state of this optimizer; use state_dict(), or "
+            "strategy=mpisgd.Sharded()"
+        )
+
+    def load_shards(self, shards: Sequence[Mapping[str, Any]], load: Callable[[dict[str, Any]], Any]) -> None:
+        """Take over the parts that all ranks of a run had, as `shard_state_dict` has returned them.
+
+        Args:
+            shards: of all ranks.
+            load: what the wrapped optimizer loads a state dict by.
+
+        Raises:
+            InvalidArgument: the ranks do not divide it, or some are missing.
+        """
+        raise InvalidArgument(
+            "load_shard_state_dicts: every rank has the whole state of this optimizer; use load_state_dict()"
+        )
+
+    def extend(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        """Take over a list of parameters that has grown at its end. Collective."""
+        self.training = self.training._replace(named=named)
+
+    def use_compression(self, compression: Compressor) -> None:
+        """Let something else travel from the next `move_to` on, which follows."""
+        options = self.training.options._replace(compression=compression)
+        self.training = self.training._replace(options=options)
+
+    def move_to(self, group: Group) -> None:
+        """Go on with other ranks, which have the same parameters. Collective over `group`."""
+        self.training = self.training._replace(group=group)
+        self.owner = current_owner()
+
+
+def _continuous(prefix: str, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Return the memory that those with a fraction have now, by key: not to be kept."""
+    return {
+        f"{prefix}{place}": tensor.detach()
+        for place, tensor in enumerate(tensors)
+        if tensor.is_floating_point() or tensor.is_complex()
+    }
+
+
+@dataclass(frozen=True)
+class Strategy(abc.ABC):
+    """How the ranks' models relate between two steps. A subclass is a frozen dataclass.
+
+    Its fields are what all ranks must have chosen alike: `repr(strategy)` is compared at construction.
+
+    Attributes:
+        excludes: names of `compatibility.OPTIONS` that it cannot follow; by default `share_parameters`.
+    """
+
+    excludes: ClassVar[frozenset[str]] = frozenset({"share_parameters"})
+    starts_together: ClassVar[bool] = True  # all ranks come to the first step, with the same parameters
+
+    def check(self, training: Training) -> None:
+        """Raise where the strategy cannot do what `training` asks for; before anything is sent.
+
+        Raises:
+            InvalidArgument: says what does not go together.
+        """
+        self.refuse(training, self.excludes)
+        if not self.updates_files(training):
+            check_in_memory("DistributedOptimizer", training.named)
+
+    def updates_files(self, training: Training) -> bool:
+        """Return whether parameters that `mpisgd.offload_parameters` has moved to files are updated there."""
+        return False
+
+    def refuse(self, training: Training, names: Set[str]) -> None:
+        """Raise InvalidArgument if any of these `compatibility.OPTIONS` was chosen."""
+        for name in sorted(names):
+            if (chosen := OPTIONS[name](training)) is not None:
+                raise InvalidArgument(f"DistributedOptimizer: {name}={chosen} does not go with {self}")
+
+    @abc.abstractmethod
+    def synchronizer(self, training: Training) -> Synchronizer:
+        """Return the working part for an optimizer. Collective over `training.group`."""

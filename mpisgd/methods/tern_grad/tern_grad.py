@@ -1,0 +1,83 @@
+"""`TernGrad`: two bits per element, for -1, 0 and 1.
+
+Wen, Xu, Yan, Wu, Wang, Chen and Li 2017, "TernGrad: Ternary Gradients to Reduce Communication in Distributed
+Deep Learning".
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from mpisgd.accelerator.buffers import cut_by
+from mpisgd.arguments import check_positive, check_seed
+from mpisgd.compress.compressor import BucketLayout
+from mpisgd.compress.levels import Levels, segments_of
+from mpisgd.compress.quantizing_reducer import QuantizingReducer
+from mpisgd.compress.residual import Memory, Waiting
+from mpisgd.compress.wide_compressor import WideCompressor
+
+__all__ = ["TernGrad", "TernaryCodec"]
+
+
+@dataclass(frozen=True)
+class TernGrad(WideCompressor):
+    """Elements travel as the sign, or 0, times the largest magnitude of their parameter's gradient.
+
+        s      = max |g_j|                     of a parameter (layer-wise ternarizing)
+        T(g_j) = s sign(g_j) b_j               b_j = 1 with probability |g_j| / s, else 0
+        g      = mean of T(g_i) over the ranks (or the sum, with op=SUM)
+
+    The expectation of T(g) is g. Large elements make for a large s and so for much noise: `clip_sigmas` first
+    cuts magnitudes to as many standard deviations of the parameter's gradient beyond the magnitude of its
+    mean, which is a bias. The paper takes the mean to be 0; without it, equal elements would become 0.
+
+    Attributes:
+        clip_sigmas: 2.5 in the paper; None: nothing is cut.
+        seed: of the random numbers, which differ by rank and step.
+
+    Raises:
+        InvalidArgument: at construction.
+
+    Cost: sends (size - 1) times 2 bits of each element, and a number per parameter; every rank decodes what
+        all have sent.
+    """
+
+    clip_sigmas: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.clip_sigmas is not None:
+            check_positive("TernGrad", "clip_sigmas", self.clip_sigmas)
+        check_seed("TernGrad", self.seed)
+
+    def codec(self, layout: BucketLayout) -> "TernaryCodec":
+        """Return what makes codes of a bucket."""
+        return TernaryCodec(layout, self.clip_sigmas)
+
+    def wide_reducer(self, layout: BucketLayout) -> QuantizingReducer:
+        """Return what sends the codes of a bucket."""
+        return QuantizingReducer(self.codec(layout), layout.numel, self.seed, Memory(), Waiting())
+
+
+class TernaryCodec(Levels):
+    """One level, and a scale per parameter."""
+
+    def __init__(self, layout: BucketLayout, clip_sigmas: float | None) -> None:
+        self._numels = [numel for shape in layout.shapes if (numel := shape.numel())]
+        self._clip_sigmas = clip_sigmas
+        super().__init__(layout, 1, 2, segments_of(self._numels), math.inf)
+
+    def compress(self, flat: Tensor, random: np.random.Generator) -> Tensor:
+        """Return the codes and the scales."""
+        return super().compress(self._clipped(flat), random)
+
+    def _clipped(self, flat: Tensor) -> Tensor:
+        if self._clip_sigmas is None:
+            return flat
+        clipped = flat.clone()
+        for part in cut_by(clipped, self._numels):
+            limit = part.mean().abs() + self._clip_sigmas * part.std(correction=0)
+            part.clamp_(-limit, limit)
+        return clipped

@@ -1,0 +1,74 @@
+"""`Threshold`: the elements of a gradient that pass a threshold travel.
+
+Dryden and others 2016, "Communication Quantization for Data-Parallel Training of Deep Neural Networks";
+Strom 2015, "Scalable Distributed DNN Training Using Commodity GPU Cloud Computing".
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from mpisgd.arguments import check_flag, check_positive
+from mpisgd.compress.compressor import BucketLayout
+from mpisgd.compress.residual import Waiting, memory_of
+from mpisgd.compress.selection import at_least
+from mpisgd.compress.sparse_reducer import SparseReducer
+from mpisgd.compress.wide_compressor import WideCompressor
+
+__all__ = ["Threshold", "ThresholdReducer"]
+
+
+@dataclass(frozen=True)
+class Threshold(WideCompressor):
+    """The elements whose magnitude is at least `value` travel, as values and indices.
+
+        m_i = g_i + e_i                        gradient and residual of rank i
+        s_i = m_i where |m_i| >= value, else 0
+        e_i = m_i - s_i
+        g   = mean of s_i over the ranks       (or the sum, with op=SUM)
+
+    How many there are depends on the data and differs by rank. With a residual no element stays behind by
+    more than `value`.
+
+    Attributes:
+        value: positive, in the unit of the gradients: GradScaler scales them, `gradient_predivide_factor`
+            divides them.
+        error_feedback: whether the rest is added to the next gradient.
+
+    Raises:
+        InvalidArgument: at construction.
+
+    Cost: after an all-gather of one integer as `TopK`, with k as it comes out.
+    """
+
+    value: float
+    error_feedback: bool = True
+
+    def __post_init__(self) -> None:
+        check_positive("Threshold", "value", self.value)
+        check_flag("Threshold", "error_feedback", self.error_feedback)
+
+    @property
+    def is_homogeneous(self) -> bool:
+        """Return False: more of larger gradients passes."""
+        return False
+
+    def wide_reducer(self, layout: BucketLayout) -> "ThresholdReducer":
+        """Return what sends the large elements of a bucket."""
+        return ThresholdReducer(layout, self)
+
+
+class ThresholdReducer(SparseReducer):
+    """The working part of `Threshold`."""
+
+    def __init__(self, layout: BucketLayout, choice: Threshold) -> None:
+        state = Waiting()
+        super().__init__(layout, memory_of(layout, choice.error_feedback, state), state)
+        self._value = choice.value
+
+    def select(self, meant: Tensor) -> Tensor:
+        """Return the indices of all that pass the threshold."""
+        return at_least(meant, self._value)
+
+    def count(self) -> None:
+        """Return None: it depends on the data."""

@@ -1,1 +1,0 @@
-"""How the ranks' models relate between two steps: one strategy per file."""

@@ -1,1 +1,0 @@
-"""A parameter server whose servers are memory with a lock."""

@@ -1,1 +1,0 @@
-"""Ranks divide the update of the parameters among themselves: on a host, or all of them (ZeRO)."""
