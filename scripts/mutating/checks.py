@@ -33,16 +33,19 @@ class Check(NamedTuple):
         name: of the check.
         words: the command, run in `folder`.
         folder: from the root of the copy on.
-        limit_s: after which it counts as red: a hang.
     """
 
     name: str
     words: tuple[str, ...]
     folder: str = "."
-    limit_s: float = 300.0
 
-    def run(self, root: Path) -> Outcome:
-        """Run it in a copy of the repository, with the package of that copy."""
+    def run(self, root: Path, limit_s: float) -> Outcome:
+        """Run it in a copy of the repository, with the package of that copy.
+
+        Args:
+            root: of the copy.
+            limit_s: after which it counts as red: a hang.
+        """
         env = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
         started_s = time.monotonic()
         with subprocess.Popen(
@@ -54,7 +57,7 @@ class Check(NamedTuple):
             start_new_session=True,
         ) as process:
             try:
-                is_red = process.wait(self.limit_s) != 0
+                is_red = process.wait(limit_s) != 0
             except subprocess.TimeoutExpired:
                 is_red = True
                 os.killpg(process.pid, 9)
@@ -81,11 +84,10 @@ def checks_for(room: str, root: Path, *, deep: bool) -> list[Check]:
         f"fuzz, {programs} programs",
         (PYTHON, "-m", "fuzzing.main", "--backend", "threads", "--programs", str(programs), "--seed", "1"),
         "scripts",
-        600.0,
     )
     quick = Check("verify --quick", (PYTHON, "-m", "mpisgd", "verify", "--quick"))
     if room in ARITHMETIC:
-        whole = Check("verify", (PYTHON, "-m", "mpisgd", "verify"), limit_s=3600.0)
+        whole = Check("verify", (PYTHON, "-m", "mpisgd", "verify"))
         return [fuzz, quick, *([whole] if deep else [])]
     found = []
     if unit := _tests("unit", room, root):

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from digits import batches, network
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
+import mpisgd
+
 MICRO_BATCHES = 4
 
 
@@ -21,6 +23,8 @@ def main() -> None:
     dist.init_process_group("mpisgd")
     rank, size = dist.get_rank(), dist.get_world_size()
     layers = network()
+    if size > (count := sum(isinstance(layer, torch.nn.Linear) for layer in layers)):
+        raise mpisgd.JobError(f"the network has {count} layers to train: start this on at most {count} ranks")
     mine = layers[rank * len(layers) // size : (rank + 1) * len(layers) // size]
     stage = PipelineStage(mine, rank, size, torch.device("cpu"))
     schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=torch.nn.functional.cross_entropy)

@@ -14,12 +14,17 @@ from digits import batches, network
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import mpisgd
+
 
 def main() -> None:
     """Train for three epochs."""
     dist.init_process_group("mpisgd")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = parallelize_module(network(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    layers, size = network(), dist.get_world_size()
+    if (columns := layers[0].out_features) % size:
+        raise mpisgd.JobError(f"{columns} columns cannot be divided evenly: start this on 1, 2, 4 or 8 ranks")
+    mesh = init_device_mesh("cpu", (size,))
+    model = parallelize_module(layers, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=False)
     for epoch in range(3):
         for inputs, targets in batches():

@@ -1,6 +1,6 @@
 """ZeRO: what data parallel ranks all hold is divided among them.
 
-    mpirun -n 2 python scripts/tutorial/zero.py 1
+    mpirun -n 2 python scripts/tutorial/zero.py
     mpirun -n 2 python scripts/tutorial/zero.py 3
 
 Stage 1 divides the optimizer's state (`ZeroRedundancyOptimizer`), stage 3 parameters and gradients too
@@ -51,4 +51,4 @@ def main(stage: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 1)

@@ -82,6 +82,17 @@ def test_messages_arrive(name):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", ["zero", "pipeline", "tensor_parallel", "point_to_point"])
+def test_a_program_runs_on_any_ranks_or_says_in_a_line_what_it_wants(name, num_ranks):
+    done = run_python(str(PROGRAMS / f"{name}.py"), num_ranks=num_ranks)
+    if done.returncode:
+        assert done.stderr.splitlines()[0].startswith(f"{name}.py: error: "), done.stderr
+        assert "start this" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+@pytest.mark.long
 def test_the_elastic_program_goes_on_with_two_ranks():
     done = run_python(str(PROGRAMS / "elastic.py"), num_ranks=3, options=("--with-ft", "ulfm"))
     lines = done.stdout.splitlines()
