@@ -27,7 +27,7 @@ def resolve_reduction(
     chosen: Any = Compression.none if compression is None else compression
     if isinstance(chosen, str) and chosen == "auto":
         chosen = Auto()
-    if isinstance(chosen, AdaptiveSum):
+    if isinstance(chosen, Compressor) and chosen.traits.replaces_op:
         raise InvalidArgument("DistributedOptimizer: Adasum is no compression; pass op=mpisgd.Adasum")
     if isinstance(op, str):  # other names are refused with the other options
         op = {"ADASUM": Adasum, "AVG": ReduceOp.AVG, "SUM": ReduceOp.SUM}.get(op.upper(), op)

@@ -6,13 +6,14 @@ Distributed Training".
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from mpisgd.accelerator.buffers import cut_by
 from mpisgd.arguments import check_count, check_flag, check_positive, check_ratio, shown
-from mpisgd.compress.compressor import BucketLayout
+from mpisgd.compress.compressor import BucketLayout, Traits
 from mpisgd.compress.residual import Residual, Waiting, fitted
 from mpisgd.compress.selection import count_of, top_k_of_each
 from mpisgd.compress.sparse_reducer import SparseReducer
@@ -78,15 +79,13 @@ class DeepGradient(WideCompressor):
         if self.clip_norm is not None:
             check_positive("DeepGradient", "clip_norm", self.clip_norm)
 
-    @property
-    def is_homogeneous(self) -> bool:
-        """Whether nothing is clipped."""
-        return self.clip_norm is None
-
-    @property
-    def has_momentum(self) -> bool:
-        """Whether there is a velocity."""
-        return self.momentum > 0
+    @cached_property
+    def traits(self) -> Traits:
+        """With a velocity, the same gradient counts in later steps; what is clipped is no multiple."""
+        has_velocity = self.momentum > 0
+        return Traits(
+            has_momentum=has_velocity, is_additive=not has_velocity, is_homogeneous=self.clip_norm is None
+        )
 
     def ratio_at(self, step: int) -> float:
         """Return the ratio of a step, counted from 0."""

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mpisgd.arguments import check_positive, check_ratio, shown
+from mpisgd.compress.compressor import Casting, is_contraction
 from mpisgd.errors import InvalidArgument
 from mpisgd.gossip.graph import Graph
 from mpisgd.gossip.graphs import GraphLike, as_graph
-from mpisgd.methods.cast.cast import Cast, Compression
+from mpisgd.methods.cast.cast import Compression
 from mpisgd.methods.gossip.ad_psgd.ad_psgd import Asynchronous
 from mpisgd.methods.gossip.choco.choco import CompressedMixer
 from mpisgd.methods.gossip.d_psgd.d_psgd import AdaptThenCombine, CombineThenAdapt
@@ -108,14 +109,14 @@ class Gossip(Strategy):
     def _check_compression(self, training: Training) -> None:
         """Raise InvalidArgument for a compressor that cannot be had with this gossip."""
         compression = training.options.compression
-        if isinstance(compression, Cast):
+        if isinstance(compression, Casting):
             if self.consensus_step is not None:
                 raise InvalidArgument(
                     f"{NAME}: consensus_step={self.consensus_step} goes with a compression that leaves "
                     f"something out, not with {compression}"
                 )
             return
-        if not compression.is_contraction:
+        if not is_contraction(compression):
             raise InvalidArgument(
                 f"{NAME}: compression={compression}; changes of parameters travel as they are, cast, or "
                 "by TopK, RandomK, OneBit, Natural or QSGD of 4 bits and more"

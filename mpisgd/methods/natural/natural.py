@@ -51,13 +51,8 @@ class Natural(WideCompressor):
         check_flag("Natural", "error_feedback", self.error_feedback)
         check_seed("Natural", self.seed)
 
-    @property
-    def is_contraction(self) -> bool:
-        """Return True: the variance is at most |x|^2 / 8."""
-        return True
-
     def codec(self, layout: BucketLayout) -> "PowersOfTwo":
-        """Return what makes codes of a bucket."""
+        """Return what makes codes of a bucket; their variance is at most |x|^2 / 8."""
         return PowersOfTwo(layout)
 
     def wide_reducer(self, layout: BucketLayout) -> QuantizingReducer:

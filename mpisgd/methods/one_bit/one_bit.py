@@ -6,6 +6,7 @@ Compression Schemes", algorithm 1, with the compressed gradients of all ranks av
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from mpisgd.arguments import check_flag
 from mpisgd.collectives.all_gather import all_gather_into_tensor
-from mpisgd.compress.compressor import BucketLayout, BucketReducer, Compressor
+from mpisgd.compress.compressor import BucketLayout, BucketReducer, Compressor, Traits
 from mpisgd.compress.residual import Waiting, fitted
 from mpisgd.compress.sign_code import SignCode, wide_dtype
 from mpisgd.core.group import Group
@@ -74,18 +75,13 @@ class OneBit(Compressor):
     def __post_init__(self) -> None:
         check_flag("OneBit", "two_step", self.two_step)
 
-    @property
-    def has_error_feedback(self) -> bool:
-        """Return True: the error of the magnitudes is added to the next gradient."""
-        return True
-
-    @property
-    def is_contraction(self) -> bool:
-        """Return True: |p - D|^2 = |p|^2 - |p|_1^2 / d."""
-        return True
+    @cached_property
+    def traits(self) -> Traits:
+        """The error of the magnitudes is added to the next gradient."""
+        return Traits(has_error_feedback=True)
 
     def codec(self, layout: BucketLayout) -> OneBitCodec:
-        """Return what makes messages of signs and magnitudes."""
+        """Return what makes messages of signs and magnitudes: |p - D|^2 = |p|^2 - |p|_1^2 / d."""
         return OneBitCodec(_lengths(layout), layout.dtype)
 
     def reducer(self, layout: BucketLayout) -> BucketReducer:

@@ -63,13 +63,11 @@ class QSGD(WideCompressor):
         check_flag("QSGD", "error_feedback", self.error_feedback)
         check_seed("QSGD", self.seed)
 
-    @property
-    def is_contraction(self) -> bool:
-        """Return whether the levels are fine enough for error feedback."""
-        return self.bits >= CONTRACTS_FROM_BITS
+    def codec(self, layout: BucketLayout) -> Levels | None:
+        """Return what makes codes of a bucket; None where the levels are too coarse for error feedback."""
+        return self._levels(layout) if self.bits >= CONTRACTS_FROM_BITS else None
 
-    def codec(self, layout: BucketLayout) -> Levels:
-        """Return what makes codes of a bucket."""
+    def _levels(self, layout: BucketLayout) -> Levels:
         segments = segments_of([shape.numel() for shape in layout.shapes], self.segment)
         return Levels(layout, 2 ** (self.bits - 1) - 1, self.bits, segments, NORMS[self.norm])
 
@@ -77,4 +75,4 @@ class QSGD(WideCompressor):
         """Return what sends the codes of a bucket."""
         state = Waiting()
         memory = memory_of(layout, self.error_feedback, state)
-        return QuantizingReducer(self.codec(layout), layout.numel, self.seed, memory, state)
+        return QuantizingReducer(self._levels(layout), layout.numel, self.seed, memory, state)

@@ -57,13 +57,11 @@ class RandomK(WideCompressor):
         check_flag("RandomK", "error_feedback", self.error_feedback)
         check_seed("RandomK", self.seed)
 
-    @property
-    def is_contraction(self) -> bool:
-        """Return True: without the scale, E |x - C(x)|^2 = (1 - k / n) |x|^2."""
-        return True
-
     def codec(self, layout: BucketLayout) -> SparseCodec:
-        """Return what makes messages of random elements, other ones on every rank, with their indices."""
+        """Return what makes messages of random elements, other ones on every rank, with their indices.
+
+        It does not scale them, so E |x - C(x)|^2 = (1 - k / n) |x|^2.
+        """
         count = count_of(self.ratio, layout.numel)
 
         def select(flat: Tensor, random: np.random.Generator) -> Tensor:

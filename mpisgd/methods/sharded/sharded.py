@@ -17,6 +17,7 @@ import torch
 
 from mpisgd.accelerator.runtime import on_device
 from mpisgd.arguments import check_flag, shown
+from mpisgd.compress.compressor import wire_dtype_of
 from mpisgd.errors import InvalidArgument
 from mpisgd.methods.sharded.streamed import StreamedSynchronizer
 from mpisgd.methods.sharded.synchronizer import ShardedSynchronizer
@@ -111,7 +112,7 @@ class Sharded(Strategy):
 
     def _check_compression(self, training: Training) -> None:
         compression = training.options.compression
-        if any(compression.wire_dtype(param.dtype) is None for _, param in training.named):
+        if any(wire_dtype_of(compression, param.dtype) is None for _, param in training.named):
             raise InvalidArgument(
                 f"Sharded: compression={compression} combines whole buckets for all ranks, and each gets its "
                 "shard only here; Compression.fp16 and Compression.bf16 go with it"

@@ -43,7 +43,7 @@ def check_momentum(training: Training) -> None:
         InvalidArgument: says which to leave out.
     """
     compression = training.options.compression
-    if not compression.has_momentum:
+    if not compression.traits.has_momentum:
         return
     beta = max(float(options.get("momentum", 0.0)) for options in training.optimizer.param_groups)
     if beta:
@@ -60,7 +60,7 @@ def refuse_signs(strategy: object, training: Training) -> None:
         InvalidArgument: names both.
     """
     compression = training.options.compression
-    if not compression.has_magnitudes:
+    if not compression.traits.has_magnitudes:
         raise InvalidArgument(
             f"DistributedOptimizer: compression={compression} does not go with {strategy}: it sends signs "
             "alone, so every parameter would move by 1; mpisgd.compress.OneBit has magnitudes, too"
@@ -74,7 +74,7 @@ def refuse_momentum(strategy: object, training: Training) -> None:
         InvalidArgument: names both.
     """
     compression = training.options.compression
-    if compression.has_momentum:
+    if compression.traits.has_momentum:
         raise InvalidArgument(
             f"DistributedOptimizer: compression={compression} does not go with {strategy}: it has a "
             "momentum, with which parameters would go beyond their mean"

@@ -52,13 +52,11 @@ class TernGrad(WideCompressor):
             check_positive("TernGrad", "clip_sigmas", self.clip_sigmas)
         check_seed("TernGrad", self.seed)
 
-    def codec(self, layout: BucketLayout) -> "TernaryCodec":
-        """Return what makes codes of a bucket."""
-        return TernaryCodec(layout, self.clip_sigmas)
-
     def wide_reducer(self, layout: BucketLayout) -> QuantizingReducer:
         """Return what sends the codes of a bucket."""
-        return QuantizingReducer(self.codec(layout), layout.numel, self.seed, Memory(), Waiting())
+        return QuantizingReducer(
+            TernaryCodec(layout, self.clip_sigmas), layout.numel, self.seed, Memory(), Waiting()
+        )
 
 
 class TernaryCodec(Levels):

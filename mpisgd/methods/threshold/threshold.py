@@ -5,11 +5,12 @@ Strom 2015, "Scalable Distributed DNN Training Using Commodity GPU Cloud Computi
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
 from mpisgd.arguments import check_flag, check_positive
-from mpisgd.compress.compressor import BucketLayout
+from mpisgd.compress.compressor import BucketLayout, Traits
 from mpisgd.compress.residual import Waiting, memory_of
 from mpisgd.compress.selection import at_least
 from mpisgd.compress.sparse_reducer import SparseReducer
@@ -48,10 +49,10 @@ class Threshold(WideCompressor):
         check_positive("Threshold", "value", self.value)
         check_flag("Threshold", "error_feedback", self.error_feedback)
 
-    @property
-    def is_homogeneous(self) -> bool:
-        """Return False: more of larger gradients passes."""
-        return False
+    @cached_property
+    def traits(self) -> Traits:
+        """More of larger gradients passes."""
+        return Traits(is_homogeneous=False, has_error_feedback=self.error_feedback)
 
     def wide_reducer(self, layout: BucketLayout) -> "ThresholdReducer":
         """Return what sends the large elements of a bucket."""

@@ -47,11 +47,6 @@ class TopK(WideCompressor):
         check_ratio("TopK", "ratio", self.ratio)
         check_flag("TopK", "error_feedback", self.error_feedback)
 
-    @property
-    def is_contraction(self) -> bool:
-        """Return True: see above."""
-        return True
-
     def codec(self, layout: BucketLayout) -> SparseCodec:
         """Return what makes messages of the largest elements of each parameter."""
         numels = [shape.numel() for shape in layout.shapes]
