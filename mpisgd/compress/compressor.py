@@ -6,7 +6,7 @@ next: what compression left out (a residual), or a factor to start from.
 """
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
@@ -185,6 +185,11 @@ class Compressor(abc.ABC):
 
     What it can beside, it offers as a role: `Casting` or `Contraction`.
     """
+
+    @classmethod
+    def examples(cls) -> Sequence["Compressor"]:
+        """Return some with which the fuzzer, `verify` and the documentation try it; the plainest first."""
+        return (cls(),)
 
     @property
     def short_name(self) -> str:

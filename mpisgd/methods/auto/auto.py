@@ -1,5 +1,6 @@
 """`Auto`: the compressor that pays on this link, if there is one."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -35,6 +36,11 @@ class Auto(Compressor):
 
     candidates: tuple[Compressor, ...] = (Compression.none, Compression.bf16, PerHost(PowerSGD(rank=4)))
     max_time_ratio: float = 0.7
+
+    @classmethod
+    def examples(cls) -> Sequence["Auto"]:
+        """See `Compressor`."""
+        return ()
 
     def __post_init__(self) -> None:
         given = self.candidates

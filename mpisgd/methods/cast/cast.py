@@ -4,6 +4,7 @@ Each element's owner adds the halves of all ranks in float32 and rounds once, an
 result too, so all ranks end with the same bits.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -29,6 +30,11 @@ class Cast(Compressor):
 
     name: str
     dtype: torch.dtype | None = None
+
+    @classmethod
+    def examples(cls) -> Sequence["Cast"]:
+        """See `Compressor`."""
+        return (cls("none"), cls("fp16", torch.float16), cls("bf16", torch.bfloat16))
 
     def __repr__(self) -> str:
         return f"Compression.{self.name}"

@@ -67,6 +67,11 @@ class DeepGradient(WideCompressor):
     warmup_ratio: float = 0.25
     clip_norm: float | None = None
 
+    @classmethod
+    def examples(cls) -> Sequence["DeepGradient"]:
+        """See `Compressor`."""
+        return (cls(ratio=0.5), cls(ratio=0.3, momentum=0.5, warmup_steps=2))
+
     def __post_init__(self) -> None:
         check_ratio("DeepGradient", "ratio", self.ratio)
         check_ratio("DeepGradient", "warmup_ratio", self.warmup_ratio)

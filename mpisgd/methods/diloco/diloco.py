@@ -16,8 +16,8 @@ different steps; and the mean may be taken during the next `overlap_steps` steps
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,9 +28,9 @@ from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.compression_state import CompressionState
 from mpisgd.method_state import alike, part
-from mpisgd.methods.strategy.compatibility import LOCAL_STEPS, refuse_momentum
+from mpisgd.methods.strategy.goes_with import Compressions, GoesWith, no_momentum, yes
 from mpisgd.methods.strategy.kept_tensors import follow
-from mpisgd.methods.strategy.local_training import LocalSynchronizer
+from mpisgd.methods.strategy.local_training import LOCAL_STEPS, LocalSynchronizer
 from mpisgd.methods.strategy.strategy import Strategy
 from mpisgd.methods.strategy.tensor_mean import TensorMean
 from mpisgd.methods.strategy.training import Training
@@ -67,7 +67,10 @@ class DiLoCo(Strategy):
     overlap_steps: int = 0
     overlap_alpha: float = 0.5
 
-    excludes: ClassVar[frozenset[str]] = LOCAL_STEPS
+    @classmethod
+    def examples(cls) -> Sequence["DiLoCo"]:
+        """See `Strategy`."""
+        return (cls(2), cls(4, fragments=2), cls(3, fragments=2, overlap_steps=1))
 
     def __post_init__(self) -> None:
         for name in ("sync_every", "fragments"):
@@ -135,6 +138,12 @@ class DiLoCo(Strategy):
         except (TypeError, ValueError) as exc:
             raise InvalidArgument(f"DiLoCo: outer_options={shown(options)}: {exc}") from exc
 
+    @property
+    def goes_with(self) -> GoesWith:
+        """See `GoesWith`."""
+        elastic = yes("survivors go on from their own models, with the outer momentum")
+        return replace(LOCAL_STEPS, compression=Compressions("of changes", (no_momentum,)), elastic=elastic)
+
     def check(self, training: Training) -> None:
         """See `Strategy.check`.
 
@@ -142,7 +151,6 @@ class DiLoCo(Strategy):
             InvalidArgument: also where there are fewer parameters than fragments.
         """
         super().check(training)
-        refuse_momentum(self, training)
         number = len(training.named)
         if self.fragments > max(1, number):
             raise InvalidArgument(

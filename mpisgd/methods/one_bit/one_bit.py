@@ -72,6 +72,11 @@ class OneBit(Compressor):
 
     two_step: bool = False
 
+    @classmethod
+    def examples(cls) -> Sequence["OneBit"]:
+        """See `Compressor`."""
+        return (cls(), cls(two_step=True))
+
     def __post_init__(self) -> None:
         check_flag("OneBit", "two_step", self.two_step)
 

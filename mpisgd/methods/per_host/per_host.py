@@ -1,7 +1,7 @@
 """`PerHost`: what passes between hosts is compressed, once for each host; on a host gradients stay exact."""
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
 from mpisgd.job.groups import open_host_group, open_leader_group
+from mpisgd.methods.top_k.top_k import TopK
 
 __all__ = ["PerHost", "PerHostReducer"]
 
@@ -44,6 +45,11 @@ class PerHost(Compressor):
     """
 
     compressor: Compressor
+
+    @classmethod
+    def examples(cls) -> Sequence["PerHost"]:
+        """See `Compressor`."""
+        return (cls(TopK(ratio=0.5)),)
 
     def __post_init__(self) -> None:
         if not isinstance(self.compressor, Compressor):

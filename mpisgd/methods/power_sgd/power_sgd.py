@@ -62,6 +62,11 @@ class PowerSGD(WideCompressor):
     min_compression_rate: float = 1.0
     seed: int = 0
 
+    @classmethod
+    def examples(cls) -> Sequence["PowerSGD"]:
+        """See `Compressor`."""
+        return (cls(rank=1), cls(rank=2, warmup_steps=2))
+
     def __post_init__(self) -> None:
         check_positive("PowerSGD", "rank", self.rank, whole=True)
         check_count("PowerSGD", "warmup_steps", self.warmup_steps)

@@ -5,6 +5,7 @@ and Encoding".
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mpisgd.arguments import check_flag, check_positive, check_seed, shown
@@ -53,6 +54,11 @@ class QSGD(WideCompressor):
     norm: str = "max"
     error_feedback: bool = False
     seed: int = 0
+
+    @classmethod
+    def examples(cls) -> Sequence["QSGD"]:
+        """See `Compressor`."""
+        return (cls(bits=4), cls(bits=2, segment=5, error_feedback=True))
 
     def __post_init__(self) -> None:
         if isinstance(self.bits, bool) or not isinstance(self.bits, int) or not 2 <= self.bits <= 8:

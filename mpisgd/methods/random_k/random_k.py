@@ -4,6 +4,7 @@ Stich, Cordonnier and Jaggi 2018, "Sparsified SGD with Memory"; Wangni and other
 Sparsification for Communication-Efficient Distributed Optimization".
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,6 +52,11 @@ class RandomK(WideCompressor):
     ratio: float
     error_feedback: bool = True
     seed: int = 0
+
+    @classmethod
+    def examples(cls) -> Sequence["RandomK"]:
+        """See `Compressor`."""
+        return (cls(ratio=0.5), cls(ratio=0.5, error_feedback=False))
 
     def __post_init__(self) -> None:
         check_ratio("RandomK", "ratio", self.ratio)

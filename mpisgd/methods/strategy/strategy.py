@@ -12,7 +12,7 @@ What it keeps from step to step it declares in a dataclass, `state`: see `mpisgd
 """
 
 import abc
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -27,7 +27,7 @@ from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.accumulation import GradientSync
 from mpisgd.method_state import mean_of
-from mpisgd.methods.strategy.compatibility import OPTIONS
+from mpisgd.methods.strategy.goes_with import GoesWith
 from mpisgd.methods.strategy.training import Training
 from mpisgd.sharding.layerwise.offload_parameters import check_in_memory
 
@@ -237,31 +237,33 @@ class Strategy(abc.ABC):
     Its fields are what all ranks must have chosen alike: `repr(strategy)` is compared at construction.
 
     Attributes:
-        excludes: names of `compatibility.OPTIONS` that it cannot follow; by default `share_parameters`.
+        starts_together: whether all ranks come to the first step, with the same parameters.
     """
 
-    excludes: ClassVar[frozenset[str]] = frozenset({"share_parameters"})
-    starts_together: ClassVar[bool] = True  # all ranks come to the first step, with the same parameters
+    starts_together: ClassVar[bool] = True
+
+    @classmethod
+    def examples(cls) -> Sequence["Strategy"]:
+        """Return some with which the fuzzer, `verify` and the documentation try it; the plainest first."""
+        return (cls(),)
+
+    @property
+    def goes_with(self) -> GoesWith:
+        """What it goes with; what does not is refused before `check`."""
+        return GoesWith()
 
     def check(self, training: Training) -> None:
-        """Raise where the strategy cannot do what `training` asks for; before anything is sent.
+        """Raise where the strategy cannot train these parameters, with these ranks; before anything is sent.
 
         Raises:
-            InvalidArgument: says what does not go together.
+            InvalidArgument: says why.
         """
-        self.refuse(training, self.excludes)
         if not self.updates_files(training):
             check_in_memory("DistributedOptimizer", training.named)
 
     def updates_files(self, training: Training) -> bool:
         """Return whether parameters that `mpisgd.offload_parameters` has moved to files are updated there."""
         return False
-
-    def refuse(self, training: Training, names: Set[str]) -> None:
-        """Raise InvalidArgument if any of these `compatibility.OPTIONS` was chosen."""
-        for name in sorted(names):
-            if (chosen := OPTIONS[name](training)) is not None:
-                raise InvalidArgument(f"DistributedOptimizer: {name}={chosen} does not go with {self}")
 
     @abc.abstractmethod
     def synchronizer(self, training: Training) -> Synchronizer:

@@ -4,6 +4,7 @@ Dryden and others 2016, "Communication Quantization for Data-Parallel Training o
 Strom 2015, "Scalable Distributed DNN Training Using Commodity GPU Cloud Computing".
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -44,6 +45,11 @@ class Threshold(WideCompressor):
 
     value: float
     error_feedback: bool = True
+
+    @classmethod
+    def examples(cls) -> Sequence["Threshold"]:
+        """See `Compressor`."""
+        return (cls(value=1.0),)
 
     def __post_init__(self) -> None:
         check_positive("Threshold", "value", self.value)

@@ -4,6 +4,7 @@ Aji and Heafield 2017, "Sparse Communication for Distributed Gradient Descent"; 
 2018, "Sparsified SGD with Memory".
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -42,6 +43,11 @@ class TopK(WideCompressor):
 
     ratio: float
     error_feedback: bool = True
+
+    @classmethod
+    def examples(cls) -> Sequence["TopK"]:
+        """See `Compressor`."""
+        return (cls(ratio=0.3), cls(ratio=0.5, error_feedback=False))
 
     def __post_init__(self) -> None:
         check_ratio("TopK", "ratio", self.ratio)
