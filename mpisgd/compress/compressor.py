@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mpisgd.core.group import Group
 from mpisgd.dtypes import FLOATING, ReduceOp
+from mpisgd.errors import InvalidArgument
 from mpisgd.method_state import names_of, pieces_of, restart
 
 __all__ = [
@@ -213,6 +214,14 @@ class Compressor(abc.ABC):
     @abc.abstractmethod
     def reducer(self, layout: BucketLayout) -> BucketReducer:
         """Return the reducer of a bucket; not collective."""
+
+    def paper(self) -> Any:
+        """Return the algorithm with these settings, a `mpisgd.methods.paper_kit.Paper`.
+
+        Raises:
+            InvalidArgument: there is none.
+        """
+        raise InvalidArgument(f"there is no paper of {self}")
 
 
 def wire_dtype_of(compressor: Compressor, dtype: torch.dtype) -> torch.dtype | None:

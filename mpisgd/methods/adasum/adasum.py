@@ -5,6 +5,7 @@ Source: Maleki et al. 2020, "Scaling Distributed Training with Adaptive Summatio
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from mpisgd.collectives.all_gather import all_gather_into_tensor
 from mpisgd.compress.compressor import BucketLayout, BucketReducer, Compressor, Traits
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
+from mpisgd.methods.adasum import paper
+from mpisgd.methods.paper_kit import Paper
 
 __all__ = ["AdaptiveSum", "Adasum"]
 
@@ -48,6 +51,10 @@ class AdaptiveSum(Compressor):
     def reducer(self, layout: BucketLayout) -> BucketReducer:
         """Return what combines the gradients of a bucket, each by itself."""
         return _AdasumReducer(layout)
+
+    def paper(self) -> Paper[Any]:
+        """See `Compressor`."""
+        return paper.Adasum()
 
 
 Adasum = AdaptiveSum()

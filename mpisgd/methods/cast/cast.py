@@ -7,6 +7,7 @@ result too, so all ranks end with the same bits.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from mpisgd.compress.compressor import BucketLayout, Compressor, Traits
 from mpisgd.compress.sum_reducer import SumReducer
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
+from mpisgd.methods.cast import paper
+from mpisgd.methods.paper_kit import Paper
+from mpisgd.methods.synchronous.paper import Synchronous
 
 __all__ = ["Cast", "CastReducer", "Compression"]
 
@@ -65,6 +69,10 @@ class Cast(Compressor):
     def reducer(self, layout: BucketLayout) -> "CastReducer":
         """Return what casts a bucket, sums it and casts it back."""
         return CastReducer(self, layout)
+
+    def paper(self) -> Paper[Any]:
+        """See `Compressor`."""
+        return Synchronous() if self.dtype is None else paper.Cast(self.dtype)
 
 
 class CastReducer(SumReducer):

@@ -4,9 +4,11 @@ Lin, Han, Mao, Wang and Dally 2018, "Deep Gradient Compression: Reducing the Com
 Distributed Training".
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +24,8 @@ from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
 from mpisgd.method_state import own
+from mpisgd.methods.deep_gradient import paper
+from mpisgd.methods.paper_kit import Paper
 
 __all__ = ["DeepGradient", "DeepGradientReducer", "MomentumCorrection", "clip_each_"]
 
@@ -101,6 +105,17 @@ class DeepGradient(WideCompressor):
     def wide_reducer(self, layout: BucketLayout) -> "DeepGradientReducer":
         """Return what corrects, selects and sends a bucket."""
         return DeepGradientReducer(layout, self)
+
+    def paper(self) -> Paper[Any]:
+        """See `Compressor`."""
+        return paper.DeepGradient(
+            self.ratio,
+            self.momentum,
+            self.nesterov,
+            self.warmup_steps,
+            self.warmup_ratio,
+            math.inf if self.clip_norm is None else self.clip_norm,
+        )
 
 
 def clip_each_(bucket: Tensor, numels: Sequence[int], max_norm: float) -> None:

@@ -28,6 +28,8 @@ from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.compression_state import CompressionState
 from mpisgd.method_state import alike, part
+from mpisgd.methods.diloco import paper
+from mpisgd.methods.paper_kit import Paper
 from mpisgd.methods.strategy.goes_with import Compressions, GoesWith, no_momentum, yes
 from mpisgd.methods.strategy.kept_tensors import follow
 from mpisgd.methods.strategy.local_training import LOCAL_STEPS, LocalSynchronizer
@@ -161,6 +163,24 @@ class DiLoCo(Strategy):
     def synchronizer(self, training: Training) -> "DiLoCoSynchronizer":
         """Return what takes the outer steps."""
         return DiLoCoSynchronizer(training, self)
+
+    def paper(self, size: int, lengths: Sequence[tuple[str, int]] = ()) -> Paper[Any] | None:
+        """See `Strategy`."""
+        given = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
+        if self.outer_options is not None:
+            given = {"lr": 1e-3, "momentum": 0.0, "nesterov": False, **self.outer_options}
+        lr, mu, nesterov = given.pop("lr"), given.pop("momentum"), given.pop("nesterov")
+        if given or self.outer_optimizer is not torch.optim.SGD:
+            return super().paper(size, lengths)
+        return paper.DiLoCo(
+            H=self.sync_every,
+            lr=lr,
+            mu=mu,
+            nesterov=bool(nesterov),
+            fragments=_names_of_fragments(lengths, self.fragments) if self.fragments > 1 else (),
+            tau=self.overlap_steps,
+            alpha=self.overlap_alpha,
+        )
 
 
 @dataclass
@@ -366,3 +386,16 @@ def _cut(params: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]:
         parts[place][key] = param
         before += param.nbytes
     return [part for part in parts if part]
+
+
+def _names_of_fragments(lengths: Sequence[tuple[str, int]], count: int) -> tuple[tuple[str, ...], ...]:
+    """Cut names into fragments: a parameter is in that in which its first byte would be."""
+    total = sum(nbytes for _, nbytes in lengths)
+    fragments: list[list[str]] = [[] for _ in range(count)]
+    begin = 0
+    for name, nbytes in lengths:
+        fragments[begin * count // total].append(name)
+        begin += nbytes
+    if not all(fragments):
+        raise InvalidArgument(f"parameters of {total} bytes cannot be cut evenly into {count} fragments")
+    return tuple(map(tuple, fragments))

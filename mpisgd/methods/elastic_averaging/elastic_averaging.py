@@ -30,6 +30,8 @@ from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.compression_state import CompressionState
 from mpisgd.method_state import REBUILD, alike, own, part
+from mpisgd.methods.elastic_averaging import paper
+from mpisgd.methods.paper_kit import Paper
 from mpisgd.methods.strategy.goes_with import Compressions, GoesWith, needs_magnitudes, no_momentum, yes
 from mpisgd.methods.strategy.kept_tensors import follow
 from mpisgd.methods.strategy.local_training import LOCAL_STEPS, LocalSynchronizer
@@ -98,6 +100,11 @@ class ElasticAveraging(Strategy):
     def synchronizer(self, training: Training) -> "ElasticAveragingSynchronizer":
         """Return what draws the parameters and the centre together."""
         return ElasticAveragingSynchronizer(training, self)
+
+    def paper(self, size: int, lengths: Sequence[tuple[str, int]] = ()) -> Paper[Any]:
+        """See `Strategy`."""
+        beta = {} if self.alpha is None else {"beta": self.alpha * size}
+        return paper.ElasticAveraging(tau=self.every, **beta)
 
 
 @dataclass

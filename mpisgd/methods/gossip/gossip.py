@@ -7,6 +7,7 @@ adapt (D-PSGD) and push-sum (SGP), `asynchronous` averages pairs while the ranks
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from mpisgd.arguments import check_positive, check_ratio, shown
 from mpisgd.compress.compressor import Casting
@@ -15,9 +16,13 @@ from mpisgd.gossip.graph import Graph
 from mpisgd.gossip.graphs import GraphLike, as_graph
 from mpisgd.methods.gossip.ad_psgd.ad_psgd import Asynchronous
 from mpisgd.methods.gossip.choco.choco import CompressedMixer
+from mpisgd.methods.gossip.choco.paper import Choco
 from mpisgd.methods.gossip.d_psgd.d_psgd import AdaptThenCombine, CombineThenAdapt
+from mpisgd.methods.gossip.d_psgd.paper import DPSGD
 from mpisgd.methods.gossip.mixer import NAME, Mixer
+from mpisgd.methods.gossip.push_sum.paper import PushSum as PushSumPaper
 from mpisgd.methods.gossip.push_sum.push_sum import PushSum
+from mpisgd.methods.paper_kit import Paper
 from mpisgd.methods.strategy.goes_with import (
     Compressions,
     GoesWith,
@@ -162,6 +167,22 @@ class Gossip(Strategy):
         if self.consensus_step is not None:
             return CompressedMixer(training, self.graph, self.every, self.consensus_step)
         return STYLES[self.style](training, self.graph, self.every)
+
+    def paper(self, size: int, lengths: Sequence[tuple[str, int]] = ()) -> Paper[Any] | None:
+        """See `Strategy`."""
+        graph = self.graph
+
+        def matrix(size: int, k: int) -> Sequence[Sequence[float]]:
+            rows: list[list[float]] = graph.matrix(size, k).tolist()
+            return rows
+
+        if self.style == "asynchronous":  # its events are repeated, see `mpisgd.verification.replay`
+            return super().paper(size, lengths)
+        if self.style == "push_sum":
+            return PushSumPaper(matrix, self.every)
+        if self.consensus_step is not None and size > 1:
+            return Choco(matrix, self.consensus_step, self.every)
+        return DPSGD(matrix, self.style == "adapt_then_combine", self.every)
 
 
 STYLES: dict[str, type[Mixer]] = {

@@ -27,7 +27,9 @@ from mpisgd.gradients.compression_state import CompressionState
 from mpisgd.gradients.reducer import GradientReducer
 from mpisgd.job.groups import open_host_group
 from mpisgd.method_state import alike, part
+from mpisgd.methods.local_sgd import paper
 from mpisgd.methods.local_sgd.inner_state import complete_states
+from mpisgd.methods.paper_kit import Paper
 from mpisgd.methods.strategy.goes_with import Compressions, GoesWith, needs_magnitudes, no_momentum
 from mpisgd.methods.strategy.kept_tensors import follow
 from mpisgd.methods.strategy.local_training import LOCAL_STEPS, LocalSynchronizer
@@ -141,6 +143,18 @@ class LocalSGD(Strategy):
     def synchronizer(self, training: Training) -> "LocalSGDSynchronizer":
         """Return what averages the parameters. Collective."""
         return LocalSGDSynchronizer(training, self)
+
+    def paper(self, size: int, lengths: Sequence[tuple[str, int]] = ()) -> Paper[Any] | None:
+        """See `Strategy`."""
+        if self.average_state:
+            return super().paper(size, lengths)
+        return paper.LocalSGD(
+            H=self.period,
+            H_host=(self.hierarchy or {}).get("host", 0),
+            warmup=self.warmup_steps,
+            growth=self.growth,
+            H_max=math.inf if self.max_sync_every is None else self.max_sync_every,
+        )
 
 
 @dataclass

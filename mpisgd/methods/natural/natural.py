@@ -4,6 +4,7 @@ Horvath, Ho, Horvath, Sahu, Canini and Richtarik 2019, "Natural Compression for 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,8 @@ from mpisgd.compress.compressor import BucketLayout
 from mpisgd.compress.quantizing_reducer import QuantizingReducer
 from mpisgd.compress.residual import Waiting, memory_of
 from mpisgd.compress.wide_compressor import WideCompressor
+from mpisgd.methods.natural import paper
+from mpisgd.methods.paper_kit import Paper
 
 __all__ = ["Natural", "PowersOfTwo"]
 
@@ -60,6 +63,10 @@ class Natural(WideCompressor):
         state = Waiting()
         memory = memory_of(layout, self.error_feedback, state)
         return QuantizingReducer(self.codec(layout), layout.numel, self.seed, memory, state)
+
+    def paper(self) -> Paper[Any]:
+        """See `Compressor`."""
+        return paper.Natural(feedback=self.error_feedback)
 
 
 class PowersOfTwo:

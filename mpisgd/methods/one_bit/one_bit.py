@@ -7,6 +7,7 @@ Compression Schemes", algorithm 1, with the compressed gradients of all ranks av
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +20,9 @@ from mpisgd.compress.residual import Waiting, fitted
 from mpisgd.compress.sign_code import SignCode, wide_dtype
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
+from mpisgd.methods.one_bit import paper
+from mpisgd.methods.paper_kit import Paper
+from mpisgd.methods.two_step.paper import TwoStep
 from mpisgd.methods.two_step.two_step_exchange import Errors, TwoStepExchange
 
 __all__ = ["OneBit"]
@@ -92,6 +96,10 @@ class OneBit(Compressor):
     def reducer(self, layout: BucketLayout) -> BucketReducer:
         """Return what sends the signs of a bucket and keeps the rest of it."""
         return _TwoStepReducer(layout) if self.two_step else _GatherReducer(layout)
+
+    def paper(self) -> Paper[Any]:
+        """See `Compressor`."""
+        return TwoStep() if self.two_step else paper.OneBit()
 
 
 def _lengths(layout: BucketLayout) -> list[int]:

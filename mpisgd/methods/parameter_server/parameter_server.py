@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from mpisgd.arguments import as_index, check_flag, check_positive, shown
 from mpisgd.core.group import Group
 from mpisgd.errors import InvalidArgument
+from mpisgd.methods.paper_kit import Paper
 from mpisgd.methods.parameter_server.lock_free import LockFree
 from mpisgd.methods.parameter_server.locked_shards import LockedShards
 from mpisgd.methods.sharded.shared import Shared
@@ -173,6 +174,12 @@ class ParameterServer(Strategy):
             return LockFree(training, self.staleness_steps, ())
         pull_every = self.pull_every or self.push_every
         return LockedShards(training, self.staleness_steps, self.servers or (), self.push_every, pull_every)
+
+    def paper(self, size: int, lengths: Sequence[tuple[str, int]] = ()) -> Paper[Any] | None:
+        """See `Strategy`."""
+        if self.mode != "sync":  # its events are repeated, see `mpisgd.verification.replay`
+            return super().paper(size, lengths)
+        return None
 
 
 def _as_ranks(servers: object) -> tuple[int, ...]:

@@ -17,6 +17,8 @@ from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
 from mpisgd.job.groups import open_host_group, open_leader_group
+from mpisgd.methods.paper_kit import Paper
+from mpisgd.methods.per_host import paper
 from mpisgd.methods.top_k.top_k import TopK
 
 __all__ = ["PerHost", "PerHostReducer"]
@@ -63,6 +65,10 @@ class PerHost(Compressor):
     def reducer(self, layout: BucketLayout) -> "PerHostReducer":
         """Return what reduces a bucket on the host, between hosts, and brings the result back."""
         return PerHostReducer(self.compressor.reducer(layout))
+
+    def paper(self) -> Paper[Any]:
+        """See `Compressor`."""
+        return paper.PerHost(self.compressor.paper())
 
 
 class _Levels(NamedTuple):

@@ -6,6 +6,7 @@ Optimization".
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from mpisgd.compress.wide_compressor import WideCompressor
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
 from mpisgd.method_state import alike
+from mpisgd.methods.paper_kit import Paper
+from mpisgd.methods.power_sgd import paper
 
 __all__ = ["PowerSGD", "PowerSGDReducer", "orthogonalize"]
 
@@ -85,6 +88,10 @@ class PowerSGD(WideCompressor):
     def wide_reducer(self, layout: BucketLayout) -> "PowerSGDReducer":
         """Return what approximates the matrices of a bucket."""
         return PowerSGDReducer(layout, self)
+
+    def paper(self) -> Paper[Any]:
+        """See `Compressor`."""
+        return paper.PowerSGD(self.rank, self.warmup_steps, self.error_feedback, self.min_compression_rate)
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:

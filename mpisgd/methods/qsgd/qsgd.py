@@ -7,6 +7,7 @@ and Encoding".
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mpisgd.arguments import check_flag, check_positive, check_seed, shown
 from mpisgd.compress.compressor import BucketLayout
@@ -15,6 +16,8 @@ from mpisgd.compress.quantizing_reducer import QuantizingReducer
 from mpisgd.compress.residual import Waiting, memory_of
 from mpisgd.compress.wide_compressor import WideCompressor
 from mpisgd.errors import InvalidArgument
+from mpisgd.methods.paper_kit import Paper
+from mpisgd.methods.qsgd import paper
 
 __all__ = ["QSGD"]
 
@@ -82,3 +85,10 @@ class QSGD(WideCompressor):
         state = Waiting()
         memory = memory_of(layout, self.error_feedback, state)
         return QuantizingReducer(self._levels(layout), layout.numel, self.seed, memory, state)
+
+    def paper(self) -> Paper[Any]:
+        """See `Compressor`."""
+        norm = math.inf if self.norm == "max" else 2.0
+        return paper.QSGD(
+            L=2 ** (self.bits - 1) - 1, segment=self.segment, norm=norm, feedback=self.error_feedback
+        )

@@ -6,6 +6,7 @@ Sparsification for Communication-Efficient Distributed Optimization".
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +22,8 @@ from mpisgd.compress.sum_reducer import SumReducer
 from mpisgd.compress.wide_compressor import WideCompressor
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
+from mpisgd.methods.paper_kit import Paper
+from mpisgd.methods.random_k import paper
 
 __all__ = ["RandomK", "RandomKReducer", "random_indices"]
 
@@ -79,6 +82,10 @@ class RandomK(WideCompressor):
     def wide_reducer(self, layout: BucketLayout) -> "RandomKReducer":
         """Return what sends random elements of a bucket."""
         return RandomKReducer(layout, self)
+
+    def paper(self) -> Paper[Any]:
+        """See `Compressor`."""
+        return paper.RandomK(ratio=self.ratio, feedback=self.error_feedback)
 
 
 def random_indices(numel: int, count: int, seed: int, step: int) -> Tensor:

@@ -12,12 +12,14 @@ Models", 2020. There, stage 1 is P_os, and stage 2 is P_os+g.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from mpisgd.accelerator.runtime import on_device
 from mpisgd.arguments import check_flag, shown
 from mpisgd.errors import InvalidArgument
+from mpisgd.methods.paper_kit import Paper
 from mpisgd.methods.sharded.streamed import StreamedSynchronizer
 from mpisgd.methods.sharded.synchronizer import ShardedSynchronizer
 from mpisgd.methods.strategy.goes_with import Compressions, GoesWith, needs_casting, needs_none, no, yes
@@ -171,3 +173,7 @@ class Sharded(Strategy):
             overlap_forward=self.overlap_forward,
             offload=self.offload,
         )
+
+    def paper(self, size: int, lengths: Sequence[tuple[str, int]] = ()) -> Paper[Any] | None:
+        """See `Strategy`."""
+        return None

@@ -6,6 +6,7 @@ Problems"; the vote: algorithm 3.
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from mpisgd.compress.sign_code import pack_signs, unpack_signs
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
 from mpisgd.method_state import alike
+from mpisgd.methods.paper_kit import Paper
+from mpisgd.methods.sign_sgd import paper
 
 __all__ = ["SignSGD"]
 
@@ -54,6 +57,10 @@ class SignSGD(Compressor):
     def reducer(self, layout: BucketLayout) -> BucketReducer:
         """Return what sends the signs of a bucket."""
         return (_VoteReducer if self.majority_vote else _MeanReducer)(layout.numel)
+
+    def paper(self) -> Paper[Any]:
+        """See `Compressor`."""
+        return paper.SignSGD(self.majority_vote)
 
 
 @dataclass

@@ -27,6 +27,7 @@ from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.accumulation import GradientSync
 from mpisgd.method_state import mean_of
+from mpisgd.methods.paper_kit import Paper
 from mpisgd.methods.strategy.goes_with import GoesWith
 from mpisgd.methods.strategy.training import Training
 from mpisgd.sharding.layerwise.offload_parameters import check_in_memory
@@ -268,3 +269,17 @@ class Strategy(abc.ABC):
     @abc.abstractmethod
     def synchronizer(self, training: Training) -> Synchronizer:
         """Return the working part for an optimizer. Collective over `training.group`."""
+
+    def paper(self, size: int, lengths: Sequence[tuple[str, int]] = ()) -> Paper[Any] | None:
+        """Return the algorithm with these settings, which `verify` and the fuzzer compare the strategy with.
+
+        None: what one process computes with the gradients of all ranks.
+
+        Args:
+            size: how many ranks there are.
+            lengths: names of the parameters, and their bytes, for strategies that divide them.
+
+        Raises:
+            InvalidArgument: there is none.
+        """
+        raise InvalidArgument(f"there is no paper of {self}")

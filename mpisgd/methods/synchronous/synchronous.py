@@ -3,13 +3,17 @@
 N ranks compute what one process computes on the joined batch.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from mpisgd.methods.paper_kit import Paper
 from mpisgd.methods.sharded.shared import Shared
 from mpisgd.methods.strategy.goes_with import GoesWith, no, yes
 from mpisgd.methods.strategy.replicated import Replicated
 from mpisgd.methods.strategy.strategy import Strategy, Synchronizer
 from mpisgd.methods.strategy.training import Training
+from mpisgd.methods.synchronous import paper
 from mpisgd.sharding.shared_parameters import check_shareable
 
 __all__ = ["Synchronous"]
@@ -34,3 +38,7 @@ class Synchronous(Strategy):
     def synchronizer(self, training: Training) -> Synchronizer:
         """Return what reduces gradients; with shared parameters, to the ranks that own them."""
         return (Shared if training.share_parameters else Replicated)(training)
+
+    def paper(self, size: int, lengths: Sequence[tuple[str, int]] = ()) -> Paper[Any]:
+        """See `Strategy`."""
+        return paper.Synchronous()

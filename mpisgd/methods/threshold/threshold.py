@@ -7,6 +7,7 @@ Strom 2015, "Scalable Distributed DNN Training Using Commodity GPU Cloud Computi
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from torch import Tensor
 
@@ -16,6 +17,8 @@ from mpisgd.compress.residual import Waiting, memory_of
 from mpisgd.compress.selection import at_least
 from mpisgd.compress.sparse_reducer import SparseReducer
 from mpisgd.compress.wide_compressor import WideCompressor
+from mpisgd.methods.paper_kit import Paper
+from mpisgd.methods.threshold import paper
 
 __all__ = ["Threshold", "ThresholdReducer"]
 
@@ -63,6 +66,10 @@ class Threshold(WideCompressor):
     def wide_reducer(self, layout: BucketLayout) -> "ThresholdReducer":
         """Return what sends the large elements of a bucket."""
         return ThresholdReducer(layout, self)
+
+    def paper(self) -> Paper[Any]:
+        """See `Compressor`."""
+        return paper.Threshold(tau=self.value, feedback=self.error_feedback)
 
 
 class ThresholdReducer(SparseReducer):

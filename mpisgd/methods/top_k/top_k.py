@@ -6,6 +6,7 @@ Aji and Heafield 2017, "Sparse Communication for Distributed Gradient Descent"; 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -15,6 +16,8 @@ from mpisgd.compress.residual import Waiting, memory_of
 from mpisgd.compress.selection import count_of, top_k_of_each
 from mpisgd.compress.sparse_reducer import SparseCodec, SparseReducer
 from mpisgd.compress.wide_compressor import WideCompressor
+from mpisgd.methods.paper_kit import Paper
+from mpisgd.methods.top_k import paper
 
 __all__ = ["TopK", "TopKReducer"]
 
@@ -62,6 +65,10 @@ class TopK(WideCompressor):
     def wide_reducer(self, layout: BucketLayout) -> "TopKReducer":
         """Return what sends the largest elements of a bucket."""
         return TopKReducer(layout, self)
+
+    def paper(self) -> Paper[Any]:
+        """See `Compressor`."""
+        return paper.TopK(ratio=self.ratio, feedback=self.error_feedback)
 
 
 class TopKReducer(SparseReducer):
