@@ -117,3 +117,5 @@ from mpisgd.verification.own_model import Verification as Verification
 from mpisgd.verification.own_model import verify as verify
 
 __version__: str
+
+__all__: list[str]

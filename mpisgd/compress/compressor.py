@@ -6,19 +6,32 @@ next: what compression left out (a residual), or a factor to start from.
 """
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, NamedTuple, Protocol
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mpisgd.core.group import Group
-from mpisgd.dtypes import ReduceOp
+from mpisgd.dtypes import FLOATING, ReduceOp
+from mpisgd.errors import InvalidArgument
 from mpisgd.method_state import names_of, pieces_of, restart
 
-__all__ = ["BucketLayout", "BucketReducer", "Codec", "Compressor"]
+__all__ = [
+    "BucketLayout",
+    "BucketReducer",
+    "Casting",
+    "Codec",
+    "Compressor",
+    "Contraction",
+    "Traits",
+    "codec_of",
+    "is_contraction",
+    "wire_dtype_of",
+]
 
 
 class BucketLayout(NamedTuple):
@@ -122,16 +135,62 @@ class Codec(Protocol):
 
 
 @dataclass(frozen=True)
+class Traits:
+    """What becomes of gradients that a compressor sends, as far as it decides what the compressor goes with.
+
+    Attributes:
+        dtypes: of the buckets that it applies to; others are summed as they are.
+        has_momentum: whether it takes the place of the optimizer's momentum, which must be off then.
+        has_magnitudes: whether what arrives is about as large as what was sent, as models need it that are
+            averaged.
+        is_homogeneous: whether of gradients a times as large, a > 0, a times as much arrives, as of a mean.
+            Elsewhere `gradient_predivide_factor` divides nothing, which would change what is sent.
+        is_additive: whether R + g on every rank, R the same on all, becomes R plus what becomes of g, as a
+            mean does, up to rounding, noise, and what is left out for later. Else gradients are not reduced
+            twice.
+        has_error_feedback: whether what it has not sent is added to the next bucket.
+        replaces_op: what it does in place of a sum or mean, which sparse gradients cannot follow, or "".
+    """
+
+    dtypes: frozenset[torch.dtype] = frozenset(FLOATING)
+    has_momentum: bool = False
+    has_magnitudes: bool = True
+    is_homogeneous: bool = True
+    is_additive: bool = True
+    has_error_feedback: bool = False
+    replaces_op: str = ""
+
+
+@runtime_checkable
+class Casting(Protocol):
+    """The role of a compressor that casts every element, and does nothing else. It keeps nothing."""
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return what elements of `dtype` are cast to on the wire."""
+
+
+@runtime_checkable
+class Contraction(Protocol):
+    """The role of a compressor with a codec C such that E |x - C(x)|^2 < |x|^2, as gossip needs it."""
+
+    def codec(self, layout: BucketLayout) -> Codec | None:
+        """Return what compresses a bucket of one rank, float32 or float64.
+
+        None: with these settings nothing does so well; of no layout then.
+        """
+
+
+@dataclass(frozen=True)
 class Compressor(abc.ABC):
     """How buckets of gradients travel. A subclass is a frozen dataclass, whose fields all ranks agree on.
 
-    Attributes:
-        takes_sparse: whether sparse gradients may be summed as they are, beside the buckets.
-        combines_by: what it does in place of a sum or mean, for messages; "" where it does one of them.
+    What it can beside, it offers as a role: `Casting` or `Contraction`.
     """
 
-    takes_sparse: ClassVar[bool] = True
-    combines_by: ClassVar[str] = ""
+    @classmethod
+    def examples(cls) -> Sequence["Compressor"]:
+        """Return some with which the fuzzer, `verify` and the documentation try it; the plainest first."""
+        return (cls(),)
 
     @property
     def short_name(self) -> str:
@@ -143,54 +202,40 @@ class Compressor(abc.ABC):
         ]
         return f"{type(self).__name__}({', '.join(given)})"
 
-    @property
-    def has_momentum(self) -> bool:
-        """Whether it takes the place of the optimizer's momentum, which must be off then."""
-        return False
-
-    @property
-    def has_magnitudes(self) -> bool:
-        """Whether what arrives is about as large as what was sent, as models need it that are averaged."""
-        return True
-
-    @property
-    def is_homogeneous(self) -> bool:
-        """Whether of gradients a times as large, a > 0, a times as much arrives, as of a mean.
-
-        Elsewhere `gradient_predivide_factor` divides nothing, which would change what is sent.
-        """
-        return self.has_magnitudes
-
-    @property
-    def has_error_feedback(self) -> bool:
-        """Whether what it has not sent is added to the next bucket: by default its field `error_feedback`."""
-        return bool(getattr(self, "error_feedback", False))
-
-    @property
-    def is_additive(self) -> bool:
-        """Whether R + g on every rank, R the same on all, becomes R plus what becomes of g, as a mean does.
-
-        Up to rounding, noise, and what is left out for later. Else gradients are not reduced twice.
-        """
-        return not self.has_momentum
-
-    @property
-    def is_contraction(self) -> bool:
-        """Whether there is a `codec` C with E |x - C(x)|^2 < |x|^2, as error feedback and gossip need it."""
-        return False
-
-    def codec(self, layout: BucketLayout) -> Codec:
-        """Return what compresses a bucket of one rank, float32 or float64; see `is_contraction`."""
-        raise NotImplementedError(f"{type(self).__name__} has no codec")
+    @cached_property
+    def traits(self) -> Traits:
+        """What becomes of gradients; by default a field `error_feedback` says whether it has that."""
+        return Traits(has_error_feedback=bool(getattr(self, "error_feedback", False)))
 
     def changes(self, dtype: torch.dtype) -> bool:
         """Return whether buckets of `dtype` travel as something else; others are summed as they are."""
-        return dtype.is_floating_point
-
-    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
-        """Return the dtype to which every element is cast on the wire, None where that is not all."""
-        return None if self.changes(dtype) else dtype
+        return dtype in self.traits.dtypes
 
     @abc.abstractmethod
     def reducer(self, layout: BucketLayout) -> BucketReducer:
         """Return the reducer of a bucket; not collective."""
+
+    def paper(self) -> Any:
+        """Return the algorithm with these settings, a `mpisgd.methods.paper_kit.Paper`.
+
+        Raises:
+            InvalidArgument: there is none.
+        """
+        raise InvalidArgument(f"there is no paper of {self}")
+
+
+def wire_dtype_of(compressor: Compressor, dtype: torch.dtype) -> torch.dtype | None:
+    """Return the dtype to which every element is cast on the wire, None where that is not all."""
+    if isinstance(compressor, Casting):
+        return compressor.wire_dtype(dtype)
+    return None if compressor.changes(dtype) else dtype
+
+
+def codec_of(compressor: Compressor, layout: BucketLayout) -> Codec | None:
+    """Return the codec of a `Contraction`; None of others."""
+    return compressor.codec(layout) if isinstance(compressor, Contraction) else None
+
+
+def is_contraction(compressor: Compressor) -> bool:
+    """Return whether it has a codec."""
+    return codec_of(compressor, BucketLayout((torch.Size([1]),), torch.float32)) is not None

@@ -23,14 +23,14 @@ class SumReducer(BucketReducer):
 
     def __init__(self, nbytes: int, *, in_shared_memory: bool = False, region: Region | None = None) -> None:
         self._nbytes = nbytes
-        self.in_shared_memory = in_shared_memory
-        self.region = region
+        self._in_shared_memory = in_shared_memory
+        self._region = region
 
     def reduce(self, bucket: Tensor, group: Group, op: ReduceOp) -> None:
         """Sum the bucket in the memory of the host, or as any tensor; see `BucketReducer.reduce`."""
         transport = transport_for(group, "all_reduce", bucket.dtype, bucket.nbytes)
-        if self.in_shared_memory and transport is not None:
-            transport.all_reduce_now(bucket, op, self.region)
+        if self._in_shared_memory and transport is not None:
+            transport.all_reduce_now(bucket, op, self._region)
         else:
             reduce_tensor(group, bucket, op, _algorithm(group, bucket))
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mpisgd.compress.compressor import BucketLayout, BucketReducer, Compressor
 from mpisgd.core.group import Group
-from mpisgd.dtypes import HALF_DTYPES, ReduceOp
+from mpisgd.dtypes import ReduceOp
 
 __all__ = ["WideCompressor", "WideningReducer"]
 
@@ -24,10 +24,6 @@ WIDE_DTYPES = (torch.float32, torch.float64)
 @dataclass(frozen=True)
 class WideCompressor(Compressor):
     """Compresses float32, float64, and 16-bit floats as float32; other dtypes are summed as they are."""
-
-    def changes(self, dtype: torch.dtype) -> bool:
-        """Return whether `dtype` is one of these."""
-        return dtype in (*WIDE_DTYPES, *HALF_DTYPES)
 
     def reducer(self, layout: BucketLayout) -> BucketReducer:
         """Return the reducer of a bucket; not collective."""

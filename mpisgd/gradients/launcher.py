@@ -10,6 +10,7 @@ from mpisgd import tracing
 from mpisgd.accelerator.buffers import overlap
 from mpisgd.accelerator.runtime import on_device
 from mpisgd.collectives.dispatch import device_backend, device_kind, run_in_queue, transport_for
+from mpisgd.compress.compressor import wire_dtype_of
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.core.work import Work
@@ -193,8 +194,7 @@ class BucketLauncher:
 
         The host goes on to the next one in any case.
         """
-        dtype = self._options.compression.wire_dtype(flat.dtype)
-        if dtype is None or not on_device(flat):
+        if not on_device(flat) or (dtype := wire_dtype_of(self._options.compression, flat.dtype)) is None:
             return None
         backend = device_backend(self._group, operation, flat, op=self._op, dtypes=[dtype])
         if backend is None:

@@ -36,7 +36,7 @@ class ReductionOptions(NamedTuple):
     @property
     def divisor(self) -> float:
         """What gradients are divided by before the sum; after it they are by size / divisor (AVG only)."""
-        is_one = self.predivide_factor == 1.0 or not self.compression.is_homogeneous
+        is_one = self.predivide_factor == 1.0 or not self.compression.traits.is_homogeneous
         return 1.0 if is_one else self.predivide_factor
 
     @property

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mpisgd.accelerator.buffers import ALONE_BYTES
 from mpisgd.accelerator.runtime import on_device
-from mpisgd.compress.compressor import BucketLayout, BucketReducer, Compressor
+from mpisgd.compress.compressor import BucketLayout, BucketReducer, Compressor, wire_dtype_of
 from mpisgd.compress.sum_reducer import SumReducer
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
@@ -38,10 +38,14 @@ class BucketSlot(NamedTuple):
     Attributes:
         storage: the memory of the gradients.
         reducer: combines them over the ranks.
+        in_shared_memory: whether it does so in the shared memory of hosts; the same on all ranks.
+        region: that memory; None where the gradients lie elsewhere.
     """
 
     storage: FusionBuffer | UnbucketedGradient
     reducer: BucketReducer
+    in_shared_memory: bool = False
+    region: Region | None = None
 
     @property
     def bucket(self) -> Bucket:
@@ -52,16 +56,6 @@ class BucketSlot(NamedTuple):
     def layouts(self) -> Sequence[Layout]:
         """How each of them lies there."""
         return self.storage.layouts
-
-    @property
-    def region(self) -> Region | None:
-        """The shared memory in which the gradients lie; None where they lie elsewhere."""
-        return self.reducer.region if isinstance(self.reducer, SumReducer) else None
-
-    @property
-    def in_shared_memory(self) -> bool:
-        """Whether the bucket is reduced in the shared memory of hosts; the same on all ranks."""
-        return isinstance(self.reducer, SumReducer) and self.reducer.in_shared_memory
 
 
 class Plan(NamedTuple):
@@ -126,7 +120,7 @@ def agree_on_plan(
     dense = set(covered) - sparse
     devices = name_devices([param.device for param in params])
     # A compressor that looks at a bucket as a whole finds no padding in it.
-    padded = all(options.compression.wire_dtype(params[i].dtype) is not None for i in dense)
+    padded = all(wire_dtype_of(options.compression, params[i].dtype) is not None for i in dense)
     taken = launch_order(len(params), everyone[0][0]) if order is None else order
     buckets = plan_buckets(
         [item_of(i, params[i], devices[params[i].device]) for i in sorted(dense)],
@@ -199,7 +193,8 @@ def make_slot(bucket: Bucket, params: Sequence[Tensor], group: Group, compressio
     region = _shared(bucket.numel, dtype, group)
     storage = FusionBuffer(bucket, params, None if region is None else region.mine)
     nbytes = bucket.numel * dtype.itemsize
-    return BucketSlot(storage, SumReducer(nbytes, in_shared_memory=True, region=region))
+    reducer = SumReducer(nbytes, in_shared_memory=True, region=region)
+    return BucketSlot(storage, reducer, in_shared_memory=True, region=region)
 
 
 def _shared(numel: int, dtype: torch.dtype, group: Group) -> Region | None:

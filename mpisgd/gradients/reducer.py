@@ -20,6 +20,7 @@ from torch import Tensor
 
 from mpisgd.accelerator.runtime import on_device
 from mpisgd.collectives.all_reduce import all_reduce
+from mpisgd.compress.compressor import wire_dtype_of
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.core.owner import current_owner, owned_by
@@ -100,7 +101,7 @@ class GradientReducer(GradientSync):
     @property
     def combined_by(self) -> str:
         """See `GradientSync`."""
-        return self.options.compression.combines_by or f"op={self.options.op.name}"
+        return self.options.compression.traits.replaces_op or f"op={self.options.op.name}"
 
     @property
     def contents(self) -> str:
@@ -277,7 +278,9 @@ class GradientReducer(GradientSync):
             make_slots=self._make_slots,
         )
         state.move_to(self._plan.slots)
-        if order is None and any(self.options.compression.wire_dtype(p.dtype) is None for p in self.params):
+        if order is None and any(
+            wire_dtype_of(self.options.compression, p.dtype) is None for p in self.params
+        ):
             state.order = self._plan.order  # what comes out of a bucket as a whole depends on it
         self._planned_order = state.order
         self._known_sparse = self._plan.sparse
@@ -369,7 +372,7 @@ class GradientReducer(GradientSync):
         among the gradients given here is missing. The next plan knows them as sparse.
         """
         indices = sorted({*sparse, *late})
-        if not self.options.compression.takes_sparse:
+        if self.options.compression.traits.replaces_op:
             names = ", ".join(self.named[index][0] for index in indices)
             raise UnsupportedTensor(
                 f"gradients of {names} are sparse, and {self.options.compression} combines dense ones only; "
@@ -404,7 +407,7 @@ class GradientReducer(GradientSync):
         """Whether a gradient that is combined twice comes out wrong, as a sum does and a mean does not."""
         if self.group.size == 1:
             return False
-        return self.options.op is ReduceOp.SUM or not self.options.compression.is_additive
+        return self.options.op is ReduceOp.SUM or not self.options.compression.traits.is_additive
 
     def _note_reduced(self, in_flight: InFlightReduction) -> None:
         assert in_flight.plan is not None

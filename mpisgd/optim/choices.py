@@ -11,36 +11,30 @@ from mpisgd.methods.auto.auto import Auto
 from mpisgd.methods.cast.cast import Compression
 from mpisgd.methods.strategy.strategy import Strategy
 from mpisgd.methods.strategy.training import Training
-from mpisgd.methods.synchronous.synchronous import Synchronous
 
 __all__ = ["check_choices", "resolve_reduction", "summary"]
 
 
-def resolve_reduction(
-    op: Any, compression: Compressor | str | None, predivide_factor: float, strategy: Any, shares: bool
-) -> tuple[ReduceOp, Compressor]:
+def resolve_reduction(op: Any, compression: Compressor | str | None) -> tuple[ReduceOp, Compressor]:
     """Return the reduction and what travels: an adaptive sum is no reduction element by element.
 
     Raises:
-        InvalidArgument: Adasum was chosen together with what does not go with it.
+        InvalidArgument: Adasum was chosen together with a compression, or as one.
     """
     chosen: Any = Compression.none if compression is None else compression
     if isinstance(chosen, str) and chosen == "auto":
         chosen = Auto()
-    if isinstance(chosen, AdaptiveSum):
+    if isinstance(chosen, Compressor) and chosen.traits.replaces_op:
         raise InvalidArgument("DistributedOptimizer: Adasum is no compression; pass op=mpisgd.Adasum")
     if isinstance(op, str):  # other names are refused with the other options
         op = {"ADASUM": Adasum, "AVG": ReduceOp.AVG, "SUM": ReduceOp.SUM}.get(op.upper(), op)
     if not isinstance(op, AdaptiveSum):
         return op, chosen
-    refused = {
-        f"compression={chosen}": chosen != Compression.none,
-        f"gradient_predivide_factor={predivide_factor}": predivide_factor != 1.0,
-        f"strategy={strategy}": not isinstance(strategy, Synchronous),
-        "share_parameters=True": shares,
-    }
-    if wrong := ", ".join(what for what, is_wrong in refused.items() if is_wrong):
-        raise InvalidArgument(f"DistributedOptimizer: op=mpisgd.Adasum does not go with {wrong}")
+    if chosen != Compression.none:
+        raise InvalidArgument(
+            f"DistributedOptimizer: op=mpisgd.Adasum does not go with compression={chosen}: it sends "
+            "gradients as they are"
+        )
     return ReduceOp.AVG, op
 
 

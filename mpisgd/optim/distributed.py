@@ -31,7 +31,7 @@ from mpisgd.methods.adasum.adasum import AdaptiveSum
 from mpisgd.methods.auto.auto import Auto
 from mpisgd.methods.auto.compression_choice import with_chosen_compression
 from mpisgd.methods.strategy.buffers import Buffers
-from mpisgd.methods.strategy.compatibility import check_momentum
+from mpisgd.methods.strategy.goes_with import check_goes_with
 from mpisgd.methods.strategy.state_keeper import StateKeeper
 from mpisgd.methods.strategy.strategy import Strategy, Synchronizer
 from mpisgd.methods.strategy.training import Training
@@ -143,7 +143,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         try:
             strategy = Synchronous() if strategy is None else strategy
             options = ReductionOptions(
-                *resolve_reduction(op, compression, gradient_predivide_factor, strategy, share_parameters),
+                *resolve_reduction(op, compression),
                 gradient_predivide_factor,
                 bucket_cap_bytes,
                 overlap,
@@ -167,8 +167,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 check_in_sync_every,
                 Buffers(buffers),
             )
+            check_goes_with(strategy, strategy.goes_with, training)
             strategy.check(training)
-            check_momentum(training)
             self._checks_start = check_flag("DistributedOptimizer", "check_start", check_start)
             self._has_started = False
             text = f"{summary(strategy, training, backward_passes_per_step)}, check_start={check_start}"

@@ -69,7 +69,7 @@ class Method:
 
     def chosen(self, default: OptimizerChoice) -> OptimizerChoice:
         """Return the optimizer to train with; the default one without a momentum that compression has."""
-        if self.optimizer is not None or not self.compression.has_momentum:
+        if self.optimizer is not None or not self.compression.traits.has_momentum:
             return self.optimizer or default
         without = {name: value for name, value in default.options.items() if name != "momentum"}
         return OptimizerChoice(default.kind, without)

@@ -4,7 +4,8 @@ Source: Maleki et al. 2020, "Scaling Distributed Training with Adaptive Summatio
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +13,11 @@ from torch import Tensor
 from mpisgd.accelerator.buffers import cut_by
 from mpisgd.collectives.algorithms.adasum import adasum
 from mpisgd.collectives.all_gather import all_gather_into_tensor
-from mpisgd.compress.compressor import BucketLayout, BucketReducer, Compressor
+from mpisgd.compress.compressor import BucketLayout, BucketReducer, Compressor, Traits
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
+from mpisgd.methods.adasum import paper
+from mpisgd.methods.paper_kit import Paper
 
 __all__ = ["AdaptiveSum", "Adasum"]
 
@@ -37,20 +40,21 @@ class AdaptiveSum(Compressor):
     Cost: sends size - 1 times the gradients' bytes, and takes the memory of `size` buckets.
     """
 
-    takes_sparse: ClassVar[bool] = False
-    combines_by: ClassVar[str] = "Adasum"
-
     def __repr__(self) -> str:
         return "Adasum"
 
-    @property
-    def is_additive(self) -> bool:
-        """It is not: what gradients have in common counts once."""
-        return False
+    @cached_property
+    def traits(self) -> Traits:
+        """What gradients have in common counts once."""
+        return Traits(is_additive=False, replaces_op="Adasum")
 
     def reducer(self, layout: BucketLayout) -> BucketReducer:
         """Return what combines the gradients of a bucket, each by itself."""
         return _AdasumReducer(layout)
+
+    def paper(self) -> Paper[Any]:
+        """See `Compressor`."""
+        return paper.Adasum()
 
 
 Adasum = AdaptiveSum()

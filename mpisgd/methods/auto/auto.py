@@ -1,11 +1,11 @@
 """`Auto`: the compressor that pays on this link, if there is one."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
+from functools import cached_property
 
 from mpisgd.arguments import check_ratio, shown
-from mpisgd.compress.compressor import BucketLayout, BucketReducer, Compressor
+from mpisgd.compress.compressor import BucketLayout, BucketReducer, Compressor, Traits
 from mpisgd.errors import InvalidArgument
 from mpisgd.methods.cast.cast import Compression
 from mpisgd.methods.per_host.per_host import PerHost
@@ -37,30 +37,29 @@ class Auto(Compressor):
     candidates: tuple[Compressor, ...] = (Compression.none, Compression.bf16, PerHost(PowerSGD(rank=4)))
     max_time_ratio: float = 0.7
 
+    @classmethod
+    def examples(cls) -> Sequence["Auto"]:
+        """See `Compressor`."""
+        return ()
+
     def __post_init__(self) -> None:
         given = self.candidates
         if not isinstance(given, tuple) or not given or not all(map(_is_candidate, given)):
             raise InvalidArgument(f"Auto: candidates={shown(given)}; expected a tuple of compressors")
         check_ratio("Auto", "max_time_ratio", self.max_time_ratio)
 
-    @property
-    def has_momentum(self) -> bool:
-        """Whether some candidate has one, which may be chosen."""
-        return any(candidate.has_momentum for candidate in self.candidates)
-
-    @property
-    def has_magnitudes(self) -> bool:
-        """Whether all candidates keep them."""
-        return all(candidate.has_magnitudes for candidate in self.candidates)
-
-    @property
-    def is_homogeneous(self) -> bool:
-        """Whether all candidates are."""
-        return all(candidate.is_homogeneous for candidate in self.candidates)
-
-    def changes(self, dtype: torch.dtype) -> bool:
-        """Return whether some candidate changes buckets of `dtype`."""
-        return any(candidate.changes(dtype) for candidate in self.candidates)
+    @cached_property
+    def traits(self) -> Traits:
+        """What holds whichever candidate is chosen."""
+        each = [candidate.traits for candidate in self.candidates]
+        return Traits(
+            dtypes=frozenset().union(*(traits.dtypes for traits in each)),
+            has_momentum=any(traits.has_momentum for traits in each),
+            has_magnitudes=all(traits.has_magnitudes for traits in each),
+            is_homogeneous=all(traits.is_homogeneous for traits in each),
+            is_additive=all(traits.is_additive for traits in each),
+            has_error_feedback=any(traits.has_error_feedback for traits in each),
+        )
 
     def reducer(self, layout: BucketLayout) -> BucketReducer:
         """Refuse: what reduces is made by the candidate that is chosen.

@@ -4,15 +4,21 @@ Each element's owner adds the halves of all ranks in float32 and rounds once, an
 result too, so all ranks end with the same bits.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mpisgd.compress.compressor import BucketLayout, Compressor
+from mpisgd.compress.compressor import BucketLayout, Compressor, Traits
 from mpisgd.compress.sum_reducer import SumReducer
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
+from mpisgd.methods.cast import paper
+from mpisgd.methods.paper_kit import Paper
+from mpisgd.methods.synchronous.paper import Synchronous
 
 __all__ = ["Cast", "CastReducer", "Compression"]
 
@@ -29,6 +35,11 @@ class Cast(Compressor):
     name: str
     dtype: torch.dtype | None = None
 
+    @classmethod
+    def examples(cls) -> Sequence["Cast"]:
+        """See `Compressor`."""
+        return (cls("none"), cls("fp16", torch.float16), cls("bf16", torch.bfloat16))
+
     def __repr__(self) -> str:
         return f"Compression.{self.name}"
 
@@ -37,13 +48,14 @@ class Cast(Compressor):
         """The name alone."""
         return self.name
 
-    def changes(self, dtype: torch.dtype) -> bool:
-        """Return whether gradients of `dtype` travel as something else."""
-        return self.dtype is not None and dtype in (torch.float32, torch.float64)
+    @cached_property
+    def traits(self) -> Traits:
+        """What is of 16 bits travels as it is."""
+        return Traits(dtypes=frozenset(() if self.dtype is None else (torch.float32, torch.float64)))
 
-    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return what gradients of `dtype` travel as."""
-        return self.dtype if self.changes(dtype) else dtype
+        return self.dtype if self.dtype is not None and self.changes(dtype) else dtype
 
     def compress(self, flat: Tensor) -> Tensor:
         """Return what travels instead of `flat`: `flat` itself, or a new tensor."""
@@ -58,12 +70,16 @@ class Cast(Compressor):
         """Return what casts a bucket, sums it and casts it back."""
         return CastReducer(self, layout)
 
+    def paper(self) -> Paper[Any]:
+        """See `Compressor`."""
+        return Synchronous() if self.dtype is None else paper.Cast(self.dtype)
+
 
 class CastReducer(SumReducer):
     """Casts, sums, casts back. Keeps nothing."""
 
     def __init__(self, cast: Cast, layout: BucketLayout) -> None:
-        super().__init__(layout.numel * (cast.wire_dtype(layout.dtype) or layout.dtype).itemsize)
+        super().__init__(layout.numel * cast.wire_dtype(layout.dtype).itemsize)
         self._cast = cast
 
     def reduce(self, bucket: Tensor, group: Group, op: ReduceOp) -> None:

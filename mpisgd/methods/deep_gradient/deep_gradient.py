@@ -4,15 +4,18 @@ Lin, Han, Mao, Wang and Dally 2018, "Deep Gradient Compression: Reducing the Com
 Distributed Training".
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mpisgd.accelerator.buffers import cut_by
 from mpisgd.arguments import check_count, check_flag, check_positive, check_ratio, shown
-from mpisgd.compress.compressor import BucketLayout
+from mpisgd.compress.compressor import BucketLayout, Traits
 from mpisgd.compress.residual import Residual, Waiting, fitted
 from mpisgd.compress.selection import count_of, top_k_of_each
 from mpisgd.compress.sparse_reducer import SparseReducer
@@ -21,6 +24,8 @@ from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
 from mpisgd.method_state import own
+from mpisgd.methods.deep_gradient import paper
+from mpisgd.methods.paper_kit import Paper
 
 __all__ = ["DeepGradient", "DeepGradientReducer", "MomentumCorrection", "clip_each_"]
 
@@ -66,6 +71,11 @@ class DeepGradient(WideCompressor):
     warmup_ratio: float = 0.25
     clip_norm: float | None = None
 
+    @classmethod
+    def examples(cls) -> Sequence["DeepGradient"]:
+        """See `Compressor`."""
+        return (cls(ratio=0.5), cls(ratio=0.3, momentum=0.5, warmup_steps=2))
+
     def __post_init__(self) -> None:
         check_ratio("DeepGradient", "ratio", self.ratio)
         check_ratio("DeepGradient", "warmup_ratio", self.warmup_ratio)
@@ -78,15 +88,13 @@ class DeepGradient(WideCompressor):
         if self.clip_norm is not None:
             check_positive("DeepGradient", "clip_norm", self.clip_norm)
 
-    @property
-    def is_homogeneous(self) -> bool:
-        """Whether nothing is clipped."""
-        return self.clip_norm is None
-
-    @property
-    def has_momentum(self) -> bool:
-        """Whether there is a velocity."""
-        return self.momentum > 0
+    @cached_property
+    def traits(self) -> Traits:
+        """With a velocity, the same gradient counts in later steps; what is clipped is no multiple."""
+        has_velocity = self.momentum > 0
+        return Traits(
+            has_momentum=has_velocity, is_additive=not has_velocity, is_homogeneous=self.clip_norm is None
+        )
 
     def ratio_at(self, step: int) -> float:
         """Return the ratio of a step, counted from 0."""
@@ -97,6 +105,17 @@ class DeepGradient(WideCompressor):
     def wide_reducer(self, layout: BucketLayout) -> "DeepGradientReducer":
         """Return what corrects, selects and sends a bucket."""
         return DeepGradientReducer(layout, self)
+
+    def paper(self) -> Paper[Any]:
+        """See `Compressor`."""
+        return paper.DeepGradient(
+            self.ratio,
+            self.momentum,
+            self.nesterov,
+            self.warmup_steps,
+            self.warmup_ratio,
+            math.inf if self.clip_norm is None else self.clip_norm,
+        )
 
 
 def clip_each_(bucket: Tensor, numels: Sequence[int], max_norm: float) -> None:

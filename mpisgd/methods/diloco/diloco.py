@@ -16,8 +16,8 @@ different steps; and the mean may be taken during the next `overlap_steps` steps
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,9 +28,11 @@ from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.compression_state import CompressionState
 from mpisgd.method_state import alike, part
-from mpisgd.methods.strategy.compatibility import LOCAL_STEPS, refuse_momentum
+from mpisgd.methods.diloco import paper
+from mpisgd.methods.paper_kit import Paper
+from mpisgd.methods.strategy.goes_with import Compressions, GoesWith, no_momentum, yes
 from mpisgd.methods.strategy.kept_tensors import follow
-from mpisgd.methods.strategy.local_training import LocalSynchronizer
+from mpisgd.methods.strategy.local_training import LOCAL_STEPS, LocalSynchronizer
 from mpisgd.methods.strategy.strategy import Strategy
 from mpisgd.methods.strategy.tensor_mean import TensorMean
 from mpisgd.methods.strategy.training import Training
@@ -67,7 +69,10 @@ class DiLoCo(Strategy):
     overlap_steps: int = 0
     overlap_alpha: float = 0.5
 
-    excludes: ClassVar[frozenset[str]] = LOCAL_STEPS
+    @classmethod
+    def examples(cls) -> Sequence["DiLoCo"]:
+        """See `Strategy`."""
+        return (cls(2), cls(4, fragments=2), cls(3, fragments=2, overlap_steps=1))
 
     def __post_init__(self) -> None:
         for name in ("sync_every", "fragments"):
@@ -135,6 +140,12 @@ class DiLoCo(Strategy):
         except (TypeError, ValueError) as exc:
             raise InvalidArgument(f"DiLoCo: outer_options={shown(options)}: {exc}") from exc
 
+    @property
+    def goes_with(self) -> GoesWith:
+        """See `GoesWith`."""
+        elastic = yes("survivors go on from their own models, with the outer momentum")
+        return replace(LOCAL_STEPS, compression=Compressions("of changes", (no_momentum,)), elastic=elastic)
+
     def check(self, training: Training) -> None:
         """See `Strategy.check`.
 
@@ -142,7 +153,6 @@ class DiLoCo(Strategy):
             InvalidArgument: also where there are fewer parameters than fragments.
         """
         super().check(training)
-        refuse_momentum(self, training)
         number = len(training.named)
         if self.fragments > max(1, number):
             raise InvalidArgument(
@@ -153,6 +163,24 @@ class DiLoCo(Strategy):
     def synchronizer(self, training: Training) -> "DiLoCoSynchronizer":
         """Return what takes the outer steps."""
         return DiLoCoSynchronizer(training, self)
+
+    def paper(self, size: int, lengths: Sequence[tuple[str, int]] = ()) -> Paper[Any] | None:
+        """See `Strategy`."""
+        given = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
+        if self.outer_options is not None:
+            given = {"lr": 1e-3, "momentum": 0.0, "nesterov": False, **self.outer_options}
+        lr, mu, nesterov = given.pop("lr"), given.pop("momentum"), given.pop("nesterov")
+        if given or self.outer_optimizer is not torch.optim.SGD:
+            return super().paper(size, lengths)
+        return paper.DiLoCo(
+            H=self.sync_every,
+            lr=lr,
+            mu=mu,
+            nesterov=bool(nesterov),
+            fragments=_names_of_fragments(lengths, self.fragments) if self.fragments > 1 else (),
+            tau=self.overlap_steps,
+            alpha=self.overlap_alpha,
+        )
 
 
 @dataclass
@@ -358,3 +386,16 @@ def _cut(params: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]:
         parts[place][key] = param
         before += param.nbytes
     return [part for part in parts if part]
+
+
+def _names_of_fragments(lengths: Sequence[tuple[str, int]], count: int) -> tuple[tuple[str, ...], ...]:
+    """Cut names into fragments: a parameter is in that in which its first byte would be."""
+    total = sum(nbytes for _, nbytes in lengths)
+    fragments: list[list[str]] = [[] for _ in range(count)]
+    begin = 0
+    for name, nbytes in lengths:
+        fragments[begin * count // total].append(name)
+        begin += nbytes
+    if not all(fragments):
+        raise InvalidArgument(f"parameters of {total} bytes cannot be cut evenly into {count} fragments")
+    return tuple(map(tuple, fragments))

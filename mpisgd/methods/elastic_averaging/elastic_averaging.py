@@ -18,8 +18,8 @@ exchange, when it was l_i. Every rank adds up what arrives, so that m is the mea
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,9 +30,11 @@ from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.compression_state import CompressionState
 from mpisgd.method_state import REBUILD, alike, own, part
-from mpisgd.methods.strategy.compatibility import LOCAL_STEPS, refuse_momentum, refuse_signs
+from mpisgd.methods.elastic_averaging import paper
+from mpisgd.methods.paper_kit import Paper
+from mpisgd.methods.strategy.goes_with import Compressions, GoesWith, needs_magnitudes, no_momentum, yes
 from mpisgd.methods.strategy.kept_tensors import follow
-from mpisgd.methods.strategy.local_training import LocalSynchronizer
+from mpisgd.methods.strategy.local_training import LOCAL_STEPS, LocalSynchronizer
 from mpisgd.methods.strategy.strategy import Strategy
 from mpisgd.methods.strategy.tensor_mean import TensorMean
 from mpisgd.methods.strategy.training import Training
@@ -63,12 +65,24 @@ class ElasticAveraging(Strategy):
     alpha: float | None = None
     every: int = 1
 
-    excludes: ClassVar[frozenset[str]] = LOCAL_STEPS
+    @classmethod
+    def examples(cls) -> Sequence["ElasticAveraging"]:
+        """See `Strategy`."""
+        return (cls(every=2),)
 
     def __post_init__(self) -> None:
         check_positive("ElasticAveraging", "every", self.every, whole=True)
         if self.alpha is not None:
             check_positive("ElasticAveraging", "alpha", self.alpha)
+
+    @property
+    def goes_with(self) -> GoesWith:
+        """See `GoesWith`."""
+        return replace(
+            LOCAL_STEPS,
+            compression=Compressions("of differences", (no_momentum, needs_magnitudes)),
+            elastic=yes("survivors go on from their own models, with the centre"),
+        )
 
     def check(self, training: Training) -> None:
         """See `Strategy.check`.
@@ -77,8 +91,6 @@ class ElasticAveraging(Strategy):
             InvalidArgument: also where the centre would overshoot.
         """
         super().check(training)
-        refuse_momentum(self, training)
-        refuse_signs(self, training)
         size = training.group.size
         if self.alpha is not None and self.alpha * size > 1:
             raise InvalidArgument(
@@ -88,6 +100,11 @@ class ElasticAveraging(Strategy):
     def synchronizer(self, training: Training) -> "ElasticAveragingSynchronizer":
         """Return what draws the parameters and the centre together."""
         return ElasticAveragingSynchronizer(training, self)
+
+    def paper(self, size: int, lengths: Sequence[tuple[str, int]] = ()) -> Paper[Any]:
+        """See `Strategy`."""
+        beta = {} if self.alpha is None else {"beta": self.alpha * size}
+        return paper.ElasticAveraging(tau=self.every, **beta)
 
 
 @dataclass

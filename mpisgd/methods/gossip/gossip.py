@@ -5,20 +5,35 @@ adapt (D-PSGD) and push-sum (SGP), `asynchronous` averages pairs while the ranks
 `compressed` is adapt then combine by compressed changes (CHOCO-SGD).
 """
 
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from mpisgd.arguments import check_positive, check_ratio, shown
+from mpisgd.compress.compressor import Casting
 from mpisgd.errors import InvalidArgument
 from mpisgd.gossip.graph import Graph
 from mpisgd.gossip.graphs import GraphLike, as_graph
-from mpisgd.methods.cast.cast import Cast, Compression
 from mpisgd.methods.gossip.ad_psgd.ad_psgd import Asynchronous
 from mpisgd.methods.gossip.choco.choco import CompressedMixer
+from mpisgd.methods.gossip.choco.paper import Choco
 from mpisgd.methods.gossip.d_psgd.d_psgd import AdaptThenCombine, CombineThenAdapt
+from mpisgd.methods.gossip.d_psgd.paper import DPSGD
 from mpisgd.methods.gossip.mixer import NAME, Mixer
+from mpisgd.methods.gossip.push_sum.paper import PushSum as PushSumPaper
 from mpisgd.methods.gossip.push_sum.push_sum import PushSum
-from mpisgd.methods.strategy.compatibility import LOCAL_STEPS
+from mpisgd.methods.paper_kit import Paper
+from mpisgd.methods.strategy.goes_with import (
+    Compressions,
+    GoesWith,
+    Sent,
+    needs_contraction,
+    needs_none,
+    no,
+    no_momentum,
+    yes,
+)
+from mpisgd.methods.strategy.local_training import LOCAL_STEPS
 from mpisgd.methods.strategy.strategy import Strategy, Synchronizer
 from mpisgd.methods.strategy.training import Training
 from mpisgd.standard_error import print_to_user
@@ -61,7 +76,17 @@ class Gossip(Strategy):
     every: int = 1
     consensus_step: float | None = None
 
-    excludes: ClassVar[frozenset[str]] = LOCAL_STEPS
+    @classmethod
+    def examples(cls) -> Sequence["Gossip"]:
+        """See `Strategy`."""
+        return (
+            cls("ring"),
+            cls("exponential"),
+            cls("complete", style="combine_then_adapt"),
+            cls("ring", style="push_sum"),
+            cls("ring", consensus_step=0.3),
+            cls("ring", style="asynchronous"),
+        )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "topology", as_graph(NAME, self.topology))
@@ -85,13 +110,51 @@ class Gossip(Strategy):
         """Raise InvalidArgument where so many ranks would not come to the mean."""
         self.graph.check_mixing(NAME, size, doubly=STYLES[self.style].doubly)
 
-    def check(self, training: Training) -> None:
-        """Raise where options are about the reduction of gradients, or the graph does not fit the ranks."""
-        super().check(training)
-        self._check_compression(training)
+    @property
+    def goes_with(self) -> GoesWith:
+        """See `GoesWith`."""
+        elastic = yes("survivors go on from their own models; weights of push-sum and copies begin anew")
         if self.style == "asynchronous":
-            _check_asynchronous(training)
-        self.check_size(training.group.size)
+            return replace(
+                LOCAL_STEPS,
+                of="Gossip(asynchronous)",
+                compression=Compressions("no", (needs_none, self._needs_no_consensus_step)),
+                repeats=no("the result depends on timing"),
+                elastic=elastic,
+            )
+        rules = (no_momentum, needs_contraction, self._needs_consensus_step, self._needs_no_consensus_step)
+        words = "casts; contractions with `consensus_step`"
+        return replace(LOCAL_STEPS, compression=Compressions(words, rules), elastic=elastic)
+
+    def _needs_consensus_step(self, sent: Sent) -> str:
+        """What is left out of changes is kept as `CompressedMixer` does it."""
+        if isinstance(sent.compressor, Casting):
+            return ""
+        if self.style == "adapt_then_combine" and self.consensus_step is not None:
+            return ""
+        return "it needs style='adapt_then_combine', and a consensus_step such as 0.3"
+
+    def _needs_no_consensus_step(self, sent: Sent) -> str:
+        """A cast leaves nothing out that it would be for."""
+        if self.consensus_step is None or not isinstance(sent.compressor, Casting):
+            return ""
+        return f"consensus_step={self.consensus_step} goes with a compression that leaves something out"
+
+    def check(self, training: Training) -> None:
+        """Raise where the graph, or MPI, does not fit."""
+        super().check(training)
+        size, compression = training.group.size, training.options.compression
+        if self.consensus_step is not None and self.graph.num_phases(size) != 1:
+            raise InvalidArgument(
+                f"{NAME}: compression={compression} goes with a topology that is the same in every step; "
+                f"this is {self}"
+            )
+        if self.style == "asynchronous" and size > 1 and not training.group.queue.threads_allowed:
+            raise InvalidArgument(
+                f'{NAME}: style="asynchronous" needs an MPI that runs at thread level MULTIPLE; this one '
+                "does not"
+            )
+        self.check_size(size)
 
     def synchronizer(self, training: Training) -> Synchronizer:
         """Return what mixes; the first rank prints the spectral gap, once."""
@@ -105,40 +168,21 @@ class Gossip(Strategy):
             return CompressedMixer(training, self.graph, self.every, self.consensus_step)
         return STYLES[self.style](training, self.graph, self.every)
 
-    def _check_compression(self, training: Training) -> None:
-        """Raise InvalidArgument for a compressor that cannot be had with this gossip."""
-        compression = training.options.compression
-        if isinstance(compression, Cast):
-            if self.consensus_step is not None:
-                raise InvalidArgument(
-                    f"{NAME}: consensus_step={self.consensus_step} goes with a compression that leaves "
-                    f"something out, not with {compression}"
-                )
-            return
-        if not compression.is_contraction:
-            raise InvalidArgument(
-                f"{NAME}: compression={compression}; changes of parameters travel as they are, cast, or "
-                "by TopK, RandomK, OneBit, Natural or QSGD of 4 bits and more"
-            )
-        changes = self.graph.num_phases(training.group.size) != 1
-        if self.style != "adapt_then_combine" or changes or self.consensus_step is None:
-            raise InvalidArgument(
-                f"{NAME}: compression={compression} goes with style='adapt_then_combine', a topology that is "
-                f"the same in every step, and a consensus_step such as 0.3; this is {self}"
-            )
+    def paper(self, size: int, lengths: Sequence[tuple[str, int]] = ()) -> Paper[Any] | None:
+        """See `Strategy`."""
+        graph = self.graph
 
+        def matrix(size: int, k: int) -> Sequence[Sequence[float]]:
+            rows: list[list[float]] = graph.matrix(size, k).tolist()
+            return rows
 
-def _check_asynchronous(training: Training) -> None:
-    """Raise InvalidArgument for what a helper thread cannot do."""
-    if training.options.compression != Compression.none:
-        raise InvalidArgument(
-            f'{NAME}: compression={training.options.compression}; style="asynchronous" sends parameters as '
-            "they are"
-        )
-    if training.group.size > 1 and not training.group.queue.threads_allowed:
-        raise InvalidArgument(
-            f'{NAME}: style="asynchronous" needs an MPI that runs at thread level MULTIPLE; this one does not'
-        )
+        if self.style == "asynchronous":  # its events are repeated, see `mpisgd.verification.replay`
+            return super().paper(size, lengths)
+        if self.style == "push_sum":
+            return PushSumPaper(matrix, self.every)
+        if self.consensus_step is not None and size > 1:
+            return Choco(matrix, self.consensus_step, self.every)
+        return DPSGD(matrix, self.style == "adapt_then_combine", self.every)
 
 
 STYLES: dict[str, type[Mixer]] = {

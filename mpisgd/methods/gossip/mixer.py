@@ -1,10 +1,12 @@
 """`Mixer`: what the styles of `Gossip` have in common, when and what a rank mixes with its neighbours."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from mpisgd.compress.compressor import wire_dtype_of
 from mpisgd.core.group import Group
 from mpisgd.gossip.graph import Graph
 from mpisgd.gossip.neighbor_all_reduce import WireDtype, mix
@@ -67,7 +69,7 @@ class Mixer(LocalSynchronizer):
         if not any(compression.changes(tensor.dtype) for tensor in [*params, *whole]):
             self.mix_whole([*params, *whole], step)
             return
-        self._mix(params, step, compression.wire_dtype)
+        self._mix(params, step, partial(wire_dtype_of, compression))
         if whole:
             self.mix_whole(whole, step)
 

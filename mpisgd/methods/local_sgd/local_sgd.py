@@ -10,9 +10,9 @@ the mean over the ranks of a host more often than that over all.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,10 +27,12 @@ from mpisgd.gradients.compression_state import CompressionState
 from mpisgd.gradients.reducer import GradientReducer
 from mpisgd.job.groups import open_host_group
 from mpisgd.method_state import alike, part
+from mpisgd.methods.local_sgd import paper
 from mpisgd.methods.local_sgd.inner_state import complete_states
-from mpisgd.methods.strategy.compatibility import LOCAL_STEPS, refuse_momentum, refuse_signs
+from mpisgd.methods.paper_kit import Paper
+from mpisgd.methods.strategy.goes_with import Compressions, GoesWith, needs_magnitudes, no_momentum
 from mpisgd.methods.strategy.kept_tensors import follow
-from mpisgd.methods.strategy.local_training import LocalSynchronizer
+from mpisgd.methods.strategy.local_training import LOCAL_STEPS, LocalSynchronizer
 from mpisgd.methods.strategy.strategy import Strategy
 from mpisgd.methods.strategy.tensor_mean import TensorMean
 from mpisgd.methods.strategy.training import Training
@@ -69,7 +71,17 @@ class LocalSGD(Strategy):
     growth: float = 1.0
     max_sync_every: int | None = None
 
-    excludes: ClassVar[frozenset[str]] = LOCAL_STEPS
+    @classmethod
+    def examples(cls) -> Sequence["LocalSGD"]:
+        """See `Strategy`."""
+        return (
+            cls(sync_every=2),
+            cls(sync_every=1),
+            cls(sync_every=3),
+            cls(sync_every=2, average_state=True),
+            cls(sync_every=2, warmup_steps=2),
+            cls(sync_every=1, growth=1.5),
+        )
 
     def __post_init__(self) -> None:
         if (self.sync_every is None) == (self.hierarchy is None):
@@ -123,15 +135,26 @@ class LocalSGD(Strategy):
         """Return whether the ranks of a host take their mean now, so many steps after that of all."""
         return self.hierarchy is not None and since_mean % self.hierarchy["host"] == 0
 
-    def check(self, training: Training) -> None:
-        """See `Strategy.check`."""
-        super().check(training)
-        refuse_momentum(self, training)
-        refuse_signs(self, training)
+    @property
+    def goes_with(self) -> GoesWith:
+        """See `GoesWith`."""
+        return replace(LOCAL_STEPS, compression=Compressions("of changes", (no_momentum, needs_magnitudes)))
 
     def synchronizer(self, training: Training) -> "LocalSGDSynchronizer":
         """Return what averages the parameters. Collective."""
         return LocalSGDSynchronizer(training, self)
+
+    def paper(self, size: int, lengths: Sequence[tuple[str, int]] = ()) -> Paper[Any] | None:
+        """See `Strategy`."""
+        if self.average_state:
+            return super().paper(size, lengths)
+        return paper.LocalSGD(
+            H=self.period,
+            H_host=(self.hierarchy or {}).get("host", 0),
+            warmup=self.warmup_steps,
+            growth=self.growth,
+            H_max=math.inf if self.max_sync_every is None else self.max_sync_every,
+        )
 
 
 @dataclass

@@ -4,6 +4,7 @@ Horvath, Ho, Horvath, Sahu, Canini and Richtarik 2019, "Natural Compression for 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,8 @@ from mpisgd.compress.compressor import BucketLayout
 from mpisgd.compress.quantizing_reducer import QuantizingReducer
 from mpisgd.compress.residual import Waiting, memory_of
 from mpisgd.compress.wide_compressor import WideCompressor
+from mpisgd.methods.natural import paper
+from mpisgd.methods.paper_kit import Paper
 
 __all__ = ["Natural", "PowersOfTwo"]
 
@@ -51,13 +54,8 @@ class Natural(WideCompressor):
         check_flag("Natural", "error_feedback", self.error_feedback)
         check_seed("Natural", self.seed)
 
-    @property
-    def is_contraction(self) -> bool:
-        """Return True: the variance is at most |x|^2 / 8."""
-        return True
-
     def codec(self, layout: BucketLayout) -> "PowersOfTwo":
-        """Return what makes codes of a bucket."""
+        """Return what makes codes of a bucket; their variance is at most |x|^2 / 8."""
         return PowersOfTwo(layout)
 
     def wide_reducer(self, layout: BucketLayout) -> QuantizingReducer:
@@ -65,6 +63,10 @@ class Natural(WideCompressor):
         state = Waiting()
         memory = memory_of(layout, self.error_feedback, state)
         return QuantizingReducer(self.codec(layout), layout.numel, self.seed, memory, state)
+
+    def paper(self) -> Paper[Any]:
+        """See `Compressor`."""
+        return paper.Natural(feedback=self.error_feedback)
 
 
 class PowersOfTwo:

@@ -6,6 +6,8 @@ Compression Schemes", algorithm 1, with the compressed gradients of all ranks av
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,11 +15,14 @@ from torch import Tensor
 
 from mpisgd.arguments import check_flag
 from mpisgd.collectives.all_gather import all_gather_into_tensor
-from mpisgd.compress.compressor import BucketLayout, BucketReducer, Compressor
+from mpisgd.compress.compressor import BucketLayout, BucketReducer, Compressor, Traits
 from mpisgd.compress.residual import Waiting, fitted
 from mpisgd.compress.sign_code import SignCode, wide_dtype
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
+from mpisgd.methods.one_bit import paper
+from mpisgd.methods.paper_kit import Paper
+from mpisgd.methods.two_step.paper import TwoStep
 from mpisgd.methods.two_step.two_step_exchange import Errors, TwoStepExchange
 
 __all__ = ["OneBit"]
@@ -71,26 +76,30 @@ class OneBit(Compressor):
 
     two_step: bool = False
 
+    @classmethod
+    def examples(cls) -> Sequence["OneBit"]:
+        """See `Compressor`."""
+        return (cls(), cls(two_step=True))
+
     def __post_init__(self) -> None:
         check_flag("OneBit", "two_step", self.two_step)
 
-    @property
-    def has_error_feedback(self) -> bool:
-        """Return True: the error of the magnitudes is added to the next gradient."""
-        return True
-
-    @property
-    def is_contraction(self) -> bool:
-        """Return True: |p - D|^2 = |p|^2 - |p|_1^2 / d."""
-        return True
+    @cached_property
+    def traits(self) -> Traits:
+        """The error of the magnitudes is added to the next gradient."""
+        return Traits(has_error_feedback=True)
 
     def codec(self, layout: BucketLayout) -> OneBitCodec:
-        """Return what makes messages of signs and magnitudes."""
+        """Return what makes messages of signs and magnitudes: |p - D|^2 = |p|^2 - |p|_1^2 / d."""
         return OneBitCodec(_lengths(layout), layout.dtype)
 
     def reducer(self, layout: BucketLayout) -> BucketReducer:
         """Return what sends the signs of a bucket and keeps the rest of it."""
         return _TwoStepReducer(layout) if self.two_step else _GatherReducer(layout)
+
+    def paper(self) -> Paper[Any]:
+        """See `Compressor`."""
+        return TwoStep() if self.two_step else paper.OneBit()
 
 
 def _lengths(layout: BucketLayout) -> list[int]:

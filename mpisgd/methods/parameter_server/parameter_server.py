@@ -1,16 +1,17 @@
 """`ParameterServer`: each rank trains at its own pace on parameters that all of them read and update."""
 
-from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 from mpisgd.arguments import as_index, check_flag, check_positive, shown
 from mpisgd.core.group import Group
 from mpisgd.errors import InvalidArgument
+from mpisgd.methods.paper_kit import Paper
 from mpisgd.methods.parameter_server.lock_free import LockFree
 from mpisgd.methods.parameter_server.locked_shards import LockedShards
 from mpisgd.methods.sharded.shared import Shared
+from mpisgd.methods.strategy.goes_with import Compressions, GoesWith, needs_none, no, yes
 from mpisgd.methods.strategy.strategy import Strategy, Synchronizer
 from mpisgd.methods.strategy.training import Training
 from mpisgd.sharding.shared_parameters import check_shareable
@@ -18,14 +19,28 @@ from mpisgd.sharding.shared_parameters import check_shareable
 __all__ = ["ParameterServer"]
 
 MODES = ("sync", "async", "ssp")
-# What a rank that pushes gradients of its own cannot have.
-NOT_AT_OWN_PACE = frozenset(
-    {
-        "check_in_sync_every",
-        "compression",
-        "error_if_nonfinite",
-        "gradient_predivide_factor",
-    }
+WHOLE = no("it computes its direction from all gradients together, and a server has its shard")
+SYNC = GoesWith(
+    of="ParameterServer(sync)",
+    share_parameters=no("they are shared anyway"),
+    named_buffers=no("buffers stay on their rank"),
+    whole_gradients=WHOLE,
+)
+AS_THEY_COME = no("each rank pushes gradients of its own, which count as they come")
+OWN_PACE = replace(
+    SYNC,
+    of="ParameterServer(async, ssp)",
+    compression=Compressions("no", (needs_none,)),
+    gradient_predivide_factor=AS_THEY_COME,
+    error_if_nonfinite=AS_THEY_COME,
+    check_in_sync_every=no("ranks are at different steps"),
+    backward_passes_per_step=yes("local"),
+    clip_grad_norm_=yes("of the own gradients"),
+    grad_scaler=yes("yes, a rank's overflow skips its own update"),
+    sparse_gradients=yes(),
+    repeats=no("the result depends on timing"),
+    elastic=yes("yes, on one host"),
+    checkpoint=yes("one for all ranks, after `finish()`"),
 )
 
 
@@ -80,8 +95,12 @@ class ParameterServer(Strategy):
     pull_every: int | None = None
     locked: bool = True
 
-    excludes: ClassVar[frozenset[str]] = frozenset({"share_parameters", "named_buffers"})
     starts_together: ClassVar[bool] = False  # from the values of the first rank, and servers make no steps
+
+    @classmethod
+    def examples(cls) -> Sequence["ParameterServer"]:
+        """See `Strategy`."""
+        return (cls("sync"), cls("async"), cls("ssp", staleness_steps=1))
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -119,17 +138,17 @@ class ParameterServer(Strategy):
                 f"ParameterServer: staleness_steps={shown(bound)}; expected a number of steps"
             )
 
+    @property
+    def goes_with(self) -> GoesWith:
+        """See `GoesWith`."""
+        return SYNC if self.mode == "sync" else OWN_PACE
+
     def check(self, training: Training) -> None:
         """Raise for what does not go with a parameter server, here or at all."""
         super().check(training)
         check_shareable(training.named)
-        if isinstance(training.optimizer, torch.optim.LBFGS):
-            raise InvalidArgument(
-                "ParameterServer: LBFGS computes its direction from all gradients, and a server has its shard"
-            )
         if self.mode == "sync":
             return
-        self.refuse(training, NOT_AT_OWN_PACE)
         self._check_group(training.group)
         if self.pull_every not in (None, 1) and any("lr" not in o for o in training.optimizer.param_groups):
             raise InvalidArgument("ParameterServer: pull_every needs an optimizer with a learning rate `lr`")
@@ -155,6 +174,12 @@ class ParameterServer(Strategy):
             return LockFree(training, self.staleness_steps, ())
         pull_every = self.pull_every or self.push_every
         return LockedShards(training, self.staleness_steps, self.servers or (), self.push_every, pull_every)
+
+    def paper(self, size: int, lengths: Sequence[tuple[str, int]] = ()) -> Paper[Any] | None:
+        """See `Strategy`."""
+        if self.mode != "sync":  # its events are repeated, see `mpisgd.verification.replay`
+            return super().paper(size, lengths)
+        return None
 
 
 def _as_ranks(servers: object) -> tuple[int, ...]:

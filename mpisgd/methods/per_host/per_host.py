@@ -1,22 +1,25 @@
 """`PerHost`: what passes between hosts is compressed, once for each host; on a host gradients stay exact."""
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from mpisgd.arguments import shown
 from mpisgd.collectives.broadcast import broadcast
 from mpisgd.collectives.objects import broadcast_object
 from mpisgd.collectives.reduce import reduce
-from mpisgd.compress.compressor import BucketLayout, BucketReducer, Compressor
+from mpisgd.compress.compressor import BucketLayout, BucketReducer, Compressor, Traits
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
 from mpisgd.job.groups import open_host_group, open_leader_group
+from mpisgd.methods.paper_kit import Paper
+from mpisgd.methods.per_host import paper
+from mpisgd.methods.top_k.top_k import TopK
 
 __all__ = ["PerHost", "PerHostReducer"]
 
@@ -45,42 +48,27 @@ class PerHost(Compressor):
 
     compressor: Compressor
 
+    @classmethod
+    def examples(cls) -> Sequence["PerHost"]:
+        """See `Compressor`."""
+        return (cls(TopK(ratio=0.5)),)
+
     def __post_init__(self) -> None:
         if not isinstance(self.compressor, Compressor):
             raise InvalidArgument(f"PerHost: compressor={shown(self.compressor)}; expected a Compressor")
 
-    @property
-    def has_momentum(self) -> bool:
-        """Whether the compressor has one."""
-        return self.compressor.has_momentum
-
-    @property
-    def has_magnitudes(self) -> bool:
-        """Whether the compressor keeps them."""
-        return self.compressor.has_magnitudes
-
-    @property
-    def is_homogeneous(self) -> bool:
-        """Whether the compressor is."""
-        return self.compressor.is_homogeneous
-
-    @property
-    def has_error_feedback(self) -> bool:
-        """Whether the compressor has it."""
-        return self.compressor.has_error_feedback
-
-    @property
-    def is_additive(self) -> bool:
-        """Whether the compressor is."""
-        return self.compressor.is_additive
-
-    def changes(self, dtype: torch.dtype) -> bool:
-        """Return whether the compressor changes buckets of `dtype`."""
-        return self.compressor.changes(dtype)
+    @cached_property
+    def traits(self) -> Traits:
+        """Those of the compressor."""
+        return self.compressor.traits
 
     def reducer(self, layout: BucketLayout) -> "PerHostReducer":
         """Return what reduces a bucket on the host, between hosts, and brings the result back."""
         return PerHostReducer(self.compressor.reducer(layout))
+
+    def paper(self) -> Paper[Any]:
+        """See `Compressor`."""
+        return paper.PerHost(self.compressor.paper())
 
 
 class _Levels(NamedTuple):

@@ -6,6 +6,7 @@ Optimization".
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from mpisgd.compress.wide_compressor import WideCompressor
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
 from mpisgd.method_state import alike
+from mpisgd.methods.paper_kit import Paper
+from mpisgd.methods.power_sgd import paper
 
 __all__ = ["PowerSGD", "PowerSGDReducer", "orthogonalize"]
 
@@ -62,6 +65,11 @@ class PowerSGD(WideCompressor):
     min_compression_rate: float = 1.0
     seed: int = 0
 
+    @classmethod
+    def examples(cls) -> Sequence["PowerSGD"]:
+        """See `Compressor`."""
+        return (cls(rank=1), cls(rank=2, warmup_steps=2))
+
     def __post_init__(self) -> None:
         check_positive("PowerSGD", "rank", self.rank, whole=True)
         check_count("PowerSGD", "warmup_steps", self.warmup_steps)
@@ -80,6 +88,10 @@ class PowerSGD(WideCompressor):
     def wide_reducer(self, layout: BucketLayout) -> "PowerSGDReducer":
         """Return what approximates the matrices of a bucket."""
         return PowerSGDReducer(layout, self)
+
+    def paper(self) -> Paper[Any]:
+        """See `Compressor`."""
+        return paper.PowerSGD(self.rank, self.warmup_steps, self.error_feedback, self.min_compression_rate)
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:

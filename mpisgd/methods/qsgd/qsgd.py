@@ -5,7 +5,9 @@ and Encoding".
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mpisgd.arguments import check_flag, check_positive, check_seed, shown
 from mpisgd.compress.compressor import BucketLayout
@@ -14,6 +16,8 @@ from mpisgd.compress.quantizing_reducer import QuantizingReducer
 from mpisgd.compress.residual import Waiting, memory_of
 from mpisgd.compress.wide_compressor import WideCompressor
 from mpisgd.errors import InvalidArgument
+from mpisgd.methods.paper_kit import Paper
+from mpisgd.methods.qsgd import paper
 
 __all__ = ["QSGD"]
 
@@ -54,6 +58,11 @@ class QSGD(WideCompressor):
     error_feedback: bool = False
     seed: int = 0
 
+    @classmethod
+    def examples(cls) -> Sequence["QSGD"]:
+        """See `Compressor`."""
+        return (cls(bits=4), cls(bits=2, segment=5, error_feedback=True))
+
     def __post_init__(self) -> None:
         if isinstance(self.bits, bool) or not isinstance(self.bits, int) or not 2 <= self.bits <= 8:
             raise InvalidArgument(f"QSGD: bits={shown(self.bits)}; expected 2 to 8")
@@ -63,13 +72,11 @@ class QSGD(WideCompressor):
         check_flag("QSGD", "error_feedback", self.error_feedback)
         check_seed("QSGD", self.seed)
 
-    @property
-    def is_contraction(self) -> bool:
-        """Return whether the levels are fine enough for error feedback."""
-        return self.bits >= CONTRACTS_FROM_BITS
+    def codec(self, layout: BucketLayout) -> Levels | None:
+        """Return what makes codes of a bucket; None where the levels are too coarse for error feedback."""
+        return self._levels(layout) if self.bits >= CONTRACTS_FROM_BITS else None
 
-    def codec(self, layout: BucketLayout) -> Levels:
-        """Return what makes codes of a bucket."""
+    def _levels(self, layout: BucketLayout) -> Levels:
         segments = segments_of([shape.numel() for shape in layout.shapes], self.segment)
         return Levels(layout, 2 ** (self.bits - 1) - 1, self.bits, segments, NORMS[self.norm])
 
@@ -77,4 +84,11 @@ class QSGD(WideCompressor):
         """Return what sends the codes of a bucket."""
         state = Waiting()
         memory = memory_of(layout, self.error_feedback, state)
-        return QuantizingReducer(self.codec(layout), layout.numel, self.seed, memory, state)
+        return QuantizingReducer(self._levels(layout), layout.numel, self.seed, memory, state)
+
+    def paper(self) -> Paper[Any]:
+        """See `Compressor`."""
+        norm = math.inf if self.norm == "max" else 2.0
+        return paper.QSGD(
+            L=2 ** (self.bits - 1) - 1, segment=self.segment, norm=norm, feedback=self.error_feedback
+        )

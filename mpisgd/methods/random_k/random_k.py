@@ -4,7 +4,9 @@ Stich, Cordonnier and Jaggi 2018, "Sparsified SGD with Memory"; Wangni and other
 Sparsification for Communication-Efficient Distributed Optimization".
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +22,8 @@ from mpisgd.compress.sum_reducer import SumReducer
 from mpisgd.compress.wide_compressor import WideCompressor
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
+from mpisgd.methods.paper_kit import Paper
+from mpisgd.methods.random_k import paper
 
 __all__ = ["RandomK", "RandomKReducer", "random_indices"]
 
@@ -52,18 +56,21 @@ class RandomK(WideCompressor):
     error_feedback: bool = True
     seed: int = 0
 
+    @classmethod
+    def examples(cls) -> Sequence["RandomK"]:
+        """See `Compressor`."""
+        return (cls(ratio=0.5), cls(ratio=0.5, error_feedback=False))
+
     def __post_init__(self) -> None:
         check_ratio("RandomK", "ratio", self.ratio)
         check_flag("RandomK", "error_feedback", self.error_feedback)
         check_seed("RandomK", self.seed)
 
-    @property
-    def is_contraction(self) -> bool:
-        """Return True: without the scale, E |x - C(x)|^2 = (1 - k / n) |x|^2."""
-        return True
-
     def codec(self, layout: BucketLayout) -> SparseCodec:
-        """Return what makes messages of random elements, other ones on every rank, with their indices."""
+        """Return what makes messages of random elements, other ones on every rank, with their indices.
+
+        It does not scale them, so E |x - C(x)|^2 = (1 - k / n) |x|^2.
+        """
         count = count_of(self.ratio, layout.numel)
 
         def select(flat: Tensor, random: np.random.Generator) -> Tensor:
@@ -75,6 +82,10 @@ class RandomK(WideCompressor):
     def wide_reducer(self, layout: BucketLayout) -> "RandomKReducer":
         """Return what sends random elements of a bucket."""
         return RandomKReducer(layout, self)
+
+    def paper(self) -> Paper[Any]:
+        """See `Compressor`."""
+        return paper.RandomK(ratio=self.ratio, feedback=self.error_feedback)
 
 
 def random_indices(numel: int, count: int, seed: int, step: int) -> Tensor:

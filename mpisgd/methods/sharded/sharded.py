@@ -10,16 +10,19 @@ Source: Rajbhandari, Rasley, Ruwase and He, "ZeRO: Memory Optimizations Toward T
 Models", 2020. There, stage 1 is P_os, and stage 2 is P_os+g.
 """
 
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from mpisgd.accelerator.runtime import on_device
 from mpisgd.arguments import check_flag, shown
 from mpisgd.errors import InvalidArgument
+from mpisgd.methods.paper_kit import Paper
 from mpisgd.methods.sharded.streamed import StreamedSynchronizer
 from mpisgd.methods.sharded.synchronizer import ShardedSynchronizer
+from mpisgd.methods.strategy.goes_with import Compressions, GoesWith, needs_casting, needs_none, no, yes
 from mpisgd.methods.strategy.strategy import Strategy, Synchronizer
 from mpisgd.methods.strategy.training import Training
 from mpisgd.sharding.elementwise import is_known_elementwise
@@ -32,16 +35,25 @@ from mpisgd.sharding.shared_parameters import check_shareable
 __all__ = ["Sharded"]
 
 
-# What parameters in files cannot follow.
-IN_FILES = frozenset(
-    {
-        "share_parameters",
-        "compression",
-        "op",
-        "gradient_predivide_factor",
-        "error_if_nonfinite",
-        "check_in_sync_every",
-    }
+SHARDED = GoesWith(
+    compression=Compressions("casts", (needs_casting,)),
+    share_parameters=yes(),
+    named_buffers=no("buffers stay on their rank; use mpisgd.SyncBatchNorm"),
+    whole_gradients=no(
+        "it computes its direction from all gradients together, and each rank has those of its own parameters"
+    ),
+    elastic=yes("yes, with a replica of each shard"),
+    checkpoint=yes("has each rank's shard"),
+)
+NOT_IN_FILES = no("parameters in files have their gradients reduced as they are, layer by layer")
+IN_FILES = replace(
+    SHARDED,
+    compression=Compressions("no", (needs_none,)),
+    op=NOT_IN_FILES,
+    gradient_predivide_factor=NOT_IN_FILES,
+    error_if_nonfinite=NOT_IN_FILES,
+    check_in_sync_every=NOT_IN_FILES,
+    share_parameters=NOT_IN_FILES,
 )
 
 
@@ -74,7 +86,10 @@ class Sharded(Strategy):
     master_dtype: torch.dtype | None = None
     offload: Offload | None = None
 
-    excludes: ClassVar[frozenset[str]] = frozenset({"named_buffers"})
+    @classmethod
+    def examples(cls) -> Sequence["Sharded"]:
+        """See `Strategy`."""
+        return (cls(stage=1), cls(stage=2), cls(stage=1, overlap_forward=True))
 
     def __post_init__(self) -> None:
         """Raise InvalidArgument where a field makes no sense."""
@@ -91,15 +106,15 @@ class Sharded(Strategy):
                 f"Sharded: offload={shown(self.offload)}; expected None or mpisgd.Offload(folder)"
             )
 
+    @property
+    def goes_with(self) -> GoesWith:
+        """See `GoesWith`."""
+        in_files = self.offload is not None and "parameters" in self.offload.parts
+        return IN_FILES if in_files else SHARDED
+
     def check(self, training: Training) -> None:
         """Raise where parameters cannot be divided, or updated apart."""
         super().check(training)
-        if isinstance(training.optimizer, torch.optim.LBFGS):
-            raise InvalidArgument(
-                "Sharded: LBFGS computes its direction from all gradients together, and each rank has those "
-                "of its own parameters only"
-            )
-        self._check_compression(training)
         if self.offload is not None:
             self._check_offload(training, self.offload)
         if self._streamed(training) is None:
@@ -108,14 +123,6 @@ class Sharded(Strategy):
     def updates_files(self, training: Training) -> bool:
         """See `Strategy`."""
         return self._streamed(training) is not None
-
-    def _check_compression(self, training: Training) -> None:
-        compression = training.options.compression
-        if any(compression.wire_dtype(param.dtype) is None for _, param in training.named):
-            raise InvalidArgument(
-                f"Sharded: compression={compression} combines whole buckets for all ranks, and each gets its "
-                "shard only here; Compression.fp16 and Compression.bf16 go with it"
-            )
 
     def _check_offload(self, training: Training, offload: Offload) -> None:
         if not is_known_elementwise(training.optimizer):
@@ -134,7 +141,6 @@ class Sharded(Strategy):
             )
         if self.master_dtype is not None:
             raise InvalidArgument(f"Sharded: master_dtype={self.master_dtype} does not go with {offload}")
-        self.refuse(training, IN_FILES)
 
     @staticmethod
     def _check_device(training: Training, offload: Offload) -> None:
@@ -167,3 +173,7 @@ class Sharded(Strategy):
             overlap_forward=self.overlap_forward,
             offload=self.offload,
         )
+
+    def paper(self, size: int, lengths: Sequence[tuple[str, int]] = ()) -> Paper[Any] | None:
+        """See `Strategy`."""
+        return None

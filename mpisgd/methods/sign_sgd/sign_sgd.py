@@ -5,6 +5,8 @@ Problems"; the vote: algorithm 3.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,12 +15,14 @@ from mpisgd.arguments import check_flag
 from mpisgd.collectives.all_gather import all_gather_into_tensor
 from mpisgd.collectives.all_to_all import all_to_all_single
 from mpisgd.compress.bit_packing import pack, packed_size, unpack
-from mpisgd.compress.compressor import BucketLayout, BucketReducer, Compressor
+from mpisgd.compress.compressor import BucketLayout, BucketReducer, Compressor, Traits
 from mpisgd.compress.residual import is_finite
 from mpisgd.compress.sign_code import pack_signs, unpack_signs
 from mpisgd.core.group import Group
 from mpisgd.dtypes import ReduceOp
 from mpisgd.method_state import alike
+from mpisgd.methods.paper_kit import Paper
+from mpisgd.methods.sign_sgd import paper
 
 __all__ = ["SignSGD"]
 
@@ -45,19 +49,18 @@ class SignSGD(Compressor):
     def __post_init__(self) -> None:
         check_flag("SignSGD", "majority_vote", self.majority_vote)
 
-    @property
-    def has_magnitudes(self) -> bool:
-        """Return False: all that arrives is -1, 0 or 1, or a mean of these."""
-        return False
-
-    @property
-    def is_additive(self) -> bool:
-        """It is not: the sign of a sign and a gradient is neither of them."""
-        return False
+    @cached_property
+    def traits(self) -> Traits:
+        """What arrives is -1, 0 or 1, or a mean of these; the sign of a sign and a gradient is neither."""
+        return Traits(has_magnitudes=False, is_homogeneous=False, is_additive=False)
 
     def reducer(self, layout: BucketLayout) -> BucketReducer:
         """Return what sends the signs of a bucket."""
         return (_VoteReducer if self.majority_vote else _MeanReducer)(layout.numel)
+
+    def paper(self) -> Paper[Any]:
+        """See `Compressor`."""
+        return paper.SignSGD(self.majority_vote)
 
 
 @dataclass

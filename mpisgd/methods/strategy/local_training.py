@@ -7,11 +7,27 @@ import torch
 from torch import Tensor
 
 from mpisgd.collectives.coalesced import broadcast_coalesced
+from mpisgd.methods.strategy.goes_with import GoesWith, no, yes
 from mpisgd.methods.strategy.local_scaling import LocalScaling
 from mpisgd.methods.strategy.strategy import Synchronizer
 from mpisgd.methods.strategy.training import Training
 
-__all__ = ["LocalSynchronizer"]
+__all__ = ["LOCAL_STEPS", "LocalSynchronizer"]
+
+OWN_GRADIENTS = no("ranks step with gradients of their own")
+LOCAL_STEPS = GoesWith(
+    op=OWN_GRADIENTS,
+    gradient_predivide_factor=OWN_GRADIENTS,
+    error_if_nonfinite=OWN_GRADIENTS,
+    check_in_sync_every=no("parameters differ by rank between two steps"),
+    share_parameters=no("every rank has parameters of its own"),
+    backward_passes_per_step=yes("local"),
+    clip_grad_norm_=yes("of the own gradients"),
+    grad_scaler=yes("yes, a rank's overflow skips its own step"),
+    sparse_gradients=yes(),
+    elastic=yes("survivors go on from their own models"),
+    checkpoint=yes("has the model of each rank"),
+)
 
 
 class LocalSynchronizer(Synchronizer, abc.ABC):

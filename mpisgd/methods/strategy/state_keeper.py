@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from mpisgd.arguments import ranks_text
-from mpisgd.compress.compressor import Compressor
+from mpisgd.compress.compressor import Casting, Compressor
 from mpisgd.core.consistency import Operation
 from mpisgd.errors import OutOfSync
 from mpisgd.method_state import (
@@ -30,7 +30,6 @@ from mpisgd.method_state import (
     take,
     without_parts,
 )
-from mpisgd.methods.cast.cast import Cast
 from mpisgd.methods.strategy.strategy import Synchronizer
 
 __all__ = ["StateKeeper"]
@@ -134,7 +133,7 @@ class StateKeeper:
         self._of.arrive()
         pieces, training = pieces_of(self._of.state), self._of.training
         # Whether this rank has anything does not decide: with PerHost some have nothing, and all compare.
-        may_have = self._of.replicas_differ or not isinstance(training.options.compression, Cast)
+        may_have = self._of.replicas_differ or not isinstance(training.options.compression, Casting)
         if not (may_have or pieces.alike or pieces.own):
             return {}
         return {

@@ -12,7 +12,7 @@ What it keeps from step to step it declares in a dataclass, `state`: see `mpisgd
 """
 
 import abc
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -27,7 +27,8 @@ from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
 from mpisgd.gradients.accumulation import GradientSync
 from mpisgd.method_state import mean_of
-from mpisgd.methods.strategy.compatibility import OPTIONS
+from mpisgd.methods.paper_kit import Paper
+from mpisgd.methods.strategy.goes_with import GoesWith
 from mpisgd.methods.strategy.training import Training
 from mpisgd.sharding.layerwise.offload_parameters import check_in_memory
 
@@ -237,19 +238,27 @@ class Strategy(abc.ABC):
     Its fields are what all ranks must have chosen alike: `repr(strategy)` is compared at construction.
 
     Attributes:
-        excludes: names of `compatibility.OPTIONS` that it cannot follow; by default `share_parameters`.
+        starts_together: whether all ranks come to the first step, with the same parameters.
     """
 
-    excludes: ClassVar[frozenset[str]] = frozenset({"share_parameters"})
-    starts_together: ClassVar[bool] = True  # all ranks come to the first step, with the same parameters
+    starts_together: ClassVar[bool] = True
+
+    @classmethod
+    def examples(cls) -> Sequence["Strategy"]:
+        """Return some with which the fuzzer, `verify` and the documentation try it; the plainest first."""
+        return (cls(),)
+
+    @property
+    def goes_with(self) -> GoesWith:
+        """What it goes with; what does not is refused before `check`."""
+        return GoesWith()
 
     def check(self, training: Training) -> None:
-        """Raise where the strategy cannot do what `training` asks for; before anything is sent.
+        """Raise where the strategy cannot train these parameters, with these ranks; before anything is sent.
 
         Raises:
-            InvalidArgument: says what does not go together.
+            InvalidArgument: says why.
         """
-        self.refuse(training, self.excludes)
         if not self.updates_files(training):
             check_in_memory("DistributedOptimizer", training.named)
 
@@ -257,12 +266,20 @@ class Strategy(abc.ABC):
         """Return whether parameters that `mpisgd.offload_parameters` has moved to files are updated there."""
         return False
 
-    def refuse(self, training: Training, names: Set[str]) -> None:
-        """Raise InvalidArgument if any of these `compatibility.OPTIONS` was chosen."""
-        for name in sorted(names):
-            if (chosen := OPTIONS[name](training)) is not None:
-                raise InvalidArgument(f"DistributedOptimizer: {name}={chosen} does not go with {self}")
-
     @abc.abstractmethod
     def synchronizer(self, training: Training) -> Synchronizer:
         """Return the working part for an optimizer. Collective over `training.group`."""
+
+    def paper(self, size: int, lengths: Sequence[tuple[str, int]] = ()) -> Paper[Any] | None:
+        """Return the algorithm with these settings, which `verify` and the fuzzer compare the strategy with.
+
+        None: what one process computes with the gradients of all ranks.
+
+        Args:
+            size: how many ranks there are.
+            lengths: names of the parameters, and their bytes, for strategies that divide them.
+
+        Raises:
+            InvalidArgument: there is none.
+        """
+        raise InvalidArgument(f"there is no paper of {self}")

@@ -82,7 +82,7 @@ class TensorMean:
     @property
     def with_residual(self) -> frozenset[str]:
         """The keys of the tensors of which what is not sent is added to what is given the next time."""
-        if not self._options.compression.has_error_feedback:
+        if not self._options.compression.traits.has_error_feedback:
             return frozenset()
         return frozenset(key for slot in self._slots for key in slot.keys)
 

@@ -3,16 +3,17 @@
 N ranks compute what one process computes on the joined batch.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any
 
-import torch
-
-from mpisgd.errors import InvalidArgument
+from mpisgd.methods.paper_kit import Paper
 from mpisgd.methods.sharded.shared import Shared
+from mpisgd.methods.strategy.goes_with import GoesWith, no, yes
 from mpisgd.methods.strategy.replicated import Replicated
 from mpisgd.methods.strategy.strategy import Strategy, Synchronizer
 from mpisgd.methods.strategy.training import Training
+from mpisgd.methods.synchronous import paper
 from mpisgd.sharding.shared_parameters import check_shareable
 
 __all__ = ["Synchronous"]
@@ -22,20 +23,22 @@ __all__ = ["Synchronous"]
 class Synchronous(Strategy):
     """All ranks have the same parameters and apply the same gradients in every step. The default."""
 
-    excludes: ClassVar[frozenset[str]] = frozenset({"named_buffers"})
+    @property
+    def goes_with(self) -> GoesWith:
+        """See `GoesWith`."""
+        buffers = no("buffers stay on their rank; use mpisgd.SyncBatchNorm")
+        return GoesWith(adaptive_sum=yes(), share_parameters=yes(), named_buffers=buffers)
 
     def check(self, training: Training) -> None:
-        """Raise where the parameters cannot be shared, or updated apart, if they are to be."""
+        """Raise where the parameters cannot be shared, if they are to be."""
         super().check(training)
-        if not training.share_parameters:
-            return
-        if isinstance(training.optimizer, torch.optim.LBFGS):
-            raise InvalidArgument(
-                "share_parameters: LBFGS computes its direction from all gradients together, and with shared "
-                "parameters each rank has those of its own only"
-            )
-        check_shareable(training.named)
+        if training.share_parameters:
+            check_shareable(training.named)
 
     def synchronizer(self, training: Training) -> Synchronizer:
         """Return what reduces gradients; with shared parameters, to the ranks that own them."""
         return (Shared if training.share_parameters else Replicated)(training)
+
+    def paper(self, size: int, lengths: Sequence[tuple[str, int]] = ()) -> Paper[Any]:
+        """See `Strategy`."""
+        return paper.Synchronous()

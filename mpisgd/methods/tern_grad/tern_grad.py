@@ -6,6 +6,7 @@ Deep Learning".
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -17,6 +18,8 @@ from mpisgd.compress.levels import Levels, segments_of
 from mpisgd.compress.quantizing_reducer import QuantizingReducer
 from mpisgd.compress.residual import Memory, Waiting
 from mpisgd.compress.wide_compressor import WideCompressor
+from mpisgd.methods.paper_kit import Paper
+from mpisgd.methods.tern_grad import paper
 
 __all__ = ["TernGrad", "TernaryCodec"]
 
@@ -52,13 +55,15 @@ class TernGrad(WideCompressor):
             check_positive("TernGrad", "clip_sigmas", self.clip_sigmas)
         check_seed("TernGrad", self.seed)
 
-    def codec(self, layout: BucketLayout) -> "TernaryCodec":
-        """Return what makes codes of a bucket."""
-        return TernaryCodec(layout, self.clip_sigmas)
-
     def wide_reducer(self, layout: BucketLayout) -> QuantizingReducer:
         """Return what sends the codes of a bucket."""
-        return QuantizingReducer(self.codec(layout), layout.numel, self.seed, Memory(), Waiting())
+        return QuantizingReducer(
+            TernaryCodec(layout, self.clip_sigmas), layout.numel, self.seed, Memory(), Waiting()
+        )
+
+    def paper(self) -> Paper[Any]:
+        """See `Compressor`."""
+        return paper.TernGrad(c=math.inf if self.clip_sigmas is None else self.clip_sigmas)
 
 
 class TernaryCodec(Levels):

@@ -4,16 +4,21 @@ Dryden and others 2016, "Communication Quantization for Data-Parallel Training o
 Strom 2015, "Scalable Distributed DNN Training Using Commodity GPU Cloud Computing".
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 from torch import Tensor
 
 from mpisgd.arguments import check_flag, check_positive
-from mpisgd.compress.compressor import BucketLayout
+from mpisgd.compress.compressor import BucketLayout, Traits
 from mpisgd.compress.residual import Waiting, memory_of
 from mpisgd.compress.selection import at_least
 from mpisgd.compress.sparse_reducer import SparseReducer
 from mpisgd.compress.wide_compressor import WideCompressor
+from mpisgd.methods.paper_kit import Paper
+from mpisgd.methods.threshold import paper
 
 __all__ = ["Threshold", "ThresholdReducer"]
 
@@ -44,18 +49,27 @@ class Threshold(WideCompressor):
     value: float
     error_feedback: bool = True
 
+    @classmethod
+    def examples(cls) -> Sequence["Threshold"]:
+        """See `Compressor`."""
+        return (cls(value=1.0),)
+
     def __post_init__(self) -> None:
         check_positive("Threshold", "value", self.value)
         check_flag("Threshold", "error_feedback", self.error_feedback)
 
-    @property
-    def is_homogeneous(self) -> bool:
-        """Return False: more of larger gradients passes."""
-        return False
+    @cached_property
+    def traits(self) -> Traits:
+        """More of larger gradients passes."""
+        return Traits(is_homogeneous=False, has_error_feedback=self.error_feedback)
 
     def wide_reducer(self, layout: BucketLayout) -> "ThresholdReducer":
         """Return what sends the large elements of a bucket."""
         return ThresholdReducer(layout, self)
+
+    def paper(self) -> Paper[Any]:
+        """See `Compressor`."""
+        return paper.Threshold(tau=self.value, feedback=self.error_feedback)
 
 
 class ThresholdReducer(SparseReducer):

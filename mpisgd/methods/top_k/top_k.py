@@ -4,7 +4,9 @@ Aji and Heafield 2017, "Sparse Communication for Distributed Gradient Descent"; 
 2018, "Sparsified SGD with Memory".
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -14,6 +16,8 @@ from mpisgd.compress.residual import Waiting, memory_of
 from mpisgd.compress.selection import count_of, top_k_of_each
 from mpisgd.compress.sparse_reducer import SparseCodec, SparseReducer
 from mpisgd.compress.wide_compressor import WideCompressor
+from mpisgd.methods.paper_kit import Paper
+from mpisgd.methods.top_k import paper
 
 __all__ = ["TopK", "TopKReducer"]
 
@@ -43,14 +47,14 @@ class TopK(WideCompressor):
     ratio: float
     error_feedback: bool = True
 
+    @classmethod
+    def examples(cls) -> Sequence["TopK"]:
+        """See `Compressor`."""
+        return (cls(ratio=0.3), cls(ratio=0.5, error_feedback=False))
+
     def __post_init__(self) -> None:
         check_ratio("TopK", "ratio", self.ratio)
         check_flag("TopK", "error_feedback", self.error_feedback)
-
-    @property
-    def is_contraction(self) -> bool:
-        """Return True: see above."""
-        return True
 
     def codec(self, layout: BucketLayout) -> SparseCodec:
         """Return what makes messages of the largest elements of each parameter."""
@@ -61,6 +65,10 @@ class TopK(WideCompressor):
     def wide_reducer(self, layout: BucketLayout) -> "TopKReducer":
         """Return what sends the largest elements of a bucket."""
         return TopKReducer(layout, self)
+
+    def paper(self) -> Paper[Any]:
+        """See `Compressor`."""
+        return paper.TopK(ratio=self.ratio, feedback=self.error_feedback)
 
 
 class TopKReducer(SparseReducer):

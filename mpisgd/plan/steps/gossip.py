@@ -1,5 +1,6 @@
 """The mixing of `Gossip`: messages to neighbours, and their weighted sum."""
 
+from mpisgd.compress.compressor import wire_dtype_of
 from mpisgd.errors import InvalidArgument
 from mpisgd.gossip.graph import Graph
 from mpisgd.gossip.graphs import Exponential, OnePeerExponential, Ring
@@ -65,5 +66,5 @@ def _wire_ratio(job: PlannedJob) -> float:
     if not isinstance(job.compression, Cast):
         raise InvalidArgument(f"plan: Gossip with {job.compression}; it takes casts")
     itemsize = job.profile.gradients[0].itemsize
-    dtype = job.compression.wire_dtype(dtype_of(itemsize))
+    dtype = wire_dtype_of(job.compression, dtype_of(itemsize))
     return 1.0 if dtype is None else dtype.itemsize / itemsize

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mpisgd.accelerator.buffers import ALONE_BYTES
-from mpisgd.compress.compressor import Compressor
+from mpisgd.compress.compressor import Compressor, wire_dtype_of
 from mpisgd.gradients.bucketing import ALIGN_BYTES, Bucket, Item, plan_buckets
 from mpisgd.gradients.options import DEFAULT_BUCKET_CAP_BYTES
 from mpisgd.methods.cast.cast import Compression
@@ -51,7 +51,7 @@ class PlannedJob:
     def gradient_buckets(self) -> tuple[Bucket, ...]:
         """Return the buckets of gradients, as `DistributedOptimizer` plans them in the order observed."""
         padded = all(
-            self.compression.wire_dtype(dtype_of(each.itemsize)) is not None
+            wire_dtype_of(self.compression, dtype_of(each.itemsize)) is not None
             for each in self.profile.gradients
         )
         return self._buckets(ALIGN_BYTES if padded else 1, ALONE_BYTES)

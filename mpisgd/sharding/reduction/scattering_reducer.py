@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mpisgd.accelerator.runtime import on_device
-from mpisgd.compress.compressor import BucketLayout
+from mpisgd.compress.compressor import BucketLayout, wire_dtype_of
 from mpisgd.core.consistency import Operation
 from mpisgd.gradients.bucketing import ALIGN_BYTES, Bucket, join_buckets
 from mpisgd.gradients.fusion_buffer import FusionBuffer, shape_in_memory, window
@@ -78,7 +78,7 @@ class ScatteringReducer(ShardedReducer):
         return on_device(param) or self._wire_dtype(param) != param.dtype
 
     def _wire_dtype(self, param: Tensor) -> torch.dtype:
-        return self.options.compression.wire_dtype(param.dtype) or param.dtype
+        return wire_dtype_of(self.options.compression, param.dtype) or param.dtype
 
     def _launches_early(self) -> bool:
         frees = self._frees and self.group.size > 1 and self._may_launch_early

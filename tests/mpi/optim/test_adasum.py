@@ -39,7 +39,9 @@ def test_a_rank_that_has_no_gradient_counts_as_zero():
         ({"compression": mpisgd.Compression.fp16}, "compression=Compression.fp16"),
         ({"gradient_predivide_factor": 2.0}, "gradient_predivide_factor=2.0"),
         ({"share_parameters": True}, "share_parameters=True"),
-        ({"strategy": "elsewhere"}, "strategy=elsewhere"),
+        ({"strategy": "elsewhere"}, "strategy='elsewhere'"),
+        ({"strategy": mpisgd.LocalSGD(2)}, "op=Adasum does not go with LocalSGD"),
+        ({"strategy": mpisgd.Sharded(1)}, "op=Adasum does not go with Sharded"),
     ],
 )
 def test_what_does_not_go_with_it_is_refused(options, said):

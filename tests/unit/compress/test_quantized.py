@@ -19,7 +19,7 @@ def there_and_back(method, flats: list[torch.Tensor], step: int = 0, rank: int =
     """What parameters of these gradients become, side by side."""
     flat = torch.cat(flats)
     layout = BucketLayout(tuple(part.shape for part in flats), flat.dtype)
-    codec, before = method.codec(layout), flat.clone()
+    codec, before = method.wide_reducer(layout)._codec, flat.clone()
     message = codec.compress(flat, generator(method.seed, step, flat.numel(), rank))
     assert torch.equal(flat.view(torch.uint8), before.view(torch.uint8))
     assert (message.dtype, message.numel()) == (torch.uint8, codec.nbytes)
@@ -117,7 +117,7 @@ def test_natural_takes_9_and_12_bits(dtype, bits):
 @pytest.mark.parametrize("bits", range(2, 9))
 def test_qsgd_takes_its_bits_and_a_norm_per_segment(bits):
     layout = BucketLayout((torch.Size([100]), torch.Size([513])), torch.float32)
-    assert QSGD(bits=bits).codec(layout).nbytes == -(-613 * bits // 8) + 3 * 4
+    assert QSGD(bits=bits).wide_reducer(layout)._codec.nbytes == -(-613 * bits // 8) + 3 * 4
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)

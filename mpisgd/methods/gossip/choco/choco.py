@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from mpisgd.accelerator.buffers import cut_by
-from mpisgd.compress.compressor import BucketLayout, Compressor
+from mpisgd.compress.compressor import BucketLayout, Compressor, codec_of
 from mpisgd.compress.randomness import generator
 from mpisgd.core.group import Group
 from mpisgd.gossip.graph import Graph
@@ -64,7 +64,9 @@ class _Bucket:
         self._numels = [tensor.numel() for tensor in tensors.values()]
         layout = _layout(list(tensors.values()))
         self._dtype = layout.dtype
-        self._codec, self._seed = compressor.codec(layout), getattr(compressor, "seed", 0)
+        codec = codec_of(compressor, layout)
+        assert codec is not None  # `Gossip` has seen to that
+        self._codec, self._seed = codec, getattr(compressor, "seed", 0)
         self._own = self._as_one(state.copy, tensors)
         self._total = self._as_one(state.total, tensors)
         self.keys = list(tensors)

@@ -1,0 +1,100 @@
+"""The tables of "What goes with what" in docs/concepts/strategies.md, from the methods' declarations.
+
+python scripts/docs_site/goes_with_tables.py --write    # renew them; a test compares
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from mpisgd.methods import catalogue
+from mpisgd.methods.cast.cast import Cast
+from mpisgd.methods.strategy.goes_with import OPTIONS, SITUATIONS
+from mpisgd.methods.strategy.strategy import Strategy
+
+__all__ = ["PAGE", "generated", "with_tables"]
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "concepts" / "strategies.md"
+BEGIN, END = "<!-- generated: goes_with_tables.py -->", "<!-- end of generated -->"
+FIRST = ("Synchronous", "Sharded")
+
+# What rows are called that are not called as the argument that they are about.
+ROWS = {
+    "op": "`op` other than AVG",
+    "adaptive_sum": "`op=mpisgd.Adasum`",
+    "whole_gradients": "LBFGS",
+    "backward_passes_per_step": "`backward_passes_per_step`",
+    "clip_grad_norm_": "`clip_grad_norm_`",
+    "grad_scaler": "GradScaler",
+    "sparse_gradients": "sparse gradients",
+    "closures": "`step(closure)`",
+    "repeats": "the same result in every run",
+    "elastic": "elastic training",
+    "checkpoint": "checkpoint",
+}
+
+
+def columns() -> dict[str, list[Strategy]]:
+    """The strategies by the names of their columns: those that go with the same things share one."""
+    found: dict[str, list[Strategy]] = {}
+    kinds = sorted(catalogue.strategies(), key=lambda kind: (kind.__name__ not in FIRST, kind.__name__))
+    for kind in sorted(kinds, key=lambda kind: kind.__name__ != FIRST[0]):
+        for example in kind.examples():
+            found.setdefault(example.goes_with.of or kind.__name__, []).append(example)
+    return found
+
+
+def generated() -> str:
+    """Both tables."""
+    found = columns()
+    head = ["", *found]
+    rows = [["`compression`", *(each[0].goes_with.compression.words for each in found.values())]]
+    for name in (*OPTIONS, *SITUATIONS):
+        answers = [each[0].goes_with.answer(name) for each in found.values()]
+        rows.append([ROWS.get(name, f"`{name}`"), *(a.words if a.goes else "no" for a in answers)])
+    return f"{_table(head, rows)}\n{_table(head, _compressions(found))}"
+
+
+def _compressions(found: dict[str, list[Strategy]]) -> list[list[str]]:
+    rows = []
+    for kind in catalogue.compressors():
+        examples = [each for each in kind.examples() if kind is not Cast or each != Cast("none")]
+        if not examples:  # it only chooses another one
+            continue
+        row = [f"`{'Compression.fp16, .bf16' if kind is Cast else kind.__name__}`"]
+        for strategies in found.values():
+            goes = [
+                any(not strategy.goes_with.compression.why_not(each) for strategy in strategies)
+                for each in examples
+            ]
+            row.append("yes" if all(goes) else "some" if any(goes) else "no")
+        rows.append(row)
+    return rows
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    lines = [head, ["---" for _ in head], *rows]
+    return "".join(f"|{'|'.join(f' {cell} ' if cell else ' ' for cell in line)}|\n" for line in lines)
+
+
+def with_tables(text: str) -> str:
+    """The page with the tables of today."""
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n\n{generated()}\n{END}{rest.split(END)[1]}"
+
+
+def main() -> None:
+    """Print the tables, or write them to the page."""
+    parser = argparse.ArgumentParser(description="Print the tables of what goes with what.")
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.name} instead")
+    if parser.parse_args().write:
+        PAGE.write_text(with_tables(PAGE.read_text()))
+    else:
+        sys.stdout.write(generated())
+
+
+if __name__ == "__main__":
+    main()
