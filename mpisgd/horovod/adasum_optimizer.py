@@ -16,6 +16,7 @@ from mpisgd.horovod.ops.handles import synchronize
 from mpisgd.horovod.ops.reduce_ops import Adasum
 from mpisgd.horovod.optimizer_serial import serial_of_new
 from mpisgd.job import rank_info
+from mpisgd.optim.step_hooks import register_step_hooks
 
 __all__ = ["AdasumOptimizer"]
 
@@ -31,8 +32,7 @@ class AdasumOptimizer(torch.optim.Optimizer):
         self._label = f"adasum.{serial_of_new(options.process_set)}"
         self.backward_passes_per_step = passes
         self._begun_at: list[Tensor] = []
-        self.register_step_pre_hook(_remember)
-        self.register_step_post_hook(_combine)
+        register_step_hooks(self, _remember, _combine)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Take note of how many `backward()`s make a step; gradients are summed locally in any case."""

@@ -24,6 +24,7 @@ from mpisgd.horovod.optimizer_serial import serial_of_new
 from mpisgd.horovod.process_sets import ProcessSet, global_process_set
 from mpisgd.job import rank_info
 from mpisgd.optim.distributed import StepArguments, wrap_closure
+from mpisgd.optim.step_hooks import register_step_hooks, step_noting_depth
 from mpisgd.sharding.layerwise.offload_parameters import check_in_memory
 
 __all__ = ["DistributedOptimizer", "begin_anew"]
@@ -96,7 +97,7 @@ def DistributedOptimizer(
         op, compression, gradient_predivide_factor, sparse_as_dense, keep_none, process_set
     )
     own, kind = AdasumOptimizer if op == Adasum else _DistributedOptimizer, type(optimizer)
-    optimizer.__class__ = type(kind.__name__, (own, kind), {})
+    optimizer.__class__ = type(kind.__name__, (own, kind), step_noting_depth(kind))
     assert isinstance(optimizer, AdasumOptimizer | _DistributedOptimizer)
     optimizer._set_up(named, groups, backward_passes_per_step, options)
     return optimizer
@@ -157,7 +158,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._synchronized = self._synchronized_for_scaler = False
         self._should_synchronize = True
         self._exchanges: list[GradientExchange] = []
-        self.register_step_pre_hook(_before_step)
+        register_step_hooks(self, _before_step)
         self._cover_new_ones()
 
     def _cover_new_ones(self) -> None:
@@ -282,7 +283,7 @@ def _before_step(
         known = optimizer._synchronized_for_scaler and not optimizer._is_underway
         if optimizer._should_synchronize and not known:
             if optimizer._synchronized:
-                warnings.warn(TWICE, UserWarning, 3)
+                warnings.warn(TWICE, UserWarning, 4)
             optimizer.synchronize()
         optimizer._end_step()
     return changed

@@ -136,11 +136,13 @@ class Event(NamedTuple):
         what: its name in the paper.
         ranks: to whom.
         g: the gradient that came with it.
+        names: of which parameters it is; (): of all.
     """
 
     what: str
     ranks: tuple[int, ...]
     g: Vec = Vec()
+    names: tuple[str, ...] = ()
 
 
 class Paper(Generic[S]):

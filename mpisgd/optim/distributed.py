@@ -39,6 +39,7 @@ from mpisgd.methods.synchronous.synchronous import Synchronous
 from mpisgd.optim.choices import check_choices, resolve_reduction, summary
 from mpisgd.optim.in_sync import check_tensors_in_sync
 from mpisgd.optim.state_layout import lay_out_state
+from mpisgd.optim.step_hooks import register_step_hooks, step_noting_depth
 from mpisgd.parameters.parameter_names import agree_on, name_buffers, name_parameters
 from mpisgd.parameters.starting_alike import SETTINGS_EVERY, check_alike
 
@@ -191,8 +192,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             optimizer.__class__ = wrapped_class(type(optimizer))
             raise
         self._summary, self.spans_job = text, group is None
-        self.register_step_pre_hook(_before_step)
-        self.register_step_post_hook(_after_step)
+        register_step_hooks(self, _before_step, _after_step)
 
     @property
     def synchronizer(self) -> Synchronizer:
@@ -419,7 +419,7 @@ _classes: dict[type, type[torch.optim.Optimizer]] = {}
 def _distributed(wrapped: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
     """Return the class of a distributed `wrapped`."""
     if wrapped not in _classes:
-        body = {"__doc__": wrapped.__doc__, "__module__": wrapped.__module__}
+        body = {"__doc__": wrapped.__doc__, "__module__": wrapped.__module__, **step_noting_depth(wrapped)}
         _classes[wrapped] = type(f"Distributed{wrapped.__name__}", (DistributedOptimizer, wrapped), body)
     return _classes[wrapped]
 

@@ -1,9 +1,9 @@
 """`wait_patiently`: a wait that the loss of a rank does not end: the kernel frees what that rank held."""
 
-import time
 from collections.abc import Callable
 
 from mpisgd.errors import PeerLost
+from mpisgd.threads.scheduling import now_s, sleep
 from mpisgd.threads.wait_registry import WaitReason
 from mpisgd.threads.waiting import Backoff
 
@@ -37,12 +37,12 @@ def wait_patiently(
     """
     if ends_with_rank:
         return Backoff(limit_s, own_limit=own_limit).wait_for(ready, about=about)
-    deadline_s = time.monotonic() + limit_s
+    deadline_s = now_s() + limit_s
     while True:
-        left_s = deadline_s - time.monotonic()
+        left_s = deadline_s - now_s()
         try:
             return Backoff(max(0.0, left_s), own_limit=own_limit).wait_for(ready, about=about)
         except PeerLost:
             if left_s <= 0:
                 return False
-            time.sleep(POLL_S)
+            sleep(POLL_S)

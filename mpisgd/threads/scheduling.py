@@ -59,6 +59,9 @@ class Scheduler(Protocol):
     def cancellation(self) -> Cancellation:
         """Return whether the waits of this thread's rank are cancelled."""
 
+    def at_loss(self, end: Callable[[], object]) -> None:
+        """Call `end` where this thread's rank is lost: it does what the system does where a process ends."""
+
     def at_fault_point(self, kind: str, nbytes: int) -> int:
         """Return how many of so many bytes are written, or raise; see `mpisgd.threads.fault_points`."""
 

@@ -19,7 +19,7 @@ PAPERS = {
     "mpisgd.LocalSGD": ("local_sgd",),
     "mpisgd.OneBitAdam": ("one_bit_adam", "two_step"),
     "mpisgd.OneBitLamb": ("one_bit_lamb",),
-    "mpisgd.ParameterServer": ("parameter_server",),
+    "mpisgd.ParameterServer": ("parameter_server", "hogwild"),
     "mpisgd.Synchronous": ("synchronous",),
     "mpisgd.ZeroOneAdam": ("zero_one_adam",),
     "mpisgd.compress.DeepGradient": ("deep_gradient",),

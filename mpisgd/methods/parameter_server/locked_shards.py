@@ -25,6 +25,7 @@ from torch import Tensor
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.errors import InvalidArgument
+from mpisgd.event_log import Entry, Place, grads_of
 from mpisgd.methods.parameter_server.layout import PARAMETER, Schema, lay_out_shards
 from mpisgd.methods.parameter_server.shard_memory import ShardMemory, Version
 from mpisgd.methods.parameter_server.worker import Worker
@@ -108,6 +109,8 @@ class LockedShards(Worker):
     @torch.no_grad()
     def _step(self) -> None:
         self._begin_update()
+        if self.events is not None:
+            self.events.add(Entry("step", (self.training.group.rank,), grads_of(self.training.named)))
         grads = {i: p.grad for i, (_, p) in enumerate(self.training.named) if p.grad is not None}
         if self.scale != 1.0:
             grads = {i: grad * self.scale for i, grad in grads.items()}
@@ -151,7 +154,15 @@ class LockedShards(Worker):
                 self._memory.give_up(shard)
                 raise
             self._memory.commit(shard)
+            self._record("push", shard, 2 * version.number)
         self._count_push(complete=True)
+
+    def _record(self, what: str, shard: int, number: int) -> None:
+        if self.events is not None:
+            places = [entry.param for entry in self._memory.layouts[shard].entries if entry.key == PARAMETER]
+            names = tuple(self.training.named[place][0] for place in places)
+            place = Place(f"shard {shard}", number)
+            self.events.add(Entry(what, (self.training.group.rank,), names=names, place=place))
 
     def _update(self, version: Version, grads: dict[int, Tensor]) -> None:
         """Run the wrapped optimizer on the parameters of a version."""
@@ -195,9 +206,11 @@ class LockedShards(Worker):
         """Read the parameters as they are now, each shard as a whole."""
         self._publish_once()
         for shard in range(len(self._memory.layouts)):
-            for (i, key), tensor in self._memory.read(shard).tensors.items():
+            version = self._memory.read(shard)
+            for (i, key), tensor in version.tensors.items():
                 if key == PARAMETER:
                     self.training.named[i][1].copy_(tensor)
+            self._record("fetch", shard, 2 * version.number + 1)
 
     @torch.no_grad()
     def _publish(self) -> None:

@@ -1,32 +1,33 @@
 """Downpour SGD and stale synchronous parallel: ranks push gradients to servers, and fetch parameters.
 
-Dean et al. 2012, "Large Scale Distributed Deep Networks", section 4.1; the bound: Ho et al. 2013, "More
-Effective Distributed ML via a Stale Synchronous Parallel Parameter Server".
+Dean et al. 2012, "Large Scale Distributed Deep Networks", section 4.1 and algorithm 7.1; the bound: Ho et al.
+2013, "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server".
 
-    push, of rank i      x <- x - u(share g_i);   c_i <- c_i + 1     u: the update of the servers' optimizer
-    fetch, of rank i     x_i <- x
-    step, of rank i      x_i <- x_i - lr g_i        between fetches, where these are rarer than steps
+    step, of rank i      a_i <- a_i + share g_i;   x_i <- x_i - lr share g_i
+    push, of rank i      x <- x - u(a_i);   a_i <- 0;   c_i <- c_i + 1      u: the servers' optimizer
+    fetch, of rank i     x_i <- x           where |c_i - c_j| <= bound for all ranks j
 
-In both papers `share` is 1; with 1 / p the pushes of all ranks go as far as one synchronous step. A rank
-begins a step only where c_i - min c_j <= bound.
-
-Without locks (Recht et al. 2011, "Hogwild!") updates of the same elements may be lost, and there is nothing
-to replay: each update counts once where no two ranks ever update the same ones.
+Servers have parts of x, and know nothing of each other: a push and a fetch are of the parameters of one, and
+so are the clocks c. In both papers `share` is 1; with 1 / p the pushes of all ranks go as far as one
+synchronous step. The second bound of Ho, for ranks that are ahead, says what must not be in x yet.
 """
 
 from dataclasses import dataclass, replace
 
-from mpisgd.methods.paper_kit import Event, Paper, Vec, World, alike
+from mpisgd.methods.paper_kit import Event, Paper, Vec, World, alike, own
 
 __all__ = ["ParameterServer", "State"]
+
+Clocks = dict[str, int]  # by the names of parameters
 
 
 @dataclass(frozen=True)
 class State:
-    """What is kept: the parameters of the servers, and the clocks of the ranks."""
+    """What is kept: the parameters of the servers, the clocks of the ranks, and what they have accrued."""
 
     x: Vec = alike(default_factory=Vec)
-    c: dict[int, int] = alike(default_factory=dict)
+    c: dict[int, Clocks] = alike(default_factory=dict)
+    a: dict[int, Vec] = own(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -35,20 +36,26 @@ class ParameterServer(Paper[State]):
 
     share: float = 1.0
     lr: float = 0.0
-    bound: int | None = None
+    bound: float = float("inf")
 
     def start(self, x: dict[int, Vec], w: World) -> State:
         """See `Paper`."""
-        return State(x[w.ranks[0]], dict.fromkeys(w.ranks, 0))
+        first = x[w.ranks[0]]
+        return State(first, {i: dict.fromkeys(first, 0) for i in w.ranks}, {i: Vec() for i in w.ranks})
 
     def event(self, s: State, x: dict[int, Vec], e: Event, w: World) -> tuple[State, dict[int, Vec]]:
         """See `Paper`."""
-        (i,) = e.ranks
-        if e.what == "fetch":
-            return s, {**x, i: s.x}
+        (i,), names = e.ranks, e.names or tuple(s.x)
         if e.what == "step":
-            return s, {**x, i: x[i] - self.lr * e.g}
-        c = {**s.c, i: s.c[i] + 1}
-        if self.bound is not None and c[i] - min(c.values()) > self.bound + 1:
-            raise ValueError(f"rank {i} has pushed {c[i]} times, another one {min(c.values())}")
-        return replace(s, x=w.optimizer(w.ranks[0], s.x, self.share * e.g), c=c), x
+            g = self.share * e.g
+            return replace(s, a={**s.a, i: s.a[i] + g}), {**x, i: x[i] - self.lr * g}
+        if e.what == "push":
+            pushed = w.optimizer(w.ranks[0], s.x, s.a[i].only(names))
+            waits = s.a[i].only([name for name in s.a[i] if name not in names])
+            c_i = {name: count + (name in names) for name, count in s.c[i].items()}
+            return State(pushed, {**s.c, i: c_i}, {**s.a, i: waits}), x
+        for name in names:
+            clocks = {j: s.c[j][name] for j in w.ranks}
+            if any(abs(clocks[i] - clock) > self.bound for clock in clocks.values()):
+                raise ValueError(f"rank {i} fetches {name}, of which the ranks have pushed {clocks}")
+        return s, {**x, i: Vec({**x[i], **s.x.only(names)})}

@@ -27,10 +27,11 @@ class Version:
         counts: [ranks] how many updates of each rank are in it.
         flags: [entries] whether an entry exists.
         tensors: by parameter and key, the entries of the layout in their order.
+        number: how many there have been before.
     """
 
-    def __init__(self, flat: Tensor, layout: ShardLayout) -> None:
-        self.flat = flat
+    def __init__(self, flat: Tensor, layout: ShardLayout, number: int) -> None:
+        self.flat, self.number = flat, number
         words = (layout.num_ranks + len(layout.entries)) * WORD_BYTES
         self.counts, self.flags = flat[:words].view(torch.int64).tensor_split([layout.num_ranks])
         self.tensors = {
@@ -105,10 +106,11 @@ class ShardMemory:
             number = self._number(shard)
             self._load(shard, number, flat)
             if self._number(shard) == number:
-                return Version(flat, self.layouts[shard])
+                return Version(flat, self.layouts[shard], number)
         with self.window.locked(self.owners[shard]):
-            self._load(shard, self._number(shard), flat)
-        return Version(flat, self.layouts[shard])
+            number = self._number(shard)
+            self._load(shard, number, flat)
+        return Version(flat, self.layouts[shard], number)
 
     def _number(self, shard: int) -> int:
         shared = self._shared[shard]
@@ -138,7 +140,8 @@ class ShardMemory:
                 if shared is None
                 else shared[start : start + layout.version_bytes]
             )
-            self._versions[place] = Version(flat, layout)
+            self._versions[place] = Version(flat, layout, number)
+        self._versions[place].number = number
         return self._versions[place]
 
 

@@ -27,6 +27,7 @@ from mpisgd.core.group import Group
 from mpisgd.core.owner import owned_by
 from mpisgd.dtypes import ReduceOp
 from mpisgd.errors import InvalidArgument
+from mpisgd.event_log import EventLog
 from mpisgd.methods.parameter_server.clocks import (
     BEGUN,
     CLOCK,
@@ -62,7 +63,10 @@ class Worker(Synchronizer, abc.ABC):
 
     Attributes:
         is_server: whether this rank is one of them.
+        events: what is recorded, if anything: see `mpisgd.event_log`.
     """
+
+    events: EventLog | None = None
 
     def __init__(self, training: Training, staleness: int | None, servers: tuple[int, ...]) -> None:
         super().__init__(training)

@@ -3,17 +3,22 @@
 Python has no atomic instruction on shared memory. The kernel's record locks on the bytes of a file need none,
 and it gives them back when a process ends, whatever way. They do not keep threads of one process apart; a
 lock of Python's does that as well.
+
+Where ranks are threads of one process, the locks are those of open files, which each rank has its own of, and
+a rank that is lost closes its own. Elsewhere they would not do: a child that was forked keeps them.
 """
 
 import contextlib
 import fcntl
 import mmap
 import os
+import struct
 import threading
 import weakref
 
 from mpisgd.interfaces.communicator import GroupCommunicator
 from mpisgd.threads.fault_points import ALLOCATE, may_fail
+from mpisgd.threads.scheduling import scheduler
 from mpisgd.transport.ipc.memfd import open_shared
 from mpisgd.transport.ipc.segment import PAGE
 
@@ -21,6 +26,7 @@ __all__ = ["NOBODY", "RecordLocks", "open_record_locks"]
 
 NOBODY = -1
 WORD_BYTES = 8
+FLOCK = "hhqqi4x"  # struct flock of Linux, on 64 bits
 
 
 class RecordLocks:
@@ -46,7 +52,11 @@ class RecordLocks:
         self._words = memoryview(mmap.mmap(fd, _file_bytes(num_locks, size))).cast("Q")
         self._threads = [threading.Lock() for _ in range(num_locks)]
         self._lost = [NOBODY] * num_locks
-        self._close = weakref.finalize(self, os.close, fd)
+        own = scheduler()
+        self._set = _set_for_process if own is None else _set_for_open_file
+        self._close = weakref.finalize(self, os.close if own is None else _close_open_file, fd)
+        if own is not None:
+            own.at_loss(self._close)
         self._try(fcntl.LOCK_EX, self._first_life + rank)
 
     def try_lock(self, lock: int) -> bool:
@@ -63,7 +73,7 @@ class RecordLocks:
     def unlock(self, lock: int) -> None:
         """Give a lock back that this rank holds."""
         self._words[lock] = 0
-        fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, lock)
+        self._set(self._fd, fcntl.LOCK_UN, lock)
         self._threads[lock].release()
 
     def holder(self, lock: int) -> int:
@@ -81,7 +91,7 @@ class RecordLocks:
         byte = self._first_life + rank
         if not self._try(fcntl.LOCK_SH, byte):
             return True
-        fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, byte)
+        self._set(self._fd, fcntl.LOCK_UN, byte)
         return False
 
     def close(self) -> None:
@@ -90,9 +100,23 @@ class RecordLocks:
 
     def _try(self, kind: int, byte: int) -> bool:
         with contextlib.suppress(BlockingIOError, PermissionError):
-            fcntl.lockf(self._fd, kind | fcntl.LOCK_NB, 1, byte)
+            self._set(self._fd, kind, byte)
             return True
         return False
+
+
+def _set_for_process(fd: int, kind: int, byte: int) -> None:
+    fcntl.lockf(fd, kind if kind == fcntl.LOCK_UN else kind | fcntl.LOCK_NB, 1, byte)
+
+
+def _set_for_open_file(fd: int, kind: int, byte: int, length: int = 1) -> None:
+    name = {fcntl.LOCK_EX: fcntl.F_WRLCK, fcntl.LOCK_SH: fcntl.F_RDLCK, fcntl.LOCK_UN: fcntl.F_UNLCK}[kind]
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack(FLOCK, name, os.SEEK_SET, byte, length, 0))
+
+
+def _close_open_file(fd: int) -> None:
+    _set_for_open_file(fd, fcntl.LOCK_UN, 0, 0)  # all: a mapping keeps the file open
+    os.close(fd)
 
 
 def open_record_locks(local: GroupCommunicator, num_locks: int) -> RecordLocks | None:

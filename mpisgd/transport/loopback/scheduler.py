@@ -13,7 +13,7 @@ gives the same run, as long as what the threads do depends on nothing else.
 import heapq
 import itertools
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
@@ -66,6 +66,7 @@ class SeededScheduler:
         self._running: set[threading.Thread] = set()
         self._ending: deque[threading.Thread] = deque(maxlen=LATE)
         self._lost: dict[int, Task] = {}  # of lost ranks: they stand where they were until the run ends
+        self._at_loss: defaultdict[int, list[Callable[[], object]]] = defaultdict(list)
         self._waits = Waits(draws)
         self._arrivals: list[_Arrival] = []
         self._deferred: list[Callable[[], None]] = []
@@ -148,6 +149,10 @@ class SeededScheduler:
         place = (self._waits.asked or self._tasks[threading.get_ident()]).place
         return self._cancellations.setdefault(place.rank, Cancellation())
 
+    def at_loss(self, end: Callable[[], object]) -> None:
+        """Call `end` where the rank of this thread is lost."""
+        self._at_loss[self._tasks[threading.get_ident()].place.rank].append(end)
+
     def at_fault_point(self, kind: str, nbytes: int) -> int:
         """Return how many of so many bytes a thread of a rank writes here.
 
@@ -185,6 +190,9 @@ class SeededScheduler:
             if task.place.rank in ranks:
                 self._lost[ident] = self._tasks.pop(ident)
                 self._waits.remove(task)
+        for rank in ranks:
+            for end in self._at_loss.pop(rank, ()):
+                end()
         mine = self._lost.get(threading.get_ident())
         if mine is not None:
             self._hand_over(mine)

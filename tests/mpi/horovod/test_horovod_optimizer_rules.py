@@ -159,3 +159,26 @@ def test_a_parameter_frozen_on_one_rank_is_an_error_and_no_hang():
         opt.step()
     assert "mismatched parameter: rank 0 gave 0.bias float64[5], rank" in caught.text
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == hvd.size()
+
+
+class Inherited(torch.optim.SGD):
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("op", [hvd.Sum, hvd.Adasum])
+def test_a_class_that_calls_its_parents_step_reduces_once(op):
+    """torch runs hooks in both: gradients were added up twice, and so were steps."""
+
+    def trained(kind: type[torch.optim.Optimizer]) -> torch.Tensor:
+        param = nn.Parameter(torch.ones(2))
+        optimizer = hvd.DistributedOptimizer(kind([param], lr=0.5), [("x", param)], op=op)
+        for step in range(2):
+            optimizer.zero_grad()
+            (param * torch.tensor([hvd.rank() + 1.0, 1.0 - step])).sum().backward()
+            optimizer.step()
+        return param.detach()
+
+    expected, found = trained(torch.optim.SGD), trained(Inherited)
+    everyone(torch.equal(found, expected), f"{found}, {expected}")

@@ -78,18 +78,15 @@ def by_paper(push_every: int, pull_every: int, momentum: float) -> list[torch.Te
     size, names = mpisgd.size(), ("w1", "b1", "w2", "b2")
     params = {rank: dict(zip(names, start(), strict=True)) for rank in range(size)}
     optimizers = {0: torch.optim.SGD(params[0].values(), lr=LR, momentum=momentum)}
-    run = PaperRun(Definition(PaperOfServer(share=1 / size, lr=LR / size)), params, optimizers)
-    accrued = {rank: Vec() for rank in range(size)}
+    run = PaperRun(Definition(PaperOfServer(share=1 / size, lr=LR)), params, optimizers)
     for step in range(STEPS):
         g = {rank: gradient(list(run.x[rank].values()), rank, step) for rank in range(size)}
         for rank in range(size):
-            mine = Vec(zip(names, g[rank], strict=True))
-            accrued[rank] = accrued[rank] + mine
+            run.event(Event("step", (rank,), Vec(zip(names, g[rank], strict=True))))
             if (step + 1) % push_every == 0:
-                run.event(Event("push", (rank,), accrued[rank]))
-                accrued[rank] = Vec()
-            is_due = (step + 1) % pull_every == 0
-            run.event(Event("fetch", (rank,)) if is_due else Event("step", (rank,), mine))
+                run.event(Event("push", (rank,)))
+            if (step + 1) % pull_every == 0:
+                run.event(Event("fetch", (rank,)))
     return list(run.x[mpisgd.rank()].values())
 
 

@@ -189,7 +189,10 @@ def test_an_asynchronous_average_keeps_the_sum_whenever_it_comes():
             taken = taken + 0.5 * g
             run.event(Event("step", (rank,), g))
         else:
-            run.event(Event("average", (rank, (rank + 1) % 3)))
+            for what in ("ask", "answer", "take"):
+                run.event(Event(what, (rank, (rank + 1) % 3)))
+            both = [run.state.x[each] for each in (rank, (rank + 1) % 3)]
+            assert apart(*both) < CLOSE
     assert apart(total(run.state.x.values()), start - taken) < CLOSE
 
 
@@ -252,19 +255,33 @@ def test_a_parameter_server_that_all_push_to_in_turn_is_synchronous_sgd():
     for step in range(program.steps):
         g = {rank: gradient(program, run, rank, step) for rank in run.ranks}
         for rank in (2, 0, 3, 1):
-            run.event(Event("push", (rank,), g[rank]))
+            run.event(Event("step", (rank,), g[rank]))
+            run.event(Event("push", (rank,)))
         for rank in run.ranks:
             run.event(Event("fetch", (rank,)))
         assert apart(run.x[step % 4], expected[0][step]) == 0.0
 
 
 def test_a_rank_that_is_too_far_ahead_must_have_waited():
-    program = Program(size=2)
-    run = paper_run(program, Definition(ParameterServer(bound=1)))
+    run = paper_run(Program(size=2), Definition(ParameterServer(bound=1)))
     run.event(Event("push", (0,)))
+    run.event(Event("fetch", (0,)))
     run.event(Event("push", (0,)))
-    with pytest.raises(ValueError, match="rank 0 has pushed 3 times, another one 0"):
-        run.event(Event("push", (0,)))
+    with pytest.raises(ValueError, match=r"rank 0 fetches matrix, of which .* \{0: 2, 1: 0\}"):
+        run.event(Event("fetch", (0,)))
+
+
+def test_a_step_between_the_ask_and_the_take_is_one_after_the_average():
+    program = Program(size=2, dyadic=False, apart=True)
+    after, between = (paper_run(program, Definition(ADPSGD())) for _ in range(2))
+    g = gradient(program, after, 0, 0)
+    for what in ("ask", "answer", "take"):
+        after.event(Event(what, (0, 1)))
+    after.event(Event("step", (0,), g))
+    for event in (("ask", (0, 1)), ("step", (0,), g), ("answer", (0, 1)), ("take", (0, 1))):
+        between.event(Event(*event))
+    for rank in range(2):
+        assert apart(between.state.x[rank], after.state.x[rank]) < CLOSE
 
 
 def test_the_paper_of_one_rank_is_one_process():

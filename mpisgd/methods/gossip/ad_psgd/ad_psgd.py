@@ -25,6 +25,7 @@ from torch import Tensor
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.errors import InvalidArgument, MpisgdError
+from mpisgd.event_log import Entry, EventLog, grads_of
 from mpisgd.gossip.graph import Graph
 from mpisgd.interfaces.communicator import GroupCommunicator
 from mpisgd.methods.gossip.ad_psgd.bipartite import roles_of
@@ -41,6 +42,9 @@ class Asynchronous(Mixer):
 
     The exchanges end in `shutdown()`, or when ranks or parameters change; both are collective. A rank whose
     optimizer is gone answers until then.
+
+    Attributes:
+        events: what is recorded, if anything: see `mpisgd.event_log`. Of one rank alone there is nothing.
     """
 
     doubly = False  # the weights are 1/2
@@ -49,6 +53,8 @@ class Asynchronous(Mixer):
         super().__init__(training, graph, every)
         self._averaging: PairwiseAveraging | None = None
         self._replaced = False  # whether a state was loaded: the parameters count, and not x
+        self.events: EventLog | None = None
+        self._grads: dict[str, Tensor] = {}  # that are recorded
 
     def derive(self) -> None:
         """Begin to exchange what the parameters are now, from all ranks. Collective.
@@ -85,7 +91,7 @@ class Asynchronous(Mixer):
         start.load(covered)
         self._seen, self._now = start.new_like(), start.new_like()  # z, and z'
         self._seen.copy_(start)
-        averaging = PairwiseAveraging(made[0], roles_of(self._graph, group.size), start)
+        averaging = PairwiseAveraging(made[0], roles_of(self._graph, group.size), start, self.events)
         self._finish: Callable[[], None] = partial(averaging.finish, group.queue.consistency.timeout_s)
         group.job.at_end.append(self._finish)
         self._averaging = averaging
@@ -121,7 +127,16 @@ class Asynchronous(Mixer):
         with averaging.lock:
             averaging.x.add_difference_(self._now, self._seen, 1.0)
             self._seen.copy_(averaging.x)
+            if self.events is not None:
+                self.events.add(Entry("step", (self._group.rank,), self._grads))
+        self._grads = {}
         self._seen.unload(covered)
+
+    def before_step(self) -> None:
+        """See `LocalSynchronizer`."""
+        super().before_step()
+        if self.events is not None:
+            self._grads = grads_of(self.training.named)
 
     def synchronize(self) -> None:
         """Give the step to x, and ask for a mean with a neighbour. Waits for nobody."""

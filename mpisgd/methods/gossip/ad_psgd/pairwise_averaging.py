@@ -20,6 +20,7 @@ from collections.abc import Callable
 from random import Random
 
 from mpisgd.errors import CollectiveTimeout, NotInitialized
+from mpisgd.event_log import Entry, EventLog, Place
 from mpisgd.interfaces.communicator import GroupCommunicator, Request
 from mpisgd.methods.gossip.ad_psgd.bipartite import Roles
 from mpisgd.methods.gossip.ad_psgd.flat_copy import FlatCopy
@@ -32,6 +33,7 @@ from mpisgd.threads.waiting import Backoff
 __all__ = ["PairwiseAveraging"]
 
 ASK_TAG, ANSWER_TAG = 1, 2
+PARTS = ("ask", "answer", "take")  # of an exchange, as they are recorded
 SHORT_SLEEP_S, LONG_SLEEP_S = 0.0001, 0.005
 SHARE = 1 / 20  # a pause is this share of how long nothing has happened
 
@@ -43,6 +45,7 @@ class PairwiseAveraging:
         communicator: of its own; freed by `finish`.
         roles: who asks whom.
         start: what x is at first; what comes in lies as it does.
+        events: has what happens to x; None: that is not recorded.
 
     Attributes:
         x: the copy; `lock` before use.
@@ -50,11 +53,18 @@ class PairwiseAveraging:
         num_exchanges: how many exchanges this rank has asked for that are over.
     """
 
-    def __init__(self, communicator: GroupCommunicator, roles: Roles, start: FlatCopy) -> None:
+    def __init__(
+        self,
+        communicator: GroupCommunicator,
+        roles: Roles,
+        start: FlatCopy,
+        events: EventLog | None = None,
+    ) -> None:
         self.x = start
         self.lock = threading.Lock()
         self.num_exchanges = 0
         self._communicator = communicator
+        self._events = events
         self._finishing = False
         self._error: Exception | None = None
         self._changed = threading.Event()  # something is wanted
@@ -91,6 +101,13 @@ class PairwiseAveraging:
         finally:
             del wait_registry.workers[threading.get_ident()]
             self._ended.set()
+
+    def record(self, what: str, asks: int, answers: int) -> None:
+        """Record a part of an exchange, where that is wanted; `lock` is held, as for what it is of."""
+        if self._events is not None:
+            exchanges = f"rank {asks} asks rank {answers}"
+            number = len(PARTS) * self._events.count(f"{what}: {exchanges}") + PARTS.index(what)
+            self._events.add(Entry(what, (asks, answers), place=Place(exchanges, number)))
 
     def wait_for_change(self) -> None:
         """Sleep until something is wanted."""
@@ -184,6 +201,7 @@ class _Asking(_Role):
         averaging, communicator = self._averaging, self._communicator
         with averaging.lock:
             self._mine.copy_(averaging.x)
+            averaging.record("ask", communicator.rank, partner)
         self._in_flight = [
             communicator.irecv(self._theirs.memory, partner, ANSWER_TAG),
             communicator.isend(self._mine.memory, partner, ASK_TAG),
@@ -191,6 +209,7 @@ class _Asking(_Role):
         _poll(lambda: communicator.poll(self._in_flight))
         with averaging.lock:
             averaging.x.add_difference_(self._theirs, self._mine, 0.5)
+            averaging.record("take", communicator.rank, partner)
         averaging.num_exchanges += 1
 
 
@@ -226,6 +245,7 @@ class _Answering(_Role):
         with self._averaging.lock:
             self._mine.copy_(x)
             x.add_difference_(self._theirs, self._mine, 0.5)
+            self._averaging.record("answer", partner, self._communicator.rank)
         self._answers = True
         self._in_flight = [self._communicator.isend(self._mine.memory, partner, ANSWER_TAG)]
 

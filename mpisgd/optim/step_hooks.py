@@ -1,0 +1,60 @@
+"""Hooks of `step` that run once for each step, also where a class's step calls that of its parent.
+
+torch wraps the `step` of each class of which an optimizer is made: where there has been an SGD, and a
+subclass of it whose `step` calls `super().step()`, both are wrapped, and the hooks of the optimizer run
+twice. A class with what this module makes notes which of them is the outer one.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["register_step_hooks", "step_noting_depth"]
+
+PreHook = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], Any]
+PostHook = Callable[[torch.optim.Optimizer, tuple[Any, ...], dict[str, Any]], None]
+
+OUTSIDE = 1  # how many pre-hooks have begun, less post-hooks: what runs outside of a step is an inner one
+
+
+def step_noting_depth(wrapped: type[torch.optim.Optimizer]) -> dict[str, Any]:
+    """Return what the body of a subclass of `wrapped` must have for `register_step_hooks`.
+
+    That is nothing where there is no step of a parent that `wrapped.step` might call.
+    """
+    if sum("step" in vars(cls) for cls in wrapped.__mro__ if cls is not torch.optim.Optimizer) < 2:
+        return {}
+
+    @functools.wraps(wrapped.step)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self._step_depth = 0
+        try:
+            return wrapped.step(self, *args, **kwargs)
+        finally:
+            self._step_depth = OUTSIDE
+
+    return {"step": step, "_step_depth": OUTSIDE}
+
+
+def register_step_hooks(
+    optimizer: torch.optim.Optimizer, before: PreHook, after: PostHook | None = None
+) -> None:
+    """Let `before` and `after` run once in each step of an optimizer of a class with `step_noting_depth`."""
+
+    def pre_hook(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        depth = getattr(optimizer, "_step_depth", None)
+        if depth is not None:
+            optimizer._step_depth = depth + 1
+        return None if depth else before(optimizer, args, kwargs)
+
+    def post_hook(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        depth = getattr(optimizer, "_step_depth", 1) - 1
+        if hasattr(optimizer, "_step_depth"):
+            optimizer._step_depth = depth
+        if not depth and after is not None:
+            after(optimizer, args, kwargs)
+
+    optimizer.register_step_pre_hook(pre_hook)
+    optimizer.register_step_post_hook(post_hook)
