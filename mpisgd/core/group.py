@@ -194,6 +194,8 @@ class Group:
         if self._resources is not None:
             queue = self._resources.queue
             queue.broken = queue.broken or error
+            if self.device is not None:  # first: the queue's thread may wait for the GPU
+                self.device.abandon(error)
             queue.drain()
             self._resources.point_to_point.abandon(error)
 

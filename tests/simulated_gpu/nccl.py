@@ -10,6 +10,7 @@ process.
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import os
 import queue
@@ -22,16 +23,42 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import ErrorType
 
 from simulated_gpu.device import KIND, Device
 from simulated_gpu.memory import host_alias
 from simulated_gpu.stream import Event
 
-__all__ = ["SimulatedNccl"]
+__all__ = ["NcclConfig", "NcclOptions", "SimulatedNccl"]
 
 NO_HANDLING, TEAR_DOWN, CLEAN_UP_ONLY, SKIP_CLEAN_UP = range(4)
 WATCHDOG_S = 0.05
-FOR_EVER = datetime.timedelta(days=1)
+CONNECT = datetime.timedelta(seconds=60)
+POLL_S = 0.0002
+UNDEFINED = -(2**31)
+
+
+class Aborted(Exception):
+    """The communicator was ended meanwhile."""
+
+
+class NcclConfig:
+    """ncclConfig_t."""
+
+    def __init__(self) -> None:
+        self.blocking = self.cga_cluster_size = self.min_ctas = self.max_ctas = UNDEFINED
+        self.net_name: str | None = None
+
+
+class NcclOptions:
+    """ProcessGroupNCCL.Options."""
+
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        self.is_high_priority_stream = is_high_priority_stream
+        self.config = NcclConfig()
+        self.split_from: SimulatedNccl | None = None
+        self.split_color = -2
+        self._timeout = datetime.timedelta(minutes=10)
 
 
 class Collective:
@@ -103,13 +130,16 @@ class SimulatedNccl:
         ended: "shutdown" or "abort".
     """
 
-    def __init__(self, device: Device, store: Any, rank: int, size: int, timeout_s: float) -> None:
+    def __init__(self, device: Device, store: Any, rank: int, size: int, options: NcclOptions) -> None:
         self.device = device
         self.kernels: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.aborted: str | None = None
         self.calls: list[str] = []
         self.ended = ""
-        self._store, self._rank, self._size, self._timeout_s = store, rank, size, timeout_s
+        self.options = options
+        self.error = ErrorType.SUCCESS
+        self._store, self._rank, self._size = store, rank, size
+        self._timeout_s = options._timeout.total_seconds()
         self._mode = int(os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", SKIP_CLEAN_UP))
         self._inner: Any = None
         self._streams: dict[int, torch.Stream] = {}
@@ -119,16 +149,26 @@ class SimulatedNccl:
     def eager_connect_single_device(self, device: torch.device) -> None:
         """Meet the others, as ncclCommInitRank: the host waits. Otherwise the first collective does."""
         if self._inner is None:
-            limit = datetime.timedelta(seconds=self._timeout_s)
-            self._inner = dist.ProcessGroupGloo(self._store, self._rank, self._size, limit)
+            self._inner = dist.ProcessGroupGloo(self._store, self._rank, self._size, CONNECT)
             threading.Thread(target=self._carry_out, name="simulated NCCL", daemon=True).start()
+
+    def _meet(self, work: Any) -> None:
+        """Wait for gloo, which itself cannot be told to stop."""
+        while not work.is_completed():
+            if self.aborted is not None:
+                raise Aborted
+            time.sleep(POLL_S)
+        work.wait()
 
     def _carry_out(self) -> None:
         while self.aborted is None:
             try:
                 self.kernels.get()()
+            except Aborted:
+                return
             except RuntimeError as exc:  # the others are gone: what has begun never ends
                 print(f"simulated NCCL: {exc}", file=sys.stderr)
+                self.error = ErrorType.COMM_ERROR
                 return
 
     def _launch(
@@ -187,7 +227,10 @@ class SimulatedNccl:
 
     def broadcast(self, tensor: Tensor, root: int) -> SimulatedWork:
         return self._launch(
-            "broadcast", [tensor], [tensor], lambda inner, aliases: inner.broadcast(aliases[0], root).wait()
+            "broadcast",
+            [tensor],
+            [tensor],
+            lambda inner, aliases: self._meet(inner.broadcast(aliases[0], root)),
         )
 
     def _allgather_base(self, out: Tensor, tensor: Tensor) -> SimulatedWork:
@@ -195,7 +238,7 @@ class SimulatedNccl:
             "all_gather",
             [out, tensor],
             [out],
-            lambda inner, aliases: inner._allgather_base(aliases[0], aliases[1].clone()).wait(),
+            lambda inner, aliases: self._meet(inner._allgather_base(aliases[0], aliases[1].clone())),
         )
 
     def alltoall_base(self, out: Tensor, tensor: Tensor, takes: list[int], gives: list[int]) -> SimulatedWork:
@@ -203,13 +246,13 @@ class SimulatedNccl:
             "all_to_all",
             [out, tensor],
             [out],
-            lambda inner, aliases: inner.alltoall_base(*aliases, takes, gives).wait(),
+            lambda inner, aliases: self._meet(inner.alltoall_base(*aliases, takes, gives)),
         )
 
     def _reduced(self, inner: Any, tensor: Tensor, op: Any) -> Tensor:
         """NCCL has means, and this one adds 16-bit floats in float32."""
         result = tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.clone()
-        inner.allreduce([result], dist.ReduceOp.SUM if op == dist.ReduceOp.AVG else op).wait()
+        self._meet(inner.allreduce([result], dist.ReduceOp.SUM if op == dist.ReduceOp.AVG else op))
         if op == dist.ReduceOp.AVG:
             result = result / self._size
         return result.to(tensor.dtype)
@@ -225,11 +268,16 @@ class SimulatedNccl:
     def abort(self) -> None:
         """End what is in flight as it is."""
         self._end("abort")
+        # Its threads wait for the others: it must not be destroyed before the process ends.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._inner))
 
     def _end(self, how: str) -> None:
         if self.aborted is None:
             self.aborted, self.ended = how, how
             self.kernels.put(lambda: None)
+
+    def get_error(self) -> ErrorType:
+        return self.error
 
     def _watch(self) -> None:
         """The watchdog: looks for what has lasted too long since its launch."""

@@ -18,11 +18,12 @@ from mpisgd.core.consistency import Operation
 from mpisgd.core.submission import inference_mode_of
 from mpisgd.core.work import Work
 from mpisgd.dtypes import BOOL_OPS, COMPLEX, HALF_DTYPES, ReduceOp
-from mpisgd.errors import CollectiveTimeout, NcclFailed
+from mpisgd.errors import CollectiveTimeout, MpisgdError, NcclFailed, afresh
 from mpisgd.threads.wait_registry import WaitReason
 from mpisgd.threads.waiting import Backoff
 from mpisgd.transport.device.backend import DeviceBackend
 from mpisgd.transport.device.device_work import DeviceWork
+from mpisgd.transport.device.nccl_watch import InFlight, Launched, watch
 
 if TYPE_CHECKING:
     from mpisgd.core.group import Group
@@ -44,8 +45,13 @@ class Nccl(DeviceBackend):
     def __init__(self, group: "Group", inner: Any) -> None:
         super().__init__(group)
         self._inner = inner
+        self._in_flight = InFlight(group, inner)
         self._order = threading.Lock()
         self._given: list[Tensor] = []  # what the operation that is being launched uses
+
+    def watch(self) -> None:
+        """Let `NcclWatch` look at what is in flight, until `close` or `abandon`."""
+        watch(self._in_flight)
 
     def takes(self, op: ReduceOp | None, dtype: torch.dtype) -> bool:
         """Return whether NCCL can add that; it moves everything."""
@@ -59,11 +65,14 @@ class Nccl(DeviceBackend):
 
     def close(self) -> None:
         """End NCCL's communicator, when all that was queued is done."""
-        self._inner.shutdown()
+        watch(self._in_flight, end=True)
+        if self._in_flight.error is None:
+            self._inner.shutdown()
 
-    def abandon(self) -> None:
-        """Break off what is in flight."""
-        self._inner.abort()
+    def abandon(self, error: MpisgdError) -> None:
+        """Break off what is in flight, which raises `error` from now on."""
+        watch(self._in_flight, end=True)
+        self._in_flight.end(error)
 
     def run(
         self,
@@ -86,10 +95,11 @@ class Nccl(DeviceBackend):
             try:
                 begun = launch()
             except RuntimeError as exc:
-                raise NcclFailed(f"{operation}: {exc}") from exc
-        works = begun if isinstance(begun, list) else [begun]
+                raise self._in_flight.or_its_error(NcclFailed(f"{operation}: {exc}")) from exc
+            works = [each for each in (begun if isinstance(begun, list) else [begun]) if each is not None]
+            launched = self._in_flight.add(operation, works)
         work = NcclWork(
-            operation.kind, works, finish, group=self.group, tensors=tensors, memory=memory, device=device
+            launched, works, finish, self._in_flight, tensors=tensors, memory=memory, device=device
         )
         if async_op:
             return work
@@ -152,25 +162,28 @@ class NcclWork(DeviceWork):
     """Operations that are queued on the GPU; see `DeviceWork`.
 
     Args:
-        name: of the operation, for messages.
-        begun: torch's works, None for what there was nothing to do for.
+        launched: as they are watched.
+        works: torch's.
         finish: see `DeviceWork`, as for the rest.
+        in_flight: of their communicator.
     """
 
     def __init__(
         self,
-        name: str,
-        begun: Sequence[Any],
+        launched: Launched,
+        works: Sequence[Any],
         finish: Callable[[], None],
+        in_flight: InFlight,
         *,
-        group: "Group",
         tensors: Sequence[Tensor],
         memory: Sequence[Tensor],
         device: torch.device,
     ) -> None:
-        super().__init__(finish, group=group, tensors=list(tensors), memory=memory, device=device)
-        self.name = name
-        self._begun = [work for work in begun if work is not None]
+        super().__init__(finish, group=in_flight.group, tensors=list(tensors), memory=memory, device=device)
+        self.name = launched.operation.kind
+        self._launched = launched
+        self._in_flight = in_flight
+        self._works = works
         self._error: BaseException | None = None
 
     def follow(self, timeout_s: float | None = None) -> None:
@@ -178,11 +191,19 @@ class NcclWork(DeviceWork):
         if timeout_s is not None:
             self._wait_on_host(timeout_s)
         try:
-            for work in self._begun:
+            for work in self._works:
                 work.wait()
         except RuntimeError as exc:
-            self._error = NcclFailed(f"{self.name}: {exc}")
+            self._error = self._in_flight.or_its_error(NcclFailed(f"{self.name}: {exc}"))
             raise self._error from exc
+        if self._in_flight.error is not None:  # to torch what was ended is done
+            self._error = afresh(self._in_flight.error)
+            raise self._error
+
+    def finish_once(self) -> None:
+        """See `DeviceWork`."""
+        super().finish_once()
+        self._launched.wait_for(self.finished)
 
     def _wait_on_host(self, timeout_s: float) -> None:
         reason = WaitReason(f"{self.name} (NCCL)", is_local=True)
@@ -190,8 +211,8 @@ class NcclWork(DeviceWork):
             raise CollectiveTimeout(f"{self.name}: not done after {timeout_s} s")
 
     def is_completed(self) -> bool:
-        """Return whether the GPU has done it."""
-        return all(work.is_completed() for work in self._begun)
+        """Return whether the GPU has done it, or never will."""
+        return self._in_flight.error is not None or all(work.is_completed() for work in self._works)
 
     @property
     def error(self) -> BaseException | None:

@@ -8,16 +8,17 @@ import socket
 import warnings
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 from mpisgd.accelerator.runtime import runtime
 from mpisgd.core.consistency import Operation
-from mpisgd.errors import Unreachable
+from mpisgd.errors import MpisgdError, NcclFailed, Unreachable
 from mpisgd.transport.device.backend import DeviceBackend
 from mpisgd.transport.device.cuda_aware import is_cuda_aware
 from mpisgd.transport.device.cuda_aware_mpi import CudaAwareMpi
-from mpisgd.transport.device.nccl import Nccl
+from mpisgd.transport.device.nccl_group import open_nccl
 from mpisgd.transport.device.selection import AWARE, NCCL, STAGING, DeviceFacts, Selection, choose
 from mpisgd.transport.tcp_store.store import open_store
 
@@ -44,6 +45,11 @@ class DeviceTransport:
         if self.backend is not None:
             self.backend.close()
 
+    def abandon(self, error: MpisgdError) -> None:
+        """End what is in flight on a device, which raises `error` from now on. From any thread."""
+        if self.backend is not None:
+            self.backend.abandon(error)
+
 
 def device_transport(group: "Group", tensor: Tensor, operation: Operation, wanted: str) -> DeviceTransport:
     """Return the group's transport for device tensors. Collective at the first time.
@@ -69,7 +75,7 @@ def _open(group: "Group", tensor: Tensor, operation: Operation, wanted: str) -> 
     if selection.name == AWARE:
         return DeviceTransport(selection, CudaAwareMpi(group))
     if selection.name == NCCL:
-        opened = _open_nccl(group)
+        opened = _open_nccl(group, tensor.device)
         if isinstance(opened, DeviceBackend):
             group.queue.on_mismatch = lambda: _forget(group)
             return DeviceTransport(selection, opened)
@@ -96,18 +102,18 @@ def _gather_facts(group: "Group", tensor: Tensor, operation: Operation) -> list[
     return facts
 
 
-def _open_nccl(group: "Group") -> DeviceBackend | Unreachable:
+def _open_nccl(group: "Group", device: torch.device) -> DeviceBackend | Unreachable:
     """Return NCCL among the members, or why there is none, the same on all. Collective."""
     opened: list[DeviceBackend | Unreachable] = []
-    timeout_s = group.queue.consistency.timeout_s
 
     def action() -> None:
         try:
-            store = PrefixStore("nccl", open_store(group.queue.communicator, group.topology, timeout_s))
+            queue = group.queue
+            store = open_store(queue.communicator, group.topology, queue.consistency.timeout_s)
         except Unreachable as exc:
             opened.append(exc)
         else:
-            opened.append(Nccl(group, runtime().open_nccl(store, group.rank, group.size, timeout_s)))
+            opened.append(open_nccl(group, PrefixStore("nccl", store), device))
 
     group.queue.run(Operation("gpu", extra="open NCCL"), action)
     return opened[0]
@@ -116,8 +122,10 @@ def _open_nccl(group: "Group") -> DeviceBackend | Unreachable:
 def _forget(group: "Group") -> None:
     """After a disagreement some ranks may wait in NCCL for others that never come: begin anew, all of us."""
     device, group.device = group.device, None
-    if device is not None and device.backend is not None:
-        device.backend.abandon()
+    if device is not None:
+        device.abandon(
+            NcclFailed(f"group '{group.name}': NCCL was ended, since the ranks did not do the same by it")
+        )
 
 
 _warned = False
