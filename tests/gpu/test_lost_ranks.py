@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from gpu_under_test import DEVICE
+from simulated_gpu.nccl import CLEAN_UP_ONLY
 from torch import Tensor
+from torch._C._distributed_c10d import ErrorType
 from verdicts import everyone, raises_everywhere
 
 import mpisgd
@@ -129,5 +131,18 @@ def test_a_rank_that_stops_after_nccl_was_opened_is_reported_by_us(simulated, ex
     close_group(made)
 
 
-def test_the_environment_is_as_before(group):
+def test_an_error_of_nccl_ends_it(group, simulated):
+    """Such as a connection that has broken; unless a lost rank explains it."""
+    simulated.opened[-1].error = ErrorType.COMM_ERROR
+    tensor = alone(group)
+    tensor.sum().item()
+    threading.Event().wait(1.5)
+    with raises_everywhere(mpisgd.NcclFailed):
+        mpisgd.all_reduce(tensor, group=group)
+
+
+def test_torch_never_ends_the_process_for_our_nccl_and_other_process_groups_are_as_they_were(
+    group, simulated
+):
+    everyone(simulated.opened[-1].mode == CLEAN_UP_ONLY)
     everyone(not [name for name in os.environ if name.startswith("TORCH_NCCL")])

@@ -128,6 +128,10 @@ class SimulatedNccl:
         aborted: why it has ended early.
         calls: names of the collectives, in order.
         ended: "shutdown" or "abort".
+        options: as given.
+        error: that NCCL reports.
+        num_splits: of this communicator.
+        mode: what the watchdog does with what lasts too long.
     """
 
     def __init__(self, device: Device, store: Any, rank: int, size: int, options: NcclOptions) -> None:
@@ -138,9 +142,10 @@ class SimulatedNccl:
         self.ended = ""
         self.options = options
         self.error = ErrorType.SUCCESS
+        self.num_splits = 0
         self._store, self._rank, self._size = store, rank, size
         self._timeout_s = options._timeout.total_seconds()
-        self._mode = int(os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", SKIP_CLEAN_UP))
+        self.mode = int(os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", SKIP_CLEAN_UP))
         self._inner: Any = None
         self._streams: dict[int, torch.Stream] = {}
         self._works: list[SimulatedWork] = []
@@ -149,8 +154,33 @@ class SimulatedNccl:
     def eager_connect_single_device(self, device: torch.device) -> None:
         """Meet the others, as ncclCommInitRank: the host waits. Otherwise the first collective does."""
         if self._inner is None:
+            self._check_options()
+            if self.options.split_from is not None:
+                self.options.split_from.split()
             self._inner = dist.ProcessGroupGloo(self._store, self._rank, self._size, CONNECT)
             threading.Thread(target=self._carry_out, name="simulated NCCL", daemon=True).start()
+        if device.index not in self._streams:
+            self._streams[device.index] = torch.Stream(device)
+
+    supports_splitting = True
+
+    def split(self) -> None:
+        """ncclCommSplit: all ranks take part, and nothing is in flight, or NCCL may hang."""
+        assert all(work.is_finished() for work in self._works), "a communicator that is in use was split"
+        self.num_splits += 1
+        self._meet(self._inner.barrier())
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        assert device.index in self._streams, "there is no communicator to split"
+        self.split()
+
+    def _check_options(self) -> None:
+        """As NCCL does."""
+        config = self.options.config
+        if config.cga_cluster_size != UNDEFINED and not 0 <= config.cga_cluster_size <= 8:
+            raise dist.DistBackendError(
+                f"NCCL error: invalid argument, cgaClusterSize {config.cga_cluster_size}"
+            )
 
     def _meet(self, work: Any) -> None:
         """Wait for gloo, which itself cannot be told to stop."""
@@ -186,8 +216,6 @@ class SimulatedNccl:
         self.calls.append(name)
         place = tensors[0].device
         self.eager_connect_single_device(place)
-        if place.index not in self._streams:
-            self._streams[place.index] = torch.Stream(place)
         ours = self._streams[place.index]
         stream = self.device.streams.get(place.index, ours.stream_id)
         self.device.wait(stream, self.device.current_stream(place.index))
@@ -290,8 +318,8 @@ class SimulatedNccl:
                     self._handle(str(work.error))
 
     def _handle(self, what: str) -> None:
-        if self._mode in (TEAR_DOWN, CLEAN_UP_ONLY):
+        if self.mode in (TEAR_DOWN, CLEAN_UP_ONLY):
             self._end("abort")
-        if self._mode in (TEAR_DOWN, SKIP_CLEAN_UP):
+        if self.mode in (TEAR_DOWN, SKIP_CLEAN_UP):
             print(f"simulated NCCL: {what}. Taking the entire process down.", file=sys.stderr, flush=True)
             os.abort()

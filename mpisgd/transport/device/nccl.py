@@ -6,13 +6,15 @@ host waits for them. The operation is written into the queue's history, so that 
 out whether all ranks did the same; for a rank that waits for the GPU before that, NCCL has a timeout.
 """
 
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
 
 from mpisgd.core.consistency import Operation
 from mpisgd.core.submission import inference_mode_of
@@ -40,11 +42,19 @@ class Nccl(DeviceBackend):
     Args:
         group: its members.
         inner: torch's process group over them, ProcessGroupNCCL or one like it.
+        device: that the ranks are connected for.
+        store: by which they have found each other.
+
+    Attributes:
+        inner: see above, as for `device`.
     """
 
-    def __init__(self, group: "Group", inner: Any) -> None:
+    def __init__(self, group: "Group", inner: Any, device: torch.device, store: Any) -> None:
         super().__init__(group)
-        self._inner = inner
+        self.inner = inner
+        self.device = device
+        self._store = store
+        self._num_splits = 0
         self._in_flight = InFlight(group, inner)
         self._order = threading.Lock()
         self._given: list[Tensor] = []  # what the operation that is being launched uses
@@ -63,11 +73,30 @@ class Nccl(DeviceBackend):
             return op in (ReduceOp.SUM, ReduceOp.AVG)  # as pairs of real numbers
         return dtype in ADDED and op in OPS
 
+    def store_of_split(self) -> Any:
+        """Return a store for the next communicator that is split from this one; the same on all ranks."""
+        self._num_splits += 1
+        return PrefixStore(f"split {self._num_splits}", self._store)
+
+    @contextlib.contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Have nothing in flight, and let nothing be launched meanwhile.
+
+        Raises:
+            CollectiveTimeout: the GPU has not done what it has to do in time.
+        """
+        limit_s = self.group.queue.consistency.timeout_s
+        reason = WaitReason("the GPU, before a communicator of NCCL is split", is_local=True)
+        with self._order:
+            if not Backoff(limit_s).wait_for(lambda: self._in_flight.first() is None, about=lambda: reason):
+                raise CollectiveTimeout(f"group '{self.group.name}': the GPU was busy for {limit_s:g} s")
+            yield
+
     def close(self) -> None:
         """End NCCL's communicator, when all that was queued is done."""
         watch(self._in_flight, end=True)
         if self._in_flight.error is None:
-            self._inner.shutdown()
+            self.inner.shutdown()
 
     def abandon(self, error: MpisgdError) -> None:
         """Break off what is in flight, which raises `error` from now on."""
@@ -110,23 +139,23 @@ class Nccl(DeviceBackend):
         """Combine `flat` in place."""
         self._given += [flat]
         form, torch_op = _as_added(flat, op)
-        return self._inner.allreduce([form], torch_op) if flat.numel() else None
+        return self.inner.allreduce([form], torch_op) if flat.numel() else None
 
     def reduce(self, flat: Tensor, root: int, op: ReduceOp) -> Any:
         """Combine `flat` into root's."""
         self._given += [flat]
         form, torch_op = _as_added(flat, op)
-        return self._inner.reduce(form, root, torch_op) if flat.numel() else None
+        return self.inner.reduce(form, root, torch_op) if flat.numel() else None
 
     def broadcast(self, flat: Tensor, root: int) -> Any:
         """Copy root's `flat` into everyone's, as bytes."""
         self._given += [flat]
-        return self._inner.broadcast(_as_bytes(flat), root) if flat.numel() else None
+        return self.inner.broadcast(_as_bytes(flat), root) if flat.numel() else None
 
     def all_gather(self, out: Tensor, flat: Tensor) -> Any:
         """Copy everyone's `flat` into `out`, as bytes."""
         self._given += [out, flat]
-        return self._inner._allgather_base(_as_bytes(out), _as_bytes(flat)) if flat.numel() else None
+        return self.inner._allgather_base(_as_bytes(out), _as_bytes(flat)) if flat.numel() else None
 
     def reduce_scatter(self, out: Tensor, flat: Tensor, op: ReduceOp) -> Any:
         """Combine `flat` and leave this rank's part in `out`."""
@@ -134,14 +163,14 @@ class Nccl(DeviceBackend):
         options = dist.ReduceScatterOptions()
         into, options.reduceOp = _as_added(out, op)
         source, _ = _as_added(flat, op)
-        return self._inner._reduce_scatter_base(into, source, options) if flat.numel() else None
+        return self.inner._reduce_scatter_base(into, source, options) if flat.numel() else None
 
     def all_to_all(self, out: Tensor, flat: Tensor, takes: Sequence[int], gives: Sequence[int]) -> Any:
         """Exchange parts of any sizes, as bytes."""
         self._given += [out, flat]
         itemsize = flat.element_size()
         sizes = [[numel * itemsize for numel in side] for side in (takes, gives)]
-        return self._inner.alltoall_base(_as_bytes(out), _as_bytes(flat), *sizes)
+        return self.inner.alltoall_base(_as_bytes(out), _as_bytes(flat), *sizes)
 
 
 def _as_bytes(flat: Tensor) -> Tensor:

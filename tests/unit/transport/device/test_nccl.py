@@ -37,7 +37,7 @@ def test_two_threads_launch_in_the_order_in_which_they_were_noted():
 
     queue = SimpleNamespace(note=note, consistency=SimpleNamespace(number=1))
     group = SimpleNamespace(rank=0, size=2, streams=None, queue=queue)
-    device = Nccl(group, inner=None)
+    device = Nccl(group, None, torch.device("cpu"), store=None)
     run("first")
     threads[0].join()
     assert launched == noted == ["first", "second"]
