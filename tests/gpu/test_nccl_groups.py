@@ -156,3 +156,17 @@ def test_what_nccl_itself_refuses_is_an_error_on_every_rank_and_the_group_goes_o
     everyone("cgaClusterSize 9" in str(caught.error), f"{caught.error}")
     mpisgd.barrier(group)
     close_group(group)
+
+
+# -- what is watched --------------------------------------------------------------------------------------
+
+
+def test_an_operation_that_is_watched_keeps_no_memory(world_by_nccl, simulated):
+    """What a blocking operation has packed is free at its end, long before the GPU has done it."""
+    tensors = [torch.ones(1000, 3, device=DEVICE)[:, 0] for _ in range(3)]
+    torch.get_device_module(DEVICE).synchronize()
+    before = torch.get_device_module(DEVICE).memory_allocated()
+    for _ in range(5):
+        mpisgd.all_reduce_coalesced(tensors)
+    everyone(not torch.get_device_module(DEVICE).current_stream().query(), "the GPU has done it already")
+    everyone(torch.get_device_module(DEVICE).memory_allocated() == before)

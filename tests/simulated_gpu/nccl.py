@@ -17,6 +17,7 @@ import queue
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -148,7 +149,7 @@ class SimulatedNccl:
         self.mode = int(os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", SKIP_CLEAN_UP))
         self._inner: Any = None
         self._streams: dict[int, torch.Stream] = {}
-        self._works: list[SimulatedWork] = []
+        self._watched: list[tuple[float, Event, weakref.ref[SimulatedWork]]] = []  # without their tensors
         threading.Thread(target=self._watch, name="simulated NCCL's watchdog", daemon=True).start()
 
     def eager_connect_single_device(self, device: torch.device) -> None:
@@ -166,7 +167,9 @@ class SimulatedNccl:
 
     def split(self) -> None:
         """ncclCommSplit: all ranks take part, and nothing is in flight, or NCCL may hang."""
-        assert all(work.is_finished() for work in self._works), "a communicator that is in use was split"
+        assert all(self.device.streams.query(end) for _, end, _ in self._watched), (
+            "a communicator that is in use was split"
+        )
         self.num_splits += 1
         self._meet(self._inner.barrier())
 
@@ -224,7 +227,7 @@ class SimulatedNccl:
         end = self.device.streams.add(stream, Collective(self, lambda: run(self._inner, aliases)))
         with ours:
             work = SimulatedWork(self, place.index, end, outputs, list(tensors))
-        self._works.append(work)
+        self._watched.append((time.monotonic(), end, weakref.ref(work)))
         return work
 
     # -- the collectives ------------------------------------------------------------------------------------
@@ -311,11 +314,13 @@ class SimulatedNccl:
         """The watchdog: looks for what has lasted too long since its launch."""
         while self.aborted is None:
             time.sleep(WATCHDOG_S)
-            self._works = [work for work in self._works if not work.is_finished()]
-            for work in self._works:
-                if time.monotonic() - work.launched > self._timeout_s and work.error is None:
-                    work.error = dist.DistBackendError("Watchdog caught collective operation timeout")
-                    self._handle(str(work.error))
+            self._watched = [each for each in self._watched if not self.device.streams.query(each[1])]
+            for launched, _, reference in self._watched:
+                if time.monotonic() - launched > self._timeout_s:
+                    error = dist.DistBackendError("Watchdog caught collective operation timeout")
+                    if (work := reference()) is not None:
+                        work.error = work.error or error
+                    self._handle(str(error))
 
     def _handle(self, what: str) -> None:
         if self.mode in (TEAR_DOWN, CLEAN_UP_ONLY):

@@ -125,6 +125,8 @@ class Nccl(DeviceBackend):
                 begun = launch()
             except RuntimeError as exc:
                 raise self._in_flight.or_its_error(NcclFailed(f"{operation}: {exc}")) from exc
+            finally:
+                self._given = []
             works = [each for each in (begun if isinstance(begun, list) else [begun]) if each is not None]
             launched = self._in_flight.add(operation, works)
         work = NcclWork(
