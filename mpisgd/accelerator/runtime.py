@@ -5,7 +5,7 @@ tests on simulated GPUs, whose streams do their work late.
 """
 
 import contextlib
-import datetime
+import ctypes
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 __all__ = ["Cuda", "on_device", "runtime", "set_runtime"]
+
+RELAXED = 2  # cudaStreamCaptureModeRelaxed
 
 
 class Cuda:
@@ -101,10 +103,25 @@ class Cuda:
         """Return whether this torch was built with NCCL."""
         return dist.is_available() and dist.is_nccl_available()
 
-    def open_nccl(self, store: Any, rank: int, size: int, timeout_s: float) -> Any:
-        """Return torch's own process group, which finds the others through `store` at its first use."""
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = datetime.timedelta(seconds=timeout_s)
+    def allow_captures_elsewhere(self) -> None:
+        """Let this thread ask for events while another one captures a CUDA graph, as torch's watchdog does.
+
+        Such a question would end the capture. The setting is the thread's own, and stays.
+        """
+        name = (
+            "hipThreadExchangeStreamCaptureMode"
+            if torch.version.hip
+            else "cudaThreadExchangeStreamCaptureMode"
+        )
+        if (exchange := getattr(ctypes.CDLL(None), name, None)) is not None:
+            exchange(ctypes.byref(ctypes.c_int(RELAXED)))
+
+    def nccl_options(self) -> Any:
+        """Return torch's options of a communicator of NCCL, as they are by default."""
+        return dist.ProcessGroupNCCL.Options()
+
+    def make_nccl(self, store: Any, rank: int, size: int, options: Any) -> Any:
+        """Return torch's own process group, which finds the others through `store`."""
         return dist.ProcessGroupNCCL(store, rank, size, options)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mpisgd.accelerator.buffers import clone_if_overlapping
-from mpisgd.collectives.dispatch import Call, Collective, device_kind, operation_on, run
+from mpisgd.collectives.dispatch import Call, Collective, device_backend, device_kind, operation_on, run
 from mpisgd.collectives.packing import own_part
 from mpisgd.collectives.tensor_arguments import check_output, check_same, check_tensor, check_tensors
 from mpisgd.core.consistency import Operation
@@ -50,7 +50,8 @@ def all_gather(
             use drop_last=True.
 
     Cost: on one host, through shared memory without any scratch; else MPI_Allgather and `group.size *
-        tensor.numel()` elements of scratch memory. Of unequal sizes each rank sends its tensor to each other.
+        tensor.numel()` elements of scratch memory. Of unequal sizes each rank sends its tensor to each other;
+        on GPUs, by NCCL, each is broadcast.
     """
     group = group_or_world(group)
     check_tensor("all_gather", tensor)
@@ -87,6 +88,17 @@ def _uneven_by_mpi(call: Call) -> None:
     )
     if flats[me].data_ptr() != mine.data_ptr():
         flats[me].copy_(mine)
+
+
+def _uneven_on_device(call: Call, backend: DeviceBackend) -> Callable[[], Any]:
+    """Everyone's tensor is broadcast into its place: no rank has room for all of them but there."""
+    (tensor,) = call.inputs
+    flats = [call.write(output) for output in call.outputs]
+    mine = clone_if_overlapping(call.read(tensor), flats, own=call.group.rank)
+    own = flats[call.group.rank]
+    if own.data_ptr() != mine.data_ptr():
+        own.copy_(mine)
+    return lambda: [backend.broadcast(flat, root) for root, flat in enumerate(flats)]
 
 
 def _flats_of_list(call: Call) -> Iterator[tuple[Tensor, Tensor]]:
@@ -178,7 +190,7 @@ def all_gather_ragged(tensor: Tensor, group: Group | None = None) -> list[Tensor
         CollectiveMismatch: a rank gave another dtype or other trailing dimensions; raised on every rank.
 
     Cost: after an all-gather of one integer, goes through shared memory on one host; else sends the tensor
-        (group.size - 1) times.
+        (group.size - 1) times. On GPUs, by NCCL, each tensor is broadcast, and the host waits for the sizes.
     """
     group = group_or_world(group)
     check_tensor("all_gather_ragged", tensor)
@@ -195,9 +207,22 @@ def all_gather_ragged(tensor: Tensor, group: Group | None = None) -> list[Tensor
 
 def gather_rows(operation: Operation, tensor: Tensor, group: Group) -> list[Tensor]:
     """Return the tensors of all ranks, whose number of rows may differ, as `operation`. Collective."""
+    if device_backend(group, operation, tensor) is not None:
+        return _rows_on_device(operation, tensor, group)
     pieces: list[Tensor] = []  # filled when their sizes are known
     run(ALL_GATHER_RAGGED, Call(group, operation, pieces, [tensor]), async_op=False)
     return [piece.to(tensor.device) for piece in pieces]
+
+
+def _rows_on_device(operation: Operation, tensor: Tensor, group: Group) -> list[Tensor]:
+    """Tell the others by the host how many rows there are; they themselves stay on the device."""
+    rows = torch.empty(group.size, dtype=torch.int64)
+    mine = torch.tensor(tensor.shape[:1])
+    group.queue.run(operation, lambda: group.queue.communicator.all_gather(rows, mine))
+    pieces = _room(rows, tensor, tensor.device)
+    sizes = tuple(piece.numel() for piece in pieces)
+    run(ALL_GATHER_UNEVEN, Call(group, operation._replace(shape=sizes), pieces, [tensor]), async_op=False)
+    return pieces
 
 
 def _ragged_by_mpi(call: Call) -> None:
@@ -223,9 +248,9 @@ def _ragged_in_steps(call: Call, transport: HostTransport) -> Steps:
     call.outputs += pieces
 
 
-def _room(rows: Tensor, tensor: Tensor) -> list[Tensor]:
-    """Return uninitialized tensors like `tensor`, of as many rows as everyone has."""
-    return [torch.empty((num, *tensor.shape[1:]), dtype=tensor.dtype) for num in rows.tolist()]
+def _room(rows: Tensor, tensor: Tensor, device: torch.device | None = None) -> list[Tensor]:
+    """Return uninitialized tensors like `tensor`, of as many rows as everyone has; by default on the host."""
+    return [torch.empty((num, *tensor.shape[1:]), dtype=tensor.dtype, device=device) for num in rows.tolist()]
 
 
 ALL_GATHER_INTO = Collective("all_gather", _mpi, _steps, device=_device, tuned=True)
@@ -235,5 +260,5 @@ ALL_GATHER = Collective(
     _list_in_steps,
     device=lambda call, backend: _device(call, backend, _flats_of_list),
 )
-ALL_GATHER_UNEVEN = Collective("all_gather", _uneven_by_mpi, _list_in_steps)
+ALL_GATHER_UNEVEN = Collective("all_gather", _uneven_by_mpi, _list_in_steps, device=_uneven_on_device)
 ALL_GATHER_RAGGED = Collective("all_gather", _ragged_by_mpi, _ragged_in_steps)

@@ -59,6 +59,7 @@ class Group:
         ordinal: among the groups of the same ranks, counted as they are made; the same on all members.
         costs: predicts which algorithm is fastest among these ranks, a `mpisgd.tuning.CostModel`.
         device: the transport of tensors on a GPU; None before there were any.
+        pg_options: of its NCCL, where they are not the job's.
         streams: of its own, on GPUs.
         known_calls: what collectives have found out about calls that come again and again.
         checks_staging: whether every operation is watched for what it writes before the ranks have agreed on
@@ -78,6 +79,7 @@ class Group:
         self.pid = os.getpid()
         self.costs = costs
         self.device: Any = None
+        self.pg_options: Any = None
         self.streams = OwnStreams()
         self.known_calls: dict[Any, Any] = {}
         self.checks_staging = config.check_staging()
@@ -194,6 +196,8 @@ class Group:
         if self._resources is not None:
             queue = self._resources.queue
             queue.broken = queue.broken or error
+            if self.device is not None:  # first: the queue's thread may wait for the GPU
+                self.device.abandon(error)
             queue.drain()
             self._resources.point_to_point.abandon(error)
 

@@ -131,4 +131,5 @@ def join() -> None:
         )
         exit_after_loss()
         raise SystemExit(0) from None  # no failure of the job
+    job.pg_options = alone.pg_options
     job.lost_ranks = True

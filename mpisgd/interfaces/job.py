@@ -12,6 +12,7 @@ class Job(Protocol):
     timeout_s: float
     threads_allowed: bool
     gpu: str
+    pg_options: Any
     at_end: list[Callable[[], None]]
 
     @property

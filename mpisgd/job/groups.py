@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Iterable, Sequence, Set
+from typing import Any
 
 from torch import Tensor
 
@@ -16,6 +17,8 @@ from mpisgd.job.lifecycle import current_job
 from mpisgd.job.quiesce import end_operations
 from mpisgd.threads.wait_registry import WaitReason, waiting_for
 from mpisgd.threads.waiting import Backoff
+from mpisgd.transport.device.nccl_options import describe, disagreement
+from mpisgd.transport.device.transport import can_be_split, split_from
 from mpisgd.transport.messages.dissemination import Dissemination
 
 __all__ = ["close_group", "new_group", "open_group", "open_host_group", "open_leader_group"]
@@ -24,18 +27,24 @@ __all__ = ["close_group", "new_group", "open_group", "open_host_group", "open_le
 FIRST_TAG, MAX_ROUNDS = 1024, 32
 
 
-def new_group(ranks: Sequence[int] | None = None, *, name: str | None = None) -> Group:
+def new_group(
+    ranks: Sequence[int] | None = None, *, name: str | None = None, pg_options: Any = None
+) -> Group:
     """Make a group of some ranks of the job. Collective over the whole job, members or not.
 
     Args:
         ranks: global ranks; their order is the order of the group's ranks. None: all.
         name: for messages; by default the groups are counted.
+        pg_options: of NCCL, see `mpisgd.init`; default: the job's.
 
     Returns:
-        The group. On a rank that is no member its `rank` is -1 and using it raises NotInGroup.
+        The group. On a rank that is no member its `rank` is -1 and using it raises NotInGroup. Where the
+        world has used NCCL by now, the group has a communicator that is split from the world's; else its
+        ranks find each other at its first operation on a GPU.
 
     Raises:
         InvalidRank: a rank twice, none at all, or one the job does not have; before anything is sent.
+        InvalidArgument: `pg_options` are wrong, or differ; on every rank.
         CollectiveMismatch: the ranks of the job asked for different groups.
     """
     job = current_job()
@@ -43,8 +52,18 @@ def new_group(ranks: Sequence[int] | None = None, *, name: str | None = None) ->
     if name is not None:
         check_text("new_group", "name", name)
     made: list[GroupCommunicator | None] = []
+    told: list[tuple[bool, tuple[str, str]]] = []
+    world, described = job.world.queue.communicator, describe(pg_options)
+
+    def action() -> None:
+        told.extend(world.all_gather_object((can_be_split(job.world), described)))
+        if disagreement("new_group", [options for _, options in told]) is None:
+            made.append(world.subset(members))
+
     operation = Operation("new_group", extra=f"ranks={members}" + (f", name={name!r}" if name else ""))
-    job.world.queue.run(operation, lambda: made.append(job.world.queue.communicator.subset(members)))
+    job.world.queue.run(operation, action)
+    if (error := disagreement("new_group", [options for _, options in told])) is not None:
+        raise error
     group = make_group(
         name or f"group {next(job.names)}",  # counted by all ranks alike: they have agreed
         members,
@@ -53,7 +72,10 @@ def new_group(ranks: Sequence[int] | None = None, *, name: str | None = None) ->
         threads_allowed=job.threads_allowed,
         costs=job.world.costs,
     )
+    group.pg_options = pg_options
     job.add(group)
+    if all(can for can, _ in told):
+        split_from(job.world, group)
     return group
 
 

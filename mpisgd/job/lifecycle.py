@@ -34,6 +34,7 @@ from mpisgd.job.world import Job, make_job
 from mpisgd.monitor import heartbeat
 from mpisgd.monitor.step_counter import start_counting
 from mpisgd.threads import waiting
+from mpisgd.transport.device.nccl_options import describe, disagreement
 from mpisgd.transport.device.selection import agree_on_wanted
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def init(
     num_threads: int | None = None,
     gpu: str | None = None,
     keep_memory: bool | None = None,
+    pg_options: Any = None,
 ) -> None:
     """Start MPI (unless it runs) and make the job's world out of `comm`.
 
@@ -81,6 +83,9 @@ def init(
         keep_memory: whether the C library keeps the memory that this process frees, for the next training
             step, until `shutdown()`; default MPISGD_KEEP_MEMORY, else True. Only on glibc, and only where
             the environment says nothing about its allocator. Large tensors made before are not affected.
+        pg_options: of NCCL, a `torch.distributed.ProcessGroupNCCL.Options` as for torch's
+            `init_process_group`, such as a stream of high priority or `config.max_ctas`; the same on all
+            ranks. Default: torch's own. NCCL itself also reads its NCCL_ variables.
 
     Raises:
         AlreadyInitialized: called before with another communicator or another `gpu`.
@@ -89,13 +94,18 @@ def init(
         NotInitialized: this is a child of a rank, such as a DataLoader's worker, which cannot be a rank; or
             the ranks are threads of one process, and the job of this one has ended.
         InvalidArgument: `comm` is no communicator, `timeout_s` or `num_threads` is not positive,
-            MPISGD_PROFILE names no file, or the ranks give different `gpu`.
+            MPISGD_PROFILE names no file, or the ranks give different `gpu`. `pg_options` that are wrong or
+            that differ are reported on every rank.
     """
     check_init_arguments(comm, timeout_s, num_threads, gpu, keep_memory)
     place = job_place()
     if (job := place.job) is not None:
         if gpu is not None and gpu != job.gpu:
             raise AlreadyInitialized(f"init: gpu={gpu!r}, but it was called before and chose {job.gpu!r}")
+        if (wrong := describe(pg_options)[1]) != "":
+            raise InvalidArgument(f"init: {wrong}")
+        if pg_options is not None and describe(pg_options) != describe(job.pg_options):
+            raise AlreadyInitialized("init: called before with other pg_options")
         if comm is not None and comm != job.comm:
             raise AlreadyInitialized(
                 "init: called before with another communicator; call shutdown() in between"
@@ -112,26 +122,31 @@ def init(
     defer_import()
     with within(limit_s, "mpisgd.init()"):
         try:
-            _start(comm, num_threads, limit_s, gpu or config.gpu())
+            _start(comm, num_threads, limit_s, gpu or config.gpu(), pg_options)
         except RuntimeError as exc:
             abort_if_mpi_failed(exc)
             raise
 
 
-def _start(comm: "MPI.Intracomm | None", num_threads: int | None, limit_s: float, wanted_gpu: str) -> None:
+def _start(
+    comm: "MPI.Intracomm | None", num_threads: int | None, limit_s: float, wanted_gpu: str, pg_options: Any
+) -> None:
     """Do what `init` says."""
     loaded = sys.modules.get("mpi4py.MPI")  # looking does not start MPI
     was_running, defaults = loaded is not None and loaded.Is_initialized(), mpi_defaults()
     communicator = _start_mpi(comm, was_running)
-    wishes = communicator.all_gather_object((wanted_gpu, config.timeline()))
-    job = begin(communicator, comm, limit_s, agree_on_wanted([gpu for gpu, _ in wishes]))
+    wishes = communicator.all_gather_object((wanted_gpu, config.timeline(), describe(pg_options)))
+    if (error := disagreement("init", [options for _, _, options in wishes])) is not None:
+        raise error
+    job = begin(communicator, comm, limit_s, agree_on_wanted([gpu for gpu, *_ in wishes]))
+    job.pg_options = pg_options
     remove_stale_files(communicator)
     share_threads(communicator, job.world.topology, num_threads)
     runtime().take_device(job.world.topology.local_rank)
     if was_running:
         warn_of_late_defaults(load_mpi().library_version(), defaults, communicator.rank)
     # By the first rank's wish: not every launcher hands it to all.
-    if (path := next((path for _, path in wishes if path), None)) is not None:
+    if (path := next((path for _, path, _ in wishes if path), None)) is not None:
         tracing.start_recorder(path, job.world)
     start_counting()
     start_step_log(communicator.rank, communicator.size)
@@ -169,7 +184,9 @@ def begin(communicator: "Communicator", comm: "MPI.Intracomm | None", timeout_s:
 def begin_next(old: Job, communicator: Any) -> Job:
     """Make the world that follows an abandoned one, of the ranks of `communicator`. Collective over these."""
     assert old.make_next is not None
-    return _enter(old.make_next(communicator))
+    job = old.make_next(communicator)
+    job.pg_options = old.pg_options
+    return _enter(job)
 
 
 def _enter(job: Job) -> Job:

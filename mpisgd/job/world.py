@@ -41,6 +41,7 @@ class Job:
         timeout_s: how long operations wait.
         threads_allowed: whether MPI runs at THREAD_MULTIPLE.
         gpu: how tensors on GPUs travel, one of `config.GPU_CHOICES`.
+        pg_options: of NCCL, as the program has given them; the same on all ranks.
         comm: the user's communicator, None for MPI.COMM_WORLD.
         hooks: ends the job when an exception is not caught. None where the ranks are threads, as are the next
             three, which are the process's.
@@ -65,6 +66,7 @@ class Job:
     timeout_s: float
     threads_allowed: bool
     gpu: str
+    pg_options: Any = None
     comm: "MPI.Intracomm | None" = None
     hooks: ExceptHook | None = None
     console: ConsoleLock | None = None
@@ -143,7 +145,7 @@ def _make_with(
         topology=topology,
         costs=costs,
     )
-    job = Job(communicator, world, timeout_s, threads_allowed, gpu, comm)
+    job = Job(communicator, world, timeout_s, threads_allowed, gpu, comm=comm)
     job.failure_detector, job.complaint = detector, complaint
     job.console = console = ConsoleLock(communicator)
     # The queue is of no use to `hooks` once the world is closed, its counter is.

@@ -93,6 +93,14 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 @pytest.fixture
+def idle_world() -> None:
+    """The world has nothing open for tensors on a device, which a test of lost ranks would break."""
+    from mpisgd.job.lifecycle import world
+
+    closing(world())
+
+
+@pytest.fixture
 def expected_way() -> str:
     """How the tensors of the world must travel here."""
     import mpisgd

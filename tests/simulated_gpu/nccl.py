@@ -10,28 +10,56 @@ process.
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import os
 import queue
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import ErrorType
 
 from simulated_gpu.device import KIND, Device
 from simulated_gpu.memory import host_alias
 from simulated_gpu.stream import Event
 
-__all__ = ["SimulatedNccl"]
+__all__ = ["NcclConfig", "NcclOptions", "SimulatedNccl"]
 
 NO_HANDLING, TEAR_DOWN, CLEAN_UP_ONLY, SKIP_CLEAN_UP = range(4)
 WATCHDOG_S = 0.05
-FOR_EVER = datetime.timedelta(days=1)
+CONNECT = datetime.timedelta(seconds=60)
+POLL_S = 0.0002
+UNDEFINED = -(2**31)
+
+
+class Aborted(Exception):
+    """The communicator was ended meanwhile."""
+
+
+class NcclConfig:
+    """ncclConfig_t."""
+
+    def __init__(self) -> None:
+        self.blocking = self.cga_cluster_size = self.min_ctas = self.max_ctas = UNDEFINED
+        self.net_name: str | None = None
+
+
+class NcclOptions:
+    """ProcessGroupNCCL.Options."""
+
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        self.is_high_priority_stream = is_high_priority_stream
+        self.config = NcclConfig()
+        self.split_from: SimulatedNccl | None = None
+        self.split_color = -2
+        self._timeout = datetime.timedelta(minutes=10)
 
 
 class Collective:
@@ -101,34 +129,79 @@ class SimulatedNccl:
         aborted: why it has ended early.
         calls: names of the collectives, in order.
         ended: "shutdown" or "abort".
+        options: as given.
+        error: that NCCL reports.
+        num_splits: of this communicator.
+        mode: what the watchdog does with what lasts too long.
     """
 
-    def __init__(self, device: Device, store: Any, rank: int, size: int, timeout_s: float) -> None:
+    def __init__(self, device: Device, store: Any, rank: int, size: int, options: NcclOptions) -> None:
         self.device = device
         self.kernels: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.aborted: str | None = None
         self.calls: list[str] = []
         self.ended = ""
-        self._store, self._rank, self._size, self._timeout_s = store, rank, size, timeout_s
-        self._mode = int(os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", SKIP_CLEAN_UP))
+        self.options = options
+        self.error = ErrorType.SUCCESS
+        self.num_splits = 0
+        self._store, self._rank, self._size = store, rank, size
+        self._timeout_s = options._timeout.total_seconds()
+        self.mode = int(os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", SKIP_CLEAN_UP))
         self._inner: Any = None
         self._streams: dict[int, torch.Stream] = {}
-        self._works: list[SimulatedWork] = []
+        self._watched: list[tuple[float, Event, weakref.ref[SimulatedWork]]] = []  # without their tensors
         threading.Thread(target=self._watch, name="simulated NCCL's watchdog", daemon=True).start()
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         """Meet the others, as ncclCommInitRank: the host waits. Otherwise the first collective does."""
         if self._inner is None:
-            limit = datetime.timedelta(seconds=self._timeout_s)
-            self._inner = dist.ProcessGroupGloo(self._store, self._rank, self._size, limit)
+            self._check_options()
+            if self.options.split_from is not None:
+                self.options.split_from.split()
+            self._inner = dist.ProcessGroupGloo(self._store, self._rank, self._size, CONNECT)
             threading.Thread(target=self._carry_out, name="simulated NCCL", daemon=True).start()
+        if device.index not in self._streams:
+            self._streams[device.index] = torch.Stream(device)
+
+    supports_splitting = True
+
+    def split(self) -> None:
+        """ncclCommSplit: all ranks take part, and nothing is in flight, or NCCL may hang."""
+        assert all(self.device.streams.query(end) for _, end, _ in self._watched), (
+            "a communicator that is in use was split"
+        )
+        self.num_splits += 1
+        self._meet(self._inner.barrier())
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        assert device.index in self._streams, "there is no communicator to split"
+        self.split()
+
+    def _check_options(self) -> None:
+        """As NCCL does."""
+        config = self.options.config
+        if config.cga_cluster_size != UNDEFINED and not 0 <= config.cga_cluster_size <= 8:
+            raise dist.DistBackendError(
+                f"NCCL error: invalid argument, cgaClusterSize {config.cga_cluster_size}"
+            )
+
+    def _meet(self, work: Any) -> None:
+        """Wait for gloo, which itself cannot be told to stop."""
+        while not work.is_completed():
+            if self.aborted is not None:
+                raise Aborted
+            time.sleep(POLL_S)
+        work.wait()
 
     def _carry_out(self) -> None:
         while self.aborted is None:
             try:
                 self.kernels.get()()
+            except Aborted:
+                return
             except RuntimeError as exc:  # the others are gone: what has begun never ends
                 print(f"simulated NCCL: {exc}", file=sys.stderr)
+                self.error = ErrorType.COMM_ERROR
                 return
 
     def _launch(
@@ -146,8 +219,6 @@ class SimulatedNccl:
         self.calls.append(name)
         place = tensors[0].device
         self.eager_connect_single_device(place)
-        if place.index not in self._streams:
-            self._streams[place.index] = torch.Stream(place)
         ours = self._streams[place.index]
         stream = self.device.streams.get(place.index, ours.stream_id)
         self.device.wait(stream, self.device.current_stream(place.index))
@@ -156,7 +227,7 @@ class SimulatedNccl:
         end = self.device.streams.add(stream, Collective(self, lambda: run(self._inner, aliases)))
         with ours:
             work = SimulatedWork(self, place.index, end, outputs, list(tensors))
-        self._works.append(work)
+        self._watched.append((time.monotonic(), end, weakref.ref(work)))
         return work
 
     # -- the collectives ------------------------------------------------------------------------------------
@@ -187,7 +258,10 @@ class SimulatedNccl:
 
     def broadcast(self, tensor: Tensor, root: int) -> SimulatedWork:
         return self._launch(
-            "broadcast", [tensor], [tensor], lambda inner, aliases: inner.broadcast(aliases[0], root).wait()
+            "broadcast",
+            [tensor],
+            [tensor],
+            lambda inner, aliases: self._meet(inner.broadcast(aliases[0], root)),
         )
 
     def _allgather_base(self, out: Tensor, tensor: Tensor) -> SimulatedWork:
@@ -195,7 +269,7 @@ class SimulatedNccl:
             "all_gather",
             [out, tensor],
             [out],
-            lambda inner, aliases: inner._allgather_base(aliases[0], aliases[1].clone()).wait(),
+            lambda inner, aliases: self._meet(inner._allgather_base(aliases[0], aliases[1].clone())),
         )
 
     def alltoall_base(self, out: Tensor, tensor: Tensor, takes: list[int], gives: list[int]) -> SimulatedWork:
@@ -203,13 +277,13 @@ class SimulatedNccl:
             "all_to_all",
             [out, tensor],
             [out],
-            lambda inner, aliases: inner.alltoall_base(*aliases, takes, gives).wait(),
+            lambda inner, aliases: self._meet(inner.alltoall_base(*aliases, takes, gives)),
         )
 
     def _reduced(self, inner: Any, tensor: Tensor, op: Any) -> Tensor:
         """NCCL has means, and this one adds 16-bit floats in float32."""
         result = tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.clone()
-        inner.allreduce([result], dist.ReduceOp.SUM if op == dist.ReduceOp.AVG else op).wait()
+        self._meet(inner.allreduce([result], dist.ReduceOp.SUM if op == dist.ReduceOp.AVG else op))
         if op == dist.ReduceOp.AVG:
             result = result / self._size
         return result.to(tensor.dtype)
@@ -225,25 +299,32 @@ class SimulatedNccl:
     def abort(self) -> None:
         """End what is in flight as it is."""
         self._end("abort")
+        # Its threads wait for the others: it must not be destroyed before the process ends.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._inner))
 
     def _end(self, how: str) -> None:
         if self.aborted is None:
             self.aborted, self.ended = how, how
             self.kernels.put(lambda: None)
 
+    def get_error(self) -> ErrorType:
+        return self.error
+
     def _watch(self) -> None:
         """The watchdog: looks for what has lasted too long since its launch."""
         while self.aborted is None:
             time.sleep(WATCHDOG_S)
-            self._works = [work for work in self._works if not work.is_finished()]
-            for work in self._works:
-                if time.monotonic() - work.launched > self._timeout_s and work.error is None:
-                    work.error = dist.DistBackendError("Watchdog caught collective operation timeout")
-                    self._handle(str(work.error))
+            self._watched = [each for each in self._watched if not self.device.streams.query(each[1])]
+            for launched, _, reference in self._watched:
+                if time.monotonic() - launched > self._timeout_s:
+                    error = dist.DistBackendError("Watchdog caught collective operation timeout")
+                    if (work := reference()) is not None:
+                        work.error = work.error or error
+                    self._handle(str(error))
 
     def _handle(self, what: str) -> None:
-        if self._mode in (TEAR_DOWN, CLEAN_UP_ONLY):
+        if self.mode in (TEAR_DOWN, CLEAN_UP_ONLY):
             self._end("abort")
-        if self._mode in (TEAR_DOWN, SKIP_CLEAN_UP):
+        if self.mode in (TEAR_DOWN, SKIP_CLEAN_UP):
             print(f"simulated NCCL: {what}. Taking the entire process down.", file=sys.stderr, flush=True)
             os.abort()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mpisgd.accelerator.runtime import Cuda
 from simulated_gpu.device import KIND, install
-from simulated_gpu.nccl import SimulatedNccl
+from simulated_gpu.nccl import NcclOptions, SimulatedNccl
 
 __all__ = ["SimulatedGpu"]
 
@@ -49,6 +49,9 @@ class SimulatedGpu(Cuda):
     def has_nccl(self) -> bool:
         return self._nccl
 
-    def open_nccl(self, store: Any, rank: int, size: int, timeout_s: float) -> SimulatedNccl:
-        self.opened.append(SimulatedNccl(self.device, store, rank, size, timeout_s))
+    def nccl_options(self) -> NcclOptions:
+        return NcclOptions()
+
+    def make_nccl(self, store: Any, rank: int, size: int, options: NcclOptions) -> SimulatedNccl:
+        self.opened.append(SimulatedNccl(self.device, store, rank, size, options))
         return self.opened[-1]

@@ -10,6 +10,7 @@ from torch import Tensor
 from mpisgd.core.consistency import Operation
 from mpisgd.core.work import Work
 from mpisgd.dtypes import ReduceOp
+from mpisgd.errors import MpisgdError
 
 if TYPE_CHECKING:
     from mpisgd.core.group import Group
@@ -34,8 +35,8 @@ class DeviceBackend(abc.ABC):
         """Give back what it holds. Collective."""
 
     @abc.abstractmethod
-    def abandon(self) -> None:
-        """End what the others have never joined; it cannot be used afterwards."""
+    def abandon(self, error: MpisgdError) -> None:
+        """End what the others have never joined, or never will; it raises `error` then. From any thread."""
 
     @abc.abstractmethod
     def run(

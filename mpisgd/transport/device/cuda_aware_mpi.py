@@ -16,6 +16,7 @@ from mpisgd.accelerator.runtime import runtime
 from mpisgd.core.consistency import Operation
 from mpisgd.core.work import CompletableWork, Work
 from mpisgd.dtypes import ReduceOp
+from mpisgd.errors import MpisgdError
 from mpisgd.transport.device.backend import DeviceBackend
 from mpisgd.transport.device.stream_guard import StreamGuard
 from mpisgd.transport.messages.link import Link
@@ -38,7 +39,7 @@ class CudaAwareMpi(DeviceBackend):
     def close(self) -> None:
         """Nothing is held."""
 
-    def abandon(self) -> None:
+    def abandon(self, error: MpisgdError) -> None:
         """Nothing is in flight that the queue does not know of."""
 
     def run(

@@ -28,6 +28,9 @@ class DeviceWork(Work):
         tensors: what the future holds.
         memory: what the operations use; it may belong to another stream than the one that waits.
         device: where they lie.
+
+    Attributes:
+        finished: an event that comes after all of it, once somebody has waited.
     """
 
     def __init__(
@@ -44,7 +47,7 @@ class DeviceWork(Work):
         self._result = tensors
         self._memory = memory
         self._device = device
-        self._finished: Any = None
+        self.finished: Any = None
         self._future: torch.futures.Future[Any] | None = None
         self._lock = threading.RLock()
 
@@ -60,20 +63,20 @@ class DeviceWork(Work):
     def wait(self, timeout_s: float | None = None) -> bool:
         """See `Work` and `follow`."""
         self.follow(timeout_s)
-        self._finish_once()
+        self.finish_once()
         return True
 
-    def _finish_once(self) -> None:
+    def finish_once(self) -> None:
         """Do the rest on the current stream, or let it wait for the stream that has done it."""
         stream = runtime().current_stream(self._device)
         with self._lock:
-            if self._finished is not None:
-                stream.wait_event(self._finished)
+            if self.finished is not None:
+                stream.wait_event(self.finished)
                 return
             if self._finish is not None:
                 with inference_mode_of(self._memory):
                     self._finish()
-            self._finished = stream.record_event()
+            self.finished = stream.record_event()
             # What belongs to another stream is not handed out there before this one is done with it.
             for tensor in self._memory:
                 tensor.record_stream(stream)

@@ -8,23 +8,25 @@ import socket
 import warnings
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 from mpisgd.accelerator.runtime import runtime
 from mpisgd.core.consistency import Operation
-from mpisgd.errors import Unreachable
+from mpisgd.errors import MpisgdError, NcclFailed, Unreachable
 from mpisgd.transport.device.backend import DeviceBackend
 from mpisgd.transport.device.cuda_aware import is_cuda_aware
 from mpisgd.transport.device.cuda_aware_mpi import CudaAwareMpi
 from mpisgd.transport.device.nccl import Nccl
+from mpisgd.transport.device.nccl_group import can_split, open_nccl, stay_out
 from mpisgd.transport.device.selection import AWARE, NCCL, STAGING, DeviceFacts, Selection, choose
 from mpisgd.transport.tcp_store.store import open_store
 
 if TYPE_CHECKING:
     from mpisgd.core.group import Group
 
-__all__ = ["DeviceTransport", "device_transport"]
+__all__ = ["DeviceTransport", "can_be_split", "device_transport", "split_from"]
 
 
 class DeviceTransport:
@@ -43,6 +45,11 @@ class DeviceTransport:
         """Give back what it holds. Collective."""
         if self.backend is not None:
             self.backend.close()
+
+    def abandon(self, error: MpisgdError) -> None:
+        """End what is in flight on a device, which raises `error` from now on. From any thread."""
+        if self.backend is not None:
+            self.backend.abandon(error)
 
 
 def device_transport(group: "Group", tensor: Tensor, operation: Operation, wanted: str) -> DeviceTransport:
@@ -69,11 +76,10 @@ def _open(group: "Group", tensor: Tensor, operation: Operation, wanted: str) -> 
     if selection.name == AWARE:
         return DeviceTransport(selection, CudaAwareMpi(group))
     if selection.name == NCCL:
-        opened = _open_nccl(group)
-        if isinstance(opened, DeviceBackend):
-            group.queue.on_mismatch = lambda: _forget(group)
-            return DeviceTransport(selection, opened)
-        if wanted == NCCL:
+        opened = _open_nccl(group, tensor.device)
+        if isinstance(opened, DeviceTransport):
+            return opened
+        if wanted == NCCL or not isinstance(opened, Unreachable):
             raise opened
         selection = Selection(STAGING, str(opened))
     if selection.reason and group.rank == 0:
@@ -96,28 +102,85 @@ def _gather_facts(group: "Group", tensor: Tensor, operation: Operation) -> list[
     return facts
 
 
-def _open_nccl(group: "Group") -> DeviceBackend | Unreachable:
+def _open_nccl(group: "Group", device: torch.device) -> DeviceTransport | MpisgdError:
     """Return NCCL among the members, or why there is none, the same on all. Collective."""
-    opened: list[DeviceBackend | Unreachable] = []
-    timeout_s = group.queue.consistency.timeout_s
+    opened: list[Nccl | MpisgdError] = []
 
     def action() -> None:
         try:
-            store = PrefixStore("nccl", open_store(group.queue.communicator, group.topology, timeout_s))
+            queue = group.queue
+            store = open_store(queue.communicator, group.topology, queue.consistency.timeout_s)
         except Unreachable as exc:
             opened.append(exc)
         else:
-            opened.append(Nccl(group, runtime().open_nccl(store, group.rank, group.size, timeout_s)))
+            opened.append(_agreed(group, open_nccl(group, PrefixStore("nccl", store), device)))
 
     group.queue.run(Operation("gpu", extra="open NCCL"), action)
-    return opened[0]
+    return _transport_by(group, opened[0])
+
+
+def _agreed(group: "Group", opened: Nccl | NcclFailed) -> Nccl | NcclFailed:
+    """Return NCCL where all members have it, else the error of the first that has not. Collective."""
+    failed = [None if isinstance(opened, Nccl) else str(opened)]
+    told = [text for (text,) in group.queue.communicator.all_gather_object(failed)]
+    wrong = [f"rank {rank}: {text}" for rank, text in zip(group.ranks, told, strict=True) if text]
+    if not wrong:
+        return opened
+    error = NcclFailed("; ".join(wrong[:4]))
+    error.on_every_rank = True
+    if isinstance(opened, Nccl):
+        opened.abandon(error)
+    return error
+
+
+def _transport_by(group: "Group", opened: Nccl | MpisgdError) -> DeviceTransport | MpisgdError:
+    """Return the transport of a group that has NCCL, or the error."""
+    if not isinstance(opened, Nccl):
+        return opened
+    opened.watch()
+    group.queue.on_mismatch = lambda: _forget(group)
+    return DeviceTransport(Selection(NCCL), opened)
+
+
+def can_be_split(world: "Group") -> bool:
+    """Return whether a group can have a communicator of NCCL that is split from the world's."""
+    return world.job.gpu != "mpi" and world.device is not None and can_split(world.device.backend)
+
+
+def split_from(world: "Group", group: "Group") -> None:
+    """Give a new group its own communicator of NCCL, split from the world's. Collective over the world.
+
+    All ranks have told that theirs `can_be_split`. NCCL splits nothing while the communicator is in use.
+    """
+    parent: Nccl = world.device.backend
+    opened: list[Nccl | NcclFailed] = []
+
+    def action() -> None:
+        with parent.quiet():
+            world.queue.communicator.all_gather_object(None)  # nobody uses it any more
+            store = parent.store_of_split()
+            if group.rank < 0:
+                stay_out(parent)
+            else:
+                opened.append(open_nccl(group, store, parent.device, parent))
+        for each in opened:
+            opened[:] = [_agreed(group, each)]
+
+    world.queue.run(Operation("new_group", extra="split NCCL"), action)
+    for each in opened:
+        transport = _transport_by(group, each)
+        if isinstance(transport, MpisgdError):
+            raise transport
+        group.device = transport
 
 
 def _forget(group: "Group") -> None:
     """After a disagreement some ranks may wait in NCCL for others that never come: begin anew, all of us."""
     device, group.device = group.device, None
-    if device is not None and device.backend is not None:
-        device.backend.abandon()
+    if device is not None:
+        device.abandon(
+            NcclFailed(f"group '{group.name}': NCCL was ended, since the ranks did not do the same by it")
+        )
 
 
 _warned = False

@@ -295,7 +295,12 @@ CALLS: dict[str, Call] = {
     "new_group": Call(
         mpisgd.new_group,
         lambda: {"ranks": [0]},
-        {"ranks": either(nothing, lambda value: False), "name": either(nothing, junk.text)},
+        {
+            "ranks": either(nothing, lambda value: False),
+            "name": either(nothing, junk.text),
+            "pg_options": nothing,
+        },
+        together=("pg_options",),
     ),
     "init": Call(
         mpisgd.init,
@@ -305,6 +310,7 @@ CALLS: dict[str, Call] = {
             "num_threads": either(nothing, positive_int),
             "gpu": nothing,
             "keep_memory": either(nothing, flag),
+            "pg_options": nothing,
         },
     ),
     "broadcast_parameters": Call(

@@ -35,8 +35,9 @@ def test_two_threads_launch_in_the_order_in_which_they_were_noted():
             threads[0].start()
             threads[0].join(timeout=0.5)
 
-    group = SimpleNamespace(rank=0, size=2, streams=None, queue=SimpleNamespace(note=note))
-    device = Nccl(group, inner=None)
+    queue = SimpleNamespace(note=note, consistency=SimpleNamespace(number=1))
+    group = SimpleNamespace(rank=0, size=2, streams=None, queue=queue)
+    device = Nccl(group, None, torch.device("cpu"), store=None)
     run("first")
     threads[0].join()
     assert launched == noted == ["first", "second"]
