@@ -9,7 +9,7 @@ from torch import Tensor
 from mpisgd.arguments import as_index, check_text, shown
 from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
-from mpisgd.errors import CollectiveMismatch, CollectiveTimeout, InvalidRank
+from mpisgd.errors import CollectiveMismatch, CollectiveTimeout, InvalidArgument, InvalidRank
 from mpisgd.interfaces.communicator import GroupCommunicator
 from mpisgd.interfaces.job import Job
 from mpisgd.job.group_factory import make_group
@@ -80,7 +80,13 @@ def new_group(
 
 
 def open_group(
-    job: Job, ranks: Sequence[int], *, name: str, timeout_s: float | None = None, runs_inline: bool = False
+    job: Job,
+    ranks: Sequence[int],
+    *,
+    name: str,
+    timeout_s: float | None = None,
+    runs_inline: bool = False,
+    pg_options: Any = None,
 ) -> Group:
     """Make a group of some ranks of a job, this one among them. Collective over these ranks alone.
 
@@ -91,9 +97,11 @@ def open_group(
         timeout_s: how long its operations wait; default the job's timeout.
         runs_inline: where all members share a host, asynchronous operations run in the caller's thread when
             the members come to them at about the same time; see `OperationQueue.runs_inline`.
+        pg_options: of NCCL, see `mpisgd.init`; default: the job's.
 
     Raises:
         InvalidRank: a rank twice, none at all, or one the job does not have; before anything is sent.
+        InvalidArgument: `pg_options` are wrong; on all members.
         CollectiveMismatch: the members asked for different groups; on all of them.
     """
     members = _check_members(ranks, job.world.size)
@@ -112,7 +120,13 @@ def open_group(
         costs=job.world.costs,
     )
     group.queue.runs_inline = runs_inline and where.num_nodes == 1
-    group.queue.run(Operation("new_group", extra=f"ranks={members}"), lambda: None)
+    chosen, wrong = describe(pg_options)
+    options = f", pg_options={wrong or chosen!r}" if pg_options is not None else ""
+    group.queue.run(Operation("new_group", extra=f"ranks={members}{options}"), lambda: None)
+    if wrong:  # of all members: they have agreed
+        group.close()
+        raise InvalidArgument(f"new_group: {wrong}")
+    group.pg_options = pg_options
     job.add(group)
     return group
 

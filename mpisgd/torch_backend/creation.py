@@ -39,15 +39,18 @@ def mpi_rendezvous(url: str) -> tuple[Any, int, int]:
     return stores[0], rank, asked.get("world_size", job.world.size if size is None else size)
 
 
-def create(options: Any) -> ProcessGroupMpisgd:
+def create(options: Any, pg_options: Any = None) -> ProcessGroupMpisgd:
     """Make the process group that torch describes. Collective over its members.
 
     Args:
         options: torch's _DistributedBackendOptions; `global_ranks_in_group` is empty for the default group.
+        pg_options: of NCCL, as the program has given them.
 
     Raises:
         UnsupportedTorch: torch is older than the backend can live with.
-        InvalidArgument: ranks that are not those of the job; on every rank that sees it.
+        InvalidArgument: ranks that are not those of the job; on every rank that sees it. `pg_options` that
+            are wrong; on every rank.
+        CollectiveMismatch: the members gave different `pg_options`; on all of them.
     """
     compat.check_version()
     mpisgd.init()
@@ -56,7 +59,9 @@ def create(options: Any) -> ProcessGroupMpisgd:
     ranks = _job_ranks(members) if members else _agree_on_ranks(options.group_rank, options.group_size)
     timeout_s = None if options.timeout == default_pg_timeout else options.timeout.total_seconds()
     name = f"torch {options.group_id}"
-    group = open_group(current_job(), ranks, name=name, timeout_s=timeout_s, runs_inline=True)
+    group = open_group(
+        current_job(), ranks, name=name, timeout_s=timeout_s, runs_inline=True, pg_options=pg_options
+    )
     return ProcessGroupMpisgd(group, options.store)
 
 

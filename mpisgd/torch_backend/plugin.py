@@ -68,11 +68,11 @@ def _register() -> None:
     take_over_monitored_barrier(lambda group: hasattr(group, "mpisgd_group"), _monitored_barrier)
 
 
-def _create(options: Any, _: Any) -> Any:
+def _create(options: Any, pg_options: Any) -> Any:
     """Make a process group; torch calls this."""
     from mpisgd.torch_backend.creation import create
 
-    return create(options)
+    return create(options, pg_options)
 
 
 def _monitored_barrier(*args: Any, **kwargs: Any) -> None:

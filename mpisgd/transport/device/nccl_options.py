@@ -1,7 +1,7 @@
 """Options of NCCL that a program gives, as torch's `ProcessGroupNCCL.Options`: checked, compared, passed on.
 
 What torch has of them depends on the NCCL it was built with. So an option is whatever differs from torch's
-own default.
+own default. Their timeout is not used, as torch does not use it either: it is the group's.
 """
 
 from collections import defaultdict
@@ -28,10 +28,6 @@ def _complaint(given: Any) -> str:
         return f"pg_options={shown(given)}; {FORM}"
     if given.split_from is not None:
         return "pg_options.split_from is set; mpisgd itself chooses the communicator to split from"
-    if given._timeout != runtime().nccl_options()._timeout:
-        return (
-            "pg_options._timeout is set; the timeout of NCCL's operations is that of all others (timeout_s)"
-        )
     chosen = _chosen(given)
     if chosen.get("blocking") == NOT_BLOCKING:
         return "pg_options.config.blocking=0; a communicator that is made without blocking was never tested"
