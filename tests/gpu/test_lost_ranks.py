@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import threading
 import time
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 from gpu_under_test import DEVICE
 from simulated_gpu.nccl import CLEAN_UP_ONLY
 from torch import Tensor
@@ -146,3 +148,21 @@ def test_torch_never_ends_the_process_for_our_nccl_and_other_process_groups_are_
 ):
     everyone(simulated.opened[-1].mode == CLEAN_UP_ONLY)
     everyone(not [name for name in os.environ if name.startswith("TORCH_NCCL")])
+
+
+def test_abort_of_a_process_group_ends_its_nccl(simulated, expected_way):
+    """As torch's own: a host that waits for the GPU goes on."""
+    if expected_way != "nccl":
+        pytest.skip("no communicator")
+    dist.init_process_group("mpisgd", timeout=datetime.timedelta(seconds=5 * LIMIT_S))
+    tensor = ones()
+    dist.all_reduce(tensor)
+    if mpisgd.rank() == 0:
+        dist.all_reduce(tensor)
+    timer, began_s = in_a_moment(dist.group.WORLD.abort), time.monotonic()
+    tensor.sum().item()
+    timer.join()
+    everyone(time.monotonic() - began_s < LIMIT_S)
+    with raises_everywhere(mpisgd.NotInitialized):
+        dist.all_reduce(tensor)
+    dist.destroy_process_group()
