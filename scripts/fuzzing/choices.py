@@ -64,6 +64,7 @@ LOCAL = (
     "mpisgd.ElasticAveraging(every=2)",
     "mpisgd.Gossip('ring')",
     "mpisgd.Gossip('exponential')",
+    "mpisgd.Gossip('one_peer_exponential')",
     "mpisgd.Gossip('complete', style='combine_then_adapt')",
 )
 COMPRESSORS = (
