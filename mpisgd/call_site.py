@@ -11,7 +11,7 @@ import torch
 if TYPE_CHECKING:
     from types import FrameType
 
-__all__ = ["call_site"]
+__all__ = ["LIBRARIES", "call_site"]
 
 # A call site is a line of the program: not ours, and not torch's, which calls us at the end of backward.
 LIBRARIES = (

@@ -101,6 +101,7 @@ VARIABLES = (
     Variable("MPISGD_SHARED_MEMORY", "1", "0: use MPI between the ranks of a host, too"),
     Variable("MPISGD_RANKS_PER_HOST", "0", "ranks that count as those of one host; 0: all that are there"),
     Variable("MPISGD_CROSS_MEMORY", "1", "0: no cross-memory attach, so no `all_reduce` by `direct`"),
+    Variable("MPISGD_FULL_TRACEBACK", "0", "1: errors that end the job show mpisgd's own lines, too"),
     Variable("MPISGD_CHECK_STAGING", "0", "1: assert that operations write nothing too early; slow"),
     Variable("MPISGD_KEEP_MEMORY", "1", "0: leave glibc's allocator alone"),
     Variable("MPISGD_GPU", "auto", "transport of GPU tensors: `auto`, `nccl` or `mpi`"),
@@ -247,6 +248,11 @@ def shared_memory(env: Mapping[str, str] = os.environ) -> bool:
 def cross_memory(env: Mapping[str, str] = os.environ) -> bool:
     """Return whether ranks of a host may use cross-memory attach (MPISGD_CROSS_MEMORY, default 1)."""
     return _switch("MPISGD_CROSS_MEMORY", env)
+
+
+def full_traceback(env: Mapping[str, str] = os.environ) -> bool:
+    """Return whether errors show the package's own lines, too (MPISGD_FULL_TRACEBACK, default 0)."""
+    return _switch("MPISGD_FULL_TRACEBACK", env, "0")
 
 
 def check_staging(env: Mapping[str, str] = os.environ) -> bool:

@@ -9,14 +9,13 @@ rank raises.
 """
 
 import hashlib
-from collections import defaultdict
 from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
-from mpisgd.arguments import ranks_text
+from mpisgd.core.mismatch import COMPARED, Intention, mismatch_of
 from mpisgd.core.owner import Owner
 from mpisgd.errors import CollectiveMismatch, CollectiveTimeout
 from mpisgd.interfaces.communicator import Communicator, DigestExchange
@@ -155,29 +154,22 @@ class ConsistencyChecker:
             return str(operation)
         return str(operation._replace(root=self.communicator.global_ranks[operation.root]))
 
-    def compare(self, mine: str, detail: str) -> CollectiveMismatch:
+    def compare(self, operation: Operation, text: str, detail: str) -> CollectiveMismatch:
         """Gather what every rank was about to do; return the error that tells which ranks differ. Collective.
+
+        Args:
+            operation: of this rank.
+            text: the same in words, and where it was called.
+            detail: more about it, in lines.
 
         Raises:
             CollectiveTimeout: another rank timed out earlier, so it does not come to compare.
         """
-        self._wait_for_all(mine)
-        groups: dict[tuple[int, str, str], list[int]] = defaultdict(list)
-        told = self.communicator.all_gather_object((exit_code, self.number, mine, detail))
-        exits: dict[int, list[int]] = defaultdict(list)
-        for rank, (code, *description) in zip(self.communicator.global_ranks, told, strict=True):
-            groups[tuple(description)].append(rank)
-            if code:
-                exits[code].append(rank)
-        common = set.intersection(*(set(more.splitlines()) for _, _, more in groups))
-        lines = [f"{ranks_text(ranks)} left the program by sys.exit({code})" for code, ranks in exits.items()]
-        lines.append(f"the ranks of group '{self.name}' do not agree on what comes next:")
-        for (number, text, more), ranks in sorted(groups.items(), key=lambda item: item[1]):
-            lines.append(f"  {ranks_text(ranks)}: operation {number}, {text}")
-            lines += [f"      {line}" for line in _only_here(more, common)]
-        error = CollectiveMismatch("\n".join(lines))
-        error.exit_code = next(iter(exits), error.exit_code)
-        return error
+        self._wait_for_all(text)
+        fields = tuple(_in_words(getattr(operation, name)) for name in COMPARED)
+        mine = Intention(exit_code, self.number, operation.kind, fields, text, detail)
+        told = self.communicator.all_gather_object(mine)
+        return mismatch_of(self.name, dict(zip(self.communicator.global_ranks, told, strict=True)))
 
     def _wait_for_all(self, mine: str) -> None:
         """Wait until all ranks compare: one that has timed out has left its digest, but does not come."""
@@ -192,11 +184,8 @@ class ConsistencyChecker:
             )
 
 
-def _only_here(detail: str, common: set[str]) -> list[str]:
-    """Return the lines of `detail` that not all ranks have; the first few of many."""
-    lines = [line for line in detail.splitlines() if line not in common]
-    more = [f"... and {len(lines) - 5} more"] if len(lines) > 5 else []
-    return lines[:5] + more
+def _in_words(value: object) -> str:
+    return str(list(value)) if type(value) is tuple else "" if value in (None, -1) else str(value)
 
 
 class ConsistencyCheck:
@@ -242,7 +231,7 @@ class ConsistencyCheck:
         if low != high:
             self._checker.history = (low * MULTIPLIER + high) & MASK  # the same on all ranks again
             detail = self._detail() if self._detail is not None else ""
-            raise self._checker.compare(f"{self._what}  at {self._site()}", detail)
+            raise self._checker.compare(self._operation, f"{self._what}  at {self._site()}", detail)
 
     @property
     def _what(self) -> str:

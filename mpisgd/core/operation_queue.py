@@ -15,7 +15,6 @@ from typing import Any
 from mpisgd import tracing
 from mpisgd.arguments import check_flag
 from mpisgd.call_site import call_site
-from mpisgd.core.callbacks import Callbacks
 from mpisgd.core.consistency import ConsistencyCheck, ConsistencyChecker, Operation
 from mpisgd.core.owner import current_owner, owned_by
 from mpisgd.core.submission import Note, Submission
@@ -30,6 +29,7 @@ from mpisgd.errors import (
 )
 from mpisgd.interfaces.communicator import DigestExchange, GroupCommunicator
 from mpisgd.threads import wait_registry
+from mpisgd.threads.callbacks import Callbacks
 from mpisgd.threads.scheduling import wait_for_condition
 from mpisgd.threads.service_thread import ServiceThread
 from mpisgd.threads.waiting import Backoff

@@ -11,8 +11,8 @@ import torch
 
 from mpisgd import tracing
 from mpisgd.accelerator.futures import completed_on
-from mpisgd.core.callbacks import Callbacks
 from mpisgd.errors import CollectiveTimeout, MpiFailed, MpisgdError, afresh
+from mpisgd.threads.callbacks import Callbacks
 from mpisgd.threads.scheduling import now_s, scheduler, wait_for_event
 from mpisgd.threads.wait_registry import WaitReason, waiting_for
 

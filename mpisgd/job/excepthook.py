@@ -14,7 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from mpisgd import tracing
+from mpisgd import config, tracing
+from mpisgd.call_site import LIBRARIES
 from mpisgd.core.topology import Topology
 from mpisgd.errors import CollectiveMismatch, JobError, MpisgdError
 from mpisgd.monitor.console import ConsoleLock
@@ -138,9 +139,20 @@ class ExceptHook:
     def _report(self, exc: BaseException) -> str:
         if isinstance(exc, JobError):
             return f"{Path(sys.argv[0]).name or 'mpisgd'}: error: {exc}"
-        report = "".join(traceback.format_exception(exc)).rstrip()
+        report = _formatted(exc)
         if self._communicator.size == 1:
             return report
         name = f"rank {self._communicator.rank} of {self._communicator.size}"
         host = self._topology.hostnames[self._topology.node_rank]
         return f"mpisgd: {name} on {host} raised, the job ends:\n{report}"
+
+
+def _formatted(exc: BaseException) -> str:
+    """Return an error with its traceback, up to the line of the program that has called us if it is ours."""
+    whole = traceback.TracebackException.from_exception(exc)
+    if isinstance(exc, MpisgdError) and not config.full_traceback():
+        frames = list(whole.stack)
+        while frames and frames[-1].filename.startswith(LIBRARIES):
+            frames.pop()
+        whole.stack = traceback.StackSummary.from_list(frames)
+    return "".join(whole.format()).rstrip()

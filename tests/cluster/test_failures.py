@@ -21,7 +21,7 @@ def test_an_uncaught_exception_on_the_second_host_ends_the_job_with_one_tracebac
     started = time.monotonic()
     done = run_code("2,2", code)
     assert done.returncode not in (0, 124)
-    assert done.stderr.count("Traceback") == 1, done.stderr
+    assert done.stderr.count("raised, the job ends:") == 1, done.stderr
     assert done.stderr.count("ValueError: the wall is wet") == 1
     assert "rank 3" in done.stderr
     assert time.monotonic() - started < 60

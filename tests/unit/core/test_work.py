@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 
-from mpisgd.core.callbacks import Callbacks
 from mpisgd.core.work import QueuedWork
+from mpisgd.threads.callbacks import Callbacks
 
 
 class Queue:

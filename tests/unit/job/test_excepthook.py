@@ -9,7 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
+import mpisgd
 from mpisgd.errors import Deadlock
+from mpisgd.job import excepthook
 from mpisgd.job.excepthook import ExceptHook
 from mpisgd.monitor.rank_snapshot import failed_threads, take_snapshot
 from mpisgd.monitor.state_collector import ANSWER_S, QUESTIONS_S
@@ -111,3 +113,16 @@ def test_who_prints_later_waits_until_who_prints_first_can_have_raised(
         hooks.fail(error)
     assert ended[0] >= at_least_s
     assert (ended[0] == 0.0) == (at_least_s == 0.0)
+
+
+def test_an_error_of_ours_is_shown_up_to_the_line_of_the_program(monkeypatch):
+    def lines() -> list[str]:
+        try:
+            mpisgd.all_reduce("no tensor")  # outside of a job, or no tensor: one of our errors in any case
+        except mpisgd.MpisgdError as exc:
+            return excepthook._formatted(exc).splitlines()
+
+    last = [line for line in lines() if line.startswith("  File ")][-1]
+    assert "test_excepthook.py" in last
+    monkeypatch.setenv("MPISGD_FULL_TRACEBACK", "1")
+    assert "mpisgd/job" in [line for line in lines() if line.startswith("  File ")][-1]
