@@ -125,4 +125,3 @@ def test_an_error_of_ours_is_shown_up_to_the_line_of_the_program(monkeypatch):
     last = [line for line in lines() if line.startswith("  File ")][-1]
     assert "test_excepthook.py" in last
     monkeypatch.setenv("MPISGD_FULL_TRACEBACK", "1")
-    assert "mpisgd/job" in [line for line in lines() if line.startswith("  File ")][-1]
