@@ -4,36 +4,39 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import mpisgd
+
 __all__ = ["PAPERS", "section_of"]
 
 METHODS = Path(__file__).resolve().parents[2] / "mpisgd" / "methods"
 KIT = "[paper_kit](../../../mpisgd/methods/paper_kit.py)"
 
-# The folders of the papers, by the public name of the method.
-PAPERS = {
-    "mpisgd.Adasum": ("adasum",),
-    "mpisgd.Compression": ("cast",),
-    "mpisgd.DiLoCo": ("diloco", "slow_mo"),
-    "mpisgd.ElasticAveraging": ("elastic_averaging",),
-    "mpisgd.Gossip": ("gossip/d_psgd", "gossip/push_sum", "gossip/choco", "gossip/ad_psgd"),
-    "mpisgd.LocalSGD": ("local_sgd",),
-    "mpisgd.OneBitAdam": ("one_bit_adam", "two_step"),
-    "mpisgd.OneBitLamb": ("one_bit_lamb",),
-    "mpisgd.ParameterServer": ("parameter_server", "hogwild"),
-    "mpisgd.Synchronous": ("synchronous",),
-    "mpisgd.ZeroOneAdam": ("zero_one_adam",),
-    "mpisgd.compress.DeepGradient": ("deep_gradient",),
-    "mpisgd.compress.Natural": ("natural",),
-    "mpisgd.compress.OneBit": ("one_bit", "two_step"),
-    "mpisgd.compress.PerHost": ("per_host",),
-    "mpisgd.compress.PowerSGD": ("power_sgd",),
-    "mpisgd.compress.QSGD": ("qsgd",),
-    "mpisgd.compress.RandomK": ("random_k",),
-    "mpisgd.compress.SignSGD": ("sign_sgd",),
-    "mpisgd.compress.TernGrad": ("tern_grad",),
-    "mpisgd.compress.Threshold": ("threshold",),
-    "mpisgd.compress.TopK": ("top_k",),
+# Papers beside those in a method's own folder.
+ALSO = {
+    "mpisgd.DiLoCo": ("slow_mo",),
+    "mpisgd.OneBitAdam": ("two_step",),
+    "mpisgd.ParameterServer": ("hogwild",),
+    "mpisgd.compress.OneBit": ("two_step",),
 }
+
+
+def papers() -> dict[str, tuple[str, ...]]:
+    """The folders of the papers, by the public name of the method: those that lie beside its description."""
+    found = {}
+    for package in (mpisgd, mpisgd.compress):
+        for name, module in package._MODULE_OF.items():
+            path = module.split(".")
+            if path[:2] != ["mpisgd", "methods"] or path[-1] != path[-2]:
+                continue
+            folder = METHODS.joinpath(*path[2:-1])
+            own = sorted(str(paper.parent.relative_to(METHODS)) for paper in folder.rglob("paper.py"))
+            public = f"{package.__name__}.{name}"
+            if own:
+                found[public] = (*own, *ALSO.get(public, ()))
+    return found
+
+
+PAPERS = papers()
 
 
 def section_of(name: str) -> str:

@@ -1,6 +1,10 @@
-"""What a program is drawn from: shapes, optimizers, strategies and compressors."""
+"""What a program is drawn from: shapes, optimizers, and the examples of strategies and compressors."""
 
 from __future__ import annotations
+
+import mpisgd
+from mpisgd.methods import catalogue
+from mpisgd.methods.catalogue import text_of
 
 SHAPES = ((1,), (3,), (7,), (2, 5), (), (129,), (40, 33), (2, 3, 2, 2))
 TINY = ((1,), (1,), (), (2,))  # fewer elements than ranks
@@ -46,45 +50,28 @@ CLOSURE_OPTIMIZERS = (
     ("LBFGS", {"lr": 0.1, "max_iter": 4, "history_size": 2}),
 )
 SPARSE_OPTIMIZERS = (("SGD", {"lr": 0.25}), ("Adagrad", {"lr": 0.01}))
-SHARDED = (
-    "mpisgd.Sharded(stage=1)",
-    "mpisgd.Sharded(stage=2)",
-    "mpisgd.Sharded(stage=1, overlap_forward=True)",
-)
-LOCAL = (
-    "mpisgd.LocalSGD(sync_every=1)",
-    "mpisgd.LocalSGD(sync_every=2)",
-    "mpisgd.LocalSGD(sync_every=3)",
-    "mpisgd.LocalSGD(sync_every=2, average_state=True)",
-    "mpisgd.LocalSGD(sync_every=2, warmup_steps=2)",
-    "mpisgd.LocalSGD(sync_every=1, growth=1.5)",
-    "mpisgd.DiLoCo(2)",
-    "mpisgd.DiLoCo(4, fragments=2)",
-    "mpisgd.DiLoCo(3, fragments=2, overlap_steps=1)",
-    "mpisgd.ElasticAveraging(every=2)",
-    "mpisgd.Gossip('ring')",
-    "mpisgd.Gossip('exponential')",
-    "mpisgd.Gossip('one_peer_exponential')",
-    "mpisgd.Gossip('complete', style='combine_then_adapt')",
-)
-COMPRESSORS = (
-    "mpisgd.Compression.fp16",
-    "mpisgd.Compression.bf16",
-    "mpisgd.compress.TopK(ratio=0.3)",
-    "mpisgd.compress.TopK(ratio=0.5, error_feedback=False)",
-    "mpisgd.compress.RandomK(ratio=0.5)",
-    "mpisgd.compress.Threshold(value=1.0)",
-    "mpisgd.compress.DeepGradient(ratio=0.5)",
-    "mpisgd.compress.DeepGradient(ratio=0.3, momentum=0.5, warmup_steps=2)",
-    "mpisgd.compress.QSGD(bits=4)",
-    "mpisgd.compress.QSGD(bits=2, segment=5, error_feedback=True)",
-    "mpisgd.compress.TernGrad()",
-    "mpisgd.compress.Natural()",
-    "mpisgd.compress.SignSGD()",
-    "mpisgd.compress.OneBit()",
-    "mpisgd.compress.OneBit(two_step=True)",
-    "mpisgd.compress.PowerSGD(rank=1)",
-    "mpisgd.compress.PowerSGD(rank=2, warmup_steps=2)",
-    "mpisgd.compress.PerHost(mpisgd.compress.TopK(ratio=0.5))",
-)
+
+
+def _sharded() -> tuple[str, ...]:
+    return tuple(map(text_of, mpisgd.Sharded.examples()))
+
+
+def _local() -> tuple[str, ...]:
+    """The strategies whose ranks step with gradients of their own, and come to the same each time."""
+    examples = [each for kind in catalogue.strategies() for each in kind.examples()]
+    return tuple(
+        text_of(each)
+        for each in examples
+        if not each.goes_with.op.goes
+        and each.goes_with.repeats.goes
+        and not each.goes_with.compression.why_not(mpisgd.Compression.none)
+    )
+
+
+def _compressors() -> tuple[str, ...]:
+    examples = [each for kind in catalogue.compressors() for each in kind.examples()]
+    return tuple(text_of(each) for each in examples if each != mpisgd.Compression.none)
+
+
+SHARDED, LOCAL, COMPRESSORS = _sharded(), _local(), _compressors()
 CASTS = ("mpisgd.Compression.fp16", "mpisgd.Compression.bf16", "mpisgd.compress.TopK(ratio=1.0)")

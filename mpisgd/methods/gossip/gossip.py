@@ -82,6 +82,7 @@ class Gossip(Strategy):
         return (
             cls("ring"),
             cls("exponential"),
+            cls("one_peer_exponential"),
             cls("complete", style="combine_then_adapt"),
             cls("ring", style="push_sum"),
             cls("ring", consensus_step=0.3),

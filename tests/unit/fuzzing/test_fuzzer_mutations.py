@@ -130,7 +130,7 @@ MUTATIONS = {
     "parameters of one element belong to nobody": Mutation(
         divided_parameters, "divide", _loses_pieces_of_one_element, uses("Sharded", "True")
     ),
-    "gossip mixes by the next matrix": Mutation(mixer, "mix", _mixes_by_another_matrix, uses("one_peer")),
+    "gossip mixes by the next matrix": Mutation(mixer, "mix", _mixes_by_another_matrix, uses("OnePeer")),
     "DiLoCo is due a step later": Mutation(
         diloco._Fragment, "is_due", lambda due: lambda self, step: due(self, step - 1), uses("DiLoCo")
     ),
