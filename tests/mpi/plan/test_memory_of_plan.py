@@ -10,9 +10,9 @@ from verdicts import everyone
 
 import mpisgd
 from mpisgd.plan.cluster import Cluster, Link
+from mpisgd.plan.methods import planned_methods
 from mpisgd.plan.models.model import Gradient, StepProfile
 from mpisgd.plan.prediction import predict
-from mpisgd.plan.steps.methods import planned_methods
 
 WIDTH = 512  # a matrix has 1 MiB: large enough to travel from where it lies
 LAYERS = 3
