@@ -31,6 +31,7 @@ class Coding(NamedTuple):
         copies: how many times there are the numbers of a bucket, as they are compressed, besides at most
             meanwhile; the bucket itself, messages and what is kept left out.
         of_largest: likewise of its largest parameter.
+        of_chunk: likewise of a rank's share of it.
         kept: how many times the numbers are kept on each of so many ranks; None: as its reducer has it from
             the beginning.
         by_data: whether the bytes depend on the gradients, so that nobody knows them before.
@@ -40,6 +41,7 @@ class Coding(NamedTuple):
     element_s: float = 20e-9
     copies: float = 1.0
     of_largest: float = 0.0
+    of_chunk: float = 0.0
     kept: Callable[[int], float] | None = None
     by_data: bool = False
 
@@ -85,7 +87,7 @@ class Coded:
         size, kinds = world.size, self.coding.collectives
         sent = _sent_bytes(self.compressor, _layout(bucket), size, min(step, self.warmup_steps + 1))
         sums = set(kinds) == {"all_reduce"}
-        scratch = self._scratch(bucket) + (0 if sums else sent * size / (size - 1))
+        scratch = self._scratch(bucket, world) + (0 if sums else sent * size / (size - 1))
         yield Alloc("compression", scratch)
         yield self._work(bucket, 0 if sums else sent, len(kinds))
         for kind in kinds:
@@ -95,9 +97,9 @@ class Coded:
             yield Collective(kind, nbytes, world.group, wide)
         yield Free("compression", scratch)
 
-    def _scratch(self, bucket: Bucket) -> float:
-        largest = max(each.numel for each in bucket.parameters)
-        numbers = self.coding.copies * bucket.numel + self.coding.of_largest * largest
+    def _scratch(self, bucket: Bucket, world: World) -> float:
+        coding, largest = self.coding, max(each.numel for each in bucket.parameters)
+        numbers = (coding.copies + coding.of_chunk / world.size) * bucket.numel + coding.of_largest * largest
         return numbers * max(4, bucket.itemsize)
 
     def _work(self, bucket: Bucket, arrived: float, number: int) -> Compute:
@@ -118,9 +120,9 @@ class Coded:
                 f"plan: {self.compressor} is no contraction, as messages to neighbours need it"
             )
         nbytes = codec.nbytes
-        yield Alloc("compression", self._scratch(bucket))
+        yield Alloc("compression", self._scratch(bucket, world))
         yield self._work(bucket, nbytes, 1)
-        yield Free("compression", self._scratch(bucket))
+        yield Free("compression", self._scratch(bucket, world))
         _, degree = graph.degrees(world.size, phase)
         yield Alloc("compression", (1 + degree) * nbytes)
         yield Collective("exchange", nbytes, graph=graph, phase=phase)

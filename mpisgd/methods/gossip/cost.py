@@ -55,9 +55,11 @@ def _mix(method: Gossip, sizes: Sizes, world: World, number: int) -> Iterator[Op
         yield Collective("exchange", nbytes, graph=method.graph, phase=number)
     yield Wait()
     _, degree = method.graph.degrees(world.size, number)
-    # Of one message after the other: the neighbours', the sum and a term; with a cast also what travels.
-    narrow = (1 + degree) * wire / sizes.itemsize if wire < sizes.itemsize else 0
-    fresh = (2 + degree + narrow) * max(sizes.messages)
+    # Messages go one after the other: what came with one is let go of when there is room for the next.
+    # A cast adds what travels, what that has left out, and each term as wide as the sum.
+    narrow = wire / sizes.itemsize
+    copies = min(2, len(sizes.messages)) * degree if narrow == 1 else 2 + narrow + (1 + narrow) * degree
+    fresh = copies * max(sizes.messages)
     yield Alloc("strategy", fresh)
     # The first term is scaled, each further one added to it, and the result copied.
     yield Move((2 + 3 * degree + 2) * sizes.nbytes, "weighted sum")

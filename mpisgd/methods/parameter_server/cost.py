@@ -18,6 +18,7 @@ from mpisgd.methods.cost_kit import (
     update,
 )
 from mpisgd.methods.parameter_server.parameter_server import ParameterServer
+from mpisgd.methods.sharded.cost import largest_part
 from mpisgd.methods.shared_parameters import cost as shared_parameters
 
 __all__ = ["cost", "cycle"]
@@ -31,7 +32,9 @@ def cost(method: ParameterServer, sizes: Sizes, world: World, step: int) -> Iter
     if method.servers is not None or not method.locked:
         raise InvalidArgument(f"plan: {method} is not planned; expected servers=None and locked=True")
     version = sizes.nbytes + sizes.state_bytes
-    shard = version / world.size
+    # Parameters are not cut: some rank has the largest shard.
+    both = [each.nbytes + each.state_bytes for each in sizes.parameters]
+    shard = largest_part(both, world.size, cuts=False)
     if not step:
         yield from kept(sizes, state=0)  # which lies in the shards
         # Two versions of this rank's shard; of those on other hosts the one that is being made.
@@ -48,9 +51,10 @@ def cost(method: ParameterServer, sizes: Sizes, world: World, step: int) -> Iter
     yield Free("strategy", accrued + one)
     yield from update()
     if step % (method.pull_every or method.push_every) == 0:
-        yield Alloc("strategy", 2 * shard)
+        read = min(version, 2 * shard)  # one is let go of when there is room for the next
+        yield Alloc("strategy", read)
         yield Collective("access", version, meets=waits)
-        yield Free("strategy", 2 * shard)
+        yield Free("strategy", read)
     yield Wait()
     yield Free("strategy", sizes.nbytes)
 

@@ -7,6 +7,7 @@ __all__ = ["CODING"]
 CODING = Coding(
     collectives=("all_to_all", "all_gather"),
     element_s=5e-9,
-    copies=1.25,
+    copies=1.0,
+    of_chunk=1.0,
     kept=lambda size: 1 + 1 / size,  # the worker's error, and the server's
 )

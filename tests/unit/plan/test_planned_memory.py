@@ -67,7 +67,7 @@ def test_strategies_keep_their_copies():
     assert memory("DiLoCo(100, outer_options={'lr': 1.0})").strategy == 2 * MODEL + one
     assert memory("ElasticAveraging(every=8)").strategy == 2 * MODEL
     assert memory("LocalSGD(8)").strategy == 0
-    assert memory("Gossip('ring')").strategy == 4 * one  # two neighbours', a sum and a term of it
+    assert memory("Gossip('ring')").strategy == 4 * one  # two neighbours', of two messages
 
 
 def test_residuals_are_as_large_as_the_gradients():
