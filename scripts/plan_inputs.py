@@ -178,7 +178,7 @@ def exchange_share(
     """
     import mpisgd
     from mpisgd.gossip.graphs import Ring
-    from mpisgd.plan.steps.gossip import rounds_of_graph
+    from mpisgd.plan.steps.step_time import rounds_of_graph
 
     made = [mpisgd.new_group(list(ranks)) for ranks in groups]
     (mine,) = [group for group in made if group.rank >= 0]
@@ -241,10 +241,8 @@ def compression_seconds(method: Any, cluster: Any, profile: Any) -> float:
     compression = method.compression
     job = PlannedJob(cluster, profile, compression)
     layouts = [
-        BucketLayout(
-            tuple(torch.Size(gradient.shape) for gradient in job.gradients_of(bucket)), torch.float32
-        )
-        for bucket in job.gradient_buckets()
+        BucketLayout(tuple(torch.Size(each.shape) for each in bucket.parameters), torch.float32)
+        for bucket in job.sizes.buckets
     ]
     reducers = [compression.reducer(layout) for layout in layouts]
     buckets = [torch.randn(layout.numel) for layout in layouts]

@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from training_pass import Pass, Pipelined, Whole
 
 import mpisgd
+from mpisgd.plan.methods import planned_methods
 from mpisgd.plan.models.gpt import gpt
 from mpisgd.plan.models.model import Model
-from mpisgd.plan.steps.methods import planned_methods
 from mpisgd.plan.steps.parallel import Parallel
 
 __all__ = ["DIVIDED", "EXAMPLES", "ONE_EXAMPLE", "SIZE", "TextTraining", "text_sizes", "text_trainings"]

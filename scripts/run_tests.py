@@ -74,7 +74,7 @@ LEFT_OUT = {
     1: (*FOR_EVEN_SIZES, *FOR_TWO, *FOR_THREE_OR_FOUR, "tests/mpi/rpc", FUZZING),
     2: (
         FUZZING,
-        "tests/mpi/plan",
+        "tests/mpi/methods/test_costs_of_methods.py",
         *FOR_ODD_SIZES,
         *FOR_THREE,
         *FOR_THREE_OR_FOUR,
@@ -105,7 +105,7 @@ LEFT_OUT = {
         "tests/mpi/optim/test_sharded_hosts.py",
         "tests/mpi/optim/test_shared_state.py",
         "tests/mpi/optim/test_starting_equal.py",
-        "tests/mpi/plan",
+        "tests/mpi/methods/test_costs_of_methods.py",
         "tests/mpi/rpc",
         "tests/mpi/sharding",
         "tests/mpi/strategies",

@@ -80,8 +80,8 @@ class Contest:
     def __init__(self, model: str, cluster: Any) -> None:
         from plan_layouts import DIVIDED, ONE_EXAMPLE, text_trainings
 
+        from mpisgd.plan.methods import planned_methods
         from mpisgd.plan.recorder import StepRecorder
-        from mpisgd.plan.steps.methods import planned_methods
 
         self.model, self.cluster = model, cluster
         self.recorder = StepRecorder(10**9, lambda: None)
@@ -95,7 +95,7 @@ class Contest:
         """A rank's own training, and those of all ranks by the method's name. Collective."""
         import mpisgd
         from mpisgd.bench.training import StepTask, Training
-        from mpisgd.plan.steps.methods import planned_methods
+        from mpisgd.plan.methods import Overlap, planned_methods
 
         task = StepTask(self.model, MODELS[self.model], mpisgd.size(), optimizer="momentum")
         trainings = {}
@@ -104,7 +104,7 @@ class Contest:
                 continue
             trainings[method.name] = training = Training(task, mpisgd.rank())
             options: dict[str, Any] = {"compression": method.compression}
-            if type(method.strategy).__name__ == "Overlap":
+            if isinstance(method.strategy, Overlap):
                 options["overlap"] = method.strategy.overlap
             else:
                 options["strategy"] = method.strategy
@@ -241,7 +241,7 @@ def compressors_seconds(methods: Sequence[Any], cluster: Any, profile: Any) -> d
 def rank_inputs(part: Path, compressors: bool = True) -> None:
     """What each rank does to measure the inputs of a portion again."""
     import mpisgd
-    from mpisgd.plan.steps.methods import planned_methods
+    from mpisgd.plan.methods import planned_methods
 
     mpisgd.init()
     page = json.loads(part.read_text())
@@ -306,9 +306,9 @@ def all_portions(prefix: str = typer.Option("", help="Command before each portio
 def with_predictions(part: dict[str, Any]) -> list[dict[str, Any]]:
     """The rows of a portion beside what is predicted from its inputs."""
     from mpisgd.plan.cluster import Cluster, Link
+    from mpisgd.plan.methods import planned_methods
     from mpisgd.plan.network import Switch
     from mpisgd.plan.prediction import Options, predict
-    from mpisgd.plan.steps.methods import planned_methods
 
     links = {name: Link(**part["cluster"][name]) for name in ("between", "within")}
     cluster = Cluster(**{**part["cluster"], **links, "network": Switch()})

@@ -165,9 +165,9 @@ class _Report:
         *,
         layouts: bool,
     ) -> None:
+        from mpisgd.plan.methods import DEFAULT_METHODS, planned_methods
         from mpisgd.plan.prediction import Options, predict_all
         from mpisgd.plan.simulation.collectives import check_algorithm
-        from mpisgd.plan.steps.methods import DEFAULT_METHODS, planned_methods
 
         check_algorithm(algorithm)
         self.assumed = found.assumed
@@ -205,7 +205,7 @@ class _Report:
     def notes(self, top: int) -> list[str]:
         """Return the lines below the table."""
         from mpisgd.plan.advice import changes, code_line, command_line
-        from mpisgd.plan.steps.methods import planned_methods
+        from mpisgd.plan.methods import planned_methods
         from mpisgd.plan.tables import failure_lines, left_out_lines, what_to_change
 
         best = self.best
@@ -229,7 +229,7 @@ class _Report:
         """Return the best that computes what one process does, where that is another one."""
         from mpisgd.bench.report.rows import as_time
         from mpisgd.plan.advice import command_line, equals_one_process
-        from mpisgd.plan.steps.methods import planned_methods
+        from mpisgd.plan.methods import planned_methods
 
         fit = (each for each in self.predictions if each.fits)
         found = next((each for each in fit if equals_one_process(planned_methods(each.method)[0])), None)

@@ -51,6 +51,18 @@ class Graph(abc.ABC):
     def destinations(self, size: int, step: int) -> Sequence[Iterable[int]]:
         """Return, for each of `size` ranks, the other ranks that it sends to in this step."""
 
+    def distances(self, size: int, step: int) -> Sequence[int] | None:
+        """Return how far on the ranks are that each one sends to, where it is the same for all; else None."""
+        return None
+
+    def degrees(self, size: int, step: int) -> tuple[float, int]:
+        """Return to how many others a rank sends in this step: on average, and at the most."""
+        distances = self.distances(size, step)
+        if distances is not None:
+            return len(distances), len(distances)
+        degrees = [len(list(to)) for to in self.destinations(size, step)]
+        return sum(degrees) / size, max(degrees)
+
     def check(self, size: int) -> None:  # noqa: B027  # most graphs have any number
         """Raise where there is no such graph of so many ranks.
 

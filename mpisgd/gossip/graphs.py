@@ -7,6 +7,7 @@ ring     0 - 1 - 2 - 3 - 0        torus    0 - 1 - 2 - 0      star    1   2
 exponential   rank r sends to r + 1, r + 2, r + 4, ..., in one step (one-peer: to one of them per step)
 """
 
+import abc
 import math
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -39,13 +40,26 @@ def _others(size: int, of: Callable[[int], Iterable[int]]) -> list[list[int]]:
     return [sorted(set(of(rank)) - {rank}) for rank in range(size)]
 
 
-@dataclass(frozen=True)
-class Ring(Graph):
-    """Every rank exchanges with the ones before and after it. Spectral gap (2 - 2 cos(2 pi / size)) / 3."""
+class _Circulant(Graph):
+    """Every rank sends to those at the same distances."""
+
+    @abc.abstractmethod
+    def distances(self, size: int, step: int) -> Sequence[int]:
+        """See `Graph`."""
 
     def destinations(self, size: int, step: int) -> Sequence[Iterable[int]]:
         """See `Graph`."""
-        return _others(size, lambda rank: ((rank - 1) % size, (rank + 1) % size))
+        distances = self.distances(size, step)
+        return _others(size, lambda rank: ((rank + each) % size for each in distances))
+
+
+@dataclass(frozen=True)
+class Ring(_Circulant):
+    """Every rank exchanges with the ones before and after it. Spectral gap (2 - 2 cos(2 pi / size)) / 3."""
+
+    def distances(self, size: int, step: int) -> Sequence[int]:
+        """See `Graph`."""
+        return sorted({1, size - 1}) if size > 1 else []
 
 
 @dataclass(frozen=True)
@@ -89,19 +103,19 @@ class Hypercube(Graph):
 
 
 @dataclass(frozen=True)
-class Exponential(Graph):
+class Exponential(_Circulant):
     """Rank r sends to r + 1, r + 2, r + 4, ...: log2(size) messages, and a large spectral gap.
 
     Source: Ying and others 2021, "Exponential graph is provably efficient for decentralized deep training".
     """
 
-    def destinations(self, size: int, step: int) -> Sequence[Iterable[int]]:
+    def distances(self, size: int, step: int) -> Sequence[int]:
         """See `Graph`."""
-        return _others(size, lambda rank: ((rank + (1 << k)) % size for k in range(_num_bits(size))))
+        return [1 << k for k in range(_num_bits(size))]
 
 
 @dataclass(frozen=True)
-class OnePeerExponential(Graph):
+class OnePeerExponential(_Circulant):
     """In step t rank r sends to r + 2**(t mod log2(size)) only: one message, and a new partner every step.
 
     Where the number of ranks is a power of two, all have the exact mean after log2(size) steps.
@@ -113,10 +127,9 @@ class OnePeerExponential(Graph):
         """Return log2(size), rounded up."""
         return max(1, _num_bits(size))
 
-    def destinations(self, size: int, step: int) -> Sequence[Iterable[int]]:
+    def distances(self, size: int, step: int) -> Sequence[int]:
         """See `Graph`."""
-        distance = 1 << step % self.num_phases(size)
-        return _others(size, lambda rank: ((rank + distance) % size,))
+        return [1 << step % self.num_phases(size)] if size > 1 else []
 
 
 def _num_bits(size: int) -> int:

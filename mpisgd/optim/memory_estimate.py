@@ -1,31 +1,28 @@
 """`estimate_memory`: what each rank will keep in memory for a training, by strategy, before it is started.
 
-For P bytes of parameters, as many of gradients, S of optimizer state (and of float32 copies, with mixed
-precision), on n ranks of which m share a host:
-
-    strategy                   parameters    gradients    optimizer state
-    Synchronous                P             P            S
-    Sharded(stage=1)           P             P            S / n
-    Sharded(stage=2)           P             P / n        S / n
-    with share_parameters      P / m
-
-Source: Rajbhandari and others, "ZeRO", 2020, figure 1; there P is 2 bytes and S is 12 bytes per parameter.
-Activations are left out: they depend on the batch.
+The numbers are those of the strategies' costs, at the moment of a step at which they are most. Activations
+are left out: they depend on the batch.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from mpisgd.accelerator.buffers import ALONE_BYTES
 from mpisgd.arguments import check_positive
 from mpisgd.errors import InvalidArgument
-from mpisgd.gradients.bucketing import ALIGN_BYTES, Item, join_buckets, plan_buckets
 from mpisgd.gradients.options import DEFAULT_BUCKET_CAP_BYTES
+from mpisgd.methods.cast.cast import Compression
+from mpisgd.methods.cost_kit import Sizes, World
+from mpisgd.methods.costs import cost_of, wire_of
+from mpisgd.methods.peak_memory import peak_memory
+from mpisgd.methods.sharded.sharded import Sharded
+from mpisgd.methods.sizes import parameter, sizes_of
+from mpisgd.methods.strategy.strategy import Strategy
+from mpisgd.methods.synchronous.synchronous import Synchronous
 from mpisgd.optim.state_bytes import OptimizerLike, state_bytes
-from mpisgd.sharding.division import assign
 from mpisgd.sharding.elementwise import KNOWN
 
 __all__ = ["MemoryEstimate", "MemoryEstimates", "estimate_memory"]
@@ -143,30 +140,47 @@ def estimate_memory(
     check_positive("estimate_memory", "bucket_cap_bytes", bucket_cap_bytes, whole=True)
     if here > ranks:
         raise InvalidArgument(f"estimate_memory: ranks_per_host={here} of ranks={ranks}")
-    params, nbytes_of_buffers = _tensors_of(model)
+    sizes = _sizes(model, optimizer, master_dtype, state_per_parameter, bucket_cap_bytes)
+    world = World(ranks // here, here, wire_of(Compression.none))
+    placements = [world, world._replace(shares=True)] if here > 1 else [world]
+    return MemoryEstimates(
+        ranks,
+        here,
+        tuple(
+            _estimate(strategy, sizes, each)
+            for each in placements
+            for strategy in ((Synchronous(), Sharded(1), Sharded(2)) if ranks > 1 else (Synchronous(),))
+        ),
+    )
+
+
+def _estimate(strategy: Strategy, sizes: Sizes, world: World) -> MemoryEstimate:
+    found = peak_memory(cost_of(strategy), sizes, world)
+    name = f"Sharded(stage={strategy.stage})" if isinstance(strategy, Sharded) else "Synchronous()"
+    parts = (found.parameters, found.gradients, found.optimizer, found.buffers)
+    return MemoryEstimate(name + ", share_parameters" * world.shares, *map(math.ceil, parts))
+
+
+def _sizes(
+    model: torch.nn.Module | Sequence[Tensor],
+    optimizer: OptimizerLike | None,
+    master_dtype: torch.dtype | None,
+    state_per_parameter: float | None,
+    cap_bytes: int,
+) -> Sizes:
+    params = list(model.parameters() if isinstance(model, torch.nn.Module) else model)
+    buffers = model.buffers() if isinstance(model, torch.nn.Module) else ()
     trained = [param for param in params if param.requires_grad]
     states = _states(trained, optimizer, master_dtype, state_per_parameter)
-    gradients = [param.nbytes for param in trained]
-    cuts = optimizer is None or _is_elementwise(optimizer)
-    fused, in_turn = _bucket_bytes(trained, bucket_cap_bytes)
-    ways: list[tuple[str, int, int, int]] = [("Synchronous()", sum(gradients), sum(states), fused)]
-    if ranks > 1:
-        state, gradient = _shard(states, ranks, cuts), _shard(gradients, ranks, cuts)
-        ways.append(("Sharded(stage=1)", sum(gradients), state, fused))
-        ways.append(("Sharded(stage=2)", gradient, state, in_turn))
-    nbytes = sum(param.nbytes for param in params)
-    estimates = [MemoryEstimate(way[0], nbytes + nbytes_of_buffers, *way[1:]) for way in ways]
-    if here > 1:
-        nbytes = -(-nbytes // here) + nbytes_of_buffers
-        estimates += [MemoryEstimate(f"{way[0]}, share_parameters", nbytes, *way[1:]) for way in ways]
-    return MemoryEstimates(ranks, here, tuple(estimates))
-
-
-def _tensors_of(model: torch.nn.Module | Sequence[Tensor]) -> tuple[list[Tensor], int]:
-    """Return the parameters, each once, and the bytes of the buffers."""
-    if isinstance(model, torch.nn.Module):
-        return list(model.parameters()), sum(buffer.nbytes for buffer in model.buffers())
-    return list(model), 0
+    both = zip(trained, states, strict=True)
+    parameters = [parameter(i, p.shape, p.itemsize, state) for i, (p, state) in enumerate(both)]
+    return sizes_of(
+        parameters[::-1],
+        cap_bytes,
+        frozen_bytes=sum(param.nbytes for param in params if not param.requires_grad),
+        module_bytes=sum(buffer.nbytes for buffer in buffers),
+        cuts=optimizer is None or _is_elementwise(optimizer),
+    )
 
 
 def _states(
@@ -197,30 +211,3 @@ def _is_elementwise(optimizer: OptimizerLike) -> bool:
     )
     wrapped = getattr(optimizer, "func", None)  # of a functools.partial
     return any(step is known.step or wrapped is known for known in KNOWN)
-
-
-def _shard(sizes: Sequence[int], ranks: int, cuts: bool) -> int:
-    """Return the largest part of a rank: an n-th, or whole parameters."""
-    if cuts:
-        return -(-sum(sizes) // ranks)
-    loads = [0] * ranks
-    for owner, size in zip(assign(sizes, loads), sizes, strict=True):
-        loads[owner] += size
-    return max(loads)
-
-
-def _bucket_bytes(params: Sequence[Tensor], cap_bytes: int) -> tuple[int, int]:
-    """Return the bytes of the buckets of small gradients, and the most that is on its way at once, in turn.
-
-    A gradient of ALONE_BYTES and more travels from where backward has put it.
-    """
-    items = [Item(i, p.numel(), p.element_size(), str(p.dtype)) for i, p in enumerate(params)]
-    buckets = plan_buckets(items, cap_bytes=cap_bytes, align_bytes=ALIGN_BYTES, alone_bytes=ALONE_BYTES)
-    sizes = [bucket.numel * params[bucket.indices[0]].element_size() for bucket in buckets]
-    fused = [
-        0 if len(bucket.indices) == 1 and size >= ALONE_BYTES else size
-        for bucket, size in zip(buckets, sizes, strict=True)
-    ]
-    joined = join_buckets(sizes, cap_bytes)
-    pool = max((sum(fused[place] for place in places) for places in joined), default=0)
-    return sum(fused), pool + max((sum(sizes[place] for place in places) for places in joined), default=0)

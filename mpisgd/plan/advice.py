@@ -3,10 +3,13 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import mpisgd
 from mpisgd.bench.strategies.method import Method
 from mpisgd.methods.cast.cast import Compression
 from mpisgd.methods.from_text import call_of
+from mpisgd.methods.sharded.cost import FullyShard
 from mpisgd.plan.cluster import Cluster
+from mpisgd.plan.methods import Overlap
 from mpisgd.plan.models.model import StepProfile
 from mpisgd.plan.prediction import Options, Prediction, predict, with_faster
 from mpisgd.plan.steps.parallel import Parallel
@@ -61,7 +64,7 @@ def changes(
     return sorted(found, key=lambda change: -change.saved)
 
 
-EXACT = ("Synchronous", "Overlap", "Sharded", "FullyShard")
+EXACT = (mpisgd.Synchronous, mpisgd.Sharded, FullyShard, Overlap)
 
 
 def equals_one_process(method: Method) -> bool:
@@ -69,7 +72,7 @@ def equals_one_process(method: Method) -> bool:
     strategy = method.strategy
     if isinstance(strategy, Parallel):
         return True
-    sums = type(strategy).__name__ in EXACT or getattr(strategy, "mode", "") == "sync"
+    sums = isinstance(strategy, EXACT) or getattr(strategy, "mode", "") == "sync"
     return sums and method.compression == Compression.none
 
 
@@ -100,14 +103,13 @@ def text_options(prediction: Prediction, layout: Parallel) -> str:
 def code_line(method: Method) -> str:
     """Return the call in the program that trains by a method."""
     strategy, _, compression = (word.strip() for word in method.name.partition("+"))
-    name = strategy.partition("(")[0]
     if isinstance(method.strategy, Parallel):
         return _code_of_layout(method.strategy)
-    if name == "FullyShard":
+    if isinstance(method.strategy, FullyShard):
         return "torch.distributed.fsdp.fully_shard(model)  # after init_process_group('mpisgd')"
     arguments = []
-    if name == "Overlap":
-        arguments.append(f"overlap={method.strategy.overlap}")  # type: ignore[attr-defined]
+    if isinstance(method.strategy, Overlap):
+        arguments.append(f"overlap={method.strategy.overlap}")
     elif method.name != "Synchronous":
         arguments.append(f"strategy=mpisgd.{strategy}{'' if '(' in strategy else '()'}")
     if compression:

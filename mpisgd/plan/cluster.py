@@ -87,6 +87,7 @@ class Cluster:
             an allocator keeps it.
         half_factor: by what an all-reduce of 16-bit floats on a host takes longer for each byte: a CPU adds
             them in 32 bits.
+        disk_bytes_per_s: of a rank's files, where state is in them; None: not known.
         price_per_hour: of a host.
         compute_spread: standard deviation of a rank's time for a step, as a share of the mean.
         failures: None: not considered.
@@ -107,6 +108,7 @@ class Cluster:
     tensor_s: float = 0.0
     fresh_s_per_byte: float = 0.0
     half_factor: float = 1.0
+    disk_bytes_per_s: float | None = None
     price_per_hour: float = 0.0
     compute_spread: float = 0.0
     failures: Failures | None = None
@@ -114,7 +116,7 @@ class Cluster:
     def __post_init__(self) -> None:
         for name in ("hosts", "ranks_per_host"):
             check_positive("Cluster", name, getattr(self, name), whole=True)
-        for name in ("flops_per_s", "memory_bytes"):
+        for name in ("flops_per_s", "memory_bytes", "disk_bytes_per_s"):
             if getattr(self, name) is not None:
                 check_positive("Cluster", name, getattr(self, name))
         for name in ("memory_bytes_per_s", "half_factor"):

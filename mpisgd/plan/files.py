@@ -118,6 +118,7 @@ SCALARS: dict[str, tuple[str, Callable[[str, Any], Any]]] = {
     "busy_meeting": ("busy_meeting_s", as_seconds),
     "tensor": ("tensor_s", as_seconds),
     "fresh_memory_per_byte": ("fresh_s_per_byte", as_seconds),
+    "disk": ("disk_bytes_per_s", as_rate),
     "half_factor": ("half_factor", lambda name, value: value),
     "price_per_hour": ("price_per_hour", lambda name, value: value),
     "compute_spread": ("compute_spread", lambda name, value: value),

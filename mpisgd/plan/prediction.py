@@ -2,27 +2,28 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from mpisgd.bench.strategies.method import Method
 from mpisgd.errors import InvalidArgument, MpisgdError
+from mpisgd.methods.costs import MethodCost, cost_of
+from mpisgd.methods.peak_memory import Memory, peak_memory
+from mpisgd.methods.strategy.strategy import Strategy
+from mpisgd.methods.synchronous.synchronous import Synchronous
 from mpisgd.plan.cluster import Cluster
 from mpisgd.plan.failures import Interruptions, interruptions
+from mpisgd.plan.methods import layouts_of, method_of
 from mpisgd.plan.models.model import StepProfile
 from mpisgd.plan.network import FatTree
 from mpisgd.plan.simulation.collectives import AUTO
 from mpisgd.plan.steps.job import PlannedJob
-from mpisgd.plan.steps.memory import Memory, memory_of
-from mpisgd.plan.steps.methods import layouts_of, method_of
+from mpisgd.plan.steps.layout import divide
 from mpisgd.plan.steps.parallel import Parallel
 from mpisgd.plan.steps.planned_step import PlannedStep
-from mpisgd.plan.steps.strategies import plan_step
+from mpisgd.plan.steps.step_time import plan_step, steps_between_meetings
+from mpisgd.plan.steps.tensor_step import plan_layout
 from mpisgd.plan.stragglers import straggler_factor
 
 __all__ = ["LeftOut", "Options", "Prediction", "level_seconds", "predict", "predict_all"]
-
-# Strategies whose ranks wait for no other one.
-NEVER_WAITING = ("async",)
 
 
 @dataclass(frozen=True)
@@ -163,36 +164,36 @@ def predict(
         InvalidArgument: it is not planned, or not for so many ranks.
     """
     options = options or Options()
-    factor = straggler_factor(cluster.compute_spread, *_waiting(cluster, method.strategy))
-    slowest = profile.slower(factor)
+    measured = options.compression_s or {}
     job = PlannedJob(
-        cluster,
-        slowest,
-        method.compression,
-        options.algorithm,
-        options.overlap,
-        compression_s=options.compression_s or {},
+        cluster, profile, method.compression, options.algorithm, options.overlap, compression_s=measured
     )
+    layout = method.strategy if isinstance(method.strategy, Parallel) and cluster.size > 1 else None
+    cost = _cost_of(method)
+    every = steps_between_meetings(job, cost) if layout is None else 1.0
+    factor = straggler_factor(cluster.compute_spread, *((1, 1.0) if every is None else (cluster.size, every)))
+    job = replace(job, profile=profile.slower(factor))
     failures = cluster.failures
     return Prediction(
         method=method.name,
         cluster=cluster,
-        profile=slowest,
-        step=plan_step(job, method.strategy),
-        memory=memory_of(job, method.strategy),
-        straggler_s=slowest.compute_s - profile.compute_s,
+        profile=job.profile,
+        step=plan_step(job, cost) if layout is None else plan_layout(job, layout),
+        memory=peak_memory(cost, job.sizes, job.world)
+        if layout is None
+        else divide(job, layout).memory(job.profile),
+        straggler_s=job.profile.compute_s - profile.compute_s,
         interruptions=None if failures is None else interruptions(failures, cluster.hosts),
     )
 
 
-def _waiting(cluster: Cluster, strategy: Any) -> tuple[int, float]:
-    """Return how many ranks wait for each other, and every how many steps."""
-    if getattr(strategy, "mode", "") in NEVER_WAITING or getattr(strategy, "style", "") == "asynchronous":
-        return 1, 1.0
-    for name in ("period", "sync_every", "every"):
-        if isinstance(every := getattr(strategy, name, None), int):
-            return cluster.size, float(every)
-    return cluster.size, 1.0
+def _cost_of(method: Method) -> MethodCost:
+    """Return the cost of a method; that of a layout is its own."""
+    strategy = Synchronous() if isinstance(method.strategy, Parallel) else method.strategy
+    if isinstance(strategy, Strategy) and (why := strategy.goes_with.compression.why_not(method.compression)):
+        raise InvalidArgument(f"plan: {strategy} with {method.compression}: {why}")
+    own = method.optimizer
+    return cost_of(strategy) if own is None else cost_of(strategy, own.kind, own.options)
 
 
 def predict_all(

@@ -165,10 +165,11 @@ def run_memory(
     library = ""
     for model, optimizer in itertools.product(plan.models, plan.optimizers):
         peaks: dict[str, list[ProcessMemory]] = {variant: [] for variant in VARIANTS}
+        sharable = 0
         for variant in VARIANTS * plan.repeats:
             peak, said = _run(variant, model, OPTIMIZERS[optimizer], plan, launcher)
             peaks[variant].append(peak)
-            library, sharable = said["library"] or library, said["sharable_bytes"]
+            library, sharable = said["library"] or library, said["sharable_bytes"] or sharable
         new = memory_rows(f"{model}, {optimizer}", peaks, plan.ranks, sharable)
         report(f"{model}, {optimizer}", new)
         rows += new

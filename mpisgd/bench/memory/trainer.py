@@ -19,14 +19,12 @@ import mpisgd
 from mpisgd.bench.cases import BATCHES
 from mpisgd.bench.memory.peak import NONE, STARTED
 from mpisgd.bench.memory.process_memory import read_memory
-from mpisgd.bench.report.rows import SHARED
+from mpisgd.bench.report.rows import OURS, SHARED
 from mpisgd.bench.training import StepTask, Training
 from mpisgd.config import launcher_rank, launcher_size
 from mpisgd.job.mpi_settings import set_mpi_defaults
 
 __all__ = ["train"]
-
-STATE_PER_PARAMETER = {"sgd": 0, "momentum": 1, "adamw": 2}  # numbers
 
 
 def train(
@@ -54,14 +52,21 @@ def train(
         points[f"backward {number}"] = read_memory()
         training.optimizer.step()
         points[f"step {number}"] = read_memory()
-    params = list(training.model.parameters())
-    parameter_bytes = sum(param.nbytes for param in params)
     return {
         "library": library,
-        "sharable_bytes": parameter_bytes * (1 + STATE_PER_PARAMETER[optimizer]),
-        "checksum": sum(map(_sum, params)),
+        # Of one variant: asking takes memory, which those without mpisgd must not.
+        "sharable_bytes": _sharable_bytes(training) if variant == OURS else 0,
+        "checksum": sum(map(_sum, training.model.parameters())),
         "points": {point: dataclasses.asdict(share) for point, share in points.items() if share},
     }
+
+
+def _sharable_bytes(training: Training) -> int:
+    """Return the bytes of which ranks that share parameters have one copy together."""
+    estimates = mpisgd.estimate_memory(training.model, training.optimizer, ranks=2)
+    alone, shared = estimates["Synchronous()"], estimates["Synchronous(), share_parameters"]
+    half = alone.parameters - shared.parameters + alone.optimizer_state - shared.optimizer_state
+    return 2 * half
 
 
 def _sum(param: torch.Tensor) -> float:

@@ -14,7 +14,6 @@ from functools import lru_cache
 from mpisgd.plan.cluster import Cluster
 from mpisgd.plan.simulation.collectives import AUTO, Cost, cost_of, fastest, link_bytes, rounds_of
 from mpisgd.plan.simulation.engine import Span, Task, simulate
-from mpisgd.plan.steps.wire import Wire
 
 __all__ = ["COMMUNICATION", "COMPUTE", "StepGraph"]
 
@@ -31,7 +30,6 @@ class StepGraph:
         algorithm: of all-reduces, or `auto`.
         tasks: so far.
         traffic: bytes that the busiest link of each level carries.
-        sent_bytes: of each rank, by the formulas of what travels.
         alpha_s: of all that operations take, what more bytes per second would not shorten.
         compression_s: what compressing and decompressing computes.
     """
@@ -40,10 +38,14 @@ class StepGraph:
     algorithm: str = AUTO
     tasks: list[Task] = field(default_factory=list)
     traffic: dict[str, float] = field(default_factory=dict)
-    sent_bytes: float = 0.0
     alpha_s: float = 0.0
     compression_s: float = 0.0
     _last: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def program_so_far(self) -> list[int]:
+        """The place of the last task of the program, if there is one."""
+        return [self._last[COMPUTE]] if COMPUTE in self._last else []
 
     def compute(self, name: str, seconds: float, after: Iterable[int] = ()) -> int:
         """Add what the program computes; return its place."""
@@ -59,12 +61,13 @@ class StepGraph:
         seconds = nbytes / cluster.memory_bytes_per_s + fresh * cluster.fresh_s_per_byte
         return self.compute(name, seconds + tensors * cluster.tensor_s, after)
 
-    def begin_operation(self, after: Iterable[int] = ()) -> int:
-        """Add the check with which an operation of the group begins; what follows belongs to it."""
-        if self.cluster.size == 1:
+    def begin_operation(self, after: Iterable[int] = (), cluster: Cluster | None = None) -> int:
+        """Add the check with which an operation of a group begins; what follows belongs to it."""
+        members = cluster or self.cluster
+        if members.size == 1:
             return self.communicate("nothing", Cost(0.0, 0.0), 0.0, after)
-        latency = self.cluster.between.latency_s if self.cluster.hosts > 1 else 0.0
-        return self.communicate("check", Cost(self.cluster.operation_s + latency, 0.0), 0.0, after)
+        latency = members.between.latency_s if members.hosts > 1 else 0.0
+        return self.communicate("check", Cost(members.operation_s + latency, 0.0), 0.0, after)
 
     def communicate(self, name: str, cost: Cost, nbytes: float, after: Iterable[int] = ()) -> int:
         """Add something in the group's queue that takes this cost for `nbytes`."""
@@ -93,19 +96,13 @@ class StepGraph:
             self.carry(level, carried * nbytes)
         return self.communicate(f"{name} {how}", cost_of(members, how, name), nbytes, after)
 
-    def wire(self, wire: Wire, after: Iterable[int] = ()) -> int:
-        """Add what becomes of a bucket: what its compressor computes, in the queue, and its collectives."""
-        place = None
-        if wire.compute_s:
-            task = Task("compress", {CORE: wire.compute_s}, tuple(after), track=COMMUNICATION)
-            place = self._add(task)
-            self.compression_s += wire.compute_s
-            # A part of it comes before each collective.
-            place = self._meet(len(wire.operations))
-        for collective, nbytes, members in wire.operations:
-            place = self.collective(collective, nbytes, after if place is None else (place,), members)
-        self.sent_bytes += wire.sent_bytes
-        return self._last[COMMUNICATION] if place is None else place
+    def compress(self, seconds: float, num_collectives: int, after: Iterable[int] = ()) -> int:
+        """Add what a compressor computes, in the queue, a part of it before each of so many collectives."""
+        if not seconds:
+            return self.communicate("compress", Cost(0.0, 0.0), 0.0, after)
+        self._add(Task("compress", {CORE: seconds}, tuple(after), track=COMMUNICATION))
+        self.compression_s += seconds
+        return self._meet(num_collectives)
 
     def _meet(self, times: int) -> int:
         """Add what ranks wait for each other that have computed before, in the queue."""
@@ -113,9 +110,10 @@ class StepGraph:
         self.alpha_s += seconds
         return self._add(Task("meeting", seconds=seconds, while_used={CORE: busy}, track=COMMUNICATION))
 
-    def wait(self, name: str = "wait") -> int:
-        """Let the program go on when everything has been sent."""
-        return self.compute(name, 0.0, [self._last[COMMUNICATION]] if COMMUNICATION in self._last else [])
+    def wait(self, place: int | None = None) -> int:
+        """Let the program go on when what is at a place is over; None: when everything has been sent."""
+        last = self._last.get(COMMUNICATION) if place is None else place
+        return self.compute("wait", 0.0, [] if last is None else [last])
 
     def _add(self, task: Task) -> int:
         """Add a task behind the last one of its track."""
@@ -127,10 +125,6 @@ class StepGraph:
     def run(self) -> list[Span]:
         """Return when each task runs."""
         return simulate(self.tasks, {CORE: 1.0})
-
-    def end_s(self) -> float:
-        """Return when the last task has ended."""
-        return max(span.end_s for span in self.run())
 
 
 @lru_cache(maxsize=1024)

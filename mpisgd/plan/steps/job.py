@@ -1,18 +1,18 @@
 """`PlannedJob`: what a step is planned of: a cluster, a step without communication, how gradients travel."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
-from mpisgd.accelerator.buffers import ALONE_BYTES
-from mpisgd.compress.compressor import Compressor, wire_dtype_of
-from mpisgd.gradients.bucketing import ALIGN_BYTES, Bucket, Item, plan_buckets
+from mpisgd.compress.compressor import Compressor
 from mpisgd.gradients.options import DEFAULT_BUCKET_CAP_BYTES
 from mpisgd.methods.cast.cast import Compression
+from mpisgd.methods.cost_kit import Sizes, World
+from mpisgd.methods.costs import wire_of
+from mpisgd.methods.sizes import parameter, sizes_of
 from mpisgd.plan.cluster import Cluster
-from mpisgd.plan.models.model import Gradient, StepProfile
+from mpisgd.plan.models.model import OPTIMIZERS, StepProfile
 from mpisgd.plan.simulation.collectives import AUTO
-from mpisgd.plan.steps.graph import StepGraph
-from mpisgd.plan.steps.wire import Wire, dtype_of, wire_of
 
 __all__ = ["PlannedJob"]
 
@@ -44,56 +44,34 @@ class PlannedJob:
         """Whether gradients are sent while backward computes others."""
         return self.cluster.size > 1 and (self.cluster.hosts > 1 if self.overlap is None else self.overlap)
 
-    def graph(self, cluster: Cluster | None = None) -> StepGraph:
-        """Return a graph without tasks."""
-        return StepGraph(cluster or self.cluster, self.algorithm)
+    @cached_property
+    def world(self) -> World:
+        """The ranks, and what travels."""
+        cluster = self.cluster
+        return World(cluster.hosts, cluster.ranks_per_host, wire_of(self.compression), self.overlaps)
 
-    def gradient_buckets(self) -> tuple[Bucket, ...]:
-        """Return the buckets of gradients, as `DistributedOptimizer` plans them in the order observed."""
-        padded = all(
-            wire_dtype_of(self.compression, dtype_of(each.itemsize)) is not None
-            for each in self.profile.gradients
-        )
-        return self._buckets(ALIGN_BYTES if padded else 1, ALONE_BYTES)
-
-    def parameter_buckets(self) -> tuple[Bucket, ...]:
-        """Return the buckets of parameters, or their changes, that are compressed."""
-        return self._buckets(1, float("inf"))
-
-    def _buckets(self, align_bytes: int, alone_bytes: float) -> tuple[Bucket, ...]:
-        items = [Item(g.place, g.numel, g.itemsize, str(g.itemsize)) for g in self.profile.gradients]
-        return plan_buckets(
-            items,
-            cap_bytes=self.bucket_cap_bytes,
-            order=[gradient.place for gradient in self.profile.gradients],
-            align_bytes=align_bytes,
-            alone_bytes=alone_bytes,
+    @cached_property
+    def sizes(self) -> Sizes:
+        """The model, in the buckets that `DistributedOptimizer` plans in the order observed."""
+        profile = self.profile
+        state = OPTIMIZERS[profile.optimizer].state
+        return sizes_of(
+            [parameter(g.place, g.shape, g.itemsize, state * g.nbytes) for g in profile.gradients],
+            self.bucket_cap_bytes,
+            padded=all(self.world.wire.cast_itemsize(g.itemsize) is not None for g in profile.gradients),
+            activation_bytes=profile.activation_bytes,
         )
 
-    def gradients_of(self, bucket: Bucket) -> list[Gradient]:
-        """Return the gradients of a bucket."""
-        by_index = {gradient.place: gradient for gradient in self.profile.gradients}
-        return [by_index[index] for index in bucket.indices]
+    @cached_property
+    def ready_s(self) -> dict[int, float]:
+        """When each gradient is complete, in seconds since the step has begun, by the parameter's place."""
+        return {gradient.place: gradient.ready_s for gradient in self.profile.gradients}
 
-    def wire(self, gradients: Sequence[Gradient]) -> Wire:
-        """Return what tensors of the shapes of these gradients are on the wire, together."""
-        shapes, itemsize = [gradient.shape for gradient in gradients], gradients[0].itemsize
-        return wire_of(self.cluster, self.compression, shapes, itemsize, self.compression_s)
+    def measured_s(self, compressor: object) -> float | None:
+        """Return what a compressor takes for an element, where that was measured."""
+        names = (repr(compressor), type(compressor).__name__)
+        return next((self.compression_s[name] for name in names if name in self.compression_s), None)
 
     def is_compressed(self) -> bool:
-        """Whether gradients travel as something else."""
-        return any(self.compression.changes(dtype_of(each.itemsize)) for each in self.profile.gradients)
-
-    def messages(self) -> list[float]:
-        """Return the bytes of the messages of all parameters: large ones alone, the others together."""
-        sizes = [float(gradient.nbytes) for gradient in self.profile.gradients]
-        small = sum(size for size in sizes if size < ALONE_BYTES)
-        return [*(size for size in sizes if size >= ALONE_BYTES), *([small] if small else [])]
-
-    def small_bytes(self) -> float:
-        """Return the bytes that are copied to travel together."""
-        return sum(float(each.nbytes) for each in self.profile.gradients if each.nbytes < ALONE_BYTES)
-
-    def is_alone(self, gradients: Sequence[Gradient]) -> bool:
-        """Whether a bucket is one gradient that travels from where it lies."""
-        return len(gradients) == 1 and gradients[0].nbytes >= ALONE_BYTES
+        """Return whether gradients travel as something else."""
+        return any(self.world.wire.changes(each.itemsize) for each in self.profile.gradients)

@@ -1,14 +1,16 @@
 """`DividedModel`: a layout of a job: its ranks, its stages, and the schedule's actions on each rank.
 
-What time it takes is in pipeline_step.py, what memory in memory.py.
+What time it takes is in pipeline_step.py.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mpisgd.errors import InvalidArgument
+from mpisgd.methods.peak_memory import Memory
 from mpisgd.pipeline.schedules.action import Action, Kind
 from mpisgd.pipeline.schedules.shape import PipelineShape
+from mpisgd.plan.models.model import StepProfile
 from mpisgd.plan.steps.job import PlannedJob
 from mpisgd.plan.steps.parallel import Grid, Parallel, grid_of
 from mpisgd.plan.steps.stages import PlannedStage, stages_of
@@ -39,6 +41,15 @@ class DividedModel:
     def kept_bytes(self, place: int) -> float:
         """Return the activations that such a rank has at most at the same time."""
         return max(self._kept(place))
+
+    def memory(self, profile: StepProfile) -> Memory:
+        """Return what the rank keeps that has most: as a rule the first of a pipeline, by its activations."""
+        ranks = []
+        for place in range(self.grid.pp):
+            share = self.numel_of(place) / profile.numel
+            nbytes, state = profile.nbytes * share, profile.state_bytes * share
+            ranks.append(Memory(nbytes, nbytes, state, activations=self.kept_bytes(place)))
+        return max(ranks, key=lambda each: each.total)
 
     def _kept(self, place: int) -> Iterator[float]:
         kept = 0.0

@@ -7,13 +7,40 @@ activations in them.
 from collections.abc import Mapping
 from dataclasses import replace
 
+from mpisgd.methods.costs import cost_of
+from mpisgd.methods.synchronous.synchronous import Synchronous
 from mpisgd.plan.models.blocks import Block
 from mpisgd.plan.models.model import Gradient, StepProfile
 from mpisgd.plan.simulation.collectives import fastest, link_bytes, rounds_of
 from mpisgd.plan.steps.job import PlannedJob
-from mpisgd.plan.steps.layout import DividedModel
+from mpisgd.plan.steps.layout import DividedModel, divide
+from mpisgd.plan.steps.parallel import Parallel
+from mpisgd.plan.steps.pipeline_step import plan_pipeline
+from mpisgd.plan.steps.planned_step import PlannedStep, all_reduce_bytes
+from mpisgd.plan.steps.step_time import plan_step
 
-__all__ = ["add_traffic", "job_of_stage"]
+__all__ = ["plan_layout"]
+
+
+def plan_layout(job: PlannedJob, layout: Parallel) -> PlannedStep:
+    """Return the step of a layout: a pipeline by its schedule; without one, as data parallelism over dp.
+
+    Raises:
+        InvalidArgument: see `divide`.
+    """
+    if layout.pp > 1:
+        return plan_pipeline(job, layout)
+    model = divide(job, layout)
+    (stage,), passes = model.stages, model.shape.num_micro_batches
+    found = plan_step(job_of_stage(job, model), cost_of(Synchronous()))
+    sums = all_reduce_bytes(model.grid.tensor_group, stage.summed_bytes * passes)
+    return replace(
+        found,
+        communication_s=found.communication_s + stage.sums_s * passes,
+        alpha_s=found.alpha_s + stage.sums_alpha_s * passes,
+        sent_bytes=found.sent_bytes + sums,
+        traffic=add_traffic(found.traffic, model, stage.summed_bytes * passes),
+    )
 
 
 def job_of_stage(job: PlannedJob, model: DividedModel) -> PlannedJob:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from mpisgd.plan.cluster import Cluster, Link
+from mpisgd.plan.methods import planned_methods
 from mpisgd.plan.models.model import Gradient, StepProfile
 from mpisgd.plan.prediction import predict
-from mpisgd.plan.steps.methods import planned_methods
 
 ALPHA, RATE = 1e-4, 1e8
 MEMORY = 1e15  # so fast that copies count nothing

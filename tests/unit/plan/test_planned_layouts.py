@@ -13,12 +13,12 @@ from mpisgd.errors import InvalidArgument
 from mpisgd.plan.advice import code_line, command_line, equals_one_process
 from mpisgd.plan.cluster import Cluster, Link
 from mpisgd.plan.files import read_step, write_step
+from mpisgd.plan.methods import layouts_of, planned_methods
 from mpisgd.plan.models.blocks import Block
 from mpisgd.plan.models.count_model import bench_model, count
 from mpisgd.plan.models.gpt import gpt, gpt_from_text
 from mpisgd.plan.models.model import Gradient, StepProfile, blocks_of, profile_of
 from mpisgd.plan.prediction import predict, predict_all
-from mpisgd.plan.steps.methods import layouts_of, planned_methods
 from mpisgd.plan.steps.parallel import Grid, Parallel
 
 ALPHA, RATE = 0.01, 1e3

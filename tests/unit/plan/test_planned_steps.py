@@ -15,9 +15,9 @@ from mpisgd.errors import InvalidArgument
 from mpisgd.methods.from_text import compressor_from_text
 from mpisgd.methods.synchronous.synchronous import Synchronous
 from mpisgd.plan.cluster import Cluster, Link
+from mpisgd.plan.methods import DEFAULT_METHODS, planned_methods
 from mpisgd.plan.network import FatTree
 from mpisgd.plan.prediction import predict, predict_all
-from mpisgd.plan.steps.methods import DEFAULT_METHODS, planned_methods
 
 COMPUTE, OPTIMIZER = 3.0, 0.5
 CHECK = ALPHA

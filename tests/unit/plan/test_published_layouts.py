@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from mpisgd.plan.cluster import Cluster, Link
+from mpisgd.plan.methods import planned_methods
 from mpisgd.plan.models.model import Layer, Model, profile_of
 from mpisgd.plan.prediction import predict
-from mpisgd.plan.steps.methods import planned_methods
 
 
 def megatron(hidden, layers, context, vocabulary):

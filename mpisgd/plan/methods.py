@@ -1,12 +1,16 @@
 """What is planned for: strategies of `DistributedOptimizer` with compressions, torch's sharding, layouts."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from mpisgd.arguments import shown
 from mpisgd.bench.strategies.method import Method, methods_of
 from mpisgd.errors import InvalidArgument
+from mpisgd.methods.cost_kit import Cycle, Op, Sizes, World
 from mpisgd.methods.from_text import call_of
+from mpisgd.methods.sharded.cost import FullyShard
+from mpisgd.methods.synchronous import cost as synchronous
 from mpisgd.plan.cluster import Cluster
 from mpisgd.plan.models.model import StepProfile
 from mpisgd.plan.steps.parallel import Parallel, lies_evenly
@@ -31,21 +35,18 @@ DEFAULT_METHODS = (
 
 
 @dataclass(frozen=True)
-class FullyShard:
-    """torch's FSDP2, ZeRO's stage 3: parameters are divided, too, and gathered for each layer's turn.
-
-    Attributes:
-        reshard_after_forward: whether they are gathered again for the backward pass.
-    """
-
-    reshard_after_forward: bool = True
-
-
-@dataclass(frozen=True)
 class Overlap:
     """`Synchronous()` with `overlap=` given: whether gradients are sent while backward computes others."""
 
     overlap: bool = True
+
+    def cost(self, sizes: Sizes, world: World, step: int) -> Iterator[Op]:
+        """Yield what a step takes."""
+        yield from synchronous.cost(self, sizes, world._replace(overlaps=self.overlap), step)
+
+    def cycle(self, world: World) -> Cycle:
+        """Return the steps that stand for all."""
+        return synchronous.cycle(self, world)
 
 
 # What is no strategy of the optimizer's, or takes an option beside it.

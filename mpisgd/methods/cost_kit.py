@@ -1,0 +1,494 @@
+"""What costs are written with: the operations of a step, what they are of, and the ranks.
+
+A `cost.py` says what a method does in a step, by sizes alone, as a stream of operations in the order of
+the program. Nothing is computed and nothing is sent: three interpreters read the stream.
+
+    def cost(method, sizes, world, step) -> Iterator[Op]     # step 0: what is there before the first one
+    def cycle(method, world) -> Cycle                        # which steps stand for all
+
+    methods/wire_bytes.py         bytes that a rank sends
+    methods/peak_memory.py        bytes that a rank keeps at the moment at which they are most
+    plan/steps/step_time.py       seconds, on a cluster
+
+Two things go on at the same time: the program, and the queue of the group. A stream is both, merged:
+
+    Compute   forward, backward or the optimizer, or a share of it; in the queue, a compressor
+    Move      the program reads and writes so many bytes of memory
+    Check     an operation of the group begins: all ranks do the same
+    Collective   an all-reduce or another one, over all ranks, a host's, or one of each host; in the queue
+    Wait      the program goes on when the queue is done, or one collective of it
+    Alloc, Free  memory, by what it is for: a field of `peak_memory.Memory`
+    Disk      the program reads or writes files
+
+The program's operations follow each other, and so do the queue's. One of the queue begins when the program
+has come to it; the program waits for the queue at a `Wait` only. `after` is for other edges, as where
+parameters are gathered ahead. What is begun in one step may be waited for in a later one, by its `key`. Local
+SGD, which averages every H steps, in full:
+
+    def cost(method, sizes, world, step):
+        yield from unsent_step(sizes)                        # forward, backward, optimizer
+        if step and step % method.sync_every == 0:
+            yield from mean_of_parameters(sizes, world, step)
+
+A compressor's cost is what it makes of one bucket: its bytes, and the memory for it. A method is given it as
+`world.wire`: `yield from world.wire.cost(bucket, world, step)`.
+
+A stream knows no seconds, no links and no algorithms, and neither where buckets end: that is the planner's,
+which cuts them and decides `world.overlaps`. Every rank does the same, so there is one stream.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, NamedTuple, Protocol
+
+__all__ = [
+    "ALL",
+    "HOST",
+    "LEADERS",
+    "Alloc",
+    "Bucket",
+    "Check",
+    "Collective",
+    "Compute",
+    "Cycle",
+    "Disk",
+    "Free",
+    "Move",
+    "Op",
+    "Parameter",
+    "Sizes",
+    "Wait",
+    "Wire",
+    "World",
+    "arrived_mean",
+    "backward_in_buckets",
+    "changes_any",
+    "kept",
+    "mean_of_parameters",
+    "reduced",
+    "trained",
+    "unsent_step",
+    "update",
+]
+
+ALL, HOST, LEADERS = "all", "host", "leaders"  # groups: all ranks; those of a host; the first of each host
+
+
+# -- operations ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Op:
+    """An operation.
+
+    Attributes:
+        after: operations of the other side that must have ended; those before on its own side have anyway.
+            None: for one of the queue, what the program has done so far, as the program begins it.
+    """
+
+    after: tuple["Op", ...] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Compute(Op):
+    """The program computes, or a compressor in the queue.
+
+    Attributes:
+        what: "forward", "backward", "forward, backward", "optimizer" or "compress".
+        share: of what the step takes for that without communication.
+        bucket: forward: of these parameters; backward: until these gradients are complete. None: of all, and
+            the rest.
+        elements: "compress": how many.
+        arrived_bytes: "compress": of other ranks' messages that are decompressed.
+        num_collectives: "compress": how many follow, each after a part of it.
+        by: "compress": the compressor.
+        element_s: "compress": estimated seconds of an element on a core whose memory has 10 GB/s.
+    """
+
+    what: str
+    share: float = 1.0
+    bucket: "Bucket | None" = None
+    elements: int = 0
+    arrived_bytes: float = 0.0
+    num_collectives: int = 0
+    by: Any = None
+    element_s: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Move(Op):
+    """The program reads and writes memory.
+
+    Attributes:
+        nbytes: together.
+        what: for timelines.
+        fresh_bytes: of them, in memory that was allocated for it.
+        tensors: how many there are.
+    """
+
+    nbytes: float
+    what: str = "copy"
+    fresh_bytes: float = 0.0
+    tensors: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Check(Op):
+    """An operation of a group begins, which the collectives after it belong to."""
+
+    group: str = ALL
+
+
+@dataclass(frozen=True, eq=False)
+class Collective(Op):
+    """Something that ranks do together, in the queue.
+
+    Attributes:
+        kind: "all_reduce", "reduce_scatter", "all_gather", "all_to_all"; "exchange" with neighbours; "pairs":
+            likewise, in the background and at the most; or "access": of memory that all ranks hold a part of.
+        nbytes: of what it is about: all_gather: of what everyone has in the end; all_to_all: of what a rank
+            has for all; exchange: of a message.
+        group: who.
+        itemsize: of what is added up; 0: nothing is.
+        key: for a `Wait` in another step.
+        graph: exchange: the `mpisgd.gossip.Graph`.
+        phase: exchange: the step of the graph.
+        meets: whether ranks wait for each other in it.
+    """
+
+    kind: str
+    nbytes: float
+    group: str = ALL
+    itemsize: int = 0
+    key: str = ""
+    graph: Any = None
+    phase: int = 0
+    meets: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class Wait(Op):
+    """The program goes on when the last collective of this key is done; "": when all are."""
+
+    key: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Alloc(Op):
+    """Memory is taken for something, which is a field of `peak_memory.Memory`."""
+
+    what: str
+    nbytes: float
+
+
+@dataclass(frozen=True, eq=False)
+class Free(Op):
+    """Memory for something is let go of."""
+
+    what: str
+    nbytes: float
+
+
+@dataclass(frozen=True, eq=False)
+class Disk(Op):
+    """The program reads or writes so many bytes of files; what follows needs them."""
+
+    nbytes: float
+
+
+# -- what they are of ------------------------------------------------------------------------------------
+
+
+class Parameter(NamedTuple):
+    """A parameter that is trained.
+
+    Attributes:
+        place: in the optimizer's list.
+        shape: of it.
+        itemsize: bytes of an element.
+        state_bytes: what the optimizer keeps of it, copies in a higher precision included.
+        alone: whether its gradient is large enough to travel from where it lies.
+    """
+
+    place: int
+    shape: tuple[int, ...]
+    itemsize: int
+    state_bytes: int = 0
+    alone: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes, of its gradient, too."""
+        return self.numel * self.itemsize
+
+
+class Bucket(NamedTuple):
+    """Parameters whose gradients, or changes, travel together.
+
+    Attributes:
+        number: among its kind.
+        parameters: in the order in which they lie there.
+        padded_bytes: with what lies between them.
+    """
+
+    number: int
+    parameters: tuple[Parameter, ...]
+    padded_bytes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes without padding."""
+        return sum(each.nbytes for each in self.parameters)
+
+    @property
+    def numel(self) -> int:
+        """Elements without padding."""
+        return sum(each.numel for each in self.parameters)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return self.parameters[0].itemsize
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes that are copied to travel together."""
+        return 0 if len(self.parameters) == 1 and self.parameters[0].alone else self.nbytes
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A model, as a step is counted of it.
+
+    Attributes:
+        parameters: that are trained, in the order in which their gradients become complete.
+        buckets: of gradients, in the order in which they become complete.
+        packed: buckets of parameters that are compressed together.
+        cap_bytes: of a bucket, at the most.
+        frozen_bytes: of parameters without a gradient.
+        module_bytes: of the buffers of modules.
+        activation_bytes: what is kept for the backward pass at most.
+        cuts: whether the optimizer updates each element by itself, so that ranks may own parts of parameters.
+    """
+
+    parameters: tuple[Parameter, ...]
+    buckets: tuple[Bucket, ...]
+    packed: tuple[Bucket, ...] = ()
+    cap_bytes: int = 25 * 2**20
+    frozen_bytes: int = 0
+    module_bytes: int = 0
+    activation_bytes: float = 0.0
+    cuts: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parameters that are trained, and of their gradients."""
+        return sum(each.nbytes for each in self.parameters)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the optimizer's state."""
+        return sum(each.state_bytes for each in self.parameters)
+
+    @property
+    def largest_bytes(self) -> int:
+        """Bytes of the largest parameter."""
+        return max((each.nbytes for each in self.parameters), default=0)
+
+    @property
+    def small_bytes(self) -> int:
+        """Bytes of the parameters that are copied to travel together."""
+        return sum(each.nbytes for each in self.parameters if not each.alone)
+
+    @property
+    def messages(self) -> list[int]:
+        """Bytes of the messages of all parameters: large ones alone, the others together."""
+        small = self.small_bytes
+        return [*(each.nbytes for each in self.parameters if each.alone), *([small] if small else [])]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of the first parameter."""
+        return self.parameters[0].itemsize if self.parameters else 0
+
+
+class Wire(Protocol):
+    """What travels instead of tensors: the cost of a compressor.
+
+    Attributes:
+        warmup_steps: after so many steps every one costs the same.
+    """
+
+    @property
+    def warmup_steps(self) -> int:
+        """See above."""
+
+    def changes(self, itemsize: int) -> bool:
+        """Return whether floats of so many bytes travel as something else."""
+
+    def cast_itemsize(self, itemsize: int) -> int | None:
+        """Return as how many bytes they travel if a cast is all that happens to them, else None."""
+
+    def cost(self, bucket: Bucket, world: "World", step: int) -> Iterator[Op]:
+        """Yield what becomes of a bucket: its mean, as far as the wire lets it."""
+
+    def exchange(self, bucket: Bucket, world: "World", graph: Any, phase: int) -> Iterator[Op]:
+        """Yield what becomes of a bucket's message to neighbours, who add up what it stands for."""
+
+    def kept_bytes(self, bucket: Bucket, world: "World") -> float:
+        """Return what it keeps of a bucket from step to step."""
+
+
+class World(NamedTuple):
+    """The ranks.
+
+    Attributes:
+        hosts: of equally many ranks each.
+        ranks_per_host: see above.
+        wire: what travels.
+        overlaps: whether gradients are sent while backward computes others.
+        shares: whether parameters lie in memory that the ranks of a host share.
+        group: of whom collectives are.
+    """
+
+    hosts: int
+    ranks_per_host: int
+    wire: Wire
+    overlaps: bool = False
+    shares: bool = False
+    group: str = ALL
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.hosts * self.ranks_per_host
+
+    @property
+    def leaders(self) -> "World":
+        """The first ranks of all hosts."""
+        return self._replace(ranks_per_host=1, group=LEADERS)
+
+    def size_of(self, group: str) -> int:
+        """Return the number of ranks of a group."""
+        return {ALL: self.size, HOST: self.ranks_per_host, LEADERS: self.hosts}[group]
+
+
+class Cycle(NamedTuple):
+    """Which steps stand for all: `length` of them, after the `first`."""
+
+    first: int = 0
+    length: int = 1
+
+
+# -- what methods have in common -------------------------------------------------------------------------
+
+
+def kept(
+    sizes: Sizes, *, parameters: float = 1.0, gradients: int | None = None, state: int | None = None
+) -> Iterator[Op]:
+    """Yield what a rank has of the model: a share of the parameters; gradients and state, by default all."""
+    yield Alloc("parameters", (sizes.nbytes + sizes.frozen_bytes) * parameters + sizes.module_bytes)
+    yield Alloc("gradients", sizes.nbytes if gradients is None else gradients)
+    yield Alloc("optimizer", sizes.state_bytes if state is None else state)
+
+
+def unsent_step(sizes: Sizes) -> Iterator[Op]:
+    """Yield a step without communication."""
+    yield from trained(sizes)
+    yield from update()
+
+
+def trained(sizes: Sizes) -> Iterator[Op]:
+    """Yield forward and backward in one."""
+    yield Alloc("activations", sizes.activation_bytes)
+    yield Compute("forward, backward")
+    yield Free("activations", sizes.activation_bytes)
+
+
+def update(share: float = 1.0) -> Iterator[Op]:
+    """Yield the optimizer's update of a share of the parameters."""
+    yield Compute("optimizer", share)
+
+
+def backward_in_buckets(sizes: Sizes, send: Callable[[Bucket], Iterable[Op]]) -> Iterator[Op]:
+    """Yield forward and backward, and what `send` does with each bucket as it becomes complete."""
+    yield Alloc("activations", sizes.activation_bytes)
+    yield Compute("forward")
+    for bucket in sizes.buckets:
+        yield Compute("backward", bucket=bucket)
+        yield from send(bucket)
+    yield Compute("backward")
+    yield Free("activations", sizes.activation_bytes)
+
+
+def reduced(sizes: Sizes, world: World, step: int) -> Iterator[Op]:
+    """Yield forward and backward, and the mean of the gradients; see `mpisgd.gradients`."""
+
+    def send(bucket: Bucket) -> Iterator[Op]:
+        yield Move(2 * bucket.packed_bytes, tensors=len(bucket.parameters))
+        yield Check()
+        yield from world.wire.cost(bucket, world, step)
+
+    if world.overlaps:
+        yield from backward_in_buckets(sizes, send)
+    else:
+        yield from trained(sizes)
+        packed = sum(each.packed_bytes for each in sizes.buckets)
+        yield Move(2 * packed, tensors=len(sizes.parameters))
+        yield Check()
+        for bucket in sizes.buckets:
+            yield from world.wire.cost(bucket, world, step)
+    yield Wait()
+
+
+def mean_of_parameters(
+    sizes: Sizes, world: World, step: int, *, group: str = ALL, key: str | None = None
+) -> Iterator[Op]:
+    """Yield the mean of all parameters, or of their changes; see `mpisgd.methods.strategy.tensor_mean`.
+
+    Args:
+        sizes: of the parameters.
+        world: the ranks.
+        step: its number.
+        group: whose mean; on a host nothing is compressed.
+        key: yield the beginning alone: what comes of it is waited for by this.
+    """
+    packed = sizes.packed if group == ALL and changes_any(sizes, world) else ()
+    fresh = sizes.nbytes if packed else sizes.small_bytes
+    yield Alloc("strategy", fresh)
+    for bucket in packed:
+        yield Move(2 * bucket.nbytes)
+        yield Check()
+        for op in world.wire.cost(bucket, world, step):
+            yield replace(op, key=key or "") if isinstance(op, Collective) else op
+        if key is None:
+            yield Wait()
+            yield Move(2 * bucket.nbytes)
+    if not packed:
+        yield Move(2 * fresh, tensors=len(sizes.parameters))
+        yield Check(group)
+        for nbytes in sizes.messages:
+            yield Collective("all_reduce", nbytes, group, sizes.itemsize, key or "")
+    if key is None:
+        yield from arrived_mean(sizes, world, group=group)
+
+
+def arrived_mean(sizes: Sizes, world: World, *, group: str = ALL, key: str = "") -> Iterator[Op]:
+    """Yield the end of such a mean."""
+    packed = group == ALL and changes_any(sizes, world)
+    fresh = sizes.nbytes if packed else sizes.small_bytes
+    yield Wait(key)
+    if key or not packed:
+        yield Move(2 * fresh)
+    yield Free("strategy", fresh)
+
+
+def changes_any(sizes: Sizes, world: World) -> bool:
+    """Return whether any parameter would travel as something else."""
+    return any(world.wire.changes(each.itemsize) for each in sizes.parameters)

@@ -1,0 +1,53 @@
+"""`peak_memory`: what a rank keeps at the moment at which it keeps most, by the operations of a cost."""
+
+from dataclasses import dataclass, fields, replace
+
+from mpisgd.methods.cost_kit import Alloc, Free, Sizes, World
+from mpisgd.methods.costs import MethodCost
+
+__all__ = ["Memory", "peak_memory"]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank at the moment at which it has most.
+
+    Attributes:
+        parameters: of the model, and its buffers; of shared memory this rank's share.
+        gradients: of all of them, or of this rank's share.
+        optimizer: its state.
+        strategy: copies that the strategy keeps, and what it needs while it communicates.
+        compression: what compressors keep from step to step, and need meanwhile.
+        buffers: gradients side by side.
+        activations: what backward needs.
+    """
+
+    parameters: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    strategy: float = 0.0
+    compression: float = 0.0
+    buffers: float = 0.0
+    activations: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All together."""
+        return float(sum(getattr(self, field.name) for field in fields(self)))
+
+
+def peak_memory(method: MethodCost, sizes: Sizes, world: World) -> Memory:
+    """Return what a rank keeps at most in the steps that stand for all."""
+    first, length = method.cycle(world)
+    now = peak = Memory()
+    for step in (0, *range(first + 1, first + length + 1)):
+        for op in method.cost(sizes, world, step):
+            if isinstance(op, (Alloc, Free)):
+                more = op.nbytes if isinstance(op, Alloc) else -op.nbytes
+                now = replace(now, **{op.what: getattr(now, op.what) + more})
+                peak = max(peak, now, key=_total)
+    return peak
+
+
+def _total(memory: Memory) -> float:
+    return memory.total

@@ -1,0 +1,171 @@
+"""What `Sharded` takes: a reduce-scatter of each bucket, an update of a share, an all-gather; and FSDP2.
+
+Source of the shares: ZeRO, Rajbhandari, Rasley, Ruwase and He 2020, section 3 and figure 1. For Psi
+parameters on N ranks with 16-bit parameters and gradients, and an optimizer of K bytes for each of them:
+
+    none  (2 + 2 + K) Psi     P_os  (2 + 2) Psi + K Psi / N     P_os+g  2 Psi + (2 + K) Psi / N
+    P_os+g+p  (2 + 2 + K) Psi / N
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from mpisgd.errors import InvalidArgument
+from mpisgd.gradients.bucketing import join_buckets
+from mpisgd.methods.cost_kit import (
+    Alloc,
+    Bucket,
+    Check,
+    Collective,
+    Compute,
+    Cycle,
+    Disk,
+    Free,
+    Move,
+    Op,
+    Sizes,
+    Wait,
+    World,
+    backward_in_buckets,
+    changes_any,
+    kept,
+    trained,
+    update,
+)
+from mpisgd.methods.sharded.sharded import Sharded
+from mpisgd.sharding.division import assign
+
+__all__ = ["FullyShard", "cost", "cycle", "largest_part"]
+
+
+def cost(method: Sharded, sizes: Sizes, world: World, step: int) -> Iterator[Op]:
+    """Yield what a step of ZeRO's stages 1 and 2 takes."""
+    wire = world.wire.cast_itemsize(sizes.itemsize)
+    assert wire is not None  # what it goes with
+    state = largest_part(_states(method, sizes), world.size, cuts=sizes.cuts)
+    if not step:
+        yield from _kept(method, sizes, world, state)
+        return
+
+    joined = join_buckets([each.padded_bytes for each in sizes.buckets], sizes.cap_bytes)
+    cast = _most([each.padded_bytes for each in sizes.buckets], joined) if wire < sizes.itemsize else 0
+    narrow = cast * wire / sizes.itemsize + cast / world.size  # what travels, and this rank's part of the sum
+    yield Alloc("compression", narrow)
+
+    def send(bucket: Bucket) -> Iterator[Op]:
+        yield Move(0, tensors=len(bucket.parameters))
+        yield Check()
+        yield Collective("reduce_scatter", bucket.nbytes * wire // sizes.itemsize, itemsize=wire)
+
+    if world.overlaps:
+        yield from backward_in_buckets(sizes, send)
+    else:
+        yield from trained(sizes)
+        for bucket in sizes.buckets:
+            yield from send(bucket)
+    yield Wait()
+    yield Free("compression", narrow)
+    if method.offload is not None and method.offload.folder is not None:
+        yield Disk(2 * state)
+    yield from update(1 / world.size)
+    if world.shares and world.hosts == 1:  # the parameters are there for all
+        return
+    yield Check()
+    yield Collective("all_gather", sizes.nbytes)
+    yield Wait()
+
+
+def cycle(method: Sharded, world: World) -> Cycle:
+    """Return any step."""
+    return Cycle()
+
+
+def _states(method: Sharded, sizes: Sizes) -> list[int]:
+    """Return the bytes of each parameter's state, and of its copy in a higher precision."""
+    dtype = method.master_dtype
+    if dtype is None or dtype.itemsize <= sizes.itemsize:
+        return [each.state_bytes for each in sizes.parameters]
+    wider = dtype.itemsize // sizes.itemsize
+    return [each.state_bytes * wider + each.nbytes * wider for each in sizes.parameters]
+
+
+def _kept(method: Sharded, sizes: Sizes, world: World, state: int) -> Iterator[Op]:
+    gradients = sizes.nbytes
+    fused = [each.padded_bytes if each.packed_bytes else 0 for each in sizes.buckets]
+    buffers = sum(fused)
+    if method.stage == 2:
+        sent = [each.padded_bytes for each in sizes.buckets]
+        gradients = largest_part([each.nbytes for each in sizes.parameters], world.size, cuts=sizes.cuts)
+        # Those that travel together lie in one place, and are whole until they have.
+        joined = join_buckets(sent, sizes.cap_bytes)
+        buffers = _most(fused, joined) + _most(sent, joined)
+    if (offload := method.offload) is not None:
+        if "parameters" in offload.parts:
+            raise InvalidArgument(
+                f"plan: {offload} is not planned: it depends on the modules what is in memory"
+            )
+        state = 2 * (offload.prefetch + 1) * offload.block_bytes if offload.folder is not None else state
+    share = 1 / world.ranks_per_host if world.shares else 1.0
+    yield from kept(sizes, parameters=share, gradients=gradients, state=state)
+    yield Alloc("buffers", buffers)
+
+
+def _most(sizes: Sequence[int], joined: Sequence[Sequence[int]]) -> int:
+    return max((sum(sizes[place] for place in places) for places in joined), default=0)
+
+
+def largest_part(sizes: Sequence[int], number: int, *, cuts: bool) -> int:
+    """Return the largest of so many parts: an n-th, or whole parameters where they are not cut."""
+    if cuts:
+        return -(-sum(sizes) // number)
+    loads = [0] * number
+    for owner, size in zip(assign(sizes, loads), sizes, strict=True):
+        loads[owner] += size
+    return max(loads)
+
+
+@dataclass(frozen=True)
+class FullyShard:
+    """torch's FSDP2, ZeRO's stage 3: parameters are divided, too, and gathered for each layer's turn.
+
+    Attributes:
+        reshard_after_forward: whether they are gathered again for the backward pass.
+    """
+
+    reshard_after_forward: bool = True
+
+    def cost(self, sizes: Sizes, world: World, step: int) -> Iterator[Op]:
+        """Yield what a step takes: a layer's parameters are gathered while the one before computes."""
+        again = self.reshard_after_forward
+        if changes_any(sizes, world):
+            raise InvalidArgument(f"plan: {self} with a compression; expected none")
+        if not step:
+            yield from self._kept(sizes, world)
+            return
+
+        yield Alloc("activations", sizes.activation_bytes)
+        for bucket in reversed(sizes.buckets):
+            gathered = Collective("all_gather", bucket.nbytes, after=())  # ahead of the layer
+            yield from (Check(after=()), gathered)
+            yield Compute("forward", bucket=bucket, after=(gathered,))
+        for bucket in sizes.buckets:
+            gathered = Collective("all_gather", bucket.nbytes, after=())
+            if again:
+                yield from (Check(after=()), gathered)
+            is_last = bucket is sizes.buckets[-1]
+            yield Compute(
+                "backward", bucket=None if is_last else bucket, after=(gathered,) if again else None
+            )
+            yield Check()
+            yield Collective("reduce_scatter", bucket.nbytes, itemsize=bucket.itemsize)
+        yield Free("activations", sizes.activation_bytes)
+        yield Wait()
+        yield from update(1 / world.size)
+
+    def _kept(self, sizes: Sizes, world: World) -> Iterator[Op]:
+        parts = [each.nbytes for each in sizes.parameters], [each.state_bytes for each in sizes.parameters]
+        shard, state = (largest_part(each, world.size, cuts=True) for each in parts)
+        yield from kept(sizes, parameters=1 / world.size, gradients=shard, state=state)
+        largest = max((bucket.nbytes for bucket in sizes.buckets), default=0)
+        # While a layer computes, the next one is gathered; and the gradients of one are scattered.
+        yield Alloc("buffers", largest + (2 * largest if self.reshard_after_forward else sizes.nbytes))

@@ -1,0 +1,1 @@
+"""One copy of the parameters for all ranks of a host."""

@@ -1,0 +1,27 @@
+"""What synchronous steps take with one copy of the parameters per host: its ranks update pieces."""
+
+from collections.abc import Iterator
+
+from mpisgd.methods.cost_kit import Check, Collective, Op, Sizes, Wait, World, kept, trained, update
+from mpisgd.methods.sharded.cost import largest_part
+
+__all__ = ["cost"]
+
+
+def cost(sizes: Sizes, world: World, step: int) -> Iterator[Op]:
+    """Yield what a step takes."""
+    number = world.ranks_per_host
+    if not step:
+        state = largest_part([each.state_bytes for each in sizes.parameters], number, cuts=sizes.cuts)
+        yield from kept(sizes, parameters=1 / number, state=state)
+        return
+    yield from trained(sizes)
+    yield Check()
+    # On one host nothing has to come back: the parameters are there for all.
+    kind = "all_reduce" if world.hosts > 1 else "reduce_scatter"
+    for nbytes in sizes.messages:
+        yield Collective(kind, nbytes, itemsize=sizes.itemsize)
+    yield Wait()
+    yield from update(1 / number)
+    yield Check()
+    yield Wait()
