@@ -11,6 +11,8 @@ from fuzzing.program import Program
 
 __all__ = ["definition_of", "rounds"]
 
+OneBit = mpisgd.compress.OneBit
+
 # Others draw numbers for buckets, or look at a bucket as a whole: then the paper needs the plan, too, which
 # is known where each parameter has a bucket of its own.
 PER_PARAMETER = (
@@ -18,7 +20,7 @@ PER_PARAMETER = (
     mpisgd.compress.Threshold,
     mpisgd.compress.DeepGradient,
     mpisgd.compress.SignSGD,
-    mpisgd.compress.OneBit,
+    OneBit,
     mpisgd.compress.PowerSGD,
 )
 PER_BUCKET = (
@@ -26,7 +28,7 @@ PER_BUCKET = (
     mpisgd.compress.TernGrad,
     mpisgd.compress.Natural,
     mpisgd.compress.RandomK,
-    mpisgd.compress.OneBit,
+    OneBit,
 )
 ROUNDING = ("Adasum", "OneBit", "PowerSGD", "SignSGD", "QSGD", "TernGrad", "Natural", "RandomK")
 CHOOSES = (mpisgd.compress.TopK, mpisgd.compress.DeepGradient)  # among equals whichever it likes
@@ -54,19 +56,16 @@ def definition_of(program: Program) -> type[ByPaper] | None:
         return None
     skips = any(getattr(event, "skipped", ()) for event in program.events)
     regroups = any(isinstance(event, events.SetFrozen | events.AddGroup) for event in program.events)
-    counts = (mpisgd.compress.SignSGD, *PER_BUCKET)
-    if (
-        isinstance(compression, counts)
-        and not isinstance(compression, mpisgd.compress.OneBit)
-        and skips
-        and regroups
-    ):
+    counts = isinstance(compression, (mpisgd.compress.SignSGD, *PER_BUCKET)) and not isinstance(
+        compression, OneBit
+    )
+    if counts and skips and regroups:
         return None  # what signs zeros have, and what is drawn, depends on how many reductions a bucket had
     moves = any(isinstance(event, events.Convert) for event in program.events)
-    if isinstance(compression, mpisgd.compress.PowerSGD) and (
-        moves or any(layer.transposed for layer in program.layers)
-    ):
-        return None  # it approximates what lies in memory
+    draws = isinstance(compression, PER_BUCKET) and (two_step or not isinstance(compression, OneBit))
+    by_memory = draws or isinstance(compression, mpisgd.compress.PowerSGD)
+    if by_memory and (moves or any(layer.transposed for layer in program.layers)):
+        return None  # they approximate, draw for and cut what lies in memory
     dtypes = {each.dtype for each in (*program.layers, *program.events) if hasattr(each, "dtype")}
     if rounds(program) and dtypes - {"", "float64"}:
         return None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
+from examples import example
 from torch import nn
 from verdicts import everyone, raises_everywhere
 

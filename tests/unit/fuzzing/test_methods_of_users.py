@@ -12,7 +12,7 @@ from fuzzing.serial_definition import definition_of
 from fuzzing.threads_backend import ThreadsBackend
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "extending.md"
-SEEDS = range(60)
+SEEDS = range(25)
 
 
 @pytest.fixture
