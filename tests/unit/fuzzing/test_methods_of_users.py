@@ -36,7 +36,10 @@ def test_programs_are_those_of_its_paper(page):
 
 
 def test_a_fault_of_it_is_found(page, monkeypatch):
-    monkeypatch.setattr(page.BlockMomentum, "paper", lambda self: page.BlockPaper(self.steps, self.beta / 2))
+    def halved(self, size, lengths=()):
+        return page.BlockPaper(self.steps, self.beta / 2)
+
+    monkeypatch.setattr(page.BlockMomentum, "paper", halved)
     backend = ThreadsBackend()
     programs = (draw(seed, strategy="extending_page.BlockMomentum(steps=2)") for seed in SEEDS)
     assert any(backend.run(program).kind == "values" for program in programs)
