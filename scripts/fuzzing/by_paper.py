@@ -73,6 +73,7 @@ class ByPaper:
         strategy = arguments_of(program.optimizers[0]).get("strategy", mpisgd.Synchronous())
         self._is_local = not isinstance(strategy, SYNCHRONOUS)
         self._mixes = isinstance(strategy, mpisgd.Gossip)
+        self._mixes_first = getattr(strategy, "style", "") == "combine_then_adapt"
         self._begin()
 
     def _begin(self) -> None:
@@ -117,6 +118,10 @@ class ByPaper:
                     training.do(event)
 
     def _step(self, event: events.Step) -> None:
+        if event.closure and self._mixes_first:  # its first gradient is of what the ranks have before
+            for _, training in self._here:
+                training.compute(event)
+            event = events.Step()
         for optimizer in self._optimizers.values():
             optimizer.event = event
         grads = {

@@ -87,8 +87,6 @@ def _has_paper(program: Program, strategy: Any) -> bool:
     if freezes and isinstance(strategy, mpisgd.Gossip):
         return False  # what was frozen is not mixed, and updated all the same while it has a gradient
     closures = any(getattr(event, "closure", ()) for event in program.events)
-    if closures and getattr(strategy, "style", "") == "combine_then_adapt":
-        return False  # the closure's gradient is of what the ranks have before they mix
     warms_up = getattr(strategy, "warmup_steps", 0)
     looks = closures or any(isinstance(event, events.Clip) for event in program.events)
     if warms_up and (program.scaler or looks):
