@@ -103,7 +103,8 @@ def verify(
         strategy: as for `DistributedOptimizer`; `Synchronous` by default.
         definition: the strategy that this must be equal to, of which one process does the arithmetic:
             `Synchronous`, `Sharded`, `LocalSGD(sync_every)`, `DiLoCo` with its outer SGD, `ElasticAveraging`.
-            By default `strategy`; for a strategy or a compressor of your own say what it is to be equal to.
+            By default `strategy`, also one of your own that has a method `paper()`; for others of your own
+            say what they are to be equal to.
         options: further arguments of `DistributedOptimizer`, such as `share_parameters`. With `op=SUM` one
             process adds up the gradients of all shares; with `op=mpisgd.Adasum` it combines them adaptively.
 
@@ -288,6 +289,8 @@ def _by_paper(problem: Problem, make_optimizer: MakeOptimizer, order: int, **opt
 
 def _is_plain(strategy: Strategy) -> bool:
     """Return whether a strategy has a paper, with what else it takes as by default."""
+    if not type(strategy).__module__.startswith("mpisgd.") and type(strategy).paper is not Strategy.paper:
+        return True
     if type(strategy) is mpisgd.LocalSGD:
         return strategy == mpisgd.LocalSGD(strategy.sync_every)
     if type(strategy) is mpisgd.DiLoCo:

@@ -16,10 +16,12 @@ from torch import Tensor, nn
 import mpisgd
 from fuzzing import program as events
 from fuzzing.model import Model
+from fuzzing.option_text import evaluated
 from fuzzing.program import Event, Optimizer, Program
 from fuzzing.training import Training, initial_groups
-from mpisgd.methods.paper_kit import Vec
-from mpisgd.verification.paper_run import Definition, PaperRun, Saved
+from mpisgd.methods.paper_kit import Slice, Vec
+from mpisgd.verification.draws import Layout
+from mpisgd.verification.paper_run import Definition, PaperRun, Saved, bucket_of
 from mpisgd.verification.papers import paper_of
 
 __all__ = ["SYNCHRONOUS", "ByPaper", "arguments_of", "paper_among"]
@@ -30,8 +32,7 @@ OPTIONS = ("strategy", "compression", "op")
 
 def arguments_of(optimizer: Optimizer) -> dict[str, Any]:
     """Return what the paper depends on of what `DistributedOptimizer` is asked for."""
-    names = {"__builtins__": {}, "mpisgd": mpisgd, "torch": torch}
-    return {name: eval(text, names) for name, text in optimizer.options if name in OPTIONS}
+    return {name: evaluated(text) for name, text in optimizer.options if name in OPTIONS}
 
 
 def paper_among(program: Program, size: int) -> Definition:
@@ -39,7 +40,14 @@ def paper_among(program: Program, size: int) -> Definition:
     optimizer, params = program.optimizers[0], Model(program).params
     layers = [layer for group, _ in initial_groups(program, optimizer) for layer in group]
     lengths = [(f"layers.{layer}", params[layer].nbytes) for layer in layers]
-    return paper_of(**arguments_of(optimizer), size=size, lengths=lengths)
+    definition = paper_of(**arguments_of(optimizer), size=size, lengths=lengths)
+    if optimizer.option("bucket_cap_bytes") == "1" and definition.layout is bucket_of:
+        return definition._replace(layout=_bucket_of_each)
+    return definition
+
+
+def _bucket_of_each(x: Vec) -> Layout:
+    return tuple((Slice(name, 0, tensor.numel()),) for name, tensor in x.items())
 
 
 def _names(program: Program, training: Training) -> dict[str, nn.Parameter]:
@@ -65,6 +73,7 @@ class ByPaper:
         strategy = arguments_of(program.optimizers[0]).get("strategy", mpisgd.Synchronous())
         self._is_local = not isinstance(strategy, SYNCHRONOUS)
         self._mixes = isinstance(strategy, mpisgd.Gossip)
+        self._mixes_first = getattr(strategy, "style", "") == "combine_then_adapt"
         self._begin()
 
     def _begin(self) -> None:
@@ -75,7 +84,8 @@ class ByPaper:
 
     @property
     def _here(self) -> list[tuple[int, Training]]:
-        return list(enumerate(self._all[: self._num_ranks]))
+        here = list(enumerate(self._all[: self._num_ranks]))
+        return here[::-1] if self._program.group == "reversed" else here  # in the group's order
 
     @property
     def takes_part(self) -> bool:
@@ -108,6 +118,10 @@ class ByPaper:
                     training.do(event)
 
     def _step(self, event: events.Step) -> None:
+        if event.closure and self._mixes_first:  # its first gradient is of what the ranks have before
+            for _, training in self._here:
+                training.compute(event)
+            event = events.Step()
         for optimizer in self._optimizers.values():
             optimizer.event = event
         grads = {

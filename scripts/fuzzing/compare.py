@@ -22,7 +22,7 @@ __all__ = ["Outcome", "Verdict", "judge", "observe"]
 
 # What another order of additions makes of some steps in float64: see "What makes a number honest" in
 # DESIGN.md.
-DRIFT = {"SGD": 1e-11, "Adagrad": 1e-7, "RMSprop": 1e-9}
+DRIFT = {"SGD": 1e-11, "Adagrad": 1e-7, "RMSprop": 1e-9, "LBFGS": 1e-7}
 OTHER_DRIFT = 1e-9
 REFUSALS = ("InvalidArgument", "UnsupportedTensor", "UnsupportedOp")
 

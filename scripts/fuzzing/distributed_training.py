@@ -10,6 +10,7 @@ from torch import Tensor
 
 import mpisgd
 from fuzzing import program as events
+from fuzzing.option_text import evaluated
 from fuzzing.program import ONE_BIT, Event, Program
 from fuzzing.training import Training
 
@@ -53,8 +54,7 @@ class DistributedTraining(Training):
     def make(self, place: int) -> Any:
         """See `Training`."""
         optimizer = self.program.optimizers[place]
-        names = {"mpisgd": mpisgd, "torch": torch}
-        options = {name: eval(text, {"__builtins__": {}}, names) for name, text in optimizer.options}
+        options = {name: evaluated(text) for name, text in optimizer.options}
         if optimizer.name in ONE_BIT:
             settings = dict(optimizer.settings)
             return getattr(mpisgd, optimizer.name)(self.groups_of(place), group=self._group, **settings)

@@ -51,13 +51,16 @@ __all__ = ["MAX_RANKS", "draw"]
 MAX_RANKS = 4
 
 
-def draw(seed: int, ranks: int | None = None, ranks_per_host: int | None = None) -> Program:
+def draw(
+    seed: int, ranks: int | None = None, ranks_per_host: int | None = None, strategy: str = ""
+) -> Program:
     """Return the program of a seed.
 
     Args:
         seed: from 0 on.
         ranks: how many; None: that is drawn, too.
         ranks_per_host: the same.
+        strategy: of every program; "": drawn.
     """
     random_ = random.Random(seed)
     size = random_.choice((1, 2, 2, 2, 3, 3, 3, 3, 4))
@@ -65,7 +68,7 @@ def draw(seed: int, ranks: int | None = None, ranks_per_host: int | None = None)
     size = size if ranks is None else ranks
     hosts = hosts if ranks_per_host is None else ranks_per_host
     while True:
-        program = _Draw(seed, random_, size, hosts).program()
+        program = _Draw(seed, random_, size, hosts, strategy).program()
         if not violation(program):
             return program
 
@@ -73,11 +76,14 @@ def draw(seed: int, ranks: int | None = None, ranks_per_host: int | None = None)
 class _Draw:
     """The choices of a program, which depend on each other in this order: theme, options, model, events."""
 
-    def __init__(self, seed: int, chance: random.Random, ranks: int, ranks_per_host: int) -> None:
+    def __init__(
+        self, seed: int, chance: random.Random, ranks: int, ranks_per_host: int, strategy: str = ""
+    ) -> None:
         self._seed, self._chance = seed, chance
         self._ranks, self._ranks_per_host = ranks, ranks_per_host
         themes = ("plain", "divided", "shared", "local", "compressed", "several", "one bit")
-        self._theme = chance.choices(themes, (6, 3, 3, 2, 2, 2, 1))[0]
+        self._theme = "local" if strategy else chance.choices(themes, (6, 3, 3, 2, 2, 2, 1))[0]
+        self._local = (strategy,) if strategy else LOCAL
         inexact = ("local", "one bit")  # means of parameters are rounded
         self._exact = self._maybe(0.6) and self._theme not in inexact
         self._is_sparse = self._theme in ("plain", "several", "shared", "divided") and self._maybe(0.15)
@@ -174,7 +180,7 @@ class _Draw:
         if self._theme == "divided":
             options["strategy"] = self._chance.choice(SHARDED)
         if self._theme == "local":
-            options["strategy"] = self._chance.choice(LOCAL)
+            options["strategy"] = self._chance.choice(self._local)
         if self._theme == "shared" or (self._theme == "divided" and self._maybe(0.2)):
             options["share_parameters"] = "True"
         if self._theme == "compressed":

@@ -130,6 +130,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, help="of every program; by default 1 to 4, drawn")
     parser.add_argument("--ranks-per-host", type=int, help="that count as those of one host; 0: all")
     parser.add_argument(
+        "--strategy", default="", help='of every program: "my_module:MyStrategy(2)", with a method paper()'
+    )
+    parser.add_argument(
         "--backend",
         choices=("mpirun", "threads", "both"),
         default="mpirun",
@@ -146,7 +149,8 @@ def main(words: Sequence[str] | None = None) -> int:
     seeds = range(chosen.seed, chosen.seed + chosen.programs)
     if chosen.only is not None:
         seeds = range(chosen.only, chosen.only + 1)
-    programs = [draw(seed, chosen.ranks, chosen.ranks_per_host) for seed in seeds]
+    strategy = chosen.strategy.replace(":", ".", 1)
+    programs = [draw(seed, chosen.ranks, chosen.ranks_per_host, strategy) for seed in seeds]
     if chosen.text:
         programs = [parse(chosen.text)]
     with _backend(chosen.backend) as backend:

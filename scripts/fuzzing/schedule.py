@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import NamedTuple
 
-from mpisgd.job.threads_as_ranks import Loss
+from mpisgd.job.threads_as_ranks import Fault, Loss
 
 __all__ = ["KINDS", "WORLD", "Act", "Schedule", "draw"]
 
@@ -23,6 +23,7 @@ KINDS = {
 }
 SMALL, LARGE = 3, 50_000  # elements; the large ones go through the staging memory in pieces
 LOSS_SHARE = 0.4  # of the schedules that have one
+FAULT_SHARE = 0.3  # of the others in which memory cannot be had
 HOST_SHARE = 0.3  # of these losses that are of a host
 WORLD = -1
 
@@ -60,6 +61,7 @@ class Schedule(NamedTuple):
         loss: of ranks, None for none.
         recovers: whether the others go on by `mpisgd.elastic.run`.
         num_draws: how much the seed decides; None: all.
+        faults: allocations of shared memory that fail, without a loss.
     """
 
     seed: int
@@ -69,6 +71,7 @@ class Schedule(NamedTuple):
     loss: Loss | None = None
     recovers: bool = False
     num_draws: int | None = None
+    faults: tuple[Fault, ...] = ()
 
 
 def draw(seed: int) -> Schedule:
@@ -94,7 +97,11 @@ def draw(seed: int) -> Schedule:
     loss, recovers = None, False
     if rng.random() < LOSS_SHARE:
         loss, recovers = _draw_loss(rng, hosts), rng.random() < 0.5
-    return Schedule(seed, size, hosts, tuple(acts), loss, recovers)
+    faults = ()
+    if loss is None and rng.random() < FAULT_SHARE:
+        lasts = rng.choice((0, 0, 1, 99))
+        faults = (Fault("allocate", rng.randrange(size), rng.randrange(1, 12), lasts),)
+    return Schedule(seed, size, hosts, tuple(acts), loss, recovers, faults=faults)
 
 
 def _draw_loss(rng: random.Random, hosts: tuple[int, ...]) -> Loss:

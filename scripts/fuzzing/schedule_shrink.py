@@ -47,6 +47,8 @@ def _smaller(schedule: Schedule) -> Iterator[Schedule]:
         yield schedule._replace(loss=None, recovers=False)
     if schedule.recovers:
         yield schedule._replace(recovers=False)
+    if schedule.faults:
+        yield schedule._replace(faults=())
     acts = schedule.acts
     length = len(acts)
     while length:
@@ -87,10 +89,15 @@ def _with_fewer_ranks(schedule: Schedule) -> Schedule:
         inside = members_of[act.group]
         acts.append(act if act.root in inside else act._replace(root=inside[0]))
     loss = schedule.loss
+    faults = tuple(fault for fault in schedule.faults if fault.rank < gone)
     if loss is not None:
         loss = loss._replace(ranks=tuple(rank for rank in loss.ranks if rank != gone) or (gone - 1,))
     return schedule._replace(
-        size=gone, ranks_per_host=tuple(count for count in hosts if count), acts=tuple(acts), loss=loss
+        size=gone,
+        ranks_per_host=tuple(count for count in hosts if count),
+        acts=tuple(acts),
+        loss=loss,
+        faults=faults,
     )
 
 
@@ -117,7 +124,7 @@ def python_text(schedule: Schedule) -> str:
         f"{name}={value!r}" for name, value in schedule._asdict().items() if name not in ("acts", "seed")
     )
     return (
-        "from fuzzing.schedule import Act, Loss, Schedule\n"
+        "from fuzzing.schedule import Act, Fault, Loss, Schedule\n"
         "from fuzzing.schedules import check\n\n"
         f"acts = (\n    {acts},\n)\n"
         f"print(check(Schedule(seed={schedule.seed}, acts=acts, {others})))"

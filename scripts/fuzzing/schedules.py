@@ -45,6 +45,7 @@ def check(schedule: Schedule) -> str:
             limit_s=LIMIT_S,
             losses=None if schedule.loss is None else [schedule.loss],
             num_draws=schedule.num_draws,
+            faults=schedule.faults,
         )
     except RankFailed as exc:
         error = exc.errors[exc.rank]
@@ -103,6 +104,7 @@ class LeftOver(NamedTuple):
 def run_schedules(seeds: range, *, max_faults: int = 20, shrink_runs: int = 150) -> int:
     """Run many, shrink and print those that went wrong, and return how many these were."""
     warnings.filterwarnings("ignore", ".*failed and nobody waited", RuntimeWarning)
+    warnings.filterwarnings("ignore", ".*share a host but no memory", RuntimeWarning)
     began_s, wrong, num_losses, before = time.monotonic(), 0, 0, LeftOver.now()
     for seed in seeds:
         schedule = draw(seed)

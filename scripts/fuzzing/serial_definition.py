@@ -11,16 +11,26 @@ from fuzzing.program import Program
 
 __all__ = ["definition_of", "rounds"]
 
-# Others draw numbers for buckets, or look at a bucket as a whole: then the paper needs the plan, too.
+OneBit = mpisgd.compress.OneBit
+
+# Others draw numbers for buckets, or look at a bucket as a whole: then the paper needs the plan, too, which
+# is known where each parameter has a bucket of its own.
 PER_PARAMETER = (
     mpisgd.compress.TopK,
     mpisgd.compress.Threshold,
     mpisgd.compress.DeepGradient,
     mpisgd.compress.SignSGD,
-    mpisgd.compress.OneBit,
+    OneBit,
     mpisgd.compress.PowerSGD,
 )
-ROUNDING = ("Adasum", "OneBit", "PowerSGD", "SignSGD")
+PER_BUCKET = (
+    mpisgd.compress.QSGD,
+    mpisgd.compress.TernGrad,
+    mpisgd.compress.Natural,
+    mpisgd.compress.RandomK,
+    OneBit,
+)
+ROUNDING = ("Adasum", "OneBit", "PowerSGD", "SignSGD", "QSGD", "TernGrad", "Natural", "RandomK")
 CHOOSES = (mpisgd.compress.TopK, mpisgd.compress.DeepGradient)  # among equals whichever it likes
 
 
@@ -31,11 +41,12 @@ def definition_of(program: Program) -> type[ByPaper] | None:
     options = arguments_of(program.optimizers[0])
     strategy = options.get("strategy", mpisgd.Synchronous())
     is_local = not isinstance(strategy, SYNCHRONOUS)
-    in_order = isinstance(strategy, mpisgd.Gossip) or options.get("op") is mpisgd.Adasum
-    if in_order and program.group == "reversed":
-        return None  # papers have the ranks in the job's order, and these methods have them in the group's
     compression = options.get("compression")
-    compresses = isinstance(compression, PER_PARAMETER) and not getattr(compression, "two_step", False)
+    two_step = getattr(compression, "two_step", False)
+    compresses = isinstance(compression, PER_PARAMETER) and not two_step
+    if isinstance(compression, PER_BUCKET) and not compresses:
+        alone = len(program.layers) == 1
+        compresses = alone or (program.optimizers[0].option("bucket_cap_bytes") == "1" and not two_step)
     reduces = compresses or options.get("op") is mpisgd.Adasum
     if is_local == reduces or not _has_paper(program, strategy):
         return None
@@ -45,13 +56,16 @@ def definition_of(program: Program) -> type[ByPaper] | None:
         return None
     skips = any(getattr(event, "skipped", ()) for event in program.events)
     regroups = any(isinstance(event, events.SetFrozen | events.AddGroup) for event in program.events)
-    if isinstance(compression, mpisgd.compress.SignSGD) and skips and regroups:
-        return None  # what signs zeros have depends on how many reductions a bucket had
+    counts = isinstance(compression, (mpisgd.compress.SignSGD, *PER_BUCKET)) and not isinstance(
+        compression, OneBit
+    )
+    if counts and skips and regroups:
+        return None  # what signs zeros have, and what is drawn, depends on how many reductions a bucket had
     moves = any(isinstance(event, events.Convert) for event in program.events)
-    if isinstance(compression, mpisgd.compress.PowerSGD) and (
-        moves or any(layer.transposed for layer in program.layers)
-    ):
-        return None  # it approximates what lies in memory
+    draws = isinstance(compression, PER_BUCKET) and (two_step or not isinstance(compression, OneBit))
+    by_memory = draws or isinstance(compression, mpisgd.compress.PowerSGD)
+    if by_memory and (moves or any(layer.transposed for layer in program.layers)):
+        return None  # they approximate, draw for and cut what lies in memory
     dtypes = {each.dtype for each in (*program.layers, *program.events) if hasattr(each, "dtype")}
     if rounds(program) and dtypes - {"", "float64"}:
         return None
@@ -73,8 +87,6 @@ def _has_paper(program: Program, strategy: Any) -> bool:
     if freezes and isinstance(strategy, mpisgd.Gossip):
         return False  # what was frozen is not mixed, and updated all the same while it has a gradient
     closures = any(getattr(event, "closure", ()) for event in program.events)
-    if closures and getattr(strategy, "style", "") == "combine_then_adapt":
-        return False  # the closure's gradient is of what the ranks have before they mix
     warms_up = getattr(strategy, "warmup_steps", 0)
     looks = closures or any(isinstance(event, events.Clip) for event in program.events)
     if warms_up and (program.scaler or looks):

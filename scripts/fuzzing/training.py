@@ -144,15 +144,15 @@ class Training:
             if self.scaler is not None:
                 self.scaler.step(optimizer)
             elif event.closure:
-                optimizer.step(lambda: self._compute(event))
+                optimizer.step(lambda: self.compute(event))
             else:
                 optimizer.step()
         if self.scaler is not None:
             self.scaler.update()
 
     @torch.enable_grad()
-    def _compute(self, event: events.Step) -> Tensor:
-        """Be a closure."""
+    def compute(self, event: events.Step) -> Tensor:
+        """Reset the gradients and compute new ones, as a closure; return the loss."""
         self.zero_grad(events.ZeroGrad())
         loss = self.loss(event.closure, self.ranks)
         if loss is None:

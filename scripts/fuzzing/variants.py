@@ -13,9 +13,9 @@ __all__ = ["ranks_agree", "same_bits", "variants"]
 # It does the same to all state of parameters that were converted before.
 CAST_STATE = ("NAdam",)
 APART = ("LocalSGD", "DiLoCo", "ElasticAveraging", "Gossip")
-# What they draw, or whose chunk it is in, depends on the order in which a backward has computed gradients,
-# and that of a joint loss computes them in another one.
-BY_PLACE = ("RandomK", "QSGD", "TernGrad", "Natural", "two_step")
+# What they draw, whose chunk it is in, or how a product of gradients is rounded, depends on the order in
+# which a backward has computed gradients, and that of a joint loss computes them in another one.
+BY_PLACE = ("RandomK", "QSGD", "TernGrad", "Natural", "two_step", "Adasum")
 MEETS_RARELY = "ZeroOneAdam"
 
 
@@ -24,7 +24,8 @@ def ranks_agree(program: Program) -> bool:
     if any(optimizer.name == MEETS_RARELY for optimizer in program.optimizers):
         return False
     strategies = [optimizer.option("strategy") for optimizer in program.optimizers]
-    return not any(name in strategy for strategy in strategies for name in APART)
+    own = any(strategy and not strategy.startswith("mpisgd.") for strategy in strategies)
+    return not own and not any(name in strategy for strategy in strategies for name in APART)
 
 
 def same_bits(program: Program) -> bool:
@@ -53,7 +54,9 @@ def variants(program: Program) -> Iterator[tuple[str, Program]]:
         yield "forgotten", replace(program, events=tuple(_forgetting(program)))
     renamed = [replace(o, names="other" if o.names == "model" else "model") for o in program.optimizers]
     yield "renamed", replace(program, optimizers=tuple(renamed))
-    by_place = any(name in o.option("compression") for o in program.optimizers for name in BY_PLACE)
+    by_place = any(
+        name in o.option("compression") + o.option("op") for o in program.optimizers for name in BY_PLACE
+    )
     if (joined := _joined(program.events)) != program.events and program.exact and not by_place:
         yield "joined", replace(program, events=joined)
 

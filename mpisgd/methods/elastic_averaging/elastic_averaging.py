@@ -52,6 +52,9 @@ class ElasticAveraging(Strategy):
     ranks exchange at the same steps, so every rank keeps the same centre, and no server is needed. Module
     buffers (`named_buffers`) have no centre: they take their mean at each exchange.
 
+    A rank is drawn after its update, from where that has led, as in torch-distlearn. In the paper's
+    synchronous and asynchronous forms force and gradient are both of the parameters from before the update.
+
     A compressor with error feedback takes two further copies of the parameters. One without it must not add
     more noise than the force takes away: with E |C(d) - d|^2 = w |d|^2, the centre goes away from all ranks
     unless p alpha < 2 / (1 + w). With `RandomK(ratio, error_feedback=False)` that is 2 ratio.

@@ -1,7 +1,8 @@
 """0/1 Adam: a variance that is renewed ever more rarely, and steps between which the ranks do not meet.
 
 Lu, Li, Zhang, De Sa and He 2022, "Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam",
-algorithm 1. Here, as in the authors' program, the mean gradient of a step in T_v serves the momentum, too.
+algorithm 1. Here, as in the authors' program, the mean gradient of a step in T_v serves the momentum, too;
+the bias corrections in r and D are those of Adam, which the algorithm does not have.
 
     r_t = lr / (1 - b1^t);   D = sqrt(v / (1 - b2^j)) + eps      j: how often v was renewed
     t in T_v:   g = mean of g_i;   m_i <- b1 mean of m_j + (1 - b1) g;   v <- b2 v + (1 - b2) g^2

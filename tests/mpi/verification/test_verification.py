@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
+from examples import example
 from torch import nn
 from verdicts import everyone, raises_everywhere
 
@@ -279,3 +280,14 @@ def test_a_bug_in_a_strategy_of_ones_own_is_located():
 def test_what_cannot_be_compared_is_refused(wrong, options):
     with raises_everywhere(mpisgd.InvalidArgument):
         mpisgd.verify(model, sgd, loss, wrong, **options)
+
+
+def test_a_strategy_of_ones_own_is_equal_to_the_paper_that_it_has():
+    page = example("state")
+    strategy = page["BlockMomentum"](steps=2)
+    found = mpisgd.verify(model, sgd, loss, batches(6), strategy=strategy)
+    everyone(bool(found), f"{found}")
+    other = page["BlockPaper"](2, 0.4)
+    object.__setattr__(strategy, "paper", lambda size, lengths=(): other)
+    found = mpisgd.verify(model, sgd, loss, batches(6), strategy=strategy)
+    everyone(not found and found.step == 3, f"{found}")
