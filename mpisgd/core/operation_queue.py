@@ -16,6 +16,7 @@ from mpisgd import tracing
 from mpisgd.arguments import check_flag
 from mpisgd.call_site import call_site
 from mpisgd.core.callbacks import Callbacks
+from mpisgd.core.calling_thread import check_calling_thread
 from mpisgd.core.consistency import ConsistencyCheck, ConsistencyChecker, Operation
 from mpisgd.core.owner import current_owner, owned_by
 from mpisgd.core.submission import Note, Submission
@@ -141,6 +142,7 @@ class OperationQueue:
         # A callback of the operation that runs on this thread may call the next one: waiting for our own
         # turn would be for ever, and all ranks come by here at the same point of the order.
         thread = threading.get_ident()
+        check_calling_thread(self.communicator.only_thread, operation.kind)
         wait_registry.mark_communicating()
         inside = self._busy == thread
         if not async_op and (inside or self._take_turn()):
