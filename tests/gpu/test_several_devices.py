@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from typing import Any
 
 import pytest
@@ -11,10 +12,12 @@ import torch
 from gpu_under_test import DEVICE, gpu
 from harness import ADAM_DRIFT, adam, check_equal_runs, pair, plain_step
 from torch import Tensor, nn
-from verdicts import everyone
+from verdicts import everyone, raises_everywhere, same_on_all_ranks
 
 import mpisgd
 from mpisgd.gradients.launcher import BucketLauncher
+from mpisgd.job.groups import close_group
+from mpisgd.job.lifecycle import current_job
 
 STEPS = 6
 
@@ -81,3 +84,66 @@ def test_one_thread_at_a_time_launches_buckets(device, monkeypatch):
         plain_step(ours, step)
     everyone(most[0] == 1, f"{most[0]} threads at a time")
     everyone(len(threads) > 1, "all launched by one thread: shows nothing")
+
+
+# -- what ranks share ---------------------------------------------------------------------------------
+
+
+def common_gpu() -> torch.device:
+    """One that all ranks of the host take."""
+    if gpu.device_count() <= mpisgd.local_size():
+        pytest.skip("needs one GPU more than there are ranks")
+    return torch.device(DEVICE, gpu.device_count() - 1)
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """One whose tensors have travelled on a GPU of each rank's own."""
+    monkeypatch.setattr(current_job(), "gpu", "nccl")
+    made = mpisgd.new_group()
+    mpisgd.all_reduce(torch.ones(3, device=f"{DEVICE}:{mpisgd.local_rank()}"), group=made)
+    yield made
+    close_group(made)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_second_gpu_that_ranks_share_is_refused_on_every_rank(group):
+    tensor = torch.ones(3, device=common_gpu())
+    with raises_everywhere(mpisgd.InvalidArgument) as caught:
+        mpisgd.all_reduce(tensor, group=group)
+    same_on_all_ranks(caught.text)
+    everyone("share one GPU" in caught.text, caught.text)
+    own = torch.ones(3, device=f"{DEVICE}:{mpisgd.local_rank()}")
+    mpisgd.all_reduce(own, group=group)  # the group goes on
+    everyone(own.tolist() == [group.size] * 3)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_gpu_that_another_rank_works_on_is_refused(group):
+    """Each rank alone on its GPU in each of two communicators, which would wait for each other."""
+    other = torch.ones(3, device=f"{DEVICE}:{(mpisgd.local_rank() + 1) % mpisgd.local_size()}")
+    with raises_everywhere(mpisgd.InvalidArgument):
+        mpisgd.all_reduce(other, group=group)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_where_nccl_is_no_must_all_go_through_host_memory_from_then_on(group, monkeypatch):
+    monkeypatch.setattr(current_job(), "gpu", "auto")
+    places = [common_gpu(), torch.device(DEVICE, mpisgd.local_rank())]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for place in places:
+            tensor = torch.full((3,), mpisgd.rank() + 1.0, device=place)
+            mpisgd.all_reduce(tensor, group=group)
+            everyone(tensor.tolist() == [mpisgd.size() * (mpisgd.size() + 1) / 2] * 3)
+    everyone(group.device.selection.name == "pinned host memory")
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_second_gpu_of_one_rank_alone_is_a_mismatch(group):
+    """NCCL would wait for the others."""
+    place = common_gpu() if mpisgd.rank() == 0 else torch.device(DEVICE, mpisgd.local_rank())
+    with raises_everywhere(mpisgd.CollectiveMismatch) as caught:
+        mpisgd.all_reduce(torch.ones(3, device=place), group=group)
+        mpisgd.barrier(group)
+    everyone("GPU number 2" in caught.text, caught.text)
