@@ -19,6 +19,7 @@ from mpisgd.errors import MpisgdError, NcclFailed, Unreachable
 from mpisgd.transport.device.backend import DeviceBackend
 from mpisgd.transport.device.cuda_aware import is_cuda_aware
 from mpisgd.transport.device.cuda_aware_mpi import CudaAwareMpi
+from mpisgd.transport.device.cuda_aware_trial import failed_transfer
 from mpisgd.transport.device.nccl import Nccl
 from mpisgd.transport.device.nccl_group import can_split, open_nccl, stay_out
 from mpisgd.transport.device.selection import AWARE, NCCL, STAGING, DeviceFacts, Selection, choose
@@ -73,7 +74,7 @@ def device_transport(group: "Group", tensor: Tensor, operation: Operation, wante
     """
     if group.device is None:
         facts = _gather_facts(group, tensor, operation, 1)
-        group.device = _open(group, facts, wanted)
+        group.device = _open(group, tensor.device, facts, wanted)
         group.device.devices.append(tensor.device)
         group.device.facts += facts
     transport: DeviceTransport = group.device
@@ -103,10 +104,14 @@ def _with_another_gpu(
     return DeviceTransport(selection, None)
 
 
-def _open(group: "Group", facts: Sequence[DeviceFacts], wanted: str) -> DeviceTransport:
+def _open(group: "Group", device: torch.device, facts: Sequence[DeviceFacts], wanted: str) -> DeviceTransport:
     selection = choose(wanted, facts, group.ranks)
     if selection.name == AWARE:
-        return DeviceTransport(selection, CudaAwareMpi(group))
+        failed = failed_transfer(group, device)
+        if not failed:
+            return DeviceTransport(selection, CudaAwareMpi(group))
+        reason = f"MPI says that it takes addresses on a GPU, and it does not: {failed}"
+        selection = Selection(STAGING, reason)
     if selection.name == NCCL:
         opened = _open_nccl(group, tensor.device)
         if isinstance(opened, DeviceTransport):
@@ -224,7 +229,7 @@ def _warn(reason: str) -> None:
     if not _warned:
         _warned = True
         warnings.warn(
-            f"GPU tensors go through host memory, which is slower than NCCL: {reason}. "
+            f"GPU tensors go through host memory, which is slower: {reason}. "
             "mpisgd.init(gpu='mpi') or MPISGD_GPU=mpi asks for that in silence",
             RuntimeWarning,
             stacklevel=2,
