@@ -113,7 +113,7 @@ def _open(group: "Group", device: torch.device, facts: Sequence[DeviceFacts], wa
         reason = f"MPI says that it takes addresses on a GPU, and it does not: {failed}"
         selection = Selection(STAGING, reason)
     if selection.name == NCCL:
-        opened = _open_nccl(group, tensor.device)
+        opened = _open_nccl(group, device)
         if isinstance(opened, DeviceTransport):
             return opened
         if wanted == NCCL or not isinstance(opened, Unreachable):
