@@ -12,7 +12,7 @@ import torch
 from gpu_under_test import DEVICE, gpu
 from harness import ADAM_DRIFT, adam, check_equal_runs, pair, plain_step
 from torch import Tensor, nn
-from verdicts import everyone, raises_everywhere, same_on_all_ranks
+from verdicts import everyone, raises_everywhere, referee, same_on_all_ranks
 
 import mpisgd
 from mpisgd.gradients.launcher import BucketLauncher
@@ -80,10 +80,10 @@ def test_one_thread_at_a_time_launches_buckets(device, monkeypatch):
 
     monkeypatch.setattr(BucketLauncher, "launch", launch)
     _, ours = pair(overlap=True, bucket_cap_bytes=64, **HOW)
-    for step in range(3):
+    for step in range(6):
         plain_step(ours, step)
     everyone(most[0] == 1, f"{most[0]} threads at a time")
-    everyone(len(threads) > 1, "all launched by one thread: shows nothing")
+    assert any(referee().allgather(len(threads) > 1)), "all launched by one thread: shows nothing"
 
 
 # -- what ranks share ---------------------------------------------------------------------------------
