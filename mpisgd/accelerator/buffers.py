@@ -3,9 +3,10 @@
 Contiguous tensors travel from where they are. Others (strided, channels_last, conjugated, on a GPU) are
 copied in logical order into contiguous memory and back afterwards, so ranks may use different layouts.
 
-What comes from a GPU lies in pinned memory then. The copies are work on the current stream, like any kernel:
-`copy_to_host` comes after what produced the tensor, and whatever uses it later comes after `copy_to_device`.
-The host waits for one thing only, its own copy in `copy_to_host`.
+What comes from a GPU lies in pinned memory then, or has come through it where it is long (bounce_buffers.py).
+The copies are work on the current stream, like any kernel: `copy_to_host` comes after what produced the
+tensor, and whatever uses it later comes after `copy_to_device`. The host waits for one thing only, its own
+copy in `copy_to_host`, and for the pieces of long tensors.
 """
 
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mpisgd.accelerator import bounce_buffers
 from mpisgd.accelerator.runtime import on_device, runtime
 
 __all__ = [
@@ -111,7 +113,7 @@ class StagedOutput:
         elif keep:
             self.flat = copy_to_host(tensor) if self._is_staged else in_order(tensor)
         elif self._is_staged:
-            self.flat = runtime().pinned(tensor.numel(), tensor.dtype)
+            self.flat = _room(tensor)
         else:
             self.flat = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
 
@@ -132,19 +134,34 @@ class StagedOutput:
             self.tensor.detach().copy_(self.flat.view(self.tensor.shape))
 
 
+def _room(tensor: Tensor) -> Tensor:
+    """Return uninitialized host memory for the elements of a device tensor, [numel], pinned unless long."""
+    if bounce_buffers.goes_by_pieces(tensor.numel(), tensor.dtype):
+        return torch.empty(tensor.numel(), dtype=tensor.dtype)
+    return runtime().pinned(tensor.numel(), tensor.dtype)
+
+
 def copy_to_host(tensor: Tensor) -> Tensor:
-    """Return the elements of a device tensor in pinned memory, [numel]; the copy is complete."""
+    """Return the elements of a device tensor in memory of the host, [numel]; the copy is complete."""
     source = tensor.detach().resolve_conj().resolve_neg()
-    there = runtime().pinned(tensor.numel(), tensor.dtype)
-    if tensor.numel():
+    there = _room(tensor)
+    if bounce_buffers.goes_by_pieces(tensor.numel(), tensor.dtype):
+        bounce_buffers.fetch(source.contiguous().view(-1), there)
+    elif tensor.numel():
         runtime().copy(there.view(tensor.shape), source)
         runtime().current_stream(tensor.device).record_event().synchronize()
     return there
 
 
 def copy_to_device(flat: Tensor, tensor: Tensor) -> None:
-    """Begin to make `flat`, [numel] in pinned memory, the elements of a device tensor."""
-    if tensor.numel():
+    """Begin to make `flat`, [numel] as `_room` returns it, the elements of a device tensor."""
+    if bounce_buffers.goes_by_pieces(tensor.numel(), tensor.dtype):
+        target = tensor.detach()
+        whole = target.view(-1) if _is_plain(target) else torch.empty_like(flat, device=tensor.device)
+        bounce_buffers.put(flat, whole)
+        if not _is_plain(target):
+            target.copy_(whole.view(tensor.shape))
+    elif tensor.numel():
         runtime().copy(tensor.detach(), flat.view(tensor.shape))
     else:
         torch.autograd.graph.increment_version(tensor)
@@ -159,6 +176,6 @@ def on_host(tensor: Tensor) -> Tensor:
 
 def round_to_device(source: Tensor, tensor: Tensor) -> None:
     """Begin to make a host tensor, rounded, the elements of a device tensor; `source` may change at once."""
-    staged = runtime().pinned(tensor.numel(), tensor.dtype)
+    staged = _room(tensor)
     staged.view(tensor.shape).copy_(source)
     copy_to_device(staged, tensor)

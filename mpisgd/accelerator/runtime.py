@@ -61,6 +61,10 @@ class Cuda:
             return 0
         return sum(self.module.memory_allocated(number) for number in range(self.module.device_count()))
 
+    def is_capturing(self) -> bool:
+        """Return whether this thread's current stream records a CUDA graph."""
+        return bool(self.module.is_initialized() and self.module.is_current_stream_capturing())
+
     def identity(self, device: torch.device) -> str:
         """Return the GPU's own number, which tells it from all others of its host.
 

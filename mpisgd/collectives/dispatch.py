@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mpisgd.accelerator.capture import check_not_capturing
 from mpisgd.accelerator.runtime import on_device, runtime
 from mpisgd.collectives.packing import Packer
 from mpisgd.collectives.staging_check import run_first_part
@@ -287,6 +288,7 @@ def device_backend(
 
 
 def _device_transport(group: Group, operation: Operation, tensor: Tensor) -> DeviceTransport:
+    check_not_capturing(operation.kind)
     return device_transport(group, tensor, operation, group.job.gpu)
 
 

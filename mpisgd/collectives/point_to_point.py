@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from mpisgd.accelerator.buffers import StagedOutput, readable
+from mpisgd.accelerator.capture import check_not_capturing
 from mpisgd.accelerator.runtime import on_device
 from mpisgd.arguments import shown
 from mpisgd.collectives.tensor_arguments import check_output, check_tensor
@@ -30,6 +31,8 @@ def isend(tensor: Tensor, dst: int, group: Group | None = None, tag: int = 0) ->
     """
     group = group_or_world(group)
     check_tensor("isend", tensor)
+    if on_device(tensor):
+        check_not_capturing("isend")
     _check_tag("isend", tag, group)
     messages: PointToPoint = group.point_to_point
     return messages.send("send", readable(tensor), group.group_rank("isend", "dst", dst), tag, [tensor])
@@ -50,6 +53,8 @@ def irecv(tensor: Tensor, src: int | None = None, group: Group | None = None, ta
     """
     group = group_or_world(group)
     check_output("irecv", tensor)
+    if on_device(tensor):
+        check_not_capturing("irecv")
     _check_tag("irecv", tag, group)
     root = None if src is None else group.group_rank("irecv", "src", src)
     output = StagedOutput(tensor, keep=False)

@@ -30,6 +30,7 @@ from mpisgd.errors import (
 from mpisgd.interfaces.communicator import DigestExchange, GroupCommunicator
 from mpisgd.threads import wait_registry
 from mpisgd.threads.callbacks import Callbacks
+from mpisgd.threads.calling_thread import check_calling_thread
 from mpisgd.threads.scheduling import wait_for_condition
 from mpisgd.threads.service_thread import ServiceThread
 from mpisgd.threads.waiting import Backoff
@@ -141,6 +142,8 @@ class OperationQueue:
         # A callback of the operation that runs on this thread may call the next one: waiting for our own
         # turn would be for ever, and all ranks come by here at the same point of the order.
         thread = threading.get_ident()
+        if (only_thread := self.communicator.only_thread) is not None:
+            check_calling_thread(only_thread, operation.kind)
         wait_registry.mark_communicating()
         inside = self._busy == thread
         if not async_op and (inside or self._take_turn()):

@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from mpisgd.accelerator.capture import check_not_capturing
+
 __all__ = ["BackwardHooks", "Notes", "backward_depth"]
 
 
@@ -149,6 +151,7 @@ class BackwardHooks:
             self._on_ready(index)
 
     def _begin(self) -> None:
+        check_not_capturing("backward over parameters of a DistributedOptimizer")
         nested = backward_depth() > 1
         if (on_touch := self._on_touch()) is not None:
             on_touch(nested)

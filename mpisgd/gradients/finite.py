@@ -8,9 +8,9 @@ from torch import Tensor
 from mpisgd.collectives.objects import all_gather_object
 from mpisgd.core.group import Group
 from mpisgd.errors import NonFiniteGradients
-from mpisgd.gradients.kinds import NONFINITE, SPARSE
+from mpisgd.gradients.kinds import NONFINITE, SPARSE, KindsExchange
 
-__all__ = ["are_finite", "mark_nonfinite", "raise_for"]
+__all__ = ["LateMarks", "are_finite", "mark_late", "mark_nonfinite", "raise_for"]
 
 MOST_NAMES = 5
 
@@ -32,6 +32,51 @@ def mark_nonfinite(kinds: bytes, grads: Sequence[Tensor | None], flat: Tensor) -
         return kinds
     finite = [grad is None or are_finite(grad) for grad in grads]
     return bytes(kind | NONFINITE * (not good) for kind, good in zip(kinds, finite, strict=True))
+
+
+class LateMarks:
+    """Which gradients of a bucket on a device are not finite, as the device will know; nobody waits for it.
+
+    Made before the bucket is sent, for a reduction in place brings them to all.
+
+    Args:
+        grads: of the bucket.
+    """
+
+    def __init__(self, grads: Sequence[Tensor | None]) -> None:
+        self._sparse = [i for i, grad in enumerate(grads) if grad is not None and grad.is_sparse]
+        self._bad_sparse = [i for i in self._sparse if not are_finite(grads[i])]  # type: ignore[arg-type]
+        dense = {i: g for i, g in enumerate(grads) if g is not None and not g.is_sparse and g.numel()}
+        self.places = list(dense)
+        reals = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in dense.values()]
+        # The largest magnitude is finite where all are, and a NaN is the largest of all.
+        norms = torch._foreach_norm(reals, float("inf")) if reals else ()
+        self.flags = torch.stack(norms).isfinite().logical_not() if norms else None
+
+    def bad(self, flags: Sequence[bool]) -> list[int]:
+        """Return the places of those that are not finite; `flags`: what the device has found."""
+        return [*self._bad_sparse, *(place for place, flag in zip(self.places, flags, strict=True) if flag)]
+
+
+def mark_late(late: Sequence[tuple[KindsExchange, LateMarks]]) -> None:
+    """Add NONFINITE to kinds that are still to be exchanged; the host waits once for each device."""
+    flags = [each.flags for _, each in late]
+    found = iter(_on_host([each for each in flags if each is not None]))
+    for (exchange, each), flag in zip(late, flags, strict=True):
+        for place in each.bad([] if flag is None else next(found)):
+            exchange.mark(place, NONFINITE)
+
+
+def _on_host(flags: Sequence[Tensor]) -> list[list[bool]]:
+    values: dict[torch.device, list[bool]] = {}
+    for device in dict.fromkeys(flag.device for flag in flags):
+        values[device] = torch.cat([flag for flag in flags if flag.device == device]).tolist()
+    lists = []
+    for flag in flags:
+        here = values[flag.device]
+        lists.append(here[: flag.numel()])
+        values[flag.device] = here[flag.numel() :]
+    return lists
 
 
 def raise_for(

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from mpisgd.core.work import Work
 from mpisgd.errors import MpisgdError
+from mpisgd.gradients.finite import LateMarks
 from mpisgd.gradients.kinds import KindsExchange
 from mpisgd.gradients.plan import BucketSlot, Plan
 
@@ -25,6 +26,7 @@ class InFlightReduction:
     Attributes:
         launched: the work of each bucket that was launched; None for one that is complete.
         kinds: of the gradients in them, in the same order, joined over the ranks as the buckets complete.
+        late: exchanges of these that lack what a device has still to find out.
         held: whether the rest must wait for the end of backward.
         addresses: of the gradients that travel from where they lie.
         loaded: the memory of the buckets that have been brought there, in their order.
@@ -40,6 +42,7 @@ class InFlightReduction:
         self.slots: Sequence[BucketSlot] = () if plan is None else plan.slots
         self.launched: dict[int, Work | None] = {}
         self.kinds: list[KindsExchange] = []
+        self.late: list[tuple[KindsExchange, LateMarks]] = []
         self.held = False
         self.addresses: set[int] = set()
         self.loaded: list[Tensor] = []

@@ -77,6 +77,12 @@ class KindsExchange:
         self._flat: Tensor  # from `before` on
         self._reduction: PreparedCall
 
+    def mark(self, place: int, bit: int) -> None:
+        """Add a bit to one of this rank's kinds, before they are exchanged."""
+        marked = bytearray(self.mine)
+        marked[place] |= bit
+        self.mine, self.sent = bytes(marked), bytes(marked) + self.sent[len(marked) :]
+
     def before(self) -> None:
         """Show this rank's kinds; before the consistency check of the operation."""
         self._flat = torch.frombuffer(bytearray(self.sent), dtype=torch.uint8)

@@ -15,7 +15,7 @@ from mpisgd.core.consistency import Operation
 from mpisgd.core.group import Group
 from mpisgd.core.work import Work
 from mpisgd.dtypes import dtype_name
-from mpisgd.gradients.finite import mark_nonfinite
+from mpisgd.gradients.finite import LateMarks, mark_late, mark_nonfinite
 from mpisgd.gradients.in_flight import InFlightReduction
 from mpisgd.gradients.kinds import ALL_DENSE, KindsExchange
 from mpisgd.gradients.options import ReductionOptions
@@ -76,8 +76,8 @@ class BucketLauncher:
         """
         slots = [in_flight.slots[place] for place in places]
         loaded = [self._load(in_flight, slot) for slot in slots]
-        flats = [flat for flat, _ in loaded]
-        kinds = KindsExchange(b"".join(kinds for _, kinds in loaded), self._group, in_flight.note)
+        flats = [flat for flat, _, _ in loaded]
+        kinds = KindsExchange(b"".join(kinds for _, kinds, _ in loaded), self._group, in_flight.note)
         numel, what = sum(flat.numel() for flat in flats), f"{len(slots)} bucket(s)"
 
         def reduce() -> None:
@@ -101,8 +101,9 @@ class BucketLauncher:
     def launch(self, in_flight: InFlightReduction, place: int) -> None:
         """Load a bucket and send it: by the queue's thread during backward, by this one at its end."""
         slot = in_flight.slots[place]
-        flat, mine = self._load(in_flight, slot)
+        flat, mine, marks = self._load(in_flight, slot, late=True)
         kinds = KindsExchange(mine, self._group, in_flight.note)
+        late = [] if marks is None else [(kinds, marks)]
         dtype = dtype_name(flat.dtype)
         operation = self._operation(in_flight, f"bucket {place}", dtype, flat.numel(), device_kind(flat))
 
@@ -113,7 +114,10 @@ class BucketLauncher:
 
         with tracing.holding(self._contents(slot)):
             work = self._send_from_device(operation, flat)
-            if work is None:
+            if work is not None:
+                in_flight.late += late
+            else:
+                mark_late(late)
                 work = run_in_queue(
                     self._group,
                     operation,
@@ -139,12 +143,15 @@ class BucketLauncher:
             begin: called with its memory and with what the ranks must agree on.
         """
         slot = in_flight.slots[place]
-        flat, mine = self._load(in_flight, slot)
+        flat, mine, marks = self._load(in_flight, slot, late=True)
         what, dtype = f"shards of bucket {place}", dtype_name(flat.dtype)
         operation = self._operation(in_flight, what, dtype, flat.numel(), device_kind(flat))
         with tracing.holding(self._contents(slot)):
             in_flight.launched[place] = begin(flat, operation)
-        in_flight.kinds.append(KindsExchange(mine, self._group, in_flight.note))
+        kinds = KindsExchange(mine, self._group, in_flight.note)
+        in_flight.kinds.append(kinds)
+        if marks is not None:
+            in_flight.late.append((kinds, marks))
 
     def undo_division(self, in_flight: InFlightReduction) -> None:
         """Give gradients back as they were, where the ranks have found out that nothing is to be reduced."""
@@ -160,17 +167,26 @@ class BucketLauncher:
                 if param.grad is not None and not param.grad.is_sparse and overlap(param.grad, flat):
                     param.grad = None
 
-    def _load(self, in_flight: InFlightReduction, slot: BucketSlot) -> tuple[Tensor, bytes]:
-        """Bring this rank's gradients to where they travel; return the memory and their kinds."""
+    def _load(
+        self, in_flight: InFlightReduction, slot: BucketSlot, *, late: bool = False
+    ) -> tuple[Tensor, bytes, LateMarks | None]:
+        """Bring this rank's gradients to where they travel; return the memory, their kinds, and late marks.
+
+        Args:
+            late: let a device look for infinities in its memory; the host does so at once otherwise.
+        """
         grads = [p.grad for p in self.params_of(slot)]
         kinds = slot.storage.load(grads, in_flight.addresses)
         flat = slot.storage.flat
-        if self._options.error_if_nonfinite:
+        marks = None
+        if self._options.error_if_nonfinite and late and on_device(flat):
+            marks = LateMarks(grads)
+        elif self._options.error_if_nonfinite:
             kinds = mark_nonfinite(kinds, grads, flat)
         if (factor := self._options.divisor) != 1.0:
             flat.div_(factor)  # before the others may look at it
         in_flight.loaded.append(flat)
-        return flat, kinds
+        return flat, kinds, marks
 
     def _operation(
         self, in_flight: InFlightReduction, what: str, dtype: str, numel: int, device: str

@@ -30,7 +30,7 @@ from mpisgd.errors import CollectiveMismatch, InvalidArgument, UnsupportedTensor
 from mpisgd.gradients.accumulation import GradientSync
 from mpisgd.gradients.bucketing import Bucket
 from mpisgd.gradients.compression_state import CompressionState
-from mpisgd.gradients.finite import are_finite, raise_for
+from mpisgd.gradients.finite import are_finite, mark_late, raise_for
 from mpisgd.gradients.in_flight import InFlightReduction
 from mpisgd.gradients.kinds import (
     ALL_DENSE,
@@ -342,6 +342,7 @@ class GradientReducer(GradientSync):
 
     def _join_kinds(self, in_flight: InFlightReduction, sparse: Sequence[int]) -> bytes:
         """Return the kinds of the gradients of all buckets and of the sparse ones. Collective."""
+        mark_late(in_flight.late)
         note = 0 if in_flight.kinds else in_flight.note  # somebody must tell it
         in_flight.kinds.append(KindsExchange(self._marks_of(sparse), self.group, note))
         return join_rest(in_flight.kinds, self.group)

@@ -55,9 +55,11 @@ class GroupCommunicator(Communicator, Protocol):
 
     Attributes:
         tag_limit: the largest tag.
+        only_thread: the thread that alone may use it; None: all may. See `mpisgd.threads.calling_thread`.
     """
 
     tag_limit: int
+    only_thread: int | None
 
     def duplicate(self) -> "GroupCommunicator":
         """Return one of its own over the same ranks. Collective, as all of the following."""

@@ -59,18 +59,18 @@ class _Normalize(torch.autograd.Function):
         bias: Tensor | None,
         mean: Tensor,
         var: Tensor,
-        count: int,
+        count: Tensor,
         eps: float,
         add_up: Callable[[Tensor], object],
     ) -> Tensor:
-        ctx.save_for_backward(values, weight, bias, mean, var)
-        ctx.count, ctx.eps, ctx.add_up = count, eps, add_up
+        ctx.save_for_backward(values, weight, bias, mean, var, count)
+        ctx.eps, ctx.add_up = eps, add_up
         return _scale(values, mean, var, weight, bias, eps)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        values, weight, bias, mean, var = ctx.saved_tensors
+        values, weight, bias, mean, var, count = ctx.saved_tensors
         sums = _local_sums(grad, values, mean, var, ctx.eps)
         grad_weight, grad_bias = (
             total.to(param.dtype) if needed else None
@@ -80,7 +80,7 @@ class _Normalize(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             totals = torch.cat(sums).double()
             ctx.add_up(totals)
-            slope, offset = totals.div_(-max(ctx.count, 1)).to(mean.dtype).chunk(2)
+            slope, offset = totals.div_(-count.clamp(min=1)).to(mean.dtype).chunk(2)
             # The part with xhat is itself a batch norm, computed by torch's fused kernel. 16-bit floats are
             # accumulated in float32 and rounded once.
             gain = (var + ctx.eps).rsqrt()

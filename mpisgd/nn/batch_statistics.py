@@ -26,12 +26,12 @@ class BatchStatistics:
 
     Attributes:
         mean, var: [channels], float64; the biased variance. Zeros if no rank has a value.
-        count: of values per channel.
+        count: of values per channel, [] of float64. On a GPU, to ask for its number is to wait.
     """
 
     mean: Tensor
     var: Tensor
-    count: int
+    count: Tensor
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -72,7 +72,7 @@ def combine(rows: Tensor) -> BatchStatistics:
     """Combine what `local_row` returned on each rank: [ranks, 2 * channels + 1]."""
     channels = rows.size(1) // 2
     means, variances, counts = rows[:, :channels], rows[:, channels:-1], rows[:, -1:]
-    total = int(counts.sum())
-    shares = counts / max(total, 1)
+    total = counts.sum()
+    shares = counts / total.clamp(min=1)
     mean = (shares * means).sum(0)
     return BatchStatistics(mean, (shares * (variances + (means - mean).square())).sum(0), total)

@@ -44,7 +44,8 @@ class SyncBatchNorm(_BatchNorm):
         ShapeMismatch: the input has not `num_features` channels; before anything is sent.
 
     Cost: forward sends one all-gather of 2 * num_features + 1 float64, backward one all-reduce of
-        2 * num_features. On a GPU, the host waits for the first of them, as with torch's.
+        2 * num_features. By NCCL the host waits for neither, unless this rank has fewer than two values per
+        channel.
     """
 
     process_group: Group | None
@@ -80,7 +81,9 @@ class SyncBatchNorm(_BatchNorm):
             return super().forward(input)
         self._check_input_dim(input)
         statistics = self._statistics(input)
-        if statistics.count == 1:
+        # Where this rank has two values, all have: nobody need ask the GPU.
+        total = 2 if input.numel() >= 2 * input.size(1) else int(statistics.count)
+        if total == 1:
             error = InvalidArgument(
                 "Expected more than 1 value per channel when training, got one on all ranks together; "
                 f"input size {tuple(input.shape)} on this one"
@@ -88,7 +91,7 @@ class SyncBatchNorm(_BatchNorm):
             error.on_every_rank = True
             raise error
         if self.track_running_stats:
-            self._track(statistics)
+            self._track(statistics, is_empty=total == 0)
         return normalize(input, self.weight, self.bias, statistics, self.eps, self._add_up())
 
     # Communication with the other ranks, which a subclass may replace.
@@ -117,13 +120,14 @@ class SyncBatchNorm(_BatchNorm):
             )
 
     @torch.no_grad()
-    def _track(self, statistics: BatchStatistics) -> None:
+    def _track(self, statistics: BatchStatistics, *, is_empty: bool) -> None:
         """Update the running statistics; an empty batch is counted and changes nothing else."""
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
-        if statistics.count == 0:
+        if is_empty:
             return
-        momentum = 1.0 / int(self.num_batches_tracked) if self.momentum is None else self.momentum
+        average = self.num_batches_tracked.double().reciprocal()
+        momentum = average if self.momentum is None else self.momentum
         unbiased = statistics.var * (statistics.count / (statistics.count - 1))
         _fold(self.running_mean, statistics.mean, momentum)
         _fold(self.running_var, unbiased, momentum)
@@ -175,7 +179,7 @@ def _as_group(process_group: object) -> Group | None:
     )
 
 
-def _fold(running: Tensor | None, new: Tensor, momentum: float) -> None:
+def _fold(running: Tensor | None, new: Tensor, momentum: float | Tensor) -> None:
     """Update `running` with `new`, with one rounding."""
     assert running is not None
     running.copy_((1 - momentum) * running.double() + momentum * new)

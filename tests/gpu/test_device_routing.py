@@ -18,6 +18,7 @@ from mpisgd.accelerator.runtime import runtime, set_runtime
 from mpisgd.job.groups import close_group
 from mpisgd.job.lifecycle import current_job
 from mpisgd.transport.device import transport as device_transport
+from mpisgd.transport.mpi.communicator import Communicator
 
 TRANSPORTS = {"pinned host memory": "mpi", "nccl": "nccl", "cuda-aware mpi": "mpi"}
 
@@ -208,3 +209,28 @@ def test_tensors_made_in_inference_mode(group):
     for tensor in mine:
         mpisgd.all_reduce(tensor, group=group)
         assert tensor.tolist() == [group.size] * 4
+
+
+def test_mpi_that_says_it_takes_gpu_addresses_and_does_not_is_found_out(simulated, monkeypatch):
+    """It leaves the memory as it is, on the last rank alone: all go through host memory, and one warns."""
+    real, last = Communicator.broadcast, mpisgd.rank() == mpisgd.size() - 1
+
+    def broadcast(self: Any, tensor: Tensor, root: int) -> None:
+        if tensor.device.type == DEVICE:
+            tensor.add_(1.0 if last else 0.0)
+        else:
+            real(self, tensor, root)
+
+    monkeypatch.setattr(device_transport, "is_cuda_aware", lambda: True)
+    monkeypatch.setattr(Communicator, "broadcast", broadcast)
+    monkeypatch.setattr(device_transport, "_warned", False)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        group = opened("mpi")
+    everyone(group.device.selection.name == "pinned host memory")
+    everyone("broadcast of 16 bytes" in group.device.selection.reason, group.device.selection.reason)
+    everyone(len(seen) == (group.rank == 0), f"{[str(one.message) for one in seen]}")
+    mine = ones(3)
+    mpisgd.broadcast(mine, 0, group)
+    everyone(mine.tolist() == [1.0] * 3)
+    close_group(group)

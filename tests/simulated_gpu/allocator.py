@@ -35,6 +35,7 @@ class Allocator:
 
     Attributes:
         allocated: bytes that are in use, by device; None: pinned.
+        reserved: bytes that were taken from the system, which are kept, in the same way.
     """
 
     def __init__(self, streams: Streams) -> None:
@@ -43,6 +44,7 @@ class Allocator:
         self._waiting: list[tuple[Block, list[Event]]] = []
         self._in_use: dict[int, Block] = {}
         self.allocated: dict[int | None, int] = defaultdict(int)
+        self.reserved: dict[int | None, int] = defaultdict(int)
 
     def allocate(self, num_bytes: int, stream: Stream | None) -> Block:
         """Return memory for use on `stream`; None: pinned memory of the host."""
@@ -50,6 +52,8 @@ class Allocator:
         with self._streams.lock:
             self._take_back()
             free = self._free[stream, size]
+            if not free:
+                self.reserved[stream and stream.device] += size
             block = free.pop() if free else Block(_fresh(size), stream)
             self._in_use[block.address] = block
             self.allocated[stream and stream.device] += len(block.memory)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +28,6 @@ class Device:
     Attributes:
         streams: their streams.
         allocator: of their memory, and of pinned memory.
-        num_syncs: how often the host has waited for a stream.
         launched: how many kernels each device has got.
     """
 
@@ -35,7 +35,6 @@ class Device:
         self.num_devices = num_devices
         self.streams = Streams(num_devices)
         self.allocator = Allocator(self.streams)
-        self.num_syncs = 0
         self.used: set[int] = set()
         self._generator = torch.Generator()
         calls = {**self.streams.calls(), **self.allocator.calls(), "allocate": self._allocate}
@@ -65,12 +64,22 @@ class Device:
         self.streams.add(stream, self.streams.record(other))
 
     def synchronize(self, stream: Stream) -> None:
-        self.num_syncs += 1
         self.streams.synchronize(self.streams.record(stream))
 
     def sleep(self, seconds: float) -> None:
         """Keep the current stream busy."""
         self.streams.add(self.current_stream(), Sleep(seconds))
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[None]:
+        """Record what is launched into a graph: a side stream is the current one, and does nothing of it."""
+        side = torch.Stream(torch.device(KIND, self.current()))
+        with side:
+            self.streams.capturing = self.current_stream()
+            try:
+                yield
+            finally:
+                self.streams.capturing = None
 
     # -- memory ---------------------------------------------------------------------------------------------
 
@@ -172,6 +181,9 @@ def _module(device: Device) -> types.ModuleType:
             device.current() if number is None else number
         ],
         "_sleep": lambda cycles: device.sleep(cycles / 2e9),
+        "CUDAGraph": lambda: None,
+        "graph": lambda graph: device.capture(),
+        "is_current_stream_capturing": lambda: device.streams.capturing is device.current_stream(),
         "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
     }
     for name, function in functions.items():

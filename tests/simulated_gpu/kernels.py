@@ -23,6 +23,14 @@ aten = torch.ops.aten
 CPU_KERNEL = torch._C.DispatchKey.CPU
 Stream = Any
 
+# What finds the shapes of results where torch's "meta" does not, and CUDA need not wait.
+SHAPED = {
+    aten.batch_norm_update_stats.default: lambda values, mean, var, momentum: (
+        mean.new_empty(values.size(1)),
+        mean.new_empty(values.size(1)),
+    )
+}
+
 
 class Kernels:
     """What torch calls for the device; `register` names them."""
@@ -82,7 +90,7 @@ class Kernels:
         plain = {name: value for name, value in kwargs.items() if name != "generator"}
         fresh = {name: torch.empty(0, dtype=value.dtype, device="meta") for name, value in outs.items()}
         try:
-            found = op(
+            found = SHAPED.get(op, op)(
                 *tree_map_only(Tensor, _meta, tuple(args)), **tree_map_only(Tensor, _meta, plain), **fresh
             )
         except (NotImplementedError, RuntimeError):
@@ -124,7 +132,9 @@ class Kernels:
                 found = op(*args, **kwargs, **fresh)
                 if has_results:
                     for place, value in zip(places, tree_leaves(found), strict=True):
-                        if place is not None and value.numel():  # the CPU leaves out what has no use
+                        if (
+                            place is not None and value is not None and value.numel()
+                        ):  # the CPU leaves out what has no use
                             place.copy_(value)
 
         return run

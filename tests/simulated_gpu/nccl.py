@@ -62,18 +62,45 @@ class NcclOptions:
         self._timeout = datetime.timedelta(minutes=10)
 
 
+class Communicator:
+    """Of one device of each rank: torch opens one for each device that its tensors lie on.
+
+    Attributes:
+        kernels: what its thread has to do.
+        inner: what carries the data.
+    """
+
+    def __init__(self, nccl: SimulatedNccl, store: Any, rank: int, size: int) -> None:
+        """Meet the others, as ncclCommInitRank: the host waits."""
+        self._nccl = nccl
+        self.kernels: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.inner = dist.ProcessGroupGloo(store, rank, size, CONNECT)
+        threading.Thread(target=self._carry_out, name="simulated NCCL", daemon=True).start()
+
+    def _carry_out(self) -> None:
+        while self._nccl.aborted is None:
+            try:
+                self.kernels.get()()
+            except Aborted:
+                return
+            except RuntimeError as exc:  # the others are gone: what has begun never ends
+                print(f"simulated NCCL: {exc}", file=sys.stderr)
+                self._nccl.error = ErrorType.COMM_ERROR
+                return
+
+
 class Collective:
     """The kernel: a task of NCCL's stream."""
 
-    def __init__(self, nccl: SimulatedNccl, run: Callable[[], object]) -> None:
-        self._nccl, self._run = nccl, run
+    def __init__(self, nccl: SimulatedNccl, communicator: Communicator, run: Callable[[], object]) -> None:
+        self._nccl, self._communicator, self._run = nccl, communicator, run
         self._begun = False
         self._ended = threading.Event()
 
     def poll(self) -> bool:
         if not self._begun:
             self._begun = True
-            self._nccl.kernels.put(self.carry_out)
+            self._communicator.kernels.put(self.carry_out)
         return self._ended.is_set() or self._nccl.aborted is not None
 
     def carry_out(self) -> None:
@@ -125,7 +152,6 @@ class SimulatedNccl:
     """See the module.
 
     Attributes:
-        kernels: what the communicator's thread has to do.
         aborted: why it has ended early.
         calls: names of the collectives, in order.
         ended: "shutdown" or "abort".
@@ -137,7 +163,6 @@ class SimulatedNccl:
 
     def __init__(self, device: Device, store: Any, rank: int, size: int, options: NcclOptions) -> None:
         self.device = device
-        self.kernels: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.aborted: str | None = None
         self.calls: list[str] = []
         self.ended = ""
@@ -147,21 +172,22 @@ class SimulatedNccl:
         self._store, self._rank, self._size = store, rank, size
         self._timeout_s = options._timeout.total_seconds()
         self.mode = int(os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", SKIP_CLEAN_UP))
-        self._inner: Any = None
+        self._communicators: dict[int, Communicator] = {}
         self._streams: dict[int, torch.Stream] = {}
         self._watched: list[tuple[float, Event, weakref.ref[SimulatedWork]]] = []  # without their tensors
         threading.Thread(target=self._watch, name="simulated NCCL's watchdog", daemon=True).start()
 
     def eager_connect_single_device(self, device: torch.device) -> None:
-        """Meet the others, as ncclCommInitRank: the host waits. Otherwise the first collective does."""
-        if self._inner is None:
+        """Open the communicator of a device; otherwise its first collective does."""
+        if device.index in self._communicators:
+            return
+        if not self._communicators:
             self._check_options()
             if self.options.split_from is not None:
                 self.options.split_from.split()
-            self._inner = dist.ProcessGroupGloo(self._store, self._rank, self._size, CONNECT)
-            threading.Thread(target=self._carry_out, name="simulated NCCL", daemon=True).start()
-        if device.index not in self._streams:
-            self._streams[device.index] = torch.Stream(device)
+        store = dist.PrefixStore(str(len(self._communicators)), self._store)
+        self._communicators[device.index] = Communicator(self, store, self._rank, self._size)
+        self._streams[device.index] = torch.Stream(device)
 
     supports_splitting = True
 
@@ -171,7 +197,7 @@ class SimulatedNccl:
             "a communicator that is in use was split"
         )
         self.num_splits += 1
-        self._meet(self._inner.barrier())
+        self._meet(next(iter(self._communicators.values())).inner.barrier())
 
     def perform_nocolor_split(self, device: torch.device) -> None:
         assert device.index in self._streams, "there is no communicator to split"
@@ -193,17 +219,6 @@ class SimulatedNccl:
             time.sleep(POLL_S)
         work.wait()
 
-    def _carry_out(self) -> None:
-        while self.aborted is None:
-            try:
-                self.kernels.get()()
-            except Aborted:
-                return
-            except RuntimeError as exc:  # the others are gone: what has begun never ends
-                print(f"simulated NCCL: {exc}", file=sys.stderr)
-                self.error = ErrorType.COMM_ERROR
-                return
-
     def _launch(
         self,
         name: str,
@@ -224,7 +239,9 @@ class SimulatedNccl:
         self.device.wait(stream, self.device.current_stream(place.index))
         aliases = [host_alias(tensor) for tensor in tensors]
         self.device.used.add(place.index)
-        end = self.device.streams.add(stream, Collective(self, lambda: run(self._inner, aliases)))
+        communicator = self._communicators[place.index]
+        kernel = Collective(self, communicator, lambda: run(communicator.inner, aliases))
+        end = self.device.streams.add(stream, kernel)
         with ours:
             work = SimulatedWork(self, place.index, end, outputs, list(tensors))
         self._watched.append((time.monotonic(), end, weakref.ref(work)))
@@ -299,13 +316,15 @@ class SimulatedNccl:
     def abort(self) -> None:
         """End what is in flight as it is."""
         self._end("abort")
-        # Its threads wait for the others: it must not be destroyed before the process ends.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._inner))
+        # Gloo's threads wait for the others: it must not be destroyed before the process ends.
+        for communicator in self._communicators.values():
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator.inner))
 
     def _end(self, how: str) -> None:
         if self.aborted is None:
             self.aborted, self.ended = how, how
-            self.kernels.put(lambda: None)
+            for communicator in self._communicators.values():
+                communicator.kernels.put(lambda: None)
 
     def get_error(self) -> ErrorType:
         return self.error

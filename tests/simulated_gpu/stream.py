@@ -103,12 +103,16 @@ class Streams:
 
     Attributes:
         latency_s: when the device begins, by itself, with what nobody waits for.
+        num_syncs: how often the host has waited for a stream or an event.
+        capturing: the stream whose work is recorded into a graph, and not done.
         seed: of the order in which it then takes streams.
     """
 
     def __init__(self, num_devices: int) -> None:
         self.num_devices = num_devices
         self.latency_s = 0.05
+        self.num_syncs = 0
+        self.capturing: Stream | None = None
         self.lock = threading.RLock()
         self._streams: dict[tuple[int, int], Stream] = {}
         self._made = [itertools.count() for _ in range(num_devices)]
@@ -129,6 +133,8 @@ class Streams:
     def add(self, stream: Stream, task: Task) -> Event:
         """Queue a task; return the event when it is done."""
         with self.lock:
+            if stream is self.capturing:
+                return Event()
             stream.tasks.append((time.monotonic(), task))
             self._wake.notify()
             return self.record(stream)
@@ -145,6 +151,9 @@ class Streams:
 
     def synchronize(self, event: Event) -> None:
         """Let the host wait for an event, and do what it stands for meanwhile."""
+        self.num_syncs += 1
+        if self.capturing is not None:
+            raise RuntimeError("operation not permitted when stream is capturing")
         while True:
             with self.lock:
                 if event.poll():

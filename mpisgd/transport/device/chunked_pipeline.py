@@ -12,15 +12,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from mpisgd.accelerator.bounce_buffers import CHUNK_BYTES
 from mpisgd.accelerator.own_streams import OwnStreams
 from mpisgd.accelerator.runtime import on_device, runtime
 
 __all__ = ["CHUNK_BYTES", "goes_in_chunks", "reduce_in_chunks"]
 
-# Long against what it takes to start a copy (tens of microseconds, where the bus moves this in a few
-# hundred), short against a tensor that is worth it: the first copy down and the last one up overlap nothing.
-# Reasoned, not measured.
-CHUNK_BYTES = 4 * 2**20
 SLOTS = 3
 
 

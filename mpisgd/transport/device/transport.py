@@ -6,6 +6,7 @@ every rank has, and what was chosen then holds for all later ones: so ranks cann
 
 import socket
 import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +19,7 @@ from mpisgd.errors import MpisgdError, NcclFailed, Unreachable
 from mpisgd.transport.device.backend import DeviceBackend
 from mpisgd.transport.device.cuda_aware import is_cuda_aware
 from mpisgd.transport.device.cuda_aware_mpi import CudaAwareMpi
+from mpisgd.transport.device.cuda_aware_trial import failed_transfer
 from mpisgd.transport.device.nccl import Nccl
 from mpisgd.transport.device.nccl_group import can_split, open_nccl, stay_out
 from mpisgd.transport.device.selection import AWARE, NCCL, STAGING, DeviceFacts, Selection, choose
@@ -35,11 +37,15 @@ class DeviceTransport:
     Attributes:
         selection: NCCL, CUDA-aware MPI or host memory, and why.
         backend: what takes them where they lie; None where all go through host memory.
+        devices: that NCCL has been asked for, in order; as many on each rank.
+        facts: of every rank, for one of these after the other.
     """
 
     def __init__(self, selection: Selection, backend: DeviceBackend | None) -> None:
         self.selection = selection
         self.backend = backend
+        self.devices: list[torch.device] = []
+        self.facts: list[DeviceFacts] = []
 
     def close(self) -> None:
         """Give back what it holds. Collective."""
@@ -57,26 +63,57 @@ def device_transport(group: "Group", tensor: Tensor, operation: Operation, wante
 
     Args:
         group: of the operation.
-        tensor: of the operation; its device is the one this rank works on.
+        tensor: of the operation; its device is one that this rank works on.
         operation: told when ranks disagree.
         wanted: one of `mpisgd.config.GPU_CHOICES`, the same on all ranks.
 
     Raises:
         InvalidArgument: NCCL was asked for and cannot be; on every rank.
-        CollectiveMismatch: other ranks are not at an operation on device tensors; raised on every rank.
+        CollectiveMismatch: other ranks are not at an operation on device tensors, or on as many GPUs; raised
+            on every rank.
     """
     if group.device is None:
-        group.device = _open(group, tensor, operation, wanted)
+        facts = _gather_facts(group, tensor, operation, 1)
+        group.device = _open(group, tensor.device, facts, wanted)
+        group.device.devices.append(tensor.device)
+        group.device.facts += facts
     transport: DeviceTransport = group.device
+    if transport.selection.name == NCCL and tensor.device not in transport.devices:
+        group.device = transport = _with_another_gpu(group, transport, tensor, operation, wanted)
     return transport
 
 
-def _open(group: "Group", tensor: Tensor, operation: Operation, wanted: str) -> DeviceTransport:
-    selection = choose(wanted, _gather_facts(group, tensor, operation), group.ranks)
-    if selection.name == AWARE:
-        return DeviceTransport(selection, CudaAwareMpi(group))
+def _with_another_gpu(
+    group: "Group", transport: DeviceTransport, tensor: Tensor, operation: Operation, wanted: str
+) -> DeviceTransport:
+    """Return what carries tensors of a further GPU of each rank, too: NCCL has a communicator for each.
+
+    All ranks come to their next one by the same operation, and none shares any with another rank.
+    """
+    facts = _gather_facts(group, tensor, operation, len(transport.devices) + 1)
+    together = [*transport.facts, *facts]
+    selection = choose(wanted, together, [*group.ranks] * (len(together) // group.size))
     if selection.name == NCCL:
-        opened = _open_nccl(group, tensor.device)
+        transport.devices.append(tensor.device)
+        transport.facts = together
+        return transport
+    transport.close()
+    group.queue.on_mismatch = lambda: None
+    if group.rank == 0:
+        _warn(selection.reason)
+    return DeviceTransport(selection, None)
+
+
+def _open(group: "Group", device: torch.device, facts: Sequence[DeviceFacts], wanted: str) -> DeviceTransport:
+    selection = choose(wanted, facts, group.ranks)
+    if selection.name == AWARE:
+        failed = failed_transfer(group, device)
+        if not failed:
+            return DeviceTransport(selection, CudaAwareMpi(group))
+        reason = f"MPI says that it takes addresses on a GPU, and it does not: {failed}"
+        selection = Selection(STAGING, reason)
+    if selection.name == NCCL:
+        opened = _open_nccl(group, device)
         if isinstance(opened, DeviceTransport):
             return opened
         if wanted == NCCL or not isinstance(opened, Unreachable):
@@ -87,8 +124,8 @@ def _open(group: "Group", tensor: Tensor, operation: Operation, wanted: str) -> 
     return DeviceTransport(selection, None)
 
 
-def _gather_facts(group: "Group", tensor: Tensor, operation: Operation) -> list[DeviceFacts]:
-    """Return what every rank has. Collective."""
+def _gather_facts(group: "Group", tensor: Tensor, operation: Operation, number: int) -> list[DeviceFacts]:
+    """Return what every rank has, where this is the group's first operation on so many GPUs. Collective."""
     mine = DeviceFacts(
         hostname=socket.gethostname(),
         node=group.topology.node_rank,
@@ -97,7 +134,8 @@ def _gather_facts(group: "Group", tensor: Tensor, operation: Operation) -> list[
         aware=is_cuda_aware(),
     )
     facts: list[DeviceFacts] = []
-    first = Operation(operation.kind, extra=f"the group's first on {runtime().kind}")
+    place = f"its GPU number {number}" if number > 1 else runtime().kind
+    first = Operation(operation.kind, extra=f"the group's first on {place}")
     group.queue.run(first, lambda: facts.extend(group.queue.communicator.all_gather_object(mine)))
     return facts
 
@@ -191,7 +229,7 @@ def _warn(reason: str) -> None:
     if not _warned:
         _warned = True
         warnings.warn(
-            f"GPU tensors go through host memory, which is slower than NCCL: {reason}. "
+            f"GPU tensors go through host memory, which is slower: {reason}. "
             "mpisgd.init(gpu='mpi') or MPISGD_GPU=mpi asks for that in silence",
             RuntimeWarning,
             stacklevel=2,

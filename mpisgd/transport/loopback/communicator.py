@@ -50,6 +50,7 @@ class LoopbackCommunicator:
         self.calls: Counter[str] = Counter()
         self.given_bytes: Counter[str] = Counter()
         self.tag_limit = TAG_LIMIT
+        self.only_thread: int | None = None
         self._network = context.network
         self.process = context.ranks[rank]
         self._num_meetings = self._num_agreements = 0

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mpisgd import tracing
+from mpisgd.threads.calling_thread import check_calling_thread
 from mpisgd.core.work import CompletableWork
 from mpisgd.errors import (
     CollectiveMismatch,
@@ -83,6 +84,7 @@ class PointToPoint:
 
     def send(self, name: str, memory: Tensor, dst: int, tag: int, tensors: Any) -> "MessageWork":
         """Start sending contiguous `memory` to group rank `dst`."""
+        check_calling_thread(self.communicator.only_thread, name)
         request = self.communicator.isend(memory, dst, tag)
         name = f"{name} to rank {self.communicator.global_ranks[dst]}"
         message = Message(self.group[0], False, (self.communicator.global_ranks[dst],), tag)
@@ -99,6 +101,7 @@ class PointToPoint:
         arrived: Callable[[int], None],
     ) -> "MessageWork":
         """Start receiving into contiguous `memory`; `arrived(nbytes)` runs when the message is there."""
+        check_calling_thread(self.communicator.only_thread, name)
         request = self.communicator.irecv(memory, src, tag)
         global_ranks = self.communicator.global_ranks
         source = "any rank" if src is None else f"rank {global_ranks[src]}"

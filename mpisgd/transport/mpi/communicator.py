@@ -1,6 +1,7 @@
 """`Communicator`: one MPI communicator."""
 
 import contextlib
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -49,6 +50,13 @@ def _is_over(request: MPI.Request) -> bool:
         return exc.Get_error_class() != getattr(MPI, "ERR_PROC_FAILED_PENDING", MPI.UNDEFINED)
 
 
+def _only_thread() -> int | None:
+    """Return the thread that alone may call MPI, None where all may."""
+    if MPI.Query_thread() >= MPI.THREAD_SERIALIZED:
+        return None
+    return threading.get_ident() if MPI.Is_thread_main() else threading.main_thread().ident
+
+
 class Communicator:
     """One MPI communicator, spoken to in the memory of contiguous tensors; counts what it sends.
 
@@ -62,6 +70,7 @@ class Communicator:
         given_bytes: what this rank has given to each of them, as far as it is reduced, gathered, exchanged or
             broadcast.
         global_ranks: what its ranks are called in messages: the job's ranks.
+        tag_limit, only_thread: see `mpisgd.interfaces.communicator.GroupCommunicator`.
     """
 
     def __init__(self, comm: Any, parent: "Communicator | None" = None, *, apart: bool = False) -> None:
@@ -74,6 +83,7 @@ class Communicator:
         self.calls: Counter[str] = Counter()
         self.given_bytes: Counter[str] = Counter()
         self.tag_limit: int = comm.Get_attr(MPI.TAG_UB) or 32767
+        self.only_thread = _only_thread()
         if not apart:
             _communicators.add(self)
 

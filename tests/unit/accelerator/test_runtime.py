@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from mpisgd.accelerator.runtime import Cuda, on_device, runtime
+from mpisgd.transport.device import cuda_aware
 from mpisgd.transport.device.cuda_aware import is_cuda_aware
 
 
@@ -55,8 +57,6 @@ def test_the_tensors_of_the_cpu_are_on_no_device():
 
 
 def test_a_library_that_does_not_say_so_is_not_cuda_aware(monkeypatch):
-    from mpisgd.transport.device import cuda_aware
-
     monkeypatch.setattr(cuda_aware, "libmpi", lambda: None)
     assert not is_cuda_aware()
     monkeypatch.setattr(cuda_aware, "libmpi", lambda: "/nowhere/libmpi.so")
@@ -68,3 +68,40 @@ def test_a_library_that_does_not_say_so_is_not_cuda_aware(monkeypatch):
         assert is_cuda_aware() is bool(answer)
     monkeypatch.setattr(cuda_aware.ctypes, "CDLL", lambda path: SimpleNamespace())
     assert not is_cuda_aware()
+
+
+@pytest.mark.parametrize(
+    ("mapped", "found"),
+    [
+        ("/usr/lib/libmpi.so.40.40.3", True),
+        ("/usr/lib/libmpich.so.12", True),
+        ("/opt/cray/pe/lib64/libmpi_gnu_123.so.12.0.0", True),
+        ("/opt/cray/pe/lib64/libmpi_cray.so.12", True),
+        ("/opt/cray/pe/lib64/libmpi_nvidia.so.12", True),
+        ("/opt/cray/pe/lib64/libmpi_gtl_cuda.so.0", False),  # beside it
+        ("/usr/lib/libmpi_mpifh.so.40", False),
+    ],
+)
+def test_the_library_is_found_under_the_names_that_vendors_give_it(monkeypatch, mapped, found):
+    line = f"7f00-7f01 r-xp 00000000 08:01 123   {mapped}\n"
+    monkeypatch.setattr(cuda_aware.Path, "read_text", lambda path: line)
+    assert cuda_aware.libmpi() == (mapped if found else None)
+
+
+@pytest.mark.parametrize(("hip", "kind", "name"), [(None, 0, "cuda"), ("6.2", 2, "rocm")])
+def test_the_library_is_asked_for_gpus_of_the_kind_that_torch_has(monkeypatch, hip, kind, name):
+    def query(asked: int, place: Any) -> int:
+        place._obj.value = asked == kind
+        return 0
+
+    monkeypatch.setattr(cuda_aware, "libmpi", lambda: "libmpi.so")
+    monkeypatch.setattr(torch.version, "hip", hip)
+    other = {"cuda": "rocm", "rocm": "cuda"}[name]
+    for library, wanted in (
+        (SimpleNamespace(MPIX_GPU_query_support=query), True),
+        (SimpleNamespace(MPIX_GPU_query_support=lambda asked, place: 1), False),
+        (SimpleNamespace(**{f"MPIX_Query_{name}_support": lambda: 1}), True),
+        (SimpleNamespace(**{f"MPIX_Query_{other}_support": lambda: 1}), False),
+    ):
+        monkeypatch.setattr(cuda_aware.ctypes, "CDLL", lambda path, library=library: library)
+        assert is_cuda_aware() is wanted

@@ -16,6 +16,7 @@ class Alone:
     """A communicator of one rank, and its digest exchange."""
 
     rank, size, global_ranks = 0, 1, (0,)
+    only_thread = None
 
     def __init__(self) -> None:
         self.digest = 0

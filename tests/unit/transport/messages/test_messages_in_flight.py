@@ -19,6 +19,7 @@ class Wire:
     """A communicator whose messages arrive when the test says so; counts how often it is asked."""
 
     rank, size, global_ranks = 1, 3, (0, 10, 20)
+    only_thread = None
 
     def __init__(self) -> None:
         self.arrived: set[int] = set()
