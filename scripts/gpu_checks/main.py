@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "runs" / "gpu_check"
 LIMIT_S = 20 * 60.0
 FACTS_LIMIT_S = 60.0
-SIMULATED_GPUS = 4
+SIMULATED_GPUS = 2
 SUITE = "tests"
 NAMES = (SUITE, *CHECKS, *BENCHES)
 
