@@ -106,7 +106,7 @@ def _used_elsewhere(gpu: Gpu, begin: Callable[[Tensor], Any], wanted: float | No
     return Finding.of(
         not wrong,
         f"{total:g} on the other stream; what waits for nothing sees 0",
-        f"another value in {wrong} of {rounds} rounds",
+        f"right in {rounds - wrong} of {rounds} rounds",
     )
 
 

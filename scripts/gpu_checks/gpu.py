@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["SLEEP_S", "Gpu"]
+__all__ = ["SLEEP_S", "Gpu", "end_simulation"]
 
 TESTS = Path(__file__).resolve().parents[2] / "tests"
 SLEEP_S = 0.1  # of a stream: longer than a host takes for the calls that a check makes meanwhile
@@ -111,3 +113,18 @@ class Gpu:
     def memory_in_use(self) -> int:
         """Bytes of tensors of this process."""
         return int(self.module.memory_allocated())
+
+
+def end_simulation(code: int) -> None:
+    """End this process where its GPU is simulated, with all that Python does at its end but for the last.
+
+    The simulated device's threads may be inside torch, which Python ends there by SIGABRT.
+    """
+    from mpi4py import MPI
+
+    atexit._run_exitfuncs()
+    if MPI.Is_initialized() and not MPI.Is_finalized():
+        MPI.Finalize()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

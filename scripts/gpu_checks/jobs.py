@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -23,6 +24,8 @@ SCRIPTS = Path(__file__).resolve().parent.parent
 NOTE_LINES = 15  # of a log, in the report
 # What Open MPI says of any job that fails.
 NOISE = ("----", "Primary job", "MPI_ABORT", "with errorcode", "You may or may not", "exactly when Open MPI")
+# Addresses of a signal's backtrace, and sentences with the name of the host.
+PRIVATE = re.compile(r"\[[\w.-]+:\d+\] |(prterun|mpirun|mpiexec) noticed|signal \d+ \(|  File \"")
 
 
 def environment(size: int, transport: str | None = None) -> dict[str, str]:
@@ -104,7 +107,10 @@ def tail(log: Path) -> list[str]:
     if not log.exists():
         return []
     lines = [line.rstrip() for line in log.read_text(errors="replace").splitlines()]
-    return [line for line in lines if line and not line.lstrip().startswith(NOISE)][-NOTE_LINES:]
+    kept = [
+        line for line in lines if line and not line.lstrip().startswith(NOISE) and not PRIVATE.match(line)
+    ]
+    return kept[-NOTE_LINES:]
 
 
 def _last_words(log: Path) -> str:

@@ -51,7 +51,7 @@ def of_packed_tensors(gpu: Gpu) -> Finding:
     return Finding.of(
         wrong == 0,
         f"the sum {total} in every element",
-        f"{wrong} other elements of {rounds * N}, in {rounds} rounds",
+        f"{wrong} elements of {rounds * N} are wrong, in {rounds} rounds",
     )
 
 
@@ -81,7 +81,9 @@ def of_horovod(gpu: Gpu) -> Finding:
     found = int(wrong.sum())
     hvd.shutdown()
     return Finding.of(
-        found == 0, "the sum in every element", f"{found} other elements of {rounds * N}, in {rounds} rounds"
+        found == 0,
+        "the sum in every element",
+        f"{found} elements of {rounds * N} are wrong, in {rounds} rounds",
     )
 
 

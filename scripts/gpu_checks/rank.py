@@ -18,7 +18,7 @@ import torch
 import mpisgd
 from gpu_checks.catalog import CHECKS
 from gpu_checks.finding import FAILS, LEFT_OUT, Finding, LeftOut
-from gpu_checks.gpu import Gpu
+from gpu_checks.gpu import Gpu, end_simulation
 
 __all__ = ["FACTS"]
 
@@ -58,6 +58,8 @@ def main() -> None:
     mpisgd.barrier()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+    if gpu.is_simulated:
+        end_simulation(0)
 
 
 def _write(path: Path, content: object) -> None:

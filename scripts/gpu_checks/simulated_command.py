@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from gpu_checks.gpu import Gpu
+from gpu_checks.gpu import Gpu, end_simulation
 from mpisgd.cli.main import main
 
 if __name__ == "__main__":
     Gpu(simulated=True, quick=True)
-    main()
+    try:
+        main()
+    except SystemExit as exc:
+        end_simulation(int(exc.code or 0))
+    end_simulation(0)

@@ -68,7 +68,14 @@ def test_the_end_of_a_job_is_told(tmp_path, program, problem):
 
 def test_the_end_of_a_log_leaves_out_what_the_launcher_always_says(tmp_path):
     log = tmp_path / "log.txt"
-    log.write_text("ValueError: x\n\n-----\nPrimary job  terminated normally, but\n")
+    said = [
+        "ValueError: x",
+        "",
+        "-----",
+        "Primary job  terminated normally, but",
+        "[host:12] [ 3] /lib/libc.so.6(abort)",
+    ]
+    log.write_text("\n".join([*said, "prterun noticed that process rank 0 on node host exited"]))
     assert tail(log) == ["ValueError: x"]
     assert tail(tmp_path / "none.txt") == []
 
